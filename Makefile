@@ -1,0 +1,55 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`. Python >= 3.11, no GPU needed.
+# Another interpreter: `make clean`, then `make test PYTHON=python3.12`. Another package index: PIP_INDEX_URL and the
+# other variables of pip work as usual.
+
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
+
+# A stamp is named after the content it stands for, so a checkout that only moves file times installs nothing.
+digest = $(shell cat $(1) | sha256sum | cut -c1-16)
+RUNTIME := .venv/.runtime-$(call digest,pyproject.toml requirements.txt)
+DEV := .venv/.dev-$(call digest,pyproject.toml requirements.txt requirements-dev.txt)
+
+help: ## show this list
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
+
+demo: $(RUNTIME) ## train the small model through midtrain, sft and rl, on screen (SEED=0)
+	@$(BIN)/etude demo --seed $(or $(SEED),0)
+
+test: lint types ## everything that must hold: linter, types, tests
+	@$(BIN)/python -m pytest -q -n 2
+
+lint: $(DEV) ## ruff: rules and format
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check --quiet . || { echo "run 'make format', then try again" >&2; exit 1; }
+
+format: $(DEV) ## let ruff write the format
+	@$(BIN)/ruff format .
+
+types: $(DEV) ## mypy --strict
+	@$(BIN)/mypy --strict etude
+
+bench: $(RUNTIME) ## run one benchmark (BENCH=loop)
+	@$(BIN)/etude bench $(or $(BENCH),loop)
+
+clean: ## remove the virtual environment and every cache; runs stay
+	rm -rf .venv build dist etude.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find etude tests examples -name __pycache__ -prune -exec rm -rf {} +
+
+$(RUNTIME):
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' || \
+	    { echo "$(PYTHON) is not Python 3.11, 3.12 or 3.13: name one that is, as in 'make test PYTHON=python3.12'" >&2; exit 1; }
+	@$(PYTHON) -m venv .venv || \
+	    { echo "$(PYTHON) cannot make a virtual environment: on Debian run 'apt install python3-venv', then try again" >&2; exit 1; }
+	@echo "installing into .venv (torch is large; later calls skip this)"
+	@$(PIP) $$(grep '^torch==' requirements.txt)
+	@$(PIP) -r requirements.txt
+	@$(PIP) --no-deps --editable .
+	@rm -f .venv/.runtime-* && touch $@
+
+$(DEV): $(RUNTIME)
+	@$(PIP) -r requirements-dev.txt
+	@rm -f .venv/.dev-* && touch $@
+
+.PHONY: help demo test lint format types bench clean

@@ -1,0 +1,129 @@
+"""What asynchrony is worth: the same tasks, weights and number of trained groups, with `max_lag` 0 and 2.
+
+Both runs start from the weights of one short imitation stage. It is shown the few tasks that are then trained on, so
+that most groups hold both successes and failures: what is measured is the loop, not the luck of a model that solves
+nothing. Tool calls take `TOOL_DELAY_S` longer than they need, as compilers and test suites do. For each lag:
+
+    seconds        from the first admission to the last step
+    trainer_busy   share of that time in which the trainer computed
+    engine_busy    share of that time in which the workers computed, mean over regions
+    rollouts_per_s finished sessions, also those that taught nothing
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from etude.core.errors import EtudeError
+from etude.core.events import EVENTS, Event, Fleet, GroupDone, StepDone
+from etude.model.files import SMALL, write_directory
+from etude.store.codec import Stamped
+from etude.store.runs import Run
+from etude.weights.follow import fetch
+
+LAGS = (0, 2)
+TOOL_DELAY_S = 0.2
+
+COMMON = """
+name = "{name}"
+[tasks]
+train = 12
+heldout = 1
+novel = 0
+"""
+
+TEACH = (
+    COMMON
+    + """
+[model]
+hidden_size = 64
+num_layers = 2
+num_heads = 4
+num_kv_heads = 2
+intermediate_size = 192
+max_context = 768
+
+[[stage]]
+kind = "sft"
+demonstrations = 400
+max_epochs = 8
+patience = 8
+batch_tokens = 1024
+lr = 3e-3
+"""
+)
+
+LOOP = (
+    COMMON
+    + """
+[model]
+path = "{path}"
+max_context = 768
+
+[harness]
+tool_delay_s = {delay}
+
+[[stage]]
+kind = "rl"
+steps = 8
+groups_per_step = 4
+group_size = 8
+max_lag = {lag}
+"""
+)
+
+
+def run() -> dict[str, float]:
+    with tempfile.TemporaryDirectory(prefix="etude-bench-") as scratch:
+        work = Path(scratch)
+        taught = execute(work / "taught", TEACH.format(name="taught"))
+        write_directory(
+            work / "model",
+            {name: taught.objects.get(f"model/{name}") for name in SMALL},
+            fetch(taught.objects, 1),
+        )
+        measured: dict[str, float] = {}
+        for lag in LAGS:
+            name = f"lag{lag}"
+            loop = execute(work / name, LOOP.format(name=name, path=work / "model", delay=TOOL_DELAY_S, lag=lag))
+            measured |= {f"{name}.{figure}": value for figure, value in figures(events(loop)).items()}
+    return measured
+
+
+def execute(folder: Path, config: str) -> Run:
+    """A whole run by the command that a person would use; returns what it left in its store."""
+    file = folder.with_suffix(".toml")
+    file.write_text(config)
+    done = subprocess.run(
+        [sys.executable, "-m", "etude", "run", str(file), "--dir", str(folder)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise EtudeError(f"the run {folder.name} of the benchmark ended with code {done.returncode}: {done.stderr}")
+    return Run.open(str(folder), create=False)
+
+
+def events(run: Run) -> list[Stamped[Event]]:
+    return [stamped for process in run.processes() for stamped in run.events(process, EVENTS).read()[0]]
+
+
+def figures(events: Sequence[Stamped[Event]]) -> dict[str, float]:
+    """Of one run, from what its processes noted. Starting them, and evaluations, lie outside the time that counts."""
+    start = min(e.t - e.record.seconds for e in events if isinstance(e.record, GroupDone))
+    end = max(e.t for e in events if isinstance(e.record, StepDone))
+    during = [e.record for e in events if start <= e.t <= end]
+    busy = [region.busy for fleet in during if isinstance(fleet, Fleet) for region in fleet.regions.values()]
+    rollouts = sum(len(group.rewards) + group.failed for group in during if isinstance(group, GroupDone))
+    return {
+        "seconds": end - start,
+        "trainer_busy": sum(step.seconds for step in during if isinstance(step, StepDone)) / (end - start),
+        "engine_busy": sum(busy) / max(1, len(busy)),
+        "rollouts_per_s": rollouts / (end - start),
+    }

@@ -1,0 +1,230 @@
+"""The command line. Imports are made where they are needed, so that `etude --help` is quick and loads no torch."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from etude.core.errors import EtudeError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from etude.core.config import RunConfig
+    from etude.run.local import Place
+
+INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = build_parser().parse_args(argv)
+    try:
+        code: int = args.command(args)
+        return code
+    except KeyboardInterrupt:
+        print(f"stopped; resume with: {_again(argv)}", file=sys.stderr)
+        return INTERRUPTED
+    except (EtudeError, ExceptionGroup) as e:
+        from etude.run.process import message
+
+        if (told := message(e)) is None:
+            raise
+        print(f"error: {told}", file=sys.stderr)
+        return 2
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="etude", description="Train a coding model on your own product.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(name: str, command: object, text: str, *, json_text: str | None = None) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=text, description=text)
+        made.set_defaults(command=command)
+        if json_text:
+            made.add_argument("--json", action="store_true", help=json_text)
+        return made
+
+    demo_parser = add(
+        "demo", demo, "train a tiny model on this machine, in minutes", json_text="end with one line of JSON"
+    )
+    demo_parser.add_argument("--seed", type=int, default=0)
+    demo_parser.add_argument("--dir", type=Path, help="where the run lies (default: runs/demo-SEED)")
+    demo_parser.add_argument("--fresh", action="store_true", help="remove an earlier demo there first")
+    _add_set(demo_parser)
+
+    run_parser = add("run", run, "start a run, or resume an interrupted one", json_text="end with one line of JSON")
+    run_parser.add_argument("config", type=Path, metavar="RUN.toml")
+    run_parser.add_argument("--dir", type=Path, help="where the run lies (default: runs/NAME)")
+    run_parser.add_argument("--dry-run", action="store_true", help="print the plan and end")
+    _add_set(run_parser)
+
+    eval_parser = add(
+        "eval", evaluate, "measure how much a version of a run solves", json_text="end with one line of JSON"
+    )
+    eval_parser.add_argument("run", type=Path, metavar="RUN")
+    eval_parser.add_argument("--version", type=int, help="weight version (default: the newest)")
+    eval_parser.add_argument("--split", choices=("heldout", "novel"), default="heldout")
+
+    for name, command, text in (
+        ("audit", audit, "recompute the books of a run from its store"),
+        ("show", show, "one page about a run"),
+    ):
+        add(name, command, text).add_argument("run", type=Path, metavar="RUN")
+
+    bench_parser = add("bench", bench, "run a benchmark", json_text="end with one line of JSON")
+    bench_parser.add_argument("name", metavar="NAME", help="a module of etude.bench")
+    return parser
+
+
+def _add_set(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--set", action="append", default=[], metavar="A.B=V", help="change a key of the config")
+
+
+def _again(argv: Sequence[str] | None) -> str:
+    import shlex
+
+    given = sys.argv[1:] if argv is None else argv
+    return shlex.join(["etude", *(word for word in given if word != "--fresh")])
+
+
+def demo(args: argparse.Namespace) -> int:
+    from etude.core.config import parse
+
+    text = resources.files("etude.run").joinpath("demo.toml").read_text()
+    config = parse(text, [f"seed={args.seed}", f"name=demo-{args.seed}", *args.set], source="demo.toml")
+    directory = args.dir or Path("runs") / config.name
+    if args.fresh and directory.exists():
+        from etude.run.launch import locked
+
+        if not (directory / "config.json").is_file():
+            raise EtudeError(f"{directory} is no run of etude: it is not removed; give another --dir")
+        with locked(directory):
+            shutil.rmtree(directory)
+    return _train(config, directory, args)
+
+
+def run(args: argparse.Namespace) -> int:
+    from etude.core.config import parse
+
+    try:
+        text = args.config.read_text()
+    except (OSError, UnicodeDecodeError) as e:
+        raise EtudeError(
+            f"cannot read {args.config}: {getattr(e, 'strerror', None) or e}; give the path of a run's TOML"
+        ) from e
+    config = parse(text, args.set, source=str(args.config))
+    return _train(config, args.dir or Path("runs") / config.name, args)
+
+
+def _train(config: RunConfig, directory: Path, args: argparse.Namespace) -> int:
+    from etude.run import local
+    from etude.store.runs import Run
+
+    place, console = local.Place(directory), _console(args.json)
+    if getattr(args, "dry_run", False):
+        print(local.plan(config, place))
+        return 0
+    before = directory.joinpath("config.json").is_file() and local.is_finished(Run.open(place.store), config)
+    local.execute(config, place, console, resume=_again(None))
+    run = place.open()
+    if before:
+        console.print("this run was finished before; here is what it came to", highlight=False)
+    books = local.show(run, place, console)
+    console.print(f"inspect it: etude show {directory}   etude audit {directory}", highlight=False)
+    if args.json:
+        print(json.dumps(local.summary(run, config)), flush=True)
+    return 1 if books.violations else 0
+
+
+def evaluate(args: argparse.Namespace) -> int:
+    from etude.run import local, screen
+
+    place, console = _existing(args.run), _console(args.json)
+    report = local.measure(place, console, version=args.version, split=args.split)
+    console.print(screen.results([report]))
+    if args.json:
+        fields = ("stage", "split", "version", "solved", "total", "low", "high")
+        print(json.dumps({name: getattr(report, name) for name in fields}))
+    return 0
+
+
+def audit(args: argparse.Namespace) -> int:
+    from etude.run.audit import audit
+
+    books = audit(_existing(args.run).open())
+    print(books.equation)
+    print(f"{books.batches} batches; lag {books.lag_max} at most, {books.lag_bound} allowed")
+    for violation in books.violations:
+        print(f"violation: {violation}")
+    print("the books balance" if not books.violations else f"{len(books.violations)} violations")
+    return 1 if books.violations else 0
+
+
+def show(args: argparse.Namespace) -> int:
+    from etude.run import local
+
+    place = _existing(args.run)
+    local.show(place.open(), place, _console(False))
+    return 0
+
+
+def bench(args: argparse.Namespace) -> int:
+    try:
+        module = importlib.import_module(f"etude.bench.{args.name}")
+    except ModuleNotFoundError as e:
+        if e.name != f"etude.bench.{args.name}":
+            raise
+        known = sorted(
+            p.name[:-3] for p in resources.files("etude.bench").iterdir() if p.name[:1] != "_" and p.name[-3:] == ".py"
+        )
+        raise EtudeError(f"there is no benchmark {args.name}: choose one of {', '.join(known)}") from e
+    figures: dict[str, float] = module.run()
+    for name, value in figures.items():
+        print(f"{name:32} {value:.6g}", file=sys.stderr if args.json else sys.stdout)
+    if args.json:
+        print(json.dumps({"bench": args.name, "machine": _machine(), "commit": _commit(), "figures": figures}))
+    return 0
+
+
+def _existing(directory: Path) -> Place:
+    from etude.run.local import Place
+
+    place = Place(directory)
+    place.open()
+    return place
+
+
+def _console(json_wanted: bool) -> Console:
+    """For people; with --json standard output belongs to programs."""
+    from rich.console import Console
+
+    return Console(stderr=json_wanted)
+
+
+def _machine() -> str:
+    import os
+
+    return f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
+
+
+def _commit() -> str | None:
+    done = subprocess.run(
+        ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.stdout.strip() or None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

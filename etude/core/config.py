@@ -1,0 +1,283 @@
+"""What a run may be told. TOML text in, one frozen tree out; nobody downstream sees a string that could be wrong.
+
+Components take plain values out of the tree, never the tree itself.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from etude.core.credit import CREDIT
+from etude.core.errors import EtudeError
+from etude.core.window import Window
+
+Count = Annotated[int, Field(ge=1)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+"""Part of a key in the store: letters, digits, `.`, `_` and `-`."""
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+CountOrZero = Annotated[int, Field(ge=0)]
+
+
+class Config(BaseModel):
+    # Strict: "3" is no number and true is no 1. A typo in a long run costs more than a quotation mark.
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class ModelConfig(Config):
+    hidden_size: Count = 128
+    num_layers: Count = 4
+    num_heads: Count = 4
+    """Query heads; they divide hidden_size."""
+    num_kv_heads: Count = 2
+    """Key and value heads; they divide num_heads."""
+    intermediate_size: Count = 384
+    """Width of the feed-forward layer."""
+    max_context: Count = 512
+    """Tokens of the longest session, prompt included."""
+    vocab_size: Count = 512
+    path: str | None = None
+    """A Hugging Face directory to start from. The shape then comes from there; only max_context still counts."""
+
+    @model_validator(mode="after")
+    def _shape(self) -> ModelConfig:
+        if self.path is not None:
+            shape = set(ModelConfig.model_fields) - {"path", "max_context"}
+            if told := sorted(key for key in shape if getattr(self, key) != ModelConfig.model_fields[key].default):
+                raise ValueError(f"path already decides {', '.join(told)}: remove one or the other")
+        if self.hidden_size % self.num_heads or self.hidden_size // self.num_heads % 2:
+            raise ValueError(f"hidden_size {self.hidden_size} must be num_heads {self.num_heads} times an even number")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads {self.num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}")
+        return self
+
+
+class TasksConfig(Config):
+    train: Count = 4096
+    """Tasks to train on."""
+    heldout: Count = 400
+    """Tasks for evaluation; they share no program with the training tasks."""
+    novel: CountOrZero = 200
+    """Tasks for evaluation from templates that are never trained on."""
+
+
+class HarnessConfig(Config):
+    max_turns: Count = 8
+    """Calls of the model in one session."""
+    max_tokens: Count = 64
+    """Tokens the model may say in one turn."""
+    timeout_s: Positive = 60.0
+    """For a whole session."""
+    tool_delay_s: NonNegative = 0.0
+    """Added to every tool call; for benchmarks, whose tools would otherwise be unrealistically quick."""
+    concurrency: Count = 64
+    """Sessions at once."""
+
+
+class EngineConfig(Config):
+    regions: Annotated[tuple[Name, ...], Field(min_length=1, strict=False)] = ("east", "west")
+    """One inference worker in each."""
+    max_batch: Count = 32
+    """Requests that a worker decodes together."""
+    threads: Count = 1
+    """CPU threads of a worker, and of the trainer."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Where the gateway listens, on the loopback interface; 0 chooses a free one."""
+
+    @field_validator("regions")
+    @classmethod
+    def _distinct(cls, regions: tuple[str, ...]) -> tuple[str, ...]:
+        if len(set(regions)) < len(regions):
+            raise ValueError("two regions have the same name")
+        return regions
+
+
+class WorldsConfig(Config):
+    isolation: Literal["namespaces", "process"] = "namespaces"
+    """`process` has no walls: only for machines whose kernel refuses namespaces, and code you trust."""
+
+
+class EvalConfig(Config):
+    temperature: NonNegative = 0.0
+    """0 is greedy: what the model holds to be best, and the same at every evaluation of a version."""
+
+
+class MidtrainConfig(Config):
+    """Next-token prediction on the product's own text."""
+
+    kind: Literal["midtrain"]
+    steps: Count
+    batch_tokens: Count = 8192
+    """Tokens of one optimizer step."""
+    lr: Positive = 3e-3
+    weight_decay: NonNegative = 0.1
+    warmup: CountOrZero = 20
+    """Steps until the learning rate is reached."""
+
+
+class SftConfig(Config):
+    """Imitation of demonstrated sessions, until the loss on held-back ones stops falling."""
+
+    kind: Literal["sft"]
+    demonstrations: Count
+    """Sessions to imitate."""
+    max_epochs: Count = 10
+    patience: Count = 2
+    """Epochs without a lower held-back loss before it stops."""
+    batch_tokens: Count = 8192
+    lr: Positive = 1e-3
+
+
+class RlConfig(Config):
+    """Asynchronous reinforcement learning in the product."""
+
+    kind: Literal["rl"]
+    steps: Count
+    groups_per_step: Count = 16
+    """Groups that one optimizer step consumes."""
+    group_size: Annotated[int, Field(ge=2)] = 8
+    """Attempts at one task; they are each other's baseline."""
+    max_lag: CountOrZero = 2
+    """Steps that the weights may be ahead of the ones that sampled a token. 0 is synchronous training."""
+    lookahead: Count = 1
+    """How many of the oldest groups may be taken out of order, so that a straggler does not hold up the rest."""
+    lr: Positive = 3e-4
+    credit: str = "centered"
+    """How the rewards of a group become advantages."""
+    ratio_cap: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 2.0
+    """Importance weights above it are cut to it."""
+    temperature: Positive = 1.0
+    microbatch_tokens: Count = 8192
+    """Tokens of one forward and backward pass; for memory only, the step does not depend on it."""
+
+    @field_validator("credit")
+    @classmethod
+    def _credit(cls, credit: str) -> str:
+        if credit not in CREDIT:
+            raise ValueError(f"must be one of {', '.join(CREDIT)}")
+        return credit
+
+    @model_validator(mode="after")
+    def _window(self) -> RlConfig:
+        Window[None](per_step=self.groups_per_step, max_lag=self.max_lag, lookahead=self.lookahead)
+        return self
+
+
+Stage = Annotated[MidtrainConfig | SftConfig | RlConfig, Field(discriminator="kind")]
+STAGES: dict[str, type[Config]] = {"midtrain": MidtrainConfig, "sft": SftConfig, "rl": RlConfig}
+"""By kind, in the order in which a lineage goes through them."""
+
+
+class RunConfig(Config):
+    name: Name
+    seed: CountOrZero = 0
+    deterministic: bool = False
+    """Every run with this seed gives the same weights, bit for bit. Slower; needs one region and max_lag = 0."""
+    model: ModelConfig = ModelConfig()
+    tasks: TasksConfig = TasksConfig()
+    harness: HarnessConfig = HarnessConfig()
+    engine: EngineConfig = EngineConfig()
+    worlds: WorldsConfig = WorldsConfig()
+    eval: EvalConfig = EvalConfig()
+    stage: Annotated[tuple[Stage, ...], Field(min_length=1, strict=False)]
+    """One lineage: the first stage starts from fresh weights or from model.path, each other one from the last."""
+
+    @model_validator(mode="after")
+    def _lineage(self) -> RunConfig:
+        kinds = [stage.kind for stage in self.stage]
+        if kinds != [kind for kind in STAGES if kind in kinds]:
+            raise ValueError(f"stages are {', '.join(kinds)}: each at most once, in the order {', '.join(STAGES)}")
+        return self
+
+    @model_validator(mode="after")
+    def _repeatable(self) -> RunConfig:
+        lags = [stage.max_lag for stage in self.stage if isinstance(stage, RlConfig)]
+        if self.deterministic and (any(lags) or len(self.engine.regions) > 1):
+            raise ValueError("deterministic = true needs stage.rl.max_lag = 0 and one name in engine.regions")
+        return self
+
+
+def parse(text: str, overrides: Sequence[str] = (), *, source: str = "config") -> RunConfig:
+    """`overrides` are `a.b=value`; a stage is addressed by its kind (`stage.rl.steps=3`). `source` names the text."""
+    try:
+        tree = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as e:
+        raise EtudeError(f"{source}: not valid TOML: {e}") from e
+    for override in overrides:
+        _apply(tree, override, source)
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as e:
+        raise EtudeError("\n".join(f"{source}: {_explain(dict(error))}" for error in e.errors())) from e
+
+
+def _apply(tree: dict[str, Any], override: str, source: str) -> None:
+    path, equals, text = override.partition("=")
+    keys = [key.strip() for key in path.split(".")]
+    if not equals or not all(keys):
+        raise EtudeError(f"--set {override}: write it as key=value, for example --set stage.rl.steps=3")
+    if keys[0] == "stage":
+        stages = [stage for stage in tree.get("stage", []) if isinstance(stage, dict)]
+        kinds = {str(stage.get("kind")): stage for stage in stages}
+        if len(keys) != 3 or keys[1] not in kinds:
+            raise EtudeError(
+                f"--set {override}: a stage is addressed as stage.KIND.KEY, and {source} has the kinds "
+                f"{', '.join(kinds) or '(none)'}"
+            )
+        kinds[keys[1]][keys[2]] = _value(text)
+        return
+    for depth, key in enumerate(keys[:-1], 1):
+        tree = tree.setdefault(key, {})
+        if not isinstance(tree, dict):
+            raise EtudeError(f"--set {override}: {'.'.join(keys[:depth])} is a value, it has no keys")
+    tree[keys[-1]] = _value(text)
+
+
+def _value(text: str) -> Any:
+    """A TOML value; what is none is a string without its quotation marks."""
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text.strip()
+    return parsed["value"] if len(parsed) == 1 else text.strip()
+
+
+def _explain(error: dict[str, Any]) -> str:
+    """One sentence: the key, what is wrong with it, and what would be right."""
+    loc, given = error["loc"], error["input"]
+    path = ".".join(str(part) for part in loc if not isinstance(part, int))  # a stage goes by its kind, not its number
+    match error["type"]:
+        case "extra_forbidden":
+            table = f"[{path.rpartition('.')[0]}]" if len(loc) > 1 else "the top level"
+            keys = list(_table(loc[:-1]).model_fields)
+            near = difflib.get_close_matches(str(loc[-1]), keys, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]}?" if near else f"valid keys are {', '.join(keys)}"
+            return f"unknown key {path} in {table}: {hint}"
+        case "missing":
+            return f"{path} is missing: it has no default"
+        case "union_tag_invalid" | "union_tag_not_found":
+            kind = given.get("kind") if isinstance(given, dict) else given
+            near = difflib.get_close_matches(str(kind), STAGES, n=1)
+            hint = f", did you mean {near[0]}?" if near else ""
+            return f"stage number {loc[1] + 1} needs kind = one of {', '.join(STAGES)}; it has {kind!r}{hint}"
+        case "value_error":
+            what = str(error["ctx"]["error"])
+            return f"{path}: {what}" if path else what
+        case _:
+            return f"{path} = {given!r}: {error['msg'][0].lower()}{error['msg'][1:]}"
+
+
+def _table(loc: tuple[str | int, ...]) -> type[BaseModel]:
+    """The model whose keys stand at this place: the top level, a section, or ("stage", number, kind)."""
+    if not loc:
+        return RunConfig
+    if loc[0] == "stage":
+        return STAGES[str(loc[-1])]
+    table = RunConfig.model_fields[str(loc[0])].annotation
+    assert isinstance(table, type) and issubclass(table, BaseModel)
+    return table

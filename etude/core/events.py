@@ -1,0 +1,132 @@
+"""What happened in a run, one typed record for each thing. The screen, the tables and the dashboard are views of these.
+
+Every process writes the events that it alone can know, to a log of its own in the run's store.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import get_args
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launched:
+    """Somebody started, or resumed, the processes of the run."""
+
+    resumed: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageStarted:
+    stage: str
+    steps: int
+    """How many steps it takes at most; sft may stop before."""
+    done: int = 0
+    """Steps that were done before, if the stage is resumed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitStep:
+    """A step of mid-training or sft."""
+
+    stage: str
+    step: int
+    steps: int
+    loss: float
+    tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageDone:
+    stage: str
+    version: int
+    """The weights that it ended with."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepDone:
+    """A step of rl. Version `step` is published."""
+
+    step: int
+    loss: float
+    lag: int
+    k1: float
+    k3_mean: float
+    k3_p99: float
+    entropy: float
+    grad_norm: float
+    tokens: int
+    seconds: float
+    wait_s: float
+    """How long the trainer had nothing to do before it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupDone:
+    group: str
+    task: str
+    admitted: int
+    rewards: tuple[float, ...]
+    """Of the attempts that have one; those that failed in infrastructure are missing."""
+    failed: int
+    kept: bool
+    """False if there is nothing to learn from it."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Live:
+    """Every worker samples from this version now, and the slots of what it was trained on are free."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    version: int
+    busy: float
+    """Share of the time since the last look that went into engine steps."""
+    running: int
+    waiting: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fleet:
+    """A look at the workers."""
+
+    regions: dict[str, Region]
+    active: int
+    """Slots in use."""
+    capacity: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalProgress:
+    stage: str
+    split: str
+    done: int
+    total: int
+    solved: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalDone:
+    stage: str
+    split: str
+    version: int
+    solved: int
+    total: int
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunDone:
+    """Everything that the config asked for is there."""
+
+    version: int
+
+
+Event = Launched | StageStarted | FitStep | StageDone | StepDone | GroupDone | Live | Fleet | EvalProgress | EvalDone | RunDone
+EVENTS: tuple[type[Event], ...] = get_args(Event)

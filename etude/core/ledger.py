@@ -1,0 +1,116 @@
+"""Who owes what: every sample that was issued is settled exactly once.
+
+    issued = trained + dropped{reason} + in flight
+
+The ledger is a fold over an append-only list of entries, so the same code answers in the running controller and in an
+audit that reads the entries back from disk after a crash.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+Reason = Literal["failed", "no_signal", "interrupted", "cancelled"]
+"""Why a sample is not trained on.
+
+failed       infrastructure broke during the session, or it has no sampled token: there is nothing to learn from
+no_signal    all attempts of the group earned the same reward: the advantage of each is zero
+interrupted  the run was stopped or killed while the session was in flight; its task is issued again
+cancelled    the run reached its last step and did not need the sample any more
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Issued:
+    group: str
+    task: str
+    samples: tuple[str, ...]
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batched:
+    """The samples went into the batch of `step`. They count as trained once that step's weights are published."""
+
+    step: int
+    samples: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dropped:
+    samples: tuple[str, ...]
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """All samples batched for steps up to `step` are in published weights."""
+
+    step: int
+
+
+Entry = Issued | Batched | Dropped | Trained
+
+
+class Unbalanced(Exception):
+    """An entry contradicts what is written before it: a sample settled twice, or never issued."""
+
+
+class Ledger:
+    """The balance after the entries so far. `apply` refuses an entry that would break the equation."""
+
+    def __init__(self, entries: Iterable[Entry] = ()) -> None:
+        self._state: dict[str, str | int] = {}  # sample -> "open", the step of its batch, or why it was dropped
+        self._batched: dict[int, tuple[str, ...]] = {}  # step -> samples, until trained
+        self.trained_step = 0
+        self.issued = 0
+        self.trained = 0
+        self.dropped: Counter[str] = Counter()
+        for entry in entries:
+            self.apply(entry)
+
+    @property
+    def in_flight(self) -> int:
+        return self.issued - self.trained - self.dropped.total()
+
+    def open_samples(self) -> list[str]:
+        """Issued, and neither batched nor dropped yet."""
+        return [sample for sample, state in self._state.items() if state == "open"]
+
+    def apply(self, entry: Entry) -> None:
+        match entry:
+            case Issued():
+                for sample in entry.samples:
+                    if sample in self._state:
+                        raise Unbalanced(f"{sample} was issued before")
+                if len(set(entry.samples)) != len(entry.samples):
+                    raise Unbalanced(f"a sample stands twice in the entry that issues group {entry.group}")
+                self._state |= dict.fromkeys(entry.samples, "open")
+                self.issued += len(entry.samples)
+            case Batched():
+                if entry.step in self._batched or entry.step <= self.trained_step:
+                    raise Unbalanced(f"step {entry.step} has a batch already")
+                self._settle(entry.samples, entry.step)
+                self._batched[entry.step] = entry.samples
+            case Dropped():
+                self._settle(entry.samples, entry.reason)
+                self.dropped[entry.reason] += len(entry.samples)
+            case Trained():
+                if entry.step < self.trained_step:
+                    raise Unbalanced(f"step {entry.step} is trained after step {self.trained_step}")
+                self.trained_step = entry.step
+                for step in [step for step in self._batched if step <= entry.step]:
+                    self.trained += len(self._batched.pop(step))
+
+    def _settle(self, samples: tuple[str, ...], fate: str | int) -> None:
+        for sample in samples:
+            state = self._state.get(sample)
+            if state != "open":
+                why = "it was never issued" if state is None else f"it is {state!r}"
+                raise Unbalanced(f"{sample} cannot become {fate!r}: {why}")
+        if len(set(samples)) != len(samples):
+            raise Unbalanced(f"a sample stands twice in the entry that makes it {fate!r}")
+        self._state |= dict.fromkeys(samples, fate)

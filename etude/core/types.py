@@ -1,0 +1,184 @@
+"""The data that everything turns on. Frozen, complete when made, and each carries its origin.
+
+Token-level fields of a `Segment` and a `Row` run in parallel: position i of every field speaks of token i. A rollout is
+a chain of segments: rewriting the history (a summary, a compaction) ends one segment and opens the next, and the one
+reward of the trajectory credits every sampled token of all of them.
+
+Plain dataclasses of the standard library, so that the trainer and the engine can import them on a bare CUDA image;
+`store.objects` gives them a wire format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Json = Any
+"""A value that JSON can say: None, bool, int, float, str, list, dict."""
+
+Status = Literal["done", "timeout", "failed"]
+"""`done`: the session came to an end and was graded. `timeout`: it ran out of time or turns of its own and was graded
+as it stood. `failed`: infrastructure broke; there is no score, and no statistic may count it as a zero."""
+
+Source = Literal["simulated", "production"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One hidden question: call `function` with `args`. The answer that is `expected` never enters any sandbox."""
+
+    function: str
+    args: list[Json]
+    expected: Json
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """A piece of work with a verdict. The agent sees `prompt` and `files`; only the grader reads `checks`."""
+
+    id: str
+    prompt: str
+    files: dict[str, str]
+    """The working copy: path -> text."""
+    editable: tuple[str, ...]
+    """The files that the grader takes over from the agent's world; everything else it takes from `files`."""
+    checks: tuple[Check, ...]
+    meta: dict[str, str]
+    """Where the task came from: `template`, `bug`, `difficulty`, `program` (digest of the correct program)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """`count` consecutive sampled tokens that one weight version produced."""
+
+    version: int
+    count: int
+
+
+def spans(versions: Iterable[int]) -> tuple[Span, ...]:
+    """Run-length form of one version per sampled token."""
+    runs: list[list[int]] = []
+    for version in versions:
+        if runs and runs[-1][0] == version:
+            runs[-1][1] += 1
+        else:
+            runs.append([version, 1])
+    return tuple(Span(version, count) for version, count in runs)
+
+
+def unspan(runs: Iterable[Span]) -> Iterator[int]:
+    """One version per sampled token, back from the run-length form."""
+    for run in runs:
+        yield from [run.version] * run.count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """What a policy answers to one prompt: exact token ids, and for each the log-prob under the distribution that it
+    was drawn from and the weight version that computed it."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[Span, ...]
+    finish: Literal["stop", "length"]
+    experts: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """One unbroken token context of a session, exactly as the engine saw it."""
+
+    prompt: tuple[int, ...]
+    """The tokens before the first sampled one."""
+    tokens: tuple[int, ...]
+    """Everything after the prompt: sampled tokens, and what the harness put between them."""
+    mask: tuple[bool, ...]
+    """True where the policy sampled the token."""
+    logprobs: tuple[float, ...]
+    """0.0 where the mask is False."""
+    versions: tuple[Span, ...]
+    """Over the sampled tokens, in order."""
+    experts: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """One attempt at one task, whole."""
+
+    id: str
+    task: str
+    group: str
+    segments: tuple[Segment, ...]
+    scores: dict[str, float] | None
+    """Named and finite; None if and only if the status is `failed`."""
+    status: Status
+    error: str | None = None
+    """For `failed`: the boundary that broke, and how."""
+    messages: list[dict[str, Json]] = field(default_factory=list)
+    """The conversation as the harness saw it, for people to read; the trainer never looks."""
+    source: Source = "simulated"
+
+    @property
+    def reward(self) -> float | None:
+        return None if self.scores is None else self.scores["reward"]
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(sum(segment.mask) for segment in self.segments)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """All attempts at one task that were started together; they are each other's baseline."""
+
+    id: str
+    task: str
+    slot: int
+    admitted: int
+    """The weight version that was live when the group was given its slot: no token of it is older."""
+    trajectories: tuple[Trajectory, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One token sequence as the learner reads it."""
+
+    sample: str
+    """The trajectory that it came from."""
+    tokens: tuple[int, ...]
+    mask: tuple[bool, ...]
+    logprobs: tuple[float, ...]
+    advantages: tuple[float, ...]
+    versions: tuple[Span, ...]
+    experts: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """What one optimizer step reads. The step makes the weight version of the same number."""
+
+    step: int
+    rows: tuple[Row, ...]
+    oldest: int
+    """The oldest weight version that any token of it was sampled from."""
+
+    @property
+    def lag(self) -> int:
+        """Steps between the weights that sampled the oldest token and the weights that train on it."""
+        return self.step - 1 - self.oldest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """A published weight version. It is written last, so whoever reads it can read all that it names."""
+
+    version: int
+    base: int | None
+    """The version that the files are a difference to; None for a whole snapshot."""
+    files: tuple[str, ...]
+    digests: dict[str, str]
+    """Tensor name -> digest of its bytes after loading."""
+    stage: str
+    step: int
+    """The step within the stage that made it."""

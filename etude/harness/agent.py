@@ -1,0 +1,100 @@
+"""The built-in coding agent: ask the model, do what it says, show it what came of it, until it submits.
+
+It is a harness like anyone's: it knows the model as an OpenAI-compatible URL, and the machine as a sandbox.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import aiohttp
+
+from etude.core.errors import RolloutFailure
+from etude.core.seams import Sandbox, Transcript
+from etude.core.seeds import derive
+from etude.core.types import Json, Task
+from etude.harness.tools import SCHEMAS, SUBMIT, Tools
+
+NUDGE = "call a tool"
+
+Message = dict[str, Json]
+
+
+class OutOfContext(Exception):
+    """The session is longer than what the model can read: it ends as it stands, like one that is out of turns."""
+
+
+class CodingAgent:
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        *,
+        max_turns: int,
+        max_tokens: int,
+        timeout_s: float,
+        temperature: float = 1.0,
+        tool_delay_s: float = 0.0,
+    ) -> None:
+        self._session = session
+        self._max_turns, self._timeout_s, self._tool_delay_s = max_turns, timeout_s, tool_delay_s
+        self._sampling = {"model": "etude", "max_tokens": max_tokens, "temperature": temperature}
+
+    async def run(self, task: Task, sandbox: Sandbox, *, base_url: str, seed: int) -> Transcript:
+        messages: list[Message] = [{"role": "user", "content": task.prompt}]
+        tools = Tools(task, sandbox)
+        finished = False
+        try:
+            async with asyncio.timeout(self._timeout_s) as deadline:
+                for turn in range(self._max_turns):
+                    answer = await self._ask(base_url, messages, turn_seed(seed, turn))
+                    messages.append(answer)
+                    finished = await self._act(answer, tools, messages)
+                    if finished:
+                        break
+        except TimeoutError:
+            if not deadline.expired():  # someone else's time ran out: a failure, not the end of the session
+                raise
+        except OutOfContext:
+            pass
+        return Transcript(messages=messages, finished=finished)
+
+    async def _ask(self, base_url: str, messages: list[Message], seed: int) -> Message:
+        body = {**self._sampling, "messages": messages, "tools": SCHEMAS, "seed": seed, "parallel_tool_calls": True}
+        # The session has a time limit of its own; the client's default would end long answers of a busy engine.
+        no_limit = aiohttp.ClientTimeout(total=None)
+        async with self._session.post(f"{base_url}/chat/completions", json=body, timeout=no_limit) as response:
+            if response.status != 200:
+                said = await response.text()
+                if response.status == 400 and "context_length_exceeded" in said:
+                    raise OutOfContext
+                raise RolloutFailure(f"chat completions: status {response.status}: {said[:500]}")
+            message: Message = (await response.json())["choices"][0]["message"]
+        return message
+
+    async def _act(self, answer: Message, tools: Tools, messages: list[Message]) -> bool:
+        """Do what the answer says, and add what came of it. True if it submits."""
+        calls = answer.get("tool_calls") or []
+        if not calls:
+            messages.append({"role": "user", "content": NUDGE})
+        for call in calls:
+            name, arguments = call["function"]["name"], parse_arguments(call["function"]["arguments"])
+            content = await tools.call(name, arguments)
+            await asyncio.sleep(self._tool_delay_s)
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": content})
+            if name == SUBMIT:
+                return True
+        return False
+
+
+def turn_seed(seed: int, turn: int) -> int:
+    """Of one request, from the session's seed."""
+    return derive(seed, turn)
+
+
+def parse_arguments(text: str) -> Json:
+    """What the model wrote between the parentheses; None, which no tool accepts, if it is no JSON."""
+    try:
+        return json.loads(text)
+    except (json.JSONDecodeError, RecursionError):
+        return None

@@ -1,0 +1,106 @@
+"""The tools of the built-in agent: read, edit, test, submit. Their answers are short, because the model pays for each
+token, and an error is an answer like any other, for the model to read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import PurePosixPath
+from typing import Any
+
+from etude.core.seams import Ran, Sandbox
+from etude.core.types import Json, Task
+
+SUBMIT = "submit"
+_JSON_TYPES: dict[type, str] = {int: "integer", str: "string"}
+
+
+class Tools:
+    """What the agent can do to one task in one sandbox."""
+
+    def __init__(self, task: Task, sandbox: Sandbox, *, test_timeout_s: float = 10.0) -> None:
+        self._sandbox, self._test_timeout_s = sandbox, test_timeout_s
+        self._module = task.editable[0]
+        path = PurePosixPath(self._module)
+        self._test_file = str(path.with_name(f"test_{path.name}"))
+
+    async def call(self, name: str, arguments: Json) -> str:
+        """The answer to a call as the model wrote it, however wrong it is. Raises only where the sandbox breaks."""
+        if name not in PARAMETERS:
+            return f"error: no tool {name}"
+        wanted = PARAMETERS[name]
+        if not isinstance(arguments, dict) or {key: type(value) for key, value in arguments.items()} != wanted:
+            return f"error: {name} takes ({', '.join(f'{key}: {kind.__name__}' for key, kind in wanted.items())})"
+        try:
+            answer: str = await getattr(self, name)(**arguments)
+        except FileNotFoundError:
+            return "error: no such file"
+        except ValueError as e:  # the working copy is to blame: a path that leaves it, a full disk
+            return f"error: {e}"
+        return answer
+
+    async def read(self, path: str) -> str:
+        """A file, with line numbers."""
+        text = await self._sandbox.read(path)
+        return "\n".join(f"{number} {line}" for number, line in enumerate(text.removesuffix("\n").split("\n"), 1))
+
+    async def edit(self, line: int, text: str) -> str:
+        """Replace one line of the module. Its indentation stays: counting spaces is not the skill that we train."""
+        lines = (await self._sandbox.read(self._module)).split("\n")
+        last = len(lines) - (lines[-1] == "")
+        if not 1 <= line <= last:
+            return f"error: lines are 1 to {last}"
+        if "\n" in text:
+            return "error: text is one line"
+        old = lines[line - 1]
+        lines[line - 1] = old[: len(old) - len(old.lstrip())] + text.strip()
+        await self._sandbox.write(self._module, "\n".join(lines))
+        return "ok"
+
+    async def test(self) -> str:
+        """Run the visible tests."""
+        ran = await self._sandbox.run(["python", self._test_file], timeout_s=self._test_timeout_s)
+        return report(ran)
+
+    async def submit(self) -> str:
+        """Finish; the module is graded as it is now."""
+        return "ok"
+
+
+PARAMETERS: dict[str, dict[str, type]] = {
+    "read": {"path": str},
+    "edit": {"line": int, "text": str},
+    "test": {},
+    SUBMIT: {},
+}
+
+
+def report(ran: Ran) -> str:
+    """One line: what the test script said last, or how it broke."""
+    if ran.code is None:
+        return "timeout"
+    lines = ran.output.strip().splitlines()
+    if not lines:
+        return "ok" if ran.code == 0 else f"error: exit {ran.code}"
+    crashed = ran.code != 0 and "Traceback (most recent call last):" in lines
+    return f"error: {lines[-1]}" if crashed else lines[-1]
+
+
+def _schema(name: str) -> dict[str, Json]:
+    method: Callable[..., Any] = getattr(Tools, name)
+    parameters = PARAMETERS[name]
+    return {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": (method.__doc__ or "").split(".")[0],
+            "parameters": {
+                "type": "object",
+                "properties": {key: {"type": _JSON_TYPES[kind]} for key, kind in parameters.items()},
+                "required": list(parameters),
+            },
+        },
+    }
+
+
+SCHEMAS: list[dict[str, Json]] = [_schema(name) for name in PARAMETERS]
+"""As the chat completions API wants them."""

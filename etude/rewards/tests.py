@@ -1,0 +1,99 @@
+"""The verdict on an attempt: do the hidden questions get the right answers?
+
+Only the text of the editable files is taken from the agent's sandbox. It is put over the pristine files of the task in
+a fresh sandbox, where a probe calls the module and writes down what it answers. The expected answers never enter any
+sandbox: they are compared out here. The module shares a process with the probe and can forge whatever the probe writes,
+but to forge the right answers it must compute them, and that is the task.
+
+What the agent's code does to itself (it is missing, crashes, exits, hangs) earns 0. What breaks on our side raises.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import PurePosixPath
+
+from etude.core.seams import Sandbox, Worlds
+from etude.core.types import Check, Json, Task
+
+_PROBE, _ANSWERS = "__probe__.py", "__answers__.json"
+
+_PROBE_TEXT = f"""\
+import importlib, json, sys
+
+def plain(value):
+    if isinstance(value, dict):
+        if any(type(key) is not str for key in value):
+            raise TypeError("JSON has no such keys")
+        return {{key: plain(item) for key, item in value.items()}}
+    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+def ask(module, function, args):
+    try:
+        return json.dumps({{"value": plain(getattr(module, function)(*args))}})
+    except BaseException as e:
+        return json.dumps({{"error": type(e).__name__}})
+
+name, questions = json.load(sys.stdin)
+module = importlib.import_module(name)
+answers = [ask(module, function, args) for function, args in questions]
+with open({_ANSWERS!r}, "w") as file:
+    file.write("[" + ",".join(answers) + "]")
+"""
+
+
+async def grade(task: Task, sandbox: Sandbox, worlds: Worlds, *, timeout_s: float) -> dict[str, float]:
+    """`reward` is 1.0 if every check is answered right, else 0.0; `checks` is the share of right answers."""
+    assert task.checks, f"task {task.id} asks nothing"
+    try:
+        edited = {path: await sandbox.read(path) for path in task.editable}
+    except (FileNotFoundError, ValueError):
+        return _scores(0, task)
+    async with worlds.open({**task.files, **edited, _PROBE: _PROBE_TEXT}) as fresh:
+        questions = [[check.function, check.args] for check in task.checks]
+        stdin = json.dumps([module_name(task.editable[0]), questions])
+        ran = await fresh.run(["python", _PROBE], timeout_s=timeout_s, stdin=stdin)
+        if ran.code is None:
+            return _scores(0, task)
+        try:
+            answers = parse_answers(await fresh.read(_ANSWERS))
+        except (FileNotFoundError, ValueError):
+            return _scores(0, task)
+    return _scores(num_right(task.checks, answers), task)
+
+
+def module_name(path: str) -> str:
+    """`shop/cart.py` -> `shop.cart`"""
+    return ".".join(PurePosixPath(path).with_suffix("").parts)
+
+
+def parse_answers(text: str) -> list[Json]:
+    """ValueError for anything but a JSON list: the text is in the hands of the graded code."""
+    try:
+        answers = json.loads(text)
+    except RecursionError as e:
+        raise ValueError("the answers are nested too deep") from e
+    if not isinstance(answers, list):
+        raise ValueError("the answers are not a list")
+    return answers
+
+
+def num_right(checks: tuple[Check, ...], answers: list[Json]) -> int:
+    if len(answers) != len(checks):
+        return 0
+    return sum(same(answer, {"value": check.expected}) for answer, check in zip(answers, checks, strict=True))
+
+
+def same(a: Json, b: Json) -> bool:
+    """Equal in value and in type, all the way down: True is not 1, and 1 is not 1.0."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    return bool(a == b)
+
+
+def _scores(right: int, task: Task) -> dict[str, float]:
+    return {"reward": float(right == len(task.checks)), "checks": right / len(task.checks)}

@@ -1,0 +1,151 @@
+"""The books of a run, recomputed from what lies in its store, whoever wrote it and however it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from etude.core.config import RlConfig, RunConfig
+from etude.core.credit import CREDIT
+from etude.core.ledger import Batched, Dropped, Entry, Issued, Ledger, Trained, Unbalanced
+from etude.core.types import Batch, Group, unspan
+from etude.run.journal import group_of, losses
+from etude.run.plan import legs
+from etude.store.runs import Run
+from etude.weights.manifest import find_newest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Audit:
+    issued: int
+    trained: int
+    dropped: dict[str, int]
+    in_flight: int
+    lag_max: int
+    lag_bound: int
+    batches: int
+    finished: bool
+    violations: list[str]
+
+    @property
+    def equation(self) -> str:
+        dropped = " + ".join(f"{count} {reason}" for reason, count in sorted(self.dropped.items())) or "0"
+        sign = "=" if self.issued == self.trained + sum(self.dropped.values()) + self.in_flight else "!="
+        return (
+            f"{self.issued} issued {sign} {self.trained} trained + {sum(self.dropped.values())} dropped ({dropped}) "
+            f"+ {self.in_flight} in flight"
+        )
+
+
+def audit(run: Run) -> Audit:
+    config = run.config()
+    entries = run.ledger.records()
+    ledger, violations = _fold(entries)
+    batches = {step: run.batch(step) for step in run.batches()}
+    groups = {name: run.group(name) for name in run.groups()}
+    rl = next((stage for stage in config.stage if isinstance(stage, RlConfig)), None)
+    newest = find_newest(run.objects)
+    version = -1 if newest is None else newest.version
+    finished = version >= legs(config.stage)[-1].end
+    bound = rl.max_lag if rl else 0
+    violations += _check_batches(entries, batches, groups, bound)
+    violations += _check_versions(run, entries, config, version)
+    violations += _check_drops(entries, groups, rl.credit if rl else "centered")
+    if finished and ledger.in_flight:
+        violations.append(f"the run is finished, and {ledger.in_flight} samples are in flight")
+    return Audit(
+        issued=ledger.issued,
+        trained=ledger.trained,
+        dropped=dict(ledger.dropped),
+        in_flight=ledger.in_flight,
+        lag_max=max((batch.step - 1 - min(_token_versions(batch), default=0) for batch in batches.values()), default=0),
+        lag_bound=bound,
+        batches=len(batches),
+        finished=finished,
+        violations=violations,
+    )
+
+
+def _fold(entries: list[Entry]) -> tuple[Ledger, list[str]]:
+    ledger, violations = Ledger(), []
+    for number, entry in enumerate(entries):
+        try:
+            ledger.apply(entry)
+        except Unbalanced as e:
+            violations.append(f"ledger entry {number}: {e}")
+    return ledger, violations
+
+
+def _token_versions(batch: Batch) -> set[int]:
+    return {version for row in batch.rows for version in unspan(row.versions)}
+
+
+def _check_batches(
+    entries: list[Entry], batches: dict[int, Batch], groups: dict[str, Group], bound: int
+) -> Iterator[str]:
+    told = {entry.step: set(entry.samples) for entry in entries if isinstance(entry, Batched)}
+    attempts = {t.id: t for group in groups.values() for t in group.trajectories}
+    for step in sorted(told.keys() - batches.keys()):
+        yield f"the ledger speaks of batch {step}, and the store has none"
+    # A batch that no entry speaks of was written at the very moment of a crash; resuming the run enters it.
+    if batches and sorted(batches) != list(range(min(batches), max(batches) + 1)):
+        yield f"the batches have gaps: {sorted(batches)}"
+    for step, batch in batches.items():
+        samples = {row.sample for row in batch.rows}
+        if step in told and samples != told[step]:
+            yield f"batch {step} holds other samples than its ledger entry"
+        if missing := samples - attempts.keys():
+            yield f"batch {step} trains on {sorted(missing)[0]}, which no stored group holds"
+        for row in batch.rows:
+            if len(list(unspan(row.versions))) != sum(row.mask):
+                yield f"batch {step}, {row.sample}: not every sampled token has a version"
+        oldest = min(_token_versions(batch))
+        if oldest != batch.oldest:
+            yield f"batch {step} says that its oldest token is of version {batch.oldest}; it is of {oldest}"
+        if not 0 <= step - 1 - oldest <= bound:
+            yield f"batch {step} has a token of version {oldest}: its lag is not from 0 to {bound}"
+        if too_old := [s for s in samples & attempts.keys() if _too_old(groups[group_of(s)])]:
+            yield f"{too_old[0]} has a token that is older than its admission"
+
+
+def _too_old(group: Group) -> bool:
+    spans = [span for t in group.trajectories for segment in t.segments for span in segment.versions]
+    return any(span.version < group.admitted for span in spans)
+
+
+def _check_versions(run: Run, entries: list[Entry], config: RunConfig, newest: int) -> Iterator[str]:
+    trained = max((entry.step for entry in entries if isinstance(entry, Trained)), default=-1)
+    if trained > newest:
+        yield f"the ledger says that step {trained} is trained, and the newest published version is {newest}"
+    checkpoints = run.checkpoints()
+    kept = int(checkpoints[-1].partition(".")[0]) if checkpoints else -1
+    if newest > kept:
+        yield f"version {newest} is published, and the newest checkpoint is of version {kept}"
+    if newest > legs(config.stage)[-1].end:
+        yield f"version {newest} is published, and the last stage ends with {legs(config.stage)[-1].end}"
+
+
+def _check_drops(entries: list[Entry], groups: dict[str, Group], credit: str) -> Iterator[str]:
+    """What was dropped as failed or without signal must be so; what was interrupted must not have been finished."""
+    issued = {sample for entry in entries if isinstance(entry, Issued) for sample in entry.samples}
+    if strangers := {t.id for group in groups.values() for t in group.trajectories} - issued:
+        yield f"{len(strangers)} stored samples were never issued, for example {sorted(strangers)[0]}"
+    due = {
+        (sample, drop.reason)
+        for group in groups.values()
+        for drop in losses(group, CREDIT[credit])[0]
+        for sample in drop.samples
+    }
+    for entry in entries:
+        if isinstance(entry, Dropped) and entry.reason in ("failed", "no_signal"):
+            yield from (
+                f"{sample} was dropped as {entry.reason}, and its group does not bear that out"
+                for sample in entry.samples
+                if (sample, entry.reason) not in due
+            )
+        if isinstance(entry, Dropped) and entry.reason == "interrupted":
+            yield from (
+                f"{sample} was dropped as interrupted, and yet its group was finished"
+                for sample in entry.samples
+                if group_of(sample) in groups
+            )

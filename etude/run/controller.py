@@ -1,0 +1,179 @@
+"""THE loop: tasks become groups, groups become batches, versions become live.
+
+Three short loops under one TaskGroup, over one pure window. `when` waits for the window to allow something, `update`
+changes it and wakes whoever waits. Anything that raises in here cancels the rest, surfaces, and ends the process; what
+is on disk is enough to go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from random import Random
+from typing import TypeVar
+
+from etude.core.credit import Credit, advantages, oldest_version, to_rows
+from etude.core.errors import EtudeError
+from etude.core.events import Event, GroupDone, Live
+from etude.core.ledger import Batched, Dropped, Issued, Trained
+from etude.core.seams import WeightStore
+from etude.core.seeds import derive
+from etude.core.types import Batch, Group, Task, Trajectory
+from etude.core.window import Window
+from etude.run.journal import Journal, Recovered, group_id, losses, sample_ids, still_to_do
+
+V = TypeVar("V")
+
+Attempt = Callable[[Task, str, int], Awaitable[Trajectory]]
+"""(task, sample id, seed) -> what came of it. It never raises for what went wrong inside the session."""
+
+
+class Controller:
+    """Keeps the engines busy and the trainer fed, and never lets data grow too stale."""
+
+    def __init__(
+        self,
+        *,
+        journal: Journal,
+        recovered: Recovered,
+        window: Window[Group],
+        weights: WeightStore,
+        load: Callable[[int], Awaitable[None]],
+        tasks: Iterable[tuple[Task, int]],
+        attempt: Attempt,
+        group_size: int,
+        credit: Credit,
+        seed: int,
+        last: int,
+        emit: Callable[[Event], None],
+    ) -> None:
+        self.journal, self.window, self.weights, self.load = journal, window, weights, load
+        self.tasks = still_to_do(tasks, recovered.done)
+        self.attempt, self.group_size, self.credit, self.seed = attempt, group_size, credit, seed
+        self.last, self.emit = last, emit
+        self.health = Health()
+        self.changed = asyncio.Condition()
+        window.restore(
+            step=max(recovered.batched, window.live) + 1,
+            slots=recovered.slots,
+            finished=[(group.slot, group.admitted, group) for group in recovered.waiting],
+        )
+
+    async def run(self) -> None:
+        """Returns when the weights of the last step are live."""
+        async with asyncio.TaskGroup() as loops:
+            loops.create_task(self.follow())
+            feeding = loops.create_task(self.feed())
+            await self.pack()
+            feeding.cancel()  # the last batch is full: whatever is still on its way will not be needed
+        unneeded = tuple(self.journal.ledger.open_samples())
+        await self.journal.write(*[Dropped(samples=unneeded, reason="cancelled")] if unneeded else [])
+
+    async def feed(self) -> None:
+        """task -> slot -> group"""
+        async with asyncio.TaskGroup() as groups:
+            for task, epoch in self.tasks:
+                slot = await self.when(self.window.admit)
+                groups.create_task(self.explore(task, epoch, slot, admitted=self.window.live))
+
+    async def explore(self, task: Task, epoch: int, slot: int, admitted: int) -> None:
+        """attempts -> group in the store -> window"""
+        group, began = group_id(slot), time.monotonic()
+        samples = sample_ids(group, self.group_size)
+        await self.journal.write(Issued(group=group, task=task.id, samples=samples, version=admitted))
+        async with asyncio.TaskGroup() as attempts:
+            running = [
+                # Attempts are numbered through the epochs, so that no two at a task share their randomness.
+                attempts.create_task(self.watched(task, sample, derive(self.seed, task.id, number)))
+                for number, sample in enumerate(samples, epoch * self.group_size)
+            ]
+        whole = Group(
+            id=group, task=task.id, slot=slot, admitted=admitted, trajectories=tuple(t.result() for t in running)
+        )
+        dropped, kept = losses(whole, self.credit)
+        await self.journal.write(*dropped, group=whole)
+        self.emit(_done(whole, kept, time.monotonic() - began))
+        await self.update(lambda: self.window.finish(slot, whole) if kept else self.window.drop(slot))
+
+    async def watched(self, task: Task, sample: str, seed: int) -> Trajectory:
+        trajectory = await self.attempt(task, sample, seed)
+        self.health.add(trajectory)
+        return trajectory
+
+    async def pack(self) -> None:
+        """groups -> batch -> trainer"""
+        for step in range(self.window.step, self.last + 1):
+            groups = [await self.when(self.window.take) for _ in range(self.window.per_step)]
+            batch, samples = assemble(step, groups, self.credit)
+            await self.journal.write(Batched(step=step, samples=samples), batch=batch)
+
+    async def follow(self) -> None:
+        """weight version -> engines -> free slots"""
+        while self.window.live < self.last:
+            manifest = await self.weights.wait(after=self.window.live)
+            await self.load(manifest.version)
+            await self.journal.write(Trained(step=manifest.version))
+            self.emit(Live(version=manifest.version))
+            await self.update(lambda: self.window.advance(manifest.version))  # noqa: B023 (called before the next round)
+
+    async def when(self, poll: Callable[[], V | None]) -> V:
+        """Waits until `poll` gives a value; every change to the window wakes it."""
+        async with self.changed:
+            while (value := poll()) is None:
+                await self.changed.wait()
+            return value
+
+    async def update(self, change: Callable[[], object]) -> None:
+        async with self.changed:
+            change()
+            self.changed.notify_all()
+
+
+class Health:
+    """Failed rollouts are data, but they must not be able to hide: a run of which half fails stops itself."""
+
+    def __init__(self, *, recent: int = 40, limit: float = 0.5) -> None:
+        self._recent: deque[str | None] = deque(maxlen=recent)
+        self._limit = limit
+
+    def add(self, trajectory: Trajectory) -> None:
+        self._recent.append(trajectory.error)
+        failed = [error for error in self._recent if error is not None]
+        if len(self._recent) == self._recent.maxlen and len(failed) >= self._limit * len(self._recent):
+            raise EtudeError(
+                f"{len(failed)} of the last {len(self._recent)} sessions failed, the newest with: {failed[-1]}. "
+                f"Sessions must not fail like this: find the cause, then resume the run"
+            )
+
+
+def endless(tasks: Sequence[Task], seed: int) -> Iterator[tuple[Task, int]]:
+    """All tasks in a random order, then all in another one, and so on; each with the number of its epoch."""
+    for epoch in itertools.count():
+        order = list(tasks)
+        Random(derive(seed, "order", epoch)).shuffle(order)
+        yield from ((task, epoch) for task in order)
+
+
+def assemble(step: int, groups: Sequence[Group], credit: Credit) -> tuple[Batch, tuple[str, ...]]:
+    """The rows of a batch stand in the order of slots, then attempts."""
+    weighed = [(group, advantages(group, credit)) for group in sorted(groups, key=lambda group: group.slot)]
+    kept = [(t, advantage[t.id]) for group, advantage in weighed for t in group.trajectories if t.id in advantage]
+    rows = tuple(row for trajectory, advantage in kept for row in to_rows(trajectory, advantage))
+    return Batch(step=step, rows=rows, oldest=oldest_version(rows)), tuple(t.id for t, _ in kept)
+
+
+def _done(group: Group, kept: bool, seconds: float) -> GroupDone:
+    rewards = tuple(t.reward for t in group.trajectories if t.reward is not None)
+    failed = len(group.trajectories) - len(rewards)
+    return GroupDone(
+        group=group.id,
+        task=group.task,
+        admitted=group.admitted,
+        rewards=rewards,
+        failed=failed,
+        kept=kept,
+        seconds=seconds,
+    )

@@ -1,0 +1,90 @@
+"""The gateway as the controller sees it: sessions are opened by using them, read when they are over, then forgotten."""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+
+import aiohttp
+import msgspec
+
+from etude.core.errors import EtudeError
+from etude.core.events import Region
+from etude.core.types import Segment
+
+START_S = 60.0
+RETRY_S = 0.05
+
+
+class Gateway:
+    """`async with Gateway(url) as gateway`. `http` is the one connection pool, for the harness too."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._busy_s: dict[str, tuple[float, float]] = {}
+
+    async def __aenter__(self) -> Gateway:
+        self.http = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
+        )
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, e: BaseException | None, at: TracebackType | None
+    ) -> None:
+        await self.http.close()
+
+    async def ready(self) -> None:
+        """Returns when it answers. It was started with us, so for a while a refused connection means nothing."""
+        try:
+            async with asyncio.timeout(START_S):
+                while not await self._answers():
+                    await asyncio.sleep(RETRY_S)
+        except TimeoutError as e:
+            raise EtudeError(f"the gateway at {self.url} does not answer for {START_S:.0f} s: read its log") from e
+
+    async def _answers(self) -> bool:
+        try:
+            async with self.http.get(f"{self.url}/health") as response:
+                return response.ok
+        except aiohttp.ClientConnectionError:
+            return False
+
+    async def load(self, version: int) -> None:
+        """Returns when every worker that is up serves `version`."""
+        async with self.http.post(f"{self.url}/load", json={"version": version}) as response:
+            await _raise_for(response, f"the workers cannot load version {version}")
+
+    def base_url(self, session: str) -> str:
+        """Where a harness reaches the model, so that what it says is recorded under this name."""
+        return f"{self.url}/s/{session}/v1"
+
+    async def segments(self, session: str) -> tuple[Segment, ...]:
+        async with self.http.get(f"{self.url}/s/{session}/segments") as response:
+            await _raise_for(response, f"session {session} cannot be read")
+            return msgspec.msgpack.decode(await response.read(), type=tuple[Segment, ...])
+
+    async def forget(self, session: str) -> None:
+        async with self.http.delete(f"{self.url}/s/{session}") as response:
+            await _raise_for(response, f"session {session} cannot be deleted")
+
+    async def regions(self) -> dict[str, Region]:
+        async with self.http.get(f"{self.url}/status") as response:
+            await _raise_for(response, "no status")
+            status = await response.json()
+        return {name: self._region(name, worker) for name, worker in status["regions"].items()}
+
+    def _region(self, name: str, worker: dict[str, float]) -> Region:
+        """Workers count their busy seconds from their start; the share is of the time since our last look."""
+        now, busy_s = asyncio.get_running_loop().time(), float(worker["busy_s"])
+        then, before_s = self._busy_s.get(name, (now, busy_s))
+        self._busy_s[name] = (now, busy_s)
+        share = min(1.0, max(0.0, (busy_s - before_s) / (now - then))) if now > then else 0.0
+        return Region(
+            version=int(worker["version"]), busy=share, running=int(worker["running"]), waiting=int(worker["waiting"])
+        )
+
+
+async def _raise_for(response: aiohttp.ClientResponse, what: str) -> None:
+    if not response.ok:
+        raise EtudeError(f"{what}: the gateway answers {response.status}: {(await response.text())[:500]}")

@@ -1,0 +1,138 @@
+"""What the controller must not forget: groups, batches and ledger entries, in the one order in which they happened.
+
+What a crash leaves unsaid is worked out again by `recover` from what is there, because whatever an entry speaks of is
+written before it: a group before the entries that settle its samples, a batch before the entry that says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from etude.core.credit import Credit, advantages, usable
+from etude.core.ledger import Batched, Dropped, Entry, Issued, Ledger
+from etude.core.types import Batch, Group, Task
+from etude.store.runs import Run
+
+
+class Journal:
+    """The ledger in memory and on disk. Memory goes first, and one thread writes in the same order: an entry never
+    overtakes the one that it depends on, even if whoever wrote it was cancelled meanwhile."""
+
+    def __init__(self, run: Run, entries: Iterable[Entry]) -> None:
+        self.ledger = Ledger(entries)
+        self._run = run
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="journal")
+
+    async def write(self, *entries: Entry, group: Group | None = None, batch: Batch | None = None) -> None:
+        """Returns when everything is stored."""
+        for entry in entries:
+            self.ledger.apply(entry)
+        loop = asyncio.get_running_loop()
+        await asyncio.shield(loop.run_in_executor(self._writer, self._store, entries, group, batch))
+
+    def _store(self, entries: tuple[Entry, ...], group: Group | None, batch: Batch | None) -> None:
+        if group is not None:
+            self._run.put_group(group)
+        if batch is not None:
+            self._run.put_batch(batch)
+        if entries:
+            self._run.ledger.append(*entries)
+
+
+def group_id(slot: int) -> str:
+    return f"g{slot:06d}"
+
+
+def group_of(sample: str) -> str:
+    return sample.rpartition(".")[0]
+
+
+def sample_ids(group: str, count: int) -> tuple[str, ...]:
+    return tuple(f"{group}.{attempt}" for attempt in range(count))
+
+
+def losses(group: Group, credit: Credit) -> tuple[list[Dropped], bool]:
+    """The samples of a finished group that will not be trained on, and whether any others will."""
+    kept = advantages(group, credit).keys()
+    failed = tuple(t.id for t in group.trajectories if not usable(t))
+    equal = tuple(t.id for t in group.trajectories if usable(t) and t.id not in kept)
+    dropped = [Dropped(samples=failed, reason="failed"), Dropped(samples=equal, reason="no_signal")]
+    return [entry for entry in dropped if entry.samples], bool(kept)
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """Where a run stands after a stop, however rude."""
+
+    entries: list[Entry]
+    """To be written first: what the stop left unsaid."""
+    waiting: list[Group]
+    """Finished, and in no batch yet."""
+    done: Counter[str]
+    """Task -> groups of it that came to an end; those that were interrupted are not among them."""
+    slots: int
+    """Groups that were ever issued."""
+    batched: int
+    """The last step that has a batch; 0 if none has."""
+
+
+def unrecorded(entries: Iterable[Entry], steps: Iterable[int]) -> list[int]:
+    """The steps whose batch was written just before a crash, so that no entry speaks of it."""
+    told = {entry.step for entry in entries if isinstance(entry, Batched)}
+    return sorted(set(steps) - told)
+
+
+def recover(
+    entries: list[Entry], batches: Mapping[int, Batch], finished: Mapping[str, Group], credit: Credit
+) -> Recovered:
+    """`batches`: the unrecorded ones. `finished`: every stored group that has open samples (others do no harm)."""
+    made: list[Entry] = [
+        Batched(step=step, samples=tuple(dict.fromkeys(row.sample for row in batch.rows)))
+        for step, batch in sorted(batches.items())
+    ]
+    open_by_group: defaultdict[str, list[str]] = defaultdict(list)
+    for sample in Ledger([*entries, *made]).open_samples():
+        open_by_group[group_of(sample)].append(sample)
+    waiting = []
+    for group, samples in open_by_group.items():
+        if group not in finished:
+            made.append(Dropped(samples=tuple(samples), reason="interrupted"))
+            continue
+        dropped, kept = losses(finished[group], credit)
+        made += [drop for drop in dropped if set(drop.samples) <= set(samples)]
+        waiting += [finished[group]] if kept else []
+
+    all_entries = [*entries, *made]
+    interruptions = [entry for entry in all_entries if isinstance(entry, Dropped) and entry.reason == "interrupted"]
+    interrupted = {group_of(sample) for entry in interruptions for sample in entry.samples}
+    issued = [entry for entry in entries if isinstance(entry, Issued)]
+    return Recovered(
+        entries=made,
+        waiting=waiting,
+        done=Counter(entry.task for entry in issued if entry.group not in interrupted),
+        slots=len(issued),
+        batched=max((entry.step for entry in all_entries if isinstance(entry, Batched)), default=0),
+    )
+
+
+def load(run: Run, credit: Credit) -> tuple[list[Entry], Recovered]:
+    """The entries on disk, and what follows from them and from the rest of the store."""
+    entries = run.ledger.records()
+    batches = {step: run.batch(step) for step in unrecorded(entries, run.batches())}
+    stored = set(run.groups())
+    touched = {group_of(sample) for sample in Ledger(entries).open_samples()} & stored
+    return entries, recover(entries, batches, {name: run.group(name) for name in touched}, credit)
+
+
+def still_to_do(stream: Iterable[tuple[Task, int]], done: Mapping[str, int]) -> Iterator[tuple[Task, int]]:
+    """The stream of tasks without those that came to an end before; so what was interrupted comes first, in order."""
+    left = Counter(done)
+    for task, epoch in stream:
+        if left[task.id] > 0:
+            left[task.id] -= 1
+        else:
+            yield task, epoch

@@ -1,0 +1,217 @@
+"""The local launcher: starts every process of a run, watches them, and leaves none behind.
+
+A worker that dies is started again: it holds nothing that is not in the store. If anything else dies the run stops
+with one message, and the next `etude run` goes on from the store. Children die with the launcher, even if it is
+killed: the kernel sees to that. The lock on the run's directory is held by the children too, so a second launcher
+cannot start before the last process of the first is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from etude.core.clock import Clock, SystemClock
+from etude.core.errors import EtudeError
+from etude.run.process import die_with_parent
+
+STOP_S = 5.0
+"""From SIGTERM to SIGKILL."""
+LAST_LINES = 15
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    name: str
+    argv: tuple[str, ...]
+    serves: bool = False
+    """It is there for others, and not meant to end by itself."""
+    restarts: int = 0
+    """How often it may be started again within a minute."""
+
+
+class Restarts:
+    """Whether a process may be started once more. Pure."""
+
+    def __init__(self, limit: int, clock: Clock, window_s: float = 60.0) -> None:
+        self._times: deque[float] = deque(maxlen=limit)
+        self._limit, self._clock, self._window_s = limit, clock, window_s
+
+    def allow(self) -> bool:
+        now = self._clock.now()
+        if self._limit == 0 or (len(self._times) == self._limit and now - self._times[0] < self._window_s):
+            return False
+        self._times.append(now)
+        return True
+
+
+class Launcher:
+    """Runs programs in a run's directory; their output goes to `logs/`."""
+
+    def __init__(self, directory: Path, *, threads: int, resume: str, lock: int) -> None:
+        self.logs, self.threads, self.resume, self.lock = directory / "logs", threads, resume, lock
+        self.logs.mkdir(parents=True, exist_ok=True)
+        self._alive: dict[str, asyncio.subprocess.Process] = {}
+        self._log_starts: dict[str, int] = {}  # where the present life of a program begins in its log
+
+    async def run_to_end(self, program: Program) -> None:
+        """One program alone; an error if it does not end well."""
+        async with self._cleared():
+            await self._keep(program)
+
+    async def run_all(self, programs: Sequence[Program], *, until: str) -> None:
+        """All programs together, until the one named `until` has ended well."""
+        async with self._cleared(), asyncio.TaskGroup() as group:
+            kept = {program.name: group.create_task(self._keep(program)) for program in programs}
+            await kept[until]
+            for task in kept.values():
+                task.cancel()
+
+    async def _keep(self, program: Program) -> None:
+        restarts = Restarts(program.restarts, SystemClock())
+        while (code := await self._once(program)) != 0 or program.serves:
+            if not restarts.allow():
+                raise EtudeError(self._obituary(program, code))
+
+    async def _once(self, program: Program) -> int:
+        parent = os.getpid()
+        with (self.logs / f"{program.name}.log").open("ab") as log:
+            self._log_starts[program.name] = log.tell()
+            process = await asyncio.create_subprocess_exec(
+                *program.argv,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                pass_fds=(self.lock,),
+                preexec_fn=lambda: die_with_parent(parent),
+                env=os.environ | {"OMP_NUM_THREADS": str(self.threads), "PYTHONUNBUFFERED": "1"},
+            )
+        self._alive[program.name] = process
+        return await process.wait()
+
+    @contextlib.asynccontextmanager
+    async def _cleared(self) -> AsyncIterator[None]:
+        """Whatever happens inside, afterwards no process is left."""
+        try:
+            yield
+        finally:
+            await asyncio.shield(self._stop())
+
+    async def _stop(self) -> None:
+        """The last one started goes first: nobody sees what it needs disappear, and takes that for a failure."""
+        for process in reversed(self._alive.values()):
+            _signal_group(process, signal.SIGTERM)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(STOP_S):
+                    await process.wait()
+            _signal_group(process, signal.SIGKILL)  # also what it has left behind in its group
+            await process.wait()
+        self._alive.clear()
+
+    def _obituary(self, program: Program, code: int) -> str:
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        path = self.logs / f"{program.name}.log"
+        lines = path.read_bytes()[self._log_starts[program.name] :].decode(errors="replace").splitlines()[-LAST_LINES:]
+        said = "\n".join(f"  | {line}" for line in lines)
+        often = f", after {program.restarts} restarts within a minute" if program.restarts else ""
+        return f"the {program.name} {how}{often}. The end of {path}:\n{said}\nGo on with: {self.resume}"
+
+
+def _signal_group(process: asyncio.subprocess.Process, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
+
+
+@contextlib.contextmanager
+def locked(directory: Path, wait_s: float = 5.0) -> Iterator[int]:
+    """The one right to run in this directory, as a file descriptor that children may share."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as e:
+        raise EtudeError(f"no run can lie in {directory} ({e.strerror}): choose another place with --dir") from e
+    try:
+        # The children of a launcher that was killed hold the lock for a moment longer than it did.
+        deadline = time.monotonic() + wait_s
+        while not _try_lock(descriptor):
+            if time.monotonic() > deadline:
+                holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
+                raise EtudeError(
+                    f"{directory} is being run by process {holder or '(unknown)'}: wait for its end, or stop it first"
+                )
+            time.sleep(0.05)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of the loopback interface that nobody uses now; all different."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [int(each.getsockname()[1]) for each in sockets]
+
+
+def check_port(port: int) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as e:
+            raise EtudeError(
+                f"engine.port = {port} cannot be used ({e.strerror}): stop what listens there, choose another one, "
+                f"or remove the key to have a free one chosen"
+            ) from e
+
+
+def python(module: str, *arguments: object) -> tuple[str, ...]:
+    return (sys.executable, "-m", module, *map(str, arguments))
+
+
+def serving(
+    store: str, regions: Sequence[str], *, port: int, max_batch: int, threads: int
+) -> tuple[list[Program], str]:
+    """The gateway and one worker a region, and the gateway's URL. `port` 0: any that is free."""
+    if port:
+        check_port(port)
+    ports = free_ports(len(regions) + 1)
+    gateway_port = port or ports[-1]
+    url = f"http://127.0.0.1:{gateway_port}"
+    gateway = Program("gateway", python("etude.serve.gateway", "--store", store, "--port", gateway_port), serves=True)
+    workers = [
+        Program(
+            f"worker-{region}",
+            python(
+                "etude.serve.worker",
+                *("--store", store, "--region", region, "--port", worker_port, "--gateway", url),
+                *("--max-batch", max_batch, "--threads", threads),
+            ),
+            serves=True,
+            restarts=3,
+        )
+        for region, worker_port in zip(regions, ports, strict=False)
+    ]
+    return [gateway, *workers], url

@@ -1,0 +1,214 @@
+"""A run on this machine, from the command line's point of view: plan it, run or resume it, evaluate it, sum it up."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from etude.core.config import RlConfig, RunConfig
+from etude.core.errors import EtudeError
+from etude.core.events import EVENTS, Launched
+from etude.core.types import Json
+from etude.run import screen
+from etude.run.audit import Audit, audit
+from etude.run.evaluate import Report, report_name, reports
+from etude.run.launch import Launcher, Program, check_port, locked, python, serving
+from etude.run.plan import legs
+from etude.run.prepare import is_prepared, model_directory
+from etude.store.runs import Run
+from etude.weights.manifest import find_newest, read_manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A run's directory: its store, its logs and its lock."""
+
+    directory: Path
+
+    @property
+    def store(self) -> str:
+        return f"file:{self.directory.absolute()}"
+
+    def open(self) -> Run:
+        """The run that is there."""
+        run = Run.open(self.store, create=False)
+        run.config()
+        return run
+
+
+def plan(config: RunConfig, place: Place) -> str:
+    """What `etude run` would do."""
+    lines = [f"run {config.name}, seed {config.seed}, in {place.directory}"]
+    for leg in legs(config.stage):
+        values = ", ".join(f"{key} {value}" for key, value in leg.stage.model_dump().items() if key != "kind")
+        lines.append(f"  {leg.kind}: version {leg.start} -> {leg.end} ({values})")
+    engine = config.engine
+    lines.append(f"  workers: {', '.join(engine.regions)}, {engine.max_batch} requests each at once")
+    lines.append(
+        f"  tasks: {config.tasks.train} to train on, {config.tasks.heldout} held out, {config.tasks.novel} novel"
+    )
+    lines.append(f"  sandboxes: {config.worlds.isolation}, {config.harness.concurrency} sessions at once")
+    return "\n".join(lines)
+
+
+def is_finished(run: Run, config: RunConfig) -> bool:
+    """All versions are there, and all evaluations."""
+    stages = legs(config.stage)
+    newest = find_newest(run.objects)
+    splits = [split for split in ("heldout", "novel") if getattr(config.tasks, split)]
+    wanted = {report_name(leg.end, split) for leg in stages for split in splits}
+    return newest is not None and newest.version >= stages[-1].end and wanted <= set(run.evals())
+
+
+def execute(config: RunConfig, place: Place, console: Console, *, resume: str) -> None:
+    """Runs it to its end, from wherever it stands."""
+    if config.model.path is not None:
+        model_directory(config.model.path)
+    if config.engine.port:
+        check_port(config.engine.port)
+    with locked(place.directory) as lock:
+        run = Run.open(place.store)
+        run.put_config(config)
+        if not is_finished(run, config):
+            launcher = Launcher(place.directory, threads=config.engine.threads, resume=resume, lock=lock)
+            _run_loop(_run(run, config, place, launcher, console))
+
+
+async def _run(run: Run, config: RunConfig, place: Place, launcher: Launcher, console: Console) -> None:
+    launches = run.events("launcher", EVENTS)
+    launches.append(Launched(resumed=bool(run.checkpoints())))
+    launches.flush()
+    lag_bound = next((stage.max_lag for stage in config.stage if isinstance(stage, RlConfig)), 0)
+    async with watched(run, console, title=f"etude · {config.name}", lag_bound=lag_bound):
+        if not is_prepared(run):
+            await launcher.run_to_end(Program("preparation", python("etude.run.prepare", "--store", place.store)))
+        servers, url = _servers(config, place)
+        trainer = Program("trainer", python("etude.run.trainer", "--store", place.store))
+        controller = Program("controller", python("etude.run.director", "--store", place.store, "--gateway", url))
+        await launcher.run_all([*servers, trainer, controller], until="controller")
+
+
+def measure(place: Place, console: Console, *, version: int | None, split: str) -> Report:
+    """One version on one split, now; the report, which may be there already."""
+    run = place.open()
+    config = run.config()
+    newest = find_newest(run.objects)
+    if newest is None:
+        raise EtudeError(f"{place.directory} has no published weights yet: run its first stage to the end first")
+    version = newest.version if version is None else read_manifest(run.objects, version).version
+    if getattr(config.tasks, split) == 0:
+        raise EtudeError(f"{place.directory} has no {split} tasks: tasks.{split} is 0 in its config")
+    if report_name(version, split) not in run.evals():
+        with locked(place.directory) as lock:
+            resume = f"etude eval {place.directory} --version {version} --split {split}"
+            launcher = Launcher(place.directory, threads=config.engine.threads, resume=resume, lock=lock)
+            _run_loop(_measure(run, config, place, launcher, console, version, split))
+    return run.eval(report_name(version, split), Report)
+
+
+async def _measure(
+    run: Run, config: RunConfig, place: Place, launcher: Launcher, console: Console, version: int, split: str
+) -> None:
+    async with watched(run, console, title=f"etude · evaluation of {config.name}", lag_bound=0):
+        servers, url = _servers(config, place)
+        arguments = ("--store", place.store, "--gateway", url, "--version", version, "--split", split)
+        evaluation = Program("evaluation", python("etude.run.director", *arguments))
+        await launcher.run_all([*servers, evaluation], until="evaluation")
+
+
+def _servers(config: RunConfig, place: Place) -> tuple[list[Program], str]:
+    engine = config.engine
+    # One request at a time in deterministic mode: what else is in a batch changes the last bits of a result.
+    max_batch = 1 if config.deterministic else engine.max_batch
+    return serving(place.store, engine.regions, port=engine.port, max_batch=max_batch, threads=engine.threads)
+
+
+def _run_loop(program: Coroutine[Any, Any, None]) -> None:
+    """SIGTERM ends it like Ctrl-C."""
+
+    async def until_told() -> None:
+        own = asyncio.current_task()
+        assert own is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, own.cancel)
+        await program
+
+    try:
+        asyncio.run(until_told())
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+
+
+@contextlib.asynccontextmanager
+async def watched(run: Run, console: Console, *, title: str, lag_bound: int) -> AsyncIterator[None]:
+    """Shows the run while the block works."""
+    showing = asyncio.create_task(screen.watch(run, console, title=title, lag_bound=lag_bound))
+    try:
+        yield
+        await asyncio.sleep(screen.REFRESH_S)  # the last events
+    finally:
+        showing.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await showing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """What `--json` prints."""
+
+    solve_rate: dict[str, float]
+    lag_max: int
+    lag_bound: int
+    issued: int
+    trained: int
+    dropped: dict[str, int]
+    in_flight: int
+    regions: int
+    seconds: float
+
+
+def summary(run: Run, config: RunConfig) -> dict[str, Json]:
+    books = audit(run)
+    times = [stamped.t for stamped in screen.Events(run).new()]
+    return asdict(
+        Summary(
+            solve_rate={report.stage: report.rate for report in reports(run) if report.split == "heldout"},
+            lag_max=books.lag_max,
+            lag_bound=books.lag_bound,
+            issued=books.issued,
+            trained=books.trained,
+            dropped=books.dropped,
+            in_flight=books.in_flight,
+            regions=len(config.engine.regions),
+            seconds=round(max(times) - min(times), 1) if times else 0.0,
+        )
+    )
+
+
+def show(run: Run, place: Place, console: Console) -> Audit:
+    """One page: stages, scores, a session, the books."""
+    config, found, books = run.config(), reports(run), audit(run)
+    newest = find_newest(run.objects)
+    console.print(plan(config, place), highlight=False, markup=False, soft_wrap=True)
+    state = "finished" if is_finished(run, config) else "not finished"
+    console.print(f"\n{state}; newest version {'none' if newest is None else newest.version}", highlight=False)
+    if found:
+        console.print(screen.results(found))
+    if example := solved_session(run, found):
+        console.print(screen.session(example))
+    told = f"{books.equation}; lag {books.lag_max} at most, {books.lag_bound} allowed"
+    console.print(told, highlight=False, soft_wrap=True)
+    return books
+
+
+def solved_session(run: Run, found: Sequence[Report]) -> list[Json]:
+    """One that a person can learn from: of the last evaluation that solved any task, otherwise of training."""
+    examples = (report.example for report in reversed(found) if report.example)
+    trained = (t.messages for name in reversed(run.groups()) for t in run.group(name).trajectories if t.reward == 1.0)
+    return next(examples, None) or next(trained, [])

@@ -1,0 +1,57 @@
+"""What every process of a run does alike: errors in one line, a clean stop on SIGTERM, and death with the parent.
+
+The children are started by `launch`; each lives in a session of its own, so a Ctrl-C in the terminal reaches only the
+launcher, which stops them in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from etude.core.errors import EtudeError
+
+PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def die_with_parent(parent: int) -> None:
+    """Between fork and exec: the kernel kills us when the thread that forked us is gone, even by SIGKILL."""
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before we could ask
+        os._exit(1)
+
+
+def message(e: BaseException) -> str | None:
+    """What to tell the user, if there is anything: a TaskGroup wraps the error that ended it, sometimes twice."""
+    if isinstance(e, EtudeError):
+        return str(e)
+    if isinstance(e, BaseExceptionGroup):
+        return next((told for inner in e.exceptions if (told := message(inner)) is not None), None)
+    return None
+
+
+def run_process(program: Callable[[], Coroutine[Any, Any, None]]) -> int:
+    """Runs an asyncio program to its end; the exit code. What is no `EtudeError` is a bug, and keeps its traceback."""
+    try:
+        asyncio.run(_until_told(program))
+    except asyncio.CancelledError:
+        return 128 + signal.SIGTERM
+    except (EtudeError, BaseExceptionGroup) as e:
+        if (told := message(e)) is None:
+            raise
+        print(f"error: {told}", file=sys.stderr, flush=True)
+        return 2
+    return 0
+
+
+async def _until_told(program: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    await program()

@@ -1,0 +1,69 @@
+"""One attempt at one task, from the open world to the scored trajectory. Always returns: what breaks becomes data."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Protocol
+
+from etude.core.errors import RolloutFailure, boundary
+from etude.core.seams import Agent, Environment
+from etude.core.types import Segment, Task, Trajectory
+
+
+class Sessions(Protocol):
+    """Where the model is reached and what it said is recorded: the gateway, or a fake."""
+
+    def base_url(self, session: str) -> str: ...
+
+    async def segments(self, session: str) -> tuple[Segment, ...]: ...
+
+    async def forget(self, session: str) -> None: ...
+
+
+class Rollouts:
+    def __init__(self, environment: Environment, agent: Agent, sessions: Sessions, *, concurrency: int) -> None:
+        self.environment, self.agent, self.sessions = environment, agent, sessions
+        self._room = asyncio.Semaphore(concurrency)
+
+    async def attempt(self, task: Task, sample: str, seed: int) -> Trajectory:
+        async with self._room:
+            try:
+                return await self._attempt(task, sample, seed)
+            except RolloutFailure as e:
+                return Trajectory(
+                    id=sample,
+                    task=task.id,
+                    group=_group(sample),
+                    segments=(),
+                    scores=None,
+                    status="failed",
+                    error=str(e),
+                )
+            finally:
+                # Recording that nobody will read: if it cannot be thrown away now, the gateway's end does it.
+                with contextlib.suppress(RolloutFailure):
+                    async with boundary("forget"):
+                        await self.sessions.forget(sample)
+
+    async def _attempt(self, task: Task, sample: str, seed: int) -> Trajectory:
+        async with boundary("world"), self.environment.open(task) as sandbox:
+            async with boundary("agent"):
+                transcript = await self.agent.run(task, sandbox, base_url=self.sessions.base_url(sample), seed=seed)
+            async with boundary("score"):
+                scores = await self.environment.score(task, sandbox)
+        async with boundary("segments"):
+            segments = await self.sessions.segments(sample)
+        return Trajectory(
+            id=sample,
+            task=task.id,
+            group=_group(sample),
+            segments=segments,
+            scores=scores,
+            status="done" if transcript.finished else "timeout",
+            messages=transcript.messages,
+        )
+
+
+def _group(sample: str) -> str:
+    return sample.rpartition(".")[0]

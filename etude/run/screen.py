@@ -1,0 +1,179 @@
+"""What a person sees of a run in the terminal. It reads the events in the store, and nothing depends on it.
+
+On a terminal a page that redraws itself; otherwise plain lines, one for each thing worth telling.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live as Page
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from etude.core.events import EVENTS, EvalDone, Event, FitStep, StageDone, StageStarted, StepDone
+from etude.core.types import Json
+from etude.dash.reader import View
+from etude.run.evaluate import Report
+from etude.store.codec import Stamped
+from etude.store.log import Log
+from etude.store.runs import Run
+
+REFRESH_S = 0.5
+BARS = "▁▂▃▄▅▆▇█"
+STAGES = ("midtrain", "sft", "rl")
+
+
+class Events:
+    """All events of a run, as they come."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._logs: dict[str, tuple[Log[Event], int]] = {}
+
+    def new(self) -> list[Stamped[Event]]:
+        found: list[Stamped[Event]] = []
+        for process in self._run.processes():
+            log, start = self._logs.get(process) or (self._run.events(process, EVENTS), 0)
+            records, start = log.read(start)
+            self._logs[process] = (log, start)
+            found += records
+        return sorted(found, key=lambda stamped: stamped.t)
+
+
+async def watch(run: Run, console: Console, *, title: str, lag_bound: int) -> None:
+    """Shows the run until it is cancelled."""
+    events, view = Events(run), View()
+    if not console.is_terminal:
+        while True:
+            for stamped in await asyncio.to_thread(events.new):
+                view.apply(stamped.t, stamped.record)
+                if line := tell(stamped.record):
+                    console.print(line, highlight=False, markup=False, soft_wrap=True)
+            await asyncio.sleep(REFRESH_S)
+    with Page(console=console, auto_refresh=False, transient=True) as page:
+        while True:
+            for stamped in await asyncio.to_thread(events.new):
+                view.apply(stamped.t, stamped.record)
+            page.update(draw(view, title, lag_bound), refresh=True)
+            await asyncio.sleep(REFRESH_S)
+
+
+def tell(event: Event) -> str | None:
+    """An event as a line, if it is worth one."""
+    match event:
+        case StageStarted():
+            return f"{event.stage} begins" + (f", {event.done} steps of it were done before" if event.done else "")
+        case StageDone():
+            return f"{event.stage} is done after {event.seconds:.0f} s: version {event.version}"
+        case FitStep() if event.step % 25 == 0:
+            speed = f"{event.tokens_per_s:,.0f} tokens/s"
+            return f"{event.stage} step {event.step}/{event.steps}  loss {event.loss:.3f}  {speed}"
+        case StepDone():
+            return (
+                f"rl version {event.step}  loss {event.loss:+.4f}  lag {event.lag}  entropy {event.entropy:.3f}  "
+                f"k3 {event.k3_mean:.5f}  {event.seconds:.2f} s after {event.wait_s:.2f} s of waiting"
+            )
+        case EvalDone():
+            return f"{event.split} tasks solved after {event.stage}: {share(event)}"
+        case _:
+            return None
+
+
+def share(result: EvalDone | Report) -> str:
+    interval = f"{result.low:.1%} to {result.high:.1%}"
+    return f"{result.solved / result.total:.1%}  ({interval}, {result.solved} of {result.total})"
+
+
+def draw(view: View, title: str, lag_bound: int) -> RenderableType:
+    table = Table.grid(padding=(0, 2), expand=False)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column()
+    table.add_row("stage", _stage(view))
+    if view.loss is not None:
+        speed = f"   {view.tokens_per_s:,.0f} tokens/s" if view.tokens_per_s is not None else ""
+        table.add_row("loss", f"{view.loss:.4f}{speed}")
+    if view.curve or view.solve_rate is not None:
+        now = f"{view.solve_rate:.1%} of recent training sessions" if view.solve_rate is not None else ""
+        table.add_row("reward", Text(sparkline(view.curve) + "  " + now, style="green"))
+        table.add_row("sessions", f"{view.sessions_per_s:.1f}/s   slots {view.slots[0]} of {view.slots[1]}")
+    if view.lag is not None:
+        table.add_row("lag", f"{view.lag} now, {view.lag_max} at most, {lag_bound} allowed")
+    if view.trainer_busy is not None:
+        table.add_row("trainer", f"{view.trainer_busy:.0%} busy")
+    for name, region in view.regions.items():
+        version = f"version {region.version}" if region.version >= 0 else "no weights yet"
+        table.add_row(name, f"{version}   {region.busy:.0%} busy   {region.running} running, {region.waiting} waiting")
+    if view.evaluating is not None:
+        doing = view.evaluating
+        table.add_row(
+            "evaluating", f"{doing.stage} on {doing.split}: {doing.solved} solved, {doing.done} of {doing.total} done"
+        )
+    for (stage, split), result in view.evals.items():
+        table.add_row(f"{split} after {stage}", share(result))
+    elapsed = view.now - view.began if view.began is not None else 0.0
+    return Panel(
+        table, title=title, subtitle=f"{clock(elapsed)} · Ctrl-C stops, the same command resumes", expand=False
+    )
+
+
+def _stage(view: View) -> RenderableType:
+    eta = f"  {clock(view.eta_s)} to go" if view.eta_s is not None else ""
+    count = f" {view.done}/{view.steps}" if view.steps else ""
+    line = Table.grid(padding=(0, 1))
+    line.add_row(
+        Text(view.stage + count, style="bold"),
+        ProgressBar(total=max(view.steps, 1), completed=view.done, width=30),
+        eta,
+    )
+    return line
+
+
+def sparkline(values: Sequence[float], width: int = 48) -> str:
+    """Rewards lie between 0 and 1, and so does the scale: a small rise must not look like a large one."""
+    shown = values[-width:]
+    return "".join(BARS[min(len(BARS) - 1, max(0, int(value * len(BARS))))] for value in shown)
+
+
+def clock(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+
+def results(reports: Sequence[Report]) -> RenderableType:
+    """Solve rates after each stage."""
+    splits = list(dict.fromkeys(report.split for report in reports))
+    table = Table(title="tasks solved (95 % interval)", title_justify="left")
+    table.add_column("after")
+    table.add_column("version", justify="right")
+    for split in splits:
+        table.add_column({"heldout": "held-out", "novel": "novel templates"}.get(split, split))
+    found = {(report.version, report.split): report for report in reports}
+    for version in sorted({report.version for report in reports}):
+        of_version = [found.get((version, split)) for split in splits]
+        stage = next(report.stage for report in of_version if report is not None)
+        table.add_row(stage, str(version), *(share(report) if report else "" for report in of_version))
+    return table
+
+
+def session(messages: Sequence[dict[str, Json]]) -> RenderableType:
+    """A whole session, so that a person can read it."""
+    lines: list[RenderableType] = []
+    for message in messages:
+        if message["role"] == "assistant":
+            said = [message["content"]] if message.get("content") else []
+            said += [_call(call["function"]) for call in message.get("tool_calls") or []]
+            lines += [Text(f"model  {line}", style="bold") for line in said or ["(says nothing)"]]
+        else:
+            style, who = ("cyan", "user   ") if message["role"] == "user" else ("dim", "tool   ")
+            lines.append(Text(who + str(message["content"]).replace("\n", "\n       "), style=style))
+    return Panel(Group(*lines), title="a solved session", title_align="left", expand=False)
+
+
+def _call(function: dict[str, Json]) -> str:
+    arguments = json.loads(function["arguments"])
+    return f"{function['name']}({', '.join(repr(value) for value in arguments.values())})"

@@ -1,0 +1,51 @@
+"""From events to the run's store, without anybody waiting for it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+
+from etude.core.events import EVENTS, Event
+from etude.store.runs import Run
+
+EVERY_S = 0.5
+
+Emit = Callable[[Event], None]
+
+
+@contextlib.asynccontextmanager
+async def telemetry(run: Run, process: str) -> AsyncIterator[Emit]:
+    """For an asyncio process: what is emitted is stored twice a second, and at the end."""
+    log = run.events(process, EVENTS)
+
+    async def flush() -> None:
+        while True:
+            await asyncio.sleep(EVERY_S)
+            await asyncio.to_thread(log.flush)
+
+    flushing = asyncio.create_task(flush())
+    try:
+        yield log.append
+    finally:
+        flushing.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await flushing
+        log.flush()
+
+
+def emitter(run: Run, process: str) -> Emit:
+    """For a synchronous process: what is emitted is stored with the first event that comes half a second after the
+    last storing. A stage's first and last events are worth a write of their own."""
+    log = run.events(process, EVENTS)
+    last = 0.0
+
+    def emit(event: Event) -> None:
+        nonlocal last
+        log.append(event)
+        if time.monotonic() - last > EVERY_S or type(event).__name__.startswith("Stage"):
+            log.flush()
+            last = time.monotonic()
+
+    return emit

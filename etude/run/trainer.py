@@ -1,0 +1,225 @@
+"""The trainer process: one lineage of stages, each from the last one's checkpoint, resumed wherever it was killed.
+
+A checkpoint is named `version.step`: so many steps of the running stage after that version. It is written before the
+version is published, so whatever the engines have ever served can be trained on from here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+
+from etude.core.config import MidtrainConfig, RlConfig, RunConfig, SftConfig
+from etude.core.errors import EtudeError
+from etude.core.events import FitStep, StageDone, StageStarted, StepDone
+from etude.model.files import SMALL, build, read_directory
+from etude.model.tokenizer import ChatTokenizer
+from etude.model.transformer import ModelConfig, Transformer, fresh
+from etude.run import data
+from etude.run.plan import Leg, legs
+from etude.run.prepare import model_directory
+from etude.run.telemetry import Emit, emitter
+from etude.store.runs import Run
+from etude.train import stages
+from etude.train.checkpoint import Checkpoint, Origin, pack, unpack
+from etude.train.learner import Learner
+from etude.weights.publish import publish
+
+KEEP = 2
+CHECKPOINT_S = 20.0  # between checkpoints within mid-training and sft, which take minutes
+
+
+class Trainer:
+    """`version` and `step` say where the learner stands: `step` steps of `stage` after `version`."""
+
+    def __init__(self, run: Run, config: RunConfig, emit: Emit) -> None:
+        self.run, self.config, self.emit = run, config, emit
+        self.files = {name: run.objects.get(f"model/{name}") for name in SMALL}
+        self.learner = Learner(starting_model(config, self.files["config.json"]))
+        self.stage, self.version, self.step = "", 0, 0
+        self.lineage: tuple[Origin, ...] = ()
+        self.held_out: tuple[float, ...] = ()
+        if names := run.checkpoints():
+            self.resume(unpack(run.checkpoint(names[-1]), f"checkpoint {names[-1]} of {run.objects.url}"))
+
+    def train(self) -> None:
+        for leg in legs(self.config.stage):
+            if leg.end > self.version:
+                began = time.monotonic()
+                self.enter(leg)
+                STAGE[leg.kind](self, leg)
+                self.emit(StageDone(stage=leg.kind, version=self.version, seconds=time.monotonic() - began))
+
+    def enter(self, leg: Leg) -> None:
+        """A stage that is not being resumed starts from the weights of the last one, and from nothing else of it."""
+        if self.stage != leg.kind:
+            digest = hashlib.blake2b(leg.stage.model_dump_json().encode(), digest_size=8).hexdigest()
+            parent = leg.start if self.lineage else None
+            origin = Origin(stage=leg.kind, parent=parent, config=digest, data=f"seed {self.config.seed}")
+            self.stage, self.step, self.held_out, self.lineage = leg.kind, 0, (), (*self.lineage, origin)
+            self.learner.restart()
+
+    def midtrain(self, leg: Leg) -> None:
+        stage = leg.stage
+        assert isinstance(stage, MidtrainConfig)
+        tokenizer = ChatTokenizer(self.files)
+        self.emit(StageStarted(stage=leg.kind, steps=stage.steps, done=self.step))
+        stages.midtrain(
+            self.learner,
+            [tokenizer.encode(text) for text in data.texts(self.config)],
+            eos=tokenizer.eos,
+            steps=stage.steps,
+            batch_tokens=stage.batch_tokens,
+            lr=stage.lr,
+            warmup=stage.warmup,
+            weight_decay=stage.weight_decay,
+            seed=self.config.seed,
+            start_step=self.step,
+            on_step=self.follow_fit(),
+        )
+        self.reach(leg.end)
+
+    def sft(self, leg: Leg) -> None:
+        stage = leg.stage
+        assert isinstance(stage, SftConfig)
+        tokenizer = ChatTokenizer(self.files)
+        self.emit(StageStarted(stage=leg.kind, steps=0, done=self.step))
+        shown, held_back = data.sessions(self.config, stage.demonstrations)
+        stages.sft(
+            self.learner,
+            [data.tokenize(session, tokenizer) for session in shown],
+            [data.tokenize(session, tokenizer) for session in held_back],
+            max_epochs=stage.max_epochs,
+            patience=stage.patience,
+            batch_tokens=stage.batch_tokens,
+            lr=stage.lr,
+            seed=self.config.seed,
+            start_step=self.step,
+            held_out_losses=self.held_out,
+            on_step=self.follow_fit(),
+        )
+        self.reach(leg.end)
+
+    def rl(self, leg: Leg) -> None:
+        stage = leg.stage
+        assert isinstance(stage, RlConfig)
+        self.emit(StageStarted(stage=leg.kind, steps=stage.steps, done=self.version - leg.start))
+        if self.version == 0:
+            self.reach(0)  # no stage came before: the engines need the starting weights
+        idle = time.monotonic()
+        for step in range(self.version + 1, leg.end + 1):
+            batch = self.run.wait_batch(step)
+            began = time.monotonic()
+            stats = self.learner.step(
+                batch,
+                lr=stage.lr,
+                ratio_cap=stage.ratio_cap,
+                temperature=stage.temperature,
+                microbatch_tokens=0 if self.config.deterministic else stage.microbatch_tokens,
+            )
+            self.reach(step)
+            ended = time.monotonic()
+            self.emit(
+                StepDone(
+                    step=step,
+                    loss=stats.loss,
+                    lag=batch.lag,
+                    k1=stats.drift.k1,
+                    k3_mean=stats.drift.k3,
+                    k3_p99=stats.drift.k3_p99,
+                    entropy=stats.entropy,
+                    grad_norm=stats.grad_norm,
+                    tokens=stats.num_tokens,
+                    seconds=ended - began,
+                    wait_s=began - idle,
+                )
+            )
+            idle = ended
+
+    def follow_fit(self) -> Callable[[stages.Progress], None]:
+        """What happens after each step of mid-training and sft: an event, and now and then a checkpoint."""
+        last = saved = time.monotonic()
+
+        def on_step(progress: stages.Progress) -> None:
+            nonlocal last, saved
+            now = time.monotonic()
+            speed = progress.fit.num_tokens / max(now - last, 1e-9)
+            self.emit(
+                FitStep(
+                    stage=self.stage,
+                    step=progress.step,
+                    steps=progress.total,
+                    loss=progress.fit.loss,
+                    tokens_per_s=speed,
+                )
+            )
+            self.step, self.held_out = progress.step, progress.held_out
+            if now - saved > CHECKPOINT_S:
+                self.save()
+                saved = now
+            last = time.monotonic()
+
+        return on_step
+
+    def reach(self, version: int) -> None:
+        """The learner's weights are this version: keep them, then show them to the world."""
+        self.version, self.step = version, 0
+        self.save()
+        self.publish()
+
+    def publish(self) -> None:
+        publish(self.run.objects, self.version, self.learner.weights(), stage=self.stage, step=self.version)
+
+    def save(self) -> None:
+        checkpoint = Checkpoint(
+            stage=self.stage,
+            step=self.step,
+            version=self.version,
+            lineage=self.lineage,
+            cursor={"held_out": list(self.held_out)},
+            tensors=self.learner.state(),
+        )
+        self.run.put_checkpoint(f"{self.version:06d}.{self.step:06d}", pack(checkpoint))
+        for name in self.run.checkpoints()[:-KEEP]:
+            self.run.delete_checkpoint(name)
+
+    def resume(self, checkpoint: Checkpoint) -> None:
+        self.stage, self.version, self.step = checkpoint.stage, checkpoint.version, checkpoint.step
+        self.lineage, self.held_out = checkpoint.lineage, tuple(checkpoint.cursor["held_out"])
+        self.learner.load_state(checkpoint.tensors)
+        if self.step == 0:
+            self.publish()  # a crash may have come between the checkpoint and the publication
+
+
+STAGE: dict[str, Callable[[Trainer, Leg], None]] = {"midtrain": Trainer.midtrain, "sft": Trainer.sft, "rl": Trainer.rl}
+
+
+def starting_model(config: RunConfig, config_json: bytes) -> Transformer:
+    if config.model.path is None:
+        return fresh(ModelConfig.from_json(config_json), config.seed)
+    small, tensors = read_directory(model_directory(config.model.path))
+    return build(small | {"config.json": config_json}, tensors)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="etude.run.trainer", description="The trainer of one run.")
+    parser.add_argument("--store", required=True, help="the run's store")
+    args = parser.parse_args()
+    run = Run.open(args.store, create=False)
+    config = run.config()
+    torch.set_num_threads(config.engine.threads)
+    try:
+        Trainer(run, config, emitter(run, "trainer")).train()
+    except EtudeError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

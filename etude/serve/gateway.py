@@ -1,0 +1,284 @@
+"""The gateway: one URL in front of all workers, and the recorder of what was sampled.
+
+    POST   /v1/chat/completions                 like any OpenAI server; not recorded
+    POST   /s/{session}/v1/chat/completions     the same, recorded: a harness is given /s/{session}/v1 as its base URL
+    GET    /s/{session}/segments                the session so far, as msgpack of tuple[Segment, ...]
+    DELETE /s/{session}                         forgets it
+    POST   /load {version}                      every worker moves to the version; answers when all of them serve it
+    POST   /workers {url, region, version}      a worker joins; answers when it is up
+    GET    /status
+
+    python -m etude.serve.gateway --store RUN --port 8100
+
+Between the gateway and the workers go token ids both ways, and every request carries its own randomness. So a request
+whose worker dies is simply sent to another one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from etude.core.fleet import Fleet, Worker
+from etude.core.types import Sample, Span
+from etude.model.tokenizer import ChatTokenizer
+from etude.serve import process
+from etude.serve.api import Api, ApiError, Unavailable, create_app, read, read_chat, respond, unless_gone
+from etude.serve.recorder import Recorder
+from etude.serve.wire import Join, Load, WorkerStatus, read_model_files
+from etude.store.objects import Objects
+
+PATIENCE_S = 60.0
+"""How long a request waits for a worker to come up before it fails."""
+
+
+class WorkerFailed(Exception):
+    """A worker did not answer, or not as it should."""
+
+
+class Choice(msgspec.Struct):
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    logprobs: dict[str, tuple[float, ...]]
+
+
+class Completed(msgspec.Struct):
+    choices: tuple[Choice]
+    weight_versions: tuple[Span, ...]
+
+
+class Router:
+    """The workers as one `Policy`."""
+
+    def __init__(self, http: aiohttp.ClientSession, live: int = -1) -> None:
+        self.fleet = Fleet(live)
+        self._http = http
+        self._changed = asyncio.Condition()
+
+    async def sample(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int,
+        temperature: float,
+        seed: int,
+        stop: Sequence[int],
+        session: str = "",
+    ) -> Sample:
+        asked = {
+            "prompt": prompt, "max_tokens": max_tokens, "temperature": temperature, "seed": seed,
+            "stop_token_ids": stop, "return_token_ids": True, "logprobs": 1,
+        }  # fmt: skip
+        while True:
+            worker = await self._pick(session)
+            try:
+                sample = await self._ask(worker, asked | {"min_weight_version": self.fleet.live})
+                # A worker that was taken out meanwhile may have gone on with weights that are too old by now.
+                if self.fleet.knows(worker):
+                    return sample
+            except WorkerFailed:
+                self.fleet.leave(worker)
+            finally:
+                self.fleet.done(worker)
+
+    async def load(self, version: int) -> None:
+        """A worker that cannot follow is taken out. If none can, the promise is not made, and the old weights go on."""
+        refusals: dict[Worker, str] = {}
+        while behind := [w for w in self.fleet.behind(version) if w not in refusals]:  # again for those who just joined
+            answers = await asyncio.gather(*(self._bring(worker, version) for worker in behind))
+            refusals |= {worker: why for worker, why in zip(behind, answers, strict=True) if why is not None}
+        if refusals and all(worker in refusals for worker in self.fleet.workers):
+            reasons = "; ".join(f"{worker.region} ({worker.url}): {why}" for worker, why in refusals.items())
+            raise ApiError(f"no worker can serve version {version}: {reasons}", status=502, code="load_failed")
+        for worker in refusals:
+            self.fleet.leave(worker)
+        self.fleet.promise(version)
+        await self._wake()
+
+    async def join(self, joining: Join) -> None:
+        worker = self.fleet.join(joining.url, joining.region, joining.version)
+        while self.fleet.knows(worker) and worker.version < self.fleet.live:
+            if (refusal := await self._bring(worker, self.fleet.live)) is not None:
+                raise ApiError(refusal, status=503, code="load_failed")
+        await self._wake()
+
+    async def regions(self) -> dict[str, WorkerStatus]:
+        """The workers of a region taken together; those that do not answer are left out."""
+        regions: dict[str, WorkerStatus] = {}
+        for status in await asyncio.gather(*(self._status(worker) for worker in self.fleet.workers)):
+            if status is not None:
+                known = regions.get(status.region)
+                regions[status.region] = status if known is None else known.joined_with(status)
+        return regions
+
+    async def _pick(self, session: str) -> Worker:
+        try:
+            async with asyncio.timeout(PATIENCE_S), self._changed:
+                await self._changed.wait_for(lambda: self.fleet.up)
+        except TimeoutError as e:
+            raise Unavailable(f"no worker came up within {PATIENCE_S:.0f} s") from e
+        worker = self.fleet.pick(session)
+        assert worker is not None  # nothing ran since somebody was up
+        return worker
+
+    async def _wake(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _ask(self, worker: Worker, asked: dict[str, Any]) -> Sample:
+        status, body = await self._post(worker, "/v1/completions", asked)
+        if 400 <= status < 500:
+            raise ValueError(_message(body))
+        if status != 200:
+            raise WorkerFailed(_message(body))
+        completed = msgspec.json.decode(body, type=Completed)
+        choice = completed.choices[0]
+        return Sample(
+            tokens=choice.token_ids,
+            logprobs=choice.logprobs["token_logprobs"],
+            versions=completed.weight_versions,
+            finish="stop" if choice.finish_reason == "stop" else "length",
+        )
+
+    async def _bring(self, worker: Worker, version: int) -> str | None:
+        """Has a worker load a version; returns why, if it cannot."""
+        try:
+            status, body = await self._post(worker, "/load", {"version": version})
+        except WorkerFailed as e:
+            return str(e)
+        if status != 200:
+            return _message(body)
+        worker.version = max(worker.version, version)
+        return None
+
+    async def _post(self, worker: Worker, path: str, value: object) -> tuple[int, bytes]:
+        try:
+            async with self._http.post(worker.url + path, data=msgspec.json.encode(value)) as response:
+                return response.status, await response.read()
+        except (aiohttp.ClientError, TimeoutError) as e:
+            raise WorkerFailed(f"{worker.url}{path}: {type(e).__name__} {e}") from e
+
+    async def _status(self, worker: Worker) -> WorkerStatus | None:
+        with suppress(aiohttp.ClientError, TimeoutError):
+            async with self._http.get(worker.url + "/status") as response:
+                return msgspec.json.decode(await response.read(), type=WorkerStatus)
+        return None
+
+
+def _message(body: bytes) -> str:
+    with suppress(ValueError, KeyError, TypeError):
+        return str(json.loads(body)["error"]["message"])
+    return body.decode(errors="replace")[:200]
+
+
+@dataclass(frozen=True, slots=True)
+class AtHome:
+    """The router as seen by one session, whose requests go to one worker as long as that is up."""
+
+    router: Router
+    session: str
+
+    async def sample(
+        self, prompt: Sequence[int], *, max_tokens: int, temperature: float, seed: int, stop: Sequence[int]
+    ) -> Sample:
+        return await self.router.sample(
+            prompt, max_tokens=max_tokens, temperature=temperature, seed=seed, stop=stop, session=self.session
+        )
+
+    async def load(self, version: int) -> None:
+        await self.router.load(version)
+
+
+class Gateway(Api):
+    def __init__(self, router: Router, tokenizer: ChatTokenizer, *, max_context: int) -> None:
+        super().__init__(router, tokenizer, max_context=max_context)
+        self.router = router
+        self.recorder = Recorder(tokenizer)
+
+    def routes(self) -> list[Route]:
+        own = [
+            Route("/s/{session}/v1/chat/completions", self.recorded_chat, methods=["POST"]),
+            Route("/s/{session}/segments", self.segments),
+            Route("/s/{session}", self.forget, methods=["DELETE"]),
+            Route("/load", self.load, methods=["POST"]),
+            Route("/workers", self.join, methods=["POST"]),
+            Route("/status", self.status),
+        ]
+        return own + super().routes()
+
+    async def recorded_chat(self, request: Request) -> Response:
+        session: str = request.path_params["session"]
+        asked = await read_chat(request)
+        prompt = self.encode_chat(lambda: self.recorder.prompt_for(session, asked.messages, asked.tools or ()))
+        sample, message = await unless_gone(request, self.answer(AtHome(self.router, session), asked, prompt.tokens))
+        self.recorder.record(session, prompt, sample, message)
+        return self.chat_response(asked, prompt.tokens, sample, message)
+
+    async def segments(self, request: Request) -> Response:
+        session: str = request.path_params["session"]
+        try:
+            segments = self.recorder.trajectory(session)
+        except KeyError as e:
+            raise ApiError(f"session {session!r} has no recorded answer", status=404, code="unknown_session") from e
+        return Response(msgspec.msgpack.encode(segments), media_type="application/msgpack")
+
+    async def forget(self, request: Request) -> Response:
+        session: str = request.path_params["session"]
+        self.recorder.forget(session)
+        self.router.fleet.forget(session)
+        return Response(status_code=204)
+
+    async def load(self, request: Request) -> Response:
+        asked = await read(request, Load)
+        await self.router.load(asked.version)
+        return respond(Load(version=self.router.fleet.live))
+
+    async def join(self, request: Request) -> Response:
+        await self.router.join(await read(request, Join))
+        return respond(Load(version=self.router.fleet.live))
+
+    async def status(self, request: Request) -> Response:
+        fleet = self.router.fleet
+        return respond({"version": fleet.live, "up": len(fleet.up), "regions": await self.router.regions()})
+
+
+async def serve_gateway(*, store_url: str, port: int, host: str = "127.0.0.1", version: int = -1) -> None:
+    token = process.token()
+    listener = process.bind(host, port, token)
+    files = read_model_files(Objects.open(store_url, create=False))
+    max_context = json.loads(files["config.json"])["max_position_embeddings"]
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    # As many connections as there are requests, and no limit on their time: a worker that dies closes its connections.
+    connector, patient = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None, sock_connect=5.0)
+    async with aiohttp.ClientSession(headers=headers, connector=connector, timeout=patient) as http:
+        gateway = Gateway(Router(http, version), ChatTokenizer(files), max_context=max_context)
+        async with process.serving(create_app(gateway.routes(), token), listener) as running:
+            print(f"gateway at {process.url_of(listener)}", flush=True)
+            await running
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m etude.serve.gateway", description="One URL in front of all workers."
+    )
+    parser.add_argument("--store", required=True, help="the run's store; the model's files lie under model/")
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--version", type=int, default=-1, help="the oldest weights that may answer")
+    a = parser.parse_args()
+    process.run(lambda: serve_gateway(store_url=a.store, port=a.port, host=a.host, version=a.version))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""From messages to tokens and back, without losing one: the only place that sees both.
+
+A harness speaks messages; the trainer needs the very tokens that the engine read and sampled. Rendering and tokenising
+a history anew would not give them back (another split of the same text, arguments of a tool call in another spelling),
+so what was recorded is kept, and only what the harness added since is rendered, encoded and put behind it:
+
+    turn 1   prompt                              sampled
+    turn 2   prompt  sampled  what was added     sampled          (one segment, one unbroken context)
+
+A history that does not go on from anything recorded (a summary, a compaction, a sub-agent) opens a new segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+
+from etude.core.types import Sample, Segment, Span, spans, unspan
+from etude.model.tokenizer import ChatTokenizer, Message, Tool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """What the engine is to read, and the messages that it stands for."""
+
+    tokens: tuple[int, ...]
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Open:
+    """A segment that may still grow."""
+
+    prompt: tuple[int, ...]
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...]
+    tokens: list[int] = field(default_factory=list)  # behind the prompt
+    mask: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: tuple[Span, ...] = ()
+
+    @property
+    def context(self) -> tuple[int, ...]:
+        return (*self.prompt, *self.tokens)
+
+    def append(self, tokens: Sequence[int], logprobs: Sequence[float] | None = None) -> None:
+        self.tokens += tokens
+        self.mask += [logprobs is not None] * len(tokens)
+        self.logprobs += [0.0] * len(tokens) if logprobs is None else logprobs
+
+    def closed(self) -> Segment:
+        return Segment(
+            prompt=self.prompt,
+            tokens=tuple(self.tokens),
+            mask=tuple(self.mask),
+            logprobs=tuple(self.logprobs),
+            versions=self.versions,
+        )
+
+
+class Recorder:
+    """Pure: no clock, no network. A session is whatever shares a name; it may hold several conversations."""
+
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._sessions: dict[str, list[_Open]] = {}
+
+    def prompt_for(self, session: str, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Prompt:
+        """The recorded tokens and what the messages add to them, or all of the messages rendered anew."""
+        said, offered = tuple(map(_essence, messages)), tuple(tools)
+        text = self._tokenizer.render(said, offered, answer=True)
+        for segment in reversed(self._sessions.get(session, [])):
+            if (added := self._added(segment, said, offered, text)) is not None:
+                tokens = segment.context + tuple(self._tokenizer.encode(added))
+                return Prompt(tokens=tokens, messages=said, tools=offered)
+        return Prompt(tokens=tuple(self._tokenizer.encode(text)), messages=said, tools=offered)
+
+    def _added(self, segment: _Open, said: tuple[Message, ...], offered: tuple[Tool, ...], text: str) -> str | None:
+        """What stands in `text` behind the segment; None if the messages do not go on from it."""
+        if segment.tools != offered or segment.messages != said[: len(segment.messages)]:
+            return None
+        recorded = self._tokenizer.render(segment.messages, offered)
+        if not text.startswith(recorded):  # a template that shows old turns in another way
+            return None
+        # The end of the answer: sampled, or, if the answer was cut off, missing from what was recorded so far.
+        eos = self._tokenizer.eos_text
+        end = recorded.rfind(eos)
+        if end < 0 or recorded[end + len(eos) :].strip():  # a template that does not end an answer
+            return None
+        return text[end + len(eos) :] if segment.tokens[-1] == self._tokenizer.eos else text[end:]
+
+    def record(self, session: str, prompt: Prompt, sample: Sample, message: Message) -> None:
+        """The engine answered `prompt` with `sample`, and the harness was given it as `message`."""
+        segments = self._sessions.setdefault(session, [])
+        # Tokens decide, not messages: of two answers to the same prompt, the second one begins a segment of its own.
+        segment = next(
+            (s for s in reversed(segments) if s.context == prompt.tokens[: len(s.prompt) + len(s.tokens)]), None
+        )
+        if segment is None:
+            segment = _Open(prompt=prompt.tokens, messages=(), tools=prompt.tools)
+            segments.append(segment)
+        segment.append(prompt.tokens[len(segment.prompt) + len(segment.tokens) :])
+        segment.append(sample.tokens, sample.logprobs)
+        segment.versions = spans(chain(unspan(segment.versions), unspan(sample.versions)))
+        segment.messages = (*prompt.messages, _essence(message))
+
+    def trajectory(self, session: str) -> tuple[Segment, ...]:
+        """All segments of a session in the order in which they began. Raises KeyError for an unknown session."""
+        return tuple(segment.closed() for segment in self._sessions[session])
+
+    def forget(self, session: str) -> None:
+        self._sessions.pop(session, None)
+
+
+def _essence(message: Message) -> Message:
+    """Without the keys that say nothing: clients send an answer back with or without them."""
+    return {key: value for key, value in message.items() if value is not None}

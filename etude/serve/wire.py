@@ -1,0 +1,50 @@
+"""What gateway and worker say to each other, and the model's files that both read from the run's store."""
+
+from __future__ import annotations
+
+import msgspec
+
+from etude.core.errors import EtudeError
+from etude.store.objects import Missing, Objects
+
+FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+class Load(msgspec.Struct):
+    version: int
+
+
+class Join(msgspec.Struct):
+    url: str
+    region: str
+    version: int
+
+
+class WorkerStatus(msgspec.Struct):
+    region: str
+    version: int
+    running: int
+    waiting: int
+    busy_s: float
+    """Time in engine steps since the worker began; its growth over the growth of `wall_s` is how busy it is."""
+    wall_s: float
+    tokens: int
+
+    def joined_with(self, other: WorkerStatus) -> WorkerStatus:
+        """Two workers as if they were one; of the versions, what both are at least at."""
+        return WorkerStatus(
+            region=self.region,
+            version=min(self.version, other.version),
+            running=self.running + other.running,
+            waiting=self.waiting + other.waiting,
+            busy_s=self.busy_s + other.busy_s,
+            wall_s=self.wall_s + other.wall_s,
+            tokens=self.tokens + other.tokens,
+        )
+
+
+def read_model_files(objects: Objects) -> dict[str, bytes]:
+    try:
+        return {name: objects.get(f"model/{name}") for name in FILES}
+    except Missing as e:
+        raise EtudeError(f"{objects.url} holds no model to serve: {e}; start a run there first") from e

@@ -1,0 +1,69 @@
+"""The wire format of the core's dataclasses.
+
+MessagePack for what only programs read (groups, batches), JSON for what people read too. A *record* is one line of a
+log: a dataclass with its time and the name of its type, `{"t": 12.5, "kind": "Trained", "step": 3}`, so that entries of
+different types can share a log. Types are checked on the way in: what is decoded is what was promised.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from etude.core.errors import EtudeError
+
+T = TypeVar("T")
+
+
+def pack(value: object) -> bytes:
+    return msgspec.msgpack.encode(value)
+
+
+def unpack(data: bytes, type: type[T], where: str) -> T:
+    """`where` names the data if it turns out to be something else."""
+    try:
+        return msgspec.msgpack.decode(data, type=type)
+    except msgspec.MsgspecError as e:
+        raise EtudeError(_damaged(where, type.__name__, e)) from e
+
+
+def to_json(value: object) -> bytes:
+    """Indented. A NaN is an error here: JSON cannot say it, and a reader would find null in its place."""
+    return (json.dumps(msgspec.to_builtins(value), indent=1, allow_nan=False) + "\n").encode()
+
+
+def from_json(data: bytes, type: type[T], where: str) -> T:
+    try:
+        return msgspec.json.decode(data, type=type)
+    except msgspec.MsgspecError as e:
+        raise EtudeError(_damaged(where, getattr(type, "__name__", str(type)), e)) from e
+
+
+@dataclass(frozen=True, slots=True)
+class Stamped(Generic[T]):
+    t: float
+    """Seconds since the epoch."""
+    record: T
+
+
+def to_line(t: float, record: object) -> bytes:
+    fields = msgspec.to_builtins(record)
+    assert not fields.keys() & {"t", "kind"}, f"{type(record).__name__} uses a name that the log needs"
+    return (json.dumps({"t": t, "kind": type(record).__name__} | fields, allow_nan=False) + "\n").encode()
+
+
+def from_line(line: bytes, kinds: Mapping[str, type[T]], where: str) -> Stamped[T]:
+    try:
+        fields: dict[str, Any] = msgspec.json.decode(line, type=dict[str, Any])
+        t, kind = fields.pop("t"), fields.pop("kind")
+        return Stamped(t, msgspec.convert(fields, kinds[kind]))
+    except (msgspec.MsgspecError, KeyError) as e:
+        raise EtudeError(_damaged(where, f"record ({', '.join(kinds)})", e)) from e
+
+
+def _damaged(where: str, expected: str, e: Exception) -> str:
+    return f"{where} does not hold a {expected} ({e}): it is damaged, or another version of etude wrote it"

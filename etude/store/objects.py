@@ -1,0 +1,112 @@
+"""Objects under keys, in a directory or in a bucket.
+
+An object appears whole or not at all, and `create` decides between two writers who want the same key. Nothing else in
+the system touches storage, so these two promises are all that crash safety rests on.
+
+In a directory, an object that has been written survives the death of every process, but a power cut may take the last
+seconds; a bucket keeps whatever it has acknowledged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import obstore
+from obstore.exceptions import AlreadyExistsError, BaseError, NotFoundError
+from obstore.store import LocalStore, MemoryStore, ObjectStore, from_url
+
+from etude.core.errors import EtudeError
+
+BUCKETS = ("s3://", "gs://", "az://")
+_MISSING = (FileNotFoundError, NotFoundError)
+
+
+class Missing(EtudeError, LookupError):
+    """There is no object under this key."""
+
+
+class Objects:
+    """One store. `url` says which, in every message about it."""
+
+    def __init__(self, store: ObjectStore, url: str) -> None:
+        self._store, self.url = store, url
+
+    @classmethod
+    def open(cls, url: str, *, create: bool = True) -> Objects:
+        """`file:PATH` or a plain path, `s3://`, `gs://`, `az://`, or `memory:`, which is new and empty at each call.
+
+        A directory that is not there is made, or refused if `create` is False: whoever only reads should not leave an
+        empty directory behind a mistyped path.
+        """
+        if url == "memory:":
+            return cls(MemoryStore(), url)
+        if url.startswith(BUCKETS):
+            with _explained(f"open {url}"):
+                return cls(from_url(url), url)
+        path = url.removeprefix("file://") if url.startswith("file://") else url.removeprefix("file:")
+        if "://" in path or not path:
+            raise EtudeError(f"{url!r} is no store: give a path, file:PATH, or a bucket ({', '.join(BUCKETS)})")
+        if not create and not Path(path).is_dir():
+            raise EtudeError(f"{path} is not there: check the path, or start a run that writes to it")
+        with _explained(f"open {url}"):
+            return cls(LocalStore(Path(path).absolute(), mkdir=True), url)
+
+    def put(self, key: str, data: bytes) -> None:
+        """Writes the object, or replaces it."""
+        with _explained(f"write {key} in {self.url}"):
+            obstore.put(self._store, key, data)
+
+    def create(self, key: str, data: bytes) -> bool:
+        """Writes the object if the key is free; False if it is taken. Of two callers, one gets True."""
+        with _explained(f"write {key} in {self.url}"):
+            try:
+                obstore.put(self._store, key, data, mode="create")
+            except AlreadyExistsError:
+                return False
+        return True
+
+    def get(self, key: str) -> bytes:
+        """Raises `Missing` if there is none."""
+        with _explained(f"read {key} in {self.url}"):
+            return bytes(obstore.get(self._store, key).bytes())
+
+    def exists(self, key: str) -> bool:
+        with _explained(f"read {key} in {self.url}"):
+            try:
+                obstore.head(self._store, key)
+            except _MISSING:
+                return False
+        return True
+
+    def list(self, prefix: str, *, after: str | None = None) -> list[str]:
+        """Keys under the folder `prefix`, sorted, from the first one greater than `after`."""
+        with _explained(f"list {prefix} in {self.url}"):
+            return sorted(meta["path"] for page in obstore.list(self._store, prefix, offset=after) for meta in page)
+
+    def delete(self, key: str) -> None:
+        """The key is free afterwards, whether or not it was before."""
+        with _explained(f"delete {key} in {self.url}"), contextlib.suppress(*_MISSING):
+            obstore.delete(self._store, key)
+
+
+@contextlib.contextmanager
+def _explained(doing: str) -> Iterator[None]:
+    """What the storage library raises, as one sentence for the user."""
+    try:
+        yield
+    except _MISSING as e:
+        raise Missing(f"cannot {doing}: it is not there") from e
+    except (BaseError, OSError) as e:
+        what = str(e).partition("\n")[0]  # the rest is the library's debug output
+        raise EtudeError(f"cannot {doing}: {what}; {_advice(what)}") from e
+
+
+def _advice(what: str) -> str:
+    # The library hands over the operating system's error only as text.
+    if any(f"os error {code})" in what for code in (27, 28, 122)):
+        return "free some space or choose another place, then start again: nothing half-written is left"
+    if any(f"os error {code})" in what for code in (1, 13, 30)):
+        return "give this user the right to write there, or choose another place"
+    return "check the address, the credentials and the connection"

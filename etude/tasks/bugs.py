@@ -1,0 +1,72 @@
+"""Bugs by program: one token of a function's body becomes another of its kind.
+
+The same list of substitutions serves to put a bug in and, read the other way, to try repairs: whoever looks for the bug
+knows what kinds of slip there are, but not where, nor which.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass
+from random import Random
+
+KINDS: dict[str, tuple[str, ...]] = {
+    "operator": ("+", "-", "*"),
+    "update": ("+=", "-=", "*="),
+    "comparison": (">", "<", ">=", "<=", "==", "!="),
+    "fold": ("max", "min", "sum", "len"),
+    "case": ("upper", "lower"),
+    "number": tuple("0123456789"),
+    "name": ("a", "b"),
+}
+TOKEN = re.compile(r"[A-Za-z_]+|\d+|[+\-*]=|[<>=!]=|[<>+\-*]|\S")
+
+
+@dataclass(frozen=True, slots=True)
+class Slip:
+    """Line `line` (counted from 1) becomes `text`."""
+
+    kind: str
+    line: int
+    text: str
+
+
+def slips(source: str) -> list[Slip]:
+    """Every change of one token of the code to another of its kind, in the order of the text. Signatures and
+    docstrings stay: they say what the code ought to do."""
+    found: list[Slip] = []
+    for number, line in enumerate(source.splitlines(), start=1):
+        if line.startswith("def ") or line.lstrip().startswith('"""'):
+            continue
+        for match in TOKEN.finditer(line):
+            token = match[0]
+            for kind, tokens in KINDS.items():
+                if token in tokens:
+                    found += [Slip(kind, number, line[: match.start()] + other + line[match.end() :]) for other in tokens if other != token]
+    return found
+
+
+def draw(source: str, rng: Random) -> Slip:
+    """A slip at random, each kind that the code offers as likely as any other. What is no Python is not drawn."""
+    offered = slips(source)
+    kinds = sorted({slip.kind for slip in offered})
+    while True:
+        kind = rng.choice(kinds)
+        slip = rng.choice([slip for slip in offered if slip.kind == kind])
+        if _parses(apply(source, slip)):
+            return slip
+
+
+def apply(source: str, slip: Slip) -> str:
+    lines = source.splitlines()
+    lines[slip.line - 1] = slip.text
+    return "\n".join(lines) + "\n"
+
+
+def _parses(source: str) -> bool:
+    try:
+        ast.parse(source)
+    except SyntaxError:
+        return False
+    return True

@@ -1,0 +1,93 @@
+"""Demonstrations: sessions of a scripted worker who knows the harness but not the answer.
+
+It reads the module, tries a plausible repair (one slip, read backwards), runs the tests, and tries another if they fail.
+Sessions that do not end with passing tests are thrown away, as one would with the sessions of any teacher; what is left
+shows how the tools are used, and that a repair is worth trying only as long as the tests fail.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+from etude.core.seeds import derive
+from etude.core.types import Task
+from etude.tasks import bugs
+
+Message = dict[str, Any]
+MAX_TRIES = 3
+
+
+def demonstrations(tasks: Sequence[Task], count: int, seed: int) -> list[list[Message]]:
+    """`count` solved sessions as chat messages, of tasks drawn from `tasks`."""
+    rng = Random(derive("demonstrations", seed))
+    sessions: list[list[Message]] = []
+    while len(sessions) < count:
+        if (session := attempt(rng.choice(tasks), rng)) is not None:
+            sessions.append(session)
+    return sessions
+
+
+def attempt(task: Task, rng: Random) -> list[Message] | None:
+    """One session of the scripted worker; None if its repairs all failed."""
+    path = task.editable[0]
+    original = task.files[path]
+    session: list[Message] = [{"role": "user", "content": task.prompt}]
+    _turn(session, [("read", {"path": path}, numbered(original))])
+    tried: bugs.Slip | None = None
+    for _ in range(MAX_TRIES):
+        slip = bugs.draw(original, rng)
+        undo = [_edit(tried.line, original.splitlines()[tried.line - 1])] if tried and tried.line != slip.line else []
+        report = visible_report(task, bugs.apply(original, slip))
+        _turn(session, [*undo, _edit(slip.line, slip.text), ("test", {}, report)])
+        if report == "ok":
+            _turn(session, [("submit", {}, "")])
+            return session
+        tried = slip
+    return None
+
+
+Call = tuple[str, dict[str, Any], str]
+"""A tool, its arguments, and what it answers."""
+
+
+def _edit(line: int, text: str) -> Call:
+    return "edit", {"line": line, "text": text.strip()}, "ok"
+
+
+def numbered(text: str) -> str:
+    return "\n".join(f"{number} {line}" for number, line in enumerate(text.splitlines(), start=1))
+
+
+def visible_report(task: Task, module: str) -> str:
+    """What `test` would say. The module is one of our own programs with one token changed, so it may run here."""
+    path = task.editable[0]
+    name = path.removesuffix(".py")
+    scope: dict[str, Any] = {}
+    test = task.files[f"test_{name}.py"].split("\n", 1)[1]  # without its import: the module's names are in the scope
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        try:
+            exec(module, scope)
+            exec(test, scope)
+        except SystemExit:
+            pass
+        except (ArithmeticError, LookupError, NameError, TypeError, ValueError, AttributeError) as e:
+            print(f"{type(e).__name__}: {e}")
+    return said.getvalue().splitlines()[-1]
+
+
+def _turn(session: list[Message], calls: Sequence[Call]) -> None:
+    """One assistant message with its tool calls, and the answers to them."""
+    ids = [f"call_{len(session)}_{number}" for number in range(len(calls))]
+    said = [{"id": i, "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
+            for i, (name, arguments, _) in zip(ids, calls, strict=True)]  # fmt: skip
+    session.append({"role": "assistant", "content": None, "tool_calls": said})
+    if calls[0][0] != "submit":
+        session += [{"role": "tool", "tool_call_id": i, "content": answer} for i, (_, _, answer) in zip(ids, calls, strict=True)]
+
+

@@ -1,0 +1,133 @@
+"""From templates to tasks: a module with one bug, tests that the agent can run, and hidden checks that it cannot see.
+
+Which programs training may see is decided by content: the digest of a function, names taken out, puts it on the training
+side or on the held-out side. So no function of a held-out task stands anywhere in training, whatever it is called.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from random import Random
+from typing import Any, Literal
+
+from etude.core.seeds import derive
+from etude.core.types import Check, Task
+from etude.tasks import bugs, templates
+from etude.tasks.templates import Function
+
+Split = Literal["train", "heldout", "novel"]
+HELD_OUT_SHARE = 5  # one function in this many
+
+NUM_VISIBLE, NUM_HIDDEN = 4, 12
+BUILTINS = frozenset(dir(builtins))
+
+TEST = '''\
+from {module} import {functions}
+
+CASES = {cases}
+
+for function, args, expected in CASES:
+    got = function(*args)
+    if got != expected:
+        print(f"{{function.__name__}}({{', '.join(map(repr, args))}}) is {{got!r}} not {{expected!r}}")
+        raise SystemExit(1)
+print("ok")
+'''
+
+
+def program_digest(source: str) -> str:
+    """The identity of a program: its syntax tree without docstrings, every name replaced by the order of its first use."""
+    tree = ast.parse(source)
+    order: dict[str, str] = {}
+
+    def anonymous(name: str) -> str:
+        return name if name in BUILTINS else order.setdefault(name, f"v{len(order)}")
+
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef():
+                node.name = anonymous(node.name)
+                node.body = [s for s in node.body if not (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant))]
+            case ast.arg():
+                node.arg = anonymous(node.arg)
+            case ast.Name():
+                node.id = anonymous(node.id)
+    return hashlib.blake2b(ast.dump(tree).encode(), digest_size=8).hexdigest()
+
+
+def split_of(function: Function) -> Split:
+    if function.difficulty == "novel":
+        return "novel"
+    return "heldout" if int(program_digest(function.source), 16) % HELD_OUT_SHARE == 0 else "train"
+
+
+def functions(split: Split, rng: Random) -> Iterator[Function]:
+    """An endless stream of correct functions of one split."""
+    pool = templates.NOVEL if split == "novel" else templates.TRAIN
+    while True:
+        function = rng.choice(pool)(rng)
+        if split_of(function) == split:
+            yield function
+
+
+def make_tasks(split: Split, count: int, seed: int) -> list[Task]:
+    """`count` different tasks. The same arguments give the same tasks."""
+    rng = Random(derive("tasks", split, seed))
+    source = functions(split, rng)
+    tasks: dict[str, Task] = {}
+    while len(tasks) < count:
+        if (task := _make_task(source, rng, split)) is not None:
+            tasks.setdefault(task.id, task)
+    return list(tasks.values())
+
+
+def _make_task(source: Iterator[Function], rng: Random, split: Split) -> Task | None:
+    """One task, or None if the bug that was drawn cannot be told from the correct module by its answers."""
+    module = [next(source)]
+    if split != "novel" and rng.random() < 0.25:
+        module.append(next(f for f in source if f.name != module[0].name))
+    correct = "\n".join(f.source for f in module)
+    slip = bugs.draw(correct, rng)
+    broken = bugs.apply(correct, slip)
+    cases = [(f.name, f.inputs(rng)) for _ in range(NUM_VISIBLE + NUM_HIDDEN) for f in module]
+    right, wrong = answers(correct, cases), answers(broken, cases)
+    visible = NUM_VISIBLE * len(module)
+    if right[:visible] == wrong[:visible] or right[visible:] == wrong[visible:]:
+        return None
+    values = [json.loads(answer) for answer in right]
+    shown = ", ".join(f"({name}, {args!r}, {answer!r})" for (name, args), answer in zip(cases[:visible], values, strict=False))
+    name = module[0].name
+    digest = hashlib.blake2b((broken + "\0" + correct).encode(), digest_size=6).hexdigest()
+    return Task(
+        id=f"{split}-{digest}",
+        prompt=f"fix {name}.py",
+        files={f"{name}.py": broken, f"test_{name}.py": TEST.format(module=name, functions=", ".join(f.name for f in module), cases=f"[{shown}]")},
+        editable=(f"{name}.py",),
+        checks=tuple(Check(function=f, args=args, expected=answer) for (f, args), answer in zip(cases[visible:], values[visible:], strict=True)),
+        meta={
+            "template": "+".join(f.template for f in module),
+            "bug": slip.kind,
+            "difficulty": "hard" if len(module) > 1 else module[0].difficulty,
+            "program": " ".join(program_digest(f.source) for f in module),
+            "solution": correct,
+        },
+    )  # fmt: skip
+
+
+def answers(source: str, cases: Sequence[tuple[str, list[Any]]]) -> list[str]:
+    """What the functions of a module answer, as JSON; the name of the error where one is raised. Only our own programs
+    and their slips run here, and none of them can loop for long; nothing that a model wrote ever does."""
+    scope: dict[str, Any] = {}
+    exec(source, scope)
+    return [_answer(scope[name], args) for name, args in cases]
+
+
+def _answer(function: Any, args: list[Any]) -> str:
+    try:
+        return json.dumps(function(*args))
+    except (ArithmeticError, LookupError, NameError, TypeError, ValueError, AttributeError) as e:
+        return type(e).__name__

@@ -1,0 +1,195 @@
+"""The model that learns.
+
+Two copies of the weights: fp32 masters, which the optimizer moves, and the model, whose parameters are the masters
+rounded to bf16. The forward pass so computes with exactly the values that are published and served, while steps too
+small for bf16 still add up in the masters; a gradient at the rounded weights is taken as the masters' gradient.
+
+One thread or many, and on which cores, is the business of the process that holds the learner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from etude.core.types import Batch
+from etude.model import files
+from etude.model.transformer import Transformer
+from etude.train.loss import LOSS, Drift, drift, entropies, token_logprobs
+from etude.train.rows import Padded, pack
+
+BETAS = (0.9, 0.95)
+MAX_GRAD_NORM = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepStats:
+    """What one RL step did."""
+
+    loss: float
+    drift: Drift
+    entropy: float
+    """Mean over the sampled tokens, in nats."""
+    grad_norm: float
+    """Before clipping."""
+    lr: float
+    num_rows: int
+    num_tokens: int
+    """Sampled tokens."""
+    num_computed: int
+    """All tokens that went through the model, prompts and padding included."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitStats:
+    """What one supervised step did."""
+
+    loss: float
+    grad_norm: float
+    lr: float
+    num_tokens: int
+
+
+class Learner:
+    """Takes the model over: from now on its parameters are the rounded masters."""
+
+    def __init__(self, model: Transformer) -> None:
+        self.model = model
+        self._parameters = dict(model.named_parameters())
+        self._masters = {name: p.detach().float().clone() for name, p in self._parameters.items()}
+        self._kept: dict[str, Tensor] = {}
+        # Decay pulls matrices towards 0; the gains of the norms are scales, whose neutral value is not 0.
+        matrices = [m for m in self._masters.values() if m.ndim >= 2]
+        others = [m for m in self._masters.values() if m.ndim < 2]
+        self._optimizer = torch.optim.AdamW(
+            [{"params": matrices}, {"params": others}], lr=0.0, betas=BETAS, weight_decay=0.0, fused=True
+        )
+        self.restart()
+        self._round()
+
+    def step(
+        self,
+        batch: Batch,
+        *,
+        lr: float,
+        loss: str = "truncated",
+        ratio_cap: float = 2.0,
+        temperature: float = 1.0,
+        microbatch_tokens: int = 8192,
+        weight_decay: float = 0.0,
+    ) -> StepStats:
+        """One step of policy gradient. `microbatch_tokens = 0`: row after row in their order, deterministic."""
+        context = self.model.config.max_position_embeddings
+        microbatches = pack(batch.rows, microbatch_tokens=microbatch_tokens, max_tokens=context)
+        num_tokens = sum(micro.num_tokens for micro in microbatches)
+        if num_tokens == 0:
+            raise ValueError(f"the batch of step {batch.step} has no sampled token: there is nothing to learn from")
+        total, new, old, entropy = 0.0, [], [], 0.0
+        for micro in microbatches:
+            logp_N, logp_NV = token_logprobs(self.model, micro.tokens_BT, micro.mask_BT, temperature)
+            old_logp_N, adv_N = micro.old_logprobs_BT[micro.mask_BT], micro.advantages_BT[micro.mask_BT]
+            objective = LOSS[loss](logp_N, old_logp_N, adv_N, ratio_cap).sum() / num_tokens
+            objective.backward()  # type: ignore[no-untyped-call]
+            total += objective.item()
+            entropy += entropies(logp_NV.detach()).sum().item() / num_tokens
+            new.append(logp_N.detach())
+            old.append(old_logp_N)
+        return StepStats(
+            loss=total,
+            drift=drift(torch.cat(new), torch.cat(old), ratio_cap),
+            entropy=entropy,
+            grad_norm=self._update(lr, weight_decay),
+            lr=lr,
+            num_rows=len(batch.rows),
+            num_tokens=num_tokens,
+            num_computed=sum(micro.tokens_BT.numel() for micro in microbatches),
+        )
+
+    def fit(self, microbatches: Sequence[Padded], *, lr: float, weight_decay: float = 0.0) -> FitStats:
+        """One step of cross entropy on the tokens that count, averaged over all microbatches together."""
+        num_tokens = sum(micro.num_tokens for micro in microbatches)
+        total = 0.0
+        for micro in microbatches:
+            logp_N, _ = token_logprobs(self.model, micro.tokens_BT, micro.mask_BT)
+            objective = -logp_N.sum() / num_tokens
+            objective.backward()  # type: ignore[no-untyped-call]
+            total += objective.item()
+        return FitStats(loss=total, grad_norm=self._update(lr, weight_decay), lr=lr, num_tokens=num_tokens)
+
+    @torch.no_grad()
+    def evaluate(self, microbatches: Sequence[Padded]) -> float:
+        """Mean cross entropy of the tokens that count; changes nothing."""
+        sums = [-token_logprobs(self.model, m.tokens_BT, m.mask_BT)[0].double().sum().item() for m in microbatches]
+        return sum(sums) / sum(micro.num_tokens for micro in microbatches)
+
+    def weights(self) -> dict[str, Tensor]:
+        """The bf16 tensors to publish: a copy, and the very values that the next forward pass computes with."""
+        return files.weights(self.model)
+
+    def restart(self) -> None:
+        """Forget the optimizer's past and any kept weights, as a new stage does; the weights stay."""
+        for master in self._masters.values():
+            moments = {"exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
+            self._optimizer.state[master] = {"step": torch.tensor(0.0), **moments}
+        self._kept = {}
+
+    def keep(self) -> None:
+        """Remember the weights as they are now, in place of any kept before."""
+        self._kept = {name: master.clone() for name, master in self._masters.items()}
+
+    def recall(self) -> None:
+        """Go back to the kept weights."""
+        _fill(self._masters, self._kept)
+        self._round()
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything that the next step depends on. It shares memory with the learner: pack it before stepping."""
+        return self._moving() | {f"kept.{name}": tensor for name, tensor in self._kept.items()}
+
+    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Goes on from `state()` of this learner or of another one, to the bit."""
+        self._kept = {name.removeprefix("kept."): t.clone() for name, t in tensors.items() if name.startswith("kept.")}
+        _fill(self._moving(), {name: tensor for name, tensor in tensors.items() if not name.startswith("kept.")})
+        self._round()
+
+    def _moving(self) -> dict[str, Tensor]:
+        """What a step changes: the masters, and what the optimizer remembers of each."""
+        tensors = {f"master.{name}": master for name, master in self._masters.items()}
+        for name, master in self._masters.items():
+            tensors |= {f"{part}.{name}": tensor for part, tensor in self._optimizer.state[master].items()}
+        return tensors
+
+    def _update(self, lr: float, weight_decay: float) -> float:
+        """Moves the masters by the gradient that has gathered on the model, and rounds them into it."""
+        # A gradient that is not finite would poison the masters and every version after: crash instead.
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), MAX_GRAD_NORM, error_if_nonfinite=True)
+        for name, master in self._masters.items():
+            master.grad = self._parameters[name].grad
+        matrices, others = self._optimizer.param_groups
+        matrices["lr"], matrices["weight_decay"], others["lr"] = lr, weight_decay, lr
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self.model.zero_grad(set_to_none=True)
+        self._round()
+        return float(norm)
+
+    @torch.no_grad()
+    def _round(self) -> None:
+        for name, parameter in self._parameters.items():
+            parameter.copy_(self._masters[name].to(torch.bfloat16))
+
+
+@torch.no_grad()
+def _fill(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
+    if own.keys() != given.keys():
+        raise ValueError(f"the state does not fit the model: missing {sorted(own.keys() - given.keys())}, "
+                         f"unknown {sorted(given.keys() - own.keys())}")  # fmt: skip
+    for name, tensor in own.items():
+        if tensor.shape != given[name].shape:
+            raise ValueError(
+                f"the state does not fit the model: {name} is {tuple(given[name].shape)}, not {tuple(tensor.shape)}"
+            )
+        tensor.copy_(given[name])

@@ -1,0 +1,93 @@
+"""From rows to padded microbatches. Pure: the same rows give the same microbatches, in the same order.
+
+As in `core.types.Row`, position t of every field speaks of token t. That a token is predicted at the position before it
+is said in one place only, `loss.token_logprobs`. Shapes: B rows, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from etude.core.types import Row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Padded:
+    """Token rows of one width, and which of their tokens the loss counts. Padding stands at the end and never counts;
+    nor does the first token of a row, before which nothing stands."""
+
+    tokens_BT: Tensor
+    mask_BT: Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens the loss counts."""
+        return int(self.mask_BT[:, 1:].sum())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Microbatch(Padded):
+    """What one forward and backward pass of RL reads."""
+
+    old_logprobs_BT: Tensor
+    advantages_BT: Tensor
+
+
+def plan(lengths: Sequence[int], limit: int) -> list[list[int]]:
+    """Which rows go together: indices, such that rows x longest row <= limit in every microbatch.
+
+    Rows of like length share a microbatch, the longest first, so that little is padded and the first microbatch is the
+    one that needs the most memory. `limit = 0` means one row each, in the order given.
+    """
+    if limit == 0:
+        return [[index] for index in range(len(lengths))]
+    plans: list[list[int]] = []
+    width = 0
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        if not plans or (len(plans[-1]) + 1) * width > limit:
+            plans.append([])
+            width = lengths[index]
+        plans[-1].append(index)
+    return plans
+
+
+def pack(rows: Sequence[Row], *, microbatch_tokens: int, max_tokens: int) -> list[Microbatch]:
+    """All rows, each in one microbatch of at most `microbatch_tokens` tokens, padding included."""
+    bound = min(max_tokens, microbatch_tokens or max_tokens)
+    for row in rows:
+        assert len(row.tokens) == len(row.mask) == len(row.logprobs) == len(row.advantages), row.sample
+        if len(row.tokens) > bound:
+            raise ValueError(f"{row.sample}: a row of {len(row.tokens)} tokens does not fit: the model's context has "
+                             f"{max_tokens} and a microbatch {microbatch_tokens or 'no bound'}")  # fmt: skip
+        if row.mask[0]:
+            raise ValueError(f"{row.sample}: its first token counts as sampled, but nothing stands before it")
+    return [
+        Microbatch(
+            tokens_BT=pad([rows[index].tokens for index in indices], torch.int64),
+            mask_BT=pad([rows[index].mask for index in indices], torch.bool),
+            old_logprobs_BT=pad([rows[index].logprobs for index in indices], torch.float32),
+            advantages_BT=pad([rows[index].advantages for index in indices], torch.float32),
+        )
+        for indices in plan([len(row.tokens) for row in rows], microbatch_tokens)
+    ]
+
+
+def pack_text(texts: Sequence[tuple[Sequence[int], Sequence[bool]]], *, microbatch_tokens: int) -> list[Padded]:
+    """The same for (tokens, mask) pairs, which have no behaviour policy."""
+    return [
+        Padded(
+            tokens_BT=pad([texts[i][0] for i in indices], torch.int64),
+            mask_BT=pad([texts[i][1] for i in indices], torch.bool),
+        )
+        for indices in plan([len(tokens) for tokens, _ in texts], microbatch_tokens)
+    ]
+
+
+def pad(rows: Sequence[Sequence[Any]], dtype: torch.dtype) -> Tensor:
+    width = max(map(len, rows))
+    return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], dtype=dtype)

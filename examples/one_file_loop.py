@@ -1,0 +1,238 @@
+"""The whole idea in one file: synchronous GRPO, everything in view.
+
+    python examples/one_file_loop.py RUN.toml [key=value ...]
+
+Take a few tasks. Let the model try each one several times, in sessions of several turns with real tools. Grade every
+attempt by hidden tests. What did better than the average of its task becomes likelier, what did worse less likely.
+Repeat with the new weights.
+
+The real system does the same with many requests at a time, several processes and weights that travel while sessions
+run. In deterministic mode, where it may do none of that, it must produce the losses of this file to the bit:
+tests/test_oracle.py. So this file shares with it what is being learnt (model, tokenizer, tasks, tools, grading) and has
+its own, simplest version of everything that learns: the session's tokens, the decoding, the credit, the loss, the step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from etude.core.config import RlConfig, RunConfig, parse
+from etude.core.seams import Worlds
+from etude.core.seeds import derive
+from etude.core.types import Task
+from etude.engine.sampler import sample
+from etude.harness.agent import NUDGE, parse_arguments
+from etude.harness.tools import SCHEMAS, SUBMIT, Tools
+from etude.model.attention import Cached, Causal, KVCache
+from etude.model.files import build
+from etude.model.tokenizer import ChatTokenizer, Message
+from etude.model.transformer import Transformer
+from etude.rewards.tests import grade
+from etude.run.prepare import fresh_files, given_files, store_files
+from etude.run.trainer import Trainer
+from etude.store.runs import Run
+from etude.tasks.factory import make_tasks
+from etude.worlds.pool import open_worlds
+
+GRADE_S = 20.0  # for the hidden tests of one attempt
+
+
+@dataclass
+class Session:
+    """One attempt: its tokens, which of them the model said and how likely it found each, and what it was worth."""
+
+    cache: KVCache
+    """Keys and values of the first `num_cached` tokens, kept from turn to turn."""
+    num_cached: int = 0
+    tokens: list[int] = field(default_factory=list)
+    mask: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    reward: float = 0.0
+    advantage: float = 0.0
+
+    def read(self, tokens: Sequence[int]) -> None:
+        self.tokens += tokens
+        self.mask += [False] * len(tokens)
+        self.logprobs += [0.0] * len(tokens)
+
+    def say(self, token: int, logprob: float) -> None:
+        self.tokens.append(token)
+        self.mask.append(True)
+        self.logprobs.append(logprob)
+
+
+@dataclass
+class Agent:
+    """The model at work: it asks for tools, the tools answer, until it submits or runs out of turns."""
+
+    model: Transformer
+    tokenizer: ChatTokenizer
+    worlds: Worlds
+    max_turns: int
+    max_tokens: int
+    temperature: float
+
+    async def attempt(self, task: Task, seed: int) -> Session:
+        tokenizer, context = self.tokenizer, self.model.config.max_position_embeddings
+        session = Session(KVCache(self.model.config, rows=1, length=context))
+        messages: list[Message] = [{"role": "user", "content": task.prompt}]
+        text = tokenizer.render(messages, SCHEMAS, answer=True)
+        async with self.worlds.open(task.files) as sandbox:
+            tools = Tools(task, sandbox)
+            for turn in range(self.max_turns):
+                session.read(tokenizer.encode(text))
+                assert len(session.tokens) < context, "a session has filled the context: set a larger model.max_context"
+                said = self.answer(session, derive(seed, turn))
+                messages.append(tokenizer.parse(tokenizer.decode(said), SCHEMAS, lambda number: f"call_{number}"))
+                replies, submitted = await act(messages[-1], tools)
+                if submitted:
+                    break
+                text = behind(tokenizer, messages, replies, ended=said[-1] == tokenizer.eos)
+                messages += replies
+            session.reward = (await grade(task, sandbox, self.worlds, timeout_s=GRADE_S))["reward"]
+        return session
+
+    @torch.inference_mode()
+    def answer(self, session: Session, seed: int) -> list[int]:
+        """Token by token, until the end of the turn; the first forward pass reads what is new since the last turn."""
+        begin = len(session.tokens)
+        limit = min(self.max_tokens, self.model.config.max_position_embeddings - begin)
+        for u in np.random.Generator(np.random.PCG64(seed)).random(limit):
+            new = torch.tensor([session.tokens[session.num_cached :]])
+            attend = Cached(session.cache, torch.tensor([session.num_cached]), new.shape[1])
+            logits = self.model.logits(self.model(new, attend.positions_BT, attend)[:, -1])
+            token, logprob = sample(logits, torch.tensor([self.temperature]), torch.tensor([u]))
+            session.num_cached = len(session.tokens)
+            session.say(int(token), float(logprob))
+            if session.tokens[-1] == self.tokenizer.eos:
+                break
+        return session.tokens[begin:]
+
+
+async def act(answer: Message, tools: Tools) -> tuple[list[Message], bool]:
+    """Do what the model says: the messages that tell it what came of it, and whether it is done."""
+    replies: list[Message] = []
+    for call in answer.get("tool_calls", []):
+        name, arguments = call["function"]["name"], parse_arguments(call["function"]["arguments"])
+        replies.append({"role": "tool", "tool_call_id": call["id"], "content": await tools.call(name, arguments)})
+        if name == SUBMIT:
+            return replies, True
+    return replies or [{"role": "user", "content": NUDGE}], False
+
+
+def behind(tokenizer: ChatTokenizer, messages: list[Message], replies: list[Message], *, ended: bool) -> str:
+    """What the template writes after the model's answer, the last of `messages`. The mark that ends an answer belongs
+    to it only if the model was cut off before it could say it itself. What the model said is never tokenised again."""
+    end = tokenizer.render(messages, SCHEMAS).rfind(tokenizer.eos_text)
+    return tokenizer.render(messages + replies, SCHEMAS, answer=True)[end + len(tokenizer.eos_text) * ended :]
+
+
+def tasks_forever(tasks: Sequence[Task], seed: int) -> Iterator[tuple[Task, int]]:
+    """All tasks in random order, again and again, each with the number of times that it was seen before."""
+    epoch = 0
+    while True:
+        order = list(tasks)
+        Random(derive(seed, "order", epoch)).shuffle(order)
+        yield from ((task, epoch) for task in order)
+        epoch += 1
+
+
+def center(group: Sequence[Session]) -> bool:
+    """Advantage = reward minus the mean of the group. False if all did equally well: such a group teaches nothing."""
+    mean = sum(session.reward for session in group) / len(group)
+    for session in group:
+        session.advantage = session.reward - mean
+    return len({session.reward for session in group}) > 1
+
+
+def backward(model: Transformer, session: Session, num_tokens: int, rl: RlConfig) -> float:
+    """Adds the gradient of one session; `num_tokens` is what the model said in the whole batch."""
+    tokens, mask = torch.tensor([session.tokens]), torch.tensor([session.mask])
+    hidden = model(tokens[:, :-1], torch.arange(tokens.shape[1] - 1)[None], Causal())
+    said = mask[:, 1:]  # a token is predicted at the place before it
+    every_logp = torch.log_softmax(model.logits(hidden[said]) / rl.temperature, dim=-1)
+    logp = every_logp.gather(-1, tokens[:, 1:][said][:, None]).squeeze(-1)
+    # How much likelier the token is to us than it was to whoever said it. Here that is rounding only: decoding and
+    # training add the same numbers up in another order. It is a constant to the gradient.
+    ratio = (logp.detach() - torch.tensor([session.logprobs])[mask]).exp()
+    loss = (-ratio.clamp(max=rl.ratio_cap) * session.advantage * logp).sum() / num_tokens
+    loss.backward()
+    return loss.item()
+
+
+def round_to_bf16(model: Transformer, masters: Mapping[str, Tensor]) -> None:
+    """The model computes with bf16 values, as they are published; the masters remember what is too small for bf16."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(masters[name].to(torch.bfloat16))
+
+
+async def train(c: RunConfig, rl: RlConfig, worlds: Worlds) -> list[float]:
+    """The loop; returns the loss of every step."""
+    files, masters = start(c)
+    model = build(files, masters)
+    optimizer = torch.optim.AdamW(masters.values(), lr=rl.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    round_to_bf16(model, masters)
+    agent = Agent(model, ChatTokenizer(files), worlds, c.harness.max_turns, c.harness.max_tokens, rl.temperature)
+    stream = tasks_forever(make_tasks("train", c.tasks.train, c.seed), c.seed)
+    losses = []
+    for step in range(1, rl.steps + 1):
+        batch: list[Session] = []
+        rewards: list[float] = []
+        while len(batch) < rl.groups_per_step * rl.group_size:
+            task, epoch = next(stream)
+            numbers = range(epoch * rl.group_size, (epoch + 1) * rl.group_size)
+            group = [await agent.attempt(task, derive(c.seed, task.id, number)) for number in numbers]
+            rewards += [session.reward for session in group]
+            if center(group):
+                batch += group
+
+        num_tokens = sum(sum(session.mask) for session in batch)
+        losses.append(sum(backward(model, session, num_tokens, rl) for session in batch))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for name, parameter in model.named_parameters():
+            masters[name].grad, parameter.grad = parameter.grad, None
+        optimizer.step()
+        round_to_bf16(model, masters)
+        print(f"step {step}  loss {losses[-1]:+.6f}  solved {sum(rewards):.0f} of {len(rewards)}", flush=True)
+    return losses
+
+
+def start(c: RunConfig) -> tuple[dict[str, bytes], dict[str, Tensor]]:
+    """The model where rl begins, from the real system's own code: its small files and its fp32 weights, after whatever
+    stages of text the run has before rl."""
+    run = Run.open("memory:")
+    store_files(run, fresh_files(c) if c.model.path is None else given_files(c.model.path, c.model.max_context))
+    before = c.model_copy(update={"stage": tuple(stage for stage in c.stage if stage.kind != "rl")})
+    trainer = Trainer(run, before, emit=lambda event: None)
+    trainer.train()
+    state = trainer.learner.state().items()
+    return trainer.files, {name.removeprefix("master."): t for name, t in state if name.startswith("master.")}
+
+
+def run_oracle(c: RunConfig) -> list[float]:
+    (rl,) = (stage for stage in c.stage if isinstance(stage, RlConfig))
+
+    async def run() -> list[float]:
+        worlds = open_worlds(c.worlds.isolation)
+        try:
+            return await train(c, rl, worlds)
+        finally:
+            await worlds.close()
+
+    return asyncio.run(run())
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print(json.dumps(run_oracle(parse(Path(sys.argv[1]).read_text(), sys.argv[2:]))))

@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import pytest
+
+from etude.core.config import MidtrainConfig, RlConfig, RunConfig, parse
+from etude.core.errors import EtudeError
+
+GOOD = """
+name = "demo"
+seed = 3
+
+[model]
+hidden_size = 64
+
+[engine]
+regions = ["east", "west", "south"]
+
+[[stage]]
+kind = "midtrain"
+steps = 10
+lr = 1
+
+[[stage]]
+kind = "sft"
+demonstrations = 100
+
+[[stage]]
+kind = "rl"
+steps = 5
+max_lag = 1
+"""
+
+
+def test_a_whole_config() -> None:
+    config = parse(GOOD)
+    assert (config.name, config.seed, config.model.hidden_size, config.model.num_layers) == ("demo", 3, 64, 4)
+    assert config.engine.regions == ("east", "west", "south")
+    midtrain, _, rl = config.stage
+    assert isinstance(midtrain, MidtrainConfig) and midtrain.lr == 1.0
+    assert isinstance(rl, RlConfig) and (rl.steps, rl.max_lag, rl.group_size) == (5, 1, 8)
+
+
+def test_it_goes_through_json_unchanged() -> None:
+    config = parse(GOOD)
+    assert RunConfig.model_validate_json(config.model_dump_json()) == config
+
+
+def test_it_is_frozen() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        parse(GOOD).seed = 4
+
+
+def test_overrides() -> None:
+    values = "stage.rl.steps=3", "stage.sft.lr = 1e-4", "stage.rl.max_lag=0", "seed=9", "harness.timeout_s=5"
+    others = "worlds.isolation=process", 'name="quoted"', "engine.regions=['one']", "deterministic=true"
+    config = parse(GOOD, values + others)
+    _, sft, rl = config.stage
+    assert (config.seed, rl.steps, sft.lr, config.worlds.isolation) == (9, 3, 1e-4, "process")  # type: ignore[union-attr]
+    assert (config.name, config.engine.regions, config.harness.timeout_s) == ("quoted", ("one",), 5.0)
+    assert config.deterministic
+
+
+def test_a_model_from_a_directory() -> None:
+    assert parse(GOOD.replace("hidden_size = 64", 'path = "base"\nmax_context = 99')).model.path == "base"
+    with pytest.raises(EtudeError, match="model: path already decides hidden_size"):
+        parse(GOOD, ["model.path=base"])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("seed = 3", "seed 3", r"r.toml: not valid TOML: .*line 3"),
+        ("seed = 3", "sead = 3", "r.toml: unknown key sead in the top level: did you mean seed"),
+        ("hidden_size", "hiden_size", r"unknown key model.hiden_size in \[model\]: did you mean hidden_size"),
+        ("[engine]", "[engin]", "unknown key engin in the top level: did you mean engine"),
+        ("max_lag", "maxlag", r"unknown key stage.rl.maxlag in \[stage.rl\]: did you mean max_lag"),
+        ("max_lag", "zzz", r"unknown key stage.rl.zzz in \[stage.rl\]: valid keys are kind, steps, "),
+        ('name = "demo"', "", "name is missing: it has no default"),
+        ("demonstrations = 100", "", "stage.sft.demonstrations is missing"),
+        ('"demo"', '"../x"', "name = '../x': string should match pattern"),
+        ("seed = 3", 'seed = "3"', "seed = '3': input should be a valid integer"),
+        ("seed = 3", "seed = true", "seed = True: input should be a valid integer"),
+        ("steps = 5", "steps = 0", "stage.rl.steps = 0: input should be greater than or equal to 1"),
+        ("lr = 1", "lr = nan", "stage.midtrain.lr = nan: input should be a finite number"),
+        ('kind = "rl"', 'kind = "rll"', "stage number 3 needs kind = one of midtrain, sft, rl; it has 'rll', .*rl"),
+        ('kind = "rl"', "", "stage number 3 needs kind = one of midtrain, sft, rl; it has None"),
+        ("max_lag = 1", 'credit = "best"', "stage.rl.credit: must be one of centered, leave_one_out"),
+        ("max_lag = 1", "max_lag = 0\nlookahead = 2", "stage.rl: lookahead 2 leaves 15 slots .* from 1 to 1"),
+        ("hidden_size = 64", "num_heads = 3", "model: hidden_size 128 must be num_heads 3 times an even number"),
+        ("hidden_size = 64", "num_kv_heads = 3", "model: num_heads 4 must be a multiple of num_kv_heads 3"),
+        ('["east", "west", "south"]', '["a", "a"]', "engine.regions: two regions have the same name"),
+        ('["east", "west", "south"]', "[]", r"engine.regions = \[\]: .*at least 1 item"),
+        ("[model]", '[worlds]\nisolation = "none"\n[model]', "worlds.isolation = 'none': .*'namespaces' or 'process'"),
+        (
+            'kind = "midtrain"',
+            'kind = "rl"',
+            "stages are rl, sft, rl: each at most once, in the order midtrain, sft, rl",
+        ),
+        ("seed = 3", "deterministic = true", "deterministic = true needs stage.rl.max_lag = 0 and one name in engine"),
+        ("[engine]", "[harness]\nturns = 1\n[engine]", "unknown key harness.turns .*did you mean max_turns"),
+    ],
+)
+def test_bad_text(old: str, new: str, message: str) -> None:
+    assert old in GOOD
+    text = GOOD.replace(old, new)
+    if new == 'kind = "rl"':
+        text = text.replace("lr = 1\n", "")
+    with pytest.raises(EtudeError, match=message):
+        parse(text, source="r.toml")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("seed", "--set seed: write it as key=value"),
+        ("=3", "--set =3: write it as key=value"),
+        ("stage.steps=3", "--set stage.steps=3: a stage is addressed as stage.KIND.KEY, and .* midtrain, sft, rl"),
+        ("stage.dpo.steps=3", "--set stage.dpo.steps=3: a stage is addressed as"),
+        ("stage.rl.stepz=3", "unknown key stage.rl.stepz .*did you mean steps"),
+        ("seed.a=3", "--set seed.a=3: seed is a value, it has no keys"),
+        ("model.hidden_size=big", "model.hidden_size = 'big': input should be a valid integer"),
+        ("stage.rl=3", "a stage is addressed as"),
+        ("stage=3", "a stage is addressed as"),
+    ],
+)
+def test_bad_overrides(override: str, message: str) -> None:
+    with pytest.raises(EtudeError, match=message):
+        parse(GOOD, [override])
+
+
+def test_no_stage_at_all() -> None:
+    with pytest.raises(EtudeError, match="stage is missing"):
+        parse('name = "x"')
+    with pytest.raises(EtudeError, match="stage = 3: input should be a valid tuple"):
+        parse('name = "x"\nstage = 3')
+
+
+def test_every_mistake_is_told_at_once() -> None:
+    with pytest.raises(EtudeError) as told:
+        parse(GOOD.replace("seed = 3", "sed = 3").replace("steps = 5", "steps = -1"))
+    assert len(str(told.value).splitlines()) == 2

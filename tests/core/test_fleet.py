@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from etude.core.fleet import Fleet, Worker
+
+
+def test_a_story() -> None:
+    fleet = Fleet()
+    assert fleet.pick() is None
+    east = fleet.join("e", "east", -1)
+    assert fleet.pick() is None  # it has no weights
+    fleet.join("e", "east", 0)
+    west = fleet.join("w", "west", 0)
+    assert [fleet.pick("s1"), fleet.pick("s2"), fleet.pick("s1")] == [east, west, east]
+    fleet.promise(1)
+    assert fleet.pick("s1") is None
+    assert fleet.behind(1) == [east, west]
+    fleet.join("w", "west", 1)
+    assert fleet.pick("s1") is west  # its home is behind, so it moves
+    fleet.join("e", "east", 1)
+    assert fleet.pick("s1") is west  # and stays
+    again = fleet.join("w", "west", -1)  # restarted
+    assert again is not west
+    assert fleet.pick("s1") is east
+    fleet.leave(west)  # bad news about the one before
+    assert fleet.knows(again)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_only_those_who_serve_what_was_promised_are_picked(seed: int) -> None:
+    rng, fleet = random.Random(seed), Fleet()
+    true_version: dict[str, int] = {}  # what each worker really serves
+    active: list[Worker] = []
+    published = 0
+    for _ in range(200):
+        url = rng.choice("abc")
+        session = rng.choice(["", "s", "t", "u"])
+        match rng.choice(["pick", "pick", "pick", "done", "join", "restart", "fail", "load", "publish", "forget"]):
+            case "join" if url in true_version:
+                fleet.join(url, url, true_version[url])
+            case "restart":
+                true_version[url] = -1
+                fleet.join(url, url, -1)
+            case "fail":
+                for worker in [worker for worker in fleet.workers if worker.url == url]:
+                    fleet.leave(worker)
+            case "load":
+                for worker in fleet.behind(published):
+                    true_version[worker.url] = worker.version = published
+                fleet.promise(published)
+            case "publish":
+                published += 1
+            case "done" if active:
+                fleet.done(active.pop(rng.randrange(len(active))))
+            case "forget":
+                fleet.forget(session)
+            case "pick":
+                home = fleet.pick(session)
+                assert (home is None) == (not fleet.up)
+                if home is None:
+                    continue
+                active.append(home)
+                assert true_version[home.url] >= max(fleet.live, 0)
+                if session:  # a home is kept while it is up
+                    active.append(home)
+                    assert fleet.pick(session) is home
+                else:
+                    assert home.active - 1 == min(w.active - (w is home) for w in fleet.up)
+        for worker in fleet.workers:
+            assert worker.active == sum(each is worker for each in active)
+            assert worker.sessions >= 0

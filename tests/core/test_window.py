@@ -1,0 +1,69 @@
+"""The window, by scripts that a person can read.
+
+Each file in `scripts/` is a window and what happens to it, in blocks that an empty line ends: commands, `----`, what
+they must answer, in order. `admit` answers the slot or `full`, `take` the slot or `wait`; `finish` and `drop` answer
+`again` if the group was settled before; everything else answers nothing.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from etude.core.window import Window
+
+SCRIPTS = sorted((Path(__file__).parent / "scripts").glob("*.txt"))
+
+
+def execute(window: Window[int], line: str) -> str:
+    command, *numbers = line.split()
+    args = [int(number) for number in numbers]
+    match command:
+        case "admit":
+            slot = window.admit()
+            return "full" if slot is None else str(slot)
+        case "take":
+            work = window.take()
+            return "wait" if work is None else str(work)
+        case "finish":
+            return "" if window.finish(args[0], args[0]) else "again"
+        case "drop":
+            return "" if window.drop(args[0]) else "again"
+        case "live":
+            window.advance(args[0])
+            return ""
+        case "show":
+            return f"step={window.step} active={window.active}"
+    raise ValueError(f"no such command: {line}")
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_script(script: Path) -> None:
+    lines = [line for line in script.read_text().splitlines() if not line.startswith("#")]
+    first, *blocks = "\n".join(lines).strip().split("\n\n")
+    settings, expected = first.split("\n----\n")
+    window: Window[int] = Window(**{key: int(v) for key, v in (word.split("=") for word in settings.split()[1:])})
+    assert f"capacity={window.capacity}" == expected
+    for block in blocks:
+        commands, expected = block.split("\n----\n")
+        answers = [execute(window, line) for line in commands.splitlines()]
+        assert " ".join(answer for answer in answers if answer) == expected, block
+
+
+def test_there_are_scripts() -> None:
+    assert len(SCRIPTS) >= 5
+
+
+@pytest.mark.parametrize(("per_step", "max_lag", "most"), [(2, 0, 1), (2, 1, 3), (16, 2, 33)])
+def test_lookahead_has_a_limit(per_step: int, max_lag: int, most: int) -> None:
+    Window[int](per_step=per_step, max_lag=max_lag, lookahead=most)
+    for lookahead in (0, most + 1):
+        with pytest.raises(ValueError, match=f"from 1 to {most}$"):
+            Window[int](per_step=per_step, max_lag=max_lag, lookahead=lookahead)
+
+
+def test_live_weights_never_go_back() -> None:
+    window: Window[int] = Window(per_step=1, max_lag=0, live=3)
+    with pytest.raises(AssertionError, match="went back from 3 to 2"):
+        window.advance(2)

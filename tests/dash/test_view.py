@@ -1,0 +1,89 @@
+"""What the screen shows, from events written by hand."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console, RenderableType
+
+from etude.core.events import EvalDone, Event, FitStep, Fleet, GroupDone, Live, Region, RunDone, StageStarted, StepDone
+from etude.dash.reader import View
+from etude.run.screen import draw, session, sparkline
+
+
+def printed(page: RenderableType) -> str:
+    console = Console(width=120, file=io.StringIO())
+    with console.capture() as capture:
+        console.print(page)
+    return capture.get()
+
+
+def step(number: int, lag: int = 0) -> StepDone:
+    return StepDone(
+        step=number, loss=0.1, lag=lag, k1=0.0, k3_mean=0.0, k3_p99=0.0, entropy=1.0, grad_norm=1.0, tokens=9,
+        seconds=1.0, wait_s=3.0,
+    )  # fmt: skip
+
+
+def group(*rewards: float) -> GroupDone:
+    return GroupDone(group="g", task="t", admitted=2, rewards=rewards, failed=0, kept=True, seconds=1.0)
+
+
+def view_of(*events: tuple[float, Event]) -> View:
+    view = View()
+    for t, event in events:
+        view.apply(t, event)
+    return view
+
+
+def test_a_stage_with_its_time_to_go() -> None:
+    view = view_of(
+        (0.0, StageStarted(stage="midtrain", steps=10)),
+        (4.0, FitStep(stage="midtrain", step=2, steps=10, loss=3.0, tokens_per_s=100.0)),
+    )
+    assert (view.stage, view.done, view.steps, view.eta_s) == ("midtrain", 2, 10, 16.0)
+
+
+def test_rl_counts_from_its_own_start_also_when_resumed() -> None:
+    view = view_of((0.0, StageStarted(stage="rl", steps=20, done=5)), (2.0, step(8)), (4.0, step(9)))
+    assert (view.done, view.first_step, view.eta_s) == (7, 2, 26.0)
+
+
+def test_rewards_lag_and_how_busy_the_trainer_is() -> None:
+    view = view_of(
+        (0.0, StageStarted(stage="rl", steps=4)),
+        (1.0, group(1.0, 0.0)), (1.0, group(1.0, 1.0)), (2.0, step(3)),
+        (3.0, group(0.0, 0.0)), (4.0, step(4, lag=1)), (5.0, step(5)),
+        (5.0, Live(version=5)), (6.0, RunDone(version=5)),
+    )  # fmt: skip
+    assert view.curve == [0.75, 0.0] and view.solve_rate == 0.5
+    assert (view.lag, view.lag_max, view.trainer_busy, view.live, view.finished) == (0, 1, 0.25, 5, True)
+    assert view.sessions_per_s == 6 / 15
+
+
+def test_the_page_says_all_of_it() -> None:
+    view = view_of(
+        (0.0, StageStarted(stage="rl", steps=4)),
+        (1.0, group(1.0, 0.0)),
+        (2.0, step(3)),
+        (2.0, Fleet(regions={"east": Region(version=3, busy=0.5, running=4, waiting=1)}, active=3, capacity=8)),
+        (3.0, EvalDone(stage="sft", split="heldout", version=2, solved=30, total=100, low=0.2, high=0.4)),
+    )
+    text = printed(draw(view, "etude", lag_bound=2))
+    for words in ("rl 1/4", "2 allowed", "east", "version 3", "50% busy", "slots 3 of 8", "30.0%", "25% busy"):
+        assert words in text, words
+
+
+def test_a_session_can_be_read() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "edit", "arguments": '{"line": 2, "text": "return a"}'}}
+    messages = [
+        {"role": "user", "content": "fix area.py"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "ok"},
+    ]
+    text = printed(session(messages))
+    assert "user   fix area.py" in text and "model  edit(2, 'return a')" in text and "tool   ok" in text
+
+
+def test_a_sparkline_has_a_fixed_scale() -> None:
+    assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"

@@ -1,0 +1,233 @@
+"""The built-in agent against a model that is a script behind a real HTTP server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from etude.core.errors import RolloutFailure
+from etude.core.seams import Agent, Ran, Transcript
+from etude.core.types import Task
+from etude.harness.agent import NUDGE, CodingAgent, turn_seed
+from etude.harness.tools import SCHEMAS, Tools, report
+from etude.worlds.fake import FakeSandbox
+
+MODULE = "def area(a, b):\n    return a + b\n"
+TASK = Task(
+    id="t",
+    prompt="fix area",
+    files={"shape.py": MODULE, "test_shape.py": ""},
+    editable=("shape.py",),
+    checks=(),
+    meta={},
+)
+Answer = dict[str, Any]
+LONG_S = 60.0
+
+
+def says(*calls: tuple[str, str], content: str | None = None) -> Answer:
+    """An assistant message with these tool calls, arguments as the model wrote them."""
+    message: Answer = {"role": "assistant", "content": content}
+    if calls:
+        message["tool_calls"] = [
+            {"id": f"call_{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
+            for number, (name, arguments) in enumerate(calls)
+        ]
+    return message
+
+
+@contextlib.asynccontextmanager
+async def model(respond: Callable[[Answer], Answer | web.Response]) -> AsyncIterator[tuple[str, list[Answer]]]:
+    """The URL of a model, and the requests that it got."""
+    requests: list[Answer] = []
+
+    async def chat(request: web.Request) -> web.StreamResponse:
+        requests.append(await request.json())
+        answer = respond(requests[-1])
+        return answer if isinstance(answer, web.Response) else web.json_response({"choices": [{"message": answer}]})
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", chat)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1", requests
+    finally:
+        await runner.cleanup()
+
+
+async def play(
+    answers: list[Answer], sandbox: FakeSandbox | None = None, *, max_turns: int = 8, timeout_s: float = LONG_S
+) -> tuple[Transcript, list[Answer]]:
+    script = iter(answers)
+    async with model(lambda request: next(script)) as (url, requests), aiohttp.ClientSession() as session:
+        agent: Agent = CodingAgent(session, max_turns=max_turns, max_tokens=50, timeout_s=timeout_s)
+        box = sandbox or FakeSandbox(TASK.files)
+        return await agent.run(TASK, box, base_url=url, seed=7), requests
+
+
+def passes_when_fixed(files: dict[str, str], argv: Any) -> Ran:
+    fixed = "a * b" in files["shape.py"]
+    return Ran(0, "ok\n") if fixed else Ran(1, "area(3, 4) -> 7, not 12\n")
+
+
+async def test_a_whole_session() -> None:
+    answers = [
+        says(("read", '{"path": "shape.py"}'), ("test", "{}")),
+        says(("edit", '{"line": 2, "text": "return a * b"}'), content="a product"),
+        says(("test", "{}"), ("submit", "{}")),
+    ]
+    sandbox = FakeSandbox(TASK.files, passes_when_fixed)
+    transcript, requests = await play(answers, sandbox)
+    assert transcript.finished
+    assert sandbox.files["shape.py"] == "def area(a, b):\n    return a * b\n"
+    assert sandbox.commands == [("python", "test_shape.py")] * 2
+    first, second, third = answers
+    assert transcript.messages == [
+        {"role": "user", "content": "fix area"},
+        first,
+        {"role": "tool", "tool_call_id": "call_0", "content": "1 def area(a, b):\n2     return a + b"},
+        {"role": "tool", "tool_call_id": "call_1", "content": "area(3, 4) -> 7, not 12"},
+        second,
+        {"role": "tool", "tool_call_id": "call_0", "content": "ok"},
+        third,
+        {"role": "tool", "tool_call_id": "call_0", "content": "ok"},
+        {"role": "tool", "tool_call_id": "call_1", "content": "ok"},
+    ]
+    # Each request carries the history so far, word for word: the recorder sees an unbroken context.
+    assert [request["messages"] for request in requests] == [transcript.messages[:n] for n in (1, 4, 6)]
+
+
+async def test_what_a_request_says() -> None:
+    _, [request, other] = await play([says(("test", "{}")), says(("submit", "{}"))])
+    fixed = {key: value for key, value in request.items() if key not in ("messages", "seed")}
+    assert fixed == {
+        "model": "etude", "max_tokens": 50, "temperature": 1.0, "tools": SCHEMAS, "parallel_tool_calls": True
+    }  # fmt: skip
+    assert [request["seed"], other["seed"]] == [turn_seed(7, 0), turn_seed(7, 1)]
+    assert request["seed"] != other["seed"]
+
+
+async def test_calls_after_submit_are_not_made() -> None:
+    sandbox = FakeSandbox(TASK.files)
+    transcript, _ = await play([says(("submit", "{}"), ("edit", '{"line": 1, "text": "x"}'))], sandbox)
+    assert transcript.finished and sandbox.files == TASK.files
+
+
+async def test_an_answer_without_a_call_is_nudged_and_costs_a_turn() -> None:
+    transcript, requests = await play([says(content="hm"), says(content="hm")], max_turns=2)
+    assert not transcript.finished and len(requests) == 2
+    assert [message["content"] for message in transcript.messages] == ["fix area", "hm", NUDGE, "hm", NUDGE]
+
+
+@pytest.mark.parametrize(
+    ("call", "content"),
+    [
+        (("fly", "{}"), "error: no tool fly"),
+        (("__init__", "{}"), "error: no tool __init__"),
+        (("read", "{}"), "error: read takes (path: str)"),
+        (("read", "not json"), "error: read takes (path: str)"),
+        (("read", "[" * 100_000), "error: read takes (path: str)"),
+        (("read", '["shape.py"]'), "error: read takes (path: str)"),
+        (("read", '{"path": "nothing"}'), "error: no such file"),
+        (("read", '{"path": "../x"}'), "error: '../x' leaves the working copy"),
+        (("edit", '{"line": "2", "text": "x"}'), "error: edit takes (line: int, text: str)"),
+        (("edit", '{"line": true, "text": "x"}'), "error: edit takes (line: int, text: str)"),
+        (("edit", '{"line": 0, "text": "x"}'), "error: lines are 1 to 2"),
+        (("edit", '{"line": 3, "text": "x"}'), "error: lines are 1 to 2"),
+        (("edit", '{"line": 1, "text": "x\\ny"}'), "error: text is one line"),
+        (("test", '{"x": 1}'), "error: test takes ()"),
+    ],
+)
+async def test_a_wrong_call_is_answered_and_changes_nothing(call: tuple[str, str], content: str) -> None:
+    sandbox = FakeSandbox(TASK.files)
+    transcript, _ = await play([says(call), says(("submit", "{}"))], sandbox)
+    assert transcript.messages[2]["content"] == content and sandbox.files == TASK.files
+
+
+async def test_out_of_time_keeps_what_was_said() -> None:
+    class Slow(FakeSandbox):
+        async def run(self, argv: Any, *, timeout_s: float, stdin: str = "") -> Ran:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    transcript, _ = await play([says(("test", "{}"))], Slow(TASK.files), timeout_s=0.5)
+    assert not transcript.finished
+    assert transcript.messages[0] == {"role": "user", "content": "fix area"}
+
+
+async def test_a_sandbox_that_breaks_is_a_failed_rollout() -> None:
+    class Broken(FakeSandbox):
+        async def run(self, argv: Any, *, timeout_s: float, stdin: str = "") -> Ran:
+            raise RolloutFailure("sandbox: gone")
+
+    with pytest.raises(RolloutFailure, match="gone"):
+        await play([says(("test", "{}"))], Broken(TASK.files))
+
+
+async def test_an_http_error_is_a_failed_rollout_with_status_and_body() -> None:
+    async with (
+        model(lambda request: web.Response(status=503, text="no engine is live")) as (url, _),
+        aiohttp.ClientSession() as session,
+    ):
+        agent = CodingAgent(session, max_turns=1, max_tokens=1, timeout_s=LONG_S)
+        with pytest.raises(RolloutFailure, match="503: no engine is live"):
+            await agent.run(TASK, FakeSandbox(TASK.files), base_url=url, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("ran", "line"),
+    [
+        (Ran(0, "ok\n"), "ok"),
+        (Ran(0, ""), "ok"),
+        (Ran(1, "noise\narea(3, 4) -> 7, not 12\n"), "area(3, 4) -> 7, not 12"),
+        (Ran(1, "Traceback (most recent call last):\n  File\nNameError: x\n"), "error: NameError: x"),
+        (Ran(-9, ""), "error: exit -9"),
+        (Ran(None, "noise"), "timeout"),
+    ],
+)
+def test_report_is_one_line(ran: Ran, line: str) -> None:
+    assert report(ran) == line
+
+
+@pytest.mark.parametrize(
+    ("line", "text", "module"),
+    [
+        (1, "def area(x, y):", "def area(x, y):\n    return a + b\n"),
+        (2, "return 1", "def area(a, b):\n    return 1\n"),
+        (2, "        return 1  ", "def area(a, b):\n    return 1\n"),
+        (2, "", "def area(a, b):\n    \n"),
+    ],
+)
+async def test_edit_keeps_the_indentation(line: int, text: str, module: str) -> None:
+    sandbox = FakeSandbox(TASK.files)
+    assert await Tools(TASK, sandbox).edit(line, text) == "ok"
+    assert sandbox.files["shape.py"] == module
+
+
+def test_schemas_are_in_order_and_small() -> None:
+    assert [schema["function"]["name"] for schema in SCHEMAS] == ["read", "edit", "test", "submit"]
+    assert SCHEMAS[1]["function"]["parameters"] == {
+        "type": "object",
+        "properties": {"line": {"type": "integer"}, "text": {"type": "string"}},
+        "required": ["line", "text"],
+    }
+    assert len(json.dumps(SCHEMAS)) < 1000
+
+
+async def test_someone_elses_timeout_is_not_the_end_of_the_session() -> None:
+    class Late(FakeSandbox):
+        async def run(self, argv: Any, *, timeout_s: float, stdin: str = "") -> Ran:
+            raise TimeoutError("of the sandbox")
+
+    with pytest.raises(TimeoutError):
+        await play([says(("test", "{}"))], Late(TASK.files))

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from etude.model.fresh import tokenizer_files
+from etude.model.tokenizer import ChatTokenizer
+from tests.small_model import TEXTS
+
+FILES = tokenizer_files(TEXTS, 300)
+TOKENIZER = ChatTokenizer(FILES)
+EDIT = {"type": "integer"}, {"type": "string"}
+TOOLS = [
+    {"type": "function", "function": {"name": "test", "parameters": {"type": "object", "properties": {}}}},
+    {
+        "type": "function",
+        "function": {"name": "edit", "parameters": {"properties": {"line": EDIT[0], "text": EDIT[1]}}},
+    },
+]
+
+
+@given(st.text())
+def test_text_comes_back(text: str) -> None:
+    assert TOKENIZER.decode(TOKENIZER.encode(text)) == text
+
+
+def test_files_are_reproducible() -> None:
+    assert tokenizer_files(TEXTS, 300) == FILES
+
+
+def calls(text: str, tokenizer: ChatTokenizer = TOKENIZER) -> list[tuple[str, object]]:
+    message = tokenizer.parse(text, TOOLS, lambda number: f"c{number}")
+    assert [call["id"] for call in message["tool_calls"]] == [f"c{n}" for n in range(len(message["tool_calls"]))]
+    return [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in message["tool_calls"]]
+
+
+def test_calls_in_compact_syntax() -> None:
+    text = "so<tool_call>edit 3 return a + b</tool_call><tool_call>test</tool_call><|end|>"
+    assert calls(text) == [("edit", {"line": 3, "text": "return a + b"}), ("test", {})]
+    assert TOKENIZER.parse(text, TOOLS, str)["content"] == "so"
+    assert TOKENIZER.parse("<tool_call>test</tool_call>", TOOLS, str)["content"] is None
+    assert TOKENIZER.parse("hello<|end|>", TOOLS, str) == {"role": "assistant", "content": "hello"}
+
+
+@pytest.mark.parametrize("body", ["edit 3", "edit", ""])
+def test_a_call_that_cannot_be_read_is_still_a_call(body: str) -> None:
+    (name, arguments), = calls(f"<tool_call>{body}</tool_call>")  # fmt: skip
+    assert name in ("invalid", "")
+    assert isinstance(arguments, dict)
+
+
+def test_calls_in_hermes_syntax() -> None:
+    config = json.loads(FILES["tokenizer_config.json"]) | {"tool_syntax": "hermes"}
+    hermes = ChatTokenizer(FILES | {"tokenizer_config.json": json.dumps(config).encode()})
+    body = '{"name": "edit", "arguments": {"line": 3, "text": "x"}}'
+    assert calls(f"<tool_call>{body}</tool_call>", hermes) == [("edit", {"line": 3, "text": "x"})]
+    for broken in ("[]", "{}", "no json", '{"name": 1}', '{"name": "a", "arguments": []}'):
+        assert calls(f"<tool_call>{broken}</tool_call>", hermes)[0][0] == "invalid"
+
+
+def test_a_rendered_call_reads_as_it_was_parsed() -> None:
+    message = TOKENIZER.parse("<tool_call>edit 3 return a</tool_call>", TOOLS, str)
+    shown = TOKENIZER.render([{"role": "user", "content": "fix"}, message], TOOLS)
+    assert (
+        shown == "<|tools|>test edit<|end|><|user|>fix<|end|><|assistant|><tool_call>edit 3 return a</tool_call><|end|>"
+    )
+    assert TOKENIZER.render([{"role": "user", "content": "fix"}], answer=True) == "<|user|>fix<|end|><|assistant|>"
+
+
+def test_the_end_must_be_a_token() -> None:
+    with pytest.raises(ValueError, match="not in the vocabulary"):
+        ChatTokenizer(FILES | {"tokenizer_config.json": b'{"eos_token": "<|nothing|>"}'})
+
+
+def test_a_template_error_is_a_value_error() -> None:
+    broken = ChatTokenizer(FILES | {"chat_template.jinja": b"{{ messages[0].nothing.at_all }}"})
+    with pytest.raises(ValueError, match="chat template"):
+        broken.render([{"role": "user", "content": "x"}])

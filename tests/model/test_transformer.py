@@ -1,0 +1,95 @@
+"""One definition, two ways to run it, and the Hugging Face layout around it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from etude.model.attention import Cached, Causal, KVCache
+from etude.model.files import build, load_weights, read_directory, weights, write_directory
+from etude.model.transformer import ModelConfig, fresh
+from tests.small_model import config, sharp, small_files
+
+
+def test_cached_attention_computes_what_causal_attention_does() -> None:
+    model = sharp(config(), seed=0)
+    tokens = torch.randint(61, (3, 20), generator=torch.Generator().manual_seed(0))
+    whole = model(tokens, torch.arange(20).expand(3, 20), Causal())
+    cache = KVCache(model.config, rows=5, length=64)
+    parts = []
+    for start, end in ((0, 7), (7, 8), (8, 9), (9, 20)):
+        attend = Cached(cache, torch.full((3,), start), end - start, first_row=1)
+        parts.append(model(tokens[:, start:end], attend.positions_BT, attend))
+    torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-4, rtol=1e-4)
+    assert not cache.k[:, [0, 4]].any()
+
+
+def test_no_token_sees_a_later_one() -> None:
+    model = sharp(config(), seed=0)
+    tokens = torch.randint(61, (1, 20), generator=torch.Generator().manual_seed(0))
+    changed = tokens.clone()
+    changed[0, 10:] = (changed[0, 10:] + 1) % 61
+    one, other = (model(t, torch.arange(20)[None], Causal()) for t in (tokens, changed))
+    assert torch.equal(one[:, :10], other[:, :10])
+    assert not torch.equal(one[:, 10:], other[:, 10:])
+
+
+def test_a_row_of_the_cache_can_be_moved_and_put_back() -> None:
+    cache = KVCache(config(), rows=3, length=64)
+    cache.k.normal_()
+    cache.v.normal_()
+    kept, k, v = cache.read(2, 10), cache.k[:, 2, :10].clone(), cache.v[:, 2, :10].clone()
+    cache.move(2, 0, 10)
+    cache.k[:, 2].zero_()
+    cache.write(1, kept)
+    for row in (0, 1):
+        assert torch.equal(cache.k[:, row, :10], k)
+        assert torch.equal(cache.v[:, row, :10], v)
+
+
+def test_the_config_is_that_of_hugging_face() -> None:
+    text = config().to_json()
+    assert ModelConfig.from_json(text) == config()
+    said = json.loads(text)
+    assert (said["model_type"], said["architectures"], said["head_dim"]) == ("llama", ["LlamaForCausalLM"], 8)
+    with pytest.raises(ValueError, match="'gpt2'"):
+        ModelConfig.from_json('{"model_type": "gpt2"}')
+
+
+def test_the_tensor_names_are_those_of_hugging_face() -> None:
+    names = {name for name, _ in fresh(config(), 0).named_parameters()}
+    layer = {"input_layernorm", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"}
+    layer |= {f"self_attn.{projection}_proj" for projection in "qkvo"}
+    assert names == {f"model.layers.{n}.{part}.weight" for n in (0, 1) for part in layer} | {
+        "model.embed_tokens.weight",
+        "model.norm.weight",
+    }
+
+
+def test_a_directory_gives_back_the_model(tmp_path: Path) -> None:
+    small = small_files()
+    model = fresh(ModelConfig.from_json(small["config.json"]), seed=3)
+    write_directory(tmp_path / "m", small, weights(model))
+    files, tensors = read_directory(tmp_path / "m")
+    assert files == small
+    again = build(files, tensors)
+    assert all(torch.equal(weights(again)[name], tensor) for name, tensor in weights(model).items())
+    with pytest.raises(FileNotFoundError, match=r"no config.json, tokenizer.json, model.safetensors"):
+        read_directory(tmp_path)
+
+
+def test_tensors_that_do_not_fit_are_named() -> None:
+    model = fresh(config(), 0)
+    tensors = weights(model)
+    tensors["model.extra"] = tensors.pop("model.norm.weight")
+    with pytest.raises(ValueError, match=r"missing \['model.norm.weight'\], unknown \['model.extra'\]"):
+        load_weights(model, tensors)
+
+
+def test_the_seed_makes_the_weights() -> None:
+    one, same, other = fresh(config(), 1), fresh(config(), 1), fresh(config(), 2)
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), same.parameters(), strict=True))
+    assert not torch.equal(one.model.embed_tokens.weight, other.model.embed_tokens.weight)

@@ -1,0 +1,115 @@
+"""The audit finds what is wrong: each test breaks one promise in the store of a run that was in order."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+
+from etude.core.config import parse
+from etude.core.ledger import Dropped, Issued
+from etude.core.types import Span
+from etude.run.audit import audit
+from etude.store.objects import Objects
+from etude.store.runs import Run
+from etude.weights.manifest import create_manifest
+from tests.run.worlds_of_fakes import FIRST, manifest, stage
+
+LAST = FIRST + 4
+CONFIG = f"""
+name = "books"
+[[stage]]
+kind = "midtrain"
+steps = 1
+[[stage]]
+kind = "sft"
+demonstrations = 1
+[[stage]]
+kind = "rl"
+steps = {LAST - FIRST}
+groups_per_step = 2
+group_size = 3
+max_lag = 1
+"""
+
+
+@pytest.fixture
+async def run() -> Run:
+    objects = Objects.open("memory:")
+    await stage(objects, seed=1, last=LAST, max_lag=1)
+    run = Run(objects)
+    run.put_config(parse(CONFIG))
+    run.put_checkpoint(f"{LAST:06d}.000000", b"")
+    create_manifest(objects, manifest(LAST))
+    return run
+
+
+async def test_a_run_in_order(run: Run) -> None:
+    books = audit(run)
+    assert books.violations == [] and books.finished
+    assert " = " in books.equation and books.in_flight == 0 and books.batches == 4
+
+
+def lose_a_batch(run: Run) -> None:
+    run.objects.delete("batches/000004")
+
+
+def age_a_token(run: Run) -> None:
+    batch = run.batch(LAST)
+    old = dataclasses.replace(batch.rows[0], versions=(Span(1, 2),))
+    _replace(run, dataclasses.replace(batch, rows=(old, *batch.rows[1:])))
+
+
+def hide_the_age(run: Run) -> None:
+    batch = run.batch(LAST)
+    _replace(run, dataclasses.replace(batch, oldest=batch.oldest + 1))
+
+
+def swap_a_sample(run: Run) -> None:
+    batch = run.batch(LAST)
+    _replace(run, dataclasses.replace(batch, rows=batch.rows[1:]))
+
+
+def forget_a_group(run: Run) -> None:
+    run.objects.delete(f"groups/{run.batch(LAST).rows[0].sample.rpartition('.')[0]}")
+
+
+def leave_one_open(run: Run) -> None:
+    run.ledger.append(Issued(group="g999999", task="t0", samples=("g999999.0",), version=LAST))
+
+
+def settle_twice(run: Run) -> None:
+    run.ledger.append(Dropped(samples=(run.batch(LAST).rows[0].sample,), reason="failed"))
+
+
+def lose_the_checkpoint(run: Run) -> None:
+    run.delete_checkpoint(f"{LAST:06d}.000000")
+
+
+def unpublish(run: Run) -> None:
+    run.objects.delete(f"weights/{LAST:06d}/manifest.json")
+
+
+def _replace(run: Run, batch: object) -> None:
+    run.objects.delete(f"batches/{LAST:06d}")
+    run.put_batch(batch)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("damage", "finding"),
+    [
+        (lose_a_batch, "the ledger speaks of batch 4, and the store has none"),
+        (age_a_token, "its lag is not from 0 to 1"),
+        (hide_the_age, "says that its oldest token is of version"),
+        (swap_a_sample, "holds other samples than its ledger entry"),
+        (forget_a_group, "which no stored group holds"),
+        (leave_one_open, "the run is finished, and 1 samples are in flight"),
+        (settle_twice, "cannot become 'failed'"),
+        (lose_the_checkpoint, "the newest checkpoint is of version -1"),
+        (unpublish, "and the newest published version is -1"),
+    ],
+)
+async def test_each_broken_promise_is_found(run: Run, damage: Callable[[Run], None], finding: str) -> None:
+    damage(run)
+    assert any(finding in violation for violation in audit(run).violations), audit(run).violations

@@ -1,0 +1,113 @@
+"""The loop against fakes: it ends, it balances, its data is never too old, and it survives the loss of its store at any
+write. Seeds are in the test ids, so a failing one is one command."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from etude.core.credit import centered
+from etude.core.errors import EtudeError
+from etude.core.ledger import Dropped, Issued, Ledger
+from etude.core.types import Trajectory
+from etude.run import journal
+from etude.run.controller import Health, endless
+from etude.run.process import message
+from etude.store.objects import Objects
+from etude.store.runs import Run
+from tests.run.worlds_of_fakes import FIRST, TASKS, stage
+
+LAST = FIRST + 6
+
+
+def check_finished(objects: Objects, *, max_lag: int) -> Ledger:
+    run = Run(objects)
+    ledger = Ledger(run.ledger.records())
+    assert run.batches() == list(range(FIRST + 1, LAST + 1))
+    batches = [run.batch(step) for step in run.batches()]
+    assert max(batch.lag for batch in batches) <= max_lag
+    assert all(batch.lag == batch.step - 1 - batch.oldest >= 0 for batch in batches)
+    assert ledger.in_flight == 0
+    assert ledger.trained == sum(len({row.sample for row in batch.rows}) for batch in batches)
+    assert all(len({journal.group_of(row.sample) for row in batch.rows}) == 2 for batch in batches)
+    return ledger
+
+
+@pytest.mark.parametrize(("max_lag", "lookahead"), [(0, 1), (1, 1), (1, 3), (3, 2)])
+@pytest.mark.parametrize("seed", range(4))
+async def test_a_run_ends_and_balances(seed: int, max_lag: int, lookahead: int) -> None:
+    objects = Objects.open("memory:")
+    await stage(objects, seed=seed, last=LAST, max_lag=max_lag, lookahead=lookahead)
+    ledger = check_finished(objects, max_lag=max_lag)
+    assert ledger.dropped["interrupted"] == 0
+
+
+@pytest.mark.parametrize("writes", range(0, 60, 3))
+async def test_a_store_that_dies_at_any_write_loses_nothing_that_was_finished(writes: int) -> None:
+    objects = Objects.open("memory:")
+    survivors: Counter[str] = Counter()
+    for life, budget in enumerate([writes, writes // 2 + 3, None]):
+        try:
+            await stage(objects, seed=writes * 3 + life, last=LAST, max_lag=2, lookahead=2, writes=budget)
+        except* EtudeError as e:
+            assert "the store is gone" in (message(e) or "")
+        survivors.update(Run(objects).groups())
+    check_finished(objects, max_lag=2)
+    entries = Run(objects).ledger.records()
+    interrupted = {
+        journal.group_of(sample)
+        for entry in entries
+        if isinstance(entry, Dropped) and entry.reason == "interrupted"
+        for sample in entry.samples
+    }
+    assert not interrupted & survivors.keys(), "a finished group was thrown away"
+
+
+async def test_an_interrupted_task_is_issued_again_with_the_same_seeds() -> None:
+    whole, broken = Objects.open("memory:"), Objects.open("memory:")
+    first = await stage(whole, seed=5, last=LAST, max_lag=0, failures=0.0)
+    with pytest.raises(ExceptionGroup):
+        await stage(broken, seed=5, last=LAST, max_lag=0, writes=2, failures=0.0)
+    second = await stage(broken, seed=6, last=LAST, max_lag=0, failures=0.0)
+    assert set(first.seeds[:6]) == set(second.seeds[:6])
+    issued = [entry.task for entry in Run(broken).ledger.records() if isinstance(entry, Issued)]
+    order = [task.id for task, _ in zip((task for task, _ in endless(TASKS, seed=1)), range(2), strict=False)]
+    assert issued[:4] == order * 2
+
+
+async def test_half_of_the_sessions_failing_stops_the_run_with_the_newest_error() -> None:
+    with pytest.raises(ExceptionGroup) as caught:
+        await stage(Objects.open("memory:"), seed=0, last=LAST, max_lag=1, failures=0.9)
+    assert "sessions failed, the newest with: agent: gone" in (message(caught.value) or "")
+
+
+def test_health_counts_only_the_recent_past() -> None:
+    health = Health(recent=4, limit=0.5)
+    bad = Trajectory(id="a", task="t", group="g", segments=(), scores=None, status="failed", error="world: no disk")
+    good = Trajectory(id="a", task="t", group="g", segments=(), scores={"reward": 0.0}, status="done")
+    for trajectory in (bad, good, good, good, bad, good):
+        health.add(trajectory)
+    with pytest.raises(EtudeError, match="2 of the last 4 .* world: no disk"):
+        health.add(bad)
+
+
+def test_every_epoch_has_every_task_in_another_order() -> None:
+    stream = endless(TASKS, seed=3)
+    epochs = [[next(stream) for _ in TASKS] for _ in range(3)]
+    assert [{number for _, number in epoch} for epoch in epochs] == [{0}, {1}, {2}]
+    assert all(sorted(task.id for task, _ in epoch) == sorted(task.id for task in TASKS) for epoch in epochs)
+    assert len({tuple(task.id for task, _ in epoch) for epoch in epochs}) == 3
+
+
+def test_what_was_done_is_not_done_again() -> None:
+    stream = [(TASKS[0], 0), (TASKS[1], 0), (TASKS[0], 1), (TASKS[1], 1)]
+    left = journal.still_to_do(stream, Counter({"t1": 1, "t0": 1}))
+    assert [(task.id, epoch) for task, epoch in left] == [("t0", 1), ("t1", 1)]
+
+
+def test_recovery_settles_what_a_crash_left_open() -> None:
+    entries = [Issued(group="g000000", task="t0", samples=("g000000.0", "g000000.1"), version=2)]
+    recovered = journal.recover(entries, {}, {}, centered)
+    assert recovered.entries == [Dropped(samples=("g000000.0", "g000000.1"), reason="interrupted")]
+    assert (recovered.slots, recovered.batched, recovered.done, recovered.waiting) == (1, 0, Counter(), [])

@@ -1,0 +1,122 @@
+"""One attempt against fakes: whatever breaks, it comes back as data that says where."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+
+from etude.core.errors import EtudeError
+from etude.core.seams import Sandbox, Transcript
+from etude.core.types import Segment, Span, Task, Trajectory
+from etude.run.evaluate import evaluate, wilson
+from etude.run.rollout import Rollouts
+from etude.worlds.fake import FakeSandbox
+
+TASK = Task(id="t", prompt="fix it", files={"a.py": "x = 1\n"}, editable=("a.py",), checks=(), meta={})
+
+
+class Parts:
+    """Environment, agent and sessions in one, each of which can be told to break."""
+
+    def __init__(self, breaks: str = "", *, finished: bool = True, version: int = 3) -> None:
+        self.breaks, self.finished, self.version = breaks, finished, version
+        self.open_worlds, self.at_once, self.forgotten = 0, 0, [""][:0]
+
+    def _maybe(self, what: str) -> None:
+        if self.breaks == what:
+            raise OSError("no such luck")
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        return [TASK]
+
+    @contextlib.asynccontextmanager
+    async def open(self, task: Task) -> AsyncIterator[Sandbox]:
+        self._maybe("world")
+        self.open_worlds += 1
+        self.at_once = max(self.at_once, self.open_worlds)
+        try:
+            yield FakeSandbox(task.files)
+        finally:
+            self.open_worlds -= 1
+
+    async def run(self, task: Task, sandbox: Sandbox, *, base_url: str, seed: int) -> Transcript:
+        await asyncio.sleep(0)
+        self._maybe("agent")
+        return Transcript(messages=[{"role": "user", "content": f"{base_url} {seed}"}], finished=self.finished)
+
+    async def score(self, task: Task, sandbox: Sandbox) -> dict[str, float]:
+        self._maybe("score")
+        return {"reward": 1.0}
+
+    def base_url(self, session: str) -> str:
+        return f"/s/{session}"
+
+    async def segments(self, session: str) -> tuple[Segment, ...]:
+        self._maybe("segments")
+        versions = (Span(self.version, 1),)
+        return (Segment(prompt=(1,), tokens=(2,), mask=(True,), logprobs=(-0.5,), versions=versions),)
+
+    async def forget(self, session: str) -> None:
+        self._maybe("forget")
+        self.forgotten.append(session)
+
+
+def rollouts(parts: Parts, concurrency: int = 2) -> Rollouts:
+    return Rollouts(parts, parts, parts, concurrency=concurrency)
+
+
+@pytest.mark.parametrize("place", ["world", "agent", "score", "segments"])
+async def test_a_failure_is_data_with_the_place_where_it_broke(place: str) -> None:
+    parts = Parts(place)
+    trajectory = await rollouts(parts).attempt(TASK, "g000001.2", seed=1)
+    assert (trajectory.status, trajectory.scores, trajectory.group) == ("failed", None, "g000001")
+    assert trajectory.error == f"{place}: OSError: no such luck"
+    assert parts.open_worlds == 0 and parts.forgotten == ["g000001.2"]
+
+
+@pytest.mark.parametrize(("finished", "status"), [(True, "done"), (False, "timeout")])
+async def test_a_session_is_graded_as_it_stands(finished: bool, status: str) -> None:
+    trajectory = await rollouts(Parts("forget", finished=finished)).attempt(TASK, "g.0", seed=9)
+    assert (trajectory.status, trajectory.reward, trajectory.num_sampled) == (status, 1.0, 1)
+    assert trajectory.messages == [{"role": "user", "content": "/s/g.0 9"}]
+
+
+async def test_no_more_sessions_at_once_than_allowed() -> None:
+    parts = Parts()
+    each = rollouts(parts, concurrency=3)
+    await asyncio.gather(*(each.attempt(TASK, f"g.{n}", seed=n) for n in range(20)))
+    assert parts.at_once == 3
+
+
+async def test_an_evaluation_counts_what_was_solved() -> None:
+    report = await evaluate([TASK] * 4, rollouts(Parts()).attempt, stage="rl", split="novel", version=3, seed=0)
+    assert (report.solved, report.total, report.rate) == (4, 4, 1.0)
+    assert (report.low, report.high) == wilson(4, 4) and report.example
+
+
+async def test_an_evaluation_refuses_tokens_of_another_version() -> None:
+    with pytest.raises(ExceptionGroup) as caught:
+        await evaluate([TASK], rollouts(Parts(version=4)).attempt, stage="rl", split="novel", version=3, seed=0)
+    assert "evaluated version 3, but tokens come from [4]" in str(caught.value.exceptions[0])
+
+
+async def test_an_evaluation_tries_again_and_never_counts_a_failure_as_zero() -> None:
+    outcomes = iter(["agent", "world", ""])
+
+    async def attempt(task: Task, sample: str, seed: int) -> Trajectory:
+        return await rollouts(Parts(next(outcomes))).attempt(task, sample, seed)
+
+    report = await evaluate([TASK], attempt, stage="rl", split="novel", version=3, seed=0)
+    assert report.solved == 1
+    with pytest.raises(ExceptionGroup) as caught:
+        await evaluate([TASK], rollouts(Parts("world")).attempt, stage="rl", split="novel", version=3, seed=0)
+    assert isinstance(caught.value.exceptions[0], EtudeError)
+
+
+def test_the_interval_by_hand() -> None:
+    low, high = wilson(50, 100)
+    assert (round(low, 4), round(high, 4)) == (0.4038, 0.5962)
+    assert wilson(0, 10)[0] == 0.0 and round(wilson(0, 10)[1], 4) == 0.2775

@@ -1,0 +1,63 @@
+"""Servers in the test's own event loop."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import pytest
+from starlette.types import ASGIApp
+
+from etude.model.files import weights
+from etude.model.transformer import ModelConfig, Transformer
+from etude.serve import process
+from etude.store.objects import Objects
+from etude.weights.publish import publish
+from tests.small_model import sharp, small_files
+
+
+@asynccontextmanager
+async def served(app: ASGIApp, port: int = 0) -> AsyncIterator[str]:
+    listener = process.bind("127.0.0.1", port, None)
+    url = process.url_of(listener)
+    async with process.serving(app, listener):
+        yield url
+
+
+class Store:
+    """A run's store with a tiny model in three versions."""
+
+    def __init__(self, path: Path) -> None:
+        self.url, self.objects = f"file:{path}", Objects.open(f"file:{path}")
+        self.files = small_files()
+        for name, data in self.files.items():
+            self.objects.put(f"model/{name}", data)
+        self.config = ModelConfig.from_json(self.files["config.json"])
+        for version in (0, 1, 2):
+            publish(self.objects, version, weights(sharp(self.config, version)), stage="test", step=version)
+
+    def model(self, version: int) -> Transformer:
+        """What a worker serves: the published values, which are rounded to bf16."""
+        model = sharp(self.config, version)
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16())
+        return model
+
+    def damage(self, version: int) -> None:
+        (key,) = [key for key in self.objects.list(f"weights/{version:06d}") if key.endswith("safetensors")]
+        data = bytearray(self.objects.get(key))
+        data[-1] ^= 1
+        self.objects.put(key, bytes(data))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "run")
+
+
+@pytest.fixture
+async def http() -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession() as session:
+        yield session

@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import aiohttp
+import pytest
+
+from etude.core.errors import EtudeError
+from etude.core.types import Sample
+from etude.model.tokenizer import ChatTokenizer
+from etude.serve import process
+from etude.serve.api import Api, Unavailable, create_app
+from etude.serve.fake import Scripted
+from tests.serve.conftest import served
+from tests.small_model import small_files
+
+TOKENIZER = ChatTokenizer(small_files())
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "edit", "parameters": {"properties": {"line": {"type": "integer"}, "text": {}}}},
+    },
+    {"type": "function", "function": {"name": "test", "parameters": {}}},
+]
+ASK = {"model": "etude", "messages": [{"role": "user", "content": "read"}]}
+
+
+def said(text: str) -> list[int]:
+    return TOKENIZER.encode(text + "<|end|>")
+
+
+@pytest.fixture
+def policy() -> Scripted:
+    return Scripted([said("so<tool_call>edit 3 a + b</tool_call><tool_call>test</tool_call>"), said("test")], version=7)
+
+
+@pytest.fixture
+async def url(policy: Scripted) -> AsyncIterator[str]:
+    async with served(create_app(Api(policy, TOKENIZER, max_context=64).routes(), None)) as url:
+        yield url
+
+
+async def post(http: aiohttp.ClientSession, url: str, body: Any) -> tuple[int, Any]:
+    async with http.post(url, data=body if isinstance(body, bytes) else json.dumps(body)) as response:
+        return response.status, await response.json()
+
+
+async def test_chat_with_parallel_tool_calls(http: aiohttp.ClientSession, url: str, policy: Scripted) -> None:
+    status, answer = await post(http, f"{url}/v1/chat/completions", ASK | {"tools": TOOLS, "seed": 3})
+    assert status == 200
+    choice = answer["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] == "so"
+    calls = choice["message"]["tool_calls"]
+    assert [(c["type"], c["function"]["name"], json.loads(c["function"]["arguments"])) for c in calls] == [
+        ("function", "edit", {"line": 3, "text": "a + b"}),
+        ("function", "test", {}),
+    ]
+    assert len({call["id"] for call in calls}) == 2
+    assert answer["usage"]["prompt_tokens"] == len(policy.prompts[0])
+    assert answer["weight_versions"] == [{"version": 7, "count": answer["usage"]["completion_tokens"]}]
+    assert TOKENIZER.decode(policy.prompts[0]) == "<|tools|>edit test<|end|><|user|>read<|end|><|assistant|>"
+
+
+async def test_content_in_parts_and_max_tokens(http: aiohttp.ClientSession, url: str, policy: Scripted) -> None:
+    parts = [{"type": "text", "text": "re"}, {"type": "text", "text": "ad"}]
+    ask = ASK | {"messages": [{"role": "user", "content": parts}], "max_completion_tokens": 1, "logprobs": True}
+    status, answer = await post(http, f"{url}/v1/chat/completions", ask)
+    assert (status, TOKENIZER.decode(policy.prompts[0])) == (200, "<|user|>read<|end|><|assistant|>")
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert [entry["logprob"] for entry in answer["choices"][0]["logprobs"]["content"]] == [-0.5]
+
+
+async def test_completions_with_token_ids(http: aiohttp.ClientSession, url: str, policy: Scripted) -> None:
+    ask = {"prompt": [1, 2, 3], "return_token_ids": True, "logprobs": 1, "max_tokens": 3, "stop_token_ids": []}
+    status, answer = await post(http, f"{url}/v1/completions", ask)
+    choice = answer["choices"][0]
+    assert (status, policy.prompts, choice["finish_reason"]) == (200, [(1, 2, 3)], "length")
+    assert choice["token_ids"] == said("so<tool_call>edit 3 a + b</tool_call><tool_call>test</tool_call>")[:3]
+    assert choice["prompt_token_ids"] == [1, 2, 3]
+    assert choice["logprobs"]["token_logprobs"] == [-0.5] * 3
+    assert answer["weight_versions"] == [{"version": 7, "count": 3}]
+
+
+async def test_models_and_health(http: aiohttp.ClientSession, url: str) -> None:
+    async with http.get(f"{url}/v1/models") as response:
+        assert (await response.json())["data"][0]["id"] == "etude"
+    async with http.get(f"{url}/health") as response:
+        assert response.status == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("chat/completions", b"{", "request body"),
+        ("chat/completions", b"\xff", "request body"),
+        ("chat/completions", {}, "messages"),
+        ("chat/completions", {"messages": []}, "messages"),
+        ("chat/completions", {"messages": [{"content": "x"}]}, "messages[0]"),
+        ("chat/completions", {"messages": [{"role": "robot", "content": "x"}]}, "messages[0]"),
+        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "text only"),
+        ("chat/completions", ASK | {"tools": [{"type": "function"}]}, "tools[0]"),
+        ("chat/completions", ASK | {"max_tokens": 0}, "max_tokens"),
+        ("chat/completions", ASK | {"temperature": -1}, "temperature"),
+        ("chat/completions", ASK | {"temperature": "hot"}, "temperature"),
+        ("chat/completions", ASK | {"seed": -1}, "seed"),
+        ("chat/completions", ASK | {"stream": True}, "stream"),
+        ("chat/completions", ASK | {"n": 2}, "n: one answer"),
+        ("chat/completions", ASK | {"stop": "return a + b"}, "stop"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "return " * 100}]}, "no room"),
+        (
+            "chat/completions",
+            {
+                "messages": [
+                    {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "a", "arguments": "{"}}]}
+                ]
+            },
+            "template",
+        ),
+        ("completions", {"prompt": {}}, "prompt"),
+        ("completions", {"prompt": [1] * 64}, "no room"),
+    ],
+)
+async def test_bad_input_is_explained(http: aiohttp.ClientSession, url: str, path: str, body: Any, words: str) -> None:
+    status, answer = await post(http, f"{url}/v1/{path}", body)
+    assert status == 400
+    assert answer["error"]["type"] == "invalid_request_error"
+    assert words in answer["error"]["message"]
+
+
+async def test_unknown_routes_have_the_envelope_too(http: aiohttp.ClientSession, url: str) -> None:
+    assert await post(http, f"{url}/v1/nothing", {}) == (
+        404,
+        {"error": {"message": "Not Found", "type": "invalid_request_error", "code": "not_found"}},
+    )
+    async with http.get(f"{url}/v1/chat/completions") as response:
+        assert response.status == 405
+
+
+async def test_nothing_is_reached_without_the_token(http: aiohttp.ClientSession, policy: Scripted) -> None:
+    async with served(create_app(Api(policy, TOKENIZER, max_context=64).routes(), "secret")) as url:
+        for path in ("/health", "/v1/models", "/v1/chat/completions", "/nothing"):
+            for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
+                async with http.get(url + path, headers=headers) as response:
+                    assert (response.status, (await response.json())["error"]["code"]) == (401, "unauthorized")
+        async with http.get(f"{url}/health", headers={"Authorization": "Bearer secret"}) as response:
+            assert response.status == 200
+    assert policy.prompts == []
+
+
+def test_a_port_that_others_can_reach_needs_a_token() -> None:
+    with pytest.raises(EtudeError, match="ETUDE_TOKEN"):
+        process.bind("0.0.0.0", 0, None)
+    process.bind("0.0.0.0", 0, "secret").close()
+
+
+class Slow(Scripted):
+    """Never answers; tells when it was asked and when the asker gave up."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+        self.asked, self.cancelled = asyncio.Event(), asyncio.Event()
+
+    async def sample(self, prompt: Sequence[int], **options: Any) -> Sample:
+        self.asked.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.cancelled.set()
+        raise AssertionError
+
+
+async def test_a_client_that_goes_away_cancels_its_request(http: aiohttp.ClientSession) -> None:
+    policy = Slow()
+    async with served(create_app(Api(policy, TOKENIZER, max_context=64).routes(), None)) as url:
+        request = asyncio.create_task(post(http, f"{url}/v1/chat/completions", ASK))
+        await policy.asked.wait()
+        request.cancel()
+        await policy.cancelled.wait()
+
+
+class Gone(Scripted):
+    async def sample(self, prompt: Sequence[int], **options: Any) -> Sample:
+        raise Unavailable("nobody is up")
+
+
+async def test_nobody_there_is_503(http: aiohttp.ClientSession) -> None:
+    async with served(create_app(Api(Gone([]), TOKENIZER, max_context=64).routes(), None)) as url:
+        status, answer = await post(http, f"{url}/v1/chat/completions", ASK)
+    assert (status, answer["error"]["message"]) == (503, "nobody is up")

@@ -1,0 +1,172 @@
+"""A gateway and workers, all in one process and over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+
+import aiohttp
+import pytest
+
+from etude.core.types import Span
+from etude.engine.engine import Engine
+from etude.model.tokenizer import ChatTokenizer
+from etude.model.transformer import Transformer
+from etude.serve.api import create_app
+from etude.serve.gateway import Gateway, Router
+from etude.serve.worker import EngineThread, Worker, keep_joined
+from etude.weights.follow import fetch
+from tests.serve.client import converse, post, segments, status, until_up, versions
+from tests.serve.conftest import Store, served
+from tests.small_model import plain_logprobs
+
+
+@asynccontextmanager
+async def worker(store: Store, region: str, gateway: str | None = None) -> AsyncIterator[tuple[Worker, str]]:
+    """One without weights, as it is when it starts."""
+    engine = Engine(Transformer(store.config), max_batch=8, version=-1)
+    thread = EngineThread(engine, partial(fetch, store.objects))
+    made = Worker(thread, ChatTokenizer(store.files), region)
+    async with AsyncExitStack() as stack:
+        stack.callback(thread.close)
+        url = await stack.enter_async_context(served(create_app(made.routes(), None)))
+        if gateway is not None:
+            joined = asyncio.create_task(keep_joined(made, url, gateway, None))
+            stack.callback(joined.cancel)
+        yield made, url
+
+
+@pytest.fixture
+async def gateway(store: Store, http: aiohttp.ClientSession) -> AsyncIterator[str]:
+    made = Gateway(Router(http), ChatTokenizer(store.files), max_context=store.config.max_position_embeddings)
+    async with served(create_app(made.routes(), None)) as url:
+        yield url
+
+
+@pytest.fixture
+async def regions(store: Store, gateway: str, http: aiohttp.ClientSession) -> AsyncIterator[list[Worker]]:
+    async with worker(store, "east", gateway) as (east, _), worker(store, "west", gateway) as (west, _):
+        await post(http, f"{gateway}/load", {"version": 0})
+        await until_up(http, gateway, 2)
+        yield [east, west]
+
+
+async def test_recorded_logprobs_are_those_of_the_model(
+    regions: list[Worker], gateway: str, store: Store, http: aiohttp.ClientSession
+) -> None:
+    await asyncio.gather(*(converse(http, gateway, f"s{n}", turns=3) for n in range(6)))
+    model = store.model(0)
+    recorded = [await segments(http, gateway, f"s{n}") for n in range(6)]
+    assert len({segment.tokens for (segment,) in recorded}) == 1  # the same seeds, whichever worker answered
+    for (segment,) in recorded:
+        plain = plain_logprobs(model, segment.prompt, segment.tokens).tolist()
+        pairs = [(a, b) for a, b, sampled in zip(segment.logprobs, plain, segment.mask, strict=True) if sampled]
+        assert [a for a, _ in pairs] == pytest.approx([b for _, b in pairs], abs=1e-4)
+        assert segment.versions == (Span(0, len(pairs)),)
+    async with http.delete(f"{gateway}/s/s0") as response:
+        assert response.status == 204
+    async with http.get(f"{gateway}/s/s0/segments") as response:
+        assert response.status == 404
+    seen = (await status(http, gateway))["regions"]
+    assert seen.keys() == {"east", "west"}
+    assert all(region["version"] == 0 and region["tokens"] > 0 and region["busy_s"] > 0 for region in seen.values())
+
+
+async def test_weights_change_under_way_and_nobody_is_dropped(
+    regions: list[Worker], gateway: str, http: aiohttp.ClientSession
+) -> None:
+    sessions = [asyncio.create_task(converse(http, gateway, f"s{n}", turns=3, max_tokens=60)) for n in range(8)]
+    while not any(region.report().tokens for region in regions):
+        await asyncio.sleep(0)
+    await post(http, f"{gateway}/load", {"version": 1})
+    await converse(http, gateway, "after", turns=1)
+    await asyncio.gather(*sessions)
+    assert await versions(http, gateway, "after") == {1}
+    for n in range(8):
+        for segment in await segments(http, gateway, f"s{n}"):
+            assert [span.version for span in segment.versions] == sorted({span.version for span in segment.versions})
+
+
+async def test_a_session_stays_with_its_worker(
+    regions: list[Worker], gateway: str, http: aiohttp.ClientSession
+) -> None:
+    await converse(http, gateway, "s", turns=4, max_tokens=4)
+    assert sorted(region.report().tokens > 0 for region in regions) == [False, True]
+
+
+async def test_weights_that_are_not_what_was_published_are_not_served(
+    regions: list[Worker], gateway: str, store: Store, http: aiohttp.ClientSession
+) -> None:
+    store.damage(1)
+    for version, words in ((1, "not what was published"), (7, "version 7 is not published")):
+        async with http.post(f"{gateway}/load", json={"version": version}) as response:
+            assert response.status == 502
+            assert words in (await response.json())["error"]["message"]
+        assert (await status(http, gateway))["up"] == 2  # they go on with what they have
+    await converse(http, gateway, "s", turns=1)
+    assert await versions(http, gateway, "s") == {0}
+
+
+async def test_a_worker_that_cannot_follow_is_taken_out(
+    regions: list[Worker], gateway: str, store: Store, http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(version: int) -> None:
+        raise ValueError("no disk")
+
+    monkeypatch.setattr(regions[0].engine_thread, "_fetch", broken)
+    await post(http, f"{gateway}/load", {"version": 1})
+    assert (await status(http, gateway))["up"] == 1
+    await asyncio.gather(*(converse(http, gateway, f"s{n}", turns=1) for n in range(4)))
+    assert [await versions(http, gateway, f"s{n}") for n in range(4)] == [{1}] * 4
+    monkeypatch.undo()
+    await until_up(http, gateway, 2)
+    assert regions[0].version == 1
+
+
+async def test_requests_wait_for_the_first_worker(store: Store, gateway: str, http: aiohttp.ClientSession) -> None:
+    await post(http, f"{gateway}/load", {"version": 1})  # a promise that the workers will keep
+    waiting = asyncio.create_task(converse(http, gateway, "s", turns=1))
+    async with worker(store, "east", gateway):
+        await waiting
+    assert await versions(http, gateway, "s") == {1}
+
+
+async def test_a_gateway_that_was_restarted_finds_its_workers(store: Store, http: aiohttp.ClientSession) -> None:
+    def made() -> Gateway:
+        return Gateway(Router(http), ChatTokenizer(store.files), max_context=store.config.max_position_embeddings)
+
+    async with AsyncExitStack() as stack:
+        async with served(create_app(made().routes(), None)) as url:
+            await post(http, f"{url}/load", {"version": 1})
+            await stack.enter_async_context(worker(store, "east", url))
+            await until_up(http, url, 1)
+        async with served(create_app(made().routes(), None), port=int(url.rpartition(":")[2])):
+            await converse(http, url, "s", turns=1)
+            assert await versions(http, url, "s") == {1}
+
+
+async def test_a_worker_refuses_what_its_weights_are_too_old_for(store: Store, http: aiohttp.ClientSession) -> None:
+    async with worker(store, "east") as (_, url):
+        for least, loaded in ((0, None), (2, 1)):
+            if loaded is not None:
+                await post(http, f"{url}/load", {"version": loaded})
+            async with http.post(
+                f"{url}/v1/completions", json={"prompt": [1], "min_weight_version": least}
+            ) as response:
+                assert response.status == 503
+
+
+async def test_a_client_that_goes_away_leaves_no_work_behind(
+    regions: list[Worker], gateway: str, http: aiohttp.ClientSession
+) -> None:
+    asked = {"messages": [{"role": "user", "content": "test"}], "logprobs": False, "seed": 1}
+    before = sum(region.report().tokens for region in regions)
+    request = asyncio.create_task(post(http, f"{gateway}/s/s/v1/chat/completions", asked))
+    while not any(region.report().running for region in regions):
+        await asyncio.sleep(0)
+    request.cancel()
+    while any(region.report().running or region.report().waiting for region in regions):
+        await asyncio.sleep(0.01)
+    assert sum(region.report().tokens for region in regions) == before

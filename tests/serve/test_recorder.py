@@ -1,0 +1,184 @@
+"""What is recorded is what the engine saw: every token, once, in place."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from etude.core.types import Sample, Segment, Span, unspan
+from etude.model.tokenizer import ChatTokenizer, Message
+from etude.serve.recorder import Prompt, Recorder
+from tests.small_model import small_files
+
+FILES = small_files()
+TOKENIZER = ChatTokenizer(FILES)
+CHATML = FILES | {
+    "chat_template.jinja": b"{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ eos_token }}\n{% endfor %}"
+    b"{% if add_generation_prompt %}<|assistant|>{% endif %}"
+}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "edit", "parameters": {"properties": {"line": {"type": "integer"}, "text": {}}}},
+    }
+]
+
+
+def sample_of(tokens: list[int], version: int = 0) -> Sample:
+    finish = "stop" if tokens[-1] == TOKENIZER.eos else "length"
+    logprobs = tuple(-0.001 * (i + 1) for i in range(len(tokens)))
+    return Sample(tokens=tuple(tokens), logprobs=logprobs, versions=(Span(version, len(tokens)),), finish=finish)
+
+
+def say(recorder: Recorder, messages: list[Message], tokens: list[int], version: int = 0) -> tuple[Prompt, Message]:
+    prompt = recorder.prompt_for("s", messages, TOOLS)
+    sample = sample_of(tokens, version)
+    message = TOKENIZER.parse(TOKENIZER.decode(tokens), TOOLS, str)
+    recorder.record("s", prompt, sample, message)
+    return prompt, message
+
+
+def user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def test_two_turns_are_one_segment() -> None:
+    recorder = Recorder(TOKENIZER)
+    first = [*TOKENIZER.encode("call a"), TOKENIZER.eos]
+    prompt, answer = say(recorder, [user("read")], first, version=1)
+    second = [*TOKENIZER.encode("tool"), TOKENIZER.eos]
+    say(recorder, [user("read"), answer, user("test")], second, version=2)
+    added = TOKENIZER.encode("<|user|>test<|end|><|assistant|>")
+    (segment,) = recorder.trajectory("s")
+    assert segment == Segment(
+        prompt=prompt.tokens,
+        tokens=(*first, *added, *second),
+        mask=(*[True] * len(first), *[False] * len(added), *[True] * len(second)),
+        logprobs=(*sample_of(first).logprobs, *[0.0] * len(added), *sample_of(second).logprobs),
+        versions=(Span(1, len(first)), Span(2, len(second))),
+    )
+
+
+def test_another_split_of_the_same_text_is_kept_as_it_was_sampled() -> None:
+    recorder = Recorder(TOKENIZER)
+    letters = [token for letter in "return" for token in TOKENIZER.encode(letter)]
+    assert letters != TOKENIZER.encode("return")
+    _, answer = say(recorder, [user("read")], [*letters, TOKENIZER.eos])
+    prompt = recorder.prompt_for("s", [user("read"), answer, user("go")], TOOLS)
+    assert TOKENIZER.decode(prompt.tokens).count("return") == 1
+    assert tuple(letters) == prompt.tokens[len(recorder.trajectory("s")[0].prompt) :][: len(letters)]
+
+
+def test_an_answer_that_was_cut_off_is_ended_by_us() -> None:
+    recorder = Recorder(TOKENIZER)
+    cut = TOKENIZER.encode("call a")
+    _, answer = say(recorder, [user("read")], cut)
+    say(recorder, [user("read"), answer, user("go")], [TOKENIZER.eos])
+    (segment,) = recorder.trajectory("s")
+    assert segment.tokens[: len(cut) + 1] == (*cut, TOKENIZER.eos)
+    assert segment.mask[len(cut)] is False
+    assert TOKENIZER.decode(segment.tokens) == "call a<|end|><|user|>go<|end|><|assistant|><|end|>"
+
+
+def test_what_a_template_writes_after_the_end_is_not_lost() -> None:
+    tokenizer = ChatTokenizer(CHATML)
+    recorder = Recorder(tokenizer)
+    prompt = recorder.prompt_for("s", [user("a")])
+    recorder.record(
+        "s", prompt, sample_of([*tokenizer.encode("b"), tokenizer.eos]), {"role": "assistant", "content": "b"}
+    )
+    said = [user("a"), {"role": "assistant", "content": "b", "refusal": None}, user("c")]
+    assert tokenizer.decode(recorder.prompt_for("s", said).tokens) == tokenizer.render(said, answer=True)
+
+
+@pytest.mark.parametrize(
+    "rewritten",
+    [
+        [user("a summary")],
+        [user("read!"), {"role": "assistant", "content": "call"}, user("go")],
+        [user("read"), {"role": "assistant", "content": "something else"}, user("go")],
+        [user("read")],
+    ],
+)
+def test_a_rewritten_history_opens_a_segment(rewritten: list[Message]) -> None:
+    recorder = Recorder(TOKENIZER)
+    say(recorder, [user("read")], [*TOKENIZER.encode("call"), TOKENIZER.eos])
+    prompt, _ = say(recorder, rewritten, [*TOKENIZER.encode("test"), TOKENIZER.eos])
+    assert prompt.tokens == tuple(TOKENIZER.encode(TOKENIZER.render(rewritten, TOOLS, answer=True)))
+    one, two = recorder.trajectory("s")
+    assert (two.prompt, TOKENIZER.decode(one.tokens), TOKENIZER.decode(two.tokens)) == (
+        prompt.tokens,
+        "call<|end|>",
+        "test<|end|>",
+    )
+
+
+def test_conversations_of_one_session_may_alternate() -> None:
+    recorder = Recorder(TOKENIZER)
+    end = [TOKENIZER.eos]
+    _, main = say(recorder, [user("main")], end)
+    _, sub = say(recorder, [user("sub")], end)
+    say(recorder, [user("main"), main, user("on")], end)
+    say(recorder, [user("sub"), sub, user("on")], end)
+    assert [sum(segment.mask) for segment in recorder.trajectory("s")] == [2, 2]
+
+
+def test_two_answers_to_one_prompt_are_two_segments() -> None:
+    recorder = Recorder(TOKENIZER)
+    prompts = [recorder.prompt_for("s", [user("read")]) for _ in range(2)]
+    for prompt in prompts:
+        recorder.record("s", prompt, sample_of([TOKENIZER.eos]), {"role": "assistant", "content": ""})
+    assert len(recorder.trajectory("s")) == 2
+
+
+def test_other_tools_open_a_segment() -> None:
+    recorder = Recorder(TOKENIZER)
+    _, answer = say(recorder, [user("read")], [TOKENIZER.eos])
+    prompt = recorder.prompt_for("s", [user("read"), answer, user("go")], [])
+    assert prompt.tokens == tuple(TOKENIZER.encode(TOKENIZER.render(prompt.messages, answer=True)))
+
+
+def test_sessions_do_not_meet() -> None:
+    recorder = Recorder(TOKENIZER)
+    say(recorder, [user("read")], [TOKENIZER.eos])
+    with pytest.raises(KeyError):
+        recorder.trajectory("t")
+    recorder.forget("s")
+    recorder.forget("s")
+    with pytest.raises(KeyError):
+        recorder.trajectory("s")
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_random_conversations(seed: int) -> None:
+    """Sampled tokens are random ids: mostly no text that a tokenizer would split in the same way. Every call's prompt
+    and answer must be found in the segments, token by token, and nothing else may be marked as sampled."""
+    rng, recorder = random.Random(seed), Recorder(TOKENIZER)
+    eos, words = TOKENIZER.eos, ["read", "a + b", "<tool_call>", "edit 3 x</tool_call>", "é"]
+    messages: list[Message] = [user("start")]
+    calls: list[tuple[tuple[int, ...], Sample]] = []
+    for version in range(rng.randrange(1, 8)):
+        body = [token for _ in range(rng.randrange(4)) for token in TOKENIZER.encode(rng.choice(words))]
+        body += [t for t in (rng.randrange(TOKENIZER.vocab_size) for _ in range(rng.randrange(6))) if t != eos]
+        tokens = body + [eos] if rng.random() < 0.8 or not body else body
+        prompt, answer = say(recorder, messages, tokens, version)
+        calls.append((prompt.tokens, sample_of(tokens, version)))
+        messages = [*messages, answer, user(rng.choice(words))]
+        if rng.random() < 0.2:
+            messages = [user("summary"), *messages[-rng.randrange(1, 3) :]]
+    segments = recorder.trajectory("s")
+    assert sum(sum(segment.mask) for segment in segments) == sum(len(sample.tokens) for _, sample in calls)
+    contexts = [segment.prompt + segment.tokens for segment in segments]
+    for prompt_tokens, sample in calls:
+        whole, first = prompt_tokens + sample.tokens, len(prompt_tokens)
+        number = next(i for i, context in enumerate(contexts) if context[: len(whole)] == whole)
+        segment = segments[number]
+        start = first - len(segment.prompt)
+        assert segment.mask[start : start + len(sample.tokens)] == (True,) * len(sample.tokens)
+        assert segment.logprobs[start : start + len(sample.tokens)] == sample.logprobs
+        before = sum(segment.mask[:start])
+        assert tuple(unspan(segment.versions))[before : before + len(sample.tokens)] == tuple(unspan(sample.versions))
+    for segment in segments:
+        assert sum(span.count for span in segment.versions) == sum(segment.mask)
+        assert all(lp == 0.0 for lp, sampled in zip(segment.logprobs, segment.mask, strict=True) if not sampled)

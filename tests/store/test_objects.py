@@ -1,0 +1,134 @@
+"""The two promises of the store: an object appears whole or not at all, and `create` has one winner."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from etude.core.errors import EtudeError
+from etude.store.objects import Missing, Objects
+
+
+@pytest.fixture(params=["memory", "directory"])
+def objects(request: pytest.FixtureRequest, tmp_path: Path) -> Objects:
+    return Objects.open("memory:" if request.param == "memory" else f"file:{tmp_path / 'store'}")
+
+
+def test_put_get_list_delete(objects: Objects) -> None:
+    objects.put("a/2", b"two")
+    objects.put("a/1", b"one")
+    objects.put("ab/3", b"three")
+    objects.put("a/1", b"one again")
+    assert objects.get("a/1") == b"one again"
+    assert objects.list("a") == ["a/1", "a/2"]
+    assert objects.list("a", after="a/1") == ["a/2"]
+    assert objects.list("nothing") == []
+    objects.delete("a/1")
+    objects.delete("a/1")
+    assert not objects.exists("a/1") and objects.exists("a/2")
+
+
+def test_what_is_missing_is_named(objects: Objects) -> None:
+    with pytest.raises(Missing, match=r"read a/1 in .*: it is not there"):
+        objects.get("a/1")
+
+
+def test_create_has_one_winner(objects: Objects) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        won = list(pool.map(lambda writer: objects.create("key", b"%d" % writer), range(50)))
+    assert won.count(True) == 1
+    assert objects.get("key") == b"%d" % won.index(True)
+
+
+def test_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for url in ("runs/a", "file:runs/a", f"file://{tmp_path}/runs/a", str(tmp_path / "runs" / "a")):
+        Objects.open(url).put("key", url.encode())
+        assert (tmp_path / "runs" / "a" / "key").read_bytes() == url.encode()
+    with pytest.raises(EtudeError, match="'ftp://host/x' is no store: give a path"):
+        Objects.open("ftp://host/x")
+
+
+def test_a_reader_leaves_nothing_behind_a_mistyped_path(tmp_path: Path) -> None:
+    with pytest.raises(EtudeError, match="typo is not there: check the path"):
+        Objects.open(str(tmp_path / "typo"), create=False)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_path_that_cannot_be_a_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(EtudeError, match=r"cannot open file:.*/file: "):
+        Objects.open(f"file:{tmp_path}/file")
+
+
+@contextmanager
+def no_file_grows_beyond(size_bytes: int) -> Iterator[None]:
+    """To the writer it looks like a full disk: the write breaks off in the middle."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.mark.parametrize("size_bytes", [100_000, 12_000_000])
+def test_a_full_disk_leaves_the_old_object_and_nothing_else(tmp_path: Path, size_bytes: int) -> None:
+    objects = Objects.open(f"file:{tmp_path}")
+    objects.put("a/old", b"old")
+    message = None
+    with no_file_grows_beyond(50_000):
+        for write in (objects.put, objects.create):
+            for key in ("a/old", "a/new"):
+                try:
+                    write(key, b"x" * size_bytes)
+                except EtudeError as e:
+                    message = str(e)
+    assert message is not None and "free some space" in message and str(tmp_path) in message and "\n" not in message
+    assert [p.name for p in (tmp_path / "a").iterdir()] == ["old"]
+    assert objects.get("a/old") == b"old"
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
+def test_no_right_to_write(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(EtudeError, match="right to write"):
+        Objects.open(f"file:{tmp_path}").put("key", b"")
+
+
+WRITER = """
+import sys
+from etude.store.objects import Objects
+objects = Objects.open(sys.argv[1])
+print("started", flush=True)
+for n in range(10**9):
+    objects.put("a/same", bytes([n % 256]) * 8_000_000)
+    objects.create(f"b/{n:06d}", b"x" * 200_000)
+"""
+
+
+def test_a_killed_writer_leaves_whole_objects(tmp_path: Path) -> None:
+    """SIGKILL in the middle of a write, several times; whatever can be listed is whole."""
+    objects = Objects.open(str(tmp_path))
+    for _ in range(4):
+        with subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE) as writer:
+            assert writer.stdout is not None and writer.stdout.readline() == b"started\n"
+            while len(objects.list("b")) < 5:
+                assert writer.poll() is None, "the writer crashed"
+            writer.kill()
+        assert len(set(objects.get("a/same"))) == 1 and len(objects.get("a/same")) == 8_000_000
+        for key in objects.list("b"):
+            assert objects.get(key) == b"x" * 200_000
+            objects.delete(key)
+    assert objects.list("a") == ["a/same"]

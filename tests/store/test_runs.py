@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from etude.core.config import parse
+from etude.core.errors import EtudeError
+from etude.core.ledger import Issued, Trained
+from etude.core.types import Batch, Group, Row, Segment, Span, Trajectory
+from etude.store.objects import Missing
+from etude.store.runs import Run
+
+TOML = 'name = "r"\n[[stage]]\nkind = "rl"\nsteps = 3\n'
+
+SEGMENT = Segment(
+    prompt=(1, 2),
+    tokens=(3, 4, 5),
+    mask=(True, False, True),
+    logprobs=(-0.1, 0.0, -1e-30),
+    versions=(Span(1, 1), Span(2, 1)),
+    experts=b"\x00\xff",
+)
+DONE = Trajectory(
+    id="g.0",
+    task="t",
+    group="g",
+    segments=(SEGMENT,),
+    scores={"reward": 1.0},
+    status="done",
+    messages=[{"role": "user", "content": "fix it"}],
+)
+FAILED = Trajectory(id="g.1", task="t", group="g", segments=(), scores=None, status="failed", error="score: broken")
+GROUP = Group(id="g", task="t", slot=7, admitted=1, trajectories=(DONE, FAILED))
+ROW = Row(
+    sample="g.0",
+    tokens=(1, 2, 3),
+    mask=(False, False, True),
+    logprobs=(0.0, 0.0, -0.123456789012345),
+    advantages=(0.0, 0.0, 0.5),
+    versions=(Span(1, 1),),
+)
+BATCH = Batch(step=2, rows=(ROW,), oldest=1)
+
+
+@pytest.fixture
+def run() -> Run:
+    return Run.open("memory:")
+
+
+def test_groups_and_batches_come_back_as_they_went_in(run: Run) -> None:
+    run.put_group(GROUP)
+    run.put_batch(BATCH)
+    assert run.group("g") == GROUP and run.groups() == ["g"]
+    assert run.batch(2) == BATCH and run.batches() == [2]
+    with pytest.raises(Missing):
+        run.batch(3)
+
+
+def test_a_batch_is_made_once(run: Run) -> None:
+    run.put_batch(BATCH)
+    run.put_batch(BATCH)
+    with pytest.raises(EtudeError, match="another batches/000002 already"):
+        run.put_batch(replace(BATCH, oldest=0))
+    assert run.batch(2) == BATCH
+
+
+def test_the_trainer_gets_its_batch_when_it_comes(run: Run) -> None:
+    got: list[Batch] = []
+    trainer = threading.Thread(target=lambda: got.append(run.wait_batch(2)))
+    trainer.start()
+    run.put_batch(BATCH)
+    trainer.join()
+    assert got == [BATCH]
+
+
+def test_a_damaged_object_is_named(run: Run) -> None:
+    run.objects.put("groups/g", b"\x93\x01")
+    with pytest.raises(EtudeError, match="groups/g does not hold a Group"):
+        run.group("g")
+
+
+def test_config_is_written_once(run: Run) -> None:
+    config = parse(TOML)
+    with pytest.raises(Missing, match="memory: holds no run"):
+        run.config()
+    run.put_config(config)
+    run.put_config(parse(TOML))
+    assert run.config() == config
+    with pytest.raises(EtudeError, match=r"differ in: stage.rl.steps 3 there and 4 here"):
+        run.put_config(parse(TOML, ["stage.rl.steps=4"]))
+
+
+def test_ledger_survives_reopening(tmp_path: Path) -> None:
+    Run.open(str(tmp_path)).ledger.append(Issued(group="g", task="t", samples=("g.0",), version=0))
+    Run.open(f"file:{tmp_path}").ledger.append(Trained(step=1))
+    assert [type(entry) for entry in Run.open(str(tmp_path), create=False).ledger.records()] == [Issued, Trained]
+
+
+@dataclass(frozen=True)
+class Beat:
+    n: int
+
+
+def test_events_of_each_process(run: Run) -> None:
+    for process in ("trainer", "worker-east"):
+        log = run.events(process, [Beat])
+        log.append(Beat(1))
+        log.flush()
+    assert run.processes() == ["trainer", "worker-east"]
+    assert run.events("trainer", [Beat]).records() == [Beat(1)]
+
+
+def test_checkpoints_and_evals(run: Run) -> None:
+    for name in ("rl-000010", "rl-000002"):
+        run.put_checkpoint(name, name.encode())
+    assert run.checkpoints()[-1] == "rl-000010" and run.checkpoint("rl-000010") == b"rl-000010"
+    run.delete_checkpoint("rl-000002")
+    assert run.checkpoints() == ["rl-000010"]
+    run.put_eval("sft", {"solve_rate": 0.5})
+    assert run.evals() == ["sft"] and run.eval("sft", dict[str, float]) == {"solve_rate": 0.5}

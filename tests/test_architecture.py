@@ -1,0 +1,300 @@
+"""The shape of the code, as tests: who may import whom, what stays light, and what the documents say about it."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from etude.core.config import parse
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "etude"
+
+# Who may import whom, beside itself and core. A name stands for itself and all below it, on both sides; a module may
+# use what is allowed to any name above it. cli -> run -> everything else -> core; bench drives whole runs.
+MIDDLE = {"dash", "engine", "harness", "model", "rewards", "serve", "store", "tasks", "train", "weights", "worlds"}
+EDGES: dict[str, set[str]] = {
+    "cli": {"run"},
+    "__main__": {"cli"},
+    "run": MIDDLE,
+    "bench": MIDDLE | {"run"},
+    "dash": {"store"},
+    "engine": {"model"},
+    "train": {"model"},
+    "weights": {"store"},
+    "serve": {"model.tokenizer", "store"},
+    "serve.worker": {"engine", "weights", "model"},
+}
+
+# What may be imported from outside the standard library, by the same rule of names.
+TORCH = {"torch", "numpy", "safetensors"}
+OUTSIDE: dict[str, set[str]] = {
+    "cli": {"rich"},
+    "core.config": {"pydantic"},
+    "store": {"obstore", "msgspec"},
+    "weights": TORCH,
+    "model": TORCH | {"tokenizers", "jinja2"},
+    "engine": TORCH,
+    "train": TORCH,
+    "serve": {"starlette", "uvicorn", "uvloop", "aiohttp", "msgspec"},
+    "serve.worker": {"torch"},
+    "harness": {"aiohttp"},
+    "tasks": {"tokenizers"},
+    "run": {"torch", "aiohttp", "msgspec", "rich", "uvloop"},
+}
+
+# Each of these starts in a process that must stay light.
+WITHOUT_TORCH = [
+    "etude.cli",
+    "etude.store.runs",
+    "etude.weights.manifest",
+    "etude.model.tokenizer",
+    "etude.serve.gateway",
+    "etude.run.controller",
+    "etude.run.launch",
+]
+
+MAX_BROAD_EXCEPTS = 3
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    name: str
+    """Dotted, without the leading `etude.`; empty for the package itself."""
+    path: Path
+    tree: ast.Module
+
+    def imports(self) -> Iterator[tuple[str, bool, int]]:
+        """(full dotted name, inside a function, line) of everything that is imported, wherever the import stands."""
+        lazy = {
+            id(inner)
+            for node in ast.walk(self.tree)
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            for inner in ast.walk(node)
+        }
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    yield alias.name, id(node) in lazy, node.lineno
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{self.path}:{node.lineno}: imports are absolute"
+                for alias in node.names:
+                    yield f"{node.module}.{alias.name}", id(node) in lazy, node.lineno
+
+
+@cache
+def modules() -> tuple[Module, ...]:
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        name = ".".join(part for part in parts if part != "__init__")
+        found.append(Module(name, path.relative_to(ROOT), ast.parse(path.read_text(), str(path))))
+    return tuple(found)
+
+
+def within(name: str, prefix: str) -> bool:
+    return name == prefix or name.startswith(prefix + ".")
+
+
+def allowed(table: dict[str, set[str]], name: str) -> set[str]:
+    return set().union(*(targets for prefix, targets in table.items() if within(name, prefix)))
+
+
+def violation(module: str, target: str, lazy: bool) -> str | None:
+    """Why `module` may not import `target`, or None if it may."""
+    top, _, rest = target.partition(".")
+    if top == "etude":
+        own = module.partition(".")[0]
+        if module == "cli" and lazy:
+            return None
+        if (
+            not rest
+            or rest == "__version__"
+            or any(within(rest, name) for name in {own, "core"} | allowed(EDGES, module))
+        ):
+            return None
+        return f"{module} may not import etude.{rest}"
+    if top in sys.stdlib_module_names or top in allowed(OUTSIDE, module):
+        return None
+    return f"{module} may not import {top}"
+
+
+@pytest.mark.parametrize(
+    ("module", "target", "lazy", "fine"),
+    [
+        ("run.controller", "etude.serve.gateway.Router", False, True),
+        ("core.window", "etude.core.types.Task", False, True),
+        ("core.window", "etude.store.log.Log", False, False),
+        ("core.window", "etude.store.log.Log", True, False),
+        ("core.window", "pydantic", False, False),
+        ("engine.runner", "etude.train.loss", False, False),
+        ("engine.runner", "aiohttp", True, False),
+        ("serve.worker", "etude.engine.engine.Engine", False, True),
+        ("serve.gateway", "etude.engine.engine.Engine", False, False),
+        ("serve.gateway", "etude.model.transformer", False, False),
+        ("serve.gateway", "torch", True, False),
+        ("cli", "etude.bench.loop", True, True),
+        ("cli", "etude.bench.loop", False, False),
+        ("tasks.factory", "etude.run.environment", False, False),
+    ],
+)
+def test_the_rule_itself(module: str, target: str, lazy: bool, fine: bool) -> None:
+    assert (violation(module, target, lazy) is None) == fine
+
+
+def test_imports_point_down() -> None:
+    broken = [
+        f"{module.path}:{line}: {why}"
+        for module in modules()
+        for target, lazy, line in module.imports()
+        if (why := violation(module.name, target, lazy))
+    ]
+    assert not broken, "\n".join(broken)
+
+
+def test_what_is_imported_is_declared() -> None:
+    """Every outside module of the tables is a dependency, pinned and with a range, and nothing is declared in vain."""
+    needed = set().union(*OUTSIDE.values()) | {"httptools", "uvloop"}  # these two make uvicorn fast; it imports them
+    pins = set(re.findall(r"^([\w-]+)==", (ROOT / "requirements.txt").read_text(), re.MULTILINE))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    ranges = {re.split(r"[<>=]", dependency)[0] for dependency in project["dependencies"]}
+    assert pins == ranges == needed
+
+
+def run_python(*argv: str) -> str:
+    done = subprocess.run([sys.executable, *argv], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", WITHOUT_TORCH)
+def test_stays_without_torch(name: str) -> None:
+    assert run_python("-c", f"import sys, {name}; print('torch' in sys.modules)").strip() == "False"
+
+
+def test_help_imports_nothing_heavy() -> None:
+    script = (
+        "import runpy, sys\n"
+        "sys.argv = ['etude', '--help']\n"
+        "try:\n    runpy.run_module('etude', run_name='__main__')\n"
+        "except SystemExit as stop:\n    assert not stop.code, stop.code\n"
+        "heavy = {'torch', 'numpy', 'pydantic', 'starlette', 'aiohttp', 'rich', 'obstore'}\n"
+        "print('loaded:', *sorted(heavy & sys.modules.keys()))\n"
+    )
+    output = run_python("-c", script)
+    assert "demo" in output
+    assert output.splitlines()[-1].strip() == "loaded:"
+
+
+def test_no_pickle() -> None:
+    """Nothing that a stranger wrote is ever executed by reading it."""
+    refused = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
+    found = []
+    for module in modules():
+        found += [f"{module.path}:{line}" for target, _, line in module.imports() if target.split(".")[0] in refused]
+        found += [
+            f"{module.path}:{line}" for target, _, line in module.imports() if target in ("torch.load", "torch.save")
+        ]
+        found += [
+            f"{module.path}:{node.lineno}"
+            for node in ast.walk(module.tree)
+            if isinstance(node, ast.Attribute) and ast.unparse(node) in ("torch.load", "torch.save")
+        ]
+    assert not found
+
+
+def swallows_everything(handler: ast.ExceptHandler) -> bool:
+    """Cleaning up and raising the same error again does not count."""
+    names = (
+        {node.id for node in ast.walk(handler.type) if isinstance(node, ast.Name)} if handler.type else {"Exception"}
+    )
+    last = handler.body[-1]
+    return bool(names & {"Exception", "BaseException"}) and not (isinstance(last, ast.Raise) and last.exc is None)
+
+
+def test_broad_excepts_are_few() -> None:
+    found = [
+        f"{module.path}:{node.lineno}"
+        for module in modules()
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.ExceptHandler) and swallows_everything(node)
+    ]
+    assert len(found) <= MAX_BROAD_EXCEPTS, found
+
+
+def test_files_and_functions_are_short() -> None:
+    long = []
+    for module in modules():
+        lines = len((ROOT / module.path).read_text().splitlines())
+        if lines > MAX_FILE_LINES:
+            long.append(f"{module.path}: {lines} lines")
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                size = (node.end_lineno or 0) - node.lineno + 1
+                if size > MAX_FUNCTION_LINES:
+                    long.append(f"{module.path}:{node.lineno}: {node.name} has {size} lines")
+    assert not long, "\n".join(long)
+
+
+def packages() -> set[str]:
+    return {path.parent.name for path in PACKAGE.glob("*/*.py")}
+
+
+def test_every_module_says_what_it_is() -> None:
+    silent = [str(m.path) for m in modules() if m.path.name != "__main__.py" and not ast.get_docstring(m.tree)]
+    assert not silent
+    assert all((PACKAGE / name / "__init__.py").exists() for name in packages())
+
+
+def test_package_inits_hold_only_a_docstring() -> None:
+    assert [str(m.path) for m in modules() if m.path.name == "__init__.py" and m.name and len(m.tree.body) != 1] == []
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/design.md"])
+def test_the_tree_in_the_documents_is_the_tree(document: str) -> None:
+    tree = re.search(r"^etude/\n(.*?)^\S", (ROOT / document).read_text(), re.MULTILINE | re.DOTALL)
+    assert tree, f"{document} shows no package tree"
+    assert set(re.findall(r"^  (\w+)/", tree[1], re.MULTILINE)) == packages()
+
+
+@pytest.mark.parametrize(
+    "document", sorted(str(p.relative_to(ROOT)) for p in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+)
+def test_links_lead_somewhere(document: str) -> None:
+    text = (ROOT / document).read_text()
+    links = [link for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) if "://" not in link]
+    dead = [link for link in links if not ((ROOT / document).parent / link).exists()]
+    assert not dead
+
+
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/design.md"])
+def test_what_the_documents_name_exists(document: str) -> None:
+    text = (ROOT / document).read_text()
+    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert set(re.findall(r"(?:`|^)make ([a-z]+)", text, re.MULTILINE)) <= set(targets)
+    files = re.findall(r"`((?:etude|examples|tests|docs|\.ci)/[\w/.]+)`", text)
+    assert [name for name in files if not (ROOT / name).exists()] == []
+
+
+def test_the_commands_in_the_readme_exist() -> None:
+    commands = re.findall(r"^etude (\w+)", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert commands
+    for command in sorted(set(commands)):
+        run_python("-m", "etude", command, "--help")
+
+
+def test_the_run_file_in_the_readme_is_valid() -> None:
+    text = re.search(r"```toml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert text
+    assert [stage.kind for stage in parse(text[1]).stage] == ["midtrain", "sft", "rl"]

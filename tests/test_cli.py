@@ -1,0 +1,139 @@
+"""The command line on bad input: one clear message, an exit code that is not 0, no traceback, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import resource
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from etude.cli import main
+from etude.core.config import parse
+from etude.run.prepare import is_prepared
+from etude.store.runs import Run
+
+TINY = Path(__file__).parent / "e2e" / "tiny.toml"
+Etude = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def etude(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Etude:
+    monkeypatch.chdir(tmp_path)
+
+    def call(*argv: object) -> tuple[int, str, str]:
+        code = main([str(word) for word in argv])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return call
+
+
+def refused(answer: tuple[int, str, str], *said: str) -> None:
+    code, out, err = answer
+    assert code == 2
+    assert err.startswith("error: ") and "Traceback" not in err
+    for words in said:
+        assert words in err
+
+
+def test_a_config_that_is_not_there(etude: Etude) -> None:
+    refused(etude("run", "no.toml"), "cannot read no.toml", "No such file")
+
+
+def test_a_broken_config(etude: Etude, tmp_path: Path) -> None:
+    (tmp_path / "bad.toml").write_text('name = "x"\n[model\n')
+    refused(etude("run", "bad.toml"), "bad.toml: not valid TOML", "line 2")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.toml"]
+
+
+def test_an_unknown_key(etude: Etude, tmp_path: Path) -> None:
+    refused(etude("run", TINY, "--set", "engine.max_bach=3"), "unknown key engine.max_bach", "did you mean max_batch?")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_that_is_not_there(etude: Etude, tmp_path: Path) -> None:
+    refused(etude("run", TINY, "--set", "model.path=nowhere"), "model.path = 'nowhere'", "model.safetensors missing")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_port_in_use(etude: Etude, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        refused(etude("run", TINY, "--set", f"engine.port={port}"), f"engine.port = {port} cannot be used", "in use")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["audit", "show", "eval"])
+def test_a_run_that_is_not_there(etude: Etude, tmp_path: Path, command: str) -> None:
+    refused(etude(command, "runs/none"), "runs/none", "is not there")
+    (tmp_path / "empty").mkdir()
+    refused(etude(command, "empty"), "empty", "holds no run")
+
+
+def test_a_version_that_is_not_there(etude: Etude, tmp_path: Path) -> None:
+    Run.open(f"file:{tmp_path}/r").put_config(parse(TINY.read_text()))
+    refused(etude("eval", "r"), "has no published weights yet")
+
+
+def test_another_config_for_the_same_run(etude: Etude, tmp_path: Path) -> None:
+    Run.open(f"file:{tmp_path}/r").put_config(parse(TINY.read_text()))
+    refused(etude("run", TINY, "--dir", "r", "--set", "stage.rl.lr=0.5"), "stage.rl.lr 1e-05 there and 0.5 here")
+
+
+def test_a_place_that_is_a_file(etude: Etude, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    refused(etude("run", TINY, "--dir", "file"), "no run can lie in file")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_fresh_removes_nothing_but_a_run(etude: Etude, tmp_path: Path) -> None:
+    (tmp_path / "papers").mkdir()
+    (tmp_path / "papers" / "thesis").write_text("years of work")
+    refused(etude("demo", "--dir", "papers", "--fresh"), "papers is no run of etude: it is not removed")
+    assert (tmp_path / "papers" / "thesis").exists()
+
+
+def test_an_unknown_benchmark(etude: Etude) -> None:
+    refused(etude("bench", "speed"), "there is no benchmark speed", "loop")
+
+
+def test_a_full_disk_leaves_nothing_that_a_later_run_trips_over(tmp_path: Path) -> None:
+    """A limit on the size of files stands in for it: the operating system refuses the write in the same place."""
+    argv = [sys.executable, "-m", "etude", "run", str(TINY), "--dir", str(tmp_path / "r")]
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))  # noqa: E731
+    ended = subprocess.run(argv, capture_output=True, text=True, preexec_fn=limit, check=False)
+    assert ended.returncode == 2
+    assert "cannot write model/" in ended.stderr and "free some space" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    run = Run.open(f"file:{tmp_path}/r", create=False)
+    assert not is_prepared(run)
+    subprocess.run([sys.executable, "-m", "etude.run.prepare", "--store", f"file:{tmp_path}/r"], check=True)
+    assert is_prepared(run)
+
+
+def test_the_plan_is_printed_and_nothing_is_made(etude: Etude, tmp_path: Path) -> None:
+    code, out, _ = etude("run", TINY, "--dry-run", "--set", "stage.rl.steps=7")
+    assert code == 0
+    assert "midtrain: version 0 -> 1" in out and "sft: version 1 -> 2" in out and "rl: version 2 -> 9" in out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_audit_of_a_run_that_has_just_begun(etude: Etude, tmp_path: Path) -> None:
+    Run.open(f"file:{tmp_path}/r").put_config(parse(TINY.read_text()))
+    code, out, _ = etude("audit", "r")
+    assert code == 0
+    assert out.startswith("0 issued = 0 trained + 0 dropped (0) + 0 in flight")
+
+
+def test_help_loads_neither_torch_nor_anything_slow() -> None:
+    code = "import sys, etude.cli as c\ntry: c.main(['--help'])\nexcept SystemExit: pass\nprint(sorted(sys.modules))"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    modules = json.loads(said.splitlines()[-1].replace("'", '"'))
+    assert not {"torch", "numpy", "pydantic", "rich", "aiohttp", "obstore"} & set(modules)

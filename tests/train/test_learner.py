@@ -1,0 +1,247 @@
+from __future__ import annotations
+
+import copy
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from etude.core.types import Batch, Row
+from etude.model.attention import Causal
+from etude.model.transformer import ModelConfig, fresh
+from etude.train.checkpoint import Checkpoint, Origin, pack, unpack
+from etude.train.learner import Learner
+from etude.train.loss import token_logprobs
+from etude.train.rows import Padded
+
+CONFIG = ModelConfig(
+    vocab_size=32,
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=48,
+    max_position_embeddings=64,
+)
+
+
+def learner(seed: int = 0) -> Learner:
+    return Learner(fresh(CONFIG, seed))
+
+
+def batch(step: int, rows: int = 6) -> Batch:
+    rng = random.Random(step)
+
+    def row(number: int) -> Row:
+        size = rng.randint(8, 30)
+        mask = tuple(t >= 4 and rng.random() < 0.7 for t in range(size - 1)) + (True,)
+        return Row(
+            sample=f"{step}-{number}",
+            tokens=tuple(rng.randrange(32) for _ in range(size)),
+            mask=mask,
+            logprobs=tuple(-3.4 - rng.random() if sampled else 0.0 for sampled in mask),
+            advantages=tuple((-1.0) ** number if sampled else 0.0 for sampled in mask),
+            versions=(),
+        )
+
+    return Batch(step=step, rows=tuple(row(number) for number in range(rows)), oldest=step - 1)
+
+
+def text(seed: int) -> Padded:
+    tokens_BT = torch.randint(32, (4, 20), generator=torch.Generator().manual_seed(seed))
+    return Padded(tokens_BT=tokens_BT, mask_BT=torch.ones_like(tokens_BT, dtype=torch.bool))
+
+
+def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def through_bytes(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    checkpoint = Checkpoint(stage="rl", step=1, version=1, lineage=(), cursor={}, tensors=state)
+    return dict(unpack(pack(checkpoint), "here").tensors)
+
+
+def test_the_model_computes_with_what_is_published() -> None:
+    one = learner()
+    for step in (1, 2):
+        one.step(batch(step), lr=1e-2)
+        published = one.weights()
+        assert all(tensor.dtype == torch.bfloat16 for tensor in published.values())
+        assert equal(
+            {n: t.float() for n, t in published.items()}, {n: p.detach() for n, p in one.model.named_parameters()}
+        )
+
+
+def test_steps_too_small_for_bf16_add_up() -> None:
+    """A norm's gain is 1.0, and the bf16 numbers next to it are 0.002 and more away from the middle between them."""
+    one, name = learner(), "model.norm.weight"
+    one.step(batch(1), lr=1e-3)
+    assert torch.equal(one.weights()[name], torch.ones(32, dtype=torch.bfloat16))
+    assert not torch.equal(one.state()[f"master.{name}"], torch.ones(32))
+    for _ in range(9):
+        one.step(batch(1), lr=1e-3)
+    assert not torch.equal(one.weights()[name], torch.ones(32, dtype=torch.bfloat16))
+
+
+def test_published_weights_are_a_copy() -> None:
+    one = learner()
+    published = one.weights()
+    copies = copy.deepcopy(published)
+    one.step(batch(1), lr=1e-2)
+    assert equal(published, copies)
+
+
+@pytest.mark.parametrize("microbatch_tokens", [0, 64])
+def test_two_learners_take_the_same_steps_to_the_bit(microbatch_tokens: int) -> None:
+    first, second = learner(), learner()
+    for step in (1, 2, 3):
+        stats = [one.step(batch(step), lr=1e-3, microbatch_tokens=microbatch_tokens) for one in (first, second)]
+        assert stats[0] == stats[1]
+    assert equal(first.state(), second.state())
+    assert equal(first.weights(), second.weights())
+
+
+def test_how_rows_are_cut_into_microbatches_changes_only_rounding() -> None:
+    stats = [learner().step(batch(1), lr=1e-3, microbatch_tokens=size) for size in (0, 40, 4096)]
+    for other in stats[1:]:
+        assert other.loss == pytest.approx(stats[0].loss, rel=1e-4)
+        assert other.grad_norm == pytest.approx(stats[0].grad_norm, rel=1e-4)
+        assert other.drift.k3 == pytest.approx(stats[0].drift.k3, rel=1e-4)
+        assert other.num_tokens == stats[0].num_tokens
+
+
+def test_a_step_is_one_adamw_step_on_the_formula() -> None:
+    """The whole step against plain autograd and an AdamW of a few lines, in float64."""
+    one, rows = learner(), batch(1).rows
+    model = fresh(CONFIG, 0)
+    masters = {name: p.detach().double() for name, p in model.named_parameters()}
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(p.to(torch.bfloat16))
+    model = model.double()
+    total = sum(sum(row.mask) for row in rows)
+    loss = torch.zeros((), dtype=torch.float64)
+    for row in rows:
+        mask = torch.tensor([row.mask])
+        logp = token_logprobs(model, torch.tensor([row.tokens]), mask)[0].double()
+        ratio = (logp.detach() - torch.tensor([row.logprobs], dtype=torch.float64)[mask]).exp()
+        loss -= (ratio.clamp(max=1.1) * torch.tensor([row.advantages], dtype=torch.float64)[mask] * logp).sum() / total
+    loss.backward()
+    norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
+    stats = one.step(batch(1), lr=1e-2, ratio_cap=1.1, weight_decay=0.1)
+    assert stats.loss == pytest.approx(loss.item(), rel=1e-4)
+    assert stats.grad_norm == pytest.approx(norm.item(), rel=1e-4)
+    state = one.state()
+    for name, p in model.named_parameters():
+        assert p.grad is not None
+        gradient = p.grad * min(1.0, 1.0 / (norm.item() + 1e-6))
+        decayed = masters[name] * (1 - 1e-2 * 0.1) if p.ndim == 2 else masters[name]
+        expected = decayed - 1e-2 * gradient / (gradient.abs() + 1e-8)  # the first step: the moments are the gradient
+        clear = gradient.abs() > 1e-5  # where rounding cannot turn the sign of a step
+        torch.testing.assert_close(state[f"master.{name}"].double()[clear], expected[clear], rtol=1e-3, atol=1e-4)
+
+
+def test_a_resumed_learner_is_the_same_to_the_bit() -> None:
+    straight = learner()
+    for step in (1, 2, 3, 4):
+        straight.step(batch(step), lr=1e-3)
+    first = learner()
+    first.step(batch(1), lr=1e-3)
+    first.step(batch(2), lr=1e-3)
+    second = learner(seed=9)
+    second.load_state(through_bytes(first.state()))
+    assert equal(second.weights(), first.weights())
+    second.step(batch(3), lr=1e-3)
+    second.step(batch(4), lr=1e-3)
+    assert equal(second.state(), straight.state())
+    assert equal(second.weights(), straight.weights())
+
+
+def test_a_new_stage_takes_the_masters_and_nothing_else() -> None:
+    first = learner()
+    first.fit([text(0)], lr=1e-3)
+    first.keep()
+    masters = {name: tensor.clone() for name, tensor in first.state().items() if name.startswith("master.")}
+    first.restart()
+    state = first.state()
+    assert equal({name: tensor for name, tensor in state.items() if name in masters}, masters)
+    assert not any(tensor.any() for name, tensor in state.items() if name not in masters)
+    assert len(state) == len(learner().state())
+
+
+def test_kept_weights_survive_steps_and_checkpoints() -> None:
+    one = learner()
+    one.fit([text(0)], lr=1e-2)
+    best = one.weights()
+    one.keep()
+    one.fit([text(1)], lr=1e-2)
+    assert not equal(one.weights(), best)
+    other = learner(seed=3)
+    other.load_state(through_bytes(one.state()))
+    other.recall()
+    one.recall()
+    assert equal(one.weights(), best)
+    assert equal(other.weights(), best)
+
+
+def test_learning_raises_what_was_rewarded() -> None:
+    one, lesson = learner(), batch(1)
+    good, bad = lesson.rows[0], lesson.rows[1]
+
+    def mean_logp(row: Row) -> float:
+        return token_logprobs(one.model, torch.tensor([row.tokens]), torch.tensor([row.mask]))[0].mean().item()
+
+    before = mean_logp(good), mean_logp(bad)
+    for step in range(5):
+        one.step(replace(lesson, step=step + 1), lr=3e-3)
+    assert mean_logp(good) > before[0] and mean_logp(bad) < before[1]
+
+
+def test_fit_is_cross_entropy_and_evaluate_changes_nothing() -> None:
+    one, micro = learner(), text(0)
+    logits = one.model.logits(one.model(micro.tokens_BT[:, :-1], torch.arange(19).expand(4, -1), Causal()))
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), micro.tokens_BT[:, 1:].flatten()).item()
+    state = {name: tensor.clone() for name, tensor in one.state().items()}
+    assert one.evaluate([micro]) == pytest.approx(expected, rel=1e-5)
+    assert equal(one.state(), state)
+    assert one.fit([micro], lr=1e-2).loss == pytest.approx(expected, rel=1e-5)
+    assert one.evaluate([micro]) < expected
+
+
+def test_a_batch_without_sampled_tokens_is_refused() -> None:
+    rows = tuple(replace(row, mask=(False,) * len(row.mask)) for row in batch(1).rows)
+    with pytest.raises(ValueError, match="step 1 has no sampled token"):
+        learner().step(Batch(step=1, rows=rows, oldest=0), lr=1e-3)
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run_before_it_reaches_the_masters() -> None:
+    one = learner()
+    state = {name: tensor.clone() for name, tensor in one.state().items()}
+    rows = tuple(replace(row, advantages=tuple(float("inf") for _ in row.mask)) for row in batch(1).rows)
+    with pytest.raises(RuntimeError, match="non-finite"):
+        one.step(Batch(step=1, rows=rows, oldest=0), lr=1e-3)
+    assert equal(one.state(), state)
+
+
+def test_a_state_of_another_shape_is_refused() -> None:
+    wider = Learner(fresh(replace(CONFIG, hidden_size=64), 0))
+    with pytest.raises(ValueError, match=r"does not fit the model: master\.model\.embed_tokens\.weight is \(32, 64\)"):
+        learner().load_state(wider.state())
+    with pytest.raises(ValueError, match="missing"):
+        learner().load_state({})
+
+
+def test_lineage_survives_the_checkpoint() -> None:
+    lineage = (
+        Origin(stage="midtrain", parent=None, config="c1", data="corpus"),
+        Origin(stage="sft", parent=1, config="c2", data="x"),
+    )
+    saved = Checkpoint(
+        stage="sft", step=7, version=2, lineage=lineage, cursor={"held_out": [0.5, 0.25]}, tensors={"a": torch.ones(3)}
+    )
+    found = unpack(pack(saved), "here")
+    assert replace(found, tensors={}) == replace(saved, tensors={})
+    assert equal(dict(found.tensors), dict(saved.tensors))
+    assert pack(found) == pack(saved)

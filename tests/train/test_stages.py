@@ -1,0 +1,249 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from etude.model.transformer import ModelConfig, fresh
+from etude.train.learner import Learner
+from etude.train.rows import pack_text
+from etude.train.schedule import rate
+from etude.train.stages import Demonstration, OnStep, Progress, Stream, midtrain, sft, since_best
+
+CONFIG = ModelConfig(
+    vocab_size=16,
+    hidden_size=16,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    intermediate_size=24,
+    max_position_embeddings=32,
+)
+EOS = 0
+
+
+def learner() -> Learner:
+    return Learner(fresh(CONFIG, 0))
+
+
+def documents(count: int = 12) -> list[list[int]]:
+    rng = random.Random(1)
+    return [[rng.randrange(1, 16) for _ in range(rng.randint(3, 20))] for _ in range(count)]
+
+
+def sessions(count: int, seed: int) -> list[Demonstration]:
+    """The assistant says what the user said."""
+    rng = random.Random(seed)
+    words = [[rng.randrange(1, 16) for _ in range(rng.randint(1, 3))] for _ in range(count)]
+    return [([*word, EOS, *word, EOS], [False] * (len(word) + 1) + [True] * (len(word) + 1)) for word in words]
+
+
+def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+class Killed(Exception):
+    pass
+
+
+class KillAt:
+    """Keeps what a checkpoint would, and dies after step n."""
+
+    def __init__(self, learner: Learner, step: int) -> None:
+        self.learner, self.step = learner, step
+
+    def __call__(self, progress: Progress) -> None:
+        self.progress = progress
+        self.state = {name: tensor.clone() for name, tensor in self.learner.state().items()}
+        if progress.step == self.step:
+            raise Killed
+
+
+def test_every_pass_of_the_stream_holds_every_document_once() -> None:
+    docs = documents()
+    stream = Stream(docs, eos=EOS, seed=3)
+    size = sum(len(document) + 1 for document in docs)
+    orders = []
+    for number in range(3):
+        tokens = stream.read(number * size, size).tolist()
+        assert tokens[-1] == EOS
+        parts = " ".join(map(str, tokens[:-1])).split(f" {EOS} ")
+        orders.append(parts)
+        assert sorted(parts) == sorted(" ".join(map(str, document)) for document in docs)
+    assert orders[0] != orders[1] != orders[2]
+
+
+def test_the_stream_reads_the_same_in_any_pieces() -> None:
+    whole = Stream(documents(), eos=EOS, seed=3).read(0, 1000)
+    stream = Stream(documents(), eos=EOS, seed=3)
+    assert np.array_equal(np.concatenate([stream.read(start, 50) for start in range(0, 1000, 50)]), whole)
+    assert np.array_equal(stream.read(700, 300), whole[700:])
+    assert not np.array_equal(Stream(documents(), eos=EOS, seed=4).read(0, 1000), whole)
+
+
+def run_midtrain(one: Learner, start_step: int = 0, on_step: KillAt | None = None, seed: int = 0) -> list[Progress]:
+    seen: list[Progress] = []
+    midtrain(
+        one,
+        documents(),
+        eos=EOS,
+        steps=8,
+        batch_tokens=100,
+        lr=1e-2,
+        warmup=2,
+        weight_decay=0.1,
+        seed=seed,
+        start_step=start_step,
+        on_step=on_step or seen.append,
+    )
+    return seen
+
+
+def test_midtrain_learns_and_says_so() -> None:
+    seen = run_midtrain(learner())
+    assert [progress.step for progress in seen] == list(range(1, 9))
+    assert seen[-1].fit.loss < seen[0].fit.loss
+    assert seen[0].fit.num_tokens == 3 * 31  # 100 tokens make 3 whole rows of 32; the first of a row is not predicted
+
+
+@pytest.mark.parametrize("kill", [1, 4, 8])
+def test_midtrain_goes_on_to_the_bit(kill: int) -> None:
+    straight, first, second = learner(), learner(), learner()
+    run_midtrain(straight)
+    killer = KillAt(first, kill)
+    with pytest.raises(Killed):
+        run_midtrain(first, on_step=killer)
+    second.load_state(killer.state)
+    run_midtrain(second, start_step=killer.progress.step)
+    assert equal(second.state(), straight.state())
+
+
+def test_another_seed_is_another_run() -> None:
+    first, second = learner(), learner()
+    run_midtrain(first)
+    run_midtrain(second, seed=1)
+    assert not equal(first.state(), second.state())
+
+
+def run_sft(
+    one: Learner, *, start_step: int = 0, losses: Sequence[float] = (), on_step: OnStep, lr: float = 3e-2
+) -> tuple[float, ...]:
+    return sft(
+        one,
+        sessions(40, 0),
+        sessions(20, 1),
+        max_epochs=6,
+        patience=1,
+        batch_tokens=100,
+        lr=lr,
+        seed=0,
+        start_step=start_step,
+        held_out_losses=losses,
+        on_step=on_step,
+    )
+
+
+def test_since_best() -> None:
+    assert [since_best(losses) for losses in ([], [3.0], [3.0, 2.0], [3.0, 2.0, 2.0], [1.0, 2.0, 3.0])] == [
+        0,
+        0,
+        0,
+        1,
+        2,
+    ]
+
+
+def test_sft_stops_by_its_rule_with_the_best_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Held-out losses from a script: the second epoch is the best, and two more without progress end it."""
+    one = learner()
+    script = iter([2.0, 1.0, 1.5, 1.0, 0.1])
+    best: list[dict[str, Tensor]] = []
+
+    def scripted(exam: object) -> float:
+        best.append(one.weights())
+        return next(script)
+
+    monkeypatch.setattr(one, "evaluate", scripted)
+    seen: list[Progress] = []
+    losses = sft(
+        one,
+        sessions(40, 0),
+        sessions(4, 1),
+        max_epochs=9,
+        patience=2,
+        batch_tokens=100,
+        lr=1e-2,
+        seed=0,
+        on_step=seen.append,
+    )
+    assert losses == (2.0, 1.0, 1.5, 1.0)
+    assert seen[-1].step == 4 * seen[-1].total // 9 and seen[-1].held_out == losses
+    assert equal(one.weights(), best[1])
+    assert not equal(one.weights(), best[3])
+
+
+def test_sft_with_a_rate_that_hurts_stops_early_and_is_no_worse_than_its_best() -> None:
+    one = learner()
+    seen: list[Progress] = []
+    losses = run_sft(one, lr=0.5, on_step=seen.append)
+    assert seen[-1].step < seen[-1].total
+    exam = pack_text(sessions(20, 1), microbatch_tokens=4096)
+    assert one.evaluate(exam) == pytest.approx(min(losses), rel=1e-6)
+
+
+def test_sft_uses_every_demonstration_once_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = learner()
+    counts: list[int] = []
+    fit = one.fit
+    monkeypatch.setattr(
+        one, "fit", lambda micro, **kw: (counts.append(sum(len(m.tokens_BT) for m in micro)), fit(micro, **kw))[1]
+    )
+    seen: list[Progress] = []
+    losses = run_sft(one, on_step=seen.append)
+    assert sum(counts) == 40 * len(losses)
+    assert max(counts) - min(counts) <= 1
+
+
+def test_sft_goes_on_to_the_bit_wherever_it_was_killed() -> None:
+    straight = learner()
+    seen: list[Progress] = []
+    losses = run_sft(straight, on_step=seen.append)
+    for kill in {1, seen[-1].total // 6, seen[-1].total // 6 + 1, seen[-1].step}:
+        first, second = learner(), learner()
+        killer = KillAt(first, kill)
+        with pytest.raises(Killed):
+            run_sft(first, on_step=killer)
+        second.load_state(killer.state)
+        assert run_sft(second, start_step=kill, losses=killer.progress.held_out, on_step=seen.append) == losses
+        assert equal(second.weights(), straight.weights())
+
+
+def test_what_cannot_be_trained_on_is_refused() -> None:
+    with pytest.raises(ValueError, match="no documents"):
+        Stream([], eos=EOS, seed=0)
+    with pytest.raises(ValueError, match="no held-out demonstrations"):
+        sft(learner(), sessions(4, 0), [], max_epochs=1, patience=1, batch_tokens=10, lr=1e-3, seed=0)
+    with pytest.raises(ValueError, match="longest of the demonstrations has 33 tokens"):
+        sft(
+            learner(),
+            [([1] * 33, [True] * 33)],
+            sessions(1, 0),
+            max_epochs=1,
+            patience=1,
+            batch_tokens=10,
+            lr=1e-3,
+            seed=0,
+        )
+
+
+def test_the_rate_by_hand() -> None:
+    def rates(decay: str) -> list[float]:
+        return [rate(step, lr=1.0, warmup=1, total=5, decay=decay) for step in range(6)]
+
+    assert rates("constant") == [0.5, 1, 1, 1, 1, 1]
+    assert rates("linear") == [0.5, 1, 0.75, 0.5, 0.25, 0]
+    assert rates("cosine") == pytest.approx([0.5, 1, 0.853553, 0.5, 0.146447, 0], abs=1e-6)

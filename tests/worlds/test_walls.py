@@ -1,0 +1,274 @@
+"""What only namespaces hold: nothing gets out, nothing stays, and nothing inside reaches its keeper."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from etude.core.errors import EtudeError, RolloutFailure
+from etude.worlds import namespaces
+from etude.worlds.namespaces import NamespaceWorlds
+
+LONG_S = 60.0
+
+
+async def result(worlds: NamespaceWorlds, script: str) -> str:
+    async with worlds.open({"s.py": script}) as sandbox:
+        ran = await sandbox.run(["python", "s.py"], timeout_s=LONG_S)
+        return ran.output.strip()
+
+
+def descendants(pid: int) -> set[int]:
+    """Every process below this one. A dead one that waits to be reaped holds nothing any more."""
+    found: set[int] = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(parent) == pid and state != "Z":
+            found |= {int(stat.parent.name)} | descendants(int(stat.parent.name))
+    return found
+
+
+async def until(true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(LONG_S):
+        while not true():
+            await asyncio.sleep(0.01)
+
+
+async def until_gone(pids: set[int]) -> None:
+    await until(lambda: not any(alive(pid) for pid in pids))
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+async def test_it_is_an_ordinary_user_without_capabilities(walled: NamespaceWorlds) -> None:
+    status = await result(walled, "print(open('/proc/self/status').read())")
+    fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
+    assert fields["Uid"].split() == ["1000"] * 4
+    assert {int(fields[name], 16) for name in ("CapInh", "CapPrm", "CapEff", "CapAmb")} == {0}
+    assert fields["NoNewPrivs"] == "1"
+
+
+async def test_it_sees_no_process_but_its_own_and_no_descriptor_but_three(walled: NamespaceWorlds) -> None:
+    script = (
+        "import os; print([p for p in os.listdir('/proc') if p.isdigit()], sorted(os.listdir('/proc/self/fd'))[:3])\n"
+    )
+    script += "for fd in range(3, 256):\n    try: os.fstat(fd); print('open', fd)\n    except OSError: pass"
+    assert await result(walled, script) == "['1'] ['0', '1', '2']"
+
+
+@pytest.mark.parametrize(
+    "attempt",
+    [
+        "open('/new', 'w')",
+        "open('/usr/new', 'w')",
+        "open('/etc/passwd', 'a')",
+        "open('/proc/sys/kernel/hostname', 'w')",
+        "os.listdir('/sys')",
+        "os.listdir('/home')",
+        "open('/etc/shadow')",
+        "socket.create_connection(('127.0.0.1', 22))",
+        "socket.create_connection(('1.1.1.1', 53))",
+        "os.setuid(0)",
+        "os.mknod('/work/disk', stat.S_IFBLK | 0o600, os.makedev(254, 0))",
+        "os.chroot('/work')",
+        "check(libc.unshare(0x10000000))",  # a user namespace, and capabilities with it
+        "check(libc.mount(b'none', b'/tmp', b'tmpfs', 0, None))",
+        "check(libc.umount2(b'/proc', 2))",
+        "check(libc.setns(os.open('/proc/self/ns/mnt', os.O_RDONLY), 0))",
+        "resource.setrlimit(resource.RLIMIT_NPROC, (10**6, 10**6))",
+        "open('big', 'wb').write(bytes(20 << 20))",
+        "[open(f'f{n}', 'wb').write(bytes(10 << 20)) for n in range(5)]",
+        "bytes(1 << 30)",
+        "[os.fork() or signal.pause() for _ in range(100)]",
+    ],
+)
+async def test_what_it_may_not_do(walled: NamespaceWorlds, attempt: str) -> None:
+    script = f"""
+import ctypes, os, resource, signal, socket, stat
+libc = ctypes.CDLL(None, use_errno=True)
+def check(result):
+    if result < 0:
+        raise OSError(ctypes.get_errno(), "refused")
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+try:
+    {attempt}
+    print("done")
+except (OSError, MemoryError, ValueError):
+    print("refused")
+"""
+    assert await result(walled, script) == "refused"
+
+
+async def test_a_full_disk_is_the_working_copys_problem(walled: NamespaceWorlds) -> None:
+    async with walled.open({"a": "1"}) as sandbox:
+        await sandbox.run(["sh", "-c", "for n in 1 2 3; do head -c 15000000 /dev/zero > f$n; done"], timeout_s=LONG_S)
+        with pytest.raises(ValueError, match="No space left"):
+            await sandbox.write("new/file", "x" * 100_000)
+        assert await sandbox.read("a") == "1"
+
+
+async def test_nothing_is_left_running_after_a_command(walled: NamespaceWorlds) -> None:
+    daemon = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(1000)"
+    async with walled.open({"daemon.py": daemon}) as sandbox:
+        await sandbox.run(["python", "daemon.py"], timeout_s=LONG_S)
+        await until(lambda: len(descendants(walled._zygote.pid)) == 1)  # the keeper
+
+
+async def test_a_command_cannot_hurt_its_keeper(walled: NamespaceWorlds) -> None:
+    hostile = """
+import os, resource, signal
+for pid in (0, -1, 1, os.getppid(), 2, 3, 4):
+    for number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGINT):
+        if pid > 1:
+            try: os.kill(pid, number)
+            except OSError: pass
+    try: resource.prlimit(pid, resource.RLIMIT_NOFILE, (0, 0))
+    except (OSError, ValueError): pass
+"""
+    async with walled.open({"hostile.py": hostile, "a": "1"}) as sandbox:
+        for _ in range(2):
+            await sandbox.run(["python", "hostile.py"], timeout_s=LONG_S)
+            await sandbox.run(["sh", "-c", "kill -9 -1; kill -9 1; kill -9 $PPID"], timeout_s=LONG_S)
+        assert await sandbox.read("a") == "1"
+        assert (await sandbox.run(["echo", "alive"], timeout_s=LONG_S)).output == "alive\n"
+
+
+async def test_a_fork_bomb_is_bounded_and_the_next_sandbox_does_not_feel_it(walled: NamespaceWorlds) -> None:
+    bomb = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
+    async with walled.open({"bomb.py": bomb}) as sandbox, walled.open({"s.py": "print('fine')"}) as other:
+        running = asyncio.create_task(sandbox.run(["python", "bomb.py"], timeout_s=1.0))
+        await asyncio.sleep(0.3)
+        assert len(descendants(walled._zygote.pid)) < 50
+        assert (await other.run(["python", "s.py"], timeout_s=LONG_S)).output == "fine\n"
+        assert (await running).code is None
+        assert (await sandbox.run(["echo", "alive"], timeout_s=LONG_S)).output == "alive\n"
+
+
+async def test_closing_leaves_no_process_mount_or_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = Path("/proc/self/mounts").read_text()
+    worlds = NamespaceWorlds()
+    async with worlds.open({"s.py": "import time; time.sleep(1000)"}) as sandbox:
+        fork = await sandbox.fork()  # left open: the worlds close it
+        running = asyncio.create_task(fork.run(["python", "s.py"], timeout_s=1000))
+        await asyncio.sleep(0.05)
+    processes = descendants(worlds._zygote.pid) | {worlds._zygote.pid}
+    await worlds.close()
+    with pytest.raises(RolloutFailure):
+        await running
+    await until_gone(processes)
+    assert Path("/proc/self/mounts").read_text() == before
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_closed_sandbox_says_so(walled: NamespaceWorlds) -> None:
+    async with walled.open({"a": "1"}) as sandbox:
+        await sandbox.close()
+        with pytest.raises(RolloutFailure, match="closed"):
+            await sandbox.read("a")
+
+
+async def test_a_sandbox_that_is_killed_is_a_failed_rollout(walled: NamespaceWorlds) -> None:
+    async with walled.open({"a": "1"}) as sandbox:
+        for pid in descendants(walled._zygote.pid):
+            with contextlib.suppress(ProcessLookupError):  # the trial sandbox may be on its way out
+                os.kill(pid, signal.SIGKILL)
+        with pytest.raises(RolloutFailure):
+            await sandbox.read("a")
+
+
+async def test_a_killed_launcher_is_started_again(walled: NamespaceWorlds) -> None:
+    async with walled.open({"a": "1"}) as sandbox:
+        walled._zygote.kill()
+        walled._zygote.wait()
+        assert await sandbox.read("a") == "1"
+        async with walled.open({"a": "2"}) as other:
+            assert await other.read("a") == "2"
+
+
+async def test_all_vanish_with_a_killed_controller() -> None:
+    controller = """
+import asyncio
+from etude.worlds.namespaces import NamespaceWorlds
+async def main():
+    worlds = NamespaceWorlds()
+    boxes = [await worlds.start() for _ in range(3)]
+    argv = ["sh", "-c", "trap '' TERM HUP; sleep 1000"]
+    runs = [asyncio.create_task(box.run(argv, timeout_s=1000)) for box in boxes[:2]]
+    await asyncio.sleep(0.3)
+    print("up", flush=True)
+    await asyncio.gather(*runs)
+asyncio.run(main())
+"""
+    with subprocess.Popen([sys.executable, "-c", controller], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "up\n"
+        below = descendants(process.pid)
+        assert len(below) >= 4  # the zygote and three keepers at least
+        process.kill()
+        await until_gone(below)
+
+
+def test_a_kernel_that_refuses_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse = (
+        "import errno, os, socket, sys; sys.path.append(sys.argv[1]); from etude.worlds import kernel, zygote\n"
+        "def refused(flags): raise OSError(errno.EPERM, 'unshare(0x20000): Operation not permitted')\n"
+        "kernel.unshare = refused; zygote.main(socket.socket(fileno=int(sys.argv[2])), sys.argv[3])"
+    )
+    monkeypatch.setattr(namespaces, "_BOOT", refuse)
+    with pytest.raises(EtudeError, match=r"unshare\(0x20000\): Operation not permitted.*isolation = \"process\""):
+        NamespaceWorlds()
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0, reason="only root can become someone else; others run the whole suite as themselves"
+)
+def test_an_ordinary_user_can_do_it_too() -> None:
+    python = Path("/usr/bin/python3")
+    if (
+        not python.exists()
+        or subprocess.run([python, "-c", "import sys; sys.exit(sys.version_info < (3, 11))"]).returncode
+    ):
+        pytest.skip("needs a Python that every user can read")
+    script = """
+import os, sys
+root = os.path.dirname(os.path.dirname(sys.argv[1]))
+sys.path.insert(0, root)
+import asyncio
+from etude.worlds.namespaces import NamespaceWorlds
+async def main():
+    worlds = NamespaceWorlds()
+    async with worlds.open({"s.py": "import os; print(os.getuid(), os.listdir('/work'))"}) as sandbox:
+        print((await sandbox.run(["python", "s.py"], timeout_s=60)).output, end="")
+    await worlds.close()
+os.setgroups([]); os.setgid(12345); os.setuid(12345)
+asyncio.run(main())
+"""
+    # The checkout may be where only root can read.
+    source = Path(namespaces.__file__).parents[2]
+    copy = Path("/tmp") / f"etude-user-{os.getpid()}"
+    copy.mkdir()
+    try:
+        shutil.copytree(source / "etude", copy / "etude")
+        subprocess.run(["chmod", "-R", "a+rX", copy], check=True)
+        ran = subprocess.run([python, "-c", script, str(copy / "etude")], capture_output=True, text=True)
+        assert (ran.stdout, ran.stderr) == ("1000 ['s.py']\n", "")
+    finally:
+        shutil.rmtree(copy)
