@@ -202,6 +202,7 @@ async def train(c: RunConfig, rl: RlConfig, worlds: Worlds) -> list[float]:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for name, parameter in model.named_parameters():
             masters[name].grad, parameter.grad = parameter.grad, None
+        optimizer.param_groups[0]["lr"] = rl.lr if step > rl.warmup else rl.lr * step / (rl.warmup + 1)
         optimizer.step()
         round_to_bf16(model, masters)
         print(f"step {step}  loss {losses[-1]:+.6f}  solved {sum(rewards):.0f} of {len(rewards)}", flush=True)

@@ -14,7 +14,7 @@ import pytest
 
 from etude.cli import main
 from etude.core.config import parse
-from etude.run.prepare import is_prepared
+from etude.run.prepare import given_files, is_prepared, store_files
 from etude.store.runs import Run
 
 TINY = Path(__file__).parent / "e2e" / "tiny.toml"
@@ -106,16 +106,21 @@ def test_an_unknown_benchmark(etude: Etude) -> None:
 
 def test_a_full_disk_leaves_nothing_that_a_later_run_trips_over(tmp_path: Path) -> None:
     """A limit on the size of files stands in for it: the operating system refuses the write in the same place."""
-    argv = [sys.executable, "-m", "etude", "run", str(TINY), "--dir", str(tmp_path / "r")]
+    model, place = tmp_path / "model", tmp_path / "r"
+    model.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "model.safetensors"):
+        (model / name).write_bytes(b"x" * 20_000)
+    (model / "config.json").write_text('{"max_position_embeddings": 512}')
+    argv = [sys.executable, "-m", "etude", "run", str(TINY), "--dir", str(place), "--set", f"model.path={model}"]
     limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))  # noqa: E731
     ended = subprocess.run(argv, capture_output=True, text=True, preexec_fn=limit, check=False)
     assert ended.returncode == 2
     assert "cannot write model/" in ended.stderr and "free some space" in ended.stderr
     assert "Traceback" not in ended.stderr
-    run = Run.open(f"file:{tmp_path}/r", create=False)
-    assert not is_prepared(run)
-    subprocess.run([sys.executable, "-m", "etude.run.prepare", "--store", f"file:{tmp_path}/r"], check=True)
-    assert is_prepared(run)
+    run = Run.open(f"file:{place}", create=False)
+    assert run.objects.list("model") == [] and not is_prepared(run)
+    store_files(run, given_files(str(model), max_context=256))
+    assert is_prepared(run) and run.objects.get("model/tokenizer.json") == b"x" * 20_000
 
 
 def test_the_plan_is_printed_and_nothing_is_made(etude: Etude, tmp_path: Path) -> None:

@@ -118,6 +118,10 @@ class MidtrainConfig(Config):
     weight_decay: NonNegative = 0.1
     warmup: CountOrZero = 20
     """Steps until the learning rate is reached."""
+    row_tokens: Count = 256
+    """Documents are joined and cut into rows of so many tokens."""
+    threads: Count = 1
+    """CPU threads of the trainer. The engines are idle in this stage, so it may take all cores."""
 
 
 class SftConfig(Config):
@@ -131,6 +135,8 @@ class SftConfig(Config):
     """Epochs without a lower held-back loss before it stops."""
     batch_tokens: Count = 8192
     lr: Positive = 1e-3
+    threads: Count = 1
+    """CPU threads of the trainer, as in `midtrain`."""
 
 
 class RlConfig(Config):
@@ -147,6 +153,8 @@ class RlConfig(Config):
     lookahead: Count = 1
     """How many of the oldest groups may be taken out of order, so that a straggler does not hold up the rest."""
     lr: Positive = 3e-4
+    warmup: CountOrZero = 10
+    """Steps until the learning rate is reached: the first steps of Adam are as large as the rate allows."""
     credit: str = "centered"
     """How the rewards of a group become advantages."""
     ratio_cap: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 2.0
@@ -154,6 +162,8 @@ class RlConfig(Config):
     temperature: Positive = 1.0
     microbatch_tokens: Count = 8192
     """Tokens of one forward and backward pass; for memory only, the step does not depend on it."""
+    threads: Count = 1
+    """CPU threads of the trainer, beside the engines that run at the same time."""
 
     @field_validator("credit")
     @classmethod

@@ -128,5 +128,17 @@ class RunDone:
     version: int
 
 
-Event = Launched | StageStarted | FitStep | StageDone | StepDone | GroupDone | Live | Fleet | EvalProgress | EvalDone | RunDone
+Event = (
+    Launched
+    | StageStarted
+    | FitStep
+    | StageDone
+    | StepDone
+    | GroupDone
+    | Live
+    | Fleet
+    | EvalProgress
+    | EvalDone
+    | RunDone
+)
 EVENTS: tuple[type[Event], ...] = get_args(Event)

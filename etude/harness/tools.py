@@ -38,9 +38,9 @@ class Tools:
             return f"error: {e}"
         return answer
 
-    async def read(self, path: str) -> str:
-        """A file, with line numbers."""
-        text = await self._sandbox.read(path)
+    async def read(self) -> str:
+        """The module, with line numbers."""
+        text = await self._sandbox.read(self._module)
         return "\n".join(f"{number} {line}" for number, line in enumerate(text.removesuffix("\n").split("\n"), 1))
 
     async def edit(self, line: int, text: str) -> str:
@@ -67,7 +67,7 @@ class Tools:
 
 
 PARAMETERS: dict[str, dict[str, type]] = {
-    "read": {"path": str},
+    "read": {},
     "edit": {"line": int, "text": str},
     "test": {},
     SUBMIT: {},

@@ -1,4 +1,4 @@
-"""A model as the files of a Hugging Face directory: config.json, tokenizer.json, chat_template.jinja, model.safetensors.
+"""A model as the files of a Hugging Face directory: config.json, tokenizer.json, model.safetensors and so on.
 
 The small files travel as a dict (name -> bytes), because in a run they live in the object store, not on a disk.
 """
@@ -26,8 +26,10 @@ def load_weights(model: Transformer, tensors: Mapping[str, Tensor]) -> None:
     """Copies values in place, so that whoever holds the model goes on with the new ones."""
     own = dict(model.named_parameters())
     if own.keys() != tensors.keys():
-        raise ValueError(f"tensors do not fit the model: missing {sorted(own.keys() - tensors.keys())}, "
-                         f"unknown {sorted(tensors.keys() - own.keys())}")  # fmt: skip
+        raise ValueError(
+            f"tensors do not fit the model: missing {sorted(own.keys() - tensors.keys())}, "
+            f"unknown {sorted(tensors.keys() - own.keys())}"
+        )
     with torch.no_grad():
         for name, parameter in own.items():
             parameter.copy_(tensors[name])

@@ -14,7 +14,7 @@ SPECIAL = (END, "<|tools|>", "<|user|>", "<|assistant|>", "<|tool|>", CALL, END_
 PIECES = r" ?[A-Za-z_]+| ?\d| ?[+\-*<>=!]=?|\n|  +|\"{3}| ?[^\sA-Za-z_\d]| "
 
 TEMPLATE = """\
-{%- if tools %}<|tools|>{% for tool in tools %}{{ tool.name }}{{ " " if not loop.last }}{% endfor %}{{ eos_token }}{% endif %}
+{%- if tools %}<|tools|>{{ tools | map(attribute="name") | join(" ") }}{{ eos_token }}{% endif %}
 {%- for message in messages %}
 {%- if message.role == "assistant" %}<|assistant|>{{ message.content or "" }}
 {%- for call in message.tool_calls or [] %}<tool_call>{{ call.function.name }}
@@ -29,11 +29,17 @@ def tokenizer_files(texts: Iterable[str], vocab_size: int) -> dict[str, bytes]:
     """tokenizer.json, tokenizer_config.json and chat_template.jinja; the same texts give the same bytes."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(PIECES), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [
+            pre_tokenizers.Split(Regex(PIECES), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=list(SPECIAL), initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
     config = {"eos_token": END, "tool_syntax": "compact", "tokenizer_class": "PreTrainedTokenizerFast"}

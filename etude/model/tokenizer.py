@@ -1,7 +1,7 @@
 """Text, chat messages and token ids, from the files of a Hugging Face directory. No torch in here: the gateway uses it.
 
-`tokenizer.json` is read by `tokenizers`, `chat_template.jinja` by a sandboxed `jinja2`, and the end of a turn and the way
-that the model writes tool calls stand in `tokenizer_config.json` (`eos_token`, `tool_syntax`).
+`tokenizer.json` is read by `tokenizers`, `chat_template.jinja` by a sandboxed `jinja2`, and the end of a turn and the
+way that the model writes tool calls stand in `tokenizer_config.json` (`eos_token`, `tool_syntax`).
 """
 
 from __future__ import annotations
@@ -121,5 +121,8 @@ def _arguments_as_objects(message: Message) -> Message:
     for call in message["tool_calls"]:
         function = call["function"]
         arguments = function["arguments"]
-        calls.append(call | {"function": function | {"arguments": json.loads(arguments) if isinstance(arguments, str) else arguments}})
+        calls.append(
+            call
+            | {"function": function | {"arguments": json.loads(arguments) if isinstance(arguments, str) else arguments}}
+        )
     return message | {"tool_calls": calls}

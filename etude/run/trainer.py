@@ -28,6 +28,7 @@ from etude.store.runs import Run
 from etude.train import stages
 from etude.train.checkpoint import Checkpoint, Origin, pack, unpack
 from etude.train.learner import Learner
+from etude.train.schedule import rate
 from etude.weights.publish import publish
 
 KEEP = 2
@@ -52,6 +53,7 @@ class Trainer:
             if leg.end > self.version:
                 began = time.monotonic()
                 self.enter(leg)
+                torch.set_num_threads(leg.stage.threads)
                 STAGE[leg.kind](self, leg)
                 self.emit(StageDone(stage=leg.kind, version=self.version, seconds=time.monotonic() - began))
 
@@ -75,6 +77,7 @@ class Trainer:
             eos=tokenizer.eos,
             steps=stage.steps,
             batch_tokens=stage.batch_tokens,
+            row_tokens=min(stage.row_tokens, self.learner.model.config.max_position_embeddings),
             lr=stage.lr,
             warmup=stage.warmup,
             weight_decay=stage.weight_decay,
@@ -115,9 +118,10 @@ class Trainer:
         for step in range(self.version + 1, leg.end + 1):
             batch = self.run.wait_batch(step)
             began = time.monotonic()
+            lr = rate(step - leg.start - 1, lr=stage.lr, warmup=stage.warmup, total=stage.steps, decay="constant")
             stats = self.learner.step(
                 batch,
-                lr=stage.lr,
+                lr=lr,
                 ratio_cap=stage.ratio_cap,
                 temperature=stage.temperature,
                 microbatch_tokens=0 if self.config.deterministic else stage.microbatch_tokens,
@@ -212,7 +216,6 @@ def main() -> int:
     args = parser.parse_args()
     run = Run.open(args.store, create=False)
     config = run.config()
-    torch.set_num_threads(config.engine.threads)
     try:
         Trainer(run, config, emitter(run, "trainer")).train()
     except EtudeError as e:

@@ -43,7 +43,11 @@ def slips(source: str) -> list[Slip]:
             token = match[0]
             for kind, tokens in KINDS.items():
                 if token in tokens:
-                    found += [Slip(kind, number, line[: match.start()] + other + line[match.end() :]) for other in tokens if other != token]
+                    found += [
+                        Slip(kind, number, line[: match.start()] + other + line[match.end() :])
+                        for other in tokens
+                        if other != token
+                    ]
     return found
 
 

@@ -1,5 +1,5 @@
-"""Text for mid-training: correct, documented modules, as a repository of such code would hold them, bare and as the
-harness lists them. Only functions of the training side; held-out programs never occur."""
+"""Text for mid-training: correct, documented modules as the harness lists them, with line numbers. From these the model
+learns which code goes with which words. Only functions of the training side; held-out programs never occur."""
 
 from __future__ import annotations
 
@@ -13,8 +13,4 @@ from etude.tasks.factory import functions
 def documents(count: int, seed: int) -> list[str]:
     rng = Random(derive("corpus", seed))
     stream = functions("train", rng)
-    texts = []
-    for _ in range(count):
-        module = "\n".join(next(stream).source for _ in range(rng.choice((1, 1, 2))))
-        texts.append(numbered(module) if rng.random() < 0.5 else module)
-    return texts
+    return [numbered("\n".join(next(stream).source for _ in range(rng.choice((1, 1, 1, 2))))) for _ in range(count)]

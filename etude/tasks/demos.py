@@ -1,8 +1,8 @@
-"""Demonstrations: sessions of a scripted worker who knows the harness but not the answer.
+"""Demonstrations: sessions of a scripted worker who knows the harness well and the answer now and then.
 
-It reads the module, tries a plausible repair (one slip, read backwards), runs the tests, and tries another if they fail.
-Sessions that do not end with passing tests are thrown away, as one would with the sessions of any teacher; what is left
-shows how the tools are used, and that a repair is worth trying only as long as the tests fail.
+It reads the module, tries a repair, runs the tests, and tries another if they fail. One try in `1 / SKILL` is the right
+repair; the others are slips of the usual kinds. Sessions that do not end with passing tests are thrown away, as one
+would with the sessions of any teacher; what is left shows how the tools are used, and leaves much to be learnt.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from etude.core.types import Task
 from etude.tasks import bugs
 
 Message = dict[str, Any]
-MAX_TRIES = 3
+MAX_TRIES = 2
+SKILL = 0.25
 
 
 def demonstrations(tasks: Sequence[Task], count: int, seed: int) -> list[list[Message]]:
@@ -34,13 +35,12 @@ def demonstrations(tasks: Sequence[Task], count: int, seed: int) -> list[list[Me
 
 def attempt(task: Task, rng: Random) -> list[Message] | None:
     """One session of the scripted worker; None if its repairs all failed."""
-    path = task.editable[0]
-    original = task.files[path]
+    original = task.files[task.editable[0]]
     session: list[Message] = [{"role": "user", "content": task.prompt}]
-    _turn(session, [("read", {"path": path}, numbered(original))])
+    _turn(session, [("read", {}, numbered(original))])
     tried: bugs.Slip | None = None
     for _ in range(MAX_TRIES):
-        slip = bugs.draw(original, rng)
+        slip = repair(task) if rng.random() < SKILL else bugs.draw(original, rng)
         undo = [_edit(tried.line, original.splitlines()[tried.line - 1])] if tried and tried.line != slip.line else []
         report = visible_report(task, bugs.apply(original, slip))
         _turn(session, [*undo, _edit(slip.line, slip.text), ("test", {}, report)])
@@ -49,6 +49,14 @@ def attempt(task: Task, rng: Random) -> list[Message] | None:
             return session
         tried = slip
     return None
+
+
+def repair(task: Task) -> bugs.Slip:
+    """The one line that differs from the solution, as it should be."""
+    pairs = zip(task.files[task.editable[0]].splitlines(), task.meta["solution"].splitlines(), strict=True)
+    return next(
+        bugs.Slip("repair", line, right) for line, (wrong, right) in enumerate(pairs, start=1) if wrong != right
+    )
 
 
 Call = tuple[str, dict[str, Any], str]
@@ -84,10 +92,12 @@ def visible_report(task: Task, module: str) -> str:
 def _turn(session: list[Message], calls: Sequence[Call]) -> None:
     """One assistant message with its tool calls, and the answers to them."""
     ids = [f"call_{len(session)}_{number}" for number in range(len(calls))]
-    said = [{"id": i, "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
-            for i, (name, arguments, _) in zip(ids, calls, strict=True)]  # fmt: skip
+    said = [
+        {"id": i, "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
+        for i, (name, arguments, _) in zip(ids, calls, strict=True)
+    ]
     session.append({"role": "assistant", "content": None, "tool_calls": said})
     if calls[0][0] != "submit":
-        session += [{"role": "tool", "tool_call_id": i, "content": answer} for i, (_, _, answer) in zip(ids, calls, strict=True)]
-
-
+        session += [
+            {"role": "tool", "tool_call_id": i, "content": answer} for i, (_, _, answer) in zip(ids, calls, strict=True)
+        ]

@@ -1,7 +1,7 @@
 """From templates to tasks: a module with one bug, tests that the agent can run, and hidden checks that it cannot see.
 
-Which programs training may see is decided by content: the digest of a function, names taken out, puts it on the training
-side or on the held-out side. So no function of a held-out task stands anywhere in training, whatever it is called.
+Which programs training may see is decided by content: the digest of a function, names taken out, puts it on the
+training side or on the held-out side. So no function of a held-out task stands anywhere in training, under any name.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from etude.tasks.templates import Function
 Split = Literal["train", "heldout", "novel"]
 HELD_OUT_SHARE = 5  # one function in this many
 
+HARD_SHARE = 0.15  # of the tasks have two functions
 NUM_VISIBLE, NUM_HIDDEN = 4, 12
 BUILTINS = frozenset(dir(builtins))
 
-TEST = '''\
+TEST = """\
 from {module} import {functions}
 
 CASES = {cases}
@@ -36,11 +37,11 @@ for function, args, expected in CASES:
         print(f"{{function.__name__}}({{', '.join(map(repr, args))}}) is {{got!r}} not {{expected!r}}")
         raise SystemExit(1)
 print("ok")
-'''
+"""
 
 
 def program_digest(source: str) -> str:
-    """The identity of a program: its syntax tree without docstrings, every name replaced by the order of its first use."""
+    """The identity of a program: its syntax tree without docstrings, every name replaced by its order of first use."""
     tree = ast.parse(source)
     order: dict[str, str] = {}
 
@@ -51,7 +52,9 @@ def program_digest(source: str) -> str:
         match node:
             case ast.FunctionDef():
                 node.name = anonymous(node.name)
-                node.body = [s for s in node.body if not (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant))]
+                node.body = [
+                    s for s in node.body if not (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant))
+                ]
             case ast.arg():
                 node.arg = anonymous(node.arg)
             case ast.Name():
@@ -88,7 +91,7 @@ def make_tasks(split: Split, count: int, seed: int) -> list[Task]:
 def _make_task(source: Iterator[Function], rng: Random, split: Split) -> Task | None:
     """One task, or None if the bug that was drawn cannot be told from the correct module by its answers."""
     module = [next(source)]
-    if split != "novel" and rng.random() < 0.25:
+    if split != "novel" and rng.random() < HARD_SHARE:
         module.append(next(f for f in source if f.name != module[0].name))
     correct = "\n".join(f.source for f in module)
     slip = bugs.draw(correct, rng)
@@ -99,15 +102,25 @@ def _make_task(source: Iterator[Function], rng: Random, split: Split) -> Task | 
     if right[:visible] == wrong[:visible] or right[visible:] == wrong[visible:]:
         return None
     values = [json.loads(answer) for answer in right]
-    shown = ", ".join(f"({name}, {args!r}, {answer!r})" for (name, args), answer in zip(cases[:visible], values, strict=False))
+    shown = ", ".join(
+        f"({name}, {args!r}, {answer!r})" for (name, args), answer in zip(cases[:visible], values, strict=False)
+    )
     name = module[0].name
     digest = hashlib.blake2b((broken + "\0" + correct).encode(), digest_size=6).hexdigest()
     return Task(
         id=f"{split}-{digest}",
         prompt=f"fix {name}.py",
-        files={f"{name}.py": broken, f"test_{name}.py": TEST.format(module=name, functions=", ".join(f.name for f in module), cases=f"[{shown}]")},
+        files={
+            f"{name}.py": broken,
+            f"test_{name}.py": TEST.format(
+                module=name, functions=", ".join(f.name for f in module), cases=f"[{shown}]"
+            ),
+        },
         editable=(f"{name}.py",),
-        checks=tuple(Check(function=f, args=args, expected=answer) for (f, args), answer in zip(cases[visible:], values[visible:], strict=True)),
+        checks=tuple(
+            Check(function=f, args=args, expected=answer)
+            for (f, args), answer in zip(cases[visible:], values[visible:], strict=True)
+        ),
         meta={
             "template": "+".join(f.template for f in module),
             "bug": slip.kind,
@@ -115,7 +128,7 @@ def _make_task(source: Iterator[Function], rng: Random, split: Split) -> Task | 
             "program": " ".join(program_digest(f.source) for f in module),
             "solution": correct,
         },
-    )  # fmt: skip
+    )
 
 
 def answers(source: str, cases: Sequence[tuple[str, list[Any]]]) -> list[str]:

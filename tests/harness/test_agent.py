@@ -82,7 +82,7 @@ def passes_when_fixed(files: dict[str, str], argv: Any) -> Ran:
 
 async def test_a_whole_session() -> None:
     answers = [
-        says(("read", '{"path": "shape.py"}'), ("test", "{}")),
+        says(("read", "{}"), ("test", "{}")),
         says(("edit", '{"line": 2, "text": "return a * b"}'), content="a product"),
         says(("test", "{}"), ("submit", "{}")),
     ]
@@ -134,12 +134,10 @@ async def test_an_answer_without_a_call_is_nudged_and_costs_a_turn() -> None:
     [
         (("fly", "{}"), "error: no tool fly"),
         (("__init__", "{}"), "error: no tool __init__"),
-        (("read", "{}"), "error: read takes (path: str)"),
-        (("read", "not json"), "error: read takes (path: str)"),
-        (("read", "[" * 100_000), "error: read takes (path: str)"),
-        (("read", '["shape.py"]'), "error: read takes (path: str)"),
-        (("read", '{"path": "nothing"}'), "error: no such file"),
-        (("read", '{"path": "../x"}'), "error: '../x' leaves the working copy"),
+        (("read", "not json"), "error: read takes ()"),
+        (("read", "[" * 100_000), "error: read takes ()"),
+        (("read", '["shape.py"]'), "error: read takes ()"),
+        (("read", '{"path": "../x"}'), "error: read takes ()"),
         (("edit", '{"line": "2", "text": "x"}'), "error: edit takes (line: int, text: str)"),
         (("edit", '{"line": true, "text": "x"}'), "error: edit takes (line: int, text: str)"),
         (("edit", '{"line": 0, "text": "x"}'), "error: lines are 1 to 2"),

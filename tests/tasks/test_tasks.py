@@ -1,0 +1,95 @@
+"""Every task has a bug that shows and an answer that passes, and held-out programs occur nowhere in training."""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+from random import Random
+
+import pytest
+
+from etude.tasks import bugs
+from etude.tasks.corpus import documents
+from etude.tasks.demos import MAX_TRIES, demonstrations, visible_report
+from etude.tasks.factory import answers, functions, make_tasks, program_digest
+from etude.tasks.templates import NOVEL, TRAIN
+
+SPLITS = ("train", "heldout", "novel")
+
+
+def programs(split: str) -> set[str]:
+    tasks = make_tasks(split, 400 if split != "train" else 800, seed=0)  # type: ignore[arg-type]
+    return {digest for task in tasks for digest in task.meta["program"].split()}
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_the_bug_shows_and_the_solution_passes(split: str) -> None:
+    for task in make_tasks(split, 60, seed=3):  # type: ignore[arg-type]
+        broken, solution = task.files[task.editable[0]], task.meta["solution"]
+        cases = [(check.function, check.args) for check in task.checks]
+        expected = [json.dumps(check.expected) for check in task.checks]
+        assert answers(solution, cases) == expected != answers(broken, cases)
+        assert visible_report(task, solution) == "ok" != visible_report(task, broken)
+        wrong = [line for line, other in zip(broken.splitlines(), solution.splitlines(), strict=True) if line != other]
+        assert len(wrong) == 1
+
+
+def test_tasks_are_different_and_repeat_from_their_seed() -> None:
+    tasks = make_tasks("train", 300, seed=1)
+    assert len({task.id for task in tasks}) == 300
+    assert tasks == make_tasks("train", 300, seed=1)
+    assert tasks != make_tasks("train", 300, seed=2)
+    assert len({task.meta["bug"] for task in tasks}) >= 5
+    assert {task.meta["difficulty"] for task in tasks} == {"easy", "medium", "hard"}
+
+
+def test_held_out_programs_occur_nowhere_in_training() -> None:
+    train, heldout, novel = (programs(split) for split in SPLITS)
+    assert not heldout & train and not novel & train and not novel & heldout
+    # What mid-training reads and what the demonstrations show is drawn from the same side.
+    stream = functions("train", Random(5))
+    assert not heldout & {program_digest(function.source) for function in islice(stream, 2000)}
+
+
+def test_renaming_makes_no_new_program() -> None:
+    one = 'def area(a, b):\n    """a plus b"""\n    return a + b\n'
+    other = 'def cost(x, y):\n    """the sum"""\n    return x + y\n'
+    swapped = "def area(a, b):\n    return b + a\n"
+    assert program_digest(one) == program_digest(other) != program_digest(swapped)
+    assert program_digest("def f(xs):\n    return max(xs)\n") != program_digest("def f(xs):\n    return min(xs)\n")
+
+
+@pytest.mark.parametrize("template", TRAIN + NOVEL, ids=lambda template: template.__name__)
+def test_every_template_makes_functions_that_run(template: object) -> None:
+    rng = Random(0)
+    for _ in range(30):
+        function = template(rng)  # type: ignore[operator]
+        [answer] = answers(function.source, [(function.name, function.inputs(rng))])
+        json.loads(answer)  # an error would be a bare name
+        assert function.source.count('"""') == 2
+        assert bugs.slips(function.source)
+
+
+def test_slips_stay_out_of_what_says_how_it_should_be() -> None:
+    source = 'def area(a, b):\n    """a plus 3 times b"""\n    return a + 3 * b\n'
+    assert {slip.line for slip in bugs.slips(source)} == {3}
+    assert {slip.kind for slip in bugs.slips(source)} == {"operator", "number", "name"}
+    for slip in bugs.slips(source):
+        assert bugs.apply(source, slip) != source
+
+
+def test_demonstrations_end_solved_and_use_the_tools() -> None:
+    tasks = make_tasks("train", 100, seed=0)
+    sessions = demonstrations(tasks, 20, seed=0)
+    assert sessions == demonstrations(tasks, 20, seed=0)
+    for session in sessions:
+        assert session[0]["content"].startswith("fix ") and session[-1]["role"] == "assistant"
+        calls = [call["function"]["name"] for message in session for call in message.get("tool_calls", [])]
+        assert calls[0] == "read" and calls[-1] == "submit" and 1 <= calls.count("test") <= MAX_TRIES
+        assert session[-2]["content"] == "ok"
+
+
+def test_documents_are_correct_modules() -> None:
+    texts = documents(50, seed=0)
+    assert texts == documents(50, seed=0)
+    assert {text.startswith("1 def ") for text in texts} == {True}
