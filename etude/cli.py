@@ -127,13 +127,14 @@ def run(args: argparse.Namespace) -> int:
 
 def _train(config: RunConfig, directory: Path, args: argparse.Namespace) -> int:
     from etude.run import local
+    from etude.run.audit import is_finished
     from etude.store.runs import Run
 
     place, console = local.Place(directory), _console(args.json)
     if getattr(args, "dry_run", False):
         print(local.plan(config, place))
         return 0
-    before = directory.joinpath("config.json").is_file() and local.is_finished(Run.open(place.store), config)
+    before = directory.joinpath("config.json").is_file() and is_finished(Run.open(place.store), config)
     local.execute(config, place, console, resume=_again(None))
     run = place.open()
     if before:

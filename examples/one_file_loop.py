@@ -42,6 +42,7 @@ from etude.run.prepare import fresh_files, given_files, store_files
 from etude.run.trainer import Trainer
 from etude.store.runs import Run
 from etude.tasks.factory import make_tasks
+from etude.train.schedule import rate
 from etude.worlds.pool import open_worlds
 
 GRADE_S = 20.0  # for the hidden tests of one attempt
@@ -202,7 +203,7 @@ async def train(c: RunConfig, rl: RlConfig, worlds: Worlds) -> list[float]:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for name, parameter in model.named_parameters():
             masters[name].grad, parameter.grad = parameter.grad, None
-        optimizer.param_groups[0]["lr"] = rl.lr if step > rl.warmup else rl.lr * step / (rl.warmup + 1)
+        optimizer.param_groups[0]["lr"] = rate(step - 1, lr=rl.lr, warmup=rl.warmup, total=rl.steps, decay=rl.decay)
         optimizer.step()
         round_to_bf16(model, masters)
         print(f"step {step}  loss {losses[-1]:+.6f}  solved {sum(rewards):.0f} of {len(rewards)}", flush=True)

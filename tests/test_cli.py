@@ -83,7 +83,9 @@ def test_a_version_that_is_not_there(etude: Etude, tmp_path: Path) -> None:
 
 
 def test_another_config_for_the_same_run(etude: Etude, tmp_path: Path) -> None:
-    Run.open(f"file:{tmp_path}/r").put_config(parse(TINY.read_text()))
+    run = Run.open(f"file:{tmp_path}/r")
+    run.put_config(parse(TINY.read_text()))
+    run.put_checkpoint("000000.000001", b"")
     refused(etude("run", TINY, "--dir", "r", "--set", "stage.rl.lr=0.5"), "stage.rl.lr 1e-05 there and 0.5 here")
 
 
@@ -121,6 +123,21 @@ def test_a_full_disk_leaves_nothing_that_a_later_run_trips_over(tmp_path: Path) 
     assert run.objects.list("model") == [] and not is_prepared(run)
     store_files(run, given_files(str(model), max_context=256))
     assert is_prepared(run) and run.objects.get("model/tokenizer.json") == b"x" * 20_000
+
+
+def test_a_disk_without_any_room(tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "etude", "run", str(TINY), "--dir", str(tmp_path / "r")]
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # noqa: E731
+    ended = subprocess.run(argv, capture_output=True, text=True, preexec_fn=limit, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith(f"error: cannot write {tmp_path / 'r' / 'lock'}") and "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("module", ["etude.run.prepare", "etude.run.trainer"])
+def test_a_process_whose_store_is_gone(tmp_path: Path, module: str) -> None:
+    argv = [sys.executable, "-m", module, "--store", f"file:{tmp_path / 'none'}"]
+    ended = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert ended.returncode == 2 and ended.stderr.startswith("error: ") and "is not there" in ended.stderr
 
 
 def test_the_plan_is_printed_and_nothing_is_made(etude: Etude, tmp_path: Path) -> None:

@@ -87,7 +87,8 @@ class EngineConfig(Config):
     threads: Count = 1
     """CPU threads of a worker, and of the trainer."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Where the gateway listens, on the loopback interface; 0 chooses a free one."""
+    """Where the gateway listens, on the loopback interface; 0 chooses a free one. Requests carry the token in
+    ETUDE_TOKEN; if that is not set, every launch makes a token of its own."""
 
     @field_validator("regions")
     @classmethod
@@ -155,6 +156,8 @@ class RlConfig(Config):
     lr: Positive = 3e-4
     warmup: CountOrZero = 10
     """Steps until the learning rate is reached: the first steps of Adam are as large as the rate allows."""
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    """How the rate falls to 0 by the last step, if it does: what a run ends on is then less of a random walk."""
     credit: str = "centered"
     """How the rewards of a group become advantages."""
     ratio_cap: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 2.0
@@ -205,11 +208,46 @@ class RunConfig(Config):
         return self
 
     @model_validator(mode="after")
+    def _fits(self) -> RunConfig:
+        for stage in self.stage:
+            # A deterministic run takes one row at a time, however long.
+            if (
+                isinstance(stage, RlConfig)
+                and stage.microbatch_tokens < self.model.max_context
+                and not self.deterministic
+            ):
+                raise ValueError(
+                    f"stage.rl.microbatch_tokens = {stage.microbatch_tokens} has no room for a session of "
+                    f"model.max_context = {self.model.max_context} tokens: raise the one or lower the other"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _repeatable(self) -> RunConfig:
         lags = [stage.max_lag for stage in self.stage if isinstance(stage, RlConfig)]
         if self.deterministic and (any(lags) or len(self.engine.regions) > 1):
             raise ValueError("deterministic = true needs stage.rl.max_lag = 0 and one name in engine.regions")
         return self
+
+
+OPERATIONAL: dict[str, set[str]] = {
+    "engine": {"port", "threads", "max_batch"},
+    "harness": {"concurrency"},
+    "worlds": {"isolation"},
+    "stage": {"threads"},
+}
+"""Keys that say how a machine does the work, not what the work is: they may change between two lives of a run."""
+
+
+def experiment(config: RunConfig) -> dict[str, Any]:
+    """What makes it another experiment if it changes: the tree without the operational keys, a stage under its kind."""
+    tree = config.model_dump(mode="json")
+    tree["stage"] = {stage["kind"]: stage for stage in tree["stage"]}
+    for section, keys in OPERATIONAL.items():
+        for table in tree["stage"].values() if section == "stage" else [tree[section]]:
+            for key in keys:
+                del table[key]
+    return tree
 
 
 def parse(text: str, overrides: Sequence[str] = (), *, source: str = "config") -> RunConfig:

@@ -29,6 +29,8 @@ class Issued:
     task: str
     samples: tuple[str, ...]
     version: int
+    epoch: int = 0
+    """How many times all tasks had been issued before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

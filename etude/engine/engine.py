@@ -24,6 +24,9 @@ from etude.model.transformer import Transformer
 
 __all__ = ["Engine", "Finished", "Request"]
 
+MIN_TEMPERATURE = 1e-3
+"""Short of 0, which is the likeliest token: logits divided by less overflow, and nothing can be drawn from that."""
+
 
 @dataclass(frozen=True, slots=True)
 class Finished:
@@ -60,8 +63,8 @@ class Engine:
             raise ValueError(f"the prompt has {len(request.prompt)} of {self.max_context} tokens: no room to answer")
         if request.max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, not {request.max_tokens}")
-        if not 0.0 <= request.temperature < float("inf"):
-            raise ValueError(f"temperature must be 0 or a positive number, not {request.temperature}")
+        if request.temperature != 0 and not MIN_TEMPERATURE <= request.temperature < float("inf"):
+            raise ValueError(f"temperature must be 0 or at least {MIN_TEMPERATURE}, not {request.temperature}")
 
     def add(self, request: Request) -> None:
         self.check(request)

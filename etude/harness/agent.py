@@ -50,7 +50,7 @@ class CodingAgent:
                     answer = await self._ask(base_url, messages, turn_seed(seed, turn))
                     messages.append(answer)
                     finished = await self._act(answer, tools, messages)
-                    if finished:
+                    if finished or gave_up(messages):
                         break
         except TimeoutError:
             if not deadline.expired():  # someone else's time ran out: a failure, not the end of the session
@@ -87,6 +87,11 @@ class CodingAgent:
         return False
 
 
+def gave_up(messages: list[Message]) -> bool:
+    """Two answers in a row without a call: one reminder is enough."""
+    return [message["content"] for message in messages[-3::2]] == [NUDGE, NUDGE]
+
+
 def turn_seed(seed: int, turn: int) -> int:
     """Of one request, from the session's seed."""
     return derive(seed, turn)
@@ -96,5 +101,5 @@ def parse_arguments(text: str) -> Json:
     """What the model wrote between the parentheses; None, which no tool accepts, if it is no JSON."""
     try:
         return json.loads(text)
-    except (json.JSONDecodeError, RecursionError):
+    except (ValueError, RecursionError):  # ValueError is also a number of too many digits
         return None

@@ -20,6 +20,9 @@ Tool = dict[str, Any]
 
 CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
+_SPARE = 100
+"""Levels of nesting that a call leaves unused, since it is read again with more of the stack in use than here."""
+
 
 class BadCall(ValueError):
     """The text between the tool-call marks cannot be read."""
@@ -103,14 +106,22 @@ class ChatTokenizer:
         calls = []
         for number, match in enumerate(CALL.finditer(text)):
             try:
-                name, arguments = self._parse(match[1], schemas)
-            except BadCall as e:
-                name, arguments = "invalid", {"error": str(e)}
-            function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+                function = _on_the_wire(*self._parse(match[1], schemas))
+            except (ValueError, RecursionError) as e:
+                function = _on_the_wire("invalid", {"error": str(e)})
             calls.append({"id": call_id(number), "type": "function", "function": function})
         content = CALL.sub("", text)
         message: Message = {"role": "assistant", "content": content if content or not calls else None}
         return message | ({"tool_calls": calls} if calls else {})
+
+
+def _on_the_wire(name: str, arguments: dict[str, Any]) -> dict[str, str]:
+    """A call as OpenAI's wire format has it. Raises for what could not be sent or read again: numbers of thousands of
+    digits, halves of surrogate pairs, and objects that are nested deeper than the stack."""
+    function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+    json.dumps(function, ensure_ascii=False).encode()
+    json.loads("[" * _SPARE + function["arguments"] + "]" * _SPARE)
+    return function
 
 
 def _arguments_as_objects(message: Message) -> Message:

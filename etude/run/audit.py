@@ -9,6 +9,7 @@ from etude.core.config import RlConfig, RunConfig
 from etude.core.credit import CREDIT
 from etude.core.ledger import Batched, Dropped, Entry, Issued, Ledger, Trained, Unbalanced
 from etude.core.types import Batch, Group, unspan
+from etude.run.evaluate import report_name
 from etude.run.journal import group_of, losses
 from etude.run.plan import legs
 from etude.store.runs import Run
@@ -37,6 +38,18 @@ class Audit:
         )
 
 
+def is_finished(run: Run, config: RunConfig) -> bool:
+    """All versions are there, all evaluations, and the controller knows it. A run that was stopped a moment before has
+    open samples, and rightly so."""
+    stages = legs(config.stage)
+    newest, last = find_newest(run.objects), stages[-1]
+    splits = [split for split in ("heldout", "novel") if getattr(config.tasks, split)]
+    wanted = {report_name(leg.end, split) for leg in stages for split in splits}
+    if newest is None or newest.version < last.end or not wanted <= set(run.evals()):
+        return False
+    return last.kind != "rl" or _trained_step(run.ledger.records()) >= last.end
+
+
 def audit(run: Run) -> Audit:
     config = run.config()
     entries = run.ledger.records()
@@ -46,7 +59,7 @@ def audit(run: Run) -> Audit:
     rl = next((stage for stage in config.stage if isinstance(stage, RlConfig)), None)
     newest = find_newest(run.objects)
     version = -1 if newest is None else newest.version
-    finished = version >= legs(config.stage)[-1].end
+    finished = is_finished(run, config)
     bound = rl.max_lag if rl else 0
     violations += _check_batches(entries, batches, groups, bound)
     violations += _check_versions(run, entries, config, version)
@@ -74,6 +87,10 @@ def _fold(entries: list[Entry]) -> tuple[Ledger, list[str]]:
         except Unbalanced as e:
             violations.append(f"ledger entry {number}: {e}")
     return ledger, violations
+
+
+def _trained_step(entries: list[Entry]) -> int:
+    return max((entry.step for entry in entries if isinstance(entry, Trained)), default=-1)
 
 
 def _token_versions(batch: Batch) -> set[int]:
@@ -114,7 +131,7 @@ def _too_old(group: Group) -> bool:
 
 
 def _check_versions(run: Run, entries: list[Entry], config: RunConfig, newest: int) -> Iterator[str]:
-    trained = max((entry.step for entry in entries if isinstance(entry, Trained)), default=-1)
+    trained = _trained_step(entries)
     if trained > newest:
         yield f"the ledger says that step {trained} is trained, and the newest published version is {newest}"
     checkpoints = run.checkpoints()

@@ -54,7 +54,7 @@ class Controller:
         self.tasks = still_to_do(tasks, recovered.done)
         self.attempt, self.group_size, self.credit, self.seed = attempt, group_size, credit, seed
         self.last, self.emit = last, emit
-        self.health = Health()
+        self.health, self.signal = Health(), Signal(window.per_step)
         self.changed = asyncio.Condition()
         window.restore(
             step=max(recovered.batched, window.live) + 1,
@@ -83,7 +83,7 @@ class Controller:
         """attempts -> group in the store -> window"""
         group, began = group_id(slot), time.monotonic()
         samples = sample_ids(group, self.group_size)
-        await self.journal.write(Issued(group=group, task=task.id, samples=samples, version=admitted))
+        await self.journal.write(Issued(group=group, task=task.id, samples=samples, version=admitted, epoch=epoch))
         async with asyncio.TaskGroup() as attempts:
             running = [
                 # Attempts are numbered through the epochs, so that no two at a task share their randomness.
@@ -96,6 +96,7 @@ class Controller:
         dropped, kept = losses(whole, self.credit)
         await self.journal.write(*dropped, group=whole)
         self.emit(_done(whole, kept, time.monotonic() - began))
+        self.signal.add(whole, kept)
         await self.update(lambda: self.window.finish(slot, whole) if kept else self.window.drop(slot))
 
     async def watched(self, task: Task, sample: str, seed: int) -> Trajectory:
@@ -147,6 +148,37 @@ class Health:
                 f"{len(failed)} of the last {len(self._recent)} sessions failed, the newest with: {failed[-1]}. "
                 f"Sessions must not fail like this: find the cause, then resume the run"
             )
+
+
+class Signal:
+    """A group without signal is normal, but a run that finds nothing else would never fill a batch: it stops itself."""
+
+    def __init__(self, groups_per_step: int) -> None:
+        self._limit = max(100, 20 * groups_per_step)
+        self._in_vain = 0
+        self._rewards: set[float] = set()
+
+    def add(self, group: Group, kept: bool) -> None:
+        if kept:
+            self._in_vain, self._rewards = 0, set()
+            return
+        self._in_vain += 1
+        self._rewards |= {t.reward for t in group.trajectories if t.reward is not None}
+        if self._in_vain >= self._limit:
+            raise EtudeError(
+                f"{self._in_vain} groups in a row have nothing to learn from: all attempts at a task earn the same "
+                f"reward ({_advice(self._rewards)}). Change that in a run with another name"
+            )
+
+
+def _advice(rewards: set[float]) -> str:
+    if rewards == {0.0}:
+        return (
+            "all 0: the tasks are too hard for the weights that rl starts from; show them more in sft, or ask for less"
+        )
+    if rewards == {1.0}:
+        return "all 1: the tasks are solved already; take harder ones, or end the run here"
+    return "not the same for all tasks: take a higher stage.rl.temperature, a larger group_size or other tasks"
 
 
 def endless(tasks: Sequence[Task], seed: int) -> Iterator[tuple[Task, int]]:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 
 from etude.core.config import RunConfig
+from etude.core.errors import EtudeError
 from etude.harness.tools import SCHEMAS
 from etude.model.tokenizer import ChatTokenizer, Message
 from etude.tasks.corpus import documents
@@ -57,3 +58,12 @@ def tokenize(session: Sequence[Message], tokenizer: ChatTokenizer) -> Demonstrat
             mask += [said] * len(ids)
         text = whole
     return tokens, mask
+
+
+def check_fits(sessions: Sequence[Demonstration], context: int) -> None:
+    longest = max((len(tokens) for tokens, _ in sessions), default=0)
+    if longest > context:
+        raise EtudeError(
+            f"a demonstration has {longest} tokens, and the model's context {context}: set model.max_context to "
+            f"{longest} or more, and give no model.path whose own context is shorter"
+        )

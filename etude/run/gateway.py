@@ -11,6 +11,7 @@ import msgspec
 from etude.core.errors import EtudeError
 from etude.core.events import Region
 from etude.core.types import Segment
+from etude.serve.process import token
 
 START_S = 60.0
 RETRY_S = 0.05
@@ -25,7 +26,9 @@ class Gateway:
 
     async def __aenter__(self) -> Gateway:
         self.http = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
+            headers={"Authorization": f"Bearer {own}"} if (own := token()) else {},
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=None),
         )
         return self
 

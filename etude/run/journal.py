@@ -7,8 +7,8 @@ written before it: a group before the entries that settle its samples, a batch b
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Container, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -72,8 +72,8 @@ class Recovered:
     """To be written first: what the stop left unsaid."""
     waiting: list[Group]
     """Finished, and in no batch yet."""
-    done: Counter[str]
-    """Task -> groups of it that came to an end; those that were interrupted are not among them."""
+    done: set[tuple[str, int]]
+    """(task, epoch) of every group that came to an end; those that were interrupted are not among them."""
     slots: int
     """Groups that were ever issued."""
     batched: int
@@ -113,7 +113,7 @@ def recover(
     return Recovered(
         entries=made,
         waiting=waiting,
-        done=Counter(entry.task for entry in issued if entry.group not in interrupted),
+        done={(entry.task, entry.epoch) for entry in issued if entry.group not in interrupted},
         slots=len(issued),
         batched=max((entry.step for entry in all_entries if isinstance(entry, Batched)), default=0),
     )
@@ -128,11 +128,6 @@ def load(run: Run, credit: Credit) -> tuple[list[Entry], Recovered]:
     return entries, recover(entries, batches, {name: run.group(name) for name in touched}, credit)
 
 
-def still_to_do(stream: Iterable[tuple[Task, int]], done: Mapping[str, int]) -> Iterator[tuple[Task, int]]:
+def still_to_do(stream: Iterable[tuple[Task, int]], done: Container[tuple[str, int]]) -> Iterator[tuple[Task, int]]:
     """The stream of tasks without those that came to an end before; so what was interrupted comes first, in order."""
-    left = Counter(done)
-    for task, epoch in stream:
-        if left[task.id] > 0:
-            left[task.id] -= 1
-        else:
-            yield task, epoch
+    return ((task, epoch) for task, epoch in stream if (task.id, epoch) not in done)

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import fcntl
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -24,6 +25,7 @@ from pathlib import Path
 from etude.core.clock import Clock, SystemClock
 from etude.core.errors import EtudeError
 from etude.run.process import die_with_parent
+from etude.serve.process import TOKEN_VARIABLE, token
 
 STOP_S = 5.0
 """From SIGTERM to SIGKILL."""
@@ -56,11 +58,19 @@ class Restarts:
 
 
 class Launcher:
-    """Runs programs in a run's directory; their output goes to `logs/`."""
+    """Runs programs in a run's directory; their output goes to `logs/`. They share a token that keeps others on this
+    machine from using their ports."""
 
     def __init__(self, directory: Path, *, threads: int, resume: str, lock: int) -> None:
-        self.logs, self.threads, self.resume, self.lock = directory / "logs", threads, resume, lock
-        self.logs.mkdir(parents=True, exist_ok=True)
+        self.logs, self.resume, self.lock = directory / "logs", resume, lock
+        with _writing(self.logs):
+            self.logs.mkdir(parents=True, exist_ok=True)
+        own = {
+            "OMP_NUM_THREADS": str(threads),
+            "PYTHONUNBUFFERED": "1",
+            TOKEN_VARIABLE: token() or secrets.token_urlsafe(),
+        }
+        self._environment = os.environ | own
         self._alive: dict[str, asyncio.subprocess.Process] = {}
         self._log_starts: dict[str, int] = {}  # where the present life of a program begins in its log
 
@@ -85,7 +95,10 @@ class Launcher:
 
     async def _once(self, program: Program) -> int:
         parent = os.getpid()
-        with (self.logs / f"{program.name}.log").open("ab") as log:
+        path = self.logs / f"{program.name}.log"
+        with _writing(path):
+            log = path.open("ab")
+        with log:
             self._log_starts[program.name] = log.tell()
             process = await asyncio.create_subprocess_exec(
                 *program.argv,
@@ -95,7 +108,7 @@ class Launcher:
                 start_new_session=True,
                 pass_fds=(self.lock,),
                 preexec_fn=lambda: die_with_parent(parent),
-                env=os.environ | {"OMP_NUM_THREADS": str(self.threads), "PYTHONUNBUFFERED": "1"},
+                env=self._environment,
             )
         self._alive[program.name] = process
         return await process.wait()
@@ -151,11 +164,22 @@ def locked(directory: Path, wait_s: float = 5.0) -> Iterator[int]:
                     f"{directory} is being run by process {holder or '(unknown)'}: wait for its end, or stop it first"
                 )
             time.sleep(0.05)
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        with _writing(directory / "lock"):
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as e:
+        raise EtudeError(
+            f"cannot write {path} ({e.strerror}): free some space there, or choose another place with --dir"
+        ) from e
 
 
 def _try_lock(descriptor: int) -> bool:

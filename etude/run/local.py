@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import signal
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import asdict, dataclass
@@ -14,14 +15,15 @@ from rich.console import Console
 
 from etude.core.config import RlConfig, RunConfig
 from etude.core.errors import EtudeError
-from etude.core.events import EVENTS, Launched
+from etude.core.events import EVENTS, Event, Launched
 from etude.core.types import Json
 from etude.run import screen
-from etude.run.audit import Audit, audit
+from etude.run.audit import Audit, audit, is_finished
 from etude.run.evaluate import Report, report_name, reports
 from etude.run.launch import Launcher, Program, check_port, locked, python, serving
 from etude.run.plan import legs
 from etude.run.prepare import is_prepared, model_directory
+from etude.store.codec import Stamped
 from etude.store.runs import Run
 from etude.weights.manifest import find_newest, read_manifest
 
@@ -35,6 +37,11 @@ class Place:
     @property
     def store(self) -> str:
         return f"file:{self.directory.absolute()}"
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Looks without making a directory."""
+        return self.directory.is_dir() and bool(Run.open(self.store, create=False).checkpoints())
 
     def open(self) -> Run:
         """The run that is there."""
@@ -58,18 +65,9 @@ def plan(config: RunConfig, place: Place) -> str:
     return "\n".join(lines)
 
 
-def is_finished(run: Run, config: RunConfig) -> bool:
-    """All versions are there, and all evaluations."""
-    stages = legs(config.stage)
-    newest = find_newest(run.objects)
-    splits = [split for split in ("heldout", "novel") if getattr(config.tasks, split)]
-    wanted = {report_name(leg.end, split) for leg in stages for split in splits}
-    return newest is not None and newest.version >= stages[-1].end and wanted <= set(run.evals())
-
-
 def execute(config: RunConfig, place: Place, console: Console, *, resume: str) -> None:
     """Runs it to its end, from wherever it stands."""
-    if config.model.path is not None:
+    if config.model.path is not None and not place.has_checkpoint:
         model_directory(config.model.path)
     if config.engine.port:
         check_port(config.engine.port)
@@ -81,10 +79,14 @@ def execute(config: RunConfig, place: Place, console: Console, *, resume: str) -
             _run_loop(_run(run, config, place, launcher, console))
 
 
-async def _run(run: Run, config: RunConfig, place: Place, launcher: Launcher, console: Console) -> None:
+def _tell_launch(run: Run) -> None:
     launches = run.events("launcher", EVENTS)
     launches.append(Launched(resumed=bool(run.checkpoints())))
     launches.flush()
+
+
+async def _run(run: Run, config: RunConfig, place: Place, launcher: Launcher, console: Console) -> None:
+    _tell_launch(run)
     lag_bound = next((stage.max_lag for stage in config.stage if isinstance(stage, RlConfig)), 0)
     async with watched(run, console, title=f"etude · {config.name}", lag_bound=lag_bound):
         if not is_prepared(run):
@@ -116,6 +118,7 @@ def measure(place: Place, console: Console, *, version: int | None, split: str) 
 async def _measure(
     run: Run, config: RunConfig, place: Place, launcher: Launcher, console: Console, version: int, split: str
 ) -> None:
+    _tell_launch(run)
     async with watched(run, console, title=f"etude · evaluation of {config.name}", lag_bound=0):
         servers, url = _servers(config, place)
         arguments = ("--store", place.store, "--gateway", url, "--version", version, "--split", split)
@@ -176,7 +179,6 @@ class Summary:
 def summary(run: Run, config: RunConfig) -> dict[str, Json]:
     books = audit(run)
     ends = {report_name(leg.end, "heldout") for leg in legs(config.stage)}
-    times = [stamped.t for stamped in screen.Events(run).new()]
     return asdict(
         Summary(
             solve_rate={report.stage: report.rate for report in reports(run) if report.name in ends},
@@ -187,9 +189,15 @@ def summary(run: Run, config: RunConfig) -> dict[str, Json]:
             dropped=books.dropped,
             in_flight=books.in_flight,
             regions=len(config.engine.regions),
-            seconds=round(max(times) - min(times), 1) if times else 0.0,
+            seconds=round(seconds_at_work(screen.Events(run).new()), 1),
         )
     )
+
+
+def seconds_at_work(events: Sequence[Stamped[Event]]) -> float:
+    """From each launch to the last event before the next one: the time in which nothing ran does not count."""
+    steps = itertools.pairwise(events)
+    return sum(after.t - before.t for before, after in steps if not isinstance(after.record, Launched))
 
 
 def show(run: Run, place: Place, console: Console) -> Audit:

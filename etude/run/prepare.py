@@ -36,8 +36,14 @@ def given_files(path: str, max_context: int) -> dict[str, bytes]:
     directory = model_directory(path)
     names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json")
     files = {name: (directory / name).read_bytes() for name in names}
-    shape = json.loads(files["config.json"])
-    shape["max_position_embeddings"] = min(max_context, shape["max_position_embeddings"])
+    try:
+        shape = json.loads(files["config.json"])
+        shape["max_position_embeddings"] = min(max_context, shape["max_position_embeddings"])
+    except (ValueError, KeyError, TypeError) as e:
+        raise EtudeError(
+            f"{directory / 'config.json'} does not describe a model ({type(e).__name__}: {e}): fetch it again, or give "
+            f"another model.path"
+        ) from e
     return files | {"config.json": json.dumps(shape, indent=2).encode()}
 
 
@@ -71,9 +77,10 @@ def main() -> int:
         prog="etude.run.prepare", description="Put the files of a run's model in its store."
     )
     parser.add_argument("--store", required=True, help="the run's store")
-    run = Run.open(parser.parse_args().store, create=False)
-    config = run.config()
+    args = parser.parse_args()
     try:
+        run = Run.open(args.store, create=False)
+        config = run.config()
         path = config.model.path
         store_files(run, fresh_files(config) if path is None else given_files(path, config.model.max_context))
     except EtudeError as e:

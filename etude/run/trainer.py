@@ -17,9 +17,8 @@ import torch
 from etude.core.config import MidtrainConfig, RlConfig, RunConfig, SftConfig
 from etude.core.errors import EtudeError
 from etude.core.events import FitStep, StageDone, StageStarted, StepDone
-from etude.model.files import SMALL, build, read_directory
+from etude.model.files import SMALL
 from etude.model.tokenizer import ChatTokenizer
-from etude.model.transformer import ModelConfig, Transformer, fresh
 from etude.run import data
 from etude.run.plan import Leg, legs
 from etude.run.prepare import model_directory
@@ -29,6 +28,7 @@ from etude.train import stages
 from etude.train.checkpoint import Checkpoint, Origin, pack, unpack
 from etude.train.learner import Learner
 from etude.train.schedule import rate
+from etude.train.start import starting_model
 from etude.weights.publish import publish
 
 KEEP = 2
@@ -36,16 +36,20 @@ CHECKPOINT_S = 20.0  # between checkpoints within mid-training and sft, which ta
 
 
 class Trainer:
-    """`version` and `step` say where the learner stands: `step` steps of `stage` after `version`."""
+    """`version` and `step` say where the learner stands: `step` steps of `stage` after `version`. `made_by` is the step
+    within its stage that made the version."""
 
     def __init__(self, run: Run, config: RunConfig, emit: Emit) -> None:
         self.run, self.config, self.emit = run, config, emit
         self.files = {name: run.objects.get(f"model/{name}") for name in SMALL}
-        self.learner = Learner(starting_model(config, self.files["config.json"]))
-        self.stage, self.version, self.step = "", 0, 0
+        names = run.checkpoints()
+        # A checkpoint holds every weight: the model's directory may be gone by then.
+        given = None if names or config.model.path is None else model_directory(config.model.path)
+        self.learner = Learner(starting_model(given, self.files["config.json"], config.seed))
+        self.stage, self.version, self.step, self.made_by = "", 0, 0, 0
         self.lineage: tuple[Origin, ...] = ()
         self.held_out: tuple[float, ...] = ()
-        if names := run.checkpoints():
+        if names:
             self.resume(unpack(run.checkpoint(names[-1]), f"checkpoint {names[-1]} of {run.objects.url}"))
 
     def train(self) -> None:
@@ -85,18 +89,22 @@ class Trainer:
             start_step=self.step,
             on_step=self.follow_fit(),
         )
-        self.reach(leg.end)
+        self.reach(leg.end, step=self.step)
 
     def sft(self, leg: Leg) -> None:
         stage = leg.stage
         assert isinstance(stage, SftConfig)
         tokenizer = ChatTokenizer(self.files)
         self.emit(StageStarted(stage=leg.kind, steps=0, done=self.step))
-        shown, held_back = data.sessions(self.config, stage.demonstrations)
+        shown, held_back = (
+            [data.tokenize(session, tokenizer) for session in sessions]
+            for sessions in data.sessions(self.config, stage.demonstrations)
+        )
+        data.check_fits(shown + held_back, self.learner.model.config.max_position_embeddings)
         stages.sft(
             self.learner,
-            [data.tokenize(session, tokenizer) for session in shown],
-            [data.tokenize(session, tokenizer) for session in held_back],
+            shown,
+            held_back,
             max_epochs=stage.max_epochs,
             patience=stage.patience,
             batch_tokens=stage.batch_tokens,
@@ -106,19 +114,19 @@ class Trainer:
             held_out_losses=self.held_out,
             on_step=self.follow_fit(),
         )
-        self.reach(leg.end)
+        self.reach(leg.end, step=self.step)
 
     def rl(self, leg: Leg) -> None:
         stage = leg.stage
         assert isinstance(stage, RlConfig)
         self.emit(StageStarted(stage=leg.kind, steps=stage.steps, done=self.version - leg.start))
         if self.version == 0:
-            self.reach(0)  # no stage came before: the engines need the starting weights
+            self.reach(0, step=0)  # no stage came before: the engines need the starting weights
         idle = time.monotonic()
         for step in range(self.version + 1, leg.end + 1):
             batch = self.run.wait_batch(step)
             began = time.monotonic()
-            lr = rate(step - leg.start - 1, lr=stage.lr, warmup=stage.warmup, total=stage.steps, decay="constant")
+            lr = rate(step - leg.start - 1, lr=stage.lr, warmup=stage.warmup, total=stage.steps, decay=stage.decay)
             stats = self.learner.step(
                 batch,
                 lr=lr,
@@ -126,7 +134,7 @@ class Trainer:
                 temperature=stage.temperature,
                 microbatch_tokens=0 if self.config.deterministic else stage.microbatch_tokens,
             )
-            self.reach(step)
+            self.reach(step, step=step - leg.start)
             ended = time.monotonic()
             self.emit(
                 StepDone(
@@ -170,14 +178,14 @@ class Trainer:
 
         return on_step
 
-    def reach(self, version: int) -> None:
+    def reach(self, version: int, *, step: int) -> None:
         """The learner's weights are this version: keep them, then show them to the world."""
-        self.version, self.step = version, 0
+        self.version, self.step, self.made_by = version, 0, step
         self.save()
         self.publish()
 
     def publish(self) -> None:
-        publish(self.run.objects, self.version, self.learner.weights(), stage=self.stage, step=self.version)
+        publish(self.run.objects, self.version, self.learner.weights(), stage=self.stage, step=self.made_by)
 
     def save(self) -> None:
         checkpoint = Checkpoint(
@@ -185,7 +193,7 @@ class Trainer:
             step=self.step,
             version=self.version,
             lineage=self.lineage,
-            cursor={"held_out": list(self.held_out)},
+            cursor={"held_out": list(self.held_out), "made_by": self.made_by},
             tensors=self.learner.state(),
         )
         self.run.put_checkpoint(f"{self.version:06d}.{self.step:06d}", pack(checkpoint))
@@ -195,6 +203,7 @@ class Trainer:
     def resume(self, checkpoint: Checkpoint) -> None:
         self.stage, self.version, self.step = checkpoint.stage, checkpoint.version, checkpoint.step
         self.lineage, self.held_out = checkpoint.lineage, tuple(checkpoint.cursor["held_out"])
+        self.made_by = checkpoint.cursor["made_by"]
         self.learner.load_state(checkpoint.tensors)
         if self.step == 0:
             self.publish()  # a crash may have come between the checkpoint and the publication
@@ -203,21 +212,13 @@ class Trainer:
 STAGE: dict[str, Callable[[Trainer, Leg], None]] = {"midtrain": Trainer.midtrain, "sft": Trainer.sft, "rl": Trainer.rl}
 
 
-def starting_model(config: RunConfig, config_json: bytes) -> Transformer:
-    if config.model.path is None:
-        return fresh(ModelConfig.from_json(config_json), config.seed)
-    small, tensors = read_directory(model_directory(config.model.path))
-    return build(small | {"config.json": config_json}, tensors)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(prog="etude.run.trainer", description="The trainer of one run.")
     parser.add_argument("--store", required=True, help="the run's store")
     args = parser.parse_args()
-    run = Run.open(args.store, create=False)
-    config = run.config()
     try:
-        Trainer(run, config, emitter(run, "trainer")).train()
+        run = Run.open(args.store, create=False)
+        Trainer(run, run.config(), emitter(run, "trainer")).train()
     except EtudeError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2

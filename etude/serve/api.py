@@ -30,10 +30,11 @@ from etude.core.types import Sample
 from etude.model.tokenizer import ChatTokenizer, Message
 
 MODEL = "etude"
+MAX_BODY_BYTES = 8 << 20
 
 T = TypeVar("T")
 Count = Annotated[int, msgspec.Meta(ge=1)]
-Seed = Annotated[int, msgspec.Meta(ge=0)]
+Seed = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Temperature = Annotated[float, msgspec.Meta(ge=0, le=100)]
 
 
@@ -131,7 +132,7 @@ class Api:
         """Messages that the chat template cannot show are the client's mistake."""
         try:
             return encode()
-        except (TypeError, ValueError) as e:
+        except (TypeError, ValueError, RecursionError) as e:
             raise ApiError(f"messages: the chat template cannot show them: {e}") from e
 
     async def answer(self, policy: Policy, asked: ChatRequest, prompt: Sequence[int]) -> tuple[Sample, Message]:
@@ -240,9 +241,19 @@ def respond(value: object, status: int = 200) -> Response:
 async def read(request: Request, type: type[T]) -> T:
     """The body of a request, or 400 with the place that is wrong."""
     try:
-        return msgspec.json.decode(await request.body(), type=type)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+        return msgspec.json.decode(await _body(request), type=type)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
         raise ApiError(f"request body: {e}") from e
+
+
+async def _body(request: Request) -> bytearray:
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY_BYTES:
+            message = f"request body: more than {MAX_BODY_BYTES} bytes"
+            raise ApiError(message, status=413, code="request_too_large")
+    return body
 
 
 async def read_chat(request: Request) -> ChatRequest:
@@ -252,7 +263,7 @@ async def read_chat(request: Request) -> ChatRequest:
         for number, value in enumerate(values):
             try:
                 msgspec.convert(value, shape)
-            except msgspec.ValidationError as e:
+            except (msgspec.ValidationError, RecursionError) as e:
                 raise ApiError(f"{place}[{number}]: {e}") from e
     asked.messages = [_plain(message) for message in asked.messages]
     return asked
@@ -262,8 +273,8 @@ def _plain(message: Message) -> Message:
     """Content may come in parts; chat templates expect text."""
     if not isinstance(content := message.get("content"), list):
         return message
-    if any(part.get("type") != "text" for part in content):
-        raise ApiError("messages: this model reads text only")
+    if any(part.get("type") != "text" or not isinstance(part.get("text"), str) for part in content):
+        raise ApiError('messages: this model reads text only, in parts of {"type": "text", "text": ..}')
     return message | {"content": "".join(part["text"] for part in content)}
 
 

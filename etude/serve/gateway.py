@@ -39,8 +39,10 @@ from etude.serve.recorder import Recorder
 from etude.serve.wire import Join, Load, WorkerStatus, read_model_files
 from etude.store.objects import Objects
 
-PATIENCE_S = 60.0
-"""How long a request waits for a worker to come up before it fails."""
+PATIENCE_S = 20.0
+"""How long a request waits for a worker to come up before it fails. Well below the time that a session has: otherwise
+the session would run out of time and be graded, as if the model had been slow."""
+RESENDS = 3
 
 
 class WorkerFailed(Exception):
@@ -80,20 +82,25 @@ class Router:
             "prompt": prompt, "max_tokens": max_tokens, "temperature": temperature, "seed": seed,
             "stop_token_ids": stop, "return_token_ids": True, "logprobs": 1,
         }  # fmt: skip
-        while True:
+        for _ in range(1 + RESENDS):
             worker = await self._pick(session)
             try:
                 sample = await self._ask(worker, asked | {"min_weight_version": self.fleet.live})
                 # A worker that was taken out meanwhile may have gone on with weights that are too old by now.
                 if self.fleet.knows(worker):
                     return sample
-            except WorkerFailed:
+            except WorkerFailed as e:
                 self.fleet.leave(worker)
+                why = str(e)
+            else:
+                why = f"{worker.url} was taken out"
             finally:
                 self.fleet.done(worker)
+        raise Unavailable(f"{1 + RESENDS} workers in a row have failed, the last one with: {why}")
 
     async def load(self, version: int) -> None:
-        """A worker that cannot follow is taken out. If none can, the promise is not made, and the old weights go on."""
+        """A worker that says that it cannot follow is taken out. If all say so, the promise is not made, and the old
+        weights go on."""
         refusals: dict[Worker, str] = {}
         while behind := [w for w in self.fleet.behind(version) if w not in refusals]:  # again for those who just joined
             answers = await asyncio.gather(*(self._bring(worker, version) for worker in behind))
@@ -111,6 +118,8 @@ class Router:
         while self.fleet.knows(worker) and worker.version < self.fleet.live:
             if (refusal := await self._bring(worker, self.fleet.live)) is not None:
                 raise ApiError(refusal, status=503, code="load_failed")
+        if not self.fleet.knows(worker):
+            raise Unavailable(f"{worker.url} went away while it joined")
         await self._wake()
 
     async def regions(self) -> dict[str, WorkerStatus]:
@@ -152,11 +161,13 @@ class Router:
         )
 
     async def _bring(self, worker: Worker, version: int) -> str | None:
-        """Has a worker load a version; returns why, if it cannot."""
+        """Has a worker load a version; returns why, if it says that it cannot. One that is gone says nothing: it is
+        taken out, and loads what was promised when it joins again."""
         try:
             status, body = await self._post(worker, "/load", {"version": version})
-        except WorkerFailed as e:
-            return str(e)
+        except WorkerFailed:
+            self.fleet.leave(worker)
+            return None
         if status != 200:
             return _message(body)
         worker.version = max(worker.version, version)

@@ -1,6 +1,7 @@
 """Where everything of one run lies, in one place.
 
     config.json              what the run was started with
+    model/                   the small files of its model, made from the config
     ledger/N.jsonl           what became of every sample
     events/{process}/N.jsonl what each process did, for people and the dashboard
     groups/{id}              finished groups, whole
@@ -9,7 +10,8 @@
     evals/{name}.json        held-out scores
     weights/                 published versions (the package `weights` knows the rest)
 
-The config and a batch are written once; a second, different one is refused.
+A batch is written once; a second, different one is refused. So is another config, as soon as there is work in the
+store.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from collections.abc import Iterable
 from pathlib import PurePosixPath
 from typing import TypeVar, get_args
 
-from etude.core.config import RunConfig
+from etude.core.config import RunConfig, experiment
 from etude.core.errors import EtudeError
 from etude.core.ledger import Entry
 from etude.core.types import Batch, Group, Json
@@ -45,13 +47,19 @@ class Run:
         return cls(Objects.open(url, create=create))
 
     def put_config(self, config: RunConfig) -> None:
-        """Once. The same config again is fine; another one is refused: a run is one experiment."""
-        data = (config.model_dump_json(indent=1) + "\n").encode()
-        if not self.objects.create("config.json", data) and (there := self.config()) != config:
-            raise EtudeError(
-                f"{self.objects.url} holds a run with another config (they differ in: {_differences(there, config)}); "
-                f"give this one another name, or go on with the config it was started with"
-            )
+        """A run is one experiment: once there is work in it, another config is refused, unless it only differs in how
+        the machine does that work."""
+        there = self.config() if self.objects.exists("config.json") else None
+        if there == config:
+            return
+        if there is not None and (differences := _differences(there, config)):
+            if self.checkpoints() or self.objects.list("ledger"):
+                raise EtudeError(
+                    f"{self.objects.url} holds a run with another config (they differ in: {differences}); "
+                    f"give this one another name, or go on with the config it was started with"
+                )
+            self.objects.delete("model/config.json")  # made from the other config
+        self.objects.put("config.json", (config.model_dump_json(indent=1) + "\n").encode())
 
     def config(self) -> RunConfig:
         try:
@@ -137,10 +145,8 @@ def _differences(there: RunConfig, here: RunConfig) -> str:
     def flat(value: Json, path: str) -> dict[str, str]:
         if isinstance(value, dict):
             return {p: v for key, inner in value.items() for p, v in flat(inner, f"{path}.{key}").items()}
-        if isinstance(value, list) and value and isinstance(value[0], dict):
-            return flat({inner["kind"]: inner for inner in value}, path)
         return {path.removeprefix("."): json.dumps(value)}
 
-    old, new = flat(there.model_dump(mode="json"), ""), flat(here.model_dump(mode="json"), "")
+    old, new = flat(experiment(there), ""), flat(experiment(here), "")
     keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
     return ", ".join(f"{key} {old.get(key, 'absent')} there and {new.get(key, 'absent')} here" for key in keys)

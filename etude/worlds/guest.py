@@ -9,8 +9,9 @@ It finishes the walls (mounts of its own over the shared root), then answers one
     what cannot be done                                          {"error": [kind, message]}
 
 This process is trusted, what it runs is not, and they never meet: each command is process 1 of a PID namespace below
-this one, with a /proc of its own, without capabilities, and without any descriptor but its three. It cannot name this
-process, so it cannot signal, trace or starve it; and when it ends, the kernel ends all that it left running.
+this one, with a /proc of its own, without capabilities, without the calls that `syscalls` refuses, and without any
+descriptor but its three. It cannot name this process, so it cannot signal, trace or starve it; and when it ends, the
+kernel ends all that it left running.
 
 `python FILE ...` does not start a Python: the fork of this process already is one. Standard library only.
 """
@@ -39,7 +40,7 @@ from typing import Any, NoReturn
 
 from etude.core.errors import RolloutFailure
 from etude.worlds import kernel
-from etude.worlds.limits import COPY_BYTES, LIMITS, OUTPUT_BYTES, READ_BYTES
+from etude.worlds.limits import COPY_BYTES, COPY_FILES, LIMITS, NICENESS, OUTPUT_BYTES, READ_BYTES
 
 GUEST_ID = 1000
 ENVIRONMENT = {"PATH": f"{sys.base_prefix}/bin:/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"}
@@ -101,7 +102,8 @@ class Guest:
         self._link = link
         kernel.mount("proc", "/proc", "proc", _HIDDEN)
         for path in (WORK, "/tmp"):
-            kernel.mount("tmpfs", path, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, f"size={COPY_BYTES},mode=0755")
+            options = f"size={COPY_BYTES},nr_inodes={COPY_FILES},mode=0755"
+            kernel.mount("tmpfs", path, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, options)
         # No namespaces below for what runs here: they would give it capabilities again, and with them a far larger
         # part of the kernel to attack.
         kernel.put("/proc/sys/user/max_user_namespaces", "0")
@@ -211,10 +213,12 @@ def _become(argv: list[str], source: int, output: int, breaks: int, timeout_s: f
         kernel.put("/proc/self/oom_score_adj", "1000")  # when memory runs out, this goes first
         for limit, value in {**LIMITS, resource.RLIMIT_CPU: math.ceil(timeout_s) + 1}.items():
             resource.setrlimit(limit, (value, value))
+        os.nice(NICENESS)
         kernel.drop_capabilities()
         os.dup2(source, 0)
         os.dup2(output, 1)
         os.dup2(output, 2)
+        kernel.filter_calls()
     except OSError as e:
         os.write(breaks, str(e).encode())
         os._exit(1)

@@ -9,6 +9,8 @@ import ctypes
 import os
 import struct
 
+from etude.worlds import syscalls
+
 CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x02000000, 0x04000000, 0x08000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 
@@ -19,11 +21,15 @@ _MNT_DETACH = 2
 _MOUNT_ATTR_RDONLY, _MOUNT_ATTR_NOSUID, _MOUNT_ATTR_NODEV = 1, 2, 4
 _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
 _RESOLVE_NO_XDEV, _RESOLVE_NO_MAGICLINKS, _RESOLVE_BENEATH = 0x01, 0x02, 0x08
-_PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 4, 36, 38
+_PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 4, 22, 36, 38
+_SECCOMP_MODE_FILTER = 2
+_KEYCTL_JOIN_SESSION_KEYRING = 1
 _SYS_openat2, _SYS_mount_setattr = 437, 442  # newer than the split of the tables: the same on every architecture
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
+_machine = os.uname().machine
+_filter = syscalls.program(_machine)
 
 
 def _check(result: int, call: str) -> int:
@@ -40,6 +46,13 @@ def unshare(flags: int) -> None:
 def join_pid_namespace(descriptor: int) -> None:
     """Children from now on are born in that namespace."""
     _check(_libc.setns(descriptor, CLONE_NEWPID), "setns(pid)")
+
+
+def leave_keyring() -> None:
+    """Take a new and empty session keyring instead of the inherited one, which no namespace separates. Without effect
+    where a container or the quota of keys refuses: `syscalls` keeps commands from every keyring as well."""
+    if (number := syscalls.number_of_keyctl(_machine)) is not None:
+        _libc.syscall(number, _KEYCTL_JOIN_SESSION_KEYRING, None)
 
 
 def mount(source: str, target: str, kind: str | None, flags: int = 0, options: str | None = None) -> None:
@@ -86,9 +99,9 @@ def put(path: str, text: str) -> None:
         raise OSError(e.errno, f"write({path}): {e.strerror}") from e
 
 
-def _prctl(option: int, value: int, name: str) -> None:
+def _prctl(option: int, value: int, name: str, address: int = 0) -> None:
     zero = ctypes.c_ulong(0)
-    _check(_libc.prctl(option, ctypes.c_ulong(value), zero, zero, zero), f"prctl({name})")
+    _check(_libc.prctl(option, ctypes.c_ulong(value), ctypes.c_ulong(address), zero, zero), f"prctl({name})")
 
 
 def forbid_new_privileges() -> None:
@@ -107,3 +120,11 @@ def own_proc_entry() -> None:
 def drop_capabilities() -> None:
     header = struct.pack("=Ii", 0x20080522, 0)  # version 3, this thread
     _check(_libc.capset(header, struct.pack("=6I", *[0] * 6)), "capset")
+
+
+def filter_calls() -> None:
+    """From now on and for all children; see `syscalls` for what is refused. Does nothing on machines unknown there."""
+    if _filter is not None:
+        steps = ctypes.create_string_buffer(_filter, len(_filter))
+        described = ctypes.create_string_buffer(struct.pack("@HP", len(_filter) // 8, ctypes.addressof(steps)))
+        _prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, "seccomp", ctypes.addressof(described))

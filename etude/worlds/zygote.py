@@ -14,6 +14,7 @@ Standard library only, one thread, and no state of the controller: forks of this
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import signal
@@ -92,6 +93,7 @@ def _build_root(root: str) -> None:
             _show(f"/{name}", root)
     if not f"{sys.base_prefix}/".startswith("/usr/"):
         _show(sys.base_prefix, root)
+    _hide_packages(root)
     for name in _ETC:
         if os.path.exists(f"/etc/{name}"):
             _show(f"/etc/{name}", root)
@@ -122,6 +124,15 @@ def _show(path: str, root: str) -> None:
     kernel.protect(target)
 
 
+def _hide_packages(root: str) -> None:
+    """Cover what is installed beside any Python in there, this program included: a sandbox has the standard library."""
+    for prefix in {"/usr", "/usr/local", sys.base_prefix}:
+        for path in glob.glob(f"{prefix}/lib*/python*/*-packages"):
+            # A link may lead to another one of these, or out of what is shown. A place covered twice is no harm.
+            if os.path.isdir(target := root + os.path.realpath(path)):
+                kernel.mount("tmpfs", target, "tmpfs", kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV)
+
+
 def _become_template() -> None:
     """What a script that runs in a fork of this process finds: a Python just started, with no packages but its own."""
     os.environ.clear()
@@ -143,6 +154,7 @@ def _spawn(link: socket.socket, control: socket.socket) -> None:
         user, group = os.geteuid(), os.getegid()
         kernel.unshare(_NAMESPACES)
         _map_ids(GUEST_ID, user, GUEST_ID, group)
+        kernel.leave_keyring()
     except OSError as e:
         Link(link).send({"error": ["RolloutFailure", f"sandbox: {e.strerror}"]})
         os._exit(1)

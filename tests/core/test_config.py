@@ -60,6 +60,11 @@ def test_overrides() -> None:
     assert config.deterministic
 
 
+def test_a_deterministic_run_has_no_microbatches() -> None:
+    lone = ["deterministic=true", "stage.rl.max_lag=0", "engine.regions=['one']", "stage.rl.microbatch_tokens=1"]
+    assert parse(GOOD, lone).deterministic
+
+
 def test_a_model_from_a_directory() -> None:
     assert parse(GOOD.replace("hidden_size = 64", 'path = "base"\nmax_context = 99')).model.path == "base"
     with pytest.raises(EtudeError, match="model: path already decides hidden_size"):
@@ -97,6 +102,11 @@ def test_a_model_from_a_directory() -> None:
             "stages are rl, sft, rl: each at most once, in the order midtrain, sft, rl",
         ),
         ("seed = 3", "deterministic = true", "deterministic = true needs stage.rl.max_lag = 0 and one name in engine"),
+        (
+            "max_lag = 1",
+            "microbatch_tokens = 511",
+            "stage.rl.microbatch_tokens = 511 has no room for .* model.max_context = 512 tokens",
+        ),
         ("[engine]", "[harness]\nturns = 1\n[engine]", "unknown key harness.turns .*did you mean max_turns"),
     ],
 )

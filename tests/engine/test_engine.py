@@ -165,6 +165,7 @@ def test_ends(model: Transformer) -> None:
         ([1], {"max_tokens": 0}, "max_tokens"),
         ([1], {"temperature": -1.0}, "temperature"),
         ([1], {"temperature": float("nan")}, "temperature"),
+        ([1], {"temperature": 1e-40}, "temperature"),
     ],
 )
 def test_what_cannot_be_served_is_refused(

@@ -15,7 +15,7 @@ from aiohttp import web
 from etude.core.errors import RolloutFailure
 from etude.core.seams import Agent, Ran, Transcript
 from etude.core.types import Task
-from etude.harness.agent import NUDGE, CodingAgent, turn_seed
+from etude.harness.agent import NUDGE, CodingAgent, parse_arguments, turn_seed
 from etude.harness.tools import SCHEMAS, Tools, report
 from etude.worlds.fake import FakeSandbox
 
@@ -124,7 +124,13 @@ async def test_calls_after_submit_are_not_made() -> None:
 
 
 async def test_an_answer_without_a_call_is_nudged_and_costs_a_turn() -> None:
-    transcript, requests = await play([says(content="hm"), says(content="hm")], max_turns=2)
+    transcript, requests = await play([says(content="hm"), says(("test", "{}")), says(content="hm")], max_turns=3)
+    assert not transcript.finished and len(requests) == 3
+    assert [message["content"] for message in transcript.messages].count(NUDGE) == 2
+
+
+async def test_two_answers_in_a_row_without_a_call_end_the_session() -> None:
+    transcript, requests = await play([says(content="hm"), says(content="hm"), says(("submit", "{}"))], max_turns=3)
     assert not transcript.finished and len(requests) == 2
     assert [message["content"] for message in transcript.messages] == ["fix area", "hm", NUDGE, "hm", NUDGE]
 
@@ -229,3 +235,8 @@ async def test_someone_elses_timeout_is_not_the_end_of_the_session() -> None:
 
     with pytest.raises(TimeoutError):
         await play([says(("test", "{}"))], Late(TASK.files))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[" * 10**5, "9" * 5000])
+def test_arguments_that_cannot_be_read_are_none(text: str) -> None:
+    assert parse_arguments(text) is None

@@ -52,13 +52,40 @@ def test_a_call_that_cannot_be_read_is_still_a_call(body: str) -> None:
     assert isinstance(arguments, dict)
 
 
+CONFIG = json.loads(FILES["tokenizer_config.json"]) | {"tool_syntax": "hermes"}
+HERMES = ChatTokenizer(FILES | {"tokenizer_config.json": json.dumps(CONFIG).encode()})
+
+
 def test_calls_in_hermes_syntax() -> None:
-    config = json.loads(FILES["tokenizer_config.json"]) | {"tool_syntax": "hermes"}
-    hermes = ChatTokenizer(FILES | {"tokenizer_config.json": json.dumps(config).encode()})
     body = '{"name": "edit", "arguments": {"line": 3, "text": "x"}}'
-    assert calls(f"<tool_call>{body}</tool_call>", hermes) == [("edit", {"line": 3, "text": "x"})]
+    assert calls(f"<tool_call>{body}</tool_call>", HERMES) == [("edit", {"line": 3, "text": "x"})]
     for broken in ("[]", "{}", "no json", '{"name": 1}', '{"name": "a", "arguments": []}'):
-        assert calls(f"<tool_call>{broken}</tool_call>", hermes)[0][0] == "invalid"
+        assert calls(f"<tool_call>{broken}</tool_call>", HERMES)[0][0] == "invalid"
+
+
+DEEP = "[" * 10**5 + "]" * 10**5
+
+
+@pytest.mark.parametrize(
+    ("body", "tokenizer"),
+    [
+        ("edit " + "9" * 5000 + " x", TOKENIZER),
+        ('{"name": "edit", "arguments": {"line": ' + "9" * 5000 + "}}", HERMES),
+        ('{"name": "edit", "arguments": {"text": "\\ud800"}}', HERMES),
+        ('{"name": "\\udfff"}', HERMES),
+        ('{"name": "edit", "arguments": {"text": ' + DEEP + "}}", HERMES),
+    ],
+    ids=["digits", "digits in JSON", "surrogate", "surrogate in the name", "deep"],
+)
+def test_a_call_that_cannot_be_carried_is_still_a_call(body: str, tokenizer: ChatTokenizer) -> None:
+    assert [name for name, _ in calls(f"<tool_call>{body}</tool_call>", tokenizer)] == ["invalid"]
+
+
+@pytest.mark.parametrize("depth", [800, 900, 950, 990, 1200])
+def test_a_deep_call_that_is_read_can_be_shown(depth: int) -> None:
+    deep = '{"name": "edit", "arguments": {"line": 1, "text": ' + "[" * depth + "]" * depth + "}}"
+    message = HERMES.parse(f"<tool_call>{deep}</tool_call>", TOOLS, str)
+    HERMES.render([message], TOOLS)
 
 
 def test_a_rendered_call_reads_as_it_was_parsed() -> None:

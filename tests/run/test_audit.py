@@ -11,6 +11,7 @@ from etude.core.config import parse
 from etude.core.ledger import Dropped, Issued
 from etude.core.types import Span
 from etude.run.audit import audit
+from etude.run.evaluate import report_name
 from etude.store.objects import Objects
 from etude.store.runs import Run
 from etude.weights.manifest import create_manifest
@@ -42,6 +43,9 @@ async def run() -> Run:
     run.put_config(parse(CONFIG))
     run.put_checkpoint(f"{LAST:06d}.000000", b"")
     create_manifest(objects, manifest(LAST))
+    for version in (1, FIRST, LAST):
+        for split in ("heldout", "novel"):
+            run.put_eval(report_name(version, split), {})
     return run
 
 
@@ -49,6 +53,19 @@ async def test_a_run_in_order(run: Run) -> None:
     books = audit(run)
     assert books.violations == [] and books.finished
     assert " = " in books.equation and books.in_flight == 0 and books.batches == 4
+
+
+async def test_a_run_that_was_stopped_before_its_last_evaluation_is_in_order(run: Run) -> None:
+    run.objects.delete(f"evals/{report_name(LAST, 'novel')}.json")
+    leave_one_open(run)
+    books = audit(run)
+    assert books.violations == [] and not books.finished and books.in_flight == 1
+
+
+async def test_a_version_that_the_controller_has_not_seen_does_not_end_a_run(run: Run) -> None:
+    told = [key for key in run.objects.list("ledger") if b"Trained" in run.objects.get(key)]
+    run.objects.delete(told[-1])  # a log ends where a segment is missing
+    assert not audit(run).finished
 
 
 def lose_a_batch(run: Run) -> None:

@@ -9,10 +9,10 @@ import pytest
 
 from etude.core.credit import centered
 from etude.core.errors import EtudeError
-from etude.core.ledger import Dropped, Issued, Ledger
-from etude.core.types import Trajectory
+from etude.core.ledger import Dropped, Entry, Issued, Ledger
+from etude.core.types import Group, Trajectory
 from etude.run import journal
-from etude.run.controller import Health, endless
+from etude.run.controller import Health, Signal, endless
 from etude.run.process import message
 from etude.store.objects import Objects
 from etude.store.runs import Run
@@ -92,6 +92,26 @@ def test_health_counts_only_the_recent_past() -> None:
         health.add(bad)
 
 
+@pytest.mark.parametrize(("solves", "told"), [(0.0, "all 0: the tasks are too hard"), (1.0, "all 1: the tasks are so")])
+async def test_a_run_that_can_learn_nothing_stops_and_says_so(solves: float, told: str) -> None:
+    with pytest.raises(ExceptionGroup) as caught:
+        await stage(Objects.open("memory:"), seed=0, last=LAST, max_lag=1, failures=0.0, solves=solves)
+    said = message(caught.value) or ""
+    assert said.startswith("100 groups in a row have nothing to learn from") and told in said
+
+
+def test_a_group_with_signal_starts_the_count_again() -> None:
+    signal = Signal(groups_per_step=10)
+    group = Group(id="g", task="t", slot=0, admitted=0, trajectories=())
+    for _ in range(2):
+        for _ in range(199):
+            signal.add(group, kept=False)
+        signal.add(group, kept=True)
+    with pytest.raises(EtudeError, match="200 groups in a row"):
+        for _ in range(200):
+            signal.add(group, kept=False)
+
+
 def test_every_epoch_has_every_task_in_another_order() -> None:
     stream = endless(TASKS, seed=3)
     epochs = [[next(stream) for _ in TASKS] for _ in range(3)]
@@ -102,12 +122,12 @@ def test_every_epoch_has_every_task_in_another_order() -> None:
 
 def test_what_was_done_is_not_done_again() -> None:
     stream = [(TASKS[0], 0), (TASKS[1], 0), (TASKS[0], 1), (TASKS[1], 1)]
-    left = journal.still_to_do(stream, Counter({"t1": 1, "t0": 1}))
-    assert [(task.id, epoch) for task, epoch in left] == [("t0", 1), ("t1", 1)]
+    left = journal.still_to_do(stream, {("t1", 0), ("t0", 1)})  # t0 was interrupted in its first epoch
+    assert [(task.id, epoch) for task, epoch in left] == [("t0", 0), ("t1", 1)]
 
 
 def test_recovery_settles_what_a_crash_left_open() -> None:
-    entries = [Issued(group="g000000", task="t0", samples=("g000000.0", "g000000.1"), version=2)]
+    entries: list[Entry] = [Issued(group="g000000", task="t0", samples=("g000000.0", "g000000.1"), version=2)]
     recovered = journal.recover(entries, {}, {}, centered)
     assert recovered.entries == [Dropped(samples=("g000000.0", "g000000.1"), reason="interrupted")]
-    assert (recovered.slots, recovered.batched, recovered.done, recovered.waiting) == (1, 0, Counter(), [])
+    assert (recovered.slots, recovered.batched, recovered.done, recovered.waiting) == (1, 0, set(), [])

@@ -14,6 +14,7 @@ import pytest
 
 from etude.core.clock import ManualClock
 from etude.core.errors import EtudeError
+from etude.run.gateway import Gateway
 from etude.run.launch import Launcher, Program, Restarts, check_port, free_ports, locked
 from etude.run.process import message
 
@@ -134,6 +135,39 @@ def test_a_run_is_locked_against_a_second_launcher(tmp_path: Path) -> None:
         pass
     with locked(tmp_path, 0):
         pass
+
+
+async def test_logs_that_cannot_be_written(launcher: Launcher, tmp_path: Path) -> None:
+    (tmp_path / "logs" / "main.log").mkdir()
+    with pytest.raises(EtudeError, match=r"cannot write .*main\.log"):
+        await launcher.run_to_end(program("main", ""))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(EtudeError, match=r"cannot write .*logs"):
+        Launcher(tmp_path / "file", threads=1, resume="", lock=0)
+
+
+async def test_the_programs_share_a_token_that_nobody_else_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def tokens() -> set[str]:
+        with locked(tmp_path) as lock:
+            launcher = Launcher(tmp_path, threads=1, resume="", lock=lock)
+            for name in ("one", "two"):
+                await launcher.run_to_end(program(name, "import os; print(os.environ['ETUDE_TOKEN'])"))
+        return {(tmp_path / "logs" / f"{name}.log").read_text().split()[-1] for name in ("one", "two")}
+
+    monkeypatch.delenv("ETUDE_TOKEN", raising=False)
+    (first,) = await tokens()
+    (second,) = await tokens()
+    assert len(first) > 20 and first != second
+    monkeypatch.setenv("ETUDE_TOKEN", "given")
+    assert await tokens() == {"given"}
+
+
+async def test_the_controller_sends_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ETUDE_TOKEN", "secret")
+    async with Gateway("http://127.0.0.1:1") as gateway:
+        assert gateway.http.headers["Authorization"] == "Bearer secret"
 
 
 def test_restarts_are_counted_within_a_minute() -> None:

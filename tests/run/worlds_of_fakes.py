@@ -88,6 +88,7 @@ class Engine:
     version: int = FIRST
     seeds: list[tuple[str, int]] = field(default_factory=list)
     failure_rate: float = 0.1
+    solve_rate: float = 0.4
 
     async def load(self, version: int) -> None:
         await dawdle(self.rng, 5)
@@ -108,7 +109,7 @@ class Engine:
             logprobs=(-1.0, -1.0),
             versions=spans([first, self.version]),
         )
-        reward = float(self.rng.random() < 0.4)
+        reward = float(self.rng.random() < self.solve_rate)
         return Trajectory(
             id=sample, task=task.id, group=group, segments=(segment,), scores={"reward": reward}, status="done"
         )
@@ -123,6 +124,7 @@ async def stage(
     lookahead: int = 1,
     writes: int | None = None,
     failures: float = 0.1,
+    solves: float = 0.4,
 ) -> Engine:
     """Runs the stage from wherever the store says that it stands."""
     rng = Random(seed)
@@ -135,7 +137,8 @@ async def stage(
     newest = rng.randint(newest, max(newest, recovered.batched))
     if newest > max(book.ledger.trained_step, FIRST):
         await book.write(Trained(step=newest))
-    versions, engine = Versions(run, newest, rng), Engine(rng, version=newest, failure_rate=failures)
+    versions = Versions(run, newest, rng)
+    engine = Engine(rng, version=newest, failure_rate=failures, solve_rate=solves)
     window: Window[Group] = Window(per_step=2, max_lag=max_lag, lookahead=lookahead, live=newest)
     controller = Controller(
         journal=book,

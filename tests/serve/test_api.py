@@ -12,7 +12,7 @@ from etude.core.errors import EtudeError
 from etude.core.types import Sample
 from etude.model.tokenizer import ChatTokenizer
 from etude.serve import process
-from etude.serve.api import Api, Unavailable, create_app
+from etude.serve.api import MAX_BODY_BYTES, Api, Unavailable, create_app
 from etude.serve.fake import Scripted
 from tests.serve.conftest import served
 from tests.small_model import small_files
@@ -30,6 +30,10 @@ ASK = {"model": "etude", "messages": [{"role": "user", "content": "read"}]}
 
 def said(text: str) -> list[int]:
     return TOKENIZER.encode(text + "<|end|>")
+
+
+def called(arguments: str) -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "edit", "arguments": arguments}}]}
 
 
 @pytest.fixture
@@ -102,24 +106,24 @@ async def test_models_and_health(http: aiohttp.ClientSession, url: str) -> None:
         ("chat/completions", {"messages": [{"content": "x"}]}, "messages[0]"),
         ("chat/completions", {"messages": [{"role": "robot", "content": "x"}]}, "messages[0]"),
         ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "text only"),
+        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "text only"),
+        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]}, "text only"),
         ("chat/completions", ASK | {"tools": [{"type": "function"}]}, "tools[0]"),
         ("chat/completions", ASK | {"max_tokens": 0}, "max_tokens"),
         ("chat/completions", ASK | {"temperature": -1}, "temperature"),
         ("chat/completions", ASK | {"temperature": "hot"}, "temperature"),
         ("chat/completions", ASK | {"seed": -1}, "seed"),
+        ("chat/completions", ASK | {"seed": 2**63}, "seed"),
+        ("chat/completions", ASK | {"seed": 10**30}, "seed"),
+        ("chat/completions", b'{"messages": ' + b"[" * 10**5, "request body"),
+        ("chat/completions", {"messages": [called('{"a": ' + "[" * 10**5 + "]" * 10**5 + "}")]}, "template"),
+        ("chat/completions", {"messages": [called('{"a": ' + "9" * 5000 + "}")]}, "template"),
+        ("chat/completions", {"messages": [called('{"a": "\\ud800"}')]}, "template"),
+        ("chat/completions", {"messages": [called("{")]}, "template"),
         ("chat/completions", ASK | {"stream": True}, "stream"),
         ("chat/completions", ASK | {"n": 2}, "n: one answer"),
         ("chat/completions", ASK | {"stop": "return a + b"}, "stop"),
         ("chat/completions", {"messages": [{"role": "user", "content": "return " * 100}]}, "no room"),
-        (
-            "chat/completions",
-            {
-                "messages": [
-                    {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "a", "arguments": "{"}}]}
-                ]
-            },
-            "template",
-        ),
         ("completions", {"prompt": {}}, "prompt"),
         ("completions", {"prompt": [1] * 64}, "no room"),
     ],
@@ -129,6 +133,25 @@ async def test_bad_input_is_explained(http: aiohttp.ClientSession, url: str, pat
     assert status == 400
     assert answer["error"]["type"] == "invalid_request_error"
     assert words in answer["error"]["message"]
+
+
+async def test_a_body_has_a_largest_size(http: aiohttp.ClientSession, url: str) -> None:
+    fits = json.dumps(ASK).encode()
+    assert (await post(http, f"{url}/v1/chat/completions", fits + b" " * (MAX_BODY_BYTES - len(fits))))[0] == 200
+    status, answer = await post(http, f"{url}/v1/chat/completions", b" " * (MAX_BODY_BYTES + 1))
+    assert (status, answer["error"]["code"]) == (413, "request_too_large")
+
+
+class Refusing(Scripted):
+    async def sample(self, prompt: Sequence[int], **options: Any) -> Sample:
+        raise ValueError(f"temperature must not be {options['temperature']}")
+
+
+async def test_what_the_policy_refuses_is_the_clients_mistake(http: aiohttp.ClientSession) -> None:
+    async with served(create_app(Api(Refusing([]), TOKENIZER, max_context=64).routes(), None)) as url:
+        for path, ask in (("chat/completions", ASK), ("completions", {"prompt": [1]})):
+            status, answer = await post(http, f"{url}/v1/{path}", ask | {"temperature": 1e-40})
+            assert (status, answer["error"]["message"]) == (400, "temperature must not be 1e-40")
 
 
 async def test_unknown_routes_have_the_envelope_too(http: aiohttp.ClientSession, url: str) -> None:

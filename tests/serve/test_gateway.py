@@ -14,8 +14,8 @@ from etude.core.types import Span
 from etude.engine.engine import Engine
 from etude.model.tokenizer import ChatTokenizer
 from etude.model.transformer import Transformer
-from etude.serve.api import create_app
-from etude.serve.gateway import Gateway, Router
+from etude.serve.api import Unavailable, create_app
+from etude.serve.gateway import Gateway, Router, WorkerFailed
 from etude.serve.worker import EngineThread, Worker, keep_joined
 from etude.weights.follow import fetch
 from tests.serve.client import converse, post, segments, status, until_up, versions
@@ -123,6 +123,36 @@ async def test_a_worker_that_cannot_follow_is_taken_out(
     monkeypatch.undo()
     await until_up(http, gateway, 2)
     assert regions[0].version == 1
+
+
+async def test_a_worker_that_is_gone_does_not_hold_up_new_weights(
+    store: Store, gateway: str, http: aiohttp.ClientSession
+) -> None:
+    """It has not refused them: it loads them when it is back."""
+    async with AsyncExitStack() as stack:
+        async with worker(store, "east") as (_, url):
+            await post(http, f"{gateway}/workers", {"url": url, "region": "east", "version": 0})
+        await post(http, f"{gateway}/load", {"version": 1})
+        assert (await status(http, gateway))["up"] == 0
+        await stack.enter_async_context(worker(store, "east", gateway))
+        await until_up(http, gateway, 1)
+        await converse(http, gateway, "s", turns=1)
+    assert await versions(http, gateway, "s") == {1}
+
+
+async def test_a_request_is_not_sent_for_ever(http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    router, asked = Router(http), []
+
+    async def failing(worker: object, body: object) -> None:
+        asked.append(worker)
+        raise WorkerFailed("out of memory")
+
+    monkeypatch.setattr(router, "_ask", failing)
+    for number in range(9):
+        router.fleet.join(f"http://127.0.0.1:{number}", "east", 0)
+    with pytest.raises(Unavailable, match="4 workers in a row have failed, the last one with: out of memory"):
+        await router.sample([1], max_tokens=1, temperature=1.0, seed=0, stop=[])
+    assert len(set(asked)) == 4
 
 
 async def test_requests_wait_for_the_first_worker(store: Store, gateway: str, http: aiohttp.ClientSession) -> None:

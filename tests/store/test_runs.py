@@ -82,15 +82,39 @@ def test_a_damaged_object_is_named(run: Run) -> None:
         run.group("g")
 
 
-def test_config_is_written_once(run: Run) -> None:
-    config = parse(TOML)
+def test_a_config_can_be_corrected_until_there_is_work(run: Run) -> None:
     with pytest.raises(Missing, match="memory: holds no run"):
         run.config()
-    run.put_config(config)
     run.put_config(parse(TOML))
-    assert run.config() == config
+    run.objects.put("model/config.json", b"{}")
+    run.put_config(parse(TOML))
+    assert run.objects.exists("model/config.json")
+    run.put_config(parse(TOML, ["model.num_layers=2"]))
+    assert run.config().model.num_layers == 2
+    assert not run.objects.exists("model/config.json"), "a model of the old shape"
+
+
+@pytest.mark.parametrize("work", ["checkpoint", "ledger"])
+def test_the_config_of_a_run_with_work_in_it_is_kept(run: Run, work: str) -> None:
+    run.put_config(parse(TOML))
+    if work == "checkpoint":
+        run.put_checkpoint("000001.000000", b"")
+    else:
+        run.ledger.append(Trained(step=1))
     with pytest.raises(EtudeError, match=r"differ in: stage.rl.steps 3 there and 4 here"):
-        run.put_config(parse(TOML, ["stage.rl.steps=4"]))
+        run.put_config(parse(TOML, ["stage.rl.steps=4", "engine.threads=2"]))
+    assert run.config() == parse(TOML)
+
+
+def test_how_a_machine_does_the_work_may_change_at_any_time(run: Run) -> None:
+    run.put_config(parse(TOML))
+    run.put_checkpoint("000001.000000", b"")
+    run.objects.put("model/config.json", b"{}")
+    engine = ["engine.port=8100", "engine.threads=2", "engine.max_batch=4"]
+    others = ["harness.concurrency=3", "worlds.isolation=process", "stage.rl.threads=2"]
+    run.put_config(parse(TOML, engine + others))
+    assert run.config() == parse(TOML, engine + others)
+    assert run.objects.exists("model/config.json")
 
 
 def test_ledger_survives_reopening(tmp_path: Path) -> None:

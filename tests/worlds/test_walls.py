@@ -7,6 +7,7 @@ import contextlib
 import os
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
@@ -16,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from etude.core.errors import EtudeError, RolloutFailure
-from etude.worlds import namespaces
+from etude.worlds import namespaces, syscalls
+from etude.worlds.limits import NICENESS
 from etude.worlds.namespaces import NamespaceWorlds
 
 LONG_S = 60.0
@@ -98,6 +100,16 @@ async def test_it_sees_no_process_but_its_own_and_no_descriptor_but_three(walled
         "[open(f'f{n}', 'wb').write(bytes(10 << 20)) for n in range(5)]",
         "bytes(1 << 30)",
         "[os.fork() or signal.pause() for _ in range(100)]",
+        "[open(f'f{n}', 'w').close() for n in range(5000)]",
+        "os.memfd_create('hidden')",
+        "socket.socket(socket.AF_VSOCK)",
+        "socket.socket(socket.AF_PACKET, socket.SOCK_RAW)",
+        "check(libc.shmget(0, 4096, 0o1600))",
+        "check(libc.semget(0, 1, 0o1600))",
+        "check(libc.msgget(0, 0o1600))",
+        "check(libc.ptrace(0, 0, 0, 0))",
+        "check(libc.process_vm_readv(os.getpid(), None, 0, None, 0, 0))",
+        "check(libc.syscall(425, 1, bytes(120)))",  # io_uring_setup, on every machine
     ],
 )
 async def test_what_it_may_not_do(walled: NamespaceWorlds, attempt: str) -> None:
@@ -115,6 +127,81 @@ except (OSError, MemoryError, ValueError):
     print("refused")
 """
     assert await result(walled, script) == "refused"
+
+
+def refused(machine: str, number: int, argument: int = 0, arch: int | None = None) -> str:
+    """What the filter says to a call, by a little interpreter of what it is written in."""
+    arch = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}[machine] if arch is None else arch
+    read = {0: number, 4: arch, 16: argument}
+    steps, at, value = list(struct.iter_unpack("=HBBI", syscalls.program(machine) or b"")), 0, 0
+    while True:
+        code, yes, no, operand = steps[at]
+        at += 1
+        match code:
+            case 0x20:
+                value = read[operand]
+            case 0x15:
+                at += yes if value == operand else no
+            case 0x35:
+                at += yes if value >= operand else no
+            case 0x06:
+                return {0x7FFF0000: "allowed", 0x00050001: "refused", 0x80000000: "killed"}[operand]
+
+
+@pytest.mark.parametrize(("machine", "sockets", "keyctl", "read"), [("x86_64", 41, 250, 0), ("aarch64", 198, 219, 63)])
+def test_the_filter_on_both_machines(machine: str, sockets: int, keyctl: int, read: int) -> None:
+    assert refused(machine, read) == "allowed" and refused(machine, keyctl) == "refused"
+    assert [f for f in range(64) if refused(machine, sockets, f) == "allowed"] == [1, 2, 10, 16]
+    assert refused(machine, read, arch=0x40000003) == refused(machine, 0x40000000 | read) == "killed"
+    assert syscalls.program("riscv64") is None and syscalls.number_of_keyctl("riscv64") is None
+
+
+async def test_what_ordinary_programs_need_still_works(walled: NamespaceWorlds) -> None:
+    script = """
+import multiprocessing, socket, subprocess, sys, threading
+thread = threading.Thread(target=print, args=["thread"]); thread.start(); thread.join()
+print(subprocess.run([sys.executable, "-c", "print('child')"], capture_output=True, text=True).stdout, end="")
+with multiprocessing.get_context("fork").Pool(2) as pool: print(pool.map(abs, [-1, -2]))
+for family in (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6): socket.socket(family).close()
+a, b = socket.socketpair(); a.send(b"pair"); print(b.recv(9).decode())
+"""
+    assert (await result(walled, script)).splitlines() == ["thread", "child", "[1, 2]", "pair"]
+
+
+async def test_nothing_that_is_installed_can_be_imported(walled: NamespaceWorlds) -> None:
+    script = """
+import glob, sys
+for prefix in ("/usr", "/usr/local", sys.base_prefix):
+    for place in glob.glob(f"{prefix}/lib*/python*/*-packages"):
+        sys.path.append(place)
+        print(*glob.glob(f"{place}/*"), end="")
+for name in ("etude", "pip", "setuptools", "numpy"):
+    try: __import__(name); print(name)
+    except ImportError: pass
+"""
+    assert await result(walled, script) == ""
+    async with walled.open({}) as sandbox:
+        assert (await sandbox.run(["python", "-m", "pip", "--version"], timeout_s=LONG_S)).code == 1
+
+
+async def test_commands_give_way_to_the_controller(walled: NamespaceWorlds) -> None:
+    assert int(await result(walled, "import os; print(os.nice(0))")) == min(19, os.nice(0) + NICENESS)
+
+
+def test_the_session_keyring_is_left_behind() -> None:
+    script = """
+import ctypes, os
+from etude.worlds import kernel, syscalls
+number = syscalls.number_of_keyctl(os.uname().machine)
+session = lambda: ctypes.CDLL(None).syscall(number, 0, -3, 1) if number else -1
+before = session()
+kernel.leave_keyring()
+print(before, session())
+"""
+    before, after = subprocess.check_output([sys.executable, "-c", script], text=True).split()
+    if before == "-1":
+        pytest.skip("no keyrings here")
+    assert before != after
 
 
 async def test_a_full_disk_is_the_working_copys_problem(walled: NamespaceWorlds) -> None:

@@ -1,0 +1,26 @@
+"""Where a lineage begins: with fresh weights, or with those of a model directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from etude.core.errors import EtudeError
+from etude.model.files import build, read_directory
+from etude.model.transformer import ModelConfig, Transformer, fresh
+
+
+def starting_model(directory: Path | None, config_json: bytes, seed: int) -> Transformer:
+    """`config_json` decides the shape; the weights of a directory must fit it."""
+    if directory is None:
+        return fresh(ModelConfig.from_json(config_json), seed)
+    try:
+        small, tensors = read_directory(directory)
+        return build(small | {"config.json": config_json}, tensors)
+    # RuntimeError is what torch raises for a tensor of another shape.
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as e:
+        raise EtudeError(
+            f"the model in {directory} cannot be read ({type(e).__name__}: {e}): fetch it again, or give another "
+            f"model.path"
+        ) from e

@@ -1,0 +1,75 @@
+"""The small decisions of a run on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from etude.core.errors import EtudeError
+from etude.core.events import Event, Launched, Live
+from etude.model.files import weights, write_directory
+from etude.model.transformer import ModelConfig, fresh
+from etude.run.data import check_fits
+from etude.run.local import Place, seconds_at_work
+from etude.run.prepare import given_files
+from etude.store.codec import Stamped
+from etude.store.runs import Run
+from etude.train.start import starting_model
+from tests.small_model import small_files
+
+
+def test_pauses_do_not_count() -> None:
+    times = [(10.0, True), (15.0, False), (18.0, False), (500.0, True), (501.0, False), (900.0, True)]
+    events: list[Stamped[Event]] = [
+        Stamped(t, Launched(resumed=False) if launch else Live(version=1)) for t, launch in times
+    ]
+    assert seconds_at_work(events) == 9.0
+    assert seconds_at_work([]) == 0.0
+
+
+def test_looking_for_a_checkpoint_makes_nothing(tmp_path: Path) -> None:
+    place = Place(tmp_path / "r")
+    assert not place.has_checkpoint and list(tmp_path.iterdir()) == []
+    Run.open(place.store).put_checkpoint("000001.000000", b"")
+    assert place.has_checkpoint
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: data[: len(data) // 2],
+        lambda data: b"",
+        lambda data: data.replace(b"embed_tokens", b"embed_tokenz"),
+    ],
+)
+def test_a_damaged_model_is_named(tmp_path: Path, damage: object) -> None:
+    files = small_files()
+    write_directory(tmp_path, files, weights(fresh(ModelConfig.from_json(files["config.json"]), 0)))
+    starting_model(tmp_path, files["config.json"], 0)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(damage(path.read_bytes()))  # type: ignore[operator]
+    with pytest.raises(EtudeError, match=f"the model in {tmp_path} cannot be read .* fetch it again"):
+        starting_model(tmp_path, files["config.json"], 0)
+
+
+def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
+    files, other = small_files(), small_files(vocab_size=310)
+    write_directory(tmp_path, files, weights(fresh(ModelConfig.from_json(files["config.json"]), 0)))
+    with pytest.raises(EtudeError, match="cannot be read"):
+        starting_model(tmp_path, other["config.json"], 0)
+
+
+@pytest.mark.parametrize("text", ["{", "{}", "[]"])
+def test_a_model_without_a_shape_is_named(tmp_path: Path, text: str) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "model.safetensors"):
+        (tmp_path / name).write_bytes(b"")
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(EtudeError, match=r"config\.json does not describe a model"):
+        given_files(str(tmp_path), 512)
+
+
+def test_a_demonstration_must_fit() -> None:
+    check_fits([([1] * 8, [True] * 8)], 8)
+    with pytest.raises(EtudeError, match="a demonstration has 9 tokens, .* set model.max_context to 9 or more"):
+        check_fits([([1], [True]), ([1] * 9, [True] * 9)], 8)

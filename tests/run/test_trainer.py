@@ -1,0 +1,51 @@
+"""The trainer as a lineage: where it starts, and what it says of the versions that it makes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from etude.core.config import parse
+from etude.core.errors import EtudeError
+from etude.model.files import weights, write_directory
+from etude.model.transformer import ModelConfig, fresh
+from etude.run.prepare import store_files
+from etude.run.trainer import Trainer
+from etude.store.runs import Run
+from etude.weights.manifest import read_manifest
+from tests.small_model import small_files
+
+TOML = """
+name = "lineage"
+[[stage]]
+kind = "midtrain"
+steps = 3
+batch_tokens = 64
+row_tokens = 32
+[[stage]]
+kind = "rl"
+steps = 1
+"""
+
+
+def test_the_model_directory_is_needed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("etude.run.data.texts", lambda config: ["def area(a, b):\n    return a * b\n"] * 8)
+    files, directory = small_files(), tmp_path / "model"
+    write_directory(directory, files, weights(fresh(ModelConfig.from_json(files["config.json"]), 1)))
+    whole = parse(TOML, [f"model.path={directory}"])
+    config = whole.model_copy(update={"stage": whole.stage[:1]})
+    run = Run.open("memory:")
+    store_files(run, files)
+    Trainer(run, config, emit=lambda event: None).train()
+    manifest = read_manifest(run.objects, 1)
+    assert (manifest.stage, manifest.step) == ("midtrain", 3)
+
+    (directory / "model.safetensors").unlink()
+    run.objects.delete("weights/000001/manifest.json")  # as if it had died before it published
+    resumed = Trainer(run, config, emit=lambda event: None)
+    assert resumed.version == 1 and read_manifest(run.objects, 1) == manifest
+    empty = Run.open("memory:")
+    store_files(empty, files)
+    with pytest.raises(EtudeError, match="model.safetensors missing there"):
+        Trainer(empty, config, emit=lambda event: None)
