@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import chain
 
-from etude.core.types import Group, Row, Trajectory, spans, unspan
+from etude.core.types import Group, Row, Trajectory, unspan
 
 Credit = Callable[[Sequence[float]], list[float]]
 
@@ -63,6 +63,3 @@ def to_rows(trajectory: Trajectory, advantage: float) -> list[Row]:
 
 def oldest_version(rows: Sequence[Row]) -> int:
     return min(chain.from_iterable(unspan(row.versions) for row in rows))
-
-
-__all__ = ["CREDIT", "advantages", "centered", "leave_one_out", "oldest_version", "spans", "to_rows", "usable"]
