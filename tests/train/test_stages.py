@@ -194,6 +194,18 @@ def test_sft_with_a_rate_that_hurts_ends_with_its_best_weights() -> None:
     assert one.evaluate(exam) == pytest.approx(min(losses), rel=1e-6)
 
 
+def test_sft_stops_early_when_what_it_imitates_is_not_what_it_is_examined_on() -> None:
+    """Every demonstration says one thing and every held-back session another, so each epoch makes the exam worse."""
+    one = learner()
+    seen: list[Progress] = []
+    imitated, examined = [([3] * 12, [False] + [True] * 11)] * 20, [([5] * 12, [False] + [True] * 11)] * 4
+    losses = sft(
+        one, imitated, examined, max_epochs=6, patience=1, batch_tokens=100, lr=1e-2, seed=0, on_step=seen.append
+    )
+    assert list(losses) == sorted(losses) and len(losses) == 2
+    assert seen[-1].step < seen[-1].total
+
+
 def test_sft_uses_every_demonstration_once_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     one = learner()
     counts: list[int] = []
