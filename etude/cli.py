@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import json
 import platform
 import shutil
@@ -74,6 +75,11 @@ def build_parser() -> argparse.ArgumentParser:
     eval_parser.add_argument("--version", type=int, help="weight version (default: the newest)")
     eval_parser.add_argument("--split", choices=("heldout", "novel"), default="heldout")
 
+    _add_serve(add("serve", serve, "serve a model directory over an OpenAI-compatible API"))
+    _add_chat(add("chat", chat, "talk to a model in the terminal"))
+
+    _add_weights(commands.add_parser("weights", help="the weights of runs and models"))
+
     for name, command, text in (
         ("audit", audit, "recompute the books of a run from its store"),
         ("show", show, "one page about a run"),
@@ -82,7 +88,66 @@ def build_parser() -> argparse.ArgumentParser:
 
     bench_parser = add("bench", bench, "run a benchmark", json_text="end with one line of JSON")
     bench_parser.add_argument("name", metavar="NAME", help="a module of etude.bench")
+    bench_parser.add_argument("--model", metavar="DIR", help="engine, publish: a Hugging Face directory")
+    bench_parser.add_argument("--pairs", metavar="DIR", help="delta: NAME_before.npy and NAME_after.npy, bf16 codes")
     return parser
+
+
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="a Hugging Face directory")
+    parser.add_argument("--host", default="127.0.0.1", help="another address needs a token (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=8000, help="0: a free one (default: %(default)s)")
+    parser.add_argument("--name", help="what the API calls the model (default: the directory's name)")
+    parser.add_argument("--token-file", type=Path, metavar="FILE", help="holds the token (default: ETUDE_TOKEN)")
+    parser.add_argument("--max-batch", type=_count, default=32, help="answers computed together (default: %(default)s)")
+    parser.add_argument("--max-answers", type=_count, default=256, help="under way at once (default: %(default)s)")
+    parser.add_argument("--max-context", type=_count, help="tokens of prompt and answer (default: the model's)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="(default: the fastest that fits)")
+    parser.add_argument("--threads", type=_count, help="processor threads of the engine")
+
+
+def _add_weights(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(required=True, metavar="ACTION")
+    text = "make a Hugging Face directory of a GGUF file"
+    importing = actions.add_parser("import", help=text, description=text)
+    importing.add_argument("file", type=Path, metavar="FILE.gguf")
+    importing.add_argument("dir", type=Path, metavar="DIR", help="must not be there yet")
+    importing.set_defaults(command=import_weights)
+    for name, text in (
+        ("log", "the chain of versions, with sizes, and who reads which"),
+        ("show", "one version: its ways, and what changed in it"),
+        ("verify", "build every version by every way and check every tensor"),
+        ("fetch", "download and check a version"),
+        ("gc", "delete what nobody needs any more"),
+        ("export", "make a Hugging Face directory of a version"),
+    ):
+        action = actions.add_parser(name, help=text, description=text)
+        action.add_argument("url", metavar="URL", help="a run's directory, or s3://, gs://, az://")
+        action.set_defaults(command=weights, action=name)
+        if name in ("show", "fetch", "export"):
+            action.add_argument("--version", type=int, help="(default: the newest)")
+        if name == "fetch":
+            action.add_argument("--cache", type=Path, metavar="DIR", help="leave it there for this host's workers")
+        if name == "gc":
+            action.add_argument("--keep", type=_count, default=16, help="newest versions (default: %(default)s)")
+            action.add_argument("--grace", type=float, default=3600.0, metavar="S", help="(default: %(default)s)")
+        if name == "export":
+            action.add_argument("target", type=Path, metavar="DIR", help="must not be there yet")
+
+
+def _add_chat(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("target", metavar="URL|DIR", help="a server, or a model directory to serve meanwhile")
+    parser.add_argument("--model", help="the model's name at the server")
+    parser.add_argument("--system", help="a system message")
+    parser.add_argument("--temperature", type=float)
+    parser.add_argument("--max-tokens", type=_count)
+    parser.add_argument("--seed", type=int)
+
+
+def _count(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError("at least 1")
+    return value
 
 
 def _add_set(parser: argparse.ArgumentParser) -> None:
@@ -178,6 +243,37 @@ def show(args: argparse.Namespace) -> int:
     return 0
 
 
+def serve(args: argparse.Namespace) -> int:
+    from etude.run.serve import Options, serve
+
+    given = {name: value for name, value in vars(args).items() if name != "command"}
+    serve(Options(**given))
+    return 0
+
+
+def chat(args: argparse.Namespace) -> int:
+    from etude.run.chat import Settings, chat
+
+    names = ("model", "system", "temperature", "max_tokens", "seed")
+    chat(args.target, Settings(**{name: getattr(args, name) for name in names}), _console(False))
+    return 0
+
+
+def import_weights(args: argparse.Namespace) -> int:
+    from etude.run.importing import import_model
+
+    import_model(args.file, args.dir, _console(False))
+    return 0
+
+
+def weights(args: argparse.Namespace) -> int:
+    from etude.run import weights
+
+    options = {name: value for name, value in vars(args).items() if name not in ("command", "action")}
+    code: int = getattr(weights, args.action)(**options, console=_console(False))
+    return code
+
+
 def bench(args: argparse.Namespace) -> int:
     try:
         module = importlib.import_module(f"etude.bench.{args.name}")
@@ -188,7 +284,10 @@ def bench(args: argparse.Namespace) -> int:
             p.name[:-3] for p in resources.files("etude.bench").iterdir() if p.name[:1] != "_" and p.name[-3:] == ".py"
         )
         raise EtudeError(f"there is no benchmark {args.name}: choose one of {', '.join(known)}") from e
-    figures: dict[str, float] = module.run()
+    options = {name: value for name in ("pairs", "model") if (value := getattr(args, name)) is not None}
+    if foreign := options.keys() - inspect.signature(module.run).parameters.keys():
+        raise EtudeError(f"the benchmark {args.name} has no option --{foreign.pop()}")
+    figures: dict[str, float] = module.run(**options)
     for name, value in figures.items():
         print(f"{name:32} {value:.6g}", file=sys.stderr if args.json else sys.stdout)
     if args.json:

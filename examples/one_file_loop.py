@@ -30,13 +30,12 @@ from etude.core.config import RlConfig, RunConfig, parse
 from etude.core.seams import Worlds
 from etude.core.seeds import derive
 from etude.core.types import Task
-from etude.engine.sampler import sample
+from etude.engine.sampler import invert
 from etude.harness.agent import NUDGE, parse_arguments
 from etude.harness.tools import SCHEMAS, SUBMIT, Tools
-from etude.model.attention import Cached, Causal, KVCache
-from etude.model.files import build
+from etude.model.attention import Causal, KVCache, Paged
 from etude.model.tokenizer import ChatTokenizer, Message
-from etude.model.transformer import Transformer
+from etude.model.transformer import ModelConfig, Transformer
 from etude.rewards.tests import grade
 from etude.run.prepare import fresh_files, given_files, store_files
 from etude.run.trainer import Trainer
@@ -52,9 +51,6 @@ GRADE_S = 20.0  # for the hidden tests of one attempt
 class Session:
     """One attempt: its tokens, which of them the model said and how likely it found each, and what it was worth."""
 
-    cache: KVCache
-    """Keys and values of the first `num_cached` tokens, kept from turn to turn."""
-    num_cached: int = 0
     tokens: list[int] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -85,7 +81,7 @@ class Agent:
 
     async def attempt(self, task: Task, seed: int) -> Session:
         tokenizer, context = self.tokenizer, self.model.config.max_position_embeddings
-        session = Session(KVCache(self.model.config, rows=1, length=context))
+        session = Session()
         messages: list[Message] = [{"role": "user", "content": task.prompt}]
         text = tokenizer.render(messages, SCHEMAS, answer=True)
         async with self.worlds.open(task.files) as sandbox:
@@ -105,17 +101,24 @@ class Agent:
 
     @torch.inference_mode()
     def answer(self, session: Session, seed: int) -> list[int]:
-        """Token by token, until the end of the turn; the first forward pass reads what is new since the last turn."""
-        begin = len(session.tokens)
-        limit = min(self.max_tokens, self.model.config.max_position_embeddings - begin)
-        for u in np.random.Generator(np.random.PCG64(seed)).random(limit):
-            new = torch.tensor([session.tokens[session.num_cached :]])
-            attend = Cached(session.cache, torch.tensor([session.num_cached]), new.shape[1])
-            logits = self.model.logits(self.model(new, attend.positions_BT, attend)[:, -1])
-            token, logprob = sample(logits, torch.tensor([self.temperature]), torch.tensor([u]))
-            session.num_cached = len(session.tokens)
-            session.say(int(token), float(logprob))
-            if session.tokens[-1] == self.tokenizer.eos:
+        """Token by token, until the end of the turn; the first forward pass reads all that there is so far."""
+        begin, context = len(session.tokens), self.model.config.max_position_embeddings
+        cache, num_read = (
+            KVCache(self.model.config, 1, context, like=self.model.rope),
+            0,
+        )  # one block, as long as it gets
+        for u in np.random.Generator(np.random.PCG64(seed)).random(min(self.max_tokens, context - begin)):
+            new, places = torch.tensor(session.tokens[num_read:]), torch.arange(num_read, len(session.tokens))
+            attend = Paged(
+                cache, ids=[0], blocks_BM=np.array([[0]]), slots_N=places.numpy(), starts=[0],
+                lengths=[len(session.tokens)], num_single=int(num_read > 0),
+            )  # fmt: skip
+            logits = self.model.logits(self.model(new, places, attend)[-1:])
+            p = torch.softmax(logits / self.temperature, dim=-1)
+            token = int(invert(p, torch.tensor([u])))
+            num_read = len(session.tokens)
+            session.say(token, float(p[0, token].log()))
+            if token == self.tokenizer.eos:
                 break
         return session.tokens[begin:]
 
@@ -181,7 +184,7 @@ def round_to_bf16(model: Transformer, masters: Mapping[str, Tensor]) -> None:
 async def train(c: RunConfig, rl: RlConfig, worlds: Worlds) -> list[float]:
     """The loop; returns the loss of every step."""
     files, masters = start(c)
-    model = build(files, masters)
+    model = Transformer(ModelConfig.from_json(files["config.json"]))
     optimizer = torch.optim.AdamW(masters.values(), lr=rl.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     round_to_bf16(model, masters)
     agent = Agent(model, ChatTokenizer(files), worlds, c.harness.max_turns, c.harness.max_tokens, rl.temperature)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from etude.core.types import Sample
-from etude.engine.engine import Engine, Request
+from etude.engine.engine import Engine, Finished, Request
 from etude.model.attention import Causal
 from etude.model.fresh import tokenizer_files
 from etude.model.transformer import ModelConfig, Transformer, fresh
@@ -33,12 +33,12 @@ def config(vocab_size: int = 61, context: int = 64) -> ModelConfig:
     )
 
 
-def sharp(config: ModelConfig, seed: int) -> Transformer:
+def sharp(config: ModelConfig, seed: int, factor: float = 8.0) -> Transformer:
     """Random weights, large enough that the context decides what comes next."""
     model = fresh(config, seed).requires_grad_(False)
     for parameter in model.parameters():
-        if parameter.ndim == 2:
-            parameter.mul_(8.0)
+        if parameter.ndim >= 2:
+            parameter.mul_(factor)
     return model
 
 
@@ -65,5 +65,5 @@ def request(id: str, prompt: list[int], **options: object) -> Request:
 def drain(engine: Engine) -> dict[str, Sample]:
     done: dict[str, Sample] = {}
     while not engine.idle:
-        done |= {finished.id: finished.sample for finished in engine.step()}
+        done |= {event.id: event.sample for event in engine.step() if isinstance(event, Finished)}
     return done

@@ -3,7 +3,7 @@ asks which one it has."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -45,12 +45,46 @@ class Worlds(Protocol):
     async def close(self) -> None: ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """One question to a policy, with all the randomness of its answer: any policy with the same weights, asked the
+    same, answers the same."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    seed: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: any token may be drawn."""
+    stop: tuple[int, ...] = ()
+    """Tokens that end the answer, and are the last of it."""
+    stop_texts: tuple[str, ...] = ()
+    """Texts that end the answer: its last token is the one that completes such a text."""
+    grammar: str | None = None
+    """What the answer must follow, in the notation of llguidance."""
+    top_logprobs: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A sampled token on its way, before the sample that it belongs to is whole."""
+
+    token: int
+    logprob: float
+    version: int
+    top: tuple[tuple[int, float], ...] = ()
+    """The likeliest tokens in its place with their log-probs, as many as were asked for."""
+
+
 class Policy(Protocol):
     """A model that can be sampled from, token ids in and token ids out, and that can move to newer weights."""
 
-    async def sample(
-        self, prompt: Sequence[int], *, max_tokens: int, temperature: float, seed: int, stop: Sequence[int]
-    ) -> Sample: ...
+    async def sample(self, ask: Ask) -> Sample:
+        """Raises ValueError for what can never be answered."""
+
+    def stream(self, ask: Ask) -> AsyncIterator[Token | Sample]:
+        """The tokens one by one, then the sample that they make, once."""
 
     async def load(self, version: int) -> None:
         """Returns when every token sampled from now on comes from `version` or newer."""

@@ -83,6 +83,8 @@ class Sample:
     versions: tuple[Span, ...]
     finish: Literal["stop", "length"]
     experts: bytes | None = None
+    top: tuple[tuple[tuple[int, float], ...], ...] = ()
+    """For each token the likeliest in its place with their log-probs, if that was asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,16 +171,57 @@ class Batch:
         return self.step - 1 - self.oldest
 
 
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One published version, exactly: the hash is that of its manifest, and so speaks for everything before it."""
+
+    epoch: int
+    version: int
+    hash: str
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """An object in the store, by the hash of its bytes. It holds tensors from `first` to `last`, by name."""
+
+    hash: str
+    bytes: int
+    first: str
+    last: str
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One way to the bits of a version: the differences to `base`, or all of them if there is none."""
+
+    base: Link | None
+    shards: tuple[Shard, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(shard.bytes for shard in self.shards)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """A published weight version. It is written last, so whoever reads it can read all that it names."""
 
     version: int
-    base: int | None
-    """The version that the files are a difference to; None for a whole snapshot."""
-    files: tuple[str, ...]
-    digests: dict[str, str]
-    """Tensor name -> digest of its bytes after loading."""
     stage: str
     step: int
     """The step within the stage that made it."""
+    epoch: int
+    """Which trainer, in the order in which they took over."""
+    parent: Link | None
+    root: str
+    """The hash of the list of all tensors with their digests: equal roots are equal weights, bit for bit."""
+    bytes: int
+    """Of all tensors."""
+    route: Route
+    changed: dict[str, float] = field(default_factory=dict)
+    """Sort of tensor -> share of its elements that differ from the parent's."""
+    publisher: str = ""
+    time: float = 0.0
+    """Seconds since 1970, by the publisher's clock; for people only."""
+    seal: str = ""
+    """What proves that it is whole, and if there is a key, who wrote it."""

@@ -1,31 +1,47 @@
 """Continuous batching: requests come and go between steps, and so do weights.
 
-    add(request)  ->  waiting  ->  a row of the cache  ->  step, step, step  ->  Finished(id, sample)
+    add(request)  ->  waiting  ->  running: step, step, step  ->  Finished(id, sample)
 
-A step is one forward pass: over the newcomers if there are any (they read their prompts together, each only what the
-prefix cache does not know), otherwise over everyone who runs (one token each). `load` puts in new weights between two
-steps. Running requests keep what they have in the cache and go on, and every token says which version computed it.
+A step is one forward pass over new tokens of many sequences (`scheduler` says whose, `plan` is the result, a `Runner`
+carries it out): one token of everyone who is answering, and pieces of the prompts of those who are not that far. `swap`
+puts in new weights between two steps. Running requests keep their keys and values and go on, and every token says which
+version computed it; nothing that the old weights computed is used for a request that starts later.
+
+With a runner that overlaps, a step starts one pass and returns what came of the one before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from etude.core.types import Sample
-from etude.engine.prefix import PrefixCache
-from etude.engine.runner import Runner
-from etude.engine.sampler import draws, sample
-from etude.engine.scheduler import Request, Running, Scheduler
+from etude.engine.blocks import Blocks
+from etude.engine.plan import Drawn, Draws, Plan, Runner
+from etude.engine.runner import CpuRunner, num_blocks
+from etude.engine.sampler import draws
+from etude.engine.scheduler import Constraint, Request, Scheduler, Sequence
 from etude.model.transformer import Transformer
 
-__all__ = ["Engine", "Finished", "Request"]
+__all__ = ["Constraint", "Engine", "Finished", "Request", "Stats", "Token"]
 
 MIN_TEMPERATURE = 1e-3
 """Short of 0, which is the likeliest token: logits divided by less overflow, and nothing can be drawn from that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """Of a request with `stream`, as soon as it is drawn."""
+
+    id: str
+    token: int
+    logprob: float
+    version: int
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +50,49 @@ class Finished:
     sample: Sample
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stats:
+    running: int
+    waiting: int
+    preempted: int
+    """So far; so are the tokens."""
+    blocks: int
+    blocks_free: int
+    read_tokens: int
+    """Of prompts, and again of what was preempted."""
+    cached_tokens: int
+    """Those among them that the prefix cache knew."""
+    drawn_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """A pass that was started."""
+
+    version: int
+    rows: list[tuple[Sequence, int]]
+    """Who drew, and in which of its lives."""
+    read: Callable[[], Drawn]
+
+
 class Engine:
-    def __init__(self, model: Transformer, *, max_batch: int, version: int = 0, prefix_tokens: int = 65_536) -> None:
-        self.version = version
-        self.max_context = model.config.max_position_embeddings
-        self.vocab_size = model.config.vocab_size
-        self._scheduler = Scheduler(max_batch)
-        self._runner = Runner(model, max_batch)
-        self._prefix = PrefixCache(prefix_tokens)
+    def __init__(
+        self, model: Transformer, *, max_batch: int, version: int = 0, step_tokens: int = 512,
+        prefix_cache: bool = True, kv_bytes: int = 1 << 30, runner: Runner | None = None,
+    ) -> None:  # fmt: skip
+        """`step_tokens`: what a pass may read in all; a long prompt is read in pieces of it. Without `prefix_cache`
+        every request is computed from nothing. `runner`: what computes; by default the model as it is, on the CPU."""
+        c, item_bytes = model.config, model.model.embed_tokens.weight.element_size()
+        self.version, self.max_context, self.vocab_size = version, c.max_position_embeddings, c.vocab_size
+        self._runner = runner or CpuRunner(model, num_blocks(c, item_bytes, max_batch, kv_bytes))
+        self._blocks = Blocks(self._runner.num_blocks, self._runner.block_size, reuse=prefix_cache)
+        # Pieces are for the others' sake; where there are none, a prompt is read at once.
+        self._scheduler = Scheduler(
+            self._blocks, max_batch=max_batch, step_tokens=step_tokens if max_batch > 1 else self.max_context
+        )
+        self._arrivals = itertools.count()
+        self._under_way: _Pass | None = None
+        self._drawn_tokens = 0
 
     @property
     def num_running(self) -> int:
@@ -53,69 +104,144 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        return not (self._scheduler.running or self._scheduler.waiting)
+        return not (self._scheduler.running or self._scheduler.waiting or self._under_way)
+
+    def stats(self) -> Stats:
+        return Stats(
+            running=self.num_running,
+            waiting=self.num_waiting,
+            preempted=self._scheduler.num_preempted,
+            blocks=self._blocks.num_blocks,
+            blocks_free=self._blocks.num_free,
+            read_tokens=self._scheduler.num_to_read,
+            cached_tokens=self._scheduler.num_cached,
+            drawn_tokens=self._drawn_tokens,
+        )
 
     def check(self, request: Request) -> None:
         """Raises ValueError for a request that cannot be served. Reads only constants, so any thread may ask."""
-        if not request.prompt or not 0 <= min(request.prompt) <= max(request.prompt) < self.vocab_size:
+        prompt, room = request.prompt, self.max_context - len(request.prompt)
+        if not prompt or not 0 <= min(prompt) <= max(prompt) < self.vocab_size:
             raise ValueError(f"the prompt must be token ids from 0 to {self.vocab_size - 1}, and at least one")
-        if len(request.prompt) >= self.max_context:
-            raise ValueError(f"the prompt has {len(request.prompt)} of {self.max_context} tokens: no room to answer")
+        if room < 1:
+            raise ValueError(f"the prompt has {len(prompt)} of {self.max_context} tokens: no room to answer")
         if request.max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, not {request.max_tokens}")
         if request.temperature != 0 and not MIN_TEMPERATURE <= request.temperature < float("inf"):
             raise ValueError(f"temperature must be 0 or at least {MIN_TEMPERATURE}, not {request.temperature}")
+        if not 0 < request.top_p <= 1:
+            raise ValueError(f"top_p must be above 0 and at most 1, not {request.top_p}")
+        if request.top_k < 0 or request.top_logprobs < 0:
+            raise ValueError("top_k and top_logprobs must be 0 or more")
+        needed = self._blocks.needed(len(prompt) + min(request.max_tokens, room))
+        if needed > self._blocks.num_blocks:
+            most = self._blocks.num_blocks * self._blocks.block_size
+            raise ValueError(f"prompt and max_tokens are more than the {most} tokens that this engine has memory for")
 
     def add(self, request: Request) -> None:
         self.check(request)
-        room = self.max_context - len(request.prompt)
-        self._scheduler.add(request, draws(request.seed, min(request.max_tokens, room)))
+        limit = min(request.max_tokens, self.max_context - len(request.prompt))
+        self._scheduler.add(
+            Sequence(request, next(self._arrivals), draws(request.seed, limit), tokens=list(request.prompt))
+        )
 
     def abort(self, id: str) -> None:
         """Forgets a request; a request that is already finished, or was never added, is no mistake."""
-        self._scheduler.drop_waiting(id)
-        if sequence := self._scheduler.find_running(id):
-            self._release(sequence)
+        if sequence := self._scheduler.find(id):
+            self._scheduler.release(sequence)
 
-    def load(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        """Every token from the next step on comes from these weights."""
-        self._runner.load(tensors)
-        self._prefix.clear()
+    def prepare(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
+        """The slow part of putting in new weights. Any thread may do it while the engine runs; `swap` does the rest."""
+        return self._runner.prepare(tensors)
+
+    def swap(self, version: int, put_in_place: Callable[[], None]) -> None:
+        """Every token that is drawn from the next step on comes from the weights that were prepared."""
+        put_in_place()
+        self._scheduler.seal()
         self.version = version
 
-    def step(self) -> list[Finished]:
-        """One forward pass, one token for every sequence in it; returns the requests that it finished."""
-        batch = self._admit() or self._scheduler.running
-        if not batch:
-            return []
-        tokens, logprobs = self._draw(batch, self._runner.forward(batch))
-        for sequence, token, logprob in zip(batch, tokens, logprobs, strict=True):
-            sequence.append(token, logprob, self.version)
-        return [self._finish(sequence) for sequence in list(batch) if sequence.finish]
+    def load(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        self.swap(version, self.prepare(tensors))
 
-    def _admit(self) -> list[Running]:
-        admitted = self._scheduler.admit()
-        for sequence in admitted:
-            if known := self._prefix.find(sequence.request.prompt):
-                sequence.num_cached, kv = known
-                self._runner.cache.write(sequence.row, kv)
-        return admitted
+    def step(self) -> list[Token | Finished]:
+        """One forward pass; returns the tokens of requests that stream, and the requests that are finished."""
+        done = started = self._start()
+        if self._runner.overlaps:
+            done, self._under_way = self._under_way, started
+        return self._collect(done) if done else []
 
-    def _draw(self, batch: Sequence[Running], logits_BV: Tensor) -> tuple[list[int], list[float]]:
-        temperature_B = torch.tensor([sequence.request.temperature for sequence in batch])
-        u_B = torch.tensor([sequence.next_draw for sequence in batch], dtype=torch.float64)
-        tokens_B, logprobs_B = sample(logits_BV, temperature_B, u_B)
-        return tokens_B.tolist(), logprobs_B.tolist()
+    def _start(self) -> _Pass | None:
+        chosen, num_single = self._scheduler.choose(self.version)
+        if not chosen:
+            return None
+        drawing = [sequence for sequence, _ in chosen if not sequence.num_unread]
+        read = self._runner.start(lay_out(chosen, num_single, self._blocks.block_size))
+        for row, sequence in enumerate(drawing):
+            sequence.row, sequence.num_pending = row, sequence.num_pending + 1
+        return _Pass(self.version, [(sequence, sequence.life) for sequence in drawing], read)
 
-    def _finish(self, sequence: Running) -> Finished:
-        # The last token was sampled but never read, so the cache ends before it. A sequence that saw two versions, or
-        # began before the last swap, is of no use to anyone who starts now.
-        if sequence.versions[0] == self.version:
-            kv = self._runner.cache.read(sequence.row, sequence.num_cached)
-            self._prefix.put(sequence.tokens[: sequence.num_cached], kv)
-        self._release(sequence)
-        return Finished(sequence.request.id, sequence.sample())
+    def _collect(self, done: _Pass) -> list[Token | Finished]:
+        drawn = done.read()
+        tops = drawn.top or [[]] * len(done.rows)
+        events: list[Token | Finished] = []
+        rows = zip(done.rows, drawn.tokens, drawn.logprobs, tops, strict=True)
+        for (sequence, life), token, logprob, likeliest in rows:
+            if sequence.life != life:
+                continue  # finished, aborted or preempted meanwhile
+            top = tuple(likeliest[: sequence.request.top_logprobs])
+            sequence.append(token, logprob, done.version, top)
+            self._drawn_tokens += 1
+            if sequence.request.stream:
+                events.append(Token(sequence.request.id, token, logprob, done.version, top))
+            if sequence.finish:
+                events.append(self._finish(sequence))
+        return events
 
-    def _release(self, sequence: Running) -> None:
-        if moved := self._scheduler.release(sequence):
-            self._runner.cache.move(len(self._scheduler.running), moved.row, moved.num_cached)
+    def _finish(self, sequence: Sequence) -> Finished:
+        assert sequence.table is not None
+        # The last token was drawn, but never read.
+        experts = self._runner.experts(np.array(sequence.table.blocks), len(sequence.tokens) - 1)
+        self._scheduler.release(sequence)
+        return Finished(sequence.request.id, sequence.sample(experts))
+
+
+def lay_out(chosen: list[tuple[Sequence, int]], num_single: int, block_size: int) -> Plan:
+    """The plan of a pass that reads the last `count` of the tokens that each sequence counts as read. Those that have
+    read all they have are to draw."""
+    sequences = [sequence for sequence, _ in chosen]
+    counts_B, lengths_B = np.array([count for _, count in chosen]), np.array([s.num_read for s in sequences])
+    ends_B = counts_B.cumsum()
+    tables = [sequence.table.blocks for sequence in sequences if sequence.table]
+    longest = max(map(len, tables))
+    blocks_BM = np.array([table + [0] * (longest - len(table)) for table in tables])
+    sequence_N = np.arange(len(chosen)).repeat(counts_B)
+    positions_N = lengths_B[sequence_N] - (ends_B[sequence_N] - np.arange(ends_B[-1]))  # counted from the end
+    draws_B = np.array([not sequence.num_unread for sequence in sequences])
+    return Plan(
+        tokens_N=np.array([token for sequence, count in chosen for token in new_tokens(sequence, count)]),
+        positions_N=positions_N,
+        slots_N=blocks_BM[sequence_N, positions_N // block_size] * block_size + positions_N % block_size,
+        ids_B=np.array([sequence.arrival for sequence in sequences]),
+        starts_B=ends_B - counts_B,
+        lengths_B=lengths_B,
+        blocks_BM=blocks_BM,
+        num_single=num_single,
+        rows_R=(ends_B - 1)[draws_B],
+        draws=how_to_draw([(s.request, s.draws[s.num_drawn]) for s in sequences if not s.num_unread]),
+    )
+
+
+def new_tokens(sequence: Sequence, count: int) -> list[int]:
+    known = sequence.tokens[sequence.num_read - count : sequence.num_read]
+    return known if len(known) == count else [*known, -1 - sequence.row]
+
+
+def how_to_draw(rows: list[tuple[Request, float]]) -> Draws:
+    return Draws(
+        temperature_R=np.array([request.temperature for request, _ in rows], dtype=np.float32),
+        top_p_R=np.array([request.top_p for request, _ in rows], dtype=np.float32),
+        top_k_R=np.array([request.top_k for request, _ in rows], dtype=np.int64),
+        u_R=np.array([u for _, u in rows], dtype=np.float64),
+        allowed={row: r.constraint.allowed() for row, (r, _) in enumerate(rows) if r.constraint is not None},
+        top=max((request.top_logprobs for request, _ in rows), default=0),
+    )

@@ -1,16 +1,37 @@
-"""Which requests wait, which run, and on which row. Pure: no tensor, no clock.
+"""Which sequences take part in the next pass, and with how many tokens. Pure: no tensor, no clock.
 
-Running sequences always fill rows 0 .. n-1 of the key/value cache, so that a step reads one slice of it and never
-gathers. A row that becomes free is filled by the last one; `release` says which, and the runner moves the data.
+    waiting  ->  running  ->  released
+        ^ preempted |
+
+Whoever draws token after token takes part in every pass, so a long prompt never stalls the others: it is read in
+pieces, within what `step_tokens` leaves. A request is admitted when there are blocks for all that it has to read. If
+blocks run out later, the last in rank gives up its own and waits; it loses no token, only the work of reading them
+again. Rank is priority, then arrival. A waiting request of higher priority takes the place of a running one at once.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from etude.core.types import Sample, spans
+from etude.engine.blocks import Blocks, Table
+
+Top = tuple[tuple[int, float], ...]
+
+
+class Constraint(Protocol):
+    """What a request may say next: a grammar, at some point of a text."""
+
+    def allowed(self) -> NDArray[np.bool_]:
+        """Over the vocabulary; at least one is True."""
+
+    def accept(self, token: int) -> None:
+        """The token was drawn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,80 +42,187 @@ class Request:
     temperature: float
     seed: int
     stop: frozenset[int]
+    top_p: float = 1.0
+    top_k: int = 0
+    priority: int = 0
+    stream: bool = False
+    top_logprobs: int = 0
+    constraint: Constraint | None = None
 
 
 @dataclass(slots=True, eq=False)
-class Running:
-    """A request that holds a row. `tokens` is the prompt and what was sampled so far; the cache holds the first
-    `num_cached` of them, and the rest is what the next forward pass reads."""
+class Sequence:
+    """A request under way. `tokens` is the prompt and what was drawn so far; behind them there may be tokens that are
+    drawn by passes that were started and not yet read back."""
 
     request: Request
-    row: int
+    arrival: int
+    draws: NDArray[np.float64]
     tokens: list[int]
-    draws: list[float]
-    num_cached: int = 0
+    table: Table | None = None
+    """None: waiting."""
+    num_read: int = 0
+    """Tokens that the passes started so far have read, or read again since it was preempted."""
+    num_pending: int = 0
+    """Tokens that are not read back yet."""
+    row: int = -1
+    """Of the last pass that drew a token for it."""
+    life: int = 0
+    """Counts how often it lost its blocks. What a pass drew for an earlier life is not looked at."""
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    tops: list[Top] = field(default_factory=list)
 
     @property
-    def num_sampled(self) -> int:
-        return len(self.logprobs)
+    def rank(self) -> tuple[int, int]:
+        return -self.request.priority, self.arrival
 
     @property
-    def next_draw(self) -> float:
-        return self.draws[self.num_sampled]
+    def num_drawn(self) -> int:
+        """With those that are pending."""
+        return len(self.logprobs) + self.num_pending
 
-    def append(self, token: int, logprob: float, version: int) -> None:
-        """The model has read everything up to here, and said `token`."""
-        self.num_cached = len(self.tokens)
+    @property
+    def num_unread(self) -> int:
+        return len(self.tokens) + self.num_pending - self.num_read
+
+    @property
+    def blocked(self) -> bool:
+        """Nothing to do before the pending token is known: it is the last, or says what may follow."""
+        return self.num_pending > 0 and (self.num_drawn == len(self.draws) or self.request.constraint is not None)
+
+    def append(self, token: int, logprob: float, version: int, top: Top) -> None:
+        self.num_pending -= 1
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)
+        if self.request.top_logprobs:
+            self.tops.append(top)
+        if self.request.constraint is not None:
+            self.request.constraint.accept(token)
 
     @property
     def finish(self) -> Literal["stop", "length"] | None:
-        if self.tokens[-1] in self.request.stop and self.num_sampled:
+        if self.logprobs and self.tokens[-1] in self.request.stop:
             return "stop"
-        return "length" if self.num_sampled == len(self.draws) else None
+        return "length" if len(self.logprobs) == len(self.draws) else None
 
-    def sample(self) -> Sample:
+    def sample(self, experts: bytes | None) -> Sample:
         assert self.finish is not None
-        sampled = tuple(self.tokens[len(self.request.prompt) :])
-        return Sample(tokens=sampled, logprobs=tuple(self.logprobs), versions=spans(self.versions), finish=self.finish)
+        return Sample(
+            tokens=tuple(self.tokens[len(self.request.prompt) :]),
+            logprobs=tuple(self.logprobs),
+            versions=spans(self.versions),
+            finish=self.finish,
+            experts=experts,
+            top=tuple(self.tops),
+        )
 
 
 class Scheduler:
-    """First come, first served, up to `max_batch` at once."""
+    def __init__(self, blocks: Blocks, *, max_batch: int, step_tokens: int) -> None:
+        self.blocks, self.max_batch = blocks, max_batch
+        self.step_tokens = max(step_tokens, max_batch + 1)  # when all but one draw, the last still gets on
+        self.waiting: list[Sequence] = []  # both in order of rank
+        self.running: list[Sequence] = []
+        self.num_preempted = self.num_to_read = self.num_cached = 0
 
-    def __init__(self, max_batch: int) -> None:
-        self.max_batch = max_batch
-        self.waiting: deque[Running] = deque()  # complete but for the row
-        self.running: list[Running] = []  # the index is the row
+    def add(self, sequence: Sequence) -> None:
+        insort(self.waiting, sequence, key=_rank)
 
-    def add(self, request: Request, draws: list[float]) -> None:
-        self.waiting.append(Running(request, row=-1, tokens=list(request.prompt), draws=draws))
+    def find(self, id: str) -> Sequence | None:
+        return next((s for s in (*self.running, *self.waiting) if s.request.id == id), None)
 
-    def admit(self) -> list[Running]:
-        """Waiting requests take the free rows, behind those that run."""
-        admitted = []
-        while self.waiting and len(self.running) < self.max_batch:
-            sequence = self.waiting.popleft()
-            sequence.row = len(self.running)
-            self.running.append(sequence)
-            admitted.append(sequence)
-        return admitted
+    def release(self, sequence: Sequence) -> None:
+        """It is finished, or nobody wants it any more."""
+        sequence.num_pending = 0
+        sequence.life += 1
+        if sequence.table is None:
+            self.waiting.remove(sequence)
+        else:
+            self.blocks.close(sequence.table)
+            sequence.table = None
+            self.running.remove(sequence)
 
-    def drop_waiting(self, id: str) -> None:
-        self.waiting = deque(sequence for sequence in self.waiting if sequence.request.id != id)
+    def seal(self) -> None:
+        """New weights: nothing that those who run compute from now on may be used by others."""
+        for sequence in self.running:
+            assert sequence.table is not None
+            self.blocks.seal(sequence.table)
 
-    def find_running(self, id: str) -> Running | None:
-        return next((sequence for sequence in self.running if sequence.request.id == id), None)
+    def choose(self, version: int) -> tuple[list[tuple[Sequence, int]], int]:
+        """The next pass: who takes part, and how many of its tokens it reads. First come those that read one token and
+        were there before; the second value is their number."""
+        self._yield_to_priority()
+        ready = [sequence for sequence in self.running if not sequence.blocked]
+        for sequence in ready:
+            self._make_room(sequence)
+        ready = [sequence for sequence in ready if sequence.table is not None]
+        chosen = [(sequence, 1) for sequence in ready if sequence.num_unread == 1]
+        num_single = len(chosen)
+        left = self.step_tokens - num_single
+        # From here on nobody is preempted: what is chosen is read. So it may be shared from here on, even within the
+        # same pass, which in every layer writes all keys and values before it reads any.
+        for sequence in ready:
+            if left and sequence.num_unread > 1:
+                chosen.append((sequence, min(left, sequence.num_unread)))
+                left -= chosen[-1][1]
+        for sequence, count in chosen:
+            self._read(sequence, count)
+        while left and (newcomer := self._admit(version)):
+            chosen.append((newcomer, min(left, newcomer.num_unread)))
+            left -= chosen[-1][1]
+            self._read(*chosen[-1])
+        return chosen, num_single
 
-    def release(self, sequence: Running) -> Running | None:
-        """The sequence gives its row back. Returns the one that now owns that row instead of the last, if any."""
-        last = self.running.pop()
-        if last is sequence:
+    def _read(self, sequence: Sequence, count: int) -> None:
+        assert sequence.table is not None
+        sequence.num_read += count
+        self.blocks.learn(sequence.table, sequence.tokens, min(sequence.num_read, len(sequence.tokens)))
+
+    def _make_room(self, sequence: Sequence) -> None:
+        """For all that it has to read. If need be the last in rank goes, and that may be itself."""
+        while sequence.table is not None and not self.blocks.grow(
+            sequence.table, sequence.num_read + sequence.num_unread
+        ):
+            self._preempt(self.running[-1])
+
+    def _yield_to_priority(self) -> None:
+        while self.waiting and self.running:
+            first, last = self.waiting[0], self.running[-1]
+            if first.request.priority <= last.request.priority or self._has_place(first):
+                return
+            self._preempt(last)
+
+    def _has_place(self, sequence: Sequence) -> bool:
+        # Room to grow is left for those who run: to admit one only to preempt it at once would be work for nothing.
+        needed = self.blocks.needed(len(sequence.tokens)) + len(self.running)
+        return len(self.running) < self.max_batch and needed <= self.blocks.num_free
+
+    def _admit(self, version: int) -> Sequence | None:
+        if not self.waiting or len(self.running) == self.max_batch:
             return None
-        last.row = sequence.row
-        self.running[last.row] = last
-        return last
+        sequence = self.waiting[0]
+        table = self.blocks.open(sequence.tokens, version)
+        spare = self.blocks.num_free - (self.blocks.needed(len(sequence.tokens)) - len(table.blocks))
+        if spare < len(self.running):
+            self.blocks.close(table)
+            return None
+        self.blocks.grow(table, len(sequence.tokens))
+        del self.waiting[0]
+        insort(self.running, sequence, key=_rank)
+        sequence.table, sequence.num_read = table, table.num_known * self.blocks.block_size
+        self.num_to_read += len(sequence.tokens)
+        self.num_cached += sequence.num_read
+        return sequence
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """A pending token is forgotten, and drawn again later, by the same number."""
+        self.release(sequence)
+        sequence.num_read = 0
+        self.add(sequence)
+        self.num_preempted += 1
+
+
+def _rank(sequence: Sequence) -> tuple[int, int]:
+    return sequence.rank

@@ -1,77 +1,201 @@
 """How a token sees the tokens before it: the two ways in which one model definition is run.
 
-Shapes as in `transformer`: B rows, T new tokens, H query heads, K key/value heads, D head size; S tokens in the cache.
+Shapes as in `heads`: H query heads, K key/value heads, D head size, V size of a value. Training: B rows of T tokens.
+Inference: N new tokens of B sequences one after the other, S tokens that a sequence has in all, M blocks of the cache
+that hold them, G query heads that share a key head.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
 from etude.model.transformer import ModelConfig
 
+MIN_SHELF = 512
+
 
 class Causal:
     """Training: whole rows at once. Padding stands at the end of a row, so no real token ever sees it."""
 
-    def __call__(self, layer: int, q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor) -> Tensor:
+    latent = False
+
+    def __call__(
+        self, layer: int, q_BTHD: Tensor, k_BTKD: Tensor, v_BTKV: Tensor, scale: float | None = None
+    ) -> Tensor:
         group = q_BTHD.shape[2] // k_BTKD.shape[2]
-        k, v = (x.repeat_interleave(group, dim=2).transpose(1, 2) for x in (k_BTKD, v_BTKD))
-        return F.scaled_dot_product_attention(q_BTHD.transpose(1, 2), k, v, is_causal=True).transpose(1, 2)
+        k, v = (x.repeat_interleave(group, dim=2).transpose(1, 2) for x in (k_BTKD, v_BTKV))
+        q = q_BTHD.transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale).transpose(1, 2)
 
 
 class KVCache:
-    """Keys and values of up to `rows` sequences of up to `length` tokens."""
+    """Keys and values of many sequences, in blocks of `block_size` tokens. With a latent (MLA) values are the beginning
+    of keys, and only those are kept."""
 
-    def __init__(self, config: ModelConfig, rows: int, length: int) -> None:
-        shape = (config.num_hidden_layers, rows, length, config.num_key_value_heads, config.head_dim)
-        self.k, self.v = torch.zeros(shape), torch.zeros(shape)
-        self.group = config.num_attention_heads // config.num_key_value_heads
+    def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, like: Tensor) -> None:
+        """On the device and in the type of `like`."""
+        self.heads, self.size = config.cached_heads
+        self.num_blocks, self.block_size = num_blocks, block_size
+        shape = (num_blocks, block_size, self.heads, self.size)
+        layers = range(config.num_hidden_layers)
+        # Zeros: what lies past the end of a sequence gets weight 0, which does not help against a NaN.
+        self.k = [like.new_zeros(shape) for _ in layers]
+        self.v = self.k if config.latent else [like.new_zeros(shape) for _ in layers]
+        self.shelves: dict[int, Shelf] = {}  # by capacity
 
-    def read(self, row: int, length: int) -> Tensor:
-        """A copy of the first `length` tokens of a row, to be put back by `write`."""
-        return torch.stack((self.k[:, row, :length], self.v[:, row, :length]))
-
-    def write(self, row: int, kv: Tensor) -> None:
-        length = kv.shape[2]
-        self.k[:, row, :length], self.v[:, row, :length] = kv[0], kv[1]
-
-    def move(self, source: int, target: int, length: int) -> None:
-        self.write(target, self.read(source, length))
+    def gather(self, by_block: Tensor, blocks_M: Tensor, length: int) -> Tensor:
+        """SKD: the first `length` tokens of the sequence in these blocks, from one layer's keys or values."""
+        used_M = blocks_M[: -(-length // self.block_size)]
+        return by_block.index_select(0, used_M).flatten(0, 1)[:length]
 
 
-class Cached:
-    """Inference: T new tokens at the end of each of B neighbouring rows of the cache, row b starting at `start_B[b]`.
+class Shelf:
+    """Copies of whole sequences, each in one piece, for as long as they read token after token.
 
-    Rows may carry padding at the end of their T tokens; what it writes into the cache lies past the row's length,
-    where no real token looks before a later one has overwritten it. (Padding past the end of the cache is put on its
-    last place, which no token of a prompt ever takes.)
+    Gathering the blocks of a sequence costs as much as attending to them. So a sequence is gathered when it begins to
+    answer, and from then on every new token is written twice. The rows of one shelf are attended to together; they have
+    room for `capacity` tokens each, so that a long sequence does not make the short ones pay for its length.
     """
 
-    def __init__(self, cache: KVCache, start_B: Tensor, num_new: int, first_row: int = 0) -> None:
-        self.cache = cache
-        self.positions_BT = (start_B[:, None] + torch.arange(num_new)).clamp_(max=cache.k.shape[2] - 1)
-        self._rows = slice(first_row, first_row + len(start_B))
-        self._rows_B1 = torch.arange(first_row, first_row + len(start_B))[:, None]
-        self._length = int(self.positions_BT.max()) + 1
-        visible_BTS = torch.arange(self._length) <= self.positions_BT[:, :, None]
-        # Alone and one token at a time, every cached token is visible: no mask, and the same bits as without a batch.
-        self._mask_B1TS: Tensor | None = None
-        if not bool(visible_BTS.all()):
-            # In the form that attention adds to its scores, made once and not in every layer.
-            mask_BTS = torch.zeros(visible_BTS.shape).masked_fill_(~visible_BTS, -torch.inf)
-            self._mask_B1TS = (mask_BTS if num_new == 1 else mask_BTS.repeat(1, cache.group, 1))[:, None]
+    def __init__(self, cache: KVCache, capacity: int) -> None:
+        self._cache, self.capacity, self._num_rows = cache, capacity, 0
+        self._held: dict[int, tuple[int, int]] = {}  # sequence -> row, tokens in it
+        self.k: list[Tensor] = []
+        self.v: list[Tensor] = []
 
-    def __call__(self, layer: int, q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor) -> Tensor:
-        rows, new, _, size = q_BTHD.shape
-        cached_k, cached_v = self.cache.k[layer], self.cache.v[layer]
-        cached_k[self._rows_B1, self.positions_BT] = k_BTKD
-        cached_v[self._rows_B1, self.positions_BT] = v_BTKD
-        k, v = (x[self._rows, : self._length].transpose(1, 2) for x in (cached_k, cached_v))
-        # The query heads that share a key head stand in for extra queries, so the cache is read once and never copied.
-        kv_heads, group = k.shape[1], self.cache.group
-        q_BTKGD = q_BTHD.reshape(rows, new, kv_heads, group, size)
-        q = q_BTKGD.permute(0, 2, 3, 1, 4).reshape(rows, kv_heads, group * new, size)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask_B1TS)
-        return out.reshape(rows, kv_heads, group, new, size).permute(0, 3, 1, 2, 4).flatten(2, 3)
+    def seat(self, ids: Sequence[int], lengths: Sequence[int], blocks_BM: Tensor) -> list[int]:
+        """Makes sure that all but the newest token of each sequence is there. Returns the order in which the sequences
+        stand on rows 0, 1 and so on."""
+        count = len(ids)
+        if count > self._num_rows:
+            self._grow(2 * count)
+        order = [-1] * count  # by row
+        newcomers = []
+        for place, (id, length) in enumerate(zip(ids, lengths, strict=True)):
+            row, held = self._held.get(id, (count, 0))
+            if row < count and held == length - 1:
+                order[row] = place
+            else:
+                newcomers.append(place)
+        vacant = [row for row, place in enumerate(order) if place < 0]
+        for row, place in zip(vacant, newcomers, strict=True):
+            order[row] = place
+            self._fetch(row, blocks_BM[place], lengths[place] - 1)
+        self._held = {ids[place]: (row, lengths[place]) for row, place in enumerate(order)}
+        return order
+
+    def _grow(self, num_rows: int) -> None:
+        self._num_rows = num_rows
+        self._held.clear()
+        shape = (num_rows, self._cache.heads, self.capacity, self._cache.size)
+        self.k = [layer.new_zeros(shape) for layer in self._cache.k]
+        self.v = self.k if self._cache.v is self._cache.k else [layer.new_zeros(shape) for layer in self._cache.v]
+
+    def _fetch(self, row: int, blocks_M: Tensor, length: int) -> None:
+        for shelved, cached in {id(self.k): (self.k, self._cache.k), id(self.v): (self.v, self._cache.v)}.values():
+            for to, by_block in zip(shelved, cached, strict=True):
+                to[row, :, :length] = self._cache.gather(by_block, blocks_M, length).transpose(0, 1)
+
+
+class Paged:
+    """Inference, over the blocks of a `KVCache`. `engine.plan` says what the arguments mean.
+
+    The first `num_single` sequences have one new token each, and all their others were written in earlier passes; they
+    are attended to together. The rest is taken one by one. New tokens have to be handed to the model in the order
+    `order_N`, which is not quite that of the plan.
+    """
+
+    latent = True
+
+    def __init__(
+        self, cache: KVCache, *, ids: Sequence[int], slots_N: NDArray[np.int64], starts: Sequence[int],
+        lengths: Sequence[int], blocks_BM: NDArray[np.int64], num_single: int,
+    ) -> None:  # fmt: skip
+        self._cache, blocks = cache, torch.from_numpy(blocks_BM)
+        by_capacity: dict[int, list[int]] = {}
+        for place, length in enumerate(lengths[:num_single]):
+            by_capacity.setdefault(max(MIN_SHELF, 1 << (length - 1).bit_length()), []).append(place)
+        # A shelf that nobody needs goes, and so does its memory.
+        cache.shelves = {capacity: cache.shelves.get(capacity) or Shelf(cache, capacity) for capacity in by_capacity}
+        order: list[int] = []
+        self._groups: list[_Together | _Alone] = []
+        for capacity, places in by_capacity.items():
+            shelf, own = cache.shelves[capacity], [lengths[place] for place in places]
+            rows = shelf.seat([ids[place] for place in places], own, blocks[places])
+            self._groups.append(_Together(shelf, len(order), [own[row] for row in rows]))
+            order += [places[row] for row in rows]
+        ends = [*starts[1:], len(slots_N)]
+        for place in range(num_single, len(starts)):
+            self._groups.append(_Alone(cache, starts[place], ends[place], lengths[place], blocks[place]))
+        self.order_N = np.array([*order, *range(num_single, len(slots_N))])
+        self._slots_N = torch.from_numpy(slots_N[self.order_N])
+
+    def __call__(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKV: Tensor, scale: float | None = None) -> Tensor:
+        k, v = self._cache.k[layer], self._cache.v[layer]
+        k.flatten(0, 1).index_copy_(0, self._slots_N, k_NKD)
+        if v is not k:
+            v.flatten(0, 1).index_copy_(0, self._slots_N, v_NKV)
+        mixed = [group(layer, q_NHD[group.new], k_NKD[group.new], v_NKV[group.new], scale) for group in self._groups]
+        return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
+
+
+class _Together:
+    """Sequences on the first rows of a shelf, with one new token each."""
+
+    def __init__(self, shelf: Shelf, start: int, lengths: list[int]) -> None:
+        self.new = slice(start, start + len(lengths))
+        self._shelf, self._num_rows, self._longest = shelf, len(lengths), max(lengths)
+        heads, lengths_B = shelf.k[0].shape[1], np.array(lengths)
+        rows_BK = np.arange(len(lengths) * heads).reshape(-1, heads)
+        self._places = torch.from_numpy((rows_BK * shelf.capacity + lengths_B[:, None] - 1).ravel())
+        self._mask: Tensor | None = None  # added to the scores; made once for all layers
+        if min(lengths) < self._longest:
+            hidden_BS = np.arange(self._longest) >= lengths_B[:, None]
+            self._mask = _mask(hidden_BS, shelf.k[0])[:, None, None]
+
+    def __call__(self, layer: int, q_BHD: Tensor, k_BKD: Tensor, v_BKV: Tensor, scale: float | None) -> Tensor:
+        k, v = self._shelf.k[layer], self._shelf.v[layer]
+        k.flatten(0, 2).index_copy_(0, self._places, k_BKD.flatten(0, 1))
+        if v is not k:
+            v.flatten(0, 2).index_copy_(0, self._places, v_BKV.flatten(0, 1))
+        # Query heads that share a key head stand in for several queries, so that keys are read once for all of them.
+        q_BKGD = q_BHD.view(self._num_rows, k.shape[1], -1, q_BHD.shape[2])
+        keys, values = (x[: self._num_rows, :, : self._longest] for x in (k, v))
+        values = values[..., : v_BKV.shape[-1]]
+        return F.scaled_dot_product_attention(q_BKGD, keys, values, attn_mask=self._mask, scale=scale).flatten(1, 2)
+
+
+class _Alone:
+    """One sequence with any number of new tokens, T of them."""
+
+    def __init__(self, cache: KVCache, start: int, end: int, length: int, blocks_M: Tensor) -> None:
+        self.new = slice(start, end)
+        self._cache, self._length, self._blocks_M = cache, length, blocks_M
+        num_new = end - start
+        self._from_the_first = num_new == length
+        self._mask: Tensor | None = None
+        if 1 < num_new < length:
+            self._mask = _mask(~np.tri(num_new, length, length - num_new, dtype=np.bool_), cache.k[0])
+
+    def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKV: Tensor, scale: float | None) -> Tensor:
+        k, v = k_TKD, v_TKV
+        if not self._from_the_first:
+            cached_k, cached_v = self._cache.k[layer], self._cache.v[layer]
+            k = self._cache.gather(cached_k, self._blocks_M, self._length)
+            v = k if cached_v is cached_k else self._cache.gather(cached_v, self._blocks_M, self._length)
+            v = v[..., : v_TKV.shape[-1]]
+        q, k, v = (x.transpose(0, 1)[None] for x in (q_THD, k, v))
+        mixed = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=self._mask, is_causal=self._from_the_first, scale=scale, enable_gqa=True
+        )
+        return mixed[0].transpose(0, 1)
+
+
+def _mask(hidden: NDArray[np.bool_], like: Tensor) -> Tensor:
+    return torch.from_numpy(np.where(hidden, np.float32(-np.inf), np.float32(0))).to(like)

@@ -1,57 +1,140 @@
 """A model as the files of a Hugging Face directory: config.json, tokenizer.json, model.safetensors and so on.
 
 The small files travel as a dict (name -> bytes), because in a run they live in the object store, not on a disk.
+Outside `model/` tensors are known by their Hugging Face names only; `named` is where these meet our own parameters,
+some of which hold several of such tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import load, save
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from etude.model.directory import INDEX, SMALL, WHOLE, lacking, read_small
+from etude.model.layers import Parted
 from etude.model.transformer import ModelConfig, Transformer
 
-SMALL = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+__all__ = ["SMALL", "build", "check_fit", "load_weights", "named", "read_directory", "weights", "write_directory"]
+
+SHARD_BYTES = 5 * 10**9
 
 
-def weights(model: Transformer) -> dict[str, Tensor]:
-    """The tensors of a model by their Hugging Face names, in bf16: what is published, saved and served."""
-    return {name: p.detach().to(torch.bfloat16) for name, p in model.named_parameters()}
+def named(model: Transformer, state: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """The model's tensors by their Hugging Face names: views, so that writing to them writes to the model. `state`:
+    other tensors instead, known by the names of the model's own parameters, such as gradients or masters."""
+    state = model.state_dict() if state is None else state
+    found: dict[str, Tensor] = {}
+    for path, module in model.named_modules():
+        names = [name for name, _ in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]]
+        own = {name: state[f"{path}.{name}"] for name in names if f"{path}.{name}" in state}
+        if isinstance(module, Parted):
+            found |= {f"{path.rpartition('.')[0]}.{name}": view for name, view in module.parts(own)}
+        else:
+            found |= {f"{path}.{name}": tensor for name, tensor in own.items()}
+    return found
+
+
+def weights(model: Transformer, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
+    """A copy of the tensors by their Hugging Face names: what is published, saved and served."""
+    with torch.no_grad():
+        return {name: t.to(t.dtype if _is_exact(name) else dtype, copy=True) for name, t in named(model).items()}
 
 
 def load_weights(model: Transformer, tensors: Mapping[str, Tensor]) -> None:
     """Copies values in place, so that whoever holds the model goes on with the new ones."""
-    own = dict(model.named_parameters())
-    if own.keys() != tensors.keys():
-        raise ValueError(
-            f"tensors do not fit the model: missing {sorted(own.keys() - tensors.keys())}, "
-            f"unknown {sorted(tensors.keys() - own.keys())}"
-        )
+    own = named(model)
+    _check_fit(own, tensors)
     with torch.no_grad():
-        for name, parameter in own.items():
-            parameter.copy_(tensors[name])
+        for name, view in own.items():
+            view.copy_(tensors[name])
 
 
-def write_directory(path: Path, small: Mapping[str, bytes], tensors: Mapping[str, Tensor]) -> None:
+def check_fit(config: ModelConfig, tensors: Mapping[str, Tensor]) -> None:
+    """Raises ValueError if these are not just the tensors of such a model."""
+    _check_fit(named(Transformer(config)), tensors)
+
+
+def write_directory(
+    path: Path, small: Mapping[str, bytes], tensors: Mapping[str, Tensor], shard_bytes: int = SHARD_BYTES
+) -> None:
     path.mkdir(parents=True, exist_ok=True)
     for name, data in small.items():
         (path / name).write_bytes(data)
-    (path / "model.safetensors").write_bytes(save(dict(tensors), metadata={"format": "pt"}))
+    shards = list(_shards(tensors, shard_bytes))
+    files = [f"model-{n + 1:05d}-of-{len(shards):05d}.safetensors" for n in range(len(shards))]
+    if len(shards) == 1:
+        files = [WHOLE]
+    else:
+        where = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        (path / INDEX).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": where}, indent=2))
+    for file, shard in zip(files, shards, strict=True):
+        save_file(shard, path / file, metadata={"format": "pt"})
 
 
 def read_directory(path: Path) -> tuple[dict[str, bytes], dict[str, Tensor]]:
     """The small files and the tensors of a model directory."""
-    missing = [name for name in ("config.json", "tokenizer.json", "model.safetensors") if not (path / name).is_file()]
-    if missing:
+    if missing := lacking(path):
         raise FileNotFoundError(f"{path} is not a model directory: it has no {', '.join(missing)}")
-    small = {name: (path / name).read_bytes() for name in SMALL if (path / name).is_file()}
-    return small, load((path / "model.safetensors").read_bytes())
+    index = path / INDEX
+    shards = sorted(set(json.loads(index.read_bytes())["weight_map"].values())) if index.is_file() else [WHOLE]
+    try:
+        tensors = {name: tensor for shard in shards for name, tensor in load_file(path / shard).items()}
+    except SafetensorError as e:
+        raise ValueError(f"{path} holds no safetensors that can be read: {e}") from e
+    return read_small(path), tensors
 
 
-def build(small: Mapping[str, bytes], tensors: Mapping[str, Tensor]) -> Transformer:
-    model = Transformer(ModelConfig.from_json(small["config.json"]))
-    load_weights(model, tensors)
+def build(small: Mapping[str, bytes], tensors: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) -> Transformer:
+    config = ModelConfig.from_json(small["config.json"])
+    model = Transformer(config).to(dtype)
+    load_weights(model, {name: tensor for name, tensor in tensors.items() if not _is_idle(name, config)})
     return model
+
+
+def _is_exact(name: str) -> bool:
+    """Never rounded: it decides between scores that lie close together."""
+    return name.endswith("e_score_correction_bias")
+
+
+def _is_idle(name: str, config: ModelConfig) -> bool:
+    """In the files of some models, and of no use here: tables, a copy of the embedding, layers that guess ahead."""
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    return (
+        name.endswith("rotary_emb.inv_freq")
+        or (name == "lm_head.weight" and config.tie_word_embeddings)
+        or (layer is not None and int(layer[1]) >= config.num_hidden_layers)
+    )
+
+
+def _check_fit(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    if own.keys() != tensors.keys():
+        raise ValueError(
+            f"tensors do not fit the model: missing {_some(own.keys() - tensors.keys())}, "
+            f"unknown {_some(tensors.keys() - own.keys())}"
+        )
+    for name, view in own.items():
+        if view.shape != tensors[name].shape:
+            raise ValueError(f"{name} is {tuple(tensors[name].shape)}, and the model has {tuple(view.shape)} there")
+
+
+def _some(names: set[str]) -> str:
+    first = sorted(names)[:8]
+    return f"{first}{f' and {len(names) - 8} more' if len(names) > 8 else ''}"
+
+
+def _shards(tensors: Mapping[str, Tensor], limit: int) -> Iterator[dict[str, Tensor]]:
+    shard: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if shard and sum(t.nbytes for t in shard.values()) + tensor.nbytes > limit:
+            yield shard
+            shard = {}
+        shard[name] = tensor
+    yield shard

@@ -14,7 +14,7 @@ SPECIAL = (END, "<|tools|>", "<|user|>", "<|assistant|>", "<|tool|>", CALL, END_
 PIECES = r" ?[A-Za-z_]+| ?\d| ?[+\-*<>=!]=?|\n|  +|\"{3}| ?[^\sA-Za-z_\d]| "
 
 TEMPLATE = """\
-{%- if tools %}<|tools|>{{ tools | map(attribute="name") | join(" ") }}{{ eos_token }}{% endif %}
+{%- if tools %}<|tools|>{{ tools | map(attribute="function.name") | join(" ") }}{{ eos_token }}{% endif %}
 {%- for message in messages %}
 {%- if message.role == "assistant" %}<|assistant|>{{ message.content or "" }}
 {%- for call in message.tool_calls or [] %}<tool_call>{{ call.function.name }}

@@ -1,7 +1,8 @@
 """Text, chat messages and token ids, from the files of a Hugging Face directory. No torch in here: the gateway uses it.
 
-`tokenizer.json` is read by `tokenizers`, `chat_template.jinja` by a sandboxed `jinja2`, and the end of a turn and the
-way that the model writes tool calls stand in `tokenizer_config.json` (`eos_token`, `tool_syntax`).
+`tokenizer.json` is read by `tokenizers`. `tokenizer_config.json` says which tokens are special (`eos_token` ends
+a turn) and how the model writes tool calls (`tool_syntax`, a key of our own). The chat template stands in
+`chat_template.jinja`, or in `tokenizer_config.json` as in older directories.
 """
 
 from __future__ import annotations
@@ -12,11 +13,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jinja2 import TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
+
+from etude.core.errors import EtudeError
+from etude.model.template import compile_template
 
 Message = dict[str, Any]
 Tool = dict[str, Any]
+
+SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""What a template may know of, by these names."""
 
 CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
@@ -28,7 +34,10 @@ class BadCall(ValueError):
     """The text between the tool-call marks cannot be read."""
 
 
-def parse_compact(body: str, tools: Mapping[str, Mapping[str, Any]]) -> tuple[str, dict[str, Any]]:
+Calls = list[tuple[str, dict[str, Any]]]
+
+
+def parse_compact(body: str, tools: Mapping[str, Mapping[str, Any]]) -> Calls:
     """`edit 3 return a + b`: the tool's name, then its arguments in the order of its schema; the last one takes the
     rest of the line. It costs a small model a fifth of the tokens that JSON would."""
     name, _, rest = body.strip().partition(" ")
@@ -36,26 +45,27 @@ def parse_compact(body: str, tools: Mapping[str, Mapping[str, Any]]) -> tuple[st
     values = rest.split(" ", len(parameters) - 1) if parameters and rest else []
     if len(values) != len(parameters):
         raise BadCall(f"{name} takes {len(parameters)} arguments")
-    return name, {key: _typed(value, schema) for (key, schema), value in zip(parameters, values, strict=True)}
+    return [(name, {key: _typed(value, schema) for (key, schema), value in zip(parameters, values, strict=True)})]
 
 
 def _typed(value: str, schema: Mapping[str, Any]) -> Any:
     return int(value) if schema.get("type") == "integer" and value.isdecimal() else value
 
 
-def parse_hermes(body: str, tools: Mapping[str, Mapping[str, Any]]) -> tuple[str, dict[str, Any]]:
-    """`{"name": "edit", "arguments": {"line": 3, "text": "return a + b"}}`, as Qwen and SmolLM write it."""
+def parse_hermes(body: str, tools: Mapping[str, Mapping[str, Any]]) -> Calls:
+    """`{"name": "edit", "arguments": {"line": 3, "text": "return a + b"}}` as Qwen writes it, or a list of such objects
+    as SmolLM2 does."""
     try:
-        call = json.loads(body)
-        name, arguments = call["name"], call.get("arguments", {})
+        said = json.loads(body)
+        calls = [(call["name"], call.get("arguments", {})) for call in (said if isinstance(said, list) else [said])]
     except (ValueError, KeyError, TypeError) as e:
         raise BadCall(f"not a JSON tool call: {e}") from e
-    if not isinstance(name, str) or not isinstance(arguments, dict):
+    if not calls or not all(isinstance(name, str) and isinstance(arguments, dict) for name, arguments in calls):
         raise BadCall("a tool call needs a name and an object of arguments")
-    return name, arguments
+    return calls
 
 
-SYNTAX: dict[str, Callable[[str, Mapping[str, Mapping[str, Any]]], tuple[str, dict[str, Any]]]] = {
+SYNTAX: dict[str, Callable[[str, Mapping[str, Mapping[str, Any]]], Calls]] = {
     "compact": parse_compact,
     "hermes": parse_hermes,
 }
@@ -63,18 +73,26 @@ SYNTAX: dict[str, Callable[[str, Mapping[str, Mapping[str, Any]]], tuple[str, di
 
 class ChatTokenizer:
     def __init__(self, files: Mapping[str, bytes]) -> None:
-        self._tokenizer = Tokenizer.from_str(files["tokenizer.json"].decode())
-        config = json.loads(files.get("tokenizer_config.json", b"{}"))
-        self._parse = SYNTAX[config.get("tool_syntax", "hermes")]
-        eos = config["eos_token"]
-        self.eos_text: str = eos if isinstance(eos, str) else eos["content"]
+        self._tokenizer = _read_tokenizer(files["tokenizer.json"])
+        config = read_config(files.get("tokenizer_config.json", b"{}"))
+        self._special = {key: _text(config[key]) for key in SPECIAL if config.get(key)}
+        self.eos_text = self._special.get("eos_token", "")
         eos_id = self._tokenizer.token_to_id(self.eos_text)
         if eos_id is None:
-            raise ValueError(f"tokenizer_config.json: eos_token {self.eos_text!r} is not in the vocabulary")
+            raise EtudeError(
+                f"tokenizer_config.json: eos_token {self.eos_text!r} is not in the vocabulary of tokenizer.json; name "
+                f"the token that ends a turn"
+            )
         self.eos: int = eos_id
-        jinja = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        jinja.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
-        self._template = jinja.from_string(files["chat_template.jinja"].decode())
+        syntax = config.get("tool_syntax", "hermes")
+        if syntax not in SYNTAX:
+            raise EtudeError(f"tokenizer_config.json: tool_syntax is {syntax!r}; write one of {', '.join(SYNTAX)}")
+        self._parse = SYNTAX[syntax]
+        template = files["chat_template.jinja"].decode() if "chat_template.jinja" in files else chat_template(config)
+        try:
+            self._render = compile_template(template) if template else None
+        except TemplateError as e:
+            raise EtudeError(f"the chat template cannot be read ({e}): fetch the model again, or repair it") from e
 
     @property
     def vocab_size(self) -> int:
@@ -89,13 +107,14 @@ class ChatTokenizer:
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, answer: bool = False) -> str:
         """The text that the model reads. With `answer` it ends where the model is to go on. Raises ValueError for
         messages that the template cannot show."""
-        shown = [_arguments_as_objects(message) for message in messages]
-        tool_list = [tool["function"] for tool in tools]
+        if self._render is None:
+            raise ValueError("this model has no chat template: it continues text, and cannot be talked to in messages")
+        shown = [_as_templates_expect(message) for message in messages]
         try:
-            return self._template.render(
-                messages=shown, tools=tool_list or None, add_generation_prompt=answer, eos_token=self.eos_text
+            return self._render(
+                messages=shown, tools=list(tools) or None, documents=None, add_generation_prompt=answer, **self._special
             )
-        except TemplateError as e:
+        except (TemplateError, TypeError) as e:  # TypeError: a template that adds a text to what is none
             raise ValueError(f"chat template: {e}") from e
 
     def parse(self, text: str, tools: Sequence[Tool], call_id: Callable[[int], str]) -> Message:
@@ -103,16 +122,46 @@ class ChatTokenizer:
         the harness answers it with an error, so that the model pays for it and can learn."""
         text = text.removesuffix(self.eos_text)
         schemas = {t["function"]["name"]: t["function"].get("parameters", {}).get("properties", {}) for t in tools}
-        calls = []
-        for number, match in enumerate(CALL.finditer(text)):
+        functions = []
+        for match in CALL.finditer(text):
             try:
-                function = _on_the_wire(*self._parse(match[1], schemas))
+                functions += [_on_the_wire(name, arguments) for name, arguments in self._parse(match[1], schemas)]
             except (ValueError, RecursionError) as e:
-                function = _on_the_wire("invalid", {"error": str(e)})
-            calls.append({"id": call_id(number), "type": "function", "function": function})
+                functions.append(_on_the_wire("invalid", {"error": str(e)}))
+        calls = [{"id": call_id(n), "type": "function", "function": f} for n, f in enumerate(functions)]
         content = CALL.sub("", text)
         message: Message = {"role": "assistant", "content": content if content or not calls else None}
         return message | ({"tool_calls": calls} if calls else {})
+
+
+def chat_template(config: Mapping[str, Any]) -> str | None:
+    """The template within tokenizer_config.json: a text, or several with names."""
+    said = config.get("chat_template")
+    if isinstance(said, list):
+        said = {entry["name"]: entry["template"] for entry in said}.get("default")
+    return said
+
+
+def _read_tokenizer(data: bytes) -> Tokenizer:
+    try:
+        return Tokenizer.from_str(data.decode())
+    except Exception as e:  # tokenizers raises no narrower kind
+        raise EtudeError(f"tokenizer.json cannot be read ({e}): fetch the model again") from e
+
+
+def read_config(data: bytes) -> dict[str, Any]:
+    try:
+        config = json.loads(data)
+    except ValueError as e:
+        raise EtudeError(f"tokenizer_config.json is no JSON ({e}): fetch the model again") from e
+    if not isinstance(config, dict):
+        raise EtudeError("tokenizer_config.json is no JSON object: fetch the model again")
+    return config
+
+
+def _text(token: Any) -> str:
+    """A special token is a text, or an object that says more about it."""
+    return token if isinstance(token, str) else str(token["content"])
 
 
 def _on_the_wire(name: str, arguments: dict[str, Any]) -> dict[str, str]:
@@ -124,16 +173,16 @@ def _on_the_wire(name: str, arguments: dict[str, Any]) -> dict[str, str]:
     return function
 
 
-def _arguments_as_objects(message: Message) -> Message:
-    """OpenAI's wire format carries the arguments of a call as a JSON string; templates expect the object."""
+def _as_templates_expect(message: Message) -> Message:
+    """OpenAI's wire format carries the arguments of a call as a JSON string, and null for no words beside the calls;
+    templates expect the object, and a text."""
     if not message.get("tool_calls"):
         return message
     calls = []
     for call in message["tool_calls"]:
         function = call["function"]
         arguments = function["arguments"]
-        calls.append(
-            call
-            | {"function": function | {"arguments": json.loads(arguments) if isinstance(arguments, str) else arguments}}
-        )
-    return message | {"tool_calls": calls}
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments)
+        calls.append(call | {"function": function | {"arguments": arguments}})
+    return message | {"tool_calls": calls, "content": message.get("content") or ""}

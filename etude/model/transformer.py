@@ -1,116 +1,44 @@
-"""A decoder-only transformer in the Hugging Face layout of the Llama family: same config keys, same tensor names.
+"""A decoder-only transformer, for every family that `config` knows.
 
 The trainer and the engine run this one definition. What differs between them is how a token sees the tokens before it,
-so attention is handed in: `attend(layer, q, k, v)` is `attention.Causal` in training, `attention.Cached` in inference.
+so attention is handed in: `attend` is `attention.Causal` in training, another class of that module in inference.
 
-Shapes: B rows, T tokens, H query heads, K key/value heads, D head size, E hidden size, V vocabulary.
+Shapes: .. any leading dimensions (B rows of T tokens, or N tokens of many sequences one after the other), E hidden
+size, V vocabulary, D rotated part of a head.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import asdict, dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from etude.model.config import ModelConfig
+from etude.model.experts import Experts, Routing
+from etude.model.heads import Attend, GroupedHeads, LatentHeads
+from etude.model.layers import MLP, Embedding, Linear, RMSNorm
+from etude.model.rope import table
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
-    """The keys of config.json that shape the computation."""
-
-    vocab_size: int
-    hidden_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    intermediate_size: int
-    max_position_embeddings: int
-    rms_norm_eps: float = 1e-5
-    rope_theta: float = 100_000.0
-    tie_word_embeddings: bool = True
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_attention_heads
-
-    def to_json(self) -> str:
-        kind = {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "hidden_act": "silu",
-            "torch_dtype": "bfloat16",
-        }
-        return json.dumps(kind | asdict(self) | {"head_dim": self.head_dim}, indent=2)
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> ModelConfig:
-        values = json.loads(text)
-        if values.get("model_type") != "llama":
-            raise ValueError(f"config.json: model_type is {values.get('model_type')!r}; this version reads 'llama'")
-        return cls(**{name: values[name] for name in cls.__dataclass_fields__ if name in values})
-
-
-class Attend(Protocol):
-    def __call__(self, layer: int, q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor) -> Tensor:
-        """What every token takes from the tokens that it sees, as BTHD."""
-
-
-class RMSNorm(nn.Module):
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-
-
-def rotate(x_BTHD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
-    """Rotary positions, the two halves of a head paired with each other."""
-    left, right = x_BTHD.chunk(2, dim=-1)
-    return x_BTHD * cos_BTD.unsqueeze(-2) + torch.cat((-right, left), dim=-1) * sin_BTD.unsqueeze(-2)
-
-
-class SelfAttention(nn.Module):
-    def __init__(self, c: ModelConfig, layer: int) -> None:
-        super().__init__()
-        self.layer, self.head_dim = layer, c.head_dim
-        self.q_proj = nn.Linear(c.hidden_size, c.num_attention_heads * c.head_dim, bias=False)
-        self.k_proj = nn.Linear(c.hidden_size, c.num_key_value_heads * c.head_dim, bias=False)
-        self.v_proj = nn.Linear(c.hidden_size, c.num_key_value_heads * c.head_dim, bias=False)
-        self.o_proj = nn.Linear(c.num_attention_heads * c.head_dim, c.hidden_size, bias=False)
-
-    def forward(self, x_BTE: Tensor, cos_BTD: Tensor, sin_BTD: Tensor, attend: Attend) -> Tensor:
-        q, k, v = (p(x_BTE).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
-        mixed = attend(self.layer, rotate(q, cos_BTD, sin_BTD), rotate(k, cos_BTD, sin_BTD), v)
-        return self.o_proj(mixed.flatten(-2))  # type: ignore[no-any-return]
-
-
-class MLP(nn.Module):
-    def __init__(self, c: ModelConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
+__all__ = ["Attend", "ModelConfig", "Routing", "Transformer", "fresh"]
 
 
 class Block(nn.Module):
     def __init__(self, c: ModelConfig, layer: int) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.self_attn = SelfAttention(c, layer)
+        self.self_attn = LatentHeads(c, c.latent, layer) if c.latent else GroupedHeads(c, layer)
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.mlp = MLP(c)
+        if c.experts and layer in c.experts.layers:
+            self.mlp: nn.Module = Experts(c.hidden_size, c.experts, c.experts.layers.index(layer))
+        else:
+            self.mlp = MLP(c.hidden_size, c.intermediate_size)
 
-    def forward(self, x_BTE: Tensor, cos_BTD: Tensor, sin_BTD: Tensor, attend: Attend) -> Tensor:
-        x_BTE = x_BTE + self.self_attn(self.input_layernorm(x_BTE), cos_BTD, sin_BTD, attend)
-        return x_BTE + self.mlp(self.post_attention_layernorm(x_BTE))  # type: ignore[no-any-return]
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, routing: Routing | None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, attend)
+        normed = self.post_attention_layernorm(x)
+        return x + (self.mlp(normed, routing) if isinstance(self.mlp, Experts) else self.mlp(normed))  # type: ignore[no-any-return]
 
 
 class Decoder(nn.Module):
@@ -118,7 +46,7 @@ class Decoder(nn.Module):
 
     def __init__(self, c: ModelConfig) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
+        self.embed_tokens = Embedding(c.vocab_size, c.hidden_size)
         self.layers = nn.ModuleList(Block(c, layer) for layer in range(c.num_hidden_layers))
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
 
@@ -126,30 +54,21 @@ class Decoder(nn.Module):
 class Transformer(nn.Module):
     """`hidden = model(tokens, positions, attend)`, then `model.logits(hidden)` for the positions that need them."""
 
-    cos: Tensor
-    sin: Tensor
+    rope: Tensor
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
         self.model = Decoder(config)
-        self.lm_head = (
-            None if config.tie_word_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        )
-        # The angles are computed in float64 and rounded once: every device and build starts from the same table.
-        steps = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
-        angles = torch.outer(
-            torch.arange(config.max_position_embeddings, dtype=torch.float64), config.rope_theta**-steps
-        )
-        self.register_buffer("cos", torch.cat((angles, angles), -1).cos().float(), persistent=False)
-        self.register_buffer("sin", torch.cat((angles, angles), -1).sin().float(), persistent=False)
+        self.lm_head = None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.register_buffer("rope", table(config), persistent=False)
 
-    def forward(self, tokens_BT: Tensor, positions_BT: Tensor, attend: Attend) -> Tensor:
-        x_BTE = self.model.embed_tokens(tokens_BT)
-        cos_BTD, sin_BTD = self.cos[positions_BT], self.sin[positions_BT]
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, routing: Routing | None = None) -> Tensor:
+        x = self.model.embed_tokens(tokens)
+        cos, sin = self.rope[positions].to(x.dtype).unbind(-3)
         for block in self.model.layers:
-            x_BTE = block(x_BTE, cos_BTD, sin_BTD, attend)
-        return self.model.norm(x_BTE)  # type: ignore[no-any-return]
+            x = block(x, cos, sin, attend, routing)
+        return self.model.norm(x)  # type: ignore[no-any-return]
 
     def logits(self, hidden: Tensor) -> Tensor:
         head = self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
@@ -167,15 +86,17 @@ def fresh(config: ModelConfig, seed: int) -> Transformer:
     depth = math.sqrt(2 * config.num_hidden_layers)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.ndim == 2:
-                deviation = 0.05 if "embed" in name else 1 / math.sqrt(parameter.shape[1])
-                parameter.normal_(
-                    0.0, deviation / depth if name.endswith("down_proj.weight") else deviation, generator=generator
-                )
+            if parameter.ndim >= 2:
+                deviation = 0.05 if "embed" in name else 1 / math.sqrt(parameter.shape[-1])
+                parameter.normal_(0.0, deviation / depth if "down_proj" in name else deviation, generator=generator)
+            elif name.endswith("bias"):
+                parameter.zero_()
         group = config.num_attention_heads // config.num_key_value_heads
         for block in model.model.layers:
-            attention = block.self_attn
-            assert isinstance(attention, SelfAttention)
-            values_KDE = attention.v_proj.weight.reshape(-1, config.head_dim, config.hidden_size)
-            attention.o_proj.weight.copy_(0.5 * values_KDE.repeat_interleave(group, 0).flatten(0, 1).T)
+            assert isinstance(block, Block)
+            if isinstance(attention := block.self_attn, GroupedHeads):
+                values_KDE = attention.qkv_proj.weight.view(-1, config.head_dim, config.hidden_size)[
+                    -config.num_key_value_heads :
+                ]
+                attention.o_proj.weight.copy_(0.5 * values_KDE.repeat_interleave(group, 0).flatten(0, 1).T)
     return model

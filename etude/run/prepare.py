@@ -21,9 +21,13 @@ def is_prepared(run: Run) -> bool:
 
 
 def model_directory(path: str) -> Path:
+    from etude.model.directory import SMALL, lacking, read_small
+
     directory = Path(path)
-    wanted = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "model.safetensors")
-    if missing := [name for name in wanted if not (directory / name).is_file()]:
+    missing = lacking(directory)
+    if not missing:
+        missing = [name for name in SMALL if name not in read_small(directory)]
+    if missing:
         raise EtudeError(
             f"model.path = {path!r} is no model to start from: {', '.join(missing)} missing there; "
             f"give a Hugging Face directory, or remove model.path to start from fresh weights"
@@ -33,13 +37,17 @@ def model_directory(path: str) -> Path:
 
 def given_files(path: str, max_context: int) -> dict[str, bytes]:
     """The files of a model directory, its context cut to what the run needs."""
+    from etude.model.directory import read_small
+
     directory = model_directory(path)
-    names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json")
-    files = {name: (directory / name).read_bytes() for name in names}
+    files = read_small(directory)
     try:
         shape = json.loads(files["config.json"])
+        if stretched := shape.get("rope_parameters") or shape.get("rope_scaling"):
+            # What it says is relative to the context that the model was made for, not to the one that it is cut to.
+            stretched.setdefault("original_max_position_embeddings", shape["max_position_embeddings"])
         shape["max_position_embeddings"] = min(max_context, shape["max_position_embeddings"])
-    except (ValueError, KeyError, TypeError) as e:
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise EtudeError(
             f"{directory / 'config.json'} does not describe a model ({type(e).__name__}: {e}): fetch it again, or give "
             f"another model.path"

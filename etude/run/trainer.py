@@ -29,7 +29,8 @@ from etude.train.checkpoint import Checkpoint, Origin, pack, unpack
 from etude.train.learner import Learner
 from etude.train.schedule import rate
 from etude.train.start import starting_model
-from etude.weights.publish import publish
+from etude.weights.manifest import Chain
+from etude.weights.publish import Publisher
 
 KEEP = 2
 CHECKPOINT_S = 20.0  # between checkpoints within mid-training and sft, which take minutes
@@ -41,6 +42,7 @@ class Trainer:
 
     def __init__(self, run: Run, config: RunConfig, emit: Emit) -> None:
         self.run, self.config, self.emit = run, config, emit
+        self.publisher = Publisher(Chain(run.objects))
         self.files = {name: run.objects.get(f"model/{name}") for name in SMALL}
         names = run.checkpoints()
         # A checkpoint holds every weight: the model's directory may be gone by then.
@@ -59,6 +61,7 @@ class Trainer:
                 self.enter(leg)
                 torch.set_num_threads(leg.stage.threads)
                 STAGE[leg.kind](self, leg)
+                self.publisher.wait()
                 self.emit(StageDone(stage=leg.kind, version=self.version, seconds=time.monotonic() - began))
 
     def enter(self, leg: Leg) -> None:
@@ -185,7 +188,7 @@ class Trainer:
         self.publish()
 
     def publish(self) -> None:
-        publish(self.run.objects, self.version, self.learner.weights(), stage=self.stage, step=self.made_by)
+        self.publisher.publish(self.version, self.learner.weights(), stage=self.stage, step=self.made_by)
 
     def save(self) -> None:
         checkpoint = Checkpoint(
@@ -207,6 +210,7 @@ class Trainer:
         self.learner.load_state(checkpoint.tensors)
         if self.step == 0:
             self.publish()  # a crash may have come between the checkpoint and the publication
+            self.publisher.wait()
 
 
 STAGE: dict[str, Callable[[Trainer, Leg], None]] = {"midtrain": Trainer.midtrain, "sft": Trainer.sft, "rl": Trainer.rl}

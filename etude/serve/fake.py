@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 
+from etude.core.seams import Ask, Token
 from etude.core.types import Sample, Span
+from etude.serve.api import replay
 
 
 class Scripted:
-    """Answers from a list; running out of answers is an error of the script. `prompts` is what it was asked."""
+    """Answers from a list; running out of answers is an error of the script. `asked` is what it was asked. Of what ends
+    an answer it knows only the length and the stop tokens."""
 
     def __init__(self, answers: Iterable[Sequence[int]], version: int = 0) -> None:
         self._answers = iter(answers)
         self.version = version
-        self.prompts: list[tuple[int, ...]] = []
+        self.asked: list[Ask] = []
 
-    async def sample(
-        self, prompt: Sequence[int], *, max_tokens: int, temperature: float, seed: int, stop: Sequence[int]
-    ) -> Sample:
-        self.prompts.append(tuple(prompt))
-        tokens = tuple(next(self._answers))[:max_tokens]
+    async def sample(self, ask: Ask) -> Sample:
+        self.asked.append(ask)
+        tokens = tuple(next(self._answers))[: ask.max_tokens]
         return Sample(
             tokens=tokens,
             logprobs=(-0.5,) * len(tokens),
             versions=(Span(self.version, len(tokens)),),
-            finish="stop" if tokens[-1] in stop else "length",
+            finish="stop" if tokens[-1] in ask.stop else "length",
         )
+
+    async def stream(self, ask: Ask) -> AsyncIterator[Token | Sample]:
+        async for event in replay(await self.sample(ask)):
+            yield event
 
     async def load(self, version: int) -> None:
         self.version = version

@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import base64
 import json
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -31,10 +32,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from etude.core.fleet import Fleet, Worker
-from etude.core.types import Sample, Span
+from etude.core.seams import Ask, Token
+from etude.core.types import Sample
 from etude.model.tokenizer import ChatTokenizer
 from etude.serve import process
-from etude.serve.api import Api, ApiError, Unavailable, create_app, read, read_chat, respond, unless_gone
+from etude.serve import protocol as wire
+from etude.serve.api import Api, read_chat, replay
+from etude.serve.grammar import Grammars
+from etude.serve.http import ApiError, Events, Unavailable, create_app, read, respond, together, unless_gone
 from etude.serve.recorder import Recorder
 from etude.serve.wire import Join, Load, WorkerStatus, read_model_files
 from etude.store.objects import Objects
@@ -49,15 +54,8 @@ class WorkerFailed(Exception):
     """A worker did not answer, or not as it should."""
 
 
-class Choice(msgspec.Struct):
-    token_ids: tuple[int, ...]
-    finish_reason: str
-    logprobs: dict[str, tuple[float, ...]]
-
-
 class Completed(msgspec.Struct):
-    choices: tuple[Choice]
-    weight_versions: tuple[Span, ...]
+    choices: tuple[wire.TextChoice]
 
 
 class Router:
@@ -68,20 +66,8 @@ class Router:
         self._http = http
         self._changed = asyncio.Condition()
 
-    async def sample(
-        self,
-        prompt: Sequence[int],
-        *,
-        max_tokens: int,
-        temperature: float,
-        seed: int,
-        stop: Sequence[int],
-        session: str = "",
-    ) -> Sample:
-        asked = {
-            "prompt": prompt, "max_tokens": max_tokens, "temperature": temperature, "seed": seed,
-            "stop_token_ids": stop, "return_token_ids": True, "logprobs": 1,
-        }  # fmt: skip
+    async def sample(self, ask: Ask, session: str = "") -> Sample:
+        asked = request_of(ask)
         for _ in range(1 + RESENDS):
             worker = await self._pick(session)
             try:
@@ -97,6 +83,11 @@ class Router:
             finally:
                 self.fleet.done(worker)
         raise Unavailable(f"{1 + RESENDS} workers in a row have failed, the last one with: {why}")
+
+    async def stream(self, ask: Ask, session: str = "") -> AsyncIterator[Token | Sample]:
+        """Only when it is whole: the worker may die before, and another one would have to begin again."""
+        async for event in replay(await self.sample(ask, session)):
+            yield event
 
     async def load(self, version: int) -> None:
         """A worker that says that it cannot follow is taken out. If all say so, the promise is not made, and the old
@@ -151,14 +142,7 @@ class Router:
             raise ValueError(_message(body))
         if status != 200:
             raise WorkerFailed(_message(body))
-        completed = msgspec.json.decode(body, type=Completed)
-        choice = completed.choices[0]
-        return Sample(
-            tokens=choice.token_ids,
-            logprobs=choice.logprobs["token_logprobs"],
-            versions=completed.weight_versions,
-            finish="stop" if choice.finish_reason == "stop" else "length",
-        )
+        return sample_of(msgspec.json.decode(body, type=Completed).choices[0])
 
     async def _bring(self, worker: Worker, version: int) -> str | None:
         """Has a worker load a version; returns why, if it says that it cannot. One that is gone says nothing: it is
@@ -187,6 +171,38 @@ class Router:
         return None
 
 
+def request_of(ask: Ask) -> dict[str, Any]:
+    """An ask as a worker reads it. What is as usual is left out: most asks are plain."""
+    asked: dict[str, Any] = {
+        "prompt": ask.prompt, "max_tokens": ask.max_tokens, "temperature": ask.temperature, "seed": ask.seed,
+        "stop_token_ids": ask.stop, "return_token_ids": True, "logprobs": ask.top_logprobs, "detokenize": False,
+    }  # fmt: skip
+    if ask.top_p != 1.0:
+        asked["top_p"] = ask.top_p
+    if ask.top_k:
+        asked["top_k"] = ask.top_k
+    if ask.stop_texts:
+        asked["stop"] = ask.stop_texts
+    if ask.grammar is not None:
+        asked["structured_outputs"] = {"grammar": ask.grammar}
+    return asked
+
+
+def sample_of(choice: wire.TextChoice) -> Sample:
+    assert choice.logprobs and choice.token_ids and choice.weight_version  # they were asked for
+    return Sample(
+        tokens=tuple(choice.token_ids),
+        logprobs=tuple(choice.logprobs.token_logprobs),
+        versions=tuple(choice.weight_version),
+        finish=choice.finish_reason,
+        experts=base64.b64decode(choice.routed_experts) if choice.routed_experts else None,
+        top=tuple(
+            tuple((int(word.removeprefix(wire.ID_PREFIX)), logprob) for word, logprob in others.items())
+            for others in choice.logprobs.top_logprobs or ()
+        ),
+    )
+
+
 def _message(body: bytes) -> str:
     with suppress(ValueError, KeyError, TypeError):
         return str(json.loads(body)["error"]["message"])
@@ -200,22 +216,21 @@ class AtHome:
     router: Router
     session: str
 
-    async def sample(
-        self, prompt: Sequence[int], *, max_tokens: int, temperature: float, seed: int, stop: Sequence[int]
-    ) -> Sample:
-        return await self.router.sample(
-            prompt, max_tokens=max_tokens, temperature=temperature, seed=seed, stop=stop, session=self.session
-        )
+    async def sample(self, ask: Ask) -> Sample:
+        return await self.router.sample(ask, self.session)
+
+    def stream(self, ask: Ask) -> AsyncIterator[Token | Sample]:
+        return self.router.stream(ask, self.session)
 
     async def load(self, version: int) -> None:
         await self.router.load(version)
 
 
 class Gateway(Api):
-    def __init__(self, router: Router, tokenizer: ChatTokenizer, *, max_context: int) -> None:
-        super().__init__(router, tokenizer, max_context=max_context)
+    def __init__(self, router: Router, files: Mapping[str, bytes], *, max_context: int) -> None:
+        super().__init__(router, ChatTokenizer(files), Grammars(files), max_context=max_context)
         self.router = router
-        self.recorder = Recorder(tokenizer)
+        self.recorder = Recorder(self.tokenizer)
 
     def routes(self) -> list[Route]:
         own = [
@@ -232,9 +247,15 @@ class Gateway(Api):
         session: str = request.path_params["session"]
         asked = await read_chat(request)
         prompt = self.encode_chat(lambda: self.recorder.prompt_for(session, asked.messages, asked.tools or ()))
-        sample, message = await unless_gone(request, self.answer(AtHome(self.router, session), asked, prompt.tokens))
-        self.recorder.record(session, prompt, sample, message)
-        return self.chat_response(asked, prompt.tokens, sample, message)
+        form, asks = self.chat_question(asked, prompt.tokens)
+        policy = AtHome(self.router, session)
+        samples = await unless_gone(request, together([self.sample(policy, ask) for ask in asks]))
+        for ask, sample in zip(asks, samples, strict=True):
+            self.recorder.record(session, prompt, sample, form.message(ask, sample))
+        if not asked.stream:
+            return self.whole(form, asks, samples)
+        # What is recorded is what the client was given, so nothing is given before it is whole.
+        return Events(lambda say: self.say_all(say, asked, form, asks, [replay(sample) for sample in samples]))
 
     async def segments(self, request: Request) -> Response:
         session: str = request.path_params["session"]
@@ -273,8 +294,8 @@ async def serve_gateway(*, store_url: str, port: int, host: str = "127.0.0.1", v
     # As many connections as there are requests, and no limit on their time: a worker that dies closes its connections.
     connector, patient = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None, sock_connect=5.0)
     async with aiohttp.ClientSession(headers=headers, connector=connector, timeout=patient) as http:
-        gateway = Gateway(Router(http, version), ChatTokenizer(files), max_context=max_context)
-        async with process.serving(create_app(gateway.routes(), token), listener) as running:
+        gateway = Gateway(Router(http, version), files, max_context=max_context)
+        async with process.serving(create_app(gateway.routes(), token, gateway.metrics), listener) as running:
             print(f"gateway at {process.url_of(listener)}", flush=True)
             await running
 

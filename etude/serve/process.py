@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -23,8 +24,17 @@ TOKEN_VARIABLE = "ETUDE_TOKEN"
 everyone on a machine can read the arguments of a process."""
 
 
-def token() -> str | None:
-    return os.environ.get(TOKEN_VARIABLE) or None
+def token(file: Path | None = None) -> str | None:
+    """From a file that only its owner should be able to read, or from the environment."""
+    if file is None:
+        return os.environ.get(TOKEN_VARIABLE) or None
+    try:
+        text = file.read_text().strip()
+    except (OSError, UnicodeDecodeError) as e:
+        raise EtudeError(f"cannot read a token from {file}: {getattr(e, 'strerror', None) or e}") from e
+    if not text:
+        raise EtudeError(f"{file} is empty: write a token into it, for example with: openssl rand -hex 32 > {file}")
+    return text
 
 
 def bind(host: str, port: int, token: str | None) -> socket.socket:

@@ -1,9 +1,5 @@
 """A worker: one engine, one port, one region.
 
-The engine runs on a thread of its own, because a step may take long and the port must answer meanwhile; the event loop
-hands it closures that it runs between two steps, and gets the finished requests back. New weights are fetched and
-checked on a third thread while the engine serves, and swapped in between two steps.
-
     python -m etude.serve.worker --store RUN --region east --port 8101 --gateway http://127.0.0.1:8100
 
 A worker without weights serves nothing; it joins the gateway, and the gateway tells it what to load.
@@ -14,13 +10,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import itertools
-import os
-import queue
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping
 
 import aiohttp
 import msgspec
@@ -28,107 +19,26 @@ import torch
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
-from torch import Tensor
 
 from etude.core.errors import EtudeError
-from etude.core.types import Sample
-from etude.engine.engine import Engine, Finished, Request
-from etude.model.tokenizer import ChatTokenizer
+from etude.engine.engine import Engine
 from etude.model.transformer import ModelConfig, Transformer
 from etude.serve import process
-from etude.serve.api import Api, ApiError, Unavailable, create_app, read, respond
+from etude.serve.api import Api
+from etude.serve.engine_thread import EngineThread, die_with_the_engine
+from etude.serve.grammar import Grammars
+from etude.serve.http import ApiError, Unavailable, create_app, read, respond
 from etude.serve.wire import Load, WorkerStatus, read_model_files
 from etude.store.objects import Objects
-from etude.weights.follow import fetch
+from etude.weights.follow import Follower
+from etude.weights.manifest import Chain
 
 HEARTBEAT_S = 1.0
 
-Fetch = Callable[[int], Mapping[str, Tensor]]
-
-
-class EngineThread:
-    """An engine as a `Policy`. Everything but `_run` and `_serve_once` belongs to the event loop."""
-
-    def __init__(self, engine: Engine, fetch: Fetch) -> None:
-        self.engine, self._fetch = engine, fetch
-        self.busy_s = 0.0
-        self.num_tokens = 0
-        self.started = time.monotonic()
-        self._loop = asyncio.get_running_loop()
-        self._ids = itertools.count()
-        self._answers: dict[str, asyncio.Future[Sample]] = {}
-        self._between_steps: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._loading = asyncio.Lock()
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._thread.start()
-
-    async def sample(
-        self, prompt: Sequence[int], *, max_tokens: int, temperature: float, seed: int, stop: Sequence[int]
-    ) -> Sample:
-        request = Request(
-            id=str(next(self._ids)), prompt=tuple(prompt), max_tokens=max_tokens,
-            temperature=temperature, seed=seed, stop=frozenset(stop),
-        )  # fmt: skip
-        if self.engine.version < 0:
-            raise Unavailable("this worker has no weights yet; ask again when it has joined the gateway")
-        self.engine.check(request)
-        answer: asyncio.Future[Sample] = self._loop.create_future()
-        self._answers[request.id] = answer
-        self._between_steps.put(partial(self.engine.add, request))
-        try:
-            return await answer
-        finally:
-            if not answer.done() or answer.cancelled():
-                self._between_steps.put(partial(self.engine.abort, request.id))
-            del self._answers[request.id]
-
-    async def load(self, version: int) -> None:
-        async with self._loading:  # of two calls for one version, the second finds it there
-            if version == self.engine.version:
-                return
-            tensors = await asyncio.to_thread(self._fetch, version)
-            swapped = asyncio.Event()
-
-            def swap() -> None:
-                self.engine.load(version, tensors)
-                self._loop.call_soon_threadsafe(swapped.set)
-
-            self._between_steps.put(swap)
-            await swapped.wait()
-
-    def close(self) -> None:
-        self._between_steps.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        while self._serve_once():
-            pass
-
-    def _serve_once(self) -> bool:
-        """What the loop asked for, then one step. False when the worker is closed."""
-        while not self._between_steps.empty() or self.engine.idle:
-            act = self._between_steps.get()
-            if act is None:
-                return False
-            act()
-        began = time.monotonic()
-        finished = self.engine.step()
-        self.busy_s += time.monotonic() - began
-        if finished:
-            self._loop.call_soon_threadsafe(self._deliver, finished)
-        return True
-
-    def _deliver(self, finished: list[Finished]) -> None:
-        for done in finished:
-            self.num_tokens += len(done.sample.tokens)
-            answer = self._answers.get(done.id)
-            if answer is not None and not answer.done():
-                answer.set_result(done.sample)
-
 
 class Worker(Api):
-    def __init__(self, engine: EngineThread, tokenizer: ChatTokenizer, region: str) -> None:
-        super().__init__(engine, tokenizer, max_context=engine.engine.max_context)
+    def __init__(self, engine: EngineThread, files: Mapping[str, bytes], region: str) -> None:
+        super().__init__(engine, engine.tokenizer, Grammars(files), max_context=engine.engine.max_context)
         self.engine_thread, self.region = engine, region
 
     def routes(self) -> list[Route]:
@@ -163,20 +73,12 @@ class Worker(Api):
             tokens=thread.num_tokens,
         )
 
+    def gauges(self) -> dict[str, float]:
+        return super().gauges() | self.engine_thread.gauges()
+
     def check_version(self, least: int) -> None:
         if self.version < least:
             raise Unavailable(f"this worker serves version {self.version}, and the request wants {least} or newer")
-
-
-def die_with_the_engine() -> None:
-    """Requests would wait for ever for an engine that is gone; whoever owns the process starts another."""
-    report = threading.excepthook
-
-    def end(args: threading.ExceptHookArgs) -> None:
-        report(args)
-        os._exit(1)
-
-    threading.excepthook = end
 
 
 async def keep_joined(worker: Worker, url: str, gateway_url: str, token: str | None) -> None:
@@ -203,11 +105,15 @@ async def serve_worker(
     objects = Objects.open(store_url, create=False)
     files = read_model_files(objects)
     model = Transformer(ModelConfig.from_json(files["config.json"])).requires_grad_(False)
-    engine = EngineThread(Engine(model, max_batch=max_batch, version=-1), partial(fetch, objects))
-    worker = Worker(engine, ChatTokenizer(files), region)
+    follower = Follower(Chain(objects), name=f"{region}-{port}")
+    # One request at a time is how a deterministic run is served: then nothing may depend on what was asked before.
+    engine = EngineThread(
+        Engine(model, max_batch=max_batch, version=-1, prefix_cache=max_batch > 1), follower.fetch, files
+    )
+    worker = Worker(engine, files, region)
     if version is not None:
         await engine.load(version)
-    async with process.serving(create_app(worker.routes(), token), listener) as running:
+    async with process.serving(create_app(worker.routes(), token, worker.metrics), listener) as running:
         url = process.url_of(listener)
         print(f"worker {region} at {url}", flush=True)
         joined = asyncio.create_task(keep_joined(worker, url, gateway_url, token)) if gateway_url else None

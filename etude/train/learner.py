@@ -59,6 +59,8 @@ class Learner:
     def __init__(self, model: Transformer) -> None:
         self.model = model
         self._parameters = dict(model.named_parameters())
+        # What no step changes and no file of the run holds: the biases of routers.
+        self._fixed = {name: t for name, t in model.state_dict().items() if name not in self._parameters}
         self._masters = {name: p.detach().float().clone() for name, p in self._parameters.items()}
         self._kept: dict[str, Tensor] = {}
         # Decay pulls matrices towards 0; the gains of the norms are scales, whose neutral value is not 0.
@@ -147,17 +149,18 @@ class Learner:
 
     def state(self) -> dict[str, Tensor]:
         """Everything that the next step depends on. It shares memory with the learner: pack it before stepping."""
-        return self._moving() | {f"kept.{name}": tensor for name, tensor in self._kept.items()}
+        return self._whole() | {f"kept.{name}": tensor for name, tensor in self._kept.items()}
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
         """Goes on from `state()` of this learner or of another one, to the bit."""
         self._kept = {name.removeprefix("kept."): t.clone() for name, t in tensors.items() if name.startswith("kept.")}
-        _fill(self._moving(), {name: tensor for name, tensor in tensors.items() if not name.startswith("kept.")})
+        _fill(self._whole(), {name: tensor for name, tensor in tensors.items() if not name.startswith("kept.")})
         self._round()
 
-    def _moving(self) -> dict[str, Tensor]:
-        """What a step changes: the masters, and what the optimizer remembers of each."""
-        tensors = {f"master.{name}": master for name, master in self._masters.items()}
+    def _whole(self) -> dict[str, Tensor]:
+        """The masters, what the optimizer remembers of each, and what is fixed."""
+        tensors = {f"fixed.{name}": tensor for name, tensor in self._fixed.items()}
+        tensors |= {f"master.{name}": master for name, master in self._masters.items()}
         for name, master in self._masters.items():
             tensors |= {f"{part}.{name}": tensor for part, tensor in self._optimizer.state[master].items()}
         return tensors

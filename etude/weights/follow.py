@@ -1,45 +1,202 @@
-"""From a published version to tensors that may be served. Nothing comes out unchecked."""
+"""From published versions to tensors that may be served. Nothing comes out unchecked.
+
+A follower holds the last version that it gave out, and builds the next one beside it: it downloads the cheapest way
+there, checks every object against its hash, applies, and checks every tensor against its digest. Only then is the new
+version what it holds. Whatever goes wrong on the way leaves the old one as it was; a way that turned out broken is not
+taken again, and if the outcome was wrong though every object was right, then what we held must be: it is thrown away
+and built anew from a whole version.
+"""
 
 from __future__ import annotations
 
-import safetensors.torch
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
 import torch
-from safetensors import SafetensorError
 
 from etude.core.errors import EtudeError
+from etude.core.types import Link, Route
+from etude.store.codec import from_json, to_json
 from etude.store.objects import Missing, Objects
-from etude.weights.digest import digests
-from etude.weights.manifest import file_key, read_manifest
+from etude.weights.cache import HostCache
+from etude.weights.codec import Array, Damaged
+from etude.weights.manifest import Chain, Lease, lease_key
+from etude.weights.routes import Hop, plan
+from etude.weights.shards import unpack
+from etude.weights.signing import Corrupt
+from etude.weights.tensors import Entry, State, tensor_of, wrong_in
+
+LEASE_S = 600.0
+DOWNLOADS = 16
+
+Progress = Callable[[int, int], None]
+"""Bytes that are here, bytes that are needed."""
 
 
 class CorruptWeights(EtudeError):
     """What lies in the store is not what the manifest promises. The version must not be served."""
 
 
-def fetch(objects: Objects, version: int) -> dict[str, torch.Tensor]:
-    """All tensors of a version, on the CPU. Blocks for the download and the digests: call it in a thread."""
-    manifest = read_manifest(objects, version)
-    assert manifest.base is None, "differences between versions are not understood yet"
-    tensors: dict[str, torch.Tensor] = {}
-    for name in manifest.files:
-        key = file_key(version, name)
+@dataclass(frozen=True, slots=True)
+class Image:
+    """The bits of one version, checked. Arrays are shared between images and never written to."""
+
+    link: Link
+    state: State
+    data: dict[str, Array] = field(repr=False)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {entry.name: tensor_of(entry, self.data[entry.name]) for entry in self.state}
+
+
+class Follower:
+    """One reader. Its name is on its lease, so that what it needs is kept; without one it takes no lease."""
+
+    def __init__(
+        self,
+        chain: Chain,
+        *,
+        name: str | None = None,
+        cache: HostCache | None = None,
+        threads: int = 1,
+        progress: Progress | None = None,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self.chain, self.name = chain, name
+        self.held: Image | None = None
+        self.rebuilt = 0
+        """How often what was held turned out wrong."""
+        self._cache, self._progress, self._now = cache, progress, now
+        self._threads = threads
+
+    def fetch(self, version: int) -> dict[str, torch.Tensor]:
+        """All tensors of a version, on the CPU. Blocks for download, decoding and digests: call it in a thread."""
+        return self.image(version).tensors()
+
+    def image(self, version: int) -> Image:
+        return self.reach(self.chain.find(version)[0])
+
+    def reach(self, goal: Link) -> Image:
+        """By the cheapest way that is whole."""
+        broken: list[Hop] = []
+        while self.held is None or self.held.link != goal:
+            way = plan(self.chain, self.held.link if self.held else None, goal, broken)
+            if way is None:
+                raise CorruptWeights(self._refusal(goal.version, broken))
+            start = way[0].route.base
+            self._lease(start.version if start else way[0].target.version)
+            try:
+                self._take(way)
+            except _Broken as e:
+                broken.append(e.hop)
+            except _Wrong:
+                if start is None:
+                    broken.append(way[-1])
+                else:
+                    self.held, self.rebuilt = None, self.rebuilt + 1
+        self._lease(goal.version)
+        return self.held
+
+    def take(self, link: Link, route: Route) -> None:
+        """Moves by this very way, from the base that is held."""
+        assert route.base is None or (self.held and self.held.link == route.base)
+        hop = Hop(link, route)
         try:
-            tensors |= safetensors.torch.load(objects.get(key))
-        except (SafetensorError, Missing) as e:
-            raise CorruptWeights(_refusal(objects, version, f"{key}: {e}")) from e
-    found = digests(tensors)
-    for name in sorted(found.keys() | manifest.digests.keys()):
-        if name not in found:
-            raise CorruptWeights(_refusal(objects, version, f"tensor {name} is missing"))
-        if name not in manifest.digests:
-            raise CorruptWeights(_refusal(objects, version, f"tensor {name} is not in the manifest"))
-        if found[name] != manifest.digests[name]:
-            raise CorruptWeights(_refusal(objects, version, f"tensor {name} has another digest"))
-    return tensors
+            self._take([hop])
+        except (_Broken, _Wrong) as e:
+            raise CorruptWeights(self._refusal(link.version, [hop])) from e
+
+    def scrub(self) -> list[str]:
+        """Names of tensors that are not any more what they were when they were checked. If there is one, nothing is
+        held any more: the next version is built from a whole one."""
+        if self.held is None:
+            return []
+        with ThreadPoolExecutor(self._threads) as pool:
+            wrong = wrong_in(self.held.state, self.held.data, pool)
+        if wrong:
+            self.held, self.rebuilt = None, self.rebuilt + 1
+        return wrong
+
+    def close(self) -> None:
+        if self.name:
+            self.chain.objects.delete(lease_key(self.name))
+
+    def _take(self, way: Sequence[Hop]) -> None:
+        image = self.held if way[0].route.base is not None else None
+        total, done = sum(hop.route.bytes for hop in way), 0
+        with ThreadPoolExecutor(self._threads) as pool:
+            for hop in way:
+                try:
+                    state = self._state(hop.target)
+                    shards = []
+                    for data in self._download(hop):
+                        shards.append(data)
+                        done += len(data)
+                        if self._progress:
+                            self._progress(done, total)
+                    made = unpack(state, shards, image.state if image else (), image.data if image else {}, pool)
+                except (Missing, Corrupt, Damaged) as e:
+                    raise _Broken(hop) from e
+                image = Image(hop.target, state, made)
+            assert image is not None
+            # What lies between needs no check of its own: the digests of the last state speak for the whole way.
+            if wrong_in(image.state, image.data, pool):
+                raise _Wrong
+        self.held = image
+
+    def _download(self, hop: Hop) -> Iterator[bytes]:
+        with ThreadPoolExecutor(DOWNLOADS) as downloads:
+            yield from downloads.map(lambda shard: self._shard(hop.target, shard.hash), hop.route.shards)
+
+    def _state(self, target: Link) -> State:
+        data = self._shard(target, self.chain.follow(target).root)
+        return from_json(data, tuple[Entry, ...], f"the tensors of version {target.version}")
+
+    def _shard(self, target: Link, hash: str) -> bytes:
+        if self._cache is None:
+            return self.chain.shard(target, hash)
+        return self._cache.get(hash, lambda: self.chain.shard(target, hash))
+
+    def _lease(self, version: int) -> None:
+        if self.name:
+            lease = Lease(reader=self.name, version=version, until=self._now() + LEASE_S)
+            # A reader may have no right to write: then nothing is kept for it, and it starts whole if it falls behind.
+            with contextlib.suppress(EtudeError):
+                self.chain.objects.put(lease_key(self.name), to_json(lease))
+
+    def _refusal(self, version: int, broken: Sequence[Hop]) -> str:
+        ways = ", ".join(f"{_place(hop.route.base)} to {hop.target.version}" for hop in broken)
+        return (
+            f"{self.chain.objects.url}: weight version {version} is not what was published (no way to it is whole: "
+            f"{ways or 'none is left'}); it is not served. `etude weights verify` says which objects to restore"
+        )
 
 
-def _refusal(objects: Objects, version: int, what: str) -> str:
-    return (
-        f"{objects.url}: weight version {version} is not what was published ({what}); it is not served. Restore "
-        f"{file_key(version, '')} from a copy, or delete it so that the trainer can publish it again"
-    )
+class _Wrong(Exception):
+    """All objects were what they should be, and the outcome is not."""
+
+
+class _Broken(Exception):
+    """A hop cannot be taken."""
+
+    def __init__(self, hop: Hop) -> None:
+        self.hop = hop
+
+
+def fetch(objects: Objects, version: int) -> dict[str, torch.Tensor]:
+    """All tensors of a version, for whoever needs one version only."""
+    return Follower(Chain(objects)).fetch(version)
+
+
+def go_live(version: int, members: Sequence[tuple[Follower, Callable[[dict[str, torch.Tensor]], None]]]) -> None:
+    """Swaps a version in on all members of a tensor-parallel group, or on none: each fetches and checks it first."""
+    ready = [(swap, follower.fetch(version)) for follower, swap in members]
+    for swap, tensors in ready:
+        swap(tensors)
+
+
+def _place(link: Link | None) -> str:
+    return "nothing" if link is None else str(link.version)

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 
-from etude.engine.engine import Request
+from etude.model.files import weights
 from etude.model.transformer import Transformer
-from tests.small_model import config, request, sharp
+from tests.small_model import config, sharp
 
 
 @pytest.fixture
@@ -16,11 +14,10 @@ def model() -> Transformer:
 
 
 @pytest.fixture
-def other_weights() -> dict[str, torch.Tensor]:
-    return dict(sharp(config(), seed=1).named_parameters())
+def other_model() -> Transformer:
+    return sharp(config(), seed=1)
 
 
 @pytest.fixture
-def requests() -> list[Request]:
-    rng = random.Random(0)
-    return [request(str(i), [rng.randrange(61) for _ in range(rng.randrange(1, 40))]) for i in range(12)]
+def other_weights(other_model: Transformer) -> dict[str, torch.Tensor]:
+    return weights(other_model, torch.float32)

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
-from etude.core.types import Sample, Span
-from etude.engine.engine import Engine, Request
-from etude.engine.sampler import draws
-from etude.engine.sampler import sample as draw
-from etude.model.attention import Cached, KVCache
+from etude.core.types import Sample, Span, unspan
+from etude.engine.engine import Engine, Finished, Request, Token
+from etude.engine.plan import Plan
+from etude.engine.runner import BLOCK_SIZE, CpuRunner, _packed
+from etude.engine.sampler import draws, invert
+from etude.model.attention import KVCache, Paged
+from etude.model.files import weights
 from etude.model.transformer import Transformer
-from tests.small_model import drain, plain_logprobs, request
+from tests.engine.reference import FAMILIES, Overlapping, check
+from tests.small_model import drain, request, sharp
+
+
+def engine_with(model: Transformer, num_blocks: int = 64, *, overlaps: bool = False, **options: object) -> Engine:
+    runner = CpuRunner(model, num_blocks)
+    return Engine(model, runner=Overlapping(runner) if overlaps else runner, **options)  # type: ignore[arg-type]
 
 
 def alone(model: Transformer, asked: Request) -> Sample:
@@ -20,41 +32,91 @@ def alone(model: Transformer, asked: Request) -> Sample:
     return drain(engine)[asked.id]
 
 
-def test_a_batch_gives_what_each_request_gets_alone(model: Transformer, requests: list[Request]) -> None:
-    engine = Engine(model, max_batch=4)
-    for asked in requests:
-        engine.add(asked)
-    together = drain(engine)
-    assert engine.num_running == engine.num_waiting == 0
-    for asked in requests:
-        single = alone(model, asked)
-        assert together[asked.id].tokens == single.tokens
-        assert together[asked.id].finish == single.finish
-        assert together[asked.id].logprobs == pytest.approx(single.logprobs, abs=1e-4)
+@pytest.fixture(params=FAMILIES)
+def any_model(request: pytest.FixtureRequest) -> Transformer:
+    return sharp(FAMILIES[request.param], seed=0, factor=3.0)  # deeper, so that rounding errors grow more
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logprobs_are_those_of_a_plain_forward(model: Transformer, requests: list[Request], temperature: float) -> None:
-    engine = Engine(model, max_batch=8)
-    for asked in requests:
-        engine.add(request(asked.id, list(asked.prompt), temperature=temperature))
-    for id, sample in drain(engine).items():
-        plain = plain_logprobs(model, requests[int(id)].prompt, sample.tokens, temperature)
-        assert sample.logprobs == pytest.approx(plain.tolist(), abs=1e-4)
+def some_request(id: int, rng: random.Random) -> Request:
+    """Many begin alike, some long, some short; all ways to sample."""
+    common = [rng.randrange(2)] * rng.choice((0, 20, 40, 90))
+    own = [rng.randrange(61) for _ in range(rng.randrange(1, 40))]
+    return request(
+        str(id), common + own, max_tokens=rng.randrange(1, 30), seed=rng.randrange(99), priority=rng.choice((0, 0, 1)),
+        temperature=rng.choice((0.0, 0.7, 1.0, 1.0)), top_k=rng.choice((0, 0, 5)), stream=rng.random() < 0.3,
+        stop=frozenset(rng.sample(range(61), 2)),
+    )  # fmt: skip
 
 
-def test_requests_that_come_late_change_nothing_for_the_others(model: Transformer, requests: list[Request]) -> None:
-    engine = Engine(model, max_batch=3)
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_random_schedules(any_model: Transformer, seed: int, overlaps: bool) -> None:
+    """Requests come late, are aborted, preempted for want of blocks or for others, read in pieces, share beginnings."""
+    rng = random.Random(seed)
+    engine = engine_with(
+        any_model, 11, overlaps=overlaps, max_batch=rng.choice((3, 6)), step_tokens=rng.choice((8, 25, 200))
+    )
+    asked = {str(id): some_request(id, rng) for id in range(20)}
+    waiting, done, streamed, aborted = list(asked.values()), {}, {}, set()
+    while waiting or not engine.idle:
+        if waiting and rng.random() < 0.5:
+            engine.add(waiting.pop())
+        if rng.random() < 0.02:
+            aborted.add(id := rng.choice(list(asked)))
+            engine.abort(id)
+            waiting = [each for each in waiting if each.id != id]
+        for event in engine.step():
+            if isinstance(event, Token):
+                streamed.setdefault(event.id, []).append((event.token, event.logprob))
+            else:
+                done[event.id] = event.sample
+    assert asked.keys() - aborted <= done.keys()
+    for id, sample in done.items():
+        check(any_model, asked[id], sample)
+        if asked[id].stream:
+            assert streamed[id] == list(zip(sample.tokens, sample.logprobs, strict=True))
+    stats = engine.stats()
+    assert (stats.running, stats.waiting, stats.blocks_free) == (0, 0, 11)
+    assert stats.preempted > 0
+    assert stats.cached_tokens > 0
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_random_swaps(overlaps: bool) -> None:
+    """A sequence over which weights change goes on from the keys and values that the old ones made."""
+    config = FAMILIES["llama"]
+    versions = [sharp(config, seed) for seed in range(3)]
+    published = [weights(model, torch.float32) for model in versions]
+    rng = random.Random(1)
+    engine = engine_with(sharp(config, 0), overlaps=overlaps, max_batch=4, prefix_cache=False)
+    asked = [request(str(id), [rng.randrange(61) for _ in range(rng.randrange(1, 60))]) for id in range(12)]
     done: dict[str, Sample] = {}
-    for asked in requests:
-        engine.add(asked)
-        done |= {finished.id: finished.sample for finished in engine.step()}
-    done |= drain(engine)
-    assert {id: sample.tokens for id, sample in done.items()} == {r.id: alone(model, r).tokens for r in requests}
+    for step in range(200):
+        if step % 2 == 0 and step < 24:
+            engine.add(asked[step // 2])
+        if step in (9, 40):
+            engine.load(engine.version + 1, published[engine.version + 1])
+        done |= {event.id: event.sample for event in engine.step() if isinstance(event, Finished)}
+    assert engine.idle
+    assert {len(sample.versions) for sample in done.values()} >= {1, 2}
+    for each in asked:
+        single = Engine(sharp(config, 0), max_batch=1)
+        spans = done[each.id].versions
+        assert [span.version for span in spans] == sorted({span.version for span in spans})
+        single.load(spans[0].version, published[spans[0].version])
+        single.add(each)
+        for version in unspan(spans):
+            if version != single.version:
+                single.load(version, published[version])
+            events = single.step()
+        (finished,) = events
+        assert isinstance(finished, Finished)
+        assert (finished.sample.tokens, finished.sample.versions) == (done[each.id].tokens, spans)
+        assert finished.sample.logprobs == pytest.approx(done[each.id].logprobs, abs=1e-4)
 
 
 def test_a_swap_drops_nobody_and_every_token_says_its_version(
-    model: Transformer, other_weights: dict[str, torch.Tensor]
+    model: Transformer, other_model: Transformer, other_weights: dict[str, torch.Tensor]
 ) -> None:
     engine = Engine(model, max_batch=2, version=4)
     for id in ("1", "2", "3"):
@@ -68,60 +130,134 @@ def test_a_swap_drops_nobody_and_every_token_says_its_version(
     assert done["1"].tokens[:6] == before.tokens[:6]
     assert done["1"].tokens[6:] != before.tokens[6:]
     assert done["2"].versions == (Span(4, 6), Span(9, 14))
-    assert done["3"].versions == (Span(9, 20),)  # it waited for a row
-    assert (
-        done["3"].tokens == alone(model, request("3", [5, 6, 7], stop=frozenset())).tokens
-    )  # `model` has the new weights
+    assert done["3"].versions == (Span(9, 20),)  # it waited
+    check(other_model, request("3", [5, 6, 7], stop=frozenset()), done["3"])
 
 
-def turns(engine: Engine, count: int) -> list[Sample]:
-    """A session: each prompt is all that was said so far, and a little more."""
-    said, samples = [3, 1, 4, 1, 5], []
-    for turn in range(count):
-        engine.add(request(str(turn), said, max_tokens=6, stop=frozenset()))
-        samples.append(drain(engine)[str(turn)])
-        said = [*said, *samples[-1].tokens, 9, 2, 6]
-    return samples
-
-
-def test_the_prefix_cache_changes_the_work_and_not_the_answer(model: Transformer) -> None:
-    with_cache, without = Engine(model, max_batch=2), Engine(model, max_batch=2, prefix_tokens=0)
-    for cached, plain in zip(turns(with_cache, 5), turns(without, 5), strict=True):
-        assert cached.tokens == plain.tokens
-        assert cached.logprobs == pytest.approx(plain.logprobs, abs=1e-4)
-
-
-def test_a_turn_reads_only_what_is_new(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[int] = []
-    forward = Transformer.forward
-
-    def counting(self: Transformer, tokens_BT: torch.Tensor, *rest: object) -> torch.Tensor:
-        read.append(tokens_BT.numel())
-        return forward(self, tokens_BT, *rest)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Transformer, "forward", counting)
-    turns(Engine(model, max_batch=1), 3)
-    # The last sampled token of a turn has not been read by the model yet; the next turn begins with it.
-    assert read == [5, *[1] * 5, 4, *[1] * 5, 4, *[1] * 5]
-
-
-def test_old_weights_leave_nothing_behind(model: Transformer, other_weights: dict[str, torch.Tensor]) -> None:
-    """Neither what they computed alone nor what a swap has mixed is reused."""
+def test_old_weights_leave_nothing_behind(
+    model: Transformer, other_model: Transformer, other_weights: dict[str, torch.Tensor]
+) -> None:
+    """Neither what they computed alone nor what a swap has mixed is used by requests that come later."""
     engine = Engine(model, max_batch=2)
-    first = turns(engine, 1)[0]
-    engine.add(request("7", [8, 8, 8], stop=frozenset(), max_tokens=4))
+    old, mixed = [7] * 40, [8] * 40
+    engine.add(request("1", old))
+    drain(engine)
+    engine.add(request("2", mixed, stop=frozenset()))
     engine.step()
     engine.load(1, other_weights)
-    mixed = drain(engine)["7"]
-    for prompt in ([3, 1, 4, 1, 5, *first.tokens, 9], [8, 8, 8, *mixed.tokens, 9]):
-        engine.add(request("1", prompt))
-        sample = drain(engine)["1"]
-        assert sample.logprobs == pytest.approx(
-            plain_logprobs(model, tuple(prompt), sample.tokens, 1.0).tolist(), abs=1e-4
-        )
+    drain(engine)
+    for id, prompt in (("3", old), ("4", mixed)):
+        engine.add(request(id, prompt))
+        check(other_model, request(id, prompt), drain(engine)[id])
+    assert engine.stats().cached_tokens == 0
+    engine.add(request("5", old))  # the new weights have read it by now
+    check(other_model, request("5", old), drain(engine)["5"])
+    assert engine.stats().cached_tokens == 2 * BLOCK_SIZE
 
 
-def test_an_aborted_request_gives_its_row_back(model: Transformer) -> None:
+class Watched(CpuRunner):
+    def __init__(self, model: Transformer) -> None:
+        super().__init__(model, 64)
+        self.plans: list[Plan] = []
+
+    def start(self, plan: Plan):  # type: ignore[no-untyped-def]
+        self.plans.append(plan)
+        return super().start(plan)
+
+
+def test_samples_of_one_prompt_share_its_blocks(model: Transformer) -> None:
+    """Even when all of them start in the same pass."""
+    runner = Watched(model)
+    engine = Engine(model, max_batch=8, runner=runner)
+    prompt = [1] * (3 * BLOCK_SIZE) + [2]
+    for id in range(4):
+        engine.add(request(str(id), prompt, stop=frozenset(), max_tokens=10))
+    done = drain(engine)
+    first = runner.plans[0]
+    assert len(first.tokens_N) == len(prompt) + 3
+    assert len({*first.blocks_BM[:, :3].flatten()}) == 3
+    assert len({*first.blocks_BM[:, 3]}) == 4
+    for id, sample in done.items():
+        check(model, request(id, prompt, stop=frozenset(), max_tokens=10), sample)
+    assert len({sample.tokens for sample in done.values()}) > 1
+
+
+def test_a_long_prompt_does_not_stall_the_others(model: Transformer) -> None:
+    runner = Watched(model)
+    engine = Engine(model, max_batch=2, runner=runner, step_tokens=8)
+    engine.add(request("1", [3, 4], stop=frozenset()))
+    engine.step()
+    engine.add(request("2", [5] * 50, stop=frozenset(), max_tokens=3))
+    done = drain(engine)
+    assert [len(plan.tokens_N) for plan in runner.plans[1:9]] == [8] * 7 + [2]  # 7 of 50 in each pass, beside the other
+    check(model, request("2", [5] * 50, stop=frozenset(), max_tokens=3), done["2"])
+    check(model, request("1", [3, 4], stop=frozenset()), done["1"])
+
+
+def test_priority_goes_first(model: Transformer) -> None:
+    engine = Engine(model, max_batch=1)
+    finished: list[str] = []
+    for id, priority in (("1", 0), ("2", 0), ("3", 5)):
+        engine.add(request(id, [4, 2], stop=frozenset(), priority=priority))
+        engine.step()
+    while not engine.idle:
+        finished += [event.id for event in engine.step() if isinstance(event, Finished)]
+    assert finished == ["3", "1", "2"]
+    assert engine.stats().preempted == 1
+
+
+def test_the_rows_of_a_swap_of_seats_stay_apart(model: Transformer) -> None:
+    """Sequences end in another order than they came, so others move to their rows."""
+    engine = Engine(model, max_batch=6)
+    asked = [request(str(i), [i + 1] * (4 * i + 1), stop=frozenset(), max_tokens=3 + 5 * (i * 5 % 6)) for i in range(6)]
+    for each in asked:
+        engine.add(each)
+    done = drain(engine)
+    for each in asked:
+        check(model, each, done[each.id])
+
+
+class OnlyEven:
+    """Allows even tokens, and every third one must be 6."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def allowed(self) -> NDArray[np.bool_]:
+        mask = np.arange(61) % 2 == 0
+        return mask if len(self.seen) % 3 < 2 else np.arange(61) == 6
+
+    def accept(self, token: int) -> None:
+        self.seen.append(token)
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_constraints_are_obeyed(model: Transformer, overlaps: bool) -> None:
+    engine = engine_with(model, overlaps=overlaps, max_batch=3)
+    constraint = OnlyEven()
+    engine.add(request("1", [3], constraint=constraint, stop=frozenset(), max_tokens=12))
+    engine.add(request("2", [3], stop=frozenset(), max_tokens=12))
+    done = drain(engine)
+    assert constraint.seen == list(done["1"].tokens)
+    assert all(token % 2 == 0 for token in constraint.seen)
+    assert constraint.seen[2::3] == [6] * 4
+    assert done["1"].logprobs[2::3] == (0.0,) * 4  # there was no choice
+    check(model, request("2", [3], stop=frozenset(), max_tokens=12), done["2"])
+
+
+def test_the_likeliest_tokens_are_told(model: Transformer) -> None:
+    engine = Engine(model, max_batch=2)
+    engine.add(request("1", [3], top_logprobs=3, stop=frozenset(), max_tokens=4, temperature=0.0))
+    engine.add(request("2", [3], stop=frozenset(), max_tokens=4))
+    done = drain(engine)
+    assert done["2"].top == ()
+    for token, logprob, top in zip(done["1"].tokens, done["1"].logprobs, done["1"].top, strict=True):
+        assert len(top) == 3
+        assert top[0] == (token, pytest.approx(logprob))
+        assert top[0][1] >= top[1][1] >= top[2][1]
+
+
+def test_an_aborted_request_gives_its_place_back(model: Transformer) -> None:
     engine = Engine(model, max_batch=2)
     for id in ("1", "2", "3", "4"):
         engine.add(request(id, [int(id)] * 3, stop=frozenset()))
@@ -135,7 +271,7 @@ def test_an_aborted_request_gives_its_row_back(model: Transformer) -> None:
     done = drain(engine)
     assert done.keys() == {"2", "4"}
     for id, sample in done.items():
-        assert sample.tokens == alone(model, request(id, [int(id)] * 3, stop=frozenset())).tokens
+        check(model, request(id, [int(id)] * 3, stop=frozenset()), sample)
 
 
 def test_the_seed_is_the_only_randomness(model: Transformer) -> None:
@@ -166,50 +302,60 @@ def test_ends(model: Transformer) -> None:
         ([1], {"temperature": -1.0}, "temperature"),
         ([1], {"temperature": float("nan")}, "temperature"),
         ([1], {"temperature": 1e-40}, "temperature"),
+        ([1], {"top_p": 0.0}, "top_p"),
+        ([1], {"top_p": float("nan")}, "top_p"),
+        ([1], {"top_k": -1}, "top_k"),
+        ([1], {"max_tokens": 60}, "memory for"),
     ],
 )
 def test_what_cannot_be_served_is_refused(
     model: Transformer, prompt: list[int], options: dict[str, object], message: str
 ) -> None:
-    engine = Engine(model, max_batch=1)
+    engine = engine_with(model, 2, max_batch=1)
     with pytest.raises(ValueError, match=message):
         engine.add(request("1", prompt, **options))
     assert engine.idle
     assert engine.step() == []
 
 
-def test_long_and_short_prompts_are_read_together(model: Transformer) -> None:
-    """Padding reaches past the end of the context for the one that starts late, and harms nobody."""
-    engine = Engine(model, max_batch=3)
-    session = turns(engine, 1)[0]
-    late = [3, 1, 4, 1, 5, *session.tokens, *[9] * 45]
-    asked = [request("1", late, max_tokens=8), request("2", [4] * 60, max_tokens=8), request("3", [7], max_tokens=8)]
-    for each in asked:
-        engine.add(each)
-    done = drain(engine)
-    for each in asked:
-        plain = plain_logprobs(model, each.prompt, done[each.id].tokens, 1.0)
-        assert done[each.id].logprobs == pytest.approx(plain.tolist(), abs=1e-4)
-
-
 def test_one_row_is_the_plain_loop_bit_for_bit(model: Transformer) -> None:
-    """Sessions that take turns at an engine of one row get the bits of a loop that has a cache for each of them."""
-    engine = Engine(model, max_batch=1)
+    """Sessions that take turns at an engine of one row, without a prefix cache, get the bits of a loop of their own."""
+    engine = Engine(model, max_batch=1, prefix_cache=False)
     said = {name: [name, 2, 3] for name in (1, 2, 3)}
-    caches = {name: KVCache(model.config, rows=1, length=64) for name in said}
-    read = dict.fromkeys(said, 0)
     for turn in range(3):
         for name in said:
             id = str(10 * turn + name)
             engine.add(request(id, said[name], max_tokens=5, stop=frozenset()))
             sampled = drain(engine)[id]
-            tokens, logprobs = list(said[name]), []
+            tokens, logprobs, num_read = list(said[name]), [], 0
+            cache = KVCache(model.config, 1, 64, like=model.rope)
             for u in draws(int(id), 5):
-                attend = Cached(caches[name], torch.tensor([read[name]]), len(tokens) - read[name])
-                hidden = model(torch.tensor([tokens[read[name] :]]), attend.positions_BT, attend)
-                read[name] = len(tokens)
-                token_B, logprob_B = draw(model.logits(hidden[:, -1]), torch.ones(1), torch.tensor([u]))
-                tokens.append(int(token_B))
-                logprobs.append(float(logprob_B))
+                places = torch.arange(num_read, len(tokens))
+                attend = Paged(
+                    cache, ids=[0], slots_N=places.numpy(), starts=[0], lengths=[len(tokens)],
+                    blocks_BM=np.array([[0]]), num_single=int(num_read > 0),
+                )  # fmt: skip
+                p = torch.softmax(model.logits(model(torch.tensor(tokens[num_read:]), places, attend)[-1:]), -1)
+                num_read = len(tokens)
+                tokens.append(int(invert(p, torch.tensor([u]))))
+                logprobs.append(float(p[0, tokens[-1]].log()))
             assert (sampled.tokens, sampled.logprobs) == (tuple(tokens[len(said[name]) :]), tuple(logprobs))
             said[name] = [*tokens, 7, 7]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_matrices_give_the_same_bits(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after a swap, and the model that was handed in stays as it is."""
+    model, after = (sharp(FAMILIES[family], seed, factor=3.0).to(torch.bfloat16) for seed in (0, 1))
+    before, samples = weights(model), []
+    for pack in (True, False):
+        monkeypatch.setattr("etude.engine.runner._packed", _packed if pack else lambda model: model)
+        engine = engine_with(model, max_batch=4)
+        for version in (1, 2):
+            for id in range(3):
+                engine.add(request(str(id), [id + 5] * (3 + 7 * id), stop=frozenset(), max_tokens=9))
+            samples.append(drain(engine))
+            engine.load(version, weights(after))
+    assert samples[:2] == samples[2:]
+    assert samples[0]["0"].tokens != samples[1]["0"].tokens
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(model).items())

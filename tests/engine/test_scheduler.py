@@ -1,71 +1,101 @@
 from __future__ import annotations
 
-import torch
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.engine.prefix import PrefixCache
-from etude.engine.scheduler import Scheduler
+from etude.engine.blocks import Blocks
+from etude.engine.scheduler import Scheduler, Sequence
 from tests.small_model import request
 
-
-@given(st.integers(1, 5), st.lists(st.integers(0, 9), max_size=60))
-def test_rows_are_always_the_first_ones(max_batch: int, script: list[int]) -> None:
-    """0-4: a request comes; 5-7: newcomers are admitted; 8-9: some running one ends. The rows of a model of the cache
-    move as `release` says, and stay those of their owners."""
-    scheduler, cache = Scheduler(max_batch), {}
-    added = 0
-    for step, action in enumerate(script):
-        if action < 5:
-            scheduler.add(request(str(added), [1]), draws=[0.5])
-            added += 1
-        elif action < 8:
-            cache |= {sequence.row: sequence.request.id for sequence in scheduler.admit()}
-        elif scheduler.running:
-            last = len(scheduler.running) - 1
-            moved = scheduler.release(scheduler.running[step % len(scheduler.running)])
-            if moved is not None:
-                cache[moved.row] = cache[last]
-        assert len(scheduler.running) <= max_batch
-        for row, sequence in enumerate(scheduler.running):
-            assert (sequence.row, cache[row]) == (row, sequence.request.id)
-    ids = [int(sequence.request.id) for sequence in scheduler.waiting]
-    assert ids == list(range(added - len(ids), added))  # first come, first served
+SIZE = 4
 
 
-def kv(length: int) -> torch.Tensor:
-    return torch.zeros(2, 1, length, 1, 1)
+def sequence(id: int, prompt: int, limit: int = 8, priority: int = 0) -> Sequence:
+    asked = request(str(id), [id + 1] * prompt, priority=priority)
+    return Sequence(asked, id, np.zeros(limit), tokens=list(asked.prompt))
 
 
-def test_the_longest_known_beginning_is_found() -> None:
-    cache = PrefixCache(max_tokens=100)
-    for tokens in ([1, 2], [1, 2, 3], [1, 3], [256, 0]):
-        cache.put(tokens, kv(len(tokens)))
-    assert [cache.find(tokens) and cache.find(tokens)[0] for tokens in ([1, 2, 3, 4], [1, 2, 4], [1, 3, 9])] == [
-        3,
-        2,
-        2,
-    ]
-    assert cache.find([1, 2]) is None  # the last token of a prompt has to be computed
-    assert cache.find([2, 1, 2, 3]) is None
-    assert cache.find([256, 1]) is None
+def advance(scheduler: Scheduler) -> list[tuple[str, int]]:
+    """One pass: everyone who has read all draws a token; whoever has drawn enough leaves."""
+    chosen, num_single = scheduler.choose(version=0)
+    assert all(count == 1 for _, count in chosen[:num_single])
+    for s, _ in chosen:
+        if not s.num_unread:
+            s.num_pending += 1
+            s.append(60, 0.0, 0, ())
+            if s.finish:
+                scheduler.release(s)
+    return [(s.request.id, count) for s, count in chosen]
 
 
-def test_the_least_recently_used_goes_first() -> None:
-    cache = PrefixCache(max_tokens=5)
-    cache.put([1, 1], kv(2))
-    cache.put([2, 2], kv(2))
-    assert cache.find([1, 1, 1]) is not None
-    cache.put([3, 3], kv(2))
-    assert cache.num_tokens == 4
-    assert [cache.find([n, n, n]) is not None for n in (1, 2, 3)] == [True, False, True]
-    cache.put([3, 3], kv(2))
-    assert cache.num_tokens == 4
-    cache.clear()
-    assert (cache.num_tokens, cache.find([1, 1, 1])) == (0, None)
+@given(st.integers(4, 12), st.integers(1, 4), st.integers(1, 12), st.data())
+def test_everyone_gets_through(num_blocks: int, max_batch: int, step_tokens: int, data: st.DataObject) -> None:
+    """Under any load: limits hold in every pass, and all are served in the end."""
+    blocks = Blocks(num_blocks, SIZE)
+    scheduler = Scheduler(blocks, max_batch=max_batch, step_tokens=step_tokens)
+    added = []
+    for id in range(data.draw(st.integers(1, 12))):
+        prompt = data.draw(st.integers(1, num_blocks * SIZE - 8))
+        added.append(sequence(id, prompt, priority=data.draw(st.integers(0, 2))))
+        scheduler.add(added[-1])
+        for _ in range(data.draw(st.integers(0, 3))):
+            passed = advance(scheduler)
+            assert sum(count for _, count in passed) <= scheduler.step_tokens
+            assert len(scheduler.running) <= max_batch
+    for _ in range(2000):
+        if not (scheduler.running or scheduler.waiting):
+            break
+        assert advance(scheduler)  # never stuck
+    assert [len(s.logprobs) for s in added] == [8] * len(added)
+    assert blocks.num_free == num_blocks
 
 
-def test_what_is_too_long_is_not_kept() -> None:
-    cache = PrefixCache(max_tokens=3)
-    cache.put([1] * 4, kv(4))
-    assert (cache.num_tokens, cache.find([1] * 5)) == (0, None)
+def test_first_come_first_served_within_a_priority() -> None:
+    scheduler = Scheduler(Blocks(100, SIZE), max_batch=2, step_tokens=100)
+    for id, priority in enumerate((0, 0, 0, 1)):
+        scheduler.add(sequence(id, 3, priority=priority))
+    assert advance(scheduler) == [("3", 3), ("0", 3)]
+    assert [s.request.id for s in scheduler.waiting] == ["1", "2"]
+
+
+def test_prompts_are_read_in_pieces_beside_those_who_answer() -> None:
+    scheduler = Scheduler(Blocks(100, SIZE), max_batch=3, step_tokens=6)
+    scheduler.add(sequence(0, 4))
+    assert advance(scheduler) == [("0", 4)]
+    scheduler.add(sequence(1, 11))
+    scheduler.add(sequence(2, 2))
+    assert advance(scheduler) == [("0", 1), ("1", 5)]
+    assert advance(scheduler) == [("0", 1), ("1", 5)]
+    assert advance(scheduler) == [("0", 1), ("1", 1), ("2", 2)]
+
+
+def test_whoever_came_last_gives_way_when_blocks_run_out() -> None:
+    blocks = Blocks(5, SIZE, reuse=False)
+    scheduler = Scheduler(blocks, max_batch=2, step_tokens=100)
+    for id in range(2):
+        scheduler.add(sequence(id, 7, limit=10))
+    assert advance(scheduler) == [("0", 7), ("1", 7)]
+    assert advance(scheduler) == [("0", 1), ("1", 1)]  # 2 blocks each; the next token needs a third
+    assert advance(scheduler) == [("0", 1)]
+    assert scheduler.num_preempted == 1
+    last = scheduler.waiting[0]
+    assert (last.request.id, last.num_read, len(last.logprobs)) == ("1", 0, 2)
+    while scheduler.running or scheduler.waiting:
+        passed = advance(scheduler)
+        if passed[0][0] == "1":
+            break
+    assert passed == [("1", 9)]  # it reads what it knows again, and goes on
+    assert len(last.logprobs) == 3
+
+
+def test_what_is_not_read_back_yet_is_counted() -> None:
+    scheduler = Scheduler(Blocks(100, SIZE), max_batch=2, step_tokens=100)
+    s = sequence(0, 4, limit=2)
+    scheduler.add(s)
+    for pending in (1, 2):
+        (chosen,), _ = scheduler.choose(version=0)
+        assert chosen == (s, 4 if pending == 1 else 1)
+        s.num_pending += 1
+        assert s.num_drawn == pending
+    assert scheduler.choose(version=0) == ([], 0)  # the second is the last

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from etude.core.errors import EtudeError
 from etude.model.fresh import tokenizer_files
 from etude.model.tokenizer import ChatTokenizer
 from tests.small_model import TEXTS
@@ -98,7 +99,7 @@ def test_a_rendered_call_reads_as_it_was_parsed() -> None:
 
 
 def test_the_end_must_be_a_token() -> None:
-    with pytest.raises(ValueError, match="not in the vocabulary"):
+    with pytest.raises(EtudeError, match="not in the vocabulary"):
         ChatTokenizer(FILES | {"tokenizer_config.json": b'{"eos_token": "<|nothing|>"}'})
 
 

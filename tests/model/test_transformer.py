@@ -8,23 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from etude.model.attention import Cached, Causal, KVCache
-from etude.model.files import build, load_weights, read_directory, weights, write_directory
+from etude.model.attention import Causal
+from etude.model.files import build, load_weights, named, read_directory, weights, write_directory
 from etude.model.transformer import ModelConfig, fresh
 from tests.small_model import config, sharp, small_files
-
-
-def test_cached_attention_computes_what_causal_attention_does() -> None:
-    model = sharp(config(), seed=0)
-    tokens = torch.randint(61, (3, 20), generator=torch.Generator().manual_seed(0))
-    whole = model(tokens, torch.arange(20).expand(3, 20), Causal())
-    cache = KVCache(model.config, rows=5, length=64)
-    parts = []
-    for start, end in ((0, 7), (7, 8), (8, 9), (9, 20)):
-        attend = Cached(cache, torch.full((3,), start), end - start, first_row=1)
-        parts.append(model(tokens[:, start:end], attend.positions_BT, attend))
-    torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-4, rtol=1e-4)
-    assert not cache.k[:, [0, 4]].any()
 
 
 def test_no_token_sees_a_later_one() -> None:
@@ -37,19 +24,6 @@ def test_no_token_sees_a_later_one() -> None:
     assert not torch.equal(one[:, 10:], other[:, 10:])
 
 
-def test_a_row_of_the_cache_can_be_moved_and_put_back() -> None:
-    cache = KVCache(config(), rows=3, length=64)
-    cache.k.normal_()
-    cache.v.normal_()
-    kept, k, v = cache.read(2, 10), cache.k[:, 2, :10].clone(), cache.v[:, 2, :10].clone()
-    cache.move(2, 0, 10)
-    cache.k[:, 2].zero_()
-    cache.write(1, kept)
-    for row in (0, 1):
-        assert torch.equal(cache.k[:, row, :10], k)
-        assert torch.equal(cache.v[:, row, :10], v)
-
-
 def test_the_config_is_that_of_hugging_face() -> None:
     text = config().to_json()
     assert ModelConfig.from_json(text) == config()
@@ -60,7 +34,7 @@ def test_the_config_is_that_of_hugging_face() -> None:
 
 
 def test_the_tensor_names_are_those_of_hugging_face() -> None:
-    names = {name for name, _ in fresh(config(), 0).named_parameters()}
+    names = set(named(fresh(config(), 0)))
     layer = {"input_layernorm", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"}
     layer |= {f"self_attn.{projection}_proj" for projection in "qkvo"}
     assert names == {f"model.layers.{n}.{part}.weight" for n in (0, 1) for part in layer} | {

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from etude.core.config import parse
 from etude.core.ledger import Dropped, Issued
@@ -14,8 +15,9 @@ from etude.run.audit import audit
 from etude.run.evaluate import report_name
 from etude.store.objects import Objects
 from etude.store.runs import Run
-from etude.weights.manifest import create_manifest
-from tests.run.worlds_of_fakes import FIRST, manifest, stage
+from etude.weights.manifest import manifest_key
+from etude.weights.publish import publish
+from tests.run.worlds_of_fakes import FIRST, stage
 
 LAST = FIRST + 4
 CONFIG = f"""
@@ -42,7 +44,7 @@ async def run() -> Run:
     run = Run(objects)
     run.put_config(parse(CONFIG))
     run.put_checkpoint(f"{LAST:06d}.000000", b"")
-    create_manifest(objects, manifest(LAST))
+    publish(objects, LAST, {"w": torch.zeros(1)}, stage="rl", step=LAST)
     for version in (1, FIRST, LAST):
         for split in ("heldout", "novel"):
             run.put_eval(report_name(version, split), {})
@@ -105,7 +107,7 @@ def lose_the_checkpoint(run: Run) -> None:
 
 
 def unpublish(run: Run) -> None:
-    run.objects.delete(f"weights/{LAST:06d}/manifest.json")
+    run.objects.delete(manifest_key(1, LAST))
 
 
 def _replace(run: Run, batch: object) -> None:

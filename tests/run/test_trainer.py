@@ -13,7 +13,7 @@ from etude.model.transformer import ModelConfig, fresh
 from etude.run.prepare import store_files
 from etude.run.trainer import Trainer
 from etude.store.runs import Run
-from etude.weights.manifest import read_manifest
+from etude.weights.manifest import manifest_key, read_manifest
 from tests.small_model import small_files
 
 TOML = """
@@ -42,9 +42,10 @@ def test_the_model_directory_is_needed_once(tmp_path: Path, monkeypatch: pytest.
     assert (manifest.stage, manifest.step) == ("midtrain", 3)
 
     (directory / "model.safetensors").unlink()
-    run.objects.delete("weights/000001/manifest.json")  # as if it had died before it published
+    run.objects.delete(manifest_key(1, 1))  # as if it had died before it published
     resumed = Trainer(run, config, emit=lambda event: None)
-    assert resumed.version == 1 and read_manifest(run.objects, 1) == manifest
+    again = read_manifest(run.objects, 1)
+    assert resumed.version == 1 and (again.root, again.stage, again.step) == (manifest.root, "midtrain", 3)
     empty = Run.open("memory:")
     store_files(empty, files)
     with pytest.raises(EtudeError, match="model.safetensors missing there"):

@@ -9,7 +9,7 @@ from random import Random
 from etude.core.credit import centered
 from etude.core.errors import EtudeError
 from etude.core.ledger import Trained
-from etude.core.types import Group, Manifest, Segment, Task, Trajectory, spans
+from etude.core.types import Group, Manifest, Route, Segment, Task, Trajectory, spans
 from etude.core.window import Window
 from etude.run import journal
 from etude.run.controller import Controller, endless
@@ -69,7 +69,9 @@ class Versions:
 
 
 def manifest(version: int) -> Manifest:
-    return Manifest(version=version, base=None, files=(), digests={}, stage="rl", step=version)
+    return Manifest(
+        version=version, stage="rl", step=version, epoch=1, parent=None, root="", bytes=0, route=Route(None, ())
+    )
 
 
 async def dawdle(rng: Random, most: int) -> None:

@@ -46,10 +46,11 @@ class Store:
         return model
 
     def damage(self, version: int) -> None:
-        (key,) = [key for key in self.objects.list(f"weights/{version:06d}") if key.endswith("safetensors")]
-        data = bytearray(self.objects.get(key))
-        data[-1] ^= 1
-        self.objects.put(key, bytes(data))
+        for key in self.objects.list("weights/shards"):
+            if key.split("/")[3] == f"{version:06d}":
+                data = bytearray(self.objects.get(key))
+                data[-1] ^= 1
+                self.objects.put(key, bytes(data))
 
 
 @pytest.fixture

@@ -2,22 +2,27 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
 import pytest
+from starlette.types import ASGIApp
 
 from etude.core.errors import EtudeError
+from etude.core.seams import Ask
 from etude.core.types import Sample
 from etude.model.tokenizer import ChatTokenizer
 from etude.serve import process
-from etude.serve.api import MAX_BODY_BYTES, Api, Unavailable, create_app
+from etude.serve.api import Api
 from etude.serve.fake import Scripted
+from etude.serve.grammar import Grammars
+from etude.serve.http import MAX_BODY_BYTES, Unavailable, create_app
 from tests.serve.conftest import served
 from tests.small_model import small_files
 
-TOKENIZER = ChatTokenizer(small_files())
+FILES = small_files()
+TOKENIZER = ChatTokenizer(FILES)
 TOOLS = [
     {
         "type": "function",
@@ -26,6 +31,10 @@ TOOLS = [
     {"type": "function", "function": {"name": "test", "parameters": {}}},
 ]
 ASK = {"model": "etude", "messages": [{"role": "user", "content": "read"}]}
+
+
+def app(policy: Scripted, token: str | None) -> ASGIApp:
+    return create_app(Api(policy, TOKENIZER, Grammars(FILES), max_context=64).routes(), token)
 
 
 def said(text: str) -> list[int]:
@@ -43,7 +52,7 @@ def policy() -> Scripted:
 
 @pytest.fixture
 async def url(policy: Scripted) -> AsyncIterator[str]:
-    async with served(create_app(Api(policy, TOKENIZER, max_context=64).routes(), None)) as url:
+    async with served(app(policy, None)) as url:
         yield url
 
 
@@ -64,16 +73,16 @@ async def test_chat_with_parallel_tool_calls(http: aiohttp.ClientSession, url: s
         ("function", "test", {}),
     ]
     assert len({call["id"] for call in calls}) == 2
-    assert answer["usage"]["prompt_tokens"] == len(policy.prompts[0])
-    assert answer["weight_versions"] == [{"version": 7, "count": answer["usage"]["completion_tokens"]}]
-    assert TOKENIZER.decode(policy.prompts[0]) == "<|tools|>edit test<|end|><|user|>read<|end|><|assistant|>"
+    assert answer["usage"]["prompt_tokens"] == len(policy.asked[0].prompt)
+    assert answer["choices"][0]["weight_version"] == [{"version": 7, "count": answer["usage"]["completion_tokens"]}]
+    assert TOKENIZER.decode(policy.asked[0].prompt) == "<|tools|>edit test<|end|><|user|>read<|end|><|assistant|>"
 
 
 async def test_content_in_parts_and_max_tokens(http: aiohttp.ClientSession, url: str, policy: Scripted) -> None:
     parts = [{"type": "text", "text": "re"}, {"type": "text", "text": "ad"}]
     ask = ASK | {"messages": [{"role": "user", "content": parts}], "max_completion_tokens": 1, "logprobs": True}
     status, answer = await post(http, f"{url}/v1/chat/completions", ask)
-    assert (status, TOKENIZER.decode(policy.prompts[0])) == (200, "<|user|>read<|end|><|assistant|>")
+    assert (status, TOKENIZER.decode(policy.asked[0].prompt)) == (200, "<|user|>read<|end|><|assistant|>")
     assert answer["choices"][0]["finish_reason"] == "length"
     assert [entry["logprob"] for entry in answer["choices"][0]["logprobs"]["content"]] == [-0.5]
 
@@ -82,11 +91,11 @@ async def test_completions_with_token_ids(http: aiohttp.ClientSession, url: str,
     ask = {"prompt": [1, 2, 3], "return_token_ids": True, "logprobs": 1, "max_tokens": 3, "stop_token_ids": []}
     status, answer = await post(http, f"{url}/v1/completions", ask)
     choice = answer["choices"][0]
-    assert (status, policy.prompts, choice["finish_reason"]) == (200, [(1, 2, 3)], "length")
+    assert (status, [ask.prompt for ask in policy.asked], choice["finish_reason"]) == (200, [(1, 2, 3)], "length")
     assert choice["token_ids"] == said("so<tool_call>edit 3 a + b</tool_call><tool_call>test</tool_call>")[:3]
     assert choice["prompt_token_ids"] == [1, 2, 3]
     assert choice["logprobs"]["token_logprobs"] == [-0.5] * 3
-    assert answer["weight_versions"] == [{"version": 7, "count": 3}]
+    assert answer["choices"][0]["weight_version"] == [{"version": 7, "count": 3}]
 
 
 async def test_models_and_health(http: aiohttp.ClientSession, url: str) -> None:
@@ -109,10 +118,16 @@ async def test_models_and_health(http: aiohttp.ClientSession, url: str) -> None:
         ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "text only"),
         ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]}, "text only"),
         ("chat/completions", ASK | {"tools": [{"type": "function"}]}, "tools[0]"),
+        ("chat/completions", ASK | {"tools": [{"function": {"name": "a b"}}]}, "tools[0]"),
+        ("chat/completions", ASK | {"tools": [{"function": {"name": "a", "parameters": None}}]}, "tools[0]"),
+        (
+            "chat/completions",
+            ASK | {"tools": [{"function": {"name": "a", "parameters": {"properties": 3}}}]},
+            "tools[0]",
+        ),
         ("chat/completions", ASK | {"max_tokens": 0}, "max_tokens"),
         ("chat/completions", ASK | {"temperature": -1}, "temperature"),
         ("chat/completions", ASK | {"temperature": "hot"}, "temperature"),
-        ("chat/completions", ASK | {"seed": -1}, "seed"),
         ("chat/completions", ASK | {"seed": 2**63}, "seed"),
         ("chat/completions", ASK | {"seed": 10**30}, "seed"),
         ("chat/completions", b'{"messages": ' + b"[" * 10**5, "request body"),
@@ -120,9 +135,30 @@ async def test_models_and_health(http: aiohttp.ClientSession, url: str) -> None:
         ("chat/completions", {"messages": [called('{"a": ' + "9" * 5000 + "}")]}, "template"),
         ("chat/completions", {"messages": [called('{"a": "\\ud800"}')]}, "template"),
         ("chat/completions", {"messages": [called("{")]}, "template"),
-        ("chat/completions", ASK | {"stream": True}, "stream"),
-        ("chat/completions", ASK | {"n": 2}, "n: one answer"),
-        ("chat/completions", ASK | {"stop": "return a + b"}, "stop"),
+        ("chat/completions", ASK | {"n": 0}, "n"),
+        ("chat/completions", ASK | {"n": 10**6}, "n"),
+        ("chat/completions", ASK | {"stop": ["a", "b", "c", "d", "e"]}, "stop"),
+        ("chat/completions", ASK | {"stop": ""}, "stop"),
+        ("chat/completions", ASK | {"stream_options": {"include_usage": True}}, "stream_options"),
+        ("chat/completions", ASK | {"top_logprobs": 2}, "top_logprobs"),
+        ("chat/completions", ASK | {"top_p": 0}, "top_p"),
+        ("chat/completions", ASK | {"frobnicate": 1}, "frobnicate"),
+        ("chat/completions", ASK | {"logit_bias": {"1": 5}}, "logit_bias"),
+        ("chat/completions", ASK | {"frequency_penalty": 0.5}, "frequency_penalty"),
+        ("chat/completions", ASK | {"reasoning_effort": "high"}, "reasoning_effort"),
+        ("chat/completions", ASK | {"response_format": {"type": "xml"}}, "response_format"),
+        ("chat/completions", ASK | {"tools": TOOLS + TOOLS}, "same name"),
+        ("chat/completions", ASK | {"tool_choice": "required"}, "no tools"),
+        (
+            "chat/completions",
+            ASK | {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
+            "none of the tools",
+        ),
+        ("completions", {"prompt": "a", "echo": True}, "echo"),
+        ("completions", {"prompt": "a", "best_of": 2}, "best_of"),
+        ("completions", {"prompt": "a", "suffix": "x"}, "suffix"),
+        ("completions", {"prompt": [1, "a"]}, "prompt"),
+        ("completions", {"prompt": []}, "prompt"),
         ("chat/completions", {"messages": [{"role": "user", "content": "return " * 100}]}, "no room"),
         ("completions", {"prompt": {}}, "prompt"),
         ("completions", {"prompt": [1] * 64}, "no room"),
@@ -143,12 +179,12 @@ async def test_a_body_has_a_largest_size(http: aiohttp.ClientSession, url: str) 
 
 
 class Refusing(Scripted):
-    async def sample(self, prompt: Sequence[int], **options: Any) -> Sample:
-        raise ValueError(f"temperature must not be {options['temperature']}")
+    async def sample(self, ask: Ask) -> Sample:
+        raise ValueError(f"temperature must not be {ask.temperature}")
 
 
 async def test_what_the_policy_refuses_is_the_clients_mistake(http: aiohttp.ClientSession) -> None:
-    async with served(create_app(Api(Refusing([]), TOKENIZER, max_context=64).routes(), None)) as url:
+    async with served(app(Refusing([]), None)) as url:
         for path, ask in (("chat/completions", ASK), ("completions", {"prompt": [1]})):
             status, answer = await post(http, f"{url}/v1/{path}", ask | {"temperature": 1e-40})
             assert (status, answer["error"]["message"]) == (400, "temperature must not be 1e-40")
@@ -157,21 +193,21 @@ async def test_what_the_policy_refuses_is_the_clients_mistake(http: aiohttp.Clie
 async def test_unknown_routes_have_the_envelope_too(http: aiohttp.ClientSession, url: str) -> None:
     assert await post(http, f"{url}/v1/nothing", {}) == (
         404,
-        {"error": {"message": "Not Found", "type": "invalid_request_error", "code": "not_found"}},
+        {"error": {"message": "Not Found", "type": "invalid_request_error", "code": "not_found", "param": None}},
     )
     async with http.get(f"{url}/v1/chat/completions") as response:
         assert response.status == 405
 
 
 async def test_nothing_is_reached_without_the_token(http: aiohttp.ClientSession, policy: Scripted) -> None:
-    async with served(create_app(Api(policy, TOKENIZER, max_context=64).routes(), "secret")) as url:
+    async with served(app(policy, "secret")) as url:
         for path in ("/health", "/v1/models", "/v1/chat/completions", "/nothing"):
             for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
                 async with http.get(url + path, headers=headers) as response:
                     assert (response.status, (await response.json())["error"]["code"]) == (401, "unauthorized")
         async with http.get(f"{url}/health", headers={"Authorization": "Bearer secret"}) as response:
             assert response.status == 200
-    assert policy.prompts == []
+    assert policy.asked == []
 
 
 def test_a_port_that_others_can_reach_needs_a_token() -> None:
@@ -187,7 +223,7 @@ class Slow(Scripted):
         super().__init__([])
         self.asked, self.cancelled = asyncio.Event(), asyncio.Event()
 
-    async def sample(self, prompt: Sequence[int], **options: Any) -> Sample:
+    async def sample(self, ask: Ask) -> Sample:
         self.asked.set()
         try:
             await asyncio.Event().wait()
@@ -198,7 +234,7 @@ class Slow(Scripted):
 
 async def test_a_client_that_goes_away_cancels_its_request(http: aiohttp.ClientSession) -> None:
     policy = Slow()
-    async with served(create_app(Api(policy, TOKENIZER, max_context=64).routes(), None)) as url:
+    async with served(app(policy, None)) as url:
         request = asyncio.create_task(post(http, f"{url}/v1/chat/completions", ASK))
         await policy.asked.wait()
         request.cancel()
@@ -206,11 +242,11 @@ async def test_a_client_that_goes_away_cancels_its_request(http: aiohttp.ClientS
 
 
 class Gone(Scripted):
-    async def sample(self, prompt: Sequence[int], **options: Any) -> Sample:
+    async def sample(self, ask: Ask) -> Sample:
         raise Unavailable("nobody is up")
 
 
 async def test_nobody_there_is_503(http: aiohttp.ClientSession) -> None:
-    async with served(create_app(Api(Gone([]), TOKENIZER, max_context=64).routes(), None)) as url:
+    async with served(app(Gone([]), None)) as url:
         status, answer = await post(http, f"{url}/v1/chat/completions", ASK)
     assert (status, answer["error"]["message"]) == (503, "nobody is up")

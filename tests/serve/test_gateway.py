@@ -10,13 +10,14 @@ from functools import partial
 import aiohttp
 import pytest
 
+from etude.core.seams import Ask
 from etude.core.types import Span
 from etude.engine.engine import Engine
-from etude.model.tokenizer import ChatTokenizer
 from etude.model.transformer import Transformer
-from etude.serve.api import Unavailable, create_app
+from etude.serve.engine_thread import EngineThread
 from etude.serve.gateway import Gateway, Router, WorkerFailed
-from etude.serve.worker import EngineThread, Worker, keep_joined
+from etude.serve.http import Unavailable, create_app
+from etude.serve.worker import Worker, keep_joined
 from etude.weights.follow import fetch
 from tests.serve.client import converse, post, segments, status, until_up, versions
 from tests.serve.conftest import Store, served
@@ -27,8 +28,8 @@ from tests.small_model import plain_logprobs
 async def worker(store: Store, region: str, gateway: str | None = None) -> AsyncIterator[tuple[Worker, str]]:
     """One without weights, as it is when it starts."""
     engine = Engine(Transformer(store.config), max_batch=8, version=-1)
-    thread = EngineThread(engine, partial(fetch, store.objects))
-    made = Worker(thread, ChatTokenizer(store.files), region)
+    thread = EngineThread(engine, partial(fetch, store.objects), store.files)
+    made = Worker(thread, store.files, region)
     async with AsyncExitStack() as stack:
         stack.callback(thread.close)
         url = await stack.enter_async_context(served(create_app(made.routes(), None)))
@@ -40,7 +41,7 @@ async def worker(store: Store, region: str, gateway: str | None = None) -> Async
 
 @pytest.fixture
 async def gateway(store: Store, http: aiohttp.ClientSession) -> AsyncIterator[str]:
-    made = Gateway(Router(http), ChatTokenizer(store.files), max_context=store.config.max_position_embeddings)
+    made = Gateway(Router(http), store.files, max_context=store.config.max_position_embeddings)
     async with served(create_app(made.routes(), None)) as url:
         yield url
 
@@ -151,7 +152,7 @@ async def test_a_request_is_not_sent_for_ever(http: aiohttp.ClientSession, monke
     for number in range(9):
         router.fleet.join(f"http://127.0.0.1:{number}", "east", 0)
     with pytest.raises(Unavailable, match="4 workers in a row have failed, the last one with: out of memory"):
-        await router.sample([1], max_tokens=1, temperature=1.0, seed=0, stop=[])
+        await router.sample(Ask(prompt=(1,), max_tokens=1, seed=0))
     assert len(set(asked)) == 4
 
 
@@ -165,7 +166,7 @@ async def test_requests_wait_for_the_first_worker(store: Store, gateway: str, ht
 
 async def test_a_gateway_that_was_restarted_finds_its_workers(store: Store, http: aiohttp.ClientSession) -> None:
     def made() -> Gateway:
-        return Gateway(Router(http), ChatTokenizer(store.files), max_context=store.config.max_position_embeddings)
+        return Gateway(Router(http), store.files, max_context=store.config.max_position_embeddings)
 
     async with AsyncExitStack() as stack:
         async with served(create_app(made().routes(), None)) as url:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import random
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from etude.core.types import Batch, Row
 from etude.model.attention import Causal
+from etude.model.files import named
 from etude.model.transformer import ModelConfig, fresh
 from etude.train.checkpoint import Checkpoint, Origin, pack, unpack
 from etude.train.learner import Learner
@@ -69,9 +71,7 @@ def test_the_model_computes_with_what_is_published() -> None:
         one.step(batch(step), lr=1e-2)
         published = one.weights()
         assert all(tensor.dtype == torch.bfloat16 for tensor in published.values())
-        assert equal(
-            {n: t.float() for n, t in published.items()}, {n: p.detach() for n, p in one.model.named_parameters()}
-        )
+        assert equal({n: t.float() for n, t in published.items()}, named(one.model))
 
 
 def test_steps_too_small_for_bf16_add_up() -> None:
@@ -157,6 +157,20 @@ def test_a_resumed_learner_is_the_same_to_the_bit() -> None:
     second.step(batch(4), lr=1e-3)
     assert equal(second.state(), straight.state())
     assert equal(second.weights(), straight.weights())
+
+
+def test_a_checkpoint_holds_what_is_never_trained() -> None:
+    shape = {"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "n_routed_experts": 4}
+    shape |= {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "model_type": "deepseek_v3"}
+    config = ModelConfig.from_json(json.dumps(json.loads(CONFIG.to_json()) | shape))
+    first, second = Learner(fresh(config, 0)), Learner(fresh(config, 1))
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    named(first.model)[bias].normal_()
+    before = first.weights()[bias]
+    first.step(batch(1), lr=1e-3)
+    second.load_state(through_bytes(first.state()))
+    assert equal(second.weights(), first.weights())
+    assert torch.equal(second.weights()[bias], before) and before.any() and before.dtype == torch.float32
 
 
 def test_a_new_stage_takes_the_masters_and_nothing_else() -> None:

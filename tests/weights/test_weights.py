@@ -1,3 +1,5 @@
+"""Versions in a store, published and fetched: the same bits, every time, or a refusal."""
+
 from __future__ import annotations
 
 import asyncio
@@ -5,35 +7,61 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
-import safetensors.torch
 import torch
 
 from etude.core.errors import EtudeError
 from etude.core.seams import WeightStore
+from etude.core.types import Link, Route, Shard
 from etude.store.objects import Missing, Objects
-from etude.weights.digest import digest
-from etude.weights.follow import CorruptWeights, fetch
-from etude.weights.manifest import Versions
-from etude.weights.publish import publish
+from etude.weights.cache import HostCache
+from etude.weights.follow import CorruptWeights, Follower, fetch, go_live
+from etude.weights.manifest import Chain, Versions, manifest_key
+from etude.weights.publish import Fenced, Policy, Publisher, publish
+from etude.weights.routes import Hop, cheapest
+from etude.weights.signing import Corrupt, Signer, Trust, Untrusted
 
-FILE = "weights/000001/model.safetensors"
+Tensors = dict[str, torch.Tensor]
 
 
-def tensors(seed: int) -> dict[str, torch.Tensor]:
+def tensors(seed: int) -> Tensors:
     generator = torch.Generator().manual_seed(seed)
     return {
         "w": torch.randn(5, 3, generator=generator).to(torch.bfloat16),
-        "transposed": torch.randn(2, 4, generator=generator).to(torch.bfloat16).T.contiguous(),
+        "transposed": torch.randn(2, 4, generator=generator).to(torch.bfloat16).T,
         "scalar": torch.randn((), generator=generator),
         "empty": torch.zeros(0, 4, dtype=torch.bfloat16),
-        "odd": torch.tensor([float("nan"), -0.0, 0.0, float("inf")], dtype=torch.bfloat16),
+        "odd": torch.tensor([float("nan"), -0.0, 0.0, float("inf"), 1e-40], dtype=torch.bfloat16),
+        "codes": torch.randint(0, 256, (64,), generator=generator, dtype=torch.uint8).view(torch.float8_e4m3fn),
+        "nibbles": torch.randint(0, 256, (64,), generator=generator, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
+        "count": torch.tensor([seed]),
     }
 
 
-def bits(weights: dict[str, torch.Tensor]) -> dict[str, tuple[torch.dtype, torch.Size, bytes]]:
+def moved(old: Tensors, seed: int, share: float = 0.02) -> Tensors:
+    """As one step of training leaves them: a few elements one step up or down."""
+    random = np.random.default_rng(seed)
+    new = {}
+    for name, tensor in old.items():
+        data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().copy()
+        codes = data.view(f"u{tensor.element_size()}")
+        with np.errstate(over="ignore"):
+            codes += (random.random(len(codes)) < share).astype(codes.dtype)
+        new[name] = torch.from_numpy(data).view(tensor.dtype).reshape(tensor.shape) if data.size else tensor
+    return new
+
+
+def larger(seed: int) -> Tensors:
+    return {"w": torch.randn(300, 200, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)}
+
+
+def bits(weights: Tensors) -> dict[str, tuple[torch.dtype, torch.Size, bytes]]:
     """Equality that tells -0.0 from 0.0 and holds for NaN."""
-    return {name: (t.dtype, t.shape, bytes(t.reshape(-1).view(torch.uint8).tolist())) for name, t in weights.items()}
+    return {
+        name: (t.dtype, t.shape, t.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        for name, t in weights.items()
+    }
 
 
 @pytest.fixture
@@ -41,8 +69,23 @@ def objects() -> Objects:
     return Objects.open("memory:")
 
 
+@pytest.fixture
+def chain(objects: Objects) -> Chain:
+    return Chain(objects, sleep=lambda seconds: None)
+
+
 def put(objects: Objects, version: int, seed: int) -> None:
     publish(objects, version, tensors(seed), stage="rl", step=version)
+
+
+def run(publisher: Publisher, start: Tensors, versions: range) -> dict[int, Tensors]:
+    """Publishes a chain of small steps; returns what each version is."""
+    made = {versions[0] - 1: start}
+    for version in versions:
+        made[version] = moved(made[version - 1], version) if version > versions[0] else start
+        publisher.publish(version, made[version], stage="rl", step=version)
+    publisher.close()
+    return {version: made[version] for version in versions}
 
 
 def test_a_b_a_gives_back_a_bit_for_bit(objects: Objects) -> None:
@@ -52,11 +95,13 @@ def test_a_b_a_gives_back_a_bit_for_bit(objects: Objects) -> None:
     assert bits(fetch(objects, 2)) == bits(tensors(8)) != bits(tensors(7))
 
 
-def test_a_digest_sees_dtype_shape_and_every_bit() -> None:
+def test_a_root_sees_name_dtype_shape_and_every_bit(objects: Objects) -> None:
     zeros = torch.zeros(2, 3)
     others = [zeros.reshape(3, 2), zeros.to(torch.int32), torch.zeros(6), -zeros, torch.zeros(2, 3, 1)]
-    assert len({digest(t) for t in [zeros, *others]}) == 6
-    assert digest(torch.arange(6.0).reshape(2, 3).T) == digest(torch.arange(6.0).reshape(2, 3).T.contiguous())
+    roots = [publish(objects, n, {"w": t}, stage="rl", step=n).root for n, t in enumerate([zeros, *others])]
+    roots.append(publish(objects, len(roots), {"v": zeros}, stage="rl", step=0).root)
+    assert len(set(roots)) == len(roots) == 7
+    assert publish(objects, 7, {"w": torch.zeros(3, 2).T}, stage="rl", step=0).root == roots[0]
 
 
 def test_publishing_again(objects: Objects) -> None:
@@ -67,56 +112,290 @@ def test_publishing_again(objects: Objects) -> None:
     assert bits(fetch(objects, 1)) == bits(tensors(7))
 
 
-def test_a_publisher_that_died_before_the_manifest_can_publish_other_weights(objects: Objects) -> None:
-    objects.put(FILE, b"half of a ")
-    with pytest.raises(Missing, match="weight version 1 is not published"):
-        fetch(objects, 1)
-    put(objects, 1, 8)
-    assert bits(fetch(objects, 1)) == bits(tensors(8))
+def test_a_version_cannot_be_slipped_in_before_the_newest(objects: Objects) -> None:
+    put(objects, 5, 1)
+    with pytest.raises(EtudeError, match="cannot publish weight version 3, since 5 is"):
+        put(objects, 3, 2)
 
 
-def flipped(data: bytes) -> bytes:
-    return data[:-1] + bytes([data[-1] ^ 1])
+def test_a_step_is_small_and_followers_stay_bit_equal(chain: Chain) -> None:
+    follower, late = Follower(chain), Follower(chain)
+    publisher = Publisher(chain, policy=Policy(skip=4))
+    now = larger(0)
+    for version in range(1, 14):
+        publisher.publish(version, now, stage="rl", step=version)
+        manifest = publisher.wait()
+        assert manifest is not None
+        if version > 1:
+            assert manifest.route.bytes < manifest.bytes / 20 and 0.005 < manifest.changed["w"] < 0.04
+        assert bits(follower.fetch(version)) == bits(now)
+        if version % 5 == 0:
+            assert bits(late.fetch(version)) == bits(now) == bits(fetch(chain.objects, version))
+        now = moved(now, version)
+    assert publisher.stalled_s >= 0
+    publisher.close()
 
 
-def without_w(data: bytes) -> bytes:
-    return safetensors.torch.save({n: t for n, t in safetensors.torch.load(data).items() if n != "w"})
+def test_a_host_without_the_c_codec_reads_and_writes_the_same(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = run(Publisher(chain), larger(5), range(1, 3))
+    monkeypatch.setattr("etude.weights.fast.LIBRARY", None)
+    assert bits(Follower(chain).fetch(2)) == bits(made[2])
+    other = Chain(Objects.open("memory:"))
+    run(Publisher(other), larger(5), range(1, 3))
+    assert [chain.find(v)[1].route.shards for v in (1, 2)] == [other.find(v)[1].route.shards for v in (1, 2)]
 
 
-def with_more(data: bytes) -> bytes:
-    return safetensors.torch.save(safetensors.torch.load(data) | {"more": torch.zeros(1)})
+def test_tensors_may_come_go_and_change_shape(objects: Objects) -> None:
+    versions: list[Tensors] = [
+        {"a": torch.ones(4), "b": torch.zeros(3)},
+        {"a": torch.ones(2, 2), "c": torch.zeros(3)},
+        {"a": torch.ones(2, 2).bfloat16(), "c": torch.zeros(3), "b": torch.ones(1)},
+    ]
+    for version, given in enumerate(versions):
+        publish(objects, version, given, stage="rl", step=version)
+    follower = Follower(Chain(objects))
+    for version, given in enumerate(versions):
+        assert bits(follower.fetch(version)) == bits(given) == bits(fetch(objects, version))
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (flipped, "has another digest"),
-        (without_w, "tensor w is missing"),
-        (with_more, "tensor more is not in the manifest"),
-        (lambda data: data[: len(data) // 2], FILE),
-        (lambda data: b"", FILE),
-        (None, FILE),
-    ],
-)
-def test_damage_is_refused(objects: Objects, damage, message: str) -> None:  # type: ignore[no-untyped-def]
+def test_whole_versions_come_when_the_chain_has_grown(chain: Chain) -> None:
+    made = run(Publisher(chain, policy=Policy(max_chain=5, skip=0)), larger(1), range(1, 14))
+    whole = [
+        v for v, e in chain.lineage().items() if any(r.base is None for r in chain.extra_routes(chain.at(e, v)[0]))
+    ]
+    assert whole == [6, 11]
+    again = Publisher(chain, policy=Policy(max_chain=5, skip=0))  # a restart knows how long the chain is
+    again.publish(13, made[13], stage="rl", step=13)
+    for version in (14, 15, 16):
+        again.publish(version, moved(made[13], version), stage="rl", step=version)
+    again.close()
+    assert any(route.base is None for route in chain.extra_routes(chain.find(16)[0]))
+
+
+def test_policy() -> None:
+    policy = Policy(max_chain=64, max_share=0.5)
+    assert not policy.wants_whole(63, 50, 100)
+    assert policy.wants_whole(64, 1, 100) and policy.wants_whole(2, 51, 100)
+
+
+def test_a_skip_is_shorter_than_its_steps_and_is_taken(chain: Chain) -> None:
+    made = run(Publisher(chain, policy=Policy(skip=4)), larger(2), range(1, 7))
+    (skip,) = chain.extra_routes(chain.find(5)[0])
+    steps = sum(chain.find(v)[1].route.bytes for v in range(2, 6))
+    assert skip.base == chain.find(1)[0] and skip.bytes < steps
+    loads: list[int] = []
+    follower = Follower(chain, progress=lambda done, total: loads.append(total))
+    follower.fetch(1)
+    assert bits(follower.fetch(6)) == bits(made[6])
+    assert loads[-1] == skip.bytes + chain.find(6)[1].route.bytes
+
+
+def hop(start: int | None, end: int, cost: int) -> Hop:
+    base = None if start is None else Link(1, start, "")
+    return Hop(Link(1, end, ""), Route(base, (Shard("", cost, "", ""),)))
+
+
+def test_the_cheapest_way() -> None:
+    hops = [hop(None, 0, 100), hop(0, 1, 5), hop(1, 2, 5), hop(0, 2, 8), hop(2, 3, 5), hop(None, 3, 100)]
+    way = cheapest(hops, Link(1, 0, ""), Link(1, 3, ""))
+    assert way == [hops[3], hops[4]]
+    assert cheapest(hops, None, Link(1, 3, "")) == [hops[5]]
+    assert cheapest(hops, Link(1, 3, ""), Link(1, 3, "")) == []
+    assert cheapest(hops[1:5], None, Link(1, 3, "")) is None
+
+
+def shards_of(objects: Objects, version: int) -> list[str]:
+    return [key for key in objects.list("weights/shards") if key.split("/")[3] == f"{version:06d}"]
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "missing"])
+def test_damage_is_refused_and_the_old_version_stays(objects: Objects, damage: str) -> None:
     put(objects, 1, 7)
-    if damage is None:
-        objects.delete(FILE)
-    else:
-        objects.put(FILE, damage(objects.get(FILE)))
-    with pytest.raises(CorruptWeights, match=message):
+    follower = Follower(Chain(objects, sleep=lambda s: None))
+    before = bits(follower.fetch(1))
+    put(objects, 2, 8)
+    for key in shards_of(objects, 2):
+        data = objects.get(key)
+        changed = {"flip": data[:-1] + bytes([data[-1] ^ 1]), "cut": data[: len(data) // 2], "empty": b""}
+        if damage == "missing":
+            objects.delete(key)
+        else:
+            objects.put(key, changed[damage])
+    with pytest.raises(CorruptWeights, match="weight version 2 is not what was published"):
+        follower.fetch(2)
+    assert follower.held is not None and bits(follower.held.tensors()) == before
+
+
+def test_a_damaged_manifest_is_refused(objects: Objects) -> None:
+    put(objects, 1, 7)
+    put(objects, 2, 8)
+    (key,) = [k for k in objects.list("weights/versions") if k.endswith("000002.json")]
+    data = objects.get(key)
+    for wrong in (
+        data.replace(b'"stage": "rl"', b'"stage": "xl"'),
+        data[:-9],
+        data.replace(b'"version": 2', b'"version": 3'),
+    ):
+        objects.put(key, wrong)
+        with pytest.raises(EtudeError, match="damaged"):
+            Follower(Chain(objects, sleep=lambda s: None)).fetch(2)
+    (first,) = [k for k in objects.list("weights/versions") if k.endswith("000001.json")]
+    objects.put(key, objects.get(first))
+    with pytest.raises(Corrupt, match="manifest of another version"):
+        Follower(Chain(objects, sleep=lambda s: None)).fetch(2)
+
+
+def test_a_bit_that_flips_in_memory_is_found_and_the_follower_rebuilds(chain: Chain) -> None:
+    made = run(Publisher(chain), larger(3), range(1, 4))
+    follower = Follower(chain)
+    follower.fetch(2)
+    assert follower.held is not None and follower.scrub() == []
+    follower.held.data["w"][7] ^= 16
+    assert bits(follower.fetch(3)) == bits(made[3]) and follower.rebuilt == 1
+    follower.held.data["w"][7] ^= 16
+    assert follower.scrub() == ["w"] and follower.held is None
+    assert bits(follower.fetch(3)) == bits(made[3]) and follower.rebuilt == 2
+
+
+def test_a_difference_is_not_applied_twice_or_to_another_base(chain: Chain) -> None:
+    made = run(Publisher(chain), larger(4), range(1, 5))
+    follower = Follower(chain)
+    for version in (2, 2, 4, 3, 4, 1, 4):
+        assert bits(follower.fetch(version)) == bits(made[version])
+    assert follower.rebuilt == 0
+
+
+def test_of_two_trainers_one_is_fenced(chain: Chain, objects: Objects) -> None:
+    old = Publisher(chain)
+    old.publish(1, tensors(1), stage="rl", step=1)
+    old.wait()
+    new = Publisher(Chain(objects))
+    new.publish(2, tensors(2), stage="rl", step=2)
+    new.close()
+    old.publish(2, tensors(9), stage="rl", step=2)
+    with pytest.raises(EtudeError, match="published already, with other weights"):
+        old.wait()
+    old = Publisher(chain)
+    old._epoch, old._last = 1, Follower(chain).image(2)  # a zombie that has not looked at the store for a while
+    old.publish(3, tensors(9), stage="rl", step=3)
+    with pytest.raises(Fenced, match="another trainer has taken over"):
+        old.wait()
+    assert bits(fetch(objects, 2)) == bits(tensors(2))
+
+
+def test_what_a_zombie_commits_is_seen_by_nobody(
+    chain: Chain, objects: Objects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zombie = Publisher(chain)
+    zombie.publish(1, larger(1), stage="rl", step=1)
+    zombie.wait()
+    follower = Follower(chain)
+    follower.fetch(1)
+    heir = Publisher(Chain(objects))
+    heir.publish(2, larger(2), stage="rl", step=2)
+    heir.wait()
+    monkeypatch.setattr(zombie, "_check_fence", lambda epoch: None)
+    monkeypatch.setattr(zombie, "_published", lambda version: None)
+    zombie.publish(2, larger(8), stage="rl", step=2)
+    zombie.publish(3, larger(9), stage="rl", step=3)
+    zombie.close()
+    assert objects.exists(manifest_key(1, 3))
+    newest = Chain(objects).newest()
+    assert newest is not None and newest.version == 2 and newest.epoch == 2
+    assert bits(follower.fetch(2)) == bits(larger(2))
+    with pytest.raises(Missing, match="weight version 3 is not published"):
+        follower.fetch(3)
+    heir.publish(3, larger(3), stage="rl", step=3)
+    heir.close()
+    assert bits(follower.fetch(3)) == bits(larger(3))
+
+
+def test_a_group_goes_live_together_or_not_at_all(objects: Objects) -> None:
+    put(objects, 1, 1)
+    put(objects, 2, 2)
+    live: dict[str, Tensors] = {}
+    followers = [Follower(Chain(objects, sleep=lambda s: None)) for _ in range(2)]
+    members = [
+        (follower, lambda t, name=name: live.update({name: t})) for name, follower in zip("ab", followers, strict=True)
+    ]
+    go_live(1, members)
+    first = {name: bits(t) for name, t in live.items()}
+    assert first == {"a": bits(tensors(1)), "b": bits(tensors(1))}
+    followers[0].fetch(2)  # one has it; the other cannot get it any more
+    for key in shards_of(objects, 2):
+        objects.delete(key)
+    with pytest.raises(CorruptWeights):
+        go_live(2, members)
+    assert {name: bits(t) for name, t in live.items()} == first
+
+
+def test_a_host_downloads_each_object_once(objects: Objects, tmp_path: Path) -> None:
+    put(objects, 1, 7)
+    counted: list[str] = []
+
+    class Counting(Chain):
+        def shard(self, target: Link, hash: str) -> bytes:
+            counted.append(hash)
+            return super().shard(target, hash)
+
+    caches = [HostCache(tmp_path / "cache") for _ in range(3)]
+    for cache in caches:
+        assert bits(Follower(Counting(objects), cache=cache).fetch(1)) == bits(tensors(7))
+    assert len(counted) == len(set(counted))
+    for path in (tmp_path / "cache").iterdir():
+        if not path.suffix:
+            path.write_bytes(b"damaged")
+    assert bits(Follower(Counting(objects), cache=caches[0]).fetch(1)) == bits(tensors(7))
+    HostCache(tmp_path / "cache", max_bytes=1).get(counted[0], lambda: b"")
+    small = HostCache(tmp_path / "small", max_bytes=10)
+    from etude.weights.manifest import hash_of
+
+    for data in (b"12345678", b"abcdefgh"):
+        assert small.get(hash_of(data), lambda data=data: data) == data
+    assert [p.read_bytes() for p in (tmp_path / "small").iterdir() if not p.suffix] == [b"abcdefgh"]
+
+
+def test_signed_manifests(objects: Objects) -> None:
+    ed25519 = pytest.importorskip("cryptography.hazmat.primitives.asymmetric.ed25519")
+    mine, other = (ed25519.Ed25519PrivateKey.generate() for _ in range(2))
+    trust = Trust(mine.public_key().public_bytes_raw())
+    publisher = Publisher(Chain(objects, trust=trust), signer=Signer(mine.sign))
+    publisher.publish(1, tensors(1), stage="rl", step=1)
+    publisher.close()
+    assert bits(Follower(Chain(objects, trust=trust)).fetch(1)) == bits(tensors(1)) == bits(fetch(objects, 1))
+    for trusted in (Trust(other.public_key().public_bytes_raw()),):
+        with pytest.raises(Untrusted, match="is not signed by the key"):
+            Follower(Chain(objects, trust=trusted, sleep=lambda s: None)).fetch(1)
+    put(objects, 2, 2)  # by somebody without the key
+    with pytest.raises(Untrusted):
+        Follower(Chain(objects, trust=trust, sleep=lambda s: None)).fetch(2)
+
+
+def test_keys_from_the_environment(tmp_path: Path, objects: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
+    ed25519 = pytest.importorskip("cryptography.hazmat.primitives.asymmetric.ed25519")
+    from cryptography.hazmat.primitives import serialization as s
+
+    key = ed25519.Ed25519PrivateKey.generate()
+    pem = key.private_bytes(s.Encoding.PEM, s.PrivateFormat.PKCS8, s.NoEncryption())
+    (tmp_path / "key.pem").write_bytes(pem)
+    monkeypatch.setenv("ETUDE_SIGNING_KEY", str(tmp_path / "key.pem"))
+    monkeypatch.setenv("ETUDE_TRUSTED_KEY", key.public_key().public_bytes_raw().hex())
+    put(objects, 1, 1)
+    assert bits(fetch(objects, 1)) == bits(tensors(1))
+    monkeypatch.setenv("ETUDE_TRUSTED_KEY", "abc")
+    with pytest.raises(EtudeError, match="must be the 64 hex digits"):
         fetch(objects, 1)
 
 
 async def test_newest_wait_get(objects: Objects) -> None:
     versions: WeightStore = Versions(objects)
     assert await versions.newest() is None
-    waiting = asyncio.create_task(versions.wait(after=0))
+    waiting = asyncio.create_task(versions.wait(after=-1))
     put(objects, 0, 1)
+    assert (await waiting).version == 0
     put(objects, 2, 3)
-    assert (await waiting).version == 2
-    assert (await versions.wait(after=-1)).version == 2
-    objects.put("weights/000003/model.safetensors", b"a manifest will follow")
+    assert (await versions.wait(after=0)).version == 2
+    objects.put("weights/shards/000009/000003/abc", b"a manifest will follow")
     newest = await versions.newest()
     assert newest is not None and newest.version == 2 and newest.stage == "rl"
     assert (await Versions(objects).get(0)).version == 0
@@ -132,10 +411,12 @@ def test_manifests_are_read_without_torch() -> None:
 PUBLISHER = """
 import sys, torch
 from etude.store.objects import Objects
-from etude.weights.publish import publish
-objects = Objects.open(sys.argv[1])
+from etude.weights.manifest import Chain
+from etude.weights.publish import Publisher
+publisher = Publisher(Chain(Objects.open(sys.argv[1])))
 for version in range(int(sys.argv[2]), 10**6):
-    publish(objects, version, {"w": torch.full((2000, 500), version, dtype=torch.bfloat16)}, stage="rl", step=version)
+    publisher.publish(version, {"w": torch.full((2000, 50), version, dtype=torch.bfloat16)}, stage="rl", step=version)
+    publisher.wait()
     print(version, flush=True)
 """
 
@@ -151,6 +432,7 @@ async def test_a_killed_publisher_leaves_only_whole_versions(tmp_path: Path) -> 
             publisher.kill()
         newest = await Versions(objects).newest()
         assert newest is not None and newest.version >= confirmed
+        follower = Follower(Chain(objects))
         for version in range(1, newest.version + 1):
-            assert torch.equal(fetch(objects, version)["w"][0, :1].float(), torch.tensor([float(version)]))
+            assert torch.equal(follower.fetch(version)["w"][0, :1].float(), torch.tensor([float(version)]))
         first = newest.version + 1

@@ -1,0 +1,155 @@
+"""How fast the engine answers, beside `transformers` on the same weights, machine and threads, in one run.
+
+On a CPU: a model of the shape of SmolLM2-135M in bf16 (`--model DIR`: that one; otherwise models/smollm2-135m if
+`make model` was run, else random weights), prompts of 40 tokens, 64 new ones, for 1 and 16 requests at a time:
+
+    smollm2.bN.tokens_per_s                new tokens a second, all requests together, the time for prompts included
+    smollm2.bN.transformers_tokens_per_s   the same of `generate`
+    smollm2.bN.threads                     that gave the first figure; each side has the number of threads it likes best
+    smollm2.ttft_cached_share              time to the first token behind 1,000 tokens that an earlier request had too,
+                                           as a share of the time when nobody had them
+
+With a CUDA device: what `engine_cuda` measures.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from etude.core.errors import EtudeError
+from etude.engine.engine import Engine, Request
+from etude.model.files import build, read_directory, weights, write_directory
+from etude.model.transformer import ModelConfig, Transformer, fresh
+
+BATCHES = (1, 16)
+PROMPT, NEW = 40, 64
+SHARED, OWN = 1000, 8
+REPEATS = 2
+MADE = Path("models/smollm2-135m")
+SHAPE = ModelConfig(
+    vocab_size=49152,
+    hidden_size=576,
+    num_hidden_layers=30,
+    num_attention_heads=9,
+    num_key_value_heads=3,
+    intermediate_size=1536,
+    max_position_embeddings=8192,
+)
+
+
+def run(model: str | None = None) -> dict[str, float]:
+    if torch.cuda.is_available():
+        from etude.bench import engine_cuda
+
+        return engine_cuda.run(list(engine_cuda.SHAPES), engine_cuda.BATCHES, compare=True)
+    threads = torch.get_num_threads()
+    try:
+        with model_directory(model) as directory:
+            return on_cpu(directory)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@contextmanager
+def model_directory(model: str | None) -> Iterator[Path]:
+    if model is not None or MADE.is_dir():
+        yield Path(model or MADE)
+        return
+    with tempfile.TemporaryDirectory(prefix="etude-bench-") as scratch:
+        small = {"config.json": SHAPE.to_json().encode(), "tokenizer.json": b"{}"}
+        write_directory(Path(scratch), small, weights(fresh(SHAPE, seed=0)))
+        yield Path(scratch)
+
+
+def on_cpu(directory: Path) -> dict[str, float]:
+    ours = build(*read_directory(directory)).to(torch.bfloat16).requires_grad_(False)
+    theirs = peer(directory)
+    figures: dict[str, float] = {}
+    for batch in BATCHES:
+        rates = {n: rate(n, batch, lambda prompts: answer(ours, prompts)) for n in thread_counts()}
+        figures[f"smollm2.b{batch}.tokens_per_s"] = max(rates.values())
+        figures[f"smollm2.b{batch}.threads"] = max(rates, key=rates.__getitem__)
+        figures[f"smollm2.b{batch}.transformers_tokens_per_s"] = max(
+            rate(n, batch, lambda prompts: generate(theirs, prompts)) for n in thread_counts()
+        )
+    torch.set_num_threads(int(figures["smollm2.b1.threads"]))
+    figures["smollm2.ttft_cached_share"] = ttft_cached_share(ours)
+    return figures
+
+
+def thread_counts() -> list[int]:
+    return sorted({1, len(os.sched_getaffinity(0))})
+
+
+def rate(threads: int, batch: int, answer: Callable[[list[list[int]]], None]) -> float:
+    """New tokens a second, the best of a few times; the first time is for warming up."""
+    torch.set_num_threads(threads)
+    seconds = []
+    for repeat in range(1 + REPEATS):
+        prompts = random_tokens(repeat, batch, PROMPT)
+        began = time.perf_counter()
+        answer(prompts)
+        seconds.append(time.perf_counter() - began)
+    return batch * NEW / min(seconds[1:])
+
+
+def random_tokens(seed: int, rows: int, length: int) -> list[list[int]]:
+    tokens: list[list[int]] = np.random.default_rng(seed).integers(3, 40_000, (rows, length)).tolist()
+    return tokens
+
+
+def answer(model: Transformer, prompts: list[list[int]]) -> None:
+    engine = Engine(model, max_batch=max(2, len(prompts)))
+    for number, prompt in enumerate(prompts):
+        engine.add(ask(str(number), prompt, NEW))
+    while not engine.idle:
+        engine.step()
+
+
+def ask(id: str, prompt: list[int], max_tokens: int) -> Request:
+    return Request(id=id, prompt=tuple(prompt), max_tokens=max_tokens, temperature=1.0, seed=0, stop=frozenset())
+
+
+def ttft_cached_share(model: Transformer) -> float:
+    engine = Engine(model, max_batch=2)
+    shares = []
+    for repeat in range(1 + REPEATS):
+        (shared,) = random_tokens(100 + repeat, 1, SHARED)
+        first, second = (time_to_one_token(engine, shared + own) for own in random_tokens(repeat, 2, OWN))
+        shares.append(second / first)
+    return statistics.median(shares[1:])
+
+
+def time_to_one_token(engine: Engine, prompt: list[int]) -> float:
+    began = time.perf_counter()
+    engine.add(ask("0", prompt, 1))
+    while not engine.idle:
+        engine.step()
+    return time.perf_counter() - began
+
+
+def peer(directory: Path) -> Any:
+    try:
+        import transformers
+    except ImportError as e:
+        raise EtudeError("the benchmark compares with transformers: pip install -r requirements-dev.txt") from e
+    return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
+
+
+def generate(model: Any, prompts: list[list[int]]) -> None:
+    tokens = torch.tensor(prompts)
+    with torch.inference_mode():
+        model.generate(
+            tokens, attention_mask=torch.ones_like(tokens), do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
+            min_new_tokens=NEW, max_new_tokens=NEW, pad_token_id=0,
+        )  # fmt: skip

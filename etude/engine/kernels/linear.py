@@ -1,0 +1,160 @@
+"""Products with a weight matrix for few rows, where the time is that of reading the weights once.
+
+`vector` is for a single row: every program streams a few rows of the matrix, starts doing so before its input is there
+(programmatic dependent launch), and does the norm before and the activation or the sum after on the way. `matrix` is
+for more rows, on the tensor cores; if the matrix is small it is cut along its inner axis too, so that all
+multiprocessors have work, and `norm.add_norm` adds the pieces up.
+
+Shapes: B rows, C what goes in, N what comes out, S pieces. Weights are [N, C]; a gated pair is [2 N, C], gates first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import cuda as gpu
+
+
+@triton.jit
+def _vector(
+    x, gain, w, bias, out, C, N, eps,
+    NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
+    BN: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    c = tl.arange(0, BC)
+    rows = w + n[:, None].to(tl.int64) * C
+    upper = rows + N.to(tl.int64) * C
+    inside = (n < N)[:, None]
+    # The first tile does not depend on the kernel before, so it is on its way while that one ends.
+    tile = tl.load(rows + c[None, :], mask=inside & (c < C)[None, :], other=0)
+    if GATED:
+        tile_up = tl.load(upper + c[None, :], mask=inside & (c < C)[None, :], other=0)
+    if NORM:
+        scales = tl.load(gain + c, mask=c < C, other=0).to(tl.float32)
+    if PDL:
+        gpu.gdc_launch_dependents()
+        gpu.gdc_wait()
+    value = tl.load(x + c, mask=c < C, other=0).to(tl.float32)
+    if NORM:
+        squares = tl.sum(value * value)
+        for start in range(BC, C, BC):
+            more = tl.load(x + start + c, mask=start + c < C, other=0).to(tl.float32)
+            squares += tl.sum(more * more)
+        shrink = tl.rsqrt(squares / C + eps)
+    sums = tl.zeros([BN, BC], tl.float32)
+    sums_up = tl.zeros([BN, BC], tl.float32)
+    for start in range(0, C, BC):
+        if NORM:
+            value = (value * shrink * scales).to(w.dtype.element_ty).to(tl.float32)
+        sums += tile.to(tl.float32) * value[None, :]
+        if GATED:
+            sums_up += tile_up.to(tl.float32) * value[None, :]
+        column = start + BC + c
+        tile = tl.load(rows + column[None, :], mask=inside & (column < C)[None, :], other=0)
+        if GATED:
+            tile_up = tl.load(upper + column[None, :], mask=inside & (column < C)[None, :], other=0)
+        value = tl.load(x + column, mask=column < C, other=0).to(tl.float32)
+        if NORM:
+            scales = tl.load(gain + column, mask=column < C, other=0).to(tl.float32)
+    result = tl.sum(sums, 1)
+    if BIAS:
+        result += tl.load(bias + n, mask=n < N, other=0).to(tl.float32)
+    if GATED:
+        result = result * tl.sigmoid(result) * tl.sum(sums_up, 1)
+    if ADD:
+        result = result.to(out.dtype.element_ty).to(tl.float32) + tl.load(out + n, mask=n < N, other=0).to(tl.float32)
+    tl.store(out + n, result.to(out.dtype.element_ty), mask=n < N)
+
+
+@triton.jit
+def _matrix(
+    x, w, bias, out, B, N, C, piece,
+    GATED: tl.constexpr, BIAS: tl.constexpr, BB: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    s = tl.program_id(1)
+    b = tl.program_id(2) * BB + tl.arange(0, BB)
+    c = tl.arange(0, BC)
+    if PDL:
+        gpu.gdc_launch_dependents()
+        gpu.gdc_wait()
+    rows = w + n[:, None].to(tl.int64) * C
+    inputs = x + b[:, None].to(tl.int64) * C
+    sums = tl.zeros([BB, BN], tl.float32)
+    sums_up = tl.zeros([BB, BN], tl.float32)
+    end = min(C, (s + 1) * piece)
+    for start in range(s * piece, end, BC):
+        column = start + c[None, :]
+        value = tl.load(inputs + column, mask=(b < B)[:, None] & (column < end), other=0)
+        tile = tl.load(rows + column, mask=(n < N)[:, None] & (column < end), other=0)
+        sums = tl.dot(value, tl.trans(tile), sums)
+        if GATED:
+            tile_up = tl.load(rows + N.to(tl.int64) * C + column, mask=(n < N)[:, None] & (column < end), other=0)
+            sums_up = tl.dot(value, tl.trans(tile_up), sums_up)
+    if BIAS:
+        sums += tl.load(bias + n, mask=n < N, other=0).to(tl.float32)[None, :]
+    if GATED:
+        sums = sums * tl.sigmoid(sums) * sums_up
+    place = (s * B + b)[:, None].to(tl.int64) * N + n[None, :]
+    tl.store(out + place, sums.to(out.dtype.element_ty), mask=(b < B)[:, None] & (n < N)[None, :])
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How a product is cut: rows, outputs and inner axis of one program, and in how many pieces the inner axis."""
+
+    rows: int
+    outputs: int
+    inner: int
+    pieces: int
+    warps: int = 4
+    stages: int = 4
+
+
+def tile(rows: int, outputs: int, inner: int, *, gated: bool = False, split: bool = False) -> Tile:
+    """Found by measuring on an H200: about one program for every multiprocessor, and no more pieces than that needs."""
+    bb = 16 if rows <= 16 else 64
+    if gated:
+        small = rows <= 64 and outputs < 8192
+        return Tile(bb, 64 if bb == 64 and small else 32, 128 if small else 64, 1, stages=3 if small else 4)
+    if not split:
+        return Tile(bb, 64 if bb == 64 else 32, 128, 1)
+    pieces, programs = 1, triton.cdiv(outputs, 64) * triton.cdiv(rows, bb)
+    while programs * pieces < 128 and inner // (2 * pieces) >= 256:
+        pieces *= 2
+    return Tile(bb, 64, 128 if bb == 64 else 64, pieces, stages=4 if bb == 64 else 5)
+
+
+def vector(
+    x_C: Tensor, w_NC: Tensor, out_N: Tensor, *, norm: tuple[Tensor, float] | None = None, bias_N: Tensor | None = None,
+    gated: bool = False, add: bool = False, pdl: bool = False,
+) -> None:  # fmt: skip
+    """out = w x for one row, or out += w x with `add`; RMSNorm before it with `norm`, silu(gate) * up with `gated`."""
+    inner, outputs = w_NC.shape[1], w_NC.shape[0] // (2 if gated else 1)
+    gain, eps = (w_NC, 0.0) if norm is None else norm
+    bn = 4 if gated else 8
+    _vector[(triton.cdiv(outputs, bn),)](
+        x_C, gain, w_NC, w_NC if bias_N is None else bias_N, out_N, inner, outputs, eps,
+        norm is not None, gated, add, bias_N is not None, bn, min(1024, triton.next_power_of_2(inner)), pdl,
+        num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+def matrix(
+    x_BC: Tensor, w_NC: Tensor, out_SBN: Tensor, *, cut: Tile, bias_N: Tensor | None = None, gated: bool = False,
+    pdl: bool = False,
+) -> None:  # fmt: skip
+    """out[s] = piece s of x wᵀ, or of silu(gate) * up with `gated`, which takes one piece only (so does a bias)."""
+    rows, inner = x_BC.shape
+    outputs = w_NC.shape[0] // (2 if gated else 1)
+    assert cut.pieces == 1 or not (gated or bias_N is not None)
+    piece = triton.cdiv(triton.cdiv(inner, cut.inner), cut.pieces) * cut.inner
+    _matrix[(triton.cdiv(outputs, cut.outputs), cut.pieces, triton.cdiv(rows, cut.rows))](
+        x_BC, w_NC, w_NC if bias_N is None else bias_N, out_SBN, rows, outputs, inner, piece,
+        gated, bias_N is not None, cut.rows, cut.outputs, cut.inner, pdl,
+        num_warps=cut.warps, num_stages=cut.stages, launch_pdl=pdl,
+    )  # fmt: skip

@@ -1,0 +1,100 @@
+"""One forward pass, as the scheduler plans it and a runner carries it out: plain numbers on the host, no tensor.
+
+The new tokens of all sequences stand one after the other, without padding. Sequences that draw token after token come
+first, `num_single` of them: they have one new token each (so their place in the batch is the place in `tokens`), and
+all that they have read before was read in earlier passes. Then come those that read a piece of their prompt; what
+stands before that piece may be another's, read in this very pass. Keys and values live in blocks: token i of a sequence
+lies in slot `block * block_size + i % block_size`, where `block` is entry i // block_size of the sequence's row of the
+block table.
+
+Shapes: N new tokens, B sequences, M blocks of the longest of them, R sequences that are to draw a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+Ints = NDArray[np.int64]
+"""Everything that indexes is int64, which is what torch wants on a CPU; a device copies it to what it likes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draws:
+    """How the R rows of a plan are to be sampled."""
+
+    temperature_R: NDArray[np.float32]
+    """0: the likeliest token."""
+    top_p_R: NDArray[np.float32]
+    top_k_R: Ints
+    """0: no limit."""
+    u_R: NDArray[np.float64]
+    """Uniform in [0, 1): all the randomness there is. The token is the inverse of the cumulative distribution at u."""
+    allowed: Mapping[int, NDArray[np.bool_]] = field(default_factory=dict)
+    """Row -> mask over the vocabulary, for the rows that are constrained."""
+    top: int = 0
+    """How many of the likeliest tokens of every row to report."""
+
+    @property
+    def plain(self) -> bool:
+        """No row cuts off any token."""
+        return not self.allowed and not self.top_k_R.any() and bool((self.top_p_R >= 1).all())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    tokens_N: Ints
+    """-1 - r stands for the token that row r of the plan before this one has drawn: it need not have been read back."""
+    positions_N: Ints
+    slots_N: Ints
+    """Where the keys and values of each new token are written, before anything is read."""
+    ids_B: Ints
+    """A number for each sequence, the same for as long as the engine knows it, and nobody else's ever."""
+    starts_B: Ints
+    """Where the new tokens of each sequence begin."""
+    lengths_B: Ints
+    """Tokens that each sequence has after this pass, its new ones included: what its last new token sees."""
+    blocks_BM: Ints
+    """The block table. Past the end of a sequence it says 0, and whatever lies there must not matter."""
+    num_single: int
+    rows_R: Ints
+    """Places in `tokens` after which a token is drawn: the last of each sequence that has read all it has."""
+    draws: Draws
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """What came of the R rows of a plan."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    """Under the distribution that the token was drawn from; for temperature 0 that of temperature 1."""
+    top: list[list[tuple[int, float]]] = field(default_factory=list)
+    """Per row the likeliest tokens under that distribution, without those of probability 0; empty if none was asked."""
+
+
+class Runner(Protocol):
+    """A model on a device, with the memory for its keys and values."""
+
+    num_blocks: int
+    block_size: int
+    overlaps: bool
+    """True if `start` returns before the work is done. The engine then plans the next pass meanwhile, and reads the
+    result one pass later. Passes are carried out in the order in which they were started."""
+
+    def start(self, plan: Plan) -> Callable[[], Drawn]:
+        """Carries out the plan; what it returns waits for the result."""
+
+    def experts(self, blocks: Ints, length: int) -> bytes | None:
+        """The experts that the first `length` tokens of a sequence in these blocks were routed to, [length, layers with
+        experts, experts per token], uint8 or (with more than 256 experts) int16; None for a dense model. The ids
+        are kept by slot, like keys and values, so that tokens found in the prefix cache have theirs too."""
+
+    def prepare(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
+        """Whatever can be done with new weights beforehand, on any thread. What it returns puts them in place, after
+        all passes started so far."""

@@ -1,0 +1,25 @@
+"""The small files of a Hugging Face directory, as bytes by name. No torch: processes that never compute use it too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from etude.model.tokenizer import chat_template, read_config
+
+TEMPLATE = "chat_template.jinja"
+SMALL = ("config.json", "tokenizer.json", "tokenizer_config.json", TEMPLATE)
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def lacking(path: Path) -> list[str]:
+    """What must be in a model's directory and is not."""
+    weights = INDEX if (path / INDEX).is_file() else WHOLE
+    return [name for name in ("config.json", "tokenizer.json", weights) if not (path / name).is_file()]
+
+
+def read_small(path: Path) -> dict[str, bytes]:
+    """Those of `SMALL` that are there; a template within tokenizer_config.json is given a file of its own."""
+    small = {name: (path / name).read_bytes() for name in SMALL if (path / name).is_file()}
+    if TEMPLATE not in small and (template := chat_template(read_config(small.get("tokenizer_config.json", b"{}")))):
+        small[TEMPLATE] = template.encode()
+    return small

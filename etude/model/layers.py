@@ -1,0 +1,66 @@
+"""The small pieces of a layer. Shapes: E hidden size, F size within an MLP.
+
+Matrices that read the same input are one parameter, so that trainer and engine run one product where Hugging Face
+files have several tensors. Such a module says how its parameter is cut (`parts`), and `files` names the cuts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+@runtime_checkable
+class Parted(Protocol):
+    """A module whose tensors have other names in Hugging Face files than here."""
+
+    def parts(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """(name in the files below the name of the parent module, view) of all that is in `tensors`, the module's own
+        parameters or others of their shapes, by their names in this module."""
+
+
+class Linear(nn.Linear):
+    def reset_parameters(self) -> None:
+        """Values come from files or from `fresh`; drawing others first would take longer than loading them."""
+
+
+class Embedding(nn.Embedding):
+    def reset_parameters(self) -> None:
+        """As above."""
+
+
+class Fused(Linear):
+    """Several linear maps of one input: `sizes` are their names and output sizes."""
+
+    def __init__(self, inputs: int, sizes: Mapping[str, int], bias: bool = False) -> None:
+        super().__init__(inputs, sum(sizes.values()), bias=bias)
+        self.sizes = dict(sizes)
+
+    def parts(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        for kind, tensor in tensors.items():
+            for name, view in zip(self.sizes, tensor.split_with_sizes(list(self.sizes.values())), strict=True):
+                yield f"{name}.{kind}", view
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class MLP(nn.Module):
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__()
+        self.gate_up_proj = Fused(hidden_size, dict.fromkeys(("gate_proj", "up_proj"), intermediate_size))
+        self.down_proj = Linear(intermediate_size, hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, -1)
+        return self.down_proj(F.silu(gate) * up)  # type: ignore[no-any-return]

@@ -1,0 +1,103 @@
+"""`etude serve`: a model directory behind an OpenAI-compatible port. One process, one engine, no run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from etude.core.errors import EtudeError
+from etude.engine.engine import Engine
+from etude.model.files import build, read_directory
+from etude.model.transformer import Transformer
+from etude.serve import process
+from etude.serve.api import Api
+from etude.serve.engine_thread import EngineThread, die_with_the_engine
+from etude.serve.grammar import Grammars
+from etude.serve.http import create_app
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    model: Path
+    host: str
+    port: int
+    name: str | None
+    token_file: Path | None
+    max_batch: int
+    """Answers that are computed together; others wait."""
+    max_answers: int
+    """Answers under way at once, waiting ones included; beyond them requests are refused."""
+    max_context: int | None
+    dtype: str | None
+    threads: int | None
+
+
+class Server(Api):
+    def __init__(self, engine: EngineThread, files: Mapping[str, bytes], name: str, options: Options) -> None:
+        longest = engine.engine.max_context
+        super().__init__(
+            engine,
+            engine.tokenizer,
+            Grammars(files),
+            max_context=min(options.max_context or longest, longest),
+            model=name,
+            max_answers=options.max_answers,
+        )
+        self._engine = engine
+
+    def gauges(self) -> dict[str, float]:
+        return super().gauges() | self._engine.gauges()
+
+
+def serve(options: Options) -> None:
+    """Returns when the process is told to stop."""
+    process.run(lambda: _serve(options))
+
+
+async def _serve(options: Options) -> None:
+    token = process.token(options.token_file)
+    listener = process.bind(options.host, options.port, token)
+    die_with_the_engine()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    name = options.name or options.model.resolve().name
+    files, model = load(options.model, options.dtype)
+    engine = EngineThread(Engine(model, max_batch=options.max_batch), _no_other, files)
+    server = Server(engine, files, name, options)
+    async with process.serving(create_app(server.routes(), token, server.metrics), listener) as running:
+        print(f"serving {name} at {process.url_of(listener)}", flush=True)
+        await running
+    engine.close()
+
+
+def load(directory: Path, dtype: str | None) -> tuple[dict[str, bytes], Transformer]:
+    try:
+        files, tensors = read_directory(directory)
+        kind = DTYPES[dtype] if dtype else _fastest(tensors)
+        return files, build(files, tensors, kind).requires_grad_(False)
+    except (OSError, ValueError, KeyError) as e:
+        raise EtudeError(f"cannot load a model from {directory}: {e}; give a Hugging Face model directory") from e
+
+
+def _fastest(tensors: Mapping[str, Tensor]) -> torch.dtype:
+    """What the weights are in, if the processor computes in it."""
+    in_bfloat16 = any(tensor.dtype == torch.bfloat16 for tensor in tensors.values())
+    return torch.bfloat16 if in_bfloat16 and _computes_bfloat16() else torch.float32
+
+
+def _computes_bfloat16() -> bool:
+    if not sys.platform.startswith("linux"):
+        return False
+    flags = Path("/proc/cpuinfo").read_text().split()
+    return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
+def _no_other(version: int) -> Mapping[str, Tensor]:
+    raise EtudeError(f"this server has one version of its weights, and {version} is not it")

@@ -1,0 +1,208 @@
+"""An engine as a `Policy`.
+
+The engine runs on a thread of its own, because a step may take long and the port must answer meanwhile. The event loop
+hands it closures that it runs between two steps, and gets back what the steps gave. New weights are fetched and checked
+on a third thread while the engine serves, and swapped in between two steps.
+
+The engine knows tokens only. Stop texts are found here, on its thread and between two steps, so that not one token is
+sampled behind them; grammars become the guides that it asks which tokens may come next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import cached_property, partial
+
+from torch import Tensor
+
+from etude.core.seams import Ask, Token
+from etude.core.types import Sample, spans
+from etude.engine.engine import Engine, Finished, Request
+from etude.engine.engine import Token as Drawn
+from etude.model.tokenizer import ChatTokenizer
+from etude.serve.guide import Guide, Guides
+from etude.serve.http import Unavailable
+from etude.serve.text import Decoder, StopFinder
+
+Fetch = Callable[[int], Mapping[str, Tensor]]
+Event = Token | Sample
+Inbox = asyncio.Queue[Event]
+
+
+class EngineThread:
+    """Everything but `_run` and what it calls belongs to the event loop."""
+
+    def __init__(self, engine: Engine, fetch: Fetch, files: Mapping[str, bytes]) -> None:
+        self.engine, self.tokenizer = engine, ChatTokenizer(files)
+        self.busy_s = 0.0
+        self.num_tokens = 0
+        self.started = time.monotonic()
+        self._fetch, self._tokenizer_json = fetch, files["tokenizer.json"]
+        self._loop = asyncio.get_running_loop()
+        self._ids = itertools.count()
+        self._inboxes: dict[str, Inbox] = {}
+        self._watches: dict[str, Watch] = {}  # belongs to the engine's thread
+        self._between_steps: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._loading = asyncio.Lock()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    async def sample(self, ask: Ask) -> Sample:
+        guide = await self._guide(ask)
+        with self._asked(ask, guide, stream=False) as inbox:
+            event = await inbox.get()
+            while not isinstance(event, Sample):  # an ask that is watched comes token by token
+                event = await inbox.get()
+        return _checked(event, guide)
+
+    async def stream(self, ask: Ask) -> AsyncIterator[Event]:
+        guide = await self._guide(ask)
+        with self._asked(ask, guide, stream=True) as inbox:
+            while isinstance(event := await inbox.get(), Token):
+                yield event
+        yield _checked(event, guide)
+
+    async def load(self, version: int) -> None:
+        async with self._loading:  # of two calls for one version, the second finds it there
+            if version == self.engine.version:
+                return
+            ready = await asyncio.to_thread(lambda: self.engine.prepare(self._fetch(version)))
+            swapped = asyncio.Event()
+
+            def swap() -> None:
+                self.engine.swap(version, ready)
+                self._loop.call_soon_threadsafe(swapped.set)
+
+            self._between_steps.put(swap)
+            await swapped.wait()
+
+    def gauges(self) -> dict[str, float]:
+        stats = {f"engine_{name}": value for name, value in asdict(self.engine.stats()).items()}
+        return stats | {"engine_busy_seconds": self.busy_s, "weight_version": self.engine.version}
+
+    def close(self) -> None:
+        self._between_steps.put(None)
+        self._thread.join()
+
+    @contextmanager
+    def _asked(self, ask: Ask, guide: Guide | None, *, stream: bool) -> Iterator[Inbox]:
+        """Whoever leaves before the answer is whole has the engine forget it."""
+        request = Request(
+            id=str(next(self._ids)), prompt=ask.prompt, max_tokens=ask.max_tokens, temperature=ask.temperature,
+            top_p=ask.top_p, top_k=ask.top_k, seed=ask.seed, stop=frozenset(ask.stop), constraint=guide,
+            stream=stream or bool(ask.stop_texts), top_logprobs=ask.top_logprobs,
+        )  # fmt: skip
+        if self.engine.version < 0:
+            raise Unavailable("this worker has no weights yet; ask again when it has joined the gateway")
+        self.engine.check(request)
+        inbox = self._inboxes[request.id] = Inbox()
+        self._between_steps.put(partial(self._add, request, ask.stop_texts))
+        try:
+            yield inbox
+        finally:
+            if self._inboxes.pop(request.id, None) is not None:
+                self._between_steps.put(partial(self._abort, request.id))
+
+    async def _guide(self, ask: Ask) -> Guide | None:
+        """Making one takes from a millisecond to a second."""
+        return None if ask.grammar is None else await asyncio.to_thread(self._guides.guide, ask.grammar)
+
+    @cached_property
+    def _guides(self) -> Guides:
+        return Guides(self._tokenizer_json, vocab_size=self.engine.vocab_size, eos=self.tokenizer.eos)
+
+    def _deliver(self, events: list[tuple[str, Event]]) -> None:
+        for id, event in events:
+            if (inbox := self._inboxes.get(id)) is not None:
+                inbox.put_nowait(event)
+                if isinstance(event, Sample):
+                    del self._inboxes[id]
+                    self.num_tokens += len(event.tokens)
+
+    def _run(self) -> None:
+        while self._serve_once():
+            pass
+
+    def _serve_once(self) -> bool:
+        """What the loop asked for, then one step. False when the worker is closed."""
+        while not self._between_steps.empty() or self.engine.idle:
+            act = self._between_steps.get()
+            if act is None:
+                return False
+            act()
+        began = time.monotonic()
+        events = [told for event in self.engine.step() for told in self._told(event)]
+        self.busy_s += time.monotonic() - began
+        if events:
+            self._loop.call_soon_threadsafe(self._deliver, events)
+        return True
+
+    def _add(self, request: Request, stop_texts: tuple[str, ...]) -> None:
+        self.engine.add(request)
+        if stop_texts:
+            self._watches[request.id] = Watch(self.tokenizer, stop_texts)
+
+    def _abort(self, id: str) -> None:
+        self.engine.abort(id)
+        self._watches.pop(id, None)
+
+    def _told(self, event: Drawn | Finished) -> Iterator[tuple[str, Event]]:
+        """What the loop is to know of an event of the engine."""
+        if isinstance(event, Finished):
+            self._watches.pop(event.id, None)
+            yield event.id, event.sample
+            return
+        token = Token(event.token, event.logprob, event.version, event.top)
+        yield event.id, token
+        watch = self._watches.get(event.id)
+        if watch is not None and watch.sees_stop(token):
+            self._abort(event.id)
+            yield event.id, watch.sample()
+
+
+class Watch:
+    """A request that a text may stop."""
+
+    def __init__(self, tokenizer: ChatTokenizer, stop_texts: tuple[str, ...]) -> None:
+        self._tokens: list[Token] = []
+        self._decoder, self._finder = Decoder(tokenizer.decode), StopFinder(stop_texts)
+
+    def sees_stop(self, token: Token) -> bool:
+        self._tokens.append(token)
+        self._finder.push(self._decoder.push(token.token))
+        return self._finder.found
+
+    def sample(self) -> Sample:
+        tokens = self._tokens
+        return Sample(
+            tokens=tuple(token.token for token in tokens),
+            logprobs=tuple(token.logprob for token in tokens),
+            versions=spans(token.version for token in tokens),
+            finish="stop",
+            top=tuple(token.top for token in tokens) if tokens[0].top else (),
+        )
+
+
+def _checked(sample: Sample, guide: Guide | None) -> Sample:
+    if guide is not None and guide.error is not None:
+        raise ValueError(f"the grammar could not be followed to its end: {guide.error}")
+    return sample
+
+
+def die_with_the_engine() -> None:
+    """Requests would wait for ever for an engine that is gone; whoever owns the process starts another."""
+    report = threading.excepthook
+
+    def end(args: threading.ExceptHookArgs) -> None:
+        report(args)
+        os._exit(1)
+
+    threading.excepthook = end

@@ -1,0 +1,98 @@
+"""What an answer must look like, as a grammar: JSON that fits a schema, or calls of tools.
+
+A grammar is a text in the notation of llguidance, so it can be sent to a worker, where `guide.py` holds the engine to
+it. To make one takes no model: only how the model writes calls (`tool_syntax` in tokenizer_config.json) and whether the
+marks around a call are tokens of their own. Space between the parts of JSON is bounded, so that a weak model cannot
+fill its answer with it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from etude.model.tokenizer import Tool
+from etude.serve.text import CLOSE, OPEN
+
+JSON_SPACE = {"whitespace_pattern": r"[ ]?|\n[ ]{0,16}"}
+ANY_OBJECT: dict[str, Any] = {"type": "object"}
+NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+Schema = Mapping[str, Any]
+
+
+def hermes_call(function: Mapping[str, Any]) -> str:
+    start = json.dumps('{"name": ' + json.dumps(function["name"]) + ', "arguments": ')
+    return f'{start} {_json_rule(function.get("parameters") or NO_ARGUMENTS)} "}}"'
+
+
+def compact_call(function: Mapping[str, Any]) -> str:
+    """The name, then the arguments in the order of the schema, parted by spaces; the last one takes the rest."""
+    properties: Mapping[str, Any] = (function.get("parameters") or {}).get("properties") or {}
+    values = [
+        "/[0-9]+/" if isinstance(schema, dict) and schema.get("type") == "integer" else r"/[^\s]+/"
+        for schema in properties.values()
+    ]
+    if values and values[-1] != "/[0-9]+/":
+        values[-1] = r"/[^\s](.|\n)*/"
+    return ' " " '.join([json.dumps(function["name"]), *values])
+
+
+CALLS: dict[str, Callable[[Mapping[str, Any]], str]] = {"hermes": hermes_call, "compact": compact_call}
+
+
+class Grammars:
+    """Makes the grammars of one model."""
+
+    def __init__(self, files: Mapping[str, bytes]) -> None:
+        config = json.loads(files.get("tokenizer_config.json", b"{}"))
+        added = {token["content"] for token in json.loads(files["tokenizer.json"]).get("added_tokens") or ()}
+        self._call = CALLS[config.get("tool_syntax", "hermes")]
+        self._marks_are_tokens = {OPEN, CLOSE} <= added
+
+    def text(self, schema: Schema) -> str:
+        """JSON that fits a schema."""
+        return _grammar(json_schema=_spaced(schema))
+
+    def calls(self, tools: Sequence[Tool], *, parallel: bool, otherwise: Schema | None = None) -> str:
+        """One call, or several if `parallel`; or JSON that fits `otherwise`."""
+        rules = [f"start: call{'+' if parallel else ''}{' | said' if otherwise is not None else ''}"]
+        rules.append(f"call: {self._mark(OPEN)} body {self._mark(CLOSE)}")
+        if otherwise is not None:
+            rules.append(f"said: {_json_rule(otherwise)}")
+        return _lark([*rules, self._body(tools)])
+
+    def one_call_at_most(self, tools: Sequence[Tool]) -> str:
+        """Any text, and then perhaps a call."""
+        if self._marks_are_tokens:
+            rules = [f"start: SAID? ({OPEN} body {CLOSE})?", r"SAID: /(.|\n)+/"]
+        else:
+            rules = [
+                f"start: SAID | upto body {json.dumps(CLOSE)} |",
+                r"SAID: /(.|\n)+/",
+                rf"upto[suffix={json.dumps(OPEN)}]: /(.|\n)*/",
+            ]
+        return _lark([*rules, self._body(tools)])
+
+    def _body(self, tools: Sequence[Tool]) -> str:
+        return "body: " + " | ".join(f"({self._call(tool['function'])})" for tool in tools)
+
+    def _mark(self, mark: str) -> str:
+        return mark if self._marks_are_tokens else json.dumps(mark)
+
+
+def _json_rule(schema: Schema) -> str:
+    return "%json " + json.dumps(_spaced(schema))
+
+
+def _spaced(schema: Schema) -> Schema:
+    return {**schema, "x-guidance": JSON_SPACE}
+
+
+def _lark(rules: Sequence[str]) -> str:
+    return _grammar(lark_grammar="\n".join(rules) + "\n")
+
+
+def _grammar(**one: Any) -> str:
+    return json.dumps({"grammars": [one]})

@@ -1,0 +1,235 @@
+"""HTTP as all our servers speak it: bodies of bounded size, errors in OpenAI's envelope, ids of requests, the token,
+and clients that go away.
+
+An error is `{"error": {"message": .., "type": .., "code": .., "param": ..}}` with the status that fits. A request may
+bring an id in `x-request-id`; the answer carries it, or one that we made. If there is a token, every route needs it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import re
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from etude.serve.metrics import Metrics
+from etude.serve.protocol import Error, Failure
+
+MAX_BODY_BYTES = 8 << 20
+RETRY_AFTER_S = 1
+REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+
+T = TypeVar("T")
+
+
+class ApiError(Exception):
+    """An answer other than 200. `code` is for programs, the message for people."""
+
+    def __init__(
+        self, message: str, *, status: int = 400, code: str = "invalid_request", param: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param = status, code, param
+
+
+class Unavailable(ApiError):
+    """Nobody can answer now; the same request may succeed later, or elsewhere."""
+
+    def __init__(self, message: str, *, status: int = 503, code: str = "unavailable") -> None:
+        super().__init__(message, status=status, code=code)
+
+
+class ClientGone(ApiError):
+    """There is nobody left to answer."""
+
+    def __init__(self) -> None:
+        super().__init__("the client closed the connection", status=499, code="client_closed_request")
+
+
+def respond(value: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+def failure(error: ApiError) -> Failure:
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    return Failure(Error(str(error), kind, error.code, error.param))
+
+
+def refusal(error: ApiError) -> Response:
+    response = respond(failure(error), error.status)
+    if isinstance(error, Unavailable):
+        response.headers["Retry-After"] = str(RETRY_AFTER_S)
+    if error.status == 401:
+        response.headers["WWW-Authenticate"] = "Bearer"
+    return response
+
+
+async def read(request: Request, type: type[T]) -> T:
+    """The body of a request, or 400 with the place that is wrong."""
+    try:
+        return msgspec.json.decode(await _body(request), type=type)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
+        raise ApiError(f"request body: {e}", param=_param(str(e))) from e
+
+
+def _param(message: str) -> str | None:
+    """The field that msgspec complains about."""
+    found = re.search(r"`\$\.(\w+)|unknown field `(\w+)`|missing required field `(\w+)`", message)
+    return next(filter(None, found.groups()), None) if found else None
+
+
+async def _body(request: Request) -> bytearray:
+    body = bytearray()
+    try:
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > MAX_BODY_BYTES:
+                message = f"request body: more than {MAX_BODY_BYTES} bytes"
+                raise ApiError(message, status=413, code="request_too_large")
+    except ClientDisconnect as e:
+        raise ClientGone() from e
+    return body
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Waits for the work, and cancels it when the client goes away. Call it after the body has been read: all that can
+    still be received then is the end of the connection."""
+    return await _unless_gone(request.receive, work)
+
+
+async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(receive())
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone()
+        return await task
+    finally:
+        gone.cancel()
+        task.cancel()
+
+
+async def together(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results in order. The first to fail ends the others."""
+    if len(works) == 1:
+        return [await works[0]]
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+Say = Callable[[object], Awaitable[None]]
+
+
+class Events(Response):
+    """Server-sent events. `work` is given a function that sends one. What goes wrong before the first event is an
+    answer like any other; afterwards it is the last event. The work ends with the client, if that goes first."""
+
+    def __init__(self, work: Callable[[Say], Coroutine[Any, Any, None]]) -> None:
+        super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        del self.headers["content-length"]
+        self._work = work
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with contextlib.suppress(ClientGone):
+            await _unless_gone(receive, self._run(send))
+
+    async def _run(self, send: Send) -> None:
+        started = False
+
+        async def write(data: bytes, more: bool = True) -> None:
+            nonlocal started
+            if not started:
+                started = True
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": data, "more_body": more})
+
+        async def say(value: object) -> None:
+            await write(b"data: " + msgspec.json.encode(value) + b"\n\n")
+
+        try:
+            await self._work(say)
+        except ApiError as e:
+            if not started:
+                raise
+            await say(failure(e))
+        await write(b"data: [DONE]\n\n", more=False)
+
+
+def create_app(routes: Sequence[Route], token: str | None, metrics: Metrics | None = None) -> ASGIApp:
+    def failed(request: Request, error: Exception) -> Response:
+        if isinstance(error, HTTPException):
+            code = "not_found" if error.status_code == 404 else "invalid_request"
+            error = ApiError(error.detail, status=error.status_code, code=code)
+        assert isinstance(error, ApiError)
+        return refusal(error)
+
+    app: ASGIApp = Starlette(routes=routes, exception_handlers={ApiError: failed, HTTPException: failed})
+    app = identified(app if token is None else authorised(app, token))
+    return app if metrics is None else counted(app, metrics)
+
+
+def counted(app: ASGIApp, metrics: Metrics) -> ASGIApp:
+    async def call(scope: Scope, receive: Receive, send: Send) -> None:
+        began, status = time.monotonic(), 499  # unless it is answered, the client went away
+
+        async def look(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        try:
+            await app(scope, receive, look)
+        finally:
+            route = getattr(scope.get("endpoint"), "__name__", "none")
+            metrics.count_request(route, status, time.monotonic() - began)
+
+    return call
+
+
+def identified(app: ASGIApp) -> ASGIApp:
+    """Every answer carries the id of its request."""
+
+    async def call(scope: Scope, receive: Receive, send: Send) -> None:
+        given = dict(scope.get("headers", ())).get(b"x-request-id", b"")
+        id = given if REQUEST_ID.fullmatch(given) else secrets.token_hex(16).encode()
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"x-request-id", id)]
+            await send(message)
+
+        await app(scope, receive, send_with_id)
+
+    return call
+
+
+def authorised(app: ASGIApp, token: str) -> ASGIApp:
+    """Nothing behind it is reached without the token."""
+    expected = f"Bearer {token}".encode()
+
+    async def check(scope: Scope, receive: Receive, send: Send) -> None:
+        given = dict(scope.get("headers", ())).get(b"authorization", b"")
+        if hmac.compare_digest(given, expected):
+            await app(scope, receive, send)
+        else:
+            message = "send the token of this server as 'Authorization: Bearer ..'"
+            await refusal(ApiError(message, status=401, code="unauthorized"))(scope, receive, send)
+
+    return check

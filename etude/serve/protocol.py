@@ -1,0 +1,315 @@
+"""What goes over the wire, as types: OpenAI's names, vLLM's where OpenAI has none, and two of our own.
+
+Requests refuse every field that they do not name. Fields that cannot change an answer (`user`, `metadata`, ..) are
+named and not read. Fields that could, and that we cannot honour (`logit_bias`, `echo`, ..), are named with the one
+value that asks for nothing. `openapi.py` turns these types into the schema, so the schema says what the code does.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from etude.core.types import Span
+
+MAX_TOP = 20
+"""Most alternatives that are shown for a token."""
+MAX_STOPS = 4
+MAX_CHOICES = 128
+ID_PREFIX = "token_id:"
+"""How tokens are called in an answer without text."""
+
+Count = Annotated[int, Meta(ge=1, le=2**31)]
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Temperature = Annotated[float, Meta(ge=0, le=100)]
+Share = Annotated[float, Meta(gt=0, le=1)]
+StopText = Annotated[str, Meta(min_length=1, max_length=1000)]
+TokenId = Annotated[int, Meta(ge=0, le=2**31)]
+Nothing = Annotated[float, Meta(ge=0, le=0)]
+One = Annotated[float, Meta(ge=1, le=1)]
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+    """Not read: nothing is ever added to hide lengths."""
+
+
+class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
+    """vLLM's name for a grammar that the answer must follow; ours is in the notation of llguidance."""
+
+    grammar: str
+
+
+class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What both kinds of request can say."""
+
+    model: str | None = None
+    max_tokens: Count | None = None
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31)] | None = None
+    """0 and -1: all of them."""
+    seed: Seed | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    stop: StopText | Annotated[list[StopText], Meta(max_length=MAX_STOPS)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    """Adds `token_ids` and `prompt_token_ids`: exactly what was read and sampled."""
+    # Harmless: not read.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    # Not supported: only the value that asks for nothing.
+    frequency_penalty: Nothing | None = None
+    presence_penalty: Nothing | None = None
+    repetition_penalty: One | None = None
+    min_p: Nothing | None = None
+    logit_bias: Annotated[dict[str, float], Meta(max_length=0)] | None = None
+
+
+class Function(msgspec.Struct):
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct):
+    id: str
+    function: Function
+    type: Literal["function"] = "function"
+
+
+class ChatMessage(msgspec.Struct):
+    """The shape that a message must have. Fields that are not named here are passed on to the chat template."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[dict[str, Any]] | None = None
+    tool_calls: list[ToolCall] | None = None
+
+
+class Parameters(msgspec.Struct):
+    """A JSON schema of an object; what is not named here is passed on as it is."""
+
+    properties: dict[str, dict[str, Any]] = {}
+
+
+class ToolFunction(msgspec.Struct):
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    description: str | None = None
+    parameters: Parameters | UnsetType = UNSET
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct):
+    function: ToolFunction
+    type: Literal["function"] = "function"
+
+
+class Named(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+
+
+class NamedTool(msgspec.Struct, forbid_unknown_fields=True):
+    function: Named
+    type: Literal["function"] = "function"
+
+
+class JsonSchema(msgspec.Struct, forbid_unknown_fields=True):
+    schema: dict[str, Any]
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class AsText(msgspec.Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
+    pass
+
+
+class AsJson(msgspec.Struct, tag_field="type", tag="json_object", forbid_unknown_fields=True):
+    pass
+
+
+class AsSchema(msgspec.Struct, tag_field="type", tag="json_schema", forbid_unknown_fields=True):
+    json_schema: JsonSchema
+
+
+class ChatRequest(Sampling, kw_only=True, forbid_unknown_fields=True):
+    messages: Annotated[list[dict[str, Any]], Meta(min_length=1)]
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: AsText | AsJson | AsSchema | None = None
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP)] | None = None
+    modalities: list[Literal["text"]] | None = None
+    prediction: dict[str, Any] | None = None
+    """Not read: it could only make the answer faster."""
+
+
+class CompletionRequest(Sampling, kw_only=True, forbid_unknown_fields=True):
+    prompt: str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
+    """A text, token ids, or a list of one of the two."""
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP)] | None = None
+    """0: the sampled tokens only; more: as many alternatives."""
+    stop_token_ids: list[TokenId] | None = None
+    """Exactly these end the answer; without the field, the end of a turn does."""
+    structured_outputs: StructuredOutputs | None = None
+    detokenize: bool | None = None
+    """False: the answer has no text, and tokens are called `token_id:7`. It is for programs that read ids."""
+    min_weight_version: int = 0
+    """A worker with older weights refuses (503): what the gateway promised holds even if it is wrong about a worker."""
+    echo: Annotated[bool, Meta(extra_json_schema={"enum": [False]})] | None = None
+    best_of: Annotated[int, Meta(ge=1, le=1)] | None = None
+    suffix: None = None
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class TopLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    """Null for a token that is a part of a character."""
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    content: list[TokenLogprob]
+
+
+class TextLogprobs(msgspec.Struct):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]] | None
+    text_offset: list[int]
+
+
+class Sampled(msgspec.Struct, kw_only=True):
+    """What every choice says beyond OpenAI; in a stream, with the piece that ends it."""
+
+    token_ids: list[int] | UnsetType = UNSET
+    weight_version: list[Span] | UnsetType = UNSET
+    """Which weights sampled which tokens: `[{"version": 7, "count": 21}, ..]`, in order."""
+    routed_experts: str | UnsetType = UNSET
+    """Of a sparse model, in base64: [tokens read, sparse layers, experts of a token], as bytes or int16."""
+
+
+class AssistantMessage(msgspec.Struct):
+    role: Literal["assistant"]
+    content: str | None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+
+
+class ChatChoice(Sampled, kw_only=True):
+    index: int
+    message: AssistantMessage
+    finish_reason: Literal["stop", "length", "tool_calls"]
+    logprobs: ChatLogprobs | None = None
+
+
+class TextChoice(Sampled, kw_only=True):
+    index: int
+    text: str
+    finish_reason: Literal["stop", "length"]
+    logprobs: TextLogprobs | None = None
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class ToolCallDelta(ToolCall, kw_only=True):
+    index: int
+
+
+class Delta(msgspec.Struct, omit_defaults=True):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
+
+
+class ChatChunkChoice(Sampled, kw_only=True):
+    index: int
+    delta: Delta
+    finish_reason: Literal["stop", "length", "tool_calls"] | None = None
+    logprobs: ChatLogprobs | None = None
+
+
+class TextChunkChoice(Sampled, kw_only=True):
+    index: int
+    text: str
+    finish_reason: Literal["stop", "length"] | None = None
+    logprobs: TextLogprobs | None = None
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class Envelope(msgspec.Struct, kw_only=True):
+    id: str
+    created: int
+    model: str
+
+
+class ChatCompletion(Envelope, kw_only=True):
+    choices: list[ChatChoice]
+    usage: Usage
+    object: Literal["chat.completion"] = "chat.completion"
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class Completion(Envelope, kw_only=True):
+    choices: list[TextChoice]
+    usage: Usage
+    object: Literal["text_completion"] = "text_completion"
+
+
+class ChatChunk(Envelope, kw_only=True):
+    choices: list[ChatChunkChoice]
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    usage: Usage | None | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class TextChunk(Envelope, kw_only=True):
+    choices: list[TextChunkChoice]
+    object: Literal["text_completion"] = "text_completion"
+    usage: Usage | None | UnsetType = UNSET
+
+
+class Model(msgspec.Struct):
+    id: str
+    created: int
+    max_model_len: int
+    object: Literal["model"] = "model"
+    owned_by: str = "etude"
+
+
+class Models(msgspec.Struct):
+    data: list[Model]
+    object: Literal["list"] = "list"
+
+
+class Health(msgspec.Struct):
+    status: Literal["ok"] = "ok"
+
+
+class Error(msgspec.Struct):
+    message: str
+    type: str
+    code: str
+    param: str | None = None
+
+
+class Failure(msgspec.Struct):
+    error: Error

@@ -1,0 +1,99 @@
+"""Tokens into text, piece by piece. Pure, and exact: the pieces joined are what the whole would have given.
+
+A piece is handed out only when nothing that follows can change it: not while a character lacks bytes, not while it may
+be the beginning of a stop text, and not while it may be the beginning of a tool call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+BROKEN = "\ufffd"  # what the beginning of a character decodes to
+
+
+class Decoder:
+    """Decodes a growing list of tokens, each time from a little before the end only."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+        self._tokens: list[int] = []  # from the last but one place where the text was certain
+        self._known = 0  # of those tokens, the ones before the last such place
+
+    def push(self, token: int) -> str:
+        self._tokens.append(token)
+        # A token may be written in another way at the beginning of a text, so one certain stretch goes before it.
+        before = self._decode(self._tokens[: self._known])
+        text = self._decode(self._tokens)
+        if text.endswith(BROKEN):
+            return ""
+        self._tokens = self._tokens[self._known :]
+        self._known = len(self._tokens)
+        return text[len(before) :]
+
+    def end(self) -> str:
+        return self._decode(self._tokens)[len(self._decode(self._tokens[: self._known])) :]
+
+
+class StopFinder:
+    """Lets text through up to the first stop text."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = stops
+        self._held = ""
+        self.found = False
+
+    def push(self, text: str) -> str:
+        if self.found:
+            return ""
+        self._held += text
+        if (cut := first_of(self._stops, self._held)) is not None:
+            self.found = True
+            return self._held[:cut]
+        return self._release(len(self._held) - max((overlap(self._held, stop) for stop in self._stops), default=0))
+
+    def end(self) -> str:
+        return "" if self.found else self._release(len(self._held))
+
+    def _release(self, count: int) -> str:
+        text, self._held = self._held[:count], self._held[count:]
+        return text
+
+
+class CallSplitter:
+    """Parts a text into what is said and what is called; a call comes whole, with its marks. A call that is never
+    closed is said."""
+
+    def __init__(self) -> None:
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, list[str]]:
+        self._held += text
+        said, calls = "", list[str]()
+        while (start := self._held.find(OPEN)) >= 0:
+            end = self._held.find(CLOSE, start + len(OPEN))
+            said += self._held[:start]
+            self._held = self._held[start:]
+            if end < 0:
+                return said, calls
+            length = end + len(CLOSE) - start
+            calls.append(self._held[:length])
+            self._held = self._held[length:]
+        kept = overlap(self._held, OPEN)
+        said += self._held[: len(self._held) - kept]
+        self._held = self._held[len(self._held) - kept :]
+        return said, calls
+
+    def end(self) -> str:
+        said, self._held = self._held, ""
+        return said
+
+
+def first_of(stops: Sequence[str], text: str) -> int | None:
+    """Where the first of these texts begins."""
+    return min((at for stop in stops if (at := text.find(stop)) >= 0), default=None)
+
+
+def overlap(text: str, mark: str) -> int:
+    """How many characters at the end of `text` may be the beginning of `mark`."""
+    return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)

@@ -1,0 +1,102 @@
+"""Deleting what nobody needs, and nothing else.
+
+The newest `keep` versions stay, and all that a reader with a lease still needs, and everything from the last whole
+version before those on: so every version that is there can be built. What is older goes, together with what trainers
+left behind that died or were succeeded. Two rounds: the first writes down what is to go; a later one, after a time of
+grace, looks again and deletes what still nobody needs. Manifests go before their shards, so no way starts that does not
+end.
+
+Objects of a version that the living trainer has not committed yet are never touched: they are the next version.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from etude.core.types import Link, Manifest
+from etude.store.codec import to_json
+from etude.weights.manifest import Chain, shard_key
+
+SKEW_S = 120.0
+"""By how much the clocks of readers may differ from ours."""
+KEEP, GRACE_S = 16, 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Tombstone:
+    time: float
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    deleted: tuple[str, ...]
+    doomed: tuple[str, ...]
+    """Will go in a later round."""
+
+
+def collect(
+    chain: Chain, *, keep: int = KEEP, grace_s: float = GRACE_S, now: Callable[[], float] = time.time
+) -> Collected:
+    doomed = find_doomed(chain, keep=keep, now=now())
+    deleted: list[str] = []
+    pending: set[str] = set()
+    for key in chain.keys("weights/gc"):
+        stone = chain.read(key, Tombstone)
+        if now() < stone.time + grace_s:
+            pending |= set(stone.keys)
+            continue
+        still = set(doomed)
+        for name in stone.keys:
+            if name in still:
+                chain.delete(name)
+                deleted.append(name)
+        chain.delete(key)
+    left = tuple(key for key in doomed if key not in deleted)
+    if fresh := [key for key in left if key not in pending]:
+        stone = Tombstone(now(), tuple(fresh))
+        name = f"weights/gc/{int(stone.time):012d}-{secrets.token_hex(4)}.json"
+        chain.retry(lambda: chain.objects.put(name, to_json(stone)))
+    return Collected(tuple(deleted), left)
+
+
+def find_doomed(chain: Chain, *, keep: int, now: float) -> list[str]:
+    """Keys that nobody needs, in the order in which they may be deleted."""
+    lineage = chain.lineage()
+    if not lineage:
+        return []
+    newest_epoch = chain.epochs()[-1].epoch
+    floor = _floor(chain, lineage, keep=keep, now=now)
+    kept = {(epoch, version) for version, epoch in lineage.items() if version >= floor}
+    needed = {key for epoch, version in kept for key in _shards(chain, *chain.at(epoch, version))}
+    newest = max(lineage)
+
+    def is_doomed(key: str) -> bool:
+        _, folder, epoch, version = key.split("/")[:4]
+        number = int(epoch), int(version.removesuffix(".json"))
+        coming = number[0] == newest_epoch and number[1] > newest
+        return not coming and (key not in needed if folder == "shards" else number not in kept)
+
+    return [
+        key for folder in ("versions", "routes", "shards") for key in chain.keys(f"weights/{folder}") if is_doomed(key)
+    ]
+
+
+def _floor(chain: Chain, lineage: dict[int, int], *, keep: int, now: float) -> int:
+    """The oldest version to keep: one that is there whole, and not newer than anything that is needed."""
+    leased = [lease.version for lease in chain.leases() if now < lease.until + SKEW_S]
+    wanted = min([sorted(lineage)[-keep:][0], *leased])
+    for version in sorted((v for v in lineage if v <= wanted), reverse=True):
+        link, manifest = chain.at(lineage[version], version)
+        if any(route.base is None for route in (manifest.route, *chain.extra_routes(link))):
+            return version
+    return min(lineage)
+
+
+def _shards(chain: Chain, link: Link, manifest: Manifest) -> set[str]:
+    routes = [manifest.route, *chain.extra_routes(link)]
+    hashes = {manifest.root, *(shard.hash for route in routes for shard in route.shards)}
+    return {shard_key(link.epoch, link.version, hash) for hash in hashes}

@@ -1,0 +1,368 @@
+"""What each kernel must compute, in plain float64 torch, on fresh random inputs of any device.
+
+`test_kernels` runs the checks on the CPU through Triton's interpreter; on a machine with a GPU run them with
+`python -m tests.engine.kernel_checks`. A check returns relative errors by name; outputs start as NaN, so that
+whatever a kernel leaves unwritten shows.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from etude.engine.cuda import CudaRunner
+from etude.engine.engine import Engine, Finished, Request
+from etude.engine.kernels import attention, experts, head, linear, norm
+from etude.model.attention import Causal
+from etude.model.config import ExpertsConfig, ModelConfig
+from etude.model.experts import Routing
+from etude.model.transformer import fresh
+
+
+@dataclass
+class Inputs:
+    device: str
+    dtype: torch.dtype
+    generator: torch.Generator = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.generator = torch.Generator(self.device)
+        self.generator.seed()
+
+    def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(shape, device=self.device, generator=self.generator) * scale).to(self.dtype)
+
+    def poison(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.full(shape, math.nan, device=self.device, dtype=dtype or self.dtype)
+
+    def ints(self, values: object) -> Tensor:
+        return torch.tensor(values, device=self.device, dtype=torch.int32)
+
+    def shuffled(self, count: int) -> Tensor:
+        return torch.randperm(count, device=self.device, generator=self.generator)
+
+
+def error(out: Tensor, reference: Tensor) -> float:
+    return float((out.double() - reference.double()).norm() / reference.double().norm())
+
+
+def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x.double(), gain.shape, gain.double(), eps)
+
+
+def check_norm(new: Inputs, size: int) -> dict[str, float]:
+    table, drawn = new.normal(50, size), new.ints([7, 3, 9])
+    tokens, x = new.ints([4, -2, 49]), new.poison(3, size)
+    norm.embed(tokens, drawn, table, x)
+    assert torch.equal(x, table[[4, 3, 49]])
+    parts, gain, normed = new.normal(3, 4, size).transpose(0, 1).float(), new.normal(size), new.poison(3, size)
+    expected = x.double() + parts.double().sum(0)
+    norm.add_norm(x, parts, gain, normed, 1e-6)
+    alone = new.poison(3, size)
+    norm.add_norm(x, None, gain, alone, 1e-6)
+    assert torch.equal(alone, normed)
+    return {"sum": error(x, expected), "norm": error(normed, rms_norm(expected, gain, 1e-6))}
+
+
+def gated(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def check_linear(new: Inputs, rows: int, outputs: int, inner: int) -> dict[str, float]:
+    x, w = new.normal(rows, inner), new.normal(2 * outputs, inner, scale=inner**-0.5)
+    plain = x.double() @ w[:outputs].double().T
+    both = gated(x.double() @ w.double().T)
+    bias = new.normal(outputs)
+    found: dict[str, float] = {}
+    if rows == 1:
+        gain, kept = new.normal(inner), new.normal(outputs)
+        out, pair, added = new.poison(outputs), new.poison(outputs), kept.clone()
+        linear.vector(x[0], w[:outputs], out, bias_N=bias)
+        linear.vector(x[0], w, pair, norm=(gain, 1e-6), gated=True)
+        linear.vector(x[0], w[:outputs], added, add=True)
+        found["vector"] = error(out, plain[0] + bias.double())
+        found["vector gated"] = error(pair, gated(rms_norm(x, gain, 1e-6) @ w.double().T)[0])
+        found["vector add"] = error(added, kept.double() + plain[0])
+    cut = linear.tile(rows, outputs, inner, split=True)
+    parts, out = new.poison(cut.pieces, rows, outputs, dtype=torch.float32), new.poison(rows, outputs)
+    linear.matrix(x, w[:outputs], parts, cut=cut)
+    found[f"matrix in {cut.pieces}"] = error(parts.sum(0), plain)
+    whole = linear.tile(rows, outputs, inner, gated=True)
+    linear.matrix(x, w, out, cut=whole, gated=True)
+    found["matrix gated"] = error(out, both)
+    linear.matrix(x, w[:outputs], out, cut=whole, bias_N=bias)
+    found["matrix bias"] = error(out, plain + bias.double())
+    return found
+
+
+def turned(x: Tensor, gain: Tensor | None, rope: Tensor) -> Tensor:
+    """Heads [N, heads, D] with one row of the table a token."""
+    x = x.double() if gain is None else rms_norm(x, gain, 1e-6)
+    return x * rope[:, 0].double() + x.roll(x.shape[-1] // 2, -1) * rope[:, 1].double()
+
+
+def attended(q_HD: Tensor, k_SKD: Tensor, v_SKD: Tensor, scale: float) -> Tensor:
+    """The last token of a sequence: it sees everything."""
+    group = len(q_HD) // k_SKD.shape[1]
+    k, v = (x.double().repeat_interleave(group, 1).transpose(0, 1) for x in (k_SKD, v_SKD))
+    return torch.softmax((q_HD.double()[:, None] @ k.transpose(1, 2)) * scale, -1).matmul(v)[:, 0]
+
+
+@dataclass
+class Sequences:
+    """Sequences of some lengths, their keys and values scattered over blocks in random order."""
+
+    new: Inputs
+    lengths: list[int]
+    heads: attention.Heads
+    page: int = 16
+
+    def __post_init__(self) -> None:
+        blocks = [-(-length // self.page) for length in self.lengths]
+        order = self.new.shuffled(sum(blocks) + 1)
+        shape = (len(order), self.heads.keys, self.page, self.heads.size)
+        self.k, self.v = self.new.normal(*shape), self.new.normal(*shape)
+        self.table = torch.zeros(len(blocks), max(*blocks, 1), dtype=torch.int32, device=self.new.device)
+        self.stride = self.new.ints([self.table.stride(0)])
+        for row, count in enumerate(blocks):
+            self.table[row, :count], order = order[:count], order[count:]
+
+    def at(self, cached: Tensor, slots: Tensor) -> Tensor:
+        return cached.transpose(1, 2).flatten(0, 1)[slots.long()]
+
+    def slots(self, row: int) -> Tensor:
+        position = torch.arange(self.lengths[row], device=self.new.device)
+        return self.table[row, position // self.page].long() * self.page + position % self.page
+
+
+def random_heads(new: Inputs, queries: int, keys: int, size: int, normed: bool, positions: int) -> attention.Heads:
+    gains = (new.normal(size), new.normal(size)) if normed else (None, None)
+    angle = torch.rand(positions, size // 2, device=new.device, generator=new.generator) * 6
+    cos, sin = angle.cos(), angle.sin()
+    rope = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)
+    return attention.Heads(queries, keys, size, size**-0.5, 1e-6, *gains, rope[:, :, None])
+
+
+def check_decode(new: Inputs, queries: int, keys: int, size: int, lengths: list[int], splits: int) -> dict[str, float]:
+    heads = random_heads(new, queries, keys, size, normed=splits > 1, positions=max(lengths))
+    all = Sequences(new, lengths, heads)
+    rows = len(lengths)
+    qkv = new.normal(rows, (queries + 2 * keys) * size)
+    slots = new.ints([int(all.slots(row)[-1]) if lengths[row] else 0 for row in range(rows)])
+    padded = attention.group_rows(heads)
+    pieces = attention.Pieces(
+        splits,
+        new.poison(rows * keys * splits * padded * size, dtype=torch.float32),
+        new.poison(rows * keys * splits * padded * 2, dtype=torch.float32),
+        torch.zeros(rows * keys, dtype=torch.int32, device=new.device),
+    )
+    out = new.poison(rows, queries * size)
+    attention.decode(
+        heads, qkv, all.k, all.v, all.table, all.stride, new.ints(lengths), slots, out, pieces, page=all.page
+    )
+    assert not pieces.counter.any()
+    real = [row for row in range(rows) if lengths[row]]
+    q, k, v = qkv.unflatten(-1, (-1, size)).split((queries, keys, keys), 1)
+    last = torch.tensor([lengths[row] - 1 for row in range(rows)], device=new.device)
+    q, k = (turned(x, gain, heads.rope[last]) for x, gain in ((q, heads.q_gain_D), (k, heads.k_gain_D)))
+    written = slots[real].long()
+    found = {"keys": error(all.at(all.k, written), k[real]), "values": error(all.at(all.v, written), v[real])}
+    expected = [
+        attended(q[row], all.at(all.k, all.slots(row)), all.at(all.v, all.slots(row)), heads.scale) for row in real
+    ]
+    return found | {"attention": error(out[real], torch.stack(expected).flatten(1))}
+
+
+def check_prefill(
+    new: Inputs, queries: int, keys: int, size: int, lengths: list[int], fresh: list[int]
+) -> dict[str, float]:
+    """`fresh` of the last tokens of each sequence are new."""
+    heads = random_heads(new, queries, keys, size, normed=True, positions=max(lengths))
+    all = Sequences(new, lengths, heads)
+    starts = [sum(fresh[:row]) for row in range(len(fresh))]
+    ends = [start + count for start, count in zip(starts, fresh, strict=True)]
+    positions = torch.cat([torch.arange(n - f, n) for n, f in zip(lengths, fresh, strict=True)]).to(new.device)
+    slots = torch.cat([all.slots(row)[-f:] for row, f in enumerate(fresh)])
+    nobody = torch.full((3,), -1, device=new.device)
+    qkv = new.normal(sum(fresh) + 3, (queries + 2 * keys) * size)
+    q, k, v = qkv[:-3].clone().unflatten(-1, (-1, size)).split((queries, keys, keys), 1)
+    attention.write(
+        heads, qkv, all.k, all.v, F.pad(positions, (0, 3)).int(), torch.cat((slots, nobody)).int(), page=all.page
+    )
+    step = attention.tile_tokens(heads)
+    tiles = [(row, first) for row in range(len(fresh)) for first in range(starts[row], ends[row], step)]
+    tiles += [(0, ends[0])]  # an empty one
+    out = new.poison(sum(fresh), queries * size)
+    attention.prefill(
+        heads, qkv, all.k, all.v, all.table, all.stride, new.ints(ends), new.ints(lengths),
+        *new.ints(tiles).T.contiguous(), out, page=all.page,
+    )  # fmt: skip
+    q, k = (turned(x, g, heads.rope[positions]) for x, g in ((q, heads.q_gain_D), (k, heads.k_gain_D)))
+    expected = [
+        attended(
+            q[n],
+            *(all.at(x, all.slots(row)[: int(positions[n]) + 1]) for x in (all.k, all.v)),
+            heads.scale,
+        )
+        for row in range(len(fresh))
+        for n in range(starts[row], ends[row])
+    ]
+    return {
+        "keys": error(all.at(all.k, slots), k),
+        "values": error(all.at(all.v, slots), v),
+        "attention": error(out, torch.stack(expected).flatten(1)),
+    }
+
+
+def check_head(new: Inputs, rows: int, size: int, vocabulary: int) -> dict[str, float]:
+    x, w = new.normal(rows, size), new.normal(vocabulary, size, scale=2 * size**-0.5)
+    temperature = torch.rand(rows, device=new.device, generator=new.generator) + 0.5
+    temperature[0] = 0
+    u = torch.rand(rows, device=new.device, generator=new.generator, dtype=torch.float64)
+    logits = new.poison(rows, vocabulary, dtype=torch.float32)
+    stats = new.poison(rows, head.num_tiles(vocabulary), 2, dtype=torch.float32)
+    tokens = torch.full((rows,), -1, dtype=torch.int32, device=new.device)
+    logprobs = new.poison(rows, dtype=torch.float32)
+    head.logits(x, w, temperature, logits, stats)
+    head.pick(logits, stats, temperature, u, tokens, logprobs)
+    scaled = logits.double() / torch.where(temperature == 0, 1.0, temperature).double()[:, None]
+    reference = torch.log_softmax(scaled, -1)
+    reached = reference.exp().cumsum(-1)
+    drawn = torch.searchsorted(reached, u[:, None], right=True)[:, 0]
+    expected = torch.where(temperature == 0, logits.argmax(-1), drawn)
+    # At a boundary of the distribution rounding may decide; anywhere else the token is fixed.
+    here = reached.gather(1, tokens.long()[:, None])[:, 0]
+    near = torch.minimum((here - u).abs(), (here - reference.gather(1, tokens.long()[:, None])[:, 0].exp() - u).abs())
+    assert bool(((tokens == expected) | (near < 1e-6)).all())
+    return {
+        "logits": error(logits, x.double() @ w.double().T),
+        "logprobs": error(logprobs, reference.gather(1, tokens.long()[:, None])[:, 0]),
+    }
+
+
+def check_experts(new: Inputs, rows: int, num: int, top: int, size: int, inner: int) -> dict[str, float]:
+    x = new.normal(rows, size)
+    logits = torch.randn(rows, num, device=new.device, generator=new.generator)  # fp32: no two are alike
+    slots = new.shuffled(rows).int()
+    slots[-1] = -1
+    ids = torch.full((rows, top), -7, dtype=torch.int32, device=new.device)
+    shares = new.poison(rows, top, dtype=torch.float32)
+    record = torch.zeros(rows, 2, top, dtype=torch.uint8, device=new.device)
+    experts.route(logits, ids, shares, record[:, 1], slots, renormalise=True)
+    expected_shares, expected_ids = torch.softmax(logits.double(), -1).topk(top, -1)
+    assert torch.equal(ids[:-1].long(), expected_ids[:-1]) and bool((ids[-1] == -1).all())
+    assert torch.equal(record[slots[:-1].long(), 1].long(), expected_ids[:-1]) and not record[:, 0].any()
+    counts = torch.full((num,), -1, dtype=torch.int32, device=new.device)
+    choices = torch.full((num, rows), -1, dtype=torch.int32, device=new.device)
+    experts.gather(ids, counts, choices)
+    for expert in range(num):
+        mine = (ids.flatten() == expert).nonzero()[:, 0]
+        assert counts[expert] == len(mine) and torch.equal(choices[expert, : len(mine)].long(), mine)
+    up, down = new.normal(num, 2 * inner, size, scale=size**-0.5), new.normal(num, size, inner, scale=inner**-0.5)
+    act, out = new.poison(rows * top, inner), new.poison(rows * top, size, dtype=torch.float32)
+    experts.grouped(x, up, counts, choices, shares, act, gated=True)
+    experts.grouped(act, down, counts, choices, shares, out, gated=False)
+    expected_shares = expected_shares / expected_shares.sum(-1, keepdim=True)
+    picked = ids[:-1].long()
+    hidden = gated(torch.einsum("be,bkne->bkn", x[:-1].double(), up.double()[picked]))
+    expected = torch.einsum("bki,bkei,bk->be", hidden, down.double()[picked], expected_shares[:-1])
+    return {
+        "shares": error(shares, expected_shares),
+        "hidden": error(act[: (rows - 1) * top], hidden.flatten(0, 1)),
+        "sum": error(out.unflatten(0, (rows, top))[:-1].sum(1), expected),
+    }
+
+
+SMALL: dict[str, Callable[[Inputs], dict[str, float]]] = {
+    "norm": lambda new: check_norm(new, 96),
+    "linear, one row": lambda new: check_linear(new, 1, 72, 192),
+    "linear, a few": lambda new: check_linear(new, 5, 72, 320),
+    "linear, split": lambda new: check_linear(new, 17, 40, 520),
+    "decode": lambda new: check_decode(new, 4, 2, 32, [1, 0, 33, 16, 70, 129], 1),
+    "decode, split": lambda new: check_decode(new, 6, 2, 32, [1, 0, 33, 17, 70, 330], 4),
+    "prefill": lambda new: check_prefill(new, 4, 2, 32, [40, 75, 3], [40, 70, 2]),
+    "head": lambda new: check_head(new, 5, 96, 500),
+    "experts": lambda new: check_experts(new, 9, 8, 4, 96, 80),
+}
+
+LARGE: dict[str, Callable[[Inputs], dict[str, float]]] = {
+    "norm": lambda new: check_norm(new, 4096),
+    "linear 1": lambda new: check_linear(new, 1, 3072, 1024),
+    "linear 1, 8B": lambda new: check_linear(new, 1, 4096, 12288),
+    "linear 3": lambda new: check_linear(new, 3, 1024, 3072),
+    "linear 64": lambda new: check_linear(new, 64, 1024, 2048),
+    "linear 200": lambda new: check_linear(new, 200, 3072, 1024),
+    "decode": lambda new: check_decode(new, 16, 8, 128, [1, 0, 300, 16, 1000, 129] * 10, 1),
+    "decode, split": lambda new: check_decode(new, 32, 4, 128, [1, 0, 300, 17, 5000, 330], 16),
+    "decode, one": lambda new: check_decode(new, 16, 8, 128, [333], 16),
+    "prefill": lambda new: check_prefill(new, 32, 8, 128, [256, 700, 300, 33], [256, 200, 20, 33]),
+    "prefill, 0.6B": lambda new: check_prefill(new, 16, 8, 128, [256, 700], [256, 130]),
+    "head 1": lambda new: check_head(new, 1, 1024, 151936),
+    "head 70": lambda new: check_head(new, 70, 1024, 151936),
+    "experts": lambda new: check_experts(new, 64, 128, 8, 2048, 768),
+    "experts, one": lambda new: check_experts(new, 2, 128, 8, 2048, 768),
+}
+
+
+def check_engine(experts: ExpertsConfig | None) -> dict[str, float]:
+    """A whole engine on a GPU, with prompts in pieces, shared prefixes and every way to draw: its log-probs against
+    those of the same weights in float64, experts replayed."""
+    config = ModelConfig(
+        model_type="qwen3_moe" if experts else "qwen3", vocab_size=5000, hidden_size=256, num_hidden_layers=4,
+        num_attention_heads=8, num_key_value_heads=4, head_dim=64, intermediate_size=512, max_position_embeddings=2048,
+        experts=experts,
+    )  # fmt: skip
+    model = fresh(config, seed=torch.seed() % 1000).to("cuda", torch.bfloat16).requires_grad_(False)
+    engine = Engine(model, max_batch=24, step_tokens=200, runner=CudaRunner(model, num_blocks=200, max_batch=24))
+    prefix = torch.randint(0, 5000, (130,)).tolist()
+    requests = {}
+    for i in range(40):
+        own = torch.randint(0, 5000, (1 + 17 * i,)).tolist()
+        request = Request(
+            id=str(i), prompt=tuple((prefix if i % 3 == 0 else []) + own), max_tokens=5 + i, temperature=(i % 4) / 2,
+            seed=i, stop=frozenset(), top_k=7 if i == 9 else 0, top_p=0.9 if i == 10 else 1.0,
+        )  # fmt: skip
+        engine.add(request)
+        requests[request.id] = request
+    exact = copy.deepcopy(model).double()
+    differences = []
+    while not engine.idle:
+        for event in engine.step():
+            if not isinstance(event, Finished) or event.id in ("9", "10"):
+                continue
+            request, sample = requests[event.id], event.sample
+            row = torch.tensor([request.prompt + sample.tokens], device="cuda")
+            routing = None
+            if experts and sample.experts:
+                used = torch.frombuffer(bytearray(sample.experts), dtype=torch.uint8)
+                routing = Routing(used.view(1, row.shape[1] - 1, len(experts.layers), -1).cuda())
+            positions = torch.arange(row.shape[1] - 1, device="cuda")[None]
+            logits = exact.logits(exact(row[:, :-1], positions, Causal(), routing))[0, len(request.prompt) - 1 :]
+            expected = torch.log_softmax(logits / (request.temperature or 1.0), -1)
+            expected = expected.gather(1, row[0, len(request.prompt) :, None])[:, 0].cpu()
+            differences.append((torch.tensor(sample.logprobs) - expected).abs())
+    assert len(differences) == 38
+    return {"mean": float(torch.cat(differences).mean()) / 3, "largest": float(torch.cat(differences).max()) / 30}
+
+
+def main() -> None:
+    for name, check in LARGE.items():
+        found = check(Inputs("cuda", torch.bfloat16))
+        print(f"{name:16}", *(f"{what} {value:.1e}" for what, value in found.items()), flush=True)
+        assert all(value < 1e-2 for value in found.values())  # NaN fails too
+    experts = ExpertsConfig(
+        num_experts=16, num_experts_per_tok=4, moe_intermediate_size=128, layers=(1, 2, 3), norm_topk_prob=True
+    )
+    for kind in (None, experts):
+        print("engine", "with experts" if kind else "", check_engine(kind), flush=True)
+
+
+if __name__ == "__main__":
+    main()

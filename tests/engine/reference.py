@@ -1,0 +1,96 @@
+"""What the engine has to give, computed in the plainest way: one forward pass over the whole row, nothing cached."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from etude.core.types import Sample
+from etude.engine.engine import Request
+from etude.engine.plan import Drawn, Ints, Plan
+from etude.engine.runner import CpuRunner
+from etude.engine.sampler import draws
+from etude.model.attention import Causal
+from etude.model.config import ExpertsConfig, LatentConfig, ModelConfig
+from etude.model.experts import Routing
+from etude.model.transformer import Transformer
+
+SHAPE = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 160,
+}
+EXPERTS = ExpertsConfig(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=16, layers=(1, 2))
+GROUPED = replace(EXPERTS, sigmoid=True, n_group=3, topk_group=2, n_shared_experts=1, norm_topk_prob=True)
+LATENT = LatentConfig(kv_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=10)
+FAMILIES = {
+    "llama": ModelConfig(**SHAPE),
+    "qwen3_moe": ModelConfig(**SHAPE, model_type="qwen3_moe", experts=EXPERTS),
+    "deepseek_v3": ModelConfig(**SHAPE, model_type="deepseek_v3", experts=GROUPED, latent=LATENT),
+}
+
+
+def plain_logits(model: Transformer, tokens: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
+    """After every token; and the experts that each was routed to."""
+    routing = Routing() if model.config.experts else None
+    hidden = model(torch.tensor([tokens]), torch.arange(len(tokens))[None], Causal(), routing)
+    return model.logits(hidden)[0], routing.used() if routing else None
+
+
+def check(model: Transformer, asked: Request, sample: Sample) -> None:
+    """Every token is the one that the request's own number picks, and has the log-prob that it has there."""
+    begin = len(asked.prompt)
+    logits, experts = plain_logits(model, (asked.prompt + sample.tokens)[:-1])
+    numbers = draws(asked.seed, len(sample.tokens))
+    for place, (token, logprob) in enumerate(zip(sample.tokens, sample.logprobs, strict=True)):
+        p = torch.softmax(logits[begin - 1 + place].double() / (asked.temperature or 1.0), -1)
+        if asked.top_k and asked.temperature:
+            p = torch.where(p >= p.sort().values[-asked.top_k], p, 0.0)
+            p /= p.sum()
+        if asked.temperature == 0:
+            assert token == int(p.argmax())
+        else:
+            assert token == int(torch.searchsorted(p.cumsum(0), numbers[place], right=True))
+        assert logprob == pytest.approx(float(p[token].log()), abs=1e-4)
+    ends = sample.tokens[-1] in asked.stop
+    room = model.config.max_position_embeddings - begin
+    assert sample.finish == ("stop" if ends else "length")
+    assert ends or len(sample.tokens) == min(asked.max_tokens, room)
+    assert not asked.stop & set(sample.tokens[:-1])
+    if experts is None:
+        assert sample.experts is None
+    else:
+        assert sample.experts is not None
+        assert (np.frombuffer(sample.experts, np.uint8).reshape(experts.shape) == experts.numpy()).all()
+
+
+class Overlapping:
+    """As a device would run: results are read back later, and a plan may name a token that nobody has seen yet."""
+
+    overlaps = True
+
+    def __init__(self, runner: CpuRunner) -> None:
+        self._runner, self._before = runner, Drawn(tokens=[], logprobs=[])
+        self.num_blocks, self.block_size = runner.num_blocks, runner.block_size
+
+    def start(self, plan: Plan) -> Callable[[], Drawn]:
+        for place, token in enumerate(plan.tokens_N):
+            if token < 0:
+                plan.tokens_N[place] = self._before.tokens[-1 - token]
+        self._before = drawn = self._runner.start(plan)()
+        return lambda: drawn
+
+    def experts(self, blocks: Ints, length: int) -> bytes | None:
+        return self._runner.experts(blocks, length)
+
+    def prepare(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
+        return self._runner.prepare(tensors)

@@ -1,0 +1,67 @@
+"""The kernels compute what plain torch computes: on the CPU, through Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+os.environ["TRITON_INTERPRET"] = "1"  # before triton defines its own functions
+pytest.importorskip("triton", reason="triton is not installed")
+
+from etude.engine import cuda
+from etude.engine.engine import Engine
+from etude.model.config import ExpertsConfig
+from etude.model.transformer import ModelConfig
+from tests.engine import kernel_checks
+from tests.small_model import drain, request, sharp
+
+SMALL = ModelConfig(
+    model_type="qwen3",
+    vocab_size=150,
+    hidden_size=32,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    intermediate_size=48,
+    max_position_embeddings=64,
+)
+EXPERTS = ExpertsConfig(
+    num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, layers=(1,), norm_topk_prob=True
+)
+MODELS = {
+    "qwen3": SMALL,
+    "qwen2": replace(SMALL, model_type="qwen2", tie_word_embeddings=False),
+    "qwen3_moe": replace(SMALL, model_type="qwen3_moe", num_hidden_layers=2, experts=EXPERTS),
+}
+
+
+@pytest.mark.parametrize("name", kernel_checks.SMALL)
+def test_as_in_float64(name: str) -> None:
+    found = kernel_checks.SMALL[name](kernel_checks.Inputs("cpu", torch.float32))
+    assert all(value < 1e-5 for value in found.values()), found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_engine_on_kernels_says_what_the_model_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts in pieces, prompts in the prefix cache, one sequence and several, padded and not, some of them greedy."""
+    monkeypatch.setattr(cuda, "PROMPT_LADDER", (8,))
+    monkeypatch.setattr(cuda.CudaRunner, "block_size", 8)
+    prompts = [[7] * 3, [5, 9, 20] * 4, [5, 9, 20] * 4 + [1]]
+    requests = [request(str(i), prompt, max_tokens=2 + i // 2, temperature=i / 2) for i, prompt in enumerate(prompts)]
+    model = sharp(MODELS[name], seed=3)
+    found = []
+    for runner in (cuda.CudaRunner(model, num_blocks=12, max_batch=3), None):
+        engine = Engine(model, max_batch=3, step_tokens=9, runner=runner)
+        for each in requests:
+            engine.add(each)
+        found.append(drain(engine))
+    ours, reference = found
+    assert ours.keys() == reference.keys()
+    for id, sample in ours.items():
+        assert sample.tokens == reference[id].tokens
+        assert sample.logprobs == pytest.approx(reference[id].logprobs, abs=1e-4)
+        assert sample.experts == reference[id].experts

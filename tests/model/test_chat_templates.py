@@ -1,0 +1,205 @@
+"""Chat templates render the bytes that `transformers` renders, and directories are read as it writes them.
+
+The templates were written for this test, in the manner of the families: what each of them leans on differs.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from etude.core.errors import EtudeError
+from etude.model.directory import read_small
+from etude.model.fresh import tokenizer_files
+from etude.model.tokenizer import ChatTokenizer
+
+FILES = tokenizer_files(["def area(a, b):\n    return a * b\n"] * 3, 320)
+
+TEMPLATES = {
+    # Every turn between marks; a system turn is put in front if there is none. (SmolLM2, Qwen2)
+    "marks": """\
+{% for message in messages %}
+{% if loop.first and message['role'] != 'system' %}{{ '<|im_start|>system\\nBe brief.<|im_end|>\\n' }}{% endif %}
+{{- '<|im_start|>' + message['role'] + '\\n' + (message['content'] or '') + '<|im_end|>' + '\\n' }}
+{%- endfor %}
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}""",
+    # Tools as JSON within the system turn, calls and answers between tags. (Qwen2.5, Hermes)
+    "tools": """\
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages[0].role == 'system' %}{{- messages[0].content ~ '\\n\\n' }}{%- endif %}
+    {{- "# Tools\\n<tools>" }}
+    {%- for tool in tools %}
+        {{- "\\n" }}
+        {{- tool | tojson }}
+    {%- endfor %}
+    {{- "\\n</tools><|im_end|>\\n" }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role in ('user', 'assistant') and not message.tool_calls %}
+        {{- '<|im_start|>' ~ message.role ~ '\\n' ~ message.content ~ '<|im_end|>\\n' }}
+    {%- elif message.role == 'assistant' %}
+        {{- '<|im_start|>assistant' }}
+        {%- if message.content %}{{- '\\n' + message.content }}{%- endif %}
+        {%- for tool_call in message.tool_calls %}
+            {%- if tool_call.function is defined %}{%- set tool_call = tool_call.function %}{%- endif %}
+            {{- '\\n<tool_call>\\n{"name": "' ~ tool_call.name ~ '", "arguments": ' }}
+            {{- tool_call.arguments | tojson }}
+            {{- '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- elif message.role == 'tool' %}
+        {%- if loop.index0 == 0 or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
+        {{- '\\n<tool_response>\\n' ~ message.content ~ '\\n</tool_response>' }}
+        {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}""",
+    # A namespace that is carried through a loop backwards, with a way out of it. (Qwen3)
+    "namespace": """\
+{%- set ns = namespace(last=0, found=false) %}
+{%- for message in messages[::-1] %}
+    {%- if message.role == 'user' %}{%- set ns.last = messages|length - 1 - loop.index0 %}{%- set ns.found = true %}
+        {%- break %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- if loop.index0 < ns.last and message.role == 'tool' %}{%- continue %}{%- endif %}
+    {{- message.role | upper ~ '|' ~ (message.content if message.content is string else '')|trim ~ eos_token }}
+{%- endfor %}
+{{- ns.found ~ (tools | default([], true) | length) }}""",
+    # The first token written by the template, the date, JSON over several lines. (Llama 3)
+    "header": """\
+{{- bos_token }}
+{%- if not date_string is defined %}{%- set date_string = strftime_now("%d %b %Y") %}{%- endif %}
+{{- "Today: " + date_string + "\\n" }}
+{%- for t in tools or [] %}{{- t | tojson(indent=4) ~ "\\n\\n" }}{%- endfor %}
+{%- for message in messages %}
+{%- if message.role == 'ipython' %}{{- raise_exception('no') }}{%- endif %}
+{%- generation %}{{- '<|' + message.role + '|>' + (message.content or '') | trim + '<|eot|>' }}{%- endgeneration %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>\\n' }}{%- endif %}""",
+}
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "edit",
+            "description": "Writes <text> & more; schön",
+            "parameters": {"type": "object", "properties": {"line": {"type": "integer"}, "text": {"type": "string"}}},
+        },
+    },
+    {"type": "function", "function": {"name": "test", "parameters": {"type": "object", "properties": {}}}},
+]
+
+
+def call(name: str, **arguments: Any) -> dict[str, Any]:
+    return {"id": "c", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+CHATS: dict[str, list[dict[str, Any]]] = {
+    "plain": [{"role": "user", "content": "Grüße <b>&amp;</b> 'x' \"y\" 日本"}],
+    "system": [{"role": "system", "content": " S "}, {"role": "user", "content": "a\n"}],
+    "turns": [{"role": r, "content": f"{r} {{{{ {n} }}}}"} for n, r in enumerate(["user", "assistant", "user"])],
+    "calls": [
+        {"role": "user", "content": "fix"},
+        {"role": "assistant", "content": "", "tool_calls": [call("edit", line=3, text='é "<q>"\n'), call("test")]},
+        {"role": "tool", "content": "ok"},
+        {"role": "tool", "content": "1 passed"},
+        {"role": "assistant", "content": "done"},
+        {"role": "user", "content": "thanks"},
+    ],
+}
+
+
+def theirs(template: str) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(FILES["tokenizer.json"].decode()),
+        bos_token="<|user|>",
+        eos_token="<|end|>",
+        chat_template=template,
+    )
+
+
+def as_on_the_wire(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """As clients send them: arguments as text, null where an assistant only calls."""
+    copies = json.loads(json.dumps(messages))
+    for message in copies:
+        if message.get("tool_calls"):
+            message["content"] = message["content"] or None
+        for made in message.get("tool_calls", []):
+            made["function"]["arguments"] = json.dumps(made["function"]["arguments"])
+    return copies  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("where", ["jinja", "config", "named"])
+def test_templates_render_the_same_bytes(template: str, where: str, tmp_path: Path) -> None:
+    reference = theirs(TEMPLATES[template])
+    reference.save_pretrained(tmp_path)
+    if where != "jinja":
+        (tmp_path / "chat_template.jinja").unlink()
+        config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+        named = [{"name": n, "template": t} for n, t in (("rag", "no"), ("default", TEMPLATES[template]))]
+        config["chat_template"] = TEMPLATES[template] if where == "config" else named
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = ChatTokenizer(read_small(tmp_path))
+    for messages in CHATS.values():
+        for tools in (TOOLS, []):
+            for answer in (True, False):
+                expected = reference.apply_chat_template(
+                    messages, tools=tools or None, tokenize=False, add_generation_prompt=answer
+                )
+                assert tokenizer.render(as_on_the_wire(messages), tools, answer=answer) == expected
+
+
+def test_tokens_are_those_of_transformers(tmp_path: Path) -> None:
+    reference = theirs(TEMPLATES["marks"])
+    reference.save_pretrained(tmp_path)
+    reference, tokenizer = AutoTokenizer.from_pretrained(tmp_path), ChatTokenizer(read_small(tmp_path))
+    for text in ("def area(a):\n\treturn a", "<|user|>hi<|end|>", "  5 77x", "Grüße 日本 🙂", "", "\x00\r\n"):
+        ids = reference(text, add_special_tokens=False).input_ids
+        assert tokenizer.encode(text) == ids
+        assert tokenizer.decode(ids) == reference.decode(ids)
+    assert (tokenizer.eos, tokenizer.eos_text) == (reference.eos_token_id, "<|end|>")
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "said"),
+    [
+        ("tokenizer.json", b"junk", r"tokenizer.json cannot be read .* fetch"),
+        ("tokenizer.json", b"\xff\xfe", r"tokenizer.json cannot be read"),
+        ("tokenizer.json", b'{"model": {"type": "Spells"}}', r"tokenizer.json cannot be read"),
+        ("tokenizer_config.json", b"{", r"tokenizer_config.json is no JSON"),
+        ("tokenizer_config.json", b"[]", r"tokenizer_config.json is no JSON object"),
+        ("tokenizer_config.json", b"{}", r"eos_token '' is not in the vocabulary"),
+        ("tokenizer_config.json", b'{"eos_token": "<|end|>", "tool_syntax": "xml"}', r"tool_syntax is 'xml'"),
+        ("chat_template.jinja", b"{% if %}", r"chat template cannot be read"),
+    ],
+)
+def test_junk_is_named(name: str, data: bytes, said: str) -> None:
+    with pytest.raises(EtudeError, match=said):
+        ChatTokenizer(FILES | {name: data})
+
+
+def test_a_model_without_a_template_still_reads_text() -> None:
+    files = {name: data for name, data in FILES.items() if name != "chat_template.jinja"}
+    tokenizer = ChatTokenizer(files)
+    assert tokenizer.decode(tokenizer.encode("area")) == "area"
+    with pytest.raises(ValueError, match="no chat template"):
+        tokenizer.render([{"role": "user", "content": "x"}])
+
+
+def test_a_template_says_what_it_does_not_take() -> None:
+    refusing = ChatTokenizer(FILES | {"chat_template.jinja": b"{{ raise_exception('only one user at a time') }}"})
+    with pytest.raises(ValueError, match="only one user at a time"):
+        refusing.render([])
+    escaping = ChatTokenizer(FILES | {"chat_template.jinja": b"{{ messages.__class__.__mro__ }}"})
+    with pytest.raises(ValueError, match="unsafe"):
+        escaping.render([])

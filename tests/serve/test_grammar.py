@@ -1,0 +1,152 @@
+"""Whatever a model would like to say, what it can say is what was asked for: the tokens here are drawn at random."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import jsonschema_rs
+import numpy as np
+import pytest
+
+from etude.model.tokenizer import ChatTokenizer
+from etude.serve.grammar import ANY_OBJECT, Grammars
+from etude.serve.guide import Guides
+from tests.small_model import small_files
+
+COMPACT = small_files()
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "edit",
+            "parameters": {
+                "type": "object",
+                "properties": {"line": {"type": "integer"}, "how": {"$ref": "#/$defs/how"}},
+                "required": ["line", "how"],
+                "additionalProperties": False,
+                "$defs": {"how": {"enum": ["up", "down"]}},
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "test"}},
+]
+SCHEMAS: list[dict[str, Any]] = [
+    {"enum": ["yes", "no", 3, None]},
+    {
+        "type": "object",
+        "properties": {"a": {"type": "integer", "minimum": -5, "maximum": 70}, "b": {"type": "string", "maxLength": 6}},
+        "required": ["a", "b"],
+        "additionalProperties": False,
+    },
+    {"type": "array", "items": {"$ref": "#/$defs/leaf"}, "maxItems": 4, "$defs": {"leaf": {"type": "boolean"}}},
+    {"anyOf": [{"type": "null"}, {"type": "string", "pattern": "^[a-f]{3}$"}]},
+]
+
+
+def files(syntax: str, *, tokens: bool) -> dict[str, bytes]:
+    """A model that writes calls so, with or without tokens of their own for the marks around them."""
+    config = json.loads(COMPACT["tokenizer_config.json"]) | {"tool_syntax": syntax}
+    tokenizer = json.loads(COMPACT["tokenizer.json"])
+    if not tokens:
+        vocabulary = tokenizer["model"]["vocab"]
+        for mark in ("<tool_call>", "</tool_call>"):
+            vocabulary[f"unused {mark}"] = vocabulary.pop(mark)
+        tokenizer["added_tokens"] = [t for t in tokenizer["added_tokens"] if "tool_call" not in t["content"]]
+    return COMPACT | {
+        "tokenizer.json": json.dumps(tokenizer).encode(),
+        "tokenizer_config.json": json.dumps(config).encode(),
+    }
+
+
+def wander(small: dict[str, bytes], grammar: str, seed: int, limit: int = 300) -> str | None:
+    """A text that follows the grammar; None if it does not end within the limit."""
+    rng, tokenizer = random.Random(seed), ChatTokenizer(small)
+    guide = Guides(small["tokenizer.json"], vocab_size=310, eos=tokenizer.eos).guide(grammar)
+    said: list[int] = []
+    while len(said) < limit:
+        allowed = np.flatnonzero(guide.allowed()).tolist()
+        assert max(allowed) < tokenizer.vocab_size  # the model has more rows than there are tokens
+        token = tokenizer.eos if tokenizer.eos in allowed and rng.random() < 0.3 else rng.choice(allowed)
+        guide.accept(token)
+        assert guide.error is None
+        if token == tokenizer.eos:
+            return tokenizer.decode(said)
+        said.append(token)
+    return None
+
+
+@pytest.mark.parametrize("schema", SCHEMAS)
+def test_json_fits_its_schema(schema: dict[str, Any]) -> None:
+    validator = jsonschema_rs.validator_for(schema)
+    for seed in range(6):
+        text = wander(COMPACT, Grammars(COMPACT).text(schema), seed)
+        assert text is not None
+        validator.validate(json.loads(text))
+
+
+def test_any_object() -> None:
+    texts = [wander(COMPACT, Grammars(COMPACT).text(ANY_OBJECT), seed) for seed in range(12)]
+    ended = [json.loads(text) for text in texts if text is not None]
+    assert ended and all(isinstance(value, dict) for value in ended)
+
+
+@pytest.mark.parametrize(("syntax", "tokens"), [("hermes", True), ("hermes", False), ("compact", True)])
+def test_calls_can_be_read(syntax: str, tokens: bool) -> None:
+    small = files(syntax, tokens=tokens)
+    grammars, tokenizer = Grammars(small), ChatTokenizer(small)
+    several = grammars.calls(TOOLS, parallel=True)
+    one = grammars.calls(TOOLS[:1], parallel=False)
+    counts = set()
+    for seed in range(12):
+        for grammar in (several, one):
+            if (text := wander(small, grammar, seed)) is None:
+                continue
+            message = tokenizer.parse(text, TOOLS, str)
+            assert message["content"] is None
+            names = [call["function"]["name"] for call in message["tool_calls"]]
+            assert set(names) <= ({"edit"} if grammar is one else {"edit", "test"})
+            for call in message["tool_calls"]:
+                arguments = json.loads(call["function"]["arguments"])
+                assert list(arguments) == (["line", "how"] if call["function"]["name"] == "edit" else [])
+            counts.add(len(names) if grammar is several else -len(names))
+    assert -1 in counts and min(counts) == -1 and max(counts) > 1
+
+
+@pytest.mark.parametrize("tokens", [True, False])
+def test_at_most_one_call(tokens: bool) -> None:
+    small = files("hermes", tokens=tokens)
+    grammar, tokenizer = Grammars(small).one_call_at_most(TOOLS), ChatTokenizer(small)
+    guides = Guides(small["tokenizer.json"], vocab_size=300, eos=tokenizer.eos)
+    call = '<tool_call>{"name": "test", "arguments": {}}</tool_call>'
+    for text, end in (("", True), ("so", True), ("so" + call, True), ("<tool_call>", False)):
+        guide = guides.guide(grammar)
+        for token in tokenizer.encode(text):
+            assert guide.allowed()[token], text
+            guide.accept(token)
+        assert guide.allowed()[tokenizer.eos] == end
+    assert np.flatnonzero(guides_after(guides, grammar, tokenizer, "so" + call)).tolist() == [tokenizer.eos]
+
+
+def guides_after(guides: Guides, grammar: str, tokenizer: ChatTokenizer, text: str) -> Any:
+    guide = guides.guide(grammar)
+    for token in tokenizer.encode(text):
+        guide.accept(token)
+    return guide.allowed()
+
+
+def test_json_or_calls() -> None:
+    small = files("hermes", tokens=True)
+    grammar = Grammars(small).calls(TOOLS, parallel=True, otherwise=SCHEMAS[0])
+    texts = [wander(small, grammar, seed) for seed in range(20)]
+    said = [ChatTokenizer(small).parse(text, TOOLS, str) for text in texts if text is not None]
+    assert {"tool_calls" in message for message in said} == {True, False}
+    assert all("tool_calls" in m or json.loads(m["content"]) in SCHEMAS[0]["enum"] for m in said)
+
+
+@pytest.mark.parametrize("schema", [{"type": "wat"}, {"not": {}}, {"type": "object", "properties": 3}])
+def test_a_schema_that_cannot_be_enforced_is_refused(schema: dict[str, Any]) -> None:
+    guides = Guides(COMPACT["tokenizer.json"], vocab_size=300, eos=0)
+    with pytest.raises(ValueError, match="grammar or JSON schema: "):
+        guides.guide(Grammars(COMPACT).text(schema))

@@ -1,0 +1,363 @@
+"""Trainers, readers and the collector over stores that misbehave: never a wrong bit, never a committed version lost."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from random import Random
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from etude.core.errors import EtudeError
+from etude.store.objects import Objects
+from etude.weights.collect import collect, find_doomed
+from etude.weights.follow import LEASE_S, CorruptWeights, Follower, fetch
+from etude.weights.manifest import Chain, Gone, manifest_key
+from etude.weights.publish import Fenced, Policy, Publisher
+from tests.weights.faulty import Faulty, PowerCut
+from tests.weights.test_weights import Tensors, bits, larger, moved, run, shards_of
+
+KEEP, GRACE_S, LATE_S = 4, 100.0, 10.0
+FEW = 25
+EXAMPLES = int(os.environ.get("ETUDE_CHAOS_EXAMPLES", FEW))
+"""More than a few take minutes, and are drawn anew each time."""
+POLICY = Policy(max_chain=6, skip=3)
+
+
+def weights(seed: int) -> Tensors:
+    generator = torch.Generator().manual_seed(seed)
+    return {"w": torch.randn(40, 5, generator=generator).bfloat16(), "n": torch.ones(3), "e": torch.zeros(0)}
+
+
+class Plane(RuleBasedStateMachine):
+    """One lineage of trainers, one of which is alive; a zombie of each that was succeeded; readers; a collector."""
+
+    @initialize(seed=st.integers(0, 2**32 - 1))
+    def start(self, seed: int) -> None:
+        self.random, self.inner = Random(seed), Objects.open("memory:")
+        self.now = 1000.0
+        self.committed: dict[int, Tensors] = {}
+        self.published_by: dict[int, int] = {}
+        self.stores: list[Faulty] = []
+        self.zombies: list[Publisher] = []
+        self.readers = [Follower(self.chain(), name=f"r{n}", now=lambda: self.now) for n in range(2)]
+        self.seen = [-1] * len(self.readers)
+        self.current = weights(seed)
+        self.trainer = self.new_trainer()
+
+    def chain(self) -> Chain:
+        store = Faulty(self.inner, Random(self.random.random()), trouble=0.03, late_s=LATE_S)
+        self.stores.append(store)
+        self.tick(0)
+        return Chain(store, sleep=lambda seconds: None)
+
+    def new_trainer(self) -> Publisher:
+        return Publisher(self.chain(), policy=POLICY, now=lambda: self.now)
+
+    def tick(self, seconds: float) -> None:
+        self.now += seconds
+        for store in self.stores:
+            store.now = self.now
+
+    def truth(self) -> Chain:
+        return Chain(self.inner)
+
+    def attempt(self, trainer: Publisher, version: int, given: Tensors) -> None:
+        with contextlib.suppress(EtudeError, PowerCut):
+            trainer.publish(version, given, stage="rl", step=version)
+            trainer.wait()
+
+    @rule(cut=st.none() | st.integers(0, 12))
+    def publish(self, cut: int | None) -> None:
+        """A step; perhaps the power fails at one of its writes. Then the trainer is started again."""
+        store = self.trainer.chain.objects
+        assert isinstance(store, Faulty)
+        version = max(self.committed, default=0) + 1
+        store.writes_left = cut
+        given = moved(self.current, self.random.randrange(10**6), share=0.1)
+        try:
+            self.trainer.publish(version, given, stage="rl", step=version)
+            self.trainer.wait()
+            acknowledged = True
+        except (PowerCut, EtudeError):
+            acknowledged = False
+        store.writes_left = None
+        self.tick(1.0)
+        there = version in self.truth().lineage()
+        assert there or not acknowledged
+        if there:
+            self.committed[version] = self.current = given
+        if not acknowledged:
+            self.trainer = self.new_trainer()
+
+    @rule()
+    def take_over(self) -> None:
+        """Another trainer starts while the old one thinks that it is alone."""
+        self.zombies.append(self.trainer)
+        self.trainer = self.new_trainer()
+
+    @rule(look=st.booleans())
+    def zombie_moves(self, look: bool) -> None:
+        if not self.zombies or not self.committed:
+            return
+        zombie = self.zombies.pop()
+        newest = max(self.truth().epochs(), key=lambda e: e.epoch)
+        if zombie._epoch is None or zombie._epoch == newest.epoch:
+            return  # nobody has taken over from it yet
+        if not look:  # it passed its last look at the fence just before the fence stood
+            zombie._check_fence = lambda epoch: None  # type: ignore[method-assign]
+            zombie._published = lambda version: None  # type: ignore[method-assign]
+        before = self.truth().lineage()
+        self.attempt(zombie, max(self.committed) + 1, weights(self.random.randrange(10**6)))
+        assert self.truth().lineage() == before
+
+    @rule(which=st.integers(0, 1), back=st.integers(0, 6), cut=st.none() | st.integers(0, 3))
+    def read(self, which: int, back: int, cut: int | None) -> None:
+        reader = self.readers[which]
+        if not self.committed:
+            return
+        version = max(max(self.committed) - back, min(self.committed))
+        try:
+            found = bits(reader.fetch(version))
+        except (Gone, CorruptWeights, LookupError):
+            # Late listings may hide it for now, and old ones may be deleted; what is there must be readable.
+            self.tick(2 * LATE_S)
+            if version in self.truth().lineage():
+                assert bits(reader.fetch(version)) == bits(self.committed[version])
+            return
+        except EtudeError:
+            return  # the store had more bad moments than we have patience
+        assert found == bits(self.committed[version])
+
+    @rule(which=st.integers(0, 1))
+    def follow(self, which: int) -> None:
+        """What a reader takes for the newest never goes back."""
+        with contextlib.suppress(EtudeError):
+            newest = self.readers[which].chain.newest(self.seen[which])
+            if newest is not None:
+                assert newest.version > self.seen[which]
+                self.seen[which] = newest.version
+
+    @rule(which=st.integers(0, 1))
+    def flip_a_bit_in_memory(self, which: int) -> None:
+        reader = self.readers[which]
+        if reader.held is not None:
+            data = reader.held.data["w"]
+            data[self.random.randrange(len(data))] ^= 1 << self.random.randrange(8)
+            assert reader.scrub() == ["w"]
+
+    @rule(which=st.integers(0, 1))
+    def restart_a_reader(self, which: int) -> None:
+        self.readers[which] = Follower(self.chain(), name=f"r{which}", now=lambda: self.now)
+
+    @rule(seconds=st.sampled_from([1.0, GRACE_S, LEASE_S * 2]))
+    def clean(self, seconds: float) -> None:
+        chain = self.readers[0].chain
+        with contextlib.suppress(EtudeError):
+            collect(chain, keep=KEEP, grace_s=GRACE_S, now=lambda: self.now)
+        self.tick(seconds)
+
+    @invariant()
+    def what_was_committed_is_there(self) -> None:
+        if not getattr(self, "committed", None):
+            return
+        lineage = self.truth().lineage()
+        newest = sorted(self.committed)[-KEEP:]
+        assert set(newest) <= lineage.keys() <= self.committed.keys()
+        assert bits(fetch(self.inner, newest[-1])) == bits(self.committed[newest[-1]])
+
+    def teardown(self) -> None:
+        for version in self.truth().lineage() if hasattr(self, "inner") else ():
+            assert bits(fetch(self.inner, version)) == bits(self.committed[version])
+
+
+TestPlane = Plane.TestCase
+TestPlane.settings = settings(
+    max_examples=EXAMPLES,
+    stateful_step_count=25,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    phases=(Phase.generate,),
+    derandomize=EXAMPLES == FEW,
+)
+
+
+@pytest.fixture
+def inner() -> Objects:
+    return Objects.open("memory:")
+
+
+def quiet(inner: Objects) -> Faulty:
+    return Faulty(inner, Random(0))
+
+
+def test_a_crash_at_every_write_leaves_a_version_absent_or_whole(inner: Objects) -> None:
+    steps: dict[int, Tensors] = {0: larger(1)}
+    first = Publisher(Chain(inner), policy=POLICY)
+    first.publish(1, steps[0], stage="rl", step=1)
+    first.close()
+    version, cut, current, cuts = 2, 0, steps[0], 0
+    while version < 9:
+        store = quiet(inner)
+        trainer = Publisher(Chain(store), policy=POLICY)
+        store.writes_left = cut
+        given = moved(current, version)
+        try:
+            trainer.publish(version, given, stage="rl", step=version)
+            trainer.wait()
+        except PowerCut:
+            cuts += 1
+        there = version in Chain(inner).lineage()
+        if there:
+            assert bits(fetch(inner, version)) == bits(given)
+            current, version, cut = given, version + 1, 0
+        else:
+            assert bits(fetch(inner, version - 1)) == bits(current)
+            cut += 1
+    assert cuts > 10
+    # What the dead left behind goes, and nothing else.
+    before = {v: bits(fetch(inner, v)) for v in Chain(inner).lineage()}
+    now = [1000.0]
+    first_round = collect(Chain(inner), keep=100, grace_s=10, now=lambda: now[0])
+    assert first_round.doomed and not first_round.deleted
+    now[0] += 11
+    assert set(collect(Chain(inner), keep=100, grace_s=10, now=lambda: now[0]).deleted) == set(first_round.doomed)
+    assert {v: bits(fetch(inner, v)) for v in Chain(inner).lineage()} == before
+    assert find_doomed(Chain(inner), keep=100, now=now[0]) == []
+
+
+def test_a_missing_difference_is_gone_around(inner: Objects) -> None:
+    made = run(Publisher(Chain(inner), policy=Policy(skip=3)), larger(2), range(1, 9))
+    chain = Chain(inner, sleep=lambda s: None)
+    follower = Follower(chain)
+    follower.fetch(1)
+    lost = chain.find(3)[1]
+    for shard in lost.route.shards:
+        inner.delete(f"weights/shards/{lost.epoch:06d}/{lost.version:06d}/{shard.hash}")
+    assert bits(follower.fetch(8)) == bits(made[8])  # by the skip from 1 to 4
+    with pytest.raises(CorruptWeights):
+        Follower(chain).fetch(3)
+    assert bits(follower.held.tensors() if follower.held else {}) == bits(made[8])
+
+
+def test_a_lease_keeps_what_a_reader_needs_and_ends(inner: Objects) -> None:
+    now = [1000.0]
+    publisher = Publisher(Chain(inner), policy=Policy(max_chain=3, skip=0))
+    current, made = larger(3), {}
+    reader = Follower(Chain(inner), name="slow", now=lambda: now[0])
+    for version in range(1, 13):
+        publisher.publish(version, current, stage="rl", step=version)
+        publisher.wait()
+        made[version] = current
+        if version == 2:
+            reader.fetch(2)
+        current = moved(current, version)
+    publisher.close()
+
+    def clean() -> None:
+        for _ in range(2):
+            collect(Chain(inner), keep=2, grace_s=10, now=lambda: now[0])
+            now[0] += 11
+
+    clean()
+    assert min(Chain(inner).lineage()) == 1 and bits(fetch(inner, 3)) == bits(made[3])
+    now[0] += LEASE_S + 200
+    clean()
+    kept = Chain(inner).lineage()
+    assert min(kept) == 10 and max(kept) == 12
+    with pytest.raises(Gone, match="weight version 5 was deleted"):
+        reader.fetch(5)
+    assert bits(reader.fetch(12)) == bits(made[12])  # from the whole version
+    for version in kept:
+        assert bits(fetch(inner, version)) == bits(made[version])
+
+
+def test_the_collector_leaves_the_version_that_is_being_uploaded(inner: Objects) -> None:
+    publisher = Publisher(Chain(inner))
+    publisher.publish(1, larger(1), stage="rl", step=1)
+    publisher.wait()
+    now = [1000.0]
+    real = publisher.chain.put_shard
+
+    def put_shard(epoch: int, version: int, data: bytes) -> str:
+        hash = real(epoch, version, data)
+        for _ in range(2):
+            collect(Chain(inner), keep=1, grace_s=10, now=lambda: now[0])
+            now[0] += 11
+        return hash
+
+    publisher.chain.put_shard = put_shard  # type: ignore[method-assign]
+    publisher.publish(2, larger(2), stage="rl", step=2)
+    publisher.close()
+    assert bits(fetch(inner, 2)) == bits(larger(2))
+
+
+def test_what_was_committed_before_the_fence_is_not_lost(inner: Objects) -> None:
+    """An heir reads which version is the newest; before its fence stands, the old trainer commits one more."""
+    old = Publisher(Chain(inner))
+    old.publish(1, larger(1), stage="rl", step=1)
+    old.wait()
+    chain = Chain(inner)
+    heir = Publisher(chain)
+    real = chain.create
+
+    def create(key: str, record: object) -> bool:
+        if key == "weights/epochs/000002.json":
+            old.publish(2, larger(2), stage="rl", step=2)
+            old.wait()
+        return real(key, record)
+
+    chain.create = create  # type: ignore[method-assign]
+    heir.publish(3, larger(3), stage="rl", step=3)
+    heir.close()
+    assert list(Chain(inner).lineage()) == [1, 2, 3]
+    assert bits(fetch(inner, 2)) == bits(larger(2)) and bits(fetch(inner, 3)) == bits(larger(3))
+
+
+def test_of_two_that_take_the_same_epoch_one_wins(inner: Objects) -> None:
+    chain = Chain(inner)
+    first, second = Publisher(Chain(inner)), Publisher(chain)
+    real = chain.create
+
+    def create(key: str, record: object) -> bool:
+        if key.startswith("weights/epochs"):
+            first.publish(1, larger(1), stage="rl", step=1)
+            first.wait()
+        return real(key, record)
+
+    chain.create = create  # type: ignore[method-assign]
+    second.publish(1, larger(2), stage="rl", step=1)
+    with pytest.raises(Fenced):
+        second.wait()
+    assert bits(fetch(inner, 1)) == bits(larger(1))
+
+
+def test_another_layout_of_the_trainer_is_the_same_version(inner: Objects) -> None:
+    """Tensors in another order, as views of other storage: the same names and bits are the same root."""
+    given = weights(4)
+    publisher = Publisher(Chain(inner))
+    publisher.publish(1, given, stage="rl", step=1)
+    first = publisher.wait()
+    publisher.close()
+    wide = torch.zeros(80, 10).bfloat16()
+    wide[::2, :5] = given["w"]
+    other = {"n": given["n"].clone(), "e": torch.zeros(0), "w": wide[::2, :5]}
+    again = Publisher(Chain(inner))
+    again.publish(1, other, stage="rl", step=1)
+    assert again.wait() == first and first is not None
+    again.close()
+
+
+def test_an_empty_store_and_a_lost_version(inner: Objects) -> None:
+    assert Chain(inner).newest() is None and Chain(inner).lineage() == {}
+    assert collect(Chain(inner)).doomed == ()
+    run(Publisher(Chain(inner)), larger(1), range(1, 4))
+    inner.delete(manifest_key(1, 2))
+    chain = Chain(inner, sleep=lambda s: None)
+    with pytest.raises(EtudeError):
+        Follower(chain).fetch(3)
+    assert shards_of(inner, 3)
