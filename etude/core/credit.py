@@ -28,7 +28,13 @@ def leave_one_out(rewards: Sequence[float]) -> list[float]:
     return [reward - (total - reward) / (len(rewards) - 1) for reward in rewards]
 
 
-CREDIT: dict[str, Credit] = {"centered": centered, "leave_one_out": leave_one_out}
+def praise(rewards: Sequence[float]) -> list[float]:
+    """`centered`, but an attempt below the mean is passed over. What went well says what to do; what went badly only
+    says what not to do, and a small policy that is pushed away from what it said drifts to where nobody has looked."""
+    return [max(0.0, advantage) for advantage in centered(rewards)]
+
+
+CREDIT: dict[str, Credit] = {"centered": centered, "leave_one_out": leave_one_out, "praise": praise}
 
 
 def usable(trajectory: Trajectory) -> bool:
@@ -37,12 +43,13 @@ def usable(trajectory: Trajectory) -> bool:
 
 
 def advantages(group: Group, credit: Credit) -> dict[str, float]:
-    """Trajectory id -> advantage, for the usable attempts; empty if they teach nothing (all rewards are equal)."""
+    """Trajectory id -> advantage, for the attempts that teach something; none do where all rewards are equal."""
     attempts = [t for t in group.trajectories if usable(t)]
     rewards = [t.reward for t in attempts if t.reward is not None]
     if len(set(rewards)) < 2:
         return {}
-    return dict(zip((t.id for t in attempts), credit(rewards), strict=True))
+    credited = zip(attempts, credit(rewards), strict=True)
+    return {attempt.id: advantage for attempt, advantage in credited if advantage != 0.0}
 
 
 def to_rows(trajectory: Trajectory, advantage: float) -> list[Row]:

@@ -22,7 +22,7 @@ from etude.tasks.templates import Function
 Split = Literal["train", "heldout", "novel"]
 HELD_OUT_SHARE = 5  # one function in this many
 
-HARD_SHARE = 0.15  # of the tasks have two functions
+HARD_SHARE = 0.06  # of the tasks have two functions
 NUM_VISIBLE, NUM_HIDDEN = 4, 12
 BUILTINS = frozenset(dir(builtins))
 

@@ -24,7 +24,7 @@ Demonstration = tuple[Sequence[int], Sequence[bool]]
 """The tokens of a session, and which of them the assistant said."""
 
 # Small enough to stay in the caches of a CPU core; a step does not depend on it but for rounding.
-MICROBATCH_TOKENS = 4096
+MICROBATCH_TOKENS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -89,7 +89,7 @@ def test_a_model_from_a_directory() -> None:
         ("lr = 1", "lr = nan", "stage.midtrain.lr = nan: input should be a finite number"),
         ('kind = "rl"', 'kind = "rll"', "stage number 3 needs kind = one of midtrain, sft, rl; it has 'rll', .*rl"),
         ('kind = "rl"', "", "stage number 3 needs kind = one of midtrain, sft, rl; it has None"),
-        ("max_lag = 1", 'credit = "best"', "stage.rl.credit: must be one of centered, leave_one_out"),
+        ("max_lag = 1", 'credit = "best"', "stage.rl.credit: must be one of centered, leave_one_out, praise"),
         ("max_lag = 1", "max_lag = 0\nlookahead = 2", "stage.rl: lookahead 2 leaves 15 slots .* from 1 to 1"),
         ("hidden_size = 64", "num_heads = 3", "model: hidden_size 128 must be num_heads 3 times an even number"),
         ("hidden_size = 64", "num_kv_heads = 3", "model: num_heads 4 must be a multiple of num_kv_heads 3"),

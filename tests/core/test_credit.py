@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from etude.core.credit import CREDIT, advantages, centered, leave_one_out, oldest_version, to_rows
+from etude.core.credit import CREDIT, advantages, centered, leave_one_out, oldest_version, praise, to_rows
 from etude.core.types import Batch, Group, Segment, Span, Trajectory, spans, unspan
 
 
@@ -39,6 +39,11 @@ def test_centered() -> None:
     assert centered([1.0, 0.0, 0.0, 0.0]) == [0.75, -0.25, -0.25, -0.25]
 
 
+def test_praise_passes_over_what_is_below_the_mean() -> None:
+    assert praise([1.0, 0.0, 0.0, 0.0]) == [0.75, 0.0, 0.0, 0.0]
+    assert praise([1.0, 1.0, 1.0, 0.0]) == [0.25, 0.25, 0.25, 0.0]
+
+
 def test_leave_one_out() -> None:
     assert leave_one_out([1.0, 0.0, 0.5]) == [1.0 - 0.25, 0.0 - 0.75, 0.5 - 0.5]
     assert leave_one_out([1.0]) == [0.0]
@@ -48,8 +53,12 @@ def test_leave_one_out() -> None:
 def test_what_every_credit_must_do(credit) -> None:  # type: ignore[no-untyped-def]
     rewards = [0.0, 1.0, 0.25, 1.0]
     result = credit(rewards)
-    assert sum(result) == pytest.approx(0.0)
-    assert result[1] == result[3] == max(result) and result[0] == min(result)
+    assert result[1] == result[3] == max(result) > 0 and result[0] == min(result)
+
+
+@pytest.mark.parametrize("credit", [centered, leave_one_out])
+def test_a_credit_without_bias_adds_up_to_nothing(credit) -> None:  # type: ignore[no-untyped-def]
+    assert sum(credit([0.0, 1.0, 0.25, 1.0])) == pytest.approx(0.0)
 
 
 def test_a_failed_attempt_is_no_zero() -> None:
