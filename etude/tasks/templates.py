@@ -145,40 +145,42 @@ def sliced(rng: Random) -> Function:
             (f"xs[-{k}:]", f"the last {k} of xs"),
         ]
     )
+    op, j = rng.choice("+-*"), _digit(rng)
     return Function(
         template="sliced",
         difficulty="medium",
         name=rng.choice(NAMES),
         parameters=("xs",),
-        says=f"{FOLDS[fold]} {says}",
-        body=(f"part = {part}", f"return {fold}(part)"),
+        says=f"{FOLDS[fold]} {says} {OPERATORS[op]} {j}",
+        body=(f"part = {part}", f"return {fold}(part) {op} {j}"),
         inputs=_list,
     )
 
 
 def clamped(rng: Random) -> Function:
-    fold, words = rng.choice([("max", "at least"), ("min", "at most")])
-    op, k, limit = rng.choice("+-*"), _digit(rng), _digit(rng)
+    low, high = rng.randint(1, 4), rng.randint(6, 9)
+    op, k = rng.choice("+-*"), _digit(rng)
     return Function(
         template="clamped",
         difficulty="medium",
         name=rng.choice(NAMES),
         parameters=("a",),
-        says=f"a {OPERATORS[op]} {k} but {words} {limit}",
-        body=(f"n = a {op} {k}", f"return {fold}(n, {limit})"),
+        says=f"a {OPERATORS[op]} {k} but at least {low} and at most {high}",
+        body=(f"n = a {op} {k}", f"return max({low}, min(n, {high}))"),
         inputs=_numbers(1),
     )
 
 
 def branched(rng: Random) -> Function:
-    comparison, k, op, j = rng.choice(sorted(COMPARISONS)), _digit(rng), rng.choice("+-*"), _digit(rng)
+    comparison, k, i, j = rng.choice(sorted(COMPARISONS)), _digit(rng), _digit(rng), _digit(rng)
+    first, second = rng.choice("+-*"), rng.choice("+-*")
     return Function(
         template="branched",
         difficulty="medium",
         name=rng.choice(NAMES),
         parameters=("a",),
-        says=f"a {OPERATORS[op]} {j} if a is {COMPARISONS[comparison]} {k} else a",
-        body=(f"if a {comparison} {k}:", f"    return a {op} {j}", "return a"),
+        says=f"a {OPERATORS[first]} {i} if a is {COMPARISONS[comparison]} {k} else a {OPERATORS[second]} {j}",
+        body=(f"if a {comparison} {k}:", f"    return a {first} {i}", f"return a {second} {j}"),
         inputs=_numbers(1),
     )
 
