@@ -1,2 +1,2 @@
-"""Weight versions in the store: the trainer publishes them, every region follows. Whole snapshots for now; a manifest
-already has the `base` that a chain of differences needs."""
+"""Weight versions in the store: the trainer publishes them as lossless differences, every region follows.
+`docs/weights.md` has the format; `publish` and `follow` are the two ends, `codec` is the heart."""
