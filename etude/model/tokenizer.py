@@ -144,8 +144,8 @@ def chat_template(config: Mapping[str, Any]) -> str | None:
 
 def _read_tokenizer(data: bytes) -> Tokenizer:
     try:
-        return Tokenizer.from_str(data.decode())
-    except Exception as e:  # tokenizers raises no narrower kind
+        return Tokenizer.from_buffer(data)
+    except ValueError as e:
         raise EtudeError(f"tokenizer.json cannot be read ({e}): fetch the model again") from e
 
 
