@@ -198,7 +198,7 @@ def test_sft_stops_early_when_what_it_imitates_is_not_what_it_is_examined_on() -
     """Every demonstration says one thing and every held-back session another, so each epoch makes the exam worse."""
     one = learner()
     seen: list[Progress] = []
-    imitated, examined = [([3] * 12, [False] + [True] * 11)] * 20, [([5] * 12, [False] + [True] * 11)] * 4
+    imitated, examined = [([5, 3] * 6, [False, True] * 6)] * 20, [([5] * 12, [False] + [True] * 11)] * 4
     losses = sft(
         one, imitated, examined, max_epochs=6, patience=1, batch_tokens=100, lr=1e-2, seed=0, on_step=seen.append
     )
