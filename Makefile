@@ -8,8 +8,9 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 
 # A stamp is named after the content it stands for, so a checkout that only moves file times installs nothing.
 digest = $(shell cat $(1) | sha256sum | cut -c1-16)
-RUNTIME := .venv/.runtime-$(call digest,pyproject.toml requirements.txt setup.py etude/weights/delta.c)
-DEV := .venv/.dev-$(call digest,pyproject.toml requirements.txt requirements-dev.txt setup.py etude/weights/delta.c)
+COMPILED := setup.py etude/weights/delta.c etude/engine/native.c
+RUNTIME := .venv/.runtime-$(call digest,pyproject.toml requirements.txt $(COMPILED))
+DEV := .venv/.dev-$(call digest,pyproject.toml requirements.txt requirements-dev.txt $(COMPILED))
 
 help: ## show this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16

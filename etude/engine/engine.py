@@ -22,7 +22,7 @@ from torch import Tensor
 from etude.core.types import Sample
 from etude.engine.blocks import Blocks
 from etude.engine.plan import Drawn, Draws, Plan, Runner
-from etude.engine.runner import CpuRunner, num_blocks
+from etude.engine.runner import runner_for
 from etude.engine.sampler import draws
 from etude.engine.scheduler import Constraint, Request, Scheduler, Sequence
 from etude.model.transformer import Transformer
@@ -81,10 +81,10 @@ class Engine:
         prefix_cache: bool = True, kv_bytes: int = 1 << 30, runner: Runner | None = None,
     ) -> None:  # fmt: skip
         """`step_tokens`: what a pass may read in all; a long prompt is read in pieces of it. Without `prefix_cache`
-        every request is computed from nothing. `runner`: what computes; by default the model as it is, on the CPU."""
-        c, item_bytes = model.config, model.model.embed_tokens.weight.element_size()
+        every request is computed from nothing. `runner`: what computes; by default the fastest that can."""
+        c = model.config
         self.version, self.max_context, self.vocab_size = version, c.max_position_embeddings, c.vocab_size
-        self._runner = runner or CpuRunner(model, num_blocks(c, item_bytes, max_batch, kv_bytes))
+        self._runner = runner or runner_for(model, max_batch, kv_bytes)
         self._blocks = Blocks(self._runner.num_blocks, self._runner.block_size, reuse=prefix_cache)
         # Pieces are for the others' sake; where there are none, a prompt is read at once.
         self._scheduler = Scheduler(

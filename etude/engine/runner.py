@@ -1,4 +1,7 @@
-"""The model on a CPU. N new tokens, R rows that draw, L layers with experts, k experts of a token."""
+"""Who computes a model, and the model on a CPU, operator by operator.
+
+N new tokens, R rows that draw, L layers with experts, k experts of a token.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from etude.engine.plan import Drawn, Ints, Plan
+from etude.engine import native
+from etude.engine.plan import Drawn, Ints, Plan, Runner
 from etude.engine.sampler import sample
 from etude.model.attention import KVCache, Paged
 from etude.model.experts import Routing
@@ -26,6 +30,16 @@ def num_blocks(config: ModelConfig, item_bytes: int, max_batch: int, kv_bytes: i
     context = config.max_position_embeddings
     tokens = max(context, min(4 * max_batch * context, kv_bytes // token_bytes))
     return -(-tokens // BLOCK_SIZE)
+
+
+def runner_for(model: Transformer, max_batch: int, kv_bytes: int) -> Runner:
+    """The fastest that knows the model. But one request at a time is answered by the operators of the model definition,
+    as they are: whoever runs these too gets the same bits, and that is what a deterministic run is checked by."""
+    weight = model.model.embed_tokens.weight
+    blocks = num_blocks(model.config, weight.element_size(), max_batch, kv_bytes)
+    if max_batch > 1 and native.can_run(model.config, weight.dtype):
+        return native.NativeRunner(model, blocks)
+    return CpuRunner(model, blocks)
 
 
 class CpuRunner:

@@ -3,7 +3,7 @@
 A token is the inverse of the cumulative distribution, in the order of token ids, at a number in [0, 1) that belongs to
 the request. Probabilities are float32. Their sums are float64, since over a large vocabulary float32 would shift the
 boundaries by more than the width of a rare token; and as float64 over everything costs more than a small model itself,
-the vocabulary is cut into pieces, of which only one is looked into.
+the vocabulary is cut into pieces, added up in float32 each, of which only one is looked into.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ def invert(p_RV: Tensor, u_R: Tensor) -> Tensor:
     rows, size = p_RV.shape
     if size <= PIECE:
         return _first_above(p_RV.double().cumsum_(-1), u_R)
-    p_RCP = F.pad(p_RV, (0, -size % PIECE)).view(rows, -1, PIECE)
-    ends_RC = p_RCP.sum(-1, dtype=torch.float64).cumsum_(-1)
+    # To fill up nothing would still be a copy.
+    p_RCP = (F.pad(p_RV, (0, -size % PIECE)) if size % PIECE else p_RV).view(rows, -1, PIECE)
+    ends_RC = p_RCP.sum(-1).double().cumsum_(-1)
     piece_R = _first_above(ends_RC, u_R)
     begin_R = F.pad(ends_RC, (1, 0)).gather(1, piece_R[:, None])[:, 0]
     sums_RP = p_RCP[torch.arange(rows, device=piece_R.device), piece_R].double().cumsum_(-1)

@@ -22,6 +22,7 @@ from etude.engine.kernels import attention, experts, head, linear, norm
 from etude.model.attention import Causal
 from etude.model.config import ExpertsConfig, ModelConfig
 from etude.model.experts import Routing
+from etude.model.files import weights
 from etude.model.transformer import fresh
 
 
@@ -312,15 +313,18 @@ LARGE: dict[str, Callable[[Inputs], dict[str, float]]] = {
 
 
 def check_engine(experts: ExpertsConfig | None) -> dict[str, float]:
-    """A whole engine on a GPU, with prompts in pieces, shared prefixes and every way to draw: its log-probs against
-    those of the same weights in float64, experts replayed."""
+    """A whole engine on a GPU, with prompts in pieces, shared prefixes and every way to draw, on weights that were put
+    in place of others: its log-probs against those of the same weights in float64, experts replayed."""
     config = ModelConfig(
         model_type="qwen3_moe" if experts else "qwen3", vocab_size=5000, hidden_size=256, num_hidden_layers=4,
         num_attention_heads=8, num_key_value_heads=4, head_dim=64, intermediate_size=512, max_position_embeddings=2048,
         experts=experts,
     )  # fmt: skip
-    model = fresh(config, seed=torch.seed() % 1000).to("cuda", torch.bfloat16).requires_grad_(False)
-    engine = Engine(model, max_batch=24, step_tokens=200, runner=CudaRunner(model, num_blocks=200, max_batch=24))
+    model, before = (
+        fresh(config, seed=torch.seed() % 1000).to("cuda", torch.bfloat16).requires_grad_(False) for _ in range(2)
+    )
+    engine = Engine(before, max_batch=24, step_tokens=200, runner=CudaRunner(before, num_blocks=200, max_batch=24))
+    engine.load(1, {name: tensor.cpu() for name, tensor in weights(model).items()})
     prefix = torch.randint(0, 5000, (130,)).tolist()
     requests = {}
     for i in range(40):

@@ -1,0 +1,124 @@
+"""A pass in C computes what the model definition computes, and the same bits whatever else is in the pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from etude.core.types import Sample
+from etude.engine.engine import Engine, Request
+from etude.engine.native import LIBRARY, NativeRunner, can_run
+from etude.engine.runner import CpuRunner, runner_for
+from etude.model.config import ExpertsConfig
+from etude.model.files import weights
+from etude.model.transformer import ModelConfig, Transformer
+from tests.small_model import drain, plain_logprobs, request, sharp
+
+pytestmark = pytest.mark.skipif(LIBRARY is None, reason="native.c is not built: there was no compiler")
+
+# Six query heads on two key heads are one group of three each; the vocabulary does not fill its last unit.
+SMALL = ModelConfig(
+    model_type="qwen3",
+    vocab_size=150,
+    hidden_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    head_dim=32,
+    intermediate_size=96,
+    max_position_embeddings=128,
+)
+MODELS = {
+    "llama": replace(SMALL, model_type="llama"),
+    "qwen2": replace(SMALL, model_type="qwen2", tie_word_embeddings=False),
+    "qwen3": SMALL,
+    "nine heads on one": replace(SMALL, num_attention_heads=9, num_key_value_heads=1, head_dim=64),
+}
+EXPERTS = ExpertsConfig(
+    num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, layers=(1,), norm_topk_prob=True
+)
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def model(name: str, seed: int = 3, dtype: torch.dtype = torch.float32) -> Transformer:
+    made = sharp(MODELS[name], seed, factor=2.0)
+    for key, parameter in made.named_parameters():
+        if key.endswith("bias"):
+            parameter.normal_(generator=torch.Generator().manual_seed(seed))
+        parameter.copy_(parameter.bfloat16())
+    return made.to(dtype)
+
+
+def requests() -> list[Request]:
+    """From 6 to 75 tokens, some of them with the same beginning, some greedy."""
+    return [
+        request(str(i), [5 + i // 2, 9, 20] * (2 + 3 * i), max_tokens=4 + 3 * i, temperature=i % 3) for i in range(8)
+    ]
+
+
+def answers(engine: Engine, asked: list[Request]) -> dict[str, Sample]:
+    for each in asked:
+        engine.add(each)
+    return drain(engine)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_the_operators_compute(name: str) -> None:
+    made = model(name)
+    ours, reference = (
+        answers(Engine(made, max_batch=5, step_tokens=40, runner=kind(made, 40)), requests())
+        for kind in (NativeRunner, CpuRunner)
+    )
+    for id, sample in ours.items():
+        assert sample.tokens == reference[id].tokens
+        assert sample.logprobs == pytest.approx(reference[id].logprobs, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_bf16_is_as_near_to_fp32_as_with_the_operators(name: str) -> None:
+    exact, made = model(name), model(name, dtype=torch.bfloat16)
+    found = answers(Engine(made, max_batch=5, step_tokens=40), requests())
+    ours, theirs = [], []
+    for asked in requests()[2:5]:
+        sample, temperature = found[asked.id], asked.temperature or 1.0
+        expected = plain_logprobs(exact, asked.prompt, sample.tokens, temperature)
+        ours.append(torch.tensor(sample.logprobs) - expected)
+        theirs.append(plain_logprobs(made, asked.prompt, sample.tokens, temperature) - expected)
+    assert 0 < torch.cat(ours).abs().mean() < 1.5 * torch.cat(theirs).abs().mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
+    made = model("qwen3", dtype=dtype)
+    torch.set_num_threads(2)
+    together = answers(Engine(made, max_batch=8, step_tokens=30), requests())
+    torch.set_num_threads(1)
+    alone = {r.id: answers(Engine(made, max_batch=2, prefix_cache=False), [r])[r.id] for r in requests()}
+    assert together == alone
+
+
+def test_new_weights_take_the_place_of_the_old() -> None:
+    old, new = model("qwen2"), model("qwen2", seed=4)
+    engine = Engine(old, max_batch=4)
+    before = answers(engine, requests())
+    engine.load(1, weights(new))
+    after, expected = answers(engine, requests()), answers(Engine(new, max_batch=4), requests())
+    assert {id: sample.tokens for id, sample in after.items()} == {id: s.tokens for id, s in expected.items()}
+    assert after.keys() == before.keys() and after["7"].tokens != before["7"].tokens
+
+
+def test_who_computes_what() -> None:
+    assert isinstance(runner_for(model("llama"), max_batch=2, kv_bytes=1 << 20), NativeRunner)
+    assert isinstance(runner_for(model("llama"), max_batch=1, kv_bytes=1 << 20), CpuRunner)
+    assert not can_run(replace(SMALL, model_type="qwen3_moe", experts=EXPERTS), torch.float32)
+    assert not can_run(replace(SMALL, head_dim=16), torch.float32)
+    assert not can_run(SMALL, torch.float16)
