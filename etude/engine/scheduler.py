@@ -12,6 +12,7 @@ again. Rank is priority, then arrival. A waiting request of higher priority take
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -48,6 +49,8 @@ class Request:
     stream: bool = False
     top_logprobs: int = 0
     constraint: Constraint | None = None
+    ends: Callable[[int], bool] | None = None
+    """Told every token as it is drawn; True makes it the last."""
 
 
 @dataclass(slots=True, eq=False)
@@ -72,6 +75,8 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     tops: list[Top] = field(default_factory=list)
+    ended: bool = False
+    """By what it said, not by its length."""
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -100,10 +105,12 @@ class Sequence:
             self.tops.append(top)
         if self.request.constraint is not None:
             self.request.constraint.accept(token)
+        ends = self.request.ends
+        self.ended = token in self.request.stop or (ends is not None and ends(token))
 
     @property
     def finish(self) -> Literal["stop", "length"] | None:
-        if self.logprobs and self.tokens[-1] in self.request.stop:
+        if self.ended:
             return "stop"
         return "length" if len(self.logprobs) == len(self.draws) else None
 

@@ -8,6 +8,7 @@ from etude.model.tokenizer import chat_template, read_config
 
 TEMPLATE = "chat_template.jinja"
 SMALL = ("config.json", "tokenizer.json", "tokenizer_config.json", TEMPLATE)
+"""What a run needs; `generation_config.json` may be there too, and says which tokens end an answer."""
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -18,8 +19,9 @@ def lacking(path: Path) -> list[str]:
 
 
 def read_small(path: Path) -> dict[str, bytes]:
-    """Those of `SMALL` that are there; a template within tokenizer_config.json is given a file of its own."""
-    small = {name: (path / name).read_bytes() for name in SMALL if (path / name).is_file()}
-    if TEMPLATE not in small and (template := chat_template(read_config(small.get("tokenizer_config.json", b"{}")))):
+    """Those that are there; a template within tokenizer_config.json is given a file of its own."""
+    names = (*SMALL, "generation_config.json")
+    small = {name: (path / name).read_bytes() for name in names if (path / name).is_file()}
+    if TEMPLATE not in small and (template := chat_template(read_config(small, "tokenizer_config.json"))):
         small[TEMPLATE] = template.encode()
     return small

@@ -1,7 +1,8 @@
 """Text, chat messages and token ids, from the files of a Hugging Face directory. No torch in here: the gateway uses it.
 
 `tokenizer.json` is read by `tokenizers`. `tokenizer_config.json` says which tokens are special (`eos_token` ends
-a turn) and how the model writes tool calls (`tool_syntax`, a key of our own). The chat template stands in
+a turn; others that may end it too are in `generation_config.json`, if there is one) and how the model writes tool
+calls (`tool_syntax`, a key of our own). The chat template stands in
 `chat_template.jinja`, or in `tokenizer_config.json` as in older directories.
 """
 
@@ -74,7 +75,7 @@ SYNTAX: dict[str, Callable[[str, Mapping[str, Mapping[str, Any]]], Calls]] = {
 class ChatTokenizer:
     def __init__(self, files: Mapping[str, bytes]) -> None:
         self._tokenizer = _read_tokenizer(files["tokenizer.json"])
-        config = read_config(files.get("tokenizer_config.json", b"{}"))
+        config = read_config(files, "tokenizer_config.json")
         self._special = {key: _text(config[key]) for key in SPECIAL if config.get(key)}
         self.eos_text = self._special.get("eos_token", "")
         eos_id = self._tokenizer.token_to_id(self.eos_text)
@@ -84,6 +85,8 @@ class ChatTokenizer:
                 f"the token that ends a turn"
             )
         self.eos: int = eos_id
+        self.stops = tuple(dict.fromkeys((eos_id, *_end_ids(read_config(files, "generation_config.json")))))
+        """All tokens that end an answer, `eos` first."""
         syntax = config.get("tool_syntax", "hermes")
         if syntax not in SYNTAX:
             raise EtudeError(f"tokenizer_config.json: tool_syntax is {syntax!r}; write one of {', '.join(SYNTAX)}")
@@ -149,14 +152,23 @@ def _read_tokenizer(data: bytes) -> Tokenizer:
         raise EtudeError(f"tokenizer.json cannot be read ({e}): fetch the model again") from e
 
 
-def read_config(data: bytes) -> dict[str, Any]:
+def read_config(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    """Empty if the file is not there."""
     try:
-        config = json.loads(data)
+        config = json.loads(files.get(name, b"{}"))
     except ValueError as e:
-        raise EtudeError(f"tokenizer_config.json is no JSON ({e}): fetch the model again") from e
+        raise EtudeError(f"{name} is no JSON ({e}): fetch the model again") from e
     if not isinstance(config, dict):
-        raise EtudeError("tokenizer_config.json is no JSON object: fetch the model again")
+        raise EtudeError(f"{name} is no JSON object: fetch the model again")
     return config
+
+
+def _end_ids(generation: Mapping[str, Any]) -> list[int]:
+    said = generation.get("eos_token_id")
+    ids = said if isinstance(said, list) else [] if said is None else [said]
+    if not all(isinstance(id, int) for id in ids):
+        raise EtudeError(f"generation_config.json: eos_token_id is {said!r}; write a token id, or a list of them")
+    return ids
 
 
 def _text(token: Any) -> str:

@@ -108,7 +108,7 @@ class Api:
         )  # fmt: skip
         limit = asked.max_completion_tokens or asked.max_tokens or self.max_context
         asks = self._asks(
-            asked, [prompt], limit, stop=(self.tokenizer.eos,), grammar=self._grammar(asked),
+            asked, [prompt], limit, stop=self.tokenizer.stops, grammar=self._grammar(asked),
             top_logprobs=asked.top_logprobs or 0,
         )  # fmt: skip
         return form, asks
@@ -141,12 +141,11 @@ class Api:
             tokenizer=self.tokenizer, model=self._named(asked), with_ids=bool(asked.return_token_ids),
             with_logprobs=asked.logprobs is not None, with_text=asked.detokenize is not False,
         )  # fmt: skip
-        eos = self.tokenizer.eos
-        stop = (eos,) if asked.stop_token_ids is None else tuple(asked.stop_token_ids)
+        stop = self.tokenizer.stops if asked.stop_token_ids is None else tuple(asked.stop_token_ids)
         grammar = asked.structured_outputs.grammar if asked.structured_outputs else None
         asks = self._asks(
             asked, self._prompts(asked.prompt), asked.max_tokens or COMPLETION_TOKENS, grammar=grammar,
-            stop=stop if grammar is None else (*stop, eos), top_logprobs=asked.logprobs or 0,
+            stop=stop if grammar is None else (*stop, self.tokenizer.eos), top_logprobs=asked.logprobs or 0,
         )  # fmt: skip
         return await self._answer(request, asked, form, asks)
 

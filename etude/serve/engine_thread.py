@@ -4,8 +4,8 @@ The engine runs on a thread of its own, because a step may take long and the por
 hands it closures that it runs between two steps, and gets back what the steps gave. New weights are fetched and checked
 on a third thread while the engine serves, and swapped in between two steps.
 
-The engine knows tokens only. Stop texts are found here, on its thread and between two steps, so that not one token is
-sampled behind them; grammars become the guides that it asks which tokens may come next.
+The engine knows tokens only. It asks a `StopWatch` after every token whether a stop text is complete, so that not one
+is sampled behind it, and a guide which tokens the grammar lets come next.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from functools import cached_property, partial
 from torch import Tensor
 
 from etude.core.seams import Ask, Token
-from etude.core.types import Sample, spans
+from etude.core.types import Sample
 from etude.engine.engine import Engine, Finished, Request
 from etude.engine.engine import Token as Drawn
 from etude.model.tokenizer import ChatTokenizer
@@ -49,7 +49,6 @@ class EngineThread:
         self._loop = asyncio.get_running_loop()
         self._ids = itertools.count()
         self._inboxes: dict[str, Inbox] = {}
-        self._watches: dict[str, Watch] = {}  # belongs to the engine's thread
         self._between_steps: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._loading = asyncio.Lock()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -58,10 +57,9 @@ class EngineThread:
     async def sample(self, ask: Ask) -> Sample:
         guide = await self._guide(ask)
         with self._asked(ask, guide, stream=False) as inbox:
-            event = await inbox.get()
-            while not isinstance(event, Sample):  # an ask that is watched comes token by token
-                event = await inbox.get()
-        return _checked(event, guide)
+            sample = await inbox.get()
+        assert isinstance(sample, Sample)
+        return _checked(sample, guide)
 
     async def stream(self, ask: Ask) -> AsyncIterator[Event]:
         guide = await self._guide(ask)
@@ -98,18 +96,19 @@ class EngineThread:
         request = Request(
             id=str(next(self._ids)), prompt=ask.prompt, max_tokens=ask.max_tokens, temperature=ask.temperature,
             top_p=ask.top_p, top_k=ask.top_k, seed=ask.seed, stop=frozenset(ask.stop), constraint=guide,
-            stream=stream or bool(ask.stop_texts), top_logprobs=ask.top_logprobs,
+            stream=stream, top_logprobs=ask.top_logprobs,
+            ends=StopWatch(self.tokenizer, ask.stop_texts) if ask.stop_texts else None,
         )  # fmt: skip
         if self.engine.version < 0:
             raise Unavailable("this worker has no weights yet; ask again when it has joined the gateway")
         self.engine.check(request)
         inbox = self._inboxes[request.id] = Inbox()
-        self._between_steps.put(partial(self._add, request, ask.stop_texts))
+        self._between_steps.put(partial(self.engine.add, request))
         try:
             yield inbox
         finally:
             if self._inboxes.pop(request.id, None) is not None:
-                self._between_steps.put(partial(self._abort, request.id))
+                self._between_steps.put(partial(self.engine.abort, request.id))
 
     async def _guide(self, ask: Ask) -> Guide | None:
         """Making one takes from a millisecond to a second."""
@@ -139,56 +138,29 @@ class EngineThread:
                 return False
             act()
         began = time.monotonic()
-        events = [told for event in self.engine.step() for told in self._told(event)]
+        events = [(event.id, _told(event)) for event in self.engine.step()]
         self.busy_s += time.monotonic() - began
         if events:
             self._loop.call_soon_threadsafe(self._deliver, events)
         return True
 
-    def _add(self, request: Request, stop_texts: tuple[str, ...]) -> None:
-        self.engine.add(request)
-        if stop_texts:
-            self._watches[request.id] = Watch(self.tokenizer, stop_texts)
 
-    def _abort(self, id: str) -> None:
-        self.engine.abort(id)
-        self._watches.pop(id, None)
-
-    def _told(self, event: Drawn | Finished) -> Iterator[tuple[str, Event]]:
-        """What the loop is to know of an event of the engine."""
-        if isinstance(event, Finished):
-            self._watches.pop(event.id, None)
-            yield event.id, event.sample
-            return
-        token = Token(event.token, event.logprob, event.version, event.top)
-        yield event.id, token
-        watch = self._watches.get(event.id)
-        if watch is not None and watch.sees_stop(token):
-            self._abort(event.id)
-            yield event.id, watch.sample()
-
-
-class Watch:
-    """A request that a text may stop."""
+class StopWatch:
+    """Reads what a request says, token by token; belongs to the engine's thread."""
 
     def __init__(self, tokenizer: ChatTokenizer, stop_texts: tuple[str, ...]) -> None:
-        self._tokens: list[Token] = []
         self._decoder, self._finder = Decoder(tokenizer.decode), StopFinder(stop_texts)
 
-    def sees_stop(self, token: Token) -> bool:
-        self._tokens.append(token)
-        self._finder.push(self._decoder.push(token.token))
+    def __call__(self, token: int) -> bool:
+        self._finder.push(self._decoder.push(token))
         return self._finder.found
 
-    def sample(self) -> Sample:
-        tokens = self._tokens
-        return Sample(
-            tokens=tuple(token.token for token in tokens),
-            logprobs=tuple(token.logprob for token in tokens),
-            versions=spans(token.version for token in tokens),
-            finish="stop",
-            top=tuple(token.top for token in tokens) if tokens[0].top else (),
-        )
+
+def _told(event: Drawn | Finished) -> Event:
+    """What the loop is to know of an event of the engine."""
+    if isinstance(event, Finished):
+        return event.sample
+    return Token(event.token, event.logprob, event.version, event.top)
 
 
 def _checked(sample: Sample, guide: Guide | None) -> Sample:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -46,6 +47,23 @@ def some_request(id: int, rng: random.Random) -> Request:
         temperature=rng.choice((0.0, 0.7, 1.0, 1.0)), top_k=rng.choice((0, 0, 5)), stream=rng.random() < 0.3,
         stop=frozenset(rng.sample(range(61), 2)),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_what_watches_a_request_may_end_it(any_model: Transformer, overlaps: bool) -> None:
+    """As a stop text does. The sample is as whole as any other, and not one token is behind its end."""
+    told: list[int] = []
+
+    def third(token: int) -> bool:
+        told.append(token)
+        return len(told) == 3
+
+    plain = request("1", [5, 9, 20], max_tokens=10, stop=frozenset())
+    engine = engine_with(any_model, overlaps=overlaps, max_batch=2)
+    engine.add(replace(plain, ends=third))
+    sample = drain(engine)["1"]
+    assert sample.finish == "stop" and list(sample.tokens) == told == list(alone(any_model, plain).tokens[:3])
+    check(any_model, replace(plain, max_tokens=3), replace(sample, finish="length"))
 
 
 @pytest.mark.parametrize("overlaps", [False, True])

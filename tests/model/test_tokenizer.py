@@ -103,6 +103,16 @@ def test_the_end_must_be_a_token() -> None:
         ChatTokenizer(FILES | {"tokenizer_config.json": b'{"eos_token": "<|nothing|>"}'})
 
 
+def test_more_tokens_may_end_an_answer() -> None:
+    eos = ChatTokenizer(FILES).eos
+    assert ChatTokenizer(FILES).stops == (eos,)
+    for said, stops in ((7, (eos, 7)), ([9, eos, 7], (eos, 9, 7)), (None, (eos,))):
+        files = FILES | {"generation_config.json": json.dumps({"eos_token_id": said}).encode()}
+        assert ChatTokenizer(files).stops == stops
+    with pytest.raises(EtudeError, match="generation_config.json: eos_token_id is 'x'"):
+        ChatTokenizer(FILES | {"generation_config.json": b'{"eos_token_id": "x"}'})
+
+
 def test_a_template_error_is_a_value_error() -> None:
     broken = ChatTokenizer(FILES | {"chat_template.jinja": b"{{ messages[0].nothing.at_all }}"})
     with pytest.raises(ValueError, match="chat template"):
