@@ -104,6 +104,9 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-context", type=_count, help="tokens of prompt and answer (default: the model's)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="(default: the fastest that fits)")
     parser.add_argument("--threads", type=_count, help="processor threads of the engine")
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: cuda if there is one)"
+    )
 
 
 def _add_weights(parser: argparse.ArgumentParser) -> None:

@@ -86,6 +86,9 @@ class EngineConfig(Config):
     """Requests that a worker decodes together."""
     threads: Count = 1
     """CPU threads of a worker, and of the trainer."""
+    device: Literal["auto", "cpu", "cuda"] = "cpu"
+    """Where the workers compute; auto: on a CUDA device if there is one, in bf16. On the CPU they compute in fp32, and
+    their log-probs are nearest to those of a trainer that computes there too."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Where the gateway listens, on the loopback interface; 0 chooses a free one. Requests carry the token in
     ETUDE_TOKEN; if that is not set, every launch makes a token of its own."""
@@ -231,7 +234,7 @@ class RunConfig(Config):
 
 
 OPERATIONAL: dict[str, set[str]] = {
-    "engine": {"port", "threads", "max_batch"},
+    "engine": {"port", "threads", "max_batch", "device"},
     "harness": {"concurrency"},
     "worlds": {"isolation"},
     "stage": {"threads"},

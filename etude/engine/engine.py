@@ -78,7 +78,7 @@ class _Pass:
 class Engine:
     def __init__(
         self, model: Transformer, *, max_batch: int, version: int = 0, step_tokens: int = 512,
-        prefix_cache: bool = True, kv_bytes: int = 1 << 30, runner: Runner | None = None,
+        prefix_cache: bool = True, kv_bytes: int | None = None, runner: Runner | None = None,
     ) -> None:  # fmt: skip
         """`step_tokens`: what a pass may read in all; a long prompt is read in pieces of it. Without `prefix_cache`
         every request is computed from nothing. `runner`: what computes; by default the fastest that can."""

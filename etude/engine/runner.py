@@ -1,4 +1,4 @@
-"""Who computes a model, and the model on a CPU, operator by operator.
+"""Who computes a model, and the model operator by operator, on any device.
 
 N new tokens, R rows that draw, L layers with experts, k experts of a token.
 """
@@ -11,35 +11,55 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from etude.core.errors import EtudeError
 from etude.engine import native
 from etude.engine.plan import Drawn, Ints, Plan, Runner
 from etude.engine.sampler import sample
 from etude.model.attention import KVCache, Paged
 from etude.model.experts import Routing
 from etude.model.files import load_weights
-from etude.model.transformer import ModelConfig, Transformer
+from etude.model.transformer import Transformer
 
 BLOCK_SIZE = 16
+DEVICE_SHARE = 0.7
+"""Of the memory that is free on a device when the engine is made: the rest is for graphs and what a pass needs."""
 
 
-def num_blocks(config: ModelConfig, item_bytes: int, max_batch: int, kv_bytes: int) -> int:
-    """Blocks for four times as many tokens as can run at once, so that sessions find what they said before; in any case
-    within `kv_bytes`, and in any case for one sequence."""
-    heads, size = config.cached_heads
-    token_bytes = config.num_hidden_layers * heads * size * item_bytes * (1 if config.latent else 2)
-    context = config.max_position_embeddings
-    tokens = max(context, min(4 * max_batch * context, kv_bytes // token_bytes))
-    return -(-tokens // BLOCK_SIZE)
+def device_for(asked: str) -> torch.device:
+    """`asked`: cpu, cuda, or auto, which is cuda where there is one."""
+    there = torch.cuda.is_available()
+    if asked == "cuda" and not there:
+        raise EtudeError("--device cuda: torch sees no CUDA device here; install its CUDA build, or take --device cpu")
+    return torch.device("cuda" if there and asked != "cpu" else "cpu")
 
 
-def runner_for(model: Transformer, max_batch: int, kv_bytes: int) -> Runner:
-    """The fastest that knows the model. But one request at a time is answered by the operators of the model definition,
-    as they are: whoever runs these too gets the same bits, and that is what a deterministic run is checked by."""
-    weight = model.model.embed_tokens.weight
-    blocks = num_blocks(model.config, weight.element_size(), max_batch, kv_bytes)
-    if max_batch > 1 and native.can_run(model.config, weight.dtype):
-        return native.NativeRunner(model, blocks)
-    return CpuRunner(model, blocks)
+def num_tokens(model: Transformer, max_batch: int, kv_bytes: int | None) -> int:
+    """How many the key/value memory is made for: four times as many as can run at once, so that sessions find what they
+    said before; in any case within `kv_bytes`, and in any case one sequence. None: a GiB, or on a device most of what
+    is free there."""
+    c, weight = model.config, model.model.embed_tokens.weight
+    if kv_bytes is None:
+        kv_bytes = int(DEVICE_SHARE * torch.cuda.mem_get_info(weight.device)[0]) if weight.is_cuda else 1 << 30
+    heads, size = c.cached_heads
+    token_bytes = c.num_hidden_layers * heads * size * weight.element_size() * (1 if c.latent else 2)
+    context = c.max_position_embeddings
+    return max(context, min(4 * max_batch * context, kv_bytes // token_bytes))
+
+
+def runner_for(model: Transformer, max_batch: int, kv_bytes: int | None) -> Runner:
+    """The fastest that knows the model, where the model is. But one request at a time is answered on a CPU by the
+    operators of the model definition: whoever runs these too gets the same bits, and that is what a deterministic run
+    is checked by."""
+    weight, tokens = model.model.embed_tokens.weight, num_tokens(model, max_batch, kv_bytes)
+    if weight.is_cuda:
+        from etude.engine.cuda import CudaRunner  # brings Triton, which is there only with a CUDA build of torch
+        from etude.engine.kernels.network import unknown
+
+        if weight.dtype == torch.bfloat16 and not unknown(model.config):
+            return CudaRunner(model, -(-tokens // CudaRunner.block_size), max_batch)
+    elif max_batch > 1 and native.can_run(model.config, weight.dtype):
+        return native.NativeRunner(model, -(-tokens // native.PAGE))
+    return CpuRunner(model, -(-tokens // BLOCK_SIZE))
 
 
 class CpuRunner:
@@ -49,12 +69,14 @@ class CpuRunner:
     def __init__(self, model: Transformer, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._model = _packed(model)
-        self._cache = KVCache(model.config, num_blocks, BLOCK_SIZE, like=model.model.embed_tokens.weight.detach())
+        weight = model.model.embed_tokens.weight.detach()
+        self._device = weight.device
+        self._cache = KVCache(model.config, num_blocks, BLOCK_SIZE, like=weight)
         self._experts: Tensor | None = None
         if experts := model.config.experts:
             kind = torch.uint8 if experts.num_experts <= 256 else torch.int16
             places = (num_blocks * BLOCK_SIZE, len(experts.layers), experts.num_experts_per_tok)
-            self._experts = torch.zeros(places, dtype=kind)
+            self._experts = torch.zeros(places, dtype=kind, device=self._device)
 
     @torch.inference_mode()
     def start(self, plan: Plan) -> Callable[[], Drawn]:
@@ -69,7 +91,7 @@ class CpuRunner:
         )
         order_N = attend.order_N
         tokens_N, positions_N, slots_N = (
-            torch.from_numpy(x[order_N]) for x in (plan.tokens_N, plan.positions_N, plan.slots_N)
+            torch.from_numpy(x[order_N]).to(self._device) for x in (plan.tokens_N, plan.positions_N, plan.slots_N)
         )
         routing = None if self._experts is None else Routing()
         hidden_NE = self._model(tokens_N, positions_N, attend, routing)
@@ -79,7 +101,7 @@ class CpuRunner:
         if len(plan.rows_R):
             place_N = np.empty_like(order_N)
             place_N[order_N] = np.arange(len(order_N))
-            hidden_RE = hidden_NE[torch.from_numpy(place_N[plan.rows_R])]
+            hidden_RE = hidden_NE[torch.from_numpy(place_N[plan.rows_R]).to(self._device)]
             drawn = sample(self._model.logits(hidden_RE), plan.draws)
         return lambda: drawn
 
@@ -87,12 +109,13 @@ class CpuRunner:
         if self._experts is None:
             return None
         shape = (self.num_blocks, self.block_size, *self._experts.shape[1:])
-        return self._experts.view(shape)[torch.from_numpy(blocks)].flatten(0, 1)[:length].numpy().tobytes()
+        by_block = self._experts.view(shape)[torch.from_numpy(blocks).to(self._device)]
+        return by_block.flatten(0, 1)[:length].cpu().numpy().tobytes()
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
         """A second model beside the one that serves, so that changing over takes no time."""
         like = self._model.model.embed_tokens.weight
-        model = Transformer(self._model.config).to(like.dtype).requires_grad_(False)
+        model = Transformer(self._model.config).to(like.device, like.dtype).requires_grad_(False)
         load_weights(model, tensors)
         model = _packed(model)
 
@@ -137,6 +160,7 @@ class _PackedTransformer(Transformer):
 def _packed(model: Transformer) -> Transformer:
     """The same model for inference only. It costs the memory of the matrices once more, and makes decoding of a small
     model about a third faster."""
-    is_bf16 = model.model.embed_tokens.weight.dtype == torch.bfloat16
+    weight = model.model.embed_tokens.weight
+    on_cpu = weight.dtype == torch.bfloat16 and not weight.is_cuda
     with torch.inference_mode():
-        return _PackedTransformer(model) if is_bf16 and torch.ops.mkldnn._is_mkldnn_bf16_supported() else model
+        return _PackedTransformer(model) if on_cpu and torch.ops.mkldnn._is_mkldnn_bf16_supported() else model

@@ -117,7 +117,8 @@ class Paged:
         self, cache: KVCache, *, ids: Sequence[int], slots_N: NDArray[np.int64], starts: Sequence[int],
         lengths: Sequence[int], blocks_BM: NDArray[np.int64], num_single: int,
     ) -> None:  # fmt: skip
-        self._cache, blocks = cache, torch.from_numpy(blocks_BM)
+        self._cache, device = cache, cache.k[0].device
+        blocks = torch.from_numpy(blocks_BM).to(device)
         by_capacity: dict[int, list[int]] = {}
         for place, length in enumerate(lengths[:num_single]):
             by_capacity.setdefault(max(MIN_SHELF, 1 << (length - 1).bit_length()), []).append(place)
@@ -134,7 +135,7 @@ class Paged:
         for place in range(num_single, len(starts)):
             self._groups.append(_Alone(cache, starts[place], ends[place], lengths[place], blocks[place]))
         self.order_N = np.array([*order, *range(num_single, len(slots_N))])
-        self._slots_N = torch.from_numpy(slots_N[self.order_N])
+        self._slots_N = torch.from_numpy(slots_N[self.order_N]).to(device)
 
     def __call__(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKV: Tensor, scale: float | None = None) -> Tensor:
         k, v = self._cache.k[layer], self._cache.v[layer]
@@ -153,7 +154,8 @@ class _Together:
         self._shelf, self._num_rows, self._longest = shelf, len(lengths), max(lengths)
         heads, lengths_B = shelf.k[0].shape[1], np.array(lengths)
         rows_BK = np.arange(len(lengths) * heads).reshape(-1, heads)
-        self._places = torch.from_numpy((rows_BK * shelf.capacity + lengths_B[:, None] - 1).ravel())
+        places = (rows_BK * shelf.capacity + lengths_B[:, None] - 1).ravel()
+        self._places = torch.from_numpy(places).to(shelf.k[0].device)
         self._mask: Tensor | None = None  # added to the scores; made once for all layers
         if min(lengths) < self._longest:
             hidden_BS = np.arange(self._longest) >= lengths_B[:, None]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from etude.core.errors import EtudeError
 from etude.engine.engine import Engine
+from etude.engine.runner import device_for
 from etude.model.files import build, read_directory
 from etude.model.transformer import Transformer
 from etude.serve import process
@@ -37,6 +38,8 @@ class Options:
     max_context: int | None
     dtype: str | None
     threads: int | None
+    device: str
+    """cpu, cuda, or auto."""
 
 
 class Server(Api):
@@ -68,8 +71,9 @@ async def _serve(options: Options) -> None:
     if options.threads:
         torch.set_num_threads(options.threads)
     name = options.name or options.model.resolve().name
-    files, model = load(options.model, options.dtype)
+    files, model = load(options.model, options.dtype, device_for(options.device))
     engine = EngineThread(Engine(model, max_batch=options.max_batch), _no_other, files)
+    del model  # what the engine computes with may be a copy
     server = Server(engine, files, name, options)
     async with process.serving(create_app(server.routes(), token, server.metrics), listener) as running:
         print(f"serving {name} at {process.url_of(listener)}", flush=True)
@@ -77,19 +81,20 @@ async def _serve(options: Options) -> None:
     engine.close()
 
 
-def load(directory: Path, dtype: str | None) -> tuple[dict[str, bytes], Transformer]:
+def load(directory: Path, dtype: str | None, device: torch.device) -> tuple[dict[str, bytes], Transformer]:
     try:
         files, tensors = read_directory(directory)
-        kind = DTYPES[dtype] if dtype else _fastest(tensors)
-        return files, build(files, tensors, kind).requires_grad_(False)
+        kind = DTYPES[dtype] if dtype else _fastest(tensors, device)
+        return files, build(files, tensors, kind).requires_grad_(False).to(device)
     except (OSError, ValueError, KeyError) as e:
         raise EtudeError(f"cannot load a model from {directory}: {e}; give a Hugging Face model directory") from e
 
 
-def _fastest(tensors: Mapping[str, Tensor]) -> torch.dtype:
+def _fastest(tensors: Mapping[str, Tensor], device: torch.device) -> torch.dtype:
     """What the weights are in, if the processor computes in it."""
     in_bfloat16 = any(tensor.dtype == torch.bfloat16 for tensor in tensors.values())
-    return torch.bfloat16 if in_bfloat16 and _computes_bfloat16() else torch.float32
+    computes = device.type == "cuda" or _computes_bfloat16()
+    return torch.bfloat16 if in_bfloat16 and computes else torch.float32
 
 
 def _computes_bfloat16() -> bool:

@@ -22,6 +22,7 @@ from starlette.routing import Route
 
 from etude.core.errors import EtudeError
 from etude.engine.engine import Engine
+from etude.engine.runner import device_for
 from etude.model.transformer import ModelConfig, Transformer
 from etude.serve import process
 from etude.serve.api import Api
@@ -96,7 +97,7 @@ async def keep_joined(worker: Worker, url: str, gateway_url: str, token: str | N
 
 async def serve_worker(
     *, store_url: str, region: str, port: int, host: str = "127.0.0.1", gateway_url: str | None = None,
-    version: int | None = None, max_batch: int = 32, threads: int = 1,
+    version: int | None = None, max_batch: int = 32, threads: int = 1, device: str = "auto",
 ) -> None:  # fmt: skip
     die_with_the_engine()
     torch.set_num_threads(threads)
@@ -104,7 +105,10 @@ async def serve_worker(
     listener = process.bind(host, port, token)
     objects = Objects.open(store_url, create=False)
     files = read_model_files(objects)
-    model = Transformer(ModelConfig.from_json(files["config.json"])).requires_grad_(False)
+    place = device_for(device)
+    # Published weights are bf16. A processor computes with them in fp32, as the trainer does on it.
+    dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
+    model = Transformer(ModelConfig.from_json(files["config.json"])).requires_grad_(False).to(place, dtype)
     follower = Follower(Chain(objects), name=f"{region}-{port}")
     # One request at a time is how a deterministic run is served: then nothing may depend on what was asked before.
     engine = EngineThread(
@@ -135,11 +139,12 @@ def main() -> None:
     parser.add_argument("--version", type=int, help="weights to load at once; otherwise the gateway says which")
     parser.add_argument("--max-batch", type=int, default=32)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if there is one")
     a = parser.parse_args()
     process.run(
         lambda: serve_worker(
             store_url=a.store, region=a.region, port=a.port, host=a.host, gateway_url=a.gateway,
-            version=a.version, max_batch=a.max_batch, threads=a.threads,
+            version=a.version, max_batch=a.max_batch, threads=a.threads, device=a.device,
         )
     )  # fmt: skip
 

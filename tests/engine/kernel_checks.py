@@ -20,10 +20,11 @@ from etude.engine.cuda import CudaRunner
 from etude.engine.engine import Engine, Finished, Request
 from etude.engine.kernels import attention, experts, head, linear, norm
 from etude.model.attention import Causal
-from etude.model.config import ExpertsConfig, ModelConfig
+from etude.model.config import ExpertsConfig, LatentConfig, ModelConfig
 from etude.model.experts import Routing
 from etude.model.files import weights
 from etude.model.transformer import fresh
+from tests.small_model import drain, request, sharp
 
 
 @dataclass
@@ -356,6 +357,31 @@ def check_engine(experts: ExpertsConfig | None) -> dict[str, float]:
     return {"mean": float(torch.cat(differences).mean()) / 3, "largest": float(torch.cat(differences).max()) / 30}
 
 
+def check_operators() -> dict[str, float]:
+    """A model that the kernels do not know runs on a GPU too: its log-probs against those of the CPU."""
+    config = ModelConfig(
+        model_type="deepseek_v3", vocab_size=61, hidden_size=32, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=4, intermediate_size=48, max_position_embeddings=160,
+        latent=LatentConfig(kv_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=10),
+        experts=ExpertsConfig(
+            num_experts=6, num_experts_per_tok=2, moe_intermediate_size=16, layers=(1, 2), sigmoid=True, n_group=3,
+            topk_group=2, n_shared_experts=1, norm_topk_prob=True,
+        ),
+    )  # fmt: skip
+    model = sharp(config, seed=0, factor=3.0)
+    found = []
+    for device in ("cpu", "cuda"):
+        engine = Engine(model.to(device), max_batch=4, step_tokens=20)
+        for i in range(6):
+            engine.add(request(str(i), [5, 9, 20] * (1 + 3 * i), max_tokens=5 + i, temperature=i % 2))
+        found.append(drain(engine))
+    differences = []
+    for id, sample in found[0].items():
+        assert sample.tokens == found[1][id].tokens and sample.experts == found[1][id].experts
+        differences += [abs(a - b) for a, b in zip(sample.logprobs, found[1][id].logprobs, strict=True)]
+    return {"largest": max(differences)}
+
+
 def main() -> None:
     for name, check in LARGE.items():
         found = check(Inputs("cuda", torch.bfloat16))
@@ -366,6 +392,7 @@ def main() -> None:
     )
     for kind in (None, experts):
         print("engine", "with experts" if kind else "", check_engine(kind), flush=True)
+    print("engine without kernels", check_operators(), flush=True)
 
 
 if __name__ == "__main__":

@@ -21,13 +21,25 @@ from etude.engine.kernels import attention, experts, head, linear, norm
 from etude.model.experts import Experts
 from etude.model.heads import GroupedHeads
 from etude.model.layers import MLP
-from etude.model.transformer import Block, Transformer
+from etude.model.transformer import Block, ModelConfig, Transformer
 
 FEW_ROWS, SMALL_MATRIX = 64, 8 << 20
 """Where our own products are faster than the vendor's: up to so many rows, or four times as many and so few weights."""
 
 Attend = Callable[[int, Tensor], Tensor]
 """(layer, projected q, k and v of the new tokens) -> what each takes from the tokens that it sees."""
+
+
+def unknown(c: ModelConfig) -> list[str]:
+    """What a model has that these kernels cannot compute."""
+    found = {
+        "latent attention": c.latent is not None,
+        "shared experts": c.experts is not None and c.experts.n_shared_experts > 0,
+        "a sigmoid router": c.experts is not None and c.experts.sigmoid,
+        "scaled experts": c.experts is not None and c.experts.routed_scaling_factor != 1.0,
+        f"heads of {c.head_dim}": c.head_dim & (c.head_dim - 1) != 0 or c.head_dim < 16,
+    }
+    return [what for what, there in found.items() if there]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +55,10 @@ class Layer:
 class Network:
     def __init__(self, model: Transformer) -> None:
         c = model.config
-        unsupported = {
-            "latent attention": c.latent is not None,
-            "shared experts": c.experts is not None and c.experts.n_shared_experts > 0,
-            "a sigmoid router": c.experts is not None and c.experts.sigmoid,
-            "scaled experts": c.experts is not None and c.experts.routed_scaling_factor != 1.0,
-            f"heads of {c.head_dim}": c.head_dim & (c.head_dim - 1) != 0 or c.head_dim < 16,
-        }
-        if found := [what for what, there in unsupported.items() if there]:
-            raise EtudeError(f"the CUDA engine cannot run {c.model_type} with {', '.join(found)}; run it on the CPU")
+        if found := unknown(c):
+            raise EtudeError(
+                f"the kernels cannot run {c.model_type} with {', '.join(found)}; `runner_for` says who can"
+            )
         self.config, self.eps = c, c.rms_norm_eps
         self.table_VE = model.model.embed_tokens.weight.detach()
         self.head_VE = self.table_VE if model.lm_head is None else model.lm_head.weight.detach()
