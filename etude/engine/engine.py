@@ -21,8 +21,8 @@ from torch import Tensor
 
 from etude.core.types import Sample
 from etude.engine.blocks import Blocks
+from etude.engine.choose import runner_for
 from etude.engine.plan import Drawn, Draws, Plan, Runner
-from etude.engine.runner import runner_for
 from etude.engine.sampler import draws
 from etude.engine.scheduler import Constraint, Request, Scheduler, Sequence
 from etude.model.transformer import Transformer

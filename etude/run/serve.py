@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from etude.core.errors import EtudeError
+from etude.engine.choose import device_for
 from etude.engine.engine import Engine
-from etude.engine.runner import device_for
 from etude.model.files import build, read_directory
 from etude.model.transformer import Transformer
 from etude.serve import process

@@ -21,8 +21,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from etude.core.errors import EtudeError
+from etude.engine.choose import device_for
 from etude.engine.engine import Engine
-from etude.engine.runner import device_for
 from etude.model.transformer import ModelConfig, Transformer
 from etude.serve import process
 from etude.serve.api import Api

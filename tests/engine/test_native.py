@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from etude.core.types import Sample
+from etude.engine.choose import runner_for
 from etude.engine.engine import Engine, Request
 from etude.engine.native import LIBRARY, NativeRunner, can_run
-from etude.engine.runner import CpuRunner, runner_for
+from etude.engine.runner import CpuRunner
 from etude.model.config import ExpertsConfig
 from etude.model.files import weights
 from etude.model.transformer import ModelConfig, Transformer
