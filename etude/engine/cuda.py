@@ -26,7 +26,7 @@ from etude.engine.kernels import attention
 from etude.engine.kernels.network import Network
 from etude.engine.plan import Drawn, Ints, Plan
 from etude.engine.sampler import sample
-from etude.model.files import load_weights
+from etude.model.files import load_weights, weights
 from etude.model.transformer import Transformer
 
 SINGLE_LADDER = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
@@ -284,6 +284,9 @@ class CudaRunner:
     def prepare(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
         # In place, so that the graphs go on to be right; in the order of the stream, so after all passes so far.
         return partial(load_weights, self._model, tensors)
+
+    def weights(self) -> dict[str, Tensor]:
+        return weights(self._model)
 
 
 class _Host:

@@ -160,6 +160,10 @@ class Engine:
         self._scheduler.seal()
         self.version = version
 
+    def weights(self) -> dict[str, Tensor]:
+        """A copy of what the engine computes with; not to be asked while weights are prepared or swapped."""
+        return self._runner.weights()
+
     def load(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         self.swap(version, self.prepare(tensors))
 

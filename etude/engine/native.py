@@ -10,7 +10,7 @@ Matrices are laid out as `native.c` reads them. Shapes: U units of 32 outputs, I
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
@@ -22,9 +22,8 @@ from torch.nn import functional as F
 from etude.engine.plan import Drawn, Ints, Plan
 from etude.engine.sampler import sample
 from etude.model.files import load_weights
-from etude.model.heads import GroupedHeads
-from etude.model.layers import MLP
-from etude.model.transformer import Block, ModelConfig, Transformer
+from etude.model.files import weights as published
+from etude.model.transformer import ModelConfig, Transformer
 
 UNIT, PAGE, MAX_HEAD = 32, 16, 256
 _NUMBER, _DATA = ctypes.c_int64, ctypes.c_void_p
@@ -107,6 +106,8 @@ class NativeRunner:
         self._keys, self._values = self._like.new_zeros(shape), self._like.new_zeros(shape)
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._weights = _Weights(model, self._keys, self._values)
+        self._staging: Transformer | None = None
+        self._spare: _Weights | None = None
 
     def start(self, plan: Plan) -> Callable[[], Drawn]:
         assert LIBRARY is not None
@@ -133,59 +134,95 @@ class NativeRunner:
         return None
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
-        """A second set of matrices beside those that serve, so that changing over takes no time."""
-        model = Transformer(self.config).to(self._like.dtype).requires_grad_(False)
-        load_weights(model, tensors)
-        weights = _Weights(model, self._keys, self._values)
+        """A second set of matrices beside those that serve, so that changing over takes no time. The set that served
+        before is filled again: to give back and fetch so much memory would hold up the engine's thread."""
+        if self._staging is None:
+            self._staging = Transformer(self.config).to(self._like.dtype).requires_grad_(False)
+        load_weights(self._staging, tensors)
+        weights, self._spare = self._spare, None
+        if weights is None:
+            weights = _Weights(self._staging, self._keys, self._values)
+        else:
+            weights.fill(self._staging)
 
         def swap() -> None:
-            self._weights = weights
+            self._weights, self._spare = weights, self._weights
 
         return swap
 
+    def weights(self) -> dict[str, Tensor]:
+        with torch.device("meta"):
+            shell = Transformer(self.config)
+        return published(shell, state=self._weights.plain(shell, self._like.dtype))
+
 
 class _Weights:
-    """Everything that `model` points to lives as long as this does."""
+    """The parameters of a model by their names, laid out for `native.c`; all that `model` points to."""
 
     def __init__(self, model: Transformer, keys: Tensor, values: Tensor) -> None:
-        self._held: list[Tensor] = []
         c, dtype = model.config, model.model.embed_tokens.weight.dtype
-        embedding = model.model.embed_tokens.weight
-        head = embedding if model.lm_head is None else model.lm_head.weight
-        layers = (_Layer * c.num_hidden_layers)(
-            *(self._layer(block, k, v) for block, k, v in zip(model.model.layers, keys, values, strict=True))  # type: ignore[arg-type]
+        self._held = {name: tensor.contiguous() for name, tensor in _laid_out(model)}
+        self._rope = model.rope.to(dtype).float().contiguous()
+        self._layers = (_Layer * c.num_hidden_layers)(
+            *(
+                self._layer(f"model.layers.{number}", k, v)
+                for number, (k, v) in enumerate(zip(keys, values, strict=True))
+            )
         )
         self.model = _Model(
             int(dtype == torch.bfloat16), c.num_hidden_layers, c.hidden_size, c.intermediate_size,
             c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.vocab_size, c.rms_norm_eps,
-            self._at(model.rope.to(dtype).float()), self._at(embedding.detach()), self._at(packed(head)),
-            self._numbers(model.model.norm.weight), ctypes.cast(layers, _DATA),
+            self._rope.data_ptr(), self._at("model.embed_tokens.weight"), self._at(HEAD), self._at("model.norm.weight"),
+            ctypes.cast(self._layers, _DATA),
         )  # fmt: skip
-        self._layers = layers
 
-    def _layer(self, block: Block, keys: Tensor, values: Tensor) -> _Layer:
-        heads, mlp = block.self_attn, block.mlp
-        assert isinstance(heads, GroupedHeads) and isinstance(mlp, MLP)
-        return _Layer(
-            norm=self._numbers(block.input_layernorm.weight),
-            bias=self._numbers(heads.qkv_proj.bias),
-            q_norm=self._numbers(heads.q_norm.weight if heads.q_norm else None),
-            k_norm=self._numbers(heads.k_norm.weight if heads.k_norm else None),
-            mlp_norm=self._numbers(block.post_attention_layernorm.weight),
-            qkv=self._at(packed(heads.qkv_proj.weight)),
-            out=self._at(packed(heads.o_proj.weight)),
-            gate_up=self._at(packed(paired(mlp.gate_up_proj.weight))),
-            down=self._at(packed(mlp.down_proj.weight)),
-            keys=keys.data_ptr(),
-            values=values.data_ptr(),
-        )
+    def fill(self, model: Transformer) -> None:
+        """Other values into the same memory."""
+        for name, tensor in _laid_out(model):
+            self._held[name].copy_(tensor)
 
-    def _numbers(self, tensor: Tensor | None) -> int | None:
-        return None if tensor is None else self._at(tensor.detach().float())
+    def plain(self, shell: Transformer, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The parameters as the model has them, back from how they are laid out."""
+        state = {}
+        for name, like in shell.state_dict().items():
+            held = self._held[name]
+            if held.dtype == torch.int32:
+                held = unpacked(held, len(like), dtype)
+            state[name] = unpaired(held) if name.endswith(PAIRED) else held
+        return state
 
-    def _at(self, tensor: Tensor) -> int:
-        self._held.append(tensor.contiguous())
-        return self._held[-1].data_ptr()
+    def _layer(self, path: str, keys: Tensor, values: Tensor) -> _Layer:
+        at = {field: self._at(f"{path}.{name}") for field, name in LAYER.items()}
+        return _Layer(**at, keys=keys.data_ptr(), values=values.data_ptr())
+
+    def _at(self, name: str) -> int | None:
+        return self._held[name].data_ptr() if name in self._held else None
+
+
+HEAD, PAIRED = "lm_head.weight", "gate_up_proj.weight"
+LAYER = {
+    "norm": "input_layernorm.weight",
+    "bias": "self_attn.qkv_proj.bias",
+    "q_norm": "self_attn.q_norm.weight",
+    "k_norm": "self_attn.k_norm.weight",
+    "mlp_norm": "post_attention_layernorm.weight",
+    "qkv": "self_attn.qkv_proj.weight",
+    "out": "self_attn.o_proj.weight",
+    "gate_up": "mlp.gate_up_proj.weight",
+    "down": "mlp.down_proj.weight",
+}
+
+
+def _laid_out(model: Transformer) -> Iterator[tuple[str, Tensor]]:
+    """Copies all: the model may change afterwards."""
+    state = model.state_dict()
+    embedding = state["model.embed_tokens.weight"]
+    yield "model.embed_tokens.weight", embedding.clone()
+    yield HEAD, packed(state.pop(HEAD, embedding))
+    for name, tensor in state.items():
+        if tensor is not embedding:
+            whole = paired(tensor) if name.endswith(PAIRED) else tensor
+            yield name, packed(whole) if tensor.ndim == 2 else tensor.float().clone()
 
 
 def packed(matrix: Tensor) -> Tensor:
@@ -194,6 +231,14 @@ def packed(matrix: Tensor) -> Tensor:
     return words.view(-1, UNIT, words.shape[1]).transpose(1, 2).contiguous()
 
 
+def unpacked(words: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
+    return words.transpose(1, 2).reshape(-1, words.shape[1]).view(dtype)[:num_rows]
+
+
 def paired(gate_up: Tensor) -> Tensor:
     """Half a unit of the gate, half a unit of its partner, and so on."""
     return gate_up.detach().view(2, -1, UNIT // 2, gate_up.shape[1]).transpose(0, 1).flatten(0, 2)
+
+
+def unpaired(gate_up: Tensor) -> Tensor:
+    return gate_up.view(-1, 2, UNIT // 2, gate_up.shape[1]).transpose(0, 1).flatten(0, 2)

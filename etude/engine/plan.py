@@ -98,3 +98,7 @@ class Runner(Protocol):
     def prepare(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
         """Whatever can be done with new weights beforehand, on any thread. What it returns puts them in place, after
         all passes started so far."""
+
+    def weights(self) -> dict[str, Tensor]:
+        """A copy of what it computes with, as it is published: by Hugging Face names, in bf16. Any thread may ask, but
+        not while new weights are prepared or put in place."""

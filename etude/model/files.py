@@ -41,10 +41,13 @@ def named(model: Transformer, state: Mapping[str, Tensor] | None = None) -> dict
     return found
 
 
-def weights(model: Transformer, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
-    """A copy of the tensors by their Hugging Face names: what is published, saved and served."""
+def weights(
+    model: Transformer, dtype: torch.dtype = torch.bfloat16, state: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """A copy of the tensors by their Hugging Face names: what is published, saved and served. `state` as in `named`."""
     with torch.no_grad():
-        return {name: t.to(t.dtype if _is_exact(name) else dtype, copy=True) for name, t in named(model).items()}
+        found = named(model, state)
+        return {name: t.to(t.dtype if _is_exact(name) else dtype, copy=True) for name, t in found.items()}
 
 
 def load_weights(model: Transformer, tensors: Mapping[str, Tensor]) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from etude.core.config import MidtrainConfig, RlConfig, RunConfig, SftConfig
 from etude.core.errors import EtudeError
-from etude.core.events import FitStep, StageDone, StageStarted, StepDone
+from etude.core.events import FitStep, HandedOver, StageDone, StageStarted, StepDone
 from etude.model.files import SMALL
 from etude.model.tokenizer import ChatTokenizer
 from etude.run import data
@@ -188,7 +188,9 @@ class Trainer:
         self.publish()
 
     def publish(self) -> None:
+        began = time.monotonic()
         self.publisher.publish(self.version, self.learner.weights(), stage=self.stage, step=self.made_by)
+        self.emit(HandedOver(version=self.version, stall_s=time.monotonic() - began))
 
     def save(self) -> None:
         checkpoint = Checkpoint(

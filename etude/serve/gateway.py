@@ -7,6 +7,7 @@
     POST   /load {version}                      every worker moves to the version; answers when all of them serve it
     POST   /workers {url, region, version}      a worker joins; answers when it is up
     GET    /status
+    GET    /weights                             what every worker computes with, by the digest of its live tensors
 
     python -m etude.serve.gateway --store RUN --port 8100
 
@@ -23,7 +24,7 @@ import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
@@ -41,13 +42,15 @@ from etude.serve.api import Api, read_chat, replay
 from etude.serve.grammar import Grammars
 from etude.serve.http import ApiError, Events, Unavailable, create_app, read, respond, together, unless_gone
 from etude.serve.recorder import Recorder
-from etude.serve.wire import Join, Load, WorkerStatus, read_model_files
+from etude.serve.wire import Held, Join, Load, WorkerStatus, read_model_files
 from etude.store.objects import Objects
 
 PATIENCE_S = 20.0
 """How long a request waits for a worker to come up before it fails. Well below the time that a session has: otherwise
 the session would run out of time and be graded, as if the model had been slow."""
 RESENDS = 3
+
+T = TypeVar("T")
 
 
 class WorkerFailed(Exception):
@@ -114,13 +117,15 @@ class Router:
         await self._wake()
 
     async def regions(self) -> dict[str, WorkerStatus]:
-        """The workers of a region taken together; those that do not answer are left out."""
+        """The workers of a region taken together."""
         regions: dict[str, WorkerStatus] = {}
-        for status in await asyncio.gather(*(self._status(worker) for worker in self.fleet.workers)):
-            if status is not None:
-                known = regions.get(status.region)
-                regions[status.region] = status if known is None else known.joined_with(status)
+        for status in await self._ask_all("/status", WorkerStatus):
+            known = regions.get(status.region)
+            regions[status.region] = status if known is None else known.joined_with(status)
         return regions
+
+    async def weights(self) -> list[Held]:
+        return await self._ask_all("/weights", Held)
 
     async def _pick(self, session: str) -> Worker:
         try:
@@ -164,11 +169,16 @@ class Router:
         except (aiohttp.ClientError, TimeoutError) as e:
             raise WorkerFailed(f"{worker.url}{path}: {type(e).__name__} {e}") from e
 
-    async def _status(self, worker: Worker) -> WorkerStatus | None:
-        with suppress(aiohttp.ClientError, TimeoutError):
-            async with self._http.get(worker.url + "/status") as response:
-                return msgspec.json.decode(await response.read(), type=WorkerStatus)
-        return None
+    async def _ask_all(self, path: str, type: type[T]) -> list[T]:
+        """What the workers say of themselves; those that do not answer are left out."""
+
+        async def ask(worker: Worker) -> list[T]:
+            with suppress(aiohttp.ClientError, TimeoutError):
+                async with self._http.get(worker.url + path) as response:
+                    return [msgspec.json.decode(await response.read(), type=type)]
+            return []
+
+        return [answer for told in await asyncio.gather(*map(ask, self.fleet.workers)) for answer in told]
 
 
 def request_of(ask: Ask) -> dict[str, Any]:
@@ -240,6 +250,7 @@ class Gateway(Api):
             Route("/load", self.load, methods=["POST"]),
             Route("/workers", self.join, methods=["POST"]),
             Route("/status", self.status),
+            Route("/weights", self.weights),
         ]
         return own + super().routes()
 
@@ -283,6 +294,9 @@ class Gateway(Api):
     async def status(self, request: Request) -> Response:
         fleet = self.router.fleet
         return respond({"version": fleet.live, "up": len(fleet.up), "regions": await self.router.regions()})
+
+    async def weights(self, request: Request) -> Response:
+        return respond(await self.router.weights())
 
 
 async def serve_gateway(*, store_url: str, port: int, host: str = "127.0.0.1", version: int = -1) -> None:

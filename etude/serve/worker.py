@@ -29,10 +29,11 @@ from etude.serve.api import Api
 from etude.serve.engine_thread import EngineThread, die_with_the_engine
 from etude.serve.grammar import Grammars
 from etude.serve.http import ApiError, Unavailable, create_app, read, respond
-from etude.serve.wire import Load, WorkerStatus, read_model_files
+from etude.serve.wire import Held, Load, WorkerStatus, read_model_files
 from etude.store.objects import Objects
 from etude.weights.follow import Follower
 from etude.weights.manifest import Chain
+from etude.weights.tensors import root_of
 
 HEARTBEAT_S = 1.0
 
@@ -43,7 +44,11 @@ class Worker(Api):
         self.engine_thread, self.region = engine, region
 
     def routes(self) -> list[Route]:
-        own = [Route("/load", self.load, methods=["POST"]), Route("/status", self.status)]
+        own = [
+            Route("/load", self.load, methods=["POST"]),
+            Route("/status", self.status),
+            Route("/weights", self.weights),
+        ]
         return super().routes() + own
 
     async def load(self, request: HttpRequest) -> Response:
@@ -57,6 +62,12 @@ class Worker(Api):
 
     async def status(self, request: HttpRequest) -> Response:
         return respond(self.report())
+
+    async def weights(self, request: HttpRequest) -> Response:
+        version, tensors = await self.engine_thread.weights()
+        root = await asyncio.to_thread(root_of, tensors)
+        pauses_s = list(self.engine_thread.pauses_s)
+        return respond(Held(region=self.region, version=version, root=root, pauses_s=pauses_s))
 
     @property
     def version(self) -> int:

@@ -7,7 +7,7 @@ object of the version, and the hash of that is the version's root.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import Executor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -78,6 +78,12 @@ def state_of(tensors: Mapping[str, torch.Tensor], data: Mapping[str, Array], poo
         return Entry(name, dtype, shape, digest(dtype, shape, data[name]))
 
     return tuple(pool.map(entry, sorted(tensors)))
+
+
+def root_of(tensors: Mapping[str, torch.Tensor]) -> str:
+    """The root of a version that is these tensors."""
+    with ThreadPoolExecutor(1) as pool:
+        return state_json(state_of(tensors, {name: bytes_of(tensor) for name, tensor in tensors.items()}, pool))[1]
 
 
 def wrong_in(state: State, data: Mapping[str, Array], pool: Executor) -> list[str]:

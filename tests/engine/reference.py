@@ -94,3 +94,6 @@ class Overlapping:
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
         return self._runner.prepare(tensors)
+
+    def weights(self) -> dict[str, Tensor]:
+        return self._runner.weights()

@@ -152,6 +152,23 @@ def test_a_swap_drops_nobody_and_every_token_says_its_version(
     check(other_model, request("3", [5, 6, 7], stop=frozenset()), done["3"])
 
 
+@pytest.mark.parametrize("max_batch", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_memory_of_old_weights_is_used_again_and_the_given_model_is_left_alone(family: str, max_batch: int) -> None:
+    given = sharp(FAMILIES[family], 0)
+    before = weights(given, torch.float32)
+    versions = [weights(sharp(FAMILIES[family], seed)) for seed in range(5)]
+    engine = Engine(given, max_batch=max_batch)
+    for version, tensors in enumerate(versions):
+        engine.prepare(versions[0])  # a load that failed afterwards
+        engine.load(version, tensors)
+        engine.prepare(versions[0])
+        held = engine.weights()
+        assert held.keys() == tensors.keys()
+        assert all(torch.equal(tensors[name], tensor) for name, tensor in held.items())
+    assert all(torch.equal(before[name], tensor) for name, tensor in weights(given, torch.float32).items())
+
+
 def test_old_weights_leave_nothing_behind(
     model: Transformer, other_model: Transformer, other_weights: dict[str, torch.Tensor]
 ) -> None:

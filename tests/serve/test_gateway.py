@@ -19,6 +19,7 @@ from etude.serve.gateway import Gateway, Router, WorkerFailed
 from etude.serve.http import Unavailable, create_app
 from etude.serve.worker import Worker, keep_joined
 from etude.weights.follow import fetch
+from etude.weights.manifest import read_manifest
 from tests.serve.client import converse, post, segments, status, until_up, versions
 from tests.serve.conftest import Store, served
 from tests.small_model import plain_logprobs
@@ -73,6 +74,23 @@ async def test_recorded_logprobs_are_those_of_the_model(
     seen = (await status(http, gateway))["regions"]
     assert seen.keys() == {"east", "west"}
     assert all(region["version"] == 0 and region["tokens"] > 0 and region["busy_s"] > 0 for region in seen.values())
+
+
+async def test_workers_prove_what_they_compute_with(
+    regions: list[Worker], gateway: str, store: Store, http: aiohttp.ClientSession
+) -> None:
+    for version in (1, 2):
+        await post(http, f"{gateway}/load", {"version": version})
+        async with http.get(f"{gateway}/weights") as response:
+            held = await response.json()
+        root = read_manifest(store.objects, version).root
+        assert {worker["region"]: (worker["version"], worker["root"]) for worker in held} == {
+            "east": (version, root),
+            "west": (version, root),
+        }
+        assert all(len(worker["pauses_s"]) == version + 1 for worker in held)
+    gauges = regions[0].gauges()
+    assert 0 < gauges["swap_pause_seconds_p50"] <= gauges["swap_pause_seconds_max"]
 
 
 async def test_weights_change_under_way_and_nobody_is_dropped(
