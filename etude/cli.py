@@ -122,6 +122,7 @@ def _add_weights(parser: argparse.ArgumentParser) -> None:
         ("show", "one version: its ways, and what changed in it"),
         ("verify", "build every version by every way and check every tensor"),
         ("fetch", "download and check a version"),
+        ("compact", "add ways over several versions, for readers that fell behind"),
         ("gc", "delete what nobody needs any more"),
         ("export", "make a Hugging Face directory of a version"),
     ):
@@ -132,6 +133,9 @@ def _add_weights(parser: argparse.ArgumentParser) -> None:
             action.add_argument("--version", type=int, help="(default: the newest)")
         if name == "fetch":
             action.add_argument("--cache", type=Path, metavar="DIR", help="leave it there for this host's workers")
+        if name == "compact":
+            action.add_argument("--skip", type=_count, default=8, help="versions in one way (default: %(default)s)")
+            action.add_argument("--every", type=float, metavar="S", help="go on, and look again every so many seconds")
         if name == "gc":
             action.add_argument("--keep", type=_count, default=16, help="newest versions (default: %(default)s)")
             action.add_argument("--grace", type=float, default=3600.0, metavar="S", help="(default: %(default)s)")

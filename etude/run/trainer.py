@@ -31,6 +31,7 @@ from etude.train.schedule import rate
 from etude.train.start import starting_model
 from etude.weights.manifest import Chain
 from etude.weights.publish import Publisher
+from etude.weights.snapshot import Part
 
 KEEP = 2
 CHECKPOINT_S = 20.0  # between checkpoints within mid-training and sft, which take minutes
@@ -189,7 +190,8 @@ class Trainer:
 
     def publish(self) -> None:
         began = time.monotonic()
-        self.publisher.publish(self.version, self.learner.weights(), stage=self.stage, step=self.made_by)
+        parts = {name: Part(*rows) for name, rows in self.learner.rows().items()}
+        self.publisher.publish(self.version, parts, stage=self.stage, step=self.made_by)
         self.emit(HandedOver(version=self.version, stall_s=time.monotonic() - began))
 
     def save(self) -> None:

@@ -131,6 +131,10 @@ class Learner:
         """The bf16 tensors to publish: a copy, and the very values that the next forward pass computes with."""
         return files.weights(self.model)
 
+    def rows(self) -> dict[str, files.Rows]:
+        """What `weights` copies, as it is: whoever publishes it takes a copy of his own."""
+        return files.rows(self.model, {name: (0, tensor) for name, tensor in self.model.state_dict().items()})
+
     def restart(self) -> None:
         """Forget the optimizer's past and any kept weights, as a new stage does; the weights stay."""
         for master in self._masters.values():
