@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 import aiohttp
 import msgspec
@@ -31,6 +32,7 @@ from etude.serve.grammar import Grammars
 from etude.serve.http import ApiError, Unavailable, create_app, read, respond
 from etude.serve.wire import Held, Load, WorkerStatus, read_model_files
 from etude.store.objects import Objects
+from etude.weights.cache import HostCache
 from etude.weights.follow import Follower
 from etude.weights.manifest import Chain
 from etude.weights.tensors import root_of
@@ -109,6 +111,7 @@ async def keep_joined(worker: Worker, url: str, gateway_url: str, token: str | N
 async def serve_worker(
     *, store_url: str, region: str, port: int, host: str = "127.0.0.1", gateway_url: str | None = None,
     version: int | None = None, max_batch: int = 32, threads: int = 1, device: str = "auto",
+    cache: Path | None = None,
 ) -> None:  # fmt: skip
     die_with_the_engine()
     torch.set_num_threads(threads)
@@ -120,7 +123,7 @@ async def serve_worker(
     # Published weights are bf16. A processor computes with them in fp32, as the trainer does on it.
     dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
     model = Transformer(ModelConfig.from_json(files["config.json"])).requires_grad_(False).to(place, dtype)
-    follower = Follower(Chain(objects), name=f"{region}-{port}")
+    follower = Follower(Chain(objects), name=f"{region}-{port}", cache=HostCache.beside(store_url, cache))
     # One request at a time is how a deterministic run is served: then nothing may depend on what was asked before.
     engine = EngineThread(
         Engine(model, max_batch=max_batch, version=-1, prefix_cache=max_batch > 1), follower.fetch, files
@@ -151,11 +154,12 @@ def main() -> None:
     parser.add_argument("--max-batch", type=int, default=32)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if there is one")
+    parser.add_argument("--cache", type=Path, help="where this host's workers keep what one of them has downloaded")
     a = parser.parse_args()
     process.run(
         lambda: serve_worker(
             store_url=a.store, region=a.region, port=a.port, host=a.host, gateway_url=a.gateway,
-            version=a.version, max_batch=a.max_batch, threads=a.threads, device=a.device,
+            version=a.version, max_batch=a.max_batch, threads=a.threads, device=a.device, cache=a.cache,
         )
     )  # fmt: skip
 

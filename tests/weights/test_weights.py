@@ -385,6 +385,32 @@ def test_a_host_downloads_each_object_once(objects: Objects, tmp_path: Path) -> 
     assert [p.read_bytes() for p in (tmp_path / "small").iterdir() if not p.suffix] == [b"abcdefgh"]
 
 
+def test_only_what_is_far_away_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    assert HostCache.beside("file:/run") is None and HostCache.beside("/run", tmp_path) is None
+    assert HostCache.beside("s3://bucket/run") is not None and (tmp_path / "user/etude/weights").is_dir()
+    (tmp_path / "file").touch()
+    with pytest.raises(EtudeError, match="weights cannot be cached in"):
+        HostCache.beside("gs://bucket/run", tmp_path / "file" / "cache")
+
+
+def test_of_many_processes_one_downloads(tmp_path: Path) -> None:
+    """Single flight: whoever comes while an object is on its way waits for it."""
+    script = (
+        "import sys, time, pathlib\n"
+        "from etude.weights.cache import HostCache\n"
+        "from etude.weights.manifest import hash_of\n"
+        "def download():\n"
+        "    (pathlib.Path(sys.argv[1]) / f'{time.time_ns()}.download').touch()\n"
+        "    time.sleep(0.5)\n"
+        "    return b'weights'\n"
+        "assert HostCache(pathlib.Path(sys.argv[1])).get(hash_of(b'weights'), download) == b'weights'\n"
+    )
+    children = [subprocess.Popen([sys.executable, "-c", script, str(tmp_path)]) for _ in range(4)]
+    assert [child.wait() for child in children] == [0] * 4
+    assert len(list(tmp_path.glob("*.download"))) == 1
+
+
 def test_signed_manifests(objects: Objects) -> None:
     ed25519 = pytest.importorskip("cryptography.hazmat.primitives.asymmetric.ed25519")
     mine, other = (ed25519.Ed25519PrivateKey.generate() for _ in range(2))
