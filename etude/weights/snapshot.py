@@ -109,7 +109,7 @@ def changed(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
     """Where two rows of bits differ, and what stands there now; `old` becomes `new`. On whatever device they are."""
     places = (old != new).nonzero().view(-1)
     values = new[places]
-    old.copy_(new)
+    old.index_copy_(0, places, values)
     return places.int() if len(new) < 1 << 31 else places, values
 
 
