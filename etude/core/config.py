@@ -166,6 +166,13 @@ class RlConfig(Config):
     ratio_cap: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 2.0
     """Importance weights above it are cut to it."""
     temperature: Positive = 1.0
+    replay: bool = True
+    """Of models with routed experts: the trainer uses the experts that the engine used, not its own choice."""
+    plausible: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """A replayed expert whose score is less than this share of the lowest among the trainer's own choices is replaced
+    by the best that is left."""
+    balance: bool = False
+    """Keep the load of the experts even in the way of the model's family: biases that are nudged, or a further loss."""
     microbatch_tokens: Count = 8192
     """Tokens of one forward and backward pass; for memory only, the step does not depend on it."""
     threads: Count = 1

@@ -64,6 +64,8 @@ class Ask:
     grammar: str | None = None
     """What the answer must follow, in the notation of llguidance."""
     top_logprobs: int = 0
+    experts_from: int | None = None
+    """The first position whose routed experts are wanted, if any are: whoever asks may know those before it."""
 
 
 @dataclass(frozen=True, slots=True)

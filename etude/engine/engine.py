@@ -202,11 +202,16 @@ class Engine:
         return events
 
     def _finish(self, sequence: Sequence) -> Finished:
-        assert sequence.table is not None
-        # The last token was drawn, but never read.
-        experts = self._runner.experts(np.array(sequence.table.blocks), len(sequence.tokens) - 1)
+        experts = self._experts(sequence)
         self._scheduler.release(sequence)
         return Finished(sequence.request.id, sequence.sample(experts))
+
+    def _experts(self, sequence: Sequence) -> bytes | None:
+        first, num_read = sequence.request.experts_from, len(sequence.tokens) - 1  # the last token was drawn, not read
+        if first is None or sequence.table is None:
+            return None
+        experts = self._runner.experts(np.array(sequence.table.blocks), num_read)
+        return None if experts is None else experts[first * len(experts) // num_read :]
 
 
 def lay_out(chosen: list[tuple[Sequence, int]], num_single: int, block_size: int) -> Plan:

@@ -51,6 +51,8 @@ class Request:
     constraint: Constraint | None = None
     ends: Callable[[int], bool] | None = None
     """Told every token as it is drawn; True makes it the last."""
+    experts_from: int | None = 0
+    """The first position whose routed experts are reported; None: none are."""
 
 
 @dataclass(slots=True, eq=False)

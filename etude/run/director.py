@@ -99,7 +99,7 @@ class Director:
             weights=self.versions,
             load=self.gateway.load,
             tasks=endless(tasks, self.config.seed),
-            attempt=self.sampling(temperature=stage.temperature),
+            attempt=self.sampling(temperature=stage.temperature, experts=stage.replay),
             group_size=stage.group_size,
             credit=credit,
             seed=self.config.seed,
@@ -107,7 +107,8 @@ class Director:
             emit=self.emit,
         ).run()
 
-    def sampling(self, *, temperature: float) -> Attempt:
+    def sampling(self, *, temperature: float, experts: bool = False) -> Attempt:
+        """`experts`: the trainer will replay them."""
         harness = self.config.harness
         agent = CodingAgent(
             self.gateway.http,
@@ -117,7 +118,7 @@ class Director:
             temperature=temperature,
             tool_delay_s=harness.tool_delay_s,
         )
-        return Rollouts(self.environment, agent, self.gateway, concurrency=harness.concurrency).attempt
+        return Rollouts(self.environment, agent, self.gateway, concurrency=harness.concurrency, experts=experts).attempt
 
     async def look(self) -> None:
         """How the workers are, once a second, for whoever watches."""

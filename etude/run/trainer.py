@@ -23,6 +23,7 @@ from etude.run import data
 from etude.run.plan import Leg, legs
 from etude.run.prepare import model_directory
 from etude.run.telemetry import Emit, emitter
+from etude.store.experts import get_experts
 from etude.store.runs import Run
 from etude.train import stages
 from etude.train.checkpoint import Checkpoint, Origin, pack, unpack
@@ -137,6 +138,9 @@ class Trainer:
                 ratio_cap=stage.ratio_cap,
                 temperature=stage.temperature,
                 microbatch_tokens=0 if self.config.deterministic else stage.microbatch_tokens,
+                fetch=(lambda name: get_experts(self.run.objects, name)) if stage.replay else None,
+                plausible=stage.plausible,
+                balance=stage.balance,
             )
             self.reach(step, step=step - leg.start)
             ended = time.monotonic()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -24,7 +25,7 @@ from etude.model.tokenizer import ChatTokenizer, Message
 from etude.serve import protocol as wire
 from etude.serve.forms import ChatForm, Form, TextForm
 from etude.serve.grammar import ANY_OBJECT, Grammars
-from etude.serve.http import ApiError, Events, Say, Unavailable, read, respond, together, unless_gone
+from etude.serve.http import ApiError, Events, Say, Unavailable, read, respond, respond_as_asked, together, unless_gone
 from etude.serve.metrics import Metrics
 from etude.serve.openapi import document
 
@@ -147,6 +148,7 @@ class Api:
             asked, self._prompts(asked.prompt), asked.max_tokens or COMPLETION_TOKENS, grammar=grammar,
             stop=stop if grammar is None else (*stop, self.tokenizer.eos), top_logprobs=asked.logprobs or 0,
         )  # fmt: skip
+        asks = [replace(ask, experts_from=asked.routed_experts_from) for ask in asks]
         return await self._answer(request, asked, form, asks)
 
     def _prompts(self, prompt: str | list[Any]) -> list[Sequence[int]]:
@@ -191,7 +193,7 @@ class Api:
             return Events(lambda say: self._stream(say, asked, form, asks))
         with self.slots.take(len(asks)):
             samples = await unless_gone(request, together([self.sample(self.policy, ask) for ask in asks]))
-        return self.whole(form, asks, samples)
+        return respond_as_asked(request, self.whole(form, asks, samples))
 
     async def sample(self, policy: Policy, ask: Ask) -> Sample:
         try:
@@ -199,10 +201,10 @@ class Api:
         except ValueError as e:
             raise ApiError(str(e)) from e
 
-    def whole(self, form: Form, asks: Sequence[Ask], samples: Sequence[Sample]) -> Response:
+    def whole(self, form: Form, asks: Sequence[Ask], samples: Sequence[Sample]) -> msgspec.Struct:
         usage = self._usage(asks, samples)
         choices = [form.choice(n, ask, sample) for n, (ask, sample) in enumerate(zip(asks, samples, strict=True))]
-        return respond(form.whole(choices, usage))
+        return form.whole(choices, usage)
 
     async def _stream(self, say: Say, asked: wire.Sampling, form: Form, asks: Sequence[Ask]) -> None:
         with self.slots.take(len(asks)):

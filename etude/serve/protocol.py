@@ -164,6 +164,8 @@ class CompletionRequest(Sampling, kw_only=True, forbid_unknown_fields=True):
     structured_outputs: StructuredOutputs | None = None
     detokenize: bool | None = None
     """False: the answer has no text, and tokens are called `token_id:7`. It is for programs that read ids."""
+    routed_experts_from: Annotated[int, Meta(ge=0, le=2**31)] | None = None
+    """Of a sparse model: adds `routed_experts`, from this position of the prompt on."""
     min_weight_version: int = 0
     """A worker with older weights refuses (503): what the gateway promised holds even if it is wrong about a worker."""
     echo: Annotated[bool, Meta(extra_json_schema={"enum": [False]})] | None = None
@@ -205,8 +207,9 @@ class Sampled(msgspec.Struct, kw_only=True):
     token_ids: list[int] | UnsetType = UNSET
     weight_version: list[Span] | UnsetType = UNSET
     """Which weights sampled which tokens: `[{"version": 7, "count": 21}, ..]`, in order."""
-    routed_experts: str | UnsetType = UNSET
-    """Of a sparse model, in base64: [tokens read, sparse layers, experts of a token], as bytes or int16."""
+    routed_experts: bytes | UnsetType = UNSET
+    """If they were asked for, in base64: [tokens read, sparse layers, experts of a token], a byte for each id, or two
+    (int16) with more than 256 experts. The last token was not read."""
 
 
 class AssistantMessage(msgspec.Struct):

@@ -9,7 +9,7 @@ One thread or many, and on which cores, is the business of the process that hold
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,7 @@ from etude.core.types import Batch
 from etude.model import files
 from etude.model.transformer import Transformer
 from etude.train.loss import LOSS, Drift, drift, entropies, token_logprobs
+from etude.train.routers import Routers, to_replay
 from etude.train.rows import Padded, pack
 
 BETAS = (0.9, 0.95)
@@ -41,6 +42,10 @@ class StepStats:
     """Sampled tokens."""
     num_computed: int
     """All tokens that went through the model, prompts and padding included."""
+    router_disagreement: float | None = None
+    """Share of the tokens with replayed experts for which a router, left alone, would have chosen another."""
+    experts_replaced: float | None = None
+    """Share of the replayed experts that were implausible, and so not used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +64,7 @@ class Learner:
     def __init__(self, model: Transformer) -> None:
         self.model = model
         self._parameters = dict(model.named_parameters())
-        # What no step changes and no file of the run holds: the biases of routers.
+        # What no gradient moves: the biases of routers.
         self._fixed = {name: t for name, t in model.state_dict().items() if name not in self._parameters}
         self._masters = {name: p.detach().float().clone() for name, p in self._parameters.items()}
         self._kept: dict[str, Tensor] = {}
@@ -82,23 +87,35 @@ class Learner:
         temperature: float = 1.0,
         microbatch_tokens: int = 8192,
         weight_decay: float = 0.0,
+        fetch: Callable[[str], bytes] | None = None,
+        plausible: float = 0.0,
+        balance: bool = False,
     ) -> StepStats:
-        """One step of policy gradient. `microbatch_tokens = 0`: row after row in their order, deterministic."""
-        context = self.model.config.max_position_embeddings
-        microbatches = pack(batch.rows, microbatch_tokens=microbatch_tokens, max_tokens=context)
+        """One step of policy gradient. `microbatch_tokens = 0`: row after row in their order, deterministic. `fetch`
+        reads the experts that a row names; without it none are replayed. `plausible`, `balance`: see `routers`."""
+        config, routers = self.model.config, Routers(self.model, least=plausible, balance=balance)
+        microbatches = pack(
+            batch.rows,
+            microbatch_tokens=microbatch_tokens,
+            max_tokens=config.max_position_embeddings,
+            experts=lambda row: to_replay(row, config.experts, fetch) if fetch else None,
+        )
         num_tokens = sum(micro.num_tokens for micro in microbatches)
         if num_tokens == 0:
             raise ValueError(f"the batch of step {batch.step} has no sampled token: there is nothing to learn from")
         total, new, old, entropy = 0.0, [], [], 0.0
         for micro in microbatches:
-            logp_N, logp_NV = token_logprobs(self.model, micro.tokens_BT, micro.mask_BT, temperature)
+            routing = routers.open(micro)
+            logp_N, logp_NV = token_logprobs(self.model, micro.tokens_BT, micro.mask_BT, temperature, routing)
             old_logp_N, adv_N = micro.old_logprobs_BT[micro.mask_BT], micro.advantages_BT[micro.mask_BT]
-            objective = LOSS[loss](logp_N, old_logp_N, adv_N, ratio_cap).sum() / num_tokens
+            losses = LOSS[loss](logp_N, old_logp_N, adv_N, ratio_cap).sum()
+            objective = (losses + micro.num_tokens * routers.close(routing, micro)) / num_tokens
             objective.backward()  # type: ignore[no-untyped-call]
             total += objective.item()
             entropy += entropies(logp_NV.detach()).sum().item() / num_tokens
             new.append(logp_N.detach())
             old.append(old_logp_N)
+        routers.settle()
         return StepStats(
             loss=total,
             drift=drift(torch.cat(new), torch.cat(old), ratio_cap),
@@ -108,17 +125,24 @@ class Learner:
             num_rows=len(batch.rows),
             num_tokens=num_tokens,
             num_computed=sum(micro.tokens_BT.numel() for micro in microbatches),
+            router_disagreement=routers.disagreement,
+            experts_replaced=routers.replaced,
         )
 
-    def fit(self, microbatches: Sequence[Padded], *, lr: float, weight_decay: float = 0.0) -> FitStats:
+    def fit(
+        self, microbatches: Sequence[Padded], *, lr: float, weight_decay: float = 0.0, balance: bool = False
+    ) -> FitStats:
         """One step of cross entropy on the tokens that count, averaged over all microbatches together."""
+        routers = Routers(self.model, balance=balance)
         num_tokens = sum(micro.num_tokens for micro in microbatches)
         total = 0.0
         for micro in microbatches:
-            logp_N, _ = token_logprobs(self.model, micro.tokens_BT, micro.mask_BT)
-            objective = -logp_N.sum() / num_tokens
+            routing = routers.open(micro)
+            logp_N, _ = token_logprobs(self.model, micro.tokens_BT, micro.mask_BT, routing=routing)
+            objective = (-logp_N.sum() + micro.num_tokens * routers.close(routing, micro)) / num_tokens
             objective.backward()  # type: ignore[no-untyped-call]
             total += objective.item()
+        routers.settle()
         return FitStats(loss=total, grad_norm=self._update(lr, weight_decay), lr=lr, num_tokens=num_tokens)
 
     @torch.no_grad()

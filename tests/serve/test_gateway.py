@@ -42,7 +42,7 @@ async def worker(store: Store, region: str, gateway: str | None = None) -> Async
 
 @pytest.fixture
 async def gateway(store: Store, http: aiohttp.ClientSession) -> AsyncIterator[str]:
-    made = Gateway(Router(http), store.files, max_context=store.config.max_position_embeddings)
+    made = Gateway(Router(http), store.objects, store.files, max_context=store.config.max_position_embeddings)
     async with served(create_app(made.routes(), None)) as url:
         yield url
 
@@ -184,7 +184,7 @@ async def test_requests_wait_for_the_first_worker(store: Store, gateway: str, ht
 
 async def test_a_gateway_that_was_restarted_finds_its_workers(store: Store, http: aiohttp.ClientSession) -> None:
     def made() -> Gateway:
-        return Gateway(Router(http), store.files, max_context=store.config.max_position_embeddings)
+        return Gateway(Router(http), store.objects, store.files, max_context=store.config.max_position_embeddings)
 
     async with AsyncExitStack() as stack:
         async with served(create_app(made().routes(), None)) as url:
