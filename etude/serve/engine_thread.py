@@ -58,6 +58,22 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
+    @property
+    def version(self) -> int:
+        return self.engine.version
+
+    @property
+    def max_context(self) -> int:
+        return self.engine.max_context
+
+    @property
+    def num_running(self) -> int:
+        return self.engine.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        return self.engine.num_waiting
+
     async def sample(self, ask: Ask) -> Sample:
         guide = await self._guide(ask)
         with self._asked(ask, guide, stream=False) as inbox:

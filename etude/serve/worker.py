@@ -11,7 +11,7 @@ import argparse
 import asyncio
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
 import aiohttp
@@ -27,9 +27,10 @@ from etude.engine.engine import Engine
 from etude.model.transformer import ModelConfig, Transformer
 from etude.serve import process
 from etude.serve.api import Api
-from etude.serve.engine_thread import EngineThread, die_with_the_engine
+from etude.serve.engine_thread import EngineThread, Fetch, die_with_the_engine
 from etude.serve.grammar import Grammars
 from etude.serve.http import ApiError, Unavailable, create_app, read, respond
+from etude.serve.vllm import VllmServer, connected
 from etude.serve.wire import Held, Load, WorkerStatus, read_model_files
 from etude.store.objects import Objects
 from etude.weights.cache import HostCache
@@ -41,8 +42,10 @@ HEARTBEAT_S = 1.0
 
 
 class Worker(Api):
-    def __init__(self, engine: EngineThread, files: Mapping[str, bytes], region: str) -> None:
-        super().__init__(engine, engine.tokenizer, Grammars(files), max_context=engine.engine.max_context)
+    """`engine`: ours, or somebody else's behind the same seam."""
+
+    def __init__(self, engine: EngineThread | VllmServer, files: Mapping[str, bytes], region: str) -> None:
+        super().__init__(engine, engine.tokenizer, Grammars(files), max_context=engine.max_context)
         self.engine_thread, self.region = engine, region
 
     def routes(self) -> list[Route]:
@@ -73,15 +76,15 @@ class Worker(Api):
 
     @property
     def version(self) -> int:
-        return self.engine_thread.engine.version
+        return self.engine_thread.version
 
     def report(self) -> WorkerStatus:
         thread = self.engine_thread
         return WorkerStatus(
             region=self.region,
             version=self.version,
-            running=thread.engine.num_running,
-            waiting=thread.engine.num_waiting,
+            running=thread.num_running,
+            waiting=thread.num_waiting,
             busy_s=thread.busy_s,
             wall_s=time.monotonic() - thread.started,
             tokens=thread.num_tokens,
@@ -108,37 +111,43 @@ async def keep_joined(worker: Worker, url: str, gateway_url: str, token: str | N
             await asyncio.sleep(HEARTBEAT_S)
 
 
+@contextlib.asynccontextmanager
+async def own_engine(
+    files: Mapping[str, bytes], fetch: Fetch, max_batch: int, device: str
+) -> AsyncIterator[EngineThread]:
+    die_with_the_engine()
+    place = device_for(device)
+    # Published weights are bf16. A processor computes with them in fp32, as the trainer does on it.
+    dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
+    model = Transformer(ModelConfig.from_json(files["config.json"])).requires_grad_(False).to(place, dtype)
+    # One request at a time is how a deterministic run is served: then nothing may depend on what was asked before.
+    engine = EngineThread(Engine(model, max_batch=max_batch, version=-1, prefix_cache=max_batch > 1), fetch, files)
+    yield engine
+    engine.close()
+
+
 async def serve_worker(
     *, store_url: str, region: str, port: int, host: str = "127.0.0.1", gateway_url: str | None = None,
     version: int | None = None, max_batch: int = 32, threads: int = 1, device: str = "auto",
-    cache: Path | None = None,
+    cache: Path | None = None, vllm: str | None = None,
 ) -> None:  # fmt: skip
-    die_with_the_engine()
     torch.set_num_threads(threads)
     token = process.token()
     listener = process.bind(host, port, token)
     objects = Objects.open(store_url, create=False)
     files = read_model_files(objects)
-    place = device_for(device)
-    # Published weights are bf16. A processor computes with them in fp32, as the trainer does on it.
-    dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
-    model = Transformer(ModelConfig.from_json(files["config.json"])).requires_grad_(False).to(place, dtype)
-    follower = Follower(Chain(objects), name=f"{region}-{port}", cache=HostCache.beside(store_url, cache))
-    # One request at a time is how a deterministic run is served: then nothing may depend on what was asked before.
-    engine = EngineThread(
-        Engine(model, max_batch=max_batch, version=-1, prefix_cache=max_batch > 1), follower.fetch, files
-    )
-    worker = Worker(engine, files, region)
-    if version is not None:
-        await engine.load(version)
-    async with process.serving(create_app(worker.routes(), token, worker.metrics), listener) as running:
-        url = process.url_of(listener)
-        print(f"worker {region} at {url}", flush=True)
-        joined = asyncio.create_task(keep_joined(worker, url, gateway_url, token)) if gateway_url else None
-        await running
-        if joined:
-            joined.cancel()
-    engine.close()
+    fetch = Follower(Chain(objects), name=f"{region}-{port}", cache=HostCache.beside(store_url, cache)).fetch
+    async with connected(vllm, fetch, files) if vllm else own_engine(files, fetch, max_batch, device) as engine:
+        worker = Worker(engine, files, region)
+        if version is not None:
+            await engine.load(version)
+        async with process.serving(create_app(worker.routes(), token, worker.metrics), listener) as running:
+            url = process.url_of(listener)
+            print(f"worker {region} at {url}", flush=True)
+            joined = asyncio.create_task(keep_joined(worker, url, gateway_url, token)) if gateway_url else None
+            await running
+            if joined:
+                joined.cancel()
 
 
 def main() -> None:
@@ -155,11 +164,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if there is one")
     parser.add_argument("--cache", type=Path, help="where this host's workers keep what one of them has downloaded")
+    parser.add_argument("--vllm", metavar="URL", help="a vLLM server that computes instead of our engine")
     a = parser.parse_args()
     process.run(
         lambda: serve_worker(
             store_url=a.store, region=a.region, port=a.port, host=a.host, gateway_url=a.gateway,
-            version=a.version, max_batch=a.max_batch, threads=a.threads, device=a.device, cache=a.cache,
+            version=a.version, max_batch=a.max_batch, threads=a.threads, device=a.device, cache=a.cache, vllm=a.vllm,
         )
     )  # fmt: skip
 
