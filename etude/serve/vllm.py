@@ -50,6 +50,8 @@ from etude.serve.http import ApiError, Unavailable
 from etude.serve.text import Decoder, StopFinder
 
 LOGPROBS_MODE = "processed_logprobs"
+KEEPALIVE_S = 2.0
+"""vLLM closes an idle connection after 5 seconds."""
 
 
 class Versions(msgspec.Struct):
@@ -217,8 +219,10 @@ class VllmServer:
 async def connected(
     url: str, fetch: Callable[[int], Mapping[str, Tensor]], files: Mapping[str, bytes]
 ) -> AsyncIterator[VllmServer]:
-    # As many connections as there are requests, and no limit on their time.
-    connector, patient = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None, sock_connect=5.0)
+    # As many connections as there are requests, and no limit on their time; idle ones are closed by us, since a server
+    # that closes one while we ask looks like a server that is gone.
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
+    patient = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
     async with aiohttp.ClientSession(connector=connector, timeout=patient) as http:
         server = VllmServer(http, url, fetch, files)
         try:
