@@ -1,8 +1,8 @@
 """The model on a CPU, a pass in one call: `native.c`, where it is built and knows the model.
 
 `pip install` compiles it if the machine has a compiler; it is a plain shared library, and its threads are those of
-torch. It computes dense models in bf16 or fp32; `runner.CpuRunner` computes whatever it cannot, operator by operator.
-A token gets the same bits whatever else is in its pass.
+torch. It computes dense models, in fp32, or in bf16 on processors with AMX; `runner.CpuRunner` computes whatever it
+cannot, operator by operator. A token gets the same bits whatever else is in its pass.
 
 Matrices are laid out as `native.c` reads them. Shapes: U units of 32 outputs, I inputs of a matrix.
 """
@@ -25,7 +25,9 @@ from etude.model.files import load_weights
 from etude.model.files import weights as published
 from etude.model.transformer import ModelConfig, Transformer
 
-UNIT, PAGE, MAX_HEAD = 32, 16, 256
+UNIT, MAX_HEAD = 32, 256
+PAGES = {torch.float32: 16, torch.bfloat16: 32}
+"""Tokens in a block of keys and values."""
 _NUMBER, _DATA = ctypes.c_int64, ctypes.c_void_p
 
 
@@ -40,6 +42,7 @@ def _load() -> ctypes.CDLL | None:
 
 
 LIBRARY = _load()
+HAS_BF16 = LIBRARY is not None and bool(LIBRARY.has_bf16())
 
 
 class _Layer(ctypes.Structure):
@@ -74,7 +77,7 @@ class _Pass(ctypes.Structure):
         *((name, _NUMBER) for name in ("num_tokens", "num_rows", "width")),
         *(
             (name, _DATA)
-            for name in ("tokens", "positions", "slots", "sequence", "blocks", "rows", "logits", "scratch")
+            for name in ("tokens", "positions", "slots", "starts", "sequence", "blocks", "rows", "logits", "scratch")
         ),
         *((name, _NUMBER) for name in ("longest", "threads")),
     ]
@@ -82,26 +85,25 @@ class _Pass(ctypes.Structure):
 
 def can_run(config: ModelConfig, dtype: torch.dtype) -> bool:
     c = config
-    sizes = (c.hidden_size, c.intermediate_size, c.head_dim)
-    dense = c.latent is None and c.experts is None
     return (
         LIBRARY is not None
-        and dtype in (torch.bfloat16, torch.float32)
-        and dense
-        and not any(size % UNIT for size in sizes)
+        and (dtype == torch.float32 or (dtype == torch.bfloat16 and HAS_BF16))
+        and c.latent is None
+        and c.experts is None
+        and not any(size % UNIT for size in (c.hidden_size, c.intermediate_size, c.head_dim))
         and c.head_dim <= MAX_HEAD
     )
 
 
 class NativeRunner:
     overlaps = False
-    block_size = PAGE
 
     def __init__(self, model: Transformer, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.config, self._like = model.config, model.model.embed_tokens.weight.detach()
         c = model.config
-        shape = (c.num_hidden_layers, num_blocks, c.num_key_value_heads, PAGE * c.head_dim)
+        self.block_size = PAGES[self._like.dtype]
+        shape = (c.num_hidden_layers, num_blocks, c.num_key_value_heads, self.block_size * c.head_dim)
         # Zeros: what lies past the end of a sequence gets weight 0, which does not help against a NaN.
         self._keys, self._values = self._like.new_zeros(shape), self._like.new_zeros(shape)
         self._scratch = torch.empty(0, dtype=torch.uint8)
@@ -114,11 +116,13 @@ class NativeRunner:
         counts_B = np.diff(plan.starts_B, append=len(plan.tokens_N))
         sequence_N = np.arange(len(plan.starts_B)).repeat(counts_B)
         logits_RV = torch.empty(len(plan.rows_R), self.config.vocab_size)
-        read = (plan.tokens_N, plan.positions_N, plan.slots_N, sequence_N, plan.blocks_BM, plan.rows_R)
+        read = (
+            plan.tokens_N, plan.positions_N, plan.slots_N, plan.starts_B, sequence_N, plan.blocks_BM, plan.rows_R
+        )  # fmt: skip
         assert all(array.dtype == np.int64 and array.flags.c_contiguous for array in read)
         run = _Pass(
             len(plan.tokens_N), len(plan.rows_R), plan.blocks_BM.shape[1], *(array.ctypes.data for array in read),
-            logits_RV.data_ptr(), 0, plan.blocks_BM.shape[1] * PAGE, torch.get_num_threads(),
+            logits_RV.data_ptr(), 0, plan.blocks_BM.shape[1] * self.block_size, torch.get_num_threads(),
         )  # fmt: skip
         model = ctypes.byref(self._weights.model)
         needed = LIBRARY.scratch_bytes(model, ctypes.byref(run))
