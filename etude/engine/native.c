@@ -405,19 +405,22 @@ static void attend_tile(const Seen *s, int64_t rows, const uint16_t *const *q, c
     for (int64_t r = 0; r < rows; r++) memcpy(query + r * s->size, q[r], bytes);
     for (int64_t b = 0; b < pages; b++) {
         const char *keys = s->keys + (s->blocks[b] * s->kv_heads + s->head) * bytes * page;
-        multiply_pieces((char *)query, bytes, keys, 4 * page, NULL, 64 * page, s->size / 32, s->scores + b * page, 4 * s->room);
+        float *scores = s->scores + b * page;
+        multiply_pieces((char *)query, bytes, keys, 4 * page, NULL, 64 * page, s->size / 32, scores, 4 * s->room);
     }
     for (int64_t r = 0; r < rows; r++)
         total[r] = soften_row(s->scores + r * s->room, shares + r * s->room, lengths[r], pages * page, s->scale);
     for (int64_t d = 0; d < s->size; d += UNIT) {
         const char *values = s->values + s->head * bytes * page + 4 * d;
-        multiply_pieces((char *)shares, 2 * s->room, values, 2 * bytes, s->blocks, s->kv_heads * bytes * page, pages, y, 128);
+        const int64_t jump = s->kv_heads * bytes * page;
+        multiply_pieces((char *)shares, 2 * s->room, values, 2 * bytes, s->blocks, jump, pages, y, 4 * UNIT);
         for (int64_t r = 0; r < rows; r++) divide_row(y + r * UNIT, total[r], to[r] + d);
     }
 }
 
 /* The tokens from `n` on, as many as make a tile. */
-static void attend_tokens(const Model *m, const Pass *p, const Seen *s, int64_t n, int64_t end, char *qkv, char *mixed) {
+static void attend_tokens(
+    const Model *m, const Pass *p, const Seen *s, int64_t n, int64_t end, char *qkv, char *mixed) {
     const int64_t group = m->heads / m->kv_heads, all = m->heads + 2 * m->kv_heads;
     if (!m->is_bf16) {
         float *q = (float *)qkv + (n * all + s->head * group) * s->size;
