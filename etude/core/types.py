@@ -87,6 +87,9 @@ class Sample:
     included; the last token was never read and has none."""
     top: tuple[tuple[tuple[int, float], ...], ...] = ()
     """For each token the likeliest in its place with their log-probs, if that was asked for."""
+    accepted: int = 0
+    rejected: int = 0
+    """Tokens of drafts (see `Ask.prediction`) that turned out to be the ones sampled, and that did not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
