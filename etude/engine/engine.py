@@ -263,8 +263,8 @@ class Engine:
 
 
 def lay_out(chosen: list[tuple[Sequence, int]], num_single: int, block_size: int) -> Plan:
-    """The plan of a pass that reads the last `count` of the tokens that each sequence counts as read, its draft at their
-    end. Those that have read all they have are to draw."""
+    """The plan of a pass that reads the last `count` of the tokens that each sequence counts as read, its draft being
+    the end of them. Those that have read all they have are to draw."""
     sequences = [sequence for sequence, _ in chosen]
     counts_B, lengths_B = np.array([count for _, count in chosen]), np.array([s.num_read for s in sequences])
     ends_B = counts_B.cumsum()

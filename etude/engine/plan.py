@@ -64,8 +64,8 @@ class Plan:
     """The block table. Past the end of a sequence it says 0, and whatever lies there must not matter."""
     num_single: int
     rows_R: Ints
-    """Places in `tokens` after which a token is drawn, in order: the last of each sequence that has read all it has, and
-    the tokens before a draft and in it."""
+    """Places in `tokens` after which a token is drawn, in order: the last of each sequence that has read all it has;
+    with a draft, the token before it and all of its own."""
     draws: Draws
 
 

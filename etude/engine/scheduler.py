@@ -188,8 +188,8 @@ class Scheduler:
             self.blocks.seal(sequence.table)
 
     def choose(self, version: int) -> tuple[list[tuple[Sequence, int]], int]:
-        """The next pass: who takes part, and how many tokens it reads, those of its draft included. First come those that
-        read one token and were there before; the second value is their number."""
+        """The next pass: who takes part, and how many tokens it reads, its draft included. First come those that read
+        one token and were there before; the second value is their number."""
         self._yield_to_priority()
         ready = [sequence for sequence in self.running if not sequence.blocked]
         for sequence in ready:

@@ -8,7 +8,8 @@ costs work and nothing else: tokens and log-probs are those of plain decoding, s
 A draft continues a text behind the place where the last tokens of the request stand in it. The texts are, in order, the
 client's prediction (the file as it was), the request's own prompt and answer, and further drafts (earlier answers to
 the same task). The longest match wins; of equally long ones in one text the first at or behind the pointer, which is
-where the last draft from there was given up: an edit goes on behind it, and seldom before.
+where the last draft from there was given up: an edit goes on behind it, and seldom before. In a text that repeats
+itself this also leaves the most to go on with.
 
 Shapes: S tokens of a text, M places in it.
 """
@@ -39,8 +40,9 @@ def next_length(length: int, drafted: int, accepted: int) -> int:
 
 
 def longest_match(text_S: Ints, tail: Ints) -> tuple[int, Ints]:
-    """How many of the last tokens of `tail` stand somewhere in the text, and all the places behind them."""
-    places_M = np.flatnonzero(text_S == tail[-1]) + 1
+    """How many of the last tokens of `tail` stand somewhere in the text with something behind them, and all the places
+    where that begins."""
+    places_M = np.flatnonzero((text_S[:-1] == tail[-1]) & (text_S[1:] != NOTHING)) + 1
     for length in range(1, len(tail)):
         longer_M = places_M[places_M > length]
         longer_M = longer_M[text_S[longer_M - length - 1] == tail[-length - 1]]
@@ -59,14 +61,14 @@ class Text:
 
     def find(self, tail: Ints) -> tuple[int, int]:
         """The length of the longest match, and the place behind it."""
-        begin = self.pointer - len(tail)
-        if begin >= 0 and np.array_equal(self.tokens_S[begin : self.pointer], tail):
-            return len(tail), self.pointer
+        begin, end = self.pointer - len(tail), self.pointer
+        if begin >= 0 and end < len(self.tokens_S) and np.array_equal(self.tokens_S[begin:end], tail):
+            return len(tail), end
         length, places_M = longest_match(self.tokens_S, tail)
         if not length:
             return 0, 0
         behind = int(np.searchsorted(places_M, self.pointer))
-        return length, int(places_M[min(behind, len(places_M) - 1)])
+        return length, int(places_M[behind % len(places_M)])
 
 
 class Drafter:
@@ -78,7 +80,6 @@ class Drafter:
         self._said = np.full(len(prompt) + max_tokens, NOTHING, np.int64)
         self._num_said = 0
         joined = [token for draft in drafts for token in (*draft, NOTHING)]
-        # All but the last token, which is what a match is looked for with.
         self._own = Text(self._said[:0])
         self._texts = [Text(np.array(prediction, np.int64)), self._own, Text(np.array(joined, np.int64))]
         self._length = FIRST_LENGTH
@@ -112,7 +113,7 @@ class Drafter:
             self._draft = []
         self._said[self._num_said : len(tokens)] = new
         self._num_said = len(tokens)
-        self._own.tokens_S = self._said[: self._num_said - 1]
+        self._own.tokens_S = self._said[: self._num_said]
 
 
 def _num_alike(a_S: Ints, b_S: Ints) -> int:

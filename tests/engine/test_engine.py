@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 
 from etude.core.types import Sample, Span, unspan
 from etude.engine.engine import Engine, Finished, Request, Token
@@ -18,7 +17,7 @@ from etude.engine.sampler import draws, invert
 from etude.model.attention import KVCache, Paged
 from etude.model.files import weights
 from etude.model.transformer import Transformer
-from tests.engine.reference import FAMILIES, Overlapping, check
+from tests.engine.reference import FAMILIES, OnlyEven, Overlapping, check
 from tests.small_model import drain, request, sharp
 
 
@@ -250,20 +249,6 @@ def test_the_rows_of_a_swap_of_seats_stay_apart(model: Transformer) -> None:
     done = drain(engine)
     for each in asked:
         check(model, each, done[each.id])
-
-
-class OnlyEven:
-    """Allows even tokens, and every third one must be 6."""
-
-    def __init__(self) -> None:
-        self.seen: list[int] = []
-
-    def allowed(self) -> NDArray[np.bool_]:
-        mask = np.arange(61) % 2 == 0
-        return mask if len(self.seen) % 3 < 2 else np.arange(61) == 6
-
-    def accept(self, token: int) -> None:
-        self.seen.append(token)
 
 
 @pytest.mark.parametrize("overlaps", [False, True])

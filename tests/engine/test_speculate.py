@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from etude.core.types import Sample, unspan
 from etude.engine.engine import Engine, Finished, Request, Token
@@ -20,7 +19,7 @@ from etude.engine.runner import BLOCK_SIZE, CpuRunner
 from etude.engine.speculate import MAX_LENGTH, MIN_LENGTH, TRUST, Drafter, longest_match, next_length
 from etude.model.files import weights
 from etude.model.transformer import Transformer
-from tests.engine.reference import FAMILIES, Overlapping, check, plain_logits
+from tests.engine.reference import FAMILIES, OnlyEven, Overlapping, check, plain_logits
 from tests.small_model import drain, request, sharp
 
 
@@ -141,20 +140,20 @@ def test_without_a_hit_it_is_plain_decoding(model: Transformer) -> None:
 def test_a_swap_between_two_drafts(overlaps: bool) -> None:
     """Every token says which weights drew it, and is what plain decoding with the same swap would have given."""
     config = FAMILIES["llama"]
-    published = [weights(sharp(config, seed), torch.float32) for seed in range(2)]
+    published = [weights(sharp(config, seed, factor=3.0), torch.float32) for seed in range(2)]
     plain = [request(str(id), [id, 2, 3], stop=frozenset(), max_tokens=60) for id in range(4)]
     rng = random.Random(3)
-    old = answers(sharp(config, 0), plain)
-    engine = engine_with(sharp(config, 0), overlaps=overlaps, max_batch=4)
+    old = answers(sharp(config, 0, factor=3.0), plain)
+    engine = engine_with(sharp(config, 0, factor=3.0), overlaps=overlaps, max_batch=4)
     for each in plain:
         engine.add(replace(each, prediction=spoiled(old[each.id].tokens, rng)))
     done: dict[str, Sample] = {}
     for step in range(400):
-        if step == 4:
+        if step == 6:
             engine.load(1, published[1])
         done |= {event.id: event.sample for event in engine.step() if isinstance(event, Finished)}
     for each in plain:
-        single = Engine(sharp(config, 0), max_batch=1)
+        single = Engine(sharp(config, 0, factor=3.0), max_batch=1)
         single.add(each)
         for version in unspan(done[each.id].versions):
             if version != single.version:
@@ -165,7 +164,7 @@ def test_a_swap_between_two_drafts(overlaps: bool) -> None:
         assert len(finished.sample.versions) == 2
         assert (finished.sample.tokens, finished.sample.versions) == (done[each.id].tokens, done[each.id].versions)
         assert finished.sample.logprobs == pytest.approx(done[each.id].logprobs, abs=1e-4)
-        assert done[each.id].accepted > 0
+    assert sum(sample.accepted for sample in done.values()) > 0
 
 
 def test_what_was_rejected_is_never_shared(model: Transformer) -> None:
@@ -184,30 +183,6 @@ def test_what_was_rejected_is_never_shared(model: Transformer) -> None:
         engine.add(later)
         check(model, later, drain(engine)[id])
         assert engine.stats().cached_tokens - before == (3 * BLOCK_SIZE if text == answer else 0)
-
-
-class OnlyEven:
-    """Allows even tokens, and every third one must be 6."""
-
-    def __init__(self) -> None:
-        self.seen: list[int] = []
-
-    def allowed(self) -> NDArray[np.bool_]:
-        return np.arange(61) % 2 == 0 if len(self.seen) % 3 < 2 else np.arange(61) == 6
-
-    def ahead(self, draft: Iterable[int]) -> list[NDArray[np.bool_]]:
-        masks, begin = [], len(self.seen)
-        for token in draft:
-            if not self.allowed()[token]:
-                break
-            self.seen.append(token)
-            masks.append(self.allowed())
-        del self.seen[begin:]
-        return masks
-
-    def accept(self, token: int) -> None:
-        assert self.allowed()[token]
-        self.seen.append(token)
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
@@ -238,18 +213,17 @@ class Biased(CpuRunner):
 
 
 def surprise(model: Transformer, runner: CpuRunner) -> float:
-    """Chi-square of the third token of 1,500 samples, whose second and third were drafted, in standard deviations."""
+    """Chi-square of the second token of 1,500 samples, for which the likeliest was drafted, in standard deviations."""
     prompt, first, num_samples = (3, 1, 4), 11, 1500
     p_1 = torch.softmax(_next_logits(model, (*prompt, first)), -1)
     p_12 = torch.softmax(torch.stack([_next_logits(model, (*prompt, first, token)) for token in range(61)]), -1)
     p = (p_1[:, None] * p_12).sum(0).double().numpy()
-    likely = int(p_1.argmax())
-    guess = (first, likely, int(p_12[likely].argmax()), 7, 7)
+    guess = tuple(token for pair in enumerate(p_12.argmax(-1).tolist()) for token in pair)
     engine = Engine(model, max_batch=64, runner=runner, step_tokens=1024)
     for seed in range(num_samples):
         engine.add(request(str(seed), [*prompt, first], max_tokens=3, stop=frozenset(), prediction=guess))
     done = drain(engine)
-    assert sum(sample.accepted for sample in done.values()) > num_samples / 8
+    assert sum(sample.accepted for sample in done.values()) > 100
     counts = np.bincount([sample.tokens[1] for sample in done.values()], minlength=61)
     often = p * num_samples >= 5
     expected = np.append(p[often], p[~often].sum()) * num_samples
@@ -283,9 +257,11 @@ def test_the_first_match_behind_the_pointer_is_continued() -> None:
     said += [3, 1, 7]  # the pointer is behind the second 1
     assert told(drafter, said) == []
     said += [1, 2]
+    assert told(drafter, said) == [4, 1, 2, 5, 6]
+    said += [4, 1, 8, 1, 2]
     assert told(drafter, said) == [5, 6]
-    said += [8, 1, 2]  # nothing behind: the last there is
-    assert told(drafter, said) == [5, 6]
+    said += [5, 0, 1, 2]  # nothing behind: the first there is
+    assert told(drafter, said) == [3, 1, 2, 4, 1, 2, 5, 6]
 
 
 def test_longer_matches_win_and_the_prediction_wins_a_tie() -> None:
@@ -327,7 +303,7 @@ def test_the_longest_match_is_found(text: list[int], tail: list[int]) -> None:
     length, places = longest_match(np.array(text, np.int64), np.array(tail, np.int64))
 
     def ends(count: int) -> list[int]:
-        return [e for e in range(count, len(text) + 1) if text[e - count : e] == tail[len(tail) - count :]]
+        return [e for e in range(count, len(text)) if text[e - count : e] == tail[len(tail) - count :]]
 
     assert length == max(n for n in range(len(tail) + 1) if n == 0 or ends(n))
     assert not length or places.tolist() == ends(length)
