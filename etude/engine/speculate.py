@@ -110,6 +110,8 @@ class Drafter:
             self._length = next_length(self._length, len(self._draft), min(same, len(self._draft)))
             if same:
                 self._source.pointer = self._place + same
+            elif self._source.pointer == self._place:
+                self._source.pointer += 1  # or a text that repeats itself would bring it here for ever
             self._draft = []
         self._said[self._num_said : len(tokens)] = new
         self._num_said = len(tokens)
