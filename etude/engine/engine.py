@@ -110,9 +110,8 @@ class Engine:
         self._blocks = Blocks(self._runner.num_blocks, self._runner.block_size, reuse=prefix_cache)
         # Pieces are for the others' sake; where there are none, a prompt is read at once.
         self._scheduler = Scheduler(
-            self._blocks, max_batch=max_batch, step_tokens=step_tokens if max_batch > 1 else self.max_context,
-            max_drafts=self._runner.max_drafts,
-        )  # fmt: skip
+            self._blocks, max_batch=max_batch, step_tokens=step_tokens if max_batch > 1 else self.max_context
+        )
         self._arrivals = itertools.count()
         self._under_way: _Pass | None = None
         self._drawn_tokens = self._drafted_tokens = self._accepted_tokens = 0

@@ -85,8 +85,6 @@ class Runner(Protocol):
 
     num_blocks: int
     block_size: int
-    max_drafts: int
-    """Tokens of drafts that a pass may read."""
     overlaps: bool
     """True if `start` returns before the work is done. The engine then plans the next pass meanwhile, and reads the
     result one pass later. Passes are carried out in the order in which they were started."""

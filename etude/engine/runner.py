@@ -22,7 +22,6 @@ BLOCK_SIZE = 16
 class CpuRunner:
     overlaps = False
     block_size = BLOCK_SIZE
-    max_drafts = 256
 
     def __init__(self, model: Transformer, num_blocks: int) -> None:
         self.num_blocks = num_blocks

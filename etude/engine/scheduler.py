@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from etude.core.types import Sample, spans
 from etude.engine.blocks import Blocks, Table
-from etude.engine.speculate import Drafter
+from etude.engine.speculate import MAX_TOGETHER, Drafter
 
 Top = tuple[tuple[int, float], ...]
 
@@ -157,8 +157,8 @@ class Sequence:
 
 
 class Scheduler:
-    def __init__(self, blocks: Blocks, *, max_batch: int, step_tokens: int, max_drafts: int = 0) -> None:
-        self.blocks, self.max_batch, self.max_drafts = blocks, max_batch, max_drafts
+    def __init__(self, blocks: Blocks, *, max_batch: int, step_tokens: int) -> None:
+        self.blocks, self.max_batch = blocks, max_batch
         self.step_tokens = max(step_tokens, max_batch + 1)  # when all but one draw, the last still gets on
         self.waiting: list[Sequence] = []  # both in order of rank
         self.running: list[Sequence] = []
@@ -217,7 +217,7 @@ class Scheduler:
     def _propose(self, answering: list[Sequence]) -> None:
         """Gives drafts to those who can tell what may come next; what one does not use is there for the others."""
         able = [sequence for sequence in answering if sequence.drafter and not sequence.num_pending]
-        left = min(self.max_drafts, (self.step_tokens - len(answering)) // 2)
+        left = min(MAX_TOGETHER, (self.step_tokens - len(answering)) // 2)
         for number, sequence in enumerate(able):
             assert sequence.table is not None and sequence.drafter is not None
             to_draw = len(sequence.draws) - len(sequence.logprobs)

@@ -81,7 +81,7 @@ class Overlapping:
 
     def __init__(self, runner: CpuRunner) -> None:
         self._runner, self._before = runner, Drawn(tokens=[], logprobs=[])
-        self.num_blocks, self.block_size, self.max_drafts = runner.num_blocks, runner.block_size, runner.max_drafts
+        self.num_blocks, self.block_size = runner.num_blocks, runner.block_size
 
     def start(self, plan: Plan) -> Callable[[], Drawn]:
         for place, token in enumerate(plan.tokens_N):
