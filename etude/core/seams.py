@@ -71,6 +71,10 @@ class Ask:
     drafts: tuple[tuple[int, ...], ...] = ()
     """More texts that the answer may repeat parts of, used in the same way."""
 
+    @property
+    def speculates(self) -> bool:
+        return self.prediction is not None or bool(self.drafts)
+
 
 @dataclass(frozen=True, slots=True)
 class Token:

@@ -149,6 +149,9 @@ class Engine:
             raise ValueError(f"the prompt must be token ids from 0 to {self.vocab_size - 1}, and at least one")
         if room < 1:
             raise ValueError(f"the prompt has {len(prompt)} of {self.max_context} tokens: no room to answer")
+        guesses = list(itertools.chain(request.prediction or (), *request.drafts))
+        if guesses and not 0 <= min(guesses) <= max(guesses) < self.vocab_size:
+            raise ValueError(f"prediction and drafts must be token ids from 0 to {self.vocab_size - 1}")
         if request.max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, not {request.max_tokens}")
         if request.temperature != 0 and not MIN_TEMPERATURE <= request.temperature < float("inf"):

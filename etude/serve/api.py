@@ -175,6 +175,8 @@ class Api:
                     f"the prompt has {len(prompt)} tokens, which leaves no room in a context of {self.max_context}"
                 )
                 raise ApiError(message, code="context_length_exceeded")
+        prediction = None if asked.prediction is None else self._predicted(asked.prediction.content)
+        drafts = tuple(map(tuple, asked.drafts or ()))
         seed = secrets.randbits(63) if asked.seed is None else asked.seed % SEEDS
         stops = (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ())
         return [
@@ -182,11 +184,21 @@ class Api:
                 prompt=prompt, max_tokens=min(limit, self.max_context - len(prompt)), stop=stop,
                 temperature=1.0 if asked.temperature is None else asked.temperature, stop_texts=stops,
                 top_p=1.0 if asked.top_p is None else asked.top_p, top_k=max(asked.top_k or 0, 0), grammar=grammar,
-                top_logprobs=top_logprobs, seed=seed if number == 0 else derive(seed, number),
+                top_logprobs=top_logprobs, seed=seed if number == 0 else derive(seed, number), prediction=prediction,
+                drafts=drafts,
             )
             for prompt in map(tuple, prompts)
             for number in range(asked.n or 1)
         ]  # fmt: skip
+
+    def _predicted(self, content: str | list[Any]) -> tuple[int, ...]:
+        if isinstance(content, str):
+            return tuple(self.tokenizer.encode(content))
+        if all(isinstance(part, int) for part in content):
+            return tuple(content)
+        if any(isinstance(part, int) for part in content):
+            raise ApiError("prediction: content is text or token ids, not both", param="prediction")
+        return tuple(self.tokenizer.encode("".join(part.text for part in content)))
 
     async def _answer(self, request: Request, asked: wire.Sampling, form: Form, asks: Sequence[Ask]) -> Response:
         if asked.stream:
@@ -243,7 +255,11 @@ class Api:
         read = sum(len(prompt) for prompt in {id(ask.prompt): ask.prompt for ask in asks}.values())
         sampled = sum(len(sample.tokens) for sample in samples)
         self.metrics.count_tokens(read, sampled)
-        return wire.Usage(read, sampled, read + sampled)
+        usage = wire.Usage(read, sampled, read + sampled)
+        if any(ask.speculates for ask in asks):
+            accepted, rejected = sum(sample.accepted for sample in samples), sum(sample.rejected for sample in samples)
+            usage.completion_tokens_details = wire.CompletionDetails(accepted, rejected)
+        return usage
 
     def _named(self, asked: wire.Sampling) -> str:
         if self._model is None or asked.model is None:

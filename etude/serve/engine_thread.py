@@ -126,7 +126,8 @@ class EngineThread:
         request = Request(
             id=str(next(self._ids)), prompt=ask.prompt, max_tokens=ask.max_tokens, temperature=ask.temperature,
             top_p=ask.top_p, top_k=ask.top_k, seed=ask.seed, stop=frozenset(ask.stop), constraint=guide,
-            stream=stream, top_logprobs=ask.top_logprobs, experts_from=ask.experts_from,
+            stream=stream, top_logprobs=ask.top_logprobs, experts_from=ask.experts_from, prediction=ask.prediction,
+            drafts=ask.drafts,
             ends=StopWatch(self.tokenizer, ask.stop_texts) if ask.stop_texts else None,
         )  # fmt: skip
         if self.engine.version < 0:

@@ -60,6 +60,7 @@ class WorkerFailed(Exception):
 
 class Completed(msgspec.Struct):
     choices: tuple[wire.TextChoice]
+    usage: wire.Usage
 
 
 class Router:
@@ -148,7 +149,7 @@ class Router:
             raise ValueError(_message(body))
         if status != 200:
             raise WorkerFailed(_message(body))
-        return sample_of(msgspec.msgpack.decode(body, type=Completed).choices[0])
+        return sample_of(msgspec.msgpack.decode(body, type=Completed))
 
     async def _bring(self, worker: Worker, version: int) -> str | None:
         """Has a worker load a version; returns why, if it says that it cannot. One that is gone says nothing: it is
@@ -199,10 +200,15 @@ def request_of(ask: Ask) -> dict[str, Any]:
         asked["routed_experts_from"] = ask.experts_from
     if ask.grammar is not None:
         asked["structured_outputs"] = {"grammar": ask.grammar}
+    if ask.prediction is not None:
+        asked["prediction"] = {"type": "content", "content": ask.prediction}
+    if ask.drafts:
+        asked["drafts"] = ask.drafts
     return asked
 
 
-def sample_of(choice: wire.TextChoice) -> Sample:
+def sample_of(completed: Completed) -> Sample:
+    choice, guessed = completed.choices[0], completed.usage.completion_tokens_details
     assert choice.logprobs and choice.token_ids and choice.weight_version  # they were asked for
     return Sample(
         tokens=tuple(choice.token_ids),
@@ -214,6 +220,8 @@ def sample_of(choice: wire.TextChoice) -> Sample:
             tuple((int(word.removeprefix(wire.ID_PREFIX)), logprob) for word, logprob in others.items())
             for others in choice.logprobs.top_logprobs or ()
         ),
+        accepted=guessed.accepted_prediction_tokens if guessed else 0,
+        rejected=guessed.rejected_prediction_tokens if guessed else 0,
     )
 
 

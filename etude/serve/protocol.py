@@ -43,6 +43,19 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     grammar: str
 
 
+class TextPart(msgspec.Struct, forbid_unknown_fields=True):
+    text: str
+    type: Literal["text"] = "text"
+
+
+class Prediction(msgspec.Struct, forbid_unknown_fields=True):
+    """What the answer may look like, such as the file that it is to edit."""
+
+    content: str | list[TextPart | TokenId]
+    """A text, whole or in parts, or token ids."""
+    type: Literal["content"] = "content"
+
+
 class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What both kinds of request can say."""
 
@@ -59,6 +72,10 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     """Adds `token_ids` and `prompt_token_ids`: exactly what was read and sampled."""
+    prediction: Prediction | None = None
+    """Where it is right the answer comes faster. It is the same answer in any case."""
+    drafts: list[list[TokenId]] | None = None
+    """More that the answer may repeat parts of, as token ids: earlier answers to the same question, for example."""
     # Harmless: not read.
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -150,8 +167,6 @@ class ChatRequest(Sampling, kw_only=True, forbid_unknown_fields=True):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP)] | None = None
     modalities: list[Literal["text"]] | None = None
-    prediction: dict[str, Any] | None = None
-    """Not read: it could only make the answer faster."""
 
 
 class CompletionRequest(Sampling, kw_only=True, forbid_unknown_fields=True):
@@ -173,10 +188,19 @@ class CompletionRequest(Sampling, kw_only=True, forbid_unknown_fields=True):
     suffix: None = None
 
 
+class CompletionDetails(msgspec.Struct):
+    """Of what was guessed ahead, from the prediction or elsewhere: how much was right, and how much was not."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class Usage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    completion_tokens_details: CompletionDetails | UnsetType = UNSET
+    """If there was a prediction, or drafts."""
 
 
 class TopLogprob(msgspec.Struct):
