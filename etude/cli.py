@@ -88,8 +88,9 @@ def build_parser() -> argparse.ArgumentParser:
 
     bench_parser = add("bench", bench, "run a benchmark", json_text="end with one line of JSON")
     bench_parser.add_argument("name", metavar="NAME", help="a module of etude.bench")
-    bench_parser.add_argument("--model", metavar="DIR", help="engine, publish: a Hugging Face directory")
+    bench_parser.add_argument("--model", metavar="DIR", help="engine, publish, edits: a Hugging Face directory")
     bench_parser.add_argument("--steps", type=_count, help="publish: versions after the first (default: 50)")
+    bench_parser.add_argument("--repo", metavar="DIR", help="edits: a git repository, for its history")
     bench_parser.add_argument("--pairs", metavar="DIR", help="delta: NAME_before.npy and NAME_after.npy, bf16 codes")
     return parser
 
@@ -292,7 +293,8 @@ def bench(args: argparse.Namespace) -> int:
             p.name[:-3] for p in resources.files("etude.bench").iterdir() if p.name[:1] != "_" and p.name[-3:] == ".py"
         )
         raise EtudeError(f"there is no benchmark {args.name}: choose one of {', '.join(known)}") from e
-    options = {name: value for name in ("pairs", "model", "steps") if (value := getattr(args, name)) is not None}
+    names = ("pairs", "model", "steps", "repo")
+    options = {name: value for name in names if (value := getattr(args, name)) is not None}
     if foreign := options.keys() - inspect.signature(module.run).parameters.keys():
         raise EtudeError(f"the benchmark {args.name} has no option --{foreign.pop()}")
     figures: dict[str, float] = module.run(**options)
