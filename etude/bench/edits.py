@@ -47,9 +47,9 @@ from torch import Tensor
 from etude.bench.engine import model_directory
 from etude.core.errors import EtudeError
 from etude.core.types import Sample
+from etude.engine.choose import runner_for
 from etude.engine.engine import Engine, Finished, Request
 from etude.engine.plan import Drawn, Ints, Plan, Runner
-from etude.engine.runner import CpuRunner, num_blocks
 from etude.model.config import ModelConfig
 from etude.model.files import build, read_directory
 from etude.model.transformer import Transformer
@@ -223,8 +223,7 @@ def on_cpu(model: Transformer, encode: Encode) -> dict[str, float]:
     before, after = tuple(encode(edit.before)), tuple(encode(edit.after))
 
     def written(count: int, predictions: Sequence[Tokens]) -> Written:
-        runner = CpuRunner(model, num_blocks(model.config, 2, 1, 1 << 30))
-        return write(model, runner, [(before, after[:count])], predictions)
+        return write(model, runner_for(model, 2, 1 << 30), [(before, after[:count])], predictions)
 
     written(1, [])  # warms up
     first, some = written(1, []).seconds, written(PLAIN_TOKENS, []).seconds
