@@ -8,25 +8,14 @@ from __future__ import annotations
 import difflib
 import tomllib
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from etude.core.credit import CREDIT
 from etude.core.errors import EtudeError
-from etude.core.window import Window
-
-Count = Annotated[int, Field(ge=1)]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-"""Part of a key in the store: letters, digits, `.`, `_` and `-`."""
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-CountOrZero = Annotated[int, Field(ge=0)]
-
-
-class Config(BaseModel):
-    # Strict: "3" is no number and true is no 1. A typo in a long run costs more than a quotation mark.
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+from etude.core.schema import Config, Count, CountOrZero, Name, NonNegative, Positive
+from etude.core.stages import DistillConfig, DpoConfig, LoopConfig, MidtrainConfig, SftConfig, StageConfig
 
 
 class ModelConfig(Config):
@@ -111,72 +100,16 @@ class EvalConfig(Config):
     """0 is greedy: what the model holds to be best, and the same at every evaluation of a version."""
 
 
-class MidtrainConfig(Config):
-    """Next-token prediction on the product's own text."""
-
-    kind: Literal["midtrain"]
-    steps: Count
-    batch_tokens: Count = 8192
-    """Tokens of one optimizer step."""
-    lr: Positive = 3e-3
-    weight_decay: NonNegative = 0.1
-    warmup: CountOrZero = 20
-    """Steps until the learning rate is reached."""
-    row_tokens: Count = 256
-    """Documents are joined and cut into rows of so many tokens."""
-    threads: Count = 1
-    """CPU threads of the trainer. The engines are idle in this stage, so it may take all cores."""
-
-
-class SftConfig(Config):
-    """Imitation of demonstrated sessions, until the loss on held-back ones stops falling."""
-
-    kind: Literal["sft"]
-    demonstrations: Count
-    """Sessions to imitate."""
-    max_epochs: Count = 10
-    patience: Count = 2
-    """Epochs without a lower held-back loss before it stops."""
-    batch_tokens: Count = 8192
-    lr: Positive = 1e-3
-    threads: Count = 1
-    """CPU threads of the trainer, as in `midtrain`."""
-
-
-class RlConfig(Config):
+class RlConfig(LoopConfig):
     """Asynchronous reinforcement learning in the product."""
 
     kind: Literal["rl"]
-    steps: Count
-    groups_per_step: Count = 16
-    """Groups that one optimizer step consumes."""
     group_size: Annotated[int, Field(ge=2)] = 8
     """Attempts at one task; they are each other's baseline."""
-    max_lag: CountOrZero = 2
-    """Steps that the weights may be ahead of the ones that sampled a token. 0 is synchronous training."""
-    lookahead: Count = 1
-    """How many of the oldest groups may be taken out of order, so that a straggler does not hold up the rest."""
-    lr: Positive = 3e-4
-    warmup: CountOrZero = 10
-    """Steps until the learning rate is reached: the first steps of Adam are as large as the rate allows."""
-    decay: Literal["constant", "linear", "cosine"] = "constant"
-    """How the rate falls to 0 by the last step, if it does: what a run ends on is then less of a random walk."""
     credit: str = "centered"
     """How the rewards of a group become advantages."""
     ratio_cap: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 2.0
     """Importance weights above it are cut to it."""
-    temperature: Positive = 1.0
-    replay: bool = True
-    """Of models with routed experts: the trainer uses the experts that the engine used, not its own choice."""
-    plausible: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """A replayed expert whose score is less than this share of the lowest among the trainer's own choices is replaced
-    by the best that is left."""
-    balance: bool = False
-    """Keep the load of the experts even in the way of the model's family: biases that are nudged, or a further loss."""
-    microbatch_tokens: Count = 8192
-    """Tokens of one forward and backward pass; for memory only, the step does not depend on it."""
-    threads: Count = 1
-    """CPU threads of the trainer, beside the engines that run at the same time."""
 
     @field_validator("credit")
     @classmethod
@@ -185,15 +118,15 @@ class RlConfig(Config):
             raise ValueError(f"must be one of {', '.join(CREDIT)}")
         return credit
 
-    @model_validator(mode="after")
-    def _window(self) -> RlConfig:
-        Window[None](per_step=self.groups_per_step, max_lag=self.max_lag, lookahead=self.lookahead)
-        return self
 
-
-Stage = Annotated[MidtrainConfig | SftConfig | RlConfig, Field(discriminator="kind")]
-STAGES: dict[str, type[Config]] = {"midtrain": MidtrainConfig, "sft": SftConfig, "rl": RlConfig}
-"""By kind, in the order in which a lineage goes through them."""
+AnyStage = MidtrainConfig | SftConfig | RlConfig | DpoConfig | DistillConfig
+STAGES: dict[str, type[StageConfig]] = {
+    "midtrain": MidtrainConfig,
+    "sft": SftConfig,
+    "rl": RlConfig,
+    "dpo": DpoConfig,
+    "distill": DistillConfig,
+}
 
 
 class RunConfig(Config):
@@ -207,14 +140,20 @@ class RunConfig(Config):
     engine: EngineConfig = EngineConfig()
     worlds: WorldsConfig = WorldsConfig()
     eval: EvalConfig = EvalConfig()
-    stage: Annotated[tuple[Stage, ...], Field(min_length=1, strict=False)]
+    stage: Annotated[tuple[Annotated[AnyStage, Field(discriminator="kind")], ...], Field(min_length=1, strict=False)]
     """One lineage: the first stage starts from fresh weights or from model.path, each other one from the last."""
 
     @model_validator(mode="after")
     def _lineage(self) -> RunConfig:
-        kinds = [stage.kind for stage in self.stage]
-        if kinds != [kind for kind in STAGES if kind in kinds]:
-            raise ValueError(f"stages are {', '.join(kinds)}: each at most once, in the order {', '.join(STAGES)}")
+        names = [stage.name for stage in self.stage]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"two stages are called {twice[0]}: give one of them a name = of its own")
+        for number, stage in enumerate(self.stage):
+            if isinstance(stage, MidtrainConfig) and stage.rope_scaling and (number or self.model.path is None):
+                raise ValueError(
+                    f"stage.{stage.name}.rope_scaling stretches the model of model.path, from the first stage on: give "
+                    f"a path, and put the stage first (a model made by another run can be exported and given as path)"
+                )
         return self
 
     @model_validator(mode="after")
@@ -222,21 +161,21 @@ class RunConfig(Config):
         for stage in self.stage:
             # A deterministic run takes one row at a time, however long.
             if (
-                isinstance(stage, RlConfig)
+                isinstance(stage, LoopConfig)
                 and stage.microbatch_tokens < self.model.max_context
                 and not self.deterministic
             ):
                 raise ValueError(
-                    f"stage.rl.microbatch_tokens = {stage.microbatch_tokens} has no room for a session of "
+                    f"stage.{stage.name}.microbatch_tokens = {stage.microbatch_tokens} has no room for a session of "
                     f"model.max_context = {self.model.max_context} tokens: raise the one or lower the other"
                 )
         return self
 
     @model_validator(mode="after")
     def _repeatable(self) -> RunConfig:
-        lags = [stage.max_lag for stage in self.stage if isinstance(stage, RlConfig)]
+        lags = [stage.max_lag for stage in self.stage if isinstance(stage, LoopConfig)]
         if self.deterministic and (any(lags) or len(self.engine.regions) > 1):
-            raise ValueError("deterministic = true needs stage.rl.max_lag = 0 and one name in engine.regions")
+            raise ValueError("deterministic = true needs max_lag = 0 in every stage and one name in engine.regions")
         return self
 
 
@@ -250,9 +189,10 @@ OPERATIONAL: dict[str, set[str]] = {
 
 
 def experiment(config: RunConfig) -> dict[str, Any]:
-    """What makes it another experiment if it changes: the tree without the operational keys, a stage under its kind."""
+    """What makes it another experiment if it changes: the tree without the operational keys, a stage under its name."""
     tree = config.model_dump(mode="json")
-    tree["stage"] = {stage["kind"]: stage for stage in tree["stage"]}
+    tree["stages"] = [stage["name"] for stage in tree["stage"]]
+    tree["stage"] = {stage["name"]: stage for stage in tree["stage"]}
     for section, keys in OPERATIONAL.items():
         for table in tree["stage"].values() if section == "stage" else [tree[section]]:
             for key in keys:
@@ -261,7 +201,7 @@ def experiment(config: RunConfig) -> dict[str, Any]:
 
 
 def parse(text: str, overrides: Sequence[str] = (), *, source: str = "config") -> RunConfig:
-    """`overrides` are `a.b=value`; a stage is addressed by its kind (`stage.rl.steps=3`). `source` names the text."""
+    """`overrides` are `a.b=value`; a stage is addressed by its name (`stage.rl.steps=3`). `source` names the text."""
     try:
         tree = tomllib.loads(text)
     except tomllib.TOMLDecodeError as e:
@@ -281,13 +221,13 @@ def _apply(tree: dict[str, Any], override: str, source: str) -> None:
         raise EtudeError(f"--set {override}: write it as key=value, for example --set stage.rl.steps=3")
     if keys[0] == "stage":
         stages = [stage for stage in tree.get("stage", []) if isinstance(stage, dict)]
-        kinds = {str(stage.get("kind")): stage for stage in stages}
-        if len(keys) != 3 or keys[1] not in kinds:
+        named = {str(stage.get("name", stage.get("kind"))): stage for stage in stages}
+        if len(keys) != 3 or keys[1] not in named:
             raise EtudeError(
-                f"--set {override}: a stage is addressed as stage.KIND.KEY, and {source} has the kinds "
-                f"{', '.join(kinds) or '(none)'}"
+                f"--set {override}: a stage is addressed as stage.NAME.KEY, and {source} has the stages "
+                f"{', '.join(named) or '(none)'}"
             )
-        kinds[keys[1]][keys[2]] = _value(text)
+        named[keys[1]][keys[2]] = _value(text)
         return
     for depth, key in enumerate(keys[:-1], 1):
         tree = tree.setdefault(key, {})
@@ -331,11 +271,17 @@ def _explain(error: dict[str, Any]) -> str:
 
 
 def _table(loc: tuple[str | int, ...]) -> type[BaseModel]:
-    """The model whose keys stand at this place: the top level, a section, or ("stage", number, kind)."""
-    if not loc:
-        return RunConfig
-    if loc[0] == "stage":
-        return STAGES[str(loc[-1])]
-    table = RunConfig.model_fields[str(loc[0])].annotation
-    assert isinstance(table, type) and issubclass(table, BaseModel)
+    """The model whose keys stand at this place: the top level, a section, ("stage", number, kind), or within these."""
+    table: type[BaseModel]
+    table, rest = (STAGES[str(loc[2])], loc[3:]) if loc[:1] == ("stage",) else (RunConfig, loc)
+    for key in rest:
+        if isinstance(key, str):
+            table = _model_in(table.model_fields[key].annotation)
     return table
+
+
+def _model_in(annotation: Any) -> Any:
+    """The one model in a type such as `tuple[Model, ...] | None`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((model for part in get_args(annotation) if (model := _model_in(part))), None)

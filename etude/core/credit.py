@@ -34,6 +34,12 @@ def praise(rewards: Sequence[float]) -> list[float]:
     return [max(0.0, advantage) for advantage in centered(rewards)]
 
 
+def equally(rewards: Sequence[float]) -> list[float]:
+    """For `distill`, where a teacher says what each token was worth: every attempt is learnt from, whatever came of
+    it."""
+    return [1.0] * len(rewards)
+
+
 CREDIT: dict[str, Credit] = {"centered": centered, "leave_one_out": leave_one_out, "praise": praise}
 
 
@@ -46,7 +52,7 @@ def advantages(group: Group, credit: Credit) -> dict[str, float]:
     """Trajectory id -> advantage, for the attempts that teach something; none do where all rewards are equal."""
     attempts = [t for t in group.trajectories if usable(t)]
     rewards = [t.reward for t in attempts if t.reward is not None]
-    if len(set(rewards)) < 2:
+    if len(set(rewards)) < 2 and credit is not equally:
         return {}
     credited = zip(attempts, credit(rewards), strict=True)
     return {attempt.id: advantage for attempt, advantage in credited if advantage != 0.0}

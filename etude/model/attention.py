@@ -21,9 +21,19 @@ MIN_SHELF = 512
 
 
 class Causal:
-    """Training: whole rows at once. Padding stands at the end of a row, so no real token ever sees it."""
+    """Training: whole rows at once. Padding stands at the end of a row, so no real token ever sees it.
+
+    `starts_BT`: for each token where its document begins in the row; no token then sees what stands before that.
+    """
 
     latent = False
+
+    def __init__(self, starts_BT: Tensor | None = None) -> None:
+        self._seen_B1TT: Tensor | None = None
+        if starts_BT is not None:
+            positions_T = torch.arange(starts_BT.shape[1], device=starts_BT.device)
+            before_TT = positions_T[None, :] <= positions_T[:, None]
+            self._seen_B1TT = (before_TT & (positions_T >= starts_BT[..., None]))[:, None]
 
     def __call__(
         self, layer: int, q_BTHD: Tensor, k_BTKD: Tensor, v_BTKV: Tensor, scale: float | None = None
@@ -31,7 +41,9 @@ class Causal:
         group = q_BTHD.shape[2] // k_BTKD.shape[2]
         k, v = (x.repeat_interleave(group, dim=2).transpose(1, 2) for x in (k_BTKD, v_BTKV))
         q = q_BTHD.transpose(1, 2)
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale).transpose(1, 2)
+        seen = self._seen_B1TT
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=seen is None, scale=scale)
+        return mixed.transpose(1, 2)
 
 
 class KVCache:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from etude.core.config import RlConfig, RunConfig
-from etude.core.credit import CREDIT
+from etude.core.config import RunConfig
+from etude.core.credit import Credit
 from etude.core.ledger import Batched, Dropped, Entry, Issued, Ledger, Trained, Unbalanced
+from etude.core.stages import LoopConfig
 from etude.core.types import Batch, Group, unspan
 from etude.run.evaluate import report_name
 from etude.run.journal import group_of, losses
-from etude.run.plan import legs
+from etude.run.plan import credit_of, legs
 from etude.store.runs import Run
 from etude.weights.manifest import find_newest
 
@@ -47,7 +48,7 @@ def is_finished(run: Run, config: RunConfig) -> bool:
     wanted = {report_name(leg.end, split) for leg in stages for split in splits}
     if newest is None or newest.version < last.end or not wanted <= set(run.evals()):
         return False
-    return last.kind != "rl" or _trained_step(run.ledger.records()) >= last.end
+    return not isinstance(last.stage, LoopConfig) or _trained_step(run.ledger.records()) >= last.end
 
 
 def audit(run: Run) -> Audit:
@@ -56,14 +57,13 @@ def audit(run: Run) -> Audit:
     ledger, violations = _fold(entries)
     batches = {step: run.batch(step) for step in run.batches()}
     groups = {name: run.group(name) for name in run.groups()}
-    rl = next((stage for stage in config.stage if isinstance(stage, RlConfig)), None)
     newest = find_newest(run.objects)
     version = -1 if newest is None else newest.version
     finished = is_finished(run, config)
-    bound = rl.max_lag if rl else 0
-    violations += _check_batches(entries, batches, groups, bound)
+    bounds = lag_bounds(config)
+    violations += _check_batches(entries, batches, groups, bounds)
     violations += _check_versions(run, entries, config, version)
-    violations += _check_drops(entries, groups, rl.credit if rl else "centered")
+    violations += _check_drops(entries, groups, config)
     if finished and ledger.in_flight:
         violations.append(f"the run is finished, and {ledger.in_flight} samples are in flight")
     return Audit(
@@ -72,11 +72,21 @@ def audit(run: Run) -> Audit:
         dropped=dict(ledger.dropped),
         in_flight=ledger.in_flight,
         lag_max=max((batch.step - 1 - min(_token_versions(batch), default=0) for batch in batches.values()), default=0),
-        lag_bound=bound,
+        lag_bound=max(bounds.values(), default=0),
         batches=len(batches),
         finished=finished,
         violations=violations,
     )
+
+
+def lag_bounds(config: RunConfig) -> dict[int, int]:
+    """For every step of every loop, in their order, the lag that is allowed."""
+    return {
+        step: leg.stage.max_lag
+        for leg in legs(config.stage)
+        if isinstance(leg.stage, LoopConfig)
+        for step in range(leg.start + 1, leg.end + 1)
+    }
 
 
 def _fold(entries: list[Entry]) -> tuple[Ledger, list[str]]:
@@ -98,16 +108,17 @@ def _token_versions(batch: Batch) -> set[int]:
 
 
 def _check_batches(
-    entries: list[Entry], batches: dict[int, Batch], groups: dict[str, Group], bound: int
+    entries: list[Entry], batches: dict[int, Batch], groups: dict[str, Group], bounds: dict[int, int]
 ) -> Iterator[str]:
     told = {entry.step: set(entry.samples) for entry in entries if isinstance(entry, Batched)}
     attempts = {t.id: t for group in groups.values() for t in group.trajectories}
     for step in sorted(told.keys() - batches.keys()):
         yield f"the ledger speaks of batch {step}, and the store has none"
     # A batch that no entry speaks of was written at the very moment of a crash; resuming the run enters it.
-    if batches and sorted(batches) != list(range(min(batches), max(batches) + 1)):
-        yield f"the batches have gaps: {sorted(batches)}"
+    if sorted(batches) != list(bounds)[: len(batches)]:
+        yield f"the batches have gaps, or are of no loop: {sorted(batches)}"
     for step, batch in batches.items():
+        bound = bounds.get(step, 0)
         samples = {row.sample for row in batch.rows}
         if step in told and samples != told[step]:
             yield f"batch {step} holds other samples than its ledger entry"
@@ -142,7 +153,7 @@ def _check_versions(run: Run, entries: list[Entry], config: RunConfig, newest: i
         yield f"version {newest} is published, and the last stage ends with {legs(config.stage)[-1].end}"
 
 
-def _check_drops(entries: list[Entry], groups: dict[str, Group], credit: str) -> Iterator[str]:
+def _check_drops(entries: list[Entry], groups: dict[str, Group], config: RunConfig) -> Iterator[str]:
     """What was dropped as failed or without signal must be so; what was interrupted must not have been finished."""
     issued = {sample for entry in entries if isinstance(entry, Issued) for sample in entry.samples}
     if strangers := {t.id for group in groups.values() for t in group.trajectories} - issued:
@@ -150,7 +161,7 @@ def _check_drops(entries: list[Entry], groups: dict[str, Group], credit: str) ->
     due = {
         (sample, drop.reason)
         for group in groups.values()
-        for drop in losses(group, CREDIT[credit])[0]
+        for drop in losses(group, _credit(group, config))[0]
         for sample in drop.samples
     }
     for entry in entries:
@@ -166,3 +177,9 @@ def _check_drops(entries: list[Entry], groups: dict[str, Group], credit: str) ->
                 for sample in entry.samples
                 if group_of(sample) in groups
             )
+
+
+def _credit(group: Group, config: RunConfig) -> Credit:
+    """How the loop gives credit that the group was made for."""
+    stages = legs(config.stage)
+    return credit_of(next((leg for leg in stages if leg.start <= group.admitted < leg.end), stages[-1]).stage)

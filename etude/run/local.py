@@ -13,16 +13,17 @@ from typing import Any
 
 from rich.console import Console
 
-from etude.core.config import RlConfig, RunConfig
+from etude.core.config import RunConfig
 from etude.core.errors import EtudeError
 from etude.core.events import EVENTS, Event, Launched
+from etude.core.stages import LoopConfig
 from etude.core.types import Json
 from etude.run import screen
 from etude.run.audit import Audit, audit, is_finished
 from etude.run.evaluate import Report, report_name, reports
 from etude.run.launch import Launcher, Program, check_port, locked, python, serving
 from etude.run.plan import legs
-from etude.run.prepare import is_prepared, model_directory
+from etude.run.prepare import check_stage_files, is_prepared, model_directory
 from etude.store.codec import Stamped
 from etude.store.runs import Run
 from etude.weights.manifest import find_newest, read_manifest
@@ -54,8 +55,9 @@ def plan(config: RunConfig, place: Place) -> str:
     """What `etude run` would do."""
     lines = [f"run {config.name}, seed {config.seed}, in {place.directory}"]
     for leg in legs(config.stage):
-        values = ", ".join(f"{key} {value}" for key, value in leg.stage.model_dump().items() if key != "kind")
-        lines.append(f"  {leg.kind}: version {leg.start} -> {leg.end} ({values})")
+        told = leg.stage.model_dump(exclude={"name"} if leg.name != leg.stage.kind else {"name", "kind"})
+        values = ", ".join(f"{key} {value}" for key, value in told.items() if value is not None)
+        lines.append(f"  {leg.name}: version {leg.start} -> {leg.end} ({values})")
     engine = config.engine
     lines.append(f"  workers: {', '.join(engine.regions)}, {engine.max_batch} requests each at once")
     lines.append(
@@ -69,6 +71,7 @@ def execute(config: RunConfig, place: Place, console: Console, *, resume: str) -
     """Runs it to its end, from wherever it stands."""
     if config.model.path is not None and not place.has_checkpoint:
         model_directory(config.model.path)
+    check_stage_files(config)
     if config.engine.port:
         check_port(config.engine.port)
     with locked(place.directory) as lock:
@@ -87,7 +90,7 @@ def _tell_launch(run: Run) -> None:
 
 async def _run(run: Run, config: RunConfig, place: Place, launcher: Launcher, console: Console) -> None:
     _tell_launch(run)
-    lag_bound = next((stage.max_lag for stage in config.stage if isinstance(stage, RlConfig)), 0)
+    lag_bound = max((stage.max_lag for stage in config.stage if isinstance(stage, LoopConfig)), default=0)
     async with watched(run, console, title=f"etude · {config.name}", lag_bound=lag_bound):
         if not is_prepared(run):
             await launcher.run_to_end(Program("preparation", python("etude.run.prepare", "--store", place.store)))

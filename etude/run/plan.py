@@ -1,7 +1,7 @@
-"""Which weight version each stage starts from and ends with.
+"""Which weight version each stage starts from and ends with, and how a loop gives credit.
 
-One counter runs through the whole lineage. A stage that only learns from text ends in one version; each step of rl
-makes one, so the batch of step n makes version n.
+One counter runs through the whole lineage. A stage that learns from files ends in one version; each step of a loop (rl,
+distill) makes one, so the batch of step n makes version n.
 """
 
 from __future__ import annotations
@@ -9,29 +9,35 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from etude.core.config import MidtrainConfig, RlConfig, SftConfig
+from etude.core.config import AnyStage, RlConfig
+from etude.core.credit import CREDIT, Credit, equally
+from etude.core.stages import LoopConfig
 
 
 @dataclass(frozen=True, slots=True)
 class Leg:
-    stage: MidtrainConfig | SftConfig | RlConfig
+    stage: AnyStage
     start: int
-    """The version that it starts from. Version 0, the weights before any training, is published only for an rl leg."""
+    """The version that it starts from. Version 0, the weights before any training, is published only for a loop."""
     end: int
 
     @property
-    def kind(self) -> str:
-        return self.stage.kind
+    def name(self) -> str:
+        return self.stage.name
 
 
-def legs(stages: Sequence[MidtrainConfig | SftConfig | RlConfig]) -> list[Leg]:
+def legs(stages: Sequence[AnyStage]) -> list[Leg]:
     result: list[Leg] = []
     for stage in stages:
         start = result[-1].end if result else 0
-        result.append(Leg(stage, start, start + (stage.steps if isinstance(stage, RlConfig) else 1)))
+        result.append(Leg(stage, start, start + (stage.steps if isinstance(stage, LoopConfig) else 1)))
     return result
 
 
-def stage_of(version: int, stages: Sequence[MidtrainConfig | SftConfig | RlConfig]) -> str:
-    """The kind of the stage that makes a version."""
-    return next((leg.kind for leg in legs(stages) if leg.start < version <= leg.end), "start")
+def credit_of(stage: AnyStage) -> Credit:
+    return CREDIT[stage.credit] if isinstance(stage, RlConfig) else equally
+
+
+def stage_of(version: int, stages: Sequence[AnyStage]) -> str:
+    """The name of the stage that makes a version."""
+    return next((leg.name for leg in legs(stages) if leg.start < version <= leg.end), "start")

@@ -16,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from etude.core.events import EVENTS, EvalDone, Event, FitStep, StageDone, StageStarted, StepDone
+from etude.core.events import EVENTS, EvalDone, Event, FitStep, Skipped, StageDone, StageStarted, StepDone
 from etude.core.types import Json
 from etude.dash.reader import View
 from etude.run.evaluate import Report
@@ -26,7 +26,6 @@ from etude.store.runs import Run
 
 REFRESH_S = 0.5
 BARS = "▁▂▃▄▅▆▇█"
-STAGES = ("midtrain", "sft", "rl")
 
 
 class Events:
@@ -73,13 +72,17 @@ def tell(event: Event) -> str | None:
             return f"{event.stage} begins" + (f", {event.done} steps of it were done before" if event.done else "")
         case StageDone():
             return f"{event.stage} is done after {event.seconds:.0f} s: version {event.version}"
-        case FitStep() if event.step % 25 == 0:
+        case FitStep() if event.step % 25 == 0 or event.step == event.steps:
             speed = f"{event.tokens_per_s:,.0f} tokens/s"
-            return f"{event.stage} step {event.step}/{event.steps}  loss {event.loss:.3f}  {speed}"
+            seen = "".join(f"  {name} {value:.3f}" for name, value in event.figures.items())
+            return f"{event.stage} step {event.step}/{event.steps}  loss {event.loss:.3f}{seen}  {speed}"
+        case Skipped():
+            return f"{event.stage} leaves out {event.count} sessions that are too long: {', '.join(event.where)} ..."
         case StepDone():
+            teacher = f"  KL to the teacher {event.teacher_kl:.3f}" if event.teacher_kl is not None else ""
             return (
-                f"rl version {event.step}  loss {event.loss:+.4f}  lag {event.lag}  entropy {event.entropy:.3f}  "
-                f"k3 {event.k3_mean:.5f}  {event.seconds:.2f} s after {event.wait_s:.2f} s of waiting"
+                f"version {event.step}  loss {event.loss:+.4f}  lag {event.lag}  entropy {event.entropy:.3f}  "
+                f"k3 {event.k3_mean:.5f}{teacher}  {event.seconds:.2f} s after {event.wait_s:.2f} s of waiting"
             )
         case EvalDone():
             return f"{event.split} tasks solved after {event.stage}: {share(event)}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from etude.core.credit import CREDIT, advantages, centered, leave_one_out, oldest_version, praise, to_rows
+from etude.core.credit import CREDIT, advantages, centered, equally, leave_one_out, oldest_version, praise, to_rows
 from etude.core.types import Batch, Group, Segment, Span, Trajectory, spans, unspan
 
 
@@ -75,6 +75,10 @@ def test_an_attempt_that_said_nothing_is_left_out() -> None:
 @pytest.mark.parametrize("rewards", [(1.0, 1.0, 1.0), (0.0, None, 0.0), (None, None), (1.0,), (1.0, None)])
 def test_a_group_without_a_difference_teaches_nothing(rewards: tuple[float | None, ...]) -> None:
     assert advantages(group(*rewards), centered) == {}
+
+
+def test_where_a_teacher_judges_every_attempt_that_was_graded_counts() -> None:
+    assert advantages(group(0.0, None, 0.0), equally) == {"g.0": 1.0, "g.2": 1.0}
 
 
 def test_rows_credit_the_sampled_tokens_of_every_segment() -> None:
