@@ -109,6 +109,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: cuda if there is one)"
     )
+    parser.add_argument("--invariant", action="store_true", help="the same bits whatever is answered together; slower")
 
 
 def _add_weights(parser: argparse.ArgumentParser) -> None:

@@ -134,6 +134,9 @@ class RunConfig(Config):
     seed: CountOrZero = 0
     deterministic: bool = False
     """Every run with this seed gives the same weights, bit for bit. Slower; needs one region and max_lag = 0."""
+    invariant: bool = False
+    """The log-prob of a token has the same bits whatever is computed beside it, in the engine and in the trainer; so at
+    equal weights they agree exactly. Slower."""
     model: ModelConfig = ModelConfig()
     tasks: TasksConfig = TasksConfig()
     harness: HarnessConfig = HarnessConfig()
@@ -176,6 +179,14 @@ class RunConfig(Config):
         lags = [stage.max_lag for stage in self.stage if isinstance(stage, LoopConfig)]
         if self.deterministic and (any(lags) or len(self.engine.regions) > 1):
             raise ValueError("deterministic = true needs max_lag = 0 in every stage and one name in engine.regions")
+        return self
+
+    @model_validator(mode="after")
+    def _agrees(self) -> RunConfig:
+        threads = {self.engine.threads, *(stage.threads for stage in self.stage if isinstance(stage, RlConfig))}
+        if self.invariant and len(threads) > 1:
+            # A product that several threads share is added up in another order than one that a single thread takes.
+            raise ValueError("invariant = true needs the same number in engine.threads and stage.rl.threads")
         return self
 
 

@@ -134,7 +134,14 @@ def _servers(config: RunConfig, place: Place) -> tuple[list[Program], str]:
     # One request at a time in deterministic mode: what else is in a batch changes the last bits of a result.
     max_batch = 1 if config.deterministic else engine.max_batch
     return serving(
-        place.store, engine.regions, port=engine.port, max_batch=max_batch, threads=engine.threads, device=engine.device
+        place.store,
+        engine.regions,
+        port=engine.port,
+        max_batch=max_batch,
+        threads=engine.threads,
+        # Bits do not carry over from one kind of processor to another, and the trainer computes on the CPU.
+        device="cpu" if config.invariant else engine.device,
+        invariant=config.invariant,
     )
 
 

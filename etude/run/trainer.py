@@ -19,6 +19,7 @@ from etude.core.config import RunConfig
 from etude.core.errors import EtudeError
 from etude.core.events import FitStep, HandedOver, StageDone
 from etude.model.files import SMALL
+from etude.model.numerics import INVARIANT
 from etude.run.plan import Leg, legs
 from etude.run.prepare import model_directory
 from etude.run.stages import STAGE
@@ -47,7 +48,10 @@ class Trainer:
         names = run.checkpoints()
         # A checkpoint holds every weight: the model's directory may be gone by then.
         given = None if names or config.model.path is None else model_directory(config.model.path)
-        self.learner = Learner(starting_model(given, self.files["config.json"], config.seed))
+        model = starting_model(given, self.files["config.json"], config.seed)
+        if config.invariant:
+            model.compute_with(INVARIANT)
+        self.learner = Learner(model)
         self.stage, self.version, self.step, self.made_by = "", 0, 0, 0
         self.lineage: tuple[Origin, ...] = ()
         self.held_out: tuple[float, ...] = ()

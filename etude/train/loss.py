@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from etude.model.attention import Causal
+from etude.model.tiled_attention import CausalInTiles
 from etude.model.transformer import Routing, Transformer
 
 PolicyLoss = Callable[[Tensor, Tensor, Tensor, float], Tensor]
@@ -62,10 +63,12 @@ def token_logprobs(
     Only positions that predict a counted token reach the head: every other token costs no logits and gets no gradient.
     """
     starts_BT = None if starts_BT is None else starts_BT[:, :-1]
-    positions_BT = torch.arange(tokens_BT.shape[1] - 1).expand(len(tokens_BT), -1)
+    positions_BT = torch.arange(tokens_BT.shape[1] - 1, device=tokens_BT.device).expand(len(tokens_BT), -1)
     if starts_BT is not None:
         positions_BT = positions_BT - starts_BT
-    hidden_BTE = model(tokens_BT[:, :-1], positions_BT, Causal(starts_BT), routing)
+    # What an engine sampled never shares a row with another document.
+    attend = CausalInTiles() if model.invariant and starts_BT is None else Causal(starts_BT)
+    hidden_BTE = model(tokens_BT[:, :-1], positions_BT, attend, routing)
     counts_BT = mask_BT[:, 1:]
     logits_NV = model.logits(hidden_BTE[counts_BT])
     logp_NV = torch.log_softmax(logits_NV / temperature, dim=-1)

@@ -1,0 +1,122 @@
+"""The arithmetic of a model: the usual one, or one in which a token does not see its neighbours in the batch.
+
+A matrix product of one row and one of twenty add up in different orders, and so do attention over a prompt and over a
+cache. `PLAIN` lets the library choose. In `INVARIANT` whatever is computed for a token has the same bits alone or among
+others, read at once, in pieces or token by token, in the engine or in the trainer:
+
+- products are taken in tiles of `TILE_ROWS` rows, the last one filled up, so that every row sees the same kernel;
+- attention adds up over tiles of keys of a fixed size, in order (`tiled_attention`);
+- functions of one number are made of those that the library computes row by row. Its own `silu` treats the numbers
+  that fill a vector register in another way than the rest, and which these are depends on how many stand before them.
+
+Norms and softmax are computed row by row anyway. That all this holds on a machine is checked by tests/model/
+test_invariance.py: it is a property of the libraries there, and bits do not carry over to another kind of processor.
+
+Shapes: N rows, C what goes in, M what comes out, H heads, Q and R what goes in and comes out of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+TILE_ROWS = 32
+"""Enough for a product to be efficient, few enough that a lone token does not pay much for the empty rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    """(x [.., C], w [M, C], bias [M]) -> [.., M]"""
+    per_head: Callable[[Tensor, Tensor], Tensor]
+    """(x [.., H, Q], w [H, Q, R]) -> [.., H, R]: each head has a matrix of its own."""
+    sigmoid: Callable[[Tensor], Tensor]
+    silu: Callable[[Tensor], Tensor]
+    turn: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    """(x, cos, other, sin) -> x cos + other sin"""
+
+
+def with_gradient_of(plain: Callable[..., Tensor], exact: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """The value of `exact`, and for the backward pass the gradient of `plain`, which is the same function but for
+    rounding. Gradients need not be invariant, and are faster that way."""
+    if not torch.is_grad_enabled():
+        return exact(*inputs)
+    value: Tensor = _WithGradientOf.apply(plain, exact, *inputs)  # type: ignore[no-untyped-call]
+    return value
+
+
+class _WithGradientOf(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, plain: Callable[..., Tensor], exact: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        ctx.plain = plain
+        ctx.save_for_backward(*inputs)
+        return exact(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        wanted = ctx.needs_input_grad[2:]
+        with torch.enable_grad():
+            inputs = [x.detach().requires_grad_(want) for x, want in zip(ctx.saved_tensors, wanted, strict=True)]
+            value = ctx.plain(*inputs)
+        found = iter(torch.autograd.grad(value, [x for x in inputs if x.requires_grad], grad))
+        return None, None, *(next(found) if want else None for want in wanted)
+
+
+def tiled_linear(x: Tensor, w_MC: Tensor, bias_M: Tensor | None = None) -> Tensor:
+    product = with_gradient_of(F.linear, _in_row_tiles, x.reshape(-1, x.shape[-1]), w_MC)
+    return (product if bias_M is None else product + bias_M).view(*x.shape[:-1], -1)
+
+
+def _in_row_tiles(x_NC: Tensor, w_MC: Tensor) -> Tensor:
+    rows = len(x_NC)
+    x_NC = F.pad(x_NC, (0, 0, 0, -rows % TILE_ROWS))
+    out_NM = x_NC.new_empty(len(x_NC), len(w_MC))
+    for start in range(0, len(x_NC), TILE_ROWS):
+        tile = slice(start, start + TILE_ROWS)
+        torch.mm(x_NC[tile], w_MC.T, out=out_NM[tile])
+    return out_NM[:rows]
+
+
+def tiled_per_head(x: Tensor, w_HQR: Tensor) -> Tensor:
+    def exact(x_NHQ: Tensor, w_HQR: Tensor) -> Tensor:
+        padded = F.pad(x_NHQ, (0, 0, 0, 0, 0, -len(x_NHQ) % TILE_ROWS)).transpose(0, 1)
+        tiles = [torch.bmm(tile_HNQ, w_HQR) for tile_HNQ in padded.split(TILE_ROWS, 1)]
+        return torch.cat(tiles, 1)[:, : len(x_NHQ)].transpose(0, 1)
+
+    return with_gradient_of(_per_head, exact, x.flatten(0, -3), w_HQR).unflatten(0, x.shape[:-2])
+
+
+def _per_head(x: Tensor, w_HQR: Tensor) -> Tensor:
+    return torch.einsum("...hq,hqr->...hr", x, w_HQR)
+
+
+def _turn(x: Tensor, cos: Tensor, other: Tensor, sin: Tensor) -> Tensor:
+    return torch.addcmul(x * cos, other, sin)
+
+
+def _turn_in_steps(x: Tensor, cos: Tensor, other: Tensor, sin: Tensor) -> Tensor:
+    # Each step is rounded by itself, as IEEE 754 says; what one instruction would do in one depends on the place.
+    return x * cos + other * sin
+
+
+def _sigmoid_by_rows(x: Tensor) -> Tensor:
+    return torch.softmax(torch.stack((x.float(), torch.zeros_like(x, dtype=torch.float32)), -1), -1)[..., 0].to(x.dtype)
+
+
+def _silu_by_rows(x: Tensor) -> Tensor:
+    return x * _sigmoid_by_rows(x)
+
+
+PLAIN = Arithmetic(linear=F.linear, per_head=_per_head, sigmoid=torch.sigmoid, silu=F.silu, turn=_turn)
+INVARIANT = Arithmetic(
+    linear=tiled_linear,
+    per_head=tiled_per_head,
+    sigmoid=_sigmoid_by_rows,
+    silu=_silu_by_rows,
+    turn=_turn_in_steps,
+)
