@@ -41,40 +41,37 @@ class Arithmetic:
     """(x, cos, other, sin) -> x cos + other sin"""
 
 
-def with_gradient_of(plain: Callable[..., Tensor], exact: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """The value of `exact`, and for the backward pass the gradient of `plain`, which is the same function but for
+def value_of(exact: Callable[[], Tensor], *, gradient_of: Callable[[], Tensor]) -> Tensor:
+    """What `exact` gives, and in the backward pass the gradient of the other, which is the same function but for
     rounding. Gradients need not be invariant, and are faster that way."""
     if not torch.is_grad_enabled():
-        return exact(*inputs)
-    value: Tensor = _WithGradientOf.apply(plain, exact, *inputs)  # type: ignore[no-untyped-call]
-    return value
+        return exact()
+    with torch.no_grad():
+        value = exact()
+    instead: Tensor = _Instead.apply(gradient_of(), value)  # type: ignore[no-untyped-call]
+    return instead
 
 
-class _WithGradientOf(torch.autograd.Function):
+class _Instead(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, plain: Callable[..., Tensor], exact: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        ctx.plain = plain
-        ctx.save_for_backward(*inputs)
-        return exact(*inputs)
+    def forward(ctx: Any, plain: Tensor, value: Tensor) -> Tensor:
+        return value
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        wanted = ctx.needs_input_grad[2:]
-        with torch.enable_grad():
-            inputs = [x.detach().requires_grad_(want) for x, want in zip(ctx.saved_tensors, wanted, strict=True)]
-            value = ctx.plain(*inputs)
-        found = iter(torch.autograd.grad(value, [x for x in inputs if x.requires_grad], grad))
-        return None, None, *(next(found) if want else None for want in wanted)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad, None
 
 
 def tiled_linear(x: Tensor, w_MC: Tensor, bias_M: Tensor | None = None) -> Tensor:
-    product = with_gradient_of(F.linear, _in_row_tiles, x.reshape(-1, x.shape[-1]), w_MC)
-    return (product if bias_M is None else product + bias_M).view(*x.shape[:-1], -1)
+    product = value_of(
+        lambda: _in_row_tiles(x.flatten(0, -2), w_MC), gradient_of=lambda: F.linear(x, w_MC).flatten(0, -2)
+    )
+    return (product if bias_M is None else product + bias_M).unflatten(0, x.shape[:-1])
 
 
 def _in_row_tiles(x_NC: Tensor, w_MC: Tensor) -> Tensor:
     rows = len(x_NC)
-    x_NC = F.pad(x_NC, (0, 0, 0, -rows % TILE_ROWS))
+    x_NC = F.pad(x_NC, (0, 0, 0, -rows % TILE_ROWS)).contiguous()
     out_NM = x_NC.new_empty(len(x_NC), len(w_MC))
     for start in range(0, len(x_NC), TILE_ROWS):
         tile = slice(start, start + TILE_ROWS)
@@ -83,12 +80,14 @@ def _in_row_tiles(x_NC: Tensor, w_MC: Tensor) -> Tensor:
 
 
 def tiled_per_head(x: Tensor, w_HQR: Tensor) -> Tensor:
-    def exact(x_NHQ: Tensor, w_HQR: Tensor) -> Tensor:
-        padded = F.pad(x_NHQ, (0, 0, 0, 0, 0, -len(x_NHQ) % TILE_ROWS)).transpose(0, 1)
-        tiles = [torch.bmm(tile_HNQ, w_HQR) for tile_HNQ in padded.split(TILE_ROWS, 1)]
-        return torch.cat(tiles, 1)[:, : len(x_NHQ)].transpose(0, 1)
+    return value_of(lambda: _heads_in_row_tiles(x, w_HQR), gradient_of=lambda: _per_head(x, w_HQR))
 
-    return with_gradient_of(_per_head, exact, x.flatten(0, -3), w_HQR).unflatten(0, x.shape[:-2])
+
+def _heads_in_row_tiles(x: Tensor, w_HQR: Tensor) -> Tensor:
+    x_NHQ = x.flatten(0, -3)
+    padded_HNQ = F.pad(x_NHQ, (0, 0, 0, 0, 0, -len(x_NHQ) % TILE_ROWS)).transpose(0, 1)
+    tiles = [torch.bmm(tile_HNQ.contiguous(), w_HQR) for tile_HNQ in padded_HNQ.split(TILE_ROWS, 1)]
+    return torch.cat(tiles, 1)[:, : len(x_NHQ)].transpose(0, 1).unflatten(0, x.shape[:-2])
 
 
 def _per_head(x: Tensor, w_HQR: Tensor) -> Tensor:

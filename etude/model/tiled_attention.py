@@ -13,19 +13,21 @@ sequence rounded up to whole tiles, P slots of a cache.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional as F
 
 from etude.model.attention import Causal, KVCache
-from etude.model.numerics import with_gradient_of
+from etude.model.numerics import value_of
 
 KEYS = 64
 QUERIES = 16
 """Rows of a tile of queries: so many pairs of a token and a head of a group, or one token with all of them."""
+
+PRODUCTS = 64
 
 Ints = NDArray[np.int64]
 
@@ -72,14 +74,37 @@ def attend_in_tiles(tiles: Tiles, scale: float, q_NHD: Tensor, k_PKD: Tensor, v_
     q_UKWGD = q_NHD[tiles.tokens_UW].unflatten(2, (groups, -1)).transpose(1, 2)
     q = q_UKWGD.reshape(num_tiles * groups, -1, q_NHD.shape[-1]).float()
     places = tiles.slots_US.split(KEYS, 1)
-    scores = torch.cat([torch.bmm(q, tile(k_PKD, slots_UJ).transpose(1, 2)) for slots_UJ in places], -1) * scale
+    scores = torch.cat([products(q, tile(k_PKD, slots_UJ).transpose(1, 2)) for slots_UJ in places], -1) * scale
     scores_UKWGS = scores.view(num_tiles, groups, width, heads // groups, -1)
-    weights = torch.softmax(scores_UKWGS.masked_fill(tiles.hidden_UWS[:, None, :, None], -torch.inf), -1)
+    weights = shares(scores_UKWGS.masked_fill(tiles.hidden_UWS[:, None, :, None], -torch.inf))
     mixed = torch.zeros((), device=q.device)
     for part, slots_UJ in zip(weights.view(scores.shape).split(KEYS, -1), places, strict=True):
-        mixed = mixed + torch.bmm(part, tile(v_PKV, slots_UJ))
+        mixed = mixed + products(part, tile(v_PKV, slots_UJ))
     mixed_UWHV = mixed.view(num_tiles, groups, width, heads // groups, -1).transpose(1, 2).flatten(2, 3)
     return mixed_UWHV[tiles.real_UW].to(q_NHD.dtype)
+
+
+def products(a: Tensor, b: Tensor) -> Tensor:
+    """`torch.bmm`, whose kernel on CUDA depends on how many products there are and how the matrices lie: so always as
+    many, and lying alike."""
+    if not a.is_cuda:
+        return torch.bmm(a, b)
+    padded = (F.pad(x, (0, 0, 0, 0, 0, -len(x) % PRODUCTS)).contiguous().split(PRODUCTS) for x in (a, b))
+    return torch.cat([torch.bmm(*pair) for pair in zip(*padded, strict=True)])[: len(a)]
+
+
+def shares(scores: Tensor) -> Tensor:
+    """Softmax over the last axis, a multiple of `KEYS`, in which scores of -inf at the end change nothing. On a CPU
+    that is how the library does it; on CUDA the order of its sum depends on the length."""
+    if not scores.is_cuda:
+        return torch.softmax(scores, -1)
+    powers = (scores - scores.amax(-1, keepdim=True)).exp()
+    total = torch.zeros((), device=scores.device)
+    for part in powers.split(KEYS, -1):
+        while part.shape[-1] > 1:
+            part = part[..., 0::2] + part[..., 1::2]
+        total = total + part
+    return powers / total
 
 
 def tokens_of_a_tile(num_heads: int, num_keys: int) -> int:
@@ -101,10 +126,11 @@ class CausalInTiles:
             self._tiles = self._lay_out(q_BTHD, k_BTKD.shape[2])
         tiles, factor = self._tiles, scale or q_BTHD.shape[-1] ** -0.5
 
-        def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attend_in_tiles(tiles, factor, *(x.flatten(0, 1) for x in (q, k, v))).view(*q.shape[:3], -1)
+        def exact() -> Tensor:
+            flat = (x.flatten(0, 1) for x in (q_BTHD, k_BTKD, v_BTKV))
+            return attend_in_tiles(tiles, factor, *flat).unflatten(0, q_BTHD.shape[:2])
 
-        return with_gradient_of(partial(Causal(), layer, scale=scale), exact, q_BTHD, k_BTKD, v_BTKV)
+        return value_of(exact, gradient_of=lambda: Causal()(layer, q_BTHD, k_BTKD, v_BTKV, scale))
 
     def _lay_out(self, q_BTHD: Tensor, num_keys: int) -> Tiles:
         rows, length = q_BTHD.shape[:2]

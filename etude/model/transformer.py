@@ -82,6 +82,13 @@ class Transformer(nn.Module):
             x = block(x, cos, sin, attend, routing)
         return self.model.norm(x)  # type: ignore[no-any-return]
 
+    def logprobs(self, hidden_NE: Tensor, tokens_N: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+        """Of the token after each hidden state; and of every token that could have stood there (NV)."""
+        # A tensor, since on CUDA a plain number would be multiplied by its inverse, which rounds otherwise.
+        logits_NV = self.logits(hidden_NE)
+        logp_NV = torch.log_softmax(logits_NV / logits_NV.new_tensor(temperature), dim=-1)
+        return logp_NV.gather(-1, tokens_N[:, None]).squeeze(-1), logp_NV
+
     def logits(self, hidden: Tensor) -> Tensor:
         head = self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
         return self.arithmetic.linear(hidden, head, None).float()

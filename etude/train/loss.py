@@ -70,9 +70,7 @@ def token_logprobs(
     attend = CausalInTiles() if model.invariant and starts_BT is None else Causal(starts_BT)
     hidden_BTE = model(tokens_BT[:, :-1], positions_BT, attend, routing)
     counts_BT = mask_BT[:, 1:]
-    logits_NV = model.logits(hidden_BTE[counts_BT])
-    logp_NV = torch.log_softmax(logits_NV / temperature, dim=-1)
-    return logp_NV.gather(-1, tokens_BT[:, 1:][counts_BT][:, None]).squeeze(-1), logp_NV
+    return model.logprobs(hidden_BTE[counts_BT], tokens_BT[:, 1:][counts_BT], temperature)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

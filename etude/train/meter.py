@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -159,7 +159,7 @@ class _Tokens:
         return float(flipped_N.sum() / max(1, certain_N.sum()))
 
 
-def _joined(parts: Sequence[NDArray[np.generic] | None]) -> NDArray[np.generic] | None:  # type: ignore[type-var]
+def _joined(parts: Sequence[NDArray[Any] | None]) -> NDArray[Any] | None:
     given = [part for part in parts if part is not None]
     return np.concatenate(given) if len(given) == len(parts) else None
 

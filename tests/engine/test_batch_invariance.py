@@ -2,110 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from random import Random
 
-import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 
 from etude.core.types import Batch, Row, Sample
 from etude.engine.engine import Engine, Finished, Request
 from etude.engine.invariant import InvariantRunner
-from etude.engine.plan import Plan
 from etude.model.files import weights
 from etude.model.numerics import INVARIANT, PLAIN
 from etude.model.transformer import Transformer
 from etude.train.learner import Learner
 from etude.train.loss import token_logprobs
-from etude.train.rows import pad
+from tests.engine.invariance_checks import TEMPERATURE, Watching, alone, differing, random_request, serve, trained
 from tests.engine.reference import FAMILIES
 from tests.small_model import drain, request, sharp
 
-Bits = NDArray[np.int32]
-
 COMPOSITIONS = 1000
-TEMPERATURE = 0.7
 
 
 def small(name: str) -> Transformer:
     return sharp(FAMILIES[name], seed=0, factor=3.0).compute_with(INVARIANT)
 
 
-@dataclass
-class Watching(InvariantRunner):
-    """Notes the shape of every pass: how many new tokens of sequences of which lengths."""
-
-    model: Transformer
-    blocks: int
-    seen: set[tuple[tuple[int, int], ...]] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        super().__init__(self.model, self.blocks)
-
-    def start(self, plan: Plan):  # type: ignore[no-untyped-def]
-        counts_B = np.diff(np.append(plan.starts_B, len(plan.tokens_N)))
-        self.seen.add(tuple(zip(counts_B.tolist(), plan.lengths_B.tolist(), strict=True)))
-        return super().start(plan)
-
-
-def random_request(rng: Random, id: int) -> Request:
-    """Many begin alike, so that later ones find what earlier ones left."""
-    prompt = [1 + i % 7 for i in range(rng.randrange(70))] + [rng.randrange(1, 60) for _ in range(rng.randrange(1, 20))]
-    return request(
-        str(id), prompt, max_tokens=rng.randrange(1, 9), temperature=TEMPERATURE, stop=frozenset(),
-        priority=rng.choice((0, 0, 0, 1)),
-    )  # fmt: skip
-
-
-def serve(runner: Watching, rng: Random, compositions: int) -> dict[str, tuple[Request, Sample]]:
-    """Requests come and go, some are given up or put off, until so many different passes were made."""
-    engine = Engine(runner.model, max_batch=6, step_tokens=rng.choice((8, 16, 40)), runner=runner)
-    asked: dict[str, Request] = {}
-    done: dict[str, Sample] = {}
-    while len(runner.seen) < compositions or not engine.idle:
-        if len(runner.seen) < compositions and rng.random() < 0.4:
-            new = random_request(rng, len(asked))
-            asked[new.id] = new
-            engine.add(new)
-        if asked and rng.random() < 0.02:
-            engine.abort(rng.choice(list(asked)))
-        done |= {event.id: event.sample for event in engine.step() if isinstance(event, Finished)}
-    assert engine.stats().preempted and engine.stats().cached_tokens
-    return {id: (asked[id], sample) for id, sample in done.items()}
-
-
-def bits(values: object) -> Bits:
-    return np.asarray(values, np.float32).view(np.int32)
-
-
-def trained(model: Transformer, sessions: dict[str, tuple[Request, Sample]], rng: Random) -> dict[str, Bits]:
-    """The trainer's pass over rows of any lengths beside each other, the short ones padded."""
-    order, found = rng.sample(sorted(sessions), len(sessions)), {}
-    while order:
-        group = [order.pop() for _ in range(min(len(order), rng.randrange(1, 12)))]
-        rows = [sessions[id][0].prompt + sessions[id][1].tokens for id in group]
-        masks = [[False] * len(sessions[id][0].prompt) + [True] * len(sessions[id][1].tokens) for id in group]
-        with torch.no_grad():
-            logp_N, _ = token_logprobs(model, pad(rows, torch.int64), pad(masks, torch.bool), TEMPERATURE)
-        parts = logp_N.split([sum(mask) for mask in masks])
-        found |= {id: bits(part) for id, part in zip(group, parts, strict=True)}
-    return found
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_bit_depends_on_the_batch(name: str) -> None:
     model, rng = small(name), Random(name)
-    runner = Watching(model, blocks=16)
-    sessions = serve(runner, rng, -(-COMPOSITIONS // len(FAMILIES)))
-    alone = Engine(model, max_batch=1, prefix_cache=False)
+    runner = Watching(InvariantRunner(model, num_blocks=14))
+    sessions = serve(model, runner, rng, -(-COMPOSITIONS // len(FAMILIES)))
+    by_itself = Engine(model, max_batch=1, prefix_cache=False)
     for id in rng.sample(sorted(sessions), 12):
-        alone.add(sessions[id][0])
-        assert drain(alone) == {id: sessions[id][1]}
-    in_training = trained(model, sessions, rng)
-    differing = [id for id, (_, sample) in sessions.items() if (bits(sample.logprobs) != in_training[id]).any()]
-    assert len(sessions) > 50 and not differing
+        assert alone(by_itself, sessions[id][0]) == sessions[id][1]
+    assert len(sessions) > 50 and differing(sessions, trained(model, sessions, rng)) == 0
 
 
 def test_otherwise_bits_do_depend_on_it() -> None:
@@ -117,8 +46,7 @@ def test_otherwise_bits_do_depend_on_it() -> None:
         engine.add(each)
     done = drain(engine)
     sessions = {each.id: (each, done[each.id]) for each in asked}
-    in_training = trained(model, sessions, rng)
-    assert any((bits(sample.logprobs) != in_training[id]).any() for id, (_, sample) in sessions.items())
+    assert differing(sessions, trained(model, sessions, rng)) > 0
 
 
 @pytest.mark.parametrize("name", FAMILIES)
