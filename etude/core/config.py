@@ -187,6 +187,8 @@ class RunConfig(Config):
         if self.invariant and len(threads) > 1:
             # A product that several threads share is added up in another order than one that a single thread takes.
             raise ValueError("invariant = true needs the same number in engine.threads and stage.rl.threads")
+        if self.invariant and self.engine.device != "cpu":
+            raise ValueError('invariant = true needs engine.device = "cpu": the trainer computes there')
         return self
 
 

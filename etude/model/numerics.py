@@ -58,7 +58,7 @@ class _Instead(torch.autograd.Function):
         return value
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
@@ -66,7 +66,7 @@ def tiled_linear(x: Tensor, w_MC: Tensor, bias_M: Tensor | None = None) -> Tenso
     product = value_of(
         lambda: _in_row_tiles(x.flatten(0, -2), w_MC), gradient_of=lambda: F.linear(x, w_MC).flatten(0, -2)
     )
-    return (product if bias_M is None else product + bias_M).unflatten(0, x.shape[:-1])
+    return (product if bias_M is None else product + bias_M).view(*x.shape[:-1], -1)
 
 
 def _in_row_tiles(x_NC: Tensor, w_MC: Tensor) -> Tensor:
@@ -86,8 +86,8 @@ def tiled_per_head(x: Tensor, w_HQR: Tensor) -> Tensor:
 def _heads_in_row_tiles(x: Tensor, w_HQR: Tensor) -> Tensor:
     x_NHQ = x.flatten(0, -3)
     padded_HNQ = F.pad(x_NHQ, (0, 0, 0, 0, 0, -len(x_NHQ) % TILE_ROWS)).transpose(0, 1)
-    tiles = [torch.bmm(tile_HNQ.contiguous(), w_HQR) for tile_HNQ in padded_HNQ.split(TILE_ROWS, 1)]
-    return torch.cat(tiles, 1)[:, : len(x_NHQ)].transpose(0, 1).unflatten(0, x.shape[:-2])
+    tiles = [torch.bmm(tile_HNQ.contiguous(), w_HQR) for tile_HNQ in torch.split(padded_HNQ, TILE_ROWS, 1)]
+    return torch.cat(tiles, 1)[:, : len(x_NHQ)].transpose(0, 1).reshape(*x.shape[:-1], -1)
 
 
 def _per_head(x: Tensor, w_HQR: Tensor) -> Tensor:

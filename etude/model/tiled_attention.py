@@ -71,14 +71,14 @@ def attend_in_tiles(tiles: Tiles, scale: float, q_NHD: Tensor, k_PKD: Tensor, v_
     def tile(x_PKD: Tensor, slots_UJ: Tensor) -> Tensor:
         return x_PKD[slots_UJ].transpose(1, 2).flatten(0, 1).float()
 
-    q_UKWGD = q_NHD[tiles.tokens_UW].unflatten(2, (groups, -1)).transpose(1, 2)
+    q_UKWGD = q_NHD[tiles.tokens_UW].view(num_tiles, width, groups, -1, q_NHD.shape[-1]).transpose(1, 2)
     q = q_UKWGD.reshape(num_tiles * groups, -1, q_NHD.shape[-1]).float()
-    places = tiles.slots_US.split(KEYS, 1)
+    places = torch.split(tiles.slots_US, KEYS, 1)
     scores = torch.cat([products(q, tile(k_PKD, slots_UJ).transpose(1, 2)) for slots_UJ in places], -1) * scale
     scores_UKWGS = scores.view(num_tiles, groups, width, heads // groups, -1)
     weights = shares(scores_UKWGS.masked_fill(tiles.hidden_UWS[:, None, :, None], -torch.inf))
     mixed = torch.zeros((), device=q.device)
-    for part, slots_UJ in zip(weights.view(scores.shape).split(KEYS, -1), places, strict=True):
+    for part, slots_UJ in zip(torch.split(weights.view(scores.shape), KEYS, -1), places, strict=True):
         mixed = mixed + products(part, tile(v_PKV, slots_UJ))
     mixed_UWHV = mixed.view(num_tiles, groups, width, heads // groups, -1).transpose(1, 2).flatten(2, 3)
     return mixed_UWHV[tiles.real_UW].to(q_NHD.dtype)
@@ -89,7 +89,7 @@ def products(a: Tensor, b: Tensor) -> Tensor:
     many, and lying alike."""
     if not a.is_cuda:
         return torch.bmm(a, b)
-    padded = (F.pad(x, (0, 0, 0, 0, 0, -len(x) % PRODUCTS)).contiguous().split(PRODUCTS) for x in (a, b))
+    padded = (torch.split(F.pad(x, (0, 0, 0, 0, 0, -len(x) % PRODUCTS)).contiguous(), PRODUCTS) for x in (a, b))
     return torch.cat([torch.bmm(*pair) for pair in zip(*padded, strict=True)])[: len(a)]
 
 
@@ -100,7 +100,7 @@ def shares(scores: Tensor) -> Tensor:
         return torch.softmax(scores, -1)
     powers = (scores - scores.amax(-1, keepdim=True)).exp()
     total = torch.zeros((), device=scores.device)
-    for part in powers.split(KEYS, -1):
+    for part in torch.split(powers, KEYS, -1):
         while part.shape[-1] > 1:
             part = part[..., 0::2] + part[..., 1::2]
         total = total + part
@@ -128,7 +128,7 @@ class CausalInTiles:
 
         def exact() -> Tensor:
             flat = (x.flatten(0, 1) for x in (q_BTHD, k_BTKD, v_BTKV))
-            return attend_in_tiles(tiles, factor, *flat).unflatten(0, q_BTHD.shape[:2])
+            return attend_in_tiles(tiles, factor, *flat).view(*q_BTHD.shape[:3], -1)
 
         return value_of(exact, gradient_of=lambda: Causal()(layer, q_BTHD, k_BTKD, v_BTKV, scale))
 

@@ -139,8 +139,7 @@ def _servers(config: RunConfig, place: Place) -> tuple[list[Program], str]:
         port=engine.port,
         max_batch=max_batch,
         threads=engine.threads,
-        # Bits do not carry over from one kind of processor to another, and the trainer computes on the CPU.
-        device="cpu" if config.invariant else engine.device,
+        device=engine.device,
         invariant=config.invariant,
     )
 

@@ -51,7 +51,7 @@ class Trainable(Transformer):
                 x_NE = x_NE + _summed(_gated(normed_NE, layer.mlp), layer.mlp.down_proj.weight)
         return _normed(x_NE, self.model.norm).view(rows, length, -1)
 
-    def logprobs(self, hidden_NE: Tensor, tokens_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    def logprobs(self, hidden_NE: Tensor, tokens_N: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         table_VE = self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
         logp_N, logp_NV = super().logprobs(hidden_NE, tokens_N, temperature)
 
@@ -74,7 +74,7 @@ class _Rows:
         c, weight = model.config, model.model.embed_tokens.weight.detach()
         self.shape, pages = (rows, length), -(-length // PAGE)
         self._k, self._v = weight.new_zeros(2, rows * pages, c.num_key_value_heads, PAGE, c.head_dim)
-        self._turns = model.rope[:length].to(weight.dtype).unbind(1)
+        self._cos, self._sin = model.rope[:length].to(weight.dtype).unbind(1)
 
         def ints(values: Tensor) -> Tensor:
             return values.to(weight.device, torch.int32).contiguous()
@@ -106,7 +106,7 @@ class _Rows:
         q, k, v = heads.split_with_sizes((own.num_q, own.num_kv, own.num_kv), -2)
         if own.q_norm and own.k_norm:
             q, k = own.q_norm(q), own.k_norm(k)
-        q, k = (rotate(x, *self._turns, PLAIN) for x in (q, k))
+        q, k = (rotate(x, self._cos, self._sin, PLAIN) for x in (q, k))
         return Causal()(own.layer, q, k, v).flatten(0, 1).flatten(1)
 
 
@@ -137,7 +137,7 @@ def _sum(parts: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _gated(x_NE: Tensor, own: MLP) -> Tensor:
     def plain() -> Tensor:
-        gate, up = own.gate_up_proj(x_NE).chunk(2, -1)
+        gate, up = F.linear(x_NE, own.gate_up_proj.weight).chunk(2, -1)
         return F.silu(gate) * up
 
     return value_of(lambda: invariant.gated(x_NE, own.gate_up_proj.weight), gradient_of=plain)
