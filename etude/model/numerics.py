@@ -6,17 +6,18 @@ others, read at once, in pieces or token by token, in the engine or in the train
 
 - products are taken in tiles of `TILE_ROWS` rows, the last one filled up, so that every row sees the same kernel;
 - attention adds up over tiles of keys of a fixed size, in order (`tiled_attention`);
-- functions of one number are made of those that the library computes row by row. Its own `silu` treats the numbers
-  that fill a vector register in another way than the rest, and which these are depends on how many stand before them.
+- functions of one number are made of steps that IEEE 754 defines to the bit. The library's own `silu` treats numbers
+  that fill a vector register in another way than the rest, and which these are depends on how many stand before.
 
-Norms and softmax are computed row by row anyway. That all this holds on a machine is checked by tests/model/
-test_invariance.py: it is a property of the libraries there, and bits do not carry over to another kind of processor.
+Norms and softmax are computed row by row anyway. All this is a property of the libraries on a machine, and
+tests/engine/test_batch_invariance.py asks whether it holds. Bits do not carry over to another kind of processor.
 
 Shapes: N rows, C what goes in, M what comes out, H heads, Q and R what goes in and comes out of each.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+LN2_HIGH = 0.693359375
+LN2_LOW = math.log(2) - LN2_HIGH
+"""The first has few enough digits that a multiple of it is exact."""
 TILE_ROWS = 32
 """Enough for a product to be efficient, few enough that a lone token does not pay much for the empty rows."""
 
@@ -103,19 +107,31 @@ def _turn_in_steps(x: Tensor, cos: Tensor, other: Tensor, sin: Tensor) -> Tensor
     return x * cos + other * sin
 
 
-def _sigmoid_by_rows(x: Tensor) -> Tensor:
-    return torch.softmax(torch.stack((x.float(), torch.zeros_like(x, dtype=torch.float32)), -1), -1)[..., 0].to(x.dtype)
+def _stepwise_sigmoid(x: Tensor) -> Tensor:
+    return value_of(
+        lambda: (1 / (1 + _stepwise_exp(-x.float().clamp(-80, 80)))).to(x.dtype), gradient_of=lambda: torch.sigmoid(x)
+    )
 
 
-def _silu_by_rows(x: Tensor) -> Tensor:
-    return x * _sigmoid_by_rows(x)
+def _stepwise_silu(x: Tensor) -> Tensor:
+    return x * _stepwise_sigmoid(x)
+
+
+def _stepwise_exp(x: Tensor) -> Tensor:
+    """2^n e^r, for finite results: every step is rounded by itself, so the place of a number does not matter."""
+    n = torch.round(x * (1 / math.log(2)))
+    r = x - n * LN2_HIGH - n * LN2_LOW
+    series = torch.full_like(r, 1 / math.factorial(7))
+    for degree in range(6, -1, -1):
+        series.mul_(r).add_(1 / math.factorial(degree))
+    return series * ((n.int() + 127) << 23).view(torch.float32)
 
 
 PLAIN = Arithmetic(linear=F.linear, per_head=_per_head, sigmoid=torch.sigmoid, silu=F.silu, turn=_turn)
 INVARIANT = Arithmetic(
     linear=tiled_linear,
     per_head=tiled_per_head,
-    sigmoid=_sigmoid_by_rows,
-    silu=_silu_by_rows,
+    sigmoid=_stepwise_sigmoid,
+    silu=_stepwise_silu,
     turn=_turn_in_steps,
 )
