@@ -20,7 +20,7 @@ from etude.engine.runner import BLOCK_SIZE
 from etude.engine.sampler import sample
 from etude.model.attention import KVCache
 from etude.model.experts import Routing
-from etude.model.files import load_weights
+from etude.model.files import load_weights, weights
 from etude.model.tiled_attention import PagedInTiles
 from etude.model.transformer import Transformer
 
@@ -78,6 +78,9 @@ class InvariantRunner:
             self._model = model
 
         return swap
+
+    def weights(self) -> dict[str, Tensor]:
+        return weights(self._model)
 
 
 def sample_as_trained(logits_RV: Tensor, draws: Draws) -> Drawn:

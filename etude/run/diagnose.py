@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from etude.core.types import Row, Sample
 from etude.engine.engine import Engine, Finished, Request
 from etude.model.attention import Causal
-from etude.model.experts import Experts, Router, Routing, Stack
+from etude.model.experts import Experts, Router, Routing, Stack, read_ids
 from etude.model.files import weights
 from etude.model.heads import GroupedHeads, LatentHeads
 from etude.model.layers import MLP, RMSNorm
@@ -182,9 +182,8 @@ class _Trial:
             tokens_1T, routing = torch.tensor([prompt + sample.tokens])[:, :-1], Routing()
             self.trainer(tokens_1T, torch.arange(tokens_1T.shape[1])[None], Causal(), routing)
             own_TLk = routing.used()[len(prompt) - 1 :]
-            kind = torch.uint8 if self.trainer.config.experts.num_experts <= 256 else torch.int16
-            recorded = torch.frombuffer(bytearray(sample.experts), dtype=kind).view(-1, *own_TLk.shape[1:])
-            otherwise_N = routed_otherwise(recorded[len(prompt) - 1 :].long().numpy(), own_TLk.numpy())
+            recorded_TLk = read_ids(sample.experts, self.trainer.config.experts).long()
+            otherwise_N = routed_otherwise(recorded_TLk[len(prompt) - 1 :].numpy(), own_TLk.numpy())
         return Recomputed(
             logprobs_N=logp_N.numpy(), likeliest_N=logp_NV.argmax(-1).numpy(), routed_otherwise_N=otherwise_N
         )

@@ -216,7 +216,7 @@ def python(module: str, *arguments: object) -> tuple[str, ...]:
 
 
 def serving(
-    store: str, regions: Sequence[str], *, port: int, max_batch: int, threads: int, device: str, invariant: bool
+    store: str, regions: Sequence[str], *, port: int, max_batch: int, threads: int, device: str, invariant: bool = False
 ) -> tuple[list[Program], str]:
     """The gateway and one worker a region, and the gateway's URL. `port` 0: any that is free."""
     if port:

@@ -140,7 +140,9 @@ async def serve_worker(
     objects = Objects.open(store_url, create=False)
     files = read_model_files(objects)
     fetch = Follower(Chain(objects), name=f"{region}-{port}", cache=HostCache.beside(store_url, cache)).fetch
-    async with connected(vllm, fetch, files) if vllm else own_engine(files, fetch, max_batch, device, invariant) as engine:
+    async with (
+        connected(vllm, fetch, files) if vllm else own_engine(files, fetch, max_batch, device, invariant) as engine
+    ):
         worker = Worker(engine, files, region)
         if version is not None:
             await engine.load(version)

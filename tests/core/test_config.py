@@ -66,6 +66,14 @@ def test_a_deterministic_run_has_no_microbatches() -> None:
     assert parse(GOOD, lone).deterministic
 
 
+def test_an_invariant_run_computes_alike_on_both_sides() -> None:
+    assert parse(GOOD, ["invariant=true", "engine.threads=2", "stage.rl.threads=2"]).invariant
+    with pytest.raises(EtudeError, match="same number in engine.threads and stage.rl.threads"):
+        parse(GOOD, ["invariant=true", "stage.rl.threads=2"])
+    with pytest.raises(EtudeError, match='needs engine.device = "cpu"'):
+        parse(GOOD, ["invariant=true", "engine.device=cuda"])
+
+
 def test_a_model_from_a_directory() -> None:
     assert parse(GOOD.replace("hidden_size = 64", 'path = "base"\nmax_context = 99')).model.path == "base"
     with pytest.raises(EtudeError, match="model: path already decides hidden_size"):

@@ -41,7 +41,7 @@ class Watching:
     def __init__(self, runner: Runner) -> None:
         self._runner, self.overlaps = runner, runner.overlaps
         self.num_blocks, self.block_size = runner.num_blocks, runner.block_size
-        self.experts, self.prepare = runner.experts, runner.prepare
+        self.experts, self.prepare, self.weights = runner.experts, runner.prepare, runner.weights
         self.seen: set[tuple[tuple[int, int], ...]] = set()
 
     def start(self, plan: Plan) -> Callable[[], Drawn]:

@@ -35,7 +35,7 @@ class Trainable(Transformer):
     def forward(
         self, tokens_BT: Tensor, positions_BT: Tensor, attend: Attend, routing: Routing | None = None
     ) -> Tensor:
-        assert routing is None, "the router decides as it did in the engine: there is nothing to replay"
+        assert routing is None or routing.replay is None, "these kernels let the router decide, as in the engine"
         rows, length = tokens_BT.shape
         network, cache = Network(self), _Rows(self, rows, length)
         x_NE = F.embedding(tokens_BT.flatten(), self.model.embed_tokens.weight)
@@ -45,7 +45,7 @@ class Trainable(Transformer):
             x_NE = x_NE + _summed(cache.attend(layer, block.self_attn, qkv), block.self_attn.o_proj.weight)
             normed_NE = _normed(x_NE, block.post_attention_layernorm)
             if isinstance(layer.mlp, Experts):
-                x_NE = x_NE + _experts(normed_NE, layer.mlp)
+                x_NE = x_NE + _experts(normed_NE, layer.mlp, routing)
             else:
                 assert isinstance(layer.mlp, MLP)
                 x_NE = x_NE + _summed(_gated(normed_NE, layer.mlp), layer.mlp.down_proj.weight)
@@ -143,11 +143,11 @@ def _gated(x_NE: Tensor, own: MLP) -> Tensor:
     return value_of(lambda: invariant.gated(x_NE, own.gate_up_proj.weight), gradient_of=plain)
 
 
-def _experts(x_NE: Tensor, own: Experts) -> Tensor:
+def _experts(x_NE: Tensor, own: Experts, routing: Routing | None) -> Tensor:
     with torch.no_grad():
         slots_N = torch.arange(len(x_NE), dtype=torch.int32, device=x_NE.device)
         unread = slots_N.new_empty(len(x_NE), own.gate.c.num_experts_per_tok)
         parts, ids_Nk = invariant.chosen_experts(x_NE, own, slots_N, unread)
     # The gradient is that of the experts which were used, wherever the plain router would have gone.
-    routing = Routing(replay=ids_Nk[:, None].expand(-1, own.place + 1, -1))
-    return value_of(lambda: _sum(parts, x_NE.dtype), gradient_of=lambda: own(x_NE, routing))
+    replay = Routing(replay=ids_Nk[:, None].expand(-1, own.place + 1, -1)) if routing is None else routing
+    return value_of(lambda: _sum(parts, x_NE.dtype), gradient_of=lambda: own(x_NE, replay))
