@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from etude.core.errors import EtudeError
@@ -21,7 +20,7 @@ from etude.model.files import build
 from etude.model.numerics import INVARIANT
 from etude.model.tokenizer import ChatTokenizer
 from etude.model.transformer import Transformer
-from etude.run.diagnose import SETTINGS, Diagnosis, Prompt, diagnose, find_cut
+from etude.run.diagnose import Diagnosis, Prompt, diagnose, find_cut
 from etude.run.serve import load
 from etude.serve.wire import read_model_files
 from etude.store.runs import Run
@@ -116,16 +115,16 @@ def of_batch(
         distributions.append(logp_NV)
     measured = meter(rows, found, version=version, decode=tokenizer.decode)
     console.print(f"the batch of step {version + 1}, as it was recorded, against version {version}:", highlight=False)
-    console.print(gap_table({f"lag {lag}": gap for lag, gap in measured.by_lag.items()}))
+    tell({f"lag {lag}": gap for lag, gap in measured.by_lag.items()}, console)
     for worst in measured.worst:
         console.print(f"  {worst.old:8.4f} -> {worst.new:8.4f}  {worst.text[-40:]!r}", highlight=False, markup=False)
     if cut := find_cut(torch.cat(old), torch.cat(new), torch.cat(distributions)):
-        console.print(f"it was drawn with top-p {cut.top_p:.3g}, which the trainer does not know", style="bold")
+        console.print(f"it was drawn with top-p {cut.top_p:.2f}, which the trainer does not know", style="bold")
     return measured
 
 
 def show(found: Diagnosis, console: Console) -> None:
-    console.print(gap_table({SETTINGS[name].split(":")[0]: gap for name, gap in found.gaps.items()}))
+    tell(found.gaps, console)
     console.print(f"the likeliest token is another one at {found.flips:.2%} of the places", highlight=False)
     for operator in found.operators[:8]:
         console.print(f"  {operator.difference:9.2e}  {operator.name}  {operator.note}", highlight=False, markup=False)
@@ -137,16 +136,14 @@ def show(found: Diagnosis, console: Console) -> None:
         console.print("nothing stands out: what there is, is rounding", style="bold", highlight=False)
 
 
-def gap_table(gaps: dict[str, Gap]) -> Table:
-    table = Table("", "tokens", "k1", "k3", "k3 p99", "ratio p99", "ratio max", "routed otherwise")
+def tell(gaps: dict[str, Gap], console: Console) -> None:
+    line = "{:10} {:>6}  {:>9} {:>9} {:>9}  {:>9} {:>9}  {}".format
+
+    def say(*columns: object) -> None:
+        console.print(line(*columns).rstrip(), highlight=False, markup=False, soft_wrap=True)
+
+    say("", "tokens", "k1", "k3", "k3 p99", "ratio p99", "ratio max", "routed otherwise")
     for name, gap in gaps.items():
         otherwise = "" if gap.routed_otherwise is None else f"{gap.routed_otherwise:.2%}"
-        figures = (
-            f"{gap.k1:.2e}",
-            f"{gap.k3:.2e}",
-            f"{gap.k3_p99:.2e}",
-            f"{gap.ratio_p99:.4f}",
-            f"{gap.ratio_max:.4f}",
-        )
-        table.add_row(name, str(gap.num_tokens), *figures, otherwise)
-    return table
+        figures = (f"{value:.2e}" for value in (gap.k1, gap.k3, gap.k3_p99))
+        say(name, gap.num_tokens, *figures, f"{gap.ratio_p99:.5f}", f"{gap.ratio_max:.5f}", otherwise)

@@ -12,13 +12,19 @@ import pytest
 import torch
 
 from etude.cli import main
+from etude.core.config import parse
+from etude.core.types import Batch
 from etude.engine.engine import Engine, Request
 from etude.model.files import weights, write_directory
 from etude.model.numerics import INVARIANT
 from etude.model.transformer import Transformer, fresh
-from etude.run.diagnose import Diagnosis, diagnose
+from etude.run.diagnose import Diagnosis, diagnose, row_of
+from etude.run.mismatch import as_trained
+from etude.run.prepare import store_files
+from etude.store.runs import Run
+from etude.weights.publish import publish
 from tests.engine.reference import FAMILIES
-from tests.small_model import config, sharp, small_files
+from tests.small_model import config, drain, request, sharp, small_files
 
 PROMPTS = [tuple(1 + (i * n) % 59 for i in range(1, 20 + 9 * n)) for n in range(1, 5)]
 
@@ -100,3 +106,22 @@ def test_the_command_on_a_model_directory(tmp_path: Path, capsys: pytest.Capture
     assert json.loads(said.out)["gaps"].keys() >= {"alone", "batch", "chunking", "cache", "swap"}
     assert main(["mismatch", str(tmp_path / "nowhere")]) == 2
     assert "nowhere" in capsys.readouterr().err
+
+
+def test_the_command_on_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its last batch was recorded with top-p, of which the config says nothing."""
+    run, small = Run.open(f"file:{tmp_path}"), small_files()
+    run.put_config(parse('name = "a"\n[[stage]]\nkind = "rl"\nsteps = 1\n'))
+    store_files(run, small)
+    policy = as_trained(sharp(config(vocab_size=300, context=256), seed=0, factor=4.0))
+    publish(run.objects, 0, weights(policy), stage="rl", step=0)
+    engine, rows = Engine(policy, max_batch=4), []
+    for number, prompt in enumerate(PROMPTS):
+        engine.add(request(str(number), list(prompt), top_p=0.7, stop=frozenset()))
+        rows.append(row_of(str(number), prompt, drain(engine)[str(number)]))
+    run.put_batch(Batch(step=1, rows=tuple(rows), oldest=0))
+    assert main(["mismatch", str(tmp_path), "--tokens", "2", "--json"]) == 0
+    said = capsys.readouterr()
+    found = json.loads(said.out)
+    assert "drawn with top-p 0.7" in said.err and found["causes"] == []
+    assert found["recorded"]["by_lag"]["0"]["k3"] > 1e-3 > 1e-9 > found["gaps"]["alone"]["k3"]
