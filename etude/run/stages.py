@@ -149,7 +149,7 @@ def _loop(trainer: Trainer, leg: Leg, stage: LoopConfig, judge: Judge = as_it_is
         trainer.reach(0, step=0)  # no stage came before: the engines need the starting weights
     idle = time.monotonic()
     for step in range(trainer.version + 1, leg.end + 1):
-        batch = trainer.run.wait_batch(step)
+        batch = trainer.read_batch(step, leg)
         began = time.monotonic()
         batch, teacher_kl = judge(batch, microbatch_tokens)
         lr = rate(step - leg.start - 1, lr=stage.lr, warmup=stage.warmup, total=stage.steps, decay=stage.decay)
