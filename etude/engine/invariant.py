@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from etude.engine.plan import Drawn, Draws, Ints, Plan
-from etude.engine.runner import BLOCK_SIZE
+from etude.engine.runner import BLOCK_SIZE, UsedExperts
 from etude.engine.sampler import sample
 from etude.model.attention import KVCache
-from etude.model.experts import Routing
 from etude.model.files import load_weights, weights
 from etude.model.tiled_attention import PagedInTiles
 from etude.model.transformer import Transformer
@@ -34,11 +33,7 @@ class InvariantRunner:
         weight = model.model.embed_tokens.weight.detach()
         self._device = weight.device
         self._cache = KVCache(model.config, num_blocks, BLOCK_SIZE, like=weight)
-        self._experts: Tensor | None = None
-        if experts := model.config.experts:
-            kind = torch.uint8 if experts.num_experts <= 256 else torch.int16
-            places = (num_blocks * BLOCK_SIZE, len(experts.layers), experts.num_experts_per_tok)
-            self._experts = torch.zeros(places, dtype=kind, device=self._device)
+        self._used = UsedExperts(model.config, num_blocks, self._device)
 
     @torch.inference_mode()
     def start(self, plan: Plan) -> Callable[[], Drawn]:
@@ -53,21 +48,15 @@ class InvariantRunner:
         tokens_N, positions_N, slots_N, rows_R = (
             torch.from_numpy(x).to(self._device) for x in (plan.tokens_N, plan.positions_N, plan.slots_N, plan.rows_R)
         )
-        routing = None if self._experts is None else Routing()
-        hidden_NE = self._model(tokens_N, positions_N, attend, routing)
-        if self._experts is not None and routing is not None:
-            self._experts.index_copy_(0, slots_N, routing.used().to(self._experts.dtype))
+        with self._used.recorded(slots_N) as routing:
+            hidden_NE = self._model(tokens_N, positions_N, attend, routing)
         drawn = Drawn(tokens=[], logprobs=[])
         if len(rows_R):
             drawn = sample_as_trained(self._model.logits(hidden_NE[rows_R]), plan.draws)
         return lambda: drawn
 
     def experts(self, blocks: Ints, length: int) -> bytes | None:
-        if self._experts is None:
-            return None
-        shape = (self.num_blocks, self.block_size, *self._experts.shape[1:])
-        where = torch.from_numpy(blocks).to(self._device)
-        return self._experts.view(shape)[where].flatten(0, 1)[:length].cpu().numpy().tobytes()
+        return self._used.read(blocks, length)
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
         like = self._model.model.embed_tokens.weight

@@ -3,7 +3,8 @@ token."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -14,9 +15,36 @@ from etude.engine.sampler import sample
 from etude.model.attention import KVCache, Paged
 from etude.model.experts import Routing
 from etude.model.files import load_weights, weights
-from etude.model.transformer import Transformer
+from etude.model.transformer import ModelConfig, Transformer
 
 BLOCK_SIZE = 16
+
+
+class UsedExperts:
+    """Which experts each token took, beside its keys and values; nothing for a model without experts."""
+
+    def __init__(self, config: ModelConfig, num_blocks: int, device: torch.device) -> None:
+        self._ids: Tensor | None = None
+        if experts := config.experts:
+            kind = torch.uint8 if experts.num_experts <= 256 else torch.int16
+            places = (num_blocks, BLOCK_SIZE, len(experts.layers), experts.num_experts_per_tok)
+            self._ids = torch.zeros(places, dtype=kind, device=device)
+
+    @contextmanager
+    def recorded(self, slots_N: Tensor) -> Iterator[Routing | None]:
+        """What a pass over tokens in these slots is given to write down what it uses."""
+        if self._ids is None:
+            yield None
+            return
+        routing = Routing()
+        yield routing
+        self._ids.flatten(0, 1).index_copy_(0, slots_N, routing.used().to(self._ids.dtype))
+
+    def read(self, blocks: Ints, length: int) -> bytes | None:
+        if self._ids is None:
+            return None
+        chosen = self._ids[torch.from_numpy(blocks).to(self._ids.device)]
+        return chosen.flatten(0, 1)[:length].cpu().numpy().tobytes()
 
 
 class CpuRunner:
@@ -31,11 +59,7 @@ class CpuRunner:
         weight = model.model.embed_tokens.weight.detach()
         self._device = weight.device
         self._cache = KVCache(model.config, num_blocks, BLOCK_SIZE, like=weight)
-        self._experts: Tensor | None = None
-        if experts := model.config.experts:
-            kind = torch.uint8 if experts.num_experts <= 256 else torch.int16
-            places = (num_blocks * BLOCK_SIZE, len(experts.layers), experts.num_experts_per_tok)
-            self._experts = torch.zeros(places, dtype=kind, device=self._device)
+        self._used = UsedExperts(model.config, num_blocks, self._device)
 
     @torch.inference_mode()
     def start(self, plan: Plan) -> Callable[[], Drawn]:
@@ -52,10 +76,8 @@ class CpuRunner:
         tokens_N, positions_N, slots_N = (
             torch.from_numpy(x[order_N]).to(self._device) for x in (plan.tokens_N, plan.positions_N, plan.slots_N)
         )
-        routing = None if self._experts is None else Routing()
-        hidden_NE = self._model(tokens_N, positions_N, attend, routing)
-        if self._experts is not None and routing is not None:
-            self._experts.index_copy_(0, slots_N, routing.used().to(self._experts.dtype))
+        with self._used.recorded(slots_N) as routing:
+            hidden_NE = self._model(tokens_N, positions_N, attend, routing)
         drawn = Drawn(tokens=[], logprobs=[])
         if len(plan.rows_R):
             place_N = np.empty_like(order_N)
@@ -65,11 +87,7 @@ class CpuRunner:
         return lambda: drawn
 
     def experts(self, blocks: Ints, length: int) -> bytes | None:
-        if self._experts is None:
-            return None
-        shape = (self.num_blocks, self.block_size, *self._experts.shape[1:])
-        by_block = self._experts.view(shape)[torch.from_numpy(blocks).to(self._device)]
-        return by_block.flatten(0, 1)[:length].cpu().numpy().tobytes()
+        return self._used.read(blocks, length)
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
         """A second model beside the one that serves, so that changing over takes no time. The one that served before

@@ -174,16 +174,16 @@ class VllmServer:
         """Requests under way stand still, and new ones wait here, because their salt is not known yet. If something
         fails in between, nobody knows what the server holds: it serves nothing until a version was loaded."""
         self._open.clear()
-        began = time.monotonic()
+        began, whole = time.monotonic(), False
         try:
             await self._call("POST", "/pause?mode=keep")
             yield
-        except BaseException:
-            self.version = -1
-            with suppress(ApiError, ValueError):
-                await self._call("POST", "/abort_requests", {})
-            raise
+            whole = True
         finally:
+            if not whole:
+                self.version = -1
+                with suppress(ApiError, ValueError):
+                    await self._call("POST", "/abort_requests", {})
             self._open.set()
             with suppress(Unavailable):
                 await self._call("POST", "/resume")

@@ -24,10 +24,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda as gpu
 
-from etude.engine.kernels import experts, head, linear, norm
+from etude.engine.kernels import head, linear
 from etude.engine.kernels.attention import LOG2E, PREFILL_ROWS, Heads, _places
 from etude.engine.kernels.linear import Tile
-from etude.engine.kernels.network import Attend, Network
+from etude.engine.kernels.network import Attend, Network, expert_parts
 from etude.model.experts import Experts
 
 BLOCK = 64
@@ -174,43 +174,29 @@ def pieces(x_NC: Tensor, w_MC: Tensor, pdl: bool = False) -> Tensor:
 def chosen_experts(
     x_NE: Tensor, layer: Experts, slots_N: Tensor, record_Sk: Tensor, pdl: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """What each of its experts makes of a token, kNE, to be added up; and which they are, Nk."""
-    c = layer.gate.c
-    rows, top = len(x_NE), c.num_experts_per_tok
-    logits_NX = x_NE.new_empty(rows, c.num_experts, dtype=torch.float32)
-    linear.matrix(x_NE, layer.gate.weight, logits_NX, cut=tile(rows), pdl=pdl)
-    ids_Nk, shares_Nk = slots_N.new_empty(rows, top), logits_NX.new_empty(rows, top)
-    experts.route(logits_NX, ids_Nk, shares_Nk, record_Sk, slots_N, renormalise=c.norm_topk_prob, pdl=pdl)
-    counts_X, choices_XN = slots_N.new_empty(c.num_experts), slots_N.new_empty(c.num_experts, rows)
-    experts.gather(ids_Nk, counts_X, choices_XN, pdl)
-    act = x_NE.new_empty(rows * top, c.moe_intermediate_size)
-    parts_NkE = x_NE.new_empty(rows, top, x_NE.shape[1])
-    up, down = layer.experts.gate_up_proj, layer.experts.down_proj
-    experts.grouped(x_NE, up, counts_X, choices_XN, shares_Nk, act, gated=True, pdl=pdl)
-    experts.grouped(act, down, counts_X, choices_XN, shares_Nk, parts_NkE, gated=False, pdl=pdl)
-    return parts_NkE.transpose(0, 1), ids_Nk
+    """As `expert_parts`, with the router's product in tiles of one size."""
+    logits_NX = x_NE.new_empty(len(x_NE), len(layer.gate.weight), dtype=torch.float32)
+    linear.matrix(x_NE, layer.gate.weight, logits_NX, cut=tile(len(x_NE)), pdl=pdl)
+    return expert_parts(x_NE, layer, logits_NX, slots_N, record_Sk, pdl)
 
 
 class InvariantNetwork(Network):
     def hidden(
         self, tokens_N: Tensor, slots_N: Tensor, drawn: Tensor, attend: Attend, record: Tensor | None, pdl: bool
     ) -> Tensor:
-        x_NE = self.table_VE.new_empty(len(tokens_N), self.table_VE.shape[1])
-        norm.embed(tokens_N, drawn, self.table_VE, x_NE)
-        normed_NE = torch.empty_like(x_NE)
-        norm.add_norm(x_NE, None, self.layers[0].input_gain, normed_NE, self.eps, pdl)
-        gains = [layer.input_gain for layer in self.layers[1:]] + [self.gain_E]
-        for number, (layer, gain) in enumerate(zip(self.layers, gains, strict=True)):
-            mixed = attend(number, product(normed_NE, layer.qkv.weight, layer.qkv.bias, pdl))
-            norm.add_norm(x_NE, pieces(mixed, layer.out, pdl), layer.mlp_gain, normed_NE, self.eps, pdl)
-            if isinstance(layer.mlp, Experts):
-                assert record is not None
-                parts, _ = chosen_experts(normed_NE, layer.mlp, slots_N, record[:, layer.mlp.place], pdl)
-            else:
-                act = gated(normed_NE, layer.mlp.gate_up_proj.weight, pdl)
-                parts = pieces(act, layer.mlp.down_proj.weight, pdl)
-            norm.add_norm(x_NE, parts, gain, normed_NE, self.eps, pdl)
-        return normed_NE
+        return self._rows(self._embedded(tokens_N, drawn), slots_N, attend, record, pdl)
+
+    def _product(self, x_NC: Tensor, w: Tensor, bias: Tensor | None, pdl: bool) -> Tensor:
+        return product(x_NC, w, bias, pdl)
+
+    def _gated(self, x_NC: Tensor, w: Tensor, pdl: bool) -> Tensor:
+        return gated(x_NC, w, pdl)
+
+    def _pieces(self, x_NC: Tensor, w: Tensor, pdl: bool) -> Tensor:
+        return pieces(x_NC, w, pdl)
+
+    def _experts(self, x_NE: Tensor, layer: Experts, slots_N: Tensor, record_Sk: Tensor, pdl: bool) -> Tensor:
+        return chosen_experts(x_NE, layer, slots_N, record_Sk, pdl)[0]
 
     def draw(
         self, hidden_RE: Tensor, temperature_R: Tensor, u_R: Tensor, logits_RV: Tensor, tokens_R: Tensor,

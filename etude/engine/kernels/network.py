@@ -70,23 +70,10 @@ class Network:
     ) -> Tensor:
         """The normalised output of the last layer. `record` [slots, layers with experts, k] takes the experts used.
         With `pdl` a kernel may begin while the one before it ends."""
-        x_NE = self.table_VE.new_empty(len(tokens_N), self.table_VE.shape[1])
-        norm.embed(tokens_N, drawn, self.table_VE, x_NE)
+        x_NE = self._embedded(tokens_N, drawn)
         if len(x_NE) == 1 and not self.config.experts:
             return self._one_row(x_NE, attend, pdl)
-        normed_NE = torch.empty_like(x_NE)
-        norm.add_norm(x_NE, None, self.layers[0].input_gain, normed_NE, self.eps, pdl)
-        gains = [layer.input_gain for layer in self.layers[1:]] + [self.gain_E]
-        for number, (layer, gain) in enumerate(zip(self.layers, gains, strict=True)):
-            mixed = attend(number, _product(normed_NE, layer.qkv.weight, layer.qkv.bias, pdl))
-            norm.add_norm(x_NE, _pieces(mixed, layer.out, pdl), layer.mlp_gain, normed_NE, self.eps, pdl)
-            if isinstance(layer.mlp, Experts):
-                assert record is not None
-                parts = self._experts(normed_NE, layer.mlp, slots_N, record[:, layer.mlp.place], pdl)
-            else:
-                parts = _pieces(_gated(normed_NE, layer.mlp.gate_up_proj.weight, pdl), layer.mlp.down_proj.weight, pdl)
-            norm.add_norm(x_NE, parts, gain, normed_NE, self.eps, pdl)
-        return normed_NE
+        return self._rows(x_NE, slots_N, attend, record, pdl)
 
     def draw(
         self, hidden_RE: Tensor, temperature_R: Tensor, u_R: Tensor, logits_RV: Tensor, tokens_R: Tensor,
@@ -95,6 +82,52 @@ class Network:
         stats = logits_RV.new_empty(len(hidden_RE), head.num_tiles(len(self.head_VE)), 2)
         head.logits(hidden_RE, self.head_VE, temperature_R, logits_RV, stats, pdl)
         head.pick(logits_RV, stats, temperature_R, u_R, tokens_R, logprobs_R, pdl)
+
+    def _embedded(self, tokens_N: Tensor, drawn: Tensor) -> Tensor:
+        x_NE = self.table_VE.new_empty(len(tokens_N), self.table_VE.shape[1])
+        norm.embed(tokens_N, drawn, self.table_VE, x_NE)
+        return x_NE
+
+    def _rows(self, x_NE: Tensor, slots_N: Tensor, attend: Attend, record: Tensor | None, pdl: bool) -> Tensor:
+        normed_NE = torch.empty_like(x_NE)
+        norm.add_norm(x_NE, None, self.layers[0].input_gain, normed_NE, self.eps, pdl)
+        gains = [layer.input_gain for layer in self.layers[1:]] + [self.gain_E]
+        for number, (layer, gain) in enumerate(zip(self.layers, gains, strict=True)):
+            mixed = attend(number, self._product(normed_NE, layer.qkv.weight, layer.qkv.bias, pdl))
+            norm.add_norm(x_NE, self._pieces(mixed, layer.out, pdl), layer.mlp_gain, normed_NE, self.eps, pdl)
+            if isinstance(layer.mlp, Experts):
+                assert record is not None
+                parts = self._experts(normed_NE, layer.mlp, slots_N, record[:, layer.mlp.place], pdl)
+            else:
+                act = self._gated(normed_NE, layer.mlp.gate_up_proj.weight, pdl)
+                parts = self._pieces(act, layer.mlp.down_proj.weight, pdl)
+            norm.add_norm(x_NE, parts, gain, normed_NE, self.eps, pdl)
+        return normed_NE
+
+    def _product(self, x_NC: Tensor, w: Tensor, bias: Tensor | None, pdl: bool) -> Tensor:
+        if len(x_NC) > FEW_ROWS:
+            return F.linear(x_NC, w, bias)
+        out = x_NC.new_empty(len(x_NC), len(w))
+        linear.matrix(x_NC, w, out, cut=linear.tile(len(x_NC), w.shape[0], w.shape[1]), bias_N=bias, pdl=pdl)
+        return out
+
+    def _gated(self, x_NC: Tensor, w: Tensor, pdl: bool) -> Tensor:
+        if not _is_ours(x_NC, w):
+            gate, up = F.linear(x_NC, w).chunk(2, -1)
+            return F.silu(gate) * up
+        out = x_NC.new_empty(len(x_NC), len(w) // 2)
+        cut = linear.tile(len(out), out.shape[1], w.shape[1], gated=True)
+        linear.matrix(x_NC, w, out, cut=cut, gated=True, pdl=pdl)
+        return out
+
+    def _pieces(self, x_NC: Tensor, w: Tensor, pdl: bool) -> Tensor:
+        """The product in one piece or several, to be added up by whoever reads it."""
+        if not _is_ours(x_NC, w):
+            return F.linear(x_NC, w)[None]
+        cut = linear.tile(len(x_NC), w.shape[0], w.shape[1], split=True)
+        parts = x_NC.new_empty(cut.pieces, len(x_NC), len(w), dtype=torch.float32)
+        linear.matrix(x_NC, w, parts, cut=cut, pdl=pdl)
+        return parts
 
     def _one_row(self, x_NE: Tensor, attend: Attend, pdl: bool) -> Tensor:
         x_E = x_NE[0]
@@ -112,21 +145,28 @@ class Network:
         return normed_NE
 
     def _experts(self, x_NE: Tensor, layer: Experts, slots_N: Tensor, record_Sk: Tensor, pdl: bool) -> Tensor:
-        c = layer.gate.c
-        rows, top = len(x_NE), c.num_experts_per_tok
-        logits_NX = x_NE.new_empty(1, rows, c.num_experts, dtype=torch.float32)
-        cut = linear.tile(rows, c.num_experts, x_NE.shape[1])
-        linear.matrix(x_NE, layer.gate.weight, logits_NX, cut=cut, pdl=pdl)
-        ids_Nk, shares_Nk = slots_N.new_empty(rows, top), logits_NX.new_empty(rows, top)
-        experts.route(logits_NX[0], ids_Nk, shares_Nk, record_Sk, slots_N, renormalise=c.norm_topk_prob, pdl=pdl)
-        counts_X, choices_XN = slots_N.new_empty(c.num_experts), slots_N.new_empty(c.num_experts, rows)
-        experts.gather(ids_Nk, counts_X, choices_XN, pdl)
-        act = x_NE.new_empty(rows * top, c.moe_intermediate_size)
-        parts = x_NE.new_empty(rows, top, x_NE.shape[1])
-        up, down = layer.experts.gate_up_proj, layer.experts.down_proj
-        experts.grouped(x_NE, up, counts_X, choices_XN, shares_Nk, act, gated=True, pdl=pdl)
-        experts.grouped(act, down, counts_X, choices_XN, shares_Nk, parts, gated=False, pdl=pdl)
-        return parts.transpose(0, 1)
+        (rows, inner), outputs = x_NE.shape, len(layer.gate.weight)
+        logits_NX = x_NE.new_empty(rows, outputs, dtype=torch.float32)
+        linear.matrix(x_NE, layer.gate.weight, logits_NX, cut=linear.tile(rows, outputs, inner), pdl=pdl)
+        return expert_parts(x_NE, layer, logits_NX, slots_N, record_Sk, pdl)[0]
+
+
+def expert_parts(
+    x_NE: Tensor, layer: Experts, logits_NX: Tensor, slots_N: Tensor, record_Sk: Tensor, pdl: bool
+) -> tuple[Tensor, Tensor]:
+    """What each of its experts makes of a token, kNE, to be added up; and which they are, Nk."""
+    c = layer.gate.c
+    rows, top = len(x_NE), c.num_experts_per_tok
+    ids_Nk, shares_Nk = slots_N.new_empty(rows, top), logits_NX.new_empty(rows, top)
+    experts.route(logits_NX, ids_Nk, shares_Nk, record_Sk, slots_N, renormalise=c.norm_topk_prob, pdl=pdl)
+    counts_X, choices_XN = slots_N.new_empty(c.num_experts), slots_N.new_empty(c.num_experts, rows)
+    experts.gather(ids_Nk, counts_X, choices_XN, pdl)
+    act = x_NE.new_empty(rows * top, c.moe_intermediate_size)
+    parts_NkE = x_NE.new_empty(rows, top, x_NE.shape[1])
+    up, down = layer.experts.gate_up_proj, layer.experts.down_proj
+    experts.grouped(x_NE, up, counts_X, choices_XN, shares_Nk, act, gated=True, pdl=pdl)
+    experts.grouped(act, down, counts_X, choices_XN, shares_Nk, parts_NkE, gated=False, pdl=pdl)
+    return parts_NkE.transpose(0, 1), ids_Nk
 
 
 def _layer(block: Block, rope: Tensor, eps: float) -> Layer:
@@ -142,34 +182,6 @@ def _layer(block: Block, rope: Tensor, eps: float) -> Layer:
         mlp_gain=block.post_attention_layernorm.weight.detach(),
         mlp=block.mlp,
     )
-
-
-def _product(x_NC: Tensor, w: Tensor, bias: Tensor | None, pdl: bool) -> Tensor:
-    if len(x_NC) > FEW_ROWS:
-        return F.linear(x_NC, w, bias)
-    out = x_NC.new_empty(len(x_NC), len(w))
-    linear.matrix(x_NC, w, out, cut=linear.tile(len(x_NC), w.shape[0], w.shape[1]), bias_N=bias, pdl=pdl)
-    return out
-
-
-def _gated(x_NC: Tensor, w: Tensor, pdl: bool) -> Tensor:
-    if not _is_ours(x_NC, w):
-        gate, up = F.linear(x_NC, w).chunk(2, -1)
-        return F.silu(gate) * up
-    out = x_NC.new_empty(len(x_NC), len(w) // 2)
-    cut = linear.tile(len(out), out.shape[1], w.shape[1], gated=True)
-    linear.matrix(x_NC, w, out, cut=cut, gated=True, pdl=pdl)
-    return out
-
-
-def _pieces(x_NC: Tensor, w: Tensor, pdl: bool) -> Tensor:
-    """The product in one piece or several, to be added up by whoever reads it."""
-    if not _is_ours(x_NC, w):
-        return F.linear(x_NC, w)[None]
-    cut = linear.tile(len(x_NC), w.shape[0], w.shape[1], split=True)
-    parts = x_NC.new_empty(cut.pieces, len(x_NC), len(w), dtype=torch.float32)
-    linear.matrix(x_NC, w, parts, cut=cut, pdl=pdl)
-    return parts
 
 
 def _is_ours(x_NC: Tensor, w: Tensor) -> bool:
