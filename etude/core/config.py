@@ -8,7 +8,8 @@ from __future__ import annotations
 import difflib
 import tomllib
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -143,6 +144,24 @@ class SftConfig(Config):
     """CPU threads of the trainer, as in `midtrain`."""
 
 
+class EffortConfig(Config):
+    """What an attempt costs: `scale` times a concave function of tokens, calls and turns (`core.effort`)."""
+
+    scale: Positive
+    k: Positive = 1.0
+    q: NonNegative = 0.5
+    tokens: NonNegative = 0.0
+    """Weight of a token that the model said."""
+    calls: NonNegative = 0.0
+    """Of a tool call."""
+    turns: NonNegative = 0.0
+    """Of an answer of the model."""
+
+
+LOSSES = ("reinforce", "ppo_clip", "grpo", "dr_grpo", "dapo", "gspo", "cispo")
+"""What `train.loss` knows by name."""
+
+
 class RlConfig(Config):
     """Asynchronous reinforcement learning in the product."""
 
@@ -163,8 +182,23 @@ class RlConfig(Config):
     """How the rate falls to 0 by the last step, if it does: what a run ends on is then less of a random walk."""
     credit: str = "centered"
     """How the rewards of a group become advantages."""
+    effort: EffortConfig | None = None
+    """A price on what an attempt used, taken off its reward before credit is given."""
+    loss: str = "reinforce"
+    """What a sampled token adds to the objective: one of LOSSES, or your own as "file.py:name" or "module:name"."""
+    aggregate: Literal["token", "sequence", "constant"] | None = None
+    """How tokens add up: the mean of all, the mean of attempts' means, or a sum over a constant. None: as the loss
+    does it."""
+    clip_low: NonNegative | None = None
+    """Ratios below 1 - clip_low and above 1 + clip_high are clipped, by the losses that do. None: the loss's own."""
+    clip_high: NonNegative | None = None
+    correction: Literal["none", "truncated", "masked", "sequence_truncated", "sequence_masked"] | None = None
+    """What is done about tokens that other weights sampled (`train.correction`). None: what the loss goes with."""
     ratio_cap: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 2.0
-    """Importance weights above it are cut to it."""
+    """Importance weights above it are cut to it; the masking corrections leave out what is above it, or below its
+    inverse."""
+    kl_coef: NonNegative = 0.0
+    """Price of moving away from the weights that the stage began with: their KL, in the reward."""
     temperature: Positive = 1.0
     microbatch_tokens: Count = 8192
     """Tokens of one forward and backward pass; for memory only, the step does not depend on it."""
@@ -177,6 +211,13 @@ class RlConfig(Config):
         if credit not in CREDIT:
             raise ValueError(f"must be one of {', '.join(CREDIT)}")
         return credit
+
+    @field_validator("loss")
+    @classmethod
+    def _loss(cls, loss: str) -> str:
+        if loss not in LOSSES and ":" not in loss:
+            raise ValueError(f"must be one of {', '.join(LOSSES)}, or your own as file.py:name")
+        return loss
 
     @model_validator(mode="after")
     def _window(self) -> RlConfig:
@@ -324,11 +365,12 @@ def _explain(error: dict[str, Any]) -> str:
 
 
 def _table(loc: tuple[str | int, ...]) -> type[BaseModel]:
-    """The model whose keys stand at this place: the top level, a section, or ("stage", number, kind)."""
-    if not loc:
-        return RunConfig
-    if loc[0] == "stage":
-        return STAGES[str(loc[-1])]
-    table = RunConfig.model_fields[str(loc[0])].annotation
+    """The model whose keys stand at this place: the top level, a section, ("stage", number, kind), or one below."""
+    table: Any = RunConfig
+    if loc[:1] == ("stage",):
+        table, loc = STAGES[str(loc[2])], loc[3:]
+    for key in loc:
+        annotation = table.model_fields[str(key)].annotation
+        table = next((kind for kind in get_args(annotation) if kind is not NoneType), annotation)
     assert isinstance(table, type) and issubclass(table, BaseModel)
     return table

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from etude.core.config import RlConfig, RunConfig
-from etude.core.credit import CREDIT
+from etude.core.credit import Credit
 from etude.core.ledger import Batched, Dropped, Entry, Issued, Ledger, Trained, Unbalanced
 from etude.core.types import Batch, Group, unspan
 from etude.run.evaluate import report_name
-from etude.run.journal import group_of, losses
-from etude.run.plan import legs
+from etude.run.journal import drops, group_of
+from etude.run.plan import credit_of, legs
 from etude.store.runs import Run
 from etude.weights.manifest import find_newest
 
@@ -63,7 +63,7 @@ def audit(run: Run) -> Audit:
     bound = rl.max_lag if rl else 0
     violations += _check_batches(entries, batches, groups, bound)
     violations += _check_versions(run, entries, config, version)
-    violations += _check_drops(entries, groups, rl.credit if rl else "centered")
+    violations += _check_drops(entries, groups, credit_of(config))
     if finished and ledger.in_flight:
         violations.append(f"the run is finished, and {ledger.in_flight} samples are in flight")
     return Audit(
@@ -142,19 +142,19 @@ def _check_versions(run: Run, entries: list[Entry], config: RunConfig, newest: i
         yield f"version {newest} is published, and the last stage ends with {legs(config.stage)[-1].end}"
 
 
-def _check_drops(entries: list[Entry], groups: dict[str, Group], credit: str) -> Iterator[str]:
-    """What was dropped as failed or without signal must be so; what was interrupted must not have been finished."""
+def _check_drops(entries: list[Entry], groups: dict[str, Group], credit: Credit) -> Iterator[str]:
+    """What was dropped for what it is must be so; what was interrupted must not have been finished."""
     issued = {sample for entry in entries if isinstance(entry, Issued) for sample in entry.samples}
     if strangers := {t.id for group in groups.values() for t in group.trajectories} - issued:
         yield f"{len(strangers)} stored samples were never issued, for example {sorted(strangers)[0]}"
     due = {
         (sample, drop.reason)
         for group in groups.values()
-        for drop in losses(group, CREDIT[credit])[0]
+        for drop in drops(credit.judge(group))
         for sample in drop.samples
     }
     for entry in entries:
-        if isinstance(entry, Dropped) and entry.reason in ("failed", "no_signal"):
+        if isinstance(entry, Dropped) and entry.reason in ("failed", "malformed", "no_signal"):
             yield from (
                 f"{sample} was dropped as {entry.reason}, and its group does not bear that out"
                 for sample in entry.samples

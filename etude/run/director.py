@@ -13,7 +13,6 @@ import sys
 from collections.abc import AsyncIterator
 
 from etude.core.config import RlConfig, RunConfig
-from etude.core.credit import CREDIT
 from etude.core.events import Fleet, RunDone
 from etude.core.ledger import Trained
 from etude.core.seams import Environment
@@ -25,7 +24,7 @@ from etude.run.controller import Attempt, Controller, endless
 from etude.run.environment import CodeRepair
 from etude.run.evaluate import evaluate, report_name
 from etude.run.gateway import Gateway
-from etude.run.plan import Leg, legs, stage_of
+from etude.run.plan import Leg, credit_of, legs, stage_of
 from etude.run.process import run_process
 from etude.run.rollout import Rollouts
 from etude.run.telemetry import Emit, telemetry
@@ -80,7 +79,7 @@ class Director:
         self.run.put_eval(name, report)
 
     async def reinforce(self, leg: Leg, stage: RlConfig) -> None:
-        credit = CREDIT[stage.credit]
+        credit = credit_of(self.config)
         entries, recovered = await asyncio.to_thread(journal.load, self.run, credit)
         book = journal.Journal(self.run, entries)
         await book.write(*recovered.entries)

@@ -1,4 +1,4 @@
-"""Which weight version each stage starts from and ends with.
+"""What follows from a config: which weight version each stage starts from and ends with, and how rl gives credit.
 
 One counter runs through the whole lineage. A stage that only learns from text ends in one version; each step of rl
 makes one, so the batch of step n makes version n.
@@ -7,9 +7,11 @@ makes one, so the batch of step n makes version n.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from etude.core.config import MidtrainConfig, RlConfig, SftConfig
+from etude.core.config import MidtrainConfig, RlConfig, RunConfig, SftConfig
+from etude.core.credit import CREDIT, Credit
+from etude.core.effort import Effort
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,3 +37,12 @@ def legs(stages: Sequence[MidtrainConfig | SftConfig | RlConfig]) -> list[Leg]:
 def stage_of(version: int, stages: Sequence[MidtrainConfig | SftConfig | RlConfig]) -> str:
     """The kind of the stage that makes a version."""
     return next((leg.kind for leg in legs(stages) if leg.start < version <= leg.end), "start")
+
+
+def credit_of(config: RunConfig) -> Credit:
+    """How the rl stage of a run gives credit; the default one for a run without."""
+    rl = next((stage for stage in config.stage if isinstance(stage, RlConfig)), None)
+    if rl is None:
+        return Credit()
+    effort = Effort(**rl.effort.model_dump()) if rl.effort else None
+    return replace(CREDIT[rl.credit], effort=effort, max_tokens=config.model.max_context, max_lag=rl.max_lag)

@@ -16,12 +16,13 @@ import torch
 
 from etude.core.config import MidtrainConfig, RlConfig, RunConfig, SftConfig
 from etude.core.errors import EtudeError
-from etude.core.events import FitStep, StageDone, StageStarted, StepDone
+from etude.core.events import FitStep, StageDone, StageStarted
 from etude.model.files import SMALL
 from etude.model.tokenizer import ChatTokenizer
 from etude.run import data
 from etude.run.plan import Leg, legs
 from etude.run.prepare import model_directory
+from etude.run.step import Scribe, objective_of
 from etude.run.telemetry import Emit, emitter
 from etude.store.runs import Run
 from etude.train import stages
@@ -42,6 +43,9 @@ class Trainer:
 
     def __init__(self, run: Run, config: RunConfig, emit: Emit) -> None:
         self.run, self.config, self.emit = run, config, emit
+        for stage in config.stage:
+            if isinstance(stage, RlConfig):
+                objective_of(stage)  # a loss that cannot be loaded shall not cost the stages before its own
         self.publisher = Publisher(Chain(run.objects))
         self.files = {name: run.objects.get(f"model/{name}") for name in SMALL}
         names = run.checkpoints()
@@ -123,38 +127,22 @@ class Trainer:
         stage = leg.stage
         assert isinstance(stage, RlConfig)
         self.emit(StageStarted(stage=leg.kind, steps=stage.steps, done=self.version - leg.start))
+        if stage.kl_coef and self.version == leg.start:
+            self.learner.keep()  # the reference
         if self.version == 0:
             self.reach(0, step=0)  # no stage came before: the engines need the starting weights
-        idle = time.monotonic()
+        objective, scribe = objective_of(stage), Scribe(self.learner)
         for step in range(self.version + 1, leg.end + 1):
-            batch = self.run.wait_batch(step)
-            began = time.monotonic()
-            lr = rate(step - leg.start - 1, lr=stage.lr, warmup=stage.warmup, total=stage.steps, decay=stage.decay)
+            batch = scribe.read(self.run, step)
             stats = self.learner.step(
                 batch,
-                lr=lr,
-                ratio_cap=stage.ratio_cap,
+                lr=rate(step - leg.start - 1, lr=stage.lr, warmup=stage.warmup, total=stage.steps, decay=stage.decay),
+                objective=objective,
                 temperature=stage.temperature,
                 microbatch_tokens=0 if self.config.deterministic else stage.microbatch_tokens,
             )
             self.reach(step, step=step - leg.start)
-            ended = time.monotonic()
-            self.emit(
-                StepDone(
-                    step=step,
-                    loss=stats.loss,
-                    lag=batch.lag,
-                    k1=stats.drift.k1,
-                    k3_mean=stats.drift.k3,
-                    k3_p99=stats.drift.k3_p99,
-                    entropy=stats.entropy,
-                    grad_norm=stats.grad_norm,
-                    tokens=stats.num_tokens,
-                    seconds=ended - began,
-                    wait_s=began - idle,
-                )
-            )
-            idle = ended
+            self.emit(scribe.write(batch, stats))
 
     def follow_fit(self) -> Callable[[stages.Progress], None]:
         """What happens after each step of mid-training and sft: an event, and now and then a checkpoint."""

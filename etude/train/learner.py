@@ -9,6 +9,7 @@ One thread or many, and on which cores, is the business of the process that hold
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,8 +19,10 @@ from torch import Tensor
 from etude.core.types import Batch
 from etude.model import files
 from etude.model.transformer import Transformer
-from etude.train.loss import LOSS, Drift, drift, entropies, token_logprobs
-from etude.train.rows import Padded, pack
+from etude.train.correction import Drift, drift
+from etude.train.loss import entropies, token_logprobs
+from etude.train.objective import AGGREGATE, Objective
+from etude.train.rows import Microbatch, Padded, pack
 
 BETAS = (0.9, 0.95)
 MAX_GRAD_NORM = 1.0
@@ -31,6 +34,10 @@ class StepStats:
 
     loss: float
     drift: Drift
+    capped: float
+    """Share of the sampled tokens whose importance weight the correction cut or took away."""
+    silenced: float
+    """Share of them that taught nothing although their advantage was not 0."""
     entropy: float
     """Mean over the sampled tokens, in nats."""
     grad_norm: float
@@ -63,6 +70,7 @@ class Learner:
         self._fixed = {name: t for name, t in model.state_dict().items() if name not in self._parameters}
         self._masters = {name: p.detach().float().clone() for name, p in self._parameters.items()}
         self._kept: dict[str, Tensor] = {}
+        self._reference: Transformer | None = None  # the kept weights as a model, made when a step needs it
         # Decay pulls matrices towards 0; the gains of the norms are scales, whose neutral value is not 0.
         matrices = [m for m in self._masters.values() if m.ndim >= 2]
         others = [m for m in self._masters.values() if m.ndim < 2]
@@ -77,31 +85,37 @@ class Learner:
         batch: Batch,
         *,
         lr: float,
-        loss: str = "truncated",
-        ratio_cap: float = 2.0,
+        objective: Objective = Objective(),  # noqa: B008 (frozen)
         temperature: float = 1.0,
         microbatch_tokens: int = 8192,
         weight_decay: float = 0.0,
     ) -> StepStats:
-        """One step of policy gradient. `microbatch_tokens = 0`: row after row in their order, deterministic."""
+        """One step of RL. `microbatch_tokens = 0`: row after row in their order, deterministic. An objective with a
+        `kl_coef` takes the kept weights for its reference."""
         context = self.model.config.max_position_embeddings
-        microbatches = pack(batch.rows, microbatch_tokens=microbatch_tokens, max_tokens=context)
+        weights, divisor = AGGREGATE[objective.aggregate](batch.rows, context)
+        microbatches = pack(batch.rows, microbatch_tokens=microbatch_tokens, max_tokens=context, weights=weights)
         num_tokens = sum(micro.num_tokens for micro in microbatches)
         if num_tokens == 0:
             raise ValueError(f"the batch of step {batch.step} has no sampled token: there is nothing to learn from")
-        total, new, old, entropy = 0.0, [], [], 0.0
+        total, new, old, entropy, capped, silenced = 0.0, [], [], 0.0, 0, 0
         for micro in microbatches:
             logp_N, logp_NV = token_logprobs(self.model, micro.tokens_BT, micro.mask_BT, temperature)
             old_logp_N, adv_N = micro.old_logprobs_BT[micro.mask_BT], micro.advantages_BT[micro.mask_BT]
-            objective = LOSS[loss](logp_N, old_logp_N, adv_N, ratio_cap).sum() / num_tokens
-            objective.backward()  # type: ignore[no-untyped-call]
-            total += objective.item()
+            row_N, ref_logp_N = micro.mask_BT.nonzero()[:, 0], self._reference_logprobs(micro, objective, temperature)
+            scored = objective.score(logp_N, old_logp_N, adv_N, row_N, ref_logp_N)
+            loss = (scored.loss_N * micro.weights_B[row_N]).sum() / divisor
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.item()
+            capped, silenced = capped + int(scored.capped_N.sum()), silenced + int(scored.silenced_N.sum())
             entropy += entropies(logp_NV.detach()).sum().item() / num_tokens
             new.append(logp_N.detach())
             old.append(old_logp_N)
         return StepStats(
             loss=total,
-            drift=drift(torch.cat(new), torch.cat(old), ratio_cap),
+            drift=drift(torch.cat(new), torch.cat(old)),
+            capped=capped / num_tokens,
+            silenced=silenced / num_tokens,
             entropy=entropy,
             grad_norm=self._update(lr, weight_decay),
             lr=lr,
@@ -127,6 +141,17 @@ class Learner:
         sums = [-token_logprobs(self.model, m.tokens_BT, m.mask_BT)[0].double().sum().item() for m in microbatches]
         return sum(sums) / sum(micro.num_tokens for micro in microbatches)
 
+    @torch.no_grad()
+    def _reference_logprobs(self, micro: Microbatch, objective: Objective, temperature: float) -> Tensor | None:
+        if not objective.kl_coef:
+            return None
+        if self._reference is None:
+            assert self._kept, "a kl_coef needs a reference: keep() the weights that the stage starts from"
+            self._reference = copy.deepcopy(self.model)
+            for name, parameter in self._reference.named_parameters():
+                parameter.copy_(self._kept[name].to(torch.bfloat16))
+        return token_logprobs(self._reference, micro.tokens_BT, micro.mask_BT, temperature)[0]
+
     def weights(self) -> dict[str, Tensor]:
         """The bf16 tensors to publish: a copy, and the very values that the next forward pass computes with."""
         return files.weights(self.model)
@@ -136,11 +161,11 @@ class Learner:
         for master in self._masters.values():
             moments = {"exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
             self._optimizer.state[master] = {"step": torch.tensor(0.0), **moments}
-        self._kept = {}
+        self._kept, self._reference = {}, None
 
     def keep(self) -> None:
         """Remember the weights as they are now, in place of any kept before."""
-        self._kept = {name: master.clone() for name, master in self._masters.items()}
+        self._kept, self._reference = {name: master.clone() for name, master in self._masters.items()}, None
 
     def recall(self) -> None:
         """Go back to the kept weights."""
@@ -154,6 +179,7 @@ class Learner:
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
         """Goes on from `state()` of this learner or of another one, to the bit."""
         self._kept = {name.removeprefix("kept."): t.clone() for name, t in tensors.items() if name.startswith("kept.")}
+        self._reference = None
         _fill(self._whole(), {name: tensor for name, tensor in tensors.items() if not name.startswith("kept.")})
         self._round()
 

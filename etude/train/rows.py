@@ -36,6 +36,8 @@ class Microbatch(Padded):
 
     old_logprobs_BT: Tensor
     advantages_BT: Tensor
+    weights_B: Tensor
+    """What a token of each row counts for in the objective."""
 
 
 def plan(lengths: Sequence[int], limit: int) -> list[list[int]]:
@@ -56,8 +58,11 @@ def plan(lengths: Sequence[int], limit: int) -> list[list[int]]:
     return plans
 
 
-def pack(rows: Sequence[Row], *, microbatch_tokens: int, max_tokens: int) -> list[Microbatch]:
-    """All rows, each in one microbatch of at most `microbatch_tokens` tokens, padding included."""
+def pack(
+    rows: Sequence[Row], *, microbatch_tokens: int, max_tokens: int, weights: Sequence[float] | None = None
+) -> list[Microbatch]:
+    """All rows, each in one microbatch of at most `microbatch_tokens` tokens, padding included. No `weights`: 1."""
+    weights = [1.0] * len(rows) if weights is None else weights
     bound = min(max_tokens, microbatch_tokens or max_tokens)
     for row in rows:
         assert len(row.tokens) == len(row.mask) == len(row.logprobs) == len(row.advantages), row.sample
@@ -72,6 +77,7 @@ def pack(rows: Sequence[Row], *, microbatch_tokens: int, max_tokens: int) -> lis
             mask_BT=pad([rows[index].mask for index in indices], torch.bool),
             old_logprobs_BT=pad([rows[index].logprobs for index in indices], torch.float32),
             advantages_BT=pad([rows[index].advantages for index in indices], torch.float32),
+            weights_B=torch.tensor([weights[index] for index in indices]),
         )
         for indices in plan([len(row.tokens) for row in rows], microbatch_tokens)
     ]

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from etude.core.credit import centered
+from etude.core.credit import Credit
 from etude.core.errors import EtudeError
 from etude.core.ledger import Dropped, Entry, Issued, Ledger
 from etude.core.types import Group, Trajectory
@@ -128,6 +128,6 @@ def test_what_was_done_is_not_done_again() -> None:
 
 def test_recovery_settles_what_a_crash_left_open() -> None:
     entries: list[Entry] = [Issued(group="g000000", task="t0", samples=("g000000.0", "g000000.1"), version=2)]
-    recovered = journal.recover(entries, {}, {}, centered)
+    recovered = journal.recover(entries, {}, {}, Credit())
     assert recovered.entries == [Dropped(samples=("g000000.0", "g000000.1"), reason="interrupted")]
     assert (recovered.slots, recovered.batched, recovered.done, recovered.waiting) == (1, 0, set(), [])

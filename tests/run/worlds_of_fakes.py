@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 from random import Random
 
-from etude.core.credit import centered
+from etude.core.credit import Credit
 from etude.core.errors import EtudeError
 from etude.core.ledger import Trained
 from etude.core.types import Group, Manifest, Route, Segment, Task, Trajectory, spans
@@ -129,9 +129,9 @@ async def stage(
     solves: float = 0.4,
 ) -> Engine:
     """Runs the stage from wherever the store says that it stands."""
-    rng = Random(seed)
+    rng, credit = Random(seed), Credit(max_tokens=3, max_lag=max_lag)
     run = Run(Mortal(objects, writes))
-    entries, recovered = journal.load(run, centered)
+    entries, recovered = journal.load(run, credit)
     book = journal.Journal(run, entries)
     await book.write(*recovered.entries)
     newest = max([FIRST, *(entry.step for entry in entries if isinstance(entry, Trained))])
@@ -151,7 +151,7 @@ async def stage(
         tasks=endless(TASKS, seed=1),
         attempt=engine.attempt,
         group_size=3,
-        credit=centered,
+        credit=credit,
         seed=1,
         last=last,
         emit=lambda event: None,
