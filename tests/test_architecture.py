@@ -59,10 +59,11 @@ OUTSIDE: dict[str, set[str]] = {
     "harness": {"aiohttp"},
     "tasks": {"tokenizers"},
     "run": {"torch", "aiohttp", "msgspec", "rich", "uvloop"},
+    "run.sinks": {"tensorboard", "wandb", "trackio"},
 }
 
 # What only an extra installs: it is imported where it is used, and its absence is one clear sentence.
-OPTIONAL = {"cryptography"}
+OPTIONAL = {"cryptography", "tensorboard", "wandb", "trackio"}
 
 # What nobody has to install: triton comes with a CUDA build of torch, transformers is what a benchmark compares with.
 ELSEWHERE = {"triton", "transformers"}

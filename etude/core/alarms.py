@@ -37,6 +37,10 @@ class Alarms:
     """`active` are those whose cause is still there, by name."""
 
     def __init__(self) -> None:
+        self._forget()
+
+    def _forget(self) -> None:
+        """Another stage has other figures."""
         self.active: dict[str, Alarm] = {}
         self._entropies: list[float] = []
         self._rewards: deque[float] = deque(maxlen=RECENT_GROUPS)
@@ -46,7 +50,7 @@ class Alarms:
         found: dict[str, Alarm | None] = {}
         match event:
             case StageStarted():
-                self.__init__()  # type: ignore[misc]
+                self._forget()
             case StepDone():
                 found = {
                     "k3": _drifting(event),

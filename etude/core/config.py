@@ -241,6 +241,8 @@ class RunConfig(Config):
     engine: EngineConfig = EngineConfig()
     worlds: WorldsConfig = WorldsConfig()
     eval: EvalConfig = EvalConfig()
+    sinks: Annotated[tuple[Literal["tensorboard", "wandb", "trackio"], ...], Field(strict=False)] = ()
+    """Where the curves of the run go beside its own store."""
     stage: Annotated[tuple[Stage, ...], Field(min_length=1, strict=False)]
     """One lineage: the first stage starts from fresh weights or from model.path, each other one from the last."""
 
@@ -279,6 +281,7 @@ OPERATIONAL: dict[str, set[str]] = {
     "harness": {"concurrency"},
     "worlds": {"isolation"},
     "stage": {"threads"},
+    "": {"sinks"},
 }
 """Keys that say how a machine does the work, not what the work is: they may change between two lives of a run."""
 
@@ -288,7 +291,7 @@ def experiment(config: RunConfig) -> dict[str, Any]:
     tree = config.model_dump(mode="json")
     tree["stage"] = {stage["kind"]: stage for stage in tree["stage"]}
     for section, keys in OPERATIONAL.items():
-        for table in tree["stage"].values() if section == "stage" else [tree[section]]:
+        for table in tree["stage"].values() if section == "stage" else [tree[section] if section else tree]:
             for key in keys:
                 del table[key]
     return tree

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from etude.core.alarms import Alarm, Alarms
 from etude.core.config import RlConfig, RunConfig
 from etude.core.credit import Credit
 from etude.core.ledger import Batched, Dropped, Entry, Issued, Ledger, Trained, Unbalanced
@@ -12,6 +13,7 @@ from etude.core.types import Batch, Group, unspan
 from etude.run.evaluate import report_name
 from etude.run.journal import drops, group_of
 from etude.run.plan import credit_of, legs
+from etude.run.telemetry import Events
 from etude.store.runs import Run
 from etude.weights.manifest import find_newest
 
@@ -27,6 +29,8 @@ class Audit:
     batches: int
     finished: bool
     violations: list[str]
+    alarms: list[Alarm]
+    """What the run's events gave cause for, in their order; nothing of it breaks the books."""
 
     @property
     def equation(self) -> str:
@@ -76,7 +80,13 @@ def audit(run: Run) -> Audit:
         batches=len(batches),
         finished=finished,
         violations=violations,
+        alarms=_alarms(run),
     )
+
+
+def _alarms(run: Run) -> list[Alarm]:
+    alarms = Alarms()
+    return [alarm for stamped in Events(run).new() for alarm in alarms.apply(stamped.record)]
 
 
 def _fold(entries: list[Entry]) -> tuple[Ledger, list[str]]:
