@@ -20,6 +20,8 @@ from etude.core.window import Window
 Count = Annotated[int, Field(ge=1)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 """Part of a key in the store: letters, digits, `.`, `_` and `-`."""
+Reference = Annotated[str, Field(pattern=r"^.+:\w+$")]
+"""Code by name: `file.py:name` or `module:name`."""
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 CountOrZero = Annotated[int, Field(ge=0)]
@@ -59,6 +61,8 @@ class ModelConfig(Config):
 
 
 class TasksConfig(Config):
+    environment: Reference = "etude.run.environment:CodeRepair"
+    """What there is to do and what it is worth: a `core.seams.Environment`, called with the worlds, counts and seed."""
     train: Count = 4096
     """Tasks to train on."""
     heldout: Count = 400
@@ -68,6 +72,8 @@ class TasksConfig(Config):
 
 
 class HarnessConfig(Config):
+    agent: Reference = "etude.harness.agent:CodingAgent"
+    """Who does it: a `core.seams.Agent`, called with an HTTP session and the values below."""
     max_turns: Count = 8
     """Calls of the model in one session."""
     max_tokens: Count = 64

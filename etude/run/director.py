@@ -15,16 +15,15 @@ from collections.abc import AsyncIterator
 from etude.core.config import RlConfig, RunConfig
 from etude.core.events import Fleet, RunDone
 from etude.core.ledger import Trained
-from etude.core.seams import Environment
+from etude.core.seams import Agent, Environment
 from etude.core.types import Group
 from etude.core.window import Window
-from etude.harness.agent import CodingAgent
 from etude.run import journal
 from etude.run.controller import Attempt, Controller, endless
-from etude.run.environment import CodeRepair
 from etude.run.evaluate import evaluate, report_name
 from etude.run.gateway import Gateway
 from etude.run.plan import Leg, credit_of, legs, stage_of
+from etude.run.plugins import load
 from etude.run.process import run_process
 from etude.run.rollout import Rollouts
 from etude.run.telemetry import Emit, telemetry
@@ -34,7 +33,6 @@ from etude.worlds.pool import open_worlds
 
 SPLITS = ("heldout", "novel")
 LOOK_EVERY_S = 1.0
-GRADE_S = 20.0
 
 
 class Director:
@@ -108,7 +106,7 @@ class Director:
 
     def sampling(self, *, temperature: float) -> Attempt:
         harness = self.config.harness
-        agent = CodingAgent(
+        agent: Agent = load(harness.agent, "harness.agent")(
             self.gateway.http,
             max_turns=harness.max_turns,
             max_tokens=harness.max_tokens,
@@ -135,7 +133,7 @@ async def directing(store: str, gateway_url: str, process: str) -> AsyncIterator
     worlds = open_worlds(config.worlds.isolation)
     try:
         counts = {split: getattr(config.tasks, split) for split in ("train", *SPLITS)}
-        environment = CodeRepair(worlds, counts=counts, seed=config.seed, timeout_s=GRADE_S)
+        environment = load(config.tasks.environment, "tasks.environment")(worlds, counts=counts, seed=config.seed)
         async with telemetry(run, process) as emit, Gateway(gateway_url) as gateway:
             await gateway.ready()
             yield Director(run, config, gateway, environment, emit)

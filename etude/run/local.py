@@ -56,7 +56,8 @@ def plan(config: RunConfig, place: Place) -> str:
     """What `etude run` would do."""
     lines = [f"run {config.name}, seed {config.seed}, in {place.directory}"]
     for leg in legs(config.stage):
-        values = ", ".join(f"{key} {value}" for key, value in leg.stage.model_dump().items() if key != "kind")
+        said = leg.stage.model_dump(exclude_none=True)
+        values = ", ".join(f"{key} {value}" for key, value in said.items() if key != "kind")
         lines.append(f"  {leg.kind}: version {leg.start} -> {leg.end} ({values})")
     engine = config.engine
     lines.append(f"  workers: {', '.join(engine.regions)}, {engine.max_batch} requests each at once")
