@@ -50,8 +50,9 @@ class Logged:
         self._run = run
 
     def write(self, t: float, step: int, numbers: Mapping[str, float]) -> None:
-        # Stages count their steps anew, and these packages want one axis that never goes back: it stands beside.
-        self._run.log({**numbers, "step": step})
+        # Stages count their steps anew, and the axis of these packages never goes back: each has one of its own beside.
+        axes = {f"{name.partition('/')[0]}/step": float(step) for name in numbers}
+        self._run.log({**numbers, **axes})
 
     def close(self) -> None:
         self._run.finish()

@@ -69,7 +69,7 @@ def test_packages_like_wandb_get_numbers_and_their_step() -> None:
     sink = Logged(there)
     sink.write(0.0, *figures(FIT))
     sink.close()
-    assert there.rows == [{"sft/loss": 1.5, "sft/tokens_per_s": 100.0, "step": 7}] and there.finished
+    assert there.rows == [{"sft/loss": 1.5, "sft/tokens_per_s": 100.0, "sft/step": 7.0}] and there.finished
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio"])
