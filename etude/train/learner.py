@@ -9,7 +9,7 @@ One thread or many, and on which cores, is the business of the process that hold
 
 from __future__ import annotations
 
-import copy
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -70,7 +70,6 @@ class Learner:
         self._fixed = {name: t for name, t in model.state_dict().items() if name not in self._parameters}
         self._masters = {name: p.detach().float().clone() for name, p in self._parameters.items()}
         self._kept: dict[str, Tensor] = {}
-        self._reference: Transformer | None = None  # the kept weights as a model, made when a step needs it
         # Decay pulls matrices towards 0; the gains of the norms are scales, whose neutral value is not 0.
         matrices = [m for m in self._masters.values() if m.ndim >= 2]
         others = [m for m in self._masters.values() if m.ndim < 2]
@@ -78,7 +77,7 @@ class Learner:
             [{"params": matrices}, {"params": others}], lr=0.0, betas=BETAS, weight_decay=0.0, fused=True
         )
         self.restart()
-        self._round()
+        self._round(self._masters)
 
     def step(
         self,
@@ -99,10 +98,11 @@ class Learner:
         if num_tokens == 0:
             raise ValueError(f"the batch of step {batch.step} has no sampled token: there is nothing to learn from")
         total, new, old, entropy, capped, silenced = 0.0, [], [], 0.0, 0, 0
-        for micro in microbatches:
+        references = self._reference(microbatches, temperature) if objective.kl_coef else itertools.repeat(None)
+        for micro, ref_logp_N in zip(microbatches, references, strict=False):
             logp_N, logp_NV = token_logprobs(self.model, micro.tokens_BT, micro.mask_BT, temperature)
             old_logp_N, adv_N = micro.old_logprobs_BT[micro.mask_BT], micro.advantages_BT[micro.mask_BT]
-            row_N, ref_logp_N = micro.mask_BT.nonzero()[:, 0], self._reference_logprobs(micro, objective, temperature)
+            row_N = micro.mask_BT.nonzero()[:, 0]
             scored = objective.score(logp_N, old_logp_N, adv_N, row_N, ref_logp_N)
             loss = (scored.loss_N * micro.weights_B[row_N]).sum() / divisor
             loss.backward()  # type: ignore[no-untyped-call]
@@ -142,15 +142,13 @@ class Learner:
         return sum(sums) / sum(micro.num_tokens for micro in microbatches)
 
     @torch.no_grad()
-    def _reference_logprobs(self, micro: Microbatch, objective: Objective, temperature: float) -> Tensor | None:
-        if not objective.kl_coef:
-            return None
-        if self._reference is None:
-            assert self._kept, "a kl_coef needs a reference: keep() the weights that the stage starts from"
-            self._reference = copy.deepcopy(self.model)
-            for name, parameter in self._reference.named_parameters():
-                parameter.copy_(self._kept[name].to(torch.bfloat16))
-        return token_logprobs(self._reference, micro.tokens_BT, micro.mask_BT, temperature)[0]
+    def _reference(self, microbatches: Sequence[Microbatch], temperature: float) -> list[Tensor]:
+        """The log-probs under the kept weights, which the model takes on meanwhile: no second model is needed."""
+        assert self._kept, "a kl_coef needs a reference: keep() the weights that the stage starts from"
+        self._round(self._kept)
+        logps = [token_logprobs(self.model, micro.tokens_BT, micro.mask_BT, temperature)[0] for micro in microbatches]
+        self._round(self._masters)
+        return logps
 
     def weights(self) -> dict[str, Tensor]:
         """The bf16 tensors to publish: a copy, and the very values that the next forward pass computes with."""
@@ -161,16 +159,16 @@ class Learner:
         for master in self._masters.values():
             moments = {"exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
             self._optimizer.state[master] = {"step": torch.tensor(0.0), **moments}
-        self._kept, self._reference = {}, None
+        self._kept = {}
 
     def keep(self) -> None:
         """Remember the weights as they are now, in place of any kept before."""
-        self._kept, self._reference = {name: master.clone() for name, master in self._masters.items()}, None
+        self._kept = {name: master.clone() for name, master in self._masters.items()}
 
     def recall(self) -> None:
         """Go back to the kept weights."""
         _fill(self._masters, self._kept)
-        self._round()
+        self._round(self._masters)
 
     def state(self) -> dict[str, Tensor]:
         """Everything that the next step depends on. It shares memory with the learner: pack it before stepping."""
@@ -179,9 +177,8 @@ class Learner:
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
         """Goes on from `state()` of this learner or of another one, to the bit."""
         self._kept = {name.removeprefix("kept."): t.clone() for name, t in tensors.items() if name.startswith("kept.")}
-        self._reference = None
         _fill(self._whole(), {name: tensor for name, tensor in tensors.items() if not name.startswith("kept.")})
-        self._round()
+        self._round(self._masters)
 
     def _whole(self) -> dict[str, Tensor]:
         """The masters, what the optimizer remembers of each, and what is fixed."""
@@ -202,13 +199,14 @@ class Learner:
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self.model.zero_grad(set_to_none=True)
-        self._round()
+        self._round(self._masters)
         return float(norm)
 
     @torch.no_grad()
-    def _round(self) -> None:
+    def _round(self, weights: Mapping[str, Tensor]) -> None:
+        """Into the model."""
         for name, parameter in self._parameters.items():
-            parameter.copy_(self._masters[name].to(torch.bfloat16))
+            parameter.copy_(weights[name].to(torch.bfloat16))
 
 
 @torch.no_grad()

@@ -193,10 +193,10 @@ def test_the_reference_is_what_was_kept_and_survives_a_checkpoint() -> None:
         return (own - kept).abs().mean().item()
 
     unrewarded = tuple(replace(row, advantages=(0.0,) * len(row.mask)) for row in batch(4).rows)
-    before = [gap(row) for row in unrewarded]
-    for _ in range(5):
-        held.step(replace(batch(4), rows=unrewarded), lr=1e-3, objective=Objective(correction="none", kl_coef=1.0))
-    assert all(gap(row) < was for row, was in zip(unrewarded, before, strict=True))
+    before = sum(map(gap, unrewarded))
+    for _ in range(20):
+        held.step(replace(batch(4), rows=unrewarded), lr=2e-3, objective=Objective(correction="none", kl_coef=1.0))
+    assert sum(map(gap, unrewarded)) < before / 2
 
 
 def test_shares_of_what_a_correction_did() -> None:
