@@ -93,6 +93,8 @@ class EngineConfig(Config):
     """Requests that a worker decodes together."""
     threads: Count = 1
     """CPU threads of a worker, and of the trainer."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """What the workers compute in; auto: bfloat16 on a CUDA device, float32 on the CPU."""
     device: Literal["auto", "cpu", "cuda"] = "cpu"
     """Where the workers compute; auto: on a CUDA device if there is one, in bf16. On the CPU they compute in fp32, and
     their log-probs are nearest to those of a trainer that computes there too."""
@@ -206,6 +208,9 @@ class RlConfig(Config):
     kl_coef: NonNegative = 0.0
     """Price of moving away from the weights that the stage began with: their KL, in the reward."""
     temperature: Positive = 1.0
+    compute: Literal["float32", "bfloat16"] = "float32"
+    """What the trainer's matrix products are computed in. Weights are rounded to bf16 in any case, and added up in
+    float32; bfloat16 also rounds activations, and is faster where the processor has units for it."""
     microbatch_tokens: Count = 8192
     """Tokens of one forward and backward pass; for memory only, the step does not depend on it."""
     threads: Count = 1

@@ -216,7 +216,7 @@ def python(module: str, *arguments: object) -> tuple[str, ...]:
 
 
 def serving(
-    store: str, regions: Sequence[str], *, port: int, max_batch: int, threads: int, device: str
+    store: str, regions: Sequence[str], *, port: int, max_batch: int, threads: int, device: str, dtype: str = "auto"
 ) -> tuple[list[Program], str]:
     """The gateway and one worker a region, and the gateway's URL. `port` 0: any that is free."""
     if port:
@@ -231,7 +231,7 @@ def serving(
             python(
                 "etude.serve.worker",
                 *("--store", store, "--region", region, "--port", worker_port, "--gateway", url),
-                *("--max-batch", max_batch, "--threads", threads, "--device", device),
+                *("--max-batch", max_batch, "--threads", threads, "--device", device, "--dtype", dtype),
             ),
             serves=True,
             restarts=3,

@@ -135,8 +135,9 @@ def _servers(config: RunConfig, place: Place) -> tuple[list[Program], str]:
     # One request at a time in deterministic mode: what else is in a batch changes the last bits of a result.
     max_batch = 1 if config.deterministic else engine.max_batch
     return serving(
-        place.store, engine.regions, port=engine.port, max_batch=max_batch, threads=engine.threads, device=engine.device
-    )
+        place.store, engine.regions, port=engine.port, max_batch=max_batch, threads=engine.threads,
+        device=engine.device, dtype=engine.dtype,
+    )  # fmt: skip
 
 
 def _run_loop(program: Coroutine[Any, Any, None]) -> None:

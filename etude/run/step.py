@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 
+import torch
+
 from etude.core.alarms import Repeats
 from etude.core.checks import check_batch
 from etude.core.config import RlConfig
 from etude.core.errors import EtudeError
 from etude.core.events import StepDone
 from etude.core.types import Batch
+from etude.model.transformer import Transformer
 from etude.run.plugins import load
 from etude.store.runs import Run
 from etude.train.flops import peak_flops, step_flops
@@ -37,6 +40,13 @@ def objective_of(stage: RlConfig) -> Objective:
         ratio_cap=stage.ratio_cap,
         kl_coef=stage.kl_coef,
     )
+
+
+def computing_in(dtype: str, model: Transformer) -> torch.autocast:
+    """For a block in which matrix products are computed in `dtype`."""
+    # No cache of rounded weights: they change within a step, for the reference and by the optimizer.
+    device = next(model.parameters()).device.type
+    return torch.autocast(device, torch.bfloat16, enabled=dtype == "bfloat16", cache_enabled=False)
 
 
 class Scribe:

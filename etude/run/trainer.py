@@ -22,7 +22,7 @@ from etude.model.tokenizer import ChatTokenizer
 from etude.run import data
 from etude.run.plan import Leg, legs
 from etude.run.prepare import model_directory
-from etude.run.step import Scribe, objective_of
+from etude.run.step import Scribe, computing_in, objective_of
 from etude.run.telemetry import Emit, emitter
 from etude.store.runs import Run
 from etude.train import stages
@@ -134,13 +134,16 @@ class Trainer:
         objective, scribe = objective_of(stage), Scribe(self.learner)
         for step in range(self.version + 1, leg.end + 1):
             batch = scribe.read(self.run, step)
-            stats = self.learner.step(
-                batch,
-                lr=rate(step - leg.start - 1, lr=stage.lr, warmup=stage.warmup, total=stage.steps, decay=stage.decay),
-                objective=objective,
-                temperature=stage.temperature,
-                microbatch_tokens=0 if self.config.deterministic else stage.microbatch_tokens,
-            )
+            with computing_in(stage.compute, self.learner.model):
+                stats = self.learner.step(
+                    batch,
+                    lr=rate(
+                        step - leg.start - 1, lr=stage.lr, warmup=stage.warmup, total=stage.steps, decay=stage.decay
+                    ),
+                    objective=objective,
+                    temperature=stage.temperature,
+                    microbatch_tokens=0 if self.config.deterministic else stage.microbatch_tokens,
+                )
             self.reach(step, step=step - leg.start)
             self.emit(scribe.write(batch, stats))
 

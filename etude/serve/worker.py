@@ -97,7 +97,7 @@ async def keep_joined(worker: Worker, url: str, gateway_url: str, token: str | N
 
 async def serve_worker(
     *, store_url: str, region: str, port: int, host: str = "127.0.0.1", gateway_url: str | None = None,
-    version: int | None = None, max_batch: int = 32, threads: int = 1, device: str = "auto",
+    version: int | None = None, max_batch: int = 32, threads: int = 1, device: str = "auto", dtype: str = "auto",
 ) -> None:  # fmt: skip
     die_with_the_engine()
     torch.set_num_threads(threads)
@@ -107,8 +107,9 @@ async def serve_worker(
     files = read_model_files(objects)
     place = device_for(device)
     # Published weights are bf16. A processor computes with them in fp32, as the trainer does on it.
-    dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
-    model = Transformer(ModelConfig.from_json(files["config.json"])).requires_grad_(False).to(place, dtype)
+    usual = torch.bfloat16 if place.type == "cuda" else torch.float32
+    model = Transformer(ModelConfig.from_json(files["config.json"])).requires_grad_(False)
+    model = model.to(place, usual if dtype == "auto" else getattr(torch, dtype))
     follower = Follower(Chain(objects), name=f"{region}-{port}")
     # One request at a time is how a deterministic run is served: then nothing may depend on what was asked before.
     engine = EngineThread(
@@ -140,11 +141,12 @@ def main() -> None:
     parser.add_argument("--max-batch", type=int, default=32)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if there is one")
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
     a = parser.parse_args()
     process.run(
         lambda: serve_worker(
             store_url=a.store, region=a.region, port=a.port, host=a.host, gateway_url=a.gateway,
-            version=a.version, max_batch=a.max_batch, threads=a.threads, device=a.device,
+            version=a.version, max_batch=a.max_batch, threads=a.threads, device=a.device, dtype=a.dtype,
         )
     )  # fmt: skip
 
