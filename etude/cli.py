@@ -88,7 +88,9 @@ def build_parser() -> argparse.ArgumentParser:
 
     bench_parser = add("bench", bench, "run a benchmark", json_text="end with one line of JSON")
     bench_parser.add_argument("name", metavar="NAME", help="a module of etude.bench")
-    bench_parser.add_argument("--model", metavar="DIR", help="engine, publish: a Hugging Face directory")
+    bench_parser.add_argument("--model", metavar="DIR", help="engine, publish, edits: a Hugging Face directory")
+    bench_parser.add_argument("--steps", type=_count, help="publish: versions after the first (default: 50)")
+    bench_parser.add_argument("--repo", metavar="DIR", help="edits: a git repository, for its history")
     bench_parser.add_argument("--pairs", metavar="DIR", help="delta: NAME_before.npy and NAME_after.npy, bf16 codes")
     return parser
 
@@ -121,6 +123,7 @@ def _add_weights(parser: argparse.ArgumentParser) -> None:
         ("show", "one version: its ways, and what changed in it"),
         ("verify", "build every version by every way and check every tensor"),
         ("fetch", "download and check a version"),
+        ("compact", "add ways over several versions, for readers that fell behind"),
         ("gc", "delete what nobody needs any more"),
         ("export", "make a Hugging Face directory of a version"),
     ):
@@ -131,6 +134,9 @@ def _add_weights(parser: argparse.ArgumentParser) -> None:
             action.add_argument("--version", type=int, help="(default: the newest)")
         if name == "fetch":
             action.add_argument("--cache", type=Path, metavar="DIR", help="leave it there for this host's workers")
+        if name == "compact":
+            action.add_argument("--skip", type=_count, default=8, help="versions in one way (default: %(default)s)")
+            action.add_argument("--every", type=float, metavar="S", help="go on, and look again every so many seconds")
         if name == "gc":
             action.add_argument("--keep", type=_count, default=16, help="newest versions (default: %(default)s)")
             action.add_argument("--grace", type=float, default=3600.0, metavar="S", help="(default: %(default)s)")
@@ -289,7 +295,8 @@ def bench(args: argparse.Namespace) -> int:
             p.name[:-3] for p in resources.files("etude.bench").iterdir() if p.name[:1] != "_" and p.name[-3:] == ".py"
         )
         raise EtudeError(f"there is no benchmark {args.name}: choose one of {', '.join(known)}") from e
-    options = {name: value for name in ("pairs", "model") if (value := getattr(args, name)) is not None}
+    names = ("pairs", "model", "steps", "repo")
+    options = {name: value for name in names if (value := getattr(args, name)) is not None}
     if foreign := options.keys() - inspect.signature(module.run).parameters.keys():
         raise EtudeError(f"the benchmark {args.name} has no option --{foreign.pop()}")
     figures: dict[str, float] = module.run(**options)

@@ -36,9 +36,9 @@ def config(vocab_size: int = 61, context: int = 64) -> ModelConfig:
 def sharp(config: ModelConfig, seed: int, factor: float = 8.0) -> Transformer:
     """Random weights, large enough that the context decides what comes next."""
     model = fresh(config, seed).requires_grad_(False)
-    for parameter in model.parameters():
-        if parameter.ndim >= 2:
-            parameter.mul_(factor)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim >= 2:  # embeddings begin large; larger still, they would drown what the layers add
+            parameter.mul_(factor / 4 if "embed" in name else factor)
     return model
 
 

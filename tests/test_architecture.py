@@ -34,6 +34,7 @@ EDGES: dict[str, set[str]] = {
     "serve": {"model.tokenizer", "store"},
     "serve.engine_thread": {"engine"},
     "serve.worker": {"engine", "weights", "model"},
+    "serve.vllm": {"model"},
 }
 
 # What may be imported from outside the standard library, by the same rule of names.
@@ -57,6 +58,7 @@ OUTSIDE: dict[str, set[str]] = {
     "serve.guide": {"llguidance", "numpy"},
     "serve.engine_thread": {"torch"},
     "serve.worker": {"torch"},
+    "serve.vllm": {"torch", "numpy"},
     "harness": {"aiohttp"},
     "tasks": {"tokenizers"},
     "run": {"torch", "aiohttp", "msgspec", "rich", "uvloop"},

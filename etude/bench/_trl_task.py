@@ -18,9 +18,9 @@ MAX_TOKENS = 96
 LR = 2e-5
 
 TOPICS = (
-    "rain, bread, a river, the moon, a bicycle, snow, tea, a library, the sea, a garden, a train, music, a lamp, winter, "
-    "a bridge, a cat, a market, salt, the wind, a letter, a clock, apples, a mountain, sleep, a window, honey, a street, "
-    "the sun, a ship, paper, a dog, fire"
+    "rain, bread, a river, the moon, a bicycle, snow, tea, a library, the sea, a garden, a train, music, a lamp, "
+    "winter, a bridge, a cat, a market, salt, the wind, a letter, a clock, apples, a mountain, sleep, a window, honey, "
+    "a street, the sun, a ship, paper, a dog, fire"
 )
 PROMPTS = [f"Write one short sentence about {topic}." for topic in TOPICS.split(", ")]
 

@@ -1,10 +1,10 @@
-"""The other side of the benchmark `trl`, run by the Python of `.venv-trl`: TRL's GRPOTrainer as its documentation has it.
+"""The other side of the benchmark `trl`, run by the Python of `.venv-trl`: TRL's GRPOTrainer as its documents have it.
 
     python -m etude.bench._trl_trainer MODEL
 
-Prints one line of JSON: the seconds of training, and of every batch of answers when it was there, how many they were and
-what they earned on average. Its defaults stand (bf16 autocast among them) but for what both sides are given, and for
-gradient checkpointing, which would only cost it time.
+Prints one line of JSON: the seconds of training, and of every batch of answers when it was there, how many they were
+and what they earned on average. Its defaults stand (bf16 autocast among them) but for what both sides are given, and
+for gradient checkpointing, which would only cost it time.
 """
 
 from __future__ import annotations

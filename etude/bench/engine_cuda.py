@@ -115,6 +115,9 @@ class Counting:
     def prepare(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
         return self.runner.prepare(tensors)
 
+    def weights(self) -> dict[str, Tensor]:
+        return self.runner.weights()
+
     def reset(self) -> None:
         self.passes = self.tokens_read = 0
         self.runner.trace = []

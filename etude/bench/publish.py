@@ -1,104 +1,209 @@
-"""What it costs to keep followers current with a real model: many small steps, published and followed.
+"""What it costs to keep workers current while a model is trained: the real loop, with every version checked.
 
-`--model DIR` is a Hugging Face directory (`make model` fetches SmolLM2-135M); without one, random weights of that size.
-The masters take `STEPS` steps of the size that Adam takes at a learning rate of 1e-6; each is rounded to bf16,
-published to a local store, and fetched by two followers, whose tensors are compared bit for bit:
+`--model DIR` is a Hugging Face directory (`make model` fetches SmolLM2-135M); without one, a small fresh model.
+Launcher, trainer, gateway, two workers, sandboxes and sessions are those of `etude run`, at a learning rate of 1e-6.
+Two things are the benchmark's own. Rewards are 1 and 0 in turn: such a model repairs nothing, and a group without
+a difference teaches nothing. So the gradients are real, and what they lead to is not. And an observer asks the gateway
+after each version for the root that the workers derive from the tensors that they compute with; it must be the one
+that the trainer derived from its own.
 
-    ratio          bytes of the model for a byte that was published, over all steps after the first
-    ratio_least    the same for the step with the most bytes
-    stall_ms       that the trainer waits in `publish`, mean
-    publish_ms     until the version is committed, mean
-    fetch_ms       download, decode and check, mean
-    pause_ms       to copy the new tensors into the model that serves, worst
-    late_ratio     bytes that a late joiner downloads, over those of the model
+    ratio, ratio_least       bytes of the model for a byte that a step published; the same of the largest step
+    equal                    versions at which both workers were bit-equal to the trainer, of `versions`
+    pause_ms_p50, _max       for which a worker's engine stood still at a swap
+    live_s                   from a version's commit until both workers serve it, mean
+    stall_ms, stall_share    for which the trainer waited in a step for copying and publishing, mean; over step_s
+    late_ratio               bytes that a late joiner downloads, over those of the model; it must be bit-equal too
 """
 
 from __future__ import annotations
 
+import argparse
+import asyncio
+import json
+import sys
 import tempfile
-import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
+from typing import Any
 
-import torch
-
+from etude.core.config import parse
 from etude.core.errors import EtudeError
-from etude.model.files import read_directory
-from etude.store.objects import Objects
+from etude.core.events import EVENTS, Event, HandedOver, Live, StepDone
+from etude.core.seams import Environment, Sandbox
+from etude.core.types import Manifest, Task
+from etude.run.director import directing
+from etude.run.gateway import Gateway
+from etude.run.launch import Launcher, Program, locked, python, serving
+from etude.run.plan import legs
+from etude.run.process import run_process
+from etude.serve.wire import Held
+from etude.store.codec import Stamped, from_json, to_json
+from etude.store.runs import Run
 from etude.weights.follow import Follower
 from etude.weights.manifest import Chain
-from etude.weights.publish import Publisher
+from etude.weights.tensors import root_of
 
 STEPS = 50
-LR, MEAN_UPDATE = 1e-6, 0.2
-SHIFTS = 1 << 20  # places in the noise that a tensor's update may start at
+REGIONS = ("east", "west")
+REPORT = "bench/publish.json"
+LOOK_EVERY_S = 0.1
 
-Tensors = dict[str, torch.Tensor]
+CONFIG = """
+name = "publish"
+[model]
+max_context = 512
+{model}
+[tasks]
+train = 64
+heldout = 1
+novel = 0
+[harness]
+max_turns = 1
+max_tokens = 24
+[engine]
+regions = ["east", "west"]
+max_batch = 4
+[[stage]]
+kind = "rl"
+steps = {steps}
+groups_per_step = 1
+group_size = 2
+max_lag = 1
+lr = 1e-6
+warmup = 0
+microbatch_tokens = 1024
+"""
 
 
-def run(model: str | None = None) -> dict[str, float]:
-    torch.manual_seed(0)
-    masters = {name: t.float() for name, t in (read_directory(Path(model))[1] if model else made()).items()}
-    noise = torch.randn(max(t.numel() for t in masters.values()) + SHIFTS)
-    serving = {name: t.bfloat16() for name, t in masters.items()}
-    with tempfile.TemporaryDirectory(prefix="etude-bench-") as scratch:
-        chain = Chain(Objects.open(scratch))
-        publisher, followers = Publisher(chain), [Follower(chain), Follower(chain)]
-        published, fetched, pauses = [], [], []
-        for step in range(STEPS + 1):
-            move(masters, noise, step)
-            tensors = {name: t.bfloat16() for name, t in masters.items()}
-            began = time.monotonic()
-            publisher.publish(step, tensors, stage="bench", step=step)
-            publisher.wait()
-            published.append(time.monotonic() - began)
-            for follower in followers:
-                began = time.monotonic()
-                found = follower.fetch(step)
-                fetched.append(time.monotonic() - began)
-                check(tensors, found)
-            began = time.monotonic()
-            for name, tensor in found.items():
-                serving[name].copy_(tensor)
-            pauses.append(time.monotonic() - began)
-        loads: list[int] = []
-        check(tensors, Follower(chain, progress=lambda done, total: loads.append(total)).fetch(STEPS))
-        manifests = [chain.find(version)[1] for version in range(1, STEPS + 1)]
-        publisher.close()
-    sizes = [manifest.route.bytes for manifest in manifests]
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What the observer saw."""
+
+    equal: int
+    """Versions."""
+    pauses_s: list[float]
+    late_bytes: int
+
+
+class Alternating:
+    """An environment whose rewards are 1 and 0 in turn, whatever the attempt was."""
+
+    def __init__(self, inner: Environment) -> None:
+        self.tasks, self.open = inner.tasks, inner.open
+        self._inner, self._attempts = inner, Counter[str]()
+
+    async def score(self, task: Task, sandbox: Sandbox) -> dict[str, float]:
+        scores = await self._inner.score(task, sandbox)
+        self._attempts[task.id] += 1
+        return scores | {"reward": float(self._attempts[task.id] % 2)}
+
+
+def run(model: str | None = None, steps: int = STEPS) -> dict[str, float]:
+    shape = f"path = {json.dumps(str(Path(model).absolute()))}" if model else ""
+    config = parse(CONFIG.format(model=shape, steps=steps))
+    with tempfile.TemporaryDirectory(prefix="etude-bench-") as scratch, locked(Path(scratch)) as lock:
+        work = Run.open(scratch)
+        work.put_config(config)
+        launcher = Launcher(Path(scratch), threads=1, resume="etude bench publish", lock=lock)
+        servers, url = serving(
+            f"file:{scratch}", REGIONS, port=0, max_batch=config.engine.max_batch, threads=1, device="auto"
+        )
+        store = ("--store", f"file:{scratch}")
+        trainer = Program("trainer", python("etude.run.trainer", *store))
+        controller = Program("controller", python("etude.bench.publish", *store, "--gateway", url))
+
+        async def execute() -> None:
+            await launcher.run_to_end(Program("preparation", python("etude.run.prepare", *store)))
+            await launcher.run_all([*servers, trainer, controller], until="controller")
+
+        asyncio.run(execute())
+        seen = from_json(work.objects.get(REPORT), Seen, REPORT)
+        chain = Chain(work.objects)
+        return figures([chain.find(version)[1] for version in range(steps + 1)], events(work), seen)
+
+
+def events(run: Run) -> list[Stamped[Event]]:
+    return [stamped for process in run.processes() for stamped in run.events(process, EVENTS).read()[0]]
+
+
+def figures(manifests: Sequence[Manifest], events: Sequence[Stamped[Event]], seen: Seen) -> dict[str, float]:
+    """From the versions in order, the first of them whole."""
+    size, steps = manifests[0].bytes, manifests[1:]
+    stalls = [e.record.stall_s for e in events if isinstance(e.record, HandedOver) and e.record.version > 0]
+    seconds = [e.record.seconds for e in events if isinstance(e.record, StepDone)]
+    live = {e.record.version: e.t for e in events if isinstance(e.record, Live)}
     return {
-        "ratio": manifests[0].bytes / mean(sizes),
-        "ratio_least": manifests[0].bytes / max(sizes),
-        "stall_ms": 1e3 * publisher.stalled_s / (STEPS + 1),
-        "publish_ms": 1e3 * mean(published[1:]),
-        "fetch_ms": 1e3 * mean(fetched[2:]),
-        "pause_ms": 1e3 * max(pauses[1:]),
-        "late_ratio": loads[-1] / manifests[0].bytes,
+        "ratio": size / mean(m.route.bytes for m in steps),
+        "ratio_least": size / max(m.route.bytes for m in steps),
+        "versions": len(manifests),
+        "equal": seen.equal,
+        "pause_ms_p50": 1e3 * median(seen.pauses_s),
+        "pause_ms_max": 1e3 * max(seen.pauses_s),
+        "live_s": mean(live[m.version] - m.time for m in steps if m.version in live),
+        "step_s": mean(seconds),
+        "stall_ms": 1e3 * mean(stalls),
+        "stall_share": sum(stalls) / sum(seconds),
+        "late_ratio": seen.late_bytes / size,
     }
 
 
-def made() -> Tensors:
-    """The shapes of SmolLM2-135M, with weights of the size that larger models have."""
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (49152, 576)}
-    for layer in range(30):
-        shapes |= {
-            f"model.layers.{layer}.{name}.weight": shape
-            for name, shape in {
-                "self_attn.q_proj": (576, 576), "self_attn.k_proj": (192, 576), "self_attn.v_proj": (192, 576),
-                "self_attn.o_proj": (576, 576), "mlp.gate_proj": (1536, 576), "mlp.up_proj": (1536, 576),
-                "mlp.down_proj": (576, 1536), "input_layernorm": (576,),
-            }.items()
-        }  # fmt: skip
-    return {name: 0.02 * torch.randn(shape) for name, shape in shapes.items()}
+async def observe(gateway: Gateway, chain: Chain, last: int) -> tuple[int, list[float]]:
+    """Follows the workers from version to version; at how many of them all held the right bits, and all pauses."""
+    equal, version, pauses_s = 0, -1, []
+    while version < last:
+        await asyncio.sleep(LOOK_EVERY_S)
+        status = await asked(gateway, "status")
+        if len(status["regions"]) < len(REGIONS) or status["version"] == version:
+            continue
+        held = [Held(**worker) for worker in await asked(gateway, "weights")]
+        for worker in held:
+            if worker.root != (await asyncio.to_thread(chain.find, worker.version))[1].root:
+                raise EtudeError(f"worker {worker.region} computes with other bits than version {worker.version} has")
+        if {worker.region for worker in held} == set(REGIONS) and len({worker.version for worker in held}) == 1:
+            equal, version = equal + 1, held[0].version
+        # The first swap is into an engine that has nothing to do yet.
+        pauses_s = [pause for worker in held for pause in worker.pauses_s[1:]]
+    return equal, pauses_s
 
 
-def move(masters: Tensors, noise: torch.Tensor, step: int) -> None:
-    for number, tensor in enumerate(masters.values()):
-        at = 7919 * (step * len(masters) + number) % SHIFTS
-        tensor.view(-1).add_(noise[at : at + tensor.numel()], alpha=-LR * MEAN_UPDATE * 1.25)
+async def asked(gateway: Gateway, what: str) -> Any:
+    async with gateway.http.get(f"{gateway.url}/{what}") as response:
+        response.raise_for_status()
+        return await response.json()
 
 
-def check(given: Tensors, found: Tensors) -> None:
-    for name, tensor in given.items():
-        if not torch.equal(tensor.view(torch.int16), found[name].view(torch.int16)):
-            raise EtudeError(f"a follower holds other bits in {name} than were published")
+def join_late(run: Run, last: int) -> int:
+    """Bytes that a reader downloads who comes at the end; what it then holds is checked like that of the workers."""
+    totals: list[int] = []
+    chain = Chain(run.objects)
+    tensors = Follower(chain, progress=lambda done, total: totals.append(total)).fetch(last)
+    if root_of(tensors) != chain.find(last)[1].root:
+        raise EtudeError(f"a late joiner holds other bits than version {last} has")
+    return totals[-1]
+
+
+async def control(store: str, gateway_url: str) -> None:
+    """The controller of the run, with the benchmark's rewards, and the observer beside it."""
+    async with directing(store, gateway_url, "controller") as director:
+        director.environment = Alternating(director.environment)
+        last = legs(director.config.stage)[-1].end
+        observing = asyncio.create_task(observe(director.gateway, Chain(director.run.objects), last))
+        await director.direct()
+        equal, pauses_s = await observing
+        seen = Seen(equal, pauses_s, await asyncio.to_thread(join_late, director.run, last))
+        director.run.objects.put(REPORT, to_json(seen))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="etude.bench.publish", description="The controller of the benchmark's run.")
+    parser.add_argument("--store", required=True)
+    parser.add_argument("--gateway", required=True)
+    args = parser.parse_args()
+    return run_process(lambda: control(args.store, args.gateway))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

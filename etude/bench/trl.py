@@ -1,7 +1,7 @@
 """Beside TRL: the same model, prompts, reward, group size, tokens and optimizer steps on the same two cores.
 
-`make bench-trl` makes the environment that TRL needs and runs this. TRL goes first, then a whole run of Etude with all its
-processes. Both take `STEPS` steps of `GROUPS_PER_STEP` groups; starting and loading count for neither.
+`make bench-trl` makes the environment that TRL needs and runs this. TRL goes first, then a whole run of Etude with all
+its processes. Both take `STEPS` steps of `GROUPS_PER_STEP` groups; starting and loading count for neither.
 
     rollouts_per_s   answers that were sampled and graded, by the time from the first question to the last step
     reward           mean of the answers in the last quarter of the time that the faster side took: equal wall-clock

@@ -211,6 +211,13 @@ class RlConfig(Config):
     compute: Literal["float32", "bfloat16"] = "float32"
     """What the trainer's matrix products are computed in. Weights are rounded to bf16 in any case, and added up in
     float32; bfloat16 also rounds activations, and is faster where the processor has units for it."""
+    replay: bool = True
+    """Of models with routed experts: the trainer uses the experts that the engine used, not its own choice."""
+    plausible: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """A replayed expert whose score is less than this share of the lowest among the trainer's own choices is replaced
+    by the best that is left."""
+    balance: bool = False
+    """Keep the load of the experts even in the way of the model's family: biases that are nudged, or a further loss."""
     microbatch_tokens: Count = 8192
     """Tokens of one forward and backward pass; for memory only, the step does not depend on it."""
     threads: Count = 1

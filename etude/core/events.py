@@ -82,6 +82,15 @@ class StepDone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HandedOver:
+    """The trainer goes on, and the version is being published behind its back."""
+
+    version: int
+    stall_s: float
+    """How long it did not: for the copy of the weights, and for the version before if that was not there yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupDone:
     group: str
     task: str
@@ -155,6 +164,7 @@ Event = (
     | FitStep
     | StageDone
     | StepDone
+    | HandedOver
     | GroupDone
     | Live
     | Fleet

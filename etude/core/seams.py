@@ -64,6 +64,16 @@ class Ask:
     grammar: str | None = None
     """What the answer must follow, in the notation of llguidance."""
     top_logprobs: int = 0
+    experts_from: int | None = None
+    """The first position whose routed experts are wanted, if any are: whoever asks may know those before it."""
+    prediction: tuple[int, ...] | None = None
+    """What the answer may look like: where that is right the answer comes faster. It is the same answer in any case."""
+    drafts: tuple[tuple[int, ...], ...] = ()
+    """More texts that the answer may repeat parts of, used in the same way."""
+
+    @property
+    def speculates(self) -> bool:
+        return self.prediction is not None or bool(self.drafts)
 
 
 @dataclass(frozen=True, slots=True)

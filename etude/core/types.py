@@ -83,8 +83,13 @@ class Sample:
     versions: tuple[Span, ...]
     finish: Literal["stop", "length"]
     experts: bytes | None = None
+    """Of a sparse model, from the position on that was asked for: the experts that each token was routed to, prompt
+    included; the last token was never read and has none."""
     top: tuple[tuple[tuple[int, float], ...], ...] = ()
     """For each token the likeliest in its place with their log-probs, if that was asked for."""
+    accepted: int = 0
+    rejected: int = 0
+    """Tokens of drafts (see `Ask.prediction`) that turned out to be the ones sampled, and that did not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +106,9 @@ class Segment:
     """0.0 where the mask is False."""
     versions: tuple[Span, ...]
     """Over the sampled tokens, in order."""
-    experts: bytes | None = None
+    experts: str | None = None
+    """The object in the store that says which experts the first tokens (of prompt and tokens together) were routed to.
+    A name only: the ids themselves are larger than all the rest, and only the trainer reads them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +160,8 @@ class Row:
     logprobs: tuple[float, ...]
     advantages: tuple[float, ...]
     versions: tuple[Span, ...]
-    experts: bytes | None = None
+    experts: str | None = None
+    """As in `Segment`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

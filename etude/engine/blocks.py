@@ -79,6 +79,10 @@ class Blocks:
             table.blocks.append(self._take())
         return True
 
+    def room(self, table: Table) -> int:
+        """The most tokens that it could be made to hold now."""
+        return (len(table.blocks) + self.num_free) * self.block_size
+
     def learn(self, table: Table, tokens: Sequence[int], count: int) -> None:
         """The first `count` tokens are written from now on, and the blocks that they fill may be used by others. Of
         what somebody else already has, ours stays a private copy."""

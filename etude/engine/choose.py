@@ -47,5 +47,5 @@ def runner_for(model: Transformer, max_batch: int, kv_bytes: int | None) -> Runn
         if weight.dtype == torch.bfloat16 and not unknown(model.config):
             return CudaRunner(model, -(-tokens // CudaRunner.block_size), max_batch)
     elif max_batch > 1 and native.can_run(model.config, weight.dtype):
-        return native.NativeRunner(model, -(-tokens // native.PAGE))
+        return native.NativeRunner(model, -(-tokens // native.PAGES[weight.dtype]))
     return CpuRunner(model, -(-tokens // BLOCK_SIZE))

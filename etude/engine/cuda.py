@@ -1,10 +1,10 @@
 """The model on a CUDA device: a pass is two captured graphs, and the host never waits for one before planning the next.
 
-The halves of a pass are one token for every sequence that goes on, and pieces of prompts. All that a half reads from
-the host is packed into one buffer (`Packing`) and copied in one go. Tokens are drawn on the device and fed back there.
-Graphs are captured for a ladder of sizes; what does not fill its rung is padded with sequences of length 0 and tokens
-of slot -1. A pass over prompts that is larger than any rung runs uncaptured, by the same code; so does everything on a
-CPU, which is for tests only (Triton's interpreter).
+The halves of a pass are one token for every sequence that goes on, and pieces of prompts and drafts. All that a half
+reads from the host is packed into one buffer (`Packing`) and copied in one go. Tokens are drawn on the device and fed
+back there. Graphs are captured for a ladder of sizes; what does not fill its rung is padded with sequences of length 0
+and tokens of slot -1. A pass over prompts that is larger than any rung runs uncaptured, by the same code; so does
+everything on a CPU, which is for tests only (Triton's interpreter).
 
 Shapes: N new tokens, B sequences, M blocks of the longest of them, R rows that draw, T tiles of `attention.prefill`,
 V vocabulary.
@@ -26,11 +26,14 @@ from etude.engine.kernels import attention
 from etude.engine.kernels.network import Network
 from etude.engine.plan import Drawn, Ints, Plan
 from etude.engine.sampler import sample
-from etude.model.files import load_weights
+from etude.engine.speculate import MAX_TOGETHER
+from etude.model.files import load_weights, weights
 from etude.model.transformer import Transformer
 
 SINGLE_LADDER = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 PROMPT_LADDER = (64, 128, 256, 512, 1024, 2048)
+DRAFT_LADDER = (16, 32, 64, 128, 256, 512, 2048)
+"""Of prompts too, but as many rows draw as may at all: behind every token of a draft."""
 NOWHERE = 1 << 30
 IN_FLIGHT = 4
 """Host buffers in turn; the engine has at most two passes under way."""
@@ -38,10 +41,11 @@ IN_FLIGHT = 4
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What a half is computed for: N, B and T. Without tiles it is the half of single tokens, and N = B."""
+    """What a half is computed for: N, B, R and T. Without tiles it is the half of single tokens, and N = B = R."""
 
     tokens: int
     sequences: int
+    rows: int
     tiles: int = 0
 
 
@@ -49,10 +53,10 @@ class Packing:
     """Where each input of a half lies in a buffer of 32-bit words; every field begins at a multiple of 16 bytes."""
 
     def __init__(self, size: Size) -> None:
-        n, b, t = size.tokens, size.sequences, size.tiles
-        fields = {"tokens": n, "slots": n, "lengths": b, "temperature": b, "u": 2 * b, "stride": 1}
+        n, b, r, t = size.tokens, size.sequences, size.rows, size.tiles
+        fields = {"tokens": n, "slots": n, "lengths": b, "temperature": r, "u": 2 * r, "stride": 1}
         if t:
-            fields |= {"positions": n, "ends": b, "last": b, "sequence": t, "first": t}
+            fields |= {"positions": n, "ends": b, "drawing": r, "sequence": t, "first": t}
         self._spans: dict[str, slice] = {}
         self.fixed = 0
         """Where the block table begins, which is of any width."""
@@ -88,10 +92,8 @@ class Half:
     num_tokens: int
     num_sequences: int
     num_tiles: int
-    place_R: Ints
-    """For each row of the plan that is drawn in this half, the sequence that draws."""
     row_R: Ints
-    """Which rows of the plan these are."""
+    """Which rows of the plan are drawn in this half, in order."""
 
 
 class CudaRunner:
@@ -99,7 +101,7 @@ class CudaRunner:
     block_size = 64
 
     def __init__(self, model: Transformer, num_blocks: int, max_batch: int) -> None:
-        self.num_blocks, self.max_batch = num_blocks, max_batch
+        self.num_blocks, self.max_batch, self._max_rows = num_blocks, max_batch, max_batch + MAX_TOGETHER
         self._model, self._network = model.eval(), Network(model)
         c, weight = model.config, model.model.embed_tokens.weight.detach()
         shape = (c.num_hidden_layers, num_blocks, c.num_key_value_heads, self.block_size, c.head_dim)
@@ -110,8 +112,9 @@ class CudaRunner:
             places = (num_blocks * self.block_size, len(c.experts.layers), c.experts.num_experts_per_tok)
             self.record = torch.zeros(places, dtype=kind, device=weight.device)
         # Tokens drawn and the bits of their log-probs: of single tokens, then of prompts.
-        self._results = torch.zeros(2, 2 * max_batch, dtype=torch.int32, device=weight.device)
-        self._logits = weight.new_empty(2, max_batch, c.vocab_size, dtype=torch.float32)
+        num_rows = max_batch + self._max_rows
+        self._results = torch.zeros(2, num_rows, dtype=torch.int32, device=weight.device)
+        self._logits = weight.new_empty(num_rows, c.vocab_size, dtype=torch.float32)
         self._words = torch.zeros(2, self._num_words(), dtype=torch.int32, device=weight.device)
         self._hosts = [_Host(self._words, self._results) for _ in range(IN_FLIGHT)]
         self._turn = 0
@@ -126,17 +129,21 @@ class CudaRunner:
 
     def _num_words(self) -> int:
         largest = max(*PROMPT_LADDER, self._model.config.max_position_embeddings)
-        fixed = Packing(Size(largest, self.max_batch, self._tiles(largest, self.max_batch))).fixed
+        fixed = Packing(self._prompt_size(largest, self.max_batch, self._max_rows)).fixed
         return fixed + self.max_batch * -(-self._model.config.max_position_embeddings // self.block_size)
 
-    def _tiles(self, tokens: int, sequences: int) -> int:
-        """As many as so many tokens of so many sequences can make."""
-        return tokens // attention.tile_tokens(self._network.layers[0].heads) + sequences
+    def _prompt_size(self, tokens: int, sequences: int, rows: int) -> Size:
+        """With as many tiles as so many tokens of so many sequences can make."""
+        tiles = tokens // attention.tile_tokens(self._network.layers[0].heads) + sequences
+        return Size(tokens, sequences, rows, tiles)
 
     def _ladder(self) -> list[Size]:
+        """The smallest that fits comes first."""
         singles = sorted({*(n for n in SINGLE_LADDER if n < self.max_batch), self.max_batch})
-        prompts = [(n, min(max(16, n // 32), self.max_batch)) for n in PROMPT_LADDER]
-        return [Size(n, n) for n in singles] + [Size(n, b, self._tiles(n, b)) for n, b in prompts]
+        prompts = [(n, few := min(max(16, n // 32), self.max_batch), few) for n in PROMPT_LADDER]
+        drafts = [(n, min(n, self.max_batch), min(n, self._max_rows)) for n in DRAFT_LADDER]
+        both = sorted({*prompts, *drafts}, key=lambda each: (each[0], each[2]))
+        return [Size(n, n, n) for n in singles] + [self._prompt_size(*each) for each in both]
 
     @torch.inference_mode()
     def _capture(self) -> None:
@@ -169,13 +176,13 @@ class CudaRunner:
                 self.trace.append((size, begin, self._mark()))
         place_R = np.zeros(len(plan.rows_R), np.int64)
         for half in halves:
-            place_R[half.row_R] = half.place_R + (self.max_batch if half.num_tiles else 0)
+            place_R[half.row_R] = np.arange(len(half.row_R)) + (self.max_batch if half.num_tiles else 0)
         self._last_place_R = place_R
         if plan.draws.plain and not plan.draws.top:
             host.take(self._results)
             return lambda: host.read(place_R)
         where = torch.from_numpy(place_R).to(self._results.device)
-        drawn = sample(self._logits.flatten(0, 1)[where], plan.draws)
+        drawn = sample(self._logits[where], plan.draws)
         self._results[0, where] = torch.tensor(drawn.tokens, dtype=torch.int32, device=where.device)
         return lambda: drawn
 
@@ -202,20 +209,17 @@ class CudaRunner:
         tiles = [(b, n) for b, (s, e) in enumerate(zip(starts_B, ends_B, strict=True)) for n in range(s, e, step)]
         sequence_T, first_T = np.array(tiles, np.int32).T
         row_R = np.flatnonzero(plan.rows_R >= begin)
-        place_R = np.searchsorted(starts_B, plan.rows_R[row_R] - begin, side="right") - 1
         values = {
             "tokens": tokens_N[begin:], "slots": plan.slots_N[begin:], "positions": plan.positions_N[begin:],
-            "lengths": plan.lengths_B[begin:], "ends": ends_B, "last": ends_B - 1,
+            "lengths": plan.lengths_B[begin:], "ends": ends_B, "drawing": plan.rows_R[row_R] - begin,
             "sequence": sequence_T, "first": first_T,
         }  # fmt: skip
-        packed = _packed(values) | _drawing(plan, row_R, place_R, len(starts_B))
-        return Half(
-            packed, plan.blocks_BM[begin:], len(plan.tokens_N) - begin, len(starts_B), len(tiles), place_R, row_R
-        )
+        packed = _packed(values) | _drawing(plan, row_R)
+        return Half(packed, plan.blocks_BM[begin:], len(plan.tokens_N) - begin, len(starts_B), len(tiles), row_R)
 
     def _upload(self, half: Half, host: _Host) -> Size:
         """Copies the inputs of a half to the device, and says for which size it is to be computed."""
-        wanted = Size(half.num_tokens, half.num_sequences, half.num_tiles)
+        wanted = Size(half.num_tokens, half.num_sequences, max(1, len(half.row_R)), half.num_tiles)
         size = next((size for size in self._sizes if _fits(wanted, size)), wanted)
         which = 1 if half.num_tiles else 0
         words = host.words[which]
@@ -230,10 +234,10 @@ class CudaRunner:
         attend = self._over_prompts(got) if size.tiles else self._over_singles(got)
         hidden_NE = self._network.hidden(got["tokens"], got["slots"], self._results[0], attend, self.record, pdl)
         if size.tiles:
-            hidden_NE = hidden_NE.index_select(0, got["last"])
-        rows = slice(which * self.max_batch, which * self.max_batch + size.sequences)
+            hidden_NE = hidden_NE.index_select(0, got["drawing"])
+        rows = slice(which * self.max_batch, which * self.max_batch + size.rows)
         self._network.draw(
-            hidden_NE, got["temperature"], got["u"], self._logits[which, : size.sequences],
+            hidden_NE, got["temperature"], got["u"], self._logits[rows],
             self._results[0, rows], self._results[1, rows].view(torch.float32), pdl,
         )  # fmt: skip
 
@@ -285,6 +289,9 @@ class CudaRunner:
         # In place, so that the graphs go on to be right; in the order of the stream, so after all passes so far.
         return partial(load_weights, self._model, tensors)
 
+    def weights(self) -> dict[str, Tensor]:
+        return weights(self._model)
+
 
 class _Host:
     """Pinned memory of one pass, and the event after which it may be used again."""
@@ -314,6 +321,7 @@ def _fits(wanted: Size, size: Size) -> bool:
         bool(wanted.tiles) == bool(size.tiles)
         and wanted.tokens <= size.tokens
         and wanted.sequences <= size.sequences
+        and wanted.rows <= size.rows
         and wanted.tiles <= size.tiles
     )
 
@@ -322,20 +330,15 @@ def _packed(values: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[np.int32]]:
     return {name: np.ascontiguousarray(value, np.int32) for name, value in values.items()}
 
 
-def _drawing(plan: Plan, row_R: Ints, place_R: Ints, count: int) -> dict[str, NDArray[Any]]:
-    """Temperature and u of `count` sequences; those that do not draw take the likeliest token, which nobody reads."""
-    temperature_B, u_B = np.zeros(count, np.float32), np.zeros(count, np.float64)
-    temperature_B[place_R], u_B[place_R] = plan.draws.temperature_R[row_R], plan.draws.u_R[row_R]
-    return {"temperature": temperature_B, "u": u_B}
+def _drawing(plan: Plan, row_R: Ints) -> dict[str, NDArray[Any]]:
+    """Temperature and u. Rows that only fill a half up take the likeliest token, which nobody reads."""
+    return {"temperature": plan.draws.temperature_R[row_R], "u": plan.draws.u_R[row_R]}
 
 
 def _singles(plan: Plan, tokens_N: Ints) -> Half | None:
     count = plan.num_single
     if not count:
         return None
-    row_R = np.flatnonzero(plan.rows_R < count)
-    place_R = plan.rows_R[row_R]
+    row_R = np.arange(count)  # each of them draws
     values = {"tokens": tokens_N[:count], "slots": plan.slots_N[:count], "lengths": plan.lengths_B[:count]}
-    return Half(
-        _packed(values) | _drawing(plan, row_R, place_R, count), plan.blocks_BM[:count], count, count, 0, place_R, row_R
-    )
+    return Half(_packed(values) | _drawing(plan, row_R), plan.blocks_BM[:count], count, count, 0, row_R)

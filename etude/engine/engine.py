@@ -7,7 +7,8 @@ carries it out): one token of everyone who is answering, and pieces of the promp
 puts in new weights between two steps. Running requests keep their keys and values and go on, and every token says which
 version computed it; nothing that the old weights computed is used for a request that starts later.
 
-With a runner that overlaps, a step starts one pass and returns what came of the one before.
+With a runner that overlaps, a step starts one pass and returns what came of the one before. But when what was drawn
+decides what is to be read next, because a request speculates, the result is waited for.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from etude.core.types import Sample
@@ -25,10 +27,13 @@ from etude.engine.choose import runner_for
 from etude.engine.plan import Drawn, Draws, Plan, Runner
 from etude.engine.sampler import draws
 from etude.engine.scheduler import Constraint, Request, Scheduler, Sequence
+from etude.engine.speculate import Drafter
 from etude.model.transformer import Transformer
 
 __all__ = ["Constraint", "Engine", "Finished", "Request", "Stats", "Token"]
 
+_Row = tuple[int, float, list[tuple[int, float]]]
+"""A token that was drawn, its log-prob, and the likeliest in its place."""
 MIN_TEMPERATURE = 1e-3
 """Short of 0, which is the likeliest token: logits divided by less overflow, and nothing can be drawn from that."""
 
@@ -63,6 +68,19 @@ class Stats:
     cached_tokens: int
     """Those among them that the prefix cache knew."""
     drawn_tokens: int
+    drafted_tokens: int
+    """Of drafts that were read."""
+    accepted_tokens: int
+    """Those among them that were drawn."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawing:
+    """A sequence in a pass that draws for it: behind its last token, and behind every token of the draft."""
+
+    sequence: Sequence
+    life: int
+    draft: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +88,13 @@ class _Pass:
     """A pass that was started."""
 
     version: int
-    rows: list[tuple[Sequence, int]]
-    """Who drew, and in which of its lives."""
+    drawing: list[_Drawing]
     read: Callable[[], Drawn]
+
+    @property
+    def is_awaited(self) -> bool:
+        """Without its result nobody can say what may come next."""
+        return any(each.sequence.drafter for each in self.drawing)
 
 
 class Engine:
@@ -92,7 +114,7 @@ class Engine:
         )
         self._arrivals = itertools.count()
         self._under_way: _Pass | None = None
-        self._drawn_tokens = 0
+        self._drawn_tokens = self._drafted_tokens = self._accepted_tokens = 0
 
     @property
     def num_running(self) -> int:
@@ -116,6 +138,8 @@ class Engine:
             read_tokens=self._scheduler.num_to_read,
             cached_tokens=self._scheduler.num_cached,
             drawn_tokens=self._drawn_tokens,
+            drafted_tokens=self._drafted_tokens,
+            accepted_tokens=self._accepted_tokens,
         )
 
     def check(self, request: Request) -> None:
@@ -125,6 +149,9 @@ class Engine:
             raise ValueError(f"the prompt must be token ids from 0 to {self.vocab_size - 1}, and at least one")
         if room < 1:
             raise ValueError(f"the prompt has {len(prompt)} of {self.max_context} tokens: no room to answer")
+        guesses = list(itertools.chain(request.prediction or (), *request.drafts))
+        if guesses and not 0 <= min(guesses) <= max(guesses) < self.vocab_size:
+            raise ValueError(f"prediction and drafts must be token ids from 0 to {self.vocab_size - 1}")
         if request.max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, not {request.max_tokens}")
         if request.temperature != 0 and not MIN_TEMPERATURE <= request.temperature < float("inf"):
@@ -141,9 +168,10 @@ class Engine:
     def add(self, request: Request) -> None:
         self.check(request)
         limit = min(request.max_tokens, self.max_context - len(request.prompt))
-        self._scheduler.add(
-            Sequence(request, next(self._arrivals), draws(request.seed, limit), tokens=list(request.prompt))
-        )
+        sequence = Sequence(request, next(self._arrivals), draws(request.seed, limit), tokens=list(request.prompt))
+        if request.speculates:
+            sequence.drafter = Drafter(request.prompt, limit, request.prediction or (), request.drafts)
+        self._scheduler.add(sequence)
 
     def abort(self, id: str) -> None:
         """Forgets a request; a request that is already finished, or was never added, is no mistake."""
@@ -160,15 +188,22 @@ class Engine:
         self._scheduler.seal()
         self.version = version
 
+    def weights(self) -> dict[str, Tensor]:
+        """A copy of what the engine computes with; not to be asked while weights are prepared or swapped."""
+        return self._runner.weights()
+
     def load(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         self.swap(version, self.prepare(tensors))
 
     def step(self) -> list[Token | Finished]:
         """One forward pass; returns the tokens of requests that stream, and the requests that are finished."""
+        events: list[Token | Finished] = []
+        if self._under_way and self._under_way.is_awaited:
+            events, self._under_way = self._collect(self._under_way), None
         done = started = self._start()
         if self._runner.overlaps:
             done, self._under_way = self._under_way, started
-        return self._collect(done) if done else []
+        return events + (self._collect(done) if done else [])
 
     def _start(self) -> _Pass | None:
         chosen, num_single = self._scheduler.choose(self.version)
@@ -176,38 +211,62 @@ class Engine:
             return None
         drawing = [sequence for sequence, _ in chosen if not sequence.num_unread]
         read = self._runner.start(lay_out(chosen, num_single, self._blocks.block_size))
-        for row, sequence in enumerate(drawing):
-            sequence.row, sequence.num_pending = row, sequence.num_pending + 1
-        return _Pass(self.version, [(sequence, sequence.life) for sequence in drawing], read)
+        started = _Pass(self.version, [_Drawing(each, each.life, each.draft) for each in drawing], read)
+        row = 0
+        for sequence in drawing:
+            count = 1 + len(sequence.draft)
+            sequence.row, sequence.num_pending, sequence.draft = row, sequence.num_pending + count, []
+            row += count
+        return started
 
     def _collect(self, done: _Pass) -> list[Token | Finished]:
         drawn = done.read()
-        tops = drawn.top or [[]] * len(done.rows)
+        rows = iter(zip(drawn.tokens, drawn.logprobs, drawn.top or [[]] * len(drawn.tokens), strict=True))
         events: list[Token | Finished] = []
-        rows = zip(done.rows, drawn.tokens, drawn.logprobs, tops, strict=True)
-        for (sequence, life), token, logprob, likeliest in rows:
-            if sequence.life != life:
-                continue  # finished, aborted or preempted meanwhile
-            top = tuple(likeliest[: sequence.request.top_logprobs])
-            sequence.append(token, logprob, done.version, top)
-            self._drawn_tokens += 1
-            if sequence.request.stream:
-                events.append(Token(sequence.request.id, token, logprob, done.version, top))
-            if sequence.finish:
-                events.append(self._finish(sequence))
+        for each in done.drawing:
+            own = list(itertools.islice(rows, 1 + len(each.draft)))
+            if each.sequence.life == each.life:  # otherwise finished, aborted or preempted meanwhile
+                events += self._take(each, own, done.version)
         return events
 
+    def _take(self, drawing: _Drawing, rows: list[_Row], version: int) -> list[Token | Finished]:
+        """What was drawn counts as far as it was drawn behind the right tokens."""
+        sequence, request = drawing.sequence, drawing.sequence.request
+        events: list[Token | Finished] = []
+        num_taken = num_accepted = 0
+        for (token, logprob, likeliest), expected in zip(rows, [*drawing.draft, None], strict=True):
+            num_taken += 1
+            num_accepted += token == expected
+            top = tuple(likeliest[: request.top_logprobs])
+            sequence.append(token, logprob, version, top)
+            if request.stream:
+                events.append(Token(request.id, token, logprob, version, top))
+            if sequence.finish or token != expected:
+                break
+        sequence.give_up(len(rows) - num_taken)
+        sequence.num_drafted += len(drawing.draft)
+        sequence.num_accepted += num_accepted
+        self._drawn_tokens += num_taken
+        self._drafted_tokens += len(drawing.draft)
+        self._accepted_tokens += num_accepted
+        return [*events, self._finish(sequence)] if sequence.finish else events
+
     def _finish(self, sequence: Sequence) -> Finished:
-        assert sequence.table is not None
-        # The last token was drawn, but never read.
-        experts = self._runner.experts(np.array(sequence.table.blocks), len(sequence.tokens) - 1)
+        experts = self._experts(sequence)
         self._scheduler.release(sequence)
         return Finished(sequence.request.id, sequence.sample(experts))
 
+    def _experts(self, sequence: Sequence) -> bytes | None:
+        first, num_read = sequence.request.experts_from, len(sequence.tokens) - 1  # the last token was drawn, not read
+        if first is None or sequence.table is None:
+            return None
+        experts = self._runner.experts(np.array(sequence.table.blocks), num_read)
+        return None if experts is None else experts[first * len(experts) // num_read :]
+
 
 def lay_out(chosen: list[tuple[Sequence, int]], num_single: int, block_size: int) -> Plan:
-    """The plan of a pass that reads the last `count` of the tokens that each sequence counts as read. Those that have
-    read all they have are to draw."""
+    """The plan of a pass that reads the last `count` of the tokens that each sequence counts as read, its draft being
+    the end of them. Those that have read all they have are to draw."""
     sequences = [sequence for sequence, _ in chosen]
     counts_B, lengths_B = np.array([count for _, count in chosen]), np.array([s.num_read for s in sequences])
     ends_B = counts_B.cumsum()
@@ -215,8 +274,9 @@ def lay_out(chosen: list[tuple[Sequence, int]], num_single: int, block_size: int
     longest = max(map(len, tables))
     blocks_BM = np.array([table + [0] * (longest - len(table)) for table in tables])
     sequence_N = np.arange(len(chosen)).repeat(counts_B)
-    positions_N = lengths_B[sequence_N] - (ends_B[sequence_N] - np.arange(ends_B[-1]))  # counted from the end
-    draws_B = np.array([not sequence.num_unread for sequence in sequences])
+    from_end_N = ends_B[sequence_N] - np.arange(ends_B[-1])  # 1 is a sequence's last
+    positions_N = lengths_B[sequence_N] - from_end_N
+    num_rows_B = np.array([0 if sequence.num_unread else 1 + len(sequence.draft) for sequence in sequences])
     return Plan(
         tokens_N=np.array([token for sequence, count in chosen for token in new_tokens(sequence, count)]),
         positions_N=positions_N,
@@ -226,22 +286,31 @@ def lay_out(chosen: list[tuple[Sequence, int]], num_single: int, block_size: int
         lengths_B=lengths_B,
         blocks_BM=blocks_BM,
         num_single=num_single,
-        rows_R=(ends_B - 1)[draws_B],
-        draws=how_to_draw([(s.request, s.draws[s.num_drawn]) for s in sequences if not s.num_unread]),
+        rows_R=np.flatnonzero(from_end_N <= num_rows_B[sequence_N]),
+        draws=how_to_draw([sequence for sequence in sequences if not sequence.num_unread]),
     )
 
 
 def new_tokens(sequence: Sequence, count: int) -> list[int]:
-    known = sequence.tokens[sequence.num_read - count : sequence.num_read]
+    known = sequence.tokens[sequence.num_read - count : sequence.num_read] + sequence.draft
     return known if len(known) == count else [*known, -1 - sequence.row]
 
 
-def how_to_draw(rows: list[tuple[Request, float]]) -> Draws:
+def how_to_draw(drawing: list[Sequence]) -> Draws:
+    """For every sequence as many rows as its draft has tokens, and one more."""
+    rows: list[tuple[Request, float]] = []
+    allowed: dict[int, NDArray[np.bool_]] = {}
+    for sequence in drawing:
+        request, begin = sequence.request, sequence.num_drawn
+        if (constraint := request.constraint) is not None:
+            # Behind a token that is not allowed nothing need be: it cannot be drawn, so nobody will look there.
+            allowed |= enumerate([constraint.allowed(), *constraint.ahead(sequence.draft)], len(rows))
+        rows += [(request, u) for u in sequence.draws[begin : begin + 1 + len(sequence.draft)]]
     return Draws(
         temperature_R=np.array([request.temperature for request, _ in rows], dtype=np.float32),
         top_p_R=np.array([request.top_p for request, _ in rows], dtype=np.float32),
         top_k_R=np.array([request.top_k for request, _ in rows], dtype=np.int64),
         u_R=np.array([u for _, u in rows], dtype=np.float64),
-        allowed={row: r.constraint.allowed() for row, (r, _) in enumerate(rows) if r.constraint is not None},
+        allowed=allowed,
         top=max((request.top_logprobs for request, _ in rows), default=0),
     )

@@ -4,10 +4,11 @@
  * threads that torch has (the same OpenMP). What a token gets depends on that token and the ones before it alone:
  * every sum has one order, whatever else is in the pass, however many threads there are and however a prompt is cut.
  *
- * Numbers are bf16 or fp32 (`is_bf16`, a constant wherever it is inlined), sums are fp32. A matrix of `outputs` rows
- * and `inner` columns is stored in units of 32 rows, `native.py` says how: bf16 by pairs of columns, as AMX reads it
- * and anything else can. Keys and values lie in blocks of 16 tokens, head by head; a block of keys is transposed, so
- * that one vector holds 16 tokens. Sizes of heads, of the hidden state and within the MLP are multiples of 32.
+ * Numbers are fp32, by vectors of any processor, or bf16 with sums in fp32, by the tiles of AMX (`is_bf16`, a constant
+ * wherever it is inlined). A word is four bytes: one number in fp32, two neighbours in bf16. Matrices are stored in
+ * units of 32 outputs, word by word: `native.py` does that. Keys and values lie in pages of tokens, head by head. Keys
+ * are transposed by words, so that a vector holds one word of many tokens; a word of values holds the same number of
+ * two tokens in bf16. Sizes of heads, of the hidden state and within the MLP are multiples of 32.
  *
  * Functions that hold an `omp for` are called by all threads of a pass, and all leave them together. Nothing here
  * depends on Python.
@@ -27,7 +28,7 @@
 #endif
 #define INLINE static inline __attribute__((always_inline))
 
-enum { LANES = 16, UNIT = 32, ROWS = 32, PAGE = 16, MAX_HEAD = 256, FEW = 4 };
+enum { LANES = 16, UNIT = 32, TILE = 16, ROWS = 2 * TILE, MAX_HEAD = 256, FEW = 4 };
 
 typedef float F __attribute__((vector_size(64), aligned(4), may_alias));
 typedef int32_t I __attribute__((vector_size(64), aligned(4), may_alias));
@@ -51,7 +52,7 @@ typedef struct {
 
 typedef struct {
     int64_t num_tokens, num_rows, width; /* width: of the block table */
-    const int64_t *tokens, *positions, *slots, *sequence, *blocks, *rows;
+    const int64_t *tokens, *positions, *slots, *starts, *sequence, *blocks, *rows;
     float *logits; /* [num_rows, vocabulary] */
     char *scratch;
     int64_t longest, threads;
@@ -61,6 +62,8 @@ typedef struct {
 
 INLINE int64_t size_of(int is_bf16) { return is_bf16 ? 2 : 4; }
 
+INLINE int64_t page_of(int is_bf16) { return is_bf16 ? 32 : 16; } /* tokens: what a vector or a tile takes */
+
 INLINE F each(float x) { return x - (F){0}; }
 
 INLINE F either(I mask, F yes, F no) { return (F)((mask & (I)yes) | (~mask & (I)no)); }
@@ -68,14 +71,6 @@ INLINE F either(I mask, F yes, F no) { return (F)((mask & (I)yes) | (~mask & (I)
 INLINE F load(int is_bf16, const void *from, int64_t i) {
     if (is_bf16) return (F)(__builtin_convertvector(*(const Half *)((const uint16_t *)from + i), U) << 16);
     return *(const F *)((const float *)from + i);
-}
-
-INLINE float load_one(int is_bf16, const void *from, int64_t i) {
-    if (!is_bf16) return ((const float *)from)[i];
-    uint32_t bits = (uint32_t)((const uint16_t *)from)[i] << 16;
-    float x;
-    memcpy(&x, &bits, 4);
-    return x;
 }
 
 INLINE U nearest(F x) { /* the bits of bf16, in the upper half; ties to even */
@@ -116,55 +111,29 @@ INLINE F exponential(F x) { /* within 2 units in the last place; 0 below -87 */
 
 /* Products: rows of x with one unit of a matrix, into y [ROWS][UNIT]. */
 
-INLINE void multiply_few(int is_bf16, const char *x, const char *w, int64_t inner, int64_t rows, float *y) {
+INLINE void multiply_few(const float *x, const F *w, int64_t inner, int64_t rows, F *y) {
     F left[FEW] = {0}, right[FEW] = {0};
-    const int64_t stride = inner * size_of(is_bf16);
-    if (is_bf16) {
-        for (int64_t k = 0; k < inner; k += 2) {
-            const U a = ((const U *)w)[k], b = ((const U *)w)[k + 1];
-            for (int64_t r = 0; r < rows; r++) {
-                const float even = load_one(1, x + r * stride, k), odd = load_one(1, x + r * stride, k + 1);
-                left[r] = left[r] + even * (F)(a << 16) + odd * (F)(a & 0xffff0000);
-                right[r] = right[r] + even * (F)(b << 16) + odd * (F)(b & 0xffff0000);
-            }
-        }
-    } else {
-        for (int64_t k = 0; k < inner; k++) {
-            const F a = ((const F *)w)[2 * k], b = ((const F *)w)[2 * k + 1];
-            for (int64_t r = 0; r < rows; r++) {
-                const float value = ((const float *)(x + r * stride))[k];
-                left[r] += value * a;
-                right[r] += value * b;
-            }
+    for (int64_t k = 0; k < inner; k++) {
+        const F a = w[2 * k], b = w[2 * k + 1];
+        for (int64_t r = 0; r < rows; r++) {
+            left[r] += x[r * inner + k] * a;
+            right[r] += x[r * inner + k] * b;
         }
     }
-    for (int64_t r = 0; r < rows; r++) {
-        ((F *)y)[2 * r] = left[r];
-        ((F *)y)[2 * r + 1] = right[r];
-    }
+    for (int64_t r = 0; r < rows; r++) y[2 * r] = left[r], y[2 * r + 1] = right[r];
 }
 
-INLINE void multiply_rows(int is_bf16, const char *x, const char *w, int64_t inner, int64_t rows, float *y) {
-    const int64_t stride = inner * size_of(is_bf16);
-    for (; rows >= FEW; rows -= FEW, x += FEW * stride, y += FEW * UNIT) multiply_few(is_bf16, x, w, inner, FEW, y);
-    for (; rows; rows--, x += stride, y += UNIT) multiply_few(is_bf16, x, w, inner, 1, y);
+VECTORS static void multiply(const float *x, const F *w, int64_t inner, int64_t rows, F *y) {
+    for (; rows >= FEW; rows -= FEW, x += FEW * inner, y += FEW * 2) multiply_few(x, w, inner, FEW, y);
+    for (; rows; rows--, x += inner, y += 2) multiply_few(x, w, inner, 1, y);
 }
-
-VECTORS static void multiply(int is_bf16, const char *x, const char *w, int64_t inner, int64_t rows, float *y) {
-    if (is_bf16)
-        multiply_rows(1, x, w, inner, rows, y);
-    else
-        multiply_rows(0, x, w, inner, rows, y);
-}
-
-static int has_amx;
 
 #if defined(__x86_64__)
 #define AMX __attribute__((target("amx-tile,amx-bf16,avx512f")))
 
-static void find_amx(void) {
+int has_bf16(void) {
     enum { ASK_FOR_STATE = 0x1023, TILES = 18 }; /* Linux wants to be asked before it saves tiles */
-    has_amx = __builtin_cpu_supports("amx-bf16") && !syscall(SYS_arch_prctl, ASK_FOR_STATE, TILES);
+    return __builtin_cpu_supports("amx-bf16") && !syscall(SYS_arch_prctl, ASK_FOR_STATE, TILES);
 }
 
 static const struct {
@@ -189,24 +158,44 @@ AMX static void multiply_tiles(const char *x, const char *w, int64_t inner, int6
         _tile_dpbf16ps(0, 4, 6);
         _tile_loadd(7, w + 64, 128);
         _tile_dpbf16ps(1, 4, 7);
-        if (rows > 16) {
-            _tile_loadd(5, x + 16 * stride, stride);
+        if (rows > TILE) {
+            _tile_loadd(5, x + TILE * stride, stride);
             _tile_dpbf16ps(2, 5, 6);
             _tile_dpbf16ps(3, 5, 7);
         }
     }
     _tile_stored(0, y, 128);
     _tile_stored(1, y + 16, 128);
-    if (rows > 16) {
-        _tile_stored(2, y + 16 * UNIT, 128);
-        _tile_stored(3, y + 16 * UNIT + 16, 128);
+    if (rows > TILE) {
+        _tile_stored(2, y + TILE * UNIT, 128);
+        _tile_stored(3, y + TILE * UNIT + 16, 128);
     }
 }
+
+/* y [TILE][32] = x [TILE][32 * count] times the sum of `count` pieces, 32 outputs wide and 32 numbers deep each; a row
+ * of words of a piece is `w_stride` bytes behind the last. `jump` bytes are between pieces, or `pages` says where. */
+AMX static void multiply_pieces(
+    const char *x, int64_t x_stride, const char *w, int64_t w_stride, const int64_t *pages, int64_t jump, int64_t count,
+    float *y, int64_t y_stride) {
+    _tile_zero(0);
+    _tile_zero(1);
+    for (int64_t k = 0; k < count; k++) {
+        const char *piece = w + (pages ? pages[k] : k) * jump;
+        _tile_loadd(4, x + 64 * k, x_stride);
+        _tile_loadd(6, piece, w_stride);
+        _tile_loadd(7, piece + 64, w_stride);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+    }
+    _tile_stored(0, y, y_stride);
+    _tile_stored(1, y + 16, y_stride);
+}
 #else
-static void find_amx(void) {}
-static void tiles_on(void) {}
-static void tiles_off(void) {}
-static void multiply_tiles(const char *x, const char *w, int64_t inner, int64_t rows, float *y) {}
+int has_bf16(void) { return 0; }
+#define tiles_on()
+#define tiles_off()
+#define multiply_tiles(...)
+#define multiply_pieces(...)
 #endif
 
 /* What becomes of a product. A unit of PAIRS is 16 outputs of the gate and the 16 of the other matrix beside them. */
@@ -254,10 +243,10 @@ static void linear(
         const char *own = w + unit * UNIT * inner * size;
         for (int64_t row = 0; row < rows; row += ROWS) {
             const int64_t count = rows - row < ROWS ? rows - row : ROWS;
-            if (m->is_bf16 && has_amx)
+            if (m->is_bf16)
                 multiply_tiles(x + row * inner * size, own, inner, count, y);
             else
-                multiply(m->is_bf16, x + row * inner * size, own, inner, count, y);
+                multiply((const float *)x + row * inner, (const F *)own, inner, count, (F *)y);
             use_product(m->is_bf16, use, y, bias, (char *)to + row * stride, stride, unit * UNIT, outputs, count);
         }
     }
@@ -301,21 +290,22 @@ INLINE void rotate(int is_bf16, void *head, const float *rope, int64_t size) {
 
 /* Norms and rotates the heads of a token in place, and writes its keys and values into the cache. */
 INLINE void place_token(int is_bf16, const Model *m, const Layer *l, char *qkv, int64_t position, int64_t slot) {
-    const int64_t size = m->head_size, bytes = size * size_of(is_bf16), block = slot / PAGE, t = slot % PAGE;
+    const int64_t size = m->head_size, bytes = size * size_of(is_bf16), page = page_of(is_bf16), t = slot % page;
     for (int64_t h = 0; h < m->heads + m->kv_heads; h++) {
         const float *gain = h < m->heads ? l->q_norm : l->k_norm;
         if (gain) norm_row(is_bf16, qkv + h * bytes, gain, qkv + h * bytes, size, m->eps);
         rotate(is_bf16, qkv + h * bytes, m->rope + position * 2 * size, size);
     }
-    const char *k = qkv + m->heads * bytes, *v = k + m->kv_heads * bytes;
     for (int64_t h = 0; h < m->kv_heads; h++) {
-        const int64_t first = (block * m->kv_heads + h) * size * PAGE;
-        for (int64_t d = 0; d < size; d++)
-            if (is_bf16)
-                ((uint16_t *)l->keys)[first + d * PAGE + t] = ((const uint16_t *)(k + h * bytes))[d];
-            else
-                ((float *)l->keys)[first + d * PAGE + t] = ((const float *)(k + h * bytes))[d];
-        memcpy((char *)l->values + (first + t * size) * size_of(is_bf16), v + h * bytes, bytes);
+        const char *k = qkv + (m->heads + h) * bytes, *v = k + m->kv_heads * bytes;
+        const int64_t first = (slot / page * m->kv_heads + h) * bytes * page;
+        uint32_t *keys = (uint32_t *)((char *)l->keys + first) + t;
+        for (int64_t d = 0; d < bytes / 4; d++) keys[d * page] = ((const uint32_t *)k)[d];
+        if (is_bf16) {
+            uint16_t *values = (uint16_t *)((char *)l->values + first) + t / 2 * 2 * size + t % 2;
+            for (int64_t d = 0; d < size; d++) values[2 * d] = ((const uint16_t *)v)[d];
+        } else
+            memcpy((char *)l->values + first + t * bytes, v, bytes);
     }
 }
 
@@ -326,92 +316,134 @@ VECTORS static void place(int is_bf16, const Model *m, const Layer *l, char *qkv
         place_token(0, m, l, qkv, position, slot);
 }
 
-/* Attention: `count` query heads of one token that share a key head, which sees `length` tokens in these blocks. */
+/* Attention: query heads that share a key head, of one token or (in bf16) of several that stand in a row. */
 
 typedef struct {
-    const int64_t *blocks;
-    const void *keys, *values;
-    int64_t size, head, kv_heads, length;
+    const int64_t *blocks; /* of the sequence */
+    const char *keys, *values;
+    int64_t size, head, kv_heads;
     float scale;
-    float *scores; /* FEW rows of room for all tokens and the rest of the last block */
+    float *scores; /* TILE rows of `room` tokens; and behind them as many of shares in bf16 */
     int64_t room;
 } Seen;
 
-INLINE int64_t page(const Seen *s, int64_t number) {
-    return (s->blocks[number] * s->kv_heads + s->head) * s->size * PAGE;
+INLINE float largest_of(F x) {
+    float most = x[0];
+    for (int i = 1; i < LANES; i++) most = x[i] > most ? x[i] : most;
+    return most;
 }
 
-INLINE void attend_few(int is_bf16, const Seen *s, int64_t count, const char *q, char *to) {
-    const int64_t pages = (s->length + PAGE - 1) / PAGE, bytes = s->size * size_of(is_bf16);
-    float query[FEW][MAX_HEAD], total[FEW];
-    for (int64_t r = 0; r < count; r++)
-        for (int64_t d = 0; d < s->size; d += LANES) *(F *)(query[r] + d) = load(is_bf16, q + r * bytes, d);
-    F most[FEW];
-    for (int64_t r = 0; r < count; r++) most[r] = each(-INFINITY);
+/* Makes shares of the first `length` of `all` scores and returns their sum; the rest get none. */
+INLINE float soften(float *scores, uint16_t *shares, int64_t length, int64_t all, float scale) {
+    F most = each(-INFINITY), sums = {0};
+    for (int64_t t = 0; t < all; t += LANES) {
+        F score = *(F *)(scores + t) * scale;
+        for (int64_t i = length - t < 0 ? 0 : length - t; i < LANES; i++) score[i] = -INFINITY;
+        most = either(score > most, score, most);
+        *(F *)(scores + t) = score;
+    }
+    const float largest = largest_of(most);
+    for (int64_t t = 0; t < all; t += LANES) {
+        const F share = rounded(shares != NULL, exponential(*(F *)(scores + t) - largest));
+        sums += share;
+        store(shares != NULL, shares ? (void *)shares : scores, t, share);
+    }
+    return sum(sums);
+}
+
+INLINE void attend_few(const Seen *s, int64_t length, int64_t count, const float *q, float *to) {
+    const int64_t page = page_of(0), pages = (length + page - 1) / page;
     for (int64_t b = 0; b < pages; b++) {
-        const int64_t first = page(s, b);
+        const F *keys = (const F *)s->keys + (s->blocks[b] * s->kv_heads + s->head) * s->size;
         F score[FEW] = {0};
-        for (int64_t d = 0; d < s->size; d++) {
-            const F key = load(is_bf16, s->keys, first + d * PAGE);
-            for (int64_t r = 0; r < count; r++) score[r] += query[r][d] * key;
-        }
-        for (int64_t r = 0; r < count; r++) {
-            score[r] *= s->scale;
-            for (int64_t t = s->length - b * PAGE; t < PAGE; t++) score[r][t] = -INFINITY;
-            most[r] = either(score[r] > most[r], score[r], most[r]);
-            *(F *)(s->scores + r * s->room + b * PAGE) = score[r];
-        }
+        for (int64_t d = 0; d < s->size; d++)
+            for (int64_t r = 0; r < count; r++) score[r] += q[r * s->size + d] * keys[d];
+        for (int64_t r = 0; r < count; r++) *(F *)(s->scores + r * s->room + b * page) = score[r];
     }
-    for (int64_t r = 0; r < count; r++) {
-        float largest = most[r][0];
-        for (int i = 1; i < LANES; i++) largest = most[r][i] > largest ? most[r][i] : largest;
-        F sums = {0};
-        for (int64_t b = 0; b < pages; b++) {
-            F *score = (F *)(s->scores + r * s->room + b * PAGE);
-            *score = exponential(*score - largest);
-            sums += *score;
-        }
-        total[r] = sum(sums);
-    }
+    float total[FEW];
+    for (int64_t r = 0; r < count; r++)
+        total[r] = soften(s->scores + r * s->room, NULL, length, pages * page, s->scale);
     for (int64_t d = 0; d < s->size; d += 2 * LANES) {
         F left[FEW] = {0}, right[FEW] = {0};
-        for (int64_t b = 0; b < pages; b++) {
-            const int64_t first = page(s, b) + d;
-            const int64_t tokens = s->length - b * PAGE < PAGE ? s->length - b * PAGE : PAGE;
-            for (int64_t t = 0; t < tokens; t++) {
-                const F v = load(is_bf16, s->values, first + t * s->size);
-                const F w = load(is_bf16, s->values, first + t * s->size + LANES);
-                for (int64_t r = 0; r < count; r++) {
-                    const float share = s->scores[r * s->room + b * PAGE + t];
-                    left[r] += share * v;
-                    right[r] += share * w;
-                }
+        for (int64_t t = 0; t < length; t++) {
+            const int64_t first = (s->blocks[t / page] * s->kv_heads + s->head) * page + t % page;
+            const F *values = (const F *)((const float *)s->values + first * s->size + d);
+            for (int64_t r = 0; r < count; r++) {
+                const float share = s->scores[r * s->room + t];
+                left[r] += share * values[0];
+                right[r] += share * values[1];
             }
         }
         for (int64_t r = 0; r < count; r++) {
-            store(is_bf16, to + r * bytes, d, left[r] / total[r]);
-            store(is_bf16, to + r * bytes, d + LANES, right[r] / total[r]);
+            *(F *)(to + r * s->size + d) = left[r] / total[r];
+            *(F *)(to + r * s->size + d + LANES) = right[r] / total[r];
         }
     }
 }
 
-INLINE void attend_group(int is_bf16, const Seen *s, int64_t count, const char *q, char *to) {
-    const int64_t bytes = s->size * size_of(is_bf16);
-    for (; count >= FEW; count -= FEW, q += FEW * bytes, to += FEW * bytes) attend_few(is_bf16, s, FEW, q, to);
-    if (count == 3) attend_few(is_bf16, s, 3, q, to);
-    if (count == 2) attend_few(is_bf16, s, 2, q, to);
-    if (count == 1) attend_few(is_bf16, s, 1, q, to);
+VECTORS static void attend(const Seen *s, int64_t length, int64_t count, const float *q, float *to) {
+    for (; count >= FEW; count -= FEW, q += FEW * s->size, to += FEW * s->size) attend_few(s, length, FEW, q, to);
+    if (count == 3) attend_few(s, length, 3, q, to);
+    if (count == 2) attend_few(s, length, 2, q, to);
+    if (count == 1) attend_few(s, length, 1, q, to);
 }
 
-VECTORS static void attend(int is_bf16, const Seen *s, int64_t count, const char *q, char *to) {
-    if (is_bf16)
-        attend_group(1, s, count, q, to);
-    else
-        attend_group(0, s, count, q, to);
+VECTORS static float soften_row(float *scores, uint16_t *shares, int64_t length, int64_t all, float scale) {
+    return soften(scores, shares, length, all, scale);
 }
 
-static void attend_all(const Model *m, const Layer *l, const Pass *p, const char *qkv, char *mixed, float *scores) {
-    const int64_t bytes = m->head_size * size_of(m->is_bf16), group = m->heads / m->kv_heads;
+VECTORS static void divide_row(const float *y, float total, uint16_t *to) {
+    store(1, to, 0, *(const F *)y / total);
+    store(1, to, LANES, *(const F *)(y + LANES) / total);
+}
+
+/* Up to TILE rows: the queries at `q`, of `length` tokens each, go to `to`. */
+static void attend_tile(const Seen *s, int64_t rows, const uint16_t *const *q, const int64_t *lengths, uint16_t **to) {
+    const int64_t page = page_of(1), pages = (lengths[rows - 1] + page - 1) / page, bytes = 2 * s->size;
+    uint16_t query[TILE * MAX_HEAD], *shares = (uint16_t *)(s->scores + TILE * s->room);
+    float y[TILE * UNIT], total[TILE];
+    for (int64_t r = 0; r < rows; r++) memcpy(query + r * s->size, q[r], bytes);
+    for (int64_t b = 0; b < pages; b++) {
+        const char *keys = s->keys + (s->blocks[b] * s->kv_heads + s->head) * bytes * page;
+        float *scores = s->scores + b * page;
+        multiply_pieces((char *)query, bytes, keys, 4 * page, NULL, 64 * page, s->size / 32, scores, 4 * s->room);
+    }
+    for (int64_t r = 0; r < rows; r++)
+        total[r] = soften_row(s->scores + r * s->room, shares + r * s->room, lengths[r], pages * page, s->scale);
+    for (int64_t d = 0; d < s->size; d += UNIT) {
+        const char *values = s->values + s->head * bytes * page + 4 * d;
+        const int64_t jump = s->kv_heads * bytes * page;
+        multiply_pieces((char *)shares, 2 * s->room, values, 2 * bytes, s->blocks, jump, pages, y, 4 * UNIT);
+        for (int64_t r = 0; r < rows; r++) divide_row(y + r * UNIT, total[r], to[r] + d);
+    }
+}
+
+/* The tokens from `n` on, as many as make a tile. */
+static void attend_tokens(
+    const Model *m, const Pass *p, const Seen *s, int64_t n, int64_t end, char *qkv, char *mixed) {
+    const int64_t group = m->heads / m->kv_heads, all = m->heads + 2 * m->kv_heads;
+    if (!m->is_bf16) {
+        float *q = (float *)qkv + (n * all + s->head * group) * s->size;
+        attend(s, p->positions[n] + 1, group, q, (float *)mixed + (n * m->heads + s->head * group) * s->size);
+        return;
+    }
+    const uint16_t *q[TILE];
+    uint16_t *to[TILE];
+    int64_t lengths[TILE], rows = 0;
+    for (; n < end; n++)
+        for (int64_t g = 0; g < group; g++) {
+            q[rows] = (uint16_t *)qkv + (n * all + s->head * group + g) * s->size;
+            to[rows] = (uint16_t *)mixed + (n * m->heads + s->head * group + g) * s->size;
+            lengths[rows] = p->positions[n] + 1;
+            if (++rows == TILE || (n == end - 1 && g == group - 1)) {
+                attend_tile(s, rows, q, lengths, to);
+                rows = 0;
+            }
+        }
+}
+
+static void attend_all(const Model *m, const Layer *l, const Pass *p, char *qkv, char *mixed, float *scores) {
+    const int64_t group = m->heads / m->kv_heads, step = m->is_bf16 && group < TILE ? TILE / group : 1;
     Seen seen = {
         .keys = l->keys, .values = l->values, .size = m->head_size, .kv_heads = m->kv_heads,
         .scale = 1.0f / sqrtf(m->head_size), .room = p->longest, .scores = scores,
@@ -420,10 +452,12 @@ static void attend_all(const Model *m, const Layer *l, const Pass *p, const char
 #pragma omp for collapse(2) schedule(dynamic)
     for (int64_t n = 0; n < p->num_tokens; n++)
         for (int64_t head = 0; head < m->kv_heads; head++) {
-            seen.blocks = p->blocks + p->sequence[n] * p->width;
-            seen.head = head, seen.length = p->positions[n] + 1;
-            const char *q = qkv + (n * (m->heads + 2 * m->kv_heads) + head * group) * bytes;
-            attend(m->is_bf16, &seen, group, q, mixed + (n * m->heads + head * group) * bytes);
+            const int64_t sequence = p->sequence[n];
+            if ((n - p->starts[sequence]) % step) continue; /* belongs to the tile of a token before it */
+            int64_t end = n + 1;
+            while (end < p->num_tokens && end < n + step && p->sequence[end] == sequence) end++;
+            seen.blocks = p->blocks + sequence * p->width, seen.head = head;
+            attend_tokens(m, p, &seen, n, end, qkv, mixed);
         }
 }
 
@@ -436,7 +470,7 @@ typedef struct {
 
 static Scratch cut(const Model *m, const Pass *p) {
     const int64_t rows = (p->num_tokens + ROWS - 1) / ROWS * ROWS * size_of(m->is_bf16);
-    const int64_t scores = FEW * p->longest * sizeof(float);
+    const int64_t scores = TILE * p->longest * (sizeof(float) + sizeof(uint16_t));
     Scratch s = {.x = p->scratch};
     s.normed = s.x + rows * m->hidden;
     s.qkv = s.normed + rows * m->hidden;
@@ -473,13 +507,11 @@ static void layers(const Model *m, const Pass *p, Scratch s) {
     linear(m, LOGITS, s.normed, p->num_rows, m->hidden, m->head, m->vocabulary, NULL, p->logits);
 }
 
-__attribute__((constructor)) static void prepare(void) { find_amx(); }
-
 void forward(const Model *m, const Pass *p) {
 #pragma omp parallel num_threads(p->threads)
     {
-        if (m->is_bf16 && has_amx) tiles_on();
+        if (m->is_bf16) tiles_on();
         layers(m, p, cut(m, p));
-        if (m->is_bf16 && has_amx) tiles_off();
+        if (m->is_bf16) tiles_off();
     }
 }

@@ -1,8 +1,8 @@
 """The model on a CPU, a pass in one call: `native.c`, where it is built and knows the model.
 
 `pip install` compiles it if the machine has a compiler; it is a plain shared library, and its threads are those of
-torch. It computes dense models in bf16 or fp32; `runner.CpuRunner` computes whatever it cannot, operator by operator.
-A token gets the same bits whatever else is in its pass.
+torch. It computes dense models, in fp32, or in bf16 on processors with AMX; `runner.CpuRunner` computes whatever it
+cannot, operator by operator. A token gets the same bits whatever else is in its pass.
 
 Matrices are laid out as `native.c` reads them. Shapes: U units of 32 outputs, I inputs of a matrix.
 """
@@ -10,7 +10,7 @@ Matrices are laid out as `native.c` reads them. Shapes: U units of 32 outputs, I
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
@@ -22,11 +22,12 @@ from torch.nn import functional as F
 from etude.engine.plan import Drawn, Ints, Plan
 from etude.engine.sampler import sample
 from etude.model.files import load_weights
-from etude.model.heads import GroupedHeads
-from etude.model.layers import MLP
-from etude.model.transformer import Block, ModelConfig, Transformer
+from etude.model.files import weights as published
+from etude.model.transformer import ModelConfig, Transformer
 
-UNIT, PAGE, MAX_HEAD = 32, 16, 256
+UNIT, MAX_HEAD = 32, 256
+PAGES = {torch.float32: 16, torch.bfloat16: 32}
+"""Tokens in a block of keys and values."""
 _NUMBER, _DATA = ctypes.c_int64, ctypes.c_void_p
 
 
@@ -41,6 +42,7 @@ def _load() -> ctypes.CDLL | None:
 
 
 LIBRARY = _load()
+HAS_BF16 = LIBRARY is not None and bool(LIBRARY.has_bf16())
 
 
 class _Layer(ctypes.Structure):
@@ -75,7 +77,7 @@ class _Pass(ctypes.Structure):
         *((name, _NUMBER) for name in ("num_tokens", "num_rows", "width")),
         *(
             (name, _DATA)
-            for name in ("tokens", "positions", "slots", "sequence", "blocks", "rows", "logits", "scratch")
+            for name in ("tokens", "positions", "slots", "starts", "sequence", "blocks", "rows", "logits", "scratch")
         ),
         *((name, _NUMBER) for name in ("longest", "threads")),
     ]
@@ -83,41 +85,44 @@ class _Pass(ctypes.Structure):
 
 def can_run(config: ModelConfig, dtype: torch.dtype) -> bool:
     c = config
-    sizes = (c.hidden_size, c.intermediate_size, c.head_dim)
-    dense = c.latent is None and c.experts is None
     return (
         LIBRARY is not None
-        and dtype in (torch.bfloat16, torch.float32)
-        and dense
-        and not any(size % UNIT for size in sizes)
+        and (dtype == torch.float32 or (dtype == torch.bfloat16 and HAS_BF16))
+        and c.latent is None
+        and c.experts is None
+        and not any(size % UNIT for size in (c.hidden_size, c.intermediate_size, c.head_dim))
         and c.head_dim <= MAX_HEAD
     )
 
 
 class NativeRunner:
     overlaps = False
-    block_size = PAGE
 
     def __init__(self, model: Transformer, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.config, self._like = model.config, model.model.embed_tokens.weight.detach()
         c = model.config
-        shape = (c.num_hidden_layers, num_blocks, c.num_key_value_heads, PAGE * c.head_dim)
+        self.block_size = PAGES[self._like.dtype]
+        shape = (c.num_hidden_layers, num_blocks, c.num_key_value_heads, self.block_size * c.head_dim)
         # Zeros: what lies past the end of a sequence gets weight 0, which does not help against a NaN.
         self._keys, self._values = self._like.new_zeros(shape), self._like.new_zeros(shape)
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._weights = _Weights(model, self._keys, self._values)
+        self._staging: Transformer | None = None
+        self._spare: _Weights | None = None
 
     def start(self, plan: Plan) -> Callable[[], Drawn]:
         assert LIBRARY is not None
         counts_B = np.diff(plan.starts_B, append=len(plan.tokens_N))
         sequence_N = np.arange(len(plan.starts_B)).repeat(counts_B)
         logits_RV = torch.empty(len(plan.rows_R), self.config.vocab_size)
-        read = (plan.tokens_N, plan.positions_N, plan.slots_N, sequence_N, plan.blocks_BM, plan.rows_R)
+        read = (
+            plan.tokens_N, plan.positions_N, plan.slots_N, plan.starts_B, sequence_N, plan.blocks_BM, plan.rows_R
+        )  # fmt: skip
         assert all(array.dtype == np.int64 and array.flags.c_contiguous for array in read)
         run = _Pass(
             len(plan.tokens_N), len(plan.rows_R), plan.blocks_BM.shape[1], *(array.ctypes.data for array in read),
-            logits_RV.data_ptr(), 0, plan.blocks_BM.shape[1] * PAGE, torch.get_num_threads(),
+            logits_RV.data_ptr(), 0, plan.blocks_BM.shape[1] * self.block_size, torch.get_num_threads(),
         )  # fmt: skip
         model = ctypes.byref(self._weights.model)
         needed = LIBRARY.scratch_bytes(model, ctypes.byref(run))
@@ -133,59 +138,95 @@ class NativeRunner:
         return None
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
-        """A second set of matrices beside those that serve, so that changing over takes no time."""
-        model = Transformer(self.config).to(self._like.dtype).requires_grad_(False)
-        load_weights(model, tensors)
-        weights = _Weights(model, self._keys, self._values)
+        """A second set of matrices beside those that serve, so that changing over takes no time. The set that served
+        before is filled again: to give back and fetch so much memory would hold up the engine's thread."""
+        if self._staging is None:
+            self._staging = Transformer(self.config).to(self._like.dtype).requires_grad_(False)
+        load_weights(self._staging, tensors)
+        weights, self._spare = self._spare, None
+        if weights is None:
+            weights = _Weights(self._staging, self._keys, self._values)
+        else:
+            weights.fill(self._staging)
 
         def swap() -> None:
-            self._weights = weights
+            self._weights, self._spare = weights, self._weights
 
         return swap
 
+    def weights(self) -> dict[str, Tensor]:
+        with torch.device("meta"):
+            shell = Transformer(self.config)
+        return published(shell, state=self._weights.plain(shell, self._like.dtype))
+
 
 class _Weights:
-    """Everything that `model` points to lives as long as this does."""
+    """The parameters of a model by their names, laid out for `native.c`; all that `model` points to."""
 
     def __init__(self, model: Transformer, keys: Tensor, values: Tensor) -> None:
-        self._held: list[Tensor] = []
         c, dtype = model.config, model.model.embed_tokens.weight.dtype
-        embedding = model.model.embed_tokens.weight
-        head = embedding if model.lm_head is None else model.lm_head.weight
-        layers = (_Layer * c.num_hidden_layers)(
-            *(self._layer(block, k, v) for block, k, v in zip(model.model.layers, keys, values, strict=True))  # type: ignore[arg-type]
+        self._held = {name: tensor.contiguous() for name, tensor in _laid_out(model)}
+        self._rope = model.rope.to(dtype).float().contiguous()
+        self._layers = (_Layer * c.num_hidden_layers)(
+            *(
+                self._layer(f"model.layers.{number}", k, v)
+                for number, (k, v) in enumerate(zip(keys, values, strict=True))
+            )
         )
         self.model = _Model(
             int(dtype == torch.bfloat16), c.num_hidden_layers, c.hidden_size, c.intermediate_size,
             c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.vocab_size, c.rms_norm_eps,
-            self._at(model.rope.to(dtype).float()), self._at(embedding.detach()), self._at(packed(head)),
-            self._numbers(model.model.norm.weight), ctypes.cast(layers, _DATA),
+            self._rope.data_ptr(), self._at("model.embed_tokens.weight"), self._at(HEAD), self._at("model.norm.weight"),
+            ctypes.cast(self._layers, _DATA),
         )  # fmt: skip
-        self._layers = layers
 
-    def _layer(self, block: Block, keys: Tensor, values: Tensor) -> _Layer:
-        heads, mlp = block.self_attn, block.mlp
-        assert isinstance(heads, GroupedHeads) and isinstance(mlp, MLP)
-        return _Layer(
-            norm=self._numbers(block.input_layernorm.weight),
-            bias=self._numbers(heads.qkv_proj.bias),
-            q_norm=self._numbers(heads.q_norm.weight if heads.q_norm else None),
-            k_norm=self._numbers(heads.k_norm.weight if heads.k_norm else None),
-            mlp_norm=self._numbers(block.post_attention_layernorm.weight),
-            qkv=self._at(packed(heads.qkv_proj.weight)),
-            out=self._at(packed(heads.o_proj.weight)),
-            gate_up=self._at(packed(paired(mlp.gate_up_proj.weight))),
-            down=self._at(packed(mlp.down_proj.weight)),
-            keys=keys.data_ptr(),
-            values=values.data_ptr(),
-        )
+    def fill(self, model: Transformer) -> None:
+        """Other values into the same memory."""
+        for name, tensor in _laid_out(model):
+            self._held[name].copy_(tensor)
 
-    def _numbers(self, tensor: Tensor | None) -> int | None:
-        return None if tensor is None else self._at(tensor.detach().float())
+    def plain(self, shell: Transformer, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The parameters as the model has them, back from how they are laid out."""
+        state = {}
+        for name, like in shell.state_dict().items():
+            held = self._held[name]
+            if held.dtype == torch.int32:
+                held = unpacked(held, len(like), dtype)
+            state[name] = unpaired(held) if name.endswith(PAIRED) else held
+        return state
 
-    def _at(self, tensor: Tensor) -> int:
-        self._held.append(tensor.contiguous())
-        return self._held[-1].data_ptr()
+    def _layer(self, path: str, keys: Tensor, values: Tensor) -> _Layer:
+        at = {field: self._at(f"{path}.{name}") for field, name in LAYER.items()}
+        return _Layer(**at, keys=keys.data_ptr(), values=values.data_ptr())
+
+    def _at(self, name: str) -> int | None:
+        return self._held[name].data_ptr() if name in self._held else None
+
+
+HEAD, PAIRED = "lm_head.weight", "gate_up_proj.weight"
+LAYER = {
+    "norm": "input_layernorm.weight",
+    "bias": "self_attn.qkv_proj.bias",
+    "q_norm": "self_attn.q_norm.weight",
+    "k_norm": "self_attn.k_norm.weight",
+    "mlp_norm": "post_attention_layernorm.weight",
+    "qkv": "self_attn.qkv_proj.weight",
+    "out": "self_attn.o_proj.weight",
+    "gate_up": "mlp.gate_up_proj.weight",
+    "down": "mlp.down_proj.weight",
+}
+
+
+def _laid_out(model: Transformer) -> Iterator[tuple[str, Tensor]]:
+    """Copies all: the model may change afterwards."""
+    state = model.state_dict()
+    embedding = state["model.embed_tokens.weight"]
+    yield "model.embed_tokens.weight", embedding.clone()
+    yield HEAD, packed(state.pop(HEAD, embedding))
+    for name, tensor in state.items():
+        if tensor is not embedding:
+            whole = paired(tensor) if name.endswith(PAIRED) else tensor
+            yield name, packed(whole) if tensor.ndim == 2 else tensor.float().clone()
 
 
 def packed(matrix: Tensor) -> Tensor:
@@ -194,6 +235,14 @@ def packed(matrix: Tensor) -> Tensor:
     return words.view(-1, UNIT, words.shape[1]).transpose(1, 2).contiguous()
 
 
+def unpacked(words: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
+    return words.transpose(1, 2).reshape(-1, words.shape[1]).view(dtype)[:num_rows]
+
+
 def paired(gate_up: Tensor) -> Tensor:
     """Half a unit of the gate, half a unit of its partner, and so on."""
     return gate_up.detach().view(2, -1, UNIT // 2, gate_up.shape[1]).transpose(0, 1).flatten(0, 2)
+
+
+def unpaired(gate_up: Tensor) -> Tensor:
+    return gate_up.view(-1, 2, UNIT // 2, gate_up.shape[1]).transpose(0, 1).flatten(0, 2)

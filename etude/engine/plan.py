@@ -2,12 +2,13 @@
 
 The new tokens of all sequences stand one after the other, without padding. Sequences that draw token after token come
 first, `num_single` of them: they have one new token each (so their place in the batch is the place in `tokens`), and
-all that they have read before was read in earlier passes. Then come those that read a piece of their prompt; what
-stands before that piece may be another's, read in this very pass. Keys and values live in blocks: token i of a sequence
+all that they have read before was read in earlier passes. Then come those that read a draft behind their last token
+and draw behind every token of it, and those that read a piece of their prompt; what stands before that piece may be
+another's, read in this very pass. Keys and values live in blocks: token i of a sequence
 lies in slot `block * block_size + i % block_size`, where `block` is entry i // block_size of the sequence's row of the
 block table.
 
-Shapes: N new tokens, B sequences, M blocks of the longest of them, R sequences that are to draw a token.
+Shapes: N new tokens, B sequences, M blocks of the longest of them, R places where a token is drawn.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ class Plan:
     """The block table. Past the end of a sequence it says 0, and whatever lies there must not matter."""
     num_single: int
     rows_R: Ints
-    """Places in `tokens` after which a token is drawn: the last of each sequence that has read all it has."""
+    """Places in `tokens` after which a token is drawn, in order: the last of each sequence that has read all it has;
+    with a draft, the token before it and all of its own."""
     draws: Draws
 
 
@@ -98,3 +100,7 @@ class Runner(Protocol):
     def prepare(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
         """Whatever can be done with new weights beforehand, on any thread. What it returns puts them in place, after
         all passes started so far."""
+
+    def weights(self) -> dict[str, Tensor]:
+        """A copy of what it computes with, as it is published: by Hugging Face names, in bf16. Any thread may ask, but
+        not while new weights are prepared or put in place."""

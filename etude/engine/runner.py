@@ -13,7 +13,7 @@ from etude.engine.plan import Drawn, Ints, Plan
 from etude.engine.sampler import sample
 from etude.model.attention import KVCache, Paged
 from etude.model.experts import Routing
-from etude.model.files import load_weights
+from etude.model.files import load_weights, weights
 from etude.model.transformer import Transformer
 
 BLOCK_SIZE = 16
@@ -25,6 +25,8 @@ class CpuRunner:
 
     def __init__(self, model: Transformer, num_blocks: int) -> None:
         self.num_blocks = num_blocks
+        self._plain, self._ours = model, False
+        self._spare: Transformer | None = None
         self._model = _packed(model)
         weight = model.model.embed_tokens.weight.detach()
         self._device = weight.device
@@ -70,16 +72,23 @@ class CpuRunner:
         return by_block.flatten(0, 1)[:length].cpu().numpy().tobytes()
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
-        """A second model beside the one that serves, so that changing over takes no time."""
-        like = self._model.model.embed_tokens.weight
-        model = Transformer(self._model.config).to(like.device, like.dtype).requires_grad_(False)
-        load_weights(model, tensors)
-        model = _packed(model)
+        """A second model beside the one that serves, so that changing over takes no time. The one that served before
+        is filled again: to give back and fetch so much memory would hold up the engine's thread."""
+        plain, self._spare = self._spare, None
+        if plain is None:
+            like = self._plain.model.embed_tokens.weight
+            plain = Transformer(self._plain.config).to(like.device, like.dtype).requires_grad_(False)
+        load_weights(plain, tensors)
+        model = _packed(plain)
 
         def swap() -> None:
-            self._model = model
+            self._spare = self._plain if self._ours else None
+            self._plain, self._model, self._ours = plain, model, True
 
         return swap
+
+    def weights(self) -> dict[str, Tensor]:
+        return weights(self._plain)
 
 
 class _Packed(nn.Linear):

@@ -7,12 +7,15 @@ Whoever draws token after token takes part in every pass, so a long prompt never
 pieces, within what `step_tokens` leaves. A request is admitted when there are blocks for all that it has to read. If
 blocks run out later, the last in rank gives up its own and waits; it loses no token, only the work of reading them
 again. Rank is priority, then arrival. A waiting request of higher priority takes the place of a running one at once.
+
+Who has a drafter may read guesses behind its last token, and draw behind each of them. Guesses take what is left when
+everyone else has got what it needs to go on: nobody is preempted for them, and prompts keep half of the room.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -21,6 +24,7 @@ from numpy.typing import NDArray
 
 from etude.core.types import Sample, spans
 from etude.engine.blocks import Blocks, Table
+from etude.engine.speculate import MAX_TOGETHER, Drafter
 
 Top = tuple[tuple[int, float], ...]
 
@@ -30,6 +34,9 @@ class Constraint(Protocol):
 
     def allowed(self) -> NDArray[np.bool_]:
         """Over the vocabulary; at least one is True."""
+
+    def ahead(self, draft: Iterable[int]) -> list[NDArray[np.bool_]]:
+        """What would be allowed behind each token of the draft, up to the first that is not allowed itself."""
 
     def accept(self, token: int) -> None:
         """The token was drawn."""
@@ -51,6 +58,16 @@ class Request:
     constraint: Constraint | None = None
     ends: Callable[[int], bool] | None = None
     """Told every token as it is drawn; True makes it the last."""
+    experts_from: int | None = 0
+    """The first position whose routed experts are reported; None: none are."""
+    prediction: tuple[int, ...] | None = None
+    """What the answer may look like. It changes nothing but the time that the answer takes."""
+    drafts: tuple[tuple[int, ...], ...] = ()
+    """More texts that the answer may repeat: it begins anywhere in them."""
+
+    @property
+    def speculates(self) -> bool:
+        return self.prediction is not None or bool(self.drafts)
 
 
 @dataclass(slots=True, eq=False)
@@ -62,6 +79,9 @@ class Sequence:
     arrival: int
     draws: NDArray[np.float64]
     tokens: list[int]
+    drafter: Drafter | None = None
+    draft: list[int] = field(default_factory=list)
+    """What the pass that is being planned reads behind the tokens."""
     table: Table | None = None
     """None: waiting."""
     num_read: int = 0
@@ -77,6 +97,9 @@ class Sequence:
     tops: list[Top] = field(default_factory=list)
     ended: bool = False
     """By what it said, not by its length."""
+    num_drafted: int = 0
+    num_accepted: int = 0
+    """Tokens of drafts that were read, and those of them that were drawn."""
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -89,7 +112,7 @@ class Sequence:
 
     @property
     def num_unread(self) -> int:
-        return len(self.tokens) + self.num_pending - self.num_read
+        return len(self.tokens) + len(self.draft) + self.num_pending - self.num_read
 
     @property
     def blocked(self) -> bool:
@@ -108,6 +131,11 @@ class Sequence:
         ends = self.request.ends
         self.ended = token in self.request.stop or (ends is not None and ends(token))
 
+    def give_up(self, count: int) -> None:
+        """So many pending tokens were drawn behind wrong ones. The keys and values of those will be written over."""
+        self.num_read -= count
+        self.num_pending -= count
+
     @property
     def finish(self) -> Literal["stop", "length"] | None:
         if self.ended:
@@ -123,6 +151,8 @@ class Sequence:
             finish=self.finish,
             experts=experts,
             top=tuple(self.tops),
+            accepted=self.num_accepted,
+            rejected=self.num_drafted - self.num_accepted,
         )
 
 
@@ -158,20 +188,22 @@ class Scheduler:
             self.blocks.seal(sequence.table)
 
     def choose(self, version: int) -> tuple[list[tuple[Sequence, int]], int]:
-        """The next pass: who takes part, and how many of its tokens it reads. First come those that read one token and
-        were there before; the second value is their number."""
+        """The next pass: who takes part, and how many tokens it reads, its draft included. First come those that read
+        one token and were there before; the second value is their number."""
         self._yield_to_priority()
         ready = [sequence for sequence in self.running if not sequence.blocked]
         for sequence in ready:
             self._make_room(sequence)
         ready = [sequence for sequence in ready if sequence.table is not None]
+        self._propose([sequence for sequence in ready if sequence.num_unread == 1])
         chosen = [(sequence, 1) for sequence in ready if sequence.num_unread == 1]
         num_single = len(chosen)
-        left = self.step_tokens - num_single
+        chosen += [(sequence, sequence.num_unread) for sequence in ready if sequence.draft]
+        left = self.step_tokens - sum(count for _, count in chosen)
         # From here on nobody is preempted: what is chosen is read. So it may be shared from here on, even within the
         # same pass, which in every layer writes all keys and values before it reads any.
         for sequence in ready:
-            if left and sequence.num_unread > 1:
+            if left and sequence.num_unread > 1 and not sequence.draft:
                 chosen.append((sequence, min(left, sequence.num_unread)))
                 left -= chosen[-1][1]
         for sequence, count in chosen:
@@ -181,6 +213,19 @@ class Scheduler:
             left -= chosen[-1][1]
             self._read(*chosen[-1])
         return chosen, num_single
+
+    def _propose(self, answering: list[Sequence]) -> None:
+        """Gives drafts to those who can tell what may come next; what one does not use is there for the others."""
+        able = [sequence for sequence in answering if sequence.drafter and not sequence.num_pending]
+        left = min(MAX_TOGETHER, (self.step_tokens - len(answering)) // 2)
+        for number, sequence in enumerate(able):
+            assert sequence.table is not None and sequence.drafter is not None
+            to_draw = len(sequence.draws) - len(sequence.logprobs)
+            room = self.blocks.room(sequence.table) - len(sequence.tokens)
+            limit = min(left // (len(able) - number), to_draw - 1, room)
+            sequence.draft = sequence.drafter.propose(sequence.tokens, limit)
+            self.blocks.grow(sequence.table, len(sequence.tokens) + len(sequence.draft))
+            left -= len(sequence.draft)
 
     def _read(self, sequence: Sequence, count: int) -> None:
         assert sequence.table is not None

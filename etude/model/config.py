@@ -79,6 +79,8 @@ class ExpertsConfig:
     topk_group: int = 1
     routed_scaling_factor: float = 1.0
     n_shared_experts: int = 0
+    router_aux_loss_coef: float = 0.0
+    """How much the loss that balances the experts weighs, in families that have one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

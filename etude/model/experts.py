@@ -3,7 +3,8 @@
 Which experts a token uses is decided by comparing scores that lie close together, and rounding may turn the decision.
 A trainer that decides otherwise than the engine did trains another model than the one that sampled. So the engine
 records the choice (`Routing.used`), and the trainer may replay it (`Routing.replay`): the scores still are its own, and
-so is their gradient.
+so is their gradient. What it replays should be what rounding or a few steps of training could have made of its own
+choice; an expert that its router finds implausible is replaced by the best that is left (`Routing.least`).
 
 Shapes: N tokens, X experts, k experts of a token, M = N * k pairs of a token and an expert of it, E hidden size, F size
 within an expert, L layers that have experts.
@@ -23,25 +24,74 @@ from etude.model.layers import MLP
 
 
 class Routing:
-    """The choices of one forward pass. `replay`: [.., L, k] of any integer type, with the leading dimensions of the
-    tokens; where it is negative, the router decides."""
+    """The choices of one forward pass, layer after layer, and what can be seen of the routers on the way."""
 
-    def __init__(self, replay: Tensor | None = None) -> None:
-        self.replay = replay
+    def __init__(self, replay: Tensor | None = None, *, least: float = 0.0, keep_scores: bool = False) -> None:
+        """`replay`: [.., L, k] of any integer type, with the leading dimensions of the tokens; where it is negative,
+        the router decides. `least`: the share of the lowest score among the router's own choices that a replayed expert
+        must have to be used; 0 trusts all. `keep_scores`: `scores` are wanted afterwards, with their gradient."""
+        self.replay, self.least, self.keep_scores = replay, least, keep_scores
+        self.scores: list[Tensor] = []
+        """One [N, X] a layer, if they are kept."""
         self._used: list[Tensor] = []
+        self._differs: list[Tensor] = []
+        self._replaced: list[Tensor] = []
 
-    def choose(self, place: int, own: Tensor) -> Tensor:
-        """The experts of all tokens in one layer, number `place` of those with experts; the router says `own`."""
-        chosen = own
-        if self.replay is not None:
-            replayed = self.replay[..., place, :].reshape(own.shape).long()
-            chosen = torch.where(replayed < 0, own, replayed)
-        self._used.append(chosen)
-        return chosen
+    def choose(self, place: int, scores_NX: Tensor, ranks_NX: Tensor, num: int) -> Tensor:
+        """The experts of all tokens in one layer, number `place` of those with experts. Left alone, the router takes
+        the `num` that `ranks_NX` ranks first."""
+        if self.keep_scores:
+            self.scores.append(scores_NX)
+        with torch.no_grad():
+            own_Nk = ranks_NX.topk(num, -1).indices
+            self._used.append(own_Nk if self.replay is None else self._told(place, own_Nk, scores_NX, ranks_NX))
+        return self._used[-1]
+
+    def _told(self, place: int, own_Nk: Tensor, scores_NX: Tensor, ranks_NX: Tensor) -> Tensor:
+        assert self.replay is not None
+        told_Nk = self.replay[..., place, :].reshape(own_Nk.shape).long()
+        is_told_Nk, told_Nk = told_Nk >= 0, told_Nk.clamp(min=0)
+        is_own_Nk = _marked(own_Nk, ranks_NX.shape[-1]).gather(-1, told_Nk)
+        self._differs.append((is_told_Nk & ~is_own_Nk).any(-1))
+        least_N1 = self.least * scores_NX.gather(-1, own_Nk).amin(-1, keepdim=True)
+        holds_Nk = is_told_Nk & (scores_NX.gather(-1, told_Nk) >= least_N1)
+        self._replaced.append((is_told_Nk & ~holds_Nk).sum(-1))
+        # Whoever holds keeps its place, since sums are taken in this order; the router's best fill the others.
+        taken_NX = _marked(torch.where(holds_Nk, told_Nk, ranks_NX.shape[-1]), ranks_NX.shape[-1] + 1)[:, :-1]
+        best_Nk = ranks_NX.masked_fill(taken_NX, -torch.inf).topk(own_Nk.shape[-1], -1).indices
+        next_Nk = (~holds_Nk).cumsum(-1) - 1
+        return torch.where(holds_Nk, told_Nk, best_Nk.gather(-1, next_Nk.clamp(min=0)))
 
     def used(self) -> Tensor:
         """[N, L, k], after the pass."""
         return torch.stack(self._used, 1)
+
+    def differs(self) -> Tensor:
+        """[N], after a pass that replayed: whether in any layer the router would have chosen another expert."""
+        return torch.stack(self._differs, 1).any(1)
+
+    def replaced(self) -> Tensor:
+        """[N], likewise: how many of the experts that were to be replayed were not, in all layers together."""
+        return torch.stack(self._replaced, 1).sum(1)
+
+
+def _marked(ids_Nk: Tensor, size: int) -> Tensor:
+    """[N, size], True at the ids."""
+    return torch.zeros(len(ids_Nk), size, dtype=torch.bool, device=ids_Nk.device).scatter_(-1, ids_Nk, True)
+
+
+def read_ids(data: bytes, c: ExpertsConfig) -> Tensor:
+    """[tokens, L, k] from what an engine records: a byte for each id, or two with more than 256 experts."""
+    kind = torch.uint8 if c.num_experts <= 256 else torch.int16
+    token_bytes = len(c.layers) * c.num_experts_per_tok * kind.itemsize
+    if not data or len(data) % token_bytes:
+        raise ValueError(
+            f"{len(data)} bytes of expert ids do not fit the model, which has {token_bytes} for each token"
+        )
+    ids = torch.frombuffer(bytearray(data), dtype=kind).view(-1, len(c.layers), c.num_experts_per_tok)
+    if not 0 <= int(ids.min()) <= int(ids.max()) < c.num_experts:
+        raise ValueError(f"expert {int(ids.max())} is replayed, and the model has {c.num_experts}")
+    return ids
 
 
 class Router(nn.Module):
@@ -68,16 +118,14 @@ class Router(nn.Module):
         c = self.c
         logits_NX = F.linear(x_NE.float(), self.weight.float())
         scores_NX = logits_NX.sigmoid() if c.sigmoid else logits_NX.softmax(-1)
-        with torch.no_grad():
-            ids_Nk = self._eligible(scores_NX).topk(c.num_experts_per_tok, -1).indices
-            if routing is not None:
-                ids_Nk = routing.choose(place, ids_Nk)
+        ranks_NX = self._ranks(scores_NX.detach())
+        ids_Nk = (routing or Routing()).choose(place, scores_NX, ranks_NX, c.num_experts_per_tok)
         weights_Nk = scores_NX.gather(-1, ids_Nk)
         if c.norm_topk_prob:
             weights_Nk = weights_Nk / (weights_Nk.sum(-1, keepdim=True) + 1e-20)
         return ids_Nk, weights_Nk * c.routed_scaling_factor
 
-    def _eligible(self, scores_NX: Tensor) -> Tensor:
+    def _ranks(self, scores_NX: Tensor) -> Tensor:
         """The scores by which experts are chosen: with the bias that balances their load, and only in the groups whose
         two best experts are the best."""
         if self.e_score_correction_bias is None:

@@ -21,7 +21,17 @@ from etude.model.directory import INDEX, SMALL, WHOLE, lacking, read_small
 from etude.model.layers import Parted
 from etude.model.transformer import ModelConfig, Transformer
 
-__all__ = ["SMALL", "build", "check_fit", "load_weights", "named", "read_directory", "weights", "write_directory"]
+__all__ = [
+    "SMALL",
+    "build",
+    "check_fit",
+    "load_weights",
+    "named",
+    "read_directory",
+    "rows",
+    "weights",
+    "write_directory",
+]
 
 SHARD_BYTES = 5 * 10**9
 
@@ -41,10 +51,38 @@ def named(model: Transformer, state: Mapping[str, Tensor] | None = None) -> dict
     return found
 
 
-def weights(model: Transformer, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
-    """A copy of the tensors by their Hugging Face names: what is published, saved and served."""
+Rows = tuple[Tensor, int, int, torch.dtype]
+"""Rows of a tensor, the number of the first one, how many it has in all, and what it is published in."""
+
+
+def rows(
+    model: Transformer, held: Mapping[str, tuple[int, Tensor]], dtype: torch.dtype = torch.bfloat16
+) -> dict[str, Rows]:
+    """What a rank that holds some rows of each parameter has of the tensors by their Hugging Face names: views. `held`:
+    name of a parameter or buffer -> the number of its first row here, and the rows."""
+    whole = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in model.state_dict().items()}
+    names = {id(tensor): name for name, tensor in whole.items()}
+    found: dict[str, Rows] = {}
+    for name, view in named(model, whole).items():
+        base = view if view._base is None else view._base
+        first, own = held[names[id(base)]]
+        assert view.is_contiguous()  # parts are cut from parameters along their first dimensions
+        begin = first * base[:1].numel() - view.storage_offset()  # of what is here, counted from where the view starts
+        low, high = max(0, begin), min(view.numel(), begin + own.numel())
+        if low < high:
+            data = own.detach().reshape(-1)[low - begin : high - begin].view(-1, *view.shape[1:])
+            published = view.dtype if _is_exact(name) else dtype
+            found[name] = data, low // view[:1].numel(), view.shape[0], published
+    return found
+
+
+def weights(
+    model: Transformer, dtype: torch.dtype = torch.bfloat16, state: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """A copy of the tensors by their Hugging Face names: what is published, saved and served. `state` as in `named`."""
     with torch.no_grad():
-        return {name: t.to(t.dtype if _is_exact(name) else dtype, copy=True) for name, t in named(model).items()}
+        found = named(model, state)
+        return {name: t.to(t.dtype if _is_exact(name) else dtype, copy=True) for name, t in found.items()}
 
 
 def load_weights(model: Transformer, tensors: Mapping[str, Tensor]) -> None:

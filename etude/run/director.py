@@ -96,7 +96,7 @@ class Director:
             weights=self.versions,
             load=self.gateway.load,
             tasks=endless(tasks, self.config.seed),
-            attempt=self.sampling(temperature=stage.temperature),
+            attempt=self.sampling(temperature=stage.temperature, experts=stage.replay),
             group_size=stage.group_size,
             credit=credit,
             seed=self.config.seed,
@@ -104,7 +104,8 @@ class Director:
             emit=self.emit,
         ).run()
 
-    def sampling(self, *, temperature: float) -> Attempt:
+    def sampling(self, *, temperature: float, experts: bool = False) -> Attempt:
+        """`experts`: the trainer will replay them."""
         harness = self.config.harness
         agent: Agent = load(harness.agent, "harness.agent")(
             self.gateway.http,
@@ -114,7 +115,7 @@ class Director:
             temperature=temperature,
             tool_delay_s=harness.tool_delay_s,
         )
-        return Rollouts(self.environment, agent, self.gateway, concurrency=harness.concurrency).attempt
+        return Rollouts(self.environment, agent, self.gateway, concurrency=harness.concurrency, experts=experts).attempt
 
     async def look(self) -> None:
         """How the workers are, once a second, for whoever watches."""

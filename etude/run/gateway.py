@@ -62,8 +62,9 @@ class Gateway:
         """Where a harness reaches the model, so that what it says is recorded under this name."""
         return f"{self.url}/s/{session}/v1"
 
-    async def segments(self, session: str) -> tuple[Segment, ...]:
-        async with self.http.get(f"{self.url}/s/{session}/segments") as response:
+    async def segments(self, session: str, *, experts: bool) -> tuple[Segment, ...]:
+        told = {"experts": "true"} if experts else None
+        async with self.http.get(f"{self.url}/s/{session}/segments", params=told) as response:
             await _raise_for(response, f"session {session} cannot be read")
             return msgspec.msgpack.decode(await response.read(), type=tuple[Segment, ...])
 

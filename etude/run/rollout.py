@@ -17,14 +17,17 @@ class Sessions(Protocol):
 
     def base_url(self, session: str) -> str: ...
 
-    async def segments(self, session: str) -> tuple[Segment, ...]: ...
+    async def segments(self, session: str, *, experts: bool) -> tuple[Segment, ...]:
+        """`experts`: those that the model used are kept in the store, and the segments name them."""
 
     async def forget(self, session: str) -> None: ...
 
 
 class Rollouts:
-    def __init__(self, environment: Environment, agent: Agent, sessions: Sessions, *, concurrency: int) -> None:
-        self.environment, self.agent, self.sessions = environment, agent, sessions
+    def __init__(
+        self, environment: Environment, agent: Agent, sessions: Sessions, *, concurrency: int, experts: bool = False
+    ) -> None:
+        self.environment, self.agent, self.sessions, self.experts = environment, agent, sessions, experts
         self._room = asyncio.Semaphore(concurrency)
 
     async def attempt(self, task: Task, sample: str, seed: int) -> Trajectory:
@@ -54,7 +57,7 @@ class Rollouts:
             async with boundary("score"):
                 scores = _checked(await self.environment.score(task, sandbox))
         async with boundary("segments"):
-            segments = await self.sessions.segments(sample)
+            segments = await self.sessions.segments(sample, experts=self.experts)
         return Trajectory(
             id=sample,
             task=task.id,

@@ -85,6 +85,7 @@ class Scribe:
             k3_p99=stats.drift.k3_p99,
             capped=stats.capped,
             silenced=stats.silenced,
+            router_disagreement=stats.router_disagreement,
             entropy=stats.entropy,
             grad_norm=stats.grad_norm,
             tokens=stats.num_tokens,

@@ -16,7 +16,7 @@ import torch
 
 from etude.core.config import MidtrainConfig, RlConfig, RunConfig, SftConfig
 from etude.core.errors import EtudeError
-from etude.core.events import FitStep, StageDone, StageStarted
+from etude.core.events import FitStep, HandedOver, StageDone, StageStarted
 from etude.model.files import SMALL
 from etude.model.tokenizer import ChatTokenizer
 from etude.run import data
@@ -24,6 +24,7 @@ from etude.run.plan import Leg, legs
 from etude.run.prepare import model_directory
 from etude.run.step import Scribe, computing_in, objective_of
 from etude.run.telemetry import Emit, emitter
+from etude.store.experts import get_experts
 from etude.store.runs import Run
 from etude.train import stages
 from etude.train.checkpoint import Checkpoint, Origin, pack, unpack
@@ -32,6 +33,7 @@ from etude.train.schedule import rate
 from etude.train.start import starting_model
 from etude.weights.manifest import Chain
 from etude.weights.publish import Publisher
+from etude.weights.snapshot import Part
 
 KEEP = 2
 CHECKPOINT_S = 20.0  # between checkpoints within mid-training and sft, which take minutes
@@ -143,6 +145,9 @@ class Trainer:
                     objective=objective,
                     temperature=stage.temperature,
                     microbatch_tokens=0 if self.config.deterministic else stage.microbatch_tokens,
+                    fetch=(lambda name: get_experts(self.run.objects, name)) if stage.replay else None,
+                    plausible=stage.plausible,
+                    balance=stage.balance,
                 )
             self.reach(step, step=step - leg.start)
             self.emit(scribe.write(batch, stats))
@@ -179,7 +184,10 @@ class Trainer:
         self.publish()
 
     def publish(self) -> None:
-        self.publisher.publish(self.version, self.learner.weights(), stage=self.stage, step=self.made_by)
+        began = time.monotonic()
+        parts = {name: Part(*rows) for name, rows in self.learner.rows().items()}
+        self.publisher.publish(self.version, parts, stage=self.stage, step=self.made_by)
+        self.emit(HandedOver(version=self.version, stall_s=time.monotonic() - began))
 
     def save(self) -> None:
         checkpoint = Checkpoint(

@@ -1,4 +1,4 @@
-"""`etude weights log | show | verify | fetch | gc | export`: the weight versions in a store, for people."""
+"""`etude weights log | show | verify | fetch | compact | gc | export`: the weight versions in a store, for people."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from etude.core.errors import EtudeError
 from etude.core.types import Link, Manifest, Route
 from etude.model.files import SMALL, write_directory
 from etude.store.objects import Missing, Objects
+from etude.weights import compact as compacting
 from etude.weights.cache import HostCache
 from etude.weights.collect import collect
 from etude.weights.follow import Follower
@@ -132,6 +133,20 @@ def fetch(url: str, version: int | None, cache: Path | None, console: Console) -
         f"version {manifest.version}: {_size(manifest.bytes)} of weights, checked, in {seconds:.1f} s", highlight=False
     )
     return 0
+
+
+def compact(url: str, skip: int, every: float | None, console: Console) -> int:
+    """Once; or beside a run for as long as it goes on."""
+    chain = open_chain(url)
+    while True:
+        made = compacting.compact(chain, skip=skip)
+        for way in made:
+            told = f"version {way.target.version} {_start(way.route)}: {_size(way.route.bytes)}"
+            console.print(told, highlight=False)
+        if every is None:
+            console.print(f"{len(made)} ways added", highlight=False)
+            return 0
+        time.sleep(every)
 
 
 def gc(url: str, keep: int, grace: float, console: Console) -> int:

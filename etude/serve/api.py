@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -24,7 +25,7 @@ from etude.model.tokenizer import ChatTokenizer, Message
 from etude.serve import protocol as wire
 from etude.serve.forms import ChatForm, Form, TextForm
 from etude.serve.grammar import ANY_OBJECT, Grammars
-from etude.serve.http import ApiError, Events, Say, Unavailable, read, respond, together, unless_gone
+from etude.serve.http import ApiError, Events, Say, Unavailable, read, respond, respond_as_asked, together, unless_gone
 from etude.serve.metrics import Metrics
 from etude.serve.openapi import document
 
@@ -147,6 +148,7 @@ class Api:
             asked, self._prompts(asked.prompt), asked.max_tokens or COMPLETION_TOKENS, grammar=grammar,
             stop=stop if grammar is None else (*stop, self.tokenizer.eos), top_logprobs=asked.logprobs or 0,
         )  # fmt: skip
+        asks = [replace(ask, experts_from=asked.routed_experts_from) for ask in asks]
         return await self._answer(request, asked, form, asks)
 
     def _prompts(self, prompt: str | list[Any]) -> list[Sequence[int]]:
@@ -173,6 +175,8 @@ class Api:
                     f"the prompt has {len(prompt)} tokens, which leaves no room in a context of {self.max_context}"
                 )
                 raise ApiError(message, code="context_length_exceeded")
+        prediction = None if asked.prediction is None else self._predicted(asked.prediction.content)
+        drafts = tuple(map(tuple, asked.drafts or ()))
         seed = secrets.randbits(63) if asked.seed is None else asked.seed % SEEDS
         stops = (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ())
         return [
@@ -180,18 +184,28 @@ class Api:
                 prompt=prompt, max_tokens=min(limit, self.max_context - len(prompt)), stop=stop,
                 temperature=1.0 if asked.temperature is None else asked.temperature, stop_texts=stops,
                 top_p=1.0 if asked.top_p is None else asked.top_p, top_k=max(asked.top_k or 0, 0), grammar=grammar,
-                top_logprobs=top_logprobs, seed=seed if number == 0 else derive(seed, number),
+                top_logprobs=top_logprobs, seed=seed if number == 0 else derive(seed, number), prediction=prediction,
+                drafts=drafts,
             )
             for prompt in map(tuple, prompts)
             for number in range(asked.n or 1)
         ]  # fmt: skip
+
+    def _predicted(self, content: str | list[Any]) -> tuple[int, ...]:
+        if isinstance(content, str):
+            return tuple(self.tokenizer.encode(content))
+        if all(isinstance(part, int) for part in content):
+            return tuple(content)
+        if any(isinstance(part, int) for part in content):
+            raise ApiError("prediction: content is text or token ids, not both", param="prediction")
+        return tuple(self.tokenizer.encode("".join(part.text for part in content)))
 
     async def _answer(self, request: Request, asked: wire.Sampling, form: Form, asks: Sequence[Ask]) -> Response:
         if asked.stream:
             return Events(lambda say: self._stream(say, asked, form, asks))
         with self.slots.take(len(asks)):
             samples = await unless_gone(request, together([self.sample(self.policy, ask) for ask in asks]))
-        return self.whole(form, asks, samples)
+        return respond_as_asked(request, self.whole(form, asks, samples))
 
     async def sample(self, policy: Policy, ask: Ask) -> Sample:
         try:
@@ -199,10 +213,10 @@ class Api:
         except ValueError as e:
             raise ApiError(str(e)) from e
 
-    def whole(self, form: Form, asks: Sequence[Ask], samples: Sequence[Sample]) -> Response:
+    def whole(self, form: Form, asks: Sequence[Ask], samples: Sequence[Sample]) -> msgspec.Struct:
         usage = self._usage(asks, samples)
         choices = [form.choice(n, ask, sample) for n, (ask, sample) in enumerate(zip(asks, samples, strict=True))]
-        return respond(form.whole(choices, usage))
+        return form.whole(choices, usage)
 
     async def _stream(self, say: Say, asked: wire.Sampling, form: Form, asks: Sequence[Ask]) -> None:
         with self.slots.take(len(asks)):
@@ -241,7 +255,11 @@ class Api:
         read = sum(len(prompt) for prompt in {id(ask.prompt): ask.prompt for ask in asks}.values())
         sampled = sum(len(sample.tokens) for sample in samples)
         self.metrics.count_tokens(read, sampled)
-        return wire.Usage(read, sampled, read + sampled)
+        usage = wire.Usage(read, sampled, read + sampled)
+        if any(ask.speculates for ask in asks):
+            accepted, rejected = sum(sample.accepted for sample in samples), sum(sample.rejected for sample in samples)
+            usage.completion_tokens_details = wire.CompletionDetails(accepted, rejected)
+        return usage
 
     def _named(self, asked: wire.Sampling) -> str:
         if self._model is None or asked.model is None:

@@ -16,10 +16,12 @@ import os
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cached_property, partial
+from statistics import median
 
 from torch import Tensor
 
@@ -44,6 +46,8 @@ class EngineThread:
         self.engine, self.tokenizer = engine, ChatTokenizer(files)
         self.busy_s = 0.0
         self.num_tokens = 0
+        self.pauses_s: deque[float] = deque(maxlen=1000)
+        """How long each of the last swaps held up the engine."""
         self.started = time.monotonic()
         self._fetch, self._tokenizer_json = fetch, files["tokenizer.json"]
         self._loop = asyncio.get_running_loop()
@@ -53,6 +57,22 @@ class EngineThread:
         self._loading = asyncio.Lock()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
+
+    @property
+    def version(self) -> int:
+        return self.engine.version
+
+    @property
+    def max_context(self) -> int:
+        return self.engine.max_context
+
+    @property
+    def num_running(self) -> int:
+        return self.engine.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        return self.engine.num_waiting
 
     async def sample(self, ask: Ask) -> Sample:
         guide = await self._guide(ask)
@@ -76,15 +96,25 @@ class EngineThread:
             swapped = asyncio.Event()
 
             def swap() -> None:
+                began = time.monotonic()
                 self.engine.swap(version, ready)
+                self.pauses_s.append(time.monotonic() - began)
                 self._loop.call_soon_threadsafe(swapped.set)
 
             self._between_steps.put(swap)
             await swapped.wait()
 
+    async def weights(self) -> tuple[int, dict[str, Tensor]]:
+        """The version that is served, and a copy of the very tensors that the engine computes with."""
+        async with self._loading:
+            return self.engine.version, await asyncio.to_thread(self.engine.weights)
+
     def gauges(self) -> dict[str, float]:
         stats = {f"engine_{name}": value for name, value in asdict(self.engine.stats()).items()}
-        return stats | {"engine_busy_seconds": self.busy_s, "weight_version": self.engine.version}
+        stats |= {"engine_busy_seconds": self.busy_s, "weight_version": self.engine.version}
+        if self.pauses_s:
+            stats |= {"swap_pause_seconds_p50": median(self.pauses_s), "swap_pause_seconds_max": max(self.pauses_s)}
+        return stats
 
     def close(self) -> None:
         self._between_steps.put(None)
@@ -96,7 +126,8 @@ class EngineThread:
         request = Request(
             id=str(next(self._ids)), prompt=ask.prompt, max_tokens=ask.max_tokens, temperature=ask.temperature,
             top_p=ask.top_p, top_k=ask.top_k, seed=ask.seed, stop=frozenset(ask.stop), constraint=guide,
-            stream=stream, top_logprobs=ask.top_logprobs,
+            stream=stream, top_logprobs=ask.top_logprobs, experts_from=ask.experts_from, prediction=ask.prediction,
+            drafts=ask.drafts,
             ends=StopWatch(self.tokenizer, ask.stop_texts) if ask.stop_texts else None,
         )  # fmt: skip
         if self.engine.version < 0:

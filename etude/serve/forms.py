@@ -6,7 +6,6 @@ when its sample is whole, joined, is what the form says of the whole sample at o
 
 from __future__ import annotations
 
-import base64
 import secrets
 import time
 from collections.abc import Sequence
@@ -70,7 +69,7 @@ class _Form:
         if sample is not None:
             extras["weight_version"] = list(sample.versions)
             if sample.experts is not None:
-                extras["routed_experts"] = base64.b64encode(sample.experts).decode()
+                extras["routed_experts"] = sample.experts
         return extras
 
     def head(self, kind: str) -> dict[str, Any]:

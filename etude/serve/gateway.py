@@ -2,11 +2,13 @@
 
     POST   /v1/chat/completions                 like any OpenAI server; not recorded
     POST   /s/{session}/v1/chat/completions     the same, recorded: a harness is given /s/{session}/v1 as its base URL
-    GET    /s/{session}/segments                the session so far, as msgpack of tuple[Segment, ...]
+    GET    /s/{session}/segments                the session so far, as msgpack of tuple[Segment, ...]; `?experts=true`
+                                                puts the routed experts into the store first, and names them
     DELETE /s/{session}                         forgets it
     POST   /load {version}                      every worker moves to the version; answers when all of them serve it
     POST   /workers {url, region, version}      a worker joins; answers when it is up
     GET    /status
+    GET    /weights                             what every worker computes with, by the digest of its live tensors
 
     python -m etude.serve.gateway --store RUN --port 8100
 
@@ -18,12 +20,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import base64
 import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
@@ -39,15 +40,18 @@ from etude.serve import process
 from etude.serve import protocol as wire
 from etude.serve.api import Api, read_chat, replay
 from etude.serve.grammar import Grammars
-from etude.serve.http import ApiError, Events, Unavailable, create_app, read, respond, together, unless_gone
+from etude.serve.http import MSGPACK, ApiError, Events, Unavailable, create_app, read, respond, together, unless_gone
 from etude.serve.recorder import Recorder
-from etude.serve.wire import Join, Load, WorkerStatus, read_model_files
+from etude.serve.wire import Held, Join, Load, WorkerStatus, read_model_files
+from etude.store.experts import put_experts
 from etude.store.objects import Objects
 
 PATIENCE_S = 20.0
 """How long a request waits for a worker to come up before it fails. Well below the time that a session has: otherwise
 the session would run out of time and be graded, as if the model had been slow."""
 RESENDS = 3
+
+T = TypeVar("T")
 
 
 class WorkerFailed(Exception):
@@ -56,6 +60,7 @@ class WorkerFailed(Exception):
 
 class Completed(msgspec.Struct):
     choices: tuple[wire.TextChoice]
+    usage: wire.Usage
 
 
 class Router:
@@ -114,13 +119,15 @@ class Router:
         await self._wake()
 
     async def regions(self) -> dict[str, WorkerStatus]:
-        """The workers of a region taken together; those that do not answer are left out."""
+        """The workers of a region taken together."""
         regions: dict[str, WorkerStatus] = {}
-        for status in await asyncio.gather(*(self._status(worker) for worker in self.fleet.workers)):
-            if status is not None:
-                known = regions.get(status.region)
-                regions[status.region] = status if known is None else known.joined_with(status)
+        for status in await self._ask_all("/status", WorkerStatus):
+            known = regions.get(status.region)
+            regions[status.region] = status if known is None else known.joined_with(status)
         return regions
+
+    async def weights(self) -> list[Held]:
+        return await self._ask_all("/weights", Held)
 
     async def _pick(self, session: str) -> Worker:
         try:
@@ -142,7 +149,7 @@ class Router:
             raise ValueError(_message(body))
         if status != 200:
             raise WorkerFailed(_message(body))
-        return sample_of(msgspec.json.decode(body, type=Completed).choices[0])
+        return sample_of(msgspec.msgpack.decode(body, type=Completed))
 
     async def _bring(self, worker: Worker, version: int) -> str | None:
         """Has a worker load a version; returns why, if it says that it cannot. One that is gone says nothing: it is
@@ -159,16 +166,22 @@ class Router:
 
     async def _post(self, worker: Worker, path: str, value: object) -> tuple[int, bytes]:
         try:
-            async with self._http.post(worker.url + path, data=msgspec.json.encode(value)) as response:
+            body, headers = msgspec.json.encode(value), {"Accept": MSGPACK}
+            async with self._http.post(worker.url + path, data=body, headers=headers) as response:
                 return response.status, await response.read()
         except (aiohttp.ClientError, TimeoutError) as e:
             raise WorkerFailed(f"{worker.url}{path}: {type(e).__name__} {e}") from e
 
-    async def _status(self, worker: Worker) -> WorkerStatus | None:
-        with suppress(aiohttp.ClientError, TimeoutError):
-            async with self._http.get(worker.url + "/status") as response:
-                return msgspec.json.decode(await response.read(), type=WorkerStatus)
-        return None
+    async def _ask_all(self, path: str, type: type[T]) -> list[T]:
+        """What the workers say of themselves; those that do not answer are left out."""
+
+        async def ask(worker: Worker) -> list[T]:
+            with suppress(aiohttp.ClientError, TimeoutError):
+                async with self._http.get(worker.url + path) as response:
+                    return [msgspec.json.decode(await response.read(), type=type)]
+            return []
+
+        return [answer for told in await asyncio.gather(*map(ask, self.fleet.workers)) for answer in told]
 
 
 def request_of(ask: Ask) -> dict[str, Any]:
@@ -183,23 +196,32 @@ def request_of(ask: Ask) -> dict[str, Any]:
         asked["top_k"] = ask.top_k
     if ask.stop_texts:
         asked["stop"] = ask.stop_texts
+    if ask.experts_from is not None:
+        asked["routed_experts_from"] = ask.experts_from
     if ask.grammar is not None:
         asked["structured_outputs"] = {"grammar": ask.grammar}
+    if ask.prediction is not None:
+        asked["prediction"] = {"type": "content", "content": ask.prediction}
+    if ask.drafts:
+        asked["drafts"] = ask.drafts
     return asked
 
 
-def sample_of(choice: wire.TextChoice) -> Sample:
+def sample_of(completed: Completed) -> Sample:
+    choice, guessed = completed.choices[0], completed.usage.completion_tokens_details
     assert choice.logprobs and choice.token_ids and choice.weight_version  # they were asked for
     return Sample(
         tokens=tuple(choice.token_ids),
         logprobs=tuple(choice.logprobs.token_logprobs),
         versions=tuple(choice.weight_version),
         finish=choice.finish_reason,
-        experts=base64.b64decode(choice.routed_experts) if choice.routed_experts else None,
+        experts=choice.routed_experts or None,
         top=tuple(
             tuple((int(word.removeprefix(wire.ID_PREFIX)), logprob) for word, logprob in others.items())
             for others in choice.logprobs.top_logprobs or ()
         ),
+        accepted=guessed.accepted_prediction_tokens if guessed else 0,
+        rejected=guessed.rejected_prediction_tokens if guessed else 0,
     )
 
 
@@ -227,9 +249,9 @@ class AtHome:
 
 
 class Gateway(Api):
-    def __init__(self, router: Router, files: Mapping[str, bytes], *, max_context: int) -> None:
+    def __init__(self, router: Router, objects: Objects, files: Mapping[str, bytes], *, max_context: int) -> None:
         super().__init__(router, ChatTokenizer(files), Grammars(files), max_context=max_context)
-        self.router = router
+        self.router, self.objects = router, objects
         self.recorder = Recorder(self.tokenizer)
 
     def routes(self) -> list[Route]:
@@ -240,6 +262,7 @@ class Gateway(Api):
             Route("/load", self.load, methods=["POST"]),
             Route("/workers", self.join, methods=["POST"]),
             Route("/status", self.status),
+            Route("/weights", self.weights),
         ]
         return own + super().routes()
 
@@ -248,22 +271,28 @@ class Gateway(Api):
         asked = await read_chat(request)
         prompt = self.encode_chat(lambda: self.recorder.prompt_for(session, asked.messages, asked.tools or ()))
         form, asks = self.chat_question(asked, prompt.tokens)
+        asks = [replace(ask, experts_from=prompt.routed.num_tokens) for ask in asks]
         policy = AtHome(self.router, session)
         samples = await unless_gone(request, together([self.sample(policy, ask) for ask in asks]))
         for ask, sample in zip(asks, samples, strict=True):
             self.recorder.record(session, prompt, sample, form.message(ask, sample))
         if not asked.stream:
-            return self.whole(form, asks, samples)
+            return respond(self.whole(form, asks, samples))
         # What is recorded is what the client was given, so nothing is given before it is whole.
         return Events(lambda say: self.say_all(say, asked, form, asks, [replay(sample) for sample in samples]))
 
     async def segments(self, request: Request) -> Response:
         session: str = request.path_params["session"]
         try:
-            segments = self.recorder.trajectory(session)
+            segments, experts = self.recorder.trajectory(session), self.recorder.experts(session)
         except KeyError as e:
             raise ApiError(f"session {session!r} has no recorded answer", status=404, code="unknown_session") from e
-        return Response(msgspec.msgpack.encode(segments), media_type="application/msgpack")
+        if request.query_params.get("experts") == "true":
+            names = await asyncio.to_thread(
+                lambda: [put_experts(self.objects, ids) if ids else None for ids in experts]
+            )
+            segments = tuple(replace(s, experts=name) for s, name in zip(segments, names, strict=True))
+        return Response(msgspec.msgpack.encode(segments), media_type=MSGPACK)
 
     async def forget(self, request: Request) -> Response:
         session: str = request.path_params["session"]
@@ -284,17 +313,21 @@ class Gateway(Api):
         fleet = self.router.fleet
         return respond({"version": fleet.live, "up": len(fleet.up), "regions": await self.router.regions()})
 
+    async def weights(self, request: Request) -> Response:
+        return respond(await self.router.weights())
+
 
 async def serve_gateway(*, store_url: str, port: int, host: str = "127.0.0.1", version: int = -1) -> None:
     token = process.token()
     listener = process.bind(host, port, token)
-    files = read_model_files(Objects.open(store_url, create=False))
+    objects = Objects.open(store_url, create=False)
+    files = read_model_files(objects)
     max_context = json.loads(files["config.json"])["max_position_embeddings"]
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     # As many connections as there are requests, and no limit on their time: a worker that dies closes its connections.
     connector, patient = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None, sock_connect=5.0)
     async with aiohttp.ClientSession(headers=headers, connector=connector, timeout=patient) as http:
-        gateway = Gateway(Router(http, version), files, max_context=max_context)
+        gateway = Gateway(Router(http, version), objects, files, max_context=max_context)
         async with process.serving(create_app(gateway.routes(), token, gateway.metrics), listener) as running:
             print(f"gateway at {process.url_of(listener)}", flush=True)
             await running

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import llguidance
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +19,15 @@ class Guide:
         """Which tokens may come next; at the end of the grammar, and if it cannot be followed further, only the end."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         return np.unpackbits(bits, bitorder="little", count=self._vocab_size).astype(np.bool_)
+
+    def ahead(self, draft: Iterable[int]) -> list[NDArray[np.bool_]]:
+        matcher, masks = self._matcher, []
+        for token in draft:
+            if matcher.is_stopped() or not matcher.try_consume_tokens([token]):
+                break
+            masks.append(self.allowed())
+        matcher.rollback(len(masks))
+        return masks
 
     def accept(self, token: int) -> None:
         self._matcher.consume_token(token)

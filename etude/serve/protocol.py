@@ -43,6 +43,19 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     grammar: str
 
 
+class TextPart(msgspec.Struct, forbid_unknown_fields=True):
+    text: str
+    type: Literal["text"] = "text"
+
+
+class Prediction(msgspec.Struct, forbid_unknown_fields=True):
+    """What the answer may look like, such as the file that it is to edit."""
+
+    content: str | list[TextPart | TokenId]
+    """A text, whole or in parts, or token ids."""
+    type: Literal["content"] = "content"
+
+
 class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What both kinds of request can say."""
 
@@ -59,6 +72,10 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     """Adds `token_ids` and `prompt_token_ids`: exactly what was read and sampled."""
+    prediction: Prediction | None = None
+    """Where it is right the answer comes faster. It is the same answer in any case."""
+    drafts: list[list[TokenId]] | None = None
+    """More that the answer may repeat parts of, as token ids: earlier answers to the same question, for example."""
     # Harmless: not read.
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -150,8 +167,6 @@ class ChatRequest(Sampling, kw_only=True, forbid_unknown_fields=True):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP)] | None = None
     modalities: list[Literal["text"]] | None = None
-    prediction: dict[str, Any] | None = None
-    """Not read: it could only make the answer faster."""
 
 
 class CompletionRequest(Sampling, kw_only=True, forbid_unknown_fields=True):
@@ -164,6 +179,8 @@ class CompletionRequest(Sampling, kw_only=True, forbid_unknown_fields=True):
     structured_outputs: StructuredOutputs | None = None
     detokenize: bool | None = None
     """False: the answer has no text, and tokens are called `token_id:7`. It is for programs that read ids."""
+    routed_experts_from: Annotated[int, Meta(ge=0, le=2**31)] | None = None
+    """Of a sparse model: adds `routed_experts`, from this position of the prompt on."""
     min_weight_version: int = 0
     """A worker with older weights refuses (503): what the gateway promised holds even if it is wrong about a worker."""
     echo: Annotated[bool, Meta(extra_json_schema={"enum": [False]})] | None = None
@@ -171,10 +188,19 @@ class CompletionRequest(Sampling, kw_only=True, forbid_unknown_fields=True):
     suffix: None = None
 
 
+class CompletionDetails(msgspec.Struct):
+    """Of what was guessed ahead, from the prediction or elsewhere: how much was right, and how much was not."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class Usage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    completion_tokens_details: CompletionDetails | UnsetType = UNSET
+    """If there was a prediction, or drafts."""
 
 
 class TopLogprob(msgspec.Struct):
@@ -205,8 +231,9 @@ class Sampled(msgspec.Struct, kw_only=True):
     token_ids: list[int] | UnsetType = UNSET
     weight_version: list[Span] | UnsetType = UNSET
     """Which weights sampled which tokens: `[{"version": 7, "count": 21}, ..]`, in order."""
-    routed_experts: str | UnsetType = UNSET
-    """Of a sparse model, in base64: [tokens read, sparse layers, experts of a token], as bytes or int16."""
+    routed_experts: bytes | UnsetType = UNSET
+    """If they were asked for, in base64: [tokens read, sparse layers, experts of a token], a byte for each id, or two
+    (int16) with more than 256 experts. The last token was not read."""
 
 
 class AssistantMessage(msgspec.Struct):

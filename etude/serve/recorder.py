@@ -8,6 +8,9 @@ so what was recorded is kept, and only what the harness added since is rendered,
     turn 2   prompt  sampled  what was added     sampled          (one segment, one unbroken context)
 
 A history that does not go on from anything recorded (a summary, a compaction, a sub-agent) opens a new segment.
+
+The experts of a sparse model are recorded once for each token: a turn reports those of the tokens that no turn before
+it has reported. What a token was routed to when it was first read is what the tokens behind it were sampled from.
 """
 
 from __future__ import annotations
@@ -20,6 +23,14 @@ from etude.core.types import Sample, Segment, Span, spans, unspan
 from etude.model.tokenizer import ChatTokenizer, Message, Tool
 
 
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """The experts of the first `num_tokens` tokens of a context, as the engine reports them."""
+
+    num_tokens: int = 0
+    ids: bytes = b""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
     """What the engine is to read, and the messages that it stands for."""
@@ -27,6 +38,7 @@ class Prompt:
     tokens: tuple[int, ...]
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...]
+    routed: Routed
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,6 +52,7 @@ class _Open:
     mask: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: tuple[Span, ...] = ()
+    routed: Routed = Routed()
 
     @property
     def context(self) -> tuple[int, ...]:
@@ -74,8 +87,9 @@ class Recorder:
         for segment in reversed(self._sessions.get(session, [])):
             if (added := self._added(segment, said, offered, text)) is not None:
                 tokens = segment.context + tuple(self._tokenizer.encode(added))
-                return Prompt(tokens=tokens, messages=said, tools=offered)
-        return Prompt(tokens=tuple(self._tokenizer.encode(text)), messages=said, tools=offered)
+                return Prompt(tokens=tokens, messages=said, tools=offered, routed=segment.routed)
+        tokens = tuple(self._tokenizer.encode(text))
+        return Prompt(tokens=tokens, messages=said, tools=offered, routed=Routed())
 
     def _added(self, segment: _Open, said: tuple[Message, ...], offered: tuple[Tool, ...], text: str) -> str | None:
         """What stands in `text` behind the segment; None if the messages do not go on from it."""
@@ -92,23 +106,31 @@ class Recorder:
         return text[end + len(eos) :] if segment.tokens[-1] == self._tokenizer.eos else text[end:]
 
     def record(self, session: str, prompt: Prompt, sample: Sample, message: Message) -> None:
-        """The engine answered `prompt` with `sample`, and the harness was given it as `message`."""
+        """The engine answered `prompt` with `sample`, and the harness was given it as `message`. The experts of the
+        sample begin where those of the prompt end."""
         segments = self._sessions.setdefault(session, [])
         # Tokens decide, not messages: of two answers to the same prompt, the second one begins a segment of its own.
         segment = next(
             (s for s in reversed(segments) if s.context == prompt.tokens[: len(s.prompt) + len(s.tokens)]), None
         )
         if segment is None:
-            segment = _Open(prompt=prompt.tokens, messages=(), tools=prompt.tools)
+            segment = _Open(prompt=prompt.tokens, messages=(), tools=prompt.tools, routed=prompt.routed)
             segments.append(segment)
         segment.append(prompt.tokens[len(segment.prompt) + len(segment.tokens) :])
         segment.append(sample.tokens, sample.logprobs)
         segment.versions = spans(chain(unspan(segment.versions), unspan(sample.versions)))
         segment.messages = (*prompt.messages, _essence(message))
+        if sample.experts is not None:
+            num_read = len(prompt.tokens) + len(sample.tokens) - 1
+            segment.routed = Routed(num_read, prompt.routed.ids + sample.experts)
 
     def trajectory(self, session: str) -> tuple[Segment, ...]:
         """All segments of a session in the order in which they began. Raises KeyError for an unknown session."""
         return tuple(segment.closed() for segment in self._sessions[session])
+
+    def experts(self, session: str) -> tuple[bytes, ...]:
+        """Of each segment; empty if none were reported."""
+        return tuple(segment.routed.ids for segment in self._sessions[session])
 
     def forget(self, session: str) -> None:
         self._sessions.pop(session, None)

@@ -43,6 +43,16 @@ class WorkerStatus(msgspec.Struct):
         )
 
 
+class Held(msgspec.Struct):
+    """What a worker computes with, proved: the root is derived from its live tensors when it is asked."""
+
+    region: str
+    version: int
+    root: str
+    pauses_s: list[float]
+    """Of the last swaps, each: how long the engine stood still."""
+
+
 def read_model_files(objects: Objects) -> dict[str, bytes]:
     try:
         return {name: objects.get(f"model/{name}") for name in FILES}

@@ -11,7 +11,8 @@ import argparse
 import asyncio
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
 
 import aiohttp
 import msgspec
@@ -26,24 +27,33 @@ from etude.engine.engine import Engine
 from etude.model.transformer import ModelConfig, Transformer
 from etude.serve import process
 from etude.serve.api import Api
-from etude.serve.engine_thread import EngineThread, die_with_the_engine
+from etude.serve.engine_thread import EngineThread, Fetch, die_with_the_engine
 from etude.serve.grammar import Grammars
 from etude.serve.http import ApiError, Unavailable, create_app, read, respond
-from etude.serve.wire import Load, WorkerStatus, read_model_files
+from etude.serve.vllm import VllmServer, connected
+from etude.serve.wire import Held, Load, WorkerStatus, read_model_files
 from etude.store.objects import Objects
+from etude.weights.cache import HostCache
 from etude.weights.follow import Follower
 from etude.weights.manifest import Chain
+from etude.weights.tensors import root_of
 
 HEARTBEAT_S = 1.0
 
 
 class Worker(Api):
-    def __init__(self, engine: EngineThread, files: Mapping[str, bytes], region: str) -> None:
-        super().__init__(engine, engine.tokenizer, Grammars(files), max_context=engine.engine.max_context)
+    """`engine`: ours, or somebody else's behind the same seam."""
+
+    def __init__(self, engine: EngineThread | VllmServer, files: Mapping[str, bytes], region: str) -> None:
+        super().__init__(engine, engine.tokenizer, Grammars(files), max_context=engine.max_context)
         self.engine_thread, self.region = engine, region
 
     def routes(self) -> list[Route]:
-        own = [Route("/load", self.load, methods=["POST"]), Route("/status", self.status)]
+        own = [
+            Route("/load", self.load, methods=["POST"]),
+            Route("/status", self.status),
+            Route("/weights", self.weights),
+        ]
         return super().routes() + own
 
     async def load(self, request: HttpRequest) -> Response:
@@ -58,17 +68,23 @@ class Worker(Api):
     async def status(self, request: HttpRequest) -> Response:
         return respond(self.report())
 
+    async def weights(self, request: HttpRequest) -> Response:
+        version, tensors = await self.engine_thread.weights()
+        root = await asyncio.to_thread(root_of, tensors)
+        pauses_s = list(self.engine_thread.pauses_s)
+        return respond(Held(region=self.region, version=version, root=root, pauses_s=pauses_s))
+
     @property
     def version(self) -> int:
-        return self.engine_thread.engine.version
+        return self.engine_thread.version
 
     def report(self) -> WorkerStatus:
         thread = self.engine_thread
         return WorkerStatus(
             region=self.region,
             version=self.version,
-            running=thread.engine.num_running,
-            waiting=thread.engine.num_waiting,
+            running=thread.num_running,
+            waiting=thread.num_waiting,
             busy_s=thread.busy_s,
             wall_s=time.monotonic() - thread.started,
             tokens=thread.num_tokens,
@@ -95,37 +111,44 @@ async def keep_joined(worker: Worker, url: str, gateway_url: str, token: str | N
             await asyncio.sleep(HEARTBEAT_S)
 
 
-async def serve_worker(
-    *, store_url: str, region: str, port: int, host: str = "127.0.0.1", gateway_url: str | None = None,
-    version: int | None = None, max_batch: int = 32, threads: int = 1, device: str = "auto", dtype: str = "auto",
-) -> None:  # fmt: skip
+@contextlib.asynccontextmanager
+async def own_engine(
+    files: Mapping[str, bytes], fetch: Fetch, max_batch: int, device: str, dtype: str
+) -> AsyncIterator[EngineThread]:
     die_with_the_engine()
-    torch.set_num_threads(threads)
-    token = process.token()
-    listener = process.bind(host, port, token)
-    objects = Objects.open(store_url, create=False)
-    files = read_model_files(objects)
     place = device_for(device)
     # Published weights are bf16. A processor computes with them in fp32, as the trainer does on it.
     usual = torch.bfloat16 if place.type == "cuda" else torch.float32
     model = Transformer(ModelConfig.from_json(files["config.json"])).requires_grad_(False)
     model = model.to(place, usual if dtype == "auto" else getattr(torch, dtype))
-    follower = Follower(Chain(objects), name=f"{region}-{port}")
     # One request at a time is how a deterministic run is served: then nothing may depend on what was asked before.
-    engine = EngineThread(
-        Engine(model, max_batch=max_batch, version=-1, prefix_cache=max_batch > 1), follower.fetch, files
-    )
-    worker = Worker(engine, files, region)
-    if version is not None:
-        await engine.load(version)
-    async with process.serving(create_app(worker.routes(), token, worker.metrics), listener) as running:
-        url = process.url_of(listener)
-        print(f"worker {region} at {url}", flush=True)
-        joined = asyncio.create_task(keep_joined(worker, url, gateway_url, token)) if gateway_url else None
-        await running
-        if joined:
-            joined.cancel()
+    engine = EngineThread(Engine(model, max_batch=max_batch, version=-1, prefix_cache=max_batch > 1), fetch, files)
+    yield engine
     engine.close()
+
+
+async def serve_worker(
+    *, store_url: str, region: str, port: int, host: str = "127.0.0.1", gateway_url: str | None = None,
+    version: int | None = None, max_batch: int = 32, threads: int = 1, device: str = "auto", dtype: str = "auto",
+    cache: Path | None = None, vllm: str | None = None,
+) -> None:  # fmt: skip
+    torch.set_num_threads(threads)
+    token = process.token()
+    listener = process.bind(host, port, token)
+    objects = Objects.open(store_url, create=False)
+    files = read_model_files(objects)
+    fetch = Follower(Chain(objects), name=f"{region}-{port}", cache=HostCache.beside(store_url, cache)).fetch
+    async with connected(vllm, fetch, files) if vllm else own_engine(files, fetch, max_batch, device, dtype) as engine:
+        worker = Worker(engine, files, region)
+        if version is not None:
+            await engine.load(version)
+        async with process.serving(create_app(worker.routes(), token, worker.metrics), listener) as running:
+            url = process.url_of(listener)
+            print(f"worker {region} at {url}", flush=True)
+            joined = asyncio.create_task(keep_joined(worker, url, gateway_url, token)) if gateway_url else None
+            await running
+            if joined:
+                joined.cancel()
 
 
 def main() -> None:
@@ -142,11 +165,14 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if there is one")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
+    parser.add_argument("--cache", type=Path, help="where this host's workers keep what one of them has downloaded")
+    parser.add_argument("--vllm", metavar="URL", help="a vLLM server that computes instead of our engine")
     a = parser.parse_args()
     process.run(
         lambda: serve_worker(
             store_url=a.store, region=a.region, port=a.port, host=a.host, gateway_url=a.gateway,
             version=a.version, max_batch=a.max_batch, threads=a.threads, device=a.device, dtype=a.dtype,
+            cache=a.cache, vllm=a.vllm,
         )
     )  # fmt: skip
 

@@ -6,6 +6,7 @@
     events/{process}/N.jsonl what each process did, for people and the dashboard
     groups/{id}              finished groups, whole
     batches/{step}           what each step reads; made once, never changed
+    experts/{digest}         routed experts of recorded sessions (`store.experts`)
     checkpoints/{name}       the trainer's state (bytes that only `train/` understands)
     evals/{name}.json        held-out scores
     weights/                 published versions (the package `weights` knows the rest)

@@ -10,7 +10,7 @@ One thread or many, and on which cores, is the business of the process that hold
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +22,7 @@ from etude.model.transformer import Transformer
 from etude.train.correction import Drift, drift
 from etude.train.loss import entropies, token_logprobs
 from etude.train.objective import AGGREGATE, Objective
+from etude.train.routers import Routers, to_replay
 from etude.train.rows import Microbatch, Padded, pack
 
 BETAS = (0.9, 0.95)
@@ -48,6 +49,10 @@ class StepStats:
     """Sampled tokens."""
     num_computed: int
     """All tokens that went through the model, prompts and padding included."""
+    router_disagreement: float | None = None
+    """Share of the tokens with replayed experts for which a router, left alone, would have chosen another."""
+    experts_replaced: float | None = None
+    """Share of the replayed experts that were implausible, and so not used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +71,7 @@ class Learner:
     def __init__(self, model: Transformer) -> None:
         self.model = model
         self._parameters = dict(model.named_parameters())
-        # What no step changes and no file of the run holds: the biases of routers.
+        # What no gradient moves: the biases of routers.
         self._fixed = {name: t for name, t in model.state_dict().items() if name not in self._parameters}
         self._masters = {name: p.detach().float().clone() for name, p in self._parameters.items()}
         self._kept: dict[str, Tensor] = {}
@@ -88,29 +93,42 @@ class Learner:
         temperature: float = 1.0,
         microbatch_tokens: int = 8192,
         weight_decay: float = 0.0,
+        fetch: Callable[[str], bytes] | None = None,
+        plausible: float = 0.0,
+        balance: bool = False,
     ) -> StepStats:
         """One step of RL. `microbatch_tokens = 0`: row after row in their order, deterministic. An objective with a
-        `kl_coef` takes the kept weights for its reference."""
-        context = self.model.config.max_position_embeddings
-        weights, divisor = AGGREGATE[objective.aggregate](batch.rows, context)
-        microbatches = pack(batch.rows, microbatch_tokens=microbatch_tokens, max_tokens=context, weights=weights)
+        `kl_coef` takes the kept weights for its reference. `fetch` reads the experts that a row names; without it none
+        are replayed. `plausible`, `balance`: see `routers`."""
+        config, routers = self.model.config, Routers(self.model, least=plausible, balance=balance)
+        weights, divisor = AGGREGATE[objective.aggregate](batch.rows, config.max_position_embeddings)
+        microbatches = pack(
+            batch.rows,
+            microbatch_tokens=microbatch_tokens,
+            max_tokens=config.max_position_embeddings,
+            weights=weights,
+            experts=lambda row: to_replay(row, config.experts, fetch) if fetch else None,
+        )
         num_tokens = sum(micro.num_tokens for micro in microbatches)
         if num_tokens == 0:
             raise ValueError(f"the batch of step {batch.step} has no sampled token: there is nothing to learn from")
         total, new, old, entropy, capped, silenced = 0.0, [], [], 0.0, 0, 0
         references = self._reference(microbatches, temperature) if objective.kl_coef else itertools.repeat(None)
         for micro, ref_logp_N in zip(microbatches, references, strict=False):
-            logp_N, logp_NV = token_logprobs(self.model, micro.tokens_BT, micro.mask_BT, temperature)
+            routing = routers.open(micro)
+            logp_N, logp_NV = token_logprobs(self.model, micro.tokens_BT, micro.mask_BT, temperature, routing)
             old_logp_N, adv_N = micro.old_logprobs_BT[micro.mask_BT], micro.advantages_BT[micro.mask_BT]
             row_N = micro.mask_BT.nonzero()[:, 0]
             scored = objective.score(logp_N, old_logp_N, adv_N, row_N, ref_logp_N)
-            loss = (scored.loss_N * micro.weights_B[row_N]).sum() / divisor
+            balancing = routers.close(routing, micro) * (micro.num_tokens / num_tokens)
+            loss = (scored.loss_N * micro.weights_B[row_N]).sum() / divisor + balancing
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.item()
             capped, silenced = capped + int(scored.capped_N.sum()), silenced + int(scored.silenced_N.sum())
             entropy += entropies(logp_NV.detach()).sum().item() / num_tokens
             new.append(logp_N.detach())
             old.append(old_logp_N)
+        routers.settle()
         return StepStats(
             loss=total,
             drift=drift(torch.cat(new), torch.cat(old)),
@@ -122,17 +140,24 @@ class Learner:
             num_rows=len(batch.rows),
             num_tokens=num_tokens,
             num_computed=sum(micro.tokens_BT.numel() for micro in microbatches),
+            router_disagreement=routers.disagreement,
+            experts_replaced=routers.replaced,
         )
 
-    def fit(self, microbatches: Sequence[Padded], *, lr: float, weight_decay: float = 0.0) -> FitStats:
+    def fit(
+        self, microbatches: Sequence[Padded], *, lr: float, weight_decay: float = 0.0, balance: bool = False
+    ) -> FitStats:
         """One step of cross entropy on the tokens that count, averaged over all microbatches together."""
+        routers = Routers(self.model, balance=balance)
         num_tokens = sum(micro.num_tokens for micro in microbatches)
         total = 0.0
         for micro in microbatches:
-            logp_N, _ = token_logprobs(self.model, micro.tokens_BT, micro.mask_BT)
-            objective = -logp_N.sum() / num_tokens
+            routing = routers.open(micro)
+            logp_N, _ = token_logprobs(self.model, micro.tokens_BT, micro.mask_BT, routing=routing)
+            objective = (-logp_N.sum() + micro.num_tokens * routers.close(routing, micro)) / num_tokens
             objective.backward()  # type: ignore[no-untyped-call]
             total += objective.item()
+        routers.settle()
         return FitStats(loss=total, grad_norm=self._update(lr, weight_decay), lr=lr, num_tokens=num_tokens)
 
     @torch.no_grad()
@@ -153,6 +178,10 @@ class Learner:
     def weights(self) -> dict[str, Tensor]:
         """The bf16 tensors to publish: a copy, and the very values that the next forward pass computes with."""
         return files.weights(self.model)
+
+    def rows(self) -> dict[str, files.Rows]:
+        """What `weights` copies, as it is: whoever publishes it takes a copy of his own."""
+        return files.rows(self.model, {name: (0, tensor) for name, tensor in self.model.state_dict().items()})
 
     def restart(self) -> None:
         """Forget the optimizer's past and any kept weights, as a new stage does; the weights stay."""

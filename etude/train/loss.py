@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from etude.model.attention import Causal
-from etude.model.transformer import Transformer
+from etude.model.transformer import Routing, Transformer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,14 +126,14 @@ LOSS: dict[str, Loss] = {
 
 
 def token_logprobs(
-    model: Transformer, tokens_BT: Tensor, mask_BT: Tensor, temperature: float = 1.0
+    model: Transformer, tokens_BT: Tensor, mask_BT: Tensor, temperature: float = 1.0, routing: Routing | None = None
 ) -> tuple[Tensor, Tensor]:
     """For each token that counts: its log-prob, and that of every token that could have stood there (N, NV).
 
     Only positions that predict a counted token reach the head: every other token costs no logits and gets no gradient.
     """
     positions_T = torch.arange(tokens_BT.shape[1] - 1)
-    hidden_BTE = model(tokens_BT[:, :-1], positions_T.expand(len(tokens_BT), -1), Causal())
+    hidden_BTE = model(tokens_BT[:, :-1], positions_T.expand(len(tokens_BT), -1), Causal(), routing)
     counts_BT = mask_BT[:, 1:]
     logits_NV = model.logits(hidden_BTE[counts_BT])
     logp_NV = torch.log_softmax(logits_NV / temperature, dim=-1)

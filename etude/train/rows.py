@@ -1,12 +1,13 @@
 """From rows to padded microbatches. Pure: the same rows give the same microbatches, in the same order.
 
 As in `core.types.Row`, position t of every field speaks of token t. That a token is predicted at the position before it
-is said in one place only, `loss.token_logprobs`. Shapes: B rows, T tokens.
+is said in one place only, `loss.token_logprobs`. Shapes: B rows, T tokens, L layers that have experts, k experts of a
+token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,8 @@ class Padded:
 
     tokens_BT: Tensor
     mask_BT: Tensor
+    experts_BTLk: Tensor | None = None
+    """The experts that are replayed, -1 where the router decides; None: it decides everywhere."""
 
     @property
     def num_tokens(self) -> int:
@@ -59,9 +62,15 @@ def plan(lengths: Sequence[int], limit: int) -> list[list[int]]:
 
 
 def pack(
-    rows: Sequence[Row], *, microbatch_tokens: int, max_tokens: int, weights: Sequence[float] | None = None
+    rows: Sequence[Row],
+    *,
+    microbatch_tokens: int,
+    max_tokens: int,
+    weights: Sequence[float] | None = None,
+    experts: Callable[[Row], Tensor | None] = lambda row: None,
 ) -> list[Microbatch]:
-    """All rows, each in one microbatch of at most `microbatch_tokens` tokens, padding included. No `weights`: 1."""
+    """All rows, each in one microbatch of at most `microbatch_tokens` tokens, padding included. No `weights`: 1.
+    `experts` gives those that the first tokens of a row used, [tokens, L, k]."""
     weights = [1.0] * len(rows) if weights is None else weights
     bound = min(max_tokens, microbatch_tokens or max_tokens)
     for row in rows:
@@ -78,6 +87,7 @@ def pack(
             old_logprobs_BT=pad([rows[index].logprobs for index in indices], torch.float32),
             advantages_BT=pad([rows[index].advantages for index in indices], torch.float32),
             weights_B=torch.tensor([weights[index] for index in indices]),
+            experts_BTLk=pad_experts([rows[index] for index in indices], experts),
         )
         for indices in plan([len(row.tokens) for row in rows], microbatch_tokens)
     ]
@@ -92,6 +102,19 @@ def pack_text(texts: Sequence[tuple[Sequence[int], Sequence[bool]]], *, microbat
         )
         for indices in plan([len(tokens) for tokens, _ in texts], microbatch_tokens)
     ]
+
+
+def pad_experts(rows: Sequence[Row], experts: Callable[[Row], Tensor | None]) -> Tensor | None:
+    found = {number: ids for number, row in enumerate(rows) if (ids := experts(row)) is not None}
+    if not found:
+        return None
+    width, shape = max(len(row.tokens) for row in rows), next(iter(found.values())).shape[1:]
+    padded_BTLk = torch.full((len(rows), width, *shape), -1, dtype=torch.int16)
+    for number, ids in found.items():
+        if len(ids) > len(rows[number].tokens):
+            raise ValueError(f"{rows[number].sample}: {len(rows[number].tokens)} tokens, but experts of {len(ids)}")
+        padded_BTLk[number, : len(ids)] = ids
+    return padded_BTLk
 
 
 def pad(rows: Sequence[Sequence[Any]], dtype: torch.dtype) -> Tensor:

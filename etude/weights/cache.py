@@ -12,13 +12,26 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from etude.core.errors import EtudeError
+from etude.store.objects import BUCKETS
 from etude.weights.manifest import hash_of
 
 
 class HostCache:
     def __init__(self, folder: Path, max_bytes: int = 64 << 30) -> None:
         self._folder, self._max_bytes = folder, max_bytes
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as e:
+            raise EtudeError(f"weights cannot be cached in {folder} ({e.strerror}): choose another place") from e
+
+    @classmethod
+    def beside(cls, url: str, folder: Path | None = None) -> HostCache | None:
+        """The one that all workers of this user share, if the store is far away: a directory needs no copy."""
+        if not url.startswith(BUCKETS):
+            return None
+        default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "etude" / "weights"
+        return cls(folder or default)
 
     def get(self, hash: str, download: Callable[[], bytes]) -> bytes:
         path = self._folder / hash
@@ -36,10 +49,15 @@ class HostCache:
         return data
 
     def _shrink(self) -> None:
-        files = sorted((p for p in self._folder.iterdir() if not p.suffix), key=lambda p: p.stat().st_mtime)
-        size = sum(p.stat().st_size for p in files)
-        while size > self._max_bytes and len(files) > 1:
-            size -= files[0].stat().st_size
-            for path in (files[0], files[0].with_suffix(".lock")):
+        files = []
+        for path in self._folder.iterdir():
+            with contextlib.suppress(FileNotFoundError):  # others shrink it too
+                if not path.suffix:
+                    found = path.stat()
+                    files.append((found.st_mtime, found.st_size, path))
+        size = sum(each for _, each, _ in files)
+        for _, each, path in sorted(files)[:-1]:
+            if size > self._max_bytes:
                 path.unlink(missing_ok=True)
-            files.pop(0)
+                path.with_suffix(".lock").unlink(missing_ok=True)
+                size -= each

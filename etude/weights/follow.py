@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -22,12 +22,12 @@ from etude.core.types import Link, Route
 from etude.store.codec import from_json, to_json
 from etude.store.objects import Missing, Objects
 from etude.weights.cache import HostCache
-from etude.weights.codec import Array, Damaged
+from etude.weights.codec import Damaged
 from etude.weights.manifest import Chain, Lease, lease_key
 from etude.weights.routes import Hop, plan
 from etude.weights.shards import unpack
 from etude.weights.signing import Corrupt
-from etude.weights.tensors import Entry, State, tensor_of, wrong_in
+from etude.weights.tensors import Entry, Slab, State, tensor_of, wrong_in
 
 LEASE_S = 600.0
 DOWNLOADS = 16
@@ -40,32 +40,56 @@ class CorruptWeights(EtudeError):
     """What lies in the store is not what the manifest promises. The version must not be served."""
 
 
+Only = Callable[[Entry], range | None]
+"""Which chunks of a tensor a reader needs; None for a tensor that it needs nothing of. `Entry.holding` finds the chunks
+of rows. It is asked anew for each version, and must answer the same for a tensor of the same name, dtype and shape."""
+
+
+def everything(entry: Entry) -> range:
+    return entry.chunks
+
+
 @dataclass(frozen=True, slots=True)
 class Image:
-    """The bits of one version, checked. Arrays are shared between images and never written to."""
+    """The bits of one version, or of a reader's part of it, checked. Arrays are shared between images and never
+    written to."""
 
     link: Link
     state: State
-    data: dict[str, Array] = field(repr=False)
+    held: dict[str, Slab] = field(repr=False)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        return {entry.name: tensor_of(entry, self.data[entry.name]) for entry in self.state}
+        """Those of which all is held."""
+        whole = [e for e in self.state if e.name in self.held and self.held[e.name].chunks == e.chunks]
+        return {entry.name: tensor_of(entry.dtype, entry.shape, self.held[entry.name].data) for entry in whole}
+
+    def rows(self, name: str, first: int, last: int) -> torch.Tensor:
+        """Rows `first` to `last - 1` of a tensor; their chunks must be held."""
+        entry, slab = next(entry for entry in self.state if entry.name == name), self.held[name]
+        row, start = entry.bytes // max(1, entry.shape[0]), slab.chunks.start * entry.chunk_bytes
+        if last > first and not set(entry.holding(first, last)) <= set(slab.chunks):
+            raise EtudeError(f"rows {first} to {last - 1} of {name} are not held: `only` must ask for their chunks")
+        data = slab.data[first * row - start : last * row - start]
+        return tensor_of(entry.dtype, (last - first, *entry.shape[1:]), data)
 
 
 class Follower:
-    """One reader. Its name is on its lease, so that what it needs is kept; without one it takes no lease."""
+    """One reader. Its name is on its lease, so that what it needs is kept; without one it takes no lease. `only`: the
+    part that it needs, as a rank of a tensor- or expert-parallel group does; the rest is neither decoded nor, where no
+    shard holds both, downloaded."""
 
     def __init__(
         self,
         chain: Chain,
         *,
+        only: Only = everything,
         name: str | None = None,
         cache: HostCache | None = None,
         threads: int = 1,
         progress: Progress | None = None,
         now: Callable[[], float] = time.time,
     ) -> None:
-        self.chain, self.name = chain, name
+        self.chain, self.name, self._only = chain, name, only
         self.held: Image | None = None
         self.rebuilt = 0
         """How often what was held turned out wrong."""
@@ -73,7 +97,7 @@ class Follower:
         self._threads = threads
 
     def fetch(self, version: int) -> dict[str, torch.Tensor]:
-        """All tensors of a version, on the CPU. Blocks for download, decoding and digests: call it in a thread."""
+        """The tensors of a version, on the CPU. Blocks for download, decoding and digests: call it in a thread."""
         return self.image(version).tensors()
 
     def image(self, version: int) -> Image:
@@ -115,7 +139,7 @@ class Follower:
         if self.held is None:
             return []
         with ThreadPoolExecutor(self._threads) as pool:
-            wrong = wrong_in(self.held.state, self.held.data, pool)
+            wrong = wrong_in(self.held.state, self.held.held, pool)
         if wrong:
             self.held, self.rebuilt = None, self.rebuilt + 1
         return wrong
@@ -126,30 +150,43 @@ class Follower:
 
     def _take(self, way: Sequence[Hop]) -> None:
         image = self.held if way[0].route.base is not None else None
-        total, done = sum(hop.route.bytes for hop in way), 0
+        report = self._reporter(way)
         with ThreadPoolExecutor(self._threads) as pool:
             for hop in way:
                 try:
                     state = self._state(hop.target)
+                    wanted = {entry.name: chunks for entry in state if (chunks := self._only(entry)) is not None}
                     shards = []
-                    for data in self._download(hop):
+                    for data in self._download(hop, wanted):
                         shards.append(data)
-                        done += len(data)
-                        if self._progress:
-                            self._progress(done, total)
-                    made = unpack(state, shards, image.state if image else (), image.data if image else {}, pool)
+                        report(len(data))
+                    base, old = (image.state, image.held) if image else ((), {})
+                    made = unpack(state, shards, base, old, wanted, pool)
                 except (Missing, Corrupt, Damaged) as e:
                     raise _Broken(hop) from e
                 image = Image(hop.target, state, made)
             assert image is not None
             # What lies between needs no check of its own: the digests of the last state speak for the whole way.
-            if wrong_in(image.state, image.data, pool):
+            if wrong_in(image.state, image.held, pool):
                 raise _Wrong
         self.held = image
 
-    def _download(self, hop: Hop) -> Iterator[bytes]:
+    def _reporter(self, way: Sequence[Hop]) -> Callable[[int], None]:
+        total, done = sum(hop.route.bytes for hop in way), 0
+
+        def report(more: int) -> None:
+            nonlocal done
+            done += more
+            if self._progress:
+                self._progress(done, total)
+
+        return report
+
+    def _download(self, hop: Hop, wanted: Collection[str]) -> Iterator[bytes]:
+        """A shard names the first and the last of its tensors; what lies between may not be wanted at all."""
+        needed = [shard for shard in hop.route.shards if any(shard.first <= name <= shard.last for name in wanted)]
         with ThreadPoolExecutor(DOWNLOADS) as downloads:
-            yield from downloads.map(lambda shard: self._shard(hop.target, shard.hash), hop.route.shards)
+            yield from downloads.map(lambda shard: self._shard(hop.target, shard.hash), needed)
 
     def _state(self, target: Link) -> State:
         data = self._shard(target, self.chain.follow(target).root)
@@ -191,11 +228,18 @@ def fetch(objects: Objects, version: int) -> dict[str, torch.Tensor]:
     return Follower(Chain(objects)).fetch(version)
 
 
-def go_live(version: int, members: Sequence[tuple[Follower, Callable[[dict[str, torch.Tensor]], None]]]) -> None:
-    """Swaps a version in on all members of a tensor-parallel group, or on none: each fetches and checks it first."""
-    ready = [(swap, follower.fetch(version)) for follower, swap in members]
-    for swap, tensors in ready:
-        swap(tensors)
+def agreed(checked: Mapping[str, Collection[int]], live: int) -> int | None:
+    """The version that a group of workers may go live with: the newest, beyond the live one, that every member has
+    checked. One that only some have is served by nobody: half of a layer from each of two versions is no model."""
+    common = set.intersection(*(set(versions) for versions in checked.values())) if checked else set()
+    return max((version for version in common if version > live), default=None)
+
+
+def go_live(version: int, members: Sequence[tuple[Follower, Callable[[Image], None]]]) -> None:
+    """Swaps a version in on all members of a group, or on none: each fetches and checks its part first."""
+    ready = [(swap, follower.image(version)) for follower, swap in members]
+    for swap, image in ready:
+        swap(image)
 
 
 def _place(link: Link | None) -> str:

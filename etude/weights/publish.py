@@ -1,34 +1,41 @@
 """From the trainer's tensors to a version that every region can load.
 
-`publish` takes the tensors and returns; hashing, encoding, uploading and the commit happen on a thread of their own,
-one version after the other. What the trainer waits for is counted in `stalled_s`.
+`publish` takes a snapshot and returns; hashing, encoding, uploading and the commit happen on a thread of their own, one
+version after the other. What the trainer waits for is counted in `stalled_s`.
+
+A trainer of many ranks has a publisher on each, and all of them call `publish` with what they hold of the tensors. Each
+hashes, encodes and uploads its own chunks (`layout` says which); rank 0 gathers what came of it and commits. If one
+fails, all do, and nothing is committed.
 
 The first version is stored whole, every later one as the difference to the one before. When the differences since the
-last whole version have grown to half of it, or to 64 of them, the version gets a second way, whole; and every eighth a
-way from eight versions before, which costs about half of the eight single ones.
+last whole version have grown to half of it, or to 64 of them, the version gets a second way, whole.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from etude.core.errors import EtudeError
 from etude.core.types import Link, Manifest, Route, Shard
 from etude.store.objects import Missing, Objects
-from etude.weights.codec import Array
 from etude.weights.follow import Follower, Image
+from etude.weights.layout import Extent, Layout
 from etude.weights.manifest import Chain, Epoch, ExtraRoute, Gone, epoch_key, manifest_key, route_key
+from etude.weights.peers import Alone, Peers
+from etude.weights.ranks import Ranks
 from etude.weights.shards import Census, pack
 from etude.weights.signing import Signer, signer_from_environment
-from etude.weights.tensors import State, bytes_of, state_json, state_of
+from etude.weights.snapshot import Arrays, Part, Snapshots
+from etude.weights.tensors import Entry, Slab, State, state_json
 
 
 class Fenced(EtudeError):
@@ -37,25 +44,41 @@ class Fenced(EtudeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """When a version gets more than one way."""
+    """When a version gets a second way, whole."""
 
     max_chain: int = 64
     max_share: float = 0.5
     """Of a whole version, in differences since the last one."""
-    skip: int = 8
-    """Versions that one skip leads over; 0 for none."""
 
     def wants_whole(self, links: int, bytes: int, whole_bytes: int) -> bool:
         return links >= self.max_chain or bytes > self.max_share * whole_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """What rank 0 has all ranks do: publish the difference to `base`; or nothing, since the version is there."""
+
+    epoch: int
+    base: Link | None
+    there: Link | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Receipt:
+    """What a rank has uploaded."""
+
+    shards: tuple[Shard, ...]
+    census: Census
+
+
 class Publisher:
-    """One trainer's hand on the store. It takes an epoch with its first new version."""
+    """One trainer's hand on the store, or one rank's. It takes an epoch with its first new version."""
 
     def __init__(
         self,
         chain: Chain,
         *,
+        peers: Peers | None = None,
         name: str = "trainer",
         policy: Policy | None = None,
         signer: Signer | None = None,
@@ -65,22 +88,43 @@ class Publisher:
         self.chain, self.policy = chain, policy or Policy()
         self.name = f"{name}@{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
         self.stalled_s = 0.0
-        self._sign, self._now = signer or signer_from_environment(), now
+        self._ranks, self._sign, self._now = Ranks(peers or Alone()), signer or signer_from_environment(), now
         self._epoch: int | None = None
-        self._last: Image | None = None
-        self._anchor: Image | None = None  # where the next skip starts
+        self._head: Link | None = None  # what the next version follows
+        self._last: Image | None = None  # our part of it, once we have it
+        self._layout: Layout | None = None  # of that part
+        self._snapshots, self._arrays = Snapshots(), Arrays()
         self._links, self._bytes = 0, 0  # since the last whole version
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="publish")
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="encode")
         self._pending: Future[Manifest] | None = None
 
-    def publish(self, version: int, tensors: Mapping[str, torch.Tensor], *, stage: str, step: int) -> None:
-        """Hands over tensors that nobody changes from now on. Waits until the version before is published, and raises
-        what went wrong there."""
+    def publish(self, version: int, tensors: Mapping[str, torch.Tensor | Part], *, stage: str, step: int) -> None:
+        """Takes a copy of the tensors, or of this rank's parts of them, and returns. Waits until the version before is
+        published, and raises what went wrong there."""
+        self.prepare(version, tensors, stage=stage, step=step)()
+
+    def prepare(
+        self, version: int, tensors: Mapping[str, torch.Tensor | Part], *, stage: str, step: int
+    ) -> Callable[[], None]:
+        """`publish` in two: takes the copy now; to publish it, call what is returned, from whichever thread. For a
+        trainer that has something to write first."""
+        parts = {name: given if isinstance(given, Part) else Part(given) for name, given in tensors.items()}
+        extents = [part.extent(name) for name, part in parts.items()]
+        with self._counted():
+            taken = self._snapshots.take(parts)
+
+        def start() -> None:
+            with self._counted():
+                self.wait()
+            self._pending = self._worker.submit(self._publish, version, extents, taken, stage, step)
+
+        return start
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
         began = time.monotonic()
-        self.wait()
-        data = {name: bytes_of(tensor) for name, tensor in tensors.items()}
-        self._pending = self._worker.submit(self._publish, version, tensors, data, stage, step)
+        yield
         self.stalled_s += time.monotonic() - began
 
     def wait(self) -> Manifest | None:
@@ -95,65 +139,99 @@ class Publisher:
             self._pool.shutdown()
 
     def _publish(
-        self, version: int, tensors: Mapping[str, torch.Tensor], data: dict[str, Array], stage: str, step: int
+        self, version: int, extents: Sequence[Extent], taken: Callable[[], Arrays], stage: str, step: int
     ) -> Manifest:
-        state = state_of(tensors, data, self._pool)
-        state_data, root = state_json(state)
+        ranks, arrays = self._ranks, taken()
+        layout = ranks.lay_out(extents)
+        own = ranks.gather(layout, extents, arrays)
+        state = ranks.state(layout, own, self._pool)
+        order = ranks.lead(lambda: self._order(version, state), _Order)
+        if order.there is not None:  # the trainer was restarted, with the very bits that the store holds
+            self._move_on(Image(order.there, state, own), layout, arrays)
+            self._count_links()
+            return self.chain.follow(order.there)
+        ranks.share(lambda: self._start_from(order.base, layout), type(None))
+        shards, census = self._upload(order.epoch, version, state, own, self._last)
+        made = Manifest(
+            version=version, stage=stage, step=step, epoch=order.epoch, parent=order.base, root="",
+            bytes=sum(entry.bytes for entry in state), route=Route(order.base, shards), changed=census.shares(),
+            publisher=self.name, time=self._now(),
+        )  # fmt: skip
+        link = ranks.lead(lambda: self._commit(made, state), Link)
+        self._move_on(Image(link, state, own), layout, arrays)
+        manifest = self.chain.follow(link)
+        self._maybe_add_whole(manifest)
+        return manifest
+
+    def _order(self, version: int, state: State) -> _Order:
         if self._epoch is None:
             self.chain.refresh()
         if (there := self._published(version)) is not None:
             link, manifest = there
-            self._check_same(manifest, root)
-            self._adopt(Image(link, state, data))  # the trainer was restarted, with the very bits that the store holds
-            return manifest
-        epoch, base = self._claim(), self._last
-        if base is not None and version <= base.link.version:
+            self._check_same(manifest, state_json(state)[1])
+            return _Order(link.epoch, manifest.parent, link)
+        epoch = self._claim()
+        if self._head is not None and version <= self._head.version:
             raise EtudeError(
-                f"{self.chain.objects.url}: cannot publish weight version {version}, since {base.link.version} is "
+                f"{self.chain.objects.url}: cannot publish weight version {version}, since {self._head.version} is "
                 f"published already; start a new run, or go on from the newest checkpoint"
             )
-        self.chain.put_shard(epoch, version, state_data)
-        census = Census()
-        route = Route(base.link if base else None, self._upload(epoch, version, state, data, base, census))
-        manifest = self._sign(
-            Manifest(
-                version=version, stage=stage, step=step, epoch=epoch, parent=base.link if base else None, root=root,
-                bytes=sum(entry.bytes for entry in state), route=route, changed=census.shares(),
-                publisher=self.name, time=self._now(),
-            )
-        )  # fmt: skip
-        self._check_fence(epoch)
-        if not self.chain.create(manifest_key(epoch, version), manifest):
-            raise Fenced(self._fenced())
-        self._last = Image(self.chain.at(epoch, version)[0], state, data)
-        self._add_ways(self._last, route, manifest.bytes)
-        return manifest
+        return _Order(epoch, self._head)
+
+    def _start_from(self, base: Link | None, layout: Layout) -> None:
+        """Have our part of the base at hand. It is rebuilt from the store and checked, never taken from a copy that
+        somebody kept; only what we published ourselves, in parts like these, need not be."""
+        if base is None:
+            self._last = None
+        elif self._last is None or self._last.link != base or self._layout is not layout:
+            table, owned = {entry.name: entry for entry in layout.table}, layout.owned(self._ranks.rank)
+
+            def only(entry: Entry) -> range | None:
+                return owned.get(entry.name) if entry.is_like(table.get(entry.name)) else None
+
+            self._last = Follower(self.chain, only=only).reach(base)
+            self._count_links()
 
     def _upload(
-        self, epoch: int, version: int, state: State, data: Mapping[str, Array], base: Image | None, census: Census
-    ) -> tuple[Shard, ...]:
-        packed = pack(state, data, base.state if base else (), base.data if base else {}, self._pool, census)
-        return tuple(Shard(self.chain.put_shard(epoch, version, p.data), len(p.data), p.first, p.last) for p in packed)
+        self, epoch: int, version: int, state: State, own: Mapping[str, Slab], base: Image | None
+    ) -> tuple[tuple[Shard, ...], Census]:
+        """The shards of all ranks, and what they hold."""
 
-    def _add_ways(self, image: Image, route: Route, whole_bytes: int) -> None:
-        """A version is live already; what is added here only shortens the way of those who are late."""
-        whole = route.base is None
-        self._links, self._bytes = (0, 0) if whole else (self._links + 1, self._bytes + route.bytes)
-        if not whole and self.policy.wants_whole(self._links, self._bytes, whole_bytes):
-            self._add_way(image, None)
-            self._links = self._bytes = 0
-        if self.policy.skip:
-            if self._anchor is None:
-                self._anchor = image
-            elif self._links and self._links % self.policy.skip == 0:
-                self._add_way(image, self._anchor)
-                self._anchor = image
+        def upload() -> _Receipt:
+            census = Census()
+            packed = pack(state, own, base.state if base else (), base.held if base else {}, self._pool, census)
+            put = self.chain.put_shard
+            shards = [Shard(put(epoch, version, p.data), len(p.data), p.first, p.last) for p in packed]
+            return _Receipt(tuple(shards), census)
 
-    def _add_way(self, image: Image, base: Image | None) -> None:
-        link = image.link
-        shards = self._upload(link.epoch, link.version, image.state, image.data, base, Census())
-        route = Route(base.link if base else None, shards)
-        self.chain.create(route_key(link, route.base), self._sign(ExtraRoute(target=link, route=route)))
+        receipts, total = self._ranks.share(upload, _Receipt), Census()
+        for receipt in receipts:
+            total.join(receipt.census)
+        return tuple(shard for receipt in receipts for shard in receipt.shards), total
+
+    def _commit(self, made: Manifest, state: State) -> Link:
+        root = self.chain.put_shard(made.epoch, made.version, state_json(state)[0])
+        self._check_fence(made.epoch)
+        if not self.chain.create(manifest_key(made.epoch, made.version), self._sign(replace(made, root=root))):
+            raise Fenced(self._fenced())
+        return self.chain.at(made.epoch, made.version)[0]
+
+    def _move_on(self, image: Image, layout: Layout, arrays: Arrays) -> None:
+        self._snapshots.release(self._arrays)
+        self._head, self._last, self._layout, self._arrays = image.link, image, layout, arrays
+
+    def _maybe_add_whole(self, manifest: Manifest) -> None:
+        """The version is live already; a whole way to it only shortens the way of those who are late."""
+        assert self._last is not None
+        image, link, route = self._last, self._last.link, manifest.route
+        self._links, self._bytes = (0, 0) if route.base is None else (self._links + 1, self._bytes + route.bytes)
+        wanted = self.policy.wants_whole(self._links, self._bytes, manifest.bytes)
+        if route.base is None or not self._ranks.lead(lambda: wanted, bool):
+            return
+        shards, _ = self._upload(link.epoch, link.version, image.state, image.held, None)
+        extra = ExtraRoute(target=link, route=Route(None, shards))
+        self._ranks.lead(lambda: self.chain.create(route_key(link, None), self._sign(extra)), bool)
+        self._links = self._bytes = 0
 
     def _published(self, version: int) -> tuple[Link, Manifest] | None:
         try:
@@ -170,20 +248,17 @@ class Publisher:
             )
 
     def _claim(self) -> int:
-        """Our epoch. Taking one fences off whoever published before, and fixes the version that we go on from; that is
-        rebuilt from the store and checked, never taken from a copy that somebody kept."""
+        """Our epoch. Taking one fences off whoever published before, and fixes the version that we go on from."""
         while self._epoch is None:
             self.chain.refresh()
             parent = self._newest()
-            if parent is not None and (self._last is None or self._last.link != parent):
-                self._adopt(Follower(self.chain).reach(parent))
             number = max((epoch.epoch for epoch in self.chain.epochs()), default=0) + 1
             record = self._sign(Epoch(epoch=number, parent=parent, publisher=self.name))
             if not self.chain.create(epoch_key(number), record):
                 raise Fenced(self._fenced())
             # What was committed before the fence stood must not be lost: if there is more now, take another epoch.
             if self._newest(before_epoch=number) == parent:
-                self._epoch = number
+                self._epoch, self._head = number, parent
         self._check_fence(self._epoch)
         return self._epoch
 
@@ -194,10 +269,10 @@ class Publisher:
             link = self.chain.at(link.epoch, link.version + 1)[0]
         return link
 
-    def _adopt(self, image: Image) -> None:
-        """Go on from a version of the store. How far it is from a whole one, the store knows."""
-        self._last, self._links, self._bytes = image, 0, 0
-        at: Link | None = image.link
+    def _count_links(self) -> None:
+        """How far the last version is from a whole one, the store knows. Rank 0 counts for all."""
+        self._links, self._bytes = 0, 0
+        at = self._last.link if self._last and self._ranks.rank == 0 else None
         while at is not None:
             try:
                 route = self.chain.follow(at).route

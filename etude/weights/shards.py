@@ -19,7 +19,7 @@ import numpy as np
 
 from etude.weights import codec
 from etude.weights.codec import Array, Damaged, Kind
-from etude.weights.tensors import Entry, State
+from etude.weights.tensors import Entry, Slab, State
 
 MAGIC = b"etude w1"
 SHARD_BYTES = 32 << 20
@@ -48,10 +48,16 @@ class Census:
     changed: dict[str, int] = field(default_factory=dict)
     total: dict[str, int] = field(default_factory=dict)
 
-    def count(self, entry: Entry, changed: int) -> None:
-        sort = sort_of(entry.name)
+    def count(self, entry: Entry, changed: int, num_bytes: int) -> None:
+        self.add(sort_of(entry.name), changed, entry.kind.count(num_bytes))
+
+    def add(self, sort: str, changed: int, total: int) -> None:
         self.changed[sort] = self.changed.get(sort, 0) + changed
-        self.total[sort] = self.total.get(sort, 0) + entry.kind.count(entry.bytes)
+        self.total[sort] = self.total.get(sort, 0) + total
+
+    def join(self, other: Census) -> None:
+        for sort, total in other.total.items():
+            self.add(sort, other.changed[sort], total)
 
     def shares(self) -> dict[str, float]:
         return {sort: self.changed[sort] / max(1, self.total[sort]) for sort in sorted(self.total)}
@@ -63,30 +69,31 @@ def sort_of(name: str) -> str:
     return words[-1]
 
 
-def pieces(kind: Kind, num_bytes: int) -> list[slice]:
-    """A tensor's chunks, as places among its bytes."""
-    size = kind.size(kind.chunk)
-    return [slice(at, min(at + size, num_bytes)) for at in range(0, num_bytes, size)]
-
-
 def pack(
-    state: State, new: Mapping[str, Array], base: State, old: Mapping[str, Array], pool: Executor, census: Census
+    state: State, new: Mapping[str, Slab], base: State, old: Mapping[str, Slab], pool: Executor, census: Census
 ) -> Iterator[Packed]:
-    """The way from `base` to `state`, in shards. An empty base makes a whole one."""
+    """The way from `base` to `state`, in shards, as far as it concerns the chunks in `new`, which `old` must hold too
+    where the base has such a tensor. An empty base makes a whole one."""
     was = {entry.name: entry for entry in base}
 
     def encode(number: int) -> tuple[list[Chunk], int]:
         entry = state[number]
-        before = old[entry.name] if entry.is_like(was.get(entry.name)) else None
-        parts = pieces(entry.kind, entry.bytes)
-        made = [_encode(entry.kind, before, new[entry.name], at) for at in parts]
-        changed = sum(codec.num_changed(entry.kind, m, at.stop - at.start) for m, at in zip(made, parts, strict=True))
-        return [Chunk(number, chunk, payload) for chunk, payload in enumerate(made) if payload], changed
+        after, before = new[entry.name], old[entry.name] if entry.is_like(was.get(entry.name)) else None
+        assert before is None or before.chunks == after.chunks
+        made, changed = [], 0
+        for chunk in after.chunks:
+            place = after.place(entry, chunk)
+            payload = _encode(entry.kind, None if before is None else before.data[place], after.data[place])
+            changed += codec.num_changed(entry.kind, payload, place.stop - place.start)
+            if payload:
+                made.append(Chunk(number, chunk, payload))
+        return made, changed
 
     gathered: list[Chunk] = []
     size = 0
-    for entry, (chunks, changed) in zip(state, pool.map(encode, range(len(state))), strict=True):
-        census.count(entry, changed)
+    mine = [number for number, entry in enumerate(state) if entry.name in new]
+    for number, (chunks, changed) in zip(mine, pool.map(encode, mine), strict=True):
+        census.count(state[number], changed, len(new[state[number].name].data))
         for chunk in chunks:
             gathered.append(chunk)
             size += len(chunk.payload)
@@ -98,26 +105,34 @@ def pack(
 
 
 def unpack(
-    state: State, shards: Iterable[bytes], base: State, old: Mapping[str, Array], pool: Executor
-) -> dict[str, Array]:
-    """All tensors of `state`. One that did not change is the very array of the base. Raises `Damaged`."""
+    state: State, shards: Iterable[bytes], base: State, old: Mapping[str, Slab], wanted: Mapping[str, range],
+    pool: Executor,
+) -> dict[str, Slab]:  # fmt: skip
+    """The wanted chunks of the tensors of `state`; `old` must hold the same ones where the base has such a tensor. A
+    slab that did not change is the very one of the base. Raises `Damaged`."""
     payloads: dict[int, dict[int, memoryview]] = {}
     for data in shards:
         for chunk in read(data, state):
-            payloads.setdefault(chunk.tensor, {})[chunk.chunk] = memoryview(chunk.payload)
+            if chunk.chunk in wanted.get(state[chunk.tensor].name, ()):
+                payloads.setdefault(chunk.tensor, {})[chunk.chunk] = memoryview(chunk.payload)
     was = {entry.name: entry for entry in base}
 
-    def decode(number: int) -> Array:
+    def decode(number: int) -> Slab:
         entry, mine = state[number], payloads.get(number, {})
         before = old[entry.name] if entry.is_like(was.get(entry.name)) else None
         if before is not None and not mine:
             return before
-        out = np.empty(entry.bytes, np.uint8)
-        for chunk, at in enumerate(pieces(entry.kind, entry.bytes)):
-            _apply(entry.kind, before, mine.get(chunk, memoryview(b"")), out, at)
+        chunks = wanted[entry.name]
+        size = sum(entry.place(chunk).stop - entry.place(chunk).start for chunk in chunks)
+        out = Slab(chunks, np.empty(size, np.uint8))
+        for chunk in chunks:
+            place = out.place(entry, chunk)
+            old_bytes = None if before is None else before.data[place]
+            _apply(entry.kind, old_bytes, mine.get(chunk, memoryview(b"")), out.data[place])
         return out
 
-    return {entry.name: data for entry, data in zip(state, pool.map(decode, range(len(state))), strict=True)}
+    numbers = [number for number, entry in enumerate(state) if entry.name in wanted]
+    return {state[number].name: slab for number, slab in zip(numbers, pool.map(decode, numbers), strict=True)}
 
 
 def read(data: bytes, state: State) -> list[Chunk]:
@@ -127,7 +142,7 @@ def read(data: bytes, state: State) -> list[Chunk]:
     heads: list[tuple[int, int, int]] = []
     for _ in range(reader.varint(reader.left)):
         tensor = reader.varint(len(state) - 1)
-        chunk = reader.varint(max(0, len(pieces(state[tensor].kind, state[tensor].bytes)) - 1))
+        chunk = reader.varint(max(0, len(state[tensor].chunks) - 1))
         if heads and (tensor, chunk) <= heads[-1][:2]:
             raise Damaged("a shard holds its chunks in disorder")
         heads.append((tensor, chunk, reader.varint(len(data))))
@@ -149,15 +164,15 @@ def _packed(state: State, chunks: list[Chunk]) -> Packed:
     return Packed(data, state[chunks[0].tensor].name, state[chunks[-1].tensor].name)
 
 
-def _encode(kind: Kind, old: Array | None, new: Array, at: slice) -> bytes:
-    return codec.encode(kind, None if old is None else codec.codes(kind, old[at]), codec.codes(kind, new[at]))
+def _encode(kind: Kind, old: Array | None, new: Array) -> bytes:
+    return codec.encode(kind, None if old is None else codec.codes(kind, old), codec.codes(kind, new))
 
 
-def _apply(kind: Kind, old: Array | None, payload: memoryview, out: Array, at: slice) -> None:
-    before = None if old is None else codec.codes(kind, old[at])
+def _apply(kind: Kind, old: Array | None, payload: memoryview, out: Array) -> None:
+    before = None if old is None else codec.codes(kind, old)
     if kind.nibbles:  # codes are a copy of the bytes
-        made = np.empty(2 * (at.stop - at.start), np.uint8)
+        made = np.empty(2 * len(out), np.uint8)
         codec.apply(kind, before, payload, made)
-        out[at] = codec.stored(kind, made)
+        out[:] = codec.stored(kind, made)
     else:
-        codec.apply(kind, before, payload, codec.codes(kind, out[at]))
+        codec.apply(kind, before, payload, codec.codes(kind, out))

@@ -1,20 +1,21 @@
-"""Tensors as bytes with a description, and back: the only place of the weight plane that knows torch.
+"""Tensors as bytes with a description, and back.
 
-A *state* is all tensors of a version: what each is called, its dtype, shape and digest, sorted by name. Its JSON is an
-object of the version, and the hash of that is the version's root.
+A *state* is all tensors of a version: what each is called, its dtype, shape and digests, sorted by name. Its JSON is an
+object of the version, and the hash of that is the version's root. A *chunk* of a tensor is the unit of everything: it
+is hashed, coded, published and fetched by itself, so that ranks can share a tensor. A *slab* is what somebody holds of
+a tensor, in whole chunks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import Executor
-from dataclasses import dataclass
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
 
 import numpy as np
 import torch
-from blake3 import blake3
 
 from etude.core.errors import EtudeError
 from etude.store.codec import to_json
@@ -24,12 +25,13 @@ from etude.weights.manifest import hash_of
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor of a state. The digest is over dtype, shape and bytes."""
+    """One tensor of a state."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    digest: str
+    digests: tuple[str, ...] = ()
+    """Of its chunks, in order. Empty where they are not known yet."""
 
     @property
     def kind(self) -> Kind:
@@ -37,7 +39,25 @@ class Entry:
 
     @property
     def bytes(self) -> int:
-        return prod(self.shape) * _element_size(self.dtype)
+        return prod(self.shape) * element_size(self.dtype)
+
+    @property
+    def chunk_bytes(self) -> int:
+        return self.kind.size(self.kind.chunk)
+
+    @property
+    def chunks(self) -> range:
+        return range(-(-self.bytes // self.chunk_bytes))
+
+    def place(self, chunk: int) -> slice:
+        """Of a chunk, among the tensor's bytes."""
+        start = chunk * self.chunk_bytes
+        return slice(start, min(start + self.chunk_bytes, self.bytes))
+
+    def holding(self, first: int, last: int) -> range:
+        """The chunks in which rows `first` to `last - 1` lie."""
+        row = self.bytes // max(1, self.shape[0])
+        return range(first * row // self.chunk_bytes, -(-last * row // self.chunk_bytes))
 
     def is_like(self, other: Entry | None) -> bool:
         """Whether a difference between the two can be told."""
@@ -47,12 +67,37 @@ class Entry:
 State = tuple[Entry, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Slab:
+    """The bytes of some chunks of a tensor, one after the other."""
+
+    chunks: range
+    data: Array
+
+    def place(self, entry: Entry, chunk: int) -> slice:
+        """Of a chunk, among the bytes of the slab."""
+        at, start = entry.place(chunk), self.chunks.start * entry.chunk_bytes
+        return slice(at.start - start, at.stop - start)
+
+    def chunk(self, entry: Entry, chunk: int) -> Array:
+        return self.data[self.place(entry, chunk)]
+
+
 @cache
-def _element_size(dtype: str) -> int:
+def element_size(dtype: str) -> int:
+    return torch_dtype(dtype).itemsize
+
+
+@cache
+def torch_dtype(dtype: str) -> torch.dtype:
     known = getattr(torch, dtype, None)
     if not isinstance(known, torch.dtype):
         raise EtudeError(f"tensors of type {dtype} were published, which this torch does not know: install a newer one")
-    return known.itemsize
+    return known
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def bytes_of(tensor: torch.Tensor) -> Array:
@@ -60,30 +105,37 @@ def bytes_of(tensor: torch.Tensor) -> Array:
     return tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
 
 
-def tensor_of(entry: Entry, data: Array) -> torch.Tensor:
+def tensor_of(dtype: str, shape: tuple[int, ...], data: Array) -> torch.Tensor:
     if not data.size:
-        return torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
-    return torch.from_numpy(data).view(getattr(torch, entry.dtype)).reshape(entry.shape)
+        return torch.empty(shape, dtype=torch_dtype(dtype))
+    return torch.from_numpy(data).view(torch_dtype(dtype)).reshape(shape)
 
 
-def digest(dtype: str, shape: tuple[int, ...], data: Array) -> str:
-    hasher = blake3(f"{dtype} {list(shape)}\n".encode())
-    hasher.update(np.ascontiguousarray(data).data)
-    return hasher.hexdigest()
+def digests(entry: Entry, slab: Slab) -> tuple[str, ...]:
+    return tuple(hash_of(np.ascontiguousarray(slab.chunk(entry, chunk)).data) for chunk in slab.chunks)
 
 
-def state_of(tensors: Mapping[str, torch.Tensor], data: Mapping[str, Array], pool: Executor) -> State:
+def root_of(tensors: Mapping[str, torch.Tensor]) -> str:
+    """The root of a version that is these tensors."""
+
     def entry(name: str) -> Entry:
-        dtype, shape = str(tensors[name].dtype).removeprefix("torch."), tuple(tensors[name].shape)
-        return Entry(name, dtype, shape, digest(dtype, shape, data[name]))
+        tensor = tensors[name]
+        bare = Entry(name, dtype_name(tensor.dtype), tuple(tensor.shape))
+        return replace(bare, digests=digests(bare, Slab(bare.chunks, bytes_of(tensor))))
 
-    return tuple(pool.map(entry, sorted(tensors)))
+    with ThreadPoolExecutor(1) as pool:
+        return state_json(tuple(pool.map(entry, sorted(tensors))))[1]
 
 
-def wrong_in(state: State, data: Mapping[str, Array], pool: Executor) -> list[str]:
-    """The names of the tensors that are not what the state says."""
-    found = pool.map(lambda e: digest(e.dtype, e.shape, data[e.name]) == e.digest, state)
-    return [entry.name for entry, right in zip(state, found, strict=True) if not right]
+def wrong_in(state: State, held: Mapping[str, Slab], pool: Executor) -> list[str]:
+    """The names of the tensors of which a chunk that is held is not what the state says."""
+
+    def is_right(entry: Entry) -> bool:
+        chunks = held[entry.name].chunks
+        return digests(entry, held[entry.name]) == entry.digests[chunks.start : chunks.stop]
+
+    mine = [entry for entry in state if entry.name in held]
+    return [entry.name for entry, right in zip(mine, pool.map(is_right, mine), strict=True) if not right]
 
 
 def state_json(state: State) -> tuple[bytes, str]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from etude.core.types import Sample
@@ -94,3 +95,30 @@ class Overlapping:
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
         return self._runner.prepare(tensors)
+
+    def weights(self) -> dict[str, Tensor]:
+        return self._runner.weights()
+
+
+class OnlyEven:
+    """Allows even tokens, and every third one must be 6."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def allowed(self) -> NDArray[np.bool_]:
+        return np.arange(61) % 2 == 0 if len(self.seen) % 3 < 2 else np.arange(61) == 6
+
+    def ahead(self, draft: Iterable[int]) -> list[NDArray[np.bool_]]:
+        masks, begin = [], len(self.seen)
+        for token in draft:
+            if not self.allowed()[token]:
+                break
+            self.seen.append(token)
+            masks.append(self.allowed())
+        del self.seen[begin:]
+        return masks
+
+    def accept(self, token: int) -> None:
+        assert self.allowed()[token]
+        self.seen.append(token)

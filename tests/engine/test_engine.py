@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 
 from etude.core.types import Sample, Span, unspan
 from etude.engine.engine import Engine, Finished, Request, Token
@@ -18,7 +17,7 @@ from etude.engine.sampler import draws, invert
 from etude.model.attention import KVCache, Paged
 from etude.model.files import weights
 from etude.model.transformer import Transformer
-from tests.engine.reference import FAMILIES, Overlapping, check
+from tests.engine.reference import FAMILIES, OnlyEven, Overlapping, check
 from tests.small_model import drain, request, sharp
 
 
@@ -152,6 +151,23 @@ def test_a_swap_drops_nobody_and_every_token_says_its_version(
     check(other_model, request("3", [5, 6, 7], stop=frozenset()), done["3"])
 
 
+@pytest.mark.parametrize("max_batch", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_memory_of_old_weights_is_used_again_and_the_given_model_is_left_alone(family: str, max_batch: int) -> None:
+    given = sharp(FAMILIES[family], 0)
+    before = weights(given, torch.float32)
+    versions = [weights(sharp(FAMILIES[family], seed)) for seed in range(5)]
+    engine = Engine(given, max_batch=max_batch)
+    for version, tensors in enumerate(versions):
+        engine.prepare(versions[0])  # a load that failed afterwards
+        engine.load(version, tensors)
+        engine.prepare(versions[0])
+        held = engine.weights()
+        assert held.keys() == tensors.keys()
+        assert all(torch.equal(tensors[name], tensor) for name, tensor in held.items())
+    assert all(torch.equal(before[name], tensor) for name, tensor in weights(given, torch.float32).items())
+
+
 def test_old_weights_leave_nothing_behind(
     model: Transformer, other_model: Transformer, other_weights: dict[str, torch.Tensor]
 ) -> None:
@@ -233,20 +249,6 @@ def test_the_rows_of_a_swap_of_seats_stay_apart(model: Transformer) -> None:
     done = drain(engine)
     for each in asked:
         check(model, each, done[each.id])
-
-
-class OnlyEven:
-    """Allows even tokens, and every third one must be 6."""
-
-    def __init__(self) -> None:
-        self.seen: list[int] = []
-
-    def allowed(self) -> NDArray[np.bool_]:
-        mask = np.arange(61) % 2 == 0
-        return mask if len(self.seen) % 3 < 2 else np.arange(61) == 6
-
-    def accept(self, token: int) -> None:
-        self.seen.append(token)
 
 
 @pytest.mark.parametrize("overlaps", [False, True])

@@ -11,6 +11,7 @@ import torch
 os.environ["TRITON_INTERPRET"] = "1"  # before triton defines its own functions
 pytest.importorskip("triton", reason="triton is not installed")
 
+from etude.core.types import Sample
 from etude.engine import cuda
 from etude.engine.engine import Engine
 from etude.model.config import ExpertsConfig
@@ -49,6 +50,7 @@ def test_as_in_float64(name: str) -> None:
 def test_an_engine_on_kernels_says_what_the_model_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts in pieces, prompts in the prefix cache, one sequence and several, padded and not, some of them greedy."""
     monkeypatch.setattr(cuda, "PROMPT_LADDER", (8,))
+    monkeypatch.setattr(cuda, "DRAFT_LADDER", ())
     monkeypatch.setattr(cuda.CudaRunner, "block_size", 8)
     prompts = [[7] * 3, [5, 9, 20] * 4, [5, 9, 20] * 4 + [1]]
     requests = [request(str(i), prompt, max_tokens=2 + i // 2, temperature=i / 2) for i, prompt in enumerate(prompts)]
@@ -65,3 +67,26 @@ def test_an_engine_on_kernels_says_what_the_model_says(name: str, monkeypatch: p
         assert sample.tokens == reference[id].tokens
         assert sample.logprobs == pytest.approx(reference[id].logprobs, abs=1e-4)
         assert sample.experts == reference[id].experts
+
+
+def test_drafts_on_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a prompt and a sequence without any; tokens and log-probs are those without drafts."""
+    monkeypatch.setattr(cuda, "PROMPT_LADDER", (8,))
+    monkeypatch.setattr(cuda, "DRAFT_LADDER", (4, 16))
+    monkeypatch.setattr(cuda.CudaRunner, "block_size", 8)
+    model = sharp(SMALL, seed=3, factor=4.0)
+    plain = [request(str(i), [5 + i, 9, 20], max_tokens=8, temperature=i / 2, stop=frozenset()) for i in range(3)]
+    found: list[dict[str, Sample]] = []
+    for runner in (None, cuda.CudaRunner(model, num_blocks=12, max_batch=3)):
+        engine = Engine(model, max_batch=3, step_tokens=20, runner=runner)
+        for each in plain:
+            if found and each.id != "1":
+                answer = found[0][each.id].tokens
+                each = replace(each, prediction=(*answer[:4], 60, *answer[5:]), top_k=150 if each.id == "2" else 0)
+            engine.add(each)
+        found.append(drain(engine))
+    expected, drafted = found
+    for id, sample in drafted.items():
+        assert sample.tokens == expected[id].tokens
+        assert sample.logprobs == pytest.approx(expected[id].logprobs, abs=1e-4)
+        assert bool(sample.accepted and sample.rejected) == (id != "1")

@@ -107,6 +107,19 @@ def test_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
     assert together == alone
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_drafts_change_no_bit(dtype: torch.dtype) -> None:
+    """What was foreseen, and what was not, has the tokens and the log-probs of plain decoding, to the bit."""
+    made = model("qwen3", dtype=dtype)
+    plain = answers(Engine(made, max_batch=8), requests())
+    guesses = {id: (*sample.tokens[:3], 7, *sample.tokens[4:]) for id, sample in plain.items()}
+    drafted = answers(
+        Engine(made, max_batch=8, step_tokens=60), [replace(each, prediction=guesses[each.id]) for each in requests()]
+    )
+    assert min(sum(s.accepted for s in drafted.values()), sum(s.rejected for s in drafted.values())) > 50
+    assert {id: replace(sample, accepted=0, rejected=0) for id, sample in drafted.items()} == plain
+
+
 def test_new_weights_take_the_place_of_the_old() -> None:
     old, new = model("qwen2"), model("qwen2", seed=4)
     engine = Engine(old, max_batch=4)

@@ -55,7 +55,7 @@ class Parts:
     def base_url(self, session: str) -> str:
         return f"/s/{session}"
 
-    async def segments(self, session: str) -> tuple[Segment, ...]:
+    async def segments(self, session: str, *, experts: bool) -> tuple[Segment, ...]:
         self._maybe("segments")
         versions = (Span(self.version, 1),)
         return (Segment(prompt=(1,), tokens=(2,), mask=(True,), logprobs=(-0.5,), versions=versions),)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -27,15 +29,18 @@ async def served(app: ASGIApp, port: int = 0) -> AsyncIterator[str]:
 
 
 class Store:
-    """A run's store with a tiny model in three versions."""
+    """A run's store with a tiny model in a few versions."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, versions: Sequence[int] = (0, 1, 2), **shape: Any) -> None:
+        """`shape`: what its config has beyond that of the tiny model."""
         self.url, self.objects = f"file:{path}", Objects.open(f"file:{path}")
         self.files = small_files()
+        config = replace(ModelConfig.from_json(self.files["config.json"]), **shape)
+        self.files["config.json"] = config.to_json().encode()
         for name, data in self.files.items():
             self.objects.put(f"model/{name}", data)
         self.config = ModelConfig.from_json(self.files["config.json"])
-        for version in (0, 1, 2):
+        for version in versions:
             publish(self.objects, version, weights(sharp(self.config, version)), stage="test", step=version)
 
     def model(self, version: int) -> Transformer:

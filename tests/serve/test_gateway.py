@@ -19,6 +19,7 @@ from etude.serve.gateway import Gateway, Router, WorkerFailed
 from etude.serve.http import Unavailable, create_app
 from etude.serve.worker import Worker, keep_joined
 from etude.weights.follow import fetch
+from etude.weights.manifest import read_manifest
 from tests.serve.client import converse, post, segments, status, until_up, versions
 from tests.serve.conftest import Store, served
 from tests.small_model import plain_logprobs
@@ -41,7 +42,7 @@ async def worker(store: Store, region: str, gateway: str | None = None) -> Async
 
 @pytest.fixture
 async def gateway(store: Store, http: aiohttp.ClientSession) -> AsyncIterator[str]:
-    made = Gateway(Router(http), store.files, max_context=store.config.max_position_embeddings)
+    made = Gateway(Router(http), store.objects, store.files, max_context=store.config.max_position_embeddings)
     async with served(create_app(made.routes(), None)) as url:
         yield url
 
@@ -73,6 +74,23 @@ async def test_recorded_logprobs_are_those_of_the_model(
     seen = (await status(http, gateway))["regions"]
     assert seen.keys() == {"east", "west"}
     assert all(region["version"] == 0 and region["tokens"] > 0 and region["busy_s"] > 0 for region in seen.values())
+
+
+async def test_workers_prove_what_they_compute_with(
+    regions: list[Worker], gateway: str, store: Store, http: aiohttp.ClientSession
+) -> None:
+    for version in (1, 2):
+        await post(http, f"{gateway}/load", {"version": version})
+        async with http.get(f"{gateway}/weights") as response:
+            held = await response.json()
+        root = read_manifest(store.objects, version).root
+        assert {worker["region"]: (worker["version"], worker["root"]) for worker in held} == {
+            "east": (version, root),
+            "west": (version, root),
+        }
+        assert all(len(worker["pauses_s"]) == version + 1 for worker in held)
+    gauges = regions[0].gauges()
+    assert 0 < gauges["swap_pause_seconds_p50"] <= gauges["swap_pause_seconds_max"]
 
 
 async def test_weights_change_under_way_and_nobody_is_dropped(
@@ -166,7 +184,7 @@ async def test_requests_wait_for_the_first_worker(store: Store, gateway: str, ht
 
 async def test_a_gateway_that_was_restarted_finds_its_workers(store: Store, http: aiohttp.ClientSession) -> None:
     def made() -> Gateway:
-        return Gateway(Router(http), store.files, max_context=store.config.max_position_embeddings)
+        return Gateway(Router(http), store.objects, store.files, max_context=store.config.max_position_embeddings)
 
     async with AsyncExitStack() as stack:
         async with served(create_app(made().routes(), None)) as url:

@@ -129,6 +129,25 @@ def test_at_most_one_call(tokens: bool) -> None:
     assert np.flatnonzero(guides_after(guides, grammar, tokenizer, "so" + call)).tolist() == [tokenizer.eos]
 
 
+def test_looking_ahead_leaves_a_guide_where_it_is() -> None:
+    """Masks behind each token of a draft, as far as it may be said; also over the end of the grammar."""
+    tokenizer = ChatTokenizer(COMPACT)
+    guides = Guides(COMPACT["tokenizer.json"], vocab_size=310, eos=tokenizer.eos)
+    grammar = Grammars(COMPACT).text(SCHEMAS[0])
+    draft = tokenizer.encode(wander(COMPACT, grammar, seed=0) or "") + [tokenizer.eos, 5]
+    stepped, ahead = guides.guide(grammar), guides.guide(grammar)
+    for place, token in enumerate(draft[:-1]):
+        assert (ahead.allowed() == stepped.allowed()).all()
+        masks = ahead.ahead([*draft[place:]])
+        assert len(masks) >= len(draft[place:-2])
+        assert (ahead.ahead([5, *draft]) == []) or ahead.allowed()[5]
+        stepped.accept(token)
+        ahead.accept(token)
+        if place < len(draft) - 2:
+            assert (masks[0] == stepped.allowed()).all()
+    assert ahead.error is None and stepped.error is None
+
+
 def guides_after(guides: Guides, grammar: str, tokenizer: ChatTokenizer, text: str) -> Any:
     guide = guides.guide(grammar)
     for token in tokenizer.encode(text):

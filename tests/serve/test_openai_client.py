@@ -123,6 +123,16 @@ def test_stop_texts_may_cross_tokens(client: openai.OpenAI) -> None:
     assert stopped.usage.completion_tokens == shortest
 
 
+def test_a_prediction(client: openai.OpenAI) -> None:
+    plain = ask(client, max_tokens=8, temperature=0)
+    assert plain.usage.completion_tokens_details is None
+    prediction: Any = {"type": "content", "content": plain.choices[0].message.content}
+    answer = ask(client, max_tokens=8, temperature=0, prediction=prediction)
+    assert answer.choices[0].message == plain.choices[0].message
+    details = answer.usage.completion_tokens_details
+    assert details.accepted_prediction_tokens + details.rejected_prediction_tokens > 0
+
+
 def test_tools_are_called_as_told(client: openai.OpenAI) -> None:
     for seed in range(4):
         required = ask(client, tools=TOOLS, tool_choice="required", seed=seed, max_tokens=200).choices[0]

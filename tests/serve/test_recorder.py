@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -182,3 +183,29 @@ def test_random_conversations(seed: int) -> None:
     for segment in segments:
         assert sum(span.count for span in segment.versions) == sum(segment.mask)
         assert all(lp == 0.0 for lp, sampled in zip(segment.logprobs, segment.mask, strict=True) if not sampled)
+
+
+def test_experts_are_recorded_once_for_each_token() -> None:
+    """Every call reports those of the tokens that none before it has; one byte a token here, which says its place."""
+    recorder = Recorder(TOKENIZER)
+
+    def answer(messages: list[Message], tokens: list[int], *, reported: bool = True) -> Message:
+        prompt = recorder.prompt_for("s", messages)
+        places = range(prompt.routed.num_tokens, len(prompt.tokens) + len(tokens) - 1)
+        sample = replace(sample_of(tokens), experts=bytes(places) if reported else None)
+        message: Message = {"role": "assistant", "content": TOKENIZER.decode(tokens[:-1])}
+        recorder.record("s", prompt, sample, message)
+        return message
+
+    end = [TOKENIZER.eos]
+    history = [user("read")]
+    for reported in (True, False, True, True):
+        history += [answer(history, [*TOKENIZER.encode("test"), *end], reported=reported), user("go")]
+    (segment,) = recorder.trajectory("s")
+    assert recorder.experts("s") == (bytes(range(len(segment.prompt + segment.tokens) - 1)),)
+    prompt = recorder.prompt_for("s", history)
+    for text in ("a", "b"):  # two answers to one prompt: the second has a segment of its own, and all experts of it
+        places = range(prompt.routed.num_tokens, len(prompt.tokens) + 1)
+        sample = replace(sample_of([*TOKENIZER.encode(text), *end]), experts=bytes(places))
+        recorder.record("s", prompt, sample, {"role": "assistant", "content": text})
+    assert recorder.experts("s") == (bytes(range(len(prompt.tokens) + 1)),) * 2

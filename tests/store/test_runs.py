@@ -21,7 +21,7 @@ SEGMENT = Segment(
     mask=(True, False, True),
     logprobs=(-0.1, 0.0, -1e-30),
     versions=(Span(1, 1), Span(2, 1)),
-    experts=b"\x00\xff",
+    experts="00ff",
 )
 DONE = Trajectory(
     id="g.0",

@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from etude.core.errors import EtudeError
 from etude.store.objects import Objects
 from etude.weights.collect import collect, find_doomed
+from etude.weights.compact import compact
 from etude.weights.follow import LEASE_S, CorruptWeights, Follower, fetch
 from etude.weights.manifest import Chain, Gone, manifest_key
 from etude.weights.publish import Fenced, Policy, Publisher
@@ -25,7 +26,7 @@ KEEP, GRACE_S, LATE_S = 4, 100.0, 10.0
 FEW = 25
 EXAMPLES = int(os.environ.get("ETUDE_CHAOS_EXAMPLES", FEW))
 """More than a few take minutes, and are drawn anew each time."""
-POLICY = Policy(max_chain=6, skip=3)
+POLICY, SKIP = Policy(max_chain=6), 3
 
 
 def weights(seed: int) -> Tensors:
@@ -146,13 +147,24 @@ class Plane(RuleBasedStateMachine):
     def flip_a_bit_in_memory(self, which: int) -> None:
         reader = self.readers[which]
         if reader.held is not None:
-            data = reader.held.data["w"]
+            data = reader.held.held["w"].data
             data[self.random.randrange(len(data))] ^= 1 << self.random.randrange(8)
             assert reader.scrub() == ["w"]
 
     @rule(which=st.integers(0, 1))
     def restart_a_reader(self, which: int) -> None:
         self.readers[which] = Follower(self.chain(), name=f"r{which}", now=lambda: self.now)
+
+    @rule(cut=st.none() | st.integers(0, 3))
+    def compact(self, cut: int | None) -> None:
+        """Somebody adds ways, and perhaps dies over it."""
+        chain = self.chain()
+        store = chain.objects
+        assert isinstance(store, Faulty)
+        store.writes_left = cut
+        with contextlib.suppress(EtudeError, PowerCut):
+            compact(chain, skip=SKIP)
+        self.stores.remove(store)
 
     @rule(seconds=st.sampled_from([1.0, GRACE_S, LEASE_S * 2]))
     def clean(self, seconds: float) -> None:
@@ -231,22 +243,23 @@ def test_a_crash_at_every_write_leaves_a_version_absent_or_whole(inner: Objects)
 
 
 def test_a_missing_difference_is_gone_around(inner: Objects) -> None:
-    made = run(Publisher(Chain(inner), policy=Policy(skip=3)), larger(2), range(1, 9))
+    made = run(Publisher(Chain(inner)), larger(2), range(1, 9))
+    compact(Chain(inner), skip=3)
     chain = Chain(inner, sleep=lambda s: None)
     follower = Follower(chain)
-    follower.fetch(1)
-    lost = chain.find(3)[1]
+    follower.fetch(3)
+    lost = chain.find(5)[1]
     for shard in lost.route.shards:
         inner.delete(f"weights/shards/{lost.epoch:06d}/{lost.version:06d}/{shard.hash}")
-    assert bits(follower.fetch(8)) == bits(made[8])  # by the skip from 1 to 4
+    assert bits(follower.fetch(8)) == bits(made[8])  # by the skip from 3 to 6
     with pytest.raises(CorruptWeights):
-        Follower(chain).fetch(3)
+        Follower(chain).fetch(5)
     assert bits(follower.held.tensors() if follower.held else {}) == bits(made[8])
 
 
 def test_a_lease_keeps_what_a_reader_needs_and_ends(inner: Objects) -> None:
     now = [1000.0]
-    publisher = Publisher(Chain(inner), policy=Policy(max_chain=3, skip=0))
+    publisher = Publisher(Chain(inner), policy=Policy(max_chain=3))
     current, made = larger(3), {}
     reader = Follower(Chain(inner), name="slow", now=lambda: now[0])
     for version in range(1, 13):

@@ -2,78 +2,31 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import socket
-import subprocess
 import threading
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from etude.store.objects import Objects
 from etude.weights.collect import collect
+from etude.weights.compact import compact
 from etude.weights.follow import Follower, fetch
 from etude.weights.manifest import Chain
 from etude.weights.publish import Policy, Publisher
+from tests.weights.conftest import reached_by
 from tests.weights.test_weights import bits, larger, run
 
 pytestmark = pytest.mark.s3
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@pytest.fixture(scope="module")
-def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    weed = os.environ.get("WEED") or shutil.which("weed") or pytest.skip("no SeaweedFS here: run `make test-s3`")
-    folder, port = tmp_path_factory.mktemp("s3"), free_port()
-    ports = [f"-{name}.port={free_port()}" for name in ("master", "volume", "filer")]
-    command = [
-        str(weed),
-        "server",
-        f"-dir={folder}",
-        "-ip=127.0.0.1",
-        "-s3",
-        f"-s3.port={port}",
-        *ports,
-        "-volume.max=20",
-    ]
-    settings = {
-        "AWS_ENDPOINT": f"http://127.0.0.1:{port}", "AWS_ALLOW_HTTP": "true", "AWS_REGION": "us-east-1",
-        "AWS_ACCESS_KEY_ID": "any", "AWS_SECRET_ACCESS_KEY": "any", "AWS_SKIP_SIGNATURE": "true",
-    }  # fmt: skip
-    with (folder / "log").open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as server:
-        try:
-            make_bucket(settings["AWS_ENDPOINT"], "weights", Path(log.name))
-            with pytest.MonkeyPatch.context() as patch:
-                for name, value in settings.items():
-                    patch.setenv(name, value)
-                yield "s3://weights"
-        finally:
-            server.kill()
-
-
-def make_bucket(endpoint: str, name: str, log: Path) -> None:
-    for _ in range(600):
-        try:
-            urllib.request.urlopen(urllib.request.Request(f"{endpoint}/{name}", method="PUT"), timeout=5)
-            return
-        except (urllib.error.URLError, ConnectionError, TimeoutError):
-            time.sleep(0.1)
-    raise RuntimeError(log.read_text()[-2000:])
+@pytest.fixture
+def bucket(s3_port: int, monkeypatch: pytest.MonkeyPatch) -> str:
+    return reached_by(s3_port, monkeypatch)
 
 
 def test_publish_follow_collect(bucket: str) -> None:
     chain = Chain(Objects.open(f"{bucket}/a"))
-    made = run(Publisher(chain, policy=Policy(max_chain=4, skip=3)), larger(1), range(1, 11))
+    made = run(Publisher(chain, policy=Policy(max_chain=4)), larger(1), range(1, 11))
+    assert [way.target.version for way in compact(chain, skip=3)] == [6, 9]
     follower = Follower(chain, name="reader")
     for version, tensors in made.items():
         assert bits(follower.fetch(version)) == bits(tensors)

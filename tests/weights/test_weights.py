@@ -7,16 +7,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import hypothesis
 import numpy as np
 import pytest
 import torch
+from hypothesis import strategies as st
 
 from etude.core.errors import EtudeError
 from etude.core.seams import WeightStore
 from etude.core.types import Link, Route, Shard
 from etude.store.objects import Missing, Objects
 from etude.weights.cache import HostCache
-from etude.weights.follow import CorruptWeights, Follower, fetch, go_live
+from etude.weights.compact import compact, wanted
+from etude.weights.follow import CorruptWeights, Follower, Image, agreed, fetch, go_live
 from etude.weights.manifest import Chain, Versions, manifest_key
 from etude.weights.publish import Fenced, Policy, Publisher, publish
 from etude.weights.routes import Hop, cheapest
@@ -120,7 +123,7 @@ def test_a_version_cannot_be_slipped_in_before_the_newest(objects: Objects) -> N
 
 def test_a_step_is_small_and_followers_stay_bit_equal(chain: Chain) -> None:
     follower, late = Follower(chain), Follower(chain)
-    publisher = Publisher(chain, policy=Policy(skip=4))
+    publisher = Publisher(chain, policy=Policy())
     now = larger(0)
     for version in range(1, 14):
         publisher.publish(version, now, stage="rl", step=version)
@@ -159,12 +162,12 @@ def test_tensors_may_come_go_and_change_shape(objects: Objects) -> None:
 
 
 def test_whole_versions_come_when_the_chain_has_grown(chain: Chain) -> None:
-    made = run(Publisher(chain, policy=Policy(max_chain=5, skip=0)), larger(1), range(1, 14))
+    made = run(Publisher(chain, policy=Policy(max_chain=5)), larger(1), range(1, 14))
     whole = [
         v for v, e in chain.lineage().items() if any(r.base is None for r in chain.extra_routes(chain.at(e, v)[0]))
     ]
     assert whole == [6, 11]
-    again = Publisher(chain, policy=Policy(max_chain=5, skip=0))  # a restart knows how long the chain is
+    again = Publisher(chain, policy=Policy(max_chain=5))  # a restart knows how long the chain is
     again.publish(13, made[13], stage="rl", step=13)
     for version in (14, 15, 16):
         again.publish(version, moved(made[13], version), stage="rl", step=version)
@@ -179,15 +182,23 @@ def test_policy() -> None:
 
 
 def test_a_skip_is_shorter_than_its_steps_and_is_taken(chain: Chain) -> None:
-    made = run(Publisher(chain, policy=Policy(skip=4)), larger(2), range(1, 7))
-    (skip,) = chain.extra_routes(chain.find(5)[0])
-    steps = sum(chain.find(v)[1].route.bytes for v in range(2, 6))
-    assert skip.base == chain.find(1)[0] and skip.bytes < steps
+    made = run(Publisher(chain), larger(2), range(4, 10))
+    (way,) = compact(chain, skip=4)
+    (skip,) = chain.extra_routes(chain.find(8)[0])
+    steps = sum(chain.find(v)[1].route.bytes for v in range(5, 9))
+    assert skip == way.route and skip.base == chain.find(4)[0] and skip.bytes < steps
+    assert compact(chain, skip=4) == []
     loads: list[int] = []
     follower = Follower(chain, progress=lambda done, total: loads.append(total))
-    follower.fetch(1)
-    assert bits(follower.fetch(6)) == bits(made[6])
-    assert loads[-1] == skip.bytes + chain.find(6)[1].route.bytes
+    follower.fetch(4)
+    assert bits(follower.fetch(9)) == bits(made[9])
+    assert loads[-1] == skip.bytes + chain.find(9)[1].route.bytes
+
+
+def test_which_ways_the_compactor_wants() -> None:
+    assert wanted(range(1, 26), 8) == [(8, 16), (16, 24)]
+    assert wanted([8, 9, 16, 17], 8) == [(8, 16)] and wanted([9, 16], 8) == []
+    assert wanted(range(1000), 8)[0] == (936, 944)  # further back readers start from a whole version
 
 
 def hop(start: int | None, end: int, cost: int) -> Hop:
@@ -250,9 +261,9 @@ def test_a_bit_that_flips_in_memory_is_found_and_the_follower_rebuilds(chain: Ch
     follower = Follower(chain)
     follower.fetch(2)
     assert follower.held is not None and follower.scrub() == []
-    follower.held.data["w"][7] ^= 16
+    follower.held.held["w"].data[7] ^= 16
     assert bits(follower.fetch(3)) == bits(made[3]) and follower.rebuilt == 1
-    follower.held.data["w"][7] ^= 16
+    follower.held.held["w"].data[7] ^= 16
     assert follower.scrub() == ["w"] and follower.held is None
     assert bits(follower.fetch(3)) == bits(made[3]) and follower.rebuilt == 2
 
@@ -276,7 +287,7 @@ def test_of_two_trainers_one_is_fenced(chain: Chain, objects: Objects) -> None:
     with pytest.raises(EtudeError, match="published already, with other weights"):
         old.wait()
     old = Publisher(chain)
-    old._epoch, old._last = 1, Follower(chain).image(2)  # a zombie that has not looked at the store for a while
+    old._epoch, old._head = 1, chain.find(2)[0]  # a zombie that has not looked at the store for a while
     old.publish(3, tensors(9), stage="rl", step=3)
     with pytest.raises(Fenced, match="another trainer has taken over"):
         old.wait()
@@ -313,20 +324,39 @@ def test_what_a_zombie_commits_is_seen_by_nobody(
 def test_a_group_goes_live_together_or_not_at_all(objects: Objects) -> None:
     put(objects, 1, 1)
     put(objects, 2, 2)
-    live: dict[str, Tensors] = {}
+    live: dict[str, Image] = {}
     followers = [Follower(Chain(objects, sleep=lambda s: None)) for _ in range(2)]
-    members = [
-        (follower, lambda t, name=name: live.update({name: t})) for name, follower in zip("ab", followers, strict=True)
-    ]
+    members = [(followers[n], lambda image, name=name: live.update({name: image})) for n, name in enumerate("ab")]
     go_live(1, members)
-    first = {name: bits(t) for name, t in live.items()}
+    first = {name: bits(image.tensors()) for name, image in live.items()}
     assert first == {"a": bits(tensors(1)), "b": bits(tensors(1))}
     followers[0].fetch(2)  # one has it; the other cannot get it any more
     for key in shards_of(objects, 2):
         objects.delete(key)
     with pytest.raises(CorruptWeights):
         go_live(2, members)
-    assert {name: bits(t) for name, t in live.items()} == first
+    assert {name: bits(image.tensors()) for name, image in live.items()} == first
+
+
+def test_only_what_all_have_checked_goes_live() -> None:
+    assert agreed({"a": {1, 2}, "b": {1}}, live=0) == 1
+    assert agreed({"a": {1, 2}, "b": {1}}, live=1) is None
+    assert agreed({"a": {1, 2, 3}, "b": {3, 2}}, live=1) == 3
+    assert agreed({"a": {5}, "b": set()}, live=-1) is None and agreed({}, live=-1) is None
+
+
+@hypothesis.given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 4)), max_size=40))
+def test_a_group_never_serves_two_versions(events: list[tuple[str, int]]) -> None:
+    """Members check versions in any order, and may do so again after a restart; all swap when the rule says so."""
+    checked: dict[str, set[int]] = {name: set() for name in "abc"}
+    live = -1
+    for member, version in events:
+        checked[member].add(version)
+        goal = agreed(checked, live)
+        if goal is not None:
+            assert goal > live and all(goal in versions for versions in checked.values())
+            live = goal
+        assert not any(all(v in versions for versions in checked.values()) for v in range(live + 1, 5))
 
 
 def test_a_host_downloads_each_object_once(objects: Objects, tmp_path: Path) -> None:
@@ -353,6 +383,32 @@ def test_a_host_downloads_each_object_once(objects: Objects, tmp_path: Path) -> 
     for data in (b"12345678", b"abcdefgh"):
         assert small.get(hash_of(data), lambda data=data: data) == data
     assert [p.read_bytes() for p in (tmp_path / "small").iterdir() if not p.suffix] == [b"abcdefgh"]
+
+
+def test_only_what_is_far_away_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    assert HostCache.beside("file:/run") is None and HostCache.beside("/run", tmp_path) is None
+    assert HostCache.beside("s3://bucket/run") is not None and (tmp_path / "user/etude/weights").is_dir()
+    (tmp_path / "file").touch()
+    with pytest.raises(EtudeError, match="weights cannot be cached in"):
+        HostCache.beside("gs://bucket/run", tmp_path / "file" / "cache")
+
+
+def test_of_many_processes_one_downloads(tmp_path: Path) -> None:
+    """Single flight: whoever comes while an object is on its way waits for it."""
+    script = (
+        "import sys, time, pathlib\n"
+        "from etude.weights.cache import HostCache\n"
+        "from etude.weights.manifest import hash_of\n"
+        "def download():\n"
+        "    (pathlib.Path(sys.argv[1]) / f'{time.time_ns()}.download').touch()\n"
+        "    time.sleep(0.5)\n"
+        "    return b'weights'\n"
+        "assert HostCache(pathlib.Path(sys.argv[1])).get(hash_of(b'weights'), download) == b'weights'\n"
+    )
+    children = [subprocess.Popen([sys.executable, "-c", script, str(tmp_path)]) for _ in range(4)]
+    assert [child.wait() for child in children] == [0] * 4
+    assert len(list(tmp_path.glob("*.download"))) == 1
 
 
 def test_signed_manifests(objects: Objects) -> None:

@@ -1,0 +1,292 @@
+"""A vLLM server in the place of our engine: the same worker and the same recorder, other kernels.
+
+    VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model DIR --port 8000 \\
+        --enable-scale-out --logprobs-mode processed_logprobs
+    python -m etude.serve.worker --store RUN --region east --port 8101 --vllm http://127.0.0.1:8000
+
+Nothing in vLLM is changed. `/inference/v1/generate` takes and gives token ids, with log-probs, with the version of the
+weights behind every token, and with routed experts if the server was started to record them. New weights come as a
+directory of safetensors on the machine that both share: `/pause` freezes the requests under way, `reload_weights` reads
+the directory, `/resume` lets them go on with the keys and values that they have.
+
+Three traps, and what is done about each:
+
+- Given a part of the tensors, vLLM loads that part, says 200 and then writes nonsense. So what is handed over is held
+  against the model's config first, name by name and shape by shape, and anything but the whole is refused.
+- Its prefix cache knows nothing of weights. So every request carries its version as salt, and finds only what the same
+  version has computed.
+- Its log-probs are those before temperature and top-p unless it is told otherwise. So the server is asked what it does,
+  and refused if that is not what a learner needs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import shutil
+import tempfile
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from etude.core.errors import EtudeError
+from etude.core.seams import Ask, Token
+from etude.core.types import Sample, Span, spans, unspan
+from etude.model.config import ModelConfig
+from etude.model.files import check_fit, write_directory
+from etude.model.tokenizer import ChatTokenizer
+from etude.serve.api import replay
+from etude.serve.http import ApiError, Unavailable
+from etude.serve.text import Decoder, StopFinder
+
+LOGPROBS_MODE = "processed_logprobs"
+KEEPALIVE_S = 2.0
+"""vLLM closes an idle connection after 5 seconds."""
+
+
+class Versions(msgspec.Struct):
+    """Output tokens from `start` up to `end`, without that one."""
+
+    version: str
+    start: int
+    end: int
+
+
+class Likely(msgspec.Struct):
+    token_id: int
+    logprob: float
+
+
+class Drawn(Likely):
+    top_logprobs: list[Likely] = []
+
+
+class Logprobs(msgspec.Struct):
+    content: list[Drawn]
+
+
+class Choice(msgspec.Struct):
+    token_ids: list[int]
+    finish_reason: str
+    logprobs: Logprobs
+    weight_versions: list[Versions]
+    routed_experts: str | None = None
+
+
+class Generated(msgspec.Struct):
+    choices: tuple[Choice]
+
+
+class VllmServer:
+    """A `Policy`, and what a worker wants to know of what computes for it. `version` is -1 until the first `load`."""
+
+    def __init__(
+        self,
+        http: aiohttp.ClientSession,
+        url: str,
+        fetch: Callable[[int], Mapping[str, Tensor]],
+        files: Mapping[str, bytes],
+    ) -> None:
+        """`fetch` gives the checked tensors of a version; it may take long, and runs on a thread."""
+        self.url, self.tokenizer, self.config = url, ChatTokenizer(files), ModelConfig.from_json(files["config.json"])
+        self.max_context = self.config.max_position_embeddings
+        self.version, self.num_running, self.num_waiting = -1, 0, 0
+        self.started, self.busy_s, self.num_tokens = time.monotonic(), 0.0, 0
+        self.pauses_s: deque[float] = deque(maxlen=1000)
+        """How long each of the last swaps held up the server."""
+        self._http, self._fetch, self._files = http, fetch, files
+        self._loading, self._open = asyncio.Lock(), asyncio.Event()
+        self._open.set()
+
+    async def check(self) -> None:
+        """Raises if the server is not there, or is not one that can be trained with."""
+        told = await self._call("GET", "/server_info?config_format=json")
+        config = told["vllm_config"]["model_config"]
+        if config["logprobs_mode"] != LOGPROBS_MODE:
+            raise EtudeError(
+                f"vLLM at {self.url} reports {config['logprobs_mode']}, which are not those of the distribution that "
+                f"it samples from: start it with --logprobs-mode {LOGPROBS_MODE}"
+            )
+        self.max_context = min(self.max_context, config["max_model_len"])
+
+    async def sample(self, ask: Ask) -> Sample:
+        if self.version < 0:
+            raise Unavailable("vLLM has no weights of this run yet; ask again when the worker has joined the gateway")
+        if ask.grammar is not None:
+            raise ValueError("grammars are not passed on to vLLM: serve this model with our own engine")
+        await self._open.wait()
+        with self._busy():
+            answer = await self._call("POST", "/inference/v1/generate", generate_request(ask, self.version))
+        sample = sample_of(msgspec.convert(answer, Generated).choices[0], ask, self.config)
+        self.num_tokens += len(sample.tokens)
+        return cut_at(ask, sample, self.tokenizer) if ask.stop_texts else sample
+
+    async def stream(self, ask: Ask) -> AsyncIterator[Token | Sample]:
+        """Only when it is whole: which version computed a token is said at the end."""
+        async for event in replay(await self.sample(ask)):
+            yield event
+
+    async def load(self, version: int) -> None:
+        async with self._loading:
+            if version == self.version:
+                return
+            tensors = await asyncio.to_thread(self._fetch, version)
+            async with self._directory(tensors) as directory, self._paused():
+                reload = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
+                await self._call("POST", "/collective_rpc", reload)
+                await self._call("POST", "/update_weight_version", {"new_version": str(version)})
+                self.version = version
+
+    async def weights(self) -> tuple[int, dict[str, Tensor]]:
+        raise ApiError("vLLM does not give back the weights that it computes with", status=501, code="not_implemented")
+
+    def gauges(self) -> dict[str, float]:
+        return {"engine_running": self.num_running, "engine_busy_seconds": self.busy_s, "weight_version": self.version}
+
+    @asynccontextmanager
+    async def _directory(self, tensors: Mapping[str, Tensor]) -> AsyncIterator[Path]:
+        """The whole model as vLLM reads it, in memory where the system has a place for that."""
+        try:
+            with torch.device("meta"):
+                check_fit(self.config, tensors)
+        except ValueError as e:
+            raise EtudeError(f"these weights are not sent to vLLM, which would serve nonsense: {e}") from e
+        memory = Path("/dev/shm")
+        directory = Path(tempfile.mkdtemp(prefix="etude-vllm-", dir=memory if memory.is_dir() else None))
+        try:
+            await asyncio.to_thread(write_directory, directory, self._files, tensors)
+            yield directory
+        finally:
+            await asyncio.to_thread(shutil.rmtree, directory)
+
+    @asynccontextmanager
+    async def _paused(self) -> AsyncIterator[None]:
+        """Requests under way stand still, and new ones wait here, because their salt is not known yet. If something
+        fails in between, nobody knows what the server holds: it serves nothing until a version was loaded."""
+        self._open.clear()
+        began = time.monotonic()
+        try:
+            await self._call("POST", "/pause?mode=keep")
+            yield
+        except BaseException:
+            self.version = -1
+            with suppress(ApiError, ValueError):
+                await self._call("POST", "/abort_requests", {})
+            raise
+        finally:
+            self._open.set()
+            with suppress(Unavailable):
+                await self._call("POST", "/resume")
+            self.pauses_s.append(time.monotonic() - began)
+
+    @contextmanager
+    def _busy(self) -> Iterator[None]:
+        """The time in which any request is under way counts once."""
+        if not self.num_running:
+            self._began = time.monotonic()
+        self.num_running += 1
+        try:
+            yield
+        finally:
+            self.num_running -= 1
+            if not self.num_running:
+                self.busy_s += time.monotonic() - self._began
+
+    async def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        try:
+            async with self._http.request(method, self.url + path, json=body) as response:
+                status, text = response.status, await response.text()
+        except (aiohttp.ClientError, TimeoutError) as e:
+            raise Unavailable(f"vLLM at {self.url} does not answer: {type(e).__name__} {e}") from e
+        if 400 <= status < 500:
+            raise ValueError(f"vLLM refuses {path}: {text[:300]}")
+        if status != 200:
+            raise Unavailable(f"vLLM at {self.url}{path} answers {status}: {text[:300]}")
+        return msgspec.json.decode(text) if text else None
+
+
+@asynccontextmanager
+async def connected(
+    url: str, fetch: Callable[[int], Mapping[str, Tensor]], files: Mapping[str, bytes]
+) -> AsyncIterator[VllmServer]:
+    # As many connections as there are requests, and no limit on their time; idle ones are closed by us, since a server
+    # that closes one while we ask looks like a server that is gone.
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
+    patient = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
+    async with aiohttp.ClientSession(connector=connector, timeout=patient) as http:
+        server = VllmServer(http, url, fetch, files)
+        try:
+            await server.check()
+        except (ApiError, ValueError) as e:
+            raise EtudeError(f"{e}; start vLLM as docs/serve.md says, then start this worker") from e
+        yield server
+
+
+def generate_request(ask: Ask, version: int) -> dict[str, Any]:
+    return {
+        "token_ids": ask.prompt,
+        "cache_salt": f"version-{version}",
+        "sampling_params": {
+            "max_tokens": ask.max_tokens, "temperature": ask.temperature, "top_p": ask.top_p, "top_k": ask.top_k,
+            "seed": ask.seed, "stop_token_ids": ask.stop, "ignore_eos": True, "logprobs": ask.top_logprobs,
+            "detokenize": False,
+        },
+    }  # fmt: skip
+
+
+def sample_of(choice: Choice, ask: Ask, config: ModelConfig) -> Sample:
+    if choice.finish_reason not in ("stop", "length"):
+        raise Unavailable(f"vLLM gave the request up: {choice.finish_reason}")
+    tokens, drawn = tuple(choice.token_ids), choice.logprobs.content
+    versions = tuple(Span(int(span.version), span.end - span.start) for span in choice.weight_versions)
+    assert sum(span.count for span in versions) == len(tokens) == len(drawn)
+    tops = ([(likely.token_id, likely.logprob) for likely in each.top_logprobs] for each in drawn)
+    return Sample(
+        tokens=tokens,
+        logprobs=tuple(each.logprob for each in drawn),
+        versions=versions,
+        finish="stop" if choice.finish_reason == "stop" else "length",
+        experts=experts_of(choice.routed_experts, ask, config) if choice.routed_experts else None,
+        top=tuple(tuple(sorted(top, key=lambda pair: -pair[1])) for top in tops) if ask.top_logprobs else (),
+    )
+
+
+def experts_of(encoded: str, ask: Ask, config: ModelConfig) -> bytes | None:
+    """From vLLM's array, which has all layers and what type it likes, to the bytes that our engine would report."""
+    if ask.experts_from is None or config.experts is None:
+        return None
+    ids = np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
+    if ids.shape[1] == config.num_hidden_layers:
+        ids = ids[:, list(config.experts.layers)]
+    kind = np.uint8 if config.experts.num_experts <= 256 else np.int16
+    data: bytes = ids[ask.experts_from :].astype(kind).tobytes()
+    return data
+
+
+def cut_at(ask: Ask, sample: Sample, tokenizer: ChatTokenizer) -> Sample:
+    """Up to the token that completes a stop text. What stands before it was sampled as if nothing followed."""
+    decoder, finder = Decoder(tokenizer.decode), StopFinder(ask.stop_texts)
+    number = 0
+    while not finder.found:
+        if number == len(sample.tokens):
+            return sample
+        finder.push(decoder.push(sample.tokens[number]))
+        number += 1
+    experts, unread = sample.experts, len(sample.tokens) - number
+    if experts:
+        num_reported = len(ask.prompt) + len(sample.tokens) - 1 - (ask.experts_from or 0)
+        experts = experts[: len(experts) * (num_reported - unread) // num_reported]
+    return Sample(
+        tokens=sample.tokens[:number], logprobs=sample.logprobs[:number], top=sample.top[:number], finish="stop",
+        versions=spans(list(unspan(sample.versions))[:number]), experts=experts,
+    )  # fmt: skip

@@ -1,0 +1,38 @@
+"""Routed experts of recorded sessions, beside the groups that name them.
+
+    experts/{digest}    the ids of one segment, as the engine recorded them
+
+One byte for each token, layer and expert (two with more than 256 experts) is a hundred times the tokens themselves. So
+they go from the gateway to the trainer by way of the store, and whoever stands between handles the digest only. An
+object is written before anything names it, and named by its content, so that writing it again changes nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from etude.core.errors import EtudeError
+from etude.store.objects import Objects
+
+
+def put_experts(objects: Objects, data: bytes) -> str:
+    name = _digest(data)
+    objects.create(_key(name), data)
+    return name
+
+
+def get_experts(objects: Objects, name: str) -> bytes:
+    data = objects.get(_key(name))
+    if _digest(data) != name:
+        raise EtudeError(
+            f"{objects.url}: {_key(name)} is damaged; bring it back from a copy, or set stage.rl.replay=false"
+        )
+    return data
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def _key(name: str) -> str:
+    return f"experts/{name}"

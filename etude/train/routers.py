@@ -1,0 +1,108 @@
+"""What a step does with the routers of a sparse model, beside learning through them: it replays the experts that the
+engine used, counts how often the routers disagree with that, and keeps the load of the experts even.
+
+Even load comes in the way of the model's family. DeepSeek's routers have a bias for each expert that only steers the
+choice; after a step it is nudged up for experts that had less than their share and down for the others, and it is
+published like any weight. The others have a further loss, least when all experts are equally likely and equally used.
+
+Shapes: B rows, T tokens (one less than in the rows: the last is never read), N = B * T, X experts, k experts of a
+token, L layers that have experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from etude.core.types import Row
+from etude.model.config import ExpertsConfig
+from etude.model.experts import Router, Routing, read_ids
+from etude.model.transformer import Transformer
+from etude.train.rows import Padded
+
+BIAS_STEP = 1e-3
+"""What DeepSeek-V3 was trained with; scores lie between 0 and 1."""
+
+
+class Routers:
+    """Those of one model over the microbatches of one step: `open`, the forward pass, `close`, and at last `settle`."""
+
+    def __init__(self, model: Transformer, *, least: float = 0.0, balance: bool = False) -> None:
+        self._config, self._least, self._balance = model.config.experts, least, balance
+        self._routers = [module for module in model.modules() if isinstance(module, Router)]
+        self.num_replayed = self.num_differing = self.num_replaced = 0
+        """Tokens that were replayed, those among them for which any router would have chosen otherwise, and choices
+        that were replaced."""
+        size = (len(self._routers), self._config.num_experts if self._config else 0)
+        self.loads_LX = torch.zeros(size, dtype=torch.int64)
+
+    @property
+    def disagreement(self) -> float | None:
+        """The share of the replayed tokens with a router that disagrees; None if nothing was replayed."""
+        return self.num_differing / self.num_replayed if self.num_replayed else None
+
+    @property
+    def replaced(self) -> float | None:
+        """The share of the replayed choices that were implausible."""
+        if not self.num_replayed or not self._config:
+            return None
+        return self.num_replaced / (self.num_replayed * len(self._routers) * self._config.num_experts_per_tok)
+
+    def open(self, micro: Padded) -> Routing | None:
+        """For the forward pass; None if there is nothing to tell and nothing to see."""
+        if not self._config or (micro.experts_BTLk is None and not self._balance):
+            return None
+        replay = None if micro.experts_BTLk is None else micro.experts_BTLk[:, :-1]
+        return Routing(replay, least=self._least, keep_scores=self._balance and not self._config.sigmoid)
+
+    def close(self, routing: Routing | None, micro: Padded) -> Tensor | float:
+        """Counts; returns the loss that balances, a mean over the tokens of the microbatch."""
+        if routing is None or not self._config:
+            return 0.0
+        if routing.replay is not None:
+            self.num_replayed += int((routing.replay[..., 0, 0] >= 0).sum())
+            self.num_differing += int(routing.differs().sum())
+            self.num_replaced += int(routing.replaced().sum())
+        if not self._balance:
+            return 0.0
+        is_read_N = read_tokens(micro.mask_BT).flatten()
+        used_NLk = routing.used()[is_read_N]
+        for layer, load_X in enumerate(self.loads_LX):
+            load_X += used_NLk[:, layer].flatten().bincount(minlength=len(load_X)).cpu()
+        if self._config.sigmoid:
+            return 0.0
+        return self._config.router_aux_loss_coef * balance_loss([s[is_read_N] for s in routing.scores], used_NLk)
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """After the last microbatch."""
+        for router, load_X in zip(self._routers, self.loads_LX, strict=True):
+            if self._balance and (bias_X := router.e_score_correction_bias) is not None:
+                bias_X += BIAS_STEP * (load_X.double().mean() - load_X).sign().to(bias_X)
+
+
+def to_replay(row: Row, config: ExpertsConfig | None, fetch: Callable[[str], bytes]) -> Tensor | None:
+    """The experts of the first tokens of a row, [tokens, L, k]. `fetch` reads what the row names."""
+    if row.experts is None:
+        return None
+    if config is None:
+        raise ValueError(f"{row.sample}: it names experts, and the model has none")
+    try:
+        return read_ids(fetch(row.experts), config)
+    except ValueError as e:
+        raise ValueError(f"{row.sample}: {e}") from e
+
+
+def balance_loss(scores_NX: Sequence[Tensor], used_NLk: Tensor) -> Tensor:
+    """The number of experts times the sum over them of load times mean score, all layers taken together."""
+    scores_NLX = torch.stack(list(scores_NX), 1)
+    num_experts = scores_NLX.shape[-1]
+    load_X = used_NLk.flatten().bincount(minlength=num_experts) / scores_NLX[..., 0].numel()
+    return num_experts * (load_X * scores_NLX.mean((0, 1))).sum()
+
+
+def read_tokens(mask_BT: Tensor) -> Tensor:
+    """Of all tokens but the last: those that a token which counts can see. The others are padding, or as good as."""
+    return mask_BT[:, 1:].flip(1).cumsum(1).flip(1) > 0

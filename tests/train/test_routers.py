@@ -1,0 +1,192 @@
+"""Sparse models in the trainer: what the engine used is used again, and no expert starves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
+from etude.core.types import Batch, Row
+from etude.engine.engine import Engine
+from etude.model.attention import Causal
+from etude.model.config import ExpertsConfig, LatentConfig, ModelConfig
+from etude.model.experts import Router, Routing
+from etude.model.files import weights
+from etude.model.transformer import Transformer, fresh
+from etude.train.learner import Learner, StepStats
+from etude.train.routers import Routers, balance_loss, read_tokens
+from etude.train.rows import Padded, pack
+from tests.small_model import config, drain, request, sharp
+
+EXPERTS = ExpertsConfig(
+    num_experts=6, num_experts_per_tok=2, moe_intermediate_size=16, layers=(0, 1), router_aux_loss_coef=0.1
+)
+SPARSE = replace(config(), model_type="qwen3_moe", experts=EXPERTS)
+LATENT = LatentConfig(kv_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=10)
+SIGMOID = replace(
+    config(), model_type="deepseek_v3", latent=LATENT, experts=replace(EXPERTS, layers=(1,), sigmoid=True)
+)
+
+
+def sampled(model: Transformer) -> tuple[Batch, dict[str, bytes]]:
+    """What an engine says and how it routed, as a batch and the objects that its rows name."""
+    engine = Engine(model, max_batch=4)
+    asks = [request(str(n), [3 + n, 7, 11 + n], max_tokens=5 + 3 * n) for n in range(4)]
+    for ask in asks:
+        engine.add(ask)
+    samples = drain(engine)
+    rows, objects = [], {}
+    for ask in asks:
+        sample = samples[ask.id]
+        assert sample.experts is not None
+        objects[ask.id] = sample.experts
+        size, behind = len(ask.prompt), len(sample.tokens)
+        rows.append(
+            Row(
+                sample=f"s{ask.id}",
+                tokens=ask.prompt + sample.tokens,
+                mask=(False,) * size + (True,) * behind,
+                logprobs=(0.0,) * size + sample.logprobs,
+                advantages=(0.0,) * size + (1.0,) * behind,
+                versions=sample.versions,
+                experts=ask.id,
+            )  # fmt: skip
+        )
+    return Batch(step=1, rows=tuple(rows), oldest=0), objects
+
+
+def served(model_config: ModelConfig, dtype: torch.dtype) -> Transformer:
+    """The published values, in the engine's precision."""
+    model = sharp(model_config, 0)
+    for parameter in model.parameters():
+        parameter.copy_(parameter.bfloat16())
+    return model.to(dtype)
+
+
+def step(model_config: ModelConfig, batch: Batch, objects: dict[str, bytes] | None, **options: float) -> StepStats:
+    learner = Learner(sharp(model_config, 0).requires_grad_(True))
+    fetch = objects.__getitem__ if objects is not None else None
+    return learner.step(batch, lr=1e-3, fetch=fetch, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("model_config", [SPARSE, SIGMOID], ids=["qwen3_moe", "deepseek_v3"])
+def test_what_the_engine_routed_is_what_the_learner_routes(model_config: ModelConfig) -> None:
+    batch, objects = sampled(served(model_config, torch.float32))
+    stats = step(model_config, batch, objects, plausible=1.0)
+    assert stats.router_disagreement == 0.0 and stats.experts_replaced == 0.0
+    assert stats.drift.k3 < 1e-9
+    assert step(model_config, batch, None).router_disagreement is None
+
+
+def test_replay_brings_a_learner_in_another_precision_near_the_engine() -> None:
+    """Every token is routed otherwise than the router would, so that this does not hang on luck."""
+    batch, objects = sampled(served(SPARSE, torch.bfloat16))
+    without, replayed = step(SPARSE, batch, None), step(SPARSE, batch, objects)
+    assert replayed.drift.k3 <= without.drift.k3
+    turned = {name: bytes(5 - expert for expert in ids) for name, ids in objects.items()}
+    wrong = step(SPARSE, batch, turned)
+    assert wrong.router_disagreement is not None and wrong.router_disagreement > 0.5
+    assert wrong.drift.k3 > 10 * replayed.drift.k3
+    guarded = step(SPARSE, batch, turned, plausible=1.0)
+    assert guarded.experts_replaced is not None and guarded.experts_replaced > 0.3
+    assert guarded.drift.k3 == pytest.approx(without.drift.k3, rel=0.01)  # as if nothing had been told
+
+
+def test_how_rows_are_cut_changes_only_rounding() -> None:
+    batch, objects = sampled(served(SPARSE, torch.bfloat16))
+    one, other = (step(SPARSE, batch, objects, microbatch_tokens=size) for size in (0, 4096))
+    assert one.router_disagreement == other.router_disagreement
+    assert one.loss == pytest.approx(other.loss, rel=1e-4)
+
+
+def test_tokens_that_nobody_reported_are_left_to_the_router() -> None:
+    batch, objects = sampled(served(SPARSE, torch.float32))
+    short = {name: ids[: len(ids) // 2 // 4 * 4] for name, ids in objects.items()}
+    micro = pack(
+        batch.rows, microbatch_tokens=4096, max_tokens=64,
+        experts=lambda row: torch.tensor(list(short[row.experts or ""])).view(-1, 2, 2),
+    )[0]  # fmt: skip
+    assert micro.experts_BTLk is not None
+    for row, told in zip(sorted(batch.rows, key=lambda row: -len(row.tokens)), micro.experts_BTLk, strict=True):
+        ids = short[row.experts or ""]
+        assert told[: len(ids) // 4].flatten().tolist() == list(ids) and (told[len(ids) // 4 :] == -1).all()
+    assert step(SPARSE, batch, short).drift.k3 < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"), [(b"\0" * 5, "s2: 5 bytes"), (b"\7" * 40, "s2: expert 7"), (b"\0" * 4000, "experts of 1000")]
+)
+def test_experts_that_do_not_fit_are_named(ids: bytes, message: str) -> None:
+    batch, objects = sampled(served(SPARSE, torch.float32))
+    with pytest.raises(ValueError, match=message):
+        step(SPARSE, batch, objects | {"2": ids})
+
+
+def test_the_loss_that_balances_is_that_of_the_family() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = [torch.randn(50, 6, generator=generator, requires_grad=True) for _ in range(3)]
+    is_real = torch.arange(50) < 40
+    theirs = load_balancing_loss_func(tuple(logits), 6, 2, is_real.view(1, 50))
+    scores = [each.softmax(-1)[is_real] for each in logits]
+    ours = balance_loss(scores, torch.stack([each.topk(2).indices for each in scores], 1))
+    torch.testing.assert_close(ours, theirs)
+    expected = torch.autograd.grad(theirs, logits)
+    for mine, yours in zip(torch.autograd.grad(ours, logits), expected, strict=True):
+        torch.testing.assert_close(mine, yours)
+
+
+TEXT_BT = torch.randint(3, 61, (8, 33), generator=torch.Generator().manual_seed(0))
+TEXT = Padded(tokens_BT=TEXT_BT, mask_BT=torch.ones_like(TEXT_BT, dtype=torch.bool))
+
+
+@torch.no_grad()
+def most_loaded(model: Transformer, routing: Routing) -> float:
+    """The load of the busiest expert over that of the average one, all layers taken together."""
+    model(TEXT_BT[:, :-1], torch.arange(32).expand(8, 32), Causal(), routing)
+    counts = routing.used().flatten().bincount(minlength=6)
+    return float(counts.max() / counts.float().mean())
+
+
+def test_biases_are_nudged_until_the_load_is_even() -> None:
+    model = fresh(SIGMOID, 0)
+    (router,) = [module for module in model.modules() if isinstance(module, Router)]
+    assert router.e_score_correction_bias is not None
+    router.e_score_correction_bias[:2] += 0.1
+    loads = []
+    for _ in range(150):
+        routers = Routers(model, balance=True)
+        routing = routers.open(TEXT)
+        assert routing is not None
+        loads.append(most_loaded(model, routing))
+        assert routers.close(routing, TEXT) == 0.0
+        routers.settle()
+    assert loads[0] > 1.6 and loads[-1] < 1.05
+
+
+def test_a_nudge_is_published() -> None:
+    learner = Learner(fresh(SIGMOID, 0))
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    learner.fit([TEXT], lr=1e-3)
+    assert not learner.weights()[name].any()
+    learner.fit([TEXT], lr=1e-3, balance=True)
+    published = learner.weights()[name]
+    assert torch.equal(published, weights(learner.model)[name])
+    assert published.abs().max() == published.abs()[published != 0].min() == pytest.approx(1e-3)
+
+
+def test_the_loss_makes_the_load_even() -> None:
+    strong = replace(SPARSE, experts=replace(EXPERTS, router_aux_loss_coef=5.0))
+    ends = {}
+    for balance in (False, True):
+        learner = Learner(fresh(strong, 0))
+        for _ in range(25):
+            learner.fit([TEXT], lr=3e-3, balance=balance)
+        ends[balance] = most_loaded(learner.model, Routing())
+    assert ends[True] < 1.15 < ends[False], ends
+
+
+def test_padding_has_no_weight_in_the_balance() -> None:
+    mask = torch.tensor([[False, True, False, True, False], [False, False, False, False, True]])
+    assert read_tokens(mask).tolist() == [[True, True, True, False], [True] * 4]
