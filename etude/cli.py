@@ -78,6 +78,14 @@ def build_parser() -> argparse.ArgumentParser:
     _add_serve(add("serve", serve, "serve a model directory over an OpenAI-compatible API"))
     _add_chat(add("chat", chat, "talk to a model in the terminal"))
 
+    mismatch_parser = add(
+        "mismatch", mismatch, "how far engine and trainer are apart, and why", json_text="end with one line of JSON"
+    )
+    mismatch_parser.add_argument("target", type=Path, metavar="MODEL|RUN", help="a model directory, or a run")
+    mismatch_parser.add_argument("--tokens", type=_count, default=32, help="of each answer (default: %(default)s)")
+    mismatch_parser.add_argument("--temperature", type=float, default=1.0, help="(default: %(default)s)")
+    mismatch_parser.add_argument("--invariant", action="store_true", help="with invariant arithmetic on both sides")
+
     _add_weights(commands.add_parser("weights", help="the weights of runs and models"))
 
     for name, command, text in (
@@ -109,6 +117,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: cuda if there is one)"
     )
+    parser.add_argument("--invariant", action="store_true", help="the same bits whatever is answered together; slower")
 
 
 def _add_weights(parser: argparse.ArgumentParser) -> None:
@@ -259,6 +268,16 @@ def serve(args: argparse.Namespace) -> int:
 
     given = {name: value for name, value in vars(args).items() if name != "command"}
     serve(Options(**given))
+    return 0
+
+
+def mismatch(args: argparse.Namespace) -> int:
+    from etude.run.mismatch import mismatch
+
+    options = {name: getattr(args, name) for name in ("tokens", "temperature", "invariant")}
+    found = mismatch(args.target, _console(args.json), **options)
+    if args.json:
+        print(json.dumps(found))
     return 0
 
 

@@ -37,7 +37,7 @@ from etude.model.attention import Causal, KVCache, Paged
 from etude.model.tokenizer import ChatTokenizer, Message
 from etude.model.transformer import ModelConfig, Transformer
 from etude.rewards.tests import grade
-from etude.run.prepare import fresh_files, given_files, store_files
+from etude.run.prepare import model_files, store_files
 from etude.run.trainer import Trainer
 from etude.store.runs import Run
 from etude.tasks.factory import make_tasks
@@ -217,7 +217,7 @@ def start(c: RunConfig) -> tuple[dict[str, bytes], dict[str, Tensor]]:
     """The model where rl begins, from the real system's own code: its small files and its fp32 weights, after whatever
     stages of text the run has before rl."""
     run = Run.open("memory:")
-    store_files(run, fresh_files(c) if c.model.path is None else given_files(c.model.path, c.model.max_context))
+    store_files(run, model_files(c))
     before = c.model_copy(update={"stage": tuple(stage for stage in c.stage if stage.kind != "rl")})
     trainer = Trainer(run, before, emit=lambda event: None)
     trainer.train()

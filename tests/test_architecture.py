@@ -42,6 +42,8 @@ TORCH = {"torch", "numpy", "safetensors"}
 OUTSIDE: dict[str, set[str]] = {
     "cli": {"rich"},
     "core.config": {"pydantic"},
+    "core.schema": {"pydantic"},
+    "core.stages": {"pydantic"},
     "store": {"obstore", "msgspec"},
     "weights": TORCH | {"blake3"},
     "weights.signing": {"cryptography"},
@@ -61,12 +63,13 @@ OUTSIDE: dict[str, set[str]] = {
     "serve.vllm": {"torch", "numpy"},
     "harness": {"aiohttp"},
     "tasks": {"tokenizers"},
-    "run": {"torch", "aiohttp", "msgspec", "rich", "uvloop"},
+    "tasks.sources": {"pyarrow"},
+    "run": {"torch", "numpy", "aiohttp", "msgspec", "rich", "uvloop"},
     "run.sinks": {"tensorboard", "wandb", "trackio"},
 }
 
 # What only an extra installs: it is imported where it is used, and its absence is one clear sentence.
-OPTIONAL = {"cryptography", "tensorboard", "wandb", "trackio"}
+OPTIONAL = {"cryptography", "pyarrow", "tensorboard", "wandb", "trackio"}
 
 # What nobody has to install: triton comes with a CUDA build of torch, the others are what benchmarks compare with.
 ELSEWHERE = {"triton", "transformers", "trl", "datasets"}
@@ -320,3 +323,17 @@ def test_the_run_file_in_the_readme_is_valid() -> None:
     text = re.search(r"```toml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert text
     assert [stage.kind for stage in parse(text[1]).stage] == ["midtrain", "sft", "rl"]
+
+
+def test_the_run_files_in_the_page_on_stages_are_valid() -> None:
+    blocks = re.findall(r"```toml\n(.*?)```", (ROOT / "docs/stages.md").read_text(), re.DOTALL)
+    kinds = [[stage.kind for stage in parse(block, ["name=x"]).stage] for block in blocks]
+    assert kinds == [
+        ["midtrain"],
+        ["midtrain"],
+        ["sft"],
+        ["rl"],
+        ["dpo"],
+        ["distill"],
+        ["midtrain", "sft", "rl", "dpo", "sft"],
+    ]

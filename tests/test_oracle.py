@@ -77,7 +77,8 @@ def half_trained(path: Path) -> None:
         max_position_embeddings=512,
     )
     learner = Learner(fresh(config, 0))
-    lesson = pack_text([tokenize(session, tokenizer) for session in shortest], microbatch_tokens=4096)
+    rows = [row for session in shortest for row in tokenize(session, tokenizer)]
+    lesson = pack_text(rows, microbatch_tokens=4096)
     while learner.fit(lesson, lr=3e-3).loss > 0.0015:
         pass
     write_directory(path, small | {"config.json": config.to_json().encode()}, learner.weights())

@@ -8,28 +8,14 @@ from __future__ import annotations
 import difflib
 import tomllib
 from collections.abc import Sequence
-from types import NoneType
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from etude.core.credit import CREDIT
 from etude.core.errors import EtudeError
-from etude.core.window import Window
-
-Count = Annotated[int, Field(ge=1)]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-"""Part of a key in the store: letters, digits, `.`, `_` and `-`."""
-Reference = Annotated[str, Field(pattern=r"^.+:\w+$")]
-"""Code by name: `file.py:name` or `module:name`."""
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-CountOrZero = Annotated[int, Field(ge=0)]
-
-
-class Config(BaseModel):
-    # Strict: "3" is no number and true is no 1. A typo in a long run costs more than a quotation mark.
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+from etude.core.schema import Config, Count, CountOrZero, Name, NonNegative, Positive, Reference
+from etude.core.stages import DistillConfig, DpoConfig, LoopConfig, MidtrainConfig, SftConfig, StageConfig
 
 
 class ModelConfig(Config):
@@ -120,38 +106,6 @@ class EvalConfig(Config):
     """0 is greedy: what the model holds to be best, and the same at every evaluation of a version."""
 
 
-class MidtrainConfig(Config):
-    """Next-token prediction on the product's own text."""
-
-    kind: Literal["midtrain"]
-    steps: Count
-    batch_tokens: Count = 8192
-    """Tokens of one optimizer step."""
-    lr: Positive = 3e-3
-    weight_decay: NonNegative = 0.1
-    warmup: CountOrZero = 20
-    """Steps until the learning rate is reached."""
-    row_tokens: Count = 256
-    """Documents are joined and cut into rows of so many tokens."""
-    threads: Count = 1
-    """CPU threads of the trainer. The engines are idle in this stage, so it may take all cores."""
-
-
-class SftConfig(Config):
-    """Imitation of demonstrated sessions, until the loss on held-back ones stops falling."""
-
-    kind: Literal["sft"]
-    demonstrations: Count
-    """Sessions to imitate."""
-    max_epochs: Count = 10
-    patience: Count = 2
-    """Epochs without a lower held-back loss before it stops."""
-    batch_tokens: Count = 8192
-    lr: Positive = 1e-3
-    threads: Count = 1
-    """CPU threads of the trainer, as in `midtrain`."""
-
-
 class EffortConfig(Config):
     """What an attempt costs: `scale` times a concave function of tokens, calls and turns (`core.effort`)."""
 
@@ -170,24 +124,12 @@ LOSSES = ("reinforce", "ppo_clip", "grpo", "dr_grpo", "dapo", "gspo", "cispo")
 """What `train.loss` knows by name."""
 
 
-class RlConfig(Config):
+class RlConfig(LoopConfig):
     """Asynchronous reinforcement learning in the product."""
 
     kind: Literal["rl"]
-    steps: Count
-    groups_per_step: Count = 16
-    """Groups that one optimizer step consumes."""
     group_size: Annotated[int, Field(ge=2)] = 8
     """Attempts at one task; they are each other's baseline."""
-    max_lag: CountOrZero = 2
-    """Steps that the weights may be ahead of the ones that sampled a token. 0 is synchronous training."""
-    lookahead: Count = 1
-    """How many of the oldest groups may be taken out of order, so that a straggler does not hold up the rest."""
-    lr: Positive = 3e-4
-    warmup: CountOrZero = 10
-    """Steps until the learning rate is reached: the first steps of Adam are as large as the rate allows."""
-    decay: Literal["constant", "linear", "cosine"] = "constant"
-    """How the rate falls to 0 by the last step, if it does: what a run ends on is then less of a random walk."""
     credit: str = "centered"
     """How the rewards of a group become advantages."""
     effort: EffortConfig | None = None
@@ -207,21 +149,6 @@ class RlConfig(Config):
     inverse."""
     kl_coef: NonNegative = 0.0
     """Price of moving away from the weights that the stage began with: their KL, in the reward."""
-    temperature: Positive = 1.0
-    compute: Literal["float32", "bfloat16"] = "float32"
-    """What the trainer's matrix products are computed in. Weights are rounded to bf16 in any case, and added up in
-    float32; bfloat16 also rounds activations, and is faster where the processor has units for it."""
-    replay: bool = True
-    """Of models with routed experts: the trainer uses the experts that the engine used, not its own choice."""
-    plausible: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """A replayed expert whose score is less than this share of the lowest among the trainer's own choices is replaced
-    by the best that is left."""
-    balance: bool = False
-    """Keep the load of the experts even in the way of the model's family: biases that are nudged, or a further loss."""
-    microbatch_tokens: Count = 8192
-    """Tokens of one forward and backward pass; for memory only, the step does not depend on it."""
-    threads: Count = 1
-    """CPU threads of the trainer, beside the engines that run at the same time."""
 
     @field_validator("credit")
     @classmethod
@@ -237,15 +164,15 @@ class RlConfig(Config):
             raise ValueError(f"must be one of {', '.join(LOSSES)}, or your own as file.py:name")
         return loss
 
-    @model_validator(mode="after")
-    def _window(self) -> RlConfig:
-        Window[None](per_step=self.groups_per_step, max_lag=self.max_lag, lookahead=self.lookahead)
-        return self
 
-
-Stage = Annotated[MidtrainConfig | SftConfig | RlConfig, Field(discriminator="kind")]
-STAGES: dict[str, type[Config]] = {"midtrain": MidtrainConfig, "sft": SftConfig, "rl": RlConfig}
-"""By kind, in the order in which a lineage goes through them."""
+AnyStage = MidtrainConfig | SftConfig | RlConfig | DpoConfig | DistillConfig
+STAGES: dict[str, type[StageConfig]] = {
+    "midtrain": MidtrainConfig,
+    "sft": SftConfig,
+    "rl": RlConfig,
+    "dpo": DpoConfig,
+    "distill": DistillConfig,
+}
 
 
 class RunConfig(Config):
@@ -253,6 +180,9 @@ class RunConfig(Config):
     seed: CountOrZero = 0
     deterministic: bool = False
     """Every run with this seed gives the same weights, bit for bit. Slower; needs one region and max_lag = 0."""
+    invariant: bool = False
+    """The log-prob of a token has the same bits whatever is computed beside it, in the engine and in the trainer; so at
+    equal weights they agree exactly. Slower."""
     model: ModelConfig = ModelConfig()
     tasks: TasksConfig = TasksConfig()
     harness: HarnessConfig = HarnessConfig()
@@ -261,14 +191,20 @@ class RunConfig(Config):
     eval: EvalConfig = EvalConfig()
     sinks: Annotated[tuple[Literal["tensorboard", "wandb", "trackio"], ...], Field(strict=False)] = ()
     """Where the curves of the run go beside its own store."""
-    stage: Annotated[tuple[Stage, ...], Field(min_length=1, strict=False)]
+    stage: Annotated[tuple[Annotated[AnyStage, Field(discriminator="kind")], ...], Field(min_length=1, strict=False)]
     """One lineage: the first stage starts from fresh weights or from model.path, each other one from the last."""
 
     @model_validator(mode="after")
     def _lineage(self) -> RunConfig:
-        kinds = [stage.kind for stage in self.stage]
-        if kinds != [kind for kind in STAGES if kind in kinds]:
-            raise ValueError(f"stages are {', '.join(kinds)}: each at most once, in the order {', '.join(STAGES)}")
+        names = [stage.name for stage in self.stage]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"two stages are called {twice[0]}: give one of them a name = of its own")
+        for number, stage in enumerate(self.stage):
+            if isinstance(stage, MidtrainConfig) and stage.rope_scaling and (number or self.model.path is None):
+                raise ValueError(
+                    f"stage.{stage.name}.rope_scaling stretches the model of model.path, from the first stage on: give "
+                    f"a path, and put the stage first (a model made by another run can be exported and given as path)"
+                )
         return self
 
     @model_validator(mode="after")
@@ -276,38 +212,53 @@ class RunConfig(Config):
         for stage in self.stage:
             # A deterministic run takes one row at a time, however long.
             if (
-                isinstance(stage, RlConfig)
+                isinstance(stage, LoopConfig)
                 and stage.microbatch_tokens < self.model.max_context
                 and not self.deterministic
             ):
                 raise ValueError(
-                    f"stage.rl.microbatch_tokens = {stage.microbatch_tokens} has no room for a session of "
+                    f"stage.{stage.name}.microbatch_tokens = {stage.microbatch_tokens} has no room for a session of "
                     f"model.max_context = {self.model.max_context} tokens: raise the one or lower the other"
                 )
         return self
 
     @model_validator(mode="after")
     def _repeatable(self) -> RunConfig:
-        lags = [stage.max_lag for stage in self.stage if isinstance(stage, RlConfig)]
+        lags = [stage.max_lag for stage in self.stage if isinstance(stage, LoopConfig)]
         if self.deterministic and (any(lags) or len(self.engine.regions) > 1):
-            raise ValueError("deterministic = true needs stage.rl.max_lag = 0 and one name in engine.regions")
+            raise ValueError("deterministic = true needs max_lag = 0 in every stage and one name in engine.regions")
+        return self
+
+    @model_validator(mode="after")
+    def _agrees(self) -> RunConfig:
+        threads = {self.engine.threads, *(stage.threads for stage in self.stage if isinstance(stage, RlConfig))}
+        if self.invariant and len(threads) > 1:
+            # A product that several threads share is added up in another order than one that a single thread takes.
+            raise ValueError("invariant = true needs the same number in engine.threads and stage.rl.threads")
+        if self.invariant and "bfloat16" in {
+            self.engine.dtype, *(stage.compute for stage in self.stage if isinstance(stage, LoopConfig))
+        }:  # fmt: skip
+            raise ValueError("invariant = true computes in float32: leave out engine.dtype and compute")
+        if self.invariant and self.engine.device != "cpu":
+            raise ValueError('invariant = true needs engine.device = "cpu": the trainer computes there')
         return self
 
 
 OPERATIONAL: dict[str, set[str]] = {
+    "": {"sinks"},
     "engine": {"port", "threads", "max_batch", "device"},
     "harness": {"concurrency"},
     "worlds": {"isolation"},
     "stage": {"threads"},
-    "": {"sinks"},
 }
 """Keys that say how a machine does the work, not what the work is: they may change between two lives of a run."""
 
 
 def experiment(config: RunConfig) -> dict[str, Any]:
-    """What makes it another experiment if it changes: the tree without the operational keys, a stage under its kind."""
+    """What makes it another experiment if it changes: the tree without the operational keys, a stage under its name."""
     tree = config.model_dump(mode="json")
-    tree["stage"] = {stage["kind"]: stage for stage in tree["stage"]}
+    tree["stages"] = [stage["name"] for stage in tree["stage"]]
+    tree["stage"] = {stage["name"]: stage for stage in tree["stage"]}
     for section, keys in OPERATIONAL.items():
         for table in tree["stage"].values() if section == "stage" else [tree[section] if section else tree]:
             for key in keys:
@@ -316,7 +267,7 @@ def experiment(config: RunConfig) -> dict[str, Any]:
 
 
 def parse(text: str, overrides: Sequence[str] = (), *, source: str = "config") -> RunConfig:
-    """`overrides` are `a.b=value`; a stage is addressed by its kind (`stage.rl.steps=3`). `source` names the text."""
+    """`overrides` are `a.b=value`; a stage is addressed by its name (`stage.rl.steps=3`). `source` names the text."""
     try:
         tree = tomllib.loads(text)
     except tomllib.TOMLDecodeError as e:
@@ -336,13 +287,13 @@ def _apply(tree: dict[str, Any], override: str, source: str) -> None:
         raise EtudeError(f"--set {override}: write it as key=value, for example --set stage.rl.steps=3")
     if keys[0] == "stage":
         stages = [stage for stage in tree.get("stage", []) if isinstance(stage, dict)]
-        kinds = {str(stage.get("kind")): stage for stage in stages}
-        if len(keys) != 3 or keys[1] not in kinds:
+        named = {str(stage.get("name", stage.get("kind"))): stage for stage in stages}
+        if len(keys) != 3 or keys[1] not in named:
             raise EtudeError(
-                f"--set {override}: a stage is addressed as stage.KIND.KEY, and {source} has the kinds "
-                f"{', '.join(kinds) or '(none)'}"
+                f"--set {override}: a stage is addressed as stage.NAME.KEY, and {source} has the stages "
+                f"{', '.join(named) or '(none)'}"
             )
-        kinds[keys[1]][keys[2]] = _value(text)
+        named[keys[1]][keys[2]] = _value(text)
         return
     for depth, key in enumerate(keys[:-1], 1):
         tree = tree.setdefault(key, {})
@@ -386,12 +337,17 @@ def _explain(error: dict[str, Any]) -> str:
 
 
 def _table(loc: tuple[str | int, ...]) -> type[BaseModel]:
-    """The model whose keys stand at this place: the top level, a section, ("stage", number, kind), or one below."""
-    table: Any = RunConfig
-    if loc[:1] == ("stage",):
-        table, loc = STAGES[str(loc[2])], loc[3:]
-    for key in loc:
-        annotation = table.model_fields[str(key)].annotation
-        table = next((kind for kind in get_args(annotation) if kind is not NoneType), annotation)
-    assert isinstance(table, type) and issubclass(table, BaseModel)
+    """The model whose keys stand at this place: the top level, a section, ("stage", number, kind), or within these."""
+    table: type[BaseModel]
+    table, rest = (STAGES[str(loc[2])], loc[3:]) if loc[:1] == ("stage",) else (RunConfig, loc)
+    for key in rest:
+        if isinstance(key, str):
+            table = _model_in(table.model_fields[key].annotation)
     return table
+
+
+def _model_in(annotation: Any) -> Any:
+    """The one model in a type such as `tuple[Model, ...] | None`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((model for part in get_args(annotation) if (model := _model_in(part))), None)

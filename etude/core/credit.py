@@ -54,6 +54,12 @@ def praise(rewards: Sequence[float]) -> list[float]:
     return [max(0.0, advantage) for advantage in centered(rewards)]
 
 
+def equally(rewards: Sequence[float]) -> list[float]:
+    """For `distill`, where a teacher says what each token was worth: every attempt is learnt from, whatever came of
+    it."""
+    return [1.0] * len(rewards)
+
+
 def as_they_are(advantages: Sequence[float]) -> float:
     return 1.0
 
@@ -85,6 +91,8 @@ class Credit:
     within: Within = centered
     across: Across = as_they_are
     effort: Effort | None = None
+    always: bool = False
+    """Also where all attempts were worth the same."""
     max_tokens: int | None = None
     """Of a row; None: any number."""
     max_lag: int | None = None
@@ -96,7 +104,7 @@ class Credit:
         malformed = {t.id: why for t in said if (why := self._fault(t, group.admitted))}
         attempts = [t for t in said if t.id not in malformed]
         worth = [self._worth(t) for t in attempts]
-        credited = self.within(worth) if len(set(worth)) > 1 else [0.0] * len(worth)
+        credited = self.within(worth) if self.always or len(set(worth)) > 1 else [0.0] * len(worth)
         if not all(map(math.isfinite, credited)):
             malformed |= {t.id: f"the advantages of its group are not finite: {credited}" for t in attempts}
             attempts, credited = [], []

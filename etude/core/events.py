@@ -27,13 +27,26 @@ class StageStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitStep:
-    """A step of mid-training or sft."""
+    """A step of a stage that learns from files."""
 
     stage: str
     step: int
     steps: int
     loss: float
     tokens_per_s: float
+    figures: dict[str, float] = field(default_factory=dict)
+    """What else was seen: `held_out`, the loss on documents that are never trained on; of dpo `accuracy`, how often the
+    chosen answer wins, and `margin`, by how much."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skipped:
+    """What a stage does not learn from, because it is too long for the model."""
+
+    stage: str
+    count: int
+    where: tuple[str, ...]
+    """The first few."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +59,7 @@ class StageDone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepDone:
-    """A step of rl. Version `step` is published."""
+    """A step of rl or distill. Version `step` is published."""
 
     step: int
     loss: float
@@ -79,6 +92,8 @@ class StepDone:
     """Share of the device's arithmetic that the model asked for, while the trainer worked."""
     repeats: int = 0
     """Rows that an earlier batch held already."""
+    teacher_kl: float | None = None
+    """Of distill: estimate of the KL of student to teacher, in nats a token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,6 +177,7 @@ Event = (
     Launched
     | StageStarted
     | FitStep
+    | Skipped
     | StageDone
     | StepDone
     | HandedOver

@@ -6,6 +6,7 @@ import torch
 
 from etude.core.errors import EtudeError
 from etude.engine import native
+from etude.engine.invariant import InvariantRunner
 from etude.engine.plan import Runner
 from etude.engine.runner import BLOCK_SIZE, CpuRunner
 from etude.model.transformer import Transformer
@@ -38,14 +39,17 @@ def num_tokens(model: Transformer, max_batch: int, kv_bytes: int | None) -> int:
 def runner_for(model: Transformer, max_batch: int, kv_bytes: int | None) -> Runner:
     """The fastest that knows the model, where the model is. But one request at a time is answered on a CPU by the
     operators of the model definition: whoever runs these too gets the same bits, and that is what a deterministic run
-    is checked by."""
+    is checked by. If the model's arithmetic is invariant, so is the runner's."""
     weight, tokens = model.model.embed_tokens.weight, num_tokens(model, max_batch, kv_bytes)
     if weight.is_cuda:
         from etude.engine.cuda import CudaRunner  # brings Triton, which is there only with a CUDA build of torch
         from etude.engine.kernels.network import unknown
 
         if weight.dtype == torch.bfloat16 and not unknown(model.config):
-            return CudaRunner(model, -(-tokens // CudaRunner.block_size), max_batch)
-    elif max_batch > 1 and native.can_run(model.config, weight.dtype):
+            blocks = -(-tokens // CudaRunner.block_size)
+            return CudaRunner(model, blocks, max_batch, invariant=model.invariant)
+    if model.invariant:
+        return InvariantRunner(model, -(-tokens // BLOCK_SIZE))
+    if not weight.is_cuda and max_batch > 1 and native.can_run(model.config, weight.dtype):
         return native.NativeRunner(model, -(-tokens // native.PAGES[weight.dtype]))
     return CpuRunner(model, -(-tokens // BLOCK_SIZE))

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from etude.engine.kernels import attention
+from etude.engine.kernels import invariant as evenly
 from etude.engine.kernels.network import Network
 from etude.engine.plan import Drawn, Ints, Plan
 from etude.engine.sampler import sample
@@ -100,9 +101,11 @@ class CudaRunner:
     overlaps = True
     block_size = 64
 
-    def __init__(self, model: Transformer, num_blocks: int, max_batch: int) -> None:
+    def __init__(self, model: Transformer, num_blocks: int, max_batch: int, *, invariant: bool = False) -> None:
+        """With `invariant` what is computed for a token has the same bits whatever else is in a pass."""
         self.num_blocks, self.max_batch, self._max_rows = num_blocks, max_batch, max_batch + MAX_TOGETHER
-        self._model, self._network = model.eval(), Network(model)
+        self._model, self._network = model.eval(), (evenly.InvariantNetwork if invariant else Network)(model)
+        self._invariant = invariant
         c, weight = model.config, model.model.embed_tokens.weight.detach()
         shape = (c.num_hidden_layers, num_blocks, c.num_key_value_heads, self.block_size, c.head_dim)
         self._k, self._v = weight.new_zeros(shape), weight.new_zeros(shape)
@@ -117,6 +120,7 @@ class CudaRunner:
         self._logits = weight.new_empty(num_rows, c.vocab_size, dtype=torch.float32)
         self._words = torch.zeros(2, self._num_words(), dtype=torch.int32, device=weight.device)
         self._hosts = [_Host(self._words, self._results) for _ in range(IN_FLIGHT)]
+        self._places = torch.arange(max_batch + 1, dtype=torch.int32, device=weight.device)
         self._turn = 0
         self._last_place_R: Ints = np.zeros(0, np.int64)
         self._copies = torch.cuda.Stream() if weight.is_cuda else None  # type: ignore[no-untyped-call]
@@ -231,7 +235,8 @@ class CudaRunner:
         which = 1 if size.tiles else 0
         got = Packing(size).views(self._words[which])
         pdl = self._words.is_cuda
-        attend = self._over_prompts(got) if size.tiles else self._over_singles(got)
+        over = self._evenly if self._invariant else self._over_prompts if size.tiles else self._over_singles
+        attend = over(got)
         hidden_NE = self._network.hidden(got["tokens"], got["slots"], self._results[0], attend, self.record, pdl)
         if size.tiles:
             hidden_NE = hidden_NE.index_select(0, got["drawing"])
@@ -263,12 +268,24 @@ class CudaRunner:
 
         return attend
 
-    def _over_prompts(self, got: Mapping[str, Tensor]) -> Callable[[int, Tensor], Tensor]:
+    def _evenly(self, got: Mapping[str, Tensor]) -> Callable[[int, Tensor], Tensor]:
+        if "first" in got:
+            return self._over_prompts(got, evenly.prefill)
+        # Single tokens are prompts of which one token is left, a tile each.
+        count = len(got["lengths"])
+        places_B, behind_B = self._places[:count], self._places[1 : count + 1]
+        told = {"positions": got["lengths"] - 1, "ends": behind_B, "sequence": places_B, "first": places_B}
+        rows = attention.group_rows(self._network.layers[0].heads)
+        return self._over_prompts({**got, **told}, partial(evenly.prefill, rows=rows))
+
+    def _over_prompts(
+        self, got: Mapping[str, Tensor], prefill: Callable[..., None] = attention.prefill
+    ) -> Callable[[int, Tensor], Tensor]:
         def attend(number: int, qkv: Tensor) -> Tensor:
             heads, k, v = self._network.layers[number].heads, self._k[number], self._v[number]
             attention.write(heads, qkv, k, v, got["positions"], got["slots"], page=self.block_size, pdl=qkv.is_cuda)
             out = qkv.new_empty(len(qkv), heads.queries * heads.size)
-            attention.prefill(
+            prefill(
                 heads, qkv, k, v, got["blocks"], got["stride"], got["ends"], got["lengths"], got["sequence"],
                 got["first"], out, page=self.block_size, pdl=qkv.is_cuda,
             )  # fmt: skip

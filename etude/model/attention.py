@@ -7,6 +7,7 @@ that hold them, G query heads that share a key head.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -21,9 +22,19 @@ MIN_SHELF = 512
 
 
 class Causal:
-    """Training: whole rows at once. Padding stands at the end of a row, so no real token ever sees it."""
+    """Training: whole rows at once. Padding stands at the end of a row, so no real token ever sees it.
+
+    `starts_BT`: for each token where its document begins in the row; no token then sees what stands before that.
+    """
 
     latent = False
+
+    def __init__(self, starts_BT: Tensor | None = None) -> None:
+        self._seen_B1TT: Tensor | None = None
+        if starts_BT is not None:
+            positions_T = torch.arange(starts_BT.shape[1], device=starts_BT.device)
+            before_TT = positions_T[None, :] <= positions_T[:, None]
+            self._seen_B1TT = (before_TT & (positions_T >= starts_BT[..., None]))[:, None]
 
     def __call__(
         self, layer: int, q_BTHD: Tensor, k_BTKD: Tensor, v_BTKV: Tensor, scale: float | None = None
@@ -31,12 +42,13 @@ class Causal:
         group = q_BTHD.shape[2] // k_BTKD.shape[2]
         k, v = (x.repeat_interleave(group, dim=2).transpose(1, 2) for x in (k_BTKD, v_BTKV))
         q = q_BTHD.transpose(1, 2)
-        if q.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
-            # In bf16 the backward pass of a CPU's attention takes five times as long as in fp32.
-            with torch.autocast("cpu", enabled=False):
-                q, k, v = q.float(), k.float(), v.float()
-                return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale).transpose(1, 2)
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale).transpose(1, 2)
+        seen = self._seen_B1TT
+        # In bf16 the backward pass of a CPU's attention takes five times as long as in fp32.
+        if slow := q.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
+            q, k, v = q.float(), k.float(), v.float()
+        with torch.autocast("cpu", enabled=False) if slow else contextlib.nullcontext():
+            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=seen is None, scale=scale)
+        return mixed.transpose(1, 2)
 
 
 class KVCache:

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from etude.model.config import ExpertsConfig
 from etude.model.layers import MLP
+from etude.model.numerics import PLAIN, Arithmetic
 
 
 class Routing:
@@ -97,6 +98,7 @@ def read_ids(data: bytes, c: ExpertsConfig) -> Tensor:
 class Router(nn.Module):
     """Scores every expert for a token. Always in fp32: a choice is not a place to round."""
 
+    arithmetic = PLAIN
     e_score_correction_bias: Tensor | None
 
     def __init__(self, hidden_size: int, c: ExpertsConfig) -> None:
@@ -116,8 +118,8 @@ class Router(nn.Module):
     def forward(self, x_NE: Tensor, place: int, routing: Routing | None) -> tuple[Tensor, Tensor]:
         """(ids_Nk, weights_Nk) of the experts of each token."""
         c = self.c
-        logits_NX = F.linear(x_NE.float(), self.weight.float())
-        scores_NX = logits_NX.sigmoid() if c.sigmoid else logits_NX.softmax(-1)
+        logits_NX = self.arithmetic.linear(x_NE.float(), self.weight.float(), None)
+        scores_NX = self.arithmetic.sigmoid(logits_NX) if c.sigmoid else logits_NX.softmax(-1)
         ranks_NX = self._ranks(scores_NX.detach())
         ids_Nk = (routing or Routing()).choose(place, scores_NX, ranks_NX, c.num_experts_per_tok)
         weights_Nk = scores_NX.gather(-1, ids_Nk)
@@ -143,6 +145,8 @@ class Router(nn.Module):
 class Stack(nn.Module):
     """The weights of all experts of a layer, one behind the other."""
 
+    arithmetic = PLAIN
+
     def __init__(self, hidden_size: int, c: ExpertsConfig) -> None:
         super().__init__()
         self.gate_up_proj = nn.Parameter(torch.empty(c.num_experts, 2 * c.moe_intermediate_size, hidden_size))
@@ -164,18 +168,22 @@ class Stack(nn.Module):
         order_M = ids_Nk.flatten().argsort(stable=True)
         counts_X = torch.bincount(ids_Nk.flatten(), minlength=len(self.down_proj))
         x_ME = x_NE[order_M // num_per_token]
-        product = _grouped if x_NE.is_cuda and x_NE.dtype == torch.bfloat16 else _one_by_one
-        y_ME = product(x_ME, self.gate_up_proj, self.down_proj, counts_X)
+        if x_NE.is_cuda and x_NE.dtype == torch.bfloat16 and self.arithmetic is PLAIN:
+            y_ME = _grouped(x_ME, self.gate_up_proj, self.down_proj, counts_X)
+        else:
+            y_ME = _one_by_one(x_ME, self.gate_up_proj, self.down_proj, counts_X, self.arithmetic)
         y_NkE = torch.empty_like(y_ME).index_copy(0, order_M, y_ME).view(*ids_Nk.shape, -1)
         return (y_NkE * weights_Nk.unsqueeze(-1).to(y_NkE.dtype)).sum(1)
 
 
-def _one_by_one(x_ME: Tensor, gate_up_XFE: Tensor, down_XEF: Tensor, counts_X: Tensor) -> Tensor:
+def _one_by_one(
+    x_ME: Tensor, gate_up_XFE: Tensor, down_XEF: Tensor, counts_X: Tensor, arithmetic: Arithmetic
+) -> Tensor:
     parts = []
     for expert, x_nE in enumerate(x_ME.split_with_sizes(counts_X.tolist())):
         if len(x_nE):
-            gate, up = F.linear(x_nE, gate_up_XFE[expert]).chunk(2, -1)
-            parts.append(F.linear(F.silu(gate) * up, down_XEF[expert]))
+            gate, up = arithmetic.linear(x_nE, gate_up_XFE[expert], None).chunk(2, -1)
+            parts.append(arithmetic.linear(arithmetic.silu(gate) * up, down_XEF[expert], None))
     return torch.cat(parts) if parts else x_ME
 
 

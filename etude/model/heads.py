@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from etude.model.config import LatentConfig, ModelConfig
 from etude.model.layers import Fused, Linear, RMSNorm
+from etude.model.numerics import PLAIN
 from etude.model.rope import halves, latent_sharpness, rotate
 
 LATENT_EPS = 1e-6  # of the norms within MLA, whatever the model's own is
@@ -32,6 +33,8 @@ class Attend(Protocol):
 
 
 class GroupedHeads(nn.Module):
+    arithmetic = PLAIN
+
     def __init__(self, c: ModelConfig, layer: int) -> None:
         super().__init__()
         self.layer, self.head_dim = layer, c.head_dim
@@ -49,11 +52,13 @@ class GroupedHeads(nn.Module):
         if self.q_norm and self.k_norm:
             q, k = qk.split_with_sizes((self.num_q, self.num_kv), -2)
             qk = torch.cat((self.q_norm(q), self.k_norm(k)), -2)
-        q, k = rotate(qk, cos, sin).split_with_sizes((self.num_q, self.num_kv), -2)
+        q, k = rotate(qk, cos, sin, self.arithmetic).split_with_sizes((self.num_q, self.num_kv), -2)
         return self.o_proj(attend(self.layer, q, k, v).flatten(-2))  # type: ignore[no-any-return]
 
 
 class LatentHeads(nn.Module):
+    arithmetic = PLAIN
+
     def __init__(self, c: ModelConfig, latent: LatentConfig, layer: int) -> None:
         super().__init__()
         self.layer, self.num_heads, self.c = layer, c.num_attention_heads, latent
@@ -80,7 +85,7 @@ class LatentHeads(nn.Module):
         latent = self.kv_a_layernorm(latent)
         # One head of keys is rotated for all heads of queries: together, in one go.
         turned = torch.cat((q_rope, k_rope.unsqueeze(-2)), -2)
-        turned = rotate(halves(turned) if c.rope_interleave else turned, cos, sin)
+        turned = rotate(halves(turned) if c.rope_interleave else turned, cos, sin, self.arithmetic)
         q_rope, k_rope = turned.split_with_sizes((self.num_heads, 1), -2)
         seen = self._over_latent if attend.latent else self._expanded
         return self.o_proj(seen(q_nope, q_rope, latent, k_rope, attend).flatten(-2))  # type: ignore[no-any-return]
@@ -95,7 +100,7 @@ class LatentHeads(nn.Module):
         """The same numbers, with the expansion of keys moved over to the queries, and that of values to the result."""
         expand = self.kv_b_proj.weight.view(self.num_heads, -1, self.c.kv_lora_rank)
         keys_HQR, values_HVR = expand.split_with_sizes((self.c.qk_nope_head_dim, self.c.v_head_dim), 1)
-        q = torch.cat((torch.einsum("...hq,hqr->...hr", q_nope, keys_HQR), q_rope), -1)
+        q = torch.cat((self.arithmetic.per_head(q_nope, keys_HQR), q_rope), -1)
         k = torch.cat((latent.unsqueeze(-2), k_rope), -1)
         mixed = attend(self.layer, q, k, k[..., : self.c.kv_lora_rank], self.scale)
-        return torch.einsum("...hr,hvr->...hv", mixed, values_HVR)
+        return self.arithmetic.per_head(mixed, values_HVR.transpose(1, 2))

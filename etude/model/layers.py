@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from etude.model.numerics import PLAIN
+
 
 @runtime_checkable
 class Parted(Protocol):
@@ -24,8 +26,13 @@ class Parted(Protocol):
 
 
 class Linear(nn.Linear):
+    arithmetic = PLAIN
+
     def reset_parameters(self) -> None:
         """Values come from files or from `fresh`; drawing others first would take longer than loading them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.arithmetic.linear(x, self.weight, self.bias)
 
 
 class Embedding(nn.Embedding):
@@ -56,6 +63,8 @@ class RMSNorm(nn.Module):
 
 
 class MLP(nn.Module):
+    arithmetic = PLAIN
+
     def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
         self.gate_up_proj = Fused(hidden_size, dict.fromkeys(("gate_proj", "up_proj"), intermediate_size))
@@ -63,4 +72,4 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, -1)
-        return self.down_proj(F.silu(gate) * up)  # type: ignore[no-any-return]
+        return self.down_proj(self.arithmetic.silu(gate) * up)  # type: ignore[no-any-return]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from etude.model.config import ModelConfig, RopeScaling
+from etude.model.numerics import Arithmetic
 
 
 def table(config: ModelConfig) -> Tensor:
@@ -22,9 +23,9 @@ def table(config: ModelConfig) -> Tensor:
     return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1).unsqueeze(2).float()
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, arithmetic: Arithmetic) -> Tensor:
     """x [.., heads, D], the two halves of a head paired with each other; cos and sin [.., 1, D] from the table."""
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+    return arithmetic.turn(x, cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
 def halves(x: Tensor) -> Tensor:

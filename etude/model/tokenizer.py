@@ -145,6 +145,12 @@ def chat_template(config: Mapping[str, Any]) -> str | None:
     return said
 
 
+def same_vocabulary(one: bytes, other: bytes) -> bool:
+    """Whether two tokenizer.json give every token the same id."""
+    first, second = (_read_tokenizer(data).get_vocab(with_added_tokens=True) for data in (one, other))
+    return first == second
+
+
 def _read_tokenizer(data: bytes) -> Tokenizer:
     try:
         return Tokenizer.from_buffer(data)

@@ -13,12 +13,12 @@ import math
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from etude.model.config import ModelConfig
 from etude.model.experts import Experts, Routing
 from etude.model.heads import Attend, GroupedHeads, LatentHeads
 from etude.model.layers import MLP, Embedding, Linear, RMSNorm
+from etude.model.numerics import INVARIANT, PLAIN, Arithmetic
 from etude.model.rope import table
 
 __all__ = ["Attend", "ModelConfig", "Routing", "Transformer", "fresh"]
@@ -55,6 +55,7 @@ class Transformer(nn.Module):
     """`hidden = model(tokens, positions, attend)`, then `model.logits(hidden)` for the positions that need them."""
 
     rope: Tensor
+    arithmetic = PLAIN
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -63,6 +64,17 @@ class Transformer(nn.Module):
         self.lm_head = None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size, bias=False)
         self.register_buffer("rope", table(config), persistent=False)
 
+    @property
+    def invariant(self) -> bool:
+        """What is computed for a token has the same bits whatever else is computed with it."""
+        return self.arithmetic is INVARIANT
+
+    def compute_with(self, arithmetic: Arithmetic) -> Transformer:
+        """From now on, in all of its parts; returns itself."""
+        for module in self.modules():
+            module.arithmetic = arithmetic  # type: ignore[assignment]
+        return self
+
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, routing: Routing | None = None) -> Tensor:
         x = self.model.embed_tokens(tokens)
         cos, sin = self.rope[positions].to(x.dtype).unbind(-3)
@@ -70,9 +82,16 @@ class Transformer(nn.Module):
             x = block(x, cos, sin, attend, routing)
         return self.model.norm(x)  # type: ignore[no-any-return]
 
+    def logprobs(self, hidden_NE: Tensor, tokens_N: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+        """Of the token after each hidden state; and of every token that could have stood there (NV)."""
+        # A tensor, since on CUDA a plain number would be multiplied by its inverse, which rounds otherwise.
+        logits_NV = self.logits(hidden_NE)
+        logp_NV = torch.log_softmax(logits_NV / logits_NV.new_tensor(temperature), dim=-1)
+        return logp_NV.gather(-1, tokens_N[:, None]).squeeze(-1), logp_NV
+
     def logits(self, hidden: Tensor) -> Tensor:
         head = self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
-        return F.linear(hidden, head).float()
+        return self.arithmetic.linear(hidden, head, None).float()
 
 
 def fresh(config: ModelConfig, seed: int) -> Transformer:

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from etude.core.alarms import Alarm, Alarms
-from etude.core.config import RlConfig, RunConfig
+from etude.core.config import RunConfig
 from etude.core.credit import Credit
 from etude.core.ledger import Batched, Dropped, Entry, Issued, Ledger, Trained, Unbalanced
+from etude.core.stages import LoopConfig
 from etude.core.types import Batch, Group, unspan
 from etude.run.evaluate import report_name
 from etude.run.journal import drops, group_of
@@ -51,7 +52,7 @@ def is_finished(run: Run, config: RunConfig) -> bool:
     wanted = {report_name(leg.end, split) for leg in stages for split in splits}
     if newest is None or newest.version < last.end or not wanted <= set(run.evals()):
         return False
-    return last.kind != "rl" or _trained_step(run.ledger.records()) >= last.end
+    return not isinstance(last.stage, LoopConfig) or _trained_step(run.ledger.records()) >= last.end
 
 
 def audit(run: Run) -> Audit:
@@ -60,14 +61,13 @@ def audit(run: Run) -> Audit:
     ledger, violations = _fold(entries)
     batches = {step: run.batch(step) for step in run.batches()}
     groups = {name: run.group(name) for name in run.groups()}
-    rl = next((stage for stage in config.stage if isinstance(stage, RlConfig)), None)
     newest = find_newest(run.objects)
     version = -1 if newest is None else newest.version
     finished = is_finished(run, config)
-    bound = rl.max_lag if rl else 0
-    violations += _check_batches(entries, batches, groups, bound)
+    bounds = lag_bounds(config)
+    violations += _check_batches(entries, batches, groups, bounds)
     violations += _check_versions(run, entries, config, version)
-    violations += _check_drops(entries, groups, credit_of(config))
+    violations += _check_drops(entries, groups, config)
     if finished and ledger.in_flight:
         violations.append(f"the run is finished, and {ledger.in_flight} samples are in flight")
     return Audit(
@@ -76,7 +76,7 @@ def audit(run: Run) -> Audit:
         dropped=dict(ledger.dropped),
         in_flight=ledger.in_flight,
         lag_max=max((batch.step - 1 - min(_token_versions(batch), default=0) for batch in batches.values()), default=0),
-        lag_bound=bound,
+        lag_bound=max(bounds.values(), default=0),
         batches=len(batches),
         finished=finished,
         violations=violations,
@@ -87,6 +87,16 @@ def audit(run: Run) -> Audit:
 def _alarms(run: Run) -> list[Alarm]:
     alarms = Alarms()
     return [alarm for stamped in Events(run).new() for alarm in alarms.apply(stamped.record)]
+
+
+def lag_bounds(config: RunConfig) -> dict[int, int]:
+    """For every step of every loop, in their order, the lag that is allowed."""
+    return {
+        step: leg.stage.max_lag
+        for leg in legs(config.stage)
+        if isinstance(leg.stage, LoopConfig)
+        for step in range(leg.start + 1, leg.end + 1)
+    }
 
 
 def _fold(entries: list[Entry]) -> tuple[Ledger, list[str]]:
@@ -108,16 +118,17 @@ def _token_versions(batch: Batch) -> set[int]:
 
 
 def _check_batches(
-    entries: list[Entry], batches: dict[int, Batch], groups: dict[str, Group], bound: int
+    entries: list[Entry], batches: dict[int, Batch], groups: dict[str, Group], bounds: dict[int, int]
 ) -> Iterator[str]:
     told = {entry.step: set(entry.samples) for entry in entries if isinstance(entry, Batched)}
     attempts = {t.id: t for group in groups.values() for t in group.trajectories}
     for step in sorted(told.keys() - batches.keys()):
         yield f"the ledger speaks of batch {step}, and the store has none"
     # A batch that no entry speaks of was written at the very moment of a crash; resuming the run enters it.
-    if batches and sorted(batches) != list(range(min(batches), max(batches) + 1)):
-        yield f"the batches have gaps: {sorted(batches)}"
+    if sorted(batches) != list(bounds)[: len(batches)]:
+        yield f"the batches have gaps, or are of no loop: {sorted(batches)}"
     for step, batch in batches.items():
+        bound = bounds.get(step, 0)
         samples = {row.sample for row in batch.rows}
         if step in told and samples != told[step]:
             yield f"batch {step} holds other samples than its ledger entry"
@@ -152,7 +163,7 @@ def _check_versions(run: Run, entries: list[Entry], config: RunConfig, newest: i
         yield f"version {newest} is published, and the last stage ends with {legs(config.stage)[-1].end}"
 
 
-def _check_drops(entries: list[Entry], groups: dict[str, Group], credit: Credit) -> Iterator[str]:
+def _check_drops(entries: list[Entry], groups: dict[str, Group], config: RunConfig) -> Iterator[str]:
     """What was dropped for what it is must be so; what was interrupted must not have been finished."""
     issued = {sample for entry in entries if isinstance(entry, Issued) for sample in entry.samples}
     if strangers := {t.id for group in groups.values() for t in group.trajectories} - issued:
@@ -160,7 +171,7 @@ def _check_drops(entries: list[Entry], groups: dict[str, Group], credit: Credit)
     due = {
         (sample, drop.reason)
         for group in groups.values()
-        for drop in drops(credit.judge(group))
+        for drop in drops(_credit(group, config).judge(group))
         for sample in drop.samples
     }
     for entry in entries:
@@ -176,3 +187,10 @@ def _check_drops(entries: list[Entry], groups: dict[str, Group], credit: Credit)
                 for sample in entry.samples
                 if group_of(sample) in groups
             )
+
+
+def _credit(group: Group, config: RunConfig) -> Credit:
+    """How the loop gives credit that the group was made for."""
+    stages = legs(config.stage)
+    leg = next((leg for leg in stages if leg.start <= group.admitted < leg.end), stages[-1])
+    return credit_of(leg.stage, config.model.max_context)

@@ -117,11 +117,12 @@ class Controller:
     async def follow(self) -> None:
         """weight version -> engines -> free slots"""
         while self.window.live < self.last:
-            manifest = await self.weights.wait(after=self.window.live)
-            await self.load(manifest.version)
-            await self.journal.write(Trained(step=manifest.version))
-            self.emit(Live(version=manifest.version))
-            await self.update(lambda: self.window.advance(manifest.version))  # noqa: B023 (called before the next round)
+            newest = (await self.weights.wait(after=self.window.live)).version
+            version = min(newest, self.last)  # the stage behind this one may have published too
+            await self.load(version)
+            await self.journal.write(Trained(step=version))
+            self.emit(Live(version=version))
+            await self.update(lambda: self.window.advance(version))  # noqa: B023 (called before the next round)
 
     async def when(self, poll: Callable[[], V | None]) -> V:
         """Waits until `poll` gives a value; every change to the window wakes it."""

@@ -1,7 +1,7 @@
-"""The controller process: follows the lineage, evaluates what each stage made, and runs the rl loop in its place.
+"""The controller process: follows the lineage, evaluates what each stage made, and runs the loops in their place.
 
 While the trainer works on sft the engines are free, so the evaluation of mid-training happens then. No evaluation
-overlaps with rl: the version stands still under each.
+overlaps with a loop: the version stands still under each.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import contextlib
 import sys
 from collections.abc import AsyncIterator
 
-from etude.core.config import RlConfig, RunConfig
+from etude.core.config import RunConfig
 from etude.core.events import Fleet, RunDone
-from etude.core.ledger import Trained
+from etude.core.ledger import Issued, Trained
 from etude.core.seams import Agent, Environment
+from etude.core.stages import LoopConfig
 from etude.core.types import Group
 from etude.core.window import Window
 from etude.run import journal
@@ -46,8 +47,8 @@ class Director:
         async with asyncio.TaskGroup() as group:
             looking = group.create_task(self.look())
             for leg in legs(self.config.stage):
-                if isinstance(leg.stage, RlConfig):
-                    await self.reinforce(leg, leg.stage)
+                if isinstance(leg.stage, LoopConfig):
+                    await self.loop(leg, leg.stage)
                 else:
                     await self.reached(leg.end)
                 for split in SPLITS:
@@ -76,13 +77,15 @@ class Director:
         )
         self.run.put_eval(name, report)
 
-    async def reinforce(self, leg: Leg, stage: RlConfig) -> None:
-        credit = credit_of(self.config)
+    async def loop(self, leg: Leg, stage: LoopConfig) -> None:
+        credit = credit_of(leg.stage, self.config.model.max_context)
         entries, recovered = await asyncio.to_thread(journal.load, self.run, credit)
+        if any(isinstance(entry, Issued) and entry.version >= leg.end for entry in entries):
+            return  # a later loop has begun: this one was brought to its end before, and what is open is not its own
         book = journal.Journal(self.run, entries)
         await book.write(*recovered.entries)
         tasks = await asyncio.to_thread(self.environment.tasks, "train")
-        live = await self.reached(leg.start)
+        live = min(await self.reached(leg.start), leg.end)  # later stages may have published too
         await self.gateway.load(live)
         if live > max(book.ledger.trained_step, leg.start):
             await book.write(Trained(step=live))

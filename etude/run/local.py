@@ -13,16 +13,17 @@ from typing import Any
 
 from rich.console import Console
 
-from etude.core.config import RlConfig, RunConfig
+from etude.core.config import RunConfig
 from etude.core.errors import EtudeError
 from etude.core.events import EVENTS, Event, Launched
+from etude.core.stages import LoopConfig
 from etude.core.types import Json
 from etude.run import screen
 from etude.run.audit import Audit, audit, is_finished
 from etude.run.evaluate import Report, report_name, reports
 from etude.run.launch import Launcher, Program, check_port, locked, python, serving
 from etude.run.plan import legs
-from etude.run.prepare import is_prepared, model_directory
+from etude.run.prepare import check_stage_files, is_prepared, model_directory
 from etude.run.sinks import Sinks, copy
 from etude.run.telemetry import Events
 from etude.store.codec import Stamped
@@ -56,9 +57,9 @@ def plan(config: RunConfig, place: Place) -> str:
     """What `etude run` would do."""
     lines = [f"run {config.name}, seed {config.seed}, in {place.directory}"]
     for leg in legs(config.stage):
-        said = leg.stage.model_dump(exclude_none=True)
-        values = ", ".join(f"{key} {value}" for key, value in said.items() if key != "kind")
-        lines.append(f"  {leg.kind}: version {leg.start} -> {leg.end} ({values})")
+        told = leg.stage.model_dump(exclude={"name"} if leg.name != leg.stage.kind else {"name", "kind"})
+        values = ", ".join(f"{key} {value}" for key, value in told.items() if value is not None)
+        lines.append(f"  {leg.name}: version {leg.start} -> {leg.end} ({values})")
     engine = config.engine
     lines.append(f"  workers: {', '.join(engine.regions)}, {engine.max_batch} requests each at once")
     lines.append(
@@ -72,6 +73,7 @@ def execute(config: RunConfig, place: Place, console: Console, *, resume: str) -
     """Runs it to its end, from wherever it stands."""
     if config.model.path is not None and not place.has_checkpoint:
         model_directory(config.model.path)
+    check_stage_files(config)
     if config.engine.port:
         check_port(config.engine.port)
     with locked(place.directory) as lock:
@@ -90,7 +92,7 @@ def _tell_launch(run: Run) -> None:
 
 async def _run(run: Run, config: RunConfig, place: Place, launcher: Launcher, console: Console) -> None:
     _tell_launch(run)
-    lag_bound = next((stage.max_lag for stage in config.stage if isinstance(stage, RlConfig)), 0)
+    lag_bound = max((stage.max_lag for stage in config.stage if isinstance(stage, LoopConfig)), default=0)
     sinks = Sinks(config.sinks, run=config.name, directory=place.directory)
     async with watched(run, console, title=f"etude · {config.name}", lag_bound=lag_bound), meanwhile(copy(run, sinks)):
         if not is_prepared(run):
@@ -135,9 +137,15 @@ def _servers(config: RunConfig, place: Place) -> tuple[list[Program], str]:
     # One request at a time in deterministic mode: what else is in a batch changes the last bits of a result.
     max_batch = 1 if config.deterministic else engine.max_batch
     return serving(
-        place.store, engine.regions, port=engine.port, max_batch=max_batch, threads=engine.threads,
-        device=engine.device, dtype=engine.dtype,
-    )  # fmt: skip
+        place.store,
+        engine.regions,
+        port=engine.port,
+        max_batch=max_batch,
+        threads=engine.threads,
+        device=engine.device,
+        dtype=engine.dtype,
+        invariant=config.invariant,
+    )
 
 
 def _run_loop(program: Coroutine[Any, Any, None]) -> None:

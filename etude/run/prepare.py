@@ -13,14 +13,18 @@ from pathlib import Path
 
 from etude.core.config import RunConfig
 from etude.core.errors import EtudeError
+from etude.core.stages import BUILT_IN, DistillConfig, DpoConfig, MidtrainConfig, RopeScalingConfig, SftConfig
+from etude.core.types import Json
 from etude.store.runs import Run
+from etude.tasks import sources
 
 
 def is_prepared(run: Run) -> bool:
     return run.objects.exists("model/config.json")
 
 
-def model_directory(path: str) -> Path:
+def model_directory(path: str, key: str = "model.path") -> Path:
+    """`key` says who asks for it."""
     from etude.model.directory import SMALL, lacking, read_small
 
     directory = Path(path)
@@ -28,15 +32,29 @@ def model_directory(path: str) -> Path:
     if not missing:
         missing = [name for name in SMALL if name not in read_small(directory)]
     if missing:
+        otherwise = ", or remove model.path to start from fresh weights" if key == "model.path" else ""
         raise EtudeError(
-            f"model.path = {path!r} is no model to start from: {', '.join(missing)} missing there; "
-            f"give a Hugging Face directory, or remove model.path to start from fresh weights"
+            f"{key} = {path!r} is no model to start from: {', '.join(missing)} missing there; "
+            f"give a Hugging Face directory{otherwise}"
         )
     return directory
 
 
-def given_files(path: str, max_context: int) -> dict[str, bytes]:
-    """The files of a model directory, its context cut to what the run needs."""
+def check_stage_files(config: RunConfig) -> None:
+    """What is missing in the last stage shall not cost the stages before it."""
+    for stage in config.stage:
+        if isinstance(stage, DistillConfig):
+            model_directory(stage.teacher, f"stage.{stage.name}.teacher")
+        patterns = [stage.path] if isinstance(stage, SftConfig | DpoConfig) else []
+        if isinstance(stage, MidtrainConfig):
+            patterns = [stage.held_out_path, *(source.path for source in stage.sources if source.path != BUILT_IN)]
+        for pattern in patterns:
+            if pattern is not None:
+                sources.files(pattern)
+
+
+def given_files(path: str, max_context: int, stretch: RopeScalingConfig | None = None) -> dict[str, bytes]:
+    """The files of a model directory, its context cut to what the run needs, or stretched for it."""
     from etude.model.directory import read_small
 
     directory = model_directory(path)
@@ -46,6 +64,8 @@ def given_files(path: str, max_context: int) -> dict[str, bytes]:
         if stretched := shape.get("rope_parameters") or shape.get("rope_scaling"):
             # What it says is relative to the context that the model was made for, not to the one that it is cut to.
             stretched.setdefault("original_max_position_embeddings", shape["max_position_embeddings"])
+        if stretch is not None:
+            _stretch(shape, stretch)
         shape["max_position_embeddings"] = min(max_context, shape["max_position_embeddings"])
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise EtudeError(
@@ -53,6 +73,22 @@ def given_files(path: str, max_context: int) -> dict[str, bytes]:
             f"another model.path"
         ) from e
     return files | {"config.json": json.dumps(shape, indent=2).encode()}
+
+
+def _stretch(shape: dict[str, Json], stretch: RopeScalingConfig) -> None:
+    key = "rope_parameters" if shape.get("rope_parameters") else "rope_scaling"  # as transformers 5 writes it, or 4
+    rope = shape.get(key) or {}
+    if (rope.get("rope_type") or rope.get("type") or "default") != "default":
+        raise EtudeError(f"rope_scaling: the model of model.path is stretched already ({rope}): leave the key out")
+    own = shape["max_position_embeddings"]
+    told = {"rope_type": stretch.type, "factor": stretch.factor, "original_max_position_embeddings": own}
+    shape[key] = {name: value for name, value in rope.items() if name != "type"} | told
+    shape["max_position_embeddings"] = int(own * stretch.factor)
+
+
+def _stretch_of(config: RunConfig) -> RopeScalingConfig | None:
+    first = config.stage[0]
+    return first.rope_scaling if isinstance(first, MidtrainConfig) else None
 
 
 def fresh_files(config: RunConfig) -> dict[str, bytes]:
@@ -75,6 +111,11 @@ def fresh_files(config: RunConfig) -> dict[str, bytes]:
     return files | {"config.json": model.to_json().encode()}
 
 
+def model_files(config: RunConfig) -> dict[str, bytes]:
+    path = config.model.path
+    return fresh_files(config) if path is None else given_files(path, config.model.max_context, _stretch_of(config))
+
+
 def store_files(run: Run, files: Mapping[str, bytes]) -> None:
     for name in sorted(files, key=lambda name: name == "config.json"):
         run.objects.put(f"model/{name}", files[name])
@@ -89,8 +130,7 @@ def main() -> int:
     try:
         run = Run.open(args.store, create=False)
         config = run.config()
-        path = config.model.path
-        store_files(run, fresh_files(config) if path is None else given_files(path, config.model.max_context))
+        store_files(run, model_files(config))
     except EtudeError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2

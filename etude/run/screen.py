@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from etude.core.alarms import Alarm
-from etude.core.events import EvalDone, Event, FitStep, StageDone, StageStarted, StepDone
+from etude.core.events import EvalDone, Event, FitStep, Skipped, StageDone, StageStarted, StepDone
 from etude.core.types import Json
 from etude.dash.reader import View
 from etude.run.evaluate import Report
@@ -26,7 +26,6 @@ from etude.store.runs import Run
 
 REFRESH_S = 0.5
 BARS = "▁▂▃▄▅▆▇█"
-STAGES = ("midtrain", "sft", "rl")
 
 
 async def watch(run: Run, console: Console, *, title: str, lag_bound: int) -> None:
@@ -64,14 +63,18 @@ def tell(event: Event) -> str | None:
             return f"{event.stage} begins" + (f", {event.done} steps of it were done before" if event.done else "")
         case StageDone():
             return f"{event.stage} is done after {event.seconds:.0f} s: version {event.version}"
-        case FitStep() if event.step % 25 == 0:
+        case FitStep() if event.step % 25 == 0 or event.step == event.steps:
             speed = f"{event.tokens_per_s:,.0f} tokens/s"
-            return f"{event.stage} step {event.step}/{event.steps}  loss {event.loss:.3f}  {speed}"
+            seen = "".join(f"  {name} {value:.3f}" for name, value in event.figures.items())
+            return f"{event.stage} step {event.step}/{event.steps}  loss {event.loss:.3f}{seen}  {speed}"
+        case Skipped():
+            return f"{event.stage} leaves out {event.count} sessions that are too long: {', '.join(event.where)} ..."
         case StepDone():
             reward = f"  reward {event.reward:.3f}" if event.reward is not None else ""
+            teacher = f"  KL to the teacher {event.teacher_kl:.3f}" if event.teacher_kl is not None else ""
             return (
-                f"rl version {event.step}  loss {event.loss:+.4f}{reward}  lag {event.lag}  "
-                f"entropy {event.entropy:.3f}  k3 {event.k3_mean:.5f}  "
+                f"version {event.step}  loss {event.loss:+.4f}{reward}  lag {event.lag}  "
+                f"entropy {event.entropy:.3f}  k3 {event.k3_mean:.5f}{teacher}  "
                 f"{event.seconds:.2f} s after {event.wait_s:.2f} s of waiting"
             )
         case EvalDone():

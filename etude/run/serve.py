@@ -14,6 +14,7 @@ from etude.core.errors import EtudeError
 from etude.engine.choose import device_for
 from etude.engine.engine import Engine
 from etude.model.files import build, read_directory
+from etude.model.numerics import INVARIANT
 from etude.model.transformer import Transformer
 from etude.serve import process
 from etude.serve.api import Api
@@ -40,6 +41,7 @@ class Options:
     threads: int | None
     device: str
     """cpu, cuda, or auto."""
+    invariant: bool
 
 
 class Server(Api):
@@ -72,6 +74,8 @@ async def _serve(options: Options) -> None:
         torch.set_num_threads(options.threads)
     name = options.name or options.model.resolve().name
     files, model = load(options.model, options.dtype, device_for(options.device))
+    if options.invariant:
+        model.compute_with(INVARIANT)
     engine = EngineThread(Engine(model, max_batch=options.max_batch), _no_other, files)
     del model  # what the engine computes with may be a copy
     server = Server(engine, files, name, options)

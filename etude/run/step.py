@@ -68,7 +68,7 @@ class Scribe:
         self._began = time.monotonic()
         return batch
 
-    def write(self, batch: Batch, stats: StepStats) -> StepDone:
+    def write(self, batch: Batch, stats: StepStats, teacher_kl: float | None = None) -> StepDone:
         """The step is over, its weights published."""
         now = time.monotonic()
         seconds, wait_s, self._idle_since = now - self._began, self._began - self._idle_since, now
@@ -94,4 +94,5 @@ class Scribe:
             repeats=self._repeats.count(batch),
             seconds=seconds,
             wait_s=wait_s,
+            teacher_kl=teacher_kl,
         )

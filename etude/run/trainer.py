@@ -11,25 +11,24 @@ import hashlib
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
-from etude.core.config import MidtrainConfig, RlConfig, RunConfig, SftConfig
+from etude.core.config import RlConfig, RunConfig
 from etude.core.errors import EtudeError
-from etude.core.events import FitStep, HandedOver, StageDone, StageStarted
+from etude.core.events import FitStep, HandedOver, StageDone
 from etude.model.files import SMALL
-from etude.model.tokenizer import ChatTokenizer
-from etude.run import data
+from etude.model.numerics import INVARIANT
 from etude.run.plan import Leg, legs
 from etude.run.prepare import model_directory
-from etude.run.step import Scribe, computing_in, objective_of
+from etude.run.stages import STAGE
+from etude.run.step import objective_of
 from etude.run.telemetry import Emit, emitter
-from etude.store.experts import get_experts
 from etude.store.runs import Run
-from etude.train import stages
 from etude.train.checkpoint import Checkpoint, Origin, pack, unpack
 from etude.train.learner import Learner
-from etude.train.schedule import rate
+from etude.train.stages import Progress
 from etude.train.start import starting_model
 from etude.weights.manifest import Chain
 from etude.weights.publish import Publisher
@@ -53,7 +52,10 @@ class Trainer:
         names = run.checkpoints()
         # A checkpoint holds every weight: the model's directory may be gone by then.
         given = None if names or config.model.path is None else model_directory(config.model.path)
-        self.learner = Learner(starting_model(given, self.files["config.json"], config.seed))
+        model = starting_model(given, self.files["config.json"], config.seed)
+        if config.invariant:
+            model.compute_with(INVARIANT)
+        self.learner = Learner(model)
         self.stage, self.version, self.step, self.made_by = "", 0, 0, 0
         self.lineage: tuple[Origin, ...] = ()
         self.held_out: tuple[float, ...] = ()
@@ -66,97 +68,38 @@ class Trainer:
                 began = time.monotonic()
                 self.enter(leg)
                 torch.set_num_threads(leg.stage.threads)
-                STAGE[leg.kind](self, leg)
+                STAGE[leg.stage.kind](self, leg)
                 self.publisher.wait()
-                self.emit(StageDone(stage=leg.kind, version=self.version, seconds=time.monotonic() - began))
+                self.emit(StageDone(stage=leg.name, version=self.version, seconds=time.monotonic() - began))
 
     def enter(self, leg: Leg) -> None:
         """A stage that is not being resumed starts from the weights of the last one, and from nothing else of it."""
-        if self.stage != leg.kind:
+        if self.stage != leg.name:
             digest = hashlib.blake2b(leg.stage.model_dump_json().encode(), digest_size=8).hexdigest()
             parent = leg.start if self.lineage else None
-            origin = Origin(stage=leg.kind, parent=parent, config=digest, data=f"seed {self.config.seed}")
-            self.stage, self.step, self.held_out, self.lineage = leg.kind, 0, (), (*self.lineage, origin)
+            origin = Origin(stage=leg.name, parent=parent, config=digest, data=f"seed {self.config.seed}")
+            self.stage, self.step, self.held_out, self.lineage = leg.name, 0, (), (*self.lineage, origin)
             self.learner.restart()
 
-    def midtrain(self, leg: Leg) -> None:
-        stage = leg.stage
-        assert isinstance(stage, MidtrainConfig)
-        tokenizer = ChatTokenizer(self.files)
-        self.emit(StageStarted(stage=leg.kind, steps=stage.steps, done=self.step))
-        stages.midtrain(
-            self.learner,
-            [tokenizer.encode(text) for text in data.texts(self.config)],
-            eos=tokenizer.eos,
-            steps=stage.steps,
-            batch_tokens=stage.batch_tokens,
-            row_tokens=min(stage.row_tokens, self.learner.model.config.max_position_embeddings),
-            lr=stage.lr,
-            warmup=stage.warmup,
-            weight_decay=stage.weight_decay,
-            seed=self.config.seed,
-            start_step=self.step,
-            on_step=self.follow_fit(),
-        )
-        self.reach(leg.end, step=self.step)
+    @property
+    def context(self) -> int:
+        return self.learner.model.config.max_position_embeddings
 
-    def sft(self, leg: Leg) -> None:
-        stage = leg.stage
-        assert isinstance(stage, SftConfig)
-        tokenizer = ChatTokenizer(self.files)
-        self.emit(StageStarted(stage=leg.kind, steps=0, done=self.step))
-        shown, held_back = (
-            [data.tokenize(session, tokenizer) for session in sessions]
-            for sessions in data.sessions(self.config, stage.demonstrations)
-        )
-        data.check_fits(shown + held_back, self.learner.model.config.max_position_embeddings)
-        stages.sft(
-            self.learner,
-            shown,
-            held_back,
-            max_epochs=stage.max_epochs,
-            patience=stage.patience,
-            batch_tokens=stage.batch_tokens,
-            lr=stage.lr,
-            seed=self.config.seed,
-            start_step=self.step,
-            held_out_losses=self.held_out,
-            on_step=self.follow_fit(),
-        )
-        self.reach(leg.end, step=self.step)
+    def learns_from(self, data: str) -> None:
+        """Enters into the lineage what the stage learns from; after a stop it must still be that."""
+        origin = self.lineage[-1]
+        if self.step and origin.data != data:
+            raise EtudeError(
+                f"stage {self.stage} learnt from other data before it was stopped ({origin.data}, and now {data}): put "
+                f"the files back as they were, or start a run with another name"
+            )
+        self.lineage = (*self.lineage[:-1], replace(origin, data=data))
 
-    def rl(self, leg: Leg) -> None:
-        stage = leg.stage
-        assert isinstance(stage, RlConfig)
-        self.emit(StageStarted(stage=leg.kind, steps=stage.steps, done=self.version - leg.start))
-        if stage.kl_coef and self.version == leg.start:
-            self.learner.keep()  # the reference
-        if self.version == 0:
-            self.reach(0, step=0)  # no stage came before: the engines need the starting weights
-        objective, scribe = objective_of(stage), Scribe(self.learner)
-        for step in range(self.version + 1, leg.end + 1):
-            batch = scribe.read(self.run, step)
-            with computing_in(stage.compute, self.learner.model):
-                stats = self.learner.step(
-                    batch,
-                    lr=rate(
-                        step - leg.start - 1, lr=stage.lr, warmup=stage.warmup, total=stage.steps, decay=stage.decay
-                    ),
-                    objective=objective,
-                    temperature=stage.temperature,
-                    microbatch_tokens=0 if self.config.deterministic else stage.microbatch_tokens,
-                    fetch=(lambda name: get_experts(self.run.objects, name)) if stage.replay else None,
-                    plausible=stage.plausible,
-                    balance=stage.balance,
-                )
-            self.reach(step, step=step - leg.start)
-            self.emit(scribe.write(batch, stats))
-
-    def follow_fit(self) -> Callable[[stages.Progress], None]:
+    def follow_fit(self) -> Callable[[Progress], None]:
         """What happens after each step of mid-training and sft: an event, and now and then a checkpoint."""
         last = saved = time.monotonic()
 
-        def on_step(progress: stages.Progress) -> None:
+        def on_step(progress: Progress) -> None:
             nonlocal last, saved
             now = time.monotonic()
             speed = progress.fit.num_tokens / max(now - last, 1e-9)
@@ -167,6 +110,7 @@ class Trainer:
                     steps=progress.total,
                     loss=progress.fit.loss,
                     tokens_per_s=speed,
+                    figures=progress.figures,
                 )
             )
             self.step, self.held_out = progress.step, progress.held_out
@@ -210,9 +154,6 @@ class Trainer:
         if self.step == 0:
             self.publish()  # a crash may have come between the checkpoint and the publication
             self.publisher.wait()
-
-
-STAGE: dict[str, Callable[[Trainer, Leg], None]] = {"midtrain": Trainer.midtrain, "sft": Trainer.sft, "rl": Trainer.rl}
 
 
 def main() -> int:

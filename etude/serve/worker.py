@@ -24,6 +24,7 @@ from starlette.routing import Route
 from etude.core.errors import EtudeError
 from etude.engine.choose import device_for
 from etude.engine.engine import Engine
+from etude.model.numerics import INVARIANT
 from etude.model.transformer import ModelConfig, Transformer
 from etude.serve import process
 from etude.serve.api import Api
@@ -113,7 +114,7 @@ async def keep_joined(worker: Worker, url: str, gateway_url: str, token: str | N
 
 @contextlib.asynccontextmanager
 async def own_engine(
-    files: Mapping[str, bytes], fetch: Fetch, max_batch: int, device: str, dtype: str
+    files: Mapping[str, bytes], fetch: Fetch, max_batch: int, device: str, dtype: str, invariant: bool
 ) -> AsyncIterator[EngineThread]:
     die_with_the_engine()
     place = device_for(device)
@@ -121,6 +122,8 @@ async def own_engine(
     usual = torch.bfloat16 if place.type == "cuda" else torch.float32
     model = Transformer(ModelConfig.from_json(files["config.json"])).requires_grad_(False)
     model = model.to(place, usual if dtype == "auto" else getattr(torch, dtype))
+    if invariant:
+        model.compute_with(INVARIANT)
     # One request at a time is how a deterministic run is served: then nothing may depend on what was asked before.
     engine = EngineThread(Engine(model, max_batch=max_batch, version=-1, prefix_cache=max_batch > 1), fetch, files)
     yield engine
@@ -130,7 +133,7 @@ async def own_engine(
 async def serve_worker(
     *, store_url: str, region: str, port: int, host: str = "127.0.0.1", gateway_url: str | None = None,
     version: int | None = None, max_batch: int = 32, threads: int = 1, device: str = "auto", dtype: str = "auto",
-    cache: Path | None = None, vllm: str | None = None,
+    cache: Path | None = None, vllm: str | None = None, invariant: bool = False,
 ) -> None:  # fmt: skip
     torch.set_num_threads(threads)
     token = process.token()
@@ -138,7 +141,11 @@ async def serve_worker(
     objects = Objects.open(store_url, create=False)
     files = read_model_files(objects)
     fetch = Follower(Chain(objects), name=f"{region}-{port}", cache=HostCache.beside(store_url, cache)).fetch
-    async with connected(vllm, fetch, files) if vllm else own_engine(files, fetch, max_batch, device, dtype) as engine:
+    async with (
+        connected(vllm, fetch, files)
+        if vllm
+        else own_engine(files, fetch, max_batch, device, dtype, invariant) as engine
+    ):
         worker = Worker(engine, files, region)
         if version is not None:
             await engine.load(version)
@@ -167,12 +174,13 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
     parser.add_argument("--cache", type=Path, help="where this host's workers keep what one of them has downloaded")
     parser.add_argument("--vllm", metavar="URL", help="a vLLM server that computes instead of our engine")
+    parser.add_argument("--invariant", action="store_true", help="the same bits in every batch")
     a = parser.parse_args()
     process.run(
         lambda: serve_worker(
             store_url=a.store, region=a.region, port=a.port, host=a.host, gateway_url=a.gateway,
             version=a.version, max_batch=a.max_batch, threads=a.threads, device=a.device, dtype=a.dtype,
-            cache=a.cache, vllm=a.vllm,
+            cache=a.cache, vllm=a.vllm, invariant=a.invariant,
         )
     )  # fmt: skip
 

@@ -9,8 +9,9 @@ One thread or many, and on which cores, is the business of the process that hold
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,7 @@ from etude.train.loss import entropies, token_logprobs
 from etude.train.objective import AGGREGATE, Objective
 from etude.train.routers import Routers, to_replay
 from etude.train.rows import Microbatch, Padded, pack
+from etude.train.supervised import Figures, FitLoss, cross_entropy
 
 BETAS = (0.9, 0.95)
 MAX_GRAD_NORM = 1.0
@@ -63,6 +65,8 @@ class FitStats:
     grad_norm: float
     lr: float
     num_tokens: int
+    figures: Figures
+    """What else the loss tells, as means over what it counts."""
 
 
 class Learner:
@@ -145,35 +149,46 @@ class Learner:
         )
 
     def fit(
-        self, microbatches: Sequence[Padded], *, lr: float, weight_decay: float = 0.0, balance: bool = False
+        self,
+        microbatches: Sequence[Padded],
+        *,
+        lr: float,
+        weight_decay: float = 0.0,
+        balance: bool = False,
+        loss: FitLoss = cross_entropy,
     ) -> FitStats:
-        """One step of cross entropy on the tokens that count, averaged over all microbatches together."""
+        """One step of a supervised loss, averaged over what counts in all microbatches together."""
         routers = Routers(self.model, balance=balance)
-        num_tokens = sum(micro.num_tokens for micro in microbatches)
-        total = 0.0
+        count = sum(micro.count for micro in microbatches)
+        total, figures = 0.0, Figures()
         for micro in microbatches:
             routing = routers.open(micro)
-            logp_N, _ = token_logprobs(self.model, micro.tokens_BT, micro.mask_BT, routing=routing)
-            objective = (-logp_N.sum() + micro.num_tokens * routers.close(routing, micro)) / num_tokens
-            objective.backward()  # type: ignore[no-untyped-call]
-            total += objective.item()
+            sum_of_losses, seen = loss(self.model, micro, routing)
+            mean = (sum_of_losses + micro.count * routers.close(routing, micro)) / count
+            mean.backward()  # type: ignore[no-untyped-call]
+            total += mean.item()
+            figures |= {name: figures.get(name, 0.0) + value / count for name, value in seen.items()}
         routers.settle()
-        return FitStats(loss=total, grad_norm=self._update(lr, weight_decay), lr=lr, num_tokens=num_tokens)
+        return FitStats(
+            loss=total,
+            grad_norm=self._update(lr, weight_decay),
+            lr=lr,
+            num_tokens=sum(micro.num_tokens for micro in microbatches),
+            figures=figures,
+        )
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Padded]) -> float:
         """Mean cross entropy of the tokens that count; changes nothing."""
-        sums = [-token_logprobs(self.model, m.tokens_BT, m.mask_BT)[0].double().sum().item() for m in microbatches]
-        return sum(sums) / sum(micro.num_tokens for micro in microbatches)
+        logps = [token_logprobs(self.model, m.tokens_BT, m.mask_BT, starts_BT=m.starts_BT)[0] for m in microbatches]
+        return -sum(logp_N.double().sum().item() for logp_N in logps) / sum(m.num_tokens for m in microbatches)
 
     @torch.no_grad()
     def _reference(self, microbatches: Sequence[Microbatch], temperature: float) -> list[Tensor]:
-        """The log-probs under the kept weights, which the model takes on meanwhile: no second model is needed."""
+        """The log-probs under the kept weights."""
         assert self._kept, "a kl_coef needs a reference: keep() the weights that the stage starts from"
-        self._round(self._kept)
-        logps = [token_logprobs(self.model, micro.tokens_BT, micro.mask_BT, temperature)[0] for micro in microbatches]
-        self._round(self._masters)
-        return logps
+        with self.recalled():
+            return [token_logprobs(self.model, m.tokens_BT, m.mask_BT, temperature)[0] for m in microbatches]
 
     def weights(self) -> dict[str, Tensor]:
         """The bf16 tensors to publish: a copy, and the very values that the next forward pass computes with."""
@@ -198,6 +213,15 @@ class Learner:
         """Go back to the kept weights."""
         _fill(self._masters, self._kept)
         self._round(self._masters)
+
+    @contextlib.contextmanager
+    def recalled(self) -> Iterator[None]:
+        """The model computes with the kept weights for as long as the block lasts."""
+        self._round(self._kept)
+        try:
+            yield
+        finally:
+            self._round(self._masters)
 
     def state(self) -> dict[str, Tensor]:
         """Everything that the next step depends on. It shares memory with the learner: pack it before stepping."""

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from etude.model.attention import Causal
+from etude.model.tiled_attention import CausalInTiles
 from etude.model.transformer import Routing, Transformer
 
 
@@ -126,18 +127,28 @@ LOSS: dict[str, Loss] = {
 
 
 def token_logprobs(
-    model: Transformer, tokens_BT: Tensor, mask_BT: Tensor, temperature: float = 1.0, routing: Routing | None = None
+    model: Transformer,
+    tokens_BT: Tensor,
+    mask_BT: Tensor,
+    temperature: float = 1.0,
+    routing: Routing | None = None,
+    starts_BT: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """For each token that counts: its log-prob, and that of every token that could have stood there (N, NV).
 
+    `starts_BT` is as in `rows.Padded`.
+
     Only positions that predict a counted token reach the head: every other token costs no logits and gets no gradient.
     """
-    positions_T = torch.arange(tokens_BT.shape[1] - 1)
-    hidden_BTE = model(tokens_BT[:, :-1], positions_T.expand(len(tokens_BT), -1), Causal(), routing)
+    starts_BT = None if starts_BT is None else starts_BT[:, :-1]
+    positions_BT = torch.arange(tokens_BT.shape[1] - 1, device=tokens_BT.device).expand(len(tokens_BT), -1)
+    if starts_BT is not None:
+        positions_BT = positions_BT - starts_BT
+    # What an engine sampled never shares a row with another document.
+    attend = CausalInTiles() if model.invariant and starts_BT is None else Causal(starts_BT)
+    hidden_BTE = model(tokens_BT[:, :-1], positions_BT, attend, routing)
     counts_BT = mask_BT[:, 1:]
-    logits_NV = model.logits(hidden_BTE[counts_BT])
-    logp_NV = torch.log_softmax(logits_NV / temperature, dim=-1)
-    return logp_NV.gather(-1, tokens_BT[:, 1:][counts_BT][:, None]).squeeze(-1), logp_NV
+    return model.logprobs(hidden_BTE[counts_BT], tokens_BT[:, 1:][counts_BT], temperature)
 
 
 def entropies(logp_NV: Tensor) -> Tensor:

@@ -26,11 +26,18 @@ class Padded:
     mask_BT: Tensor
     experts_BTLk: Tensor | None = None
     """The experts that are replayed, -1 where the router decides; None: it decides everywhere."""
+    starts_BT: Tensor | None = None
+    """For each token where its document begins in the row, if a row holds several that do not see each other."""
 
     @property
     def num_tokens(self) -> int:
         """How many tokens the loss counts."""
         return int(self.mask_BT[:, 1:].sum())
+
+    @property
+    def count(self) -> int:
+        """How many things the loss is the mean of: tokens, unless a kind of microbatch says otherwise."""
+        return self.num_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from etude.core.config import MidtrainConfig, RlConfig, RunConfig, parse
+from etude.core.config import RlConfig, RunConfig, experiment, parse
 from etude.core.errors import EtudeError
+from etude.core.stages import MidtrainConfig
 
 GOOD = """
 name = "demo"
@@ -65,6 +66,14 @@ def test_a_deterministic_run_has_no_microbatches() -> None:
     assert parse(GOOD, lone).deterministic
 
 
+def test_an_invariant_run_computes_alike_on_both_sides() -> None:
+    assert parse(GOOD, ["invariant=true", "engine.threads=2", "stage.rl.threads=2"]).invariant
+    with pytest.raises(EtudeError, match="same number in engine.threads and stage.rl.threads"):
+        parse(GOOD, ["invariant=true", "stage.rl.threads=2"])
+    with pytest.raises(EtudeError, match='needs engine.device = "cpu"'):
+        parse(GOOD, ["invariant=true", "engine.device=cuda"])
+
+
 def test_a_model_from_a_directory() -> None:
     assert parse(GOOD.replace("hidden_size = 64", 'path = "base"\nmax_context = 99')).model.path == "base"
     with pytest.raises(EtudeError, match="model: path already decides hidden_size"):
@@ -79,16 +88,21 @@ def test_a_model_from_a_directory() -> None:
         ("hidden_size", "hiden_size", r"unknown key model.hiden_size in \[model\]: did you mean hidden_size"),
         ("[engine]", "[engin]", "unknown key engin in the top level: did you mean engine"),
         ("max_lag", "maxlag", r"unknown key stage.rl.maxlag in \[stage.rl\]: did you mean max_lag"),
-        ("max_lag", "zzz", r"unknown key stage.rl.zzz in \[stage.rl\]: valid keys are kind, steps, "),
+        ("max_lag", "zzz", r"unknown key stage.rl.zzz in \[stage.rl\]: valid keys are name, threads, steps, "),
         ('name = "demo"', "", "name is missing: it has no default"),
-        ("demonstrations = 100", "", "stage.sft.demonstrations is missing"),
+        ("demonstrations = 100", "", "stage.sft: there is nothing to imitate: give demonstrations, or the path"),
+        ("demonstrations = 100", "path = 3", "stage.sft.path = 3: input should be a valid string"),
         ('"demo"', '"../x"', "name = '../x': string should match pattern"),
         ("seed = 3", 'seed = "3"', "seed = '3': input should be a valid integer"),
         ("seed = 3", "seed = true", "seed = True: input should be a valid integer"),
         ("steps = 5", "steps = 0", "stage.rl.steps = 0: input should be greater than or equal to 1"),
         ("lr = 1", "lr = nan", "stage.midtrain.lr = nan: input should be a finite number"),
-        ('kind = "rl"', 'kind = "rll"', "stage number 3 needs kind = one of midtrain, sft, rl; it has 'rll', .*rl"),
-        ('kind = "rl"', "", "stage number 3 needs kind = one of midtrain, sft, rl; it has None"),
+        (
+            'kind = "rl"',
+            'kind = "rll"',
+            "stage number 3 needs kind = one of midtrain, sft, rl, dpo, distill; it has 'rll', .*rl",
+        ),
+        ('kind = "rl"', "", "stage number 3 needs kind = one of midtrain, sft, rl, dpo, distill; it has None"),
         ("max_lag = 1", 'credit = "best"', "stage.rl.credit: must be one of centered, leave_one_out, std"),
         ("max_lag = 1", "max_lag = 0\nlookahead = 2", "stage.rl: lookahead 2 leaves 15 slots .* from 1 to 1"),
         ("hidden_size = 64", "num_heads = 3", "model: hidden_size 128 must be num_heads 3 times an even number"),
@@ -99,9 +113,9 @@ def test_a_model_from_a_directory() -> None:
         (
             'kind = "midtrain"',
             'kind = "rl"',
-            "stages are rl, sft, rl: each at most once, in the order midtrain, sft, rl",
+            "two stages are called rl: give one of them a name = of its own",
         ),
-        ("seed = 3", "deterministic = true", "deterministic = true needs stage.rl.max_lag = 0 and one name in engine"),
+        ("seed = 3", "deterministic = true", "deterministic = true needs max_lag = 0 in every stage and one name in"),
         (
             "max_lag = 1",
             "microbatch_tokens = 511",
@@ -111,6 +125,19 @@ def test_a_model_from_a_directory() -> None:
         ("max_lag = 1", 'correction = "some"', "stage.rl.correction = 'some': input should be 'none', 'truncated'"),
         ("max_lag = 1", "effort = {scale = 0.1, turn = 1}", r"unknown key stage.rl.effort.turn .*did you mean turns"),
         ("max_lag = 1", "effort = {turns = 1}", "stage.rl.effort.scale is missing"),
+        (
+            "lr = 1",
+            '[[stage.sources]]\npath = "*.py"\nwieght = 2.0',
+            r"unknown key stage.midtrain.sources.wieght in \[stage.midtrain.sources\]: did you mean weight",
+        ),
+        (
+            "lr = 1",
+            'rope_scaling = {type = "yarn", factr = 2.0}',
+            "unknown key stage.midtrain.rope_scaling.factr .* did you mean factor",
+        ),
+        ("lr = 1", 'rope_scaling = {type = "yarn", factor = 2.0}', "rope_scaling stretches the model of model.path"),
+        ("lr = 1", "held_out = 1.0", "stage.midtrain.held_out = 1.0: input should be less than 1"),
+        ("lr = 1", "sources = []", r"stage.midtrain.sources = \[\]: .*at least 1 item"),
         ("[engine]", "[harness]\nturns = 1\n[engine]", "unknown key harness.turns .*did you mean max_turns"),
     ],
 )
@@ -128,7 +155,7 @@ def test_bad_text(old: str, new: str, message: str) -> None:
     [
         ("seed", "--set seed: write it as key=value"),
         ("=3", "--set =3: write it as key=value"),
-        ("stage.steps=3", "--set stage.steps=3: a stage is addressed as stage.KIND.KEY, and .* midtrain, sft, rl"),
+        ("stage.steps=3", "--set stage.steps=3: a stage is addressed as stage.NAME.KEY, and .* midtrain, sft, rl"),
         ("stage.dpo.steps=3", "--set stage.dpo.steps=3: a stage is addressed as"),
         ("stage.rl.stepz=3", "unknown key stage.rl.stepz .*did you mean steps"),
         ("seed.a=3", "--set seed.a=3: seed is a value, it has no keys"),
@@ -153,3 +180,20 @@ def test_every_mistake_is_told_at_once() -> None:
     with pytest.raises(EtudeError) as told:
         parse(GOOD.replace("seed = 3", "sed = 3").replace("steps = 5", "steps = -1"))
     assert len(str(told.value).splitlines()) == 2
+
+
+def test_a_lineage_in_any_order_with_a_kind_more_than_once() -> None:
+    text = GOOD + '[[stage]]\nname = "again"\nkind = "sft"\npath = "good/*.jsonl"\n'
+    text += '[[stage]]\nname = "more"\nkind = "rl"\nsteps = 2\n'
+    config = parse(text, ["stage.again.lr=1e-4", "stage.more.steps=3"])
+    assert [stage.name for stage in config.stage] == ["midtrain", "sft", "rl", "again", "more"]
+    again, more = config.stage[3:]
+    assert (again.kind, again.lr, more.kind, more.steps) == ("sft", 1e-4, "rl", 3)  # type: ignore[union-attr]
+    assert RunConfig.model_validate_json(config.model_dump_json()) == config
+
+
+def test_another_order_is_another_experiment() -> None:
+    config = parse(GOOD)
+    turned = config.model_copy(update={"stage": config.stage[::-1]})
+    assert experiment(turned) != experiment(config)
+    assert experiment(parse(GOOD, ["stage.rl.threads=2"])) == experiment(config)

@@ -12,6 +12,7 @@ from etude.core.credit import (
     Credit,
     Within,
     centered,
+    equally,
     leave_one_out,
     oldest_version,
     praise,
@@ -148,6 +149,11 @@ def test_effort_is_paid_before_credit_is_given() -> None:
         replace(pair, trajectories=(pair.trajectories[0], long))
     )
     assert verdict.advantages == pytest.approx({"g.0": 0.15, "g.1": -0.15})  # 3 tokens cost 0.3, 6 cost 0.6
+
+
+def test_where_a_teacher_judges_every_attempt_that_was_graded_counts() -> None:
+    credit = Credit(within=equally, always=True)
+    assert credit.judge(group(0.0, None, 0.0)).advantages == {"g.0": 1.0, "g.2": 1.0}
 
 
 def test_rows_credit_the_sampled_tokens_of_every_segment() -> None:

@@ -40,7 +40,7 @@ def write_policy(directory: Path, run: RunConfig, *, epochs: int = 8) -> None:
     files = fresh_files(parse(SHAPE))
     tokenizer = ChatTokenizer(files)
     tasks = make_tasks("train", run.tasks.train, run.seed)
-    sessions = [tokenize(session, tokenizer) for session in demonstrations(tasks, 60, run.seed)]
+    sessions = [row for session in demonstrations(tasks, 60, run.seed) for row in tokenize(session, tokenizer)]
     learner = Learner(fresh(ModelConfig.from_json(files["config.json"]), seed=0))
     # Held out is what it learns: it shall know these tasks by heart, not well.
     sft(learner, sessions, sessions[:4], max_epochs=epochs, patience=epochs, batch_tokens=640, lr=5e-3, seed=0)

@@ -14,8 +14,10 @@ pytest.importorskip("triton", reason="triton is not installed")
 from etude.core.types import Sample
 from etude.engine import cuda
 from etude.engine.engine import Engine
+from etude.engine.kernels.trainable import Trainable
 from etude.model.config import ExpertsConfig
-from etude.model.transformer import ModelConfig
+from etude.model.transformer import ModelConfig, Transformer
+from etude.train.loss import token_logprobs
 from tests.engine import kernel_checks
 from tests.small_model import drain, request, sharp
 
@@ -46,8 +48,10 @@ def test_as_in_float64(name: str) -> None:
     assert all(value < 1e-5 for value in found.values()), found
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_an_engine_on_kernels_says_what_the_model_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "invariant"), [*((name, False) for name in MODELS), ("qwen3_moe", True)])
+def test_an_engine_on_kernels_says_what_the_model_says(
+    name: str, invariant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Prompts in pieces, prompts in the prefix cache, one sequence and several, padded and not, some of them greedy."""
     monkeypatch.setattr(cuda, "PROMPT_LADDER", (8,))
     monkeypatch.setattr(cuda, "DRAFT_LADDER", ())
@@ -56,7 +60,7 @@ def test_an_engine_on_kernels_says_what_the_model_says(name: str, monkeypatch: p
     requests = [request(str(i), prompt, max_tokens=2 + i // 2, temperature=i / 2) for i, prompt in enumerate(prompts)]
     model = sharp(MODELS[name], seed=3)
     found = []
-    for runner in (cuda.CudaRunner(model, num_blocks=12, max_batch=3), None):
+    for runner in (cuda.CudaRunner(model, num_blocks=12, max_batch=3, invariant=invariant), None):
         engine = Engine(model, max_batch=3, step_tokens=9, runner=runner)
         for each in requests:
             engine.add(each)
@@ -90,3 +94,19 @@ def test_drafts_on_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         assert sample.tokens == expected[id].tokens
         assert sample.logprobs == pytest.approx(expected[id].logprobs, abs=1e-4)
         assert bool(sample.accepted and sample.rejected) == (id != "1")
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3_moe"])
+def test_a_trainable_model_on_kernels_has_the_values_and_gradients_of_the_plain_one(name: str) -> None:
+    tokens, mask = torch.tensor([[5, 9, 20, 7, 3], [8, 11, 2, 0, 0]]), torch.ones(2, 5, dtype=torch.bool)
+    found = []
+    for kind in (Transformer, Trainable):
+        model = kind(MODELS[name])
+        model.load_state_dict(sharp(MODELS[name], seed=3, factor=2.0).state_dict())
+        logp_N, _ = token_logprobs(model, tokens, mask, temperature=0.7)
+        (logp_N * torch.arange(len(logp_N))).sum().backward()
+        found.append((logp_N, {key: p.grad for key, p in model.named_parameters()}))
+    (plain_N, plain), (ours_N, ours) = found
+    assert ours_N.tolist() == pytest.approx(plain_N.tolist(), abs=1e-4)
+    for key, grad in plain.items():
+        assert torch.allclose(ours[key], grad, rtol=1e-3, atol=1e-4 * float(grad.abs().max())), key

@@ -116,7 +116,7 @@ def test_drafts_change_no_bit(dtype: torch.dtype) -> None:
     drafted = answers(
         Engine(made, max_batch=8, step_tokens=60), [replace(each, prediction=guesses[each.id]) for each in requests()]
     )
-    assert min(sum(s.accepted for s in drafted.values()), sum(s.rejected for s in drafted.values())) > 50
+    assert min(sum(s.accepted for s in drafted.values()), sum(s.rejected for s in drafted.values())) > 30
     assert {id: replace(sample, accepted=0, rejected=0) for id, sample in drafted.items()} == plain
 
 

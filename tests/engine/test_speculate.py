@@ -94,7 +94,7 @@ def test_random_schedules(family: str, overlaps: bool) -> None:
     stats = engine.stats()
     assert (stats.running, stats.waiting, stats.blocks_free) == (0, 0, 14)
     assert stats.preempted > 0
-    assert stats.accepted_tokens == sum(sample.accepted for sample in done.values()) > 100
+    assert stats.accepted_tokens == sum(sample.accepted for sample in done.values()) > 50
     assert stats.drafted_tokens - stats.accepted_tokens >= sum(sample.rejected for sample in done.values()) > 0
 
 
@@ -223,7 +223,7 @@ def surprise(model: Transformer, runner: CpuRunner) -> float:
     for seed in range(num_samples):
         engine.add(request(str(seed), [*prompt, first], max_tokens=3, stop=frozenset(), prediction=guess))
     done = drain(engine)
-    assert sum(sample.accepted for sample in done.values()) > 100
+    assert sum(sample.accepted for sample in done.values()) > 50
     counts = np.bincount([sample.tokens[1] for sample in done.values()], minlength=61)
     often = p * num_samples >= 5
     expected = np.append(p[often], p[~often].sum()) * num_samples

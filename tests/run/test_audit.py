@@ -12,7 +12,7 @@ from etude.core.config import parse
 from etude.core.events import EVENTS, StepDone
 from etude.core.ledger import Dropped, Issued
 from etude.core.types import Span
-from etude.run.audit import audit
+from etude.run.audit import audit, lag_bounds
 from etude.run.evaluate import report_name
 from etude.store.objects import Objects
 from etude.store.runs import Run
@@ -143,3 +143,9 @@ def _replace(run: Run, batch: object) -> None:
 async def test_each_broken_promise_is_found(run: Run, damage: Callable[[Run], None], finding: str) -> None:
     damage(run)
     assert any(finding in violation for violation in audit(run).violations), audit(run).violations
+
+
+def test_every_loop_of_a_lineage_has_its_own_bound() -> None:
+    more = '[[stage]]\nkind = "sft"\nname = "again"\ndemonstrations = 1\n[[stage]]\nkind = "distill"\nsteps = 2\n'
+    bounds = lag_bounds(parse(CONFIG + more + 'teacher = "t"\nmax_lag = 3\n'))
+    assert bounds == {3: 1, 4: 1, 5: 1, 6: 1, 8: 3, 9: 3}

@@ -14,13 +14,13 @@ import pytest
 from etude.core.credit import CREDIT, Credit
 from etude.core.errors import EtudeError
 from etude.core.ledger import Dropped, Entry, Issued, Ledger
-from etude.core.types import Group, Segment, Span, Trajectory
+from etude.core.types import Group, Manifest, Segment, Span, Trajectory
 from etude.run import journal
 from etude.run.controller import Health, Signal, assemble, endless
 from etude.run.process import message
 from etude.store.objects import Objects
 from etude.store.runs import Run
-from tests.run.worlds_of_fakes import FIRST, TASKS, stage
+from tests.run.worlds_of_fakes import FIRST, TASKS, Versions, manifest, stage
 
 LAST = FIRST + 6
 
@@ -78,6 +78,21 @@ async def test_an_interrupted_task_is_issued_again_with_the_same_seeds() -> None
     issued = [entry.task for entry in Run(broken).ledger.records() if isinstance(entry, Issued)]
     order = [task.id for task, _ in zip((task for task, _ in endless(TASKS, seed=1)), range(2), strict=False)]
     assert issued[:4] == order * 2
+
+
+async def test_what_a_later_stage_publishes_is_not_loaded_in_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage behind the loop may be done before its last version was seen; the evaluation still needs that one."""
+    wait = Versions.wait
+
+    async def ahead(self: Versions, after: int) -> Manifest:
+        newest = (await wait(self, after)).version
+        return manifest(newest + 2 if newest == FIRST + 3 else newest)
+
+    monkeypatch.setattr(Versions, "wait", ahead)
+    objects = Objects.open("memory:")
+    engine = await stage(objects, seed=1, last=FIRST + 3, max_lag=1)
+    assert engine.version == FIRST + 3
+    assert Ledger(Run(objects).ledger.records()).trained_step == FIRST + 3
 
 
 async def test_half_of_the_sessions_failing_stops_the_run_with_the_newest_error() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from etude.core.errors import EtudeError
 from etude.core.events import Event, Launched, Live
+from etude.core.stages import RopeScalingConfig
 from etude.model.files import weights, write_directory
 from etude.model.transformer import ModelConfig, fresh
 from etude.run.data import check_fits
@@ -73,3 +74,24 @@ def test_a_demonstration_must_fit() -> None:
     check_fits([([1] * 8, [True] * 8)], 8)
     with pytest.raises(EtudeError, match="a demonstration has 9 tokens, .* set model.max_context to 9 or more"):
         check_fits([([1], [True]), ([1] * 9, [True] * 9)], 8)
+
+
+def test_a_model_is_stretched_for_more_context(tmp_path: Path) -> None:
+    files = small_files(context=128)
+    write_directory(tmp_path, files, weights(fresh(ModelConfig.from_json(files["config.json"]), 0)))
+    yarn = RopeScalingConfig(type="yarn", factor=4.0)
+
+    def shape(max_context: int, stretch: RopeScalingConfig | None) -> ModelConfig:
+        return ModelConfig.from_json(given_files(str(tmp_path), max_context, stretch)["config.json"])
+
+    assert shape(512, None).max_position_embeddings == 128
+    assert [shape(context, yarn).max_position_embeddings for context in (300, 512, 9999)] == [300, 512, 512]
+    scaling = shape(300, yarn).rope_scaling
+    assert scaling is not None and scaling.original_max_position_embeddings == 128
+    assert (scaling.rope_type, scaling.factor) == ("yarn", 4.0)
+    assert starting_model(tmp_path, given_files(str(tmp_path), 512, yarn)["config.json"], 0).rope.shape[0] == 512
+
+    stretched = given_files(str(tmp_path), 512, yarn)["config.json"]
+    (tmp_path / "config.json").write_bytes(stretched)
+    with pytest.raises(EtudeError, match="is stretched already"):
+        given_files(str(tmp_path), 1024, yarn)

@@ -30,7 +30,7 @@ steps = 1
 
 
 def test_the_model_directory_is_needed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("etude.run.data.texts", lambda config: ["def area(a, b):\n    return a * b\n"] * 8)
+    monkeypatch.setattr("etude.run.documents.NUM_BUILT_IN", 8)
     files, directory = small_files(), tmp_path / "model"
     write_directory(directory, files, weights(fresh(ModelConfig.from_json(files["config.json"]), 1)))
     whole = parse(TOML, [f"model.path={directory}"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -16,6 +17,7 @@ from etude.serve.gateway import Gateway, Router
 from etude.serve.http import create_app
 from etude.serve.wire import Join
 from etude.serve.worker import Worker
+from etude.store.objects import Objects
 from tests.serve.client import post
 from tests.serve.conftest import served
 from tests.small_model import sharp, small_files
@@ -38,11 +40,12 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-async def url(http: aiohttp.ClientSession) -> AsyncIterator[str]:
+async def url(http: aiohttp.ClientSession, tmp_path: Path) -> AsyncIterator[str]:
     """In float32: what is computed together does not change a token."""
     config = ModelConfig.from_json(FILES["config.json"])
     thread = EngineThread(Engine(sharp(config, 0, factor=3.0), max_batch=8), lambda version: {}, FILES)
-    gateway = Gateway(Router(http), FILES, max_context=config.max_position_embeddings)
+    objects = Objects.open(f"file:{tmp_path}/run")
+    gateway = Gateway(Router(http), objects, FILES, max_context=config.max_position_embeddings)
     async with AsyncExitStack() as stack:
         stack.callback(thread.close)
         worker = await stack.enter_async_context(served(create_app(Worker(thread, FILES, "here").routes(), None)))

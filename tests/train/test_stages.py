@@ -1,18 +1,20 @@
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from etude.model.transformer import ModelConfig, fresh
 from etude.train.learner import Learner
+from etude.train.loss import token_logprobs
 from etude.train.rows import pack_text
 from etude.train.schedule import rate
-from etude.train.stages import Demonstration, OnStep, Progress, Stream, midtrain, sft, since_best
+from etude.train.stages import Demonstration, OnStep, Progress, dpo, midtrain, sft, since_best, text_rows
+from etude.train.stream import Documents
 
 CONFIG = ModelConfig(
     vocab_size=16,
@@ -63,34 +65,14 @@ class KillAt:
             raise Killed
 
 
-def test_every_pass_of_the_stream_holds_every_document_once() -> None:
-    docs = documents()
-    stream = Stream(docs, eos=EOS, seed=3)
-    size = sum(len(document) + 1 for document in docs)
-    orders = []
-    for number in range(3):
-        tokens = stream.read(number * size, size).tolist()
-        assert tokens[-1] == EOS
-        parts = " ".join(map(str, tokens[:-1])).split(f" {EOS} ")
-        orders.append(parts)
-        assert sorted(parts) == sorted(" ".join(map(str, document)) for document in docs)
-    assert orders[0] != orders[1] != orders[2]
-
-
-def test_the_stream_reads_the_same_in_any_pieces() -> None:
-    whole = Stream(documents(), eos=EOS, seed=3).read(0, 1000)
-    stream = Stream(documents(), eos=EOS, seed=3)
-    assert np.array_equal(np.concatenate([stream.read(start, 50) for start in range(0, 1000, 50)]), whole)
-    assert np.array_equal(stream.read(700, 300), whole[700:])
-    assert not np.array_equal(Stream(documents(), eos=EOS, seed=4).read(0, 1000), whole)
-
-
 def run_midtrain(one: Learner, start_step: int = 0, on_step: KillAt | None = None, seed: int = 0) -> list[Progress]:
     seen: list[Progress] = []
     midtrain(
         one,
-        documents(),
+        [(Documents.of(documents(), EOS), 2.0), (Documents.of([[3, 4] * 9], EOS), 1.0)],
         eos=EOS,
+        held_out=Documents.of(documents(4), EOS),
+        held_out_every=3,
         steps=8,
         batch_tokens=100,
         lr=1e-2,
@@ -107,7 +89,9 @@ def test_midtrain_learns_and_says_so() -> None:
     seen = run_midtrain(learner())
     assert [progress.step for progress in seen] == list(range(1, 9))
     assert seen[-1].fit.loss < seen[0].fit.loss
-    assert seen[0].fit.num_tokens == 3 * 31  # 100 tokens make 3 whole rows of 32; the first of a row is not predicted
+    assert 3 * 24 < seen[0].fit.num_tokens < 3 * 31  # 3 whole rows of 32; the first token of a document does not count
+    exams = {progress.step: progress.figures["held_out"] for progress in seen if progress.figures}
+    assert exams.keys() == {3, 6, 8} and exams[8] < exams[3]
 
 
 @pytest.mark.parametrize("kill", [1, 4, 8])
@@ -119,6 +103,69 @@ def test_midtrain_goes_on_to_the_bit(kill: int) -> None:
         run_midtrain(first, on_step=killer)
     second.load_state(killer.state)
     run_midtrain(second, start_step=killer.progress.step)
+    assert equal(second.state(), straight.state())
+
+
+def test_documents_that_share_a_row_do_not_see_each_other() -> None:
+    """What a row says of a document is what the document says alone, wherever it stands."""
+    model = fresh(CONFIG, 0)
+    docs = [[3, 7, 7, 2, EOS], [5, 1, EOS], [9, 9, 4, EOS]]
+    rows = text_rows(torch.tensor([[token for doc in docs for token in doc]]), EOS)
+    together, _ = token_logprobs(model, rows.tokens_BT, rows.mask_BT, starts_BT=rows.starts_BT)
+    alone = []
+    for doc in docs:
+        row = text_rows(torch.tensor([doc]), None)
+        alone.append(token_logprobs(model, row.tokens_BT, row.mask_BT)[0])
+    torch.testing.assert_close(together, torch.cat(alone), rtol=1e-5, atol=1e-5)
+    joined = text_rows(rows.tokens_BT, None)
+    assert joined.num_tokens == 11 and rows.num_tokens == 9
+    mixed, _ = token_logprobs(model, joined.tokens_BT, joined.mask_BT)
+    assert not torch.allclose(mixed[5:7], alone[1], atol=1e-3)
+
+
+def preferences(count: int) -> list[tuple[Demonstration, Demonstration]]:
+    """Of two answers to a word, the one that repeats it is the better one."""
+    rng = random.Random(2)
+    pairs = []
+    for good, _ in sessions(count, 5):
+        size = len(good) // 2
+        bad = [*good[:size], *[rng.randrange(1, 16) for _ in range(rng.randint(1, 4))], EOS]
+        pairs.append(((good, [False] * size + [True] * size), (bad, [False] * size + [True] * (len(bad) - size))))
+    return pairs
+
+
+def run_dpo(one: Learner, start_step: int = 0, on_step: OnStep = lambda progress: None) -> None:
+    dpo(
+        one, preferences(12), epochs=3, batch_pairs=4, beta=0.5, lr=1e-2, seed=0, start_step=start_step, on_step=on_step
+    )
+
+
+def test_dpo_learns_what_is_preferred() -> None:
+    seen: list[Progress] = []
+    run_dpo(learner(), on_step=seen.append)
+    assert [progress.step for progress in seen] == list(range(1, 10)) and seen[0].total == 9
+    # Before the first step the weights are the reference: nothing is preferred.
+    assert seen[0].fit.loss == pytest.approx(math.log(2), rel=1e-5) and seen[0].figures["margin"] == 0.0
+    assert seen[-1].fit.loss < 0.5 and seen[-1].figures["accuracy"] == 1.0 and seen[-1].figures["margin"] > 0.5
+
+
+def test_two_sessions_together_may_be_longer_than_the_context() -> None:
+    long, short = ([1] * 30, [False] + [True] * 29), ([2] * 4, [False] + [True] * 3)
+    seen: list[Progress] = []
+    pairs = [(long, short), (short, long), (long, ([3] * 30, long[1])), (short, ([2, 5], [False, True]))]
+    dpo(learner(), pairs, epochs=1, batch_pairs=4, beta=0.5, lr=1e-2, seed=0, on_step=seen.append)
+    assert seen[0].fit.loss == pytest.approx(math.log(2), rel=1e-5)
+
+
+@pytest.mark.parametrize("kill", [1, 5, 9])
+def test_dpo_goes_on_to_the_bit(kill: int) -> None:
+    straight, first, second = learner(), learner(), learner()
+    run_dpo(straight)
+    killer = KillAt(first, kill)
+    with pytest.raises(Killed):
+        run_dpo(first, on_step=killer)
+    second.load_state(killer.state)
+    run_dpo(second, start_step=kill)
     assert equal(second.state(), straight.state())
 
 
@@ -234,8 +281,6 @@ def test_sft_goes_on_to_the_bit_wherever_it_was_killed() -> None:
 
 
 def test_what_cannot_be_trained_on_is_refused() -> None:
-    with pytest.raises(ValueError, match="no documents"):
-        Stream([], eos=EOS, seed=0)
     with pytest.raises(ValueError, match="no held-out demonstrations"):
         sft(learner(), sessions(4, 0), [], max_epochs=1, patience=1, batch_tokens=10, lr=1e-3, seed=0)
     with pytest.raises(ValueError, match="longest of the demonstrations has 33 tokens"):

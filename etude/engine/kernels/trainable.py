@@ -1,0 +1,153 @@
+"""A model that learns on the kernels of the invariant engine: the same bits forward, the usual gradients backward.
+
+Where the engine adds and normalises in one kernel the two steps are apart here. They round in the same places.
+
+Shapes: B rows of T tokens, N = B T of them one after the other, E hidden size, C what goes into a product, M what comes
+out, V vocabulary, H query heads, K key heads, D head size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from etude.engine.kernels import attention, head, invariant, norm
+from etude.engine.kernels.network import Layer, Network
+from etude.model.attention import Causal
+from etude.model.experts import Experts, Routing
+from etude.model.heads import Attend, GroupedHeads
+from etude.model.layers import MLP, RMSNorm
+from etude.model.numerics import PLAIN, value_of
+from etude.model.rope import rotate
+from etude.model.transformer import Block, Transformer
+
+PAGE = 64
+
+
+class Trainable(Transformer):
+    """Rows of tokens only; how a token sees those before it is not handed in but fixed."""
+
+    @property
+    def invariant(self) -> bool:
+        return True
+
+    def forward(
+        self, tokens_BT: Tensor, positions_BT: Tensor, attend: Attend, routing: Routing | None = None
+    ) -> Tensor:
+        assert routing is None or routing.replay is None, "these kernels let the router decide, as in the engine"
+        rows, length = tokens_BT.shape
+        network, cache = Network(self), _Rows(self, rows, length)
+        x_NE = F.embedding(tokens_BT.flatten(), self.model.embed_tokens.weight)
+        for block, layer in zip(self.model.layers, network.layers, strict=True):
+            assert isinstance(block, Block) and isinstance(block.self_attn, GroupedHeads)
+            qkv = _linear(_normed(x_NE, block.input_layernorm), layer.qkv.weight, layer.qkv.bias)
+            x_NE = x_NE + _summed(cache.attend(layer, block.self_attn, qkv), block.self_attn.o_proj.weight)
+            normed_NE = _normed(x_NE, block.post_attention_layernorm)
+            if isinstance(layer.mlp, Experts):
+                x_NE = x_NE + _experts(normed_NE, layer.mlp, routing)
+            else:
+                assert isinstance(layer.mlp, MLP)
+                x_NE = x_NE + _summed(_gated(normed_NE, layer.mlp), layer.mlp.down_proj.weight)
+        return _normed(x_NE, self.model.norm).view(rows, length, -1)
+
+    def logprobs(self, hidden_NE: Tensor, tokens_N: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+        table_VE = self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+        logp_N, logp_NV = super().logprobs(hidden_NE, tokens_N, temperature)
+
+        def exact() -> Tensor:
+            warm_N = torch.full((len(hidden_NE),), temperature, device=hidden_NE.device)
+            logits_NV = hidden_NE.new_empty(len(hidden_NE), len(table_VE), dtype=torch.float32)
+            stats = logits_NV.new_empty(len(hidden_NE), head.num_tiles(len(table_VE)), 2)
+            invariant.logits(hidden_NE, table_VE, warm_N, logits_NV, stats, pdl=False)
+            out_N = torch.empty_like(warm_N)
+            invariant.logprobs(logits_NV, stats, warm_N, tokens_N.int(), out_N, pdl=False)
+            return out_N
+
+        return value_of(exact, gradient_of=lambda: logp_N), logp_NV
+
+
+class _Rows:
+    """Keys and values of whole rows, in the pages that the kernels read; one layer at a time."""
+
+    def __init__(self, model: Transformer, rows: int, length: int) -> None:
+        c, weight = model.config, model.model.embed_tokens.weight.detach()
+        self.shape, pages = (rows, length), -(-length // PAGE)
+        self._k, self._v = weight.new_zeros(2, rows * pages, c.num_key_value_heads, PAGE, c.head_dim)
+        self._cos, self._sin = model.rope[:length].to(weight.dtype).unbind(1)
+
+        def ints(values: Tensor) -> Tensor:
+            return values.to(weight.device, torch.int32).contiguous()
+
+        row_B, place_T = torch.arange(rows), torch.arange(length)
+        self._positions = ints(place_T.repeat(rows))
+        self._slots = ints((row_B[:, None] * pages * PAGE + place_T).flatten())
+        self._blocks, self._stride = ints(torch.arange(rows * pages)), ints(torch.tensor([pages]))
+        self._ends, self._lengths = ints((row_B + 1) * length), ints(torch.full((rows,), length))
+        step = attention.PREFILL_ROWS // (c.num_attention_heads // c.num_key_value_heads)
+        self._sequence = ints(row_B.repeat_interleave(-(-length // step)))
+        self._first = ints((row_B[:, None] * length + torch.arange(0, length, step)).flatten())
+
+    def attend(self, layer: Layer, own: GroupedHeads, qkv: Tensor) -> Tensor:
+        def exact() -> Tensor:
+            turned, out = qkv.clone(), qkv.new_empty(len(qkv), own.num_q * own.head_dim)
+            heads = layer.heads
+            attention.write(heads, turned, self._k, self._v, self._positions, self._slots, page=PAGE)
+            invariant.prefill(
+                heads, turned, self._k, self._v, self._blocks, self._stride, self._ends, self._lengths,
+                self._sequence, self._first, out, page=PAGE,
+            )  # fmt: skip
+            return out
+
+        return value_of(exact, gradient_of=lambda: self._plain(own, qkv))
+
+    def _plain(self, own: GroupedHeads, qkv: Tensor) -> Tensor:
+        heads = qkv.view(*self.shape, -1, own.head_dim)
+        q, k, v = heads.split_with_sizes((own.num_q, own.num_kv, own.num_kv), -2)
+        if own.q_norm and own.k_norm:
+            q, k = own.q_norm(q), own.k_norm(k)
+        q, k = (rotate(x, self._cos, self._sin, PLAIN) for x in (q, k))
+        return Causal()(own.layer, q, k, v).flatten(0, 1).flatten(1)
+
+
+def _normed(x_NE: Tensor, own: RMSNorm) -> Tensor:
+    def exact() -> Tensor:
+        out_NE = torch.empty_like(x_NE)
+        norm.add_norm(x_NE, None, own.weight.detach(), out_NE, own.eps)
+        return out_NE
+
+    return value_of(exact, gradient_of=lambda: own(x_NE))
+
+
+def _linear(x_NC: Tensor, w_MC: Tensor, bias_M: Tensor | None) -> Tensor:
+    return value_of(lambda: invariant.product(x_NC, w_MC, bias_M), gradient_of=lambda: F.linear(x_NC, w_MC, bias_M))
+
+
+def _summed(x_NC: Tensor, w_MC: Tensor) -> Tensor:
+    """Added up as `norm.add_norm` does: in float32, in order, and rounded once."""
+    return value_of(lambda: _sum(invariant.pieces(x_NC, w_MC), x_NC.dtype), gradient_of=lambda: F.linear(x_NC, w_MC))
+
+
+def _sum(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    total = torch.zeros_like(parts[0], dtype=torch.float32)
+    for part in parts:
+        total += part
+    return total.to(dtype)
+
+
+def _gated(x_NE: Tensor, own: MLP) -> Tensor:
+    def plain() -> Tensor:
+        gate, up = F.linear(x_NE, own.gate_up_proj.weight).chunk(2, -1)
+        return F.silu(gate) * up
+
+    return value_of(lambda: invariant.gated(x_NE, own.gate_up_proj.weight), gradient_of=plain)
+
+
+def _experts(x_NE: Tensor, own: Experts, routing: Routing | None) -> Tensor:
+    with torch.no_grad():
+        slots_N = torch.arange(len(x_NE), dtype=torch.int32, device=x_NE.device)
+        unread = slots_N.new_empty(len(x_NE), own.gate.c.num_experts_per_tok)
+        parts, ids_Nk = invariant.chosen_experts(x_NE, own, slots_N, unread)
+    # The gradient is that of the experts which were used, wherever the plain router would have gone.
+    replay = Routing(replay=ids_Nk[:, None].expand(-1, own.place + 1, -1)) if routing is None else routing
+    return value_of(lambda: _sum(parts, x_NE.dtype), gradient_of=lambda: own(x_NE, replay))

@@ -1,0 +1,137 @@
+"""The arithmetic of a model: the usual one, or one in which a token does not see its neighbours in the batch.
+
+A matrix product of one row and one of twenty add up in different orders, and so do attention over a prompt and over a
+cache. `PLAIN` lets the library choose. In `INVARIANT` whatever is computed for a token has the same bits alone or among
+others, read at once, in pieces or token by token, in the engine or in the trainer:
+
+- products are taken in tiles of `TILE_ROWS` rows, the last one filled up, so that every row sees the same kernel;
+- attention adds up over tiles of keys of a fixed size, in order (`tiled_attention`);
+- functions of one number are made of steps that IEEE 754 defines to the bit. The library's own `silu` treats numbers
+  that fill a vector register in another way than the rest, and which these are depends on how many stand before.
+
+Norms and softmax are computed row by row anyway. All this is a property of the libraries on a machine, and
+tests/engine/test_batch_invariance.py asks whether it holds. Bits do not carry over to another kind of processor.
+
+Shapes: N rows, C what goes in, M what comes out, H heads, Q and R what goes in and comes out of each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+LN2_HIGH = 0.693359375
+LN2_LOW = math.log(2) - LN2_HIGH
+"""The first has few enough digits that a multiple of it is exact."""
+TILE_ROWS = 32
+"""Enough for a product to be efficient, few enough that a lone token does not pay much for the empty rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    """(x [.., C], w [M, C], bias [M]) -> [.., M]"""
+    per_head: Callable[[Tensor, Tensor], Tensor]
+    """(x [.., H, Q], w [H, Q, R]) -> [.., H, R]: each head has a matrix of its own."""
+    sigmoid: Callable[[Tensor], Tensor]
+    silu: Callable[[Tensor], Tensor]
+    turn: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    """(x, cos, other, sin) -> x cos + other sin"""
+
+
+def value_of(exact: Callable[[], Tensor], *, gradient_of: Callable[[], Tensor]) -> Tensor:
+    """What `exact` gives, and in the backward pass the gradient of the other, which is the same function but for
+    rounding. Gradients need not be invariant, and are faster that way."""
+    if not torch.is_grad_enabled():
+        return exact()
+    with torch.no_grad():
+        value = exact()
+    instead: Tensor = _Instead.apply(gradient_of(), value)  # type: ignore[no-untyped-call]
+    return instead
+
+
+class _Instead(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, plain: Tensor, value: Tensor) -> Tensor:
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def tiled_linear(x: Tensor, w_MC: Tensor, bias_M: Tensor | None = None) -> Tensor:
+    product = value_of(
+        lambda: _in_row_tiles(x.flatten(0, -2), w_MC), gradient_of=lambda: F.linear(x, w_MC).flatten(0, -2)
+    )
+    return (product if bias_M is None else product + bias_M).view(*x.shape[:-1], -1)
+
+
+def _in_row_tiles(x_NC: Tensor, w_MC: Tensor) -> Tensor:
+    rows = len(x_NC)
+    x_NC = F.pad(x_NC, (0, 0, 0, -rows % TILE_ROWS)).contiguous()
+    out_NM = x_NC.new_empty(len(x_NC), len(w_MC))
+    for start in range(0, len(x_NC), TILE_ROWS):
+        tile = slice(start, start + TILE_ROWS)
+        torch.mm(x_NC[tile], w_MC.T, out=out_NM[tile])
+    return out_NM[:rows]
+
+
+def tiled_per_head(x: Tensor, w_HQR: Tensor) -> Tensor:
+    return value_of(lambda: _heads_in_row_tiles(x, w_HQR), gradient_of=lambda: _per_head(x, w_HQR))
+
+
+def _heads_in_row_tiles(x: Tensor, w_HQR: Tensor) -> Tensor:
+    x_NHQ = x.flatten(0, -3)
+    padded_HNQ = F.pad(x_NHQ, (0, 0, 0, 0, 0, -len(x_NHQ) % TILE_ROWS)).transpose(0, 1)
+    tiles = [torch.bmm(tile_HNQ.contiguous(), w_HQR) for tile_HNQ in torch.split(padded_HNQ, TILE_ROWS, 1)]
+    return torch.cat(tiles, 1)[:, : len(x_NHQ)].transpose(0, 1).reshape(*x.shape[:-1], -1)
+
+
+def _per_head(x: Tensor, w_HQR: Tensor) -> Tensor:
+    return torch.einsum("...hq,hqr->...hr", x, w_HQR)
+
+
+def _turn(x: Tensor, cos: Tensor, other: Tensor, sin: Tensor) -> Tensor:
+    return torch.addcmul(x * cos, other, sin)
+
+
+def _turn_in_steps(x: Tensor, cos: Tensor, other: Tensor, sin: Tensor) -> Tensor:
+    # Each step is rounded by itself, as IEEE 754 says; what one instruction would do in one depends on the place.
+    return x * cos + other * sin
+
+
+def _stepwise_sigmoid(x: Tensor) -> Tensor:
+    return value_of(
+        lambda: (1 / (1 + _stepwise_exp(-x.float().clamp(-80, 80)))).to(x.dtype), gradient_of=lambda: torch.sigmoid(x)
+    )
+
+
+def _stepwise_silu(x: Tensor) -> Tensor:
+    return x * _stepwise_sigmoid(x)
+
+
+def _stepwise_exp(x: Tensor) -> Tensor:
+    """2^n e^r, for finite results: every step is rounded by itself, so the place of a number does not matter."""
+    n = torch.round(x * (1 / math.log(2)))
+    r = x - n * LN2_HIGH - n * LN2_LOW
+    series = torch.full_like(r, 1 / math.factorial(7))
+    for degree in range(6, -1, -1):
+        series.mul_(r).add_(1 / math.factorial(degree))
+    return series * ((n.int() + 127) << 23).view(torch.float32)
+
+
+PLAIN = Arithmetic(linear=F.linear, per_head=_per_head, sigmoid=torch.sigmoid, silu=F.silu, turn=_turn)
+INVARIANT = Arithmetic(
+    linear=tiled_linear,
+    per_head=tiled_per_head,
+    sigmoid=_stepwise_sigmoid,
+    silu=_stepwise_silu,
+    turn=_turn_in_steps,
+)

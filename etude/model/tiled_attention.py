@@ -1,0 +1,170 @@
+"""Attention in which every token adds up in the same way, whoever stands beside it: the `attend` of invariant models.
+
+Queries are taken in tiles of a few tokens, keys and values in tiles of `KEYS` tokens from the first one on. A product
+of two tiles always has the same shape, and so the same kernel; sums over the tiles of keys are taken in order. Keys
+that a query does not see get weight 0, which changes no sum, so it does not matter how many of them follow.
+`CausalInTiles` and `PagedInTiles` only differ in where the keys lie. Both hand over the latent of an MLA layer, not the
+expanded heads.
+
+Shapes as in `attention`, and U tiles, W tokens of a tile of queries, J of a tile of keys, S tokens of the longest
+sequence rounded up to whole tiles, P slots of a cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+
+from etude.model.attention import Causal, KVCache
+from etude.model.numerics import value_of
+
+KEYS = 64
+QUERIES = 16
+"""Rows of a tile of queries: so many pairs of a token and a head of a group, or one token with all of them."""
+
+PRODUCTS = 64
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Which tokens ask, and where what they see lies. The last tile of a sequence is filled up with tokens that are not
+    real."""
+
+    tokens_UW: Tensor
+    real_UW: Tensor
+    hidden_UWS: Tensor
+    slots_US: Tensor
+
+    @classmethod
+    def lay_out(
+        cls, *, starts_B: Ints, ends_B: Ints, lengths_B: Ints, slots_BS: Ints, width: int, device: torch.device
+    ) -> Tiles:
+        """Tokens `starts_B` to `ends_B` are the last ones of sequences that have `lengths_B` in all."""
+        tiles = [
+            (b, first) for b, (s, e) in enumerate(zip(starts_B, ends_B, strict=True)) for first in range(s, e, width)
+        ]
+        sequence_U, first_U = np.array(tiles).T
+        tokens_UW = first_U[:, None] + np.arange(width)
+        real_UW = tokens_UW < ends_B[sequence_U, None]
+        positions_UW = (lengths_B - ends_B)[sequence_U, None] + tokens_UW
+        arrays = (
+            np.where(real_UW, tokens_UW, first_U[:, None]),
+            real_UW,
+            np.arange(slots_BS.shape[1]) > positions_UW[:, :, None],
+            slots_BS[sequence_U],
+        )
+        return cls(*(torch.from_numpy(array).to(device) for array in arrays))
+
+
+def attend_in_tiles(tiles: Tiles, scale: float, q_NHD: Tensor, k_PKD: Tensor, v_PKV: Tensor) -> Tensor:
+    """In float32, whatever the type: the result is rounded once."""
+    num_tiles, width = tiles.tokens_UW.shape
+    heads, groups = q_NHD.shape[1], k_PKD.shape[1]
+
+    def tile(x_PKD: Tensor, slots_UJ: Tensor) -> Tensor:
+        return x_PKD[slots_UJ].transpose(1, 2).flatten(0, 1).float()
+
+    q_UKWGD = q_NHD[tiles.tokens_UW].view(num_tiles, width, groups, -1, q_NHD.shape[-1]).transpose(1, 2)
+    q = q_UKWGD.reshape(num_tiles * groups, -1, q_NHD.shape[-1]).float()
+    places = torch.split(tiles.slots_US, KEYS, 1)
+    scores = torch.cat([products(q, tile(k_PKD, slots_UJ).transpose(1, 2)) for slots_UJ in places], -1) * scale
+    scores_UKWGS = scores.view(num_tiles, groups, width, heads // groups, -1)
+    weights = shares(scores_UKWGS.masked_fill(tiles.hidden_UWS[:, None, :, None], -torch.inf))
+    mixed = torch.zeros((), device=q.device)
+    for part, slots_UJ in zip(torch.split(weights.view(scores.shape), KEYS, -1), places, strict=True):
+        mixed = mixed + products(part, tile(v_PKV, slots_UJ))
+    mixed_UWHV = mixed.view(num_tiles, groups, width, heads // groups, -1).transpose(1, 2).flatten(2, 3)
+    return mixed_UWHV[tiles.real_UW].to(q_NHD.dtype)
+
+
+def products(a: Tensor, b: Tensor) -> Tensor:
+    """`torch.bmm`, whose kernel on CUDA depends on how many products there are and how the matrices lie: so always as
+    many, and lying alike."""
+    if not a.is_cuda:
+        return torch.bmm(a, b)
+    padded = (torch.split(F.pad(x, (0, 0, 0, 0, 0, -len(x) % PRODUCTS)).contiguous(), PRODUCTS) for x in (a, b))
+    return torch.cat([torch.bmm(*pair) for pair in zip(*padded, strict=True)])[: len(a)]
+
+
+def shares(scores: Tensor) -> Tensor:
+    """Softmax over the last axis, a multiple of `KEYS`, in which scores of -inf at the end change nothing. On a CPU
+    that is how the library does it; on CUDA the order of its sum depends on the length."""
+    if not scores.is_cuda:
+        return torch.softmax(scores, -1)
+    powers = (scores - scores.amax(-1, keepdim=True)).exp()
+    total = torch.zeros((), device=scores.device)
+    for part in torch.split(powers, KEYS, -1):
+        while part.shape[-1] > 1:
+            part = part[..., 0::2] + part[..., 1::2]
+        total = total + part
+    return powers / total
+
+
+def tokens_of_a_tile(num_heads: int, num_keys: int) -> int:
+    return max(1, QUERIES // (num_heads // num_keys))
+
+
+class CausalInTiles:
+    """Training: whole rows at once."""
+
+    latent = True
+
+    def __init__(self) -> None:
+        self._tiles: Tiles | None = None  # the same for all layers
+
+    def __call__(
+        self, layer: int, q_BTHD: Tensor, k_BTKD: Tensor, v_BTKV: Tensor, scale: float | None = None
+    ) -> Tensor:
+        if self._tiles is None:
+            self._tiles = self._lay_out(q_BTHD, k_BTKD.shape[2])
+        tiles, factor = self._tiles, scale or q_BTHD.shape[-1] ** -0.5
+
+        def exact() -> Tensor:
+            flat = (x.flatten(0, 1) for x in (q_BTHD, k_BTKD, v_BTKV))
+            return attend_in_tiles(tiles, factor, *flat).view(*q_BTHD.shape[:3], -1)
+
+        return value_of(exact, gradient_of=lambda: Causal()(layer, q_BTHD, k_BTKD, v_BTKV, scale))
+
+    def _lay_out(self, q_BTHD: Tensor, num_keys: int) -> Tiles:
+        rows, length = q_BTHD.shape[:2]
+        starts_B = np.arange(rows) * length
+        places_S = np.arange(-(-length // KEYS) * KEYS).clip(max=length - 1)
+        return Tiles.lay_out(
+            starts_B=starts_B, ends_B=starts_B + length, lengths_B=np.full(rows, length),
+            slots_BS=starts_B[:, None] + places_S, width=tokens_of_a_tile(q_BTHD.shape[2], num_keys),
+            device=q_BTHD.device,
+        )  # fmt: skip
+
+
+class PagedInTiles:
+    """Inference, over the blocks of a `KVCache`. `engine.plan` says what the arguments mean."""
+
+    latent = True
+
+    def __init__(
+        self, cache: KVCache, num_heads: int, *, slots_N: Ints, starts_B: Ints, lengths_B: Ints, blocks_BM: Ints
+    ) -> None:
+        self._cache = cache
+        device, size = cache.k[0].device, cache.block_size
+        self._slots_N = torch.from_numpy(slots_N).to(device)
+        # Whatever lies past the end of a sequence is hidden from it.
+        places_S = np.arange(-(-int(lengths_B.max()) // KEYS) * KEYS).clip(max=blocks_BM.shape[1] * size - 1)
+        self._tiles = Tiles.lay_out(
+            starts_B=starts_B, ends_B=np.append(starts_B[1:], len(slots_N)), lengths_B=lengths_B,
+            slots_BS=blocks_BM[:, places_S // size] * size + places_S % size,
+            width=tokens_of_a_tile(num_heads, cache.heads), device=device,
+        )  # fmt: skip
+
+    def __call__(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKV: Tensor, scale: float | None = None) -> Tensor:
+        k, v = (x.flatten(0, 1) for x in (self._cache.k[layer], self._cache.v[layer]))
+        k.index_copy_(0, self._slots_N, k_NKD)
+        if self._cache.v is not self._cache.k:
+            v.index_copy_(0, self._slots_N, v_NKV)
+        return attend_in_tiles(self._tiles, scale or q_NHD.shape[-1] ** -0.5, q_NHD, k, v[..., : v_NKV.shape[-1]])

@@ -1,0 +1,195 @@
+"""How far the trainer's log-probs are from those that the engine recorded, token by token. Pure.
+
+At equal weights the two should agree, and what is left is the numerics; with a lag there is also what was learnt since.
+So the gap is given for each lag, and for each region, where other machines may compute otherwise.
+
+Shapes: N sampled tokens of a row or of all rows, L layers with experts, k experts of a token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from etude.core.types import Row, unspan
+
+Floats = NDArray[np.float64]
+Key = TypeVar("Key", bound=Hashable)
+
+CERTAIN = math.log(0.5)
+"""Above it a token was the likeliest for the engine, whatever the others were: only then a flip is known."""
+CONTEXT_TOKENS = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gap:
+    """Over some tokens. `ratio` is the new probability over the recorded one: the importance weight."""
+
+    num_tokens: int
+    k1: float
+    """Mean of old minus new log-prob, of either sign."""
+    k3: float
+    """Mean of ratio - 1 - log ratio, never negative."""
+    k3_p99: float
+    k3_max: float
+    ratio_p1: float
+    ratio_p99: float
+    ratio_max: float
+    effective: float
+    """(sum of ratios)² / (N times the sum of their squares): what the weighted tokens are worth, as a share."""
+    flips: float | None
+    """Share of the tokens that the engine certainly held to be the likeliest, and the trainer did not; None if nobody
+    said what the trainer holds to be."""
+    routed_otherwise: float | None
+    """Share of the tokens for which any layer's router chose other experts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Worst:
+    """A token on which the two disagree most."""
+
+    sample: str
+    place: int
+    """In the row."""
+    token: int
+    text: str
+    """The token behind a few that stand before it."""
+    old: float
+    new: float
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meter:
+    all: Gap
+    by_lag: dict[int, Gap]
+    by_region: dict[str, Gap]
+    worst: tuple[Worst, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recomputed:
+    """What the trainer computed for one row, for its sampled tokens in order."""
+
+    logprobs_N: NDArray[np.float32]
+    likeliest_N: NDArray[np.int64] | None = None
+    """The token that it would have put first."""
+    routed_otherwise_N: NDArray[np.bool_] | None = None
+
+
+def meter(
+    rows: Sequence[Row], found: Sequence[Recomputed], *, version: int, regions: Sequence[str] = (),
+    decode: Callable[[Sequence[int]], str] | None = None, num_worst: int = 5,
+) -> Meter:  # fmt: skip
+    """`version`: the weights that the trainer computed with. `regions`: where each row was sampled."""
+    assert len(rows) == len(found) and len(regions) in (0, len(rows))
+    counts = [len(each.logprobs_N) for each in found]
+    tokens = _Tokens(
+        old_N=np.array([p for row in rows for p, said in zip(row.logprobs, row.mask, strict=True) if said]),
+        new_N=np.concatenate([each.logprobs_N for each in found]).astype(np.float64),
+        token_N=np.array([t for row in rows for t, said in zip(row.tokens, row.mask, strict=True) if said]),
+        likeliest_N=_joined([each.likeliest_N for each in found]),
+        routed_otherwise_N=_joined([each.routed_otherwise_N for each in found]),
+    )
+    versions = [v for row in rows for v in unspan(row.versions)]
+    region_of = [region for region, count in zip(regions, counts, strict=False) for _ in range(count)]
+    return Meter(
+        all=tokens.gap(),
+        by_lag={lag: tokens.at(where).gap() for lag, where in _groups([version - v for v in versions])},
+        by_region={region: tokens.at(where).gap() for region, where in _groups(region_of)},
+        worst=_worst(rows, tokens, versions, decode, num_worst),
+    )
+
+
+def routed_otherwise(old_NLk: NDArray[np.int64], new_NLk: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Whether any layer has another set of experts; their order does not count."""
+    return np.asarray((np.sort(old_NLk, -1) != np.sort(new_NLk, -1)).any((1, 2)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tokens:
+    old_N: Floats
+    new_N: Floats
+    token_N: NDArray[np.int64]
+    likeliest_N: NDArray[np.int64] | None
+    routed_otherwise_N: NDArray[np.bool_] | None
+
+    @property
+    def k3_N(self) -> Floats:
+        log_ratio_N = self.new_N - self.old_N
+        return np.asarray(np.expm1(log_ratio_N) - log_ratio_N)
+
+    def at(self, where: NDArray[np.int64]) -> _Tokens:
+        likeliest, otherwise = self.likeliest_N, self.routed_otherwise_N
+        return _Tokens(
+            old_N=self.old_N[where],
+            new_N=self.new_N[where],
+            token_N=self.token_N[where],
+            likeliest_N=None if likeliest is None else likeliest[where],
+            routed_otherwise_N=None if otherwise is None else otherwise[where],
+        )
+
+    def gap(self) -> Gap:
+        ratio_N, k3_N, otherwise = np.exp(self.new_N - self.old_N), self.k3_N, self.routed_otherwise_N
+        p1, p99 = (float(np.quantile(ratio_N, q, method="inverted_cdf")) for q in (0.01, 0.99))
+        return Gap(
+            num_tokens=len(ratio_N),
+            k1=float((self.old_N - self.new_N).mean()),
+            k3=float(k3_N.mean()),
+            k3_p99=float(np.quantile(k3_N, 0.99, method="inverted_cdf")),
+            k3_max=float(k3_N.max()),
+            ratio_p1=p1,
+            ratio_p99=p99,
+            ratio_max=float(ratio_N.max()),
+            effective=float(ratio_N.sum() ** 2 / (len(ratio_N) * (ratio_N**2).sum())),
+            flips=self._flips(),
+            routed_otherwise=None if otherwise is None else float(otherwise.mean()),
+        )
+
+    def _flips(self) -> float | None:
+        if self.likeliest_N is None:
+            return None
+        certain_N = self.old_N > CERTAIN
+        flipped_N = certain_N & (self.likeliest_N != self.token_N)
+        return float(flipped_N.sum() / max(1, certain_N.sum()))
+
+
+def _joined(parts: Sequence[NDArray[Any] | None]) -> NDArray[Any] | None:
+    given = [part for part in parts if part is not None]
+    return np.concatenate(given) if len(given) == len(parts) else None
+
+
+def _groups(keys: Sequence[Key]) -> Iterator[tuple[Key, NDArray[np.int64]]]:
+    places: dict[Key, list[int]] = {}
+    for place, key in enumerate(keys):
+        places.setdefault(key, []).append(place)
+    for key in sorted(places):  # type: ignore[type-var]
+        yield key, np.array(places[key])
+
+
+def _worst(
+    rows: Sequence[Row], tokens: _Tokens, versions: Sequence[int], decode: Callable[[Sequence[int]], str] | None,
+    count: int,
+) -> tuple[Worst, ...]:  # fmt: skip
+    where = [(row, place) for row in rows for place, said in enumerate(row.mask) if said]
+    found = []
+    for n in np.argsort(-tokens.k3_N, kind="stable")[:count].tolist():
+        row, place = where[n]
+        seen = row.tokens[max(0, place - CONTEXT_TOKENS) : place + 1]
+        found.append(
+            Worst(
+                sample=row.sample,
+                place=place,
+                token=row.tokens[place],
+                text=decode(seen) if decode else "",
+                old=float(tokens.old_N[n]),
+                new=float(tokens.new_N[n]),
+                version=versions[n],
+            )
+        )
+    return tuple(found)

@@ -1,0 +1,127 @@
+"""`etude mismatch` finds what was planted, names it, and finds nothing where there is nothing."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from etude.cli import main
+from etude.core.config import parse
+from etude.core.types import Batch
+from etude.engine.engine import Engine, Request
+from etude.model.files import weights, write_directory
+from etude.model.numerics import INVARIANT
+from etude.model.transformer import Transformer, fresh
+from etude.run.diagnose import Diagnosis, diagnose, row_of
+from etude.run.mismatch import as_trained
+from etude.run.prepare import store_files
+from etude.store.runs import Run
+from etude.weights.publish import publish
+from tests.engine.reference import FAMILIES
+from tests.small_model import config, drain, request, sharp, small_files
+
+PROMPTS = [tuple(1 + (i * n) % 59 for i in range(1, 20 + 9 * n)) for n in range(1, 5)]
+
+
+def model(name: str = "llama") -> Transformer:
+    return sharp(FAMILIES[name], seed=0, factor=3.0)
+
+
+def look(
+    engine: Transformer, trainer: Transformer, make_engine: Callable[..., Engine] = Engine, prompts: int = 4
+) -> Diagnosis:
+    return diagnose(engine, trainer, PROMPTS[:prompts], max_tokens=8, make_engine=make_engine)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_nothing_is_found_where_there_is_nothing(name: str) -> None:
+    found = look(model(name), model(name))
+    assert found.causes == [] and found.operators == () and found.flips == 0
+    assert all(gap.k3 < 1e-9 for gap in found.gaps.values())
+    assert (found.gaps["batch"].routed_otherwise == 0) == (name != "llama")
+
+
+def test_in_invariant_mode_nothing_at_all_differs() -> None:
+    found = look(model("qwen3_moe").compute_with(INVARIANT), model("qwen3_moe").compute_with(INVARIANT))
+    assert {gap.k3_max for gap in found.gaps.values()} == {0.0}
+
+
+def test_another_epsilon_in_one_layer() -> None:
+    engine = model()
+    engine.get_submodule("model.layers.1.input_layernorm").eps = 0.02  # type: ignore[assignment]
+    found = look(engine, model())
+    assert [operator.name for operator in found.operators] == ["model.layers.1.input_layernorm"]
+    assert any("layers.1.input_layernorm" in cause and "epsilon is 0.02" in cause for cause in found.causes)
+
+
+def test_another_weight_in_one_matrix() -> None:
+    engine = model("qwen3_moe")
+    engine.get_parameter("model.layers.2.mlp.gate.weight").mul_(1.1)
+    (cause,) = [cause for cause in look(engine, model("qwen3_moe")).causes if "operator" in cause]
+    assert "model.layers.2.mlp.gate (other weights: weight)" in cause
+
+
+@pytest.mark.parametrize("top_p", [0.8, 0.93])
+def test_top_p_on_one_side_only(top_p: float) -> None:
+    class Cutting(Engine):
+        def add(self, request: Request) -> None:
+            super().add(replace(request, top_p=top_p))
+
+    found = look(model(), model(), Cutting)
+    assert found.cut is not None and found.cut.top_p == pytest.approx(top_p, abs=0.02)
+    (cause,) = found.causes
+    assert cause.startswith("top-p")
+
+
+def test_stale_keys_and_values_after_a_swap() -> None:
+    class Forgetful(Engine):
+        def swap(self, version: int, put_in_place: Callable[[], None]) -> None:
+            put_in_place()
+
+    (cause,) = look(model(), model(), Forgetful).causes
+    assert cause.startswith("stale KV")
+
+
+def test_another_precision() -> None:
+    trainer = model()
+    for parameter in trainer.parameters():
+        parameter.copy_(parameter.bfloat16())
+    engine = copy.deepcopy(trainer).to(torch.bfloat16)
+    found = look(engine, trainer, prompts=1)
+    assert found.gaps["precision"].k3 < 1e-9 < found.gaps["alone"].k3
+    assert any(cause.startswith("precision") for cause in found.causes)
+
+
+def test_the_command_on_a_model_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shape = config(vocab_size=300, context=256)
+    write_directory(tmp_path / "tiny", small_files(), weights(fresh(shape, seed=0)))
+    assert main(["mismatch", str(tmp_path / "tiny"), "--tokens", "4", "--json"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["gaps"].keys() >= {"alone", "batch", "chunking", "cache", "swap"}
+    assert main(["mismatch", str(tmp_path / "nowhere")]) == 2
+    assert "nowhere" in capsys.readouterr().err
+
+
+def test_the_command_on_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its last batch was recorded with top-p, of which the config says nothing."""
+    run, small = Run.open(f"file:{tmp_path}"), small_files()
+    run.put_config(parse('name = "a"\n[[stage]]\nkind = "rl"\nsteps = 1\n'))
+    store_files(run, small)
+    policy = as_trained(sharp(config(vocab_size=300, context=256), seed=0, factor=4.0))
+    publish(run.objects, 0, weights(policy), stage="rl", step=0)
+    engine, rows = Engine(policy, max_batch=4), []
+    for number, prompt in enumerate(PROMPTS):
+        engine.add(request(str(number), list(prompt), top_p=0.7, stop=frozenset()))
+        rows.append(row_of(str(number), prompt, drain(engine)[str(number)]))
+    run.put_batch(Batch(step=1, rows=tuple(rows), oldest=0))
+    assert main(["mismatch", str(tmp_path), "--tokens", "2", "--json"]) == 0
+    said = capsys.readouterr()
+    found = json.loads(said.out)
+    assert "drawn with top-p 0.7" in said.err and found["causes"] == []
+    assert found["recorded"]["by_lag"]["0"]["k3"] > 1e-3 > 1e-9 > found["gaps"]["alone"]["k3"]

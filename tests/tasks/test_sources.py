@@ -1,0 +1,76 @@
+"""Documents and records from other people's files: read lazily, and every mistake is said with file and line."""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+from pathlib import Path
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from etude.core.errors import EtudeError
+from etude.tasks.sources import files, records, texts
+
+
+def read(path: Path, field: str = "text") -> list[str]:
+    return [text for _, text in texts(path, field)]
+
+
+def test_every_format_gives_its_documents(tmp_path: Path) -> None:
+    said = ["def f():\n    return 1\n", "zwei\n", "三"]
+    (tmp_path / "a.py").write_text(said[0])
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps({"body": text}) + "\n\n" for text in [*said, " \n"]))
+    parquet.write_table(pyarrow.table({"id": [1, 2, 3], "body": said}), tmp_path / "c.parquet", row_group_size=2)
+    assert read(tmp_path / "a.py") == said[:1]
+    assert read(tmp_path / "b.jsonl", "body") == read(tmp_path / "c.parquet", "body") == said
+    assert [where for where, _ in texts(tmp_path / "b.jsonl", "body")][1] == f"{tmp_path / 'b.jsonl'}:3"
+
+
+def test_a_pattern_stands_for_files_in_order(tmp_path: Path) -> None:
+    for name in ("x/2.py", "x/y/1.py", "x/3.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert files(f"{tmp_path}/**/*.py") == [tmp_path / "x/2.py", tmp_path / "x/y/1.py"]
+    with pytest.raises(EtudeError, match=r"\*\.c: no such file; check the path \(it begins at /"):
+        files(f"{tmp_path}/*.c")
+
+
+def test_what_comes_before_a_mistake_is_read(tmp_path: Path) -> None:
+    """Nothing reads ahead: a file larger than memory is no trouble."""
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n{')
+    assert [text for _, text in islice(texts(tmp_path / "a.jsonl", "text"), 2)] == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", r"a.jsonl:2: the line is no JSON"),
+        ("[1]", r"a.jsonl:2: the line is no JSON object but a list"),
+        ('{"body": "x"}', r"a.jsonl:2: there is no 'text', only 'body'; name the field"),
+        ('{"text": 3}', r"a.jsonl:2: 'text' is no text but a int"),
+        ("[" * 100_000, r"a.jsonl:2: the line is no JSON"),
+    ],
+)
+def test_a_malformed_line_is_named(tmp_path: Path, line: str, message: str) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n' + line + "\n")
+    with pytest.raises(EtudeError, match=message):
+        read(tmp_path / "a.jsonl")
+
+
+def test_files_that_are_something_else_are_named(tmp_path: Path) -> None:
+    for name in ("a.txt", "a.jsonl"):
+        (tmp_path / name).write_bytes(b"\xff\xfe\x00")
+        with pytest.raises(EtudeError, match=f"{name} is no text in UTF-8"):
+            read(tmp_path / name)
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    with pytest.raises(EtudeError, match=r"a\.parquet is no Parquet file that can be read"):
+        read(tmp_path / "a.parquet")
+    parquet.write_table(pyarrow.table({"id": [1]}), tmp_path / "b.parquet")
+    with pytest.raises(EtudeError, match=r"b\.parquet: there is no column 'text', only id"):
+        read(tmp_path / "b.parquet")
+    with pytest.raises(EtudeError, match=r"b\.parquet, row 1: 'id' is no text but a int"):
+        read(tmp_path / "b.parquet", "id")
+    with pytest.raises(EtudeError, match="cannot be read"):
+        list(records(tmp_path))

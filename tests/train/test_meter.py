@@ -1,0 +1,93 @@
+"""What the meter says about engine and trainer."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from etude.core.types import Row, Span
+from etude.train.correction import drift
+from etude.train.meter import Recomputed, meter, routed_otherwise
+
+
+def row(name: str, old: list[float], version: int) -> Row:
+    """One token of prompt, then sampled ones with an unsampled one behind the first."""
+    mask = (False, True, False, *[True] * (len(old) - 1))
+    numbers = iter(old)
+    logprobs = tuple(next(numbers) if said else 0.0 for said in mask)
+    return Row(
+        sample=name,
+        tokens=tuple(range(10, 10 + len(mask))),
+        mask=mask,
+        logprobs=logprobs,
+        advantages=(0.0,) * len(mask),
+        versions=(Span(version, len(old)),),
+    )
+
+
+def again(values: list[float], **more: object) -> Recomputed:
+    return Recomputed(logprobs_N=np.array(values, np.float32), **more)  # type: ignore[arg-type]
+
+
+def test_it_agrees_with_the_drift_of_a_step() -> None:
+    rng = np.random.default_rng(0)
+    old, shift = -rng.exponential(size=(4, 150)), rng.normal(size=(4, 150)) * 0.3
+    rows = [row(str(i), each.tolist(), version=0) for i, each in enumerate(old)]
+    found = meter(rows, [again(each) for each in (old + shift).tolist()], version=0).all
+    expected = drift(torch.tensor((old + shift).ravel(), dtype=torch.float32), torch.tensor(old.ravel()))
+    assert (found.k1, found.k3, found.k3_p99) == pytest.approx((expected.k1, expected.k3, expected.k3_p99), rel=1e-4)
+    assert found.num_tokens == 600 and 0 < found.effective < 1
+    assert found.ratio_p1 < 1 < found.ratio_p99 < found.ratio_max
+    assert found.flips is None and found.routed_otherwise is None
+
+
+def test_no_gap_where_there_is_none() -> None:
+    old = np.float32([-0.5, -0.25]).tolist()
+    found = meter([row("a", old, 3)], [again(old)], version=3)
+    assert (found.all.k1, found.all.k3, found.all.k3_max, found.all.ratio_max) == (0, 0, 0, 1)
+    assert found.all.effective == 1
+
+
+def test_the_gap_of_each_lag_and_region() -> None:
+    rows = [row("a", [-1.0, -1.0], version=5), row("b", [-1.0, -1.0], version=3), row("c", [-1.0, -1.0], version=3)]
+    found = meter(
+        rows, [again([-1.0, -1.0]), again([-1.0, -2.0]), again([-1.0, -1.0])], version=5, regions=["x", "y", "x"]
+    )
+    assert list(found.by_lag) == [0, 2] and list(found.by_region) == ["x", "y"]
+    assert found.by_lag[0].k3 == 0 == found.by_region["x"].k3
+    assert found.by_lag[2].num_tokens == 4 and found.by_region["y"].k1 == pytest.approx(0.5)
+
+
+def test_the_worst_tokens_have_their_text() -> None:
+    rows = [row("a", [-1.0, -1.0, -1.0], version=0), row("b", [-1.0, -1.0], version=0)]
+    found = meter(
+        rows,
+        [again([-1.0, -1.1, -1.0]), again([-1.0, -3.0])],
+        version=0,
+        decode=lambda ids: f"<{ids[-1]}>",
+        num_worst=2,
+    )
+    first, second = found.worst
+    assert (first.sample, first.place, first.token, first.text, first.new) == ("b", 3, 13, "<13>", -3.0)
+    assert (second.sample, second.place) == ("a", 3)
+
+
+def test_flips_are_counted_where_they_are_certain() -> None:
+    """The first token was the engine's likeliest and is not the trainer's; of the second nobody knows; the third is
+    both sides' likeliest."""
+    old = [math.log(0.6), math.log(0.4), math.log(0.9)]
+    found = meter([row("a", old, 0)], [again(old, likeliest_N=np.array([1, 2, 14]))], version=0)
+    assert found.all.flips == 0.5
+
+
+def test_routers_disagree_by_their_sets() -> None:
+    old = np.array([[[1, 2], [3, 4]], [[1, 2], [3, 4]]])
+    new = np.array([[[2, 1], [4, 3]], [[1, 2], [3, 5]]])
+    assert routed_otherwise(old, new).tolist() == [False, True]
+    found = meter(
+        [row("a", [-1.0, -1.0], 0)], [again([-1.0, -1.0], routed_otherwise_N=routed_otherwise(old, new))], version=0
+    )
+    assert found.all.routed_otherwise == 0.5
