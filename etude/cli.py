@@ -8,7 +8,6 @@ import inspect
 import json
 import platform
 import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
 from importlib import resources
@@ -88,11 +87,10 @@ def build_parser() -> argparse.ArgumentParser:
 
     _add_weights(commands.add_parser("weights", help="the weights of runs and models"))
 
-    for name, command, text in (
-        ("audit", audit, "recompute the books of a run from its store"),
-        ("show", show, "one page about a run"),
-    ):
-        add(name, command, text).add_argument("run", type=Path, metavar="RUN")
+    text = "recompute the books of a run from its store"
+    add("audit", audit, text).add_argument("run", type=Path, metavar="RUN")
+    show_parser = add("show", show, "one page about a run, or about a checkpoint and its lineage")
+    show_parser.add_argument("path", type=Path, metavar="RUN|CHECKPOINT", help="a checkpoint is RUN/checkpoints/NAME")
 
     bench_parser = add("bench", bench, "run a benchmark", json_text="end with one line of JSON")
     bench_parser.add_argument("name", metavar="NAME", help="a module of etude.bench")
@@ -211,6 +209,7 @@ def run(args: argparse.Namespace) -> int:
 def _train(config: RunConfig, directory: Path, args: argparse.Namespace) -> int:
     from etude.run import local
     from etude.run.audit import is_finished
+    from etude.run.show import page
     from etude.store.runs import Run
 
     place, console = local.Place(directory), _console(args.json)
@@ -222,7 +221,7 @@ def _train(config: RunConfig, directory: Path, args: argparse.Namespace) -> int:
     run = place.open()
     if before:
         console.print("this run was finished before; here is what it came to", highlight=False)
-    books = local.show(run, place, console)
+    books = page(run, place, console)
     console.print(f"inspect it: etude show {directory}   etude audit {directory}", highlight=False)
     if args.json:
         print(json.dumps(local.summary(run, config)), flush=True)
@@ -256,10 +255,9 @@ def audit(args: argparse.Namespace) -> int:
 
 
 def show(args: argparse.Namespace) -> int:
-    from etude.run import local
+    from etude.run.show import show
 
-    place = _existing(args.run)
-    local.show(place.open(), place, _console(False))
+    show(args.path, _console(False))
     return 0
 
 
@@ -322,7 +320,9 @@ def bench(args: argparse.Namespace) -> int:
     for name, value in figures.items():
         print(f"{name:32} {value:.6g}", file=sys.stderr if args.json else sys.stdout)
     if args.json:
-        print(json.dumps({"bench": args.name, "machine": _machine(), "commit": _commit(), "figures": figures}))
+        from etude.run.checkpoints import git_commit
+
+        print(json.dumps({"bench": args.name, "machine": _machine(), "commit": git_commit(), "figures": figures}))
     return 0
 
 
@@ -345,16 +345,6 @@ def _machine() -> str:
     import os
 
     return f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
-
-
-def _commit() -> str | None:
-    done = subprocess.run(
-        ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return done.stdout.strip() or None
 
 
 if __name__ == "__main__":

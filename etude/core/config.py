@@ -96,6 +96,18 @@ class EngineConfig(Config):
         return regions
 
 
+class TrainerConfig(Config):
+    ranks: Count = 1
+    """Processes that train together; each holds its share of weights and optimizer. Another number goes on from the
+    same checkpoints, but not to the last bit."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """`muon` moves the matrices within layers by orthogonal steps, and the rest as `adamw` does."""
+    weights: Literal["bfloat16", "float32"] = "bfloat16"
+    """What weights are rounded to where they are computed with and published. The masters are float32 in any case."""
+    timeout_s: Positive = 45.0
+    """For each exchange between ranks."""
+
+
 class WorldsConfig(Config):
     isolation: Literal["namespaces", "process"] = "namespaces"
     """`process` has no walls: only for machines whose kernel refuses namespaces, and code you trust."""
@@ -187,6 +199,7 @@ class RunConfig(Config):
     tasks: TasksConfig = TasksConfig()
     harness: HarnessConfig = HarnessConfig()
     engine: EngineConfig = EngineConfig()
+    trainer: TrainerConfig = TrainerConfig()
     worlds: WorldsConfig = WorldsConfig()
     eval: EvalConfig = EvalConfig()
     sinks: Annotated[tuple[Literal["tensorboard", "wandb", "trackio"], ...], Field(strict=False)] = ()
@@ -248,6 +261,7 @@ OPERATIONAL: dict[str, set[str]] = {
     "": {"sinks"},
     "engine": {"port", "threads", "max_batch", "device"},
     "harness": {"concurrency"},
+    "trainer": {"ranks", "timeout_s"},
     "worlds": {"isolation"},
     "stage": {"threads"},
 }

@@ -30,7 +30,7 @@ from etude.model.files import weights
 from etude.model.heads import GroupedHeads, LatentHeads
 from etude.model.layers import MLP, RMSNorm
 from etude.model.transformer import Transformer
-from etude.train.loss import token_logprobs
+from etude.train.loss import predicted
 from etude.train.meter import Gap, Recomputed, meter, routed_otherwise
 
 MakeEngine = Callable[..., Engine]
@@ -199,7 +199,8 @@ class _Trial:
 @torch.no_grad()
 def trainer_logprobs(model: Transformer, prompt: Prompt, sample: Sample, temperature: float) -> tuple[Tensor, Tensor]:
     mask = [False] * len(prompt) + [True] * len(sample.tokens)
-    return token_logprobs(model, torch.tensor([prompt + sample.tokens]), torch.tensor([mask]), temperature)
+    states = predicted(model, torch.tensor([prompt + sample.tokens]), torch.tensor([mask]))
+    return model.logprobs(*states, temperature)
 
 
 def row_of(name: str, prompt: Prompt, sample: Sample) -> Row:

@@ -248,3 +248,14 @@ def serving(
         for region, worker_port in zip(regions, ports, strict=False)
     ]
     return [gateway, *workers], url
+
+
+def training(store: str, ranks: int, meeting: Path) -> list[Program]:
+    """The trainer, or one process for each of its ranks; these meet in a file that is not there before."""
+    if ranks == 1:
+        return [Program("trainer", python("etude.run.trainer", "--store", store))]
+    meeting.unlink(missing_ok=True)
+    arguments = ("--store", store, "--ranks", ranks, "--meeting", meeting)
+    return [
+        Program(f"trainer-{rank}", python("etude.run.trainer", *arguments, "--rank", rank)) for rank in range(ranks)
+    ]

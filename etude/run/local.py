@@ -19,9 +19,9 @@ from etude.core.events import EVENTS, Event, Launched
 from etude.core.stages import LoopConfig
 from etude.core.types import Json
 from etude.run import screen
-from etude.run.audit import Audit, audit, is_finished
+from etude.run.audit import audit, is_finished
 from etude.run.evaluate import Report, report_name, reports
-from etude.run.launch import Launcher, Program, check_port, locked, python, serving
+from etude.run.launch import Launcher, Program, check_port, locked, python, serving, training
 from etude.run.plan import legs
 from etude.run.prepare import check_stage_files, is_prepared, model_directory
 from etude.run.sinks import Sinks, copy
@@ -98,9 +98,9 @@ async def _run(run: Run, config: RunConfig, place: Place, launcher: Launcher, co
         if not is_prepared(run):
             await launcher.run_to_end(Program("preparation", python("etude.run.prepare", "--store", place.store)))
         servers, url = _servers(config, place)
-        trainer = Program("trainer", python("etude.run.trainer", "--store", place.store))
+        trainers = training(place.store, config.trainer.ranks, place.directory / "meeting")
         controller = Program("controller", python("etude.run.director", "--store", place.store, "--gateway", url))
-        await launcher.run_all([*servers, trainer, controller], until="controller")
+        await launcher.run_all([*servers, *trainers, controller], until="controller")
 
 
 def measure(place: Place, console: Console, *, version: int | None, split: str) -> Report:
@@ -220,28 +220,3 @@ def seconds_at_work(events: Sequence[Stamped[Event]]) -> float:
     """From each launch to the last event before the next one: the time in which nothing ran does not count."""
     steps = itertools.pairwise(events)
     return sum(after.t - before.t for before, after in steps if not isinstance(after.record, Launched))
-
-
-def show(run: Run, place: Place, console: Console) -> Audit:
-    """One page: stages, scores, a session, the books."""
-    config, found, books = run.config(), reports(run), audit(run)
-    newest = find_newest(run.objects)
-    console.print(plan(config, place), highlight=False, markup=False, soft_wrap=True)
-    state = "finished" if is_finished(run, config) else "not finished"
-    console.print(f"\n{state}; newest version {'none' if newest is None else newest.version}", highlight=False)
-    if found:
-        console.print(screen.results(found))
-    if example := solved_session(run, found):
-        console.print(screen.session(example))
-    told = f"{books.equation}; lag {books.lag_max} at most, {books.lag_bound} allowed"
-    console.print(told, highlight=False, soft_wrap=True)
-    for alarm in books.alarms:
-        console.print(f"alarm: {alarm}", highlight=False, markup=False, soft_wrap=True)
-    return books
-
-
-def solved_session(run: Run, found: Sequence[Report]) -> list[Json]:
-    """One that a person can learn from: of the last evaluation that solved any task, otherwise of training."""
-    examples = (report.example for report in reversed(found) if report.example)
-    trained = (t.messages for name in reversed(run.groups()) for t in run.group(name).trajectories if t.reward == 1.0)
-    return next(examples, None) or next(trained, [])

@@ -24,7 +24,7 @@ from etude.run.diagnose import Diagnosis, Prompt, diagnose, find_cut
 from etude.run.serve import load
 from etude.serve.wire import read_model_files
 from etude.store.runs import Run
-from etude.train.loss import token_logprobs
+from etude.train.loss import predicted
 from etude.train.meter import Gap, Meter, Recomputed, meter
 from etude.weights.follow import fetch
 from etude.weights.manifest import find_newest
@@ -108,7 +108,8 @@ def of_batch(
     distributions: list[Tensor] = []
     for row in rows:
         with torch.no_grad():
-            logp_N, logp_NV = token_logprobs(trainer, torch.tensor([row.tokens]), torch.tensor([row.mask]), temperature)
+            states = predicted(trainer, torch.tensor([row.tokens]), torch.tensor([row.mask]))
+            logp_N, logp_NV = trainer.logprobs(*states, temperature)
         found.append(Recomputed(logprobs_N=logp_N.numpy(), likeliest_N=logp_NV.argmax(-1).numpy()))
         old.append(torch.tensor(row.logprobs)[torch.tensor(row.mask)])
         new.append(logp_N)

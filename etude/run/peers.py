@@ -8,8 +8,6 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from etude.core.errors import EtudeError
-
 
 class Distributed:
     """All ranks of the default process group. They exchange bytes over gloo, on a group of their own: publishing goes
@@ -23,20 +21,17 @@ class Distributed:
         """Lengths first, since nobody knows what the others have for him; then what is not empty, all at once."""
         sizes = torch.tensor([len(message) for message in messages])
         table = [torch.empty_like(sizes) for _ in range(self.world)]
-        try:
-            dist.all_gather(table, sizes, group=self._group)
-            received = [torch.empty(int(row[self.rank]), dtype=torch.uint8) for row in table]
-            received[self.rank] = _tensor(messages[self.rank])
-            others = [rank for rank in range(self.world) if rank != self.rank]
-            works = [dist.irecv(received[r], r, group=self._group) for r in others if len(received[r])]
-            for rank in others:
-                if messages[rank]:
-                    works.append(dist.isend(_tensor(messages[rank]), rank, group=self._group))
-            for work in works:
-                if work is not None:
-                    work.wait()
-        except RuntimeError as e:
-            raise EtudeError(f"rank {self.rank} lost the others while it published with them: {e}") from e
+        dist.all_gather(table, sizes, group=self._group)
+        received = [torch.empty(int(row[self.rank]), dtype=torch.uint8) for row in table]
+        received[self.rank] = _tensor(messages[self.rank])
+        others = [rank for rank in range(self.world) if rank != self.rank]
+        works = [dist.irecv(received[r], r, group=self._group) for r in others if len(received[r])]
+        for rank in others:
+            if messages[rank]:
+                works.append(dist.isend(_tensor(messages[rank]), rank, group=self._group))
+        for work in works:
+            if work is not None:
+                work.wait()
         return [tensor.numpy().tobytes() for tensor in received]
 
 

@@ -158,7 +158,8 @@ def _loop(
         trainer.reach(0, step=0)  # no stage came before: the engines need the starting weights
     scribe = Scribe(trainer.learner)
     for step in range(trainer.version + 1, leg.end + 1):
-        batch, teacher_kl = judge(scribe.read(trainer.run, step), microbatch_tokens)
+        batch = scribe.accept(trainer.read_batch(step, leg), f"{trainer.run.objects.url}: batches/{step:06d}")
+        batch, teacher_kl = judge(batch, microbatch_tokens)
         lr = rate(step - leg.start - 1, lr=stage.lr, warmup=stage.warmup, total=stage.steps, decay=stage.decay)
         with computing_in(stage.compute, trainer.learner.model):
             stats = trainer.learner.step(

@@ -14,7 +14,6 @@ from etude.core.events import StepDone
 from etude.core.types import Batch
 from etude.model.transformer import Transformer
 from etude.run.plugins import load
-from etude.store.runs import Run
 from etude.train.flops import peak_flops, step_flops
 from etude.train.learner import Learner, StepStats
 from etude.train.loss import LOSS, Clip, Loss
@@ -54,14 +53,12 @@ class Scribe:
 
     def __init__(self, learner: Learner) -> None:
         self._config = learner.model.config
-        self._peak = peak_flops(next(learner.model.parameters()).device)
+        self._peak = learner.ranks.size * peak_flops(next(learner.model.parameters()).device)
         self._repeats = Repeats()
         self._idle_since = self._began = time.monotonic()
 
-    def read(self, run: Run, step: int) -> Batch:
-        """Waits for the batch and makes sure that it can be learnt from."""
-        batch = run.wait_batch(step)
-        where = f"{run.objects.url}: batches/{step:06d}"
+    def accept(self, batch: Batch, where: str) -> Batch:
+        """The batch is there: makes sure that it can be learnt from. `where` names it."""
         check_batch(
             batch, max_tokens=self._config.max_position_embeddings, vocab_size=self._config.vocab_size, where=where
         )

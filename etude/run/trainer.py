@@ -1,40 +1,49 @@
 """The trainer process: one lineage of stages, each from the last one's checkpoint, resumed wherever it was killed.
 
-A checkpoint is named `version.step`: so many steps of the running stage after that version. It is written before the
-version is published, so whatever the engines have ever served can be trained on from here.
+A checkpoint is written before the version is published, so whatever the engines have ever served can be trained on from
+here. Both happen in the background: a step waits for the copies only, and for the checkpoint before.
+
+Several ranks are several such processes, started by the launcher or by torchrun. All of them do everything; rank 0
+alone commits and tells what happened.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import os
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from etude.core.config import RlConfig, RunConfig
 from etude.core.errors import EtudeError
 from etude.core.events import FitStep, HandedOver, StageDone
+from etude.core.types import Batch
 from etude.model.files import SMALL
 from etude.model.numerics import INVARIANT
+from etude.run import checkpoints
+from etude.run.checkpoints import Checkpoint, Origin, Saver, code_version
+from etude.run.peers import Distributed
 from etude.run.plan import Leg, legs
 from etude.run.prepare import model_directory
 from etude.run.stages import STAGE
 from etude.run.step import objective_of
 from etude.run.telemetry import Emit, emitter
 from etude.store.runs import Run
-from etude.train.checkpoint import Checkpoint, Origin, pack, unpack
+from etude.train.checkpoint import pack, unpack
 from etude.train.learner import Learner
+from etude.train.ranks import ALONE, Ranks
 from etude.train.stages import Progress
 from etude.train.start import starting_model
 from etude.weights.manifest import Chain
 from etude.weights.publish import Publisher
 from etude.weights.snapshot import Part
 
-KEEP = 2
 CHECKPOINT_S = 20.0  # between checkpoints within mid-training and sft, which take minutes
 
 
@@ -42,12 +51,17 @@ class Trainer:
     """`version` and `step` say where the learner stands: `step` steps of `stage` after `version`. `made_by` is the step
     within its stage that made the version."""
 
-    def __init__(self, run: Run, config: RunConfig, emit: Emit) -> None:
-        self.run, self.config, self.emit = run, config, emit
+    def __init__(self, run: Run, config: RunConfig, emit: Emit, ranks: Ranks = ALONE) -> None:
+        self.run, self.config, self.emit, self.ranks = run, config, emit, ranks
         for stage in config.stage:
             if isinstance(stage, RlConfig):
                 objective_of(stage)  # a loss that cannot be loaded shall not cost the stages before its own
-        self.publisher = Publisher(Chain(run.objects))
+        torch.use_deterministic_algorithms(config.deterministic)
+        self.publisher = Publisher(Chain(run.objects), peers=Distributed() if ranks.size > 1 else None)
+        self.saver = Saver(run, ranks.rank, ranks.size)
+        if ranks.rank == 0:
+            self.saver.clean()
+        ranks.barrier()
         self.files = {name: run.objects.get(f"model/{name}") for name in SMALL}
         names = run.checkpoints()
         # A checkpoint holds every weight: the model's directory may be gone by then.
@@ -55,12 +69,15 @@ class Trainer:
         model = starting_model(given, self.files["config.json"], config.seed)
         if config.invariant:
             model.compute_with(INVARIANT)
-        self.learner = Learner(model)
+        dtype = getattr(torch, config.trainer.weights)
+        self.learner = Learner(model, ranks, optimizer=config.trainer.optimizer, dtype=dtype)
         self.stage, self.version, self.step, self.made_by = "", 0, 0, 0
         self.lineage: tuple[Origin, ...] = ()
         self.held_out: tuple[float, ...] = ()
+        self.books = hashlib.sha256().hexdigest()
+        """Speaks for all batches that the stage has trained on, in their order."""
         if names:
-            self.resume(unpack(run.checkpoint(names[-1]), f"checkpoint {names[-1]} of {run.objects.url}"))
+            self.resume(checkpoints.read(run, names[-1]))
 
     def train(self) -> None:
         for leg in legs(self.config.stage):
@@ -69,17 +86,21 @@ class Trainer:
                 self.enter(leg)
                 torch.set_num_threads(leg.stage.threads)
                 STAGE[leg.stage.kind](self, leg)
+                self.saver.wait()
                 self.publisher.wait()
                 self.emit(StageDone(stage=leg.name, version=self.version, seconds=time.monotonic() - began))
 
     def enter(self, leg: Leg) -> None:
         """A stage that is not being resumed starts from the weights of the last one, and from nothing else of it."""
         if self.stage != leg.name:
-            digest = hashlib.blake2b(leg.stage.model_dump_json().encode(), digest_size=8).hexdigest()
-            parent = leg.start if self.lineage else None
-            origin = Origin(stage=leg.name, parent=parent, config=digest, data=f"seed {self.config.seed}")
+            path, seed = self.config.model.path, self.config.seed
+            parent = f"version {leg.start}" if self.lineage else f"the model in {path}" if path else f"seed {seed}"
+            config = leg.stage.model_dump(mode="json", exclude_none=True)
+            origin = Origin(stage=leg.name, parent=parent, config=config, data="", code=code_version())
             self.stage, self.step, self.held_out, self.lineage = leg.name, 0, (), (*self.lineage, origin)
+            self.books = hashlib.sha256().hexdigest()
             self.learner.restart()
+        self.ranks.at = f"the start of {leg.name}"
 
     @property
     def context(self) -> int:
@@ -94,6 +115,14 @@ class Trainer:
                 f"the files back as they were, or start a run with another name"
             )
         self.lineage = (*self.lineage[:-1], replace(origin, data=data))
+
+    def read_batch(self, step: int, leg: Leg) -> Batch:
+        """Waits for it, and enters it into the lineage."""
+        batch = self.run.wait_batch(step)
+        self.ranks.at = f"step {step} of {self.stage}"
+        self.books = hashlib.sha256(f"{self.books} {self.run.batch_digest(step)}".encode()).hexdigest()
+        self.learns_from(f"batches {leg.start + 1} to {step}, sha256 {self.books}")
+        return batch
 
     def follow_fit(self) -> Callable[[Progress], None]:
         """What happens after each step of mid-training and sft: an event, and now and then a checkpoint."""
@@ -114,6 +143,7 @@ class Trainer:
                 )
             )
             self.step, self.held_out = progress.step, progress.held_out
+            self.ranks.at = f"step {progress.step + 1} of {self.stage}"
             if now - saved > CHECKPOINT_S:
                 self.save()
                 saved = now
@@ -124,49 +154,80 @@ class Trainer:
     def reach(self, version: int, *, step: int) -> None:
         """The learner's weights are this version: keep them, then show them to the world."""
         self.version, self.step, self.made_by = version, 0, step
-        self.save()
-        self.publish()
+        self.save(then=self.publication())
 
-    def publish(self) -> None:
+    def publication(self) -> Callable[[], None]:
+        """Copies what this rank holds of the weights; to publish that is to call what is returned."""
         began = time.monotonic()
         parts = {name: Part(*rows) for name, rows in self.learner.rows().items()}
-        self.publisher.publish(self.version, parts, stage=self.stage, step=self.made_by)
+        start = self.publisher.prepare(self.version, parts, stage=self.stage, step=self.made_by)
         self.emit(HandedOver(version=self.version, stall_s=time.monotonic() - began))
+        return start
 
-    def save(self) -> None:
+    def save(self, then: Callable[[], None] = lambda: None) -> None:
         checkpoint = Checkpoint(
             stage=self.stage,
             step=self.step,
             version=self.version,
             lineage=self.lineage,
-            cursor={"held_out": list(self.held_out), "made_by": self.made_by},
-            tensors=self.learner.state(),
+            cursor={"held_out": list(self.held_out), "made_by": self.made_by, "books": self.books},
         )
-        self.run.put_checkpoint(f"{self.version:06d}.{self.step:06d}", pack(checkpoint))
-        for name in self.run.checkpoints()[:-KEEP]:
-            self.run.delete_checkpoint(name)
+        tensors = self.learner.state() | {"rng": torch.get_rng_state()}
+        self.saver.save(checkpoint, pack(tensors), then)
 
     def resume(self, checkpoint: Checkpoint) -> None:
         self.stage, self.version, self.step = checkpoint.stage, checkpoint.version, checkpoint.step
         self.lineage, self.held_out = checkpoint.lineage, tuple(checkpoint.cursor["held_out"])
-        self.made_by = checkpoint.cursor["made_by"]
-        self.learner.load_state(checkpoint.tensors)
+        self.made_by, self.books = checkpoint.cursor["made_by"], checkpoint.cursor["books"]
+
+        def shard(rank: int) -> dict[str, torch.Tensor]:
+            tensors = unpack(checkpoints.read_part(self.run, checkpoint, rank), f"checkpoint {checkpoint.name}")
+            torch.set_rng_state(tensors.pop("rng"))
+            return tensors
+
+        self.learner.load_shards(len(checkpoint.parts), shard)
         if self.step == 0:
-            self.publish()  # a crash may have come between the checkpoint and the publication
+            self.publication()()  # a crash may have come between the checkpoint and the publication
             self.publisher.wait()
+
+    def close(self) -> None:
+        self.saver.close()
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="etude.run.trainer", description="The trainer of one run.")
+    parser = argparse.ArgumentParser(prog="etude.run.trainer", description="The trainer of one run, or one rank of it.")
     parser.add_argument("--store", required=True, help="the run's store")
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument(
+        "--meeting", type=Path, help="a file in which ranks of this machine meet; else: as torchrun says"
+    )
     args = parser.parse_args()
     try:
         run = Run.open(args.store, create=False)
-        Trainer(run, run.config(), emitter(run, "trainer")).train()
+        config = run.config()
+        timeout_s = config.trainer.timeout_s
+        if args.meeting:
+            ranks = Ranks.on_this_machine(args.rank, args.ranks, args.meeting, timeout_s)
+        else:
+            ranks = Ranks.of_torchrun(timeout_s)
+        train(run, config, ranks)
     except EtudeError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
+        print(f"error: {e}", file=sys.stderr, flush=True)
+        os._exit(2)  # no thread may wait any longer for a rank that is gone
     return 0
+
+
+def train(run: Run, config: RunConfig, ranks: Ranks) -> None:
+    """To the end of the last stage."""
+    emit = emitter(run, "trainer") if ranks.rank == 0 else lambda event: None
+    with ranks.watched():
+        trainer = Trainer(run, config, emit, ranks)
+        try:
+            trainer.train()
+        finally:
+            trainer.close()
+        ranks.close()
 
 
 if __name__ == "__main__":

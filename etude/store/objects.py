@@ -85,6 +85,11 @@ class Objects:
         with _explained(f"list {prefix} in {self.url}"):
             return sorted(meta["path"] for page in obstore.list(self._store, prefix, offset=after) for meta in page)
 
+    def size(self, prefix: str) -> int:
+        """Bytes of all objects under the folder `prefix`."""
+        with _explained(f"list {prefix} in {self.url}"):
+            return sum(meta["size"] for page in obstore.list(self._store, prefix) for meta in page)
+
     def delete(self, key: str) -> None:
         """The key is free afterwards, whether or not it was before."""
         with _explained(f"delete {key} in {self.url}"), contextlib.suppress(*_MISSING):

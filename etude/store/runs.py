@@ -7,7 +7,7 @@
     groups/{id}              finished groups, whole
     batches/{step}           what each step reads; made once, never changed
     experts/{digest}         routed experts of recorded sessions (`store.experts`)
-    checkpoints/{name}       the trainer's state (bytes that only `train/` understands)
+    checkpoints/{name}/      the trainer's state: what each rank holds, and manifest.json, which is written last
     evals/{name}.json        held-out scores
     weights/                 published versions (the package `weights` knows the rest)
 
@@ -17,6 +17,7 @@ store.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Iterable
@@ -34,6 +35,7 @@ from etude.store.objects import Missing, Objects
 R = TypeVar("R")
 
 _POLL_S = 0.05
+_MANIFEST = "manifest.json"
 
 
 class Run:
@@ -102,6 +104,9 @@ class Run:
         key = _batch_key(step)
         return unpack(self.objects.get(key), Batch, f"{self.objects.url}: {key}")
 
+    def batch_digest(self, step: int) -> str:
+        return hashlib.sha256(self.objects.get(_batch_key(step))).hexdigest()
+
     def wait_batch(self, step: int) -> Batch:
         """Blocks until it is there. For the trainer, which has nothing else to do."""
         while not self.objects.exists(_batch_key(step)):
@@ -112,18 +117,37 @@ class Run:
         """The steps that have one."""
         return [int(name) for name in self._names("batches")]
 
-    def put_checkpoint(self, name: str, data: bytes) -> None:
-        """Names sort by age: the newest checkpoint is the last of `checkpoints()`."""
-        self.objects.put(f"checkpoints/{name}", data)
+    def put_checkpoint_part(self, name: str, part: str, data: bytes) -> None:
+        self.objects.put(f"checkpoints/{name}/{part}", data)
+
+    def checkpoint_part(self, name: str, part: str) -> bytes:
+        return self.objects.get(f"checkpoints/{name}/{part}")
+
+    def checkpoint_parts(self) -> list[tuple[str, str]]:
+        """(checkpoint, part) of all that are there, those of checkpoints without a manifest too."""
+        found = (name.partition("/") for name in self._names("checkpoints"))
+        return [(name, part) for name, _, part in found if part != _MANIFEST]
+
+    def put_checkpoint(self, name: str, manifest: bytes) -> None:
+        """Now it is there. Names sort by age: the newest checkpoint is the last of `checkpoints()`."""
+        self.objects.put(f"checkpoints/{name}/{_MANIFEST}", manifest)
 
     def checkpoint(self, name: str) -> bytes:
-        return self.objects.get(f"checkpoints/{name}")
+        """Its manifest."""
+        return self.objects.get(f"checkpoints/{name}/{_MANIFEST}")
 
     def checkpoints(self) -> list[str]:
-        return self._names("checkpoints")
+        names = self._names("checkpoints")
+        return [name.removesuffix(f"/{_MANIFEST}") for name in names if name.endswith(f"/{_MANIFEST}")]
+
+    def checkpoint_bytes(self, name: str) -> int:
+        return self.objects.size(f"checkpoints/{name}")
 
     def delete_checkpoint(self, name: str) -> None:
-        self.objects.delete(f"checkpoints/{name}")
+        """The manifest first: a checkpoint without all its parts must not look like one."""
+        self.objects.delete(f"checkpoints/{name}/{_MANIFEST}")
+        for key in self.objects.list(f"checkpoints/{name}"):
+            self.objects.delete(key)
 
     def put_eval(self, name: str, report: object) -> None:
         self.objects.put(f"evals/{name}.json", to_json(report))

@@ -4,6 +4,9 @@ Two copies of the weights: fp32 masters, which the optimizer moves, and the mode
 rounded to bf16. The forward pass so computes with exactly the values that are published and served, while steps too
 small for bf16 still add up in the masters; a gradient at the rounded weights is taken as the masters' gradient.
 
+A learner is one of `ranks`, alone by default. Each is handed the same batch, computes its share of it and holds its
+rows of model, masters and optimizer; all of them take the same step.
+
 One thread or many, and on which cores, is the business of the process that holds the learner.
 """
 
@@ -17,17 +20,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from etude.core.errors import EtudeError
 from etude.core.types import Batch
 from etude.model import files
 from etude.model.transformer import Transformer
 from etude.train.correction import Drift, drift
-from etude.train.loss import entropies, token_logprobs
+from etude.train.loss import token_logprobs
 from etude.train.objective import AGGREGATE, Objective
+from etude.train.optimizer import OPTIMIZER, Optimizer
+from etude.train.ranks import ALONE, Ranks, own, rows_of
 from etude.train.routers import Routers, to_replay
-from etude.train.rows import Microbatch, Padded, pack
+from etude.train.rows import Cost, Microbatch, P, Padded, pack, share
 from etude.train.supervised import Figures, FitLoss, cross_entropy
 
-BETAS = (0.9, 0.95)
 MAX_GRAD_NORM = 1.0
 
 
@@ -70,22 +75,29 @@ class FitStats:
 
 
 class Learner:
-    """Takes the model over: from now on its parameters are the rounded masters."""
+    """Takes the model over: from now on its parameters are the rounded masters, and this rank's rows of them only.
 
-    def __init__(self, model: Transformer) -> None:
-        self.model = model
+    `dtype` is what masters are rounded to. float32 leaves them as they are: for models that are too small or steps that
+    are too exact for bf16, and to compare ranks without the noise of rounding.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        ranks: Ranks = ALONE,
+        *,
+        optimizer: str = "adamw",
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        self.model, self.ranks, self.dtype = model, ranks, dtype
+        self._cost = cost_of(model)
+        ranks.shard(model)
         self._parameters = dict(model.named_parameters())
         # What no gradient moves: the biases of routers.
         self._fixed = {name: t for name, t in model.state_dict().items() if name not in self._parameters}
-        self._masters = {name: p.detach().float().clone() for name, p in self._parameters.items()}
+        self._masters = {name: own(p).detach().float().clone() for name, p in self._parameters.items()}
         self._kept: dict[str, Tensor] = {}
-        # Decay pulls matrices towards 0; the gains of the norms are scales, whose neutral value is not 0.
-        matrices = [m for m in self._masters.values() if m.ndim >= 2]
-        others = [m for m in self._masters.values() if m.ndim < 2]
-        self._optimizer = torch.optim.AdamW(
-            [{"params": matrices}, {"params": others}], lr=0.0, betas=BETAS, weight_decay=0.0, fused=True
-        )
-        self.restart()
+        self._optimizer: Optimizer = OPTIMIZER[optimizer](self._masters, model, ranks)
         self._round(self._masters)
 
     def step(
@@ -104,23 +116,17 @@ class Learner:
         """One step of RL. `microbatch_tokens = 0`: row after row in their order, deterministic. An objective with a
         `kl_coef` takes the kept weights for its reference. `fetch` reads the experts that a row names; without it none
         are replayed. `plausible`, `balance`: see `routers`."""
-        config, routers = self.model.config, Routers(self.model, least=plausible, balance=balance)
-        weights, divisor = AGGREGATE[objective.aggregate](batch.rows, config.max_position_embeddings)
-        microbatches = pack(
-            batch.rows,
-            microbatch_tokens=microbatch_tokens,
-            max_tokens=config.max_position_embeddings,
-            weights=weights,
-            experts=lambda row: to_replay(row, config.experts, fetch) if fetch else None,
-        )
+        routers = Routers(self.model, least=plausible, balance=balance)
+        microbatches, divisor = self._packed(batch, objective.aggregate, microbatch_tokens, fetch)
         num_tokens = sum(micro.num_tokens for micro in microbatches)
-        if num_tokens == 0:
-            raise ValueError(f"the batch of step {batch.step} has no sampled token: there is nothing to learn from")
-        total, new, old, entropy, capped, silenced = 0.0, [], [], 0.0, 0, 0
-        references = self._reference(microbatches, temperature) if objective.kl_coef else itertools.repeat(None)
-        for micro, ref_logp_N in zip(microbatches, references, strict=False):
+        total, new, old, entropy, capped, silenced = 0.0, [], [], 0.0, 0.0, 0.0
+        mine = self._share(microbatches)
+        references = self._reference(mine, temperature) if objective.kl_coef else itertools.repeat(None)
+        for micro, ref_logp_N in zip(mine, references, strict=False):
             routing = routers.open(micro)
-            logp_N, logp_NV = token_logprobs(self.model, micro.tokens_BT, micro.mask_BT, temperature, routing)
+            logp_N, entropy_N = token_logprobs(
+                self.model, micro.tokens_BT, micro.mask_BT, temperature, routing, with_entropy=True
+            )
             old_logp_N, adv_N = micro.old_logprobs_BT[micro.mask_BT], micro.advantages_BT[micro.mask_BT]
             row_N = micro.mask_BT.nonzero()[:, 0]
             scored = objective.score(logp_N, old_logp_N, adv_N, row_N, ref_logp_N)
@@ -128,16 +134,19 @@ class Learner:
             loss = (scored.loss_N * micro.weights_B[row_N]).sum() / divisor + balancing
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.item()
-            capped, silenced = capped + int(scored.capped_N.sum()), silenced + int(scored.silenced_N.sum())
-            entropy += entropies(logp_NV.detach()).sum().item() / num_tokens
+            capped += scored.capped_N.sum().item() / num_tokens
+            silenced += scored.silenced_N.sum().item() / num_tokens
+            entropy += entropy_N.sum().item() / num_tokens
             new.append(logp_N.detach())
             old.append(old_logp_N)
-        routers.settle()
+        routers.settle(self.ranks)
+        total, entropy, capped, silenced = self.ranks.sum(total, entropy, capped, silenced)
+        new_N, old_N = self.ranks.join_all(torch.cat(new)), self.ranks.join_all(torch.cat(old))
         return StepStats(
             loss=total,
-            drift=drift(torch.cat(new), torch.cat(old)),
-            capped=capped / num_tokens,
-            silenced=silenced / num_tokens,
+            drift=drift(new_N, old_N),
+            capped=capped,
+            silenced=silenced,
             entropy=entropy,
             grad_norm=self._update(lr, weight_decay),
             lr=lr,
@@ -147,6 +156,23 @@ class Learner:
             router_disagreement=routers.disagreement,
             experts_replaced=routers.replaced,
         )
+
+    def _packed(
+        self, batch: Batch, aggregate: str, microbatch_tokens: int, fetch: Callable[[str], bytes] | None
+    ) -> tuple[list[Microbatch], float]:
+        """All microbatches of a batch, and what the weighted sum of their tokens' losses is divided by."""
+        config = self.model.config
+        weights, divisor = AGGREGATE[aggregate](batch.rows, config.max_position_embeddings)
+        if not any(any(row.mask) for row in batch.rows):
+            raise ValueError(f"the batch of step {batch.step} has no sampled token: there is nothing to learn from")
+        microbatches = pack(
+            batch.rows,
+            microbatch_tokens=microbatch_tokens,
+            max_tokens=config.max_position_embeddings,
+            weights=weights,
+            experts=lambda row: to_replay(row, config.experts, fetch) if fetch else None,
+        )
+        return microbatches, divisor
 
     def fit(
         self,
@@ -161,27 +187,31 @@ class Learner:
         routers = Routers(self.model, balance=balance)
         count = sum(micro.count for micro in microbatches)
         total, figures = 0.0, Figures()
-        for micro in microbatches:
+        for micro in self._share(microbatches):
             routing = routers.open(micro)
             sum_of_losses, seen = loss(self.model, micro, routing)
             mean = (sum_of_losses + micro.count * routers.close(routing, micro)) / count
             mean.backward()  # type: ignore[no-untyped-call]
             total += mean.item()
             figures |= {name: figures.get(name, 0.0) + value / count for name, value in seen.items()}
-        routers.settle()
+        routers.settle(self.ranks)
+        total, *sums = self.ranks.sum(total, *figures.values())
         return FitStats(
             loss=total,
             grad_norm=self._update(lr, weight_decay),
             lr=lr,
             num_tokens=sum(micro.num_tokens for micro in microbatches),
-            figures=figures,
+            figures=dict(zip(figures, sums, strict=True)),
         )
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Padded]) -> float:
         """Mean cross entropy of the tokens that count; changes nothing."""
-        logps = [token_logprobs(self.model, m.tokens_BT, m.mask_BT, starts_BT=m.starts_BT)[0] for m in microbatches]
-        return -sum(logp_N.double().sum().item() for logp_N in logps) / sum(m.num_tokens for m in microbatches)
+        mine = self._share(microbatches)
+        logps = [token_logprobs(self.model, m.tokens_BT, m.mask_BT, starts_BT=m.starts_BT)[0] for m in mine]
+        self.ranks.rest(self.model)
+        (total,) = self.ranks.sum(sum(logp_N.double().sum().item() for logp_N in logps))
+        return -total / sum(micro.num_tokens for micro in microbatches)
 
     @torch.no_grad()
     def _reference(self, microbatches: Sequence[Microbatch], temperature: float) -> list[Tensor]:
@@ -191,18 +221,19 @@ class Learner:
             return [token_logprobs(self.model, m.tokens_BT, m.mask_BT, temperature)[0] for m in microbatches]
 
     def weights(self) -> dict[str, Tensor]:
-        """The bf16 tensors to publish: a copy, and the very values that the next forward pass computes with."""
-        return files.weights(self.model)
+        """Of a learner alone: a copy of the tensors to publish, the very values that the next forward pass computes
+        with."""
+        return files.weights(self.model, self.dtype)
 
     def rows(self) -> dict[str, files.Rows]:
-        """What `weights` copies, as it is: whoever publishes it takes a copy of his own."""
-        return files.rows(self.model, {name: (0, tensor) for name, tensor in self.model.state_dict().items()})
+        """The same, as far as this rank holds it and as it is: whoever publishes it takes a copy of his own."""
+        held = {name: (self.ranks.rows(len(p)).start, own(p)) for name, p in self._parameters.items()}
+        fixed = {name: (0, tensor) for name, tensor in self._fixed.items()}
+        return files.rows(self.model, held | fixed, self.dtype)
 
     def restart(self) -> None:
         """Forget the optimizer's past and any kept weights, as a new stage does; the weights stay."""
-        for master in self._masters.values():
-            moments = {"exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
-            self._optimizer.state[master] = {"step": torch.tensor(0.0), **moments}
+        self._optimizer.restart()
         self._kept = {}
 
     def keep(self) -> None:
@@ -221,36 +252,65 @@ class Learner:
         try:
             yield
         finally:
+            self.ranks.rest(self.model)
             self._round(self._masters)
 
     def state(self) -> dict[str, Tensor]:
-        """Everything that the next step depends on. It shares memory with the learner: pack it before stepping."""
+        """Everything that the next step depends on, as far as this rank holds it. It shares memory with the learner:
+        pack it before stepping."""
         return self._whole() | {f"kept.{name}": tensor for name, tensor in self._kept.items()}
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Goes on from `state()` of this learner or of another one, to the bit."""
+        """Goes on from `state()` of this rank of this learner or of another one, to the bit."""
         self._kept = {name.removeprefix("kept."): t.clone() for name, t in tensors.items() if name.startswith("kept.")}
         _fill(self._whole(), {name: tensor for name, tensor in tensors.items() if not name.startswith("kept.")})
         self._round(self._masters)
+
+    def load_shards(self, size: int, shard: Callable[[int], Mapping[str, Tensor]]) -> None:
+        """Goes on from the states of `size` ranks, of which `shard` reads one. Other ranks than these may go on, each
+        with its rows of what they had; sums are then made in another order."""
+        if size == self.ranks.size:
+            self.load_state(shard(self.ranks.rank))
+            return
+        mine: dict[str, list[Tensor]] = {}
+        for rank in range(size):
+            for name, tensor in shard(rank).items():
+                mine.setdefault(name, []).append(self._mine(name, tensor, rank, size))
+        self.load_state({name: torch.cat(parts) if parts[0].ndim else parts[0] for name, parts in mine.items()})
+
+    def _mine(self, name: str, tensor: Tensor, rank: int, size: int) -> Tensor:
+        """The part of a tensor of one of `size` ranks that this rank holds."""
+        if name.startswith("fixed.") or tensor.ndim == 0:  # every rank has the whole of it
+            return tensor if rank == 0 or tensor.ndim == 0 else tensor[:0]
+        count = len(self._parameters[name.partition(".")[2]])
+        theirs, ours = rows_of(count, rank, size), self.ranks.rows(count)
+        start, stop = max(theirs.start, ours.start), min(theirs.stop, ours.stop)
+        return tensor[start - theirs.start : max(start, stop) - theirs.start].clone()
 
     def _whole(self) -> dict[str, Tensor]:
         """The masters, what the optimizer remembers of each, and what is fixed."""
         tensors = {f"fixed.{name}": tensor for name, tensor in self._fixed.items()}
         tensors |= {f"master.{name}": master for name, master in self._masters.items()}
-        for name, master in self._masters.items():
-            tensors |= {f"{part}.{name}": tensor for part, tensor in self._optimizer.state[master].items()}
-        return tensors
+        return tensors | self._optimizer.state()
+
+    def _share(self, microbatches: Sequence[P]) -> Sequence[P]:
+        """What this rank computes of them. Ranks meet in every layer of every pass, so all have equally many."""
+        return share(microbatches, self.ranks.rank, self.ranks.size, self._cost)
 
     def _update(self, lr: float, weight_decay: float) -> float:
         """Moves the masters by the gradient that has gathered on the model, and rounds them into it."""
-        # A gradient that is not finite would poison the masters and every version after: crash instead.
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), MAX_GRAD_NORM, error_if_nonfinite=True)
-        for name, master in self._masters.items():
-            master.grad = self._parameters[name].grad
-        matrices, others = self._optimizer.param_groups
-        matrices["lr"], matrices["weight_decay"], others["lr"] = lr, weight_decay, lr
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        gradients = {name: own(p.grad) for name, p in self._parameters.items() if p.grad is not None}
+        norm = self.ranks.norm(torch.nn.utils.get_total_norm(gradients.values()))
+        # It would poison the masters and every version after.
+        if not torch.isfinite(norm):
+            raise EtudeError(
+                "the gradient of this step is not finite, and the weights were left as they are: look for rewards or "
+                "log-probs that are not finite in its batch"
+            )
+        scale = (MAX_GRAD_NORM / (norm + 1e-6)).clamp(max=1.0)
+        for gradient in gradients.values():
+            gradient.mul_(scale)
+        self._optimizer.step(gradients, lr=lr, weight_decay=weight_decay)
         self.model.zero_grad(set_to_none=True)
         self._round(self._masters)
         return float(norm)
@@ -259,7 +319,15 @@ class Learner:
     def _round(self, weights: Mapping[str, Tensor]) -> None:
         """Into the model."""
         for name, parameter in self._parameters.items():
-            parameter.copy_(weights[name].to(torch.bfloat16))
+            own(parameter).copy_(weights[name].to(self.dtype))
+
+
+def cost_of(model: Transformer) -> Cost:
+    """Multiplications: every weight that a token meets, and in each layer a key and a value for each pair of tokens."""
+    c = model.config
+    used = c.experts.num_experts_per_tok / c.experts.num_experts if c.experts else 1.0
+    weights = sum(p.numel() * (used if ".experts." in name else 1.0) for name, p in model.named_parameters())
+    return Cost(per_token=weights, per_pair=2.0 * c.num_hidden_layers * c.num_attention_heads * c.head_dim)
 
 
 @torch.no_grad()

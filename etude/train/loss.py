@@ -17,7 +17,7 @@ says.
 Every loss is linear in the advantage as long as that keeps its sign. So a correction, which is a weight of 0 or more,
 is simply multiplied into the advantage before the loss sees it.
 
-Shapes: B rows, T tokens, V vocabulary, E hidden size; N the tokens that count, in the order in which they stand.
+Shapes: B rows, T tokens, E hidden size; N the tokens that count, in the order in which they stand.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from torch import Tensor
 from etude.model.attention import Causal
 from etude.model.tiled_attention import CausalInTiles
 from etude.model.transformer import Routing, Transformer
+from etude.train.head import head_logprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,13 +134,27 @@ def token_logprobs(
     temperature: float = 1.0,
     routing: Routing | None = None,
     starts_BT: Tensor | None = None,
+    *,
+    with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """For each token that counts: its log-prob, and that of every token that could have stood there (N, NV).
+    """For each token that counts: its log-prob, and if it is wanted the entropy of what could have stood there.
 
     `starts_BT` is as in `rows.Padded`.
 
     Only positions that predict a counted token reach the head: every other token costs no logits and gets no gradient.
     """
+    hidden_NE, tokens_N = predicted(model, tokens_BT, mask_BT, routing, starts_BT)
+    return head_logprobs(model, hidden_NE, tokens_N, temperature, with_entropy=with_entropy)
+
+
+def predicted(
+    model: Transformer,
+    tokens_BT: Tensor,
+    mask_BT: Tensor,
+    routing: Routing | None = None,
+    starts_BT: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """For each token that counts: the hidden state before it, and the token (NE, N)."""
     starts_BT = None if starts_BT is None else starts_BT[:, :-1]
     positions_BT = torch.arange(tokens_BT.shape[1] - 1, device=tokens_BT.device).expand(len(tokens_BT), -1)
     if starts_BT is not None:
@@ -148,8 +163,4 @@ def token_logprobs(
     attend = CausalInTiles() if model.invariant and starts_BT is None else Causal(starts_BT)
     hidden_BTE = model(tokens_BT[:, :-1], positions_BT, attend, routing)
     counts_BT = mask_BT[:, 1:]
-    return model.logprobs(hidden_BTE[counts_BT], tokens_BT[:, 1:][counts_BT], temperature)
-
-
-def entropies(logp_NV: Tensor) -> Tensor:
-    return -(logp_NV.exp() * logp_NV).sum(-1)
+    return hidden_BTE[counts_BT], tokens_BT[:, 1:][counts_BT]

@@ -20,6 +20,7 @@ from etude.core.types import Row
 from etude.model.config import ExpertsConfig
 from etude.model.experts import Router, Routing, read_ids
 from etude.model.transformer import Transformer
+from etude.train.ranks import ALONE, Ranks
 from etude.train.rows import Padded
 
 BIAS_STEP = 1e-3
@@ -59,7 +60,7 @@ class Routers:
 
     def close(self, routing: Routing | None, micro: Padded) -> Tensor | float:
         """Counts; returns the loss that balances, a mean over the tokens of the microbatch."""
-        if routing is None or not self._config:
+        if routing is None or not self._config or not micro.num_tokens:  # a rank without work only keeps company
             return 0.0
         if routing.replay is not None:
             self.num_replayed += int((routing.replay[..., 0, 0] >= 0).sum())
@@ -76,8 +77,11 @@ class Routers:
         return self._config.router_aux_loss_coef * balance_loss([s[is_read_N] for s in routing.scores], used_NLk)
 
     @torch.no_grad()
-    def settle(self) -> None:
-        """After the last microbatch."""
+    def settle(self, ranks: Ranks = ALONE) -> None:
+        """After the last microbatch, on all ranks."""
+        counts = (self.num_replayed, self.num_differing, self.num_replaced, *self.loads_LX.flatten().tolist())
+        self.num_replayed, self.num_differing, self.num_replaced, *loads = map(int, ranks.sum(*counts))
+        self.loads_LX = torch.tensor(loads).view(self.loads_LX.shape)
         for router, load_X in zip(self._routers, self.loads_LX, strict=True):
             if self._balance and (bias_X := router.e_score_correction_bias) is not None:
                 bias_X += BIAS_STEP * (load_X.double().mean() - load_X).sign().to(bias_X)

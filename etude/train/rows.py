@@ -1,4 +1,5 @@
-"""From rows to padded microbatches. Pure: the same rows give the same microbatches, in the same order.
+"""From rows to padded microbatches, and from those to the share of each rank. Pure: the same rows give the same
+microbatches, in the same order, on every rank.
 
 As in `core.types.Row`, position t of every field speaks of token t. That a token is predicted at the position before it
 is said in one place only, `loss.token_logprobs`. Shapes: B rows, T tokens, L layers that have experts, k experts of a
@@ -7,9 +8,10 @@ token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -48,6 +50,9 @@ class Microbatch(Padded):
     advantages_BT: Tensor
     weights_B: Tensor
     """What a token of each row counts for in the objective."""
+
+
+P = TypeVar("P", bound=Padded)
 
 
 def plan(lengths: Sequence[int], limit: int) -> list[list[int]]:
@@ -122,6 +127,95 @@ def pad_experts(rows: Sequence[Row], experts: Callable[[Row], Tensor | None]) ->
             raise ValueError(f"{rows[number].sample}: {len(rows[number].tokens)} tokens, but experts of {len(ids)}")
         padded_BTLk[number, : len(ids)] = ids
     return padded_BTLk
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """What a row of a microbatch costs: so much for each token, and so much for each pair of tokens one of which sees
+    the other."""
+
+    per_token: float
+    per_pair: float
+
+    def row(self, width: int) -> float:
+        return width * (self.per_token + self.per_pair * width / 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows `start` to `stop` of microbatch number `of`; no rows at all for a rank that has nothing to do meanwhile."""
+
+    of: int
+    start: int
+    stop: int
+
+
+def balance(shapes: Sequence[tuple[int, int]], ranks: int, cost: Cost) -> list[list[Piece]]:
+    """For each rank the pieces that it computes of microbatches of these shapes (rows, width).
+
+    Ranks work in rounds, one microbatch each, and a round lasts as long as its costliest one. So like microbatches
+    share a round, and where it helps they are cut: such that their number fills the rounds, or one more, and none costs
+    more than it must.
+    """
+    if ranks == 1:
+        return [[Piece(of, 0, rows) for of, (rows, _) in enumerate(shapes)]]
+    fewest = math.ceil(len(shapes) / ranks)
+    caps = [math.inf, *(_cap(shapes, num_rounds * ranks, cost) for num_rounds in (fewest, fewest + 1))]
+    plans = [_rounds(shapes, _pieces(shapes, cap, cost), ranks, cost) for cap in caps]
+    rounds = min(plans, key=lambda plan: sum(max(_cost(piece, shapes, cost) for piece in round) for round in plan))
+    return [[round[rank] for round in rounds] for rank in range(ranks)]
+
+
+def _rounds(
+    shapes: Sequence[tuple[int, int]], pieces: Sequence[Piece], ranks: int, cost: Cost
+) -> list[tuple[Piece, ...]]:
+    narrowest = min(range(len(shapes)), key=lambda of: shapes[of][1])
+    idle = [Piece(narrowest, 0, 0)] * (-len(pieces) % ranks)
+    order = [*sorted(pieces, key=lambda piece: -_cost(piece, shapes, cost)), *idle]
+    return [tuple(order[at : at + ranks]) for at in range(0, len(order), ranks)]
+
+
+def _cap(shapes: Sequence[tuple[int, int]], most_pieces: int, cost: Cost) -> float:
+    """The least that the costliest piece can cost if there are at most so many."""
+    costs = sorted({rows * cost.row(width) for most, width in shapes for rows in range(1, most + 1)})
+    low, high = costs.index(max(cost.row(width) for _, width in shapes)), len(costs) - 1  # a row is never cut
+    while low < high:
+        middle = (low + high) // 2
+        enough = len(_pieces(shapes, costs[middle], cost)) <= most_pieces
+        low, high = (low, middle) if enough else (middle + 1, high)
+    return costs[low]
+
+
+def _pieces(shapes: Sequence[tuple[int, int]], cap: float, cost: Cost) -> list[Piece]:
+    """All microbatches, cut into as few pieces as it takes for none to cost more than `cap`."""
+    # A little more, so that rounding does not take a row away where the cap is just reached.
+    fitting = [min(rows, cap / cost.row(width) + 1e-6) for rows, width in shapes]
+    return [piece for of, (rows, _) in enumerate(shapes) for piece in _cut(of, rows, int(fitting[of]))]
+
+
+def _cut(of: int, rows: int, most: int) -> Iterator[Piece]:
+    """In as few pieces of at most `most` rows as it takes, and these as equal as can be."""
+    count = math.ceil(rows / most)
+    ends = [rows * number // count for number in range(count + 1)]
+    return (Piece(of, start, stop) for start, stop in zip(ends[:-1], ends[1:], strict=True))
+
+
+def _cost(piece: Piece, shapes: Sequence[tuple[int, int]], cost: Cost) -> float:
+    return (piece.stop - piece.start) * cost.row(shapes[piece.of][1])
+
+
+def share(microbatches: Sequence[P], rank: int, ranks: int, cost: Cost) -> list[P]:
+    """The microbatches of one rank; equally many for each, since ranks meet in every layer of every pass."""
+    shapes = [(micro.tokens_BT.shape[0], micro.tokens_BT.shape[1]) for micro in microbatches]
+    return [_take(microbatches[piece.of], piece) for piece in balance(shapes, ranks, cost)[rank]]
+
+
+def _take(micro: P, piece: Piece) -> P:
+    if piece.start == piece.stop:  # one row, of which no token counts
+        idle = _take(micro, Piece(piece.of, 0, 1))
+        return replace(idle, mask_BT=torch.zeros_like(idle.mask_BT))
+    tensors = {f.name: getattr(micro, f.name) for f in fields(micro)}
+    return replace(micro, **{n: t[piece.start : piece.stop] for n, t in tensors.items() if isinstance(t, Tensor)})
 
 
 def pad(rows: Sequence[Sequence[Any]], dtype: torch.dtype) -> Tensor:

@@ -77,7 +77,8 @@ def test_distill_goes_on_to_the_bit(config: RunConfig) -> None:
         dying = Trainer(run, config, emit=die)
         with pytest.raises(Killed):
             dying.train()
-        dying.publisher.wait()  # a process that dies takes its threads along
+        dying.saver.wait()  # a process that dies takes its threads along
+        dying.publisher.wait()
         resumed = Trainer(run, config, emit=lambda event: None)
         assert resumed.version == kill
         resumed.train()

@@ -14,10 +14,10 @@ from etude.core.config import RunConfig, parse
 from etude.core.errors import EtudeError
 from etude.core.events import Event, FitStep, StageDone
 from etude.run import trainer as module
+from etude.run.checkpoints import read
 from etude.run.prepare import store_files
 from etude.run.trainer import Trainer
 from etude.store.runs import Run
-from etude.train.checkpoint import unpack
 from etude.weights.manifest import read_manifest
 from tests.small_model import TEXTS, small_files
 
@@ -96,8 +96,9 @@ def test_the_lineage_from_files(config: RunConfig) -> None:
     preferred = [event.figures for event in steps if event.stage == "dpo"]
     assert preferred[0]["accuracy"] == 0.0 and preferred[-1]["accuracy"] > 0.5
 
-    origins = unpack(run.checkpoint(run.checkpoints()[-1]), "checkpoint").lineage
-    assert [(origin.stage, origin.parent) for origin in origins] == list(zip(stages, (None, 1, 2, 3), strict=True))
+    origins = read(run, run.checkpoints()[-1]).lineage
+    parents = ("seed 0", "version 1", "version 2", "version 3")
+    assert [(origin.stage, origin.parent) for origin in origins] == list(zip(stages, parents, strict=True))
     assert origins[1].data == origins[3].data != origins[2].data
 
 
@@ -120,8 +121,11 @@ def test_killed_after_any_step_it_ends_with_the_same_bits(config: RunConfig, mon
             if seen > at:
                 raise Killed
 
+        dying = Trainer(run, config, emit=die)
         with pytest.raises(Killed):
-            Trainer(run, config, emit=die).train()
+            dying.train()
+        dying.saver.wait()  # a process that dies takes its threads along
+        dying.publisher.wait()
         resumed = Trainer(run, config, emit=lambda event: None)
         resumed.train()
         assert digest(resumed) == digest(straight), f"killed after step {kill} of {num_steps}"
@@ -137,8 +141,10 @@ def test_data_that_changed_under_a_stopped_stage_is_named(
         if isinstance(event, FitStep) and event.step == 2:
             raise Killed
 
+    dying = Trainer(run, config, emit=die)
     with pytest.raises(Killed):
-        Trainer(run, config, emit=die).train()
+        dying.train()
+    dying.saver.wait()
     (tmp_path / "more.py").write_text("def more():\n    return 1\n")
     with pytest.raises(EtudeError, match="stage midtrain learnt from other data before it was stopped"):
         Trainer(run, config, emit=lambda event: None).train()

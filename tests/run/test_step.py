@@ -79,14 +79,14 @@ def test_a_batch_that_was_damaged_on_its_way_is_named(damage: Callable[[bytes], 
     run.put_batch(BATCH)
     run.objects.put("batches/000003", damage(run.objects.get("batches/000003")))
     with pytest.raises(EtudeError, match="memory:.*batches/000003"):
-        Scribe(Learner(fresh(config(), 0))).read(run, 3)
+        Scribe(Learner(fresh(config(), 0))).accept(run.batch(3), "memory: batches/000003")
 
 
 def test_a_batch_of_another_run_is_refused_before_the_step() -> None:
     run = Run(Objects.open("memory:"))
     run.put_batch(replace(BATCH, rows=(replace(ROW, tokens=(5, 6, 99_999)),)))
     with pytest.raises(EtudeError, match="row of g.0: a token is none of the vocabulary"):
-        Scribe(Learner(fresh(config(), 0))).read(run, 3)
+        Scribe(Learner(fresh(config(), 0))).accept(run.batch(3), "memory: batches/000003")
 
 
 def test_the_event_says_what_the_step_did() -> None:
@@ -94,8 +94,8 @@ def test_the_event_says_what_the_step_did() -> None:
     run.put_batch(BATCH)
     run.put_batch(replace(BATCH, step=4))
     scribe = Scribe(learner)
-    first = scribe.write(batch := scribe.read(run, 3), learner.step(batch, lr=1e-3))
+    first = scribe.write(batch := scribe.accept(run.batch(3), "memory: batches/000003"), learner.step(batch, lr=1e-3))
     assert (first.step, first.reward, first.lag, first.lags, first.tokens, first.repeats) == (3, 0.5, 1, (2, 2), 4, 0)
     assert first.tokens_per_s == pytest.approx(6 / first.seconds) and first.mfu is not None and 0 < first.mfu < 1
-    again = scribe.write(batch := scribe.read(run, 4), learner.step(batch, lr=1e-3))
+    again = scribe.write(batch := scribe.accept(run.batch(4), "here"), learner.step(batch, lr=1e-3))
     assert again.repeats == 2 and again.lags == (0, 2, 2)

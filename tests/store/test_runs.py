@@ -137,11 +137,20 @@ def test_events_of_each_process(run: Run) -> None:
     assert run.events("trainer", [Beat]).records() == [Beat(1)]
 
 
-def test_checkpoints_and_evals(run: Run) -> None:
-    for name in ("rl-000010", "rl-000002"):
-        run.put_checkpoint(name, name.encode())
-    assert run.checkpoints()[-1] == "rl-000010" and run.checkpoint("rl-000010") == b"rl-000010"
-    run.delete_checkpoint("rl-000002")
-    assert run.checkpoints() == ["rl-000010"]
+def test_a_checkpoint_is_there_when_its_manifest_is(run: Run) -> None:
+    for name in ("000002.000000", "000010.000000"):
+        run.put_checkpoint_part(name, "00000.ab", name.encode())
+    assert run.checkpoints() == [] and run.checkpoint_parts() == [
+        ("000002.000000", "00000.ab"), ("000010.000000", "00000.ab")
+    ]  # fmt: skip
+    for name in ("000010.000000", "000002.000000"):
+        run.put_checkpoint(name, b"manifest")
+    assert run.checkpoints() == ["000002.000000", "000010.000000"] and run.checkpoint("000002.000000") == b"manifest"
+    assert run.checkpoint_part("000010.000000", "00000.ab") == b"000010.000000"
+    run.delete_checkpoint("000002.000000")
+    assert run.checkpoints() == ["000010.000000"] and len(run.checkpoint_parts()) == 1
+
+
+def test_evals(run: Run) -> None:
     run.put_eval("sft", {"solve_rate": 0.5})
     assert run.evals() == ["sft"] and run.eval("sft", dict[str, float]) == {"solve_rate": 0.5}

@@ -9,7 +9,7 @@ from etude.core.config import LOSSES
 from etude.model.attention import Causal
 from etude.model.transformer import ModelConfig, fresh
 from etude.train.correction import CORRECTION, drift
-from etude.train.loss import LOSS, Clip, Tokens, clipped, clipped_by_row, entropies, token_logprobs
+from etude.train.loss import LOSS, Clip, Tokens, clipped, clipped_by_row, token_logprobs
 
 CONFIG = ModelConfig(
     vocab_size=13,
@@ -123,9 +123,11 @@ def test_token_logprobs_are_those_of_the_plain_softmax_before_each_token() -> No
     hidden = model(TOKENS_BT, torch.arange(6).expand(2, -1), Causal())
     plain = torch.log_softmax(model.logits(hidden).double() / 0.7, -1)
     expected = [plain[b, t - 1, TOKENS_BT[b, t]].item() for b in range(2) for t in range(6) if MASK_BT[b, t]]
-    logp_N, logp_NV = token_logprobs(model, TOKENS_BT, MASK_BT, 0.7)
+    logp_N, entropy_N = token_logprobs(model, TOKENS_BT, MASK_BT, 0.7, with_entropy=True)
     assert logp_N.tolist() == pytest.approx(expected, rel=1e-5)
-    assert logp_NV.exp().sum(-1).tolist() == pytest.approx([1.0] * 5)
+    entropies = -(plain.exp() * plain).sum(-1)
+    expected = [entropies[b, t - 1].item() for b in range(2) for t in range(6) if MASK_BT[b, t]]
+    assert entropy_N.tolist() == pytest.approx(expected, rel=1e-5)
 
 
 def test_padding_and_company_change_nothing() -> None:
@@ -167,7 +169,15 @@ def test_drift_p99_leaves_out_the_hundredth() -> None:
     assert drift(log_ratio, torch.zeros(100)).k3_p99 > 100
 
 
-def test_entropy_of_a_coin() -> None:
-    assert entropies(torch.tensor([[0.5, 0.5], [0.25, 0.75]]).log()).tolist() == pytest.approx(
-        [0.693147, 0.562335], abs=1e-5
-    )
+def test_the_head_in_parts_gives_the_same_with_its_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(max_logits: int) -> list[torch.Tensor]:
+        monkeypatch.setattr("etude.train.head.MAX_LOGITS", max_logits)
+        model = fresh(CONFIG, 0).double()
+        logp_N, entropy_N = token_logprobs(model, TOKENS_BT, MASK_BT, 0.7, with_entropy=True)
+        (logp_N * torch.arange(5)).sum().backward()
+        return [logp_N.detach(), entropy_N, *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    whole = run(10**9)
+    for parts in (run(2 * CONFIG.vocab_size), run(1)):
+        for tensor, expected in zip(parts, whole, strict=True):
+            torch.testing.assert_close(tensor, expected, rtol=1e-5, atol=1e-6)  # logits are computed in fp32

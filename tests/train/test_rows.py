@@ -1,14 +1,15 @@
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.core.types import Row
-from etude.train.rows import pack, pack_text, plan
+from etude.train.rows import Cost, balance, pack, pack_text, plan, share
 
 
 def row(length: int, number: int) -> Row:
@@ -87,3 +88,48 @@ def test_text_is_padded_in_tokens_and_in_mask() -> None:
     assert micro.mask_BT.tolist() == [[True, True, False], [False, True, False]]
     assert micro.mask_BT.dtype == torch.bool
     assert micro.num_tokens == 2  # nothing stands before the first token of a row
+
+
+COST = Cost(per_token=1000.0, per_pair=1.0)
+SHAPES = st.lists(st.tuples(st.integers(1, 12), st.integers(2, 4000)), min_size=1, max_size=12)
+
+
+@settings(max_examples=150, deadline=None)
+@given(SHAPES, st.integers(1, 8))
+def test_ranks_share_all_rows_in_equally_many_passes(shapes: list[tuple[int, int]], ranks: int) -> None:
+    shares = balance(shapes, ranks, COST)
+    assert len(shares) == ranks and len({len(pieces) for pieces in shares}) == 1
+    rows = Counter((p.of, row) for pieces in shares for p in pieces for row in range(p.start, p.stop))
+    assert rows == Counter((of, row) for of, (count, _) in enumerate(shapes) for row in range(count))
+    if ranks == 1:
+        assert [(p.of, p.start, p.stop) for p in shares[0]] == [(of, 0, rows) for of, (rows, _) in enumerate(shapes)]
+
+
+@settings(max_examples=150, deadline=None)
+@given(SHAPES, st.integers(2, 8))
+def test_a_step_lasts_no_longer_than_if_microbatches_were_dealt_whole(
+    shapes: list[tuple[int, int]], ranks: int
+) -> None:
+    def lasts(rounds: list[list[float]]) -> float:
+        return sum(max(costs) for costs in rounds)
+
+    whole = sorted((rows * COST.row(width) for rows, width in shapes), reverse=True)
+    dealt = [whole[at : at + ranks] for at in range(0, len(whole), ranks)]
+    shares = balance(shapes, ranks, COST)
+    rounds = [[(p.stop - p.start) * COST.row(shapes[p.of][1]) for p in round] for round in zip(*shares, strict=True)]
+    assert lasts(rounds) <= lasts(dealt) * (1 + 1e-9)
+
+
+def test_many_rows_are_balanced_and_attention_counts() -> None:
+    """Rows of 4000 tokens cost more than twice as much as twice as many of 2000: by tokens the two would be equal."""
+    shares = balance([(8, 4000), (16, 2000)], 2, Cost(per_token=1.0, per_pair=1.0))
+    loads = [sum((p.stop - p.start) * COST.row(4000 if p.of == 0 else 2000) for p in pieces) for pieces in shares]
+    assert max(loads) < 1.1 * min(loads)
+    assert {p.of for p in shares[0]} == {p.of for p in shares[1]} == {0, 1}
+
+
+def test_a_rank_without_work_computes_a_row_that_does_not_count() -> None:
+    micro = pack([row(5, 1)], microbatch_tokens=64, max_tokens=64)
+    working, idle = (share(micro, rank, 2, COST) for rank in (0, 1))
+    assert [m.num_tokens for m in working] == [micro[0].num_tokens] and [m.num_tokens for m in idle] == [0]
+    assert idle[0].tokens_BT.shape == (1, 5) and idle[0].advantages_BT.shape == (1, 5)
