@@ -9,7 +9,7 @@ from etude.bench import replay
 
 
 def test_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"STEPS": 8, "GROUPS": 8, "GROUP_SIZE": 4}.items():
+    for name, value in {"STEPS": 12, "GROUPS": 8, "GROUP_SIZE": 4}.items():
         monkeypatch.setattr(replay, name, value)
     figures = replay.run()
     assert figures["k3_p99_share"] < 0.8

@@ -46,7 +46,7 @@ kind = "sft"
 path = "HERE/sessions.jsonl"
 max_epochs = {STEPS // 2}
 patience = {STEPS}
-batch_tokens = 60
+batch_tokens = 45
 """,
     "rl": f"""
 [[stage]]

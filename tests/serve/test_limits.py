@@ -12,6 +12,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+import torch
 
 from etude.cli import main
 from etude.core.errors import EtudeError
@@ -120,10 +121,10 @@ def test_a_token_from_a_file(tmp_path: Path) -> None:
 
 def test_what_is_no_model_is_one_clear_message(tmp_path: Path) -> None:
     with pytest.raises(EtudeError, match="give a Hugging Face model directory"):
-        load(tmp_path, None)
+        load(tmp_path, None, torch.device("cpu"))
     (write_model(tmp_path) / "model.safetensors").write_bytes(b"junk")
     with pytest.raises(EtudeError, match="give a Hugging Face model directory"):
-        load(tmp_path, None)
+        load(tmp_path, None, torch.device("cpu"))
 
 
 def test_a_chat_in_the_terminal(tmp_path: Path) -> None:
