@@ -26,7 +26,7 @@ def main() -> None:
     began = 0.0
     seen: list[tuple[float, int, float]] = []
 
-    class Begin(TrainerCallback):  # type: ignore[misc]
+    class Begin(TrainerCallback):
         def on_train_begin(self, *unused: Any, **also: Any) -> None:
             nonlocal began
             began = time.monotonic()
