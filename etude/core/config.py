@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator, model_v
 
 from etude.core.credit import CREDIT
 from etude.core.errors import EtudeError
-from etude.core.schema import Config, Count, CountOrZero, Name, NonNegative, Positive
+from etude.core.schema import Config, Count, CountOrZero, Name, NonNegative, Positive, Reference
 from etude.core.stages import DistillConfig, DpoConfig, LoopConfig, MidtrainConfig, SftConfig, StageConfig
 
 
@@ -47,6 +47,8 @@ class ModelConfig(Config):
 
 
 class TasksConfig(Config):
+    environment: Reference = "etude.run.environment:CodeRepair"
+    """What there is to do and what it is worth: a `core.seams.Environment`, called with the worlds, counts and seed."""
     train: Count = 4096
     """Tasks to train on."""
     heldout: Count = 400
@@ -56,6 +58,8 @@ class TasksConfig(Config):
 
 
 class HarnessConfig(Config):
+    agent: Reference = "etude.harness.agent:CodingAgent"
+    """Who does it: a `core.seams.Agent`, called with an HTTP session and the values below."""
     max_turns: Count = 8
     """Calls of the model in one session."""
     max_tokens: Count = 64
@@ -75,6 +79,8 @@ class EngineConfig(Config):
     """Requests that a worker decodes together."""
     threads: Count = 1
     """CPU threads of a worker, and of the trainer."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """What the workers compute in; auto: bfloat16 on a CUDA device, float32 on the CPU."""
     device: Literal["auto", "cpu", "cuda"] = "cpu"
     """Where the workers compute; auto: on a CUDA device if there is one, in bf16. On the CPU they compute in fp32, and
     their log-probs are nearest to those of a trainer that computes there too."""
@@ -112,6 +118,24 @@ class EvalConfig(Config):
     """0 is greedy: what the model holds to be best, and the same at every evaluation of a version."""
 
 
+class EffortConfig(Config):
+    """What an attempt costs: `scale` times a concave function of tokens, calls and turns (`core.effort`)."""
+
+    scale: Positive
+    k: Positive = 1.0
+    q: NonNegative = 0.5
+    tokens: NonNegative = 0.0
+    """Weight of a token that the model said."""
+    calls: NonNegative = 0.0
+    """Of a tool call."""
+    turns: NonNegative = 0.0
+    """Of an answer of the model."""
+
+
+LOSSES = ("reinforce", "ppo_clip", "grpo", "dr_grpo", "dapo", "gspo", "cispo")
+"""What `train.loss` knows by name."""
+
+
 class RlConfig(LoopConfig):
     """Asynchronous reinforcement learning in the product."""
 
@@ -120,8 +144,23 @@ class RlConfig(LoopConfig):
     """Attempts at one task; they are each other's baseline."""
     credit: str = "centered"
     """How the rewards of a group become advantages."""
+    effort: EffortConfig | None = None
+    """A price on what an attempt used, taken off its reward before credit is given."""
+    loss: str = "reinforce"
+    """What a sampled token adds to the objective: one of LOSSES, or your own as "file.py:name" or "module:name"."""
+    aggregate: Literal["token", "sequence", "constant"] | None = None
+    """How tokens add up: the mean of all, the mean of attempts' means, or a sum over a constant. None: as the loss
+    does it."""
+    clip_low: NonNegative | None = None
+    """Ratios below 1 - clip_low and above 1 + clip_high are clipped, by the losses that do. None: the loss's own."""
+    clip_high: NonNegative | None = None
+    correction: Literal["none", "truncated", "masked", "sequence_truncated", "sequence_masked"] | None = None
+    """What is done about tokens that other weights sampled (`train.correction`). None: what the loss goes with."""
     ratio_cap: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 2.0
-    """Importance weights above it are cut to it."""
+    """Importance weights above it are cut to it; the masking corrections leave out what is above it, or below its
+    inverse."""
+    kl_coef: NonNegative = 0.0
+    """Price of moving away from the weights that the stage began with: their KL, in the reward."""
 
     @field_validator("credit")
     @classmethod
@@ -129,6 +168,13 @@ class RlConfig(LoopConfig):
         if credit not in CREDIT:
             raise ValueError(f"must be one of {', '.join(CREDIT)}")
         return credit
+
+    @field_validator("loss")
+    @classmethod
+    def _loss(cls, loss: str) -> str:
+        if loss not in LOSSES and ":" not in loss:
+            raise ValueError(f"must be one of {', '.join(LOSSES)}, or your own as file.py:name")
+        return loss
 
 
 AnyStage = MidtrainConfig | SftConfig | RlConfig | DpoConfig | DistillConfig
@@ -156,6 +202,8 @@ class RunConfig(Config):
     trainer: TrainerConfig = TrainerConfig()
     worlds: WorldsConfig = WorldsConfig()
     eval: EvalConfig = EvalConfig()
+    sinks: Annotated[tuple[Literal["tensorboard", "wandb", "trackio"], ...], Field(strict=False)] = ()
+    """Where the curves of the run go beside its own store."""
     stage: Annotated[tuple[Annotated[AnyStage, Field(discriminator="kind")], ...], Field(min_length=1, strict=False)]
     """One lineage: the first stage starts from fresh weights or from model.path, each other one from the last."""
 
@@ -200,12 +248,17 @@ class RunConfig(Config):
         if self.invariant and len(threads) > 1:
             # A product that several threads share is added up in another order than one that a single thread takes.
             raise ValueError("invariant = true needs the same number in engine.threads and stage.rl.threads")
+        if self.invariant and "bfloat16" in {
+            self.engine.dtype, *(stage.compute for stage in self.stage if isinstance(stage, LoopConfig))
+        }:  # fmt: skip
+            raise ValueError("invariant = true computes in float32: leave out engine.dtype and compute")
         if self.invariant and self.engine.device != "cpu":
             raise ValueError('invariant = true needs engine.device = "cpu": the trainer computes there')
         return self
 
 
 OPERATIONAL: dict[str, set[str]] = {
+    "": {"sinks"},
     "engine": {"port", "threads", "max_batch", "device"},
     "harness": {"concurrency"},
     "trainer": {"ranks", "timeout_s"},
@@ -221,7 +274,7 @@ def experiment(config: RunConfig) -> dict[str, Any]:
     tree["stages"] = [stage["name"] for stage in tree["stage"]]
     tree["stage"] = {stage["name"]: stage for stage in tree["stage"]}
     for section, keys in OPERATIONAL.items():
-        for table in tree["stage"].values() if section == "stage" else [tree[section]]:
+        for table in tree["stage"].values() if section == "stage" else [tree[section] if section else tree]:
             for key in keys:
                 del table[key]
     return tree

@@ -70,9 +70,28 @@ class StepDone:
     entropy: float
     grad_norm: float
     tokens: int
+    """Sampled ones; these are what the step learns from."""
     seconds: float
     wait_s: float
     """How long the trainer had nothing to do before it."""
+    reward: float | None = None
+    """Mean over all attempts at the tasks of its batch."""
+    lr: float = 0.0
+    k1_p99: float = 0.0
+    capped: float = 0.0
+    """Share of the tokens whose importance weight was cut or taken away."""
+    silenced: float = 0.0
+    """Share of the tokens that taught nothing although their advantage was not 0."""
+    lags: tuple[int, ...] = ()
+    """Tokens with lag 0, 1, 2, ..."""
+    router_disagreement: float | None = None
+    """Share of the tokens for which a router would have chosen other experts than the engine's did."""
+    tokens_per_s: float = 0.0
+    """All tokens that went through the model, prompts included and padding not, while the trainer worked."""
+    mfu: float | None = None
+    """Share of the device's arithmetic that the model asked for, while the trainer worked."""
+    repeats: int = 0
+    """Rows that an earlier batch held already."""
     teacher_kl: float | None = None
     """Of distill: estimate of the KL of student to teacher, in nats a token."""
 
@@ -97,6 +116,8 @@ class GroupDone:
     kept: bool
     """False if there is nothing to learn from it."""
     seconds: float
+    malformed: dict[str, str] = field(default_factory=dict)
+    """Attempts that cannot be trained on, and why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -172,11 +172,19 @@ class Batch:
     rows: tuple[Row, ...]
     oldest: int
     """The oldest weight version that any token of it was sampled from."""
+    reward: float | None = None
+    """Mean over all attempts at its tasks, also those that are not trained on."""
 
     @property
     def lag(self) -> int:
         """Steps between the weights that sampled the oldest token and the weights that train on it."""
         return self.step - 1 - self.oldest
+
+    @property
+    def lags(self) -> tuple[int, ...]:
+        """How many sampled tokens have lag 0, 1, 2, ..."""
+        spans = [(self.step - 1 - span.version, span.count) for row in self.rows for span in row.versions]
+        return tuple(sum(count for lag, count in spans if lag == n) for n in range(self.lag + 1))
 
 
 @dataclass(frozen=True, slots=True)

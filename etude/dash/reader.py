@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from etude.core.alarms import Alarm, Alarms
 from etude.core.events import (
     EvalDone,
     EvalProgress,
@@ -37,6 +38,8 @@ class View:
     """Steps that were done before this start; they tell nothing about its speed."""
     loss: float | None = None
     tokens_per_s: float | None = None
+    step: StepDone | None = None
+    """The newest one of rl."""
     lag: int | None = None
     lag_max: int = 0
     first_step: int = 0
@@ -45,10 +48,12 @@ class View:
     regions: dict[str, Region] = field(default_factory=dict)
     slots: tuple[int, int] = (0, 0)
     evaluating: EvalProgress | None = None
+    eval_began: float = 0.0
     evals: dict[tuple[str, str], EvalDone] = field(default_factory=dict)
     """(stage, split) -> result."""
     curve: list[float] = field(default_factory=list)
     """Mean reward of the groups that ended during each step."""
+    alarms: Alarms = field(default_factory=Alarms)
     finished: bool = False
     began: float | None = None
     now: float = 0.0
@@ -59,7 +64,8 @@ class View:
         self._ends: deque[tuple[float, int]] = deque()
         self._steps: deque[StepDone] = deque(maxlen=8)
 
-    def apply(self, t: float, event: Event) -> None:
+    def apply(self, t: float, event: Event) -> list[Alarm]:
+        """The alarms that begin with the event."""
         self.began = t if self.began is None else min(self.began, t)
         self.now = max(self.now, t)
         match event:
@@ -84,12 +90,15 @@ class View:
             case Fleet():
                 self.regions, self.slots = event.regions, (event.active, event.capacity)
             case EvalProgress():
+                if self.evaluating is None or event.done == 0:
+                    self.eval_began = t
                 self.evaluating = event
             case EvalDone():
                 self.evaluating = None
                 self.evals[event.stage, event.split] = event
             case RunDone():
                 self.finished = True
+        return self.alarms.apply(event)
 
     @property
     def solve_rate(self) -> float | None:
@@ -107,10 +116,18 @@ class View:
         done = self.done - self.resumed_at
         return (self.now - self.stage_began) / done * (self.steps - self.done) if done > 0 and self.steps else None
 
+    @property
+    def eval_eta_s(self) -> float | None:
+        """Until the end of the evaluation that is under way."""
+        if (doing := self.evaluating) is None or doing.done == 0:
+            return None
+        return (self.now - self.eval_began) / doing.done * (doing.total - doing.done)
+
     def _stepped(self, event: StepDone) -> None:
         if not self._steps:
             self.first_step = event.step - self.done - 1
-        self.done, self.loss, self.lag = event.step - self.first_step, event.loss, event.lag
+        self.done, self.loss, self.lag, self.step = event.step - self.first_step, event.loss, event.lag, event
+        self.tokens_per_s = event.tokens_per_s or None
         self.lag_max = max(self.lag_max, event.lag)
         self._steps.append(event)
         busy, idle = sum(e.seconds for e in self._steps), sum(e.wait_s for e in self._steps)

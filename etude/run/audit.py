@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from etude.core.alarms import Alarm, Alarms
 from etude.core.config import RunConfig
 from etude.core.credit import Credit
 from etude.core.ledger import Batched, Dropped, Entry, Issued, Ledger, Trained, Unbalanced
 from etude.core.stages import LoopConfig
 from etude.core.types import Batch, Group, unspan
 from etude.run.evaluate import report_name
-from etude.run.journal import group_of, losses
+from etude.run.journal import drops, group_of
 from etude.run.plan import credit_of, legs
+from etude.run.telemetry import Events
 from etude.store.runs import Run
 from etude.weights.manifest import find_newest
 
@@ -28,6 +30,8 @@ class Audit:
     batches: int
     finished: bool
     violations: list[str]
+    alarms: list[Alarm]
+    """What the run's events gave cause for, in their order; nothing of it breaks the books."""
 
     @property
     def equation(self) -> str:
@@ -76,7 +80,13 @@ def audit(run: Run) -> Audit:
         batches=len(batches),
         finished=finished,
         violations=violations,
+        alarms=_alarms(run),
     )
+
+
+def _alarms(run: Run) -> list[Alarm]:
+    alarms = Alarms()
+    return [alarm for stamped in Events(run).new() for alarm in alarms.apply(stamped.record)]
 
 
 def lag_bounds(config: RunConfig) -> dict[int, int]:
@@ -154,18 +164,18 @@ def _check_versions(run: Run, entries: list[Entry], config: RunConfig, newest: i
 
 
 def _check_drops(entries: list[Entry], groups: dict[str, Group], config: RunConfig) -> Iterator[str]:
-    """What was dropped as failed or without signal must be so; what was interrupted must not have been finished."""
+    """What was dropped for what it is must be so; what was interrupted must not have been finished."""
     issued = {sample for entry in entries if isinstance(entry, Issued) for sample in entry.samples}
     if strangers := {t.id for group in groups.values() for t in group.trajectories} - issued:
         yield f"{len(strangers)} stored samples were never issued, for example {sorted(strangers)[0]}"
     due = {
         (sample, drop.reason)
         for group in groups.values()
-        for drop in losses(group, _credit(group, config))[0]
+        for drop in drops(_credit(group, config).judge(group))
         for sample in drop.samples
     }
     for entry in entries:
-        if isinstance(entry, Dropped) and entry.reason in ("failed", "no_signal"):
+        if isinstance(entry, Dropped) and entry.reason in ("failed", "malformed", "no_signal"):
             yield from (
                 f"{sample} was dropped as {entry.reason}, and its group does not bear that out"
                 for sample in entry.samples
@@ -182,4 +192,5 @@ def _check_drops(entries: list[Entry], groups: dict[str, Group], config: RunConf
 def _credit(group: Group, config: RunConfig) -> Credit:
     """How the loop gives credit that the group was made for."""
     stages = legs(config.stage)
-    return credit_of(next((leg for leg in stages if leg.start <= group.admitted < leg.end), stages[-1]).stage)
+    leg = next((leg for leg in stages if leg.start <= group.admitted < leg.end), stages[-1])
+    return credit_of(leg.stage, config.model.max_context)

@@ -12,10 +12,12 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from math import isfinite
 from random import Random
+from statistics import fmean
 from typing import TypeVar
 
-from etude.core.credit import Credit, advantages, oldest_version, to_rows
+from etude.core.credit import Credit, Verdict, oldest_version, to_rows
 from etude.core.errors import EtudeError
 from etude.core.events import Event, GroupDone, Live
 from etude.core.ledger import Batched, Dropped, Issued, Trained
@@ -23,7 +25,7 @@ from etude.core.seams import WeightStore
 from etude.core.seeds import derive
 from etude.core.types import Batch, Group, Task, Trajectory
 from etude.core.window import Window
-from etude.run.journal import Journal, Recovered, group_id, losses, sample_ids, still_to_do
+from etude.run.journal import Journal, Recovered, drops, group_id, sample_ids, still_to_do
 
 V = TypeVar("V")
 
@@ -93,9 +95,10 @@ class Controller:
         whole = Group(
             id=group, task=task.id, slot=slot, admitted=admitted, trajectories=tuple(t.result() for t in running)
         )
-        dropped, kept = losses(whole, self.credit)
-        await self.journal.write(*dropped, group=whole)
-        self.emit(_done(whole, kept, time.monotonic() - began))
+        verdict = self.credit.judge(whole)
+        await self.journal.write(*drops(verdict), group=whole)
+        self.emit(_done(whole, verdict, time.monotonic() - began))
+        kept = bool(verdict.advantages)
         self.signal.add(whole, kept)
         await self.update(lambda: self.window.finish(slot, whole) if kept else self.window.drop(slot))
 
@@ -192,21 +195,28 @@ def endless(tasks: Sequence[Task], seed: int) -> Iterator[tuple[Task, int]]:
 
 def assemble(step: int, groups: Sequence[Group], credit: Credit) -> tuple[Batch, tuple[str, ...]]:
     """The rows of a batch stand in the order of slots, then attempts."""
-    weighed = [(group, advantages(group, credit)) for group in sorted(groups, key=lambda group: group.slot)]
-    kept = [(t, advantage[t.id]) for group, advantage in weighed for t in group.trajectories if t.id in advantage]
-    rows = tuple(row for trajectory, advantage in kept for row in to_rows(trajectory, advantage))
-    return Batch(step=step, rows=rows, oldest=oldest_version(rows)), tuple(t.id for t, _ in kept)
+    ordered = sorted(groups, key=lambda group: group.slot)
+    advantages = {sample: adv for group in ordered for sample, adv in credit.judge(group).advantages.items()}
+    scale = credit.across(list(advantages.values()))
+    kept = [t for group in ordered for t in group.trajectories if t.id in advantages]
+    rows = tuple(row for t in kept for row in to_rows(t, scale * advantages[t.id]))
+    reward = fmean([reward for group in ordered for reward in rewards_of(group)])
+    return Batch(step=step, rows=rows, oldest=oldest_version(rows), reward=reward), tuple(t.id for t in kept)
 
 
-def _done(group: Group, kept: bool, seconds: float) -> GroupDone:
-    rewards = tuple(t.reward for t in group.trajectories if t.reward is not None)
-    failed = len(group.trajectories) - len(rewards)
+def rewards_of(group: Group) -> list[float]:
+    """Of the attempts that have one. What is not finite is no reward: the credit drops such an attempt by name."""
+    return [t.reward for t in group.trajectories if t.reward is not None and isfinite(t.reward)]
+
+
+def _done(group: Group, verdict: Verdict, seconds: float) -> GroupDone:
     return GroupDone(
         group=group.id,
         task=group.task,
         admitted=group.admitted,
-        rewards=rewards,
-        failed=failed,
-        kept=kept,
+        rewards=tuple(rewards_of(group)),
+        failed=sum(t.reward is None for t in group.trajectories),
+        kept=bool(verdict.advantages),
         seconds=seconds,
+        malformed=verdict.malformed,
     )

@@ -15,17 +15,16 @@ from collections.abc import AsyncIterator
 from etude.core.config import RunConfig
 from etude.core.events import Fleet, RunDone
 from etude.core.ledger import Issued, Trained
-from etude.core.seams import Environment
+from etude.core.seams import Agent, Environment
 from etude.core.stages import LoopConfig
 from etude.core.types import Group
 from etude.core.window import Window
-from etude.harness.agent import CodingAgent
 from etude.run import journal
 from etude.run.controller import Attempt, Controller, endless
-from etude.run.environment import CodeRepair
 from etude.run.evaluate import evaluate, report_name
 from etude.run.gateway import Gateway
 from etude.run.plan import Leg, credit_of, legs, stage_of
+from etude.run.plugins import load
 from etude.run.process import run_process
 from etude.run.rollout import Rollouts
 from etude.run.telemetry import Emit, telemetry
@@ -35,7 +34,6 @@ from etude.worlds.pool import open_worlds
 
 SPLITS = ("heldout", "novel")
 LOOK_EVERY_S = 1.0
-GRADE_S = 20.0
 
 
 class Director:
@@ -80,7 +78,7 @@ class Director:
         self.run.put_eval(name, report)
 
     async def loop(self, leg: Leg, stage: LoopConfig) -> None:
-        credit = credit_of(leg.stage)
+        credit = credit_of(leg.stage, self.config.model.max_context)
         entries, recovered = await asyncio.to_thread(journal.load, self.run, credit)
         if any(isinstance(entry, Issued) and entry.version >= leg.end for entry in entries):
             return  # a later loop has begun: this one was brought to its end before, and what is open is not its own
@@ -112,7 +110,7 @@ class Director:
     def sampling(self, *, temperature: float, experts: bool = False) -> Attempt:
         """`experts`: the trainer will replay them."""
         harness = self.config.harness
-        agent = CodingAgent(
+        agent: Agent = load(harness.agent, "harness.agent")(
             self.gateway.http,
             max_turns=harness.max_turns,
             max_tokens=harness.max_tokens,
@@ -139,7 +137,7 @@ async def directing(store: str, gateway_url: str, process: str) -> AsyncIterator
     worlds = open_worlds(config.worlds.isolation)
     try:
         counts = {split: getattr(config.tasks, split) for split in ("train", *SPLITS)}
-        environment = CodeRepair(worlds, counts=counts, seed=config.seed, timeout_s=GRADE_S)
+        environment = load(config.tasks.environment, "tasks.environment")(worlds, counts=counts, seed=config.seed)
         async with telemetry(run, process) as emit, Gateway(gateway_url) as gateway:
             await gateway.ready()
             yield Director(run, config, gateway, environment, emit)

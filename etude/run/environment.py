@@ -16,7 +16,7 @@ SPLITS: dict[str, Split] = {"train": "train", "heldout": "heldout", "novel": "no
 class CodeRepair:
     """A `core.seams.Environment`."""
 
-    def __init__(self, worlds: Worlds, *, counts: Mapping[str, int], seed: int, timeout_s: float) -> None:
+    def __init__(self, worlds: Worlds, *, counts: Mapping[str, int], seed: int, timeout_s: float = 20.0) -> None:
         """`counts`: split -> number of tasks. `timeout_s` bounds the grading of one attempt."""
         self._worlds, self._counts, self._seed, self._timeout_s = worlds, counts, seed, timeout_s
 

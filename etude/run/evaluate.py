@@ -86,6 +86,7 @@ async def evaluate(
         if len(outcomes) % REPORT_EVERY == 0:
             emit(EvalProgress(stage=stage, split=split, done=len(outcomes), total=len(tasks), solved=_solved(outcomes)))
 
+    emit(EvalProgress(stage=stage, split=split, done=0, total=len(tasks), solved=0))
     async with asyncio.TaskGroup() as group:
         for task in tasks:
             group.create_task(solve(task))

@@ -12,7 +12,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from etude.core.credit import Credit, advantages, usable
+from etude.core.credit import Credit, Verdict
 from etude.core.ledger import Batched, Dropped, Entry, Issued, Ledger
 from etude.core.types import Batch, Group, Task
 from etude.store.runs import Run
@@ -55,13 +55,14 @@ def sample_ids(group: str, count: int) -> tuple[str, ...]:
     return tuple(f"{group}.{attempt}" for attempt in range(count))
 
 
-def losses(group: Group, credit: Credit) -> tuple[list[Dropped], bool]:
-    """The samples of a finished group that will not be trained on, and whether any others will."""
-    kept = advantages(group, credit).keys()
-    failed = tuple(t.id for t in group.trajectories if not usable(t))
-    equal = tuple(t.id for t in group.trajectories if usable(t) and t.id not in kept)
-    dropped = [Dropped(samples=failed, reason="failed"), Dropped(samples=equal, reason="no_signal")]
-    return [entry for entry in dropped if entry.samples], bool(kept)
+def drops(verdict: Verdict) -> list[Dropped]:
+    """The entries for the samples of a finished group that will not be trained on."""
+    entries = [
+        Dropped(samples=verdict.failed, reason="failed"),
+        Dropped(samples=tuple(verdict.malformed), reason="malformed"),
+        Dropped(samples=verdict.no_signal, reason="no_signal"),
+    ]
+    return [entry for entry in entries if entry.samples]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +103,9 @@ def recover(
         if group not in finished:
             made.append(Dropped(samples=tuple(samples), reason="interrupted"))
             continue
-        dropped, kept = losses(finished[group], credit)
-        made += [drop for drop in dropped if set(drop.samples) <= set(samples)]
-        waiting += [finished[group]] if kept else []
+        verdict = credit.judge(finished[group])
+        made += [drop for drop in drops(verdict) if set(drop.samples) <= set(samples)]
+        waiting += [finished[group]] if verdict.advantages else []
 
     all_entries = [*entries, *made]
     interruptions = [entry for entry in all_entries if isinstance(entry, Dropped) and entry.reason == "interrupted"]

@@ -216,7 +216,15 @@ def python(module: str, *arguments: object) -> tuple[str, ...]:
 
 
 def serving(
-    store: str, regions: Sequence[str], *, port: int, max_batch: int, threads: int, device: str, invariant: bool = False
+    store: str,
+    regions: Sequence[str],
+    *,
+    port: int,
+    max_batch: int,
+    threads: int,
+    device: str,
+    dtype: str = "auto",
+    invariant: bool = False,
 ) -> tuple[list[Program], str]:
     """The gateway and one worker a region, and the gateway's URL. `port` 0: any that is free."""
     if port:
@@ -231,7 +239,8 @@ def serving(
             python(
                 "etude.serve.worker",
                 *("--store", store, "--region", region, "--port", worker_port, "--gateway", url),
-                *("--max-batch", max_batch, "--threads", threads, "--device", device, *["--invariant"] * invariant),
+                *("--max-batch", max_batch, "--threads", threads, "--device", device, "--dtype", dtype),
+                *["--invariant"] * invariant,
             ),
             serves=True,
             restarts=3,

@@ -24,6 +24,8 @@ from etude.run.evaluate import Report, report_name, reports
 from etude.run.launch import Launcher, Program, check_port, locked, python, serving, training
 from etude.run.plan import legs
 from etude.run.prepare import check_stage_files, is_prepared, model_directory
+from etude.run.sinks import Sinks, copy
+from etude.run.telemetry import Events
 from etude.store.codec import Stamped
 from etude.store.runs import Run
 from etude.weights.manifest import find_newest, read_manifest
@@ -91,7 +93,8 @@ def _tell_launch(run: Run) -> None:
 async def _run(run: Run, config: RunConfig, place: Place, launcher: Launcher, console: Console) -> None:
     _tell_launch(run)
     lag_bound = max((stage.max_lag for stage in config.stage if isinstance(stage, LoopConfig)), default=0)
-    async with watched(run, console, title=f"etude · {config.name}", lag_bound=lag_bound):
+    sinks = Sinks(config.sinks, run=config.name, directory=place.directory)
+    async with watched(run, console, title=f"etude · {config.name}", lag_bound=lag_bound), meanwhile(copy(run, sinks)):
         if not is_prepared(run):
             await launcher.run_to_end(Program("preparation", python("etude.run.prepare", "--store", place.store)))
         servers, url = _servers(config, place)
@@ -140,6 +143,7 @@ def _servers(config: RunConfig, place: Place) -> tuple[list[Program], str]:
         max_batch=max_batch,
         threads=engine.threads,
         device=engine.device,
+        dtype=engine.dtype,
         invariant=config.invariant,
     )
 
@@ -162,14 +166,21 @@ def _run_loop(program: Coroutine[Any, Any, None]) -> None:
 @contextlib.asynccontextmanager
 async def watched(run: Run, console: Console, *, title: str, lag_bound: int) -> AsyncIterator[None]:
     """Shows the run while the block works."""
-    showing = asyncio.create_task(screen.watch(run, console, title=title, lag_bound=lag_bound))
-    try:
+    async with meanwhile(screen.watch(run, console, title=title, lag_bound=lag_bound)):
         yield
         await asyncio.sleep(screen.REFRESH_S)  # the last events
+
+
+@contextlib.asynccontextmanager
+async def meanwhile(doing: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Does something beside the block that must not disturb it: if it breaks, that is told when the block is done."""
+    task = asyncio.create_task(doing)
+    try:
+        yield
     finally:
-        showing.cancel()
+        task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
-            await showing
+            await task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,7 +211,7 @@ def summary(run: Run, config: RunConfig) -> dict[str, Json]:
             dropped=books.dropped,
             in_flight=books.in_flight,
             regions=len(config.engine.regions),
-            seconds=round(seconds_at_work(screen.Events(run).new()), 1),
+            seconds=round(seconds_at_work(Events(run).new()), 1),
         )
     )
 

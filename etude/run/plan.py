@@ -1,4 +1,4 @@
-"""Which weight version each stage starts from and ends with, and how a loop gives credit.
+"""What follows from a config: which weight version each stage starts from and ends with, and how a loop gives credit.
 
 One counter runs through the whole lineage. A stage that learns from files ends in one version; each step of a loop (rl,
 distill) makes one, so the batch of step n makes version n.
@@ -7,10 +7,11 @@ distill) makes one, so the batch of step n makes version n.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from etude.core.config import AnyStage, RlConfig
 from etude.core.credit import CREDIT, Credit, equally
+from etude.core.effort import Effort
 from etude.core.stages import LoopConfig
 
 
@@ -34,8 +35,13 @@ def legs(stages: Sequence[AnyStage]) -> list[Leg]:
     return result
 
 
-def credit_of(stage: AnyStage) -> Credit:
-    return CREDIT[stage.credit] if isinstance(stage, RlConfig) else equally
+def credit_of(stage: AnyStage, max_tokens: int) -> Credit:
+    """How a loop gives credit; `max_tokens` of a row."""
+    max_lag = stage.max_lag if isinstance(stage, LoopConfig) else None
+    if not isinstance(stage, RlConfig):
+        return Credit(within=equally, always=True, max_tokens=max_tokens, max_lag=max_lag)
+    effort = Effort(**stage.effort.model_dump()) if stage.effort else None
+    return replace(CREDIT[stage.credit], effort=effort, max_tokens=max_tokens, max_lag=max_lag)
 
 
 def stage_of(version: int, stages: Sequence[AnyStage]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from typing import Protocol
 
 from etude.core.errors import RolloutFailure, boundary
@@ -54,7 +55,7 @@ class Rollouts:
             async with boundary("agent"):
                 transcript = await self.agent.run(task, sandbox, base_url=self.sessions.base_url(sample), seed=seed)
             async with boundary("score"):
-                scores = await self.environment.score(task, sandbox)
+                scores = _checked(await self.environment.score(task, sandbox))
         async with boundary("segments"):
             segments = await self.sessions.segments(sample, experts=self.experts)
         return Trajectory(
@@ -66,6 +67,15 @@ class Rollouts:
             status="done" if transcript.finished else "timeout",
             messages=transcript.messages,
         )
+
+
+def _checked(scores: dict[str, float]) -> dict[str, float]:
+    """An environment that cannot say what an attempt was worth has failed; the attempt has no reward then, not 0."""
+    if "reward" not in scores:
+        raise ValueError(f"the environment gave no reward, only {sorted(scores)}")
+    if wrong := {name: score for name, score in scores.items() if not math.isfinite(score)}:
+        raise ValueError(f"the environment gave scores that are not finite: {wrong}")
+    return scores
 
 
 def _group(sample: str) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live as Page
@@ -16,33 +16,16 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from etude.core.events import EVENTS, EvalDone, Event, FitStep, Skipped, StageDone, StageStarted, StepDone
+from etude.core.alarms import Alarm
+from etude.core.events import EvalDone, Event, FitStep, Skipped, StageDone, StageStarted, StepDone
 from etude.core.types import Json
 from etude.dash.reader import View
 from etude.run.evaluate import Report
-from etude.store.codec import Stamped
-from etude.store.log import Log
+from etude.run.telemetry import Events
 from etude.store.runs import Run
 
 REFRESH_S = 0.5
 BARS = "▁▂▃▄▅▆▇█"
-
-
-class Events:
-    """All events of a run, as they come."""
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._logs: dict[str, tuple[Log[Event], int]] = {}
-
-    def new(self) -> list[Stamped[Event]]:
-        found: list[Stamped[Event]] = []
-        for process in self._run.processes():
-            log, start = self._logs.get(process) or (self._run.events(process, EVENTS), 0)
-            records, start = log.read(start)
-            self._logs[process] = (log, start)
-            found += records
-        return sorted(found, key=lambda stamped: stamped.t)
 
 
 async def watch(run: Run, console: Console, *, title: str, lag_bound: int) -> None:
@@ -53,8 +36,8 @@ async def watch(run: Run, console: Console, *, title: str, lag_bound: int) -> No
     if not console.is_terminal:
         while True:
             for stamped in await asyncio.to_thread(events.new):
-                view.apply(stamped.t, stamped.record)
-                if line := tell(stamped.record):
+                begun = view.apply(stamped.t, stamped.record)
+                for line in lines(stamped.record, view, begun):
                     console.print(line, highlight=False, markup=False, soft_wrap=True)
             await asyncio.sleep(REFRESH_S)
     with Page(console=console, auto_refresh=False, transient=True) as page:
@@ -63,6 +46,14 @@ async def watch(run: Run, console: Console, *, title: str, lag_bound: int) -> No
                 view.apply(stamped.t, stamped.record)
             page.update(draw(view, title, lag_bound), refresh=True)
             await asyncio.sleep(REFRESH_S)
+
+
+def lines(event: Event, view: View, begun: Sequence[Alarm]) -> Iterator[str]:
+    """What there is to say after an event that the view has seen."""
+    if line := tell(event):
+        to_go = isinstance(event, FitStep | StepDone) and view.eta_s
+        yield line + (f"  {clock(to_go)} to go" if to_go else "")
+    yield from (f"alarm: {alarm}" for alarm in begun)
 
 
 def tell(event: Event) -> str | None:
@@ -79,10 +70,12 @@ def tell(event: Event) -> str | None:
         case Skipped():
             return f"{event.stage} leaves out {event.count} sessions that are too long: {', '.join(event.where)} ..."
         case StepDone():
+            reward = f"  reward {event.reward:.3f}" if event.reward is not None else ""
             teacher = f"  KL to the teacher {event.teacher_kl:.3f}" if event.teacher_kl is not None else ""
             return (
-                f"version {event.step}  loss {event.loss:+.4f}  lag {event.lag}  entropy {event.entropy:.3f}  "
-                f"k3 {event.k3_mean:.5f}{teacher}  {event.seconds:.2f} s after {event.wait_s:.2f} s of waiting"
+                f"version {event.step}  loss {event.loss:+.4f}{reward}  lag {event.lag}  "
+                f"entropy {event.entropy:.3f}  k3 {event.k3_mean:.5f}{teacher}  "
+                f"{event.seconds:.2f} s after {event.wait_s:.2f} s of waiting"
             )
         case EvalDone():
             return f"{event.split} tasks solved after {event.stage}: {share(event)}"
@@ -110,17 +103,20 @@ def draw(view: View, title: str, lag_bound: int) -> RenderableType:
     if view.lag is not None:
         table.add_row("lag", f"{view.lag} now, {view.lag_max} at most, {lag_bound} allowed")
     if view.trainer_busy is not None:
-        table.add_row("trainer", f"{view.trainer_busy:.0%} busy")
+        table.add_row("trainer", f"{view.trainer_busy:.0%} busy" + _mfu(view.step))
+    if view.step is not None:
+        table.add_row("policy", _policy(view.step))
     for name, region in view.regions.items():
         version = f"version {region.version}" if region.version >= 0 else "no weights yet"
         table.add_row(name, f"{version}   {region.busy:.0%} busy   {region.running} running, {region.waiting} waiting")
     if view.evaluating is not None:
         doing = view.evaluating
-        table.add_row(
-            "evaluating", f"{doing.stage} on {doing.split}: {doing.solved} solved, {doing.done} of {doing.total} done"
-        )
+        what = f"{doing.stage} on {doing.split}, {doing.solved} solved {doing.done}/{doing.total}"
+        table.add_row("evaluating", _bar(what, doing.done, doing.total, view.eval_eta_s))
     for (stage, split), result in view.evals.items():
         table.add_row(f"{split} after {stage}", share(result))
+    for alarm in view.alarms.active.values():
+        table.add_row(Text("alarm", style="red"), Text(str(alarm), style="red"))
     elapsed = view.now - view.began if view.began is not None else 0.0
     return Panel(
         table, title=title, subtitle=f"{clock(elapsed)} · Ctrl-C stops, the same command resumes", expand=False
@@ -128,15 +124,28 @@ def draw(view: View, title: str, lag_bound: int) -> RenderableType:
 
 
 def _stage(view: View) -> RenderableType:
-    eta = f"  {clock(view.eta_s)} to go" if view.eta_s is not None else ""
     count = f" {view.done}/{view.steps}" if view.steps else ""
+    return _bar(view.stage + count, view.done, view.steps, view.eta_s)
+
+
+def _bar(what: str, done: int, total: int, eta_s: float | None) -> RenderableType:
     line = Table.grid(padding=(0, 1))
-    line.add_row(
-        Text(view.stage + count, style="bold"),
-        ProgressBar(total=max(view.steps, 1), completed=view.done, width=30),
-        eta,
-    )
+    eta = f"  {clock(eta_s)} to go" if eta_s is not None else ""
+    line.add_row(Text(what, style="bold"), ProgressBar(total=max(total, 1), completed=done, width=30), eta)
     return line
+
+
+def _mfu(step: StepDone | None) -> str:
+    return f"   {step.mfu:.1%} of the device's arithmetic" if step and step.mfu is not None else ""
+
+
+def _policy(step: StepDone) -> str:
+    """How it moves, and how far it is from the one that sampled."""
+    routers = f"   routers disagree {step.router_disagreement:.2%}" if step.router_disagreement is not None else ""
+    return (
+        f"entropy {step.entropy:.3f}   k3 {step.k3_mean:.5f}   capped {step.capped:.2%}, silent {step.silenced:.2%}   "
+        f"gradient {step.grad_norm:.2f}{routers}"
+    )
 
 
 def sparkline(values: Sequence[float], width: int = 48) -> str:

@@ -45,6 +45,8 @@ def page(run: Run, place: Place, console: Console) -> Audit:
     if saved:
         _print(console, about_checkpoint(checkpoints.read(run, saved[-1]), run))
     _print(console, f"{books.equation}; lag {books.lag_max} at most, {books.lag_bound} allowed")
+    for alarm in books.alarms:
+        _print(console, f"alarm: {alarm}")
     return books
 
 

@@ -6,13 +6,12 @@ Those that learn from files end in one version. Those that are loops step on the
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from etude.core.config import RlConfig
 from etude.core.errors import EtudeError
-from etude.core.events import Skipped, StageStarted, StepDone
+from etude.core.events import Skipped, StageStarted
 from etude.core.stages import DistillConfig, DpoConfig, LoopConfig, MidtrainConfig, SftConfig
 from etude.core.types import Batch
 from etude.model.directory import read_small
@@ -21,8 +20,10 @@ from etude.run import data
 from etude.run.documents import read_corpus
 from etude.run.plan import Leg
 from etude.run.prepare import model_directory
+from etude.run.step import Scribe, computing_in, objective_of
 from etude.store.experts import get_experts
 from etude.train import stages as learning
+from etude.train.objective import Objective
 from etude.train.schedule import rate
 from etude.train.start import starting_model
 from etude.train.teacher import Teacher
@@ -127,7 +128,9 @@ def dpo(trainer: Trainer, leg: Leg) -> None:
 
 def rl(trainer: Trainer, leg: Leg) -> None:
     assert isinstance(leg.stage, RlConfig)
-    _loop(trainer, leg, leg.stage, ratio_cap=leg.stage.ratio_cap)
+    if leg.stage.kl_coef and trainer.version == leg.start:
+        trainer.learner.keep()  # the reference
+    _loop(trainer, leg, leg.stage, objective=objective_of(leg.stage))
 
 
 def distill(trainer: Trainer, leg: Leg) -> None:
@@ -141,47 +144,36 @@ def distill(trainer: Trainer, leg: Leg) -> None:
     _loop(trainer, leg, stage, judge)
 
 
-def _loop(trainer: Trainer, leg: Leg, stage: LoopConfig, judge: Judge = as_it_is, ratio_cap: float = 2.0) -> None:
+def _loop(
+    trainer: Trainer,
+    leg: Leg,
+    stage: LoopConfig,
+    judge: Judge = as_it_is,
+    objective: Objective = Objective(),  # noqa: B008 (frozen)
+) -> None:
     """Steps on the batches that the controller writes."""
     trainer.emit(StageStarted(stage=leg.name, steps=stage.steps, done=trainer.version - leg.start))
     microbatch_tokens = 0 if trainer.config.deterministic else stage.microbatch_tokens
     if trainer.version == 0:
         trainer.reach(0, step=0)  # no stage came before: the engines need the starting weights
-    idle = time.monotonic()
+    scribe = Scribe(trainer.learner)
     for step in range(trainer.version + 1, leg.end + 1):
-        batch = trainer.read_batch(step, leg)
-        began = time.monotonic()
+        batch = scribe.accept(trainer.read_batch(step, leg), f"{trainer.run.objects.url}: batches/{step:06d}")
         batch, teacher_kl = judge(batch, microbatch_tokens)
         lr = rate(step - leg.start - 1, lr=stage.lr, warmup=stage.warmup, total=stage.steps, decay=stage.decay)
-        stats = trainer.learner.step(
-            batch,
-            lr=lr,
-            ratio_cap=ratio_cap,
-            temperature=stage.temperature,
-            microbatch_tokens=microbatch_tokens,
-            fetch=(lambda name: get_experts(trainer.run.objects, name)) if stage.replay else None,
-            plausible=stage.plausible,
-            balance=stage.balance,
-        )
-        trainer.reach(step, step=step - leg.start)
-        ended = time.monotonic()
-        trainer.emit(
-            StepDone(
-                step=step,
-                loss=stats.loss,
-                lag=batch.lag,
-                k1=stats.drift.k1,
-                k3_mean=stats.drift.k3,
-                k3_p99=stats.drift.k3_p99,
-                entropy=stats.entropy,
-                grad_norm=stats.grad_norm,
-                tokens=stats.num_tokens,
-                seconds=ended - began,
-                wait_s=began - idle,
-                teacher_kl=teacher_kl,
+        with computing_in(stage.compute, trainer.learner.model):
+            stats = trainer.learner.step(
+                batch,
+                lr=lr,
+                objective=objective,
+                temperature=stage.temperature,
+                microbatch_tokens=microbatch_tokens,
+                fetch=(lambda name: get_experts(trainer.run.objects, name)) if stage.replay else None,
+                plausible=stage.plausible,
+                balance=stage.balance,
             )
-        )
-        idle = ended
+        trainer.reach(step, step=step - leg.start)
+        trainer.emit(scribe.write(batch, stats, teacher_kl))
 
 
 STAGE: dict[str, Callable[[Trainer, Leg], None]] = {

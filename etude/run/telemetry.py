@@ -1,4 +1,4 @@
-"""From events to the run's store, without anybody waiting for it."""
+"""From events to the run's store, without anybody waiting for it, and back."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import time
 from collections.abc import AsyncIterator, Callable
 
 from etude.core.events import EVENTS, Event
+from etude.store.codec import Stamped
+from etude.store.log import Log
 from etude.store.runs import Run
 
 EVERY_S = 0.5
@@ -49,3 +51,20 @@ def emitter(run: Run, process: str) -> Emit:
             last = time.monotonic()
 
     return emit
+
+
+class Events:
+    """All events of a run, as they come."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._logs: dict[str, tuple[Log[Event], int]] = {}
+
+    def new(self) -> list[Stamped[Event]]:
+        found: list[Stamped[Event]] = []
+        for process in self._run.processes():
+            log, start = self._logs.get(process) or (self._run.events(process, EVENTS), 0)
+            records, start = log.read(start)
+            self._logs[process] = (log, start)
+            found += records
+        return sorted(found, key=lambda stamped: stamped.t)

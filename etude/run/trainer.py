@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from etude.core.config import RunConfig
+from etude.core.config import RlConfig, RunConfig
 from etude.core.errors import EtudeError
 from etude.core.events import FitStep, HandedOver, StageDone
 from etude.core.types import Batch
@@ -32,6 +32,7 @@ from etude.run.peers import Distributed
 from etude.run.plan import Leg, legs
 from etude.run.prepare import model_directory
 from etude.run.stages import STAGE
+from etude.run.step import objective_of
 from etude.run.telemetry import Emit, emitter
 from etude.store.runs import Run
 from etude.train.checkpoint import pack, unpack
@@ -52,6 +53,9 @@ class Trainer:
 
     def __init__(self, run: Run, config: RunConfig, emit: Emit, ranks: Ranks = ALONE) -> None:
         self.run, self.config, self.emit, self.ranks = run, config, emit, ranks
+        for stage in config.stage:
+            if isinstance(stage, RlConfig):
+                objective_of(stage)  # a loss that cannot be loaded shall not cost the stages before its own
         torch.use_deterministic_algorithms(config.deterministic)
         self.publisher = Publisher(Chain(run.objects), peers=Distributed() if ranks.size > 1 else None)
         self.saver = Saver(run, ranks.rank, ranks.size)

@@ -114,13 +114,14 @@ async def keep_joined(worker: Worker, url: str, gateway_url: str, token: str | N
 
 @contextlib.asynccontextmanager
 async def own_engine(
-    files: Mapping[str, bytes], fetch: Fetch, max_batch: int, device: str, invariant: bool
+    files: Mapping[str, bytes], fetch: Fetch, max_batch: int, device: str, dtype: str, invariant: bool
 ) -> AsyncIterator[EngineThread]:
     die_with_the_engine()
     place = device_for(device)
     # Published weights are bf16. A processor computes with them in fp32, as the trainer does on it.
-    dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
-    model = Transformer(ModelConfig.from_json(files["config.json"])).requires_grad_(False).to(place, dtype)
+    usual = torch.bfloat16 if place.type == "cuda" else torch.float32
+    model = Transformer(ModelConfig.from_json(files["config.json"])).requires_grad_(False)
+    model = model.to(place, usual if dtype == "auto" else getattr(torch, dtype))
     if invariant:
         model.compute_with(INVARIANT)
     # One request at a time is how a deterministic run is served: then nothing may depend on what was asked before.
@@ -131,7 +132,7 @@ async def own_engine(
 
 async def serve_worker(
     *, store_url: str, region: str, port: int, host: str = "127.0.0.1", gateway_url: str | None = None,
-    version: int | None = None, max_batch: int = 32, threads: int = 1, device: str = "auto",
+    version: int | None = None, max_batch: int = 32, threads: int = 1, device: str = "auto", dtype: str = "auto",
     cache: Path | None = None, vllm: str | None = None, invariant: bool = False,
 ) -> None:  # fmt: skip
     torch.set_num_threads(threads)
@@ -141,7 +142,9 @@ async def serve_worker(
     files = read_model_files(objects)
     fetch = Follower(Chain(objects), name=f"{region}-{port}", cache=HostCache.beside(store_url, cache)).fetch
     async with (
-        connected(vllm, fetch, files) if vllm else own_engine(files, fetch, max_batch, device, invariant) as engine
+        connected(vllm, fetch, files)
+        if vllm
+        else own_engine(files, fetch, max_batch, device, dtype, invariant) as engine
     ):
         worker = Worker(engine, files, region)
         if version is not None:
@@ -168,6 +171,7 @@ def main() -> None:
     parser.add_argument("--max-batch", type=int, default=32)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if there is one")
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
     parser.add_argument("--cache", type=Path, help="where this host's workers keep what one of them has downloaded")
     parser.add_argument("--vllm", metavar="URL", help="a vLLM server that computes instead of our engine")
     parser.add_argument("--invariant", action="store_true", help="the same bits in every batch")
@@ -175,8 +179,8 @@ def main() -> None:
     process.run(
         lambda: serve_worker(
             store_url=a.store, region=a.region, port=a.port, host=a.host, gateway_url=a.gateway,
-            version=a.version, max_batch=a.max_batch, threads=a.threads, device=a.device, cache=a.cache, vllm=a.vllm,
-            invariant=a.invariant,
+            version=a.version, max_batch=a.max_batch, threads=a.threads, device=a.device, dtype=a.dtype,
+            cache=a.cache, vllm=a.vllm, invariant=a.invariant,
         )
     )  # fmt: skip
 

@@ -13,6 +13,7 @@ One thread or many, and on which cores, is the business of the process that hold
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -23,11 +24,13 @@ from etude.core.errors import EtudeError
 from etude.core.types import Batch
 from etude.model import files
 from etude.model.transformer import Transformer
-from etude.train.loss import LOSS, Drift, drift, token_logprobs
+from etude.train.correction import Drift, drift
+from etude.train.loss import token_logprobs
+from etude.train.objective import AGGREGATE, Objective
 from etude.train.optimizer import OPTIMIZER, Optimizer
 from etude.train.ranks import ALONE, Ranks, own, rows_of
 from etude.train.routers import Routers, to_replay
-from etude.train.rows import Cost, P, Padded, pack, share
+from etude.train.rows import Cost, Microbatch, P, Padded, pack, share
 from etude.train.supervised import Figures, FitLoss, cross_entropy
 
 MAX_GRAD_NORM = 1.0
@@ -39,6 +42,10 @@ class StepStats:
 
     loss: float
     drift: Drift
+    capped: float
+    """Share of the sampled tokens whose importance weight the correction cut or took away."""
+    silenced: float
+    """Share of them that taught nothing although their advantage was not 0."""
     entropy: float
     """Mean over the sampled tokens, in nats."""
     grad_norm: float
@@ -91,15 +98,14 @@ class Learner:
         self._masters = {name: own(p).detach().float().clone() for name, p in self._parameters.items()}
         self._kept: dict[str, Tensor] = {}
         self._optimizer: Optimizer = OPTIMIZER[optimizer](self._masters, model, ranks)
-        self._round()
+        self._round(self._masters)
 
     def step(
         self,
         batch: Batch,
         *,
         lr: float,
-        loss: str = "truncated",
-        ratio_cap: float = 2.0,
+        objective: Objective = Objective(),  # noqa: B008 (frozen)
         temperature: float = 1.0,
         microbatch_tokens: int = 8192,
         weight_decay: float = 0.0,
@@ -107,38 +113,40 @@ class Learner:
         plausible: float = 0.0,
         balance: bool = False,
     ) -> StepStats:
-        """One step of policy gradient. `microbatch_tokens = 0`: row after row in their order, deterministic. `fetch`
-        reads the experts that a row names; without it none are replayed. `plausible`, `balance`: see `routers`."""
-        config, routers = self.model.config, Routers(self.model, least=plausible, balance=balance)
-        microbatches = pack(
-            batch.rows,
-            microbatch_tokens=microbatch_tokens,
-            max_tokens=config.max_position_embeddings,
-            experts=lambda row: to_replay(row, config.experts, fetch) if fetch else None,
-        )
+        """One step of RL. `microbatch_tokens = 0`: row after row in their order, deterministic. An objective with a
+        `kl_coef` takes the kept weights for its reference. `fetch` reads the experts that a row names; without it none
+        are replayed. `plausible`, `balance`: see `routers`."""
+        routers = Routers(self.model, least=plausible, balance=balance)
+        microbatches, divisor = self._packed(batch, objective.aggregate, microbatch_tokens, fetch)
         num_tokens = sum(micro.num_tokens for micro in microbatches)
-        if num_tokens == 0:
-            raise ValueError(f"the batch of step {batch.step} has no sampled token: there is nothing to learn from")
-        total, new, old, entropy = 0.0, [], [], 0.0
-        for micro in self._share(microbatches):
+        total, new, old, entropy, capped, silenced = 0.0, [], [], 0.0, 0.0, 0.0
+        mine = self._share(microbatches)
+        references = self._reference(mine, temperature) if objective.kl_coef else itertools.repeat(None)
+        for micro, ref_logp_N in zip(mine, references, strict=False):
             routing = routers.open(micro)
             logp_N, entropy_N = token_logprobs(
                 self.model, micro.tokens_BT, micro.mask_BT, temperature, routing, with_entropy=True
             )
             old_logp_N, adv_N = micro.old_logprobs_BT[micro.mask_BT], micro.advantages_BT[micro.mask_BT]
-            losses = LOSS[loss](logp_N, old_logp_N, adv_N, ratio_cap).sum()
-            objective = (losses + micro.num_tokens * routers.close(routing, micro)) / num_tokens
-            objective.backward()  # type: ignore[no-untyped-call]
-            total += objective.item()
+            row_N = micro.mask_BT.nonzero()[:, 0]
+            scored = objective.score(logp_N, old_logp_N, adv_N, row_N, ref_logp_N)
+            balancing = routers.close(routing, micro) * (micro.num_tokens / num_tokens)
+            loss = (scored.loss_N * micro.weights_B[row_N]).sum() / divisor + balancing
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.item()
+            capped += scored.capped_N.sum().item() / num_tokens
+            silenced += scored.silenced_N.sum().item() / num_tokens
             entropy += entropy_N.sum().item() / num_tokens
             new.append(logp_N.detach())
             old.append(old_logp_N)
         routers.settle(self.ranks)
-        total, entropy = self.ranks.sum(total, entropy)
+        total, entropy, capped, silenced = self.ranks.sum(total, entropy, capped, silenced)
         new_N, old_N = self.ranks.join_all(torch.cat(new)), self.ranks.join_all(torch.cat(old))
         return StepStats(
             loss=total,
-            drift=drift(new_N, old_N, ratio_cap),
+            drift=drift(new_N, old_N),
+            capped=capped,
+            silenced=silenced,
             entropy=entropy,
             grad_norm=self._update(lr, weight_decay),
             lr=lr,
@@ -148,6 +156,23 @@ class Learner:
             router_disagreement=routers.disagreement,
             experts_replaced=routers.replaced,
         )
+
+    def _packed(
+        self, batch: Batch, aggregate: str, microbatch_tokens: int, fetch: Callable[[str], bytes] | None
+    ) -> tuple[list[Microbatch], float]:
+        """All microbatches of a batch, and what the weighted sum of their tokens' losses is divided by."""
+        config = self.model.config
+        weights, divisor = AGGREGATE[aggregate](batch.rows, config.max_position_embeddings)
+        if not any(any(row.mask) for row in batch.rows):
+            raise ValueError(f"the batch of step {batch.step} has no sampled token: there is nothing to learn from")
+        microbatches = pack(
+            batch.rows,
+            microbatch_tokens=microbatch_tokens,
+            max_tokens=config.max_position_embeddings,
+            weights=weights,
+            experts=lambda row: to_replay(row, config.experts, fetch) if fetch else None,
+        )
+        return microbatches, divisor
 
     def fit(
         self,
@@ -188,6 +213,13 @@ class Learner:
         (total,) = self.ranks.sum(sum(logp_N.double().sum().item() for logp_N in logps))
         return -total / sum(micro.num_tokens for micro in microbatches)
 
+    @torch.no_grad()
+    def _reference(self, microbatches: Sequence[Microbatch], temperature: float) -> list[Tensor]:
+        """The log-probs under the kept weights."""
+        assert self._kept, "a kl_coef needs a reference: keep() the weights that the stage starts from"
+        with self.recalled():
+            return [token_logprobs(self.model, m.tokens_BT, m.mask_BT, temperature)[0] for m in microbatches]
+
     def weights(self) -> dict[str, Tensor]:
         """Of a learner alone: a copy of the tensors to publish, the very values that the next forward pass computes
         with."""
@@ -211,19 +243,17 @@ class Learner:
     def recall(self) -> None:
         """Go back to the kept weights."""
         _fill(self._masters, self._kept)
-        self._round()
+        self._round(self._masters)
 
     @contextlib.contextmanager
     def recalled(self) -> Iterator[None]:
-        """The kept weights for as long as the block lasts, then the present ones again."""
-        present = {name: master.clone() for name, master in self._masters.items()}
-        self.recall()
+        """The model computes with the kept weights for as long as the block lasts."""
+        self._round(self._kept)
         try:
             yield
         finally:
             self.ranks.rest(self.model)
-            _fill(self._masters, present)
-            self._round()
+            self._round(self._masters)
 
     def state(self) -> dict[str, Tensor]:
         """Everything that the next step depends on, as far as this rank holds it. It shares memory with the learner:
@@ -234,7 +264,7 @@ class Learner:
         """Goes on from `state()` of this rank of this learner or of another one, to the bit."""
         self._kept = {name.removeprefix("kept."): t.clone() for name, t in tensors.items() if name.startswith("kept.")}
         _fill(self._whole(), {name: tensor for name, tensor in tensors.items() if not name.startswith("kept.")})
-        self._round()
+        self._round(self._masters)
 
     def load_shards(self, size: int, shard: Callable[[int], Mapping[str, Tensor]]) -> None:
         """Goes on from the states of `size` ranks, of which `shard` reads one. Other ranks than these may go on, each
@@ -282,13 +312,14 @@ class Learner:
             gradient.mul_(scale)
         self._optimizer.step(gradients, lr=lr, weight_decay=weight_decay)
         self.model.zero_grad(set_to_none=True)
-        self._round()
+        self._round(self._masters)
         return float(norm)
 
     @torch.no_grad()
-    def _round(self) -> None:
+    def _round(self, weights: Mapping[str, Tensor]) -> None:
+        """Into the model."""
         for name, parameter in self._parameters.items():
-            own(parameter).copy_(self._masters[name].to(self.dtype))
+            own(parameter).copy_(weights[name].to(self.dtype))
 
 
 def cost_of(model: Transformer) -> Cost:

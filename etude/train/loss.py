@@ -1,7 +1,21 @@
-"""What is minimised. Policy losses are functions in `LOSS`; adding one is adding a function.
+"""What a sampled token adds to the objective. A loss is an entry of `LOSS`: ten lines, and no others have to change.
 
-A policy loss gives one number for each sampled token; the learner adds them up over the whole batch and divides by the
-number of sampled tokens of the whole batch, so that how rows were cut into microbatches changes nothing.
+Three policies stand behind a ratio, and every page on these losses means one of them by "old":
+
+    engine     the weights that sampled the token, often some steps old, and the engine's numerics: recorded with it
+    proximal   the learner's weights before this step
+    new        the learner's weights now, which the gradient is taken of
+
+new / engine = (new / proximal) x (proximal / engine). The second factor is what data from elsewhere costs, and
+`train.correction` deals with it; the first is how far this step has gone, and is what a loss clips. Here a batch is one
+optimizer step: new *is* proximal when the gradient is taken, so behind a correction the ratio of every loss is 1, no
+clip ever acts, and the losses differ only in how tokens are added up. With `correction = "none"` the proximal policy is
+taken to be the engine's: the loss then sees the whole ratio new / engine and clips that, which is how GRPO, DAPO, GSPO
+and CISPO are used on data that is a little stale. Each loss comes with the correction that makes it what its paper
+says.
+
+Every loss is linear in the advantage as long as that keeps its sign. So a correction, which is a weight of 0 or more,
+is simply multiplied into the advantage before the loss sees it.
 
 Shapes: B rows, T tokens, E hidden size; N the tokens that count, in the order in which they stand.
 """
@@ -20,33 +34,97 @@ from etude.model.tiled_attention import CausalInTiles
 from etude.model.transformer import Routing, Transformer
 from etude.train.head import head_logprobs
 
-PolicyLoss = Callable[[Tensor, Tensor, Tensor, float], Tensor]
-"""(logp_N, old_logp_N, adv_N, ratio_cap) -> loss_N"""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """The sampled tokens of some whole rows, as a loss sees them."""
+
+    logp_N: Tensor
+    """Under the new policy, with its gradient."""
+    old_logp_N: Tensor
+    """Under the policy that the ratio is measured against: the proximal one, or without a correction the engine's."""
+    adv_N: Tensor
+    row_N: Tensor
+    """The number of the row that the token stands in."""
+
+    @property
+    def ratio_N(self) -> Tensor:
+        return (self.logp_N - self.old_logp_N).exp()
 
 
-def truncated(logp_N: Tensor, old_logp_N: Tensor, adv_N: Tensor, ratio_cap: float) -> Tensor:
-    """Policy gradient, weighted by how much likelier the token has become since it was sampled, up to a cap.
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """Ratios are held between 1 - low and 1 + high."""
 
-    The weight corrects for the weights (and the numerics) that sampled the token not being the ones that learn. The cap
-    bounds the variance; since the weight is a constant to the gradient, a capped token still teaches, where PPO's clip
-    would silence it.
-    """
-    return -_ratio(logp_N, old_logp_N).clamp(max=ratio_cap) * adv_N * logp_N
+    low: float
+    high: float
 
-
-def masked(logp_N: Tensor, old_logp_N: Tensor, adv_N: Tensor, ratio_cap: float) -> Tensor:
-    """Like `truncated`, but a token beyond the cap (or as far below it) is left out: for models whose numerics make a
-    few tokens' ratios meaningless rather than large."""
-    ratio_N = _ratio(logp_N, old_logp_N)
-    trusted_N = (ratio_N <= ratio_cap) & (ratio_N >= 1 / ratio_cap)
-    return -(ratio_N * trusted_N) * adv_N * logp_N
+    def __call__(self, ratio_N: Tensor) -> Tensor:
+        return ratio_N.clamp(1 - self.low, 1 + self.high)
 
 
-LOSS: dict[str, PolicyLoss] = {"truncated": truncated, "masked": masked}
+PolicyLoss = Callable[[Tokens, Clip], Tensor]
+"""-> loss_N, one number for each token"""
 
 
-def _ratio(logp_N: Tensor, old_logp_N: Tensor) -> Tensor:
-    return (logp_N.detach() - old_logp_N).exp()
+def policy_gradient(tokens: Tokens, clip: Clip) -> Tensor:
+    """The oldest one: what went well becomes likelier, in proportion to the advantage."""
+    return -tokens.adv_N * tokens.logp_N
+
+
+def clipped(tokens: Tokens, clip: Clip) -> Tensor:
+    """PPO: a token that has already moved as far as its advantage pushes it, out of the clip's range, is silent."""
+    ratio_N = tokens.ratio_N
+    return -torch.minimum(ratio_N * tokens.adv_N, clip(ratio_N) * tokens.adv_N)
+
+
+def clipped_by_row(tokens: Tokens, clip: Clip) -> Tensor:
+    """The same with one ratio for a whole row, the geometric mean of its tokens': the reward was given to the whole
+    answer, and the noise of single tokens' ratios averages out. The range is narrow because a mean moves little."""
+    log_ratio_N = tokens.logp_N - tokens.old_logp_N
+    size_N = sum_by_row(torch.ones_like(log_ratio_N), tokens.row_N)
+    ratio_N = (sum_by_row(log_ratio_N, tokens.row_N) / size_N).exp()
+    return -torch.minimum(ratio_N * tokens.adv_N, clip(ratio_N) * tokens.adv_N)
+
+
+def clipped_weight(tokens: Tokens, clip: Clip) -> Tensor:
+    """The ratio is clipped as a weight, constant to the gradient: no token is ever silent, also the rare ones that
+    turn a session around and move far in one step."""
+    return -clip(tokens.ratio_N.detach()) * tokens.adv_N * tokens.logp_N
+
+
+def sum_by_row(x_N: Tensor, row_N: Tensor) -> Tensor:
+    """For each token the sum over all tokens of its row."""
+    if not len(x_N):
+        return x_N
+    sums_B = torch.zeros(int(row_N.max()) + 1, dtype=x_N.dtype, device=x_N.device).index_add(0, row_N, x_N)
+    return sums_B[row_N]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """A loss and what it goes with; a run may say otherwise about each of them."""
+
+    function: PolicyLoss
+    aggregate: str = "token"
+    """How tokens add up (`objective.AGGREGATE`)."""
+    clip: Clip = Clip(math.inf, math.inf)
+    correction: str = "none"
+
+
+LOSS: dict[str, Loss] = {
+    "reinforce": Loss(function=policy_gradient, correction="truncated"),
+    "ppo_clip": Loss(function=clipped, clip=Clip(0.2, 0.2)),
+    # Each attempt counts alike, however long. Its paper goes with credit = "std_normalised".
+    "grpo": Loss(function=clipped, clip=Clip(0.2, 0.2), aggregate="sequence"),
+    # A long wrong answer is not made cheaper per token; goes with credit = "centered".
+    "dr_grpo": Loss(function=clipped, clip=Clip(0.2, 0.2), aggregate="constant"),
+    # More room upwards, so that unlikely tokens can become likely. Its "dynamic sampling" is what the controller does
+    # anyway: a group without a difference is dropped, and another takes its slot.
+    "dapo": Loss(function=clipped, clip=Clip(0.2, 0.28)),
+    "gspo": Loss(function=clipped_by_row, clip=Clip(3e-4, 4e-4), aggregate="sequence"),
+    "cispo": Loss(function=clipped_weight, clip=Clip(1.0, 4.0)),
+}
 
 
 def token_logprobs(
@@ -86,27 +164,3 @@ def predicted(
     hidden_BTE = model(tokens_BT[:, :-1], positions_BT, attend, routing)
     counts_BT = mask_BT[:, 1:]
     return hidden_BTE[counts_BT], tokens_BT[:, 1:][counts_BT]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Drift:
-    """How far the learning policy is from the one that sampled, over the sampled tokens of a batch."""
-
-    k1: float
-    """Mean of old minus new log-prob: an unbiased estimate of KL(old, new), of either sign."""
-    k3: float
-    """Mean of ratio - 1 - log ratio: the same estimate, never negative and of smaller variance."""
-    k3_p99: float
-    capped: float
-    """Share of the tokens whose ratio is above the cap."""
-
-
-def drift(logp_N: Tensor, old_logp_N: Tensor, ratio_cap: float) -> Drift:
-    log_ratio_N = (logp_N - old_logp_N).double()
-    k3_N = log_ratio_N.expm1() - log_ratio_N
-    return Drift(
-        k1=-log_ratio_N.mean().item(),
-        k3=k3_N.mean().item(),
-        k3_p99=k3_N.kthvalue(math.ceil(0.99 * len(k3_N))).values.item(),
-        capped=(log_ratio_N.exp() > ratio_cap).double().mean().item(),
-    )

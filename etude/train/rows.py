@@ -48,6 +48,8 @@ class Microbatch(Padded):
 
     old_logprobs_BT: Tensor
     advantages_BT: Tensor
+    weights_B: Tensor
+    """What a token of each row counts for in the objective."""
 
 
 P = TypeVar("P", bound=Padded)
@@ -76,10 +78,12 @@ def pack(
     *,
     microbatch_tokens: int,
     max_tokens: int,
+    weights: Sequence[float] | None = None,
     experts: Callable[[Row], Tensor | None] = lambda row: None,
 ) -> list[Microbatch]:
-    """All rows, each in one microbatch of at most `microbatch_tokens` tokens, padding included. `experts` gives those
-    that the first tokens of a row used, [tokens, L, k]."""
+    """All rows, each in one microbatch of at most `microbatch_tokens` tokens, padding included. No `weights`: 1.
+    `experts` gives those that the first tokens of a row used, [tokens, L, k]."""
+    weights = [1.0] * len(rows) if weights is None else weights
     bound = min(max_tokens, microbatch_tokens or max_tokens)
     for row in rows:
         assert len(row.tokens) == len(row.mask) == len(row.logprobs) == len(row.advantages), row.sample
@@ -94,6 +98,7 @@ def pack(
             mask_BT=pad([rows[index].mask for index in indices], torch.bool),
             old_logprobs_BT=pad([rows[index].logprobs for index in indices], torch.float32),
             advantages_BT=pad([rows[index].advantages for index in indices], torch.float32),
+            weights_B=torch.tensor([weights[index] for index in indices]),
             experts_BTLk=pad_experts([rows[index] for index in indices], experts),
         )
         for indices in plan([len(row.tokens) for row in rows], microbatch_tokens)

@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 
-from etude.core.credit import CREDIT, advantages, centered, equally, leave_one_out, oldest_version, praise, to_rows
+from etude.core.credit import (
+    CREDIT,
+    Credit,
+    Within,
+    centered,
+    equally,
+    leave_one_out,
+    oldest_version,
+    praise,
+    std_normalised,
+    to_rows,
+    to_unit_deviation,
+)
+from etude.core.effort import Effort
 from etude.core.types import Batch, Group, Segment, Span, Trajectory, spans, unspan
 
 
@@ -49,36 +65,95 @@ def test_leave_one_out() -> None:
     assert leave_one_out([1.0]) == [0.0]
 
 
+def test_std_normalised() -> None:
+    assert std_normalised([1.0, 0.0]) == [1.0, -1.0]
+    # mean 0.25, deviation sqrt(3) / 4
+    assert std_normalised([1.0, 0.0, 0.0, 0.0]) == pytest.approx([3**0.5, *[-(3**-0.5)] * 3])
+    assert std_normalised([0.0, 1e-200]) == [0.0, 0.0], "a difference that is lost in rounding is none"
+
+
+def test_a_batch_of_unit_deviation() -> None:
+    """One factor for all groups: the deviation of everything becomes 1, and a group of small rewards stays small."""
+    advantages = [*centered([1.0, 0.0]), *centered([0.1, 0.0])]
+    factor = to_unit_deviation(advantages)
+    assert factor == pytest.approx(1 / ((2 * 0.25 + 2 * 0.0025) / 4) ** 0.5)
+    scaled = [factor * advantage for advantage in advantages]
+    assert sum(a * a for a in scaled) / 4 == pytest.approx(1.0) and scaled[0] == pytest.approx(10 * scaled[2])
+
+
 @pytest.mark.parametrize("credit", CREDIT.values(), ids=CREDIT.keys())
-def test_what_every_credit_must_do(credit) -> None:  # type: ignore[no-untyped-def]
-    rewards = [0.0, 1.0, 0.25, 1.0]
-    result = credit(rewards)
+def test_what_every_credit_must_do(credit: Credit) -> None:
+    result = credit.within([0.0, 1.0, 0.25, 1.0])
     assert result[1] == result[3] == max(result) > 0 and result[0] == min(result)
+    assert credit.across(result) > 0
 
 
-@pytest.mark.parametrize("credit", [centered, leave_one_out])
-def test_a_credit_without_bias_adds_up_to_nothing(credit) -> None:  # type: ignore[no-untyped-def]
-    assert sum(credit([0.0, 1.0, 0.25, 1.0])) == pytest.approx(0.0)
+@pytest.mark.parametrize("within", [centered, leave_one_out, std_normalised])
+def test_a_credit_without_bias_adds_up_to_nothing(within: Within) -> None:
+    assert sum(within([0.0, 1.0, 0.25, 1.0])) == pytest.approx(0.0)
 
 
-def test_a_failed_attempt_is_no_zero() -> None:
-    assert advantages(group(1.0, None, 0.0), centered) == {"g.0": 0.5, "g.2": -0.5}
+@pytest.mark.parametrize("credit", CREDIT.values(), ids=CREDIT.keys())
+def test_a_failed_attempt_is_no_zero_and_changes_nothing_for_the_others(credit: Credit) -> None:
+    with_failures, without = credit.judge(group(1.0, None, 0.0, 0.5, None)), credit.judge(group(1.0, 0.0, 0.5))
+    assert list(with_failures.advantages.values()) == list(without.advantages.values())
+    assert with_failures.failed == ("g.1", "g.4") and without.failed == ()
 
 
 def test_an_attempt_that_said_nothing_is_left_out() -> None:
     full = group(1.0, 0.0)
     silent = Trajectory(id="g.2", task="t", group="g", segments=(), scores={"reward": 0.0}, status="timeout")
-    with_silent = Group(id="g", task="t", slot=0, admitted=0, trajectories=(*full.trajectories, silent))
-    assert advantages(with_silent, centered) == {"g.0": 0.5, "g.1": -0.5}
+    verdict = Credit().judge(replace(full, trajectories=(*full.trajectories, silent)))
+    assert verdict.advantages == {"g.0": 0.5, "g.1": -0.5} and verdict.failed == ("g.2",)
 
 
-@pytest.mark.parametrize("rewards", [(1.0, 1.0, 1.0), (0.0, None, 0.0), (None, None), (1.0,), (1.0, None)])
+@pytest.mark.parametrize("rewards", [(1.0, 1.0, 1.0), (0.0, None, 0.0), (None, None), (1.0,), (1.0, None), ()])
 def test_a_group_without_a_difference_teaches_nothing(rewards: tuple[float | None, ...]) -> None:
-    assert advantages(group(*rewards), centered) == {}
+    verdict = Credit().judge(group(*rewards))
+    assert verdict.advantages == {} and verdict.malformed == {}
+    assert len(verdict.no_signal) + len(verdict.failed) == len(rewards)
+
+
+def test_every_attempt_has_one_fate() -> None:
+    verdict = CREDIT["praise"].judge(group(1.0, None, 0.0, math.nan, 1.0))
+    assert (set(verdict.advantages), verdict.no_signal, verdict.failed) == ({"g.0", "g.4"}, ("g.2",), ("g.1",))
+    assert verdict.malformed == {"g.3": "its reward is nan"}
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_reward_that_is_not_finite_changes_nothing_for_the_others(bad: float) -> None:
+    verdict = Credit().judge(group(1.0, bad, 0.0))
+    assert verdict.advantages == {"g.0": 0.5, "g.2": -0.5} and verdict.malformed == {"g.1": f"its reward is {bad}"}
+
+
+def test_a_statistic_that_is_not_finite_drops_the_group_by_name() -> None:
+    verdict = Credit().judge(group(1.7e308, 1.7e308, -1.0))
+    assert verdict.advantages == {} and verdict.no_signal == ()
+    assert all("not finite" in why for why in verdict.malformed.values()) and len(verdict.malformed) == 3
+
+
+def test_rows_that_are_too_long_or_of_unknown_versions_are_named() -> None:
+    """Every segment has six tokens, of versions 1 and 2; the group was admitted at version 0."""
+    assert Credit(max_tokens=6, max_lag=2).judge(group(1.0, 0.0)).malformed == {}
+    (why, _) = Credit(max_tokens=5).judge(group(1.0, 0.0)).malformed.values()
+    assert why == "it has 6 tokens, and the context 5"
+    (why, _) = Credit(max_lag=1).judge(group(1.0, 0.0)).malformed.values()
+    assert why == "a token comes from version 2, and only 0 to 1 can have made it"
+
+
+def test_effort_is_paid_before_credit_is_given() -> None:
+    """Two solved attempts, one of them in half the words: it gets the credit."""
+    pair = group(1.0, 1.0)
+    long = replace(pair.trajectories[1], segments=(segment(), segment()))
+    verdict = Credit(effort=Effort(scale=0.1, q=0.0, tokens=1.0)).judge(
+        replace(pair, trajectories=(pair.trajectories[0], long))
+    )
+    assert verdict.advantages == pytest.approx({"g.0": 0.15, "g.1": -0.15})  # 3 tokens cost 0.3, 6 cost 0.6
 
 
 def test_where_a_teacher_judges_every_attempt_that_was_graded_counts() -> None:
-    assert advantages(group(0.0, None, 0.0), equally) == {"g.0": 1.0, "g.2": 1.0}
+    credit = Credit(within=equally, always=True)
+    assert credit.judge(group(0.0, None, 0.0)).advantages == {"g.0": 1.0, "g.2": 1.0}
 
 
 def test_rows_credit_the_sampled_tokens_of_every_segment() -> None:
@@ -93,7 +168,8 @@ def test_rows_credit_the_sampled_tokens_of_every_segment() -> None:
     assert first.advantages == (0.0, 0.0, 0.5, 0.0, 0.5, 0.5)
     assert second.versions == (Span(3, 1), Span(4, 2))
     assert oldest_version([first, second]) == 3
-    assert Batch(step=6, rows=(first, second), oldest=3).lag == 2
+    batch = Batch(step=6, rows=(first, second), oldest=3)
+    assert batch.lag == 2 and batch.lags == (2, 3, 1)  # versions 4, 5, 5 and 3, 4, 4 on top of 5
 
 
 def test_spans_and_back() -> None:

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 
 from rich.console import Console, RenderableType
 
-from etude.core.events import EvalDone, Event, FitStep, Fleet, GroupDone, Live, Region, RunDone, StageStarted, StepDone
+from etude.core.events import (
+    EvalDone,
+    EvalProgress,
+    Event,
+    FitStep,
+    Fleet,
+    GroupDone,
+    Live,
+    Region,
+    RunDone,
+    StageStarted,
+    StepDone,
+)
 from etude.dash.reader import View
-from etude.run.screen import draw, session, sparkline
+from etude.run.screen import draw, lines, session, sparkline
 
 
 def printed(page: RenderableType) -> str:
@@ -72,6 +85,30 @@ def test_the_page_says_all_of_it() -> None:
     text = printed(draw(view, "etude", lag_bound=2))
     for words in ("rl 1/4", "2 allowed", "east", "version 3", "50% busy", "slots 3 of 8", "30.0%", "25% busy"):
         assert words in text, words
+
+
+def test_the_page_shows_how_the_policy_is_and_what_is_alarming() -> None:
+    far = dataclasses.replace(step(3), k3_mean=0.5, capped=0.25, mfu=0.125, router_disagreement=0.01)
+    text = printed(draw(view_of((0.0, StageStarted(stage="rl", steps=4)), (2.0, far)), "etude", lag_bound=2))
+    for words in ("k3 0.50000", "capped 25.00%", "12.5% of the device", "disagree 1.00%", "step 3: k3 is 0.5000"):
+        assert words in text, words
+    assert "alarm" not in printed(draw(view_of((0.0, step(3))), "etude", lag_bound=2))
+
+
+def test_an_evaluation_has_its_time_to_go() -> None:
+    doing = EvalProgress(stage="sft", split="novel", done=0, total=60, solved=0)
+    view = view_of((5.0, doing), (9.0, dataclasses.replace(doing, done=20, solved=3)))
+    assert view.eval_eta_s == 8.0
+    assert "novel, 3 solved 20/60" in printed(draw(view, "etude", lag_bound=0))
+
+
+def test_lines_end_with_the_time_to_go_and_alarms_have_lines_of_their_own() -> None:
+    view = view_of((0.0, StageStarted(stage="midtrain", steps=100)))
+    fit = FitStep(stage="midtrain", step=25, steps=100, loss=3.0, tokens_per_s=100.0)
+    assert [*lines(fit, view, view.apply(50.0, fit))] == ["midtrain step 25/100  loss 3.000  100 tokens/s  2:30 to go"]
+    far = dataclasses.replace(step(1), k3_mean=0.5)
+    told = [*lines(far, view, view.apply(51.0, far))]
+    assert len(told) == 2 and told[1].startswith("alarm: step 1: k3 is 0.5000")
 
 
 def test_a_session_can_be_read() -> None:

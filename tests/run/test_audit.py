@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from etude.core.config import parse
+from etude.core.events import EVENTS, StepDone
 from etude.core.ledger import Dropped, Issued
 from etude.core.types import Span
 from etude.run.audit import audit, lag_bounds
@@ -68,6 +69,16 @@ async def test_a_version_that_the_controller_has_not_seen_does_not_end_a_run(run
     told = [key for key in run.objects.list("ledger") if b"Trained" in run.objects.get(key)]
     run.objects.delete(told[-1])  # a log ends where a segment is missing
     assert not audit(run).finished
+
+
+async def test_what_was_alarming_is_told_and_breaks_nothing(run: Run) -> None:
+    assert audit(run).alarms == []
+    log = run.events("trainer", EVENTS)
+    figures = {"loss": 0.0, "k1": 0.0, "k3_p99": 0.0, "entropy": 1.0, "grad_norm": 1.0, "seconds": 1.0, "wait_s": 0.0}
+    log.append(StepDone(step=4, lag=0, k3_mean=0.5, tokens=9, **figures))
+    log.flush()
+    (alarm,) = audit(run).alarms
+    assert alarm.name == "k3" and audit(run).violations == []
 
 
 def lose_a_batch(run: Run) -> None:

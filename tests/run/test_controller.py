@@ -3,16 +3,20 @@ write. Seeds are in the test ids, so a failing one is one command."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from etude.core.credit import centered
+from etude.core.credit import CREDIT, Credit
 from etude.core.errors import EtudeError
 from etude.core.ledger import Dropped, Entry, Issued, Ledger
-from etude.core.types import Group, Manifest, Trajectory
+from etude.core.types import Group, Manifest, Segment, Span, Trajectory
 from etude.run import journal
-from etude.run.controller import Health, Signal, endless
+from etude.run.controller import Health, Signal, assemble, endless
 from etude.run.process import message
 from etude.store.objects import Objects
 from etude.store.runs import Run
@@ -97,6 +101,73 @@ async def test_half_of_the_sessions_failing_stops_the_run_with_the_newest_error(
     assert "sessions failed, the newest with: agent: gone" in (message(caught.value) or "")
 
 
+def with_segment(trajectory: Trajectory, **changes: Any) -> Trajectory:
+    return replace(trajectory, segments=(replace(trajectory.segments[0], **changes),))
+
+
+BAD: dict[str, tuple[str, Callable[[Trajectory], Trajectory]]] = {
+    "reward that is no number": ("malformed", lambda t: replace(t, scores={"reward": math.nan})),
+    "over-long row": ("malformed", lambda t: with_segment(t, prompt=(1, 1))),
+    "unknown version": ("malformed", lambda t: with_segment(t, versions=(Span(99, 2),))),
+    "version from before admission": ("malformed", lambda t: with_segment(t, versions=(Span(0, 2),))),
+    "token without a version": ("malformed", lambda t: with_segment(t, versions=t.segments[0].versions[:1][:0])),
+    "log-prob that is no number": ("malformed", lambda t: with_segment(t, logprobs=(math.nan, -1.0))),
+    "fields of different length": ("malformed", lambda t: with_segment(t, mask=(True,))),
+    "mask without a sampled token": ("failed", lambda t: with_segment(t, mask=(False, False), versions=())),
+    "segment without a sampled token": (
+        "malformed",
+        lambda t: replace(t, segments=(*t.segments, replace(t.segments[0], mask=(False, False), versions=()))),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+async def test_bad_data_is_dropped_by_name_and_never_trained_on(kind: str) -> None:
+    """Of every third attempt; the run goes on without them, and its books balance."""
+    reason, spoil = BAD[kind]
+    objects, spoilt = Objects.open("memory:"), set()
+
+    def sometimes(trajectory: Trajectory) -> Trajectory:
+        if not trajectory.id.endswith(".1"):
+            return trajectory
+        spoilt.add(trajectory.id)
+        return spoil(trajectory)
+
+    await stage(objects, seed=3, last=LAST, max_lag=1, failures=0.0, solves=0.5, spoil=sometimes)
+    ledger = check_finished(objects, max_lag=1)
+    run = Run(objects)
+    entries = [entry for entry in run.ledger.records() if isinstance(entry, Dropped)]
+    fates = {sample: entry.reason for entry in entries for sample in entry.samples}
+    settled = {sample for sample in spoilt if fates.get(sample) not in ("cancelled", "interrupted")}
+    assert len(settled) >= 6 and all(fates.get(sample) == reason for sample in settled)
+    assert not spoilt & {row.sample for step in run.batches() for row in run.batch(step).rows}
+    assert ledger.dropped[reason] == len(settled)
+
+
+async def test_groups_of_which_every_attempt_fails_are_dropped_and_the_run_says_why() -> None:
+    with pytest.raises(ExceptionGroup) as caught:
+        await stage(Objects.open("memory:"), seed=0, last=LAST, max_lag=1, failures=1.0)
+    assert "sessions failed" in (message(caught.value) or "")
+
+
+def test_the_advantages_of_a_batch_get_one_scale() -> None:
+    def group(slot: int, *rewards: float) -> Group:
+        segment = Segment(prompt=(1,), tokens=(2,), mask=(True,), logprobs=(-1.0,), versions=(Span(0, 1),))
+        attempts = [
+            Trajectory(id=f"{slot}.{n}", task="t", group="g", segments=(segment,), scores={"reward": r}, status="done")
+            for n, r in enumerate(rewards)
+        ]
+        return Group(id=str(slot), task="t", slot=slot, admitted=0, trajectories=tuple(attempts))
+
+    batch, samples = assemble(1, [group(1, 0.5, 0.0), group(0, 1.0, 0.0, 0.5)], CREDIT["batch_normalised"])
+    assert samples == ("0.0", "0.1", "1.0", "1.1"), "by slot, and without the attempt that stood at the mean"
+    assert batch.reward == pytest.approx(0.4), "over all attempts"
+    size = ((0.25 + 0.25 + 0.0625 + 0.0625) / 4) ** 0.5
+    assert [row.advantages[1] for row in batch.rows] == pytest.approx(
+        [0.5 / size, -0.5 / size, 0.25 / size, -0.25 / size]
+    )
+
+
 def test_health_counts_only_the_recent_past() -> None:
     health = Health(recent=4, limit=0.5)
     bad = Trajectory(id="a", task="t", group="g", segments=(), scores=None, status="failed", error="world: no disk")
@@ -143,6 +214,6 @@ def test_what_was_done_is_not_done_again() -> None:
 
 def test_recovery_settles_what_a_crash_left_open() -> None:
     entries: list[Entry] = [Issued(group="g000000", task="t0", samples=("g000000.0", "g000000.1"), version=2)]
-    recovered = journal.recover(entries, {}, {}, centered)
+    recovered = journal.recover(entries, {}, {}, Credit())
     assert recovered.entries == [Dropped(samples=("g000000.0", "g000000.1"), reason="interrupted")]
     assert (recovered.slots, recovered.batched, recovered.done, recovered.waiting) == (1, 0, set(), [])

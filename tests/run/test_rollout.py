@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncIterator, Sequence
 
 import pytest
@@ -75,6 +76,24 @@ async def test_a_failure_is_data_with_the_place_where_it_broke(place: str) -> No
     assert (trajectory.status, trajectory.scores, trajectory.group) == ("failed", None, "g000001")
     assert trajectory.error == f"{place}: OSError: no such luck"
     assert parts.open_worlds == 0 and parts.forgotten == ["g000001.2"]
+
+
+@pytest.mark.parametrize(
+    ("scores", "told"),
+    [
+        ({"reward": math.nan}, "scores that are not finite: {'reward': nan}"),
+        ({"reward": 1.0, "style": math.inf}, "scores that are not finite: {'style': inf}"),
+        ({"style": 1.0}, "gave no reward, only ['style']"),
+    ],
+)
+async def test_a_score_that_says_nothing_is_a_failure_and_no_zero(scores: dict[str, float], told: str) -> None:
+    class Confused(Parts):
+        async def score(self, task: Task, sandbox: Sandbox) -> dict[str, float]:
+            return scores
+
+    got = await rollouts(Confused()).attempt(TASK, "g.0", 7)
+    assert (got.status, got.reward) == ("failed", None)
+    assert got.error is not None and got.error.startswith("score: ValueError") and told in got.error
 
 
 @pytest.mark.parametrize(("finished", "status"), [(True, "done"), (False, "timeout")])

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
-from etude.core.credit import centered
+from etude.core.credit import Credit
 from etude.core.errors import EtudeError
 from etude.core.ledger import Trained
 from etude.core.types import Group, Manifest, Route, Segment, Task, Trajectory, spans
@@ -91,6 +92,7 @@ class Engine:
     seeds: list[tuple[str, int]] = field(default_factory=list)
     failure_rate: float = 0.1
     solve_rate: float = 0.4
+    spoil: Callable[[Trajectory], Trajectory] = lambda trajectory: trajectory
 
     async def load(self, version: int) -> None:
         await dawdle(self.rng, 5)
@@ -112,9 +114,10 @@ class Engine:
             versions=spans([first, self.version]),
         )
         reward = float(self.rng.random() < self.solve_rate)
-        return Trajectory(
+        whole = Trajectory(
             id=sample, task=task.id, group=group, segments=(segment,), scores={"reward": reward}, status="done"
         )
+        return self.spoil(whole)
 
 
 async def stage(
@@ -127,11 +130,12 @@ async def stage(
     writes: int | None = None,
     failures: float = 0.1,
     solves: float = 0.4,
+    spoil: Callable[[Trajectory], Trajectory] = lambda trajectory: trajectory,
 ) -> Engine:
     """Runs the stage from wherever the store says that it stands."""
-    rng = Random(seed)
+    rng, credit = Random(seed), Credit(max_tokens=3, max_lag=max_lag)
     run = Run(Mortal(objects, writes))
-    entries, recovered = journal.load(run, centered)
+    entries, recovered = journal.load(run, credit)
     book = journal.Journal(run, entries)
     await book.write(*recovered.entries)
     newest = max([FIRST, *(entry.step for entry in entries if isinstance(entry, Trained))])
@@ -140,7 +144,7 @@ async def stage(
     if newest > max(book.ledger.trained_step, FIRST):
         await book.write(Trained(step=newest))
     versions = Versions(run, newest, rng)
-    engine = Engine(rng, version=newest, failure_rate=failures, solve_rate=solves)
+    engine = Engine(rng, version=newest, failure_rate=failures, solve_rate=solves, spoil=spoil)
     window: Window[Group] = Window(per_step=2, max_lag=max_lag, lookahead=lookahead, live=newest)
     controller = Controller(
         journal=book,
@@ -151,7 +155,7 @@ async def stage(
         tasks=endless(TASKS, seed=1),
         attempt=engine.attempt,
         group_size=3,
-        credit=centered,
+        credit=credit,
         seed=1,
         last=last,
         emit=lambda event: None,

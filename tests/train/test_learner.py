@@ -17,6 +17,7 @@ from etude.model.transformer import ModelConfig, fresh
 from etude.train.checkpoint import pack, unpack
 from etude.train.learner import Learner
 from etude.train.loss import token_logprobs
+from etude.train.objective import Objective
 from etude.train.rows import Padded
 
 CONFIG = ModelConfig(
@@ -130,7 +131,7 @@ def test_a_step_is_one_adamw_step_on_the_formula() -> None:
         loss -= (ratio.clamp(max=1.1) * torch.tensor([row.advantages], dtype=torch.float64)[mask] * logp).sum() / total
     loss.backward()
     norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
-    stats = one.step(batch(1), lr=1e-2, ratio_cap=1.1, weight_decay=0.1)
+    stats = one.step(batch(1), lr=1e-2, objective=Objective(ratio_cap=1.1), weight_decay=0.1)
     assert stats.loss == pytest.approx(loss.item(), rel=1e-4)
     assert stats.grad_norm == pytest.approx(norm.item(), rel=1e-4)
     state = one.state()
@@ -141,6 +142,68 @@ def test_a_step_is_one_adamw_step_on_the_formula() -> None:
         expected = decayed - 1e-2 * gradient / (gradient.abs() + 1e-8)  # the first step: the moments are the gradient
         clear = gradient.abs() > 1e-5  # where rounding cannot turn the sign of a step
         torch.testing.assert_close(state[f"master.{name}"].double()[clear], expected[clear], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("aggregate", ["token", "sequence", "constant"])
+def test_a_step_adds_up_over_the_whole_batch_as_the_objective_says(aggregate: str) -> None:
+    """Two segments of one attempt in different microbatches; against the sum written out, in float64."""
+    rows = [replace(row, sample="same") if number < 2 else row for number, row in enumerate(batch(1).rows)]
+    model = fresh(CONFIG, 0)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(p.to(torch.bfloat16))
+    losses = []
+    for row in rows:
+        mask = torch.tensor([row.mask])
+        logp = token_logprobs(model, torch.tensor([row.tokens]), mask)[0].double()
+        ratio = (logp - torch.tensor([row.logprobs])[mask].double()).exp().clamp(max=2.0)
+        losses.append((-ratio * torch.tensor([row.advantages])[mask].double() * logp).tolist())
+    attempts = [losses[0] + losses[1], *losses[2:]]
+    expected = {
+        "token": sum(map(sum, attempts)) / sum(map(len, attempts)),
+        "sequence": sum(sum(losses) / len(losses) for losses in attempts) / len(attempts),
+        "constant": sum(map(sum, attempts)) / len(attempts) / CONFIG.max_position_embeddings,
+    }
+    for microbatch_tokens in (0, 64):
+        lesson = replace(batch(1), rows=tuple(rows))
+        stats = learner().step(
+            lesson, lr=1e-3, objective=Objective(aggregate=aggregate), microbatch_tokens=microbatch_tokens
+        )
+        assert stats.loss == pytest.approx(expected[aggregate], rel=1e-4)
+
+
+def test_the_reference_is_what_was_kept_and_survives_a_checkpoint() -> None:
+    """At the kept weights the KL costs nothing; once the policy has moved it does, and pulls it back."""
+    priced = Objective(kl_coef=0.5)
+    free, held = learner(), learner()
+    held.keep()
+    assert held.step(batch(1), lr=1e-2, objective=priced).loss == free.step(batch(1), lr=1e-2).loss
+    assert held.step(batch(2), lr=1e-2, objective=priced).loss != free.step(batch(2), lr=1e-2).loss
+
+    resumed = learner(seed=9)
+    resumed.load_state(through_bytes(held.state()))
+    assert resumed.step(batch(3), lr=1e-2, objective=priced) == held.step(batch(3), lr=1e-2, objective=priced)
+
+    def gap(row: Row) -> float:
+        """How far the row's log-probs are from the reference's."""
+        own, kept = (
+            token_logprobs(one.model, torch.tensor([row.tokens]), torch.tensor([row.mask]))[0]
+            for one in (held, learner())
+        )
+        return (own - kept).abs().mean().item()
+
+    unrewarded = tuple(replace(row, advantages=(0.0,) * len(row.mask)) for row in batch(4).rows)
+    before = sum(map(gap, unrewarded))
+    for _ in range(20):
+        held.step(replace(batch(4), rows=unrewarded), lr=2e-3, objective=Objective(correction="none", kl_coef=1.0))
+    assert sum(map(gap, unrewarded)) < before / 2
+
+
+def test_shares_of_what_a_correction_did() -> None:
+    stats = learner().step(batch(1), lr=1e-3, objective=Objective(correction="masked", ratio_cap=1.01))
+    assert 0.5 < stats.capped == stats.silenced <= 1.0
+    stats = learner().step(batch(1), lr=1e-3, objective=Objective(ratio_cap=1.0))
+    assert 0.0 < stats.capped < 1.0 and stats.silenced == 0.0
 
 
 def test_a_resumed_learner_is_the_same_to_the_bit() -> None:

@@ -5,9 +5,11 @@ import math
 import pytest
 import torch
 
+from etude.core.config import LOSSES
 from etude.model.attention import Causal
 from etude.model.transformer import ModelConfig, fresh
-from etude.train.loss import LOSS, drift, masked, token_logprobs, truncated
+from etude.train.correction import CORRECTION, drift
+from etude.train.loss import LOSS, Clip, Tokens, clipped, clipped_by_row, token_logprobs
 
 CONFIG = ModelConfig(
     vocab_size=13,
@@ -22,38 +24,98 @@ TOKENS_BT = torch.tensor([[1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 0, 0]])
 MASK_BT = torch.tensor([[False, False, True, True, False, True], [False, True, False, True, False, False]])
 
 
-def test_truncated_by_hand() -> None:
-    new, old = (
-        torch.tensor([math.log(0.5), math.log(0.9), math.log(0.2)]),
-        torch.tensor([math.log(p) for p in (0.25, 0.1, 0.4)]),
-    )
-    adv = torch.tensor([1.0, -2.0, 3.0])
-    # ratios 2, 9 (cut to 3) and 0.5
-    expected = [-2 * 1 * math.log(0.5), -3 * -2 * math.log(0.9), -0.5 * 3 * math.log(0.2)]
-    assert truncated(new, old, adv, 3.0).tolist() == pytest.approx(expected, rel=1e-5)
+def logs(*probabilities: float) -> torch.Tensor:
+    return torch.tensor(probabilities, dtype=torch.float64).log()
 
 
-def test_masked_by_hand() -> None:
-    new, old = (
-        torch.tensor([math.log(0.5), math.log(0.9), math.log(0.1)]),
-        torch.tensor([math.log(p) for p in (0.25, 0.1, 0.4)]),
-    )
-    adv = torch.tensor([1.0, -2.0, 3.0])
-    # ratios 2, 9 (above 3) and 0.25 (below 1/3)
-    assert masked(new, old, adv, 3.0).tolist() == pytest.approx([-2 * math.log(0.5), 0.0, 0.0], rel=1e-5)
+ROW_N = torch.tensor([0, 0, 1])  # two tokens of one row, one of another
+
+
+def slopes(name: str, new: torch.Tensor, old: torch.Tensor, adv: torch.Tensor, clip: Clip) -> list[float]:
+    """d loss / d logp of every token, by autograd in float64."""
+    leaf = new.clone().requires_grad_()
+    LOSS[name].function(Tokens(logp_N=leaf, old_logp_N=old, adv_N=adv, row_N=ROW_N), clip).sum().backward()
+    assert leaf.grad is not None
+    return leaf.grad.tolist()
+
+
+def test_the_names_in_the_config_are_those_of_the_losses() -> None:
+    assert tuple(LOSS) == LOSSES
+
+
+@pytest.mark.parametrize(
+    ("name", "clip", "expected"),
+    [
+        # Ratios 2, 0.5 and 1.25; advantages 1, -2 and 4. Slope of a token: -weight x advantage.
+        ("reinforce", Clip(0.2, 0.2), [-1.0, 2.0, -4.0]),
+        # 2 is above 1.2 and pushed up: silent. 0.5 is below 0.8 and pushed down: silent. 1.25 is above 1.2: silent.
+        ("ppo_clip", Clip(0.2, 0.2), [0.0, 0.0, 0.0]),
+        ("grpo", Clip(0.2, 0.3), [0.0, 0.0, -1.25 * 4]),
+        ("dapo", Clip(0.6, 1.5), [-2.0, 1.0, -5.0]),
+        ("dr_grpo", Clip(0.6, 0.2), [0.0, 1.0, 0.0]),
+        # The weight is cut to 1.2 or 0.8, and nobody is silent.
+        ("cispo", Clip(0.2, 0.2), [-1.2, 1.6, -4.8]),
+        # The first row's ratio is sqrt(2 x 0.5) = 1, each of its tokens half of it: both advantages, 1 - 2, through
+        # both log-probs. The second row is one token.
+        ("gspo", Clip(0.2, 0.3), [0.5, 0.5, -5.0]),
+        ("gspo", Clip(0.2, 0.2), [0.5, 0.5, 0.0]),
+    ],
+)
+def test_the_slope_of_every_loss_by_hand(name: str, clip: Clip, expected: list[float]) -> None:
+    new, old = logs(0.5, 0.1, 0.5), logs(0.25, 0.2, 0.4)
+    adv = torch.tensor([1.0, -2.0, 4.0], dtype=torch.float64)
+    assert slopes(name, new, old, adv, clip) == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_value_of_the_clipped_losses_by_hand() -> None:
+    new, old = logs(0.5, 0.1, 0.5), logs(0.25, 0.2, 0.4)
+    tokens = Tokens(logp_N=new, old_logp_N=old, adv_N=torch.tensor([1.0, -2.0, 4.0]).double(), row_N=ROW_N)
+    # min(2, 1.2) x 1; min(0.5 x -2, 0.8 x -2) = -1.6; min(1.25, 1.2) x 4
+    assert clipped(tokens, Clip(0.2, 0.2)).tolist() == pytest.approx([-1.2, 1.6, -4.8])
+    # Both tokens of the first row have the row's ratio, 1.
+    assert clipped_by_row(tokens, Clip(0.2, 0.2)).tolist() == pytest.approx([-1.0, 2.0, -4.8])
 
 
 @pytest.mark.parametrize("name", LOSS)
-def test_the_gradient_is_the_weight_times_the_advantage(name: str) -> None:
-    """The weight is a constant to autograd: d loss / d logp = -min(ratio, cap) * adv, checked in float64."""
-    torch.manual_seed(0)
-    new = torch.randn(20, dtype=torch.float64, requires_grad=True)
-    old, adv = torch.randn(20, dtype=torch.float64), torch.randn(20, dtype=torch.float64)
-    LOSS[name](new, old, adv, 1.5).sum().backward()
-    ratio = (new - old).exp().detach()
-    weight = ratio.clamp(max=1.5) if name == "truncated" else ratio * ((ratio <= 1.5) & (ratio >= 1 / 1.5))
-    assert new.grad is not None
-    torch.testing.assert_close(new.grad, -weight * adv, rtol=1e-12, atol=1e-12)
+def test_on_policy_all_losses_are_the_policy_gradient(name: str) -> None:
+    """At ratio 1 no clip acts: d loss / d logp = -advantage, for equal advantages within a row."""
+    new, adv = logs(0.5, 0.1, 0.5), torch.tensor([3.0, 3.0, -4.0], dtype=torch.float64)
+    assert slopes(name, new, new, adv, LOSS[name].clip) == pytest.approx([-3.0, -3.0, 4.0])
+
+
+@pytest.mark.parametrize("name", LOSS)
+def test_a_weight_on_the_advantage_is_a_weight_on_the_loss(name: str) -> None:
+    """What makes a correction independent of the loss."""
+    new, old = logs(0.5, 0.1, 0.5), logs(0.3, 0.2, 0.4)
+    adv, weight = torch.tensor([1.0, -2.0, 4.0]).double(), torch.tensor([0.5, 0.0, 3.0]).double()
+    function, clip = LOSS[name].function, LOSS[name].clip
+    inside = function(Tokens(logp_N=new, old_logp_N=old, adv_N=weight * adv, row_N=ROW_N), clip)
+    outside = weight * function(Tokens(logp_N=new, old_logp_N=old, adv_N=adv, row_N=ROW_N), clip)
+    torch.testing.assert_close(inside, outside)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        # Ratios 2 and 0.5 in the first row, 9 and 1.5 in the second: products 1 and 13.5. The cap is 1.8.
+        ("truncated", [1.8, 0.5, 1.8, 1.5]),
+        ("masked", [0.0, 0.0, 0.0, 1.5]),
+        ("sequence_truncated", [1.0, 1.0, 1.8, 1.8]),
+        ("sequence_masked", [1.0, 1.0, 0.0, 0.0]),
+    ],
+)
+def test_importance_weights_by_hand(name: str, expected: list[float]) -> None:
+    log_ratio = logs(2.0, 0.5, 9.0, 1.5)
+    correction = CORRECTION[name]
+    weights = correction.cut(correction.ratio(log_ratio, torch.tensor([0, 0, 1, 1])), 1.8)
+    assert weights.tolist() == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", CORRECTION)
+def test_a_ratio_that_overflows_gives_a_weight_that_is_finite(name: str) -> None:
+    correction = CORRECTION[name]
+    weights = correction.cut(correction.ratio(torch.tensor([1000.0, -1000.0]), torch.tensor([0, 1])), 2.0)
+    assert weights.isfinite().all()
 
 
 def test_token_logprobs_are_those_of_the_plain_softmax_before_each_token() -> None:
@@ -91,20 +153,20 @@ def test_tokens_that_do_not_count_get_no_gradient() -> None:
 def test_drift_by_hand() -> None:
     d = [0.0, math.log(2), math.log(4), -math.log(2)]
     old = torch.full((4,), -3.0)
-    got = drift(old + torch.tensor(d), old, 3.0)
+    got = drift(old + torch.tensor(d), old)
     k3 = [math.exp(x) - 1 - x for x in d]
     assert got.k1 == pytest.approx(-sum(d) / 4, abs=1e-6)
     assert got.k3 == pytest.approx(sum(k3) / 4, abs=1e-5)
     assert got.k3_p99 == pytest.approx(max(k3), abs=1e-5)
-    assert got.capped == 0.25
+    assert got.k1_p99 == pytest.approx(math.log(4), abs=1e-6)
 
 
 def test_drift_p99_leaves_out_the_hundredth() -> None:
     log_ratio = torch.zeros(100)
     log_ratio[17] = 5.0
-    assert drift(log_ratio, torch.zeros(100), 2.0).k3_p99 == 0.0
+    assert drift(log_ratio, torch.zeros(100)).k3_p99 == 0.0
     log_ratio[18] = 5.0
-    assert drift(log_ratio, torch.zeros(100), 2.0).k3_p99 > 100
+    assert drift(log_ratio, torch.zeros(100)).k3_p99 > 100
 
 
 def test_the_head_in_parts_gives_the_same_with_its_gradients(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from etude.core.types import Row, Span
-from etude.train.loss import drift
+from etude.train.correction import drift
 from etude.train.meter import Recomputed, meter, routed_otherwise
 
 
@@ -37,7 +37,7 @@ def test_it_agrees_with_the_drift_of_a_step() -> None:
     old, shift = -rng.exponential(size=(4, 150)), rng.normal(size=(4, 150)) * 0.3
     rows = [row(str(i), each.tolist(), version=0) for i, each in enumerate(old)]
     found = meter(rows, [again(each) for each in (old + shift).tolist()], version=0).all
-    expected = drift(torch.tensor((old + shift).ravel(), dtype=torch.float32), torch.tensor(old.ravel()), 2.0)
+    expected = drift(torch.tensor((old + shift).ravel(), dtype=torch.float32), torch.tensor(old.ravel()))
     assert (found.k1, found.k3, found.k3_p99) == pytest.approx((expected.k1, expected.k3, expected.k3_p99), rel=1e-4)
     assert found.num_tokens == 600 and 0 < found.effective < 1
     assert found.ratio_p1 < 1 < found.ratio_p99 < found.ratio_max

@@ -1,0 +1,68 @@
+"""What both sides of the benchmark `trl` are given: prompts, the reward, and the numbers. No torch, no TRL: each side
+imports it from an environment of its own."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from etude.core.seams import Sandbox, Transcript, Worlds
+from etude.core.types import Task
+from etude.worlds.fake import FakeSandbox
+
+STEPS = 20
+GROUPS_PER_STEP = 4
+GROUP_SIZE = 8
+MAX_TOKENS = 96
+LR = 2e-5
+
+TOPICS = (
+    "rain, bread, a river, the moon, a bicycle, snow, tea, a library, the sea, a garden, a train, music, a lamp, "
+    "winter, a bridge, a cat, a market, salt, the wind, a letter, a clock, apples, a mountain, sleep, a window, honey, "
+    "a street, the sun, a ship, paper, a dog, fire"
+)
+PROMPTS = [f"Write one short sentence about {topic}." for topic in TOPICS.split(", ")]
+
+
+def reward(text: str) -> float:
+    """The share of words that begin with an s: it has a value for every answer, so every group teaches something."""
+    words = text.lower().split()
+    return sum(word.startswith("s") for word in words) / max(1, len(words))
+
+
+class Sentences:
+    """An Environment: a prompt, and an answer that is a text."""
+
+    def __init__(self, worlds: Worlds, *, counts: Mapping[str, int], seed: int) -> None:
+        self._counts = counts
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        prompts = PROMPTS[: self._counts[split]]
+        return [
+            Task(id=f"{split}-{n}", prompt=prompt, files={"answer": ""}, editable=("answer",), checks=(), meta={})
+            for n, prompt in enumerate(prompts)
+        ]
+
+    @asynccontextmanager
+    async def open(self, task: Task) -> AsyncIterator[Sandbox]:
+        yield FakeSandbox(task.files)  # nothing is executed, and the other side has no sandboxes either
+
+    async def score(self, task: Task, sandbox: Sandbox) -> dict[str, float]:
+        return {"reward": reward(await sandbox.read("answer"))}
+
+
+class Writer:
+    """An Agent: one question, one answer."""
+
+    def __init__(self, http: Any, *, max_tokens: int, temperature: float, **unused: Any) -> None:
+        self._http, self._sampling = http, {"model": "etude", "max_tokens": max_tokens, "temperature": temperature}
+
+    async def run(self, task: Task, sandbox: Sandbox, *, base_url: str, seed: int) -> Transcript:
+        messages: list[dict[str, Any]] = [{"role": "user", "content": task.prompt}]
+        body = {**self._sampling, "messages": messages, "seed": seed}
+        async with self._http.post(f"{base_url}/chat/completions", json=body) as response:
+            response.raise_for_status()
+            answer = (await response.json())["choices"][0]["message"]
+        await sandbox.write("answer", answer["content"] or "")
+        return Transcript(messages=[*messages, answer], finished=True)

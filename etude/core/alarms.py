@@ -1,0 +1,146 @@
+"""What should worry somebody who trains, and what to do about it. A fold over a run's events: the screen, the lines of
+a log and `etude audit` all ask the same rules, and a run that ended years ago can still be asked.
+
+An alarm begins with the event that brings it and ends when its cause is gone; nothing stops because of one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import deque
+from dataclasses import dataclass
+
+from etude.core.events import Event, GroupDone, StageStarted, StepDone
+from etude.core.types import Batch, Row
+
+K3_LIMIT = 1e-2
+FIRST_STEPS = 5
+"""Steps whose mean entropy is what later ones are compared with."""
+COLLAPSED = 0.2
+"""Share of that entropy below which it has collapsed."""
+RECENT_GROUPS = 64
+SATURATED = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    name: str
+    what: str
+    advice: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.advice}"
+
+
+class Alarms:
+    """`active` are those whose cause is still there, by name."""
+
+    def __init__(self) -> None:
+        self._forget()
+
+    def _forget(self) -> None:
+        """Another stage has other figures."""
+        self.active: dict[str, Alarm] = {}
+        self._entropies: list[float] = []
+        self._rewards: deque[float] = deque(maxlen=RECENT_GROUPS)
+
+    def apply(self, event: Event) -> list[Alarm]:
+        """The alarms that begin with this event."""
+        found: dict[str, Alarm | None] = {}
+        match event:
+            case StageStarted():
+                self._forget()
+            case StepDone():
+                found = {
+                    "k3": _drifting(event),
+                    "entropy": self._collapsed(event),
+                    "repeats": _repeated(event),
+                }
+            case GroupDone():
+                found = {"malformed": _malformed(event), "reward": self._saturated(event)}
+        begun = [alarm for name, alarm in found.items() if alarm is not None and name not in self.active]
+        for name, alarm in found.items():
+            self.active.pop(name, None)
+            if alarm is not None:
+                self.active[name] = alarm
+        return begun
+
+    def _collapsed(self, event: StepDone) -> Alarm | None:
+        if len(self._entropies) < FIRST_STEPS:
+            self._entropies.append(event.entropy)
+            return None
+        first = sum(self._entropies) / len(self._entropies)
+        if event.entropy >= COLLAPSED * first:
+            return None
+        return Alarm(
+            "entropy",
+            f"step {event.step}: the entropy is {event.entropy:.4f} nats, and was {first:.4f} in the first steps",
+            "the policy hardly explores any more; lower lr, raise clip_high or kl_coef, or end the run here",
+        )
+
+    def _saturated(self, event: GroupDone) -> Alarm | None:
+        self._rewards.extend(event.rewards[:1] and [sum(event.rewards) / len(event.rewards)])
+        mean = sum(self._rewards) / max(1, len(self._rewards))
+        if len(self._rewards) < RECENT_GROUPS or mean < SATURATED:
+            return None
+        return Alarm(
+            "reward",
+            f"group {event.group}: the last {RECENT_GROUPS} groups earned {mean:.3f} on average",
+            "there is little left to learn from these tasks; take harder ones, or end the run here",
+        )
+
+
+def _drifting(event: StepDone) -> Alarm | None:
+    if event.k3_mean <= K3_LIMIT:
+        return None
+    return Alarm(
+        "k3",
+        f"step {event.step}: k3 is {event.k3_mean:.4f}, above {K3_LIMIT}",
+        "the policy that learns is far from the one that sampled; lower lr or max_lag, and if it is so at lag 0 too, "
+        "engine and trainer do not compute the same",
+    )
+
+
+def _repeated(event: StepDone) -> Alarm | None:
+    if not event.repeats:
+        return None
+    return Alarm(
+        "repeats",
+        f"step {event.step}: {event.repeats} of its rows were trained on before, to the last digit of their log-probs",
+        "something delivers the same sessions twice; look for a recorder or a proxy that replays answers",
+    )
+
+
+def _malformed(event: GroupDone) -> Alarm | None:
+    if not event.malformed:
+        return None
+    sample, why = next(iter(event.malformed.items()))
+    return Alarm(
+        "malformed",
+        f"{sample}: {why}"
+        + (f" (and {len(event.malformed) - 1} more of its group)" if len(event.malformed) > 1 else ""),
+        "the attempt was dropped; mend the environment, harness or worker that it comes from",
+    )
+
+
+class Repeats:
+    """Rows that were there before. Two sessions may well say the same; that each token of both also had the same
+    log-prob, at the same versions, happens only when one of them is a copy."""
+
+    def __init__(self, *, steps: int = 64) -> None:
+        self._seen: deque[set[bytes]] = deque(maxlen=steps)
+
+    def count(self, batch: Batch) -> int:
+        """How many rows of the batch stood in one of the last `steps` batches."""
+        digests = [_digest(row) for row in batch.rows]
+        known = set().union(*self._seen)
+        self._seen.append(set(digests))
+        return sum(digest in known for digest in digests)
+
+
+def _digest(row: Row) -> bytes:
+    state = hashlib.blake2b(array("q", row.tokens).tobytes(), digest_size=16)
+    state.update(array("d", row.logprobs).tobytes())
+    state.update(repr(row.versions).encode())
+    return state.digest()

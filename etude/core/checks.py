@@ -1,0 +1,50 @@
+"""What makes data unfit to be trained on, in words. Pure, and asked twice: by the controller, which drops the attempt
+under the name `malformed`, and by the trainer, which stops before a step that nobody could take back."""
+
+from __future__ import annotations
+
+import math
+
+from etude.core.errors import EtudeError
+from etude.core.types import Batch, Row
+
+
+def row_fault(
+    row: Row, *, oldest: int, newest: int, max_tokens: int | None = None, vocab_size: int | None = None
+) -> str | None:
+    """The first thing that is wrong with a row, or None. Its tokens may come from versions `oldest` to `newest`."""
+    sizes = [len(field) for field in (row.tokens, row.mask, row.logprobs, row.advantages)]
+    num_sampled, num_versions = sum(row.mask), sum(span.count for span in row.versions)
+    strangers = [span.version for span in row.versions if not oldest <= span.version <= newest]
+    if len(set(sizes)) > 1:
+        return "tokens, mask, log-probs and advantages have {}, {}, {} and {} entries".format(*sizes)
+    if max_tokens is not None and len(row.tokens) > max_tokens:
+        return f"it has {len(row.tokens)} tokens, and the context {max_tokens}"
+    if num_sampled == 0:
+        return "no token of it was sampled"
+    if row.mask[0]:
+        return "its first token counts as sampled, but nothing stands before it"
+    if vocab_size is not None and not 0 <= min(row.tokens) <= max(row.tokens) < vocab_size:
+        return f"a token is none of the vocabulary's {vocab_size}"
+    if not all(map(math.isfinite, row.logprobs)):
+        return "a log-prob is not finite"
+    if not all(map(math.isfinite, row.advantages)):
+        return "an advantage is not finite"
+    if num_versions != num_sampled:
+        return f"{num_sampled} tokens were sampled, and {num_versions} have a weight version"
+    if strangers:
+        return f"a token comes from version {strangers[0]}, and only {oldest} to {newest} can have made it"
+    return None
+
+
+def check_batch(batch: Batch, *, max_tokens: int, vocab_size: int, where: str) -> None:
+    """Raises an error that names the first bad row. `where` names the batch."""
+    if not batch.rows:
+        raise EtudeError(f"{where} has no rows: there is nothing to learn from; see `etude audit` for what came before")
+    for row in batch.rows:
+        fault = row_fault(row, oldest=batch.oldest, newest=batch.step - 1, max_tokens=max_tokens, vocab_size=vocab_size)
+        if fault is not None:
+            raise EtudeError(
+                f"{where}, row of {row.sample}: {fault}. No step was taken: the batch is damaged, or the run's config "
+                f"and model are not those that it was made with"
+            )

@@ -1,0 +1,58 @@
+"""What an attempt cost: a price on words, calls and turns, taken off its reward.
+
+The price is concave. The first tool call costs the most and the fiftieth nearly nothing, so that a quick task is done
+quickly and a hard one is still worth a long session:
+
+    C(x) = ((1 + k x)^(1 - q) - 1) / (k (1 - q))        slope (1 + k x)^-q: 1 at the start, then falling
+
+`q = 0` is a plain price by the piece, `q = 1` the limit log(1 + k x) / k, and `q > 1` never exceeds 1 / (k (q - 1)).
+
+The price is paid by attempts that failed, too. Where nothing is ever solved it therefore teaches to fail quickly:
+switch it on for a policy that solves some of its tasks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from etude.core.types import Trajectory
+
+
+def concave(x: float, *, k: float, q: float) -> float:
+    """C(x) as above; exact near q = 1 as well, where the fraction as it stands is 0 / 0."""
+    log = math.log1p(k * x)
+    return log / k if q == 1 else math.expm1((1 - q) * log) / (k * (1 - q))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """`scale` times C of the weighted sum of what an attempt used."""
+
+    scale: float
+    k: float = 1.0
+    q: float = 0.5
+    tokens: float = 0.0
+    """Weight of a token that the model said."""
+    calls: float = 0.0
+    """Of a tool call."""
+    turns: float = 0.0
+    """Of an answer of the model."""
+
+    def price(self, trajectory: Trajectory) -> float:
+        x = (
+            self.tokens * trajectory.num_sampled
+            + self.calls * num_calls(trajectory)
+            + self.turns * num_turns(trajectory)
+        )
+        return self.scale * concave(x, k=self.k, q=self.q)
+
+
+def num_turns(trajectory: Trajectory) -> int:
+    """Unbroken runs of sampled tokens: between two answers something always stands."""
+    masks = [(False, *segment.mask) for segment in trajectory.segments]
+    return sum(now and not before for mask in masks for before, now in zip(mask, mask[1:], strict=False))
+
+
+def num_calls(trajectory: Trajectory) -> int:
+    return sum(len(message.get("tool_calls") or ()) for message in trajectory.messages)

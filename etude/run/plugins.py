@@ -1,0 +1,42 @@
+"""Code of the user's own, by name: `module:name`, or `path/to/file.py:name`, both seen from where the run was started.
+
+A run's config holds the name only. Whoever resumes the run elsewhere brings the code along.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from etude.core.errors import EtudeError
+
+
+def load(reference: str, key: str) -> Any:
+    """The object that `reference` names; `key` is the config key that holds it."""
+    place, _, name = reference.partition(":")
+    try:
+        module = _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    except (ImportError, OSError, SyntaxError) as e:
+        raise EtudeError(
+            f"{key} = {reference!r}: {place} cannot be loaded ({e}); start the run where it lies, or give its path"
+        ) from e
+    if not hasattr(module, name):
+        raise EtudeError(
+            f"{key} = {reference!r}: {place} has nothing called {name!r}; define it there, or name another"
+        )
+    return getattr(module, name)
+
+
+def _from_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise FileNotFoundError("no such file")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses look their module up there
+    spec.loader.exec_module(module)
+    return module

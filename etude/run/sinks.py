@@ -1,0 +1,115 @@
+"""Where a run's curves go beside its own store: TensorBoard, Weights & Biases, trackio. A run names them in `sinks`.
+
+The events in the store come first and are complete; a sink is a copy of their numbers for people who have a page open
+already. Each needs a package that Etude does not: it is imported when it is asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from etude.core.errors import EtudeError
+from etude.core.events import Event
+from etude.core.figures import figures
+from etude.run.telemetry import EVERY_S, Events
+from etude.store.runs import Run
+
+
+class Sink(Protocol):
+    def write(self, t: float, step: int, numbers: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoard:
+    """Files under `tensorboard/` in the run's directory: `tensorboard --logdir runs`."""
+
+    def __init__(self, name: str, directory: Path) -> None:
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._writer = EventFileWriter(str(directory / "tensorboard"))
+
+    def write(self, t: float, step: int, numbers: Mapping[str, float]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event as Record
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
+        self._writer.add_event(Record(wall_time=t, step=step, summary=Summary(value=values)))
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Logged:
+    """Packages that are called as W&B is: `init`, then `log` with a step of its own for each curve."""
+
+    def __init__(self, run: Any) -> None:
+        self._run = run
+
+    def write(self, t: float, step: int, numbers: Mapping[str, float]) -> None:
+        # Stages count their steps anew, and the axis of these packages never goes back: each has one of its own beside.
+        axes = {f"{name.partition('/')[0]}/step": float(step) for name in numbers}
+        self._run.log({**numbers, **axes})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _wandb(name: str, directory: Path) -> Sink:
+    """Its own variables (WANDB_MODE=offline, WANDB_PROJECT, ...) work as usual."""
+    import wandb
+
+    return Logged(wandb.init(name=name, id=name, dir=directory, resume="allow"))
+
+
+def _trackio(name: str, directory: Path) -> Sink:
+    import trackio
+
+    return Logged(trackio.init(project="etude", name=name, resume="allow"))
+
+
+SINKS: dict[str, Callable[[str, Path], Sink]] = {"tensorboard": TensorBoard, "wandb": _wandb, "trackio": _trackio}
+
+
+class Sinks:
+    """All that a run asks for, as one."""
+
+    def __init__(self, names: Sequence[str], *, run: str, directory: Path) -> None:
+        self._sinks = [_open(name, run, directory) for name in names]
+
+    def write(self, t: float, event: Event) -> None:
+        step, numbers = figures(event)
+        for sink in self._sinks if numbers else ():
+            sink.write(t, step, numbers)
+
+    def close(self) -> None:
+        for sink in self._sinks:
+            sink.close()
+
+
+def _open(name: str, run: str, directory: Path) -> Sink:
+    try:
+        return SINKS[name](run, directory)
+    except ModuleNotFoundError as e:
+        raise EtudeError(
+            f"sinks = [{name!r}] needs the package {e.name}, which is not installed: pip install 'etude[{name}]', or "
+            f"take it out of sinks"
+        ) from e
+
+
+async def copy(run: Run, sinks: Sinks) -> None:
+    """Hands on what happens from now on, until it is cancelled, and then the last of it."""
+    events = Events(run)
+    await asyncio.to_thread(events.new)  # what happened before was handed on then
+    try:
+        while True:
+            await asyncio.sleep(EVERY_S)
+            for stamped in await asyncio.to_thread(events.new):
+                sinks.write(stamped.t, stamped.record)
+    finally:
+        for stamped in events.new():
+            sinks.write(stamped.t, stamped.record)
+        sinks.close()

@@ -1,0 +1,95 @@
+"""One step of rl, from the batch in the store to the event that says what came of it."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from etude.core.alarms import Repeats
+from etude.core.checks import check_batch
+from etude.core.config import RlConfig
+from etude.core.errors import EtudeError
+from etude.core.events import StepDone
+from etude.core.types import Batch
+from etude.model.transformer import Transformer
+from etude.run.plugins import load
+from etude.train.flops import peak_flops, step_flops
+from etude.train.learner import Learner, StepStats
+from etude.train.loss import LOSS, Clip, Loss
+from etude.train.objective import Objective
+
+
+def objective_of(stage: RlConfig) -> Objective:
+    """What the config does not say is as the loss wants it."""
+    loss = LOSS[stage.loss] if stage.loss in LOSS else load(stage.loss, "stage.rl.loss")
+    if not isinstance(loss, Loss):
+        raise EtudeError(
+            f"stage.rl.loss = {stage.loss!r} is a {type(loss).__name__}: it must be an etude.train.loss.Loss, such as "
+            f"Loss(function=your_function)"
+        )
+    return Objective(
+        loss=loss,
+        aggregate=stage.aggregate or loss.aggregate,
+        clip=Clip(
+            loss.clip.low if stage.clip_low is None else stage.clip_low,
+            loss.clip.high if stage.clip_high is None else stage.clip_high,
+        ),
+        correction=stage.correction or loss.correction,
+        ratio_cap=stage.ratio_cap,
+        kl_coef=stage.kl_coef,
+    )
+
+
+def computing_in(dtype: str, model: Transformer) -> torch.autocast:
+    """For a block in which matrix products are computed in `dtype`."""
+    # No cache of rounded weights: they change within a step, for the reference and by the optimizer.
+    device = next(model.parameters()).device.type
+    return torch.autocast(device, torch.bfloat16, enabled=dtype == "bfloat16", cache_enabled=False)
+
+
+class Scribe:
+    """What a step's event says beyond what the learner knows: how long, how well used, how stale, how often before."""
+
+    def __init__(self, learner: Learner) -> None:
+        self._config = learner.model.config
+        self._peak = learner.ranks.size * peak_flops(next(learner.model.parameters()).device)
+        self._repeats = Repeats()
+        self._idle_since = self._began = time.monotonic()
+
+    def accept(self, batch: Batch, where: str) -> Batch:
+        """The batch is there: makes sure that it can be learnt from. `where` names it."""
+        check_batch(
+            batch, max_tokens=self._config.max_position_embeddings, vocab_size=self._config.vocab_size, where=where
+        )
+        self._began = time.monotonic()
+        return batch
+
+    def write(self, batch: Batch, stats: StepStats, teacher_kl: float | None = None) -> StepDone:
+        """The step is over, its weights published."""
+        now = time.monotonic()
+        seconds, wait_s, self._idle_since = now - self._began, self._began - self._idle_since, now
+        return StepDone(
+            step=batch.step,
+            loss=stats.loss,
+            reward=batch.reward,
+            lr=stats.lr,
+            lag=batch.lag,
+            lags=batch.lags,
+            k1=stats.drift.k1,
+            k1_p99=stats.drift.k1_p99,
+            k3_mean=stats.drift.k3,
+            k3_p99=stats.drift.k3_p99,
+            capped=stats.capped,
+            silenced=stats.silenced,
+            router_disagreement=stats.router_disagreement,
+            entropy=stats.entropy,
+            grad_norm=stats.grad_norm,
+            tokens=stats.num_tokens,
+            tokens_per_s=sum(len(row.tokens) for row in batch.rows) / seconds,
+            mfu=step_flops(self._config, batch.rows) / seconds / self._peak,
+            repeats=self._repeats.count(batch),
+            seconds=seconds,
+            wait_s=wait_s,
+            teacher_kl=teacher_kl,
+        )

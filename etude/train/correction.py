@@ -1,0 +1,86 @@
+"""What is done about data from another policy: how far it is from the one that learns, and what each token is worth.
+
+The engine that sampled a token had older weights and other numerics. The learner computes the token's log-prob anew at
+its own version; e to the difference is how much likelier it finds the token, its importance weight. A correction makes
+that usable: raw weights have no bound, and one of them can outweigh a whole batch.
+
+    token level      each token by its own ratio: little variance, and the bias of ignoring what came before the token
+    sequence level   every token of a row by the product of the row's ratios: unbiased but for the cut, and wild for
+                     long rows
+
+    truncated        weights above the cap are cut to it: such a token still teaches
+    masked           what is above the cap, or below its inverse, is left out (IcePop): for models whose numerics make a
+                     few ratios meaningless rather than large
+
+Weights are constants to the gradient. Shapes: N sampled tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from etude.train.loss import sum_by_row
+
+
+def truncate(ratio_N: Tensor, cap: float) -> Tensor:
+    return ratio_N.clamp(max=cap)
+
+
+def mask(ratio_N: Tensor, cap: float) -> Tensor:
+    # Not a product: a ratio may have overflowed, and infinity times 0 is no number.
+    return torch.where((ratio_N <= cap) & (ratio_N >= 1 / cap), ratio_N, 0.0)
+
+
+def of_token(log_ratio_N: Tensor, row_N: Tensor) -> Tensor:
+    return log_ratio_N.exp()
+
+
+def of_sequence(log_ratio_N: Tensor, row_N: Tensor) -> Tensor:
+    return sum_by_row(log_ratio_N, row_N).exp()
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    ratio: Callable[[Tensor, Tensor], Tensor]
+    cut: Callable[[Tensor, float], Tensor]
+
+
+CORRECTION: dict[str, Correction] = {
+    "truncated": Correction(of_token, truncate),
+    "masked": Correction(of_token, mask),
+    "sequence_truncated": Correction(of_sequence, truncate),
+    "sequence_masked": Correction(of_sequence, mask),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drift:
+    """How far the learning policy is from the one that sampled, over the sampled tokens of a batch."""
+
+    k1: float
+    """Mean of old minus new log-prob: an unbiased estimate of KL(old, new), of either sign."""
+    k1_p99: float
+    """Of its size."""
+    k3: float
+    """Mean of ratio - 1 - log ratio: the same estimate, never negative and of smaller variance."""
+    k3_p99: float
+
+
+def drift(logp_N: Tensor, old_logp_N: Tensor) -> Drift:
+    log_ratio_N = (logp_N - old_logp_N).double()
+    k3_N = log_ratio_N.expm1() - log_ratio_N
+    return Drift(
+        k1=-log_ratio_N.mean().item(),
+        k1_p99=_p99(log_ratio_N.abs()),
+        k3=k3_N.mean().item(),
+        k3_p99=_p99(k3_N),
+    )
+
+
+def _p99(x_N: Tensor) -> float:
+    return x_N.kthvalue(math.ceil(0.99 * len(x_N))).values.item()

@@ -1,0 +1,82 @@
+"""How much arithmetic a step needs, and how much the device could do: model FLOPs utilisation is their quotient.
+
+Only what the model itself asks for is counted: matrix products and attention of the real tokens, the head where a token
+is predicted, backward at twice the forward pass. Padding and anything computed twice makes the share smaller, as it
+should.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+import torch
+
+from etude.core.types import Row
+from etude.model.config import ModelConfig
+
+BACKWARD = 2  # times the forward pass: a product for the inputs, one for the weights
+
+# Dense bf16 arithmetic per second, as the vendor states it.
+KNOWN = {
+    "H200": 989e12,
+    "H100": 989e12,
+    "H20": 148e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "MI300X": 1307e12,
+}
+
+
+def step_flops(config: ModelConfig, rows: Iterable[Row]) -> float:
+    """Of one forward and backward pass over the rows."""
+    return sum((1 + BACKWARD) * forward_flops(config, len(row.tokens) - 1, sum(row.mask)) for row in rows)
+
+
+def forward_flops(config: ModelConfig, length: int, num_predicted: int) -> float:
+    """A multiplication and an addition for each weight that a token meets, and for each number of each key and value
+    that a query looks back at."""
+    weights = sum(_attention_weights(config) + _mlp_weights(config, layer) for layer in range(config.num_hidden_layers))
+    latent = config.latent
+    key = latent.qk_nope_head_dim + latent.qk_rope_head_dim if latent else config.head_dim
+    value = latent.v_head_dim if latent else config.head_dim
+    pairs = length * (length + 1) / 2
+    looked_back = config.num_hidden_layers * config.num_attention_heads * (key + value) * pairs
+    head = config.hidden_size * config.vocab_size * num_predicted
+    return 2.0 * (weights * length + looked_back + head)
+
+
+def _attention_weights(config: ModelConfig) -> int:
+    size, heads = config.hidden_size, config.num_attention_heads
+    if (latent := config.latent) is None:
+        return size * config.head_dim * 2 * (heads + config.num_key_value_heads)
+    query = heads * (latent.qk_nope_head_dim + latent.qk_rope_head_dim)
+    down = latent.q_lora_rank
+    queries = size * query if down is None else (size + query) * down
+    keys_and_values = latent.kv_lora_rank * heads * (latent.qk_nope_head_dim + latent.v_head_dim)
+    compress = size * (latent.kv_lora_rank + latent.qk_rope_head_dim)
+    return queries + compress + keys_and_values + heads * latent.v_head_dim * size
+
+
+def _mlp_weights(config: ModelConfig, layer: int) -> int:
+    experts = config.experts
+    if experts is None or layer not in experts.layers:
+        return 3 * config.hidden_size * config.intermediate_size
+    met = experts.num_experts_per_tok + experts.n_shared_experts
+    return config.hidden_size * (experts.num_experts + 3 * met * experts.moe_intermediate_size)
+
+
+def peak_flops(device: torch.device, *, size: int = 1024, tries: int = 5) -> float:
+    """What a known accelerator is said to do in bf16; otherwise what this one reaches on a large fp32 product, the
+    precision in which a CPU trains, with the threads that the process has."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    if known := next((peak for part, peak in KNOWN.items() if part in name), None):
+        return known
+    x = torch.ones(size, size, device=device)
+    best = float("inf")
+    for _ in range(tries):
+        began = time.perf_counter()
+        (x @ x)[0, 0].item()
+        best = min(best, time.perf_counter() - began)
+    return 2.0 * size**3 / best

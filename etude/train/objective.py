@@ -1,0 +1,106 @@
+"""What one RL step minimises, put together from its parts: credit less KL, corrected, into a loss, added up.
+
+    advantage                     given by the controller (`core.credit`)
+    - kl_coef x k1                the price of moving away from the reference
+    x importance weight           for tokens that another policy sampled (`train.correction`)
+    -> loss of each token         (`train.loss`)
+    -> one number                 `AGGREGATE`
+
+The KL stands in the reward and not in the loss: k1 = log-prob of the policy minus that of the reference estimates the
+KL, but its derivative is 0 on average, so as a term of the loss it would do nothing. As a reward, token by token, its
+policy gradient is the gradient of the KL in the contexts that were visited.
+
+Shapes: N the sampled tokens of a microbatch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from etude.core.types import Row
+from etude.train.correction import CORRECTION
+from etude.train.loss import LOSS, Clip, Loss, Tokens
+
+Aggregate = Callable[[Sequence[Row], int], tuple[list[float], float]]
+"""(rows of the whole batch, tokens of the context) -> a weight for each row, and what the weighted sum is divided by.
+
+It looks at the whole batch, so how rows are cut into microbatches or given to ranks changes nothing.
+"""
+
+
+def by_token(rows: Sequence[Row], context: int) -> tuple[list[float], float]:
+    """The mean over all tokens: a long attempt counts more."""
+    return [1.0] * len(rows), float(sum(sum(row.mask) for row in rows))
+
+
+def by_sequence(rows: Sequence[Row], context: int) -> tuple[list[float], float]:
+    """The mean over attempts of the mean over their tokens, all segments of an attempt together: each counts alike."""
+    sizes: Counter[str] = Counter()
+    for row in rows:
+        sizes[row.sample] += sum(row.mask)
+    return [1.0 / sizes[row.sample] for row in rows], float(len(sizes))
+
+
+def by_constant(rows: Sequence[Row], context: int) -> tuple[list[float], float]:
+    """The sum over tokens by a number that does not depend on what was said: no length is favoured."""
+    return [1.0] * len(rows), float(len({row.sample for row in rows}) * context)
+
+
+AGGREGATE: dict[str, Aggregate] = {"token": by_token, "sequence": by_sequence, "constant": by_constant}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """The losses of some tokens, and what was done to them on the way."""
+
+    loss_N: Tensor
+    capped_N: Tensor
+    """True where the correction changed the importance weight."""
+    silenced_N: Tensor
+    """True where a token teaches nothing although its advantage is not 0: left out, or clipped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """The default is `reinforce` with truncated weights and a mean over tokens."""
+
+    loss: Loss = LOSS["reinforce"]
+    aggregate: str = "token"
+    clip: Clip = LOSS["reinforce"].clip
+    correction: str = "truncated"
+    ratio_cap: float = 2.0
+    kl_coef: float = 0.0
+
+    def score(
+        self, logp_N: Tensor, engine_logp_N: Tensor, adv_N: Tensor, row_N: Tensor, ref_logp_N: Tensor | None = None
+    ) -> Scored:
+        """`row_N` numbers the row of each token; `ref_logp_N` is needed if there is a `kl_coef`."""
+        own_N = logp_N.detach()
+        if self.kl_coef:
+            assert ref_logp_N is not None
+            adv_N = adv_N - self.kl_coef * (own_N - ref_logp_N)
+        old_N, weighed_N, capped_N = engine_logp_N, adv_N, torch.zeros_like(adv_N, dtype=torch.bool)
+        if self.correction != "none":
+            correction = CORRECTION[self.correction]
+            ratio_N = correction.ratio(own_N - engine_logp_N, row_N)
+            weight_N = correction.cut(ratio_N, self.ratio_cap)
+            old_N, weighed_N, capped_N = own_N, weight_N * adv_N, weight_N != ratio_N
+
+        def losses(logp_N: Tensor) -> Tensor:
+            tokens = Tokens(logp_N=logp_N, old_logp_N=old_N, adv_N=weighed_N, row_N=row_N)
+            return self.loss.function(tokens, self.clip)
+
+        return Scored(loss_N=losses(logp_N), capped_N=capped_N, silenced_N=(_slope(losses, own_N) == 0) & (adv_N != 0))
+
+
+def _slope(losses: Callable[[Tensor], Tensor], logp_N: Tensor) -> Tensor:
+    """How each log-prob moves the loss: asked of the loss itself, so it is right for any. No model is involved."""
+    with torch.enable_grad():
+        leaf_N = logp_N.clone().requires_grad_()
+        (slope_N,) = torch.autograd.grad(losses(leaf_N).sum(), leaf_N)
+    return slope_N

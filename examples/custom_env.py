@@ -1,0 +1,78 @@
+"""The smallest environment and the smallest agent: a model that knows nothing learns to say vowels, in a minute.
+
+python examples/custom_env.py                  what an answer earns, without any model
+etude run examples/custom_env.toml             the reward rises from 0.5 to nearly 1
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import aiohttp
+
+from etude.core.seams import Sandbox, Transcript, Worlds
+from etude.core.types import Task
+from etude.worlds.fake import FakeWorlds
+
+
+class Vowels:
+    """An Environment: what there is to do, where it is done, and what it was worth."""
+
+    def __init__(self, worlds: Worlds, *, counts: Mapping[str, int], seed: int) -> None:
+        self.worlds, self.counts = worlds, counts
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        return [
+            Task(
+                id=f"{split}-{n}",
+                prompt=f"sing {n}",
+                files={"song.txt": ""},
+                editable=("song.txt",),
+                checks=(),
+                meta={},
+            )
+            for n in range(self.counts[split])
+        ]
+
+    def open(self, task: Task) -> AbstractAsyncContextManager[Sandbox]:
+        return self.worlds.open(task.files)
+
+    async def score(self, task: Task, sandbox: Sandbox) -> dict[str, float]:
+        song = await sandbox.read("song.txt")
+        vowels = sum(letter in "aeiou" for letter in song.lower())
+        # Solved (reward 1) is a song of which half are vowels; on the way there, every one counts.
+        return {"reward": min(1.0, 2 * vowels / max(1, len(song))), "length": float(len(song))}
+
+
+class Singer:
+    """An Agent: one question to the model, and its answer goes into the file. Any program that can use an
+    OpenAI-compatible URL can stand here."""
+
+    def __init__(self, http: aiohttp.ClientSession, *, max_tokens: int, temperature: float, **unused: Any) -> None:
+        self.http, self.sampling = http, {"model": "etude", "max_tokens": max_tokens, "temperature": temperature}
+
+    async def run(self, task: Task, sandbox: Sandbox, *, base_url: str, seed: int) -> Transcript:
+        messages: list[dict[str, Any]] = [{"role": "user", "content": task.prompt}]
+        body = {**self.sampling, "messages": messages, "seed": seed}
+        async with self.http.post(f"{base_url}/chat/completions", json=body) as response:
+            response.raise_for_status()
+            answer = (await response.json())["choices"][0]["message"]
+        await sandbox.write("song.txt", answer["content"] or "")
+        return Transcript(messages=[*messages, answer], finished=True)
+
+
+async def try_it() -> None:
+    """Before any training: nothing must earn nothing, and the best answer everything."""
+    environment = Vowels(FakeWorlds(), counts={"train": 1}, seed=0)
+    (task,) = environment.tasks("train")
+    for song in ("", "rhythm", "sing", "aeiou"):
+        async with environment.open(task) as sandbox:
+            await sandbox.write("song.txt", song)
+            print(f"{song!r} earns {(await environment.score(task, sandbox))['reward']:.2f}")
+
+
+if __name__ == "__main__":
+    asyncio.run(try_it())

@@ -1,0 +1,71 @@
+"""Each alarm: when it begins, when it ends, and that a healthy run has none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from etude.core.alarms import FIRST_STEPS, RECENT_GROUPS, Alarms, Repeats
+from etude.core.events import Event, GroupDone, StageStarted, StepDone
+from etude.core.types import Batch, Row, Span
+
+STEP = StepDone(
+    step=1, loss=0.1, lag=0, k1=0.0, k3_mean=1e-4, k3_p99=0.0, entropy=1.0, grad_norm=1.0, tokens=9, seconds=1.0,
+    wait_s=0.0,
+)  # fmt: skip
+GROUP = GroupDone(group="g", task="t", admitted=0, rewards=(1.0, 0.0), failed=0, kept=True, seconds=1.0)
+
+
+def begun(alarms: Alarms, *events: Event) -> list[str]:
+    return [alarm.name for event in events for alarm in alarms.apply(event)]
+
+
+def test_a_healthy_run_is_quiet() -> None:
+    alarms = Alarms()
+    assert begun(alarms, *[STEP] * 50, *[GROUP] * 200) == [] and alarms.active == {}
+
+
+def test_k3_begins_once_and_ends() -> None:
+    alarms, far = Alarms(), replace(STEP, step=7, k3_mean=0.02)
+    (alarm,) = alarms.apply(far)
+    assert str(alarm).startswith("step 7: k3 is 0.0200, above 0.01: ") and "lower lr or max_lag" in alarm.advice
+    assert begun(alarms, far, far) == [] and list(alarms.active) == ["k3"]
+    assert begun(alarms, STEP) == [] and alarms.active == {}
+    assert begun(alarms, far) == ["k3"]
+
+
+def test_entropy_is_compared_with_the_first_steps() -> None:
+    alarms, low = Alarms(), replace(STEP, entropy=0.19)
+    assert begun(alarms, *[STEP] * FIRST_STEPS, replace(STEP, entropy=0.21)) == []
+    assert begun(alarms, low) == ["entropy"]
+    assert begun(alarms, StageStarted(stage="rl", steps=9), *[low] * 20) == [], "another stage, another entropy"
+
+
+def test_a_reward_that_has_nowhere_to_go() -> None:
+    solved = replace(GROUP, rewards=(1.0, 1.0))
+    alarms = Alarms()
+    assert begun(alarms, *[solved] * (RECENT_GROUPS - 1)) == []
+    assert begun(alarms, replace(solved, rewards=())) == [], "a group that failed says nothing"
+    assert begun(alarms, solved) == ["reward"]
+    assert begun(alarms, *[GROUP] * 10) == [] and alarms.active == {}
+
+
+def test_malformed_attempts_are_shown_with_the_reason() -> None:
+    (alarm,) = Alarms().apply(replace(GROUP, malformed={"g.1": "its reward is nan", "g.2": "x"}))
+    assert alarm.what == "g.1: its reward is nan (and 1 more of its group)"
+
+
+def test_a_payload_that_repeats() -> None:
+    row = Row(
+        sample="a",
+        tokens=(1, 2),
+        mask=(False, True),
+        logprobs=(0.0, -1.0),
+        advantages=(0.0, 1.0),
+        versions=(Span(0, 1),),
+    )
+    other = replace(row, logprobs=(0.0, -1.0000001))
+    repeats = Repeats(steps=2)
+    assert repeats.count(Batch(step=1, rows=(row, row), oldest=0)) == 0, "two equal attempts of one batch are no copy"
+    assert repeats.count(Batch(step=2, rows=(other, replace(row, sample="b", advantages=(0.0, -1.0))), oldest=0)) == 1
+    assert repeats.count(Batch(step=3, rows=(other, row), oldest=0)) == 2
+    assert begun(Alarms(), replace(STEP, repeats=2)) == ["repeats"]

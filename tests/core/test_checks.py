@@ -1,0 +1,59 @@
+"""Bad data has a name: what the trainer refuses, and in which words."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from etude.core.checks import check_batch
+from etude.core.errors import EtudeError
+from etude.core.types import Batch, Row, Span
+
+ROW = Row(
+    sample="g.0",
+    tokens=(5, 6, 7),
+    mask=(False, True, True),
+    logprobs=(0.0, -1.0, -2.0),
+    advantages=(0.0, 0.5, 0.5),
+    versions=(Span(3, 1), Span(4, 1)),
+)
+
+
+def check(*rows: Row, oldest: int = 3) -> None:
+    check_batch(Batch(step=5, rows=rows, oldest=oldest), max_tokens=3, vocab_size=8, where="memory: batches/5")
+
+
+def test_a_good_batch_passes() -> None:
+    check(ROW, ROW)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"logprobs": (0.0, math.nan, -2.0)}, "a log-prob is not finite"),
+        ({"advantages": (0.0, math.inf, 0.5)}, "an advantage is not finite"),
+        ({"mask": (False, False, False), "versions": ()}, "no token of it was sampled"),
+        ({"mask": (True, False, True)}, "its first token counts as sampled"),
+        ({"tokens": (5, 6, 7, 7), "mask": (False, True, True, False)}, "tokens, mask, log-probs and advantages have 4"),
+        ({"tokens": (5, 6, 8)}, "a token is none of the vocabulary's 8"),
+        ({"tokens": (5, -1, 7)}, "a token is none of the vocabulary's 8"),
+        ({"versions": (Span(3, 1),)}, "2 tokens were sampled, and 1 have a weight version"),
+        ({"versions": (Span(3, 1), Span(5, 1))}, "a token comes from version 5, and only 3 to 4 can have made it"),
+        ({"versions": (Span(2, 2),)}, "a token comes from version 2"),
+    ],
+)
+def test_each_fault_is_named_with_its_row(change: dict[str, Any], told: str) -> None:
+    with pytest.raises(EtudeError) as caught:
+        check(ROW, replace(ROW, sample="g.1", **change))
+    assert str(caught.value).startswith(f"memory: batches/5, row of g.1: {told}")
+
+
+def test_an_over_long_row_and_an_empty_batch() -> None:
+    long = replace(ROW, tokens=(1,) * 4, mask=(False, True, True, False), logprobs=(0.0,) * 4, advantages=(0.0,) * 4)
+    with pytest.raises(EtudeError, match="it has 4 tokens, and the context 3"):
+        check(long)
+    with pytest.raises(EtudeError, match="has no rows: there is nothing to learn from"):
+        check()

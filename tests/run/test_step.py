@@ -1,0 +1,101 @@
+"""What stands around a step of rl: a batch that is refused, an objective from a config, an event that says it all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from etude.core.config import RlConfig, parse
+from etude.core.errors import EtudeError
+from etude.core.types import Batch, Row, Span
+from etude.model.transformer import fresh
+from etude.run.step import Scribe, objective_of
+from etude.store.objects import Objects
+from etude.store.runs import Run
+from etude.train.learner import Learner
+from etude.train.loss import LOSS, Clip
+from tests.small_model import config
+
+
+def rl(*keys: str) -> RlConfig:
+    (stage,) = parse("\n".join(['name = "a"', "[[stage]]", 'kind = "rl"', "steps = 1", *keys])).stage
+    assert isinstance(stage, RlConfig)
+    return stage
+
+
+ROW = Row(
+    sample="g.0",
+    tokens=(5, 6, 7),
+    mask=(False, True, True),
+    logprobs=(0.0, -1.0, -2.0),
+    advantages=(0.0, 0.5, 0.5),
+    versions=(Span(1, 1), Span(2, 1)),
+)
+BATCH = Batch(step=3, rows=(ROW, ROW), oldest=1, reward=0.5)
+
+
+def test_a_loss_brings_what_it_goes_with_and_the_config_has_the_last_word() -> None:
+    default = objective_of(rl())
+    assert (default.loss, default.correction, default.aggregate) == (LOSS["reinforce"], "truncated", "token")
+    dapo = objective_of(rl('loss = "dapo"'))
+    assert (dapo.correction, dapo.aggregate, dapo.clip) == ("none", "token", Clip(0.2, 0.28))
+    mine = objective_of(rl('loss = "dapo"', 'aggregate = "constant"', "clip_high = 0.4", 'correction = "masked"'))
+    assert (mine.correction, mine.aggregate, mine.clip) == ("masked", "constant", Clip(0.2, 0.4))
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "told"),
+    [
+        (None, "mine", "my_loss.py cannot be loaded (no such file)"),
+        ("def mine(:", "mine", "my_loss.py cannot be loaded (invalid syntax"),
+        ("import nowhere_to_be_found", "mine", "cannot be loaded (No module named 'nowhere_to_be_found')"),
+        ("other = 1", "mine", "has nothing called 'mine'"),
+        ("def mine(tokens, clip): ...", "mine", "is a function: it must be an etude.train.loss.Loss"),
+    ],
+)
+def test_a_loss_that_cannot_be_had_is_one_sentence(text: str | None, name: str, told: str, tmp_path: Path) -> None:
+    file = tmp_path / "my_loss.py"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(EtudeError) as caught:
+        objective_of(rl(f'loss = "{file}:{name}"'))
+    assert told in str(caught.value) and "\n" not in str(caught.value)
+
+
+def cut_short(data: bytes) -> bytes:
+    return data[: len(data) // 2]
+
+
+def changed(data: bytes) -> bytes:
+    return data.replace(b"\x05\x06\x07", b"\x05\x06\xff")
+
+
+@pytest.mark.parametrize("damage", [cut_short, changed, lambda data: b"", lambda data: b"\x00" * len(data)])
+def test_a_batch_that_was_damaged_on_its_way_is_named(damage: Callable[[bytes], bytes]) -> None:
+    run = Run(Objects.open("memory:"))
+    run.put_batch(BATCH)
+    run.objects.put("batches/000003", damage(run.objects.get("batches/000003")))
+    with pytest.raises(EtudeError, match="memory:.*batches/000003"):
+        Scribe(Learner(fresh(config(), 0))).accept(run.batch(3), "memory: batches/000003")
+
+
+def test_a_batch_of_another_run_is_refused_before_the_step() -> None:
+    run = Run(Objects.open("memory:"))
+    run.put_batch(replace(BATCH, rows=(replace(ROW, tokens=(5, 6, 99_999)),)))
+    with pytest.raises(EtudeError, match="row of g.0: a token is none of the vocabulary"):
+        Scribe(Learner(fresh(config(), 0))).accept(run.batch(3), "memory: batches/000003")
+
+
+def test_the_event_says_what_the_step_did() -> None:
+    run, learner = Run(Objects.open("memory:")), Learner(fresh(config(), 0))
+    run.put_batch(BATCH)
+    run.put_batch(replace(BATCH, step=4))
+    scribe = Scribe(learner)
+    first = scribe.write(batch := scribe.accept(run.batch(3), "memory: batches/000003"), learner.step(batch, lr=1e-3))
+    assert (first.step, first.reward, first.lag, first.lags, first.tokens, first.repeats) == (3, 0.5, 1, (2, 2), 4, 0)
+    assert first.tokens_per_s == pytest.approx(6 / first.seconds) and first.mfu is not None and 0 < first.mfu < 1
+    again = scribe.write(batch := scribe.accept(run.batch(4), "here"), learner.step(batch, lr=1e-3))
+    assert again.repeats == 2 and again.lags == (0, 2, 2)

@@ -1,0 +1,63 @@
+"""The pages for newcomers, followed to the letter: their code runs, their configs start, and a run learns with both."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from etude.core.config import RlConfig, parse
+from etude.core.events import EVENTS, StepDone
+from etude.run.step import objective_of
+from etude.store.runs import Run
+
+ROOT = Path(__file__).parent.parent
+LOSS, ENVIRONMENT = (ROOT / "docs" / f"your-own-{name}.md" for name in ("loss", "environment"))
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def test_the_loss_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written, tried = blocks(LOSS, "python")
+    assert written == (ROOT / "examples/custom_loss.py").read_text()
+    (tmp_path / "custom_loss.py").write_text(written)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    exec(written + tried, {"__name__": "page"})
+    (toml,) = blocks(LOSS, "toml")
+    (stage,) = parse(toml).stage
+    assert isinstance(stage, RlConfig)
+    objective = objective_of(stage)
+    assert objective.loss.function.__name__ == "gentle" and objective.correction == "truncated"
+
+
+def test_the_environment_of_the_page_is_that_of_the_example() -> None:
+    text = (ROOT / "examples/custom_env.py").read_text()
+    assert all(block.strip() in text for block in blocks(ENVIRONMENT, "python"))
+    assert blocks(ENVIRONMENT, "toml") == [(ROOT / "examples/custom_env.toml").read_text()]
+    ran = subprocess.run(
+        [sys.executable, "examples/custom_env.py"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert ran.stdout.splitlines()[0] == "'' earns 0.00" and ran.stdout.splitlines()[-1] == "'aeiou' earns 1.00"
+
+
+@pytest.mark.e2e
+def test_a_run_with_environment_agent_loss_and_sink_of_ones_own(tmp_path: Path) -> None:
+    keys = ["worlds.isolation=process", "stage.rl.steps=2", "stage.rl.loss=examples/custom_loss.py:GENTLE"]
+    keys += ["tasks.heldout=1", 'sinks=["tensorboard"]', "stage.rl.kl_coef=0.01", "engine.regions=['here']"]
+    keys += ["stage.rl.effort={scale=0.01, tokens=0.1}"]
+    argv = [sys.executable, "-m", "etude", "run", "examples/custom_env.toml", "--dir", str(tmp_path / "run")]
+    argv += [part for key in keys for part in ("--set", key)]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = Run.open(f"file:{tmp_path / 'run'}", create=False)
+    steps = [event for event in run.events("trainer", EVENTS).records() if isinstance(event, StepDone)]
+    assert [step.step for step in steps] == [1, 2] and all(0 < (step.reward or 0) < 1 for step in steps)
+    curve = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload().Scalars("rl/reward")
+    assert [point.step for point in curve] == [1, 2]
