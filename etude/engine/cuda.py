@@ -120,7 +120,6 @@ class CudaRunner:
         self._logits = weight.new_empty(num_rows, c.vocab_size, dtype=torch.float32)
         self._words = torch.zeros(2, self._num_words(), dtype=torch.int32, device=weight.device)
         self._hosts = [_Host(self._words, self._results) for _ in range(IN_FLIGHT)]
-        self._places = torch.arange(max_batch + 1, dtype=torch.int32, device=weight.device)
         self._turn = 0
         self._last_place_R: Ints = np.zeros(0, np.int64)
         self._copies = torch.cuda.Stream() if weight.is_cuda else None  # type: ignore[no-untyped-call]
@@ -235,8 +234,7 @@ class CudaRunner:
         which = 1 if size.tiles else 0
         got = Packing(size).views(self._words[which])
         pdl = self._words.is_cuda
-        over = self._evenly if self._invariant else self._over_prompts if size.tiles else self._over_singles
-        attend = over(got)
+        attend = self._over_prompts(got) if size.tiles else self._over_singles(got)
         hidden_NE = self._network.hidden(got["tokens"], got["slots"], self._results[0], attend, self.record, pdl)
         if size.tiles:
             hidden_NE = hidden_NE.index_select(0, got["drawing"])
@@ -248,39 +246,31 @@ class CudaRunner:
 
     def _over_singles(self, got: Mapping[str, Tensor]) -> Callable[[int, Tensor], Tensor]:
         heads, rows = self._network.layers[0].heads, len(got["tokens"])
+        decode = evenly.decode if self._invariant else partial(attention.decode, pieces=self._pieces(rows, heads))
+
+        def attend(number: int, qkv: Tensor) -> Tensor:
+            layer, out = self._network.layers[number], qkv.new_empty(rows, heads.queries * heads.size)
+            decode(
+                layer.heads, qkv, self._k[number], self._v[number], got["blocks"], got["stride"],
+                got["lengths"], got["slots"], out, page=self.block_size, pdl=qkv.is_cuda,
+            )  # fmt: skip
+            return out
+
+        return attend
+
+    def _pieces(self, rows: int, heads: attention.Heads) -> attention.Pieces:
         splits = attention.num_splits(rows, heads.keys)
-        shape = (rows, heads.keys, splits, attention.group_rows(heads))
-        device = got["tokens"].device
-        pieces = attention.Pieces(
+        shape, device = (rows, heads.keys, splits, attention.group_rows(heads)), self._words.device
+        return attention.Pieces(
             splits,
             torch.empty(*shape, heads.size, device=device),
             torch.empty(*shape, 2, device=device),
             torch.zeros(rows * heads.keys, dtype=torch.int32, device=device),
         )
 
-        def attend(number: int, qkv: Tensor) -> Tensor:
-            layer, out = self._network.layers[number], qkv.new_empty(rows, heads.queries * heads.size)
-            attention.decode(
-                layer.heads, qkv, self._k[number], self._v[number], got["blocks"], got["stride"],
-                got["lengths"], got["slots"], out, pieces, page=self.block_size, pdl=qkv.is_cuda,
-            )  # fmt: skip
-            return out
+    def _over_prompts(self, got: Mapping[str, Tensor]) -> Callable[[int, Tensor], Tensor]:
+        prefill = evenly.prefill if self._invariant else attention.prefill
 
-        return attend
-
-    def _evenly(self, got: Mapping[str, Tensor]) -> Callable[[int, Tensor], Tensor]:
-        if "first" in got:
-            return self._over_prompts(got, evenly.prefill)
-        # Single tokens are prompts of which one token is left, a tile each.
-        count = len(got["lengths"])
-        places_B, behind_B = self._places[:count], self._places[1 : count + 1]
-        told = {"positions": got["lengths"] - 1, "ends": behind_B, "sequence": places_B, "first": places_B}
-        rows = attention.group_rows(self._network.layers[0].heads)
-        return self._over_prompts({**got, **told}, partial(evenly.prefill, rows=rows))
-
-    def _over_prompts(
-        self, got: Mapping[str, Tensor], prefill: Callable[..., None] = attention.prefill
-    ) -> Callable[[int, Tensor], Tensor]:
         def attend(number: int, qkv: Tensor) -> Tensor:
             heads, k, v = self._network.layers[number].heads, self._k[number], self._v[number]
             attention.write(heads, qkv, k, v, got["positions"], got["slots"], page=self.block_size, pdl=qkv.is_cuda)

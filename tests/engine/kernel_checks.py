@@ -167,7 +167,7 @@ def check_decode(new: Inputs, queries: int, keys: int, size: int, lengths: list[
     )
     out = new.poison(rows, queries * size)
     attention.decode(
-        heads, qkv, all.k, all.v, all.table, all.stride, new.ints(lengths), slots, out, pieces, page=all.page
+        heads, qkv, all.k, all.v, all.table, all.stride, new.ints(lengths), slots, out, pieces=pieces, page=all.page
     )
     assert not pieces.counter.any()
     real = [row for row in range(rows) if lengths[row]]

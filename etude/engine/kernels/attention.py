@@ -273,7 +273,7 @@ def group_rows(heads: Heads) -> int:
 
 def decode(
     heads: Heads, qkv: Tensor, k: Tensor, v: Tensor, blocks: Tensor, stride: Tensor, lengths_B: Tensor,
-    slots_B: Tensor, out: Tensor, pieces: Pieces, *, page: int, pdl: bool = False,
+    slots_B: Tensor, out: Tensor, *, pieces: Pieces, page: int, pdl: bool = False,
 ) -> None:  # fmt: skip
     """One new token a sequence, whose key and value go to `slots_B`; `lengths_B` counts it, 0 is an empty row."""
     gains = [qkv if gain is None else gain for gain in (heads.q_gain_D, heads.k_gain_D)]

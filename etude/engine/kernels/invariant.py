@@ -5,8 +5,8 @@ tiles of any size give the same bits: they are chosen by the rows, for speed. Wh
 how many pieces the inner axis is cut, and in which order a row is summed where no product does it. So
 
 - a product is cut by its matrix alone, and its pieces are added up in order;
-- attention of a single token is that of a prompt with one token, over blocks of keys from the first one on, and the
-  weights are summed by a product with ones;
+- attention goes over blocks of keys from the first one on, for a single token as for a prompt, and the weights of a
+  block are summed as whole numbers, for which no order matters;
 - the sums of the softmax over the vocabulary come from tiles of one size.
 
 What is left of `network` works row by row already, and the products of experts have one piece.
@@ -25,13 +25,40 @@ from torch import Tensor
 from triton.language.extra import cuda as gpu
 
 from etude.engine.kernels import head, linear
-from etude.engine.kernels.attention import LOG2E, PREFILL_ROWS, Heads, _places
+from etude.engine.kernels.attention import LOG2E, PREFILL_ROWS, Heads, _place, _places, _rotated, group_rows
 from etude.engine.kernels.linear import Tile
 from etude.engine.kernels.network import Attend, Network, expert_parts
 from etude.model.experts import Experts
 
 BLOCK = 64
 """Keys that attention adds at a time."""
+UNIT = tl.constexpr(1 << 24)
+"""A weight of 1 as a whole number: a block of them still fits into 32 bits."""
+
+
+@triton.jit
+def _attend(
+    q, k_cache, v_cache, table, kh, last, limit,
+    K: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Over the tokens up to `last`; `limit` is the last position that each row sees."""
+    top = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, D], tl.float32)
+    for first in range(0, last, BLOCK):
+        position = first + tl.arange(0, BLOCK)
+        seen = position < last
+        place = _places(table, position, seen, kh, K, PAGE, D)
+        k = tl.load(k_cache + place, mask=seen[:, None], other=0)
+        v = tl.load(v_cache + place, mask=seen[:, None], other=0)
+        visible = seen[None, :] & (position[None, :] <= limit[:, None])
+        score = tl.where(visible, tl.dot(q, tl.trans(k)), -float("inf"))
+        new_top = tl.maximum(top, tl.max(score, 1))
+        p = tl.exp2(score - new_top[:, None])
+        shrink = tl.exp2(top - new_top)
+        total = total * shrink + tl.sum((p * UNIT).to(tl.int32), 1).to(tl.float32)
+        top, acc = new_top, tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
+    return acc / (total / UNIT)[:, None]
 
 
 @triton.jit
@@ -59,25 +86,43 @@ def _prefill(
         qkv + n[:, None].to(tl.int64) * ((H + 2 * K) * D) + head[:, None] * D + d[None, :], mask=inside, other=0
     )
     q = (q.to(tl.float32) * scale * LOG2E).to(q.dtype)
-    mine = table + sequence * tl.load(stride)
-    ones = tl.full([BLOCK, 16], 1.0, q.dtype)
-    top = tl.full([ROWS], -float("inf"), tl.float32)
-    total = tl.zeros([ROWS, 16], tl.float32)  # 16 times the same: a product has no fewer columns
-    acc = tl.zeros([ROWS, D], tl.float32)
-    for first in range(0, last, BLOCK):
-        position = first + tl.arange(0, BLOCK)
-        seen = position < last
-        place = _places(mine, position, seen, kh, K, PAGE, D)
-        k = tl.load(k_cache + place, mask=seen[:, None], other=0)
-        v = tl.load(v_cache + place, mask=seen[:, None], other=0)
-        visible = seen[None, :] & (position[None, :] <= limit[:, None])
-        score = tl.where(visible, tl.dot(q, tl.trans(k)), -float("inf"))
-        new_top = tl.maximum(top, tl.max(score, 1))
-        p = tl.exp2(score - new_top[:, None]).to(v.dtype)
-        shrink = tl.exp2(top - new_top)[:, None]
-        top, total, acc = new_top, tl.dot(p, ones, total * shrink), tl.dot(p, v, acc * shrink)
+    mixed = _attend(q, k_cache, v_cache, table + sequence * tl.load(stride), kh, last, limit, K, D, PAGE, ROWS, BLOCK)
     place = (n[:, None].to(tl.int64) * H + head[:, None]) * D + d[None, :]
-    tl.store(out + place, (acc / tl.max(total, 1)[:, None]).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + place, mixed.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _decode(
+    qkv, q_gain, k_gain, rope, k_cache, v_cache, table, lengths, slots, out, stride, scale, eps,
+    H: tl.constexpr, K: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+    NORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    kh, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    G: tl.constexpr = H // K
+    length, slot = tl.load(lengths + sequence), tl.load(slots + sequence)
+    mine = table + sequence * tl.load(stride)
+    if PDL:
+        gpu.gdc_launch_dependents()
+        gpu.gdc_wait()
+    if length == 0:  # it only fills the batch up
+        return
+    g, d = tl.arange(0, GP), tl.arange(0, D)
+    inside = (g < G)[:, None]
+    row = qkv + sequence * (H + 2 * K) * D
+    turn = rope + (length - 1).to(tl.int64) * (2 * D)
+    q = _rotated(row + (kh * G + g)[:, None] * D, q_gain, turn, inside, eps, D, NORM)
+    q = (q.to(qkv.dtype.element_ty).to(tl.float32) * scale * LOG2E).to(qkv.dtype.element_ty)
+    # One key is turned in as many rows as the queries have, for the sum of its squares to be taken as `write` does.
+    k = _rotated(row + (H + kh + g * 0)[:, None] * D, k_gain, turn, (g == 0)[:, None], eps, D, NORM)
+    v = tl.load(row + (H + K + kh) * D + d)
+    place = _place(slot, kh, K, PAGE, D)
+    tl.store(k_cache + place + (g * 0)[:, None] + d[None, :], k.to(k_cache.dtype.element_ty), mask=(g == 0)[:, None])
+    tl.store(v_cache + place + d, v)
+    tl.debug_barrier()  # what is written here is read below, by other threads
+    limit = tl.full([GP], 2147483647, tl.int32)
+    mixed = _attend(q, k_cache, v_cache, mine, kh, length, limit, K, D, PAGE, GP, BLOCK)
+    place = (sequence * H + kh * G + g)[:, None] * D + d[None, :]
+    tl.store(out + place, mixed.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -110,22 +155,37 @@ def tile(rows: int, *, pieces: int = 1, gated: bool = False) -> Tile:
     if rows <= 16:
         return Tile(16, 32, 128, pieces)
     if rows <= 64:
-        return Tile(64, 64 if pieces == 1 else 32, 128, pieces, stages=3 if gated else 4)
-    if gated or (pieces > 1 and rows <= 512):
-        return Tile(128, 64, 64, pieces, warps=8, stages=3)
+        return Tile(64, 64, 128, pieces)
+    if gated:
+        return Tile(128, 64, 64, pieces, warps=8, stages=4 if rows <= 256 else 3)
     if rows <= 256:
-        return Tile(64, 128, 128, pieces, stages=3)
+        return Tile(64, 128, 128, pieces)
+    if rows <= 512:
+        return Tile(128, 128 if pieces == 1 else 64, 64, pieces, warps=8)
     return Tile(128, 128, 64, pieces, warps=8, stages=3)
 
 
 def prefill(
     heads: Heads, qkv: Tensor, k: Tensor, v: Tensor, blocks: Tensor, stride: Tensor, ends_B: Tensor, lengths_B: Tensor,
-    sequence_T: Tensor, first_T: Tensor, out: Tensor, *, page: int, rows: int = PREFILL_ROWS, pdl: bool = False,
+    sequence_T: Tensor, first_T: Tensor, out: Tensor, *, page: int, pdl: bool = False,
 ) -> None:  # fmt: skip
-    """As `attention.prefill`. For single tokens a tile of `group_rows` suffices."""
+    """As `attention.prefill`."""
     _prefill[(len(sequence_T), heads.keys)](
-        qkv, k, v, blocks, ends_B, lengths_B, sequence_T, first_T, out, stride, heads.scale,
-        heads.queries, heads.keys, heads.size, page, rows, BLOCK, pdl, num_warps=4, num_stages=3, launch_pdl=pdl,
+        qkv, k, v, blocks, ends_B, lengths_B, sequence_T, first_T, out, stride, heads.scale, heads.queries,
+        heads.keys, heads.size, page, PREFILL_ROWS, BLOCK, pdl, num_warps=4, num_stages=3, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+def decode(
+    heads: Heads, qkv: Tensor, k: Tensor, v: Tensor, blocks: Tensor, stride: Tensor, lengths_B: Tensor,
+    slots_B: Tensor, out: Tensor, *, page: int, pdl: bool = False,
+) -> None:  # fmt: skip
+    """As `attention.decode`, a sequence in one piece."""
+    gains = [qkv if gain is None else gain for gain in (heads.q_gain_D, heads.k_gain_D)]
+    _decode[(heads.keys, len(lengths_B))](
+        qkv, *gains, heads.rope, k, v, blocks, lengths_B, slots_B, out, stride, heads.scale, heads.eps,
+        heads.queries, heads.keys, group_rows(heads), heads.size, page, BLOCK, heads.q_gain_D is not None, pdl,
+        num_warps=4, num_stages=3, launch_pdl=pdl,
     )  # fmt: skip
 
 
@@ -205,4 +265,5 @@ class InvariantNetwork(Network):
         stats = logits_RV.new_empty(len(hidden_RE), head.num_tiles(len(self.head_VE)), 2)
         logits(hidden_RE, self.head_VE, temperature_R, logits_RV, stats, pdl)
         head.pick(logits_RV, stats, temperature_R, u_R, tokens_R, logprobs_R, pdl)
+        # `pick` rounds otherwise than the trainer's kernel, so that one has the last word.
         logprobs(logits_RV, stats, temperature_R, tokens_R, logprobs_R, pdl)
