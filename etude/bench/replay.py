@@ -8,6 +8,8 @@ done with the experts that the engine used (`replay`) and with those that the le
     NAME.k3_end, NAME.k3_p99_end  over the last eighth of the steps
     NAME.reward_end               likewise
     k3_p99_share                  that with replay over that without
+    invariant.k3_max              largest of any token of a shorter run in which nothing is rounded or replayed, but
+                                  engine and learner compute invariantly
 
 The engine's matrices are rounded to fp8 (e4m3, a scale for each; routers, embedding and head are left alone) and
 computed in bf16, as quantised servers do.
@@ -17,7 +19,7 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 
 import numpy as np
@@ -30,6 +32,7 @@ from etude.core.types import Batch, Row, Sample
 from etude.engine.engine import Engine, Finished, Request
 from etude.model.config import ExpertsConfig, ModelConfig
 from etude.model.files import load_weights
+from etude.model.numerics import INVARIANT
 from etude.model.transformer import Transformer, fresh
 from etude.train.learner import Learner, StepStats
 
@@ -60,29 +63,40 @@ def run() -> dict[str, float]:
     torch.set_num_threads(1)
     figures: dict[str, float] = {}
     for name in ("own", "replay"):
-        stats = list(steps(Learner(fresh(SHAPE, 0)), replay=name == "replay", count=STEPS))
+        stats = list(steps(Learner(fresh(SHAPE, 0)), replay=name == "replay", count=STEPS, serve=quantised))
         seen = np.array([(step.drift.k3, step.drift.k3_p99, reward) for reward, step in stats])
         for number, part in enumerate(np.array_split(seen, PARTS), 1):
             k3, k3_p99, reward = part.mean(0).tolist()
             print(f"{name:6}  part {number:2}  k3 {k3:.4f}  p99 {k3_p99:.3f}  reward {reward:.3f}", flush=True)
         figures |= {f"{name}.k3_end": k3, f"{name}.k3_p99_end": k3_p99, f"{name}.reward_end": reward}
         figures[f"{name}.k3_p99"] = float(seen[:, 1].mean())
+    learner = Learner(fresh(SHAPE, 0).compute_with(INVARIANT))
+    stats = list(steps(learner, replay=False, count=STEPS // PARTS, serve=unrounded))
+    figures["invariant.k3_max"] = max(step.drift.k3_max for _, step in stats)
     return figures | {"k3_p99_share": figures["replay.k3_p99"] / figures["own.k3_p99"]}
 
 
-def steps(learner: Learner, *, replay: bool, count: int) -> Iterator[tuple[float, StepStats]]:
-    """Synchronous policy gradient; (mean reward, what the step did) of each step."""
+def steps(
+    learner: Learner, *, replay: bool, count: int, serve: Callable[[Learner], Transformer]
+) -> Iterator[tuple[float, StepStats]]:
+    """Synchronous policy gradient; (mean reward, what the step did) of each step. The engine computes with what
+    `serve` makes of the learner's weights."""
     rng, worth = random.Random(0), list(prompts())
     for step in range(1, count + 1):
         asked = [prompt for prompt in rng.sample(worth, GROUPS) for _ in range(GROUP_SIZE)]
-        batch, objects, reward = sampled(served(learner), asked, step)
+        batch, objects, reward = sampled(serve(learner), asked, step)
         if batch.rows:
             fetch = objects.__getitem__ if replay else None
             yield reward, learner.step(batch, lr=LR * min(1.0, step / WARMUP), fetch=fetch)
 
 
-def served(learner: Learner) -> Transformer:
-    """What the engine computes with."""
+def unrounded(learner: Learner) -> Transformer:
+    model = Transformer(SHAPE).requires_grad_(False).compute_with(INVARIANT)
+    load_weights(model, learner.weights())
+    return model
+
+
+def quantised(learner: Learner) -> Transformer:
     model = Transformer(SHAPE).requires_grad_(False)
     load_weights(model, learner.weights())
     for name, weight in model.named_parameters():

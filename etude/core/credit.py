@@ -151,6 +151,7 @@ def to_rows(trajectory: Trajectory, advantage: float) -> list[Row]:
             logprobs=(0.0,) * len(segment.prompt) + segment.logprobs,
             advantages=(0.0,) * len(segment.prompt) + tuple(advantage if sampled else 0.0 for sampled in segment.mask),
             versions=segment.versions,
+            regions=segment.regions,
             experts=segment.experts,
         )
         for segment in trajectory.segments

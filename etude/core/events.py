@@ -97,6 +97,57 @@ class StepDone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Gap:
+    """How far the trainer's log-probs of some tokens are from those that the engine recorded. `ratio` is the new
+    probability over the recorded one: the importance weight."""
+
+    num_tokens: int
+    k1: float
+    """Mean of old minus new log-prob, of either sign."""
+    k3: float
+    """Mean of ratio - 1 - log ratio, never negative."""
+    k3_p99: float
+    k3_max: float
+    ratio_p1: float
+    ratio_p99: float
+    ratio_max: float
+    effective: float
+    """(sum of ratios)² / (N times the sum of their squares): what the weighted tokens are worth, as a share."""
+    flips: float | None
+    """Share of the tokens that the engine certainly held to be the likeliest, and the trainer did not; None if nobody
+    said what the trainer holds to be."""
+    routed_otherwise: float | None
+    """Share of the tokens for which any layer's router chose other experts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Worst:
+    """A token on which the two disagree most."""
+
+    sample: str
+    place: int
+    """In the row."""
+    token: int
+    text: str
+    """The token behind a few that stand before it."""
+    old: float
+    new: float
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metered:
+    """Engine and trainer over the batch of a step; `Run.recomputed` has it token by token."""
+
+    step: int
+    all: Gap
+    by_lag: dict[int, Gap]
+    by_region: dict[str, Gap]
+    """Empty if nobody said where the tokens come from."""
+    worst: tuple[Worst, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HandedOver:
     """The trainer goes on, and the version is being published behind its back."""
 
@@ -180,6 +231,7 @@ Event = (
     | Skipped
     | StageDone
     | StepDone
+    | Metered
     | HandedOver
     | GroupDone
     | Live

@@ -73,6 +73,14 @@ def unspan(runs: Iterable[Span]) -> Iterator[int]:
         yield from [run.version] * run.count
 
 
+@dataclass(frozen=True, slots=True)
+class Stay:
+    """`count` consecutive sampled tokens that one region produced."""
+
+    region: str
+    count: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     """What a policy answers to one prompt: exact token ids, and for each the log-prob under the distribution that it
@@ -82,6 +90,8 @@ class Sample:
     logprobs: tuple[float, ...]
     versions: tuple[Span, ...]
     finish: Literal["stop", "length"]
+    region: str = ""
+    """Where it was sampled, if there are regions."""
     experts: bytes | None = None
     """Of a sparse model, from the position on that was asked for: the experts that each token was routed to, prompt
     included; the last token was never read and has none."""
@@ -106,6 +116,8 @@ class Segment:
     """0.0 where the mask is False."""
     versions: tuple[Span, ...]
     """Over the sampled tokens, in order."""
+    regions: tuple[Stay, ...] = ()
+    """Likewise."""
     experts: str | None = None
     """The object in the store that says which experts the first tokens (of prompt and tokens together) were routed to.
     A name only: the ids themselves are larger than all the rest, and only the trainer reads them."""
@@ -160,8 +172,20 @@ class Row:
     logprobs: tuple[float, ...]
     advantages: tuple[float, ...]
     versions: tuple[Span, ...]
+    regions: tuple[Stay, ...] = ()
     experts: str | None = None
     """As in `Segment`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recomputed:
+    """What the trainer computed for one row, for its sampled tokens in order."""
+
+    logprobs: tuple[float, ...]
+    likeliest: tuple[int, ...] | None = None
+    """The token that it would have put first."""
+    routed_otherwise: tuple[bool, ...] | None = None
+    """Whether a router, left alone, would have chosen other experts than the engine's did."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

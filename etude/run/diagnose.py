@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from etude.core.types import Row, Sample
+from etude.core.events import Gap
+from etude.core.types import Recomputed, Row, Sample
 from etude.engine.engine import Engine, Finished, Request
 from etude.model.attention import Causal
 from etude.model.experts import Experts, Router, Routing, Stack, read_ids
@@ -31,7 +32,7 @@ from etude.model.heads import GroupedHeads, LatentHeads
 from etude.model.layers import MLP, RMSNorm
 from etude.model.transformer import Transformer
 from etude.train.loss import predicted
-from etude.train.meter import Gap, Recomputed, meter, routed_otherwise
+from etude.train.meter import meter, routed_otherwise
 
 MakeEngine = Callable[..., Engine]
 Prompt = tuple[int, ...]
@@ -114,9 +115,9 @@ def diagnose(
     found = {
         name: [trial.recompute(*each) for each in zip(prompts, said, strict=True)] for name, said in sampled.items()
     }
-    gaps = {name: meter(trial.rows(sampled[name]), found[name], version=0).all for name in sampled}
+    gaps = {name: meter(trial.rows(sampled[name]), found[name], step=1).all for name in sampled}
     tops = [top[0][0] for sample in sampled["alone"] for top in sample.top]
-    likeliest = [int(token) for each in found["alone"] if each.likeliest_N is not None for token in each.likeliest_N]
+    likeliest = [int(token) for each in found["alone"] for token in each.likeliest or ()]
     return Diagnosis(
         gaps=gaps,
         flips=sum(a != b for a, b in zip(tops, likeliest, strict=True)) / len(tops),
@@ -177,15 +178,15 @@ class _Trial:
 
     def recompute(self, prompt: Prompt, sample: Sample) -> Recomputed:
         logp_N, logp_NV = trainer_logprobs(self.trainer, prompt, sample, self.temperature)
-        otherwise_N = None
+        otherwise = None
         if self.trainer.config.experts and sample.experts is not None:
             tokens_1T, routing = torch.tensor([prompt + sample.tokens])[:, :-1], Routing()
             self.trainer(tokens_1T, torch.arange(tokens_1T.shape[1])[None], Causal(), routing)
             own_TLk = routing.used()[len(prompt) - 1 :]
             recorded_TLk = read_ids(sample.experts, self.trainer.config.experts).long()
-            otherwise_N = routed_otherwise(recorded_TLk[len(prompt) - 1 :].numpy(), own_TLk.numpy())
+            otherwise = tuple(routed_otherwise(recorded_TLk[len(prompt) - 1 :].numpy(), own_TLk.numpy()).tolist())
         return Recomputed(
-            logprobs_N=logp_N.numpy(), likeliest_N=logp_NV.argmax(-1).numpy(), routed_otherwise_N=otherwise_N
+            logprobs=tuple(logp_N.tolist()), likeliest=tuple(logp_NV.argmax(-1).tolist()), routed_otherwise=otherwise
         )
 
     def distributions(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor, Tensor]:

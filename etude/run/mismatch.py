@@ -15,7 +15,8 @@ from rich.console import Console
 from torch import Tensor
 
 from etude.core.errors import EtudeError
-from etude.core.types import Json, Row
+from etude.core.events import Gap, Metered
+from etude.core.types import Json, Recomputed, Row
 from etude.model.files import build
 from etude.model.numerics import INVARIANT
 from etude.model.tokenizer import ChatTokenizer
@@ -25,7 +26,7 @@ from etude.run.serve import load
 from etude.serve.wire import read_model_files
 from etude.store.runs import Run
 from etude.train.loss import predicted
-from etude.train.meter import Gap, Meter, Recomputed, meter
+from etude.train.meter import meter
 from etude.weights.follow import fetch
 from etude.weights.manifest import find_newest
 
@@ -71,7 +72,7 @@ def of_model(directory: Path) -> Sides:
     return Sides(engine, as_trained(engine), prompts)
 
 
-def of_run(run: Run, console: Console) -> tuple[Sides, Meter | None]:
+def of_run(run: Run, console: Console) -> tuple[Sides, Metered | None]:
     """The newest weights; and if there are batches, the gap of the last one."""
     files, newest = read_model_files(run.objects), find_newest(run.objects)
     if newest is None:
@@ -103,20 +104,20 @@ def as_trained(engine: Transformer) -> Transformer:
 def of_batch(
     trainer: Transformer, rows: Sequence[Row], version: int, temperature: float, tokenizer: ChatTokenizer,
     console: Console,
-) -> Meter:  # fmt: skip
+) -> Metered:  # fmt: skip
     found, old, new = [], [], []
     distributions: list[Tensor] = []
     for row in rows:
         with torch.no_grad():
             states = predicted(trainer, torch.tensor([row.tokens]), torch.tensor([row.mask]))
             logp_N, logp_NV = trainer.logprobs(*states, temperature)
-        found.append(Recomputed(logprobs_N=logp_N.numpy(), likeliest_N=logp_NV.argmax(-1).numpy()))
+        found.append(Recomputed(logprobs=tuple(logp_N.tolist()), likeliest=tuple(logp_NV.argmax(-1).tolist())))
         old.append(torch.tensor(row.logprobs)[torch.tensor(row.mask)])
         new.append(logp_N)
         distributions.append(logp_NV)
-    measured = meter(rows, found, version=version, decode=tokenizer.decode)
+    measured = meter(rows, found, step=version + 1, decode=tokenizer.decode)
     console.print(f"the batch of step {version + 1}, as it was recorded, against version {version}:", highlight=False)
-    tell({f"lag {lag}": gap for lag, gap in measured.by_lag.items()}, console)
+    tell({f"lag {lag}": gap for lag, gap in measured.by_lag.items()} | measured.by_region, console)
     for worst in measured.worst:
         console.print(f"  {worst.old:8.4f} -> {worst.new:8.4f}  {worst.text[-40:]!r}", highlight=False, markup=False)
     if cut := find_cut(torch.cat(old), torch.cat(new), torch.cat(distributions)):

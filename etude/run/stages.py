@@ -15,7 +15,7 @@ from etude.core.events import Skipped, StageStarted
 from etude.core.stages import DistillConfig, DpoConfig, LoopConfig, MidtrainConfig, SftConfig
 from etude.core.types import Batch
 from etude.model.directory import read_small
-from etude.model.tokenizer import ChatTokenizer, same_vocabulary
+from etude.model.tokenizer import same_vocabulary
 from etude.run import data
 from etude.run.documents import read_corpus
 from etude.run.plan import Leg
@@ -56,7 +56,7 @@ def midtrain(trainer: Trainer, leg: Leg) -> None:
     learning.midtrain(
         trainer.learner,
         corpus.sources,
-        eos=ChatTokenizer(trainer.files).eos,
+        eos=trainer.tokenizer.eos,
         steps=stage.steps,
         batch_tokens=stage.batch_tokens,
         row_tokens=min(stage.row_tokens, trainer.context),
@@ -77,13 +77,12 @@ def sft(trainer: Trainer, leg: Leg) -> None:
     stage = leg.stage
     assert isinstance(stage, SftConfig)
     trainer.emit(StageStarted(stage=leg.name, steps=0, done=trainer.step))
-    tokenizer = ChatTokenizer(trainer.files)
     shown, held_back = [], []
     if stage.demonstrations:
-        made = data.built_in_sessions(trainer.config, stage.demonstrations, tokenizer, trainer.context)
+        made = data.built_in_sessions(trainer.config, stage.demonstrations, trainer.tokenizer, trainer.context)
         shown, held_back = made.shown, made.held_back
     if stage.path is not None:
-        read = data.read_sessions(stage.path, tokenizer, trainer.context, stage.overlong)
+        read = data.read_sessions(stage.path, trainer.tokenizer, trainer.context, stage.overlong)
         shown, held_back = shown + read.shown, held_back + read.held_back
         _tell_skipped(trainer, read.skipped)
     trainer.learns_from(f"{len(shown)} sessions and {len(held_back)} held back, {digest([shown, held_back])}")
@@ -107,7 +106,7 @@ def dpo(trainer: Trainer, leg: Leg) -> None:
     stage = leg.stage
     assert isinstance(stage, DpoConfig)
     trainer.emit(StageStarted(stage=leg.name, steps=0, done=trainer.step))
-    pairs, skipped = data.read_preferences(stage.path, ChatTokenizer(trainer.files), trainer.context, stage.overlong)
+    pairs, skipped = data.read_preferences(stage.path, trainer.tokenizer, trainer.context, stage.overlong)
     _tell_skipped(trainer, skipped)
     trainer.learns_from(f"{len(pairs)} pairs, {digest(pairs)}")
     learning.dpo(
@@ -174,6 +173,7 @@ def _loop(
             )
         trainer.reach(step, step=step - leg.start)
         trainer.emit(scribe.write(batch, stats, teacher_kl))
+        trainer.compare(batch, stats.recomputed)
 
 
 STAGE: dict[str, Callable[[Trainer, Leg], None]] = {

@@ -23,9 +23,10 @@ import torch
 from etude.core.config import RlConfig, RunConfig
 from etude.core.errors import EtudeError
 from etude.core.events import FitStep, HandedOver, StageDone
-from etude.core.types import Batch
+from etude.core.types import Batch, Recomputed
 from etude.model.files import SMALL
 from etude.model.numerics import INVARIANT
+from etude.model.tokenizer import ChatTokenizer
 from etude.run import checkpoints
 from etude.run.checkpoints import Checkpoint, Origin, Saver, code_version
 from etude.run.peers import Distributed
@@ -37,6 +38,7 @@ from etude.run.telemetry import Emit, emitter
 from etude.store.runs import Run
 from etude.train.checkpoint import pack, unpack
 from etude.train.learner import Learner
+from etude.train.meter import meter
 from etude.train.ranks import ALONE, Ranks
 from etude.train.stages import Progress
 from etude.train.start import starting_model
@@ -63,6 +65,7 @@ class Trainer:
             self.saver.clean()
         ranks.barrier()
         self.files = {name: run.objects.get(f"model/{name}") for name in SMALL}
+        self.tokenizer = ChatTokenizer(self.files)
         names = run.checkpoints()
         # A checkpoint holds every weight: the model's directory may be gone by then.
         given = None if names or config.model.path is None else model_directory(config.model.path)
@@ -123,6 +126,12 @@ class Trainer:
         self.books = hashlib.sha256(f"{self.books} {self.run.batch_digest(step)}".encode()).hexdigest()
         self.learns_from(f"batches {leg.start + 1} to {step}, sha256 {self.books}")
         return batch
+
+    def compare(self, batch: Batch, found: tuple[Recomputed, ...]) -> None:
+        """How far the engines' log-probs of a batch are from what the trainer found, for the store and as an event."""
+        if self.ranks.rank == 0:
+            self.run.put_recomputed(batch.step, found)
+            self.emit(meter(batch.rows, found, step=batch.step, decode=self.tokenizer.decode))
 
     def follow_fit(self) -> Callable[[Progress], None]:
         """What happens after each step of mid-training and sft: an event, and now and then a checkpoint."""

@@ -79,7 +79,7 @@ class Router:
                 sample = await self._ask(worker, asked | {"min_weight_version": self.fleet.live})
                 # A worker that was taken out meanwhile may have gone on with weights that are too old by now.
                 if self.fleet.knows(worker):
-                    return sample
+                    return replace(sample, region=worker.region)
             except WorkerFailed as e:
                 self.fleet.leave(worker)
                 why = str(e)

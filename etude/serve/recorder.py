@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-from etude.core.types import Sample, Segment, Span, spans, unspan
+from etude.core.types import Sample, Segment, Span, Stay, spans, unspan
 from etude.model.tokenizer import ChatTokenizer, Message, Tool
 
 
@@ -52,6 +52,7 @@ class _Open:
     mask: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: tuple[Span, ...] = ()
+    regions: list[Stay] = field(default_factory=list)
     routed: Routed = Routed()
 
     @property
@@ -63,6 +64,11 @@ class _Open:
         self.mask += [logprobs is not None] * len(tokens)
         self.logprobs += [0.0] * len(tokens) if logprobs is None else logprobs
 
+    def stay(self, region: str, count: int) -> None:
+        if self.regions and self.regions[-1].region == region:
+            count += self.regions.pop().count
+        self.regions.append(Stay(region, count))
+
     def closed(self) -> Segment:
         return Segment(
             prompt=self.prompt,
@@ -70,6 +76,7 @@ class _Open:
             mask=tuple(self.mask),
             logprobs=tuple(self.logprobs),
             versions=self.versions,
+            regions=tuple(self.regions),
         )
 
 
@@ -119,6 +126,7 @@ class Recorder:
         segment.append(prompt.tokens[len(segment.prompt) + len(segment.tokens) :])
         segment.append(sample.tokens, sample.logprobs)
         segment.versions = spans(chain(unspan(segment.versions), unspan(sample.versions)))
+        segment.stay(sample.region, len(sample.tokens))
         segment.messages = (*prompt.messages, _essence(message))
         if sample.experts is not None:
             num_read = len(prompt.tokens) + len(sample.tokens) - 1

@@ -60,7 +60,7 @@ def from_line(line: bytes, kinds: Mapping[str, type[T]], where: str) -> Stamped[
     try:
         fields: dict[str, Any] = msgspec.json.decode(line, type=dict[str, Any])
         t, kind = fields.pop("t"), fields.pop("kind")
-        return Stamped(t, msgspec.convert(fields, kinds[kind]))
+        return Stamped(t, msgspec.convert(fields, kinds[kind], str_keys=True))
     except (msgspec.MsgspecError, KeyError) as e:
         raise EtudeError(_damaged(where, f"record ({', '.join(kinds)})", e)) from e
 

@@ -6,6 +6,7 @@
     events/{process}/N.jsonl what each process did, for people and the dashboard
     groups/{id}              finished groups, whole
     batches/{step}           what each step reads; made once, never changed
+    recomputed/{step}        what the trainer found for each token of a batch, row by row
     experts/{digest}         routed experts of recorded sessions (`store.experts`)
     checkpoints/{name}/      the trainer's state: what each rank holds, and manifest.json, which is written last
     evals/{name}.json        held-out scores
@@ -27,7 +28,7 @@ from typing import TypeVar, get_args
 from etude.core.config import RunConfig, experiment
 from etude.core.errors import EtudeError
 from etude.core.ledger import Entry
-from etude.core.types import Batch, Group, Json
+from etude.core.types import Batch, Group, Json, Recomputed
 from etude.store.codec import from_json, pack, to_json, unpack
 from etude.store.log import Log
 from etude.store.objects import Missing, Objects
@@ -112,6 +113,14 @@ class Run:
         while not self.objects.exists(_batch_key(step)):
             time.sleep(_POLL_S)
         return self.batch(step)
+
+    def put_recomputed(self, step: int, rows: tuple[Recomputed, ...]) -> None:
+        self.objects.put(f"recomputed/{step:06d}", pack(rows))
+
+    def recomputed(self, step: int) -> tuple[Recomputed, ...]:
+        """Of the rows of that step's batch, in their order."""
+        key = f"recomputed/{step:06d}"
+        return unpack(self.objects.get(key), tuple[Recomputed, ...], f"{self.objects.url}: {key}")
 
     def batches(self) -> list[int]:
         """The steps that have one."""

@@ -69,6 +69,7 @@ class Drift:
     k3: float
     """Mean of ratio - 1 - log ratio: the same estimate, never negative and of smaller variance."""
     k3_p99: float
+    k3_max: float
 
 
 def drift(logp_N: Tensor, old_logp_N: Tensor) -> Drift:
@@ -79,6 +80,7 @@ def drift(logp_N: Tensor, old_logp_N: Tensor) -> Drift:
         k1_p99=_p99(log_ratio_N.abs()),
         k3=k3_N.mean().item(),
         k3_p99=_p99(k3_N),
+        k3_max=k3_N.max().item(),
     )
 
 

@@ -8,6 +8,8 @@ Shapes: N tokens, V vocabulary, E hidden size.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -17,28 +19,35 @@ from etude.model.transformer import Transformer
 MAX_LOGITS = 2**24  # numbers at once: 64 MB
 
 
+class Others(NamedTuple):
+    """What could have stood in a token's place; without gradient, and empty if nobody wanted it."""
+
+    entropy_N: Tensor
+    likeliest_N: Tensor
+
+
 def head_logprobs(
-    model: Transformer, hidden_NE: Tensor, tokens_N: Tensor, temperature: float = 1.0, *, with_entropy: bool = False
-) -> tuple[Tensor, Tensor]:
-    """The log-prob of each token, and if it is wanted the entropy of what could have stood in its place, which carries
-    no gradient."""
+    model: Transformer, hidden_NE: Tensor, tokens_N: Tensor, temperature: float = 1.0, *, with_others: bool = False
+) -> tuple[Tensor, Others]:
+    """The log-prob of each token, and if it is wanted what could have stood in its place."""
     size = max(1, MAX_LOGITS // model.config.vocab_size)
     if len(tokens_N) <= size:
-        return _part(model, hidden_NE, tokens_N, temperature, with_entropy)
+        return _part(model, hidden_NE, tokens_N, temperature, with_others)
     parts = [
         checkpoint(
-            _part, model, hidden, tokens, temperature, with_entropy, use_reentrant=False, preserve_rng_state=False
+            _part, model, hidden, tokens, temperature, with_others, use_reentrant=False, preserve_rng_state=False
         )
         for hidden, tokens in zip(torch.split(hidden_NE, size), torch.split(tokens_N, size), strict=True)
     ]
-    logp, entropy = zip(*parts, strict=True)
-    return torch.cat(logp), torch.cat(entropy)
+    logps, others = zip(*parts, strict=True)
+    return torch.cat(logps), Others(*map(torch.cat, zip(*others, strict=True)))
 
 
 def _part(
-    model: Transformer, hidden_NE: Tensor, tokens_N: Tensor, temperature: float, with_entropy: bool
-) -> tuple[Tensor, Tensor]:
+    model: Transformer, hidden_NE: Tensor, tokens_N: Tensor, temperature: float, with_others: bool
+) -> tuple[Tensor, Others]:
     logp_N, logp_NV = model.logprobs(hidden_NE, tokens_N, temperature)
+    if not with_others:
+        return logp_N, Others(logp_N.new_zeros(0), tokens_N.new_zeros(0))
     with torch.no_grad():
-        entropy_N = -(logp_NV.exp() * logp_NV).sum(-1) if with_entropy else logp_NV.new_zeros(0)
-    return logp_N, entropy_N
+        return logp_N, Others(-(logp_NV.exp() * logp_NV).sum(-1), logp_NV.argmax(-1))

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from etude.core.errors import EtudeError
-from etude.core.types import Batch
+from etude.core.types import Batch, Recomputed
 from etude.model import files
 from etude.model.transformer import Transformer
 from etude.train.correction import Drift, drift
@@ -60,6 +60,8 @@ class StepStats:
     """Share of the tokens with replayed experts for which a router, left alone, would have chosen another."""
     experts_replaced: float | None = None
     """Share of the replayed experts that were implausible, and so not used."""
+    recomputed: tuple[Recomputed, ...] = ()
+    """Of each row of the batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,32 +121,33 @@ class Learner:
         routers = Routers(self.model, least=plausible, balance=balance)
         microbatches, divisor = self._packed(batch, objective.aggregate, microbatch_tokens, fetch)
         num_tokens = sum(micro.num_tokens for micro in microbatches)
-        total, new, old, entropy, capped, silenced = 0.0, [], [], 0.0, 0.0, 0.0
+        total, seen, entropy, capped, silenced = 0.0, [], 0.0, 0.0, 0.0
         mine = self._share(microbatches)
         references = self._reference(mine, temperature) if objective.kl_coef else itertools.repeat(None)
         for micro, ref_logp_N in zip(mine, references, strict=False):
             routing = routers.open(micro)
-            logp_N, entropy_N = token_logprobs(
-                self.model, micro.tokens_BT, micro.mask_BT, temperature, routing, with_entropy=True
+            logp_N, others = token_logprobs(
+                self.model, micro.tokens_BT, micro.mask_BT, temperature, routing, with_others=True
             )
             old_logp_N, adv_N = micro.old_logprobs_BT[micro.mask_BT], micro.advantages_BT[micro.mask_BT]
             row_N = micro.mask_BT.nonzero()[:, 0]
             scored = objective.score(logp_N, old_logp_N, adv_N, row_N, ref_logp_N)
+            otherwise_N = routers.otherwise(routing, micro.mask_BT)
             balancing = routers.close(routing, micro) * (micro.num_tokens / num_tokens)
             loss = (scored.loss_N * micro.weights_B[row_N]).sum() / divisor + balancing
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.item()
             capped += scored.capped_N.sum().item() / num_tokens
             silenced += scored.silenced_N.sum().item() / num_tokens
-            entropy += entropy_N.sum().item() / num_tokens
-            new.append(logp_N.detach())
-            old.append(old_logp_N)
+            entropy += others.entropy_N.sum().item() / num_tokens
+            columns = (micro.numbers_B[row_N], old_logp_N, logp_N.detach(), others.likeliest_N, otherwise_N)
+            seen.append(torch.stack([column.double() for column in columns], 1))
         routers.settle(self.ranks)
         total, entropy, capped, silenced = self.ranks.sum(total, entropy, capped, silenced)
-        new_N, old_N = self.ranks.join_all(torch.cat(new)), self.ranks.join_all(torch.cat(old))
+        seen_N5 = self.ranks.join_all(torch.cat(seen).flatten()).view(-1, 5)
         return StepStats(
             loss=total,
-            drift=drift(new_N, old_N),
+            drift=drift(seen_N5[:, 2], seen_N5[:, 1]),
             capped=capped,
             silenced=silenced,
             entropy=entropy,
@@ -155,6 +158,7 @@ class Learner:
             num_computed=sum(micro.tokens_BT.numel() for micro in microbatches),
             router_disagreement=routers.disagreement,
             experts_replaced=routers.replaced,
+            recomputed=_by_row(seen_N5, len(batch.rows)),
         )
 
     def _packed(
@@ -320,6 +324,21 @@ class Learner:
         """Into the model."""
         for name, parameter in self._parameters.items():
             own(parameter).copy_(weights[name].to(self.dtype))
+
+
+def _by_row(seen_N5: Tensor, num_rows: int) -> tuple[Recomputed, ...]:
+    """From the columns number of the row, old and new log-prob, likeliest token, routed otherwise."""
+    number_N = seen_N5[:, 0].long()
+    sizes = number_N.bincount(minlength=num_rows).tolist()
+    rows = torch.split(seen_N5[number_N.argsort(stable=True)], sizes)
+    return tuple(
+        Recomputed(
+            logprobs=tuple(row[:, 2].tolist()),
+            likeliest=tuple(row[:, 3].long().tolist()),
+            routed_otherwise=None if row[:, 4].isnan().any() else tuple(row[:, 4].bool().tolist()),
+        )
+        for row in rows
+    )
 
 
 def cost_of(model: Transformer) -> Cost:

@@ -32,7 +32,7 @@ from torch import Tensor
 from etude.model.attention import Causal
 from etude.model.tiled_attention import CausalInTiles
 from etude.model.transformer import Routing, Transformer
-from etude.train.head import head_logprobs
+from etude.train.head import Others, head_logprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,16 +135,16 @@ def token_logprobs(
     routing: Routing | None = None,
     starts_BT: Tensor | None = None,
     *,
-    with_entropy: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """For each token that counts: its log-prob, and if it is wanted the entropy of what could have stood there.
+    with_others: bool = False,
+) -> tuple[Tensor, Others]:
+    """For each token that counts: its log-prob, and if it is wanted what could have stood there.
 
     `starts_BT` is as in `rows.Padded`.
 
     Only positions that predict a counted token reach the head: every other token costs no logits and gets no gradient.
     """
     hidden_NE, tokens_N = predicted(model, tokens_BT, mask_BT, routing, starts_BT)
-    return head_logprobs(model, hidden_NE, tokens_N, temperature, with_entropy=with_entropy)
+    return head_logprobs(model, hidden_NE, tokens_N, temperature, with_others=with_others)
 
 
 def predicted(

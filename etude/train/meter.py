@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from etude.core.types import Row, unspan
+from etude.core.events import Gap, Metered, Worst
+from etude.core.types import Recomputed, Row, unspan
 
 Floats = NDArray[np.float64]
 Key = TypeVar("Key", bound=Hashable)
@@ -26,81 +27,24 @@ CERTAIN = math.log(0.5)
 CONTEXT_TOKENS = 12
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gap:
-    """Over some tokens. `ratio` is the new probability over the recorded one: the importance weight."""
-
-    num_tokens: int
-    k1: float
-    """Mean of old minus new log-prob, of either sign."""
-    k3: float
-    """Mean of ratio - 1 - log ratio, never negative."""
-    k3_p99: float
-    k3_max: float
-    ratio_p1: float
-    ratio_p99: float
-    ratio_max: float
-    effective: float
-    """(sum of ratios)² / (N times the sum of their squares): what the weighted tokens are worth, as a share."""
-    flips: float | None
-    """Share of the tokens that the engine certainly held to be the likeliest, and the trainer did not; None if nobody
-    said what the trainer holds to be."""
-    routed_otherwise: float | None
-    """Share of the tokens for which any layer's router chose other experts."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Worst:
-    """A token on which the two disagree most."""
-
-    sample: str
-    place: int
-    """In the row."""
-    token: int
-    text: str
-    """The token behind a few that stand before it."""
-    old: float
-    new: float
-    version: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Meter:
-    all: Gap
-    by_lag: dict[int, Gap]
-    by_region: dict[str, Gap]
-    worst: tuple[Worst, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recomputed:
-    """What the trainer computed for one row, for its sampled tokens in order."""
-
-    logprobs_N: NDArray[np.float32]
-    likeliest_N: NDArray[np.int64] | None = None
-    """The token that it would have put first."""
-    routed_otherwise_N: NDArray[np.bool_] | None = None
-
-
 def meter(
-    rows: Sequence[Row], found: Sequence[Recomputed], *, version: int, regions: Sequence[str] = (),
+    rows: Sequence[Row], found: Sequence[Recomputed], *, step: int,
     decode: Callable[[Sequence[int]], str] | None = None, num_worst: int = 5,
-) -> Meter:  # fmt: skip
-    """`version`: the weights that the trainer computed with. `regions`: where each row was sampled."""
-    assert len(rows) == len(found) and len(regions) in (0, len(rows))
-    counts = [len(each.logprobs_N) for each in found]
+) -> Metered:  # fmt: skip
+    """`step` trained on the rows, with the weights of the version before it."""
     tokens = _Tokens(
         old_N=np.array([p for row in rows for p, said in zip(row.logprobs, row.mask, strict=True) if said]),
-        new_N=np.concatenate([each.logprobs_N for each in found]).astype(np.float64),
+        new_N=np.array([p for each in found for p in each.logprobs]),
         token_N=np.array([t for row in rows for t, said in zip(row.tokens, row.mask, strict=True) if said]),
-        likeliest_N=_joined([each.likeliest_N for each in found]),
-        routed_otherwise_N=_joined([each.routed_otherwise_N for each in found]),
+        likeliest_N=_joined([each.likeliest for each in found]),
+        routed_otherwise_N=_joined([each.routed_otherwise for each in found]),
     )
     versions = [v for row in rows for v in unspan(row.versions)]
-    region_of = [region for region, count in zip(regions, counts, strict=False) for _ in range(count)]
-    return Meter(
+    region_of = [stay.region for row in rows for stay in row.regions for _ in range(stay.count)]
+    return Metered(
+        step=step,
         all=tokens.gap(),
-        by_lag={lag: tokens.at(where).gap() for lag, where in _groups([version - v for v in versions])},
+        by_lag={lag: tokens.at(where).gap() for lag, where in _groups([step - 1 - v for v in versions])},
         by_region={region: tokens.at(where).gap() for region, where in _groups(region_of)},
         worst=_worst(rows, tokens, versions, decode, num_worst),
     )
@@ -159,9 +103,9 @@ class _Tokens:
         return float(flipped_N.sum() / max(1, certain_N.sum()))
 
 
-def _joined(parts: Sequence[NDArray[Any] | None]) -> NDArray[Any] | None:
+def _joined(parts: Sequence[Sequence[Any] | None]) -> NDArray[Any] | None:
     given = [part for part in parts if part is not None]
-    return np.concatenate(given) if len(given) == len(parts) else None
+    return np.array([each for part in given for each in part]) if len(given) == len(parts) else None
 
 
 def _groups(keys: Sequence[Key]) -> Iterator[tuple[Key, NDArray[np.int64]]]:

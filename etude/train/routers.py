@@ -58,6 +58,13 @@ class Routers:
         replay = None if micro.experts_BTLk is None else micro.experts_BTLk[:, :-1]
         return Routing(replay, least=self._least, keep_scores=self._balance and not self._config.sigmoid)
 
+    def otherwise(self, routing: Routing | None, mask_BT: Tensor) -> Tensor:
+        """Before `close`, for each token that counts: 1 if any router would have chosen another expert for the token
+        before it, from which it was predicted, and 0 if not; NaN if nothing was replayed."""
+        if routing is None or routing.replay is None:
+            return torch.full((int(mask_BT[:, 1:].sum()),), torch.nan, device=mask_BT.device)
+        return routing.differs()[mask_BT[:, 1:].flatten()].float()
+
     def close(self, routing: Routing | None, micro: Padded) -> Tensor | float:
         """Counts; returns the loss that balances, a mean over the tokens of the microbatch."""
         if routing is None or not self._config or not micro.num_tokens:  # a rank without work only keeps company

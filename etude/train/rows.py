@@ -50,6 +50,8 @@ class Microbatch(Padded):
     advantages_BT: Tensor
     weights_B: Tensor
     """What a token of each row counts for in the objective."""
+    numbers_B: Tensor
+    """Which rows of the batch they are."""
 
 
 P = TypeVar("P", bound=Padded)
@@ -99,6 +101,7 @@ def pack(
             old_logprobs_BT=pad([rows[index].logprobs for index in indices], torch.float32),
             advantages_BT=pad([rows[index].advantages for index in indices], torch.float32),
             weights_B=torch.tensor([weights[index] for index in indices]),
+            numbers_B=torch.tensor(indices),
             experts_BTLk=pad_experts([rows[index] for index in indices], experts),
         )
         for indices in plan([len(row.tokens) for row in rows], microbatch_tokens)

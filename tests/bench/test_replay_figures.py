@@ -9,10 +9,11 @@ from etude.bench import replay
 
 
 def test_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"STEPS": 12, "GROUPS": 8, "GROUP_SIZE": 4}.items():
+    for name, value in {"STEPS": 16, "GROUPS": 8, "GROUP_SIZE": 4}.items():
         monkeypatch.setattr(replay, name, value)
     figures = replay.run()
     assert figures["k3_p99_share"] < 0.8
+    assert figures["invariant.k3_max"] == 0.0
     assert 0.0 <= figures["own.reward_end"] <= 1.0 and 0.0 <= figures["replay.reward_end"] <= 1.0
 
 

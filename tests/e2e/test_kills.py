@@ -17,6 +17,7 @@ import pytest
 
 from etude.core.config import parse
 from etude.core.errors import EtudeError
+from etude.core.events import EVENTS, Metered
 from etude.run.audit import audit
 from etude.run.launch import locked
 from etude.store.runs import Run
@@ -138,6 +139,17 @@ def check_books(etude: Etude, *, finished: bool = True) -> None:
     assert not finished or books.in_flight == 0
 
 
+def check_agreement(run: Run) -> None:
+    """Each step was compared with the engines, token by token and region by region."""
+    metered = [event for event in run.events("trainer", EVENTS).records() if isinstance(event, Metered)]
+    assert [event.step for event in metered] == run.batches()
+    for event in metered:
+        batch = run.batch(event.step)
+        assert [len(row.logprobs) for row in run.recomputed(event.step)] == [sum(row.mask) for row in batch.rows]
+        assert sum(gap.num_tokens for gap in event.by_region.values()) == event.all.num_tokens
+        assert event.by_region.keys() <= {"west", "east"} and all(worst.text for worst in event.worst)
+
+
 def test_three_stages_in_two_regions_of_which_one_dies(etude: Etude) -> None:
     etude.write(TINY.read_text())
     process = etude.start()
@@ -154,6 +166,7 @@ def test_three_stages_in_two_regions_of_which_one_dies(etude: Etude) -> None:
     run = Run.open(f"file:{etude.directory}", create=False)
     assert run.evals() == [f"{v:06d}.{split}" for v in (1, 2, 6) for split in ("heldout", "novel")]
     assert run.batches() == [3, 4, 5, 6]
+    check_agreement(run)
     assert etude.finish() == summary, "a finished run is shown, not run again"
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from etude.core.types import Sample, Segment, Span, unspan
+from etude.core.types import Sample, Segment, Span, Stay, unspan
 from etude.model.tokenizer import ChatTokenizer, Message
 from etude.serve.recorder import Prompt, Recorder
 from tests.small_model import small_files
@@ -58,7 +58,18 @@ def test_two_turns_are_one_segment() -> None:
         mask=(*[True] * len(first), *[False] * len(added), *[True] * len(second)),
         logprobs=(*sample_of(first).logprobs, *[0.0] * len(added), *sample_of(second).logprobs),
         versions=(Span(1, len(first)), Span(2, len(second))),
+        regions=(Stay("", len(first) + len(second)),),
     )
+
+
+def test_each_token_knows_its_region() -> None:
+    recorder, messages = Recorder(TOKENIZER), [user("read")]
+    for region in ("east", "east", "west", "east"):
+        prompt = recorder.prompt_for("s", messages)
+        recorder.record("s", prompt, replace(sample_of([5, 6, TOKENIZER.eos]), region=region), user("x"))
+        messages = [*prompt.messages, user("x"), user("more")]
+    (segment,) = recorder.trajectory("s")
+    assert segment.regions == (Stay("east", 6), Stay("west", 3), Stay("east", 3))
 
 
 def test_another_split_of_the_same_text_is_kept_as_it_was_sampled() -> None:

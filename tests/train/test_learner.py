@@ -113,6 +113,19 @@ def test_how_rows_are_cut_into_microbatches_changes_only_rounding() -> None:
         assert other.num_tokens == stats[0].num_tokens
 
 
+@pytest.mark.parametrize("microbatch_tokens", [0, 64])
+def test_a_step_tells_what_it_found_for_each_token_of_each_row(microbatch_tokens: int) -> None:
+    one, rows = learner(), batch(1).rows
+    expected = [
+        token_logprobs(one.model, torch.tensor([row.tokens]), torch.tensor([row.mask]), with_others=True)
+        for row in rows
+    ]
+    found = one.step(batch(1), lr=1e-3, microbatch_tokens=microbatch_tokens).recomputed
+    for each, (logp_N, others) in zip(found, expected, strict=True):
+        assert each.logprobs == pytest.approx(logp_N.tolist(), abs=1e-5)
+        assert each.likeliest == tuple(others.likeliest_N.tolist()) and each.routed_otherwise is None
+
+
 def test_a_step_is_one_adamw_step_on_the_formula() -> None:
     """The whole step against plain autograd and an AdamW of a few lines, in float64."""
     one, rows = learner(), batch(1).rows

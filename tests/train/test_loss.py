@@ -123,11 +123,12 @@ def test_token_logprobs_are_those_of_the_plain_softmax_before_each_token() -> No
     hidden = model(TOKENS_BT, torch.arange(6).expand(2, -1), Causal())
     plain = torch.log_softmax(model.logits(hidden).double() / 0.7, -1)
     expected = [plain[b, t - 1, TOKENS_BT[b, t]].item() for b in range(2) for t in range(6) if MASK_BT[b, t]]
-    logp_N, entropy_N = token_logprobs(model, TOKENS_BT, MASK_BT, 0.7, with_entropy=True)
+    logp_N, (entropy_N, likeliest_N) = token_logprobs(model, TOKENS_BT, MASK_BT, 0.7, with_others=True)
     assert logp_N.tolist() == pytest.approx(expected, rel=1e-5)
     entropies = -(plain.exp() * plain).sum(-1)
     expected = [entropies[b, t - 1].item() for b in range(2) for t in range(6) if MASK_BT[b, t]]
     assert entropy_N.tolist() == pytest.approx(expected, rel=1e-5)
+    assert likeliest_N.tolist() == [plain[b, t - 1].argmax() for b in range(2) for t in range(6) if MASK_BT[b, t]]
 
 
 def test_padding_and_company_change_nothing() -> None:
@@ -173,9 +174,9 @@ def test_the_head_in_parts_gives_the_same_with_its_gradients(monkeypatch: pytest
     def run(max_logits: int) -> list[torch.Tensor]:
         monkeypatch.setattr("etude.train.head.MAX_LOGITS", max_logits)
         model = fresh(CONFIG, 0).double()
-        logp_N, entropy_N = token_logprobs(model, TOKENS_BT, MASK_BT, 0.7, with_entropy=True)
+        logp_N, (entropy_N, likeliest_N) = token_logprobs(model, TOKENS_BT, MASK_BT, 0.7, with_others=True)
         (logp_N * torch.arange(5)).sum().backward()
-        return [logp_N.detach(), entropy_N, *(p.grad for p in model.parameters() if p.grad is not None)]
+        return [logp_N.detach(), entropy_N, likeliest_N, *(p.grad for p in model.parameters() if p.grad is not None)]
 
     whole = run(10**9)
     for parts in (run(2 * CONFIG.vocab_size), run(1)):

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from etude.core.types import Row, Span
+from etude.core.types import Recomputed, Row, Span, Stay
 from etude.train.correction import drift
-from etude.train.meter import Recomputed, meter, routed_otherwise
+from etude.train.meter import meter, routed_otherwise
 
 
-def row(name: str, old: list[float], version: int) -> Row:
+def row(name: str, old: list[float], version: int, *regions: Stay) -> Row:
     """One token of prompt, then sampled ones with an unsampled one behind the first."""
     mask = (False, True, False, *[True] * (len(old) - 1))
     numbers = iter(old)
@@ -25,18 +25,19 @@ def row(name: str, old: list[float], version: int) -> Row:
         logprobs=logprobs,
         advantages=(0.0,) * len(mask),
         versions=(Span(version, len(old)),),
+        regions=regions,
     )
 
 
 def again(values: list[float], **more: object) -> Recomputed:
-    return Recomputed(logprobs_N=np.array(values, np.float32), **more)  # type: ignore[arg-type]
+    return Recomputed(logprobs=tuple(values), **more)  # type: ignore[arg-type]
 
 
 def test_it_agrees_with_the_drift_of_a_step() -> None:
     rng = np.random.default_rng(0)
     old, shift = -rng.exponential(size=(4, 150)), rng.normal(size=(4, 150)) * 0.3
     rows = [row(str(i), each.tolist(), version=0) for i, each in enumerate(old)]
-    found = meter(rows, [again(each) for each in (old + shift).tolist()], version=0).all
+    found = meter(rows, [again(each) for each in (old + shift).tolist()], step=1).all
     expected = drift(torch.tensor((old + shift).ravel(), dtype=torch.float32), torch.tensor(old.ravel()))
     assert (found.k1, found.k3, found.k3_p99) == pytest.approx((expected.k1, expected.k3, expected.k3_p99), rel=1e-4)
     assert found.num_tokens == 600 and 0 < found.effective < 1
@@ -46,19 +47,22 @@ def test_it_agrees_with_the_drift_of_a_step() -> None:
 
 def test_no_gap_where_there_is_none() -> None:
     old = np.float32([-0.5, -0.25]).tolist()
-    found = meter([row("a", old, 3)], [again(old)], version=3)
+    found = meter([row("a", old, 3)], [again(old)], step=4)
     assert (found.all.k1, found.all.k3, found.all.k3_max, found.all.ratio_max) == (0, 0, 0, 1)
     assert found.all.effective == 1
 
 
 def test_the_gap_of_each_lag_and_region() -> None:
-    rows = [row("a", [-1.0, -1.0], version=5), row("b", [-1.0, -1.0], version=3), row("c", [-1.0, -1.0], version=3)]
-    found = meter(
-        rows, [again([-1.0, -1.0]), again([-1.0, -2.0]), again([-1.0, -1.0])], version=5, regions=["x", "y", "x"]
-    )
+    """The second session began in one region and ended in the other."""
+    rows = [
+        row("a", [-1.0, -1.0], 5, Stay("x", 2)),
+        row("b", [-1.0, -1.0], 3, Stay("x", 1), Stay("y", 1)),
+        row("c", [-1.0, -1.0], 3, Stay("y", 2)),
+    ]
+    found = meter(rows, [again([-1.0, -1.0]), again([-1.0, -2.5]), again([-1.0, -1.0])], step=6)
     assert list(found.by_lag) == [0, 2] and list(found.by_region) == ["x", "y"]
     assert found.by_lag[0].k3 == 0 == found.by_region["x"].k3
-    assert found.by_lag[2].num_tokens == 4 and found.by_region["y"].k1 == pytest.approx(0.5)
+    assert found.by_lag[2].num_tokens == 4 and found.by_region["y"].num_tokens == 3
 
 
 def test_the_worst_tokens_have_their_text() -> None:
@@ -66,7 +70,7 @@ def test_the_worst_tokens_have_their_text() -> None:
     found = meter(
         rows,
         [again([-1.0, -1.1, -1.0]), again([-1.0, -3.0])],
-        version=0,
+        step=1,
         decode=lambda ids: f"<{ids[-1]}>",
         num_worst=2,
     )
@@ -79,7 +83,7 @@ def test_flips_are_counted_where_they_are_certain() -> None:
     """The first token was the engine's likeliest and is not the trainer's; of the second nobody knows; the third is
     both sides' likeliest."""
     old = [math.log(0.6), math.log(0.4), math.log(0.9)]
-    found = meter([row("a", old, 0)], [again(old, likeliest_N=np.array([1, 2, 14]))], version=0)
+    found = meter([row("a", old, 0)], [again(old, likeliest=(1, 2, 14))], step=1)
     assert found.all.flips == 0.5
 
 
@@ -88,6 +92,6 @@ def test_routers_disagree_by_their_sets() -> None:
     new = np.array([[[2, 1], [4, 3]], [[1, 2], [3, 5]]])
     assert routed_otherwise(old, new).tolist() == [False, True]
     found = meter(
-        [row("a", [-1.0, -1.0], 0)], [again([-1.0, -1.0], routed_otherwise_N=routed_otherwise(old, new))], version=0
+        [row("a", [-1.0, -1.0], 0)], [again([-1.0, -1.0], routed_otherwise=tuple(routed_otherwise(old, new)))], step=1
     )
     assert found.all.routed_otherwise == 0.5
