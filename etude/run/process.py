@@ -17,6 +17,7 @@ from typing import Any
 from etude.core.errors import EtudeError
 
 PR_SET_PDEATHSIG = 1
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -25,6 +26,14 @@ def die_with_parent(parent: int) -> None:
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before we could ask
         os._exit(1)
+
+
+def keep_freed_memory() -> None:
+    """For a process that needs as much memory again and again, such as a step of training. glibc gives large pieces
+    back to the kernel when they are freed; with a hundred million parameters getting them again is half of a step."""
+    if hasattr(_libc, "mallopt"):  # not every libc has it
+        _libc.mallopt(M_MMAP_MAX, 0)
+        _libc.mallopt(M_TRIM_THRESHOLD, -1)
 
 
 def message(e: BaseException) -> str | None:

@@ -32,6 +32,7 @@ from etude.run.checkpoints import Checkpoint, Origin, Saver, code_version
 from etude.run.peers import Distributed
 from etude.run.plan import Leg, legs
 from etude.run.prepare import model_directory
+from etude.run.process import keep_freed_memory
 from etude.run.stages import STAGE
 from etude.run.step import objective_of
 from etude.run.telemetry import Emit, emitter
@@ -166,10 +167,10 @@ class Trainer:
         self.save(then=self.publication())
 
     def publication(self) -> Callable[[], None]:
-        """Copies what this rank holds of the weights; to publish that is to call what is returned."""
+        """Takes what this rank holds of the weights; to publish that is to call what is returned."""
         began = time.monotonic()
         parts = {name: Part(*rows) for name, rows in self.learner.rows().items()}
-        start = self.publisher.prepare(self.version, parts, stage=self.stage, step=self.made_by)
+        start = self.publisher.prepare(self.version, parts, stage=self.stage, step=self.made_by, given=True)
         self.emit(HandedOver(version=self.version, stall_s=time.monotonic() - began))
         return start
 
@@ -220,6 +221,7 @@ def main() -> int:
             ranks = Ranks.on_this_machine(args.rank, args.ranks, args.meeting, timeout_s)
         else:
             ranks = Ranks.of_torchrun(timeout_s)
+        keep_freed_memory()
         train(run, config, ranks)
     except EtudeError as e:
         print(f"error: {e}", file=sys.stderr, flush=True)

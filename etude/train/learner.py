@@ -99,6 +99,7 @@ class Learner:
         self._fixed = {name: t for name, t in model.state_dict().items() if name not in self._parameters}
         self._masters = {name: own(p).detach().float().clone() for name, p in self._parameters.items()}
         self._kept: dict[str, Tensor] = {}
+        self._rounded: dict[str, Tensor] = {}
         self._optimizer: Optimizer = OPTIMIZER[optimizer](self._masters, model, ranks)
         self._round(self._masters)
 
@@ -230,9 +231,10 @@ class Learner:
         return files.weights(self.model, self.dtype)
 
     def rows(self) -> dict[str, files.Rows]:
-        """The same, as far as this rank holds it and as it is: whoever publishes it takes a copy of his own."""
-        held = {name: (self.ranks.rows(len(p)).start, own(p)) for name, p in self._parameters.items()}
-        fixed = {name: (0, tensor) for name, tensor in self._fixed.items()}
+        """The same, as far as this rank holds it. They are for whoever asks to keep: the next step rounds into other
+        memory."""
+        held = {name: (self.ranks.rows(len(p)).start, self._rounded[name]) for name, p in self._parameters.items()}
+        fixed = {name: (0, tensor.clone()) for name, tensor in self._fixed.items()}
         return files.rows(self.model, held | fixed, self.dtype)
 
     def restart(self) -> None:
@@ -322,8 +324,10 @@ class Learner:
     @torch.no_grad()
     def _round(self, weights: Mapping[str, Tensor]) -> None:
         """Into the model."""
+        self._rounded = {}  # a version that is being published has its own reference
         for name, parameter in self._parameters.items():
-            own(parameter).copy_(weights[name].to(self.dtype))
+            self._rounded[name] = weights[name].to(self.dtype, copy=True)
+            own(parameter).copy_(self._rounded[name])
 
 
 def _by_row(seen_N5: Tensor, num_rows: int) -> tuple[Recomputed, ...]:

@@ -105,14 +105,15 @@ class Publisher:
         self.prepare(version, tensors, stage=stage, step=step)()
 
     def prepare(
-        self, version: int, tensors: Mapping[str, torch.Tensor | Part], *, stage: str, step: int
+        self, version: int, tensors: Mapping[str, torch.Tensor | Part], *, stage: str, step: int, given: bool = False
     ) -> Callable[[], None]:
         """`publish` in two: takes the copy now; to publish it, call what is returned, from whichever thread. For a
-        trainer that has something to write first."""
+        trainer that has something to write first. Tensors that are `given` are ours: they will not change, and are not
+        copied."""
         parts = {name: given if isinstance(given, Part) else Part(given) for name, given in tensors.items()}
         extents = [part.extent(name) for name, part in parts.items()]
         with self._counted():
-            taken = self._snapshots.take(parts)
+            taken = self._snapshots.take(parts, given=given)
 
         def start() -> None:
             with self._counted():

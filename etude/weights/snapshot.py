@@ -1,8 +1,9 @@
 """The trainer's tensors as they are now, in memory that nobody else writes to. Training waits for this and no more.
 
 On a CPU that is a copy, into the memory of a version that is not needed any more: fetching new pages from the kernel
-takes as long as copying. On a device the new bits are compared with the last ones there, and only what changed crosses
-to the host, about a hundredth; there it is put into a copy of the last version, when training is going on again.
+takes as long as copying. Tensors that are given away for good are not copied at all. On a device the new bits are
+compared with the last ones there, and only what changed crosses to the host, about a hundredth; there it is put into a
+copy of the last version, when training is going on again.
 """
 
 from __future__ import annotations
@@ -45,17 +46,22 @@ class Snapshots:
 
     def __init__(self) -> None:
         self._spare: Arrays = {}
+        self._given = False
         self._on_device: Arrays = {}
         self._on_host: Arrays = {}  # the same bits, where there is a device
 
     @torch.no_grad()
-    def take(self, parts: Mapping[str, Part]) -> Callable[[], Arrays]:
-        """Returns when the parts may change. What it returns gives their bits, and may take its time."""
+    def take(self, parts: Mapping[str, Part], *, given: bool = False) -> Callable[[], Arrays]:
+        """Returns when the parts may change, or at once if they are `given` and never will. What it returns gives their
+        bits, and may take its time."""
+        self._given = given
         made: Arrays = {}
         changes: dict[str, tuple[Tensor, Tensor]] = {}
         for name, part in parts.items():
             tensor, dtype = part.tensor.detach(), part.dtype or part.tensor.dtype
-            if not tensor.is_cuda:
+            if not tensor.is_cuda and given and tensor.dtype == dtype:
+                made[name] = bits(tensor)
+            elif not tensor.is_cuda:
                 made[name] = self._copied(name, tensor, dtype)
             elif (old := self._on_device.get(name)) is not None and _fits(old, tensor, dtype):
                 changes[name] = _to_host(*changed(old, bits(tensor.to(dtype))))
@@ -73,7 +79,7 @@ class Snapshots:
         return finish
 
     def release(self, arrays: Arrays) -> None:
-        self._spare = dict(arrays)
+        self._spare = {} if self._given else dict(arrays)
 
     def _memory(self, name: str, size: int, dtype: torch.dtype) -> Tensor:
         spare = self._spare.pop(name, None)

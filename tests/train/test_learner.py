@@ -113,6 +113,14 @@ def test_how_rows_are_cut_into_microbatches_changes_only_rounding() -> None:
         assert other.num_tokens == stats[0].num_tokens
 
 
+def test_rows_are_what_is_published_and_stay_as_they_are() -> None:
+    one = learner()
+    rows, whole = one.rows(), one.weights()
+    one.step(batch(1), lr=1e-2)
+    assert all(torch.equal(data, whole[name]) for name, (data, *_) in rows.items()) and rows.keys() == whole.keys()
+    assert any(not torch.equal(one.rows()[name][0], whole[name]) for name in whole)
+
+
 @pytest.mark.parametrize("microbatch_tokens", [0, 64])
 def test_a_step_tells_what_it_found_for_each_token_of_each_row(microbatch_tokens: int) -> None:
     one, rows = learner(), batch(1).rows

@@ -219,3 +219,11 @@ def test_what_changed_is_all_that_crosses(dtype: torch.dtype) -> None:
     assert 90 < len(places) <= 101 and 9 in places and 7 not in places and places.dtype == torch.int32
     was[places.long()] = values
     assert torch.equal(was, bits(new)) and torch.equal(shadow, bits(new))
+
+
+def test_what_is_given_away_is_not_copied() -> None:
+    tensor, snapshots = torch.randn(6, 4).bfloat16(), Snapshots()
+    taken = snapshots.take({"w": Part(tensor)}, given=True)()["w"]
+    assert taken.data_ptr() == tensor.data_ptr() and torch.equal(taken, bits(tensor))
+    other = snapshots.take({"w": Part(tensor, dtype=torch.float32)}, given=True)()["w"]
+    assert torch.equal(other.view(torch.float32), tensor.float().reshape(-1)), "in another type it is made anew"
