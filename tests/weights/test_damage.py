@@ -160,6 +160,13 @@ def test_a_key_that_cannot_be_is_one_sentence(tmp_path: Path) -> None:
             act("weights/../../pwned")
 
 
+def test_a_cache_that_cannot_be_used_is_one_sentence(objects: Objects, tmp_path: Path) -> None:
+    publish(objects, 1, larger(1), stage="rl", step=1)
+    (tmp_path / reading(objects).find(1)[1].root).mkdir()
+    with pytest.raises(EtudeError, match="weights cannot be cached in .*: choose another place"):
+        Follower(reading(objects), cache=HostCache(tmp_path)).fetch(1)
+
+
 def test_a_record_that_is_written_otherwise_is_refused(objects: Objects) -> None:
     """Its seal is right, for it is made over what the record says; but links are made over the bytes."""
     publish(objects, 1, larger(1), stage="rl", step=1)
