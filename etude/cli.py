@@ -143,10 +143,10 @@ def _add_weights(parser: argparse.ArgumentParser) -> None:
             action.add_argument("--cache", type=Path, metavar="DIR", help="leave it there for this host's workers")
         if name == "compact":
             action.add_argument("--skip", type=_count, default=8, help="versions in one way (default: %(default)s)")
-            action.add_argument("--every", type=float, metavar="S", help="go on, and look again every so many seconds")
+            action.add_argument("--every", type=_seconds, metavar="S", help="go on, and look again after S seconds")
         if name == "gc":
             action.add_argument("--keep", type=_count, default=16, help="newest versions (default: %(default)s)")
-            action.add_argument("--grace", type=float, default=3600.0, metavar="S", help="(default: %(default)s)")
+            action.add_argument("--grace", type=_seconds, default=3600.0, metavar="S", help="(default: %(default)s)")
         if name == "export":
             action.add_argument("target", type=Path, metavar="DIR", help="must not be there yet")
 
@@ -163,6 +163,12 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
 def _count(text: str) -> int:
     if (value := int(text)) < 1:
         raise argparse.ArgumentTypeError("at least 1")
+    return value
+
+
+def _seconds(text: str) -> float:
+    if not 0 <= (value := float(text)) < float("inf"):
+        raise argparse.ArgumentTypeError("seconds, 0 or more")
     return value
 
 

@@ -114,7 +114,10 @@ def write_directory(
         size = sum(tensor.nbytes for tensor in tensors.values())
         (path / INDEX).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": where}, indent=2))
     for file, shard in zip(files, shards, strict=True):
+        (path / file).touch()
+        mode = (path / file).stat().st_mode  # as the umask says; what safetensors writes is for its owner only
         save_file(shard, path / file, metadata={"format": "pt"})
+        (path / file).chmod(mode)
 
 
 def read_directory(path: Path) -> tuple[dict[str, bytes], dict[str, Tensor]]:

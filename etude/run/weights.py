@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -19,12 +19,13 @@ from etude.weights.cache import HostCache
 from etude.weights.collect import collect
 from etude.weights.follow import Follower
 from etude.weights.follow import Progress as Report
-from etude.weights.manifest import Chain, Gone
+from etude.weights.manifest import Chain, manifest_key, shard_key
+from etude.weights.signing import Corrupt
 
 
 def open_chain(url: str) -> Chain:
     chain = Chain(Objects.open(url, create=False))
-    if chain.head() is None:
+    if not chain.lineage():
         raise EtudeError(
             f"{url} holds no published weights: check the address, or wait for the trainer's first version"
         )
@@ -37,11 +38,18 @@ def log(url: str, console: Console) -> int:
     line = "{:>7}  {:14} {:>5}  {:9} {:>9} {:>8} {:>9}  {:19}  {}".format
 
     def say(*columns: object) -> None:
-        console.print(line(*columns).rstrip(), soft_wrap=True, highlight=False)
+        _say(console, line(*columns).rstrip())
 
     say("version", "made by", "epoch", "way", "size", "of all", "changed", "published (UTC)", "further ways")
     for version, epoch in chain.lineage().items():
-        link, manifest = chain.at(epoch, version)
+        try:
+            link, manifest = chain.at(epoch, version)
+        except Missing:
+            continue  # deleted since it was listed
+        except Corrupt as e:
+            _say(console, f"{version:>7}  {e}")
+            continue
+        further = chain.further_ways(link).values()
         say(
             version,
             f"{manifest.stage} {manifest.step}",
@@ -50,13 +58,19 @@ def log(url: str, console: Console) -> int:
             _size(manifest.route.bytes),
             f"1/{manifest.bytes / max(1, manifest.route.bytes):.0f}" if manifest.route.base else "all",
             f"{max(manifest.changed.values(), default=0.0):.3%}" if manifest.parent else "",
-            time.strftime("%F %T", time.gmtime(manifest.time)),
-            ", ".join(f"{_start(route)} {_size(route.bytes)}" for route in chain.extra_routes(link)),
+            _time(manifest.time),
+            ", ".join(f"{_start(way)} {_size(way.bytes)}" for way in further if isinstance(way, Route)),
         )
-    for lease in chain.leases():
+        for way in further:
+            if isinstance(way, Corrupt):
+                _say(console, f"{'':7}  this further way is not used: {way}")
+    for lease in chain.leases().values():
+        if isinstance(lease, Corrupt):
+            _say(console, f"reader unknown: {lease}")
+            continue
         left = lease.until - time.time()
         state = f"lease ends in {left:.0f} s" if left > 0 else "lease has ended"
-        console.print(f"reader {lease.reader}: version {lease.version}, {state}", highlight=False)
+        _say(console, f"reader {lease.reader}: version {lease.version}, {state}")
     return 0
 
 
@@ -70,18 +84,16 @@ def show(url: str, version: int | None, console: Console) -> int:
         "weights": f"{_size(manifest.bytes)}, root {manifest.root}",
         "parent": f"{manifest.parent.version} {manifest.parent.hash}" if manifest.parent else "none",
         "publisher": manifest.publisher,
-        "published": time.strftime("%F %T UTC", time.gmtime(manifest.time)),
+        "published": f"{_time(manifest.time)} UTC",
         "signed": "yes" if " " in manifest.seal else "no",
     }
     for name, text in lines.items():
-        console.print(f"{name:10} {text}", highlight=False)
+        _say(console, f"{name:10} {text}")
     for route in (manifest.route, *chain.extra_routes(link)):
-        console.print(
-            f"way        {_start(route)}, {_size(route.bytes)} in {len(route.shards)} objects", highlight=False
-        )
+        _say(console, f"way        {_start(route)}, {_size(route.bytes)} in {len(route.shards)} objects")
     if manifest.parent:
         for sort, share in sorted(manifest.changed.items(), key=lambda item: -item[1]):
-            console.print(f"changed    {share:9.4%} of {sort}", highlight=False)
+            _say(console, f"changed    {share:9.4%} of {sort}")
     return 0
 
 
@@ -90,34 +102,57 @@ def verify(url: str, console: Console) -> int:
     chain = open_chain(url)
     follower, damaged = Follower(chain), 0
     for version, epoch in chain.lineage().items():
-        link, manifest = chain.at(epoch, version)
-        ways = [
-            way for way in (manifest.route, *chain.extra_routes(link)) if way.base is None or _is_there(chain, way.base)
-        ]
-        wrong = []
-        for way in ways:
-            # The next version starts from this one, by the way that the trainer made: keep that follower.
-            mover = follower if way is manifest.route else Follower(chain)
-            try:
-                if way.base is not None:
-                    mover.reach(way.base)
-                mover.take(link, way)
-            except EtudeError:
-                wrong.append(way)
-        damaged += bool(wrong)
-        told = f", not {', '.join(_start(way) for way in wrong)}" if wrong else ""
-        console.print(
-            f"version {version}: right by {len(ways) - len(wrong)} of {len(ways)} ways{told}", highlight=False
-        )
-    console.print("all is as it was published" if not damaged else f"{damaged} versions are damaged", highlight=False)
+        try:
+            link, manifest = chain.at(epoch, version)
+        except Missing:
+            continue  # deleted since it was listed
+        except Corrupt as e:
+            told, is_right, lost = str(e), False, [manifest_key(epoch, version)]
+        else:
+            told, is_right, lost = _verdict(chain, follower, link, manifest)
+        damaged += not is_right
+        _say(console, f"version {version}: {told}")
+        for key in lost:
+            _say(console, f"  restore {key}")
+    _say(console, "all is as it was published" if not damaged else f"{damaged} versions are damaged")
     return 1 if damaged else 0
 
 
-def _is_there(chain: Chain, link: Link) -> bool:
+def _verdict(chain: Chain, follower: Follower, link: Link, manifest: Manifest) -> tuple[str, bool, list[str]]:
+    """What to say of a version, whether all is right with it, and the keys of what should be restored."""
+    further = chain.further_ways(link)
+    routes = [manifest.route, *(way for way in further.values() if isinstance(way, Route))]
+    unread = [key for key, way in further.items() if isinstance(way, Corrupt)]
+    # A base that was too old is deleted, and the ways from it are none any more.
+    ways = [way for way in routes if way.base is None or chain.exists(manifest_key(way.base.epoch, way.base.version))]
+    # The next version starts from this one, by the way that the trainer made: keep that follower.
+    wrong = [way for way in ways if not _leads(follower if way is manifest.route else Follower(chain), link, way)]
+    lost = [*unread, *_lost(chain, link, manifest, wrong)]
+    right = len(ways) - len(wrong)
+    if not ways and manifest.parent is not None:
+        lost.append(manifest_key(manifest.parent.epoch, manifest.parent.version))
+    failed = ", ".join([*map(_start, wrong), *unread])
+    told = f"right by {right} of {len(ways) + len(unread)} ways{f', not {failed}' if failed else ''}"
+    return told, bool(right) and not failed, lost
+
+
+def _leads(follower: Follower, link: Link, way: Route) -> bool:
     try:
-        return chain.find(link.version)[0] == link
-    except (Missing, Gone):
+        if way.base is not None:
+            follower.reach(way.base)
+        follower.take(link, way)
+    except EtudeError:
         return False
+    return True
+
+
+def _lost(chain: Chain, link: Link, manifest: Manifest, wrong: Sequence[Route]) -> Iterator[str]:
+    """Of the objects on ways that are wrong, those that are; none, if it is the base that cannot be built."""
+    for hash in dict.fromkeys(hash for way in wrong for hash in (manifest.root, *(shard.hash for shard in way.shards))):
+        try:
+            chain.shard(link, hash)
+        except (Missing, Corrupt):
+            yield shard_key(link.epoch, link.version, hash)
 
 
 def fetch(url: str, version: int | None, cache: Path | None, console: Console) -> int:
@@ -129,9 +164,7 @@ def fetch(url: str, version: int | None, cache: Path | None, console: Console) -
         follower = Follower(chain, cache=HostCache(cache) if cache else None, progress=report)
         follower.image(manifest.version)
     seconds = time.monotonic() - began
-    console.print(
-        f"version {manifest.version}: {_size(manifest.bytes)} of weights, checked, in {seconds:.1f} s", highlight=False
-    )
+    _say(console, f"version {manifest.version}: {_size(manifest.bytes)} of weights, checked, in {seconds:.1f} s")
     return 0
 
 
@@ -141,19 +174,16 @@ def compact(url: str, skip: int, every: float | None, console: Console) -> int:
     while True:
         made = compacting.compact(chain, skip=skip)
         for way in made:
-            told = f"version {way.target.version} {_start(way.route)}: {_size(way.route.bytes)}"
-            console.print(told, highlight=False)
+            _say(console, f"version {way.target.version} {_start(way.route)}: {_size(way.route.bytes)}")
         if every is None:
-            console.print(f"{len(made)} ways added", highlight=False)
+            _say(console, f"{len(made)} ways added")
             return 0
         time.sleep(every)
 
 
 def gc(url: str, keep: int, grace: float, console: Console) -> int:
     done = collect(open_chain(url), keep=keep, grace_s=grace)
-    console.print(
-        f"{len(done.deleted)} objects deleted, {len(done.doomed)} to go after the time of grace", highlight=False
-    )
+    _say(console, f"{len(done.deleted)} objects deleted, {len(done.doomed)} to go after the time of grace")
     return 0
 
 
@@ -172,9 +202,7 @@ def export(url: str, version: int | None, target: Path, console: Console) -> int
     staging = target.with_name(f".{target.name}.part")
     write_directory(staging, small, tensors)
     staging.rename(target)
-    console.print(
-        f"{target}: version {manifest.version}, {len(tensors)} tensors, {_size(manifest.bytes)}", highlight=False
-    )
+    _say(console, f"{target}: version {manifest.version}, {len(tensors)} tensors, {_size(manifest.bytes)}")
     return 0
 
 
@@ -192,6 +220,19 @@ def _bar(console: Console, text: str) -> Iterator[Report]:
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(text, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+def _say(console: Console, text: str) -> None:
+    """A line as it is: what strangers wrote into a store neither formats it nor steers the terminal."""
+    shown = "".join(c if c.isprintable() else "?" for c in text)
+    console.print(shown, soft_wrap=True, highlight=False, markup=False, emoji=False)
+
+
+def _time(seconds: float) -> str:
+    try:
+        return time.strftime("%F %T", time.gmtime(seconds))
+    except (OverflowError, ValueError, OSError):
+        return "at no time"
 
 
 def _start(route: Route) -> str:

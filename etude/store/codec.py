@@ -18,6 +18,9 @@ from etude.core.errors import EtudeError
 
 T = TypeVar("T")
 
+_REFUSALS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What the decoder raises at data that is something else, or that was made to hurt it."""
+
 
 def pack(value: object) -> bytes:
     return msgspec.msgpack.encode(value)
@@ -27,7 +30,7 @@ def unpack(data: bytes, type: type[T], where: str) -> T:
     """`where` names the data if it turns out to be something else."""
     try:
         return msgspec.msgpack.decode(data, type=type)
-    except msgspec.MsgspecError as e:
+    except _REFUSALS as e:
         raise EtudeError(_damaged(where, type.__name__, e)) from e
 
 
@@ -39,7 +42,7 @@ def to_json(value: object) -> bytes:
 def from_json(data: bytes, type: type[T], where: str) -> T:
     try:
         return msgspec.json.decode(data, type=type)
-    except msgspec.MsgspecError as e:
+    except _REFUSALS as e:
         raise EtudeError(_damaged(where, getattr(type, "__name__", str(type)), e)) from e
 
 
@@ -61,9 +64,10 @@ def from_line(line: bytes, kinds: Mapping[str, type[T]], where: str) -> Stamped[
         fields: dict[str, Any] = msgspec.json.decode(line, type=dict[str, Any])
         t, kind = fields.pop("t"), fields.pop("kind")
         return Stamped(t, msgspec.convert(fields, kinds[kind], str_keys=True))
-    except (msgspec.MsgspecError, KeyError) as e:
+    except (*_REFUSALS, KeyError) as e:
         raise EtudeError(_damaged(where, f"record ({', '.join(kinds)})", e)) from e
 
 
 def _damaged(where: str, expected: str, e: Exception) -> str:
-    return f"{where} does not hold a {expected} ({e}): it is damaged, or another version of etude wrote it"
+    article = "an" if expected[0] in "AEIOU" else "a"
+    return f"{where} does not hold {article} {expected} ({e}): it is damaged, or another version of etude wrote it"

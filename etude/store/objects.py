@@ -49,7 +49,8 @@ class Objects:
         if "://" in path or not path:
             raise EtudeError(f"{url!r} is no store: give a path, file:PATH, or a bucket ({', '.join(BUCKETS)})")
         if not create and not Path(path).is_dir():
-            raise EtudeError(f"{path} is not there: check the path, or start a run that writes to it")
+            what = "is not a directory" if Path(path).exists() else "is not there"
+            raise EtudeError(f"{path} {what}: check the path, or start a run that writes to it")
         with _explained(f"open {url}"):
             return cls(LocalStore(Path(path).absolute(), mkdir=True), url)
 
@@ -103,7 +104,7 @@ def _explained(doing: str) -> Iterator[None]:
         yield
     except _MISSING as e:
         raise Missing(f"cannot {doing}: it is not there") from e
-    except (BaseError, OSError) as e:
+    except (BaseError, OSError, ValueError) as e:  # the last: keys that cannot be
         what = str(e).partition("\n")[0]  # the rest is the library's debug output
         raise EtudeError(f"cannot {doing}: {what}; {_advice(what)}") from e
 

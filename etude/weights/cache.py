@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from etude.core.errors import EtudeError
@@ -20,10 +20,8 @@ from etude.weights.manifest import hash_of
 class HostCache:
     def __init__(self, folder: Path, max_bytes: int = 64 << 30) -> None:
         self._folder, self._max_bytes = folder, max_bytes
-        try:
+        with self._explained():
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        except OSError as e:
-            raise EtudeError(f"weights cannot be cached in {folder} ({e.strerror}): choose another place") from e
 
     @classmethod
     def beside(cls, url: str, folder: Path | None = None) -> HostCache | None:
@@ -35,7 +33,7 @@ class HostCache:
 
     def get(self, hash: str, download: Callable[[], bytes]) -> bytes:
         path = self._folder / hash
-        with (self._folder / f"{hash}.lock").open("w") as lock:
+        with self._explained(), (self._folder / f"{hash}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             with contextlib.suppress(FileNotFoundError):
                 data = path.read_bytes()
@@ -47,6 +45,13 @@ class HostCache:
             part.rename(path)
         self._shrink()
         return data
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as e:
+            raise EtudeError(f"weights cannot be cached in {self._folder} ({e.strerror}): choose another place") from e
 
     def _shrink(self) -> None:
         files = []

@@ -16,9 +16,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from etude.core.types import Link, Manifest
+from etude.core.types import Link, Manifest, Route
 from etude.store.codec import to_json
-from etude.weights.manifest import Chain, shard_key
+from etude.weights.manifest import Chain, owner_of, shard_key
+from etude.weights.signing import Corrupt
 
 SKEW_S = 120.0
 """By how much the clocks of readers may differ from ours."""
@@ -44,8 +45,8 @@ def collect(
     doomed = find_doomed(chain, keep=keep, now=now())
     deleted: list[str] = []
     pending: set[str] = set()
-    for key in chain.keys("weights/gc"):
-        stone = chain.read(key, Tombstone)
+    for key in (key for key in chain.keys("weights/gc") if key.endswith(".json")):
+        stone = _tombstone(chain, key)
         if now() < stone.time + grace_s:
             pending |= set(stone.keys)
             continue
@@ -63,6 +64,13 @@ def collect(
     return Collected(tuple(deleted), left)
 
 
+def _tombstone(chain: Chain, key: str) -> Tombstone:
+    try:
+        return chain.read(key, Tombstone)
+    except Corrupt as e:
+        raise Corrupt(f"{e}; delete it: what it names is found again") from e
+
+
 def find_doomed(chain: Chain, *, keep: int, now: float) -> list[str]:
     """Keys that nobody needs, in the order in which they may be deleted."""
     lineage = chain.lineage()
@@ -75,10 +83,10 @@ def find_doomed(chain: Chain, *, keep: int, now: float) -> list[str]:
     newest = max(lineage)
 
     def is_doomed(key: str) -> bool:
-        _, folder, epoch, version = key.split("/")[:4]
-        number = int(epoch), int(version.removesuffix(".json"))
-        coming = number[0] == newest_epoch and number[1] > newest
-        return not coming and (key not in needed if folder == "shards" else number not in kept)
+        owner = owner_of(key)
+        if owner is None or (owner[0] == newest_epoch and owner[1] > newest):
+            return False
+        return key not in needed if key.startswith("weights/shards/") else owner not in kept
 
     return [
         key for folder in ("versions", "routes", "shards") for key in chain.keys(f"weights/{folder}") if is_doomed(key)
@@ -87,8 +95,12 @@ def find_doomed(chain: Chain, *, keep: int, now: float) -> list[str]:
 
 def _floor(chain: Chain, lineage: dict[int, int], *, keep: int, now: float) -> int:
     """The oldest version to keep: one that is there whole, and not newer than anything that is needed."""
-    leased = [lease.version for lease in chain.leases() if now < lease.until + SKEW_S]
-    wanted = min([sorted(lineage)[-keep:][0], *leased])
+    wanted = sorted(lineage)[-keep:][0]
+    for lease in chain.leases().values():
+        if isinstance(lease, Corrupt):
+            raise lease  # whoever wrote it may need anything
+        if now < lease.until + SKEW_S:
+            wanted = min(wanted, lease.version)
     for version in sorted((v for v in lineage if v <= wanted), reverse=True):
         link, manifest = chain.at(lineage[version], version)
         if any(route.base is None for route in (manifest.route, *chain.extra_routes(link))):
@@ -97,6 +109,9 @@ def _floor(chain: Chain, lineage: dict[int, int], *, keep: int, now: float) -> i
 
 
 def _shards(chain: Chain, link: Link, manifest: Manifest) -> set[str]:
-    routes = [manifest.route, *chain.extra_routes(link)]
+    further = chain.further_ways(link).values()
+    if any(isinstance(way, Corrupt) for way in further):  # it may be restored, and then needs what it names
+        return set(chain.keys(f"weights/shards/{link.epoch:06d}/{link.version:06d}"))
+    routes = [manifest.route, *(way for way in further if isinstance(way, Route))]
     hashes = {manifest.root, *(shard.hash for route in routes for shard in route.shards)}
     return {shard_key(link.epoch, link.version, hash) for hash in hashes}

@@ -19,7 +19,7 @@ import torch
 
 from etude.core.errors import EtudeError
 from etude.core.types import Link, Route
-from etude.store.codec import from_json, to_json
+from etude.store.codec import to_json
 from etude.store.objects import Missing, Objects
 from etude.weights.cache import HostCache
 from etude.weights.codec import Damaged
@@ -27,7 +27,7 @@ from etude.weights.manifest import Chain, Lease, lease_key
 from etude.weights.routes import Hop, plan
 from etude.weights.shards import unpack
 from etude.weights.signing import Corrupt
-from etude.weights.tensors import Entry, Slab, State, tensor_of, wrong_in
+from etude.weights.tensors import Entry, Slab, State, read_state, tensor_of, wrong_in
 
 LEASE_S = 600.0
 DOWNLOADS = 16
@@ -189,8 +189,9 @@ class Follower:
             yield from downloads.map(lambda shard: self._shard(hop.target, shard.hash), needed)
 
     def _state(self, target: Link) -> State:
-        data = self._shard(target, self.chain.follow(target).root)
-        return from_json(data, tuple[Entry, ...], f"the tensors of version {target.version}")
+        manifest = self.chain.follow(target)
+        data = self._shard(target, manifest.root)
+        return read_state(data, manifest.bytes, f"the tensors of version {target.version}")
 
     def _shard(self, target: Link, hash: str) -> bytes:
         if self._cache is None:

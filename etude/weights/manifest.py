@@ -17,9 +17,11 @@ newest epoch back through its parents, so whatever an older trainer publishes af
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import re
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields, is_dataclass
 from typing import TypeVar
 
 from blake3 import blake3
@@ -92,6 +94,22 @@ def lease_key(reader: str) -> str:
     return f"weights/leases/{reader}.json"
 
 
+_HASH, _NUMBER = "[0-9a-f]{64}", "([0-9]{6}|[1-9][0-9]{6,})"
+_FORMS = {"hash": _HASH, "root": _HASH, "seal": rf"{_HASH}(?: [0-9a-f]{{128}})?"}
+_EPOCH = re.compile(rf"weights/epochs/{_NUMBER}\.json")
+_OF_VERSION = [
+    re.compile(rf"weights/versions/{_NUMBER}/{_NUMBER}\.json"),
+    re.compile(rf"weights/routes/{_NUMBER}/{_NUMBER}/(?:whole|{_NUMBER}-{_NUMBER})\.json"),
+    re.compile(rf"weights/shards/{_NUMBER}/{_NUMBER}/{_HASH}"),
+]
+
+
+def owner_of(key: str) -> tuple[int, int] | None:
+    """The epoch and version that an object belongs to; None if it is nothing that a trainer puts there."""
+    match = next((match for form in _OF_VERSION if (match := form.fullmatch(key))), None)
+    return (int(match[1]), int(match[2])) if match else None
+
+
 class Chain:
     """The versions in one store. Every method is synchronous; reads and writes are tried again a few times."""
 
@@ -112,18 +130,26 @@ class Chain:
 
     def epochs(self) -> list[Epoch]:
         """Oldest first."""
-        numbers = [_number(key) for key in self.keys("weights/epochs")]
-        for number in numbers:
-            if number not in self._epochs:
-                self._epochs[number] = self._record(epoch_key(number), Epoch)[0]
+        for match in map(_EPOCH.fullmatch, self.keys("weights/epochs")):
+            if match and (number := int(match[1])) not in self._epochs:
+                self._epochs[number] = self._epoch(number)
         return [self._epochs[number] for number in sorted(self._epochs)]
 
     def refresh(self) -> None:
         """Epochs count up by one, and whether a key exists is never late, as a listing may be."""
         number = max(self._epochs, default=0) + 1
         while self.exists(epoch_key(number)):
-            self._epochs[number] = self._record(epoch_key(number), Epoch)[0]
+            self._epochs[number] = self._epoch(number)
             number += 1
+
+    def _epoch(self, number: int) -> Epoch:
+        epoch, _ = self._record(epoch_key(number), Epoch)
+        if epoch.epoch != number or (epoch.parent is not None and epoch.parent.epoch >= number):
+            raise Corrupt(
+                f"{self.objects.url}: {epoch_key(number)} is the record of another epoch; restore it from a copy, "
+                "or delete it if no trainer wrote it"
+            )
+        return epoch
 
     def newest(self, after: int = -1) -> Manifest | None:
         """The newest version of the lineage, if it is newer than `after`."""
@@ -157,7 +183,8 @@ class Chain:
         """Versions of one epoch, whether or not they count."""
         folder = f"weights/versions/{epoch:06d}"
         start = manifest_key(epoch, after) if after >= 0 else None
-        return sorted(_number(key) for key in self.keys(folder, after=start))
+        owners = map(owner_of, self.keys(folder, after=start))
+        return sorted(owner[1] for owner in owners if owner is not None)
 
     def find(self, version: int) -> tuple[Link, Manifest]:
         """The version of that number in the lineage. Raises `Missing`, or `Gone` if newer ones are kept only."""
@@ -171,17 +198,17 @@ class Chain:
         kept = self.lineage()
         if version in kept:
             return self.at(kept[version], version)
-        if kept and version < min(kept):
-            raise Gone(
-                f"{self.objects.url}: weight version {version} was deleted by `etude weights gc`; "
-                f"versions {min(kept)} to {max(kept)} are there"
-            )
-        raise Missing(f"{self.objects.url}: weight version {version} is not published")
+        there = f"; versions {min(kept)} to {max(kept)} are there" if kept else ""
+        if kept and 0 <= version < min(kept):
+            raise Gone(f"{self.objects.url}: weight version {version} was deleted by `etude weights gc`{there}")
+        raise Missing(f"{self.objects.url}: weight version {version} is not published{there}")
 
     def at(self, epoch: int, version: int) -> tuple[Link, Manifest]:
         manifest, hash = self._record(manifest_key(epoch, version), Manifest)
         if (manifest.epoch, manifest.version) != (epoch, version):
             raise Corrupt(f"{self.objects.url}: {manifest_key(epoch, version)} is the manifest of another version")
+        if manifest.route.base != manifest.parent or not _leads_on(manifest.parent, epoch, version):
+            raise Corrupt(f"{self.objects.url}: {manifest_key(epoch, version)} does not follow an older version")
         link = Link(epoch, version, hash)
         self._manifests[link] = manifest
         return link, manifest
@@ -198,16 +225,50 @@ class Chain:
         return self._manifests[link]
 
     def extra_routes(self, target: Link) -> list[Route]:
-        keys = self.keys(f"weights/routes/{target.epoch:06d}/{target.version:06d}")
-        extras = [self._record(key, ExtraRoute)[0] for key in keys]
-        return [extra.route for extra in extras if extra.target == target]
+        """The further ways to a version. Nobody depends on them, so what is damaged is left out."""
+        return [way for way in self.further_ways(target).values() if isinstance(way, Route)]
 
-    def leases(self) -> list[Lease]:
-        return [self.read(key, Lease) for key in self.keys("weights/leases")]
+    def further_ways(self, target: Link) -> dict[str, Route | Corrupt]:
+        """Key -> the way, or why it is none."""
+
+        def read(key: str) -> Route:
+            extra, _ = self._record(key, ExtraRoute)
+            base = extra.route.base
+            if (
+                extra.target != target
+                or route_key(target, base) != key
+                or not _leads_on(base, target.epoch, target.version)
+            ):
+                raise Corrupt(f"{self.objects.url}: {key} is not the way that its name says; delete it")
+            return extra.route
+
+        keys = self.keys(f"weights/routes/{target.epoch:06d}/{target.version:06d}")
+        return self._each(filter(owner_of, keys), read)
+
+    def leases(self) -> dict[str, Lease | Corrupt]:
+        """Key -> the lease, or why it is none."""
+
+        def read(key: str) -> Lease:
+            try:
+                return self.read(key, Lease)
+            except Corrupt as e:
+                raise Corrupt(f"{e}; delete it if that reader is gone") from e
+
+        return self._each((key for key in self.keys("weights/leases") if key.endswith(".json")), read)
+
+    def _each(self, keys: Iterable[str], read: Callable[[str], T]) -> dict[str, T | Corrupt]:
+        found: dict[str, T | Corrupt] = {}
+        for key in keys:
+            with contextlib.suppress(Missing):  # deleted since it was listed
+                try:
+                    found[key] = read(key)
+                except Corrupt as e:
+                    found[key] = e
+        return found
 
     def read(self, key: str, type: type[T]) -> T:
         """A record that has no seal."""
-        return self.retry(lambda: from_json(self.objects.get(key), type, f"{self.objects.url}: {key}"))
+        return self.retry(lambda: self._decode(key, self.objects.get(key), type))
 
     # Objects, by hash.
 
@@ -256,11 +317,21 @@ class Chain:
     def _record(self, key: str, type: type[R]) -> tuple[R, str]:
         def read() -> tuple[R, str]:
             data = self.objects.get(key)
-            record = from_json(data, type, f"{self.objects.url}: {key}")
+            record = self._decode(key, data, type)
             self._trust.check(record, f"{self.objects.url}: {key}")
+            if to_json(record) != data or not all(_is_sound(*field) for field in _fields(record)):
+                raise Corrupt(
+                    f"{self.objects.url}: {key} is no {type.__name__} that etude writes; restore it from a copy"
+                )
             return record, hash_of(data)
 
         return self.retry(read)
+
+    def _decode(self, key: str, data: bytes, type: type[T]) -> T:
+        try:
+            return from_json(data, type, f"{self.objects.url}: {key}")
+        except EtudeError as e:
+            raise Corrupt(str(e)) from e
 
 
 class Versions:
@@ -295,5 +366,25 @@ def find_newest(objects: Objects, after: int = -1) -> Manifest | None:
     return Chain(objects).newest(after)
 
 
-def _number(key: str) -> int:
-    return int(key.rpartition("/")[2].removesuffix(".json"))
+def _leads_on(base: Link | None, epoch: int, version: int) -> bool:
+    return base is None or (base.epoch <= epoch and base.version < version)
+
+
+def _fields(record: object) -> Iterator[tuple[str, object]]:
+    """Names and values of all fields of a record, and of the records in it."""
+    if isinstance(record, tuple):
+        for each in record:
+            yield from _fields(each)
+    elif is_dataclass(record):
+        for field in fields(record):
+            value = getattr(record, field.name)
+            yield field.name, value
+            yield from _fields(value)
+
+
+def _is_sound(name: str, value: object) -> bool:
+    """Hashes become names of files, numbers become keys, and sizes are added up: a record that anybody may have written
+    must hold nothing else there."""
+    if form := _FORMS.get(name):
+        return isinstance(value, str) and re.fullmatch(form, value) is not None
+    return name not in ("epoch", "version", "bytes") or (isinstance(value, int) and 0 <= value < 1 << 63)

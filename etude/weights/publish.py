@@ -33,7 +33,7 @@ from etude.weights.manifest import Chain, Epoch, ExtraRoute, Gone, epoch_key, ma
 from etude.weights.peers import Alone, Peers
 from etude.weights.ranks import Ranks
 from etude.weights.shards import Census, pack
-from etude.weights.signing import Signer, signer_from_environment
+from etude.weights.signing import Corrupt, Signer, signer_from_environment
 from etude.weights.snapshot import Arrays, Part, Snapshots
 from etude.weights.tensors import Entry, Slab, State, state_json
 
@@ -279,7 +279,7 @@ class Publisher:
                 route = self.chain.follow(at).route
                 if route.base is None or any(extra.base is None for extra in self.chain.extra_routes(at)):
                     break
-            except Missing:
+            except (Missing, Corrupt):
                 break
             self._links, self._bytes, at = self._links + 1, self._bytes + route.bytes, route.base
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from etude.core.types import Link, Route
 from etude.store.objects import Missing
 from etude.weights.manifest import Chain
+from etude.weights.signing import Corrupt
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,29 +41,35 @@ def cheapest(hops: Collection[Hop], start: Link | None, goal: Link) -> list[Hop]
     return None
 
 
-def known_hops(chain: Chain, start: Link | None, goal: Link) -> list[Hop]:
-    """The hops that a way to `goal` may need. Walks back over parents until it meets the start, or until a whole
-    version was met and going on cannot pay."""
-    hops: list[Hop] = []
-    at: Link | None = goal
-    whole, walked = float("inf"), 0
-    while at is not None and at != start:
-        try:
-            manifest = chain.follow(at)
-        except Missing:
-            break  # deleted as too old
-        routes = [manifest.route, *chain.extra_routes(at)]
-        hops += [Hop(at, route) for route in routes]
-        whole = min([whole, *(walked + route.bytes for route in routes if route.base is None)])
-        walked += manifest.route.bytes
-        if whole < float("inf") and (start is None or at.version <= start.version or walked > whole):
-            break
-        at = manifest.parent
-    return hops
-
-
 def plan(chain: Chain, start: Link | None, goal: Link, broken: Collection[Hop] = ()) -> list[Hop] | None:
+    """The cheapest way from `start`, or from nothing, over no broken hop. Looks at versions, newest first, until it
+    meets the start, or knows a way from a whole version and going on cannot pay."""
     direct = Hop(goal, chain.follow(goal).route)
     if start is not None and direct.route.base == start and direct not in broken:
         return [direct]  # one step behind, as nearly always: no need to look around
-    return cheapest([hop for hop in known_hops(chain, start, goal) if hop not in broken], start, goal)
+    hops: list[Hop] = []
+    best: list[Hop] | None = None
+    ahead, walked = {goal}, 0
+    while ahead:
+        at = max(ahead, key=lambda link: link.version)
+        ahead.remove(at)
+        found: list[Hop] = []
+        if at != start:
+            try:
+                manifest = chain.follow(at)
+            except (Missing, Corrupt):
+                continue  # deleted as too old, or damaged: no way leads over it
+            found = [
+                hop for route in (manifest.route, *chain.extra_routes(at)) if (hop := Hop(at, route)) not in broken
+            ]
+            walked += manifest.route.bytes
+        hops += found
+        bases = {hop.route.base for hop in found}
+        ahead |= {base for base in bases if base is not None}  # these are older: the chain sees to that
+        if at == start or None in bases:
+            best = cheapest(hops, start, goal)
+        if best is not None and (
+            start is None or at.version <= start.version or walked > sum(hop.route.bytes for hop in best)
+        ):
+            break
+    return best

@@ -142,7 +142,7 @@ def read(data: bytes, state: State) -> list[Chunk]:
     heads: list[tuple[int, int, int]] = []
     for _ in range(reader.varint(reader.left)):
         tensor = reader.varint(len(state) - 1)
-        chunk = reader.varint(max(0, len(state[tensor].chunks) - 1))
+        chunk = reader.varint(len(state[tensor].chunks) - 1)
         if heads and (tensor, chunk) <= heads[-1][:2]:
             raise Damaged("a shard holds its chunks in disorder")
         heads.append((tensor, chunk, reader.varint(len(data))))

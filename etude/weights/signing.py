@@ -38,7 +38,7 @@ class Corrupt(EtudeError):
     """An object is not what its name, its seal or the manifest promises."""
 
 
-class Untrusted(EtudeError):
+class Untrusted(Corrupt):
     """A record that the trusted key did not sign."""
 
 

@@ -12,15 +12,19 @@ from collections.abc import Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import pairwise
 from math import prod
 
 import numpy as np
 import torch
 
 from etude.core.errors import EtudeError
-from etude.store.codec import to_json
+from etude.store.codec import from_json, to_json
 from etude.weights.codec import Array, Kind, kind_of
 from etude.weights.manifest import hash_of
+from etude.weights.signing import Corrupt
+
+MAX_DIMENSIONS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,3 +146,30 @@ def state_json(state: State) -> tuple[bytes, str]:
     """What is stored, and its hash, which is the root."""
     data = to_json(state)
     return data, hash_of(data)
+
+
+def read_state(data: bytes, num_bytes: int, where: str) -> State:
+    """What `state_json` wrote of tensors with so many bytes in all. Everything that readers allocate and loop over is
+    measured by a state, so it is believed only if each size in it is borne out by another: digests are written out one
+    by one."""
+    try:
+        state = from_json(data, tuple[Entry, ...], where)
+    except EtudeError as e:
+        raise Corrupt(str(e)) from e
+    if any(one.name >= other.name for one, other in pairwise(state)):
+        raise Corrupt(f"{where} are not sorted by name")
+    for entry in state:
+        if not _is_possible(entry):
+            raise Corrupt(f"{where}: {entry.name} has a dtype, a shape or digests that no tensor has")
+    if sum(entry.bytes for entry in state) != num_bytes:
+        raise Corrupt(f"{where} do not have the size that the manifest says")
+    return state
+
+
+def _is_possible(entry: Entry) -> bool:
+    """Empty tensors may have large dimensions, but torch multiplies these too."""
+    if len(entry.shape) > MAX_DIMENSIONS or any(size < 0 for size in entry.shape):
+        return False
+    fits = prod(max(1, size) for size in entry.shape) * element_size(entry.dtype) < 1 << 63
+    is_own_name = dtype_name(torch_dtype(entry.dtype)) == entry.dtype  # torch knows some types by two
+    return fits and is_own_name and len(entry.digests) == -(-entry.bytes // entry.chunk_bytes)
