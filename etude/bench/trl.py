@@ -55,6 +55,7 @@ max_lag = 2
 lr = {LR}
 warmup = 0
 compute = "bfloat16"
+threads = 2
 microbatch_tokens = 4096
 """
 

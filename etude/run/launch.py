@@ -67,6 +67,9 @@ class Launcher:
             self.logs.mkdir(parents=True, exist_ok=True)
         own = {
             "OMP_NUM_THREADS": str(threads),
+            # A thread that waits for its fellows spins for some microseconds and then sleeps: the core is wanted by
+            # other processes of the run. The default spins for milliseconds.
+            "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "10000"),
             "PYTHONUNBUFFERED": "1",
             TOKEN_VARIABLE: token() or secrets.token_urlsafe(),
         }
