@@ -17,7 +17,10 @@ from etude.core.types import Span
 MAX_TOP = 20
 """Most alternatives that are shown for a token."""
 MAX_STOPS = 4
+MAX_STOP_IDS = 1024
 MAX_CHOICES = 128
+MAX_ANSWERS = 2048
+"""Of one request, to all of its prompts."""
 ID_PREFIX = "token_id:"
 """How tokens are called in an answer without text."""
 
@@ -174,7 +177,7 @@ class CompletionRequest(Sampling, kw_only=True, forbid_unknown_fields=True):
     """A text, token ids, or a list of one of the two."""
     logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP)] | None = None
     """0: the sampled tokens only; more: as many alternatives."""
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_IDS)] | None = None
     """Exactly these end the answer; without the field, the end of a turn does."""
     structured_outputs: StructuredOutputs | None = None
     detokenize: bool | None = None

@@ -6,6 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,16 @@ import torch
 from etude.cli import main
 from etude.core.errors import EtudeError
 from etude.engine.engine import Engine
+from etude.model.tokenizer import ChatTokenizer
 from etude.model.transformer import ModelConfig
 from etude.run.serve import load
 from etude.serve import process
 from etude.serve.engine_thread import EngineThread
+from etude.serve.gateway import Gateway, Router
 from etude.serve.http import create_app
+from etude.serve.recorder import Recorder
 from etude.serve.worker import Worker
+from etude.store.objects import Objects
 from tests.serve.conftest import served
 from tests.serve.serving import FILES, start, write_model
 from tests.serve.soak import settled, soak
@@ -75,6 +80,99 @@ async def test_too_many_at_once_are_told_to_wait(worker: tuple[Worker, str], htt
         async with http.post(f"{url}/v1/chat/completions", json=ASK | {"max_tokens": 1}) as response:
             assert response.status == 200
     assert made.slots.taken == 0
+
+
+class Watched(ChatTokenizer):
+    """Tells what it was made to work on, and where."""
+
+    def __init__(self) -> None:
+        super().__init__(FILES)
+        self.rendered, self.encoded, self.threads = 0, 0, set[bool]()
+
+    def render(self, *args: Any, **options: Any) -> str:
+        self.rendered += 1
+        return super().render(*args, **options)
+
+    def encode(self, text: str) -> list[int]:
+        self.encoded += 1
+        self.threads.add(threading.current_thread() is threading.main_thread())
+        return super().encode(text)
+
+
+def said(content: str, count: int = 1) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content}] * count}
+
+
+def guessed(content: object) -> dict[str, Any]:
+    return {"prompt": [1], "prediction": {"type": "content", "content": content}}
+
+
+CALLING = {"role": "assistant", "tool_calls": [{"id": "", "function": {"name": "a", "arguments": "{}"}}] * 300}
+TOO_MUCH: dict[str, tuple[str, dict[str, Any], str, int]] = {
+    "a long message": ("/v1/chat/completions", said("a" * 10_000), "messages", 1),
+    "a long message, recorded": ("/s/x/v1/chat/completions", said("a" * 10_000), "messages", 1),
+    "many messages": ("/v1/chat/completions", said("", 300), "messages", 0),
+    "many messages, recorded": ("/s/x/v1/chat/completions", said("", 300), "messages", 0),
+    "many calls": ("/v1/chat/completions", {"messages": [CALLING]}, "messages", 0),
+    "a long text": ("/v1/completions", {"prompt": "a" * 10_000}, "prompt", 0),
+    "a long text of many": ("/v1/completions", {"prompt": ["a", "a" * 10_000]}, "prompt", 0),
+    "many texts": ("/v1/completions", {"prompt": ["a"] * 3000}, "prompt", 0),
+    "a long prediction": ("/v1/completions", guessed("a" * 40_000), "prediction", 0),
+    "a prediction of many tokens": ("/v1/completions", guessed([5] * 1025), "prediction", 0),
+    "a long draft": ("/v1/completions", {"prompt": [1], "drafts": [[5] * 1025]}, "drafts", 0),
+    "many drafts": ("/v1/completions", {"prompt": [1], "drafts": [[]] * 1025}, "drafts", 0),
+    "many ends": ("/v1/completions", {"prompt": [1], "stop_token_ids": [5] * 2000}, "stop_token_ids", 0),
+}
+
+TOO_LONG = [kind for kind in TOO_MUCH if kind.startswith(("a long m", "a long t", "a long p", "many m", "many c"))]
+
+
+@pytest.fixture
+async def watched(
+    http: aiohttp.ClientSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[tuple[Watched, str]]:
+    """A gateway without workers: whoever is let in waits for one in vain."""
+    monkeypatch.setattr("etude.serve.gateway.PATIENCE_S", 0.0)
+    made = Gateway(Router(http), Objects.open(f"file:{tmp_path}/run"), FILES, max_context=256)
+    made.tokenizer = Watched()
+    made.recorder = Recorder(made.tokenizer)
+    async with served(create_app(made.routes(), None)) as url:
+        yield made.tokenizer, url
+
+
+@pytest.mark.parametrize("kind", TOO_MUCH)
+async def test_what_cannot_fit_is_refused_before_it_is_worked_on(
+    kind: str, watched: tuple[Watched, str], http: aiohttp.ClientSession
+) -> None:
+    (tokenizer, url), (path, body, param, rendered) = watched, TOO_MUCH[kind]
+    async with http.post(url + path, json=body) as response:
+        error = (await response.json())["error"]
+    assert (response.status, error["param"]) == (400, param)
+    assert (tokenizer.rendered, tokenizer.encoded) == (rendered, 0)
+    assert error["code"] == ("context_length_exceeded" if kind in TOO_LONG else "invalid_request")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/s/x/v1/chat/completions"])
+async def test_long_texts_do_not_hold_up_the_port(
+    path: str, watched: tuple[Watched, str], http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer, url = watched
+    monkeypatch.setattr("etude.serve.api.AT_ONCE_CHARS", 100)
+    for content, in_loop in (("read", True), ("read " * 30, False)):
+        tokenizer.threads.clear()
+        async with http.post(url + path, json=said(content)) as response:
+            assert response.status == 503
+        assert tokenizer.threads == {in_loop}
+
+
+async def test_many_prompts_are_told_from_many_answers(worker: tuple[Worker, str], http: aiohttp.ClientSession) -> None:
+    for body, param in (
+        ({"prompt": ["a"] * 4}, "prompt"),
+        ({"prompt": "a", "n": 4}, "n"),
+        ({"prompt": [1], "n": 4}, "n"),
+    ):
+        async with http.post(f"{worker[1]}/v1/completions", json=body) as response:
+            assert (response.status, (await response.json())["error"]["param"]) == (400, param)
 
 
 async def test_figures(worker: tuple[Worker, str], http: aiohttp.ClientSession) -> None:
