@@ -295,7 +295,7 @@ class Api:
         return self._model or "etude"
 
     def check_version(self, least: int) -> None:
-        """A worker refuses here what its weights are too old for."""
+        """Whoever has weights refuses here what they are too old for."""
 
     async def models(self, request: Request) -> Response:
         return respond(wire.Models([self._card()]))

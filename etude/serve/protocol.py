@@ -121,7 +121,8 @@ class Parameters(msgspec.Struct):
 
 
 class ToolFunction(msgspec.Struct):
-    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    # Python's `$` lets a line break follow.
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$(?!\n)")]
     description: str | None = None
     parameters: Parameters | UnsetType = UNSET
     strict: bool | None = None
@@ -184,8 +185,8 @@ class CompletionRequest(Sampling, kw_only=True, forbid_unknown_fields=True):
     """False: the answer has no text, and tokens are called `token_id:7`. It is for programs that read ids."""
     routed_experts_from: Annotated[int, Meta(ge=0, le=2**31)] | None = None
     """Of a sparse model: adds `routed_experts`, from this position of the prompt on."""
-    min_weight_version: int = 0
-    """A worker with older weights refuses (503): what the gateway promised holds even if it is wrong about a worker."""
+    min_weight_version: Annotated[int, Meta(ge=-1, le=2**31)] = 0
+    """A server with older weights refuses (503): what the gateway promised holds even if it is wrong about a worker."""
     echo: Annotated[bool, Meta(extra_json_schema={"enum": [False]})] | None = None
     best_of: Annotated[int, Meta(ge=1, le=1)] | None = None
     suffix: None = None

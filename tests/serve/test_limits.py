@@ -20,7 +20,7 @@ from etude.core.errors import EtudeError
 from etude.engine.engine import Engine
 from etude.model.tokenizer import ChatTokenizer
 from etude.model.transformer import ModelConfig
-from etude.run.serve import load
+from etude.run.serve import Server, load
 from etude.serve import process
 from etude.serve.engine_thread import EngineThread
 from etude.serve.gateway import Gateway, Router
@@ -163,6 +163,17 @@ async def test_long_texts_do_not_hold_up_the_port(
         async with http.post(url + path, json=said(content)) as response:
             assert response.status == 503
         assert tokenizer.threads == {in_loop}
+
+
+async def test_one_model_has_one_version(worker: tuple[Worker, str], http: aiohttp.ClientSession) -> None:
+    thread = worker[0].engine_thread
+    assert isinstance(thread, EngineThread)
+    made = Server(thread, FILES, "tiny", max_context=64, max_answers=3)
+    async with served(create_app(made.routes(), None)) as url:
+        for least, status in ((-1, 200), (0, 200), (1, 503)):
+            asked = {"prompt": [1], "max_tokens": 1, "min_weight_version": least}
+            async with http.post(f"{url}/v1/completions", json=asked) as response:
+                assert response.status == status
 
 
 async def test_many_prompts_are_told_from_many_answers(worker: tuple[Worker, str], http: aiohttp.ClientSession) -> None:
