@@ -217,6 +217,18 @@ def test_a_server_that_others_can_reach_needs_a_token(tmp_path: Path) -> None:
     assert child.returncode == 2
 
 
+@pytest.mark.parametrize("port", [-5, 99999])
+def test_a_port_that_is_none(port: int) -> None:
+    with pytest.raises(EtudeError, match=f"there is no port {port}"):
+        process.bind("127.0.0.1", port, None)
+
+
+def test_a_context_that_the_model_does_not_have(tmp_path: Path) -> None:
+    child = start(write_model(tmp_path / "tiny"), "--max-context", "99999")
+    assert "--max-context 99999: the longest context of tiny is 256" in child.communicate()[1]
+    assert child.returncode == 2
+
+
 def test_a_token_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "token"
     with pytest.raises(EtudeError, match="No such file"):
@@ -243,7 +255,24 @@ def test_a_chat_in_the_terminal(tmp_path: Path) -> None:
     assert talked.stdout.count("5 tokens, ") == 2
 
 
-@pytest.mark.parametrize(("target", "words"), [("nowhere", "neither a URL"), ("http://127.0.0.1:9", "does not answer")])
+def test_a_chat_goes_on_after_a_turn_that_is_refused(tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "etude", "chat", str(write_model(tmp_path)), "--max-tokens", "5", "--seed", "1"]
+    talked = subprocess.run(argv, input=f"{'a ' * 300}\nread\n", capture_output=True, text=True, check=False)
+    assert (talked.returncode, talked.stderr) == (0, "")
+    assert "no room in a context of 256" in " ".join(talked.stdout.split())
+    assert talked.stdout.count("5 tokens, ") == 1
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("nowhere", "neither a URL"),
+        ("http://127.0.0.1:9", "does not answer"),
+        ("http://127.0.0.1:notaport", "is no URL"),
+        ("http://127.0.0.1:99999", "is no URL"),
+        ("http://", "names no server"),
+    ],
+)
 def test_a_chat_with_nobody(
     target: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
