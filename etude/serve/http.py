@@ -13,7 +13,7 @@ import hmac
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -190,11 +190,14 @@ class Events(Response):
 
 def create_app(routes: Sequence[Route], token: str | None, metrics: Metrics | None = None) -> ASGIApp:
     def failed(request: Request, error: Exception) -> Response:
+        headers: Mapping[str, str] = {}
         if isinstance(error, HTTPException):
-            code = "not_found" if error.status_code == 404 else "invalid_request"
+            code, headers = "not_found" if error.status_code == 404 else "invalid_request", error.headers or {}
             error = ApiError(error.detail, status=error.status_code, code=code)
         assert isinstance(error, ApiError)
-        return refusal(error)
+        response = refusal(error)
+        response.headers.update(headers)
+        return response
 
     app: ASGIApp = Starlette(routes=routes, exception_handlers={ApiError: failed, HTTPException: failed})
     app = identified(app if token is None else authorised(app, token))

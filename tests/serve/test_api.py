@@ -210,7 +210,7 @@ async def test_unknown_routes_have_the_envelope_too(http: aiohttp.ClientSession,
         {"error": {"message": "Not Found", "type": "invalid_request_error", "code": "not_found", "param": None}},
     )
     async with http.get(f"{url}/v1/chat/completions") as response:
-        assert response.status == 405
+        assert (response.status, response.headers["Allow"]) == (405, "POST")
 
 
 async def test_nothing_is_reached_without_the_token(http: aiohttp.ClientSession, policy: Scripted) -> None:
