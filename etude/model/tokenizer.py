@@ -112,6 +112,8 @@ class ChatTokenizer:
             raise EtudeError(f"tokenizer_config.json: tool_syntax is {syntax!r}; write one of {', '.join(SYNTAX)}")
         self._parse = SYNTAX[syntax]
         template = files["chat_template.jinja"].decode() if "chat_template.jinja" in files else chat_template(config)
+        self.shows_tools = "tools" in (template or "")
+        """Otherwise the model is not told of them."""
         try:
             self._render = compile_template(template) if template else None
         except TemplateError as e:

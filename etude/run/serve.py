@@ -82,6 +82,9 @@ async def _serve(options: Options) -> None:
     if (options.max_context or 0) > longest:
         raise EtudeError(f"--max-context {options.max_context}: the longest context of {name} is {longest}")
     server = Server(engine, files, name, max_context=options.max_context or longest, max_answers=options.max_answers)
+    if not engine.tokenizer.shows_tools:
+        print(f"warning: the chat template of {name} shows no tools: requests may offer some, but the model is not "
+              f"told of them", file=sys.stderr, flush=True)  # fmt: skip
     async with process.serving(create_app(server.routes(), token, server.metrics), listener) as running:
         print(f"serving {name} at {process.url_of(listener)}", flush=True)
         await running

@@ -248,6 +248,15 @@ def test_what_is_no_model_is_one_clear_message(tmp_path: Path) -> None:
         load(tmp_path, None, torch.device("cpu"))
 
 
+def test_a_template_that_shows_no_tools_is_told_of(tmp_path: Path) -> None:
+    (write_model(tmp_path / "tiny") / "chat_template.jinja").write_text("{{ messages[0].content }}{{ eos_token }}")
+    child = start(tmp_path / "tiny")
+    assert child.stdout is not None and child.stderr is not None
+    assert child.stdout.readline().startswith("serving tiny")
+    child.terminate()
+    assert child.communicate()[1].startswith("warning: the chat template of tiny shows no tools")
+
+
 def test_a_chat_in_the_terminal(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "etude", "chat", str(write_model(tmp_path)), "--max-tokens", "5", "--seed", "1"]
     talked = subprocess.run(argv, input="hello\n\nread\n", capture_output=True, text=True, check=False)
