@@ -20,7 +20,7 @@ from functools import cached_property
 from typing import Any
 
 from jinja2 import TemplateError
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from etude.core.errors import EtudeError
 from etude.model.template import compile_template
@@ -37,7 +37,7 @@ _SPARE = 100
 """Levels of nesting that a call leaves unused, since it is read again with more of the stack in use than here."""
 
 
-_NONCE = f"{secrets.randbelow(10**18):018d}"
+_NONCE = f"{secrets.randbelow(10**10):010d}"
 """Nobody else writes it. Digits, because templates may trim, escape or change the case of what they show."""
 _STAND_IN = re.compile(rf"~{_NONCE}:(\d+)~")
 
@@ -123,9 +123,9 @@ class ChatTokenizer:
     def vocab_size(self) -> int:
         return self._tokenizer.get_vocab_size()
 
-    def encode(self, text: str) -> list[int]:
-        """`text` may come from `render`."""
-        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+    def encode(self, text: str, *, long: bool = False) -> list[int]:
+        """`text` may come from `render`. If it is `long`, the other threads of the process go on meanwhile."""
+        encoding = _encoded(self._tokenizer, text, long)
         ids: list[int] = encoding.ids
         if _NONCE not in text:
             return ids
@@ -133,13 +133,13 @@ class ChatTokenizer:
         found, first, start = [], 0, 0
         for last, stop, behind in (*borders, (len(ids), len(text), len(text))):
             said = text[start:stop]
-            found += self._as_plain(said) if _NONCE in said else ids[first:last]
+            found += self._as_plain(said, long) if _NONCE in said else ids[first:last]
             found += ids[last : last + 1]
             first, start = last + 1, behind
         return found
 
-    def _as_plain(self, text: str) -> list[int]:
-        ids: list[int] = self._plain.encode(self._as_said(text), add_special_tokens=False).ids
+    def _as_plain(self, text: str, long: bool) -> list[int]:
+        ids: list[int] = _encoded(self._plain, self._as_said(text), long).ids
         return ids
 
     @cached_property
@@ -154,6 +154,8 @@ class ChatTokenizer:
 
     def exceeds(self, text: str, num_tokens: int) -> bool:
         """Whether it is certain that the text has more tokens. To encode it may take seconds; this does not."""
+        if text.count(_NONCE) > num_tokens:  # what they stand for is several tokens each
+            return True
         return len(self._as_said(text)) > num_tokens * self.longest
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -235,6 +237,13 @@ def _end_ids(generation: Mapping[str, Any]) -> list[int]:
     if not all(isinstance(id, int) for id in ids):
         raise EtudeError(f"generation_config.json: eos_token_id is {said!r}; write a token id, or a list of them")
     return ids
+
+
+def _encoded(tokenizer: Tokenizer, text: str, long: bool) -> Encoding:
+    """Only a batch is encoded without the interpreter's lock; for a short text that costs more than it saves."""
+    if long:
+        return tokenizer.encode_batch([text], add_special_tokens=False)[0]
+    return tokenizer.encode(text, add_special_tokens=False)
 
 
 def _in_json(text: str) -> str:

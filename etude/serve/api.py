@@ -112,7 +112,9 @@ class Api:
         if any(self.tokenizer.exceeds(text, most) for text in texts):
             message = f"{param}: the text is too long for {most} tokens, whatever they are"
             raise ApiError(message, code="context_length_exceeded", param=param)
-        return await aside(sum(map(len, texts)), lambda: [self.tokenizer.encode(text) for text in texts])
+        size = sum(map(len, texts))
+        long = size > AT_ONCE_CHARS
+        return await aside(size, lambda: [self.tokenizer.encode(text, long=long) for text in texts])
 
     async def chat_question(self, asked: wire.ChatRequest, prompt: Sequence[int]) -> tuple[ChatForm, list[Ask]]:
         may_call = asked.tools and asked.tool_choice != "none"

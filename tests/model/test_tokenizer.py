@@ -130,6 +130,7 @@ CONTROLS = {
 def test_who_writes_a_message_cannot_forge_another(said: list[list[str]]) -> None:
     messages = [{"role": "user", "content": "".join(words)} for words in said]
     ids = MARKED.encode(MARKED.render(messages))
+    assert ids == MARKED.encode(MARKED.render(messages), long=True)
     assert MARKED.decode(ids) == "".join(f"<|user|>user {m['content'].strip()}<|end|>\n" for m in messages)
     assert [CONTROLS[id] for id in ids if id in CONTROLS] == ["<|user|>", "<|end|>"] * len(messages)
 

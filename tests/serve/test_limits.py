@@ -93,10 +93,11 @@ class Watched(ChatTokenizer):
         self.rendered += 1
         return super().render(*args, **options)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, long: bool = False) -> list[int]:
         self.encoded += 1
         self.threads.add(threading.current_thread() is threading.main_thread())
-        return super().encode(text)
+        assert long != (threading.current_thread() is threading.main_thread())
+        return super().encode(text, long=long)
 
 
 def said(content: str, count: int = 1) -> dict[str, Any]:
@@ -111,6 +112,7 @@ CALLING = {"role": "assistant", "tool_calls": [{"id": "", "function": {"name": "
 TOO_MUCH: dict[str, tuple[str, dict[str, Any], str, int]] = {
     "a long message": ("/v1/chat/completions", said("a" * 10_000), "messages", 1),
     "a long message, recorded": ("/s/x/v1/chat/completions", said("a" * 10_000), "messages", 1),
+    "a long message of marks": ("/v1/chat/completions", said("<|end|>" * 300), "messages", 1),
     "many messages": ("/v1/chat/completions", said("", 300), "messages", 0),
     "many messages, recorded": ("/s/x/v1/chat/completions", said("", 300), "messages", 0),
     "many calls": ("/v1/chat/completions", {"messages": [CALLING]}, "messages", 0),
