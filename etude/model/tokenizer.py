@@ -4,17 +4,23 @@
 a turn; others that may end it too are in `generation_config.json`, if there is one) and how the model writes tool
 calls (`tool_syntax`, a key of our own). The chat template stands in
 `chat_template.jinja`, or in `tokenizer_config.json` as in older directories.
+
+Who writes a message must not be able to end it, or to begin one in another's name: the text of a special token within a
+message or a tool is text. `render` puts a stand-in in its place, so that what then looks like a special token was
+written by the template, and `encode` gives the tokens of the text that the stand-in is for.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import secrets
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from jinja2 import TemplateError
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from etude.core.errors import EtudeError
 from etude.model.template import compile_template
@@ -29,6 +35,11 @@ CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 _SPARE = 100
 """Levels of nesting that a call leaves unused, since it is read again with more of the stack in use than here."""
+
+
+_NONCE = f"{secrets.randbelow(10**10):010d}"
+"""Nobody else writes it. Digits, because templates may trim, escape or change the case of what they show."""
+_STAND_IN = re.compile(rf"~{_NONCE}:(\d+)~")
 
 
 class BadCall(ValueError):
@@ -74,7 +85,16 @@ SYNTAX: dict[str, Callable[[str, Mapping[str, Mapping[str, Any]]], Calls]] = {
 
 class ChatTokenizer:
     def __init__(self, files: Mapping[str, bytes]) -> None:
-        self._tokenizer = _read_tokenizer(files["tokenizer.json"])
+        self._json = files["tokenizer.json"]
+        self._tokenizer = _read_tokenizer(self._json)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._controls = {id: token.content for id, token in added.items() if token.special}
+        self._control_ids = {_in_json(text): id for id, text in self._controls.items()}
+        longest_first = sorted(map(re.escape, self._control_ids), key=len, reverse=True)
+        self._control_texts = re.compile("|".join(longest_first) or r"(?!)")
+        self.longest = 2 * max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)))
+        """No token stands for more characters. A vocabulary spells a token with at least one for each of them; twice,
+        because a normaliser may have put some together."""
         config = read_config(files, "tokenizer_config.json")
         self._special = {key: _text(config[key]) for key in SPECIAL if config.get(key)}
         self.eos_text = self._special.get("eos_token", "")
@@ -92,6 +112,8 @@ class ChatTokenizer:
             raise EtudeError(f"tokenizer_config.json: tool_syntax is {syntax!r}; write one of {', '.join(SYNTAX)}")
         self._parse = SYNTAX[syntax]
         template = files["chat_template.jinja"].decode() if "chat_template.jinja" in files else chat_template(config)
+        self.shows_tools = "tools" in (template or "")
+        """Otherwise the model is not told of them."""
         try:
             self._render = compile_template(template) if template else None
         except TemplateError as e:
@@ -101,24 +123,64 @@ class ChatTokenizer:
     def vocab_size(self) -> int:
         return self._tokenizer.get_vocab_size()
 
-    def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+    def encode(self, text: str, *, long: bool = False) -> list[int]:
+        """`text` may come from `render`. If it is `long`, the other threads of the process go on meanwhile."""
+        encoding = _encoded(self._tokenizer, text, long)
+        ids: list[int] = encoding.ids
+        if _NONCE not in text:
+            return ids
+        borders = [(n, *encoding.offsets[n]) for n, id in enumerate(ids) if id in self._controls]
+        found, first, start = [], 0, 0
+        for last, stop, behind in (*borders, (len(ids), len(text), len(text))):
+            said = text[start:stop]
+            found += self._as_plain(said, long) if _NONCE in said else ids[first:last]
+            found += ids[last : last + 1]
+            first, start = last + 1, behind
+        return found
+
+    def _as_plain(self, text: str, long: bool) -> list[int]:
+        ids: list[int] = _encoded(self._plain, self._as_said(text), long).ids
+        return ids
+
+    @cached_property
+    def _plain(self) -> Tokenizer:
+        """To which no text is a special token. Few need it, so it is made for the first who does."""
+        tokenizer = _read_tokenizer(self._json)
+        tokenizer.encode_special_tokens = True
+        return tokenizer
+
+    def _as_said(self, text: str) -> str:
+        return _STAND_IN.sub(lambda found: self._controls[int(found[1])], text) if _NONCE in text else text
+
+    def exceeds(self, text: str, num_tokens: int) -> bool:
+        """Whether it is certain that the text has more tokens. To encode it may take seconds; this does not."""
+        if text.count(_NONCE) > num_tokens:  # what they stand for is several tokens each
+            return True
+        return len(self._as_said(text)) > num_tokens * self.longest
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, answer: bool = False) -> str:
-        """The text that the model reads. With `answer` it ends where the model is to go on. Raises ValueError for
-        messages that the template cannot show."""
+        """The text that the model reads, for `encode`. With `answer` it ends where the model is to go on. Raises
+        ValueError for messages that the template cannot show."""
         if self._render is None:
             raise ValueError("this model has no chat template: it continues text, and cannot be talked to in messages")
-        shown = [_as_templates_expect(message) for message in messages]
+        shown, offered = self._with_stand_ins([_as_templates_expect(message) for message in messages], list(tools))
         try:
             return self._render(
-                messages=shown, tools=list(tools) or None, documents=None, add_generation_prompt=answer, **self._special
+                messages=shown, tools=offered or None, documents=None, add_generation_prompt=answer, **self._special
             )
         except (TemplateError, TypeError) as e:  # TypeError: a template that adds a text to what is none
-            raise ValueError(f"chat template: {e}") from e
+            raise ValueError(f"chat template: {self._as_said(str(e))}") from e
+
+    def _with_stand_ins(self, messages: list[Message], tools: list[Tool]) -> tuple[list[Message], list[Tool]]:
+        text = json.dumps([messages, tools], ensure_ascii=False)  # all that they say, at whatever depth
+        if self._control_texts.search(text) is None:
+            return messages, tools
+        guarded = self._control_texts.sub(lambda found: f"~{_NONCE}:{self._control_ids[found[0]]}~", text)
+        messages, tools = json.loads(guarded)
+        return messages, tools
 
     def parse(self, text: str, tools: Sequence[Tool], call_id: Callable[[int], str]) -> Message:
         """The assistant message that a sampled text says. A call that cannot be read is still a call, named `invalid`:
@@ -175,6 +237,17 @@ def _end_ids(generation: Mapping[str, Any]) -> list[int]:
     if not all(isinstance(id, int) for id in ids):
         raise EtudeError(f"generation_config.json: eos_token_id is {said!r}; write a token id, or a list of them")
     return ids
+
+
+def _encoded(tokenizer: Tokenizer, text: str, long: bool) -> Encoding:
+    """Only a batch is encoded without the interpreter's lock; for a short text that costs more than it saves."""
+    if long:
+        return tokenizer.encode_batch([text], add_special_tokens=False)[0]
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def _in_json(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def _text(token: Any) -> str:

@@ -28,6 +28,13 @@ from etude.serve.process import token
 
 Message = dict[str, Any]
 
+ALWAYS_REFUSED = (401, 403, 404, 405)
+"""Another turn would not be answered either."""
+
+
+class Refused(EtudeError):
+    """The server does not answer this turn; it may answer another."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
@@ -55,8 +62,13 @@ def chat(target: str, settings: Settings, console: Console) -> None:
         messages: list[Message] = [{"role": "system", "content": settings.system}] if settings.system else []
         while (said := _next_line(console)) is not None:
             if said.strip():
-                messages.append({"role": "user", "content": said})
-                messages.append({"role": "assistant", "content": _answer(url, settings.request(messages), console)})
+                asked = [*messages, {"role": "user", "content": said}]
+                try:
+                    answer = _answer(url, settings.request(asked), console)
+                except Refused as e:
+                    console.print(f"{e}; this turn is left out", style="bold", highlight=False, markup=False)
+                else:
+                    messages = [*asked, {"role": "assistant", "content": answer}]
 
 
 def _next_line(console: Console) -> str | None:
@@ -101,12 +113,13 @@ def _stream(url: str, request: dict[str, Any]) -> Iterator[dict[str, Any]]:
             connection.request("POST", path, json.dumps(request), headers)
             response = connection.getresponse()
             if response.status != 200:
-                raise EtudeError(f"{url} answers {response.status}: {_reason(response.read())}")
+                error = EtudeError if response.status in ALWAYS_REFUSED else Refused
+                raise error(f"{url} answers {response.status}: {_reason(response.read())}")
             for line in response:
                 if line.startswith(b"data: {"):
                     chunk = json.loads(line.removeprefix(b"data: "))
                     if "error" in chunk:
-                        raise EtudeError(f"{url} broke off: {chunk['error']['message']}")
+                        raise Refused(f"{url} broke off: {chunk['error']['message']}")
                     yield chunk
         except (OSError, http.client.HTTPException) as e:
             raise EtudeError(f"{url} does not answer: {e or type(e).__name__}; is a server running there?") from e
@@ -121,6 +134,12 @@ def _reason(body: bytes) -> str:
 @contextlib.contextmanager
 def _server(target: str, console: Console) -> Iterator[str]:
     if target.startswith(("http://", "https://")):
+        try:
+            port, host = urlsplit(target).port, urlsplit(target).hostname
+        except ValueError as e:
+            raise EtudeError(f"{target} is no URL: {e}; write it like http://127.0.0.1:8000") from e
+        if not host or port == 0:
+            raise EtudeError(f"{target} names no server; write it like http://127.0.0.1:8000")
         yield target
         return
     if not Path(target).is_dir():

@@ -102,22 +102,29 @@ def causes(gaps: Mapping[str, Gap], cut: Cut | None, operators: Sequence[Operato
 
 def diagnose(
     engine_model: Transformer, trainer_model: Transformer, prompts: Sequence[Prompt], *, max_tokens: int = 16,
-    temperature: float = 1.0, make_engine: MakeEngine = Engine,
+    temperature: float = 1.0, make_engine: MakeEngine = Engine, progress: Callable[[str], None] = lambda text: None,
 ) -> Diagnosis:  # fmt: skip
-    """Both models hold the same weights, each in the type that its side computes in."""
+    """Both models hold the same weights, each in the type that its side computes in. `progress` is told what is being
+    tried: all of it may take minutes."""
     trial = _Trial(trainer_model, prompts, max_tokens, temperature, make_engine)
-    sampled = {name: getattr(trial, name)(engine_model) for name in ("alone", "batch", "chunking", "cache", "swap")}
+    sampled = {}
+    for name in ("alone", "batch", "chunking", "cache", "swap"):
+        progress(f"the engine answers: {name}")
+        sampled[name] = getattr(trial, name)(engine_model)
     kind = trainer_model.model.embed_tokens.weight.dtype
     if engine_model.model.embed_tokens.weight.dtype != kind:
         same = Transformer(engine_model.config).to(kind).compute_with(engine_model.arithmetic).requires_grad_(False)
         same.load_state_dict(engine_model.state_dict())
+        progress("the engine answers: precision")
         sampled["precision"] = trial.alone(same)
+    progress("the trainer recomputes the answers")
     found = {
         name: [trial.recompute(*each) for each in zip(prompts, said, strict=True)] for name, said in sampled.items()
     }
     gaps = {name: meter(trial.rows(sampled[name]), found[name], step=1).all for name in sampled}
     tops = [top[0][0] for sample in sampled["alone"] for top in sample.top]
     likeliest = [int(token) for each in found["alone"] for token in each.likeliest or ()]
+    progress("operator by operator")
     return Diagnosis(
         gaps=gaps,
         flips=sum(a != b for a, b in zip(tops, likeliest, strict=True)) / len(tops),

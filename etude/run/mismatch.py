@@ -5,6 +5,7 @@ Of a run it first says how far the newest batch, as it was recorded, is from the
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import takewhile
@@ -38,6 +39,10 @@ TEXTS = (
     "import json\n\n\ndef load(path):\n    with open(path) as f:\n        return json.load(f)\n\n\ndef save(path):\n",
 )
 NUM_PROMPTS = 8
+LEGEND = (
+    "k1: mean of the engine's log-prob minus the trainer's; k3: the same without sign, 0 if all are equal; ratio: the "
+    "trainer's probability over the engine's, p99: at 99 of 100 tokens it is lower"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +56,7 @@ class Sides:
 
 def mismatch(target: Path, console: Console, *, tokens: int, temperature: float, invariant: bool) -> dict[str, Json]:
     said: dict[str, Json] = {}
+    progress("the weights are read")
     if (target / "config.json").is_file() and (target / "tokenizer.json").is_file():
         sides = of_model(target)
     else:
@@ -60,7 +66,9 @@ def mismatch(target: Path, console: Console, *, tokens: int, temperature: float,
     if invariant:
         sides.engine.compute_with(INVARIANT)
         sides.trainer.compute_with(INVARIANT)
-    found = diagnose(sides.engine, sides.trainer, sides.prompts, max_tokens=tokens, temperature=temperature)
+    found = diagnose(
+        sides.engine, sides.trainer, sides.prompts, max_tokens=tokens, temperature=temperature, progress=progress
+    )
     show(found, console)
     return said | asdict(found) | {"causes": found.causes}
 
@@ -125,17 +133,24 @@ def of_batch(
     return measured
 
 
+def progress(text: str) -> None:
+    print(f".. {text}", file=sys.stderr, flush=True)
+
+
 def show(found: Diagnosis, console: Console) -> None:
-    tell(found.gaps, console)
-    console.print(f"the likeliest token is another one at {found.flips:.2%} of the places", highlight=False)
-    for operator in found.operators[:8]:
-        console.print(f"  {operator.difference:9.2e}  {operator.name}  {operator.note}", highlight=False, markup=False)
-    if not found.operators:
-        console.print("every operator computes the same for the same input", highlight=False)
     for cause in found.causes:
         console.print(f"cause: {cause}", style="bold", highlight=False, markup=False)
     if not found.causes:
         console.print("nothing stands out: what there is, is rounding", style="bold", highlight=False)
+    tell(found.gaps, console)
+    console.print(LEGEND, style="dim", highlight=False, soft_wrap=True)
+    console.print(f"the likeliest token is another one at {found.flips:.2%} of the places", highlight=False)
+    if not found.operators:
+        console.print("every operator computes the same for the same input", highlight=False)
+        return
+    console.print("operators that differ most, for the same input, relative to the trainer's:", highlight=False)
+    for operator in found.operators[:8]:
+        console.print(f"  {operator.difference:9.2e}  {operator.name}  {operator.note}", highlight=False, markup=False)
 
 
 def tell(gaps: dict[str, Gap], console: Console) -> None:

@@ -20,7 +20,7 @@ from etude.serve import process
 from etude.serve.api import Api
 from etude.serve.engine_thread import EngineThread, die_with_the_engine
 from etude.serve.grammar import Grammars
-from etude.serve.http import create_app
+from etude.serve.http import Unavailable, create_app
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -45,20 +45,20 @@ class Options:
 
 
 class Server(Api):
-    def __init__(self, engine: EngineThread, files: Mapping[str, bytes], name: str, options: Options) -> None:
-        longest = engine.engine.max_context
+    def __init__(
+        self, engine: EngineThread, files: Mapping[str, bytes], name: str, *, max_context: int, max_answers: int
+    ) -> None:
         super().__init__(
-            engine,
-            engine.tokenizer,
-            Grammars(files),
-            max_context=min(options.max_context or longest, longest),
-            model=name,
-            max_answers=options.max_answers,
+            engine, engine.tokenizer, Grammars(files), max_context=max_context, model=name, max_answers=max_answers
         )
         self._engine = engine
 
     def gauges(self) -> dict[str, float]:
         return super().gauges() | self._engine.gauges()
+
+    def check_version(self, least: int) -> None:
+        if self._engine.version < least:
+            raise Unavailable(f"this server has version {self._engine.version} only, and the request wants {least}")
 
 
 def serve(options: Options) -> None:
@@ -78,7 +78,13 @@ async def _serve(options: Options) -> None:
         model.compute_with(INVARIANT)
     engine = EngineThread(Engine(model, max_batch=options.max_batch), _no_other, files)
     del model  # what the engine computes with may be a copy
-    server = Server(engine, files, name, options)
+    longest = engine.engine.max_context
+    if (options.max_context or 0) > longest:
+        raise EtudeError(f"--max-context {options.max_context}: the longest context of {name} is {longest}")
+    server = Server(engine, files, name, max_context=options.max_context or longest, max_answers=options.max_answers)
+    if not engine.tokenizer.shows_tools:
+        print(f"warning: the chat template of {name} shows no tools: requests may offer some, but the model is not "
+              f"told of them", file=sys.stderr, flush=True)  # fmt: skip
     async with process.serving(create_app(server.routes(), token, server.metrics), listener) as running:
         print(f"serving {name} at {process.url_of(listener)}", flush=True)
         await running

@@ -6,6 +6,7 @@ chat or as text, whole or as they come. What goes beyond OpenAI is in `protocol.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
@@ -32,6 +33,11 @@ from etude.serve.openapi import document
 COMPLETION_TOKENS = 16
 """OpenAI's default for completions. A chat answer may fill the context."""
 SEEDS = 2**63
+AT_ONCE_CHARS = 20_000
+"""More than this is rendered and encoded on another thread, so that the port answers meanwhile. For less, the way there
+and back takes longer than the work."""
+GUESSED_CONTEXTS = 4
+"""Prediction and drafts together have at most this many times the tokens of a context."""
 
 T = TypeVar("T")
 
@@ -42,14 +48,19 @@ class Slots:
     def __init__(self, limit: int | None) -> None:
         self.limit, self.taken = limit, 0
 
+    def check(self, count: int, param: str = "n") -> None:
+        """Of one request: more than all that there are will never be free."""
+        limit = wire.MAX_ANSWERS if self.limit is None else self.limit
+        if count > limit:
+            message = f"{param}: this server gives at most {limit} answers at once, not {count}"
+            raise ApiError(message, param=param)
+
     @contextmanager
     def take(self, count: int) -> Iterator[None]:
-        if self.limit is not None:
-            if count > self.limit:
-                raise ApiError(f"n: this server gives at most {self.limit} answers at once, not {count}", param="n")
-            if self.taken + count > self.limit:
-                message = f"{self.taken} answers are under way, and {self.limit} are the most: try again soon"
-                raise Unavailable(message, status=429, code="too_many_requests")
+        self.check(count)
+        if self.limit is not None and self.taken + count > self.limit:
+            message = f"{self.taken} answers are under way, and {self.limit} are the most: try again soon"
+            raise Unavailable(message, status=429, code="too_many_requests")
         self.taken += count
         try:
             yield
@@ -87,28 +98,32 @@ class Api:
         ]
 
     async def chat(self, request: Request) -> Response:
-        asked = await read_chat(request)
-        prompt = self.encode_chat(
-            lambda: self.tokenizer.encode(self.tokenizer.render(asked.messages, asked.tools or (), answer=True))
-        )
-        form, asks = self.chat_question(asked, prompt)
+        asked = await read_chat(request, self.max_context)
+        with showing():
+            size = sum(len(message.get("content") or "") for message in asked.messages)
+            text = await aside(size, lambda: self.tokenizer.render(asked.messages, asked.tools or (), answer=True))
+            (prompt,) = await self.encode([text], "messages")
+        form, asks = await self.chat_question(asked, prompt)
         return await self._answer(request, asked, form, asks)
 
-    def encode_chat(self, encode: Callable[[], T]) -> T:
-        """Messages that the chat template cannot show are the client's mistake."""
-        try:
-            return encode()
-        except (TypeError, ValueError, RecursionError) as e:
-            raise ApiError(f"messages: the chat template cannot show them: {e}", param="messages") from e
+    async def encode(self, texts: Sequence[str], param: str, contexts: int = 1) -> list[list[int]]:
+        """Texts that cannot fit are refused before they are encoded, which may take long."""
+        most = contexts * self.max_context
+        if any(self.tokenizer.exceeds(text, most) for text in texts):
+            message = f"{param}: the text is too long for {most} tokens, whatever they are"
+            raise ApiError(message, code="context_length_exceeded", param=param)
+        size = sum(map(len, texts))
+        long = size > AT_ONCE_CHARS
+        return await aside(size, lambda: [self.tokenizer.encode(text, long=long) for text in texts])
 
-    def chat_question(self, asked: wire.ChatRequest, prompt: Sequence[int]) -> tuple[ChatForm, list[Ask]]:
+    async def chat_question(self, asked: wire.ChatRequest, prompt: Sequence[int]) -> tuple[ChatForm, list[Ask]]:
         may_call = asked.tools and asked.tool_choice != "none"
         form = ChatForm(
             tokenizer=self.tokenizer, model=self._named(asked), prompt=prompt, with_ids=bool(asked.return_token_ids),
             with_logprobs=bool(asked.logprobs), tools=asked.tools if may_call else None,
         )  # fmt: skip
         limit = asked.max_completion_tokens or asked.max_tokens or self.max_context
-        asks = self._asks(
+        asks = await self._asks(
             asked, [prompt], limit, stop=self.tokenizer.stops, grammar=self._grammar(asked),
             top_logprobs=asked.top_logprobs or 0,
         )  # fmt: skip
@@ -144,26 +159,26 @@ class Api:
         )  # fmt: skip
         stop = self.tokenizer.stops if asked.stop_token_ids is None else tuple(asked.stop_token_ids)
         grammar = asked.structured_outputs.grammar if asked.structured_outputs else None
-        asks = self._asks(
-            asked, self._prompts(asked.prompt), asked.max_tokens or COMPLETION_TOKENS, grammar=grammar,
+        asks = await self._asks(
+            asked, await self._prompts(asked), asked.max_tokens or COMPLETION_TOKENS, grammar=grammar,
             stop=stop if grammar is None else (*stop, self.tokenizer.eos), top_logprobs=asked.logprobs or 0,
         )  # fmt: skip
         asks = [replace(ask, experts_from=asked.routed_experts_from) for ask in asks]
         return await self._answer(request, asked, form, asks)
 
-    def _prompts(self, prompt: str | list[Any]) -> list[Sequence[int]]:
-        if isinstance(prompt, str):
-            return [self.tokenizer.encode(prompt)]
-        match set(map(type, prompt)):
-            case kinds if kinds == {int}:
-                return [prompt]
-            case kinds if kinds == {str}:
-                return [self.tokenizer.encode(part) for part in prompt]
-            case kinds if kinds == {list}:
-                return prompt
+    async def _prompts(self, asked: wire.CompletionRequest) -> Sequence[Sequence[int]]:
+        prompt = [asked.prompt] if isinstance(asked.prompt, str) else asked.prompt
+        kinds = set(map(type, prompt))
+        if kinds == {int}:
+            return [prompt]  # type: ignore[list-item]
+        self.slots.check(len(prompt) * (asked.n or 1), "prompt" if len(prompt) > 1 else "n")
+        if kinds == {str}:
+            return await self.encode(prompt, "prompt")  # type: ignore[arg-type]
+        if kinds == {list}:
+            return prompt  # type: ignore[return-value]
         raise ApiError("prompt: a text, token ids, a list of texts, or a list of lists of token ids", param="prompt")
 
-    def _asks(
+    async def _asks(
         self, asked: wire.Sampling, prompts: Sequence[Sequence[int]], limit: int, *, stop: tuple[int, ...],
         grammar: str | None, top_logprobs: int,
     ) -> list[Ask]:  # fmt: skip
@@ -175,8 +190,12 @@ class Api:
                     f"the prompt has {len(prompt)} tokens, which leaves no room in a context of {self.max_context}"
                 )
                 raise ApiError(message, code="context_length_exceeded")
-        prediction = None if asked.prediction is None else self._predicted(asked.prediction.content)
+        prediction = None if asked.prediction is None else await self._predicted(asked.prediction.content)
         drafts = tuple(map(tuple, asked.drafts or ()))
+        most, guessed = GUESSED_CONTEXTS * self.max_context, len(prediction or ())
+        if guessed + sum(1 + len(draft) for draft in drafts) > most:
+            param = "prediction" if guessed > most else "drafts"
+            raise ApiError(f"{param}: prediction and drafts are more than {most} tokens together", param=param)
         seed = secrets.randbits(63) if asked.seed is None else asked.seed % SEEDS
         stops = (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ())
         return [
@@ -191,14 +210,15 @@ class Api:
             for number in range(asked.n or 1)
         ]  # fmt: skip
 
-    def _predicted(self, content: str | list[Any]) -> tuple[int, ...]:
-        if isinstance(content, str):
-            return tuple(self.tokenizer.encode(content))
-        if all(isinstance(part, int) for part in content):
-            return tuple(content)
-        if any(isinstance(part, int) for part in content):
-            raise ApiError("prediction: content is text or token ids, not both", param="prediction")
-        return tuple(self.tokenizer.encode("".join(part.text for part in content)))
+    async def _predicted(self, content: str | list[Any]) -> tuple[int, ...]:
+        if not isinstance(content, str):
+            kinds = set(map(type, content))
+            if kinds <= {int}:
+                return tuple(content)
+            if int in kinds:
+                raise ApiError("prediction: content is text or token ids, not both", param="prediction")
+            content = "".join(part.text for part in content)
+        return tuple((await self.encode([content], "prediction", GUESSED_CONTEXTS))[0])
 
     async def _answer(self, request: Request, asked: wire.Sampling, form: Form, asks: Sequence[Ask]) -> Response:
         if asked.stream:
@@ -277,7 +297,7 @@ class Api:
         return self._model or "etude"
 
     def check_version(self, least: int) -> None:
-        """A worker refuses here what its weights are too old for."""
+        """Whoever has weights refuses here what they are too old for."""
 
     async def models(self, request: Request) -> Response:
         return respond(wire.Models([self._card()]))
@@ -313,7 +333,20 @@ async def replay(sample: Sample) -> AsyncIterator[Token | Sample]:
     yield sample
 
 
-async def read_chat(request: Request) -> wire.ChatRequest:
+async def aside(num_chars: int, work: Callable[[], T]) -> T:
+    return work() if num_chars <= AT_ONCE_CHARS else await asyncio.to_thread(work)
+
+
+@contextmanager
+def showing() -> Iterator[None]:
+    """Messages that the chat template cannot show are the client's mistake."""
+    try:
+        yield
+    except (TypeError, ValueError, RecursionError) as e:
+        raise ApiError(f"messages: the chat template cannot show them: {e}", param="messages") from e
+
+
+async def read_chat(request: Request, max_context: int) -> wire.ChatRequest:
     asked = await read(request, wire.ChatRequest)
     for place, values, shape in (
         ("messages", asked.messages, wire.ChatMessage),
@@ -324,6 +357,11 @@ async def read_chat(request: Request) -> wire.ChatRequest:
                 msgspec.convert(value, shape)
             except (msgspec.ValidationError, RecursionError) as e:
                 raise ApiError(f"{place}[{number}]: {e}", param=place) from e
+    num_shown = sum(1 + len(message.get("tool_calls") or ()) for message in asked.messages)
+    for place, count in (("messages", num_shown), ("tools", len(asked.tools or ()))):
+        if count > max_context:  # each of them, and each call, is shown with a token at least
+            message = f"{place}: {count} do not fit into a context of {max_context} tokens"
+            raise ApiError(message, code="context_length_exceeded", param=place)
     names = [tool["function"]["name"] for tool in asked.tools or []]
     if len(set(names)) != len(names):
         raise ApiError(f"tools: two have the same name: {names}", param="tools")

@@ -38,7 +38,7 @@ from etude.core.types import Sample
 from etude.model.tokenizer import ChatTokenizer
 from etude.serve import process
 from etude.serve import protocol as wire
-from etude.serve.api import Api, read_chat, replay
+from etude.serve.api import Api, read_chat, replay, showing
 from etude.serve.grammar import Grammars
 from etude.serve.http import MSGPACK, ApiError, Events, Unavailable, create_app, read, respond, together, unless_gone
 from etude.serve.recorder import Recorder
@@ -268,9 +268,11 @@ class Gateway(Api):
 
     async def recorded_chat(self, request: Request) -> Response:
         session: str = request.path_params["session"]
-        asked = await read_chat(request)
-        prompt = self.encode_chat(lambda: self.recorder.prompt_for(session, asked.messages, asked.tools or ()))
-        form, asks = self.chat_question(asked, prompt.tokens)
+        asked = await read_chat(request, self.max_context)
+        with showing():
+            draft = self.recorder.draft(session, asked.messages, asked.tools or ())
+            prompt = draft.ended(*await self.encode([draft.text], "messages"))
+        form, asks = await self.chat_question(asked, prompt.tokens)
         asks = [replace(ask, experts_from=prompt.routed.num_tokens) for ask in asks]
         policy = AtHome(self.router, session)
         samples = await unless_gone(request, together([self.sample(policy, ask) for ask in asks]))

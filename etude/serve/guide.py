@@ -35,7 +35,7 @@ class Guide:
     @property
     def error(self) -> str | None:
         """Why the grammar could not be followed to its end, if it could not."""
-        return _first_line(self._matcher.get_error()) if self._matcher.is_error() else None
+        return reason(self._matcher.get_error()) if self._matcher.is_error() else None
 
 
 class Guides:
@@ -53,5 +53,13 @@ class Guides:
         return guide
 
 
-def _first_line(message: str) -> str:
-    return message.strip().partition("\n")[0][:500]
+def reason(message: str) -> str:
+    """What went wrong, in a line for whoever wrote the grammar: behind it llguidance tells of its own state."""
+    text = message.partition("<state>")[0].strip()
+    if text.startswith("NoExtension"):
+        return "nothing can satisfy it"
+    if text.startswith(("panic", "Parser Error")):
+        return "it is too large to be enforced; offer fewer tools, or a smaller schema"
+    first, _, rest = text.partition("\n")
+    why = rest.rpartition("\nerror: ")[2] if "\nerror: " in rest else ""  # of a pattern that is shown in between
+    return f"{first} {why}".strip()[:500]

@@ -13,7 +13,7 @@ import hmac
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -28,6 +28,8 @@ from etude.serve.metrics import Metrics
 from etude.serve.protocol import Error, Failure
 
 MAX_BODY_BYTES = 8 << 20
+BODY_S = 60.0
+"""For the whole body to come in: whoever sends it byte by byte does not hold a connection for ever."""
 RETRY_AFTER_S = 1
 MSGPACK = "application/msgpack"
 REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
@@ -81,6 +83,8 @@ def refusal(error: ApiError) -> Response:
         response.headers["Retry-After"] = str(RETRY_AFTER_S)
     if error.status == 401:
         response.headers["WWW-Authenticate"] = "Bearer"
+    if error.status == 408:
+        response.headers["Connection"] = "close"  # the rest of the body could still come, byte by byte
     return response
 
 
@@ -101,13 +105,17 @@ def _param(message: str) -> str | None:
 async def _body(request: Request) -> bytearray:
     body = bytearray()
     try:
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > MAX_BODY_BYTES:
-                message = f"request body: more than {MAX_BODY_BYTES} bytes"
-                raise ApiError(message, status=413, code="request_too_large")
+        async with asyncio.timeout(BODY_S):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > MAX_BODY_BYTES:
+                    message = f"request body: more than {MAX_BODY_BYTES} bytes"
+                    raise ApiError(message, status=413, code="request_too_large")
     except ClientDisconnect as e:
         raise ClientGone() from e
+    except TimeoutError as e:
+        message = f"request body: not whole after {BODY_S:g} s"
+        raise ApiError(message, status=408, code="request_timeout") from e
     return body
 
 
@@ -182,11 +190,14 @@ class Events(Response):
 
 def create_app(routes: Sequence[Route], token: str | None, metrics: Metrics | None = None) -> ASGIApp:
     def failed(request: Request, error: Exception) -> Response:
+        headers: Mapping[str, str] = {}
         if isinstance(error, HTTPException):
-            code = "not_found" if error.status_code == 404 else "invalid_request"
+            code, headers = "not_found" if error.status_code == 404 else "invalid_request", error.headers or {}
             error = ApiError(error.detail, status=error.status_code, code=code)
         assert isinstance(error, ApiError)
-        return refusal(error)
+        response = refusal(error)
+        response.headers.update(headers)
+        return response
 
     app: ASGIApp = Starlette(routes=routes, exception_handlers={ApiError: failed, HTTPException: failed})
     app = identified(app if token is None else authorised(app, token))

@@ -26,6 +26,7 @@ ALWAYS = {401: "no token, or a wrong one"}
 ASKING = {
     400: "a request that cannot be answered; the message says why",
     404: "another model than the one that is served",
+    408: "a body that did not come in time",
     413: "a body that is too large",
     429: "too many answers are under way; see Retry-After",
     503: "nobody can answer now; see Retry-After",

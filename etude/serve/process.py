@@ -41,6 +41,8 @@ def bind(host: str, port: int, token: str | None) -> socket.socket:
     """A listening port. Without a token, only where nobody but this machine can reach it."""
     if token is None and not _is_loopback(host):
         raise EtudeError(f"{host} can be reached from outside: set {TOKEN_VARIABLE}, or serve on 127.0.0.1")
+    if not 0 <= port < 2**16:
+        raise EtudeError(f"there is no port {port}: choose one up to 65535, or 0 for any that is free")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:

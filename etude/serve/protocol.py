@@ -17,7 +17,10 @@ from etude.core.types import Span
 MAX_TOP = 20
 """Most alternatives that are shown for a token."""
 MAX_STOPS = 4
+MAX_STOP_IDS = 1024
 MAX_CHOICES = 128
+MAX_ANSWERS = 2048
+"""Of one request, to all of its prompts."""
 ID_PREFIX = "token_id:"
 """How tokens are called in an answer without text."""
 
@@ -118,7 +121,8 @@ class Parameters(msgspec.Struct):
 
 
 class ToolFunction(msgspec.Struct):
-    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    # Python's `$` lets a line break follow.
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$(?!\n)")]
     description: str | None = None
     parameters: Parameters | UnsetType = UNSET
     strict: bool | None = None
@@ -174,15 +178,15 @@ class CompletionRequest(Sampling, kw_only=True, forbid_unknown_fields=True):
     """A text, token ids, or a list of one of the two."""
     logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP)] | None = None
     """0: the sampled tokens only; more: as many alternatives."""
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_IDS)] | None = None
     """Exactly these end the answer; without the field, the end of a turn does."""
     structured_outputs: StructuredOutputs | None = None
     detokenize: bool | None = None
     """False: the answer has no text, and tokens are called `token_id:7`. It is for programs that read ids."""
     routed_experts_from: Annotated[int, Meta(ge=0, le=2**31)] | None = None
     """Of a sparse model: adds `routed_experts`, from this position of the prompt on."""
-    min_weight_version: int = 0
-    """A worker with older weights refuses (503): what the gateway promised holds even if it is wrong about a worker."""
+    min_weight_version: Annotated[int, Meta(ge=-1, le=2**31)] = 0
+    """A server with older weights refuses (503): what the gateway promised holds even if it is wrong about a worker."""
     echo: Annotated[bool, Meta(extra_json_schema={"enum": [False]})] | None = None
     best_of: Annotated[int, Meta(ge=1, le=1)] | None = None
     suffix: None = None

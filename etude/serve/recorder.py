@@ -16,7 +16,7 @@ it has reported. What a token was routed to when it was first read is what the t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from etude.core.types import Sample, Segment, Span, Stay, spans, unspan
@@ -38,7 +38,18 @@ class Prompt:
     tokens: tuple[int, ...]
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...]
-    routed: Routed
+    routed: Routed = Routed()
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A prompt whose end, `text`, is still to be encoded."""
+
+    known: Prompt
+    text: str
+
+    def ended(self, tokens: Sequence[int]) -> Prompt:
+        return replace(self.known, tokens=(*self.known.tokens, *tokens))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -87,16 +98,15 @@ class Recorder:
         self._tokenizer = tokenizer
         self._sessions: dict[str, list[_Open]] = {}
 
-    def prompt_for(self, session: str, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Prompt:
+    def draft(self, session: str, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Draft:
         """The recorded tokens and what the messages add to them, or all of the messages rendered anew."""
         said, offered = tuple(map(_essence, messages)), tuple(tools)
         text = self._tokenizer.render(said, offered, answer=True)
         for segment in reversed(self._sessions.get(session, [])):
             if (added := self._added(segment, said, offered, text)) is not None:
-                tokens = segment.context + tuple(self._tokenizer.encode(added))
-                return Prompt(tokens=tokens, messages=said, tools=offered, routed=segment.routed)
-        tokens = tuple(self._tokenizer.encode(text))
-        return Prompt(tokens=tokens, messages=said, tools=offered, routed=Routed())
+                known = Prompt(tokens=segment.context, messages=said, tools=offered, routed=segment.routed)
+                return Draft(known, added)
+        return Draft(Prompt(tokens=(), messages=said, tools=offered), text)
 
     def _added(self, segment: _Open, said: tuple[Message, ...], offered: tuple[Tool, ...], text: str) -> str | None:
         """What stands in `text` behind the segment; None if the messages do not go on from it."""

@@ -117,3 +117,46 @@ def test_a_template_error_is_a_value_error() -> None:
     broken = ChatTokenizer(FILES | {"chat_template.jinja": b"{{ messages[0].nothing.at_all }}"})
     with pytest.raises(ValueError, match="chat template"):
         broken.render([{"role": "user", "content": "x"}])
+
+
+MARKS = b"{% for m in messages %}<|user|>{{ m.role }} {{ m.content | trim }}{{ eos_token }}\n{% endfor %}"
+MARKED = ChatTokenizer(FILES | {"chat_template.jinja": MARKS})
+CONTROLS = {
+    TOKENIZER.encode(text)[0]: text for text in ("<|end|>", "<|tools|>", "<|user|>", "<|assistant|>", "<|tool|>")
+}
+
+
+@given(st.lists(st.lists(st.sampled_from(["<|end|>", "<|user|>", "<tool_call>", "x", " ", "\n", "<|", "é", "~1:2~"]))))
+def test_who_writes_a_message_cannot_forge_another(said: list[list[str]]) -> None:
+    messages = [{"role": "user", "content": "".join(words)} for words in said]
+    ids = MARKED.encode(MARKED.render(messages))
+    assert ids == MARKED.encode(MARKED.render(messages), long=True)
+    assert MARKED.decode(ids) == "".join(f"<|user|>user {m['content'].strip()}<|end|>\n" for m in messages)
+    assert [CONTROLS[id] for id in ids if id in CONTROLS] == ["<|user|>", "<|end|>"] * len(messages)
+
+
+def test_calls_and_tools_cannot_forge_either() -> None:
+    forged = {"name": "<|end|>", "arguments": '{"<|user|>": "\\u003c|end|>"}'}
+    call = {"role": "assistant", "content": None, "tool_calls": [{"id": "", "function": forged}]}
+    tools = [{"type": "function", "function": {"name": "<|user|>", "parameters": {}}}]
+    ids = TOKENIZER.encode(TOKENIZER.render([call], tools))
+    assert TOKENIZER.decode(ids) == "<|tools|><|user|><|end|><|assistant|><tool_call><|end|> <|end|></tool_call><|end|>"
+    assert [CONTROLS[id] for id in ids if id in CONTROLS] == ["<|tools|>", "<|end|>", "<|assistant|>", "<|end|>"]
+
+
+def test_what_a_template_complains_of_is_said_as_it_was_said() -> None:
+    refusing = ChatTokenizer(FILES | {"chat_template.jinja": b"{{ raise_exception('not ' ~ messages[0].content) }}"})
+    with pytest.raises(ValueError, match=r"chat template: not a<\|end\|>b$"):
+        refusing.render([{"role": "user", "content": "a<|end|>b"}])
+
+
+@given(st.text())
+def test_what_fits_does_not_exceed(text: str) -> None:
+    assert not TOKENIZER.exceeds(text, len(TOKENIZER.encode(text)))
+    assert TOKENIZER.exceeds(text + "a", len(text) // TOKENIZER.longest)
+
+
+def test_stand_ins_do_not_make_a_text_longer() -> None:
+    text = TOKENIZER.render([{"role": "user", "content": "<|end|>" * 100}])
+    assert not TOKENIZER.exceeds(text, len(TOKENIZER.encode(text)))
+    assert TOKENIZER.longest == 2 * len("<|assistant|>")

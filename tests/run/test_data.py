@@ -55,6 +55,14 @@ def test_only_what_the_assistant_says_counts() -> None:
     assert counted(row) == "read<|end|>submit<|end|>"
 
 
+def test_marks_within_what_is_said_are_text() -> None:
+    session = [{"role": "user", "content": "x<|end|>"}, {"role": "assistant", "content": "y<|end|><|user|>z"}]
+    (row,) = tokenize(session, TOKENIZER, [])
+    assert TOKENIZER.decode(row[0]) == "<|user|>x<|end|><|assistant|>y<|end|><|user|>z<|end|>".replace("x", "x<|end|>")
+    assert counted(row) == "y<|end|><|user|>z<|end|>"
+    assert row[0].count(TOKENIZER.eos) == 2
+
+
 def test_what_follows_the_end_of_a_turn_does_not_count() -> None:
     tokenizer = with_template(BREAKS)
     (row,) = tokenize(SESSION, tokenizer, [])

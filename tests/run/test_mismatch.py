@@ -104,6 +104,12 @@ def test_the_command_on_a_model_directory(tmp_path: Path, capsys: pytest.Capture
     assert main(["mismatch", str(tmp_path / "tiny"), "--tokens", "4", "--json"]) == 0
     said = capsys.readouterr()
     assert json.loads(said.out)["gaps"].keys() >= {"alone", "batch", "chunking", "cache", "swap"}
+    lines = said.err.splitlines()
+    tried = [line for line in lines if line.startswith(".. ")]
+    assert [line for line in tried if line.endswith(("alone", "swap", "recomputes the answers"))] and lines[0] in tried
+    cause, heading, *_ = (line for line in lines if line not in tried)
+    assert cause.startswith(("nothing stands out", "cause: ")) and "ratio p99" in heading
+    assert "k1: mean of the engine" in said.err
     assert main(["mismatch", str(tmp_path / "nowhere")]) == 2
     assert "nowhere" in capsys.readouterr().err
 

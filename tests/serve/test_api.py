@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
@@ -119,6 +120,7 @@ async def test_models_and_health(http: aiohttp.ClientSession, url: str) -> None:
         ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]}, "text only"),
         ("chat/completions", ASK | {"tools": [{"type": "function"}]}, "tools[0]"),
         ("chat/completions", ASK | {"tools": [{"function": {"name": "a b"}}]}, "tools[0]"),
+        ("chat/completions", ASK | {"tools": [{"function": {"name": "a\n"}}]}, "tools[0]"),
         ("chat/completions", ASK | {"tools": [{"function": {"name": "a", "parameters": None}}]}, "tools[0]"),
         (
             "chat/completions",
@@ -156,6 +158,7 @@ async def test_models_and_health(http: aiohttp.ClientSession, url: str) -> None:
         ),
         ("completions", {"prompt": "a", "echo": True}, "echo"),
         ("completions", {"prompt": "a", "best_of": 2}, "best_of"),
+        ("completions", {"prompt": "a", "min_weight_version": 10**30}, "min_weight_version"),
         ("completions", {"prompt": "a", "suffix": "x"}, "suffix"),
         ("completions", {"prompt": [1, "a"]}, "prompt"),
         ("completions", {"prompt": []}, "prompt"),
@@ -178,6 +181,17 @@ async def test_a_body_has_a_largest_size(http: aiohttp.ClientSession, url: str) 
     assert (status, answer["error"]["code"]) == (413, "request_too_large")
 
 
+async def test_a_body_has_a_deadline(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("etude.serve.http.BODY_S", 0.05)
+    place = urlsplit(url)
+    reader, writer = await asyncio.open_connection(place.hostname, place.port)
+    writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: here\r\nContent-Length: 100\r\n\r\n{")
+    head, _, body = (await reader.read()).partition(b"\r\n\r\n")  # up to the end of the connection
+    assert head.startswith(b"HTTP/1.1 408")
+    assert json.loads(body)["error"]["code"] == "request_timeout"
+    writer.close()
+
+
 class Refusing(Scripted):
     async def sample(self, ask: Ask) -> Sample:
         raise ValueError(f"temperature must not be {ask.temperature}")
@@ -196,7 +210,7 @@ async def test_unknown_routes_have_the_envelope_too(http: aiohttp.ClientSession,
         {"error": {"message": "Not Found", "type": "invalid_request_error", "code": "not_found", "param": None}},
     )
     async with http.get(f"{url}/v1/chat/completions") as response:
-        assert response.status == 405
+        assert (response.status, response.headers["Allow"]) == (405, "POST")
 
 
 async def test_nothing_is_reached_without_the_token(http: aiohttp.ClientSession, policy: Scripted) -> None:

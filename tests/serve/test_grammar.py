@@ -12,7 +12,7 @@ import pytest
 
 from etude.model.tokenizer import ChatTokenizer
 from etude.serve.grammar import ANY_OBJECT, Grammars
-from etude.serve.guide import Guides
+from etude.serve.guide import Guides, reason
 from tests.small_model import small_files
 
 COMPACT = small_files()
@@ -169,3 +169,31 @@ def test_a_schema_that_cannot_be_enforced_is_refused(schema: dict[str, Any]) -> 
     guides = Guides(COMPACT["tokenizer.json"], vocab_size=300, eos=0)
     with pytest.raises(ValueError, match="grammar or JSON schema: "):
         guides.guide(Grammars(COMPACT).text(schema))
+
+
+SELF: dict[str, Any] = {"$ref": "#"}
+MANY = [{"type": "function", "function": {"name": f"t{n}", "parameters": {}}} for n in range(2001)]
+
+
+@pytest.mark.parametrize(
+    ("grammar", "words"),
+    [
+        (Grammars(COMPACT).text({"type": "string", "pattern": "(a"}), "regex parse error: unclosed group"),
+        (Grammars(COMPACT).text({"type": "string", "pattern": "a(?=b)"}), "look-around, .* is not supported"),
+        (Grammars(COMPACT).text(SELF), "nothing can satisfy it$"),
+        (Grammars(COMPACT).calls(MANY, parallel=True), "it is too large to be enforced"),
+    ],
+)
+def test_why_a_grammar_is_refused(grammar: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        guide = Guides(COMPACT["tokenizer.json"], vocab_size=300, eos=0).guide(grammar)
+        for _ in range(3):
+            guide.accept(int(guide.allowed().nonzero()[0][-1]))
+        raise ValueError(guide.error)
+
+
+@pytest.mark.parametrize(
+    "said", ["panic: assertion failed: x < y\n<state>", "Parser Error: Current row has 2001 items"]
+)
+def test_what_is_too_large_is_said_to_be(said: str) -> None:
+    assert reason(said).startswith("it is too large")

@@ -6,6 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,16 @@ import torch
 from etude.cli import main
 from etude.core.errors import EtudeError
 from etude.engine.engine import Engine
+from etude.model.tokenizer import ChatTokenizer
 from etude.model.transformer import ModelConfig
-from etude.run.serve import load
+from etude.run.serve import Server, load
 from etude.serve import process
 from etude.serve.engine_thread import EngineThread
+from etude.serve.gateway import Gateway, Router
 from etude.serve.http import create_app
+from etude.serve.recorder import Recorder
 from etude.serve.worker import Worker
+from etude.store.objects import Objects
 from tests.serve.conftest import served
 from tests.serve.serving import FILES, start, write_model
 from tests.serve.soak import settled, soak
@@ -77,6 +82,112 @@ async def test_too_many_at_once_are_told_to_wait(worker: tuple[Worker, str], htt
     assert made.slots.taken == 0
 
 
+class Watched(ChatTokenizer):
+    """Tells what it was made to work on, and where."""
+
+    def __init__(self) -> None:
+        super().__init__(FILES)
+        self.rendered, self.encoded, self.threads = 0, 0, set[bool]()
+
+    def render(self, *args: Any, **options: Any) -> str:
+        self.rendered += 1
+        return super().render(*args, **options)
+
+    def encode(self, text: str, *, long: bool = False) -> list[int]:
+        self.encoded += 1
+        self.threads.add(threading.current_thread() is threading.main_thread())
+        assert long != (threading.current_thread() is threading.main_thread())
+        return super().encode(text, long=long)
+
+
+def said(content: str, count: int = 1) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content}] * count}
+
+
+def guessed(content: object) -> dict[str, Any]:
+    return {"prompt": [1], "prediction": {"type": "content", "content": content}}
+
+
+CALLING = {"role": "assistant", "tool_calls": [{"id": "", "function": {"name": "a", "arguments": "{}"}}] * 300}
+TOO_MUCH: dict[str, tuple[str, dict[str, Any], str, int]] = {
+    "a long message": ("/v1/chat/completions", said("a" * 10_000), "messages", 1),
+    "a long message, recorded": ("/s/x/v1/chat/completions", said("a" * 10_000), "messages", 1),
+    "a long message of marks": ("/v1/chat/completions", said("<|end|>" * 300), "messages", 1),
+    "many messages": ("/v1/chat/completions", said("", 300), "messages", 0),
+    "many messages, recorded": ("/s/x/v1/chat/completions", said("", 300), "messages", 0),
+    "many calls": ("/v1/chat/completions", {"messages": [CALLING]}, "messages", 0),
+    "a long text": ("/v1/completions", {"prompt": "a" * 10_000}, "prompt", 0),
+    "a long text of many": ("/v1/completions", {"prompt": ["a", "a" * 10_000]}, "prompt", 0),
+    "many texts": ("/v1/completions", {"prompt": ["a"] * 3000}, "prompt", 0),
+    "a long prediction": ("/v1/completions", guessed("a" * 40_000), "prediction", 0),
+    "a prediction of many tokens": ("/v1/completions", guessed([5] * 1025), "prediction", 0),
+    "a long draft": ("/v1/completions", {"prompt": [1], "drafts": [[5] * 1025]}, "drafts", 0),
+    "many drafts": ("/v1/completions", {"prompt": [1], "drafts": [[]] * 1025}, "drafts", 0),
+    "many ends": ("/v1/completions", {"prompt": [1], "stop_token_ids": [5] * 2000}, "stop_token_ids", 0),
+}
+
+TOO_LONG = [kind for kind in TOO_MUCH if kind.startswith(("a long m", "a long t", "a long p", "many m", "many c"))]
+
+
+@pytest.fixture
+async def watched(
+    http: aiohttp.ClientSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[tuple[Watched, str]]:
+    """A gateway without workers: whoever is let in waits for one in vain."""
+    monkeypatch.setattr("etude.serve.gateway.PATIENCE_S", 0.0)
+    made = Gateway(Router(http), Objects.open(f"file:{tmp_path}/run"), FILES, max_context=256)
+    made.tokenizer = Watched()
+    made.recorder = Recorder(made.tokenizer)
+    async with served(create_app(made.routes(), None)) as url:
+        yield made.tokenizer, url
+
+
+@pytest.mark.parametrize("kind", TOO_MUCH)
+async def test_what_cannot_fit_is_refused_before_it_is_worked_on(
+    kind: str, watched: tuple[Watched, str], http: aiohttp.ClientSession
+) -> None:
+    (tokenizer, url), (path, body, param, rendered) = watched, TOO_MUCH[kind]
+    async with http.post(url + path, json=body) as response:
+        error = (await response.json())["error"]
+    assert (response.status, error["param"]) == (400, param)
+    assert (tokenizer.rendered, tokenizer.encoded) == (rendered, 0)
+    assert error["code"] == ("context_length_exceeded" if kind in TOO_LONG else "invalid_request")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/s/x/v1/chat/completions"])
+async def test_long_texts_do_not_hold_up_the_port(
+    path: str, watched: tuple[Watched, str], http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer, url = watched
+    monkeypatch.setattr("etude.serve.api.AT_ONCE_CHARS", 100)
+    for content, in_loop in (("read", True), ("read " * 30, False)):
+        tokenizer.threads.clear()
+        async with http.post(url + path, json=said(content)) as response:
+            assert response.status == 503
+        assert tokenizer.threads == {in_loop}
+
+
+async def test_one_model_has_one_version(worker: tuple[Worker, str], http: aiohttp.ClientSession) -> None:
+    thread = worker[0].engine_thread
+    assert isinstance(thread, EngineThread)
+    made = Server(thread, FILES, "tiny", max_context=64, max_answers=3)
+    async with served(create_app(made.routes(), None)) as url:
+        for least, status in ((-1, 200), (0, 200), (1, 503)):
+            asked = {"prompt": [1], "max_tokens": 1, "min_weight_version": least}
+            async with http.post(f"{url}/v1/completions", json=asked) as response:
+                assert response.status == status
+
+
+async def test_many_prompts_are_told_from_many_answers(worker: tuple[Worker, str], http: aiohttp.ClientSession) -> None:
+    for body, param in (
+        ({"prompt": ["a"] * 4}, "prompt"),
+        ({"prompt": "a", "n": 4}, "n"),
+        ({"prompt": [1], "n": 4}, "n"),
+    ):
+        async with http.post(f"{worker[1]}/v1/completions", json=body) as response:
+            assert (response.status, (await response.json())["error"]["param"]) == (400, param)
+
+
 async def test_figures(worker: tuple[Worker, str], http: aiohttp.ClientSession) -> None:
     _, url = worker
     async with http.post(f"{url}/v1/chat/completions", json=ASK | {"max_tokens": 3, "seed": 0}) as response:
@@ -108,6 +219,18 @@ def test_a_server_that_others_can_reach_needs_a_token(tmp_path: Path) -> None:
     assert child.returncode == 2
 
 
+@pytest.mark.parametrize("port", [-5, 99999])
+def test_a_port_that_is_none(port: int) -> None:
+    with pytest.raises(EtudeError, match=f"there is no port {port}"):
+        process.bind("127.0.0.1", port, None)
+
+
+def test_a_context_that_the_model_does_not_have(tmp_path: Path) -> None:
+    child = start(write_model(tmp_path / "tiny"), "--max-context", "99999")
+    assert "--max-context 99999: the longest context of tiny is 256" in child.communicate()[1]
+    assert child.returncode == 2
+
+
 def test_a_token_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "token"
     with pytest.raises(EtudeError, match="No such file"):
@@ -127,6 +250,15 @@ def test_what_is_no_model_is_one_clear_message(tmp_path: Path) -> None:
         load(tmp_path, None, torch.device("cpu"))
 
 
+def test_a_template_that_shows_no_tools_is_told_of(tmp_path: Path) -> None:
+    (write_model(tmp_path / "tiny") / "chat_template.jinja").write_text("{{ messages[0].content }}{{ eos_token }}")
+    child = start(tmp_path / "tiny")
+    assert child.stdout is not None and child.stderr is not None
+    assert child.stdout.readline().startswith("serving tiny")
+    child.terminate()
+    assert child.communicate()[1].startswith("warning: the chat template of tiny shows no tools")
+
+
 def test_a_chat_in_the_terminal(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "etude", "chat", str(write_model(tmp_path)), "--max-tokens", "5", "--seed", "1"]
     talked = subprocess.run(argv, input="hello\n\nread\n", capture_output=True, text=True, check=False)
@@ -134,7 +266,24 @@ def test_a_chat_in_the_terminal(tmp_path: Path) -> None:
     assert talked.stdout.count("5 tokens, ") == 2
 
 
-@pytest.mark.parametrize(("target", "words"), [("nowhere", "neither a URL"), ("http://127.0.0.1:9", "does not answer")])
+def test_a_chat_goes_on_after_a_turn_that_is_refused(tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "etude", "chat", str(write_model(tmp_path)), "--max-tokens", "5", "--seed", "1"]
+    talked = subprocess.run(argv, input=f"{'a ' * 300}\nread\n", capture_output=True, text=True, check=False)
+    assert (talked.returncode, talked.stderr) == (0, "")
+    assert "no room in a context of 256" in " ".join(talked.stdout.split())
+    assert talked.stdout.count("5 tokens, ") == 1
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("nowhere", "neither a URL"),
+        ("http://127.0.0.1:9", "does not answer"),
+        ("http://127.0.0.1:notaport", "is no URL"),
+        ("http://127.0.0.1:99999", "is no URL"),
+        ("http://", "names no server"),
+    ],
+)
 def test_a_chat_with_nobody(
     target: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
