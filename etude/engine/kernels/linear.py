@@ -118,9 +118,12 @@ class Tile:
 def tile(rows: int, outputs: int, inner: int, *, gated: bool = False, split: bool = False) -> Tile:
     """Found by measuring on an H200: about one program for every multiprocessor, and no more pieces than that needs."""
     bb = 16 if rows <= 16 else 64
+    if gated and outputs >= 8192:
+        return Tile(bb, 32, 64, 1)
+    if gated and rows > 64:
+        return Tile(128, 64, 64, 1, warps=8, stages=4 if rows <= 256 else 3)
     if gated:
-        small = rows <= 64 and outputs < 8192
-        return Tile(bb, 64 if bb == 64 and small else 32, 128 if small else 64, 1, stages=3 if small else 4)
+        return Tile(bb, bb if bb == 64 else 32, 128, 1, stages=4 if bb == 64 else 3)
     if not split:
         return Tile(bb, 64 if bb == 64 else 32, 128, 1)
     pieces, programs = 1, triton.cdiv(outputs, 64) * triton.cdiv(rows, bb)
