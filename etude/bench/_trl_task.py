@@ -15,7 +15,8 @@ STEPS = 20
 GROUPS_PER_STEP = 4
 GROUP_SIZE = 8
 MAX_TOKENS = 96
-LR = 2e-5
+LR = 4e-5
+MIN_WORDS = 8
 
 TOPICS = (
     "rain, bread, a river, the moon, a bicycle, snow, tea, a library, the sea, a garden, a train, music, a lamp, "
@@ -26,9 +27,10 @@ PROMPTS = [f"Write one short sentence about {topic}." for topic in TOPICS.split(
 
 
 def reward(text: str) -> float:
-    """The share of words that begin with an s: it has a value for every answer, so every group teaches something."""
+    """The share of words that begin with an s: it has a value for every answer, so every group teaches something. Words
+    that are missing count too: were it worth while to be brief, the side that learns first would also be the faster."""
     words = text.lower().split()
-    return sum(word.startswith("s") for word in words) / max(1, len(words))
+    return sum(word.startswith("s") for word in words) / max(MIN_WORDS, len(words))
 
 
 class Sentences:

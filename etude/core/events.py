@@ -103,9 +103,11 @@ class Gap:
 
     num_tokens: int
     k1: float
-    """Mean of old minus new log-prob, of either sign."""
+    """Mean of old minus new log-prob: an unbiased estimate of KL(old, new), of either sign."""
+    k1_p99: float
+    """Of its size."""
     k3: float
-    """Mean of ratio - 1 - log ratio, never negative."""
+    """Mean of ratio - 1 - log ratio: the same estimate, never negative and of smaller variance."""
     k3_p99: float
     k3_max: float
     ratio_p1: float

@@ -84,9 +84,11 @@ class Transformer(nn.Module):
 
     def logprobs(self, hidden_NE: Tensor, tokens_N: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """Of the token after each hidden state; and of every token that could have stood there (NV)."""
-        # A tensor, since on CUDA a plain number would be multiplied by its inverse, which rounds otherwise.
         logits_NV = self.logits(hidden_NE)
-        logp_NV = torch.log_softmax(logits_NV / logits_NV.new_tensor(temperature), dim=-1)
+        if temperature != 1.0:
+            # By a tensor, since on CUDA a plain number would be multiplied by its inverse, which rounds otherwise.
+            logits_NV = logits_NV / logits_NV.new_tensor(temperature)
+        logp_NV = torch.log_softmax(logits_NV, dim=-1)
         return logp_NV.gather(-1, tokens_N[:, None]).squeeze(-1), logp_NV
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -155,7 +155,7 @@ def _loop(
     microbatch_tokens = 0 if trainer.config.deterministic else stage.microbatch_tokens
     if trainer.version == 0:
         trainer.reach(0, step=0)  # no stage came before: the engines need the starting weights
-    scribe = Scribe(trainer.learner)
+    scribe = Scribe(trainer.learner, stage.compute)
     for step in range(trainer.version + 1, leg.end + 1):
         batch = scribe.accept(trainer.read_batch(step, leg), f"{trainer.run.objects.url}: batches/{step:06d}")
         batch, teacher_kl = judge(batch, microbatch_tokens)

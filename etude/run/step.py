@@ -51,9 +51,11 @@ def computing_in(dtype: str, model: Transformer) -> torch.autocast:
 class Scribe:
     """What a step's event says beyond what the learner knows: how long, how well used, how stale, how often before."""
 
-    def __init__(self, learner: Learner) -> None:
+    def __init__(self, learner: Learner, compute: str = "float32") -> None:
+        """`compute`: what the products of its steps are computed in."""
         self._config = learner.model.config
-        self._peak = learner.ranks.size * peak_flops(next(learner.model.parameters()).device)
+        device = next(learner.model.parameters()).device
+        self._peak = learner.ranks.size * peak_flops(device, getattr(torch, compute))
         self._repeats = Repeats()
         self._idle_since = self._began = time.monotonic()
 

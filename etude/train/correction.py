@@ -1,4 +1,4 @@
-"""What is done about data from another policy: how far it is from the one that learns, and what each token is worth.
+"""What is done about data from another policy: what each of its tokens is worth.
 
 The engine that sampled a token had older weights and other numerics. The learner computes the token's log-prob anew at
 its own version; e to the difference is how much likelier it finds the token, its importance weight. A correction makes
@@ -17,7 +17,6 @@ Weights are constants to the gradient. Shapes: N sampled tokens.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -56,33 +55,3 @@ CORRECTION: dict[str, Correction] = {
     "sequence_truncated": Correction(of_sequence, truncate),
     "sequence_masked": Correction(of_sequence, mask),
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Drift:
-    """How far the learning policy is from the one that sampled, over the sampled tokens of a batch."""
-
-    k1: float
-    """Mean of old minus new log-prob: an unbiased estimate of KL(old, new), of either sign."""
-    k1_p99: float
-    """Of its size."""
-    k3: float
-    """Mean of ratio - 1 - log ratio: the same estimate, never negative and of smaller variance."""
-    k3_p99: float
-    k3_max: float
-
-
-def drift(logp_N: Tensor, old_logp_N: Tensor) -> Drift:
-    log_ratio_N = (logp_N - old_logp_N).double()
-    k3_N = log_ratio_N.expm1() - log_ratio_N
-    return Drift(
-        k1=-log_ratio_N.mean().item(),
-        k1_p99=_p99(log_ratio_N.abs()),
-        k3=k3_N.mean().item(),
-        k3_p99=_p99(k3_N),
-        k3_max=k3_N.max().item(),
-    )
-
-
-def _p99(x_N: Tensor) -> float:
-    return x_N.kthvalue(math.ceil(0.99 * len(x_N))).values.item()

@@ -67,13 +67,13 @@ def _mlp_weights(config: ModelConfig, layer: int) -> int:
     return config.hidden_size * (experts.num_experts + 3 * met * experts.moe_intermediate_size)
 
 
-def peak_flops(device: torch.device, *, size: int = 1024, tries: int = 5) -> float:
-    """What a known accelerator is said to do in bf16; otherwise what this one reaches on a large fp32 product, the
-    precision in which a CPU trains, with the threads that the process has."""
+def peak_flops(device: torch.device, dtype: torch.dtype, *, size: int = 1024, tries: int = 5) -> float:
+    """What a known accelerator is said to do in bf16; otherwise what this one reaches on a large product of that type,
+    with the threads that the process has."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     if known := next((peak for part, peak in KNOWN.items() if part in name), None):
         return known
-    x = torch.ones(size, size, device=device)
+    x = torch.ones(size, size, device=device, dtype=dtype)
     best = float("inf")
     for _ in range(tries):
         began = time.perf_counter()

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from etude.model.transformer import Transformer
 
-MAX_LOGITS = 2**24  # numbers at once: 64 MB
+MAX_LOGITS = 2**25  # numbers at once: 128 MB
 
 
 class Others(NamedTuple):

@@ -21,11 +21,12 @@ import torch
 from torch import Tensor
 
 from etude.core.errors import EtudeError
+from etude.core.events import Gap
 from etude.core.types import Batch, Recomputed
 from etude.model import files
 from etude.model.transformer import Transformer
-from etude.train.correction import Drift, drift
 from etude.train.loss import token_logprobs
+from etude.train.meter import gap
 from etude.train.objective import AGGREGATE, Objective
 from etude.train.optimizer import OPTIMIZER, Optimizer
 from etude.train.ranks import ALONE, Ranks, own, rows_of
@@ -41,7 +42,8 @@ class StepStats:
     """What one RL step did."""
 
     loss: float
-    drift: Drift
+    drift: Gap
+    """Between the policy that sampled and the one that learns."""
     capped: float
     """Share of the sampled tokens whose importance weight the correction cut or took away."""
     silenced: float
@@ -145,10 +147,10 @@ class Learner:
             seen.append(torch.stack([column.double() for column in columns], 1))
         routers.settle(self.ranks)
         total, entropy, capped, silenced = self.ranks.sum(total, entropy, capped, silenced)
-        seen_N5 = self.ranks.join_all(torch.cat(seen).flatten()).view(-1, 5)
+        seen_N5 = self.ranks.join_all(torch.cat(seen).flatten()).view(-1, 5).cpu()
         return StepStats(
             loss=total,
-            drift=drift(seen_N5[:, 2], seen_N5[:, 1]),
+            drift=gap(seen_N5[:, 1].numpy(), seen_N5[:, 2].numpy()),
             capped=capped,
             silenced=silenced,
             entropy=entropy,

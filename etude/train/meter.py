@@ -55,6 +55,32 @@ def routed_otherwise(old_NLk: NDArray[np.int64], new_NLk: NDArray[np.int64]) -> 
     return np.asarray((np.sort(old_NLk, -1) != np.sort(new_NLk, -1)).any((1, 2)))
 
 
+def gap(old_N: Floats, new_N: Floats, *, flips: float | None = None, routed_otherwise: float | None = None) -> Gap:
+    ratio_N, k3_N = np.exp(new_N - old_N), _k3(old_N, new_N)
+    return Gap(
+        num_tokens=len(ratio_N),
+        k1=float((old_N - new_N).mean()),
+        k1_p99=_quantile(abs(old_N - new_N), 0.99),
+        k3=float(k3_N.mean()),
+        k3_p99=_quantile(k3_N, 0.99),
+        k3_max=float(k3_N.max()),
+        ratio_p1=_quantile(ratio_N, 0.01),
+        ratio_p99=_quantile(ratio_N, 0.99),
+        ratio_max=float(ratio_N.max()),
+        effective=float(ratio_N.sum() ** 2 / (len(ratio_N) * (ratio_N**2).sum())),
+        flips=flips,
+        routed_otherwise=routed_otherwise,
+    )
+
+
+def _k3(old_N: Floats, new_N: Floats) -> Floats:
+    return np.asarray(np.expm1(new_N - old_N) - (new_N - old_N))
+
+
+def _quantile(x_N: Floats, q: float) -> float:
+    return float(np.quantile(x_N, q, method="inverted_cdf"))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Tokens:
     old_N: Floats
@@ -62,11 +88,6 @@ class _Tokens:
     token_N: NDArray[np.int64]
     likeliest_N: NDArray[np.int64] | None
     routed_otherwise_N: NDArray[np.bool_] | None
-
-    @property
-    def k3_N(self) -> Floats:
-        log_ratio_N = self.new_N - self.old_N
-        return np.asarray(np.expm1(log_ratio_N) - log_ratio_N)
 
     def at(self, where: NDArray[np.int64]) -> _Tokens:
         likeliest, otherwise = self.likeliest_N, self.routed_otherwise_N
@@ -79,18 +100,10 @@ class _Tokens:
         )
 
     def gap(self) -> Gap:
-        ratio_N, k3_N, otherwise = np.exp(self.new_N - self.old_N), self.k3_N, self.routed_otherwise_N
-        p1, p99 = (float(np.quantile(ratio_N, q, method="inverted_cdf")) for q in (0.01, 0.99))
-        return Gap(
-            num_tokens=len(ratio_N),
-            k1=float((self.old_N - self.new_N).mean()),
-            k3=float(k3_N.mean()),
-            k3_p99=float(np.quantile(k3_N, 0.99, method="inverted_cdf")),
-            k3_max=float(k3_N.max()),
-            ratio_p1=p1,
-            ratio_p99=p99,
-            ratio_max=float(ratio_N.max()),
-            effective=float(ratio_N.sum() ** 2 / (len(ratio_N) * (ratio_N**2).sum())),
+        otherwise = self.routed_otherwise_N
+        return gap(
+            self.old_N,
+            self.new_N,
             flips=self._flips(),
             routed_otherwise=None if otherwise is None else float(otherwise.mean()),
         )
@@ -122,7 +135,7 @@ def _worst(
 ) -> tuple[Worst, ...]:  # fmt: skip
     where = [(row, place) for row in rows for place, said in enumerate(row.mask) if said]
     found = []
-    for n in np.argsort(-tokens.k3_N, kind="stable")[:count].tolist():
+    for n in np.argsort(-_k3(tokens.old_N, tokens.new_N), kind="stable")[:count].tolist():
         row, place = where[n]
         seen = row.tokens[max(0, place - CONTEXT_TOKENS) : place + 1]
         found.append(

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from etude.core.errors import EtudeError
+from etude.core.events import Gap
 from etude.core.seams import Ask
 from etude.core.types import Sample, Segment, unspan
 from etude.model.files import build, read_directory
@@ -32,7 +33,7 @@ from etude.serve.http import create_app
 from etude.serve.vllm import VllmServer, connected
 from etude.serve.worker import Worker, keep_joined
 from etude.store.objects import Objects
-from etude.train.correction import drift
+from etude.train.meter import gap
 from etude.weights.follow import fetch
 from etude.weights.publish import publish
 from tests.serve.client import converse, post, segments, until_up
@@ -120,9 +121,13 @@ def ask(prompt: str, seed: int, server: VllmServer, **more: object) -> Ask:
 
 
 def mismatch(asked: Ask, sample: Sample, number: int) -> tuple[Tensor, Tensor]:
-    """(trainer's, vLLM's) log-probs of the sampled tokens, if version `number` sampled them."""
+    """(vLLM's, trainer's) log-probs of the sampled tokens, if version `number` sampled them."""
     ours = plain_logprobs(model(number), asked.prompt, sample.tokens, asked.temperature)
-    return ours, torch.tensor(sample.logprobs)
+    return torch.tensor(sample.logprobs), ours
+
+
+def between(old: Tensor, new: Tensor) -> Gap:
+    return gap(old.double().numpy(), new.detach().double().numpy())
 
 
 async def test_a_sample_is_what_the_trainer_would_compute(vllm: str) -> None:
@@ -133,8 +138,8 @@ async def test_a_sample_is_what_the_trainer_would_compute(vllm: str) -> None:
             samples = await asyncio.gather(*map(server.sample, asks))
             assert {span.version for sample in samples for span in sample.versions} == {0}
             pairs = [mismatch(asked, sample, 0) for asked, sample in zip(asks, samples, strict=True)]
-            found = drift(torch.cat([new for new, _ in pairs]), torch.cat([old for _, old in pairs]))
-            print(json.dumps({"temperature": temperature, "tokens": sum(len(n) for n, _ in pairs), "k1": found.k1,
+            found = between(torch.cat([old for old, _ in pairs]), torch.cat([new for _, new in pairs]))
+            print(json.dumps({"temperature": temperature, "tokens": found.num_tokens, "k1": found.k1,
                               "k3": found.k3, "k3_p99": found.k3_p99}))  # fmt: skip
             assert found.k3 < 5e-3 and found.k3_p99 < 0.1
 
@@ -168,7 +173,7 @@ async def test_weights_change_under_load(vllm: str) -> None:
         assert [span.version for span in sample.versions] in ([0], [0, 1], [1])
         assert len(list(unspan(sample.versions))) == len(sample.tokens) == 200
     assert any(len(sample.versions) == 2 for sample in samples)
-    right, wrong = (drift(*mismatch(asked, after, number)).k3 for number in (1, 0))
+    right, wrong = (between(*mismatch(asked, after, number)).k3 for number in (1, 0))
     assert right < 5e-3 < 5 * right < wrong
 
 
@@ -216,7 +221,7 @@ async def test_sessions_through_gateway_and_worker(vllm: str, tmp_path: Path, ht
         ours = plain_logprobs(model(0), segment.prompt, segment.tokens)[torch.tensor(segment.mask)]
         theirs = torch.tensor([p for p, sampled in zip(segment.logprobs, segment.mask, strict=True) if sampled])
         assert {span.version for span in segment.versions} == {0}
-        assert drift(ours, theirs).k3 < 5e-3
+        assert between(theirs, ours).k3 < 5e-3
     for segment in moved:
         found = [span.version for span in segment.versions]
         assert found == sorted(found) and found[-1] == 1

@@ -51,5 +51,6 @@ def test_a_step_is_three_forward_passes_of_every_row() -> None:
     assert step_flops(DENSE, [row, row]) == 6 * forward_flops(DENSE, 4, 3)
 
 
-def test_a_peak_is_measured_where_none_is_known() -> None:
-    assert peak_flops(torch.device("cpu"), size=64, tries=1) > 0
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_peak_is_measured_where_none_is_known(dtype: torch.dtype) -> None:
+    assert peak_flops(torch.device("cpu"), dtype, size=64, tries=1) > 0

@@ -1,14 +1,12 @@
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
 from etude.core.config import LOSSES
 from etude.model.attention import Causal
 from etude.model.transformer import ModelConfig, fresh
-from etude.train.correction import CORRECTION, drift
+from etude.train.correction import CORRECTION
 from etude.train.loss import LOSS, Clip, Tokens, clipped, clipped_by_row, token_logprobs
 
 CONFIG = ModelConfig(
@@ -149,25 +147,6 @@ def test_tokens_that_do_not_count_get_no_gradient() -> None:
     assert gradient is not None
     moved = gradient.abs().sum(-1).nonzero().flatten().tolist()
     assert moved == [1, 2]  # token 3 is predicted, never read; 4 and 5 come after it
-
-
-def test_drift_by_hand() -> None:
-    d = [0.0, math.log(2), math.log(4), -math.log(2)]
-    old = torch.full((4,), -3.0)
-    got = drift(old + torch.tensor(d), old)
-    k3 = [math.exp(x) - 1 - x for x in d]
-    assert got.k1 == pytest.approx(-sum(d) / 4, abs=1e-6)
-    assert got.k3 == pytest.approx(sum(k3) / 4, abs=1e-5)
-    assert got.k3_p99 == pytest.approx(max(k3), abs=1e-5)
-    assert got.k1_p99 == pytest.approx(math.log(4), abs=1e-6)
-
-
-def test_drift_p99_leaves_out_the_hundredth() -> None:
-    log_ratio = torch.zeros(100)
-    log_ratio[17] = 5.0
-    assert drift(log_ratio, torch.zeros(100)).k3_p99 == 0.0
-    log_ratio[18] = 5.0
-    assert drift(log_ratio, torch.zeros(100)).k3_p99 > 100
 
 
 def test_the_head_in_parts_gives_the_same_with_its_gradients(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,11 +6,9 @@ import math
 
 import numpy as np
 import pytest
-import torch
 
 from etude.core.types import Recomputed, Row, Span, Stay
-from etude.train.correction import drift
-from etude.train.meter import meter, routed_otherwise
+from etude.train.meter import gap, meter, routed_otherwise
 
 
 def row(name: str, old: list[float], version: int, *regions: Stay) -> Row:
@@ -33,13 +31,34 @@ def again(values: list[float], **more: object) -> Recomputed:
     return Recomputed(logprobs=tuple(values), **more)  # type: ignore[arg-type]
 
 
-def test_it_agrees_with_the_drift_of_a_step() -> None:
+def test_a_gap_by_hand() -> None:
+    d = np.array([0.0, math.log(2), math.log(4), -math.log(2)])
+    old = np.full(4, -3.0)
+    got = gap(old, old + d)
+    k3 = [0.0, 1 - math.log(2), 3 - math.log(4), math.log(2) - 0.5]
+    assert (got.num_tokens, got.flips, got.routed_otherwise) == (4, None, None)
+    assert got.k1 == pytest.approx(-math.log(4) / 4)
+    assert got.k1_p99 == pytest.approx(math.log(4))
+    assert got.k3 == pytest.approx(sum(k3) / 4)
+    assert got.k3_p99 == got.k3_max == pytest.approx(k3[2])
+    assert (got.ratio_p1, got.ratio_p99, got.ratio_max) == pytest.approx((0.5, 4.0, 4.0))
+    assert got.effective == pytest.approx(7.5**2 / (4 * 21.25))
+
+
+def test_p99_leaves_out_the_hundredth() -> None:
+    old, new = np.zeros(100), np.zeros(100)
+    new[17] = 5.0
+    assert gap(old, new).k3_p99 == 0.0
+    new[18] = 5.0
+    assert gap(old, new).k3_p99 > 100
+
+
+def test_all_tokens_of_all_rows_count() -> None:
     rng = np.random.default_rng(0)
     old, shift = -rng.exponential(size=(4, 150)), rng.normal(size=(4, 150)) * 0.3
     rows = [row(str(i), each.tolist(), version=0) for i, each in enumerate(old)]
     found = meter(rows, [again(each) for each in (old + shift).tolist()], step=1).all
-    expected = drift(torch.tensor((old + shift).ravel(), dtype=torch.float32), torch.tensor(old.ravel()))
-    assert (found.k1, found.k3, found.k3_p99) == pytest.approx((expected.k1, expected.k3, expected.k3_p99), rel=1e-4)
+    assert found == gap(old.ravel(), (old + shift).ravel())
     assert found.num_tokens == 600 and 0 < found.effective < 1
     assert found.ratio_p1 < 1 < found.ratio_p99 < found.ratio_max
     assert found.flips is None and found.routed_otherwise is None
