@@ -24,6 +24,7 @@ from etude.model.files import SMALL, write_directory
 from etude.store.codec import Stamped
 from etude.store.runs import Run
 from etude.weights.follow import fetch
+from etude.weights.manifest import find_newest
 
 LAGS = (0, 2)
 TOOL_DELAY_S = 0.2
@@ -80,12 +81,7 @@ max_lag = {lag}
 def run() -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="etude-bench-") as scratch:
         work = Path(scratch)
-        taught = execute(work / "taught", TEACH.format(name="taught"))
-        write_directory(
-            work / "model",
-            {name: taught.objects.get(f"model/{name}") for name in SMALL},
-            fetch(taught.objects, 1),
-        )
+        export(execute(work / "taught", TEACH.format(name="taught")), work / "model")
         measured: dict[str, float] = {}
         for lag in LAGS:
             name = f"lag{lag}"
@@ -108,6 +104,15 @@ def execute(folder: Path, config: str) -> Run:
     if done.returncode:
         raise EtudeError(f"the run {folder.name} of the benchmark ended with code {done.returncode}: {done.stderr}")
     return Run.open(str(folder), create=False)
+
+
+def export(run: Run, directory: Path) -> None:
+    """The newest weights of a run, for others to start from."""
+    newest = find_newest(run.objects)
+    assert newest is not None
+    write_directory(
+        directory, {name: run.objects.get(f"model/{name}") for name in SMALL}, fetch(run.objects, newest.version)
+    )
 
 
 def events(run: Run) -> list[Stamped[Event]]:

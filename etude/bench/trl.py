@@ -56,7 +56,7 @@ lr = {LR}
 warmup = 0
 compute = "bfloat16"
 threads = 2
-microbatch_tokens = 1024
+microbatch_tokens = 2048
 """
 
 

@@ -97,6 +97,8 @@ class EngineConfig(Config):
 
 
 class TrainerConfig(Config):
+    device: Literal["auto", "cpu", "cuda"] = "cpu"
+    """Where it computes; auto: on CUDA devices if there are any. Each rank of a machine takes a device of its own."""
     ranks: Count = 1
     """Processes that train together; each holds its share of weights and optimizer. Another number goes on from the
     same checkpoints, but not to the last bit."""
@@ -252,8 +254,8 @@ class RunConfig(Config):
             self.engine.dtype, *(stage.compute for stage in self.stage if isinstance(stage, LoopConfig))
         }:  # fmt: skip
             raise ValueError("invariant = true computes in float32: leave out engine.dtype and compute")
-        if self.invariant and self.engine.device != "cpu":
-            raise ValueError('invariant = true needs engine.device = "cpu": the trainer computes there')
+        if self.invariant and {self.engine.device, self.trainer.device} != {"cpu"}:
+            raise ValueError('invariant = true needs device = "cpu" for both engine and trainer')
         return self
 
 
@@ -261,7 +263,7 @@ OPERATIONAL: dict[str, set[str]] = {
     "": {"sinks"},
     "engine": {"port", "threads", "max_batch", "device"},
     "harness": {"concurrency"},
-    "trainer": {"ranks", "timeout_s"},
+    "trainer": {"device", "ranks", "timeout_s"},
     "worlds": {"isolation"},
     "stage": {"threads"},
 }

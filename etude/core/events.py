@@ -5,6 +5,7 @@ Every process writes the events that it alone can know, to a log of its own in t
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import get_args
 
@@ -104,8 +105,8 @@ class Gap:
     num_tokens: int
     k1: float
     """Mean of old minus new log-prob: an unbiased estimate of KL(old, new), of either sign."""
-    k1_p99: float
-    """Of its size."""
+    k1_p99: float = math.nan
+    """Of its size. Older runs do not tell it."""
     k3: float
     """Mean of ratio - 1 - log ratio: the same estimate, never negative and of smaller variance."""
     k3_p99: float

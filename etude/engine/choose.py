@@ -19,7 +19,7 @@ def device_for(asked: str) -> torch.device:
     """`asked`: cpu, cuda, or auto, which is cuda where there is one."""
     there = torch.cuda.is_available()
     if asked == "cuda" and not there:
-        raise EtudeError("--device cuda: torch sees no CUDA device here; install its CUDA build, or take --device cpu")
+        raise EtudeError("device cuda: torch sees no CUDA device here; install its CUDA build, or take the device cpu")
     return torch.device("cuda" if there and asked != "cpu" else "cpu")
 
 

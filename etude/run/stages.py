@@ -9,6 +9,8 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import torch
+
 from etude.core.config import RlConfig
 from etude.core.errors import EtudeError
 from etude.core.events import Skipped, StageStarted
@@ -135,7 +137,7 @@ def rl(trainer: Trainer, leg: Leg) -> None:
 def distill(trainer: Trainer, leg: Leg) -> None:
     stage = leg.stage
     assert isinstance(stage, DistillConfig)
-    teacher = read_teacher(stage.teacher, trainer.files, trainer.context)
+    teacher = read_teacher(stage.teacher, trainer.files, trainer.context, trainer.learner.device)
 
     def judge(batch: Batch, microbatch_tokens: int) -> tuple[Batch, float]:
         return teacher.judge(batch, temperature=stage.temperature, microbatch_tokens=microbatch_tokens)
@@ -189,7 +191,7 @@ def digest(tokens: object) -> str:
     return f"sha256 {hashlib.sha256(repr(tokens).encode()).hexdigest()}"
 
 
-def read_teacher(path: str, files: Mapping[str, bytes], context: int) -> Teacher:
+def read_teacher(path: str, files: Mapping[str, bytes], context: int, device: torch.device) -> Teacher:
     """`files` are the student's: a teacher speaks of the same tokens, and of sessions as long."""
     directory = model_directory(path, key="teacher")
     small = read_small(directory)
@@ -201,4 +203,4 @@ def read_teacher(path: str, files: Mapping[str, bytes], context: int) -> Teacher
             f"the teacher in {path} has a context of {model.config.max_position_embeddings} tokens, and sessions may "
             f"have {context}: lower model.max_context, or take another teacher"
         )
-    return Teacher(model)
+    return Teacher(model.to(device))

@@ -54,8 +54,7 @@ class Scribe:
     def __init__(self, learner: Learner, compute: str = "float32") -> None:
         """`compute`: what the products of its steps are computed in."""
         self._config = learner.model.config
-        device = next(learner.model.parameters()).device
-        self._peak = learner.ranks.size * peak_flops(device, getattr(torch, compute))
+        self._peak = learner.ranks.size * peak_flops(learner.device, getattr(torch, compute))
         self._repeats = Repeats()
         self._idle_since = self._began = time.monotonic()
 

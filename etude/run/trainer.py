@@ -24,6 +24,7 @@ from etude.core.config import RlConfig, RunConfig
 from etude.core.errors import EtudeError
 from etude.core.events import FitStep, HandedOver, StageDone
 from etude.core.types import Batch, Recomputed
+from etude.engine.choose import device_for
 from etude.model.files import SMALL
 from etude.model.numerics import INVARIANT
 from etude.model.tokenizer import ChatTokenizer
@@ -42,11 +43,12 @@ from etude.train.learner import Learner
 from etude.train.meter import meter
 from etude.train.ranks import ALONE, Ranks
 from etude.train.stages import Progress
-from etude.train.start import starting_model
+from etude.train.start import fused, starting_model
 from etude.weights.manifest import Chain
 from etude.weights.publish import Publisher
 from etude.weights.snapshot import Part
 
+CPU = torch.device("cpu")
 CHECKPOINT_S = 20.0  # between checkpoints within mid-training and sft, which take minutes
 
 
@@ -54,7 +56,9 @@ class Trainer:
     """`version` and `step` say where the learner stands: `step` steps of `stage` after `version`. `made_by` is the step
     within its stage that made the version."""
 
-    def __init__(self, run: Run, config: RunConfig, emit: Emit, ranks: Ranks = ALONE) -> None:
+    def __init__(
+        self, run: Run, config: RunConfig, emit: Emit, ranks: Ranks = ALONE, device: torch.device = CPU
+    ) -> None:
         self.run, self.config, self.emit, self.ranks = run, config, emit, ranks
         for stage in config.stage:
             if isinstance(stage, RlConfig):
@@ -70,9 +74,11 @@ class Trainer:
         names = run.checkpoints()
         # A checkpoint holds every weight: the model's directory may be gone by then.
         given = None if names or config.model.path is None else model_directory(config.model.path)
-        model = starting_model(given, self.files["config.json"], config.seed)
+        model = starting_model(given, self.files["config.json"], config.seed).to(device)
         if config.invariant:
             model.compute_with(INVARIANT)
+        if not config.deterministic:
+            fused(model)
         dtype = getattr(torch, config.trainer.weights)
         self.learner = Learner(model, ranks, optimizer=config.trainer.optimizer, dtype=dtype)
         self.stage, self.version, self.step, self.made_by = "", 0, 0, 0
@@ -217,23 +223,37 @@ def main() -> int:
         run = Run.open(args.store, create=False)
         config = run.config()
         timeout_s = config.trainer.timeout_s
+        if config.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it CUDA's products refuse to be
+        device = own_device(config.trainer.device, args.rank or int(os.environ.get("LOCAL_RANK", "0")))
         if args.meeting:
-            ranks = Ranks.on_this_machine(args.rank, args.ranks, args.meeting, timeout_s)
+            ranks = Ranks.on_this_machine(args.rank, args.ranks, args.meeting, timeout_s, device.type)
         else:
-            ranks = Ranks.of_torchrun(timeout_s)
+            ranks = Ranks.of_torchrun(timeout_s, device.type)
         keep_freed_memory()
-        train(run, config, ranks)
+        train(run, config, ranks, device)
     except EtudeError as e:
         print(f"error: {e}", file=sys.stderr, flush=True)
         os._exit(2)  # no thread may wait any longer for a rank that is gone
     return 0
 
 
-def train(run: Run, config: RunConfig, ranks: Ranks) -> None:
+def own_device(asked: str, number: int) -> torch.device:
+    """Of the rank with that number on this machine."""
+    device = device_for(asked)
+    if device.type == "cpu":
+        return device
+    if number >= (count := torch.cuda.device_count()):
+        raise EtudeError(f"rank {number} has no CUDA device of its own, this machine has {count}: lower trainer.ranks")
+    torch.cuda.set_device(number)
+    return torch.device("cuda", number)
+
+
+def train(run: Run, config: RunConfig, ranks: Ranks, device: torch.device) -> None:
     """To the end of the last stage."""
     emit = emitter(run, "trainer") if ranks.rank == 0 else lambda event: None
     with ranks.watched():
-        trainer = Trainer(run, config, emit, ranks)
+        trainer = Trainer(run, config, emit, ranks, device)
         try:
             trainer.train()
         finally:

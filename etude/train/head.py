@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from etude.model.transformer import Transformer
 
-MAX_LOGITS = 2**25  # numbers at once: 128 MB
+MAX_LOGITS = {"cpu": 2**25, "cuda": 2**28}  # numbers at once: 128 MB, 1 GB
 
 
 class Others(NamedTuple):
@@ -30,7 +30,7 @@ def head_logprobs(
     model: Transformer, hidden_NE: Tensor, tokens_N: Tensor, temperature: float = 1.0, *, with_others: bool = False
 ) -> tuple[Tensor, Others]:
     """The log-prob of each token, and if it is wanted what could have stood in its place."""
-    size = max(1, MAX_LOGITS // model.config.vocab_size)
+    size = max(1, MAX_LOGITS[hidden_NE.device.type] // model.config.vocab_size)
     if len(tokens_N) <= size:
         return _part(model, hidden_NE, tokens_N, temperature, with_others)
     parts = [

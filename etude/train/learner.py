@@ -94,6 +94,7 @@ class Learner:
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         self.model, self.ranks, self.dtype = model, ranks, dtype
+        self.device = next(model.parameters()).device
         self._cost = cost_of(model)
         ranks.shard(model)
         self._parameters = dict(model.named_parameters())
@@ -147,7 +148,7 @@ class Learner:
             seen.append(torch.stack([column.double() for column in columns], 1))
         routers.settle(self.ranks)
         total, entropy, capped, silenced = self.ranks.sum(total, entropy, capped, silenced)
-        seen_N5 = self.ranks.join_all(torch.cat(seen).flatten()).view(-1, 5).cpu()
+        seen_N5 = self.ranks.join_all(torch.cat(seen).flatten().cpu()).view(-1, 5)
         return StepStats(
             loss=total,
             drift=gap(seen_N5[:, 1].numpy(), seen_N5[:, 2].numpy()),
@@ -270,7 +271,8 @@ class Learner:
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
         """Goes on from `state()` of this rank of this learner or of another one, to the bit."""
-        self._kept = {name.removeprefix("kept."): t.clone() for name, t in tensors.items() if name.startswith("kept.")}
+        kept = {name.removeprefix("kept."): t for name, t in tensors.items() if name.startswith("kept.")}
+        self._kept = {name: tensor.to(self.device, copy=True) for name, tensor in kept.items()}
         _fill(self._whole(), {name: tensor for name, tensor in tensors.items() if not name.startswith("kept.")})
         self._round(self._masters)
 
@@ -303,7 +305,8 @@ class Learner:
 
     def _share(self, microbatches: Sequence[P]) -> Sequence[P]:
         """What this rank computes of them. Ranks meet in every layer of every pass, so all have equally many."""
-        return share(microbatches, self.ranks.rank, self.ranks.size, self._cost)
+        mine = share(microbatches, self.ranks.rank, self.ranks.size, self._cost)
+        return [micro.to(self.device) for micro in mine]
 
     def _update(self, lr: float, weight_decay: float) -> float:
         """Moves the masters by the gradient that has gathered on the model, and rounds them into it."""

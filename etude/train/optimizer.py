@@ -57,7 +57,7 @@ class AdamW:
     def restart(self) -> None:
         for master in self._masters.values():
             moments = {"exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
-            self._torch.state[master] = {"step": torch.tensor(0.0), **moments}
+            self._torch.state[master] = {"step": master.new_tensor(0.0), **moments}
 
     def state(self) -> dict[str, Tensor]:
         return {

@@ -50,25 +50,26 @@ class Ranks:
         self._roll = RollCall(store, self) if store else None
 
     @classmethod
-    def on_this_machine(cls, rank: int, size: int, meeting: Path, timeout_s: float) -> Ranks:
+    def on_this_machine(cls, rank: int, size: int, meeting: Path, timeout_s: float, device: str = "cpu") -> Ranks:
         """Processes of one machine, which meet in a file that is not there yet; nobody else can reach them."""
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        return cls._meet(FileStore(str(meeting), size), rank, size, timeout_s)
+        return cls._meet(FileStore(str(meeting), size), rank, size, timeout_s, device)
 
     @classmethod
-    def of_torchrun(cls, timeout_s: float) -> Ranks:
+    def of_torchrun(cls, timeout_s: float, device: str = "cpu") -> Ranks:
         """Those that torchrun has started with this one; without torchrun this process alone."""
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             return cls()
         store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
-        return cls._meet(store, rank, size, timeout_s)
+        return cls._meet(store, rank, size, timeout_s, device)
 
     @classmethod
-    def _meet(cls, store: Store, rank: int, size: int, timeout_s: float) -> Ranks:
+    def _meet(cls, store: Store, rank: int, size: int, timeout_s: float, device: str) -> Ranks:
         """No exchange may take longer than `timeout_s`, the first one, in which all find each other, included."""
+        backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"  # figures are exchanged on the CPU in any case
         timeout = timedelta(seconds=timeout_s)
         try:
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         except RuntimeError as e:
             raise EtudeError(f"rank {rank} of {size} did not find all others within {timeout_s:.0f} s: {e}") from e
         return cls(rank, size, PrefixStore("roll", store))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +30,14 @@ class Padded:
     """The experts that are replayed, -1 where the router decides; None: it decides everywhere."""
     starts_BT: Tensor | None = None
     """For each token where its document begins in the row, if a row holds several that do not see each other."""
+
+    def to(self, device: torch.device) -> Self:
+        return self._each(lambda tensor: tensor.to(device))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """The same with every tensor changed."""
+        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{name: change(t) for name, t in tensors.items() if isinstance(t, Tensor)})
 
     @property
     def num_tokens(self) -> int:
@@ -217,8 +225,7 @@ def _take(micro: P, piece: Piece) -> P:
     if piece.start == piece.stop:  # one row, of which no token counts
         idle = _take(micro, Piece(piece.of, 0, 1))
         return replace(idle, mask_BT=torch.zeros_like(idle.mask_BT))
-    tensors = {f.name: getattr(micro, f.name) for f in fields(micro)}
-    return replace(micro, **{n: t[piece.start : piece.stop] for n, t in tensors.items() if isinstance(t, Tensor)})
+    return micro._each(lambda tensor: tensor[piece.start : piece.stop])
 
 
 def pad(rows: Sequence[Sequence[Any]], dtype: torch.dtype) -> Tensor:

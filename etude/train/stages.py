@@ -213,7 +213,7 @@ def _references(learner: Learner, pairs: Sequence[Preference], mean: bool) -> li
     """The log-probs of the chosen and the rejected session of each pair under the present weights."""
     found: dict[int, tuple[float, float]] = {}
     for some in _together(pairs, range(len(pairs))):
-        rows = _pairs([pairs[i] for i in some], [(0.0, 0.0)] * len(some))
+        rows = _pairs([pairs[i] for i in some], [(0.0, 0.0)] * len(some)).to(learner.device)
         found |= dict(zip(some, map(tuple, answer_logprobs(learner.model, rows, mean=mean).tolist()), strict=True))
     return [found[i] for i in range(len(pairs))]
 

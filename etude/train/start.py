@@ -11,6 +11,16 @@ from etude.model.files import build, read_directory
 from etude.model.transformer import ModelConfig, Transformer, fresh
 
 
+def fused(model: Transformer) -> Transformer:
+    """Has each layer compiled where that pays, for rows of any shape: on a device, and without experts, whose choice
+    would break a graph at every layer. The first step takes some seconds longer; bits may depend on what was computed
+    before."""
+    if next(model.parameters()).is_cuda and model.config.experts is None:
+        for block in model.model.layers:
+            block.compile(dynamic=True)
+    return model
+
+
 def starting_model(directory: Path | None, config_json: bytes, seed: int) -> Transformer:
     """`config_json` decides the shape; the weights of a directory must fit it."""
     if directory is None:

@@ -47,7 +47,7 @@ def answer_logprobs(model: Transformer, rows: Padded, *, mean: bool, routing: Ro
     assert rows.starts_BT is not None
     logp_N, _ = token_logprobs(model, rows.tokens_BT, rows.mask_BT, routing=routing, starts_BT=rows.starts_BT)
     counts_BT, second_BT = rows.mask_BT[:, 1:], rows.starts_BT[:, 1:] > 0
-    answer_N = (2 * torch.arange(len(counts_BT))[:, None] + second_BT)[counts_BT]
+    answer_N = (2 * torch.arange(len(counts_BT), device=logp_N.device)[:, None] + second_BT)[counts_BT]
     sums_A = logp_N.new_zeros(2 * len(counts_BT)).index_add(0, answer_N, logp_N)
     sizes_A = answer_N.bincount(minlength=len(sums_A)).clamp(min=1)
     return (sums_A / sizes_A if mean else sums_A).view(-1, 2)

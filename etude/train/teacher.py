@@ -32,8 +32,10 @@ class Teacher:
         texts = [(row.tokens, row.mask) for row in rows]
         order = [index for some in plan([len(row.tokens) for row in rows], microbatch_tokens) for index in some]
         scores: list[float] = []
+        device = next(self.model.parameters()).device
         with torch.no_grad():
             for micro in pack_text(texts, microbatch_tokens=microbatch_tokens):
+                micro = micro.to(device)
                 scores += token_logprobs(self.model, micro.tokens_BT, micro.mask_BT, temperature)[0].tolist()
         total, num_tokens = 0.0, len(scores)
         for index in order:

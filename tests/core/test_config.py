@@ -70,8 +70,10 @@ def test_an_invariant_run_computes_alike_on_both_sides() -> None:
     assert parse(GOOD, ["invariant=true", "engine.threads=2", "stage.rl.threads=2"]).invariant
     with pytest.raises(EtudeError, match="same number in engine.threads and stage.rl.threads"):
         parse(GOOD, ["invariant=true", "stage.rl.threads=2"])
-    with pytest.raises(EtudeError, match='needs engine.device = "cpu"'):
+    with pytest.raises(EtudeError, match='device = "cpu" for both'):
         parse(GOOD, ["invariant=true", "engine.device=cuda"])
+    with pytest.raises(EtudeError, match='device = "cpu" for both'):
+        parse(GOOD, ["invariant=true", "trainer.device=auto"])
 
 
 def test_a_model_from_a_directory() -> None:

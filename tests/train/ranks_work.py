@@ -42,11 +42,11 @@ class Curve:
 
 def arrays(tensors: Mapping[str, Tensor]) -> Arrays:
     """Which can go from one process to another that outlives it."""
-    return {name: tensor.float().numpy().copy() for name, tensor in tensors.items()}
+    return {name: tensor.float().cpu().numpy().copy() for name, tensor in tensors.items()}
 
 
 def published(learner: Learner) -> dict[str, tuple[int, NDArray[np.float32]]]:
-    return {name: (first, rows.float().numpy().copy()) for name, (rows, first, _, _) in learner.rows().items()}
+    return {name: (first, rows.float().cpu().numpy().copy()) for name, (rows, first, _, _) in learner.rows().items()}
 
 
 def joined(curves: Sequence[Curve]) -> Arrays:
@@ -77,15 +77,13 @@ def batch(step: int, rows: int = 7) -> Batch:
     return Batch(step=step, rows=tuple(row(number) for number in range(rows)), oldest=step - 1)
 
 
-def train(
-    ranks: Ranks, model: str, optimizer: str, steps: int, dtype: torch.dtype, microbatch_tokens: int = 128
-) -> Curve:
-    learner = Learner(fresh(MODELS[model], 0), ranks, optimizer=optimizer, dtype=dtype)
+def train(ranks: Ranks, model: str, optimizer: str, steps: int, dtype: torch.dtype, device: str = "cpu") -> Curve:
+    learner = Learner(fresh(MODELS[model], 0).to(device), ranks, optimizer=optimizer, dtype=dtype)
     exam = pack_text([(row.tokens, row.mask) for row in batch(0).rows], microbatch_tokens=64)
     stats = []
     for step in range(1, steps + 1):
         ranks.at = f"step {step}"
-        stats.append(learner.step(batch(step), lr=1e-3, weight_decay=0.1, microbatch_tokens=microbatch_tokens))
+        stats.append(learner.step(batch(step), lr=1e-3, weight_decay=0.1, microbatch_tokens=128))
         if step == 2:
             learner.evaluate(exam)  # which must change nothing
     return Curve(stats, learner.evaluate(exam), published(learner), arrays(learner.state()))
@@ -94,9 +92,9 @@ def train(
 CASES = (("dense", "adamw"), ("moe", "muon"))
 
 
-def train_all(ranks: Ranks, steps: int) -> dict[str, Curve]:
+def train_all(ranks: Ranks, steps: int, device: str = "cpu") -> dict[str, Curve]:
     """One process group for all cases saves the time to make it."""
-    return {model: train(ranks, model, optimizer, steps, torch.float32) for model, optimizer in CASES}
+    return {model: train(ranks, model, optimizer, steps, torch.float32, device) for model, optimizer in CASES}
 
 
 def resume(ranks: Ranks, states: list[Arrays], model: str, optimizer: str) -> Curve:

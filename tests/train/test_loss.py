@@ -7,6 +7,7 @@ from etude.core.config import LOSSES
 from etude.model.attention import Causal
 from etude.model.transformer import ModelConfig, fresh
 from etude.train.correction import CORRECTION
+from etude.train.head import MAX_LOGITS
 from etude.train.loss import LOSS, Clip, Tokens, clipped, clipped_by_row, token_logprobs
 
 CONFIG = ModelConfig(
@@ -151,7 +152,7 @@ def test_tokens_that_do_not_count_get_no_gradient() -> None:
 
 def test_the_head_in_parts_gives_the_same_with_its_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(max_logits: int) -> list[torch.Tensor]:
-        monkeypatch.setattr("etude.train.head.MAX_LOGITS", max_logits)
+        monkeypatch.setitem(MAX_LOGITS, "cpu", max_logits)
         model = fresh(CONFIG, 0).double()
         logp_N, (entropy_N, likeliest_N) = token_logprobs(model, TOKENS_BT, MASK_BT, 0.7, with_others=True)
         (logp_N * torch.arange(5)).sum().backward()

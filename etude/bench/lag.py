@@ -1,0 +1,103 @@
+"""What stale data costs: the demo's rl with a lag of 0, 2 and 8, and at 8 with every correction.
+
+All runs start from the weights of one mid-training and imitation, those of the demo, and train for as many steps on the
+same tasks. There are as many sessions at once as a lag has room for, so that the lag is really there. For each run:
+
+    solved   share of 1,200 held-out tasks; its standard error is 0.014
+    lag      mean of the sampled tokens, once the run is under way
+    k3       mean over the steps
+    capped   share of the tokens whose importance weight was cut or taken away
+
+Takes about 45 minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from statistics import fmean
+
+from etude.bench.loop import events, execute, export
+from etude.core.events import EvalDone, Event, StepDone
+from etude.store.codec import Stamped
+
+RUNS = {
+    "lag0": (0, "truncated"),
+    "lag2": (2, "truncated"),
+    "lag8": (8, "truncated"),
+    "lag8.none": (8, "none"),
+    "lag8.masked": (8, "masked"),
+    "lag8.sequence_truncated": (8, "sequence_truncated"),
+    "lag8.sequence_masked": (8, "sequence_masked"),
+}
+STEPS, GROUPS, GROUP_SIZE = 60, 8, 8
+UNDER_WAY = 10  # steps
+
+LOOP = f"""
+name = "lag"
+[model]
+path = "PATH"
+
+[tasks]
+train = 2048
+heldout = 1200
+novel = 0
+
+[harness]
+max_turns = 5
+max_tokens = 40
+concurrency = SESSIONS
+
+[eval]
+temperature = 1.0
+
+[engine]
+max_batch = SESSIONS
+
+[[stage]]
+kind = "rl"
+steps = {STEPS}
+groups_per_step = {GROUPS}
+group_size = {GROUP_SIZE}
+max_lag = LAG
+correction = "CORRECTION"
+lr = 4e-4
+warmup = 5
+decay = "linear"
+credit = "praise"
+"""
+
+
+def run() -> dict[str, float]:
+    measured: dict[str, float] = {}
+    with tempfile.TemporaryDirectory(prefix="etude-bench-") as scratch:
+        model = Path(scratch) / "model"
+        export(execute(Path(scratch) / "demo", before_rl()), model)
+        for name, (lag, correction) in RUNS.items():
+            config = LOOP.replace("PATH", str(model)).replace("CORRECTION", correction).replace("LAG", str(lag))
+            config = config.replace("SESSIONS", str((lag + 1) * GROUPS * GROUP_SIZE))
+            found = figures(events(execute(Path(scratch) / name.replace(".", "-"), config)))
+            print(name, {figure: round(value, 4) for figure, value in found.items()}, flush=True)
+            measured |= {f"{name}.{figure}": value for figure, value in found.items()}
+    return measured
+
+
+def before_rl() -> str:
+    """The demo without its last stage."""
+    demo = resources.files("etude.run").joinpath("demo.toml").read_text()
+    return demo[: demo.index('[[stage]]\nkind = "rl"')]
+
+
+def figures(stamped: Sequence[Stamped[Event]]) -> dict[str, float]:
+    records = [each.record for each in stamped]
+    done = next(e for e in records if isinstance(e, EvalDone) and e.split == "heldout")
+    steps = [e for e in records if isinstance(e, StepDone)]
+    late = [step.lags for step in steps if step.step > UNDER_WAY]
+    return {
+        "solved": done.solved / done.total,
+        "lag": fmean(sum(lag * count for lag, count in enumerate(lags)) / sum(lags) for lags in late),
+        "k3": fmean(step.k3_mean for step in steps),
+        "capped": fmean(step.capped for step in steps),
+    }
