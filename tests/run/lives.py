@@ -11,7 +11,7 @@ import signal
 from dataclasses import replace
 from pathlib import Path
 
-from etude.core.config import parse
+from etude.core.config import RunConfig, parse
 from etude.core.errors import EtudeError
 from etude.core.events import Event, FitStep, StepDone
 from etude.core.types import Batch, Row, spans
@@ -163,6 +163,34 @@ def live(
     except EtudeError as e:
         run.objects.put(f"last words/{rank}", str(e).encode())
         os._exit(2)
+
+
+class Stopped(Exception):
+    pass
+
+
+def live_briefly(run: Run, config: RunConfig, steps: int, device: str = "cpu") -> None:
+    """A life in this process, and its end after so many steps."""
+    import torch
+
+    from etude.run.trainer import Trainer
+
+    left = steps
+
+    def emit(event: Event) -> None:
+        nonlocal left
+        left -= isinstance(event, FitStep | StepDone)
+        if not left:
+            raise Stopped
+
+    trainer = Trainer(run, config, emit, device=torch.device(device))
+    try:
+        trainer.train()
+    except Stopped:
+        trainer.saver.wait()  # a process that dies takes its threads along
+        trainer.publisher.wait()
+    else:
+        raise AssertionError(f"it ended before step {steps}")
 
 
 def spawn(run: Run, die_at: int | None = None, place: str = "told") -> int | None:

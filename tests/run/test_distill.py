@@ -17,6 +17,7 @@ from etude.model.transformer import ModelConfig
 from etude.run.prepare import check_stage_files, store_files
 from etude.run.trainer import Trainer
 from etude.store.runs import Run
+from tests.run.lives import live_briefly
 from tests.small_model import sharp, small_files
 
 STEPS = 4
@@ -55,10 +56,6 @@ def run_with_batches() -> Run:
     return run
 
 
-class Killed(Exception):
-    pass
-
-
 def test_distill_goes_on_to_the_bit(config: RunConfig) -> None:
     events: list[Event] = []
     straight = Trainer(run_with_batches(), config, emit=events.append)
@@ -69,16 +66,7 @@ def test_distill_goes_on_to_the_bit(config: RunConfig) -> None:
 
     for kill in range(1, STEPS + 1):
         run = run_with_batches()
-
-        def die(event: Event, at: int = kill) -> None:
-            if isinstance(event, StepDone) and event.step == at:
-                raise Killed
-
-        dying = Trainer(run, config, emit=die)
-        with pytest.raises(Killed):
-            dying.train()
-        dying.saver.wait()  # a process that dies takes its threads along
-        dying.publisher.wait()
+        live_briefly(run, config, steps=kill)
         resumed = Trainer(run, config, emit=lambda event: None)
         assert resumed.version == kill
         resumed.train()

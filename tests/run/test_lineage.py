@@ -19,6 +19,7 @@ from etude.run.prepare import store_files
 from etude.run.trainer import Trainer
 from etude.store.runs import Run
 from etude.weights.manifest import read_manifest
+from tests.run.lives import live_briefly
 from tests.small_model import TEXTS, small_files
 
 TOML = """
@@ -102,10 +103,6 @@ def test_the_lineage_from_files(config: RunConfig) -> None:
     assert origins[1].data == origins[3].data != origins[2].data
 
 
-class Killed(Exception):
-    pass
-
-
 def test_killed_after_any_step_it_ends_with_the_same_bits(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CHECKPOINT_S", -1.0)  # a checkpoint after every step
     steps: list[Event] = []
@@ -113,19 +110,8 @@ def test_killed_after_any_step_it_ends_with_the_same_bits(config: RunConfig, mon
     straight.train()
     num_steps = sum(isinstance(event, FitStep) for event in steps)
     for kill in range(1, num_steps, 3):
-        run, seen = new_run(), 0
-
-        def die(event: Event, at: int = kill) -> None:
-            nonlocal seen
-            seen += isinstance(event, FitStep)
-            if seen > at:
-                raise Killed
-
-        dying = Trainer(run, config, emit=die)
-        with pytest.raises(Killed):
-            dying.train()
-        dying.saver.wait()  # a process that dies takes its threads along
-        dying.publisher.wait()
+        run = new_run()
+        live_briefly(run, config, steps=kill)
         resumed = Trainer(run, config, emit=lambda event: None)
         resumed.train()
         assert digest(resumed) == digest(straight), f"killed after step {kill} of {num_steps}"
@@ -136,15 +122,7 @@ def test_data_that_changed_under_a_stopped_stage_is_named(
 ) -> None:
     monkeypatch.setattr(module, "CHECKPOINT_S", -1.0)
     run = new_run()
-
-    def die(event: Event) -> None:
-        if isinstance(event, FitStep) and event.step == 2:
-            raise Killed
-
-    dying = Trainer(run, config, emit=die)
-    with pytest.raises(Killed):
-        dying.train()
-    dying.saver.wait()
+    live_briefly(run, config, steps=3)
     (tmp_path / "more.py").write_text("def more():\n    return 1\n")
     with pytest.raises(EtudeError, match="stage midtrain learnt from other data before it was stopped"):
         Trainer(run, config, emit=lambda event: None).train()

@@ -11,17 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from etude.core.events import Event, FitStep, StepDone
 from etude.run.trainer import Trainer
-from etude.store.runs import Run
 from etude.train.learner import Learner
 from etude.train.ranks import ALONE
-from tests.run.lives import STAGES, fingerprint, prepared
+from tests.run.lives import STAGES, fingerprint, live_briefly, prepared
 from tests.train import ranks_work
 from tests.train.test_learner import CONFIG, batch, equal, fresh, text, through_bytes
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-CUDA = torch.device("cuda", 0)
 
 
 def test_it_has_the_curve_of_the_cpu() -> None:
@@ -37,12 +34,12 @@ def test_it_has_the_curve_of_the_cpu() -> None:
 
 
 def test_a_state_goes_on_to_the_bit_and_to_the_other_kind_of_device() -> None:
-    first = Learner(fresh(CONFIG, 0).to(CUDA))
+    first = Learner(fresh(CONFIG, 0).to("cuda"))
     first.fit([text(0)], lr=1e-3)
     first.keep()
     first.step(batch(1), lr=1e-3, microbatch_tokens=0)
     state = through_bytes(first.state())
-    second, on_cpu = Learner(fresh(CONFIG, 1).to(CUDA)), Learner(fresh(CONFIG, 1))
+    second, on_cpu = Learner(fresh(CONFIG, 1).to("cuda")), Learner(fresh(CONFIG, 1))
     second.load_state(state)
     on_cpu.load_state(state)
     stats = [one.step(batch(2), lr=1e-3, microbatch_tokens=0) for one in (first, second, on_cpu)]
@@ -59,20 +56,9 @@ def test_a_stage_that_was_stopped_has_the_hash_of_one_that_was_not(
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     monkeypatch.setattr("etude.run.trainer.CHECKPOINT_S", 0.0)
     whole, stopped = (prepared(tmp_path / name, kind) for name in ("whole", "stopped"))
-    live(whole, stop_at=None)
-    with pytest.raises(KeyboardInterrupt):
-        live(stopped, stop_at=7)
-    live(stopped, stop_at=None)
-    assert fingerprint(stopped) == fingerprint(whole)
-
-
-def live(run: Run, stop_at: int | None) -> None:
-    def emit(event: Event) -> None:
-        if isinstance(event, FitStep | StepDone) and event.step == stop_at:
-            raise KeyboardInterrupt
-
-    trainer = Trainer(run, run.config(), emit, device=CUDA)
-    try:
+    live_briefly(stopped, stopped.config(), steps=7, device="cuda")
+    for run in (whole, stopped):
+        trainer = Trainer(run, run.config(), lambda event: None, device=torch.device("cuda"))
         trainer.train()
-    finally:
         trainer.close()
+    assert fingerprint(stopped) == fingerprint(whole)
