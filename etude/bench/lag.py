@@ -76,12 +76,16 @@ def run() -> dict[str, float]:
         model = Path(scratch) / "model"
         export(execute(Path(scratch) / "demo", before_rl()), model)
         for name, (lag, correction) in RUNS.items():
-            config = LOOP.replace("PATH", str(model)).replace("CORRECTION", correction).replace("LAG", str(lag))
-            config = config.replace("SESSIONS", str((lag + 1) * GROUPS * GROUP_SIZE))
-            found = figures(events(execute(Path(scratch) / name.replace(".", "-"), config)))
+            done = execute(Path(scratch) / name.replace(".", "-"), loop(model, lag, correction))
+            found = figures(events(done))
             print(name, {figure: round(value, 4) for figure, value in found.items()}, flush=True)
             measured |= {f"{name}.{figure}": value for figure, value in found.items()}
     return measured
+
+
+def loop(model: Path, lag: int, correction: str) -> str:
+    config = LOOP.replace("PATH", str(model)).replace("CORRECTION", correction).replace("LAG", str(lag))
+    return config.replace("SESSIONS", str((lag + 1) * GROUPS * GROUP_SIZE))
 
 
 def before_rl() -> str:
