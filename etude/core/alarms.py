@@ -7,6 +7,7 @@ An alarm begins with the event that brings it and ends when its cause is gone; n
 from __future__ import annotations
 
 import hashlib
+import math
 from array import array
 from collections import deque
 from dataclasses import dataclass
@@ -124,16 +125,20 @@ def _malformed(event: GroupDone) -> Alarm | None:
     )
 
 
+CHANCE = math.log(1e-6)
+"""Nobody says twice by chance what was less likely than that."""
+
+
 class Repeats:
-    """Rows that were there before. Two sessions may well say the same; that each token of both also had the same
-    log-prob, at the same versions, happens only when one of them is a copy."""
+    """Rows that were there before, each token with the same log-prob and of the same version: copies, unless the model
+    was so sure of what it said that it may well have said it twice. Such rows do not count."""
 
     def __init__(self, *, steps: int = 64) -> None:
         self._seen: deque[set[bytes]] = deque(maxlen=steps)
 
     def count(self, batch: Batch) -> int:
         """How many rows of the batch stood in one of the last `steps` batches."""
-        digests = [_digest(row) for row in batch.rows]
+        digests = [_digest(row) for row in batch.rows if sum(row.logprobs) < CHANCE]
         known = set().union(*self._seen)
         self._seen.append(set(digests))
         return sum(digest in known for digest in digests)

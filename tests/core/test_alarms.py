@@ -59,13 +59,19 @@ def test_a_payload_that_repeats() -> None:
         sample="a",
         tokens=(1, 2),
         mask=(False, True),
-        logprobs=(0.0, -1.0),
+        logprobs=(0.0, -15.0),
         advantages=(0.0, 1.0),
         versions=(Span(0, 1),),
     )
-    other = replace(row, logprobs=(0.0, -1.0000001))
+    other = replace(row, logprobs=(0.0, -15.0000001))
     repeats = Repeats(steps=2)
     assert repeats.count(Batch(step=1, rows=(row, row), oldest=0)) == 0, "two equal attempts of one batch are no copy"
     assert repeats.count(Batch(step=2, rows=(other, replace(row, sample="b", advantages=(0.0, -1.0))), oldest=0)) == 1
     assert repeats.count(Batch(step=3, rows=(other, row), oldest=0)) == 2
     assert begun(Alarms(), replace(STEP, repeats=2)) == ["repeats"]
+
+
+def test_what_a_sure_model_says_twice_is_no_copy() -> None:
+    row = Row(sample="a", tokens=(1, 2), mask=(False, True), logprobs=(0.0, -0.1), advantages=(0.0, 1.0), versions=())
+    repeats = Repeats()
+    assert [repeats.count(Batch(step=step, rows=(row,), oldest=0)) for step in (1, 2)] == [0, 0]

@@ -33,7 +33,7 @@ def one_region(text: str) -> str:
     """Only rl, longer than six lives take, and with as few processes as there can be."""
     common, _, _, rl = text.split("[[stage]]")
     return (
-        common.replace("[engine]", '[engine]\nregions = ["east"]') + "[[stage]]" + rl.replace("steps = 4", "steps = 8")
+        common.replace("[engine]", '[engine]\nregions = ["east"]') + "[[stage]]" + rl.replace("steps = 4", "steps = 14")
     )
 
 

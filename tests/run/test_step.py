@@ -30,7 +30,7 @@ ROW = Row(
     sample="g.0",
     tokens=(5, 6, 7),
     mask=(False, True, True),
-    logprobs=(0.0, -1.0, -2.0),
+    logprobs=(0.0, -1.0, -14.0),
     advantages=(0.0, 0.5, 0.5),
     versions=(Span(1, 1), Span(2, 1)),
 )
