@@ -15,6 +15,7 @@ Shapes: N the sampled tokens of a microbatch.
 
 from __future__ import annotations
 
+import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from etude.core.errors import EtudeError
 from etude.core.types import Row
 from etude.train.correction import CORRECTION
 from etude.train.loss import LOSS, Clip, Loss, Tokens
@@ -93,9 +95,30 @@ class Objective:
 
         def losses(logp_N: Tensor) -> Tensor:
             tokens = Tokens(logp_N=logp_N, old_logp_N=old_N, adv_N=weighed_N, row_N=row_N)
-            return self.loss.function(tokens, self.clip)
+            return _called(self.loss, tokens, self.clip)
 
         return Scored(loss_N=losses(logp_N), capped_N=capped_N, silenced_N=(_slope(losses, own_N) == 0) & (adv_N != 0))
+
+
+def _called(loss: Loss, tokens: Tokens, clip: Clip) -> Tensor:
+    """What the loss says of each token. A number for all of them, or a column, would be added up to something else
+    without a word, so it is refused."""
+    try:
+        loss_N = loss.function(tokens, clip)
+    except Exception as e:
+        frames = traceback.extract_tb(e.__traceback__)[1:2]  # the function's own
+        where = "".join(f" in {frame.filename}, line {frame.lineno}" for frame in frames)
+        raise EtudeError(f"the loss raised {type(e).__name__}{where}: {e}") from e
+    wrong = None
+    if not isinstance(loss_N, Tensor):
+        wrong = f"a {type(loss_N).__name__}"
+    elif loss_N.shape != tokens.logp_N.shape:
+        wrong = f"a tensor of shape {tuple(loss_N.shape)} for {len(tokens.logp_N)} tokens"
+    elif tokens.logp_N.requires_grad and not loss_N.requires_grad:
+        wrong = "numbers that do not depend on tokens.logp_N, so nothing can be learnt from them"
+    if wrong:
+        raise EtudeError(f"the loss returned {wrong}: it must return a tensor of shape (N,), one number for each token")
+    return loss_N
 
 
 def _slope(losses: Callable[[Tensor], Tensor], logp_N: Tensor) -> Tensor:
