@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
+import traceback
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,11 +20,19 @@ from etude.core.errors import EtudeError
 def load(reference: str, key: str) -> Any:
     """The object that `reference` names; `key` is the config key that holds it."""
     place, _, name = reference.partition(":")
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.append(here)  # last: a file of the user's that is called token.py is not Python's
     try:
         module = _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except (ImportError, OSError, SyntaxError) as e:
         raise EtudeError(
             f"{key} = {reference!r}: {place} cannot be loaded ({e}); start the run where it lies, or give its path"
+        ) from e
+    except Exception as e:
+        line = traceback.extract_tb(e.__traceback__)[-1]
+        raise EtudeError(
+            f"{key} = {reference!r}: {place} cannot be loaded: {type(e).__name__} in {line.filename}, line "
+            f"{line.lineno}: {e}"
         ) from e
     if not hasattr(module, name):
         raise EtudeError(
@@ -34,9 +44,16 @@ def load(reference: str, key: str) -> Any:
 def _from_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise FileNotFoundError("no such file")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    name = str(path.resolve())  # not the stem, which another module may have
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # dataclasses look their module up there
-    spec.loader.exec_module(module)
+    sys.modules[name] = module  # dataclasses look their module up there
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module
