@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+import traceback
+from collections.abc import AsyncIterator, Iterator
 
 
 class EtudeError(Exception):
@@ -23,3 +24,17 @@ async def boundary(what: str) -> AsyncIterator[None]:
         raise
     except Exception as e:
         raise RolloutFailure(f"{what}: {type(e).__name__}: {e}") from e
+
+
+@contextlib.contextmanager
+def blame(what: str) -> Iterator[None]:
+    """Code of the user's own is called in the block: what it raises is told in one line, with its place there."""
+    try:
+        yield
+    except EtudeError:
+        raise
+    except Exception as e:
+        # The first two are this one and the block; what libraries do inside is no news to the user.
+        frames = [f for f in traceback.extract_tb(e.__traceback__)[2:] if "site-packages" not in f.filename]
+        where = f" in {frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
+        raise EtudeError(f"{what}: {type(e).__name__}{where}: {e}") from e

@@ -9,12 +9,11 @@ import importlib
 import importlib.util
 import os
 import sys
-import traceback
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from etude.core.errors import EtudeError
+from etude.core.errors import EtudeError, blame
 
 
 def load(reference: str, key: str) -> Any:
@@ -22,23 +21,25 @@ def load(reference: str, key: str) -> Any:
     place, _, name = reference.partition(":")
     if (here := os.getcwd()) not in sys.path:
         sys.path.append(here)  # last: a file of the user's that is called token.py is not Python's
-    try:
-        module = _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
-    except (ImportError, OSError, SyntaxError) as e:
-        raise EtudeError(
-            f"{key} = {reference!r}: {place} cannot be loaded ({e}); start the run where it lies, or give its path"
-        ) from e
-    except Exception as e:
-        line = traceback.extract_tb(e.__traceback__)[-1]
-        raise EtudeError(
-            f"{key} = {reference!r}: {place} cannot be loaded: {type(e).__name__} in {line.filename}, line "
-            f"{line.lineno}: {e}"
-        ) from e
+    with blame(f"{key} = {reference!r}: {place} cannot be loaded"):
+        try:
+            module = _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+        except (ImportError, OSError, SyntaxError) as e:
+            raise EtudeError(
+                f"{key} = {reference!r}: {place} cannot be loaded ({e}); start the run where it lies, or give its path"
+            ) from e
     if not hasattr(module, name):
         raise EtudeError(
             f"{key} = {reference!r}: {place} has nothing called {name!r}; define it there, or name another"
         )
     return getattr(module, name)
+
+
+def build(reference: str, key: str, *args: Any, **options: Any) -> Any:
+    """What comes of calling it."""
+    make = load(reference, key)
+    with blame(f"{key} = {reference!r}"):
+        return make(*args, **options)
 
 
 def _from_file(path: Path) -> ModuleType:

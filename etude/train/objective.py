@@ -15,7 +15,6 @@ Shapes: N the sampled tokens of a microbatch.
 
 from __future__ import annotations
 
-import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from etude.core.errors import EtudeError
+from etude.core.errors import EtudeError, blame
 from etude.core.types import Row
 from etude.train.correction import CORRECTION
 from etude.train.loss import LOSS, Clip, Loss, Tokens
@@ -103,12 +102,8 @@ class Objective:
 def _called(loss: Loss, tokens: Tokens, clip: Clip) -> Tensor:
     """What the loss says of each token. A number for all of them, or a column, would be added up to something else
     without a word, so it is refused."""
-    try:
+    with blame("the loss raised"):
         loss_N = loss.function(tokens, clip)
-    except Exception as e:
-        frames = traceback.extract_tb(e.__traceback__)[1:2]  # the function's own
-        where = "".join(f" in {frame.filename}, line {frame.lineno}" for frame in frames)
-        raise EtudeError(f"the loss raised {type(e).__name__}{where}: {e}") from e
     wrong = None
     if not isinstance(loss_N, Tensor):
         wrong = f"a {type(loss_N).__name__}"

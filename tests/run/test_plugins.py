@@ -10,7 +10,7 @@ import pytest
 
 from etude.core.errors import EtudeError
 from etude.run.launch import python
-from etude.run.plugins import load
+from etude.run.plugins import build, load
 
 
 def test_a_file_may_be_called_like_a_module_of_python(tmp_path: Path) -> None:
@@ -34,3 +34,12 @@ def test_what_raises_while_it_is_loaded_says_where(tmp_path: Path) -> None:
     for _ in range(2):  # half of a module is not kept
         with pytest.raises(EtudeError, match="mine.py cannot be loaded: KeyError in .*mine.py, line 2: 'y'"):
             load(f"{file}:x", "stage.rl.loss")
+
+
+def test_what_cannot_be_made_says_why(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("class A:\n    def __init__(self, *, seed):\n        self.x = seed / 0\n")
+    with pytest.raises(EtudeError, match=r"mine.py:A': ZeroDivisionError in .*mine.py, line 3: division by zero"):
+        build(f"{file}:A", "tasks.environment", seed=0)
+    with pytest.raises(EtudeError, match=r"mine.py:A': TypeError: .*unexpected keyword argument 'counts'"):
+        build(f"{file}:A", "tasks.environment", counts={})
