@@ -35,6 +35,16 @@ def load(reference: str, key: str) -> Any:
     return getattr(module, name)
 
 
+def check_file(reference: str, key: str) -> None:
+    """The cheapest mistake to find: before anything is started."""
+    place, _, _ = reference.partition(":")
+    if place.endswith(".py") and not Path(place).is_file():
+        raise EtudeError(
+            f"{key} = {reference!r}: there is no file {place} seen from {os.getcwd()}; start the run where it lies, or "
+            f"give its path"
+        )
+
+
 def build(reference: str, key: str, *args: Any, **options: Any) -> Any:
     """What comes of calling it."""
     make = load(reference, key)

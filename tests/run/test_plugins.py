@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from etude.core.config import parse
 from etude.core.errors import EtudeError
 from etude.run.launch import python
 from etude.run.plugins import build, load
+from etude.run.prepare import check_stage_files
 
 
 def test_a_file_may_be_called_like_a_module_of_python(tmp_path: Path) -> None:
@@ -43,3 +45,10 @@ def test_what_cannot_be_made_says_why(tmp_path: Path) -> None:
         build(f"{file}:A", "tasks.environment", seed=0)
     with pytest.raises(EtudeError, match=r"mine.py:A': TypeError: .*unexpected keyword argument 'counts'"):
         build(f"{file}:A", "tasks.environment", counts={})
+
+
+@pytest.mark.parametrize("key", ["tasks.environment", "harness.agent", "stage.rl.loss"])
+def test_a_file_that_is_not_there_is_told_before_anything_starts(key: str) -> None:
+    config = parse('name = "a"\n[[stage]]\nkind = "rl"\nsteps = 1', [f"{key}=nowhere.py:A"])
+    with pytest.raises(EtudeError, match=f"{key} = 'nowhere.py:A': there is no file nowhere.py seen from /"):
+        check_stage_files(config)
