@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import sysconfig
 import traceback
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+_LIBRARIES = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+_NOT_THE_USERS = (*(f"{place}/" for place in (Path(__file__).parents[1], *_LIBRARIES)), "<frozen")
 
 
 class EtudeError(Exception):
@@ -23,7 +28,7 @@ async def boundary(what: str) -> AsyncIterator[None]:
     except RolloutFailure:
         raise
     except Exception as e:
-        raise RolloutFailure(f"{what}: {type(e).__name__}: {e}") from e
+        raise RolloutFailure(f"{what}: {_told(e)}") from e
 
 
 @contextlib.contextmanager
@@ -34,7 +39,11 @@ def blame(what: str) -> Iterator[None]:
     except EtudeError:
         raise
     except Exception as e:
-        # The first two are this one and the block; what libraries do inside is no news to the user.
-        frames = [f for f in traceback.extract_tb(e.__traceback__)[2:] if "site-packages" not in f.filename]
-        where = f" in {frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
-        raise EtudeError(f"{what}: {type(e).__name__}{where}: {e}") from e
+        raise EtudeError(f"{what}: {_told(e)}") from e
+
+
+def _told(e: Exception) -> str:
+    """With the innermost place that is the user's own, if there is one."""
+    frames = [f for f in traceback.extract_tb(e.__traceback__) if not f.filename.startswith(_NOT_THE_USERS)]
+    where = f" in {frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
+    return f"{type(e).__name__}{where}: {e}"

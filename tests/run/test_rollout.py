@@ -75,7 +75,8 @@ async def test_a_failure_is_data_with_the_place_where_it_broke(place: str) -> No
     parts = Parts(place)
     trajectory = await rollouts(parts).attempt(TASK, "g000001.2", seed=1)
     assert (trajectory.status, trajectory.scores, trajectory.group) == ("failed", None, "g000001")
-    assert trajectory.error == f"{place}: OSError: no such luck"
+    error = trajectory.error or ""
+    assert error.startswith(f"{place}: OSError in {__file__}, line ") and error.endswith(": no such luck")
     assert parts.open_worlds == 0 and parts.forgotten == ["g000001.2"]
 
 
