@@ -293,7 +293,10 @@ def parse(text: str, overrides: Sequence[str] = (), *, source: str = "config") -
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as e:
-        raise EtudeError("\n".join(f"{source}: {_explain(dict(error))}" for error in e.errors())) from e
+        # A list whose items are all wrong counts as empty too: that is no news.
+        within = {error["loc"][:1] for error in e.errors() if len(error["loc"]) > 1}
+        told = [error for error in e.errors() if error["type"] != "too_short" or error["loc"] not in within]
+        raise EtudeError("\n".join(f"{source}: {_explain(dict(error))}" for error in told)) from e
 
 
 def _apply(tree: dict[str, Any], override: str, source: str) -> None:

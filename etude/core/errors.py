@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+import sysconfig
+import traceback
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+_LIBRARIES = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+_NOT_THE_USERS = (*(f"{place}/" for place in (Path(__file__).parents[1], *_LIBRARIES)), "<frozen")
 
 
 class EtudeError(Exception):
@@ -22,4 +28,22 @@ async def boundary(what: str) -> AsyncIterator[None]:
     except RolloutFailure:
         raise
     except Exception as e:
-        raise RolloutFailure(f"{what}: {type(e).__name__}: {e}") from e
+        raise RolloutFailure(f"{what}: {_told(e)}") from e
+
+
+@contextlib.contextmanager
+def blame(what: str) -> Iterator[None]:
+    """Code of the user's own is called in the block: what it raises is told in one line, with its place there."""
+    try:
+        yield
+    except EtudeError:
+        raise
+    except Exception as e:
+        raise EtudeError(f"{what}: {_told(e)}") from e
+
+
+def _told(e: Exception) -> str:
+    """With the innermost place that is the user's own, if there is one."""
+    frames = [f for f in traceback.extract_tb(e.__traceback__) if not f.filename.startswith(_NOT_THE_USERS)]
+    where = f" in {frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
+    return f"{type(e).__name__}{where}: {e}"

@@ -10,21 +10,23 @@ import argparse
 import asyncio
 import contextlib
 import sys
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
 
 from etude.core.config import RunConfig
+from etude.core.errors import EtudeError, blame
 from etude.core.events import Fleet, RunDone
 from etude.core.ledger import Issued, Trained
 from etude.core.seams import Agent, Environment
 from etude.core.stages import LoopConfig
-from etude.core.types import Group
+from etude.core.types import Group, Task
 from etude.core.window import Window
 from etude.run import journal
 from etude.run.controller import Attempt, Controller, endless
 from etude.run.evaluate import evaluate, report_name
 from etude.run.gateway import Gateway
 from etude.run.plan import Leg, credit_of, legs, stage_of
-from etude.run.plugins import load
+from etude.run.plugins import build, load
 from etude.run.process import run_process
 from etude.run.rollout import Rollouts
 from etude.run.telemetry import Emit, telemetry
@@ -32,6 +34,8 @@ from etude.store.runs import Run
 from etude.weights.manifest import Versions
 from etude.worlds.pool import open_worlds
 
+AGENT_GRACE_S = 10.0
+"""An agent ends its session after harness.timeout_s by itself; what does not is ended so much later."""
 SPLITS = ("heldout", "novel")
 LOOK_EVERY_S = 1.0
 
@@ -67,7 +71,7 @@ class Director:
             return
         await self.gateway.load(version)
         report = await evaluate(
-            await asyncio.to_thread(self.environment.tasks, split),
+            await self.tasks(split),
             self.sampling(temperature=self.config.eval.temperature),
             stage=stage_of(version, self.config.stage),
             split=split,
@@ -84,7 +88,7 @@ class Director:
             return  # a later loop has begun: this one was brought to its end before, and what is open is not its own
         book = journal.Journal(self.run, entries)
         await book.write(*recovered.entries)
-        tasks = await asyncio.to_thread(self.environment.tasks, "train")
+        tasks = await self.tasks("train")
         live = min(await self.reached(leg.start), leg.end)  # later stages may have published too
         await self.gateway.load(live)
         if live > max(book.ledger.trained_step, leg.start):
@@ -110,7 +114,9 @@ class Director:
     def sampling(self, *, temperature: float, experts: bool = False) -> Attempt:
         """`experts`: the trainer will replay them."""
         harness = self.config.harness
-        agent: Agent = load(harness.agent, "harness.agent")(
+        agent: Agent = build(
+            harness.agent,
+            "harness.agent",
             self.gateway.http,
             max_turns=harness.max_turns,
             max_tokens=harness.max_tokens,
@@ -118,7 +124,31 @@ class Director:
             temperature=temperature,
             tool_delay_s=harness.tool_delay_s,
         )
-        return Rollouts(self.environment, agent, self.gateway, concurrency=harness.concurrency, experts=experts).attempt
+        return Rollouts(
+            self.environment,
+            agent,
+            self.gateway,
+            concurrency=harness.concurrency,
+            experts=experts,
+            limit_s=harness.timeout_s + AGENT_GRACE_S,
+        ).attempt
+
+    async def tasks(self, split: str) -> Sequence[Task]:
+        """Of an environment that may be anyone's."""
+        reference = self.config.tasks.environment
+        with blame(f"tasks.environment = {reference!r}"):
+            tasks = await asyncio.to_thread(self.environment.tasks, split)
+        if not tasks:
+            raise EtudeError(
+                f"tasks.environment = {reference!r} gives no tasks for the split {split!r}, of which the run wants "
+                f"{getattr(self.config.tasks, split)}: look at its tasks()"
+            )
+        if twice := [name for name, count in Counter(task.id for task in tasks).items() if count > 1]:
+            raise EtudeError(
+                f"tasks.environment = {reference!r} gives several tasks of the split {split!r} the id {twice[0]!r}: "
+                f"each needs one of its own"
+            )
+        return tasks
 
     async def look(self) -> None:
         """How the workers are, once a second, for whoever watches."""
@@ -137,7 +167,8 @@ async def directing(store: str, gateway_url: str, process: str) -> AsyncIterator
     worlds = open_worlds(config.worlds.isolation)
     try:
         counts = {split: getattr(config.tasks, split) for split in ("train", *SPLITS)}
-        environment = load(config.tasks.environment, "tasks.environment")(worlds, counts=counts, seed=config.seed)
+        environment = build(config.tasks.environment, "tasks.environment", worlds, counts=counts, seed=config.seed)
+        load(config.harness.agent, "harness.agent")  # what is misspelt shall not cost the stages before rl
         async with telemetry(run, process) as emit, Gateway(gateway_url) as gateway:
             await gateway.ready()
             yield Director(run, config, gateway, environment, emit)

@@ -215,7 +215,8 @@ def check_port(port: int) -> None:
 
 
 def python(module: str, *arguments: object) -> tuple[str, ...]:
-    return (sys.executable, "-m", module, *map(str, arguments))
+    # -P: no file of the folder that the run is started in takes the place of a module of Python or of ours.
+    return (sys.executable, "-P", "-m", module, *map(str, arguments))
 
 
 def serving(

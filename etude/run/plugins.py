@@ -7,23 +7,27 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from etude.core.errors import EtudeError
+from etude.core.errors import EtudeError, blame
 
 
 def load(reference: str, key: str) -> Any:
     """The object that `reference` names; `key` is the config key that holds it."""
     place, _, name = reference.partition(":")
-    try:
-        module = _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
-    except (ImportError, OSError, SyntaxError) as e:
-        raise EtudeError(
-            f"{key} = {reference!r}: {place} cannot be loaded ({e}); start the run where it lies, or give its path"
-        ) from e
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.append(here)  # last: a file of the user's that is called token.py is not Python's
+    with blame(f"{key} = {reference!r}: {place} cannot be loaded"):
+        try:
+            module = _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+        except (ImportError, OSError, SyntaxError) as e:
+            raise EtudeError(
+                f"{key} = {reference!r}: {place} cannot be loaded ({e}); start the run where it lies, or give its path"
+            ) from e
     if not hasattr(module, name):
         raise EtudeError(
             f"{key} = {reference!r}: {place} has nothing called {name!r}; define it there, or name another"
@@ -31,12 +35,36 @@ def load(reference: str, key: str) -> Any:
     return getattr(module, name)
 
 
+def check_file(reference: str, key: str) -> None:
+    """The cheapest mistake to find: before anything is started."""
+    place, _, _ = reference.partition(":")
+    if place.endswith(".py") and not Path(place).is_file():
+        raise EtudeError(
+            f"{key} = {reference!r}: there is no file {place} seen from {os.getcwd()}; start the run where it lies, or "
+            f"give its path"
+        )
+
+
+def build(reference: str, key: str, *args: Any, **options: Any) -> Any:
+    """What comes of calling it."""
+    make = load(reference, key)
+    with blame(f"{key} = {reference!r}"):
+        return make(*args, **options)
+
+
 def _from_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise FileNotFoundError("no such file")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    name = str(path.resolve())  # not the stem, which another module may have
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # dataclasses look their module up there
-    spec.loader.exec_module(module)
+    sys.modules[name] = module  # dataclasses look their module up there
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module

@@ -11,10 +11,11 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from etude.core.config import RunConfig
+from etude.core.config import RlConfig, RunConfig
 from etude.core.errors import EtudeError
 from etude.core.stages import BUILT_IN, DistillConfig, DpoConfig, MidtrainConfig, RopeScalingConfig, SftConfig
 from etude.core.types import Json
+from etude.run.plugins import check_file
 from etude.store.runs import Run
 from etude.tasks import sources
 
@@ -42,7 +43,11 @@ def model_directory(path: str, key: str = "model.path") -> Path:
 
 def check_stage_files(config: RunConfig) -> None:
     """What is missing in the last stage shall not cost the stages before it."""
+    check_file(config.tasks.environment, "tasks.environment")
+    check_file(config.harness.agent, "harness.agent")
     for stage in config.stage:
+        if isinstance(stage, RlConfig):
+            check_file(stage.loss, f"stage.{stage.name}.loss")
         if isinstance(stage, DistillConfig):
             model_directory(stage.teacher, f"stage.{stage.name}.teacher")
         patterns = [stage.path] if isinstance(stage, SftConfig | DpoConfig) else []

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+from numbers import Real
 from typing import Protocol
 
 from etude.core.errors import RolloutFailure, boundary
-from etude.core.seams import Agent, Environment
+from etude.core.seams import Agent, Environment, Sandbox, Transcript
 from etude.core.types import Segment, Task, Trajectory
 
 
@@ -25,9 +26,18 @@ class Sessions(Protocol):
 
 class Rollouts:
     def __init__(
-        self, environment: Environment, agent: Agent, sessions: Sessions, *, concurrency: int, experts: bool = False
+        self,
+        environment: Environment,
+        agent: Agent,
+        sessions: Sessions,
+        *,
+        concurrency: int,
+        experts: bool = False,
+        limit_s: float | None = None,
     ) -> None:
+        """`limit_s`: an agent that is still at work then has failed, so that one which hangs cannot hold up a run."""
         self.environment, self.agent, self.sessions, self.experts = environment, agent, sessions, experts
+        self._limit_s = limit_s
         self._room = asyncio.Semaphore(concurrency)
 
     async def attempt(self, task: Task, sample: str, seed: int) -> Trajectory:
@@ -53,7 +63,7 @@ class Rollouts:
     async def _attempt(self, task: Task, sample: str, seed: int) -> Trajectory:
         async with boundary("world"), self.environment.open(task) as sandbox:
             async with boundary("agent"):
-                transcript = await self.agent.run(task, sandbox, base_url=self.sessions.base_url(sample), seed=seed)
+                transcript = await self._run(task, sandbox, sample, seed)
             async with boundary("score"):
                 scores = _checked(await self.environment.score(task, sandbox))
         async with boundary("segments"):
@@ -68,14 +78,30 @@ class Rollouts:
             messages=transcript.messages,
         )
 
+    async def _run(self, task: Task, sandbox: Sandbox, sample: str, seed: int) -> Transcript:
+        try:
+            async with asyncio.timeout(self._limit_s) as deadline:
+                transcript = await self.agent.run(task, sandbox, base_url=self.sessions.base_url(sample), seed=seed)
+        except TimeoutError as e:
+            if not deadline.expired():
+                raise
+            raise TimeoutError(f"still at work after {self._limit_s:g} s: it must keep to harness.timeout_s") from e
+        if not isinstance(transcript, Transcript):
+            raise TypeError(f"run() must return a Transcript, not a {type(transcript).__name__}")
+        return transcript
+
 
 def _checked(scores: dict[str, float]) -> dict[str, float]:
     """An environment that cannot say what an attempt was worth has failed; the attempt has no reward then, not 0."""
+    if not isinstance(scores, dict):
+        raise ValueError(f"the environment gave {scores!r}: it must give named numbers, such as {{'reward': 1.0}}")
+    if wrong := {name: score for name, score in scores.items() if not isinstance(score, Real)}:
+        raise ValueError(f"the environment gave scores that are no numbers: {wrong}")
     if "reward" not in scores:
         raise ValueError(f"the environment gave no reward, only {sorted(scores)}")
     if wrong := {name: score for name, score in scores.items() if not math.isfinite(score)}:
         raise ValueError(f"the environment gave scores that are not finite: {wrong}")
-    return scores
+    return {name: float(score) for name, score in scores.items()}
 
 
 def _group(sample: str) -> str:

@@ -14,10 +14,11 @@ from etude.core.events import StepDone
 from etude.core.types import Batch
 from etude.model.transformer import Transformer
 from etude.run.plugins import load
+from etude.train.correction import CORRECTION
 from etude.train.flops import peak_flops, step_flops
 from etude.train.learner import Learner, StepStats
 from etude.train.loss import LOSS, Clip, Loss
-from etude.train.objective import Objective
+from etude.train.objective import AGGREGATE, Objective
 
 
 def objective_of(stage: RlConfig) -> Objective:
@@ -28,7 +29,9 @@ def objective_of(stage: RlConfig) -> Objective:
             f"stage.rl.loss = {stage.loss!r} is a {type(loss).__name__}: it must be an etude.train.loss.Loss, such as "
             f"Loss(function=your_function)"
         )
-    return Objective(
+    if not isinstance(loss.clip, Clip):
+        raise EtudeError(f"stage.rl.loss = {stage.loss!r} has clip = {loss.clip!r}: it must be a Clip(low, high)")
+    objective = Objective(
         loss=loss,
         aggregate=stage.aggregate or loss.aggregate,
         clip=Clip(
@@ -39,6 +42,32 @@ def objective_of(stage: RlConfig) -> Objective:
         ratio_cap=stage.ratio_cap,
         kl_coef=stage.kl_coef,
     )
+    for key, value, known in (
+        ("aggregate", objective.aggregate, [*AGGREGATE]),
+        ("correction", objective.correction, ["none", *CORRECTION]),
+    ):
+        if value not in known:
+            raise EtudeError(
+                f"stage.rl.loss = {stage.loss!r} has {key} = {value!r}: it must be one of {', '.join(known)}"
+            )
+    if stage.loss not in LOSS:
+        _try_out(objective, stage.loss)
+    return objective
+
+
+def _try_out(objective: Objective, name: str) -> None:
+    """On three tokens: a mistake in a loss of one's own shows before anything is sampled or learnt."""
+    logp_N, adv_N = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True), torch.tensor([1.0, -1.0, 0.5])
+    engine_logp_N = logp_N.detach() + torch.tensor([0.1, -0.1, 0.0])
+    try:
+        scored = objective.score(logp_N, engine_logp_N, adv_N, torch.tensor([0, 0, 1]), engine_logp_N)
+    except EtudeError as e:
+        raise EtudeError(f"stage.rl.loss = {name!r}, tried on three tokens: {e}") from e
+    if not scored.loss_N.isfinite().all():
+        raise EtudeError(
+            f"stage.rl.loss = {name!r}, tried on three tokens: the loss returned {scored.loss_N.tolist()}; its numbers "
+            f"must be finite"
+        )
 
 
 def computing_in(dtype: str, model: Transformer) -> torch.autocast:

@@ -316,7 +316,7 @@ class Learner:
         if not torch.isfinite(norm):
             raise EtudeError(
                 "the gradient of this step is not finite, and the weights were left as they are: look for rewards or "
-                "log-probs that are not finite in its batch"
+                "log-probs that are not finite in its batch, or for a loss of your own that is not finite on it"
             )
         scale = (MAX_GRAD_NORM / (norm + 1e-6)).clamp(max=1.0)
         for gradient in gradients.values():

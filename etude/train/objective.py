@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from etude.core.errors import EtudeError, blame
 from etude.core.types import Row
 from etude.train.correction import CORRECTION
 from etude.train.loss import LOSS, Clip, Loss, Tokens
@@ -93,9 +94,26 @@ class Objective:
 
         def losses(logp_N: Tensor) -> Tensor:
             tokens = Tokens(logp_N=logp_N, old_logp_N=old_N, adv_N=weighed_N, row_N=row_N)
-            return self.loss.function(tokens, self.clip)
+            return _called(self.loss, tokens, self.clip)
 
         return Scored(loss_N=losses(logp_N), capped_N=capped_N, silenced_N=(_slope(losses, own_N) == 0) & (adv_N != 0))
+
+
+def _called(loss: Loss, tokens: Tokens, clip: Clip) -> Tensor:
+    """What the loss says of each token. A number for all of them, or a column, would be added up to something else
+    without a word, so it is refused."""
+    with blame("the loss raised"):
+        loss_N = loss.function(tokens, clip)
+    wrong = None
+    if not isinstance(loss_N, Tensor):
+        wrong = f"a {type(loss_N).__name__}"
+    elif loss_N.shape != tokens.logp_N.shape:
+        wrong = f"a tensor of shape {tuple(loss_N.shape)} for {len(tokens.logp_N)} tokens"
+    elif tokens.logp_N.requires_grad and not loss_N.requires_grad:
+        wrong = "numbers that do not depend on tokens.logp_N, so nothing can be learnt from them"
+    if wrong:
+        raise EtudeError(f"the loss returned {wrong}: it must return a tensor of shape (N,), one number for each token")
+    return loss_N
 
 
 def _slope(losses: Callable[[Tensor], Tensor], logp_N: Tensor) -> Tensor:

@@ -199,3 +199,10 @@ def test_another_order_is_another_experiment() -> None:
     turned = config.model_copy(update={"stage": config.stage[::-1]})
     assert experiment(turned) != experiment(config)
     assert experiment(parse(GOOD, ["stage.rl.threads=2"])) == experiment(config)
+
+
+def test_a_mistake_in_the_only_stage_is_one_line() -> None:
+    with pytest.raises(EtudeError) as caught:
+        parse('name = "a"\n[[stage]]\nkind = "rl"\nsteps = 1\naggregate = "tokens"\n')
+    expected = "config: stage.rl.aggregate = 'tokens': input should be 'token', 'sequence' or 'constant'"
+    assert str(caught.value) == expected

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import math
 from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 import pytest
 
@@ -74,7 +75,8 @@ async def test_a_failure_is_data_with_the_place_where_it_broke(place: str) -> No
     parts = Parts(place)
     trajectory = await rollouts(parts).attempt(TASK, "g000001.2", seed=1)
     assert (trajectory.status, trajectory.scores, trajectory.group) == ("failed", None, "g000001")
-    assert trajectory.error == f"{place}: OSError: no such luck"
+    error = trajectory.error or ""
+    assert error.startswith(f"{place}: OSError in {__file__}, line ") and error.endswith(": no such luck")
     assert parts.open_worlds == 0 and parts.forgotten == ["g000001.2"]
 
 
@@ -84,16 +86,35 @@ async def test_a_failure_is_data_with_the_place_where_it_broke(place: str) -> No
         ({"reward": math.nan}, "scores that are not finite: {'reward': nan}"),
         ({"reward": 1.0, "style": math.inf}, "scores that are not finite: {'style': inf}"),
         ({"style": 1.0}, "gave no reward, only ['style']"),
+        ({"reward": "1.0"}, "scores that are no numbers: {'reward': '1.0'}"),
+        (1.0, "gave 1.0: it must give named numbers"),
     ],
 )
-async def test_a_score_that_says_nothing_is_a_failure_and_no_zero(scores: dict[str, float], told: str) -> None:
+async def test_a_score_that_says_nothing_is_a_failure_and_no_zero(scores: Any, told: str) -> None:
     class Confused(Parts):
-        async def score(self, task: Task, sandbox: Sandbox) -> dict[str, float]:
+        async def score(self, task: Task, sandbox: Sandbox) -> Any:
             return scores
 
     got = await rollouts(Confused()).attempt(TASK, "g.0", 7)
     assert (got.status, got.reward) == ("failed", None)
     assert got.error is not None and got.error.startswith("score: ValueError") and told in got.error
+
+
+async def test_an_agent_that_hangs_or_returns_nothing_has_failed() -> None:
+    class Hangs(Parts):
+        async def run(self, task: Task, sandbox: Sandbox, *, base_url: str, seed: int) -> Any:
+            return await asyncio.get_running_loop().create_future()
+
+    class Forgets(Parts):
+        async def run(self, task: Task, sandbox: Sandbox, *, base_url: str, seed: int) -> Transcript:
+            return None  # type: ignore[return-value]
+
+    for parts, told in (
+        (Hangs(), "agent: TimeoutError: still at work after 0.01 s: it must keep to harness.timeout_s"),
+        (Forgets(), "agent: TypeError: run() must return a Transcript, not a NoneType"),
+    ):
+        got = await Rollouts(parts, parts, parts, concurrency=1, limit_s=0.01).attempt(TASK, "g.0", 7)
+        assert got.status == "failed" and (got.error or "").startswith(told)
 
 
 @pytest.mark.parametrize(("finished", "status"), [(True, "done"), (False, "timeout")])

@@ -46,6 +46,12 @@ def test_a_loss_brings_what_it_goes_with_and_the_config_has_the_last_word() -> N
     assert (mine.correction, mine.aggregate, mine.clip) == ("masked", "constant", Clip(0.2, 0.4))
 
 
+def of(losses: str, *parts: str) -> str:
+    """A file with a loss."""
+    given = ", ".join([f"function=lambda tokens, clip: (lambda logp: {losses})(tokens.logp_N)", *parts])
+    return f"from etude.train.loss import Loss\nmine = Loss({given})"
+
+
 @pytest.mark.parametrize(
     ("text", "name", "told"),
     [
@@ -54,6 +60,16 @@ def test_a_loss_brings_what_it_goes_with_and_the_config_has_the_last_word() -> N
         ("import nowhere_to_be_found", "mine", "cannot be loaded (No module named 'nowhere_to_be_found')"),
         ("other = 1", "mine", "has nothing called 'mine'"),
         ("def mine(tokens, clip): ...", "mine", "is a function: it must be an etude.train.loss.Loss"),
+        (of("logp.sum()"), "mine", "returned a tensor of shape () for 3 tokens: it must return"),
+        (of("logp[:, None]"), "mine", "returned a tensor of shape (3, 1) for 3 tokens"),
+        (of("logp[:-1]"), "mine", "returned a tensor of shape (2,) for 3 tokens"),
+        (of("None"), "mine", "returned a NoneType"),
+        (of("logp.detach()"), "mine", "do not depend on tokens.logp_N"),
+        (of("logp * float('nan')"), "mine", "returned [nan, nan, nan]; its numbers must be finite"),
+        (of("logp / {}['x']"), "mine", "my_loss.py, line 2: 'x'"),
+        (of("logp", "correction='trunc'"), "mine", "has correction = 'trunc': it must be one of none, truncated"),
+        (of("logp", "aggregate='tokens'"), "mine", "has aggregate = 'tokens': it must be one of token, sequence"),
+        (of("logp", "clip=0.2"), "mine", "has clip = 0.2: it must be a Clip(low, high)"),
     ],
 )
 def test_a_loss_that_cannot_be_had_is_one_sentence(text: str | None, name: str, told: str, tmp_path: Path) -> None:
