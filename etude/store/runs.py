@@ -102,8 +102,11 @@ class Run:
             )
 
     def batch(self, step: int) -> Batch:
-        key = _batch_key(step)
-        return unpack(self.objects.get(key), Batch, f"{self.objects.url}: {key}")
+        where = f"{self.objects.url}: {_batch_key(step)}"
+        batch = unpack(self.objects.get(_batch_key(step)), Batch, where)
+        if batch.step != step:
+            raise EtudeError(f"{where} holds the batch of step {batch.step}: bring it back from a copy")
+        return batch
 
     def batch_digest(self, step: int) -> str:
         return hashlib.sha256(self.objects.get(_batch_key(step))).hexdigest()
