@@ -160,7 +160,9 @@ class Trainer:
             )
             self.step, self.held_out = progress.step, progress.held_out
             self.ranks.at = f"step {progress.step + 1} of {self.stage}"
-            if now - saved > CHECKPOINT_S:
+            # One clock decides for all: a checkpoint that only some ranks hold to be due would never be whole.
+            (due,) = self.ranks.sum(float(self.ranks.rank == 0 and now - saved > CHECKPOINT_S))
+            if due:
                 self.save()
                 saved = now
             last = time.monotonic()
