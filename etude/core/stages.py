@@ -60,7 +60,7 @@ class MidtrainConfig(StageConfig):
     weight_decay: NonNegative = 0.1
     warmup: CountOrZero = 20
     """Steps until the learning rate is reached."""
-    row_tokens: Count = 256
+    row_tokens: Annotated[int, Field(ge=2)] = 256
     """Documents are joined and cut into rows of so many tokens."""
     separate: bool = True
     """No token sees another document that stands before its own in the row."""
