@@ -96,6 +96,7 @@ class Saver:
 
     def clean(self) -> None:
         """Removes what was never committed. For rank 0, before any rank saves."""
+        self.run.sweep_checkpoints()
         committed = set(self.run.checkpoints())
         for name in {name for name, _ in self.run.checkpoint_parts()} - committed:
             self.run.delete_checkpoint(name)

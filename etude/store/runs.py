@@ -161,6 +161,10 @@ class Run:
         for key in self.objects.list(f"checkpoints/{name}"):
             self.objects.delete(key)
 
+    def sweep_checkpoints(self) -> None:
+        """Removes what a killed trainer was in the middle of writing. For a time in which nobody writes one."""
+        self.objects.sweep("checkpoints")
+
     def put_eval(self, name: str, report: object) -> None:
         self.objects.put(f"evals/{name}.json", to_json(report))
 
