@@ -258,6 +258,11 @@ def train(run: Run, config: RunConfig, ranks: Ranks, device: torch.device) -> No
         trainer = Trainer(run, config, emit, ranks, device)
         try:
             trainer.train()
+        except torch.OutOfMemoryError as e:
+            raise EtudeError(
+                f"{device} has too little memory at {ranks.at} ({str(e).partition('. ')[0]}): go on with more ranks, "
+                f"or start a run with another name and less of microbatch_tokens or max_context"
+            ) from e
         finally:
             trainer.close()
         ranks.close()

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 
 from etude.core.config import parse
 from etude.core.errors import EtudeError
@@ -81,3 +82,16 @@ def test_the_first_rank_decides_when_a_checkpoint_is_due(due: bool, monkeypatch:
     fit = FitStats(loss=1.0, grad_norm=1.0, lr=0.1, num_tokens=1, figures={})
     trainer.follow_fit()(Progress(step=3, total=9, fit=fit))
     assert saved == ([3] if due else [])
+
+
+def test_a_device_without_enough_memory_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_much(trainer: Trainer) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of")
+
+    monkeypatch.setattr(Trainer, "train", too_much)
+    run = Run.open("memory:")
+    store_files(run, small_files())
+    with pytest.raises(
+        EtudeError, match=r"too little memory at the start \(CUDA out of memory\): go on with more ranks"
+    ):
+        trainer_module.train(run, parse(TOML), Ranks(), torch.device("cpu"))
