@@ -38,10 +38,11 @@ class Alarms:
     """`active` are those whose cause is still there, by name."""
 
     def __init__(self) -> None:
-        self._forget()
+        self._enter("")
 
-    def _forget(self) -> None:
-        """Another stage has other figures."""
+    def _enter(self, stage: str) -> None:
+        """Another stage has other figures. One that goes on after a stop has its own."""
+        self._stage = stage
         self.active: dict[str, Alarm] = {}
         self._entropies: list[float] = []
         self._rewards: deque[float] = deque(maxlen=RECENT_GROUPS)
@@ -50,8 +51,8 @@ class Alarms:
         """The alarms that begin with this event."""
         found: dict[str, Alarm | None] = {}
         match event:
-            case StageStarted():
-                self._forget()
+            case StageStarted() if event.stage != self._stage:
+                self._enter(event.stage)
             case StepDone():
                 found = {
                     "k3": _drifting(event),

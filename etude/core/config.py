@@ -27,7 +27,7 @@ class ModelConfig(Config):
     """Key and value heads; they divide num_heads."""
     intermediate_size: Count = 384
     """Width of the feed-forward layer."""
-    max_context: Count = 512
+    max_context: Annotated[int, Field(ge=2)] = 512
     """Tokens of the longest session, prompt included."""
     vocab_size: Count = 512
     path: str | None = None

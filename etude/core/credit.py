@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-from etude.core.checks import row_fault
+from etude.core.checks import LARGEST, row_fault
 from etude.core.effort import Effort
 from etude.core.types import Group, Row, Trajectory, unspan
 
@@ -23,6 +23,9 @@ Within = Callable[[Sequence[float]], list[float]]
 """The rewards of a group -> an advantage for each attempt; 0 is nothing to learn."""
 Across = Callable[[Sequence[float]], float]
 """All advantages of a batch -> the positive factor that they are multiplied by."""
+
+ROUNDING = 1e-9
+"""Rewards that differ by a smaller share of themselves are the same."""
 
 
 def centered(rewards: Sequence[float]) -> list[float]:
@@ -73,6 +76,11 @@ def root_mean_square(values: Sequence[float]) -> float:
     return math.sqrt(sum(value * value for value in values) / len(values))
 
 
+def differ(rewards: Sequence[float]) -> bool:
+    """By more than rounding, which a division by the deviation would make as large as any other difference."""
+    return bool(rewards) and max(rewards) - min(rewards) > ROUNDING * max(map(abs, rewards))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """What becomes of each attempt of a group, by its id."""
@@ -104,7 +112,7 @@ class Credit:
         malformed = {t.id: why for t in said if (why := self._fault(t, group.admitted))}
         attempts = [t for t in said if t.id not in malformed]
         worth = [self._worth(t) for t in attempts]
-        credited = self.within(worth) if self.always or len(set(worth)) > 1 else [0.0] * len(worth)
+        credited = self.within(worth) if self.always or differ(worth) else [0.0] * len(worth)
         if not all(map(math.isfinite, credited)):
             malformed |= {t.id: f"the advantages of its group are not finite: {credited}" for t in attempts}
             attempts, credited = [], []
@@ -122,7 +130,7 @@ class Credit:
 
     def _fault(self, trajectory: Trajectory, admitted: int) -> str | None:
         assert trajectory.reward is not None
-        if not math.isfinite(trajectory.reward):
+        if not abs(trajectory.reward) <= LARGEST:  # nor if it is no number
             return f"its reward is {trajectory.reward}"
         newest = admitted + self.max_lag if self.max_lag is not None else 1 << 62
         faults = (

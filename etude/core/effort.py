@@ -55,4 +55,5 @@ def num_turns(trajectory: Trajectory) -> int:
 
 
 def num_calls(trajectory: Trajectory) -> int:
-    return sum(len(message.get("tool_calls") or ()) for message in trajectory.messages)
+    calls = [message.get("tool_calls") for message in trajectory.messages]
+    return sum(len(some) for some in calls if isinstance(some, list))  # what else a harness says there is no call

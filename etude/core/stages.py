@@ -60,7 +60,7 @@ class MidtrainConfig(StageConfig):
     weight_decay: NonNegative = 0.1
     warmup: CountOrZero = 20
     """Steps until the learning rate is reached."""
-    row_tokens: Count = 256
+    row_tokens: Annotated[int, Field(ge=2)] = 256
     """Documents are joined and cut into rows of so many tokens."""
     separate: bool = True
     """No token sees another document that stands before its own in the row."""
@@ -153,7 +153,8 @@ class LoopConfig(StageConfig):
     """A replayed expert whose score is less than this share of the lowest among the trainer's own choices is replaced
     by the best that is left."""
     balance: bool = False
-    """Keep the load of the experts even in the way of the model's family: biases that are nudged, or a further loss."""
+    """Keep the load of the experts even in the way of the model's family: biases that are nudged, or a further loss.
+    That loss is taken microbatch by microbatch, and so depends a little on how rows are cut and dealt to ranks."""
 
     @model_validator(mode="after")
     def _window(self) -> LoopConfig:

@@ -23,6 +23,7 @@ from etude import __version__
 from etude.core.errors import EtudeError
 from etude.core.types import Json
 from etude.store.codec import from_json, to_json
+from etude.store.objects import Missing
 from etude.store.runs import Run
 
 KEEP = 2
@@ -71,14 +72,17 @@ def read(run: Run, name: str) -> Checkpoint:
 
 def read_part(run: Run, checkpoint: Checkpoint, rank: int) -> bytes:
     """Checked against its digest."""
-    part = checkpoint.parts[rank]
-    data = run.checkpoint_part(checkpoint.name, part)
-    if hashlib.sha256(data).hexdigest() != part.partition(".")[2]:
-        raise EtudeError(
-            f"{_where(run, checkpoint.name)}: the part of rank {rank} is damaged: remove that checkpoint, and the run "
-            f"goes on from the one before"
-        )
-    return data
+    part, damage = checkpoint.parts[rank], "damaged"
+    try:
+        data = run.checkpoint_part(checkpoint.name, part)
+        if hashlib.sha256(data).hexdigest() == part.partition(".")[2]:
+            return data
+    except Missing:
+        damage = "gone"
+    raise EtudeError(
+        f"{_where(run, checkpoint.name)}: the part of rank {rank} is {damage}: remove that checkpoint, and the run "
+        f"goes on from the one before"
+    )
 
 
 class Saver:
@@ -92,6 +96,7 @@ class Saver:
 
     def clean(self) -> None:
         """Removes what was never committed. For rank 0, before any rank saves."""
+        self.run.sweep_checkpoints()
         committed = set(self.run.checkpoints())
         for name in {name for name, _ in self.run.checkpoint_parts()} - committed:
             self.run.delete_checkpoint(name)
@@ -124,10 +129,16 @@ class Saver:
         deadline = time.monotonic() + PARTS_S
         while True:
             parts = sorted(part for of, part in self.run.checkpoint_parts() if of == name)
-            if len(parts) == self.ranks:
+            ranks = [int(part.partition(".")[0]) for part in parts]
+            if ranks == list(range(self.ranks)):
                 return tuple(parts)
+            if len(set(ranks)) < len(ranks):
+                raise EtudeError(
+                    f"{_where(self.run, name)} is being written by another trainer too: stop one of them, then start "
+                    f"again"
+                )
             if self._given_up.wait(POLL_S) or time.monotonic() > deadline:
-                missing = sorted(set(range(self.ranks)) - {int(part.partition(".")[0]) for part in parts})
+                missing = sorted(set(range(self.ranks)) - set(ranks))
                 raise EtudeError(f"{_where(self.run, name)} has no part of the ranks {missing}: see their logs")
 
 

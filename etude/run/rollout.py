@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import math
 from numbers import Real
 from typing import Protocol
 
 from etude.core.errors import RolloutFailure, boundary
 from etude.core.seams import Agent, Environment, Sandbox, Transcript
-from etude.core.types import Segment, Task, Trajectory
+from etude.core.types import Json, Segment, Task, Trajectory
 
 
 class Sessions(Protocol):
@@ -64,6 +65,7 @@ class Rollouts:
         async with boundary("world"), self.environment.open(task) as sandbox:
             async with boundary("agent"):
                 transcript = await self._run(task, sandbox, sample, seed)
+                messages = _plain(transcript.messages)
             async with boundary("score"):
                 scores = _checked(await self.environment.score(task, sandbox))
         async with boundary("segments"):
@@ -75,7 +77,7 @@ class Rollouts:
             segments=segments,
             scores=scores,
             status="done" if transcript.finished else "timeout",
-            messages=transcript.messages,
+            messages=messages,
         )
 
     async def _run(self, task: Task, sandbox: Sandbox, sample: str, seed: int) -> Transcript:
@@ -102,6 +104,15 @@ def _checked(scores: dict[str, float]) -> dict[str, float]:
     if wrong := {name: score for name, score in scores.items() if not math.isfinite(score)}:
         raise ValueError(f"the environment gave scores that are not finite: {wrong}")
     return {name: float(score) for name, score in scores.items()}
+
+
+def _plain(messages: list[dict[str, Json]]) -> list[dict[str, Json]]:
+    """As JSON in UTF-8 says them: they are stored, and what cannot be is the failure of its agent. But half
+    a surrogate pair is a "?": a model can say it, and must not be able to fail by that."""
+    plain = json.loads(json.dumps(messages, ensure_ascii=False).encode(errors="replace"))
+    if not isinstance(plain, list) or not all(isinstance(message, dict) for message in plain):
+        raise ValueError("the messages of its transcript are no list of objects")
+    return plain
 
 
 def _group(sample: str) -> str:

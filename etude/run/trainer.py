@@ -160,7 +160,9 @@ class Trainer:
             )
             self.step, self.held_out = progress.step, progress.held_out
             self.ranks.at = f"step {progress.step + 1} of {self.stage}"
-            if now - saved > CHECKPOINT_S:
+            # One clock decides for all: a checkpoint that only some ranks hold to be due would never be whole.
+            (due,) = self.ranks.sum(float(self.ranks.rank == 0 and now - saved > CHECKPOINT_S))
+            if due:
                 self.save()
                 saved = now
             last = time.monotonic()
@@ -256,6 +258,11 @@ def train(run: Run, config: RunConfig, ranks: Ranks, device: torch.device) -> No
         trainer = Trainer(run, config, emit, ranks, device)
         try:
             trainer.train()
+        except torch.OutOfMemoryError as e:
+            raise EtudeError(
+                f"{device} has too little memory at {ranks.at} ({str(e).partition('. ')[0]}): go on with more ranks, "
+                f"or start a run with another name and less of microbatch_tokens or max_context"
+            ) from e
         finally:
             trainer.close()
         ranks.close()

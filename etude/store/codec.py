@@ -7,6 +7,7 @@ different types can share a log. Types are checked on the way in: what is decode
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ import msgspec
 from etude.core.errors import EtudeError
 
 T = TypeVar("T")
+
+_DIGEST_BYTES = 16
 
 _REFUSALS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """What the decoder raises at data that is something else, or that was made to hurt it."""
@@ -32,6 +35,26 @@ def unpack(data: bytes, type: type[T], where: str) -> T:
         return msgspec.msgpack.decode(data, type=type)
     except _REFUSALS as e:
         raise EtudeError(_damaged(where, type.__name__, e)) from e
+
+
+def seal(data: bytes) -> bytes:
+    """With a digest behind it: what can still be decoded after a byte has changed would be trained on unseen."""
+    return data + _digest(data)
+
+
+def unseal(data: bytes, where: str) -> bytes:
+    """`where` names the data if it is not what was sealed."""
+    inner, digest = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
+    if _digest(inner) != digest:
+        raise EtudeError(
+            f"{where} is damaged, or another version of etude wrote it: bring it back from a copy, or start a run with "
+            f"another name"
+        )
+    return inner
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()
 
 
 def to_json(value: object) -> bytes:

@@ -12,7 +12,9 @@ from __future__ import annotations
 import hashlib
 
 from etude.core.errors import EtudeError
-from etude.store.objects import Objects
+from etude.store.objects import Missing, Objects
+
+ADVICE = "bring it back from a copy, or start a run with another name, and replay = false to do without"
 
 
 def put_experts(objects: Objects, data: bytes) -> str:
@@ -22,11 +24,12 @@ def put_experts(objects: Objects, data: bytes) -> str:
 
 
 def get_experts(objects: Objects, name: str) -> bytes:
-    data = objects.get(_key(name))
+    try:
+        data = objects.get(_key(name))
+    except Missing as e:
+        raise Missing(f"{e}; {ADVICE}") from e
     if _digest(data) != name:
-        raise EtudeError(
-            f"{objects.url}: {_key(name)} is damaged; bring it back from a copy, or set stage.rl.replay=false"
-        )
+        raise EtudeError(f"{objects.url}: {_key(name)} is damaged; {ADVICE}")
     return data
 
 

@@ -10,6 +10,7 @@ seconds; a bucket keeps whatever it has acknowledged.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -90,6 +91,16 @@ class Objects:
         """Bytes of all objects under the folder `prefix`."""
         with _explained(f"list {prefix} in {self.url}"):
             return sum(meta["size"] for page in obstore.list(self._store, prefix) for meta in page)
+
+    def sweep(self, prefix: str) -> None:
+        """Removes what writers that were killed have left half-written under the folder `prefix`; nobody may be writing
+        there. In a directory that is a file beside the object's own, which `list` does not show; a bucket has none."""
+        if not isinstance(self._store, LocalStore) or self._store.prefix is None:
+            return
+        with _explained(f"clean {prefix} in {self.url}"):
+            for path in (Path(self._store.prefix) / prefix).rglob("*#*"):
+                if re.search(r"#\d+$", path.name):
+                    path.unlink(missing_ok=True)
 
     def delete(self, key: str) -> None:
         """The key is free afterwards, whether or not it was before."""

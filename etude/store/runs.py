@@ -5,7 +5,7 @@
     ledger/N.jsonl           what became of every sample
     events/{process}/N.jsonl what each process did, for people and the dashboard
     groups/{id}              finished groups, whole
-    batches/{step}           what each step reads; made once, never changed
+    batches/{step}           what each step reads, with a digest; made once, never changed
     recomputed/{step}        what the trainer found for each token of a batch, row by row
     experts/{digest}         routed experts of recorded sessions (`store.experts`)
     checkpoints/{name}/      the trainer's state: what each rank holds, and manifest.json, which is written last
@@ -29,7 +29,7 @@ from etude.core.config import RunConfig, experiment
 from etude.core.errors import EtudeError
 from etude.core.ledger import Entry
 from etude.core.types import Batch, Group, Json, Recomputed
-from etude.store.codec import from_json, pack, to_json, unpack
+from etude.store.codec import from_json, pack, seal, to_json, unpack, unseal
 from etude.store.log import Log
 from etude.store.objects import Missing, Objects
 
@@ -94,7 +94,7 @@ class Run:
 
     def put_batch(self, batch: Batch) -> None:
         """Refuses to change a batch: the step that it belongs to may have been trained."""
-        key, data = _batch_key(batch.step), pack(batch)
+        key, data = _batch_key(batch.step), seal(pack(batch))
         if not self.objects.create(key, data) and self.objects.get(key) != data:
             raise EtudeError(
                 f"{self.objects.url}: there is another {key} already; stop the other process that works on this run, "
@@ -102,8 +102,11 @@ class Run:
             )
 
     def batch(self, step: int) -> Batch:
-        key = _batch_key(step)
-        return unpack(self.objects.get(key), Batch, f"{self.objects.url}: {key}")
+        where = f"{self.objects.url}: {_batch_key(step)}"
+        batch = unpack(unseal(self.objects.get(_batch_key(step)), where), Batch, where)
+        if batch.step != step:
+            raise EtudeError(f"{where} holds the batch of step {batch.step}: bring it back from a copy")
+        return batch
 
     def batch_digest(self, step: int) -> str:
         return hashlib.sha256(self.objects.get(_batch_key(step))).hexdigest()
@@ -157,6 +160,10 @@ class Run:
         self.objects.delete(f"checkpoints/{name}/{_MANIFEST}")
         for key in self.objects.list(f"checkpoints/{name}"):
             self.objects.delete(key)
+
+    def sweep_checkpoints(self) -> None:
+        """Removes what a killed trainer was in the middle of writing. For a time in which nobody writes one."""
+        self.objects.sweep("checkpoints")
 
     def put_eval(self, name: str, report: object) -> None:
         self.objects.put(f"evals/{name}.json", to_json(report))

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from etude.core.errors import EtudeError
 from etude.core.types import Row
 from etude.model.config import ExpertsConfig
 from etude.model.experts import Router, Routing, read_ids
@@ -99,11 +100,17 @@ def to_replay(row: Row, config: ExpertsConfig | None, fetch: Callable[[str], byt
     if row.experts is None:
         return None
     if config is None:
-        raise ValueError(f"{row.sample}: it names experts, and the model has none")
+        raise EtudeError(f"the row of {row.sample} names experts, and the model has none: another model sampled it")
     try:
-        return read_ids(fetch(row.experts), config)
+        ids = read_ids(fetch(row.experts), config)
     except ValueError as e:
-        raise ValueError(f"{row.sample}: {e}") from e
+        raise EtudeError(f"the experts that the row of {row.sample} names are none of this model: {e}") from e
+    if len(ids) > len(row.tokens):
+        raise EtudeError(
+            f"the experts that the row of {row.sample} names are another row's: it has {len(row.tokens)} tokens, and "
+            f"they are of {len(ids)}"
+        )
+    return ids
 
 
 def balance_loss(scores_NX: Sequence[Tensor], used_NLk: Tensor) -> Tensor:

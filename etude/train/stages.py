@@ -131,7 +131,8 @@ def sft(
     """Imitation of what the assistant said, until the loss on held-out demonstrations has not fallen for `patience`
     epochs; the learner ends with the weights of the best epoch. Returns the held-out loss of every epoch."""
     _check(demonstrations, held_out, learner.model.config.max_position_embeddings)
-    steps_per_epoch = max(1, round(sum(len(tokens) for tokens, _ in demonstrations) / batch_tokens))
+    num_tokens = sum(len(tokens) for tokens, _ in demonstrations)
+    steps_per_epoch = min(len(demonstrations), max(1, round(num_tokens / batch_tokens)))  # no step without a session
     total = max_epochs * steps_per_epoch
     exam = pack_text(held_out, microbatch_tokens=MICROBATCH_TOKENS)
     losses, step = list(held_out_losses), start_step

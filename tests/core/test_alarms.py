@@ -38,6 +38,9 @@ def test_entropy_is_compared_with_the_first_steps() -> None:
     assert begun(alarms, *[STEP] * FIRST_STEPS, replace(STEP, entropy=0.21)) == []
     assert begun(alarms, low) == ["entropy"]
     assert begun(alarms, StageStarted(stage="rl", steps=9), *[low] * 20) == [], "another stage, another entropy"
+    rl = StageStarted(stage="rl", steps=9)
+    assert begun(alarms := Alarms(), rl, *[STEP] * FIRST_STEPS, rl, low) == ["entropy"], "stopped and resumed"
+    assert begun(alarms, rl, low) == [] and list(alarms.active) == ["entropy"]
 
 
 def test_a_reward_that_has_nowhere_to_go() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from etude.core.checks import check_batch
 from etude.core.errors import EtudeError
-from etude.core.types import Batch, Row, Span
+from etude.core.types import Batch, Row, Span, Stay
 
 ROW = Row(
     sample="g.0",
@@ -35,12 +35,18 @@ def test_a_good_batch_passes() -> None:
     [
         ({"logprobs": (0.0, math.nan, -2.0)}, "a log-prob is not finite"),
         ({"advantages": (0.0, math.inf, 0.5)}, "an advantage is not finite"),
+        ({"advantages": (0.0, 1e30, 0.5)}, "its advantage is 1e+30"),
+        ({"logprobs": (0.0, 0.5, -2.0)}, "a sampled token has the log-prob 0.5"),
+        ({"logprobs": (0.0, -9999.0, -2.0)}, "a sampled token has the log-prob -9999"),
         ({"mask": (False, False, False), "versions": ()}, "no token of it was sampled"),
         ({"mask": (True, False, True)}, "its first token counts as sampled"),
         ({"tokens": (5, 6, 7, 7), "mask": (False, True, True, False)}, "tokens, mask, log-probs and advantages have 4"),
         ({"tokens": (5, 6, 8)}, "a token is none of the vocabulary's 8"),
         ({"tokens": (5, -1, 7)}, "a token is none of the vocabulary's 8"),
         ({"versions": (Span(3, 1),)}, "2 tokens were sampled, and 1 have a weight version"),
+        ({"versions": (Span(3, 3), Span(4, -1))}, "-1 tokens are said to come from one weight version or region"),
+        ({"regions": (Stay("east", 3), Stay("west", -1))}, "-1 tokens are said to come from one weight version"),
+        ({"regions": (Stay("east", 1),)}, "2 tokens were sampled, and 1 have a region"),
         ({"versions": (Span(3, 1), Span(5, 1))}, "a token comes from version 5, and only 3 to 4 can have made it"),
         ({"versions": (Span(2, 2),)}, "a token comes from version 2"),
     ],
@@ -57,3 +63,10 @@ def test_an_over_long_row_and_an_empty_batch() -> None:
         check(long)
     with pytest.raises(EtudeError, match="has no rows: there is nothing to learn from"):
         check()
+
+
+def test_figures_of_a_batch_that_cannot_be() -> None:
+    with pytest.raises(EtudeError, match="has a mean reward of nan. No step was taken"):
+        check_batch(Batch(step=5, rows=(ROW,), oldest=3, reward=math.nan), max_tokens=3, vocab_size=8, where="here")
+    with pytest.raises(EtudeError, match="has tokens of version -2"):
+        check(replace(ROW, versions=(Span(-2, 2),)), oldest=-2)

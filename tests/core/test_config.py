@@ -98,6 +98,7 @@ def test_a_model_from_a_directory() -> None:
         ("seed = 3", 'seed = "3"', "seed = '3': input should be a valid integer"),
         ("seed = 3", "seed = true", "seed = True: input should be a valid integer"),
         ("steps = 5", "steps = 0", "stage.rl.steps = 0: input should be greater than or equal to 1"),
+        ("lr = 1", "row_tokens = 1", "stage.midtrain.row_tokens = 1: input should be greater than or equal to 2"),
         ("lr = 1", "lr = nan", "stage.midtrain.lr = nan: input should be a finite number"),
         (
             'kind = "rl"',

@@ -114,20 +114,29 @@ def test_a_group_without_a_difference_teaches_nothing(rewards: tuple[float | Non
     assert len(verdict.no_signal) + len(verdict.failed) == len(rewards)
 
 
+@pytest.mark.parametrize("credit", CREDIT.values())
+def test_rounding_is_no_difference(credit: Credit) -> None:
+    """The same three scores, added up in two orders."""
+    verdict = credit.judge(group(0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1))
+    assert 0.1 + 0.2 + 0.3 != 0.3 + 0.2 + 0.1
+    assert verdict.advantages == {} and verdict.no_signal == ("g.0", "g.1")
+    assert credit.judge(group(0.0, 1e-12)).advantages
+
+
 def test_every_attempt_has_one_fate() -> None:
     verdict = CREDIT["praise"].judge(group(1.0, None, 0.0, math.nan, 1.0))
     assert (set(verdict.advantages), verdict.no_signal, verdict.failed) == ({"g.0", "g.4"}, ("g.2",), ("g.1",))
     assert verdict.malformed == {"g.3": "its reward is nan"}
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1.7e308])
 def test_a_reward_that_is_not_finite_changes_nothing_for_the_others(bad: float) -> None:
     verdict = Credit().judge(group(1.0, bad, 0.0))
     assert verdict.advantages == {"g.0": 0.5, "g.2": -0.5} and verdict.malformed == {"g.1": f"its reward is {bad}"}
 
 
 def test_a_statistic_that_is_not_finite_drops_the_group_by_name() -> None:
-    verdict = Credit().judge(group(1.7e308, 1.7e308, -1.0))
+    verdict = Credit(within=lambda rewards: [math.inf for _ in rewards]).judge(group(1.0, 1.0, -1.0))
     assert verdict.advantages == {} and verdict.no_signal == ()
     assert all("not finite" in why for why in verdict.malformed.values()) and len(verdict.malformed) == 3
 

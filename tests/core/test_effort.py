@@ -49,6 +49,7 @@ def test_what_an_attempt_used() -> None:
         {"role": "user", "content": "go"},
         {"role": "assistant", "content": None, "tool_calls": [call, call]},
         {"role": "assistant", "content": "done", "tool_calls": None},
+        {"role": "assistant", "content": "done", "tool_calls": 3},
     ]
     attempt = Trajectory(
         id="a", task="t", group="g", segments=(first, second), scores={"reward": 1.0}, status="done", messages=messages

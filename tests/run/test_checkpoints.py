@@ -64,6 +64,16 @@ def test_a_rank_that_never_writes_is_named_and_nobody_waits_for_it_at_the_end(ru
     assert run.checkpoints() == []
 
 
+def test_two_trainers_on_one_store_are_told(run: Run) -> None:
+    """Two parts of rank 0 are not the parts of two ranks."""
+    run.put_checkpoint_part(SAVED.name, "00000.ab", b"of another trainer")
+    saver = Saver(run, 0, 2)
+    saver.save(SAVED, b"part 0")
+    with pytest.raises(EtudeError, match="is being written by another trainer too"):
+        saver.wait()
+    assert run.checkpoints() == []
+
+
 def test_what_was_never_committed_is_removed_before_anybody_saves(run: Run) -> None:
     saver = Saver(run)
     saver.save(at(1), b"one")
@@ -117,6 +127,9 @@ def test_a_damaged_part_is_named(run: Run) -> None:
     with pytest.raises(
         EtudeError, match=r"checkpoint 000001\.000000 of memory:: the part of rank 0 is damaged: remove"
     ):
+        read_part(run, found, 0)
+    run.objects.delete(f"checkpoints/{SAVED.name}/{found.parts[0]}")
+    with pytest.raises(EtudeError, match="the part of rank 0 is gone: remove that checkpoint"):
         read_part(run, found, 0)
 
 

@@ -8,6 +8,7 @@ import math
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from etude.core.errors import EtudeError
@@ -15,6 +16,7 @@ from etude.core.seams import Sandbox, Transcript
 from etude.core.types import Segment, Span, Task, Trajectory
 from etude.run.evaluate import evaluate, wilson
 from etude.run.rollout import Rollouts
+from etude.store.codec import pack, unpack
 from etude.worlds.fake import FakeSandbox
 
 TASK = Task(id="t", prompt="fix it", files={"a.py": "x = 1\n"}, editable=("a.py",), checks=(), meta={})
@@ -115,6 +117,32 @@ async def test_an_agent_that_hangs_or_returns_nothing_has_failed() -> None:
     ):
         got = await Rollouts(parts, parts, parts, concurrency=1, limit_s=0.01).attempt(TASK, "g.0", 7)
         assert got.status == "failed" and (got.error or "").startswith(told)
+
+
+async def test_scores_may_come_from_numpy() -> None:
+    class Computed(Parts):
+        async def score(self, task: Task, sandbox: Sandbox) -> dict[str, float]:
+            return {"reward": np.float32(0.5)}  # type: ignore[dict-item]
+
+    got = await rollouts(Computed()).attempt(TASK, "g.0", 7)
+    assert type(got.reward) is float and unpack(pack(got), Trajectory, "here") == got
+
+
+@pytest.mark.parametrize(
+    ("messages", "kept"),
+    [
+        ([{"role": "user", "calls": ("a", "\ud800b")}], [{"role": "user", "calls": ["a", "?b"]}]),
+        ([{"role": object()}], "agent: TypeError: Object of type object is not JSON serializable"),
+        (["said"], "agent: ValueError: the messages of its transcript are no list of objects"),
+    ],
+)
+async def test_a_transcript_that_cannot_be_stored_is_the_failure_of_its_agent(messages: Any, kept: object) -> None:
+    class Own(Parts):
+        async def run(self, task: Task, sandbox: Sandbox, *, base_url: str, seed: int) -> Transcript:
+            return Transcript(messages=messages, finished=True)
+
+    got = await rollouts(Own()).attempt(TASK, "g.0", 7)
+    assert (got.error or got.messages) == kept and unpack(pack(got), Trajectory, "here") == got
 
 
 @pytest.mark.parametrize(("finished", "status"), [(True, "done"), (False, "timeout")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -89,7 +90,14 @@ def changed(data: bytes) -> bytes:
     return data.replace(b"\x05\x06\x07", b"\x05\x06\xff")
 
 
-@pytest.mark.parametrize("damage", [cut_short, changed, lambda data: b"", lambda data: b"\x00" * len(data)])
+def nearly_the_same(data: bytes) -> bytes:
+    """A log-prob of -1.0 that has become another number, which could well be one."""
+    return data.replace(struct.pack(">d", -1.0), struct.pack(">d", -1.5))
+
+
+@pytest.mark.parametrize(
+    "damage", [cut_short, changed, nearly_the_same, lambda data: b"", lambda data: b"\x00" * len(data)]
+)
 def test_a_batch_that_was_damaged_on_its_way_is_named(damage: Callable[[bytes], bytes]) -> None:
     run = Run(Objects.open("memory:"))
     run.put_batch(BATCH)

@@ -37,6 +37,29 @@ def test_put_get_list_delete(objects: Objects) -> None:
     assert not objects.exists("a/1") and objects.exists("a/2")
 
 
+def test_what_a_killed_writer_left_is_swept_away(tmp_path: Path) -> None:
+    writing = f"""
+import os, signal, threading
+from pathlib import Path
+from etude.store.objects import Objects
+def kill_in_the_middle():
+    while not list(Path({str(tmp_path)!r}).rglob("*#*")):
+        pass
+    os.kill(os.getpid(), signal.SIGKILL)
+threading.Thread(target=kill_in_the_middle, daemon=True).start()
+Objects.open({str(tmp_path)!r}).put("a/key", bytes(1 << 28))
+"""
+    killed = subprocess.run([sys.executable, "-c", writing], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    store = Objects.open(str(tmp_path))
+    store.put("a/other", b"whole")
+    assert store.list("a") == ["a/other"] and len(list((tmp_path / "a").iterdir())) == 2, "it is hidden, and there"
+    store.sweep("a")
+    store.sweep("nothing")
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["other"]
+    Objects.open("memory:").sweep("a")
+
+
 def test_what_is_missing_is_named(objects: Objects) -> None:
     with pytest.raises(Missing, match=r"read a/1 in .*: it is not there"):
         objects.get("a/1")

@@ -57,6 +57,9 @@ def test_groups_and_batches_come_back_as_they_went_in(run: Run) -> None:
     assert run.batch(2) == BATCH and run.batches() == [2]
     with pytest.raises(Missing):
         run.batch(3)
+    run.objects.put("batches/000003", run.objects.get("batches/000002"))
+    with pytest.raises(EtudeError, match="batches/000003 holds the batch of step 2"):
+        run.batch(3)
 
 
 def test_a_batch_is_made_once(run: Run) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
+from etude.core.errors import EtudeError
 from etude.core.types import Batch, Row
 from etude.engine.engine import Engine
 from etude.model.attention import Causal
@@ -116,12 +117,19 @@ def test_tokens_that_nobody_reported_are_left_to_the_router() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ids", "message"), [(b"\0" * 5, "s2: 5 bytes"), (b"\7" * 40, "s2: expert 7"), (b"\0" * 4000, "experts of 1000")]
+    ("ids", "message"),
+    [
+        (b"\0" * 5, "row of s2 names are none of this model: 5 bytes"),
+        (b"\7" * 40, "row of s2 names are none of this model: expert 7"),
+        (b"\0" * 4000, "row of s2 names are another row's: it has .* tokens, and they are of 1000"),
+    ],
 )
 def test_experts_that_do_not_fit_are_named(ids: bytes, message: str) -> None:
     batch, objects = sampled(served(SPARSE, torch.float32))
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(EtudeError, match=message):
         step(SPARSE, batch, objects | {"2": ids})
+    with pytest.raises(EtudeError, match="row of s. names experts, and the model has none"):
+        step(config(), batch, objects)
 
 
 def test_the_loss_that_balances_is_that_of_the_family() -> None:

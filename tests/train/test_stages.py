@@ -266,6 +266,25 @@ def test_sft_uses_every_demonstration_once_an_epoch(monkeypatch: pytest.MonkeyPa
     assert max(counts) - min(counts) <= 1
 
 
+def test_sft_takes_no_step_without_a_session() -> None:
+    """However few tokens a step may have."""
+    session = [5, 6, 7, 8] * 5, [False] * 10 + [True] * 10
+    seen: list[Progress] = []
+    sft(
+        learner(),
+        [session] * 3,
+        [session],
+        max_epochs=1,
+        patience=1,
+        batch_tokens=2,
+        lr=1e-3,
+        seed=0,
+        on_step=seen.append,
+    )
+    assert [progress.total for progress in seen] == [3, 3, 3]
+    assert all(progress.fit.num_tokens == 10 for progress in seen)
+
+
 def test_sft_goes_on_to_the_bit_wherever_it_was_killed() -> None:
     straight = learner()
     seen: list[Progress] = []
