@@ -142,7 +142,7 @@ def distill(trainer: Trainer, leg: Leg) -> None:
     def judge(batch: Batch, microbatch_tokens: int) -> tuple[Batch, float]:
         return teacher.judge(batch, temperature=stage.temperature, microbatch_tokens=microbatch_tokens)
 
-    _loop(trainer, leg, stage, judge)
+    _loop(trainer, leg, stage, judge, Objective(taught=True))
 
 
 def _loop(

@@ -76,12 +76,16 @@ class Objective:
     correction: str = "truncated"
     ratio_cap: float = 2.0
     kl_coef: float = 0.0
+    taught: bool = False
+    """Advantages are log teacher - log engine (`train.teacher`), and what counts is log teacher - log learner."""
 
     def score(
         self, logp_N: Tensor, engine_logp_N: Tensor, adv_N: Tensor, row_N: Tensor, ref_logp_N: Tensor | None = None
     ) -> Scored:
         """`row_N` numbers the row of each token; `ref_logp_N` is needed if there is a `kl_coef`."""
         own_N = logp_N.detach()
+        if self.taught:
+            adv_N = adv_N + (engine_logp_N - own_N)
         if self.kl_coef:
             assert ref_logp_N is not None
             adv_N = adv_N - self.kl_coef * (own_N - ref_logp_N)

@@ -5,7 +5,8 @@ log student. Its mean over what the student says is minus the KL of student to t
 policy gradient with it makes that KL smaller, with a signal at every token and without a reward. What a token does to
 the places after it is left out: the teacher speaks again there.
 
-The student's log-probs are the recorded ones, so whatever corrects a policy gradient for old data corrects this too.
+What the student said may be some steps old. The advantage is first taken against the recorded log-prob, which is known
+here; the objective puts the learner's own in its place (`Objective.taught`), and its importance weights do the rest.
 """
 
 from __future__ import annotations

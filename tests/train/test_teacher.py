@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,6 +12,7 @@ from etude.core.types import Batch, Row, Span
 from etude.model.attention import Causal
 from etude.model.transformer import Transformer, fresh
 from etude.train.learner import Learner
+from etude.train.objective import Objective
 from etude.train.teacher import Teacher, credited
 from tests.small_model import config, plain_logprobs, sharp
 
@@ -73,15 +76,16 @@ def test_every_token_is_judged_in_its_own_context(microbatch_tokens: int) -> Non
     assert kl == pytest.approx(-sum(gains) / 6, abs=1e-5)
 
 
-def test_its_gradient_is_that_of_the_reverse_kl() -> None:
-    """Summed over all tokens that the student might say, with their probability."""
+def test_its_gradient_is_that_of_the_reverse_kl_also_if_an_older_student_spoke() -> None:
+    """Summed over all tokens that the older one might have said, with their probability."""
     generator = torch.Generator().manual_seed(0)
-    logits, teacher = (torch.randn(9, generator=generator, dtype=torch.float64) for _ in range(2))
+    logits, older, teacher = (torch.randn(9, generator=generator, dtype=torch.float64) for _ in range(3))
     logits.requires_grad_()
-    logp_V, teacher_V = torch.log_softmax(logits, -1), torch.log_softmax(teacher, -1)
+    logp_V, older_V, teacher_V = (torch.log_softmax(each, -1) for each in (logits, older, teacher))
     (exact,) = torch.autograd.grad((logp_V.exp() * (logp_V - teacher_V)).sum(), logits, retain_graph=True)
-    advantage_V = (teacher_V - logp_V).detach()
-    (ours,) = torch.autograd.grad(-(logp_V.exp().detach() * advantage_V * logp_V).sum(), logits)
+    objective, row_V = Objective(taught=True, ratio_cap=math.inf), torch.arange(9)
+    loss_V = objective.score(logp_V, older_V, teacher_V - older_V, row_V).loss_N
+    (ours,) = torch.autograd.grad((older_V.exp() * loss_V).sum(), logits)
     torch.testing.assert_close(ours, exact, rtol=1e-12, atol=1e-12)
 
 
@@ -98,5 +102,5 @@ def test_steps_bring_the_student_to_the_teacher() -> None:
         rows = sampled(step, [(3,), (4,)] * 12, 1, learner.model)
         batch = Batch(step=step + 1, rows=tuple(rows), oldest=step)
         judged, _ = teacher.judge(batch, temperature=1.0, microbatch_tokens=1000)
-        learner.step(judged, lr=5e-3)
+        learner.step(judged, lr=5e-3, objective=Objective(taught=True))
     assert distance() < 0.5 * before
