@@ -265,7 +265,7 @@ OPERATIONAL: dict[str, set[str]] = {
     "harness": {"concurrency"},
     "trainer": {"device", "ranks", "timeout_s"},
     "worlds": {"isolation"},
-    "stage": {"threads"},
+    "stage": {"threads", "microbatch_tokens"},
 }
 """Keys that say how a machine does the work, not what the work is: they may change between two lives of a run."""
 
@@ -277,7 +277,7 @@ def experiment(config: RunConfig) -> dict[str, Any]:
     tree["stage"] = {stage["name"]: stage for stage in tree["stage"]}
     for section, keys in OPERATIONAL.items():
         for table in tree["stage"].values() if section == "stage" else [tree[section] if section else tree]:
-            for key in keys:
+            for key in keys & table.keys():  # not every kind of stage has all of them
                 del table[key]
     return tree
 

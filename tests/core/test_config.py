@@ -199,7 +199,8 @@ def test_another_order_is_another_experiment() -> None:
     config = parse(GOOD)
     turned = config.model_copy(update={"stage": config.stage[::-1]})
     assert experiment(turned) != experiment(config)
-    assert experiment(parse(GOOD, ["stage.rl.threads=2"])) == experiment(config)
+    for key in ("threads=2", "microbatch_tokens=4096"):
+        assert experiment(parse(GOOD, [f"stage.rl.{key}"])) == experiment(config)
 
 
 def test_a_mistake_in_the_only_stage_is_one_line() -> None:
