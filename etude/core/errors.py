@@ -23,23 +23,19 @@ class RolloutFailure(Exception):
 @contextlib.asynccontextmanager
 async def boundary(what: str) -> AsyncIterator[None]:
     """Name the place that a failure crossed; anything already named passes through."""
-    try:
+    with blame(what, RolloutFailure):
         yield
-    except RolloutFailure:
-        raise
-    except Exception as e:
-        raise RolloutFailure(f"{what}: {_told(e)}") from e
 
 
 @contextlib.contextmanager
-def blame(what: str) -> Iterator[None]:
+def blame(what: str, kind: type[Exception] = EtudeError) -> Iterator[None]:
     """Code of the user's own is called in the block: what it raises is told in one line, with its place there."""
     try:
         yield
-    except EtudeError:
+    except kind:
         raise
     except Exception as e:
-        raise EtudeError(f"{what}: {_told(e)}") from e
+        raise kind(f"{what}: {_told(e)}") from e
 
 
 def _told(e: Exception) -> str:

@@ -5,6 +5,7 @@ A run's config holds the name only. Whoever resumes the run elsewhere brings the
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import os
@@ -62,9 +63,8 @@ def _from_file(path: Path) -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their module up there
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(sys.modules.pop, name)
         spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
+        undo.pop_all()
     return module

@@ -260,8 +260,8 @@ def train(run: Run, config: RunConfig, ranks: Ranks, device: torch.device) -> No
             trainer.train()
         except torch.OutOfMemoryError as e:
             raise EtudeError(
-                f"{device} has too little memory at {ranks.at} ({str(e).partition('. ')[0]}): go on with more ranks, "
-                f"or start a run with another name and less of microbatch_tokens or max_context"
+                f"{device} has too little memory at {ranks.at} ({str(e).partition('. ')[0]}): go on with less of "
+                f"microbatch_tokens or with more ranks, or start a run with another name and less of max_context"
             ) from e
         finally:
             trainer.close()

@@ -92,6 +92,6 @@ def test_a_device_without_enough_memory_is_one_sentence(monkeypatch: pytest.Monk
     run = Run.open("memory:")
     store_files(run, small_files())
     with pytest.raises(
-        EtudeError, match=r"too little memory at the start \(CUDA out of memory\): go on with more ranks"
+        EtudeError, match=r"too little memory at the start \(CUDA out of memory\): go on with less of microbatch_tokens"
     ):
         trainer_module.train(run, parse(TOML), Ranks(), torch.device("cpu"))
