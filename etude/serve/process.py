@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +69,21 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+class _Server(uvicorn.Server):
+    """uvicorn listens to signals only while it serves, and would lose one of the moment before."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    def told_to_stop(self, number: int, frame: object) -> None:
+        self.should_exit = True
+
+
 @contextlib.asynccontextmanager
 async def serving(app: ASGIApp, listener: socket.socket) -> AsyncIterator[asyncio.Task[None]]:
-    """Answers on the port while the block runs. The task that is handed out ends when the process is told to stop."""
+    """Answers on the port while the block runs. The task that is handed out ends when the process is told to stop, from
+    the first line of the block on."""
     config = uvicorn.Config(
         app,
         http="httptools",
@@ -83,28 +95,27 @@ async def serving(app: ASGIApp, listener: socket.socket) -> AsyncIterator[asynci
         timeout_keep_alive=75,
         timeout_graceful_shutdown=1,
     )
-    server = uvicorn.Server(config)
+    server = _Server(config)
+    before = {number: signal.signal(number, server.told_to_stop) for number in (signal.SIGTERM, signal.SIGINT)}
     running = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         yield running
     finally:
         server.should_exit = True
         await running
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """The life of a server process: its exit status is 0 after SIGTERM or SIGINT, and 2 with one line for a mistake of
-    the user's."""
-    # uvicorn stops on these signals, and then raises them again for whoever handled them before.
-    signal.signal(signal.SIGTERM, _ignore)
-    signal.signal(signal.SIGINT, _ignore)
+    """The life of a server process: its exit status is 0 when it was told to stop while it served, and 2 with one line
+    for a mistake of the user's."""
+    # Before it serves there is nothing to finish, and a model may take minutes to load: either signal ends it at once,
+    # where asyncio would wait for the next pause of the loop.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(main())
     except EtudeError as e:
         print(f"error: {e}", file=sys.stderr)
         raise SystemExit(2) from None
-
-
-def _ignore(number: int, frame: object) -> None:
-    pass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ from typing import Any
 import aiohttp
 import pytest
 import torch
+from starlette.applications import Starlette
 
 from etude.cli import main
 from etude.core.errors import EtudeError
@@ -248,6 +250,35 @@ def test_what_is_no_model_is_one_clear_message(tmp_path: Path) -> None:
     (write_model(tmp_path) / "model.safetensors").write_bytes(b"junk")
     with pytest.raises(EtudeError, match="give a Hugging Face model directory"):
         load(tmp_path, None, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_can_be_stopped_while_it_loads(number: signal.Signals) -> None:
+    code = """
+import time
+from etude.serve.process import run
+
+async def main() -> None:
+    print("loading", flush=True)
+    time.sleep(3600)
+
+run(main)
+"""
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert child.stdout is not None and child.stdout.readline() == "loading\n"
+    child.send_signal(number)
+    assert child.communicate() == ("", "")
+    assert child.returncode == -number
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_of_the_first_moment_is_not_lost(number: signal.Signals) -> None:
+    listener = process.bind("127.0.0.1", 0, None)
+    before = signal.getsignal(number)
+    async with process.serving(Starlette(), listener) as running:
+        signal.raise_signal(number)
+        await running
+    assert signal.getsignal(number) is before
 
 
 def test_a_template_that_shows_no_tools_is_told_of(tmp_path: Path) -> None:
