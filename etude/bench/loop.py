@@ -96,7 +96,7 @@ def execute(folder: Path, config: str) -> Run:
     file.write_text(config)
     done = subprocess.run(
         [sys.executable, "-m", "etude", "run", str(file), "--dir", str(folder)],
-        stdout=subprocess.DEVNULL,
+        stdout=sys.stderr if sys.stderr.isatty() else subprocess.DEVNULL,  # how far it is, for whoever watches
         stderr=subprocess.PIPE,
         text=True,
         check=False,

@@ -55,6 +55,8 @@ class TasksConfig(Config):
     """Tasks for evaluation; they share no program with the training tasks."""
     novel: CountOrZero = 200
     """Tasks for evaluation from templates that are never trained on."""
+    timeout_s: Positive = 600.0
+    """For opening the world of an attempt, and again for scoring it."""
 
 
 class HarnessConfig(Config):
@@ -262,6 +264,7 @@ class RunConfig(Config):
 OPERATIONAL: dict[str, set[str]] = {
     "": {"sinks"},
     "engine": {"port", "threads", "max_batch", "device"},
+    "tasks": {"timeout_s"},
     "harness": {"concurrency"},
     "trainer": {"device", "ranks", "timeout_s"},
     "worlds": {"isolation"},

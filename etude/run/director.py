@@ -130,7 +130,8 @@ class Director:
             self.gateway,
             concurrency=harness.concurrency,
             experts=experts,
-            limit_s=harness.timeout_s + AGENT_GRACE_S,
+            agent_s=harness.timeout_s + AGENT_GRACE_S,
+            world_s=self.config.tasks.timeout_s,
         ).attempt
 
     async def tasks(self, split: str) -> Sequence[Task]:

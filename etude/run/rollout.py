@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import json
 import math
+from collections.abc import AsyncIterator
 from numbers import Real
 from typing import Protocol
 
 from etude.core.errors import RolloutFailure, boundary
-from etude.core.seams import Agent, Environment, Sandbox, Transcript
+from etude.core.seams import Agent, Environment, Transcript
 from etude.core.types import Json, Segment, Task, Trajectory
 
 
@@ -34,11 +35,13 @@ class Rollouts:
         *,
         concurrency: int,
         experts: bool = False,
-        limit_s: float | None = None,
+        agent_s: float | None = None,
+        world_s: float | None = None,
     ) -> None:
-        """`limit_s`: an agent that is still at work then has failed, so that one which hangs cannot hold up a run."""
+        """`agent_s`, `world_s`: an agent, or an environment that opens a world or scores, which is still at work then
+        has failed, so that one which hangs cannot hold up a run."""
         self.environment, self.agent, self.sessions, self.experts = environment, agent, sessions, experts
-        self._limit_s = limit_s
+        self._agent_s, self._world_s = agent_s, world_s
         self._room = asyncio.Semaphore(concurrency)
 
     async def attempt(self, task: Task, sample: str, seed: int) -> Trajectory:
@@ -62,11 +65,13 @@ class Rollouts:
                         await self.sessions.forget(sample)
 
     async def _attempt(self, task: Task, sample: str, seed: int) -> Trajectory:
-        async with boundary("world"), self.environment.open(task) as sandbox:
-            async with boundary("agent"):
-                transcript = await self._run(task, sandbox, sample, seed)
-                messages = _plain(transcript.messages)
-            async with boundary("score"):
+        async with boundary("world"), contextlib.AsyncExitStack() as worlds:
+            async with _at_most(self._world_s, "tasks.timeout_s"):
+                sandbox = await worlds.enter_async_context(self.environment.open(task))
+            async with boundary("agent"), _at_most(self._agent_s, "harness.timeout_s"):
+                transcript = await self.agent.run(task, sandbox, base_url=self.sessions.base_url(sample), seed=seed)
+                messages = _messages(transcript)
+            async with boundary("score"), _at_most(self._world_s, "tasks.timeout_s"):
                 scores = _checked(await self.environment.score(task, sandbox))
         async with boundary("segments"):
             segments = await self.sessions.segments(sample, experts=self.experts)
@@ -80,17 +85,17 @@ class Rollouts:
             messages=messages,
         )
 
-    async def _run(self, task: Task, sandbox: Sandbox, sample: str, seed: int) -> Transcript:
-        try:
-            async with asyncio.timeout(self._limit_s) as deadline:
-                transcript = await self.agent.run(task, sandbox, base_url=self.sessions.base_url(sample), seed=seed)
-        except TimeoutError as e:
-            if not deadline.expired():
-                raise
-            raise TimeoutError(f"still at work after {self._limit_s:g} s: it must keep to harness.timeout_s") from e
-        if not isinstance(transcript, Transcript):
-            raise TypeError(f"run() must return a Transcript, not a {type(transcript).__name__}")
-        return transcript
+
+@contextlib.asynccontextmanager
+async def _at_most(seconds: float | None, key: str) -> AsyncIterator[None]:
+    """`key`: the one of the configuration that says so."""
+    try:
+        async with asyncio.timeout(seconds) as deadline:
+            yield
+    except TimeoutError as e:
+        if not deadline.expired():
+            raise
+        raise TimeoutError(f"still at work after {seconds:g} s: it must keep to {key}") from e
 
 
 def _checked(scores: dict[str, float]) -> dict[str, float]:
@@ -106,10 +111,12 @@ def _checked(scores: dict[str, float]) -> dict[str, float]:
     return {name: float(score) for name, score in scores.items()}
 
 
-def _plain(messages: list[dict[str, Json]]) -> list[dict[str, Json]]:
+def _messages(transcript: Transcript) -> list[dict[str, Json]]:
     """As JSON in UTF-8 says them: they are stored, and what cannot be is the failure of its agent. But half
     a surrogate pair is a "?": a model can say it, and must not be able to fail by that."""
-    plain = json.loads(json.dumps(messages, ensure_ascii=False).encode(errors="replace"))
+    if not isinstance(transcript, Transcript):
+        raise TypeError(f"run() must return a Transcript, not a {type(transcript).__name__}")
+    plain = json.loads(json.dumps(transcript.messages, ensure_ascii=False).encode(errors="replace"))
     if not isinstance(plain, list) or not all(isinstance(message, dict) for message in plain):
         raise ValueError("the messages of its transcript are no list of objects")
     return plain

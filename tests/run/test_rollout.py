@@ -102,21 +102,50 @@ async def test_a_score_that_says_nothing_is_a_failure_and_no_zero(scores: Any, t
     assert got.error is not None and got.error.startswith("score: ValueError") and told in got.error
 
 
-async def test_an_agent_that_hangs_or_returns_nothing_has_failed() -> None:
-    class Hangs(Parts):
-        async def run(self, task: Task, sandbox: Sandbox, *, base_url: str, seed: int) -> Any:
-            return await asyncio.get_running_loop().create_future()
+class Hangs(Parts):
+    """Where it would break, it never comes back."""
 
+    async def _ever(self, what: str) -> None:
+        if self.breaks == what:
+            await asyncio.get_running_loop().create_future()
+
+    def _maybe(self, what: str) -> None:
+        pass
+
+    @contextlib.asynccontextmanager
+    async def open(self, task: Task) -> AsyncIterator[Sandbox]:
+        await self._ever("world")
+        async with super().open(task) as sandbox:
+            yield sandbox
+
+    async def run(self, task: Task, sandbox: Sandbox, *, base_url: str, seed: int) -> Transcript:
+        await self._ever("agent")
+        return await super().run(task, sandbox, base_url=base_url, seed=seed)
+
+    async def score(self, task: Task, sandbox: Sandbox) -> dict[str, float]:
+        await self._ever("score")
+        return await super().score(task, sandbox)
+
+
+@pytest.mark.parametrize(
+    ("place", "key"), [("world", "tasks.timeout_s"), ("agent", "harness.timeout_s"), ("score", "tasks.timeout_s")]
+)
+async def test_what_hangs_has_failed(place: str, key: str) -> None:
+    parts = Hangs(place)
+    limits = {"agent_s": 0.01 if place == "agent" else None, "world_s": None if place == "agent" else 0.01}
+    got = await Rollouts(parts, parts, parts, concurrency=1, **limits).attempt(TASK, "g.0", 7)
+    assert got.error == f"{place}: TimeoutError: still at work after 0.01 s: it must keep to {key}"
+    assert got.status == "failed" and parts.open_worlds == 0
+
+
+async def test_an_agent_that_returns_nothing_has_failed() -> None:
     class Forgets(Parts):
         async def run(self, task: Task, sandbox: Sandbox, *, base_url: str, seed: int) -> Transcript:
             return None  # type: ignore[return-value]
 
-    for parts, told in (
-        (Hangs(), "agent: TimeoutError: still at work after 0.01 s: it must keep to harness.timeout_s"),
-        (Forgets(), "agent: TypeError: run() must return a Transcript, not a NoneType"),
-    ):
-        got = await Rollouts(parts, parts, parts, concurrency=1, limit_s=0.01).attempt(TASK, "g.0", 7)
-        assert got.status == "failed" and (got.error or "").startswith(told)
+    got = await rollouts(Forgets()).attempt(TASK, "g.0", 7)
+    assert got.status == "failed"
+    assert got.error == "agent: TypeError: run() must return a Transcript, not a NoneType"
 
 
 async def test_scores_may_come_from_numpy() -> None:
