@@ -64,7 +64,10 @@ class Link:
 
     def receive(self) -> Any:
         while not self.waiting():
-            chunk = self._connection.recv(1 << 16)
+            try:
+                chunk = self._connection.recv(1 << 16)
+            except ConnectionError:  # the host was killed before it had read our last answer
+                chunk = b""
             if not chunk:
                 os._exit(0)
             self._buffer += chunk
@@ -72,7 +75,10 @@ class Link:
         return json.loads(line)
 
     def send(self, answer: dict[str, Any]) -> None:
-        self._connection.sendall(json.dumps(answer).encode() + b"\n")
+        try:
+            self._connection.sendall(json.dumps(answer).encode() + b"\n")
+        except ConnectionError:
+            os._exit(0)
 
 
 def serve(connection: socket.socket) -> NoReturn:

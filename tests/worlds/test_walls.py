@@ -291,6 +291,22 @@ async def test_a_killed_launcher_is_started_again(walled: NamespaceWorlds) -> No
             assert await other.read("a") == "2"
 
 
+@pytest.mark.parametrize("does", ["link.receive()", "link.send({})"])
+def test_a_sandbox_whose_host_was_killed_ends_without_a_word(does: str) -> None:
+    code = f"""
+import socket
+from etude.worlds.guest import Link
+
+host, own = socket.socketpair()
+link = Link(own)
+link.send({{}})
+host.close()  # with an answer unread, which is a reset and not an end
+{does}
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 async def test_all_vanish_with_a_killed_controller() -> None:
     controller = """
 import asyncio
