@@ -102,9 +102,11 @@ async def serving(app: ASGIApp, listener: socket.socket) -> AsyncIterator[asynci
         yield running
     finally:
         server.should_exit = True
-        await running
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        try:
+            await running
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
