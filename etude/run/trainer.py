@@ -190,8 +190,7 @@ class Trainer:
             lineage=self.lineage,
             cursor={"held_out": list(self.held_out), "made_by": self.made_by, "books": self.books},
         )
-        tensors = self.learner.state() | {"rng": torch.get_rng_state()}
-        self.saver.save(checkpoint, pack(tensors), then)
+        self.saver.save(checkpoint, pack(self.learner.state()), then)
 
     def resume(self, checkpoint: Checkpoint) -> None:
         self.stage, self.version, self.step = checkpoint.stage, checkpoint.version, checkpoint.step
@@ -199,9 +198,7 @@ class Trainer:
         self.made_by, self.books = checkpoint.cursor["made_by"], checkpoint.cursor["books"]
 
         def shard(rank: int) -> dict[str, torch.Tensor]:
-            tensors = unpack(checkpoints.read_part(self.run, checkpoint, rank), f"checkpoint {checkpoint.name}")
-            torch.set_rng_state(tensors.pop("rng"))
-            return tensors
+            return unpack(checkpoints.read_part(self.run, checkpoint, rank), f"checkpoint {checkpoint.name}")
 
         self.learner.load_shards(len(checkpoint.parts), shard)
         if self.step == 0:

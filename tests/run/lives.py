@@ -72,9 +72,10 @@ teacher = "HERE/teacher"
 }
 """Each stage alone, with so many steps, and what it learns from in HERE."""
 
-# One process loads torch, and all lives are forked from it.
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch._dynamo", "etude.run.trainer", "tests.run.lives"])
+# One process loads torch, and lives are forked from it. A life apart is started anew: it shares no random state, no
+# order of sets and no memory with the others, so what depends on one of these shows.
+_forked, _apart = multiprocessing.get_context("forkserver"), multiprocessing.get_context("spawn")
+_forked.set_forkserver_preload(["torch._dynamo", "etude.run.trainer", "tests.run.lives"])
 
 
 def prepared(directory: Path, kind: str) -> Run:
@@ -193,21 +194,23 @@ def live_briefly(run: Run, config: RunConfig, steps: int, device: str = "cpu") -
         raise AssertionError(f"it ended before step {steps}")
 
 
-def spawn(run: Run, die_at: int | None = None, place: str = "told") -> int | None:
+def spawn(run: Run, die_at: int | None = None, place: str = "told", *, apart: bool = False) -> int | None:
     """One life; how it ended."""
-    process = _context.Process(target=live, args=(run.objects.url, die_at, place))
+    process = (_apart if apart else _forked).Process(target=live, args=(run.objects.url, die_at, place))
     process.start()
     process.join()
     return process.exitcode
 
 
-def spawn_ranks(run: Run, meeting: Path, ranks: int, die_at: int | None = None) -> list[int | None]:
+def spawn_ranks(
+    run: Run, meeting: Path, ranks: int, die_at: int | None = None, *, apart: bool = False
+) -> list[int | None]:
     """The life of several ranks, of which the last may die in the middle of a step; how each ended."""
     processes = []
     for rank in range(ranks):
         death = die_at if rank == ranks - 1 else None
         arguments = (run.objects.url, death, "step", rank, ranks, meeting)
-        processes.append(_context.Process(target=live, args=arguments))
+        processes.append((_apart if apart else _forked).Process(target=live, args=arguments))
         processes[-1].start()
     for process in processes:
         process.join()
@@ -215,7 +218,7 @@ def spawn_ranks(run: Run, meeting: Path, ranks: int, die_at: int | None = None) 
 
 
 def fingerprint(run: Run) -> str:
-    """SHA-256 of all that the run has come to: weights, optimizer, RNG, cursor, lineage and what is published. Not of
+    """SHA-256 of all that the run has come to: weights, optimizer, cursor, lineage and what is published. Not of
     the code's version: somebody may commit while lives are lived."""
     checkpoint, newest = read(run, run.checkpoints()[-1]), find_newest(run.objects)
     assert newest is not None

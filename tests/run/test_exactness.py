@@ -1,4 +1,4 @@
-"""SIGKILL at a step, and the next life ends with the SHA-256 of a run that was never killed.
+"""SIGKILL at a step, and the next life ends with the SHA-256 of a run that was never killed, in another process.
 
 Every step of every stage, which takes some minutes:
 
@@ -35,7 +35,7 @@ def test_every_stage_is_killed_here() -> None:
 def test_a_killed_trainer_comes_to_the_very_same(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     straight = prepared(tmp_path / "straight", kind)
-    assert spawn(straight) == 0
+    assert spawn(straight, apart=True) == 0
     expected = fingerprint(straight)
     if EVERY_STEP:
         for step, place in deaths():
@@ -56,7 +56,7 @@ def test_a_killed_trainer_comes_to_the_very_same(tmp_path: Path, kind: str, monk
 
 def test_a_rank_is_killed_in_mid_step_and_the_run_goes_on(tmp_path: Path) -> None:
     straight, killed = prepared(tmp_path / "straight", "rl"), prepared(tmp_path / "killed", "rl")
-    assert spawn_ranks(straight, tmp_path / "a", 2) == [0, 0]
+    assert spawn_ranks(straight, tmp_path / "a", 2, apart=True) == [0, 0]
     assert len(read(straight, straight.checkpoints()[-1]).parts) == 2
     assert spawn_ranks(killed, tmp_path / "b", 2, die_at=7) == [2, -signal.SIGKILL]
     said = killed.objects.get("last words/0").decode()
