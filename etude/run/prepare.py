@@ -15,6 +15,7 @@ from etude.core.config import RlConfig, RunConfig
 from etude.core.errors import EtudeError
 from etude.core.stages import BUILT_IN, DistillConfig, DpoConfig, MidtrainConfig, RopeScalingConfig, SftConfig
 from etude.core.types import Json
+from etude.model.config import rope_kind, stated_rope
 from etude.run.plugins import check_file
 from etude.store.runs import Run
 from etude.tasks import sources
@@ -66,9 +67,11 @@ def given_files(path: str, max_context: int, stretch: RopeScalingConfig | None =
     files = read_small(directory)
     try:
         shape = json.loads(files["config.json"])
-        if stretched := shape.get("rope_parameters") or shape.get("rope_scaling"):
+        if stretched := stated_rope(shape):
             # What it says is relative to the context that the model was made for, not to the one that it is cut to.
-            stretched.setdefault("original_max_position_embeddings", shape["max_position_embeddings"])
+            own = stretched.setdefault("original_max_position_embeddings", shape["max_position_embeddings"])
+            if rope_kind(stretched) == "yarn" and stretched["factor"] is None:
+                stretched["factor"] = shape["max_position_embeddings"] / own
         if stretch is not None:
             _stretch(shape, stretch)
         shape["max_position_embeddings"] = min(max_context, shape["max_position_embeddings"])
@@ -81,9 +84,9 @@ def given_files(path: str, max_context: int, stretch: RopeScalingConfig | None =
 
 
 def _stretch(shape: dict[str, Json], stretch: RopeScalingConfig) -> None:
-    key = "rope_parameters" if shape.get("rope_parameters") else "rope_scaling"  # as transformers 5 writes it, or 4
-    rope = shape.get(key) or {}
-    if (rope.get("rope_type") or rope.get("type") or "default") != "default":
+    rope = stated_rope(shape)
+    key = "rope_parameters" if rope and not shape.get("rope_scaling") else "rope_scaling"
+    if rope_kind(rope) != "default":
         raise EtudeError(f"rope_scaling: the model of model.path is stretched already ({rope}): leave the key out")
     own = shape["max_position_embeddings"]
     told = {"rope_type": stretch.type, "factor": stretch.factor, "original_max_position_embeddings": own}

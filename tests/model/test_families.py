@@ -49,6 +49,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama tied": {"tie_word_embeddings": True, "rope_theta": 100_000.0},
     "llama llama3": {"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 32}},
     "llama linear": {"rope_scaling": {"rope_type": "linear", "factor": 3.0}, "head_dim": 10},
+    "llama yarn to its context": {"rope_scaling": YARN | {"factor": None}},
     "qwen2": {"num_key_value_heads": 3},
     "qwen2 yarn": {"rope_scaling": YARN},
     "qwen3": {"head_dim": 16, "tie_word_embeddings": True},
