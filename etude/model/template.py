@@ -1,12 +1,18 @@
 """Chat templates, in the environment that they are written for: jinja2 with what Hugging Face's templates may use.
 
 A template comes with a model, from whoever made it: it runs in a sandbox, and sees nothing but what it is handed.
+
+Templates disagree about the calls of a message. Most want the arguments as an object, and a text beside the calls, if
+only an empty one; DeepSeek's want the arguments as the text that they came as, and nothing for a message that only
+calls. A template that is handed the other form breaks, or leaves the call out. None says what it wants, so each is
+asked: it is shown a call in every form, and gets the first that it shows in full.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -48,3 +54,59 @@ def compile_template(text: str) -> Callable[..., str]:
     jinja.filters["tojson"] = _to_json
     jinja.globals |= {"raise_exception": _raise, "strftime_now": _now}
     return jinja.from_string(text).render
+
+
+@dataclass(frozen=True, slots=True)
+class CallForm:
+    """How a template wants a message that calls tools."""
+
+    as_text: bool = False
+    """The arguments, as JSON; otherwise as an object."""
+    silent: str | None = ""
+    """The content of a message that only calls."""
+
+    def shape(self, message: dict[str, Any]) -> dict[str, Any]:
+        """A message as clients send it, or as trainers write it, in this form."""
+        if not message.get("tool_calls"):
+            return message
+        calls = []
+        for call in message["tool_calls"]:
+            arguments = call["function"]["arguments"]
+            if self.as_text and not isinstance(arguments, str):
+                arguments = json.dumps(arguments, ensure_ascii=False)
+            elif not self.as_text and isinstance(arguments, str):
+                arguments = json.loads(arguments)
+            calls.append(call | {"function": call["function"] | {"arguments": arguments}})
+        return message | {"tool_calls": calls, "content": message.get("content") or self.silent}
+
+
+FORMS = [CallForm(as_text, silent) for silent in ("", None) for as_text in (False, True)]
+
+_TRIED = {"name": "some_tool", "arguments": {"some_key": "some_value"}}
+_TRIED_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "some_tool",
+        "description": "",
+        "parameters": {"type": "object", "properties": {"some_key": {"type": "string"}}},
+    },
+}
+
+
+def call_form(render: Callable[..., str], **special: str) -> CallForm:
+    """The first form in which a template shows a call; the usual one if it shows none."""
+    calls = [{"id": "123456789", "type": "function", "function": _TRIED}]
+    asked = {"role": "user", "content": "Go on."}
+
+    def shows(form: CallForm) -> bool:
+        messages = [asked, form.shape({"role": "assistant", "content": None, "tool_calls": calls})]
+        try:
+            text = render(
+                messages=messages, tools=[_TRIED_TOOL], documents=None, add_generation_prompt=False, **special
+            )
+        except (TemplateError, TypeError):
+            return False
+        shown = text.rpartition(asked["content"])[2]
+        return "some_tool" in shown and "some_value" in shown and "{'" not in shown  # no dict as Python writes it
+
+    return next((form for form in FORMS if shows(form)), CallForm())

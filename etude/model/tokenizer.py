@@ -23,7 +23,7 @@ from jinja2 import TemplateError
 from tokenizers import Encoding, Tokenizer
 
 from etude.core.errors import EtudeError
-from etude.model.template import compile_template
+from etude.model.template import CallForm, call_form, compile_template
 
 Message = dict[str, Any]
 Tool = dict[str, Any]
@@ -166,13 +166,19 @@ class ChatTokenizer:
         ValueError for messages that the template cannot show."""
         if self._render is None:
             raise ValueError("this model has no chat template: it continues text, and cannot be talked to in messages")
-        shown, offered = self._with_stand_ins([_as_templates_expect(message) for message in messages], list(tools))
+        form = self._call_form
+        shown, offered = self._with_stand_ins([form.shape(message) for message in messages], list(tools))
         try:
             return self._render(
                 messages=shown, tools=offered or None, documents=None, add_generation_prompt=answer, **self._special
             )
         except (TemplateError, TypeError) as e:  # TypeError: a template that adds a text to what is none
             raise ValueError(f"chat template: {self._as_said(str(e))}") from e
+
+    @cached_property
+    def _call_form(self) -> CallForm:
+        assert self._render is not None
+        return call_form(self._render, **self._special)
 
     def _with_stand_ins(self, messages: list[Message], tools: list[Tool]) -> tuple[list[Message], list[Tool]]:
         text = json.dumps([messages, tools], ensure_ascii=False)  # all that they say, at whatever depth
@@ -181,6 +187,15 @@ class ChatTokenizer:
         guarded = self._control_texts.sub(lambda found: f"~{_NONCE}:{self._control_ids[found[0]]}~", text)
         messages, tools = json.loads(guarded)
         return messages, tools
+
+    def shows(self, shown: str, answer: Sequence[int], message: Message) -> bool:
+        """Whether `shown`, a part of what `render` gave, says all that was sampled as `answer` and handed over as
+        `message`. Calls may be spelt otherwise, and there may be other space around; no word may be missing."""
+        shown = self._as_said(shown)
+        said = self.decode(answer[:-1] if answer[-1] in self.stops else answer)
+        if not (calls := message.get("tool_calls")):
+            return shown.strip() == said.strip()
+        return CALL.sub("", said).strip() in shown and all(call["function"]["name"] in shown for call in calls)
 
     def parse(self, text: str, tools: Sequence[Tool], call_id: Callable[[int], str]) -> Message:
         """The assistant message that a sampled text says. A call that cannot be read is still a call, named `invalid`:
@@ -262,18 +277,3 @@ def _on_the_wire(name: str, arguments: dict[str, Any]) -> dict[str, str]:
     json.dumps(function, ensure_ascii=False).encode()
     json.loads("[" * _SPARE + function["arguments"] + "]" * _SPARE)
     return function
-
-
-def _as_templates_expect(message: Message) -> Message:
-    """OpenAI's wire format carries the arguments of a call as a JSON string, and null for no words beside the calls;
-    templates expect the object, and a text."""
-    if not message.get("tool_calls"):
-        return message
-    calls = []
-    for call in message["tool_calls"]:
-        function = call["function"]
-        arguments = function["arguments"]
-        if isinstance(arguments, str):
-            arguments = json.loads(arguments)
-        calls.append(call | {"function": function | {"arguments": arguments}})
-    return message | {"tool_calls": calls, "content": message.get("content") or ""}

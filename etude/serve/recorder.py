@@ -7,7 +7,10 @@ so what was recorded is kept, and only what the harness added since is rendered,
     turn 1   prompt                              sampled
     turn 2   prompt  sampled  what was added     sampled          (one segment, one unbroken context)
 
-A history that does not go on from anything recorded (a summary, a compaction, a sub-agent) opens a new segment.
+A history that does not go on from anything recorded (a summary, a compaction, a sub-agent) opens a new segment. So does
+one that the template shows in another way than it was recorded, as those do that drop the reasoning of earlier turns:
+a model must see, and be trained on, what its template means it to see. Segments carry the text that their tokens stand
+for, and so every turn is compared with the rendering of the turn before it.
 
 The experts of a sparse model are recorded once for each token: a turn reports those of the tokens that no turn before
 it has reported. What a token was routed to when it was first read is what the tokens behind it were sampled from.
@@ -38,6 +41,8 @@ class Prompt:
     tokens: tuple[int, ...]
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...]
+    text: str
+    """The messages as the template shows them."""
     routed: Routed = Routed()
 
 
@@ -59,6 +64,10 @@ class _Open:
     prompt: tuple[int, ...]
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...]
+    text: str = ""
+    """What the tokens before the last answer stand for."""
+    answer: tuple[int, ...] = ()
+    """The last one."""
     tokens: list[int] = field(default_factory=list)  # behind the prompt
     mask: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -104,9 +113,9 @@ class Recorder:
         text = self._tokenizer.render(said, offered, answer=True)
         for segment in reversed(self._sessions.get(session, [])):
             if (added := self._added(segment, said, offered, text)) is not None:
-                known = Prompt(tokens=segment.context, messages=said, tools=offered, routed=segment.routed)
+                known = Prompt(tokens=segment.context, messages=said, tools=offered, text=text, routed=segment.routed)
                 return Draft(known, added)
-        return Draft(Prompt(tokens=(), messages=said, tools=offered), text)
+        return Draft(Prompt(tokens=(), messages=said, tools=offered, text=text), text)
 
     def _added(self, segment: _Open, said: tuple[Message, ...], offered: tuple[Tool, ...], text: str) -> str | None:
         """What stands in `text` behind the segment; None if the messages do not go on from it."""
@@ -119,6 +128,11 @@ class Recorder:
         eos = self._tokenizer.eos_text
         end = recorded.rfind(eos)
         if end < 0 or recorded[end + len(eos) :].strip():  # a template that does not end an answer
+            return None
+        shown = recorded[len(segment.text) : end]
+        if not recorded.startswith(segment.text) or not self._tokenizer.shows(
+            shown, segment.answer, segment.messages[-1]
+        ):
             return None
         return text[end + len(eos) :] if segment.tokens[-1] == self._tokenizer.eos else text[end:]
 
@@ -138,6 +152,7 @@ class Recorder:
         segment.versions = spans(chain(unspan(segment.versions), unspan(sample.versions)))
         segment.stay(sample.region, len(sample.tokens))
         segment.messages = (*prompt.messages, _essence(message))
+        segment.text, segment.answer = prompt.text, sample.tokens
         if sample.experts is not None:
             num_read = len(prompt.tokens) + len(sample.tokens) - 1
             segment.routed = Routed(num_read, prompt.routed.ids + sample.experts)

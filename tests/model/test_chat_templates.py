@@ -86,6 +86,58 @@ TEMPLATES = {
 {%- if add_generation_prompt %}{{- '<|assistant|>\\n' }}{%- endif %}""",
 }
 
+CALLS_AS_TEXT = {
+    # Arguments are put between texts with `+`, and a message calls if its content is none. (DeepSeek V3, R1)
+    "none": """\
+{%- set ns = namespace(is_first=true, is_tool=false) -%}
+{{ bos_token }}
+{%- for message in messages %}
+{%- if message['role'] == 'user' %}{%- set ns.is_tool = false %}{{ '<｜User｜>' + message['content'] }}{%- endif %}
+{%- if message['role'] == 'assistant' and message['content'] is none %}
+    {%- set ns.is_tool = false %}{%- set ns.is_first = true %}
+    {%- for tool in message['tool_calls'] %}
+        {{- '<｜Assistant｜><｜calls｜>' if ns.is_first else '\\n' }}
+        {{- '<｜call｜>' + tool['type'] + '<｜sep｜>' + tool['function']['name'] + '\\n```json\\n' }}
+        {{- tool['function']['arguments'] + '\\n```<｜call end｜>' }}
+        {%- set ns.is_first = false %}
+    {%- endfor %}
+    {{- '<｜calls end｜>' + eos_token }}
+{%- endif %}
+{%- if message['role'] == 'assistant' and message['content'] is not none %}
+    {{- '<｜outputs end｜>' if ns.is_tool else '<｜Assistant｜>' }}
+    {{- message['content'].split('</think>')[-1] + eos_token }}
+    {%- set ns.is_tool = false %}
+{%- endif %}
+{%- if message['role'] == 'tool' %}
+    {{- ('' if ns.is_tool else '<｜outputs｜>') + '<｜output｜>' + message['content'] + '<｜output end｜>' }}
+    {%- set ns.is_tool = true %}
+{%- endif %}
+{%- endfor -%}
+{%- if ns.is_tool %}{{ '<｜outputs end｜>' }}{%- endif %}
+{%- if add_generation_prompt and not ns.is_tool %}{{ '<｜Assistant｜>' }}{%- endif %}""",
+    # The same, but a message calls if it has calls, and may say something too. (DeepSeek V3.1)
+    "beside": """\
+{{- bos_token }}
+{%- for message in messages %}
+{%- if message['role'] == 'user' %}{{ '<｜User｜>' + message['content'] }}{%- endif %}
+{%- if message['role'] == 'assistant' and message['tool_calls'] is defined and message['tool_calls'] is not none %}
+    {{- '<｜Assistant｜></think>' + (message['content'] or '') + '<｜calls｜>' }}
+    {%- for tool in message['tool_calls'] %}
+        {{- '<｜call｜>' + tool['function']['name'] + '<｜sep｜>' + tool['function']['arguments'] + '<｜call end｜>' }}
+    {%- endfor %}
+    {{- '<｜calls end｜>' + eos_token }}
+{%- elif message['role'] == 'assistant' %}{{ '<｜Assistant｜></think>' + message['content'] + eos_token }}
+{%- elif message['role'] == 'tool' %}{{ '<｜output｜>' + message['content'] + '<｜output end｜>' }}
+{%- endif %}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ '<｜Assistant｜></think>' }}{%- endif %}""",
+    # Without `+`: an object would be shown as Python writes it.
+    "printed": """\
+{%- for message in messages %}{{ message.role }}:{{ message.content or '' }}
+{%- for call in message.tool_calls or [] %}[{{ call.function.name }} {{ call.function.arguments }}]{%- endfor %}
+{%- endfor %}""",
+}
+
 TOOLS = [
     {
         "type": "function",
@@ -157,6 +209,29 @@ def test_templates_render_the_same_bytes(template: str, where: str, tmp_path: Pa
                     messages, tools=tools or None, tokenize=False, add_generation_prompt=answer
                 )
                 assert tokenizer.render(as_on_the_wire(messages), tools, answer=answer) == expected
+
+
+@pytest.mark.parametrize("template", CALLS_AS_TEXT)
+def test_templates_that_want_arguments_as_text_get_them(template: str) -> None:
+    """As transformers renders messages in which they are text, and null is null."""
+    special = json.dumps({"bos_token": "<|user|>", "eos_token": "<|end|>"}).encode()
+    files = {"chat_template.jinja": CALLS_AS_TEXT[template].encode(), "tokenizer_config.json": special}
+    tokenizer, reference = ChatTokenizer(FILES | files), theirs(CALLS_AS_TEXT[template])
+    for sent in (as_on_the_wire(CHATS["calls"]), CHATS["turns"]):
+        for answer in (True, False):
+            expected = reference.apply_chat_template(sent, tokenize=False, add_generation_prompt=answer)
+            assert tokenizer.render(sent, answer=answer) == expected
+            # A recorder leaves out what is null.
+            short = [{key: value for key, value in message.items() if value is not None} for message in sent]
+            assert tokenizer.render(short, answer=answer) == expected
+    assert '{"line": 3, "text": "é \\"<q>\\"\\n"}' in tokenizer.render(CHATS["calls"])
+
+
+def test_arguments_stay_as_they_were_written() -> None:
+    tokenizer = ChatTokenizer(FILES | {"chat_template.jinja": CALLS_AS_TEXT["beside"].encode()})
+    sent = [{"role": "assistant", "content": None, "tool_calls": [call("edit")]}]
+    sent[0]["tool_calls"][0]["function"]["arguments"] = '{ "line":3.0 }'
+    assert '<｜sep｜>{ "line":3.0 }<｜call end｜>' in tokenizer.render(sent)
 
 
 def test_tokens_are_those_of_transformers(tmp_path: Path) -> None:

@@ -70,12 +70,14 @@ def test_two_turns_are_one_segment() -> None:
 
 def test_each_token_knows_its_region() -> None:
     recorder, messages = Recorder(TOKENIZER), [user("read")]
+    tokens, answer = [*TOKENIZER.encode("a test"), TOKENIZER.eos], {"role": "assistant", "content": "a test"}
     for region in ("east", "east", "west", "east"):
         prompt = prompt_for(recorder, "s", messages)
-        recorder.record("s", prompt, replace(sample_of([5, 6, TOKENIZER.eos]), region=region), user("x"))
-        messages = [*prompt.messages, user("x"), user("more")]
+        recorder.record("s", prompt, replace(sample_of(tokens), region=region), answer)
+        messages = [*prompt.messages, answer, user("more")]
     (segment,) = recorder.trajectory("s")
-    assert segment.regions == (Stay("east", 6), Stay("west", 3), Stay("east", 3))
+    n = len(tokens)
+    assert segment.regions == (Stay("east", 2 * n), Stay("west", n), Stay("east", n))
 
 
 def test_another_split_of_the_same_text_is_kept_as_it_was_sampled() -> None:
@@ -108,6 +110,90 @@ def test_what_a_template_writes_after_the_end_is_not_lost() -> None:
     )
     said = [user("a"), {"role": "assistant", "content": "b", "refusal": None}, user("c")]
     assert tokenizer.decode(prompt_for(recorder, "s", said).tokens) == tokenizer.render(said, answer=True)
+
+
+REASONS = b"{% for m in messages %}<|{{ m.role }}|>SHOWN{{ eos_token }}{% endfor %}"
+ASKS = b"{% if add_generation_prompt %}<|assistant|>PREFIX{% endif %}"
+DROPPED = b"{{ m.content.split('</think>')[-1] }}"
+REASONING = {
+    # The reasoning of no turn is shown, that of the last answer neither. (DeepSeek R1)
+    "all": REASONS.replace(b"SHOWN", DROPPED) + ASKS.replace(b"PREFIX", b""),
+    "all, and begun": REASONS.replace(b"SHOWN", DROPPED) + ASKS.replace(b"PREFIX", b"<think>"),
+    # It is shown until another user speaks. (Qwen3)
+    "old": b"{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}"
+    b"{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    + REASONS.replace(b"SHOWN", b"{{ m.content if loop.index0 >= ns.last else m.content.split('</think>')[-1] }}")
+    + ASKS.replace(b"PREFIX", b""),
+    # That of the last answer is shown, for as long as it is the last.
+    "all but the last": b"{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'assistant' %}"
+    b"{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    + REASONS.replace(b"SHOWN", b"{{ m.content if loop.index0 >= ns.last else m.content.split('</think>')[-1] }}")
+    + ASKS.replace(b"PREFIX", b""),
+}
+
+
+@pytest.mark.parametrize("template", REASONING)
+@pytest.mark.parametrize("between", ["user", "tool"])
+def test_what_the_model_is_shown_is_what_its_template_means(template: str, between: str) -> None:
+    """Token by token: whether a turn goes on from the one before it or not, its prompt is the rendered history."""
+    tokenizer = ChatTokenizer(FILES | {"chat_template.jinja": REASONING[template]})
+    recorder, messages, shown = Recorder(tokenizer), [user("start")], list[str]()
+    for word in ("read", "test", "submit", "call"):
+        draft = recorder.draft("s", messages)
+        prompt = draft.ended(tokenizer.encode(draft.text))
+        shown.append(tokenizer.decode(prompt.tokens))
+        assert shown[-1] == tokenizer.render(messages, answer=True)
+        text = f"edit 2</think>{word}" if shown[-1].endswith("<think>") else f"<think>edit 2</think>{word}"
+        answer = {"role": "assistant", "content": text}
+        recorder.record("s", prompt, sample_of([*tokenizer.encode(text), tokenizer.eos]), answer)
+        messages += [answer, {"role": between, "content": "go"}]
+    keeps = template == "old" and between == "tool"
+    segments = recorder.trajectory("s")
+    assert len(segments) == (1 if keeps else 3 if template == "all but the last" else 4)
+    assert shown[-1].count("edit 2") == (3 if keeps else 1 if template == "all but the last" else 0)
+    assert sum(sum(segment.mask) for segment in segments) == sum(
+        len(tokenizer.encode(str(message["content"]))) + 1 for message in messages if message["role"] == "assistant"
+    )
+
+
+def test_words_that_the_harness_was_not_given_open_a_segment() -> None:
+    """A stop text is sampled, and cut off before the answer is handed over."""
+    recorder = Recorder(TOKENIZER)
+    prompt = prompt_for(recorder, "s", [user("read")], TOOLS)
+    answer = {"role": "assistant", "content": "call a "}
+    recorder.record("s", prompt, sample_of(TOKENIZER.encode("call a tool")), answer)
+    messages = [user("read"), answer, user("go")]
+    assert TOKENIZER.decode(prompt_for(recorder, "s", messages, TOOLS).tokens) == TOKENIZER.render(
+        messages, TOOLS, answer=True
+    )
+
+
+def test_a_template_that_leaves_a_call_out_opens_a_segment() -> None:
+    words = b"{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ eos_token }}{% endfor %}"
+    tokenizer = ChatTokenizer(FILES | {"chat_template.jinja": words + ASKS.replace(b"PREFIX", b"")})
+    recorder = Recorder(tokenizer)
+    draft = recorder.draft("s", [user("read")], TOOLS)
+    tokens = [*tokenizer.encode("now <tool_call>edit 3 a</tool_call>"), tokenizer.eos]
+    answer = tokenizer.parse(tokenizer.decode(tokens), TOOLS, str)
+    recorder.record("s", draft.ended(tokenizer.encode(draft.text)), sample_of(tokens), answer)
+    assert recorder.draft("s", [user("read"), answer, user("go")], TOOLS).known.tokens == ()
+
+
+@pytest.mark.parametrize("sent", [{"content": None}, {}, {"content": None, "refusal": None, "audio": None}])
+def test_an_answer_that_only_calls_goes_on_however_it_is_sent_back(sent: Message) -> None:
+    """Clients leave out what is null, or write it out, or add nulls of their own. A split that nobody would make again
+    shows that what goes on is what was recorded."""
+    recorder = Recorder(TOKENIZER)
+    pieces = ["<tool_call>", *"edit 3 return", "</tool_call>"]
+    call = [*(token for piece in pieces for token in TOKENIZER.encode(piece)), TOKENIZER.eos]
+    assert call[:-1] != TOKENIZER.encode("".join(pieces))
+    _, answer = say(recorder, [user("read")], call)
+    assert answer["content"] is None
+    again = {key: value for key, value in answer.items() if key != "content"} | sent
+    result = {"role": "tool", "tool_call_id": "0", "content": "done"}
+    say(recorder, [user("read"), again, result], [TOKENIZER.eos])
+    (segment,) = recorder.trajectory("s")
+    assert segment.tokens[: len(call)] == tuple(call)
 
 
 def test_marks_that_a_user_or_a_model_writes_are_text() -> None:
