@@ -17,22 +17,27 @@ class Decoder:
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
-        self._tokens: list[int] = []  # from the last but one place where the text was certain
+        self._tokens: list[int] = []  # from the last but one place where all of the text was certain
         self._known = 0  # of those tokens, the ones before the last such place
+        self._given = 0  # characters behind that place that were handed out
 
     def push(self, token: int) -> str:
         self._tokens.append(token)
         # A token may be written in another way at the beginning of a text, so one certain stretch goes before it.
-        before = self._decode(self._tokens[: self._known])
+        start = len(self._decode(self._tokens[: self._known])) + self._given
         text = self._decode(self._tokens)
-        if text.endswith(BROKEN):
-            return ""
-        self._tokens = self._tokens[self._known :]
-        self._known = len(self._tokens)
-        return text[len(before) :]
+        # Only what may be the beginning of a character waits: a stop text may end right before it, in the same token.
+        certain = text.rstrip(BROKEN)
+        if certain == text:
+            self._tokens = self._tokens[self._known :]
+            self._known = len(self._tokens)
+            self._given = 0
+        else:
+            self._given += len(certain[start:])
+        return certain[start:]
 
     def end(self) -> str:
-        return self._decode(self._tokens)[len(self._decode(self._tokens[: self._known])) :]
+        return self._decode(self._tokens)[len(self._decode(self._tokens[: self._known])) + self._given :]
 
 
 class StopFinder:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -12,6 +14,7 @@ from etude.core.seams import Ask, Token
 from etude.core.types import Sample, Span
 from etude.model.tokenizer import ChatTokenizer
 from etude.serve import protocol as wire
+from etude.serve.engine_thread import StopWatch
 from etude.serve.forms import ChatForm, TextForm
 from etude.serve.text import CallSplitter, Decoder, StopFinder, first_of
 from tests.small_model import small_files
@@ -47,6 +50,42 @@ def test_a_character_is_held_until_it_is_whole() -> None:
     tokens = [token for byte in "é日" for token in TOKENIZER.encode(byte)]
     decoder = Decoder(TOKENIZER.decode)
     assert [decoder.push(token) for token in tokens] == ["", "é", "", "", "日"]
+
+
+def in_bytes(pieces: list[bytes]) -> Callable[[Sequence[int]], str]:
+    """Decodes as a vocabulary of bytes does: tokens end anywhere, also within a character."""
+    return lambda tokens: b"".join(pieces[token] for token in tokens).decode(errors="replace")
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_a_stop_text_is_seen_with_its_last_byte(seed: int) -> None:
+    rng = random.Random(seed)
+    data = "".join(rng.choice("ab é日🙂") for _ in range(30)).encode()
+    cuts = [0, *sorted(rng.sample(range(1, len(data)), 20)), len(data)]
+    pieces = [data[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+    stop = "".join(rng.choice("ab é日🙂") for _ in range(rng.randrange(1, 4)))
+    decoder, finder = Decoder(in_bytes(pieces)), StopFinder([stop])
+    shown, seen = "", 0
+    while not finder.found and seen < len(pieces):
+        shown += finder.push(decoder.push(seen))
+        seen += 1
+    shown += finder.push(decoder.end()) + finder.end()
+    whole = data.decode()
+    assert shown == (whole[: whole.index(stop)] if stop in whole else whole)
+    assert seen == next((n for n in range(len(pieces) + 1) if stop.encode() in b"".join(pieces[:n])), len(pieces))
+
+
+def test_an_answer_ends_with_the_token_that_ends_its_stop_text() -> None:
+    """Also if that token goes on with the first byte of a character, as tokens of large vocabularies do."""
+    files = small_files()
+    spelled = json.loads(files["tokenizer.json"])
+    both = len(spelled["model"]["vocab"])
+    spelled["model"]["vocab"]["bæ"] = both  # a vocabulary of bytes spells E6 as æ
+    spelled["model"]["merges"].append(["b", "æ"])
+    tokenizer = ChatTokenizer(files | {"tokenizer.json": json.dumps(spelled).encode()})
+    assert tokenizer.decode([both, *TOKENIZER.encode("日")[1:]]) == "b日"
+    assert StopWatch(tokenizer, ("b",))(both)
+    assert not StopWatch(tokenizer, ("b日",))(both)
 
 
 @pytest.mark.parametrize("seed", range(30))
