@@ -8,9 +8,11 @@ import math
 from etude.core.errors import EtudeError
 from etude.core.types import Batch, Row
 
-LEAST_LOGPROB = -300.0
-"""No token is ever drawn with such a probability. It is what some servers say when they do not know it, and e to the
-distance from it, or its square, is no number any more."""
+LEAST_LOGPROB = -53 * math.log(2)
+"""A token is drawn by a number of 53 bits, whose smallest step is 2**-53: nothing less likely is ever
+drawn. It is what servers say when they do not know, or when they mean another distribution than they
+drew from. It bounds every ratio of probabilities by 2**53, and that times `LARGEST` is still a number
+in float32, so all losses and their slopes are."""
 MOST_LOGPROB = 1e-3  # 0, and some rounding
 LARGEST = 1e15
 """Of an advantage: the squares of gradients must be numbers in float32."""

@@ -38,6 +38,7 @@ def test_a_good_batch_passes() -> None:
         ({"advantages": (0.0, 1e30, 0.5)}, "its advantage is 1e+30"),
         ({"logprobs": (0.0, 0.5, -2.0)}, "a sampled token has the log-prob 0.5"),
         ({"logprobs": (0.0, -9999.0, -2.0)}, "a sampled token has the log-prob -9999"),
+        ({"logprobs": (0.0, -89.0, -2.0)}, "a sampled token has the log-prob -89: it must lie between -36.7368 and 0"),
         ({"mask": (False, False, False), "versions": ()}, "no token of it was sampled"),
         ({"mask": (True, False, True)}, "its first token counts as sampled"),
         ({"tokens": (5, 6, 7, 7), "mask": (False, True, True, False)}, "tokens, mask, log-probs and advantages have 4"),

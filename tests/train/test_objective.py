@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import pytest
 import torch
 from torch import Tensor
 
+from etude.core.checks import LARGEST, LEAST_LOGPROB, MOST_LOGPROB
 from etude.core.types import Row
+from etude.train.correction import CORRECTION
 from etude.train.loss import LOSS, Clip
 from etude.train.objective import AGGREGATE, Objective
 
@@ -94,6 +97,24 @@ def test_the_policy_gradient_of_k1_is_the_gradient_of_the_kl() -> None:
 
     (in_the_loss,) = torch.autograd.grad((logp.detach().exp() * (logp - ref)).sum(), logits)
     assert in_the_loss.abs().max() < 1e-15 < expected.abs().max()  # why it does not stand there
+
+
+@pytest.mark.parametrize("correction", ["none", *CORRECTION])
+@pytest.mark.parametrize("name", LOSS)
+def test_all_that_the_checks_admit_has_a_finite_loss_and_slope(name: str, correction: str) -> None:
+    """In float32: every engine's log-prob and advantage that passes, whatever the learner and the reference say."""
+    engine = [LEAST_LOGPROB, -20.0, -1e-3, MOST_LOGPROB]
+    own = [0.0, -1e-3, -20.0, LEAST_LOGPROB, -89.0, -1e4]
+    adv = [LARGEST, 1.0, 0.0, -1.0, -LARGEST]
+    old, new, worth, ref = torch.tensor(list(product(engine, own, adv, own))).T
+    assert old.dtype == torch.float32
+    for row_N in (torch.arange(len(old)), torch.zeros(len(old), dtype=torch.int64), torch.arange(len(old)) // 7):
+        for kl_coef in (0.0, 0.1):
+            objective = Objective(loss=LOSS[name], clip=LOSS[name].clip, correction=correction, kl_coef=kl_coef)
+            leaf = new.clone().requires_grad_()
+            loss_N = objective.score(leaf, old, worth, row_N, ref).loss_N
+            (slope_N,) = torch.autograd.grad(loss_N, leaf, torch.ones_like(loss_N))
+            assert loss_N.isfinite().all() and slope_N.isfinite().all()
 
 
 def rows(*sizes: tuple[str, int]) -> list[Row]:
