@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from statistics import stdev
 
 import pytest
 
@@ -70,6 +71,18 @@ def test_std_normalised() -> None:
     # mean 0.25, deviation sqrt(3) / 4
     assert std_normalised([1.0, 0.0, 0.0, 0.0]) == pytest.approx([3**0.5, *[-(3**-0.5)] * 3])
     assert std_normalised([0.0, 1e-200]) == [0.0, 0.0], "a difference that is lost in rounding is none"
+
+
+@pytest.mark.parametrize("unit", [1.0, 1e-6, 1e6])
+def test_what_the_docs_say_of_the_credits_of_trl(unit: float) -> None:
+    """The deviation with n, nothing added: no unit of rewards matters, and 7 % more than with n - 1 for 8 attempts."""
+    rewards = [unit * reward for reward in (1, 0, 0, 1, 0, 0.5, 0, 0)]
+    theirs = [advantage / stdev(rewards) for advantage in centered(rewards)]
+    assert std_normalised(rewards) == pytest.approx([math.sqrt(8 / 7) * advantage for advantage in theirs])
+    assert math.sqrt(8 / 7) == pytest.approx(1.07, abs=0.005)
+    # One task is nearly always solved, the other hardly ever. Their distance sets no scale.
+    batch = [*centered([unit, 0.0, 0.0, 0.0]), *centered([100 * unit, 99 * unit, 100 * unit, 100 * unit])]
+    assert to_unit_deviation(batch) == pytest.approx(1 / (unit * math.sqrt(0.1875)))
 
 
 def test_a_batch_of_unit_deviation() -> None:
