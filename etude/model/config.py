@@ -307,6 +307,10 @@ def _experts(read: _Reader, model_type: str) -> ExpertsConfig | None:
         return None
     if not layers or not read(*number):
         return None
+    if latent and read(*number) % read("n_group"):
+        raise ValueError(
+            f"config.json: {read(*number)} experts are not to be had in n_group = {read('n_group')} groups"
+        )
     return ExpertsConfig(num_experts=read(*number), layers=layers, sigmoid=latent, **{key: read(key) for key in keys})
 
 

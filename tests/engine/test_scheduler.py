@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.engine.blocks import Blocks
 from etude.engine.scheduler import Scheduler, Sequence
+from etude.engine.speculate import MAX_TOGETHER, Drafter
 from tests.small_model import request
 
 SIZE = 4
@@ -14,6 +16,13 @@ SIZE = 4
 def sequence(id: int, prompt: int, limit: int = 8, priority: int = 0) -> Sequence:
     asked = request(str(id), [id + 1] * prompt, priority=priority)
     return Sequence(asked, id, np.zeros(limit), tokens=list(asked.prompt))
+
+
+def with_drafts(id: int, limit: int) -> Sequence:
+    """It expects to say its only word, 60, for ever: what it guesses is right, and as long as it may be."""
+    made = sequence(id, 20, limit)
+    made.drafter = Drafter(made.tokens, limit, prediction=[60] * 1000)
+    return made
 
 
 def advance(scheduler: Scheduler) -> list[tuple[str, int]]:
@@ -49,6 +58,30 @@ def test_everyone_gets_through(num_blocks: int, max_batch: int, step_tokens: int
         assert advance(scheduler)  # never stuck
     assert [len(s.logprobs) for s in added] == [8] * len(added)
     assert blocks.num_free == num_blocks
+
+
+@pytest.mark.parametrize(("step_tokens", "num_sequences"), [(40, 3), (100, 4), (2000, 8)])
+def test_drafts_share_one_budget(step_tokens: int, num_sequences: int) -> None:
+    """All together at most half of what a pass reads beside those who answer, and never more than
+    `MAX_TOGETHER`. A long prompt is read in what they leave."""
+    scheduler = Scheduler(Blocks(20_000, SIZE), max_batch=num_sequences + 1, step_tokens=step_tokens)
+    for id in range(num_sequences):
+        scheduler.add(with_drafts(id, limit=1000))
+    scheduler.add(sequence(num_sequences, 50_000))
+    budget = min(MAX_TOGETHER, (step_tokens - num_sequences) // 2)
+    drafted = []
+    for _ in range(20):
+        chosen, _ = scheduler.choose(version=0)
+        drafted.append(sum(len(s.draft) for s, _ in chosen))
+        assert drafted[-1] <= budget
+        assert sum(count for _, count in chosen) <= step_tokens
+        for s, _ in chosen:
+            if not s.num_unread:
+                s.num_pending += 1 + len(s.draft)
+                said, s.draft = len(s.draft) + 1, []
+                for _ in range(said):
+                    s.append(60, 0.0, 0, ())
+    assert drafted[-1] > budget - num_sequences  # it is used, too
 
 
 def test_first_come_first_served_within_a_priority() -> None:

@@ -128,6 +128,11 @@ def test_linear_rope_needs_its_factor() -> None:
         ours(SHAPE | {"model_type": "llama", "rope_scaling": LINEAR | {"factor": None}})
 
 
+def test_experts_come_in_whole_groups() -> None:
+    with pytest.raises(ValueError, match="10 experts are not to be had in n_group = 4 groups"):
+        ours(SHAPE | MODELS["deepseek_v3"] | {"model_type": "deepseek_v3", "n_routed_experts": 10})
+
+
 @pytest.mark.parametrize(
     "dropped",
     [

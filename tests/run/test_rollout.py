@@ -28,6 +28,7 @@ class Parts:
     def __init__(self, breaks: str = "", *, finished: bool = True, version: int = 3) -> None:
         self.breaks, self.finished, self.version = breaks, finished, version
         self.open_worlds, self.at_once, self.forgotten = 0, 0, [""][:0]
+        self.experts_wanted: bool | None = None
 
     def _maybe(self, what: str) -> None:
         if self.breaks == what:
@@ -60,6 +61,7 @@ class Parts:
 
     async def segments(self, session: str, *, experts: bool) -> tuple[Segment, ...]:
         self._maybe("segments")
+        self.experts_wanted = experts
         versions = (Span(self.version, 1),)
         return (Segment(prompt=(1,), tokens=(2,), mask=(True,), logprobs=(-0.5,), versions=versions),)
 
@@ -70,6 +72,13 @@ class Parts:
 
 def rollouts(parts: Parts, concurrency: int = 2) -> Rollouts:
     return Rollouts(parts, parts, parts, concurrency=concurrency)
+
+
+@pytest.mark.parametrize("experts", [True, False])
+async def test_experts_are_kept_if_they_are_to_be_replayed(experts: bool) -> None:
+    parts = Parts()
+    await Rollouts(parts, parts, parts, concurrency=1, experts=experts).attempt(TASK, "g000001.2", seed=1)
+    assert parts.experts_wanted is experts
 
 
 @pytest.mark.parametrize("place", ["world", "agent", "score", "segments"])

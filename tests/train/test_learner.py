@@ -15,9 +15,10 @@ from etude.model.attention import Causal
 from etude.model.files import named
 from etude.model.transformer import ModelConfig, fresh
 from etude.train.checkpoint import pack, unpack
-from etude.train.learner import Learner
+from etude.train.learner import MAX_GRAD_NORM, Learner
 from etude.train.loss import token_logprobs
 from etude.train.objective import Objective
+from etude.train.optimizer import BETAS, MOMENTUM
 from etude.train.rows import Padded
 
 CONFIG = ModelConfig(
@@ -165,6 +166,32 @@ def test_a_step_is_one_adamw_step_on_the_formula() -> None:
         torch.testing.assert_close(state[f"master.{name}"].double()[clear], expected[clear], rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("scale", [1e3, 1e-3])
+def test_a_gradient_is_no_longer_than_allowed(scale: float, optimizer: str) -> None:
+    """A first step hides it, since its size does not depend on the gradient's; what is remembered does."""
+    one = Learner(fresh(CONFIG, 0), optimizer=optimizer)
+    rows = [replace(row, advantages=tuple(scale * adv for adv in row.advantages)) for row in batch(1).rows]
+    stats = one.step(replace(batch(1), rows=tuple(rows)), lr=1e-3)
+    assert (stats.grad_norm > 10) == (scale > 1)
+    remembered = {"exp_avg": 1 - BETAS[0], "momentum": 1 - MOMENTUM}
+    parts = [(name.partition(".")[0], tensor) for name, tensor in one.state().items()]
+    moments = [tensor.norm() / remembered[part] for part, tensor in parts if part in remembered]
+    assert torch.stack(moments).norm().item() == pytest.approx(min(stats.grad_norm, MAX_GRAD_NORM), rel=1e-3)
+
+
+def test_the_reference_is_computed_at_the_temperature_of_the_policy() -> None:
+    """Its weights are still those of the policy: at one temperature they agree, and the KL costs nothing."""
+    free, held = learner(), learner()
+    held.keep()
+    stats = [
+        one.step(batch(1), lr=1e-3, temperature=0.5, objective=Objective(kl_coef=kl_coef))
+        for one, kl_coef in ((free, 0.0), (held, 10.0))
+    ]
+    assert stats[1].loss == pytest.approx(stats[0].loss, abs=1e-4)
+    assert stats[1].grad_norm == pytest.approx(stats[0].grad_norm, rel=1e-4)
+
+
 @pytest.mark.parametrize("aggregate", ["token", "sequence", "constant"])
 def test_a_step_adds_up_over_the_whole_batch_as_the_objective_says(aggregate: str) -> None:
     """Two segments of one attempt in different microbatches; against the sum written out, in float64."""
@@ -245,7 +272,8 @@ def test_a_resumed_learner_is_the_same_to_the_bit() -> None:
 
 def test_a_checkpoint_holds_what_is_never_trained() -> None:
     shape = {"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "n_routed_experts": 4}
-    shape |= {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "model_type": "deepseek_v3"}
+    shape |= {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "model_type": "deepseek_v3", "q_lora_rank": None}
+    shape |= {"first_k_dense_replace": 0, "n_group": 1, "topk_group": 1, "n_shared_experts": 0}
     config = ModelConfig.from_json(json.dumps(json.loads(CONFIG.to_json()) | shape))
     first, second = Learner(fresh(config, 0)), Learner(fresh(config, 1))
     bias = "model.layers.1.mlp.gate.e_score_correction_bias"

@@ -9,7 +9,7 @@ import torch
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from etude.core.errors import EtudeError
-from etude.core.types import Batch, Row
+from etude.core.types import Batch, Row, Span
 from etude.engine.engine import Engine
 from etude.model.attention import Causal
 from etude.model.config import ExpertsConfig, LatentConfig, ModelConfig
@@ -193,6 +193,40 @@ def test_the_loss_makes_the_load_even() -> None:
             learner.fit([TEXT], lr=3e-3, balance=balance)
         ends[balance] = most_loaded(learner.model, Routing())
     assert ends[True] < 1.15 < ends[False], ends
+
+
+def test_the_balance_of_a_batch_is_the_mean_over_its_tokens() -> None:
+    """However it is cut: each microbatch has the weight of its tokens, and an unrewarded batch has no other loss."""
+    sizes = (5, 25)
+    rows = [
+        Row(
+            sample=f"s{size}", tokens=tuple(TEXT_BT[size % 8, : 3 + size].tolist()), mask=(False,) * 3 + (True,) * size,
+            logprobs=(-1.0,) * (3 + size), advantages=(0.0,) * (3 + size), versions=(Span(0, size),),
+        )
+        for size in sizes
+    ]  # fmt: skip
+    batch = Batch(step=1, rows=tuple(rows), oldest=0)
+    alone = [step(SPARSE, replace(batch, rows=(row,)), None, balance=True).loss for row in rows]
+    assert alone[0] != pytest.approx(alone[1], rel=1e-3) and min(alone) > 0.05
+    together = step(SPARSE, batch, None, balance=True, microbatch_tokens=0)
+    assert together.loss == pytest.approx((sizes[0] * alone[0] + sizes[1] * alone[1]) / sum(sizes), rel=1e-4)
+
+
+def test_the_balance_of_a_text_is_the_mean_over_its_tokens() -> None:
+    parts = [
+        Padded(tokens_BT=TEXT_BT[rows, :length], mask_BT=torch.ones_like(TEXT_BT[rows, :length], dtype=torch.bool))
+        for rows, length in ((slice(0, 2), 9), (slice(2, 8), 33))
+    ]
+
+    def price(texts: list[Padded]) -> float:
+        losses = [
+            Learner(sharp(SPARSE, 0).requires_grad_(True)).fit(texts, lr=1e-3, balance=b).loss for b in (True, False)
+        ]
+        return losses[0] - losses[1]
+
+    counts, alone = [part.count for part in parts], [price([part]) for part in parts]
+    assert alone[0] != pytest.approx(alone[1], rel=1e-3) and min(alone) > 0.05
+    assert price(parts) == pytest.approx(sum(n * p for n, p in zip(counts, alone, strict=True)) / sum(counts), rel=1e-3)
 
 
 def test_padding_has_no_weight_in_the_balance() -> None:
