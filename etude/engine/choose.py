@@ -51,5 +51,5 @@ def runner_for(model: Transformer, max_batch: int, kv_bytes: int | None) -> Runn
     if model.invariant:
         return InvariantRunner(model, -(-tokens // BLOCK_SIZE))
     if not weight.is_cuda and max_batch > 1 and native.can_run(model.config, weight.dtype):
-        return native.NativeRunner(model, -(-tokens // native.PAGES[weight.dtype]))
+        return native.NativeRunner(model, -(-tokens // native.BLOCK_SIZE))
     return CpuRunner(model, -(-tokens // BLOCK_SIZE))

@@ -1,8 +1,8 @@
 """The model on a CPU, a pass in one call: `native.c`, where it is built and knows the model.
 
 `pip install` compiles it if the machine has a compiler; it is a plain shared library, and its threads are those of
-torch. It computes dense models, in fp32, or in bf16 on processors with AMX; `runner.CpuRunner` computes whatever it
-cannot, operator by operator. A token gets the same bits whatever else is in its pass.
+torch. It computes dense models in fp32 and bf16; `runner.CpuRunner` computes whatever it cannot, operator by operator.
+A token gets the same bits whatever else is in its pass.
 
 Matrices are laid out as `native.c` reads them. Shapes: U units of 32 outputs, I inputs of a matrix.
 """
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from etude.core.isa import Isa, chosen_isa
 from etude.engine.plan import Drawn, Ints, Plan
 from etude.engine.sampler import sample
 from etude.model.files import load_weights
@@ -26,8 +27,8 @@ from etude.model.files import weights as published
 from etude.model.transformer import ModelConfig, Transformer
 
 UNIT, MAX_HEAD = 32, 256
-PAGES = {torch.float32: 16, torch.bfloat16: 32}
-"""Tokens in a block of keys and values."""
+BLOCK_SIZE = 32
+_FP32, _BF16, _TILES = range(3)
 _NUMBER, _DATA = ctypes.c_int64, ctypes.c_void_p
 
 
@@ -42,7 +43,7 @@ def _load() -> ctypes.CDLL | None:
 
 
 LIBRARY = _load()
-HAS_BF16 = LIBRARY is not None and bool(LIBRARY.has_bf16())
+ISA = chosen_isa(LIBRARY.best_isa()) if LIBRARY else Isa.GENERIC
 
 
 class _Layer(ctypes.Structure):
@@ -57,7 +58,8 @@ class _Model(ctypes.Structure):
         *(
             (name, _NUMBER)
             for name in (
-                "is_bf16",
+                "isa",
+                "format",
                 "num_layers",
                 "hidden",
                 "inner",
@@ -87,7 +89,7 @@ def can_run(config: ModelConfig, dtype: torch.dtype) -> bool:
     c = config
     return (
         LIBRARY is not None
-        and (dtype == torch.float32 or (dtype == torch.bfloat16 and HAS_BF16))
+        and dtype in (torch.float32, torch.bfloat16)
         and c.latent is None
         and c.experts is None
         and not any(size % UNIT for size in (c.hidden_size, c.intermediate_size, c.head_dim))
@@ -97,12 +99,12 @@ def can_run(config: ModelConfig, dtype: torch.dtype) -> bool:
 
 class NativeRunner:
     overlaps = False
+    block_size = BLOCK_SIZE
 
     def __init__(self, model: Transformer, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.config, self._like = model.config, model.model.embed_tokens.weight.detach()
         c = model.config
-        self.block_size = PAGES[self._like.dtype]
         shape = (c.num_hidden_layers, num_blocks, c.num_key_value_heads, self.block_size * c.head_dim)
         # Zeros: what lies past the end of a sequence gets weight 0, which does not help against a NaN.
         self._keys, self._values = self._like.new_zeros(shape), self._like.new_zeros(shape)
@@ -173,8 +175,9 @@ class _Weights:
                 for number, (k, v) in enumerate(zip(keys, values, strict=True))
             )
         )
+        bf16 = _TILES if ISA == Isa.AMX else _BF16
         self.model = _Model(
-            int(dtype == torch.bfloat16), c.num_hidden_layers, c.hidden_size, c.intermediate_size,
+            ISA, bf16 if dtype == torch.bfloat16 else _FP32, c.num_hidden_layers, c.hidden_size, c.intermediate_size,
             c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.vocab_size, c.rms_norm_eps,
             self._rope.data_ptr(), self._at("model.embed_tokens.weight"), self._at(HEAD), self._at("model.norm.weight"),
             ctypes.cast(self._layers, _DATA),

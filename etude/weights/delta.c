@@ -16,13 +16,18 @@
 #endif
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 enum { BLOCK = 64, MAX_CONTEXTS = 16, SAMPLE = 256 };
 enum { TOO_LARGE = -1, NO_MEMORY = -2, DAMAGED = -3 };
-enum { GENERIC, AVX2, AVX512 };
+enum { GENERIC, AVX2, AVX512 }; /* in the order of core/isa.py */
 
 #define INLINE static inline __attribute__((always_inline))
+
+typedef uint64_t Pair __attribute__((vector_size(16), aligned(8), may_alias));
+typedef int32_t Quad __attribute__((vector_size(16), aligned(4), may_alias));
 
 typedef struct {
     int width, shift, contexts, ordered, top; /* width in bytes; ordered: sign and magnitude, not an integer */
@@ -221,29 +226,10 @@ TARGET_AVX512 static inline void masks_avx512(uint64_t *mask, const uint8_t *byt
     _mm512_storeu_si512(mask + 8, _mm512_and_si512(p3, low));
 }
 
-TARGET_AVX2 static inline uint64_t top_bits_avx2(__m256i low, __m256i high) {
-    return (uint32_t)_mm256_movemask_epi8(low) | (uint64_t)(uint32_t)_mm256_movemask_epi8(high) << 32;
-}
-
-TARGET_AVX2 static inline void masks_avx2(uint64_t *mask, const uint8_t *byte) {
+TARGET_AVX2 static inline uint64_t plane_avx2(const uint8_t *byte, int bit) {
     const __m256i a = _mm256_loadu_si256((const __m256i *)byte), b = _mm256_loadu_si256((const __m256i *)(byte + 32));
-    const uint64_t p0 = top_bits_avx2(_mm256_slli_epi16(a, 7), _mm256_slli_epi16(b, 7));
-    const uint64_t p1 = top_bits_avx2(_mm256_slli_epi16(a, 6), _mm256_slli_epi16(b, 6));
-    const uint64_t p2 = top_bits_avx2(_mm256_slli_epi16(a, 5), _mm256_slli_epi16(b, 5));
-    const uint64_t p3 = top_bits_avx2(_mm256_slli_epi16(a, 4), _mm256_slli_epi16(b, 4));
-    const uint64_t some = ~top_bits_avx2(a, b);
-    const uint64_t low[4] = {~p1 & ~p0, ~p1 & p0, p1 & ~p0, p1 & p0};
-    const uint64_t high[4] = {~p3 & ~p2 & some, ~p3 & p2 & some, p3 & ~p2 & some, p3 & p2 & some};
-    for (int c = 0; c < MAX_CONTEXTS; c++) mask[c] = high[c >> 2] & low[c & 3];
-}
-
-TARGET_AVX512 static inline uint64_t zeros_avx512(const uint8_t *byte) {
-    return _mm512_testn_epi8_mask(_mm512_loadu_si512(byte), _mm512_loadu_si512(byte));
-}
-
-TARGET_AVX2 static inline uint64_t zeros_avx2(const uint8_t *byte) {
-    const __m256i a = _mm256_loadu_si256((const __m256i *)byte), b = _mm256_loadu_si256((const __m256i *)(byte + 32));
-    return top_bits_avx2(_mm256_cmpeq_epi8(a, _mm256_setzero_si256()), _mm256_cmpeq_epi8(b, _mm256_setzero_si256()));
+    const uint32_t low = (uint32_t)_mm256_movemask_epi8(_mm256_slli_epi16(a, 7 - bit));
+    return low | (uint64_t)(uint32_t)_mm256_movemask_epi8(_mm256_slli_epi16(b, 7 - bit)) << 32;
 }
 
 TARGET_AVX512 static inline uint32_t less_avx512(const int32_t *a, const int32_t *b) {
@@ -263,31 +249,77 @@ TARGET_AVX2 static inline int at_rank_bmi2(uint64_t mask, int rank) {
 }
 #endif
 
-/* mask[c]: which of the 64 bytes are c. */
+/* One bit of each of the 64 bytes. */
+INLINE uint64_t plane(const uint8_t *byte, int bit, int isa) {
+#if defined(__x86_64__)
+    if (isa != GENERIC) return plane_avx2(byte, bit);
+    uint64_t found = 0;
+    for (int i = 0; i < BLOCK; i += 16) {
+        const __m128i part = _mm_slli_epi16(_mm_loadu_si128((const __m128i *)(byte + i)), 7 - bit);
+        found |= (uint64_t)(uint32_t)_mm_movemask_epi8(part) << i;
+    }
+    return found;
+#elif defined(__aarch64__)
+    const uint8x16_t place = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
+    uint8x16_t part[4];
+    for (int i = 0; i < 4; i++)
+        part[i] = vandq_u8(vtstq_u8(vld1q_u8(byte + 16 * i), vdupq_n_u8((uint8_t)(1 << bit))), place);
+    const uint8x16_t sums = vpaddq_u8(vpaddq_u8(part[0], part[1]), vpaddq_u8(part[2], part[3]));
+    return vgetq_lane_u64(vreinterpretq_u64_u8(vpaddq_u8(sums, sums)), 0);
+#else
+    uint64_t found = 0;
+    for (int i = 0; i < BLOCK; i += 8) {
+        uint64_t word;
+        memcpy(&word, byte + i, 8);
+        found |= ((word >> bit & 0x0101010101010101) * 0x0102040810204080 >> 56) << i; /* one bit of each, side by side */
+    }
+    return found;
+#endif
+}
+
+/* mask[c]: which of the 64 bytes are c. Each is a product of the four bits of a context, as they are or inverted. Bytes
+ * of no context, which are those behind the end, have their highest bit set. */
 INLINE void masks(uint64_t *mask, const uint8_t *byte, int isa) {
 #if defined(__x86_64__)
     if (isa == AVX512) {
         masks_avx512(mask, byte);
         return;
     }
-    if (isa == AVX2) {
-        masks_avx2(mask, byte);
-        return;
-    }
 #endif
-    uint64_t found[256] = {0};
-    for (int i = 0; i < BLOCK; i++) found[byte[i]] |= 1ull << i;
-    memcpy(mask, found, MAX_CONTEXTS * sizeof *mask);
+    const uint64_t p0 = plane(byte, 0, isa), p1 = plane(byte, 1, isa), p2 = plane(byte, 2, isa);
+    const uint64_t p3 = plane(byte, 3, isa), some = ~plane(byte, 7, isa);
+    const Pair low[2] = {{~p1 & ~p0, ~p1 & p0}, {p1 & ~p0, p1 & p0}};
+    const uint64_t high[4] = {~p3 & ~p2 & some, ~p3 & p2 & some, p3 & ~p2 & some, p3 & p2 & some};
+    for (int h = 0; h < 4; h++) {
+        ((Pair *)mask)[2 * h] = low[0] & high[h];
+        ((Pair *)mask)[2 * h + 1] = low[1] & high[h];
+    }
 }
 
-INLINE uint64_t zeros(const uint8_t *byte, int isa) { /* which of the 64 bytes are 0 */
-#if defined(__x86_64__)
-    if (isa == AVX512) return zeros_avx512(byte);
-    if (isa == AVX2) return zeros_avx2(byte);
+/* How many bits are set in each mask. */
+INLINE void count_all(int32_t *members, const uint64_t *mask, int isa) {
+    if (isa != GENERIC) {
+        for (int c = 0; c < MAX_CONTEXTS; c++) members[c] = (int32_t)__builtin_popcountll(mask[c]);
+        return;
+    }
+#if defined(__aarch64__)
+    for (int c = 0; c < MAX_CONTEXTS; c += 4) {
+        const uint8x16_t a = vcntq_u8(vreinterpretq_u8_u64(vld1q_u64(mask + c)));
+        const uint8x16_t b = vcntq_u8(vreinterpretq_u8_u64(vld1q_u64(mask + c + 2)));
+        const uint32x4_t sums = vpaddq_u32(vpaddlq_u16(vpaddlq_u8(a)), vpaddlq_u16(vpaddlq_u8(b)));
+        vst1q_s32(members + c, vreinterpretq_s32_u32(sums));
+    }
+#else
+    for (int c = 0; c < MAX_CONTEXTS; c++) { /* by shifts and additions, which any vector unit has */
+        uint64_t x = mask[c];
+        x -= x >> 1 & 0x5555555555555555;
+        x = (x & 0x3333333333333333) + (x >> 2 & 0x3333333333333333);
+        x = (x + (x >> 4)) & 0x0f0f0f0f0f0f0f0f;
+        x += x >> 8;
+        x += x >> 16;
+        members[c] = (int32_t)((x + (x >> 32)) & 127);
+    }
 #endif
-    uint64_t found = 0;
-    for (int i = 0; i < BLOCK; i++) found |= (uint64_t)(byte[i] == 0) << i;
-    return found;
 }
 
 INLINE int at_rank(uint64_t mask, int rank, int isa) { /* the place of the set bit that has `rank` set bits below it */
@@ -304,9 +336,11 @@ INLINE uint32_t less(const int32_t *a, const int32_t *b, int isa) {
     if (isa == AVX512) return less_avx512(a, b);
     if (isa == AVX2) return less_avx2(a, b);
 #endif
-    uint32_t found = 0;
-    for (int c = 0; c < MAX_CONTEXTS; c++) found |= (uint32_t)(a[c] < b[c]) << c;
-    return found;
+    Quad found = {0}, bit = {1, 2, 4, 8};
+    for (int c = 0; c < MAX_CONTEXTS; c += 4, bit <<= 4) found |= (*(const Quad *)(a + c) < *(const Quad *)(b + c)) & bit;
+    const Pair halves = (Pair)found;
+    const uint64_t both = halves[0] | halves[1];
+    return (uint32_t)(both | both >> 32);
 }
 
 /* Finds the changes, in order of position; context_of[j] is the context of change j. Returns how many. */
@@ -319,6 +353,7 @@ INLINE int64_t find(const Kind *kind, const void *old, const void *new, int64_t 
         const int count = n - from < BLOCK ? (int)(n - from) : BLOCK;
         uint8_t context[BLOCK], same[BLOCK];
         uint64_t mask[MAX_CONTEXTS];
+        int32_t members[MAX_CONTEXTS];
         if (count == BLOCK) {
             contexts_of(context, old, from, BLOCK, kind, width);
             for (int i = 0; i < BLOCK; i++) same[i] = load(old, from + i, width) == load(new, from + i, width);
@@ -328,7 +363,7 @@ INLINE int64_t find(const Kind *kind, const void *old, const void *new, int64_t 
                 same[i] = i >= count || load(old, from + i, width) == load(new, from + i, width);
         }
         masks(mask, context, isa);
-        for (uint64_t left = zeros(same, isa); left; left &= left - 1) {
+        for (uint64_t left = ~plane(same, 0, isa); left; left &= left - 1) {
             const int i = __builtin_ctzll(left), c = context[i];
             const uint64_t bit = left & -left;
             change[found].gap = (uint32_t)(run[c] + __builtin_popcountll(mask[c] & (bit - 1)));
@@ -336,7 +371,8 @@ INLINE int64_t find(const Kind *kind, const void *old, const void *new, int64_t 
             context_of[found++] = (uint8_t)c;
             run[c] = -__builtin_popcountll(mask[c] & (bit | (bit - 1)));
         }
-        for (int c = 0; c < MAX_CONTEXTS; c++) run[c] += __builtin_popcountll(mask[c]);
+        count_all(members, mask, isa);
+        for (int c = 0; c < MAX_CONTEXTS; c++) run[c] += members[c];
     }
     return found;
 }
@@ -366,7 +402,7 @@ INLINE int64_t place(const Kind *kind, const void *old, void *out, int64_t n, co
             if (out != old) memcpy((char *)out + from * width, (const char *)old + from * width, (size_t)here * (size_t)width);
         }
         masks(mask, context, isa);
-        for (int c = 0; c < MAX_CONTEXTS; c++) members[c] = (int32_t)__builtin_popcountll(mask[c]);
+        count_all(members, mask, isa);
         uint32_t hit = less(left, members, isa);
         while (hit) { /* one change a turn, so that there is one branch to guess */
             const int c = __builtin_ctz(hit);
@@ -383,17 +419,19 @@ INLINE int64_t place(const Kind *kind, const void *old, void *out, int64_t n, co
     return 0;
 }
 
-/* One copy of the walks for each instruction set and width. */
+/* One copy of the walks for each instruction set and width; hot, because inlined behind so many checks they would be taken
+ * for rarely run, and not be vectorised. */
 
+#define HOT __attribute__((hot, noinline)) static
 #define WALKS(NAME, ISA, TARGET)                                                                                       \
-    TARGET static int64_t find_##NAME(const Kind *k, const void *old, const void *new, int64_t n, Change *change,      \
-                                      uint8_t *context_of) {                                                           \
+    TARGET HOT int64_t find_##NAME(const Kind *k, const void *old, const void *new, int64_t n, Change *change,         \
+                                   uint8_t *context_of) {                                                              \
         if (k->width == 1) return find(k, old, new, n, change, context_of, ISA, 1);                                    \
         if (k->width == 2) return find(k, old, new, n, change, context_of, ISA, 2);                                    \
         return find(k, old, new, n, change, context_of, ISA, 4);                                                       \
     }                                                                                                                  \
-    TARGET static int64_t place_##NAME(const Kind *k, const void *old, void *out, int64_t n, const Change *change,     \
-                                       const int64_t *count) {                                                         \
+    TARGET HOT int64_t place_##NAME(const Kind *k, const void *old, void *out, int64_t n, const Change *change,        \
+                                    const int64_t *count) {                                                            \
         if (k->width == 1) return place(k, old, out, n, change, count, ISA, 1);                                        \
         if (k->width == 2) return place(k, old, out, n, change, count, ISA, 2);                                        \
         return place(k, old, out, n, change, count, ISA, 4);                                                           \

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
+from etude.core.isa import Isa, chosen_isa
 from etude.weights.codec import Array, Damaged, Kind, top_exponent
 
-GENERIC, AVX2, AVX512 = range(3)
 _TOO_LARGE, _NO_MEMORY = -1, -2
 
 
@@ -35,7 +35,7 @@ def declared(library: ctypes.CDLL) -> ctypes.CDLL:
 
 
 LIBRARY = _load()
-ISA = LIBRARY.best_isa() if LIBRARY else GENERIC
+ISA = chosen_isa(LIBRARY.best_isa()) if LIBRARY else Isa.GENERIC
 
 
 def encode_delta(kind: Kind, old: Array, new: Array, isa: int | None = None) -> bytes | None:

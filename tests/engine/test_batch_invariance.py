@@ -37,6 +37,22 @@ def test_no_bit_depends_on_the_batch(name: str) -> None:
     assert len(sessions) > 50 and differing(sessions, trained(model, sessions, rng)) == 0
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_nor_in_bf16(name: str) -> None:
+    """Models that `native.c` does not know run operator by operator. In bf16 those promise no bits in company, on any
+    processor; invariant mode does."""
+    model, rng = small(name).to(torch.bfloat16), Random(name)
+    engine = Engine(model, max_batch=6, step_tokens=16)
+    asked = [random_request(rng, id) for id in range(12)]
+    for each in asked:
+        engine.add(each)
+    done = drain(engine)
+    sessions = {each.id: (each, done[each.id]) for each in asked}
+    by_itself = Engine(model, max_batch=1, prefix_cache=False)
+    assert all(alone(by_itself, each) == done[each.id] for each in asked)
+    assert differing(sessions, trained(model, sessions, rng)) == 0
+
+
 def test_otherwise_bits_do_depend_on_it() -> None:
     """So the test above can fail."""
     model, rng = small("llama").compute_with(PLAIN), Random(0)

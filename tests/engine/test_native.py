@@ -8,7 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from etude.core.isa import Isa
 from etude.core.types import Sample
+from etude.engine import native
 from etude.engine.choose import runner_for
 from etude.engine.engine import Engine, Request
 from etude.engine.native import LIBRARY, NativeRunner, can_run
@@ -43,6 +45,12 @@ EXPERTS = ExpertsConfig(
 )
 
 
+@pytest.fixture(params=range(native.ISA + 1), ids=lambda isa: Isa(isa).name.lower())
+def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every instruction set that the processor has and ETUDE_CPU_ISA allows."""
+    monkeypatch.setattr(native, "ISA", Isa(request.param))
+
+
 @pytest.fixture(autouse=True)
 def threads() -> Iterator[None]:
     before = torch.get_num_threads()
@@ -72,6 +80,7 @@ def answers(engine: Engine, asked: list[Request]) -> dict[str, Sample]:
     return drain(engine)
 
 
+@pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("name", MODELS)
 def test_what_the_operators_compute(name: str) -> None:
     made = model(name)
@@ -84,6 +93,7 @@ def test_what_the_operators_compute(name: str) -> None:
         assert sample.logprobs == pytest.approx(reference[id].logprobs, abs=1e-5)
 
 
+@pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_bf16_is_as_near_to_fp32_as_with_the_operators(name: str) -> None:
     exact, made = model(name), model(name, dtype=torch.bfloat16)
@@ -97,6 +107,7 @@ def test_bf16_is_as_near_to_fp32_as_with_the_operators(name: str) -> None:
     assert 0 < torch.cat(ours).abs().mean() < 1.5 * torch.cat(theirs).abs().mean()
 
 
+@pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
     made = model("qwen3", dtype=dtype)
@@ -107,6 +118,7 @@ def test_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
     assert together == alone
 
 
+@pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_drafts_change_no_bit(dtype: torch.dtype) -> None:
     """What was foreseen, and what was not, has the tokens and the log-probs of plain decoding, to the bit."""
@@ -131,7 +143,8 @@ def test_new_weights_take_the_place_of_the_old() -> None:
 
 
 def test_who_computes_what() -> None:
-    assert isinstance(runner_for(model("llama"), max_batch=2, kv_bytes=1 << 20), NativeRunner)
+    for dtype in (torch.float32, torch.bfloat16):
+        assert isinstance(runner_for(model("llama", dtype=dtype), max_batch=2, kv_bytes=1 << 20), NativeRunner)
     assert isinstance(runner_for(model("llama"), max_batch=1, kv_bytes=1 << 20), CpuRunner)
     assert not can_run(replace(SMALL, model_type="qwen3_moe", experts=EXPERTS), torch.float32)
     assert not can_run(replace(SMALL, head_dim=16), torch.float32)
