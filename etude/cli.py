@@ -82,7 +82,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     mismatch_parser.add_argument("target", type=Path, metavar="MODEL|RUN", help="a model directory, or a run")
     mismatch_parser.add_argument("--tokens", type=_count, default=32, help="of each answer (default: %(default)s)")
-    mismatch_parser.add_argument("--temperature", type=float, default=1.0, help="(default: %(default)s)")
+    mismatch_parser.add_argument("--temperature", type=float, help="(default: that of the run's stage, or 1)")
     mismatch_parser.add_argument("--invariant", action="store_true", help="with invariant arithmetic on both sides")
 
     _add_weights(commands.add_parser("weights", help="the weights of runs and models"))

@@ -118,14 +118,17 @@ class Router(nn.Module):
     def forward(self, x_NE: Tensor, place: int, routing: Routing | None) -> tuple[Tensor, Tensor]:
         """(ids_Nk, weights_Nk) of the experts of each token."""
         c = self.c
-        logits_NX = self.arithmetic.linear(x_NE.float(), self.weight.float(), None)
-        scores_NX = self.arithmetic.sigmoid(logits_NX) if c.sigmoid else logits_NX.softmax(-1)
+        scores_NX = self.scores(x_NE)
         ranks_NX = self._ranks(scores_NX.detach())
         ids_Nk = (routing or Routing()).choose(place, scores_NX, ranks_NX, c.num_experts_per_tok)
         weights_Nk = scores_NX.gather(-1, ids_Nk)
         if c.norm_topk_prob:
             weights_Nk = weights_Nk / (weights_Nk.sum(-1, keepdim=True) + 1e-20)
         return ids_Nk, weights_Nk * c.routed_scaling_factor
+
+    def scores(self, x_NE: Tensor) -> Tensor:
+        logits_NX = self.arithmetic.linear(x_NE.float(), self.weight.float(), None)
+        return self.arithmetic.sigmoid(logits_NX) if self.c.sigmoid else logits_NX.softmax(-1)
 
     def _ranks(self, scores_NX: Tensor) -> Tensor:
         """The scores by which experts are chosen: with the bias that balances their load, and only in the groups whose

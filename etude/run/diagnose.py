@@ -1,61 +1,56 @@
-"""What brings the difference between engine and trainer in. Everything is tried by itself, on the same prompts:
+"""What follows from the figures of `run.trials`: the causes of a train/inference mismatch, or that they are unknown.
 
-- *settings*: the engine answers alone, in a batch, with prompts in pieces, from its cache, after a swap of weights, and
-  in the trainer's precision; the trainer recomputes each answer. A setting that alone makes the gap wider is a cause.
-- *the cut*: if the engine drew from the likeliest tokens only, its log-probs are too high by just the mass that it left
-  out, and from that the top-p follows.
-- *operators*: every operator of the engine's model is given what the trainer's got. So an error does not travel, and
-  whoever computes something else is known by name.
+Everything here is pure. "Rounding" is said only of a gap that lies below a bound which was computed for the very tokens
+it was measured on (`model.rounding`). Above it there is a cause, or the gap is called unexplained.
 
-`diagnose` does the trials; what follows from their figures is decided in `causes`, which is pure.
-
-Shapes: T tokens of a row, N sampled ones, V vocabulary.
+Shapes: N sampled tokens, V vocabulary, T tokens of all rows, L layers with experts, k experts of a token.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from etude.core.events import Gap
-from etude.core.types import Recomputed, Row, Sample
-from etude.engine.engine import Engine, Finished, Request
-from etude.model.attention import Causal
-from etude.model.experts import Experts, Router, Routing, Stack, read_ids
-from etude.model.files import weights
-from etude.model.heads import GroupedHeads, LatentHeads
-from etude.model.layers import MLP, RMSNorm
-from etude.model.transformer import Transformer
-from etude.train.loss import predicted
-from etude.train.meter import meter, routed_otherwise
+from etude.model.rounding import upper_bound
+from etude.run.operators import Operator
 
-MakeEngine = Callable[..., Engine]
-Prompt = tuple[int, ...]
-
-ROUNDING = 1e-9
-"""A k3 below it is rounding, in any precision that trains."""
 STANDS_OUT = 10.0
+"""What makes a gap so many times smaller is a cause of it; what makes one so many times wider is one too."""
 SETTINGS = {
-    "alone": "one request at a time",
     "batch": "batch: many requests at once",
+    "kernels": "engine kernels: they compute something else than the model's operators, for the same batch",
     "chunking": "chunking: prompts in pieces",
     "cache": "cache: prompts found in the prefix cache",
     "swap": "stale KV: requests after a swap of weights use keys and values from before it",
-    "precision": "precision: the engine computes in another type than the trainer",
 }
+SIMPLER = {"batch": "alone", "kernels": "batch", "chunking": "kernels", "cache": "kernels", "swap": "kernels"}
+"""Each setting is that one with one thing changed."""
+SAME = 0.02
+"""Two temperatures whose logarithms are no further apart count as the same."""
+LIKELIER = 3.0
+"""A likelihood ratio of e^3, 20 to 1, says at which of two temperatures tokens were drawn."""
 
 
 @dataclass(frozen=True, slots=True)
-class Operator:
-    name: str
-    difference: float
-    """Of its output from the trainer's, relative, for the same input."""
-    note: str = ""
+class Bound:
+    """The gap that rounding alone makes on the same tokens."""
+
+    k3: float
+    k3_max: float
+
+    @classmethod
+    def of(cls, draws: Sequence[Gap]) -> Bound:
+        """k3 is half the square of a difference; bounds are taken of the difference, whose spread is even."""
+        k3, k3_max = ([math.sqrt(getattr(gap, name)) for gap in draws] for name in ("k3", "k3_max"))
+        return cls(upper_bound(k3) ** 2, upper_bound(k3_max) ** 2)
+
+    def holds(self, gap: Gap, factor: float = 1.0) -> bool:
+        return gap.k3 <= factor * self.k3 and gap.k3_max <= factor * self.k3_max
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,165 +63,208 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TemperatureFit:
+    """The temperature at which the trainer comes nearest to the recorded log-probs."""
+
+    asked: float
+    fitted: float
+    k3: float
+    """That is left at the fitted one."""
+    k3_max: float
+    preference: float
+    """Log-likelihood of the tokens at the temperature asked for, minus that at the fitted one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerRouting:
+    """Recorded experts against those that the trainer's router chooses."""
+
+    layer: int
+    otherwise: float
+    """Share of the tokens with another choice."""
+    bound: float
+    """The share that rounding makes."""
+    swapped: tuple[int, int] | None = None
+    """Two experts; with their names exchanged in what was recorded, both choose alike."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
     gaps: dict[str, Gap]
-    """By setting, in the order in which they were tried."""
-    flips: float
+    """By setting, in the order in which they were tried. The first is the simplest."""
+    rounding: dict[str, Bound]
+    """Likewise."""
+    fits: dict[str, TemperatureFit] = field(default_factory=dict)
+    """Of the settings in which the engine was asked to use a temperature of its own."""
+    cut: Cut | None = None
+    experts: tuple[LayerRouting, ...] = ()
+    operators: tuple[Operator, ...] = ()
+    """Those that differ by more than rounding, the one that differs most first."""
+    flips: float | None = None
     """Share of the tokens for which engine and trainer would have put another first, one request at a time."""
-    cut: Cut | None
-    operators: tuple[Operator, ...]
-    """Those that differ, the one that differs most first."""
+    kinds: tuple[str, str] = ("float32", "float32")
+    """What engine and trainer compute in."""
+
+    @property
+    def simplest(self) -> str:
+        return next(iter(self.gaps))
 
     @property
     def causes(self) -> list[str]:
-        return causes(self.gaps, self.cut, self.operators)
+        found = [*self._settings(), *self._of_scale(), *self._of_cut(), *self._of_experts(), *grouped(self.operators)]
+        return [*found, *self._precision()]
 
+    @property
+    def unexplained(self) -> list[str]:
+        """What is left above rounding once all causes are named."""
+        found = []
+        if self.beyond(self.simplest):
+            if not self._is_explained() and not any(self._precision()):
+                found.append(self._told(self.simplest, self._where()))
+        elif not self.operators:
+            for name, of_this in (("temperature", self._of_scale()), ("replay", self._of_experts())):
+                if self.beyond(name) and not any(of_this):
+                    found.append(self._told(name, f"{self.simplest} agrees"))
+        return found
 
-def causes(gaps: Mapping[str, Gap], cut: Cut | None, operators: Sequence[Operator]) -> list[str]:
-    """What the figures say, in words; nothing if all is rounding."""
-    found = []
-    simplest = gaps["alone"].k3
-    for name in ("batch", "chunking", "cache", "swap"):
-        if name in gaps and gaps[name].k3 > max(ROUNDING, STANDS_OUT * simplest):
-            found.append(SETTINGS[name])
-    if "precision" in gaps and simplest > max(ROUNDING, STANDS_OUT * gaps["precision"].k3):
-        found.append(SETTINGS["precision"])
-    if cut is not None:
-        found.append(f"top-p: the engine draws from the likeliest {cut.top_p:.2f} only, the trainer from all tokens")
-    usual = statistics.median(operator.difference for operator in operators) if len(operators) > 4 else 0.0
-    for operator in operators:
-        if operator.difference > max(1e-6, STANDS_OUT * usual):
-            found.append(f"operator: {operator.name}{f' ({operator.note})' if operator.note else ''}")
-    return found
+    def beyond(self, name: str) -> bool:
+        """Whether a gap is more than rounding."""
+        return name in self.gaps and not self.rounding[name].holds(self.gaps[name])
 
+    def _stands_out(self, name: str) -> bool:
+        simpler = SIMPLER[name]
+        wider = not self.beyond(simpler) or self.gaps[name].k3 > STANDS_OUT * self.gaps[simpler].k3
+        return self.beyond(name) and wider
 
-def diagnose(
-    engine_model: Transformer, trainer_model: Transformer, prompts: Sequence[Prompt], *, max_tokens: int = 16,
-    temperature: float = 1.0, make_engine: MakeEngine = Engine, progress: Callable[[str], None] = lambda text: None,
-) -> Diagnosis:  # fmt: skip
-    """Both models hold the same weights, each in the type that its side computes in. `progress` is told what is being
-    tried: all of it may take minutes."""
-    trial = _Trial(trainer_model, prompts, max_tokens, temperature, make_engine)
-    sampled = {}
-    for name in ("alone", "batch", "chunking", "cache", "swap"):
-        progress(f"the engine answers: {name}")
-        sampled[name] = getattr(trial, name)(engine_model)
-    kind = trainer_model.model.embed_tokens.weight.dtype
-    if engine_model.model.embed_tokens.weight.dtype != kind:
-        same = Transformer(engine_model.config).to(kind).compute_with(engine_model.arithmetic).requires_grad_(False)
-        same.load_state_dict(engine_model.state_dict())
-        progress("the engine answers: precision")
-        sampled["precision"] = trial.alone(same)
-    progress("the trainer recomputes the answers")
-    found = {
-        name: [trial.recompute(*each) for each in zip(prompts, said, strict=True)] for name, said in sampled.items()
-    }
-    gaps = {name: meter(trial.rows(sampled[name]), found[name], step=1).all for name in sampled}
-    tops = [top[0][0] for sample in sampled["alone"] for top in sample.top]
-    likeliest = [int(token) for each in found["alone"] for token in each.likeliest or ()]
-    progress("operator by operator")
-    return Diagnosis(
-        gaps=gaps,
-        flips=sum(a != b for a, b in zip(tops, likeliest, strict=True)) / len(tops),
-        cut=find_cut(*trial.distributions(sampled["alone"])),
-        operators=different_operators(engine_model, trainer_model, max(prompts, key=len)),
-    )
+    def _settings(self) -> Iterable[str]:
+        return (text for name, text in SETTINGS.items() if self._stands_out(name))
 
+    def _of_scale(self) -> Iterable[str]:
+        fits = [fit for name, fit in self.fits.items() if self._fits(name)]
+        if fits and self._fits(self.simplest) == self.beyond(self.simplest):
+            agreeing = [fit.asked for name, fit in self.fits.items() if not self.beyond(name)]
+            yield of_temperature(fits, agreeing)
 
-@dataclass(frozen=True, slots=True)
-class _Trial:
-    trainer: Transformer
-    prompts: Sequence[Prompt]
-    max_tokens: int
-    temperature: float
-    make_engine: MakeEngine
+    def _fits(self, name: str) -> bool:
+        """Whether another temperature explains a gap, or nearly all of it."""
+        if name not in self.fits or not self.beyond(name):
+            return False
+        return self.fits[name].k3 * STANDS_OUT < self.gaps[name].k3 or self._is_all(name)
 
-    def alone(self, model: Transformer) -> list[Sample]:
-        engine = self.make_engine(model, max_batch=1, prefix_cache=False)
-        return [self._ask(engine, [prompt])[0] for prompt in self.prompts]
+    def _is_all(self, name: str) -> bool:
+        fit, bound = self.fits[name], self.rounding[name]
+        # Logits that are larger by a factor have errors that are larger by it.
+        factor = max(1.0, (fit.asked / fit.fitted) ** 2)
+        return fit.k3 <= factor * bound.k3 and fit.k3_max <= factor * bound.k3_max
 
-    def batch(self, model: Transformer) -> list[Sample]:
-        return self._ask(self._engine(model, prefix_cache=False, step_tokens=1 << 16), self.prompts)
+    def _of_cut(self) -> Iterable[str]:
+        if self.cut is not None:
+            yield f"top-p: drawn with top-p {self.cut.top_p:.2f}, which the trainer does not know"
 
-    def chunking(self, model: Transformer) -> list[Sample]:
-        return self._ask(self._engine(model, prefix_cache=False, step_tokens=1), self.prompts)
+    def _of_experts(self) -> Iterable[str]:
+        first = next((each for each in self.experts if each.otherwise > each.bound), None)
+        if first is None:
+            return
+        share = f"{first.otherwise:.1%} of the tokens in layer {first.layer}; rounding: {first.bound:.1%}"
+        exchanged = "" if first.swapped is None else ", experts {} and {} are exchanged".format(*first.swapped)
+        is_nearer = self.gaps[self.simplest].k3 < self.gaps["replay"].k3
+        if is_nearer and self.beyond("replay") and not self.beyond(self.simplest):
+            yield f"recorded experts: not those that the engine computed with{exchanged} ({share})"
+        elif exchanged and not is_nearer and self.beyond("replay"):
+            # Without such a pattern the choice may differ because something before the router does.
+            yield f"router: the engine chooses other experts than the trainer{exchanged} ({share})"
 
-    def cache(self, model: Transformer) -> list[Sample]:
-        engine = self._engine(model)
-        self._ask(engine, self.prompts)
-        return self._ask(engine, self.prompts)
-
-    def swap(self, model: Transformer) -> list[Sample]:
-        """Asked before and after the weights change from others to the model's own."""
-        engine, own, noise = self._engine(model), weights(model, torch.float32), torch.Generator().manual_seed(0)
-        engine.load(1, {name: t * (1 + 0.2 * torch.randn(t.shape, generator=noise)) for name, t in own.items()})
-        self._ask(engine, self.prompts)
-        engine.load(2, own)
-        return self._ask(engine, self.prompts)
-
-    def _engine(self, model: Transformer, **settings: Any) -> Engine:
-        return self.make_engine(model, max_batch=max(2, len(self.prompts)), **settings)
-
-    def _ask(self, engine: Engine, prompts: Sequence[Prompt]) -> list[Sample]:
-        for number, prompt in enumerate(prompts):
-            engine.add(
-                Request(
-                    id=str(number), prompt=prompt, max_tokens=self.max_tokens, temperature=self.temperature,
-                    seed=number, stop=frozenset(), top_logprobs=1,
+    def _precision(self) -> Iterable[str]:
+        if "precision" not in self.gaps or self.beyond("precision"):
+            return
+        engine, trainer = self.kinds
+        bound = self.rounding[self.simplest]
+        if not self.beyond(self.simplest):
+            if not self.rounding["precision"].holds(self.gaps[self.simplest]):
+                yield (
+                    f"precision: the engine computes in {engine}, the trainer in {trainer}; rounding to {engine} makes "
+                    f"a k3 of up to {bound.k3:.1e} on these tokens"
                 )
-            )  # fmt: skip
-        done: dict[str, Sample] = {}
-        while not engine.idle:
-            done |= {event.id: event.sample for event in engine.step() if isinstance(event, Finished)}
-        return [done[str(number)] for number in range(len(prompts))]
+        elif not self._is_explained():
+            yield (
+                f"precision: the gap goes away in {trainer}, but is more than rounding to {engine} makes (k3 up to "
+                f"{bound.k3:.1e}): what the engine runs in {engine} is at fault"
+            )
 
-    def rows(self, samples: Sequence[Sample]) -> list[Row]:
-        return [row_of(str(number), *each) for number, each in enumerate(zip(self.prompts, samples, strict=True))]
+    def _is_explained(self) -> bool:
+        """Whether the simplest setting's gap is, by anything but precision."""
+        gap, bound = self.gaps[self.simplest], self.rounding[self.simplest]
+        if self.operators or any(self._of_experts()):
+            return True
+        if self.cut is not None:
+            return self.cut.k3 <= max(bound.k3, gap.k3 / STANDS_OUT)
+        return self._fits(self.simplest) and self._is_all(self.simplest)
 
-    def recompute(self, prompt: Prompt, sample: Sample) -> Recomputed:
-        logp_N, logp_NV = trainer_logprobs(self.trainer, prompt, sample, self.temperature)
-        otherwise = None
-        if self.trainer.config.experts and sample.experts is not None:
-            tokens_1T, routing = torch.tensor([prompt + sample.tokens])[:, :-1], Routing()
-            self.trainer(tokens_1T, torch.arange(tokens_1T.shape[1])[None], Causal(), routing)
-            own_TLk = routing.used()[len(prompt) - 1 :]
-            recorded_TLk = read_ids(sample.experts, self.trainer.config.experts).long()
-            otherwise = tuple(routed_otherwise(recorded_TLk[len(prompt) - 1 :].numpy(), own_TLk.numpy()).tolist())
-        return Recomputed(
-            logprobs=tuple(logp_N.tolist()), likeliest=tuple(logp_NV.argmax(-1).tolist()), routed_otherwise=otherwise
+    def _where(self) -> str:
+        if any(self._of_scale()):
+            return f"k3 {self.fits[self.simplest].k3:.1e} is left at the temperature that fits best"
+        if self.flips is None:
+            return "what was recorded does not say where it comes in"
+        return "every operator agrees: it comes in behind the logits, in sampling or recording"
+
+    def _told(self, name: str, where: str) -> str:
+        gap, bound = self.gaps[name], self.rounding[name]
+        return (
+            f"{name}: k3 {gap.k3:.1e} and {gap.k3_max:.1e} at the worst token, where rounding makes up to "
+            f"{bound.k3:.1e} and {bound.k3_max:.1e}; {where}"
         )
 
-    def distributions(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor, Tensor]:
-        found = [
-            trainer_logprobs(self.trainer, *each, self.temperature) for each in zip(self.prompts, samples, strict=True)
-        ]
-        old_N = torch.tensor([logprob for sample in samples for logprob in sample.logprobs])
-        return old_N, torch.cat([logp_N for logp_N, _ in found]), torch.cat([logp_NV for _, logp_NV in found])
 
-
-@torch.no_grad()
-def trainer_logprobs(model: Transformer, prompt: Prompt, sample: Sample, temperature: float) -> tuple[Tensor, Tensor]:
-    mask = [False] * len(prompt) + [True] * len(sample.tokens)
-    states = predicted(model, torch.tensor([prompt + sample.tokens]), torch.tensor([mask]))
-    return model.logprobs(*states, temperature)
-
-
-def row_of(name: str, prompt: Prompt, sample: Sample) -> Row:
-    blank = len(prompt)
-    return Row(
-        sample=name,
-        tokens=prompt + sample.tokens,
-        mask=(False,) * blank + (True,) * len(sample.tokens),
-        logprobs=(0.0,) * blank + sample.logprobs,
-        advantages=(0.0,) * (blank + len(sample.tokens)),
-        versions=sample.versions,
+def of_temperature(fits: Sequence[TemperatureFit], agreeing: Sequence[float] = ()) -> str:
+    """`agreeing`: the temperatures that were asked for and recorded."""
+    pairs = [(fit.asked, fit.fitted) for fit in fits] + [(asked, asked) for asked in agreeing]
+    asked, fitted = pairs[0]
+    if len(pairs) > 1 and all(same(a / f, asked / fitted) for a, f in pairs):
+        return f"logits: the engine's are {asked / fitted:.3f} times the trainer's, at any temperature"
+    if not all(same(f, fitted) for _, f in pairs):
+        told = ", ".join(f"{f:.3f} where {a:g} was asked for" for a, f in pairs)
+        return f"temperature: the recorded log-probs are those of temperature {told}"
+    if same(fitted, 1.0):
+        preference = sum(fit.preference for fit in fits)
+        if preference > LIKELIER:
+            return "temperature: log-probs are recorded before temperature; tokens are drawn after it"
+        if preference < -LIKELIER:
+            return "temperature: the engine does not apply it, neither to what it draws nor to what it records"
+        return "temperature: the recorded log-probs are those before it; the tokens do not tell how they were drawn"
+    if len(pairs) > 1:
+        return f"temperature: the engine computes at {fitted:.3f} whatever it is asked for"
+    return (
+        f"temperature: the recorded log-probs are those of temperature {fitted:.3f}, the trainer computes at "
+        f"{asked:g}; or the engine's logits are {asked / fitted:.3f} times the trainer's"
     )
 
 
-def find_cut(old_N: Tensor, new_N: Tensor, logp_NV: Tensor) -> Cut | None:
+def same(a: float, b: float) -> bool:
+    return abs(math.log(a / b)) < SAME
+
+
+def grouped(operators: Sequence[Operator]) -> list[str]:
+    """One line for each kind of operator, however many layers have it."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for operator in sorted(operators, key=_place):
+        kind = ".".join("*" if part.isdigit() else part for part in operator.name.split("."))
+        found.setdefault((kind, operator.note), []).append(operator.name)
+    return [
+        f"operator: {names[0] if len(names) == 1 else f'{kind} of {len(names)} layers, first {names[0]}'}"
+        f"{f' ({note})' if note else ''}"
+        for (kind, note), names in found.items()
+    ]
+
+
+def _place(operator: Operator) -> list[int]:
+    """Its layer, and its number if it is one of several."""
+    return [int(part) for part in operator.name.split(".") if part.isdigit()]
+
+
+def find_cut(old_N: Tensor, new_N: Tensor, logp_NV: Tensor, bound: Bound) -> Cut | None:
     """The top-p that explains log-probs which are higher than they should be, if there is one."""
     k3 = _k3(new_N - old_N)
-    if k3 < ROUNDING:
+    if k3 <= bound.k3:
         return None
     sums_NV = logp_NV.double().exp().sort(-1, descending=True).values.cumsum(-1)
     last = sums_NV.shape[1] - 1
@@ -241,51 +279,66 @@ def find_cut(old_N: Tensor, new_N: Tensor, logp_NV: Tensor) -> Cut | None:
     return Cut(top_p, left) if is_cut and left * STANDS_OUT < k3 else None
 
 
+def fit_temperature(old_N: Tensor, tokens_N: Tensor, logp_NV: Tensor, asked: float) -> TemperatureFit:
+    """Least squares in the logarithm of the temperature. `logp_NV`: the trainer's, at the temperature asked for."""
+    logits_NV, old_N, log_scale = logp_NV.double(), old_N.double(), 0.0
+
+    def at(log_scale: float) -> tuple[Tensor, Tensor]:
+        """The log-probs of the tokens, and their derivatives by the logarithm of the scale."""
+        scaled_NV = logits_NV * math.exp(log_scale)
+        all_NV = torch.log_softmax(scaled_NV, -1)
+        mean_N = (all_NV.exp() * scaled_NV).sum(-1)
+        places = tokens_N[:, None]
+        return all_NV.gather(-1, places)[:, 0], scaled_NV.gather(-1, places)[:, 0] - mean_N
+
+    for _ in range(50):
+        new_N, slope_N = at(log_scale)
+        step = float(((old_N - new_N) * slope_N).sum() / (slope_N**2).sum().clamp(min=1e-30))
+        log_scale = min(3.0, max(-3.0, log_scale + min(0.5, max(-0.5, step))))
+        if abs(step) < 1e-9:
+            break
+    asked_N, fitted_N = at(0.0)[0], at(log_scale)[0]
+    left_N = (fitted_N - old_N).expm1() - (fitted_N - old_N)
+    return TemperatureFit(
+        asked=asked,
+        fitted=asked * math.exp(-log_scale),
+        k3=float(left_N.mean()),
+        k3_max=float(left_N.max()),
+        preference=float((asked_N - fitted_N).sum()),
+    )
+
+
+def compare_experts(
+    recorded_TLk: Tensor, own_TLk: Tensor, draws_TLk: Sequence[Tensor], layers: Sequence[int]
+) -> tuple[LayerRouting, ...]:
+    """`draws_TLk`: what the trainer's routers choose with random rounding."""
+    shares = [_otherwise(drawn_TLk, own_TLk) for drawn_TLk in draws_TLk]
+    found = []
+    for place, (layer, otherwise) in enumerate(zip(layers, _otherwise(recorded_TLk, own_TLk), strict=True)):
+        bound = upper_bound([share[place] for share in shares])
+        swapped = _swapped(recorded_TLk[:, place], own_TLk[:, place], bound) if otherwise > bound else None
+        found.append(LayerRouting(layer=layer, otherwise=otherwise, bound=bound, swapped=swapped))
+    return tuple(found)
+
+
+def _otherwise(a_TLk: Tensor, b_TLk: Tensor) -> list[float]:
+    """By layer, the share of the tokens with another set of experts."""
+    differs_TL = (a_TLk.sort(-1).values != b_TLk.sort(-1).values).any(-1)
+    return [float(share) for share in differs_TL.double().mean(0)]
+
+
+def _swapped(recorded_Tk: Tensor, own_Tk: Tensor, bound: float) -> tuple[int, int] | None:
+    """The two experts that stand for each other wherever the choices differ."""
+    size = int(max(recorded_Tk.max(), own_Tk.max())) + 1
+    is_recorded, is_own = (torch.zeros(len(ids), size).scatter_(-1, ids, 1.0) for ids in (recorded_Tk, own_Tk))
+    # [a, b]: how often a was recorded and not chosen where b was chosen and not recorded
+    instead = ((is_recorded > is_own).float().T @ (is_own > is_recorded).float()) if size else torch.zeros(1, 1)
+    a, b = divmod(int((instead + instead.T).argmax()), size)
+    renamed = torch.arange(size)
+    renamed[a], renamed[b] = b, a
+    left = _otherwise(renamed[recorded_Tk][:, None], own_Tk[:, None])[0]
+    return (min(a, b), max(a, b)) if left <= bound else None
+
+
 def _k3(log_ratio_N: Tensor) -> float:
     return float((log_ratio_N.double().expm1() - log_ratio_N.double()).mean())
-
-
-OPERATORS = (RMSNorm, nn.Linear, Router, Stack, GroupedHeads, LatentHeads, MLP, Experts)
-
-
-@torch.no_grad()
-def different_operators(engine: Transformer, trainer: Transformer, prompt: Prompt) -> tuple[Operator, ...]:
-    """A part that differs hides the whole that contains it."""
-    given: dict[str, tuple[Any, ...]] = {}
-    theirs: dict[str, Tensor] = {}
-
-    def listen(name: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
-        def hook(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-            given[name], theirs[name] = inputs, _tensor(output)
-
-        return hook
-
-    parts = {name: part for name, part in trainer.named_modules() if isinstance(part, OPERATORS)}
-    hooks = [part.register_forward_hook(listen(name)) for name, part in parts.items()]
-    tokens_1T = torch.tensor([prompt])
-    trainer(tokens_1T, torch.arange(len(prompt))[None], Causal())
-    for hook in hooks:
-        hook.remove()
-    kind = engine.model.embed_tokens.weight.dtype
-    found: dict[str, Operator] = {}
-    for name in sorted(given, key=len, reverse=True):
-        inputs = tuple(x.to(kind) if isinstance(x, Tensor) and x.is_floating_point() else x for x in given[name])
-        part = engine.get_submodule(name)
-        error = _tensor(part(*inputs)).to(theirs[name].dtype) - theirs[name]
-        difference = float(error.norm() / theirs[name].norm())
-        if difference > 0 and not any(inner.startswith(f"{name}.") for inner in found):
-            found[name] = Operator(name, difference, _note(part, parts[name]))
-    return tuple(sorted(found.values(), key=lambda operator: -operator.difference))
-
-
-def _tensor(output: Any) -> Tensor:
-    first: Tensor = output[-1] if isinstance(output, tuple) else output
-    return first
-
-
-def _note(engine: nn.Module, trainer: nn.Module) -> str:
-    if isinstance(engine, RMSNorm) and isinstance(trainer, RMSNorm) and engine.eps != trainer.eps:
-        return f"epsilon is {engine.eps:g} in the engine and {trainer.eps:g} in the trainer"
-    own, other = dict(engine.named_parameters()), dict(trainer.named_parameters())
-    changed = [name for name, p in other.items() if name in own and not torch.equal(own[name].to(p.dtype), p)]
-    return f"other weights: {', '.join(changed)}" if changed else ""

@@ -1,32 +1,36 @@
 """`etude mismatch MODEL|RUN`: how far the engine's log-probs are from the trainer's, and what brings the difference in.
 
-Of a run it first says how far the newest batch, as it was recorded, is from the weights that trained on it.
+Of a run it first judges the newest batch, as it was recorded, against the weights that trained on it.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import takewhile
 from pathlib import Path
 
 import torch
 from rich.console import Console
-from torch import Tensor
 
+from etude.core.config import RunConfig
 from etude.core.errors import EtudeError
 from etude.core.events import Gap, Metered
-from etude.core.types import Json, Recomputed, Row
+from etude.core.stages import LoopConfig
+from etude.core.types import Json, Recomputed, Row, unspan
+from etude.model.experts import read_ids
 from etude.model.files import build
 from etude.model.numerics import INVARIANT
 from etude.model.tokenizer import ChatTokenizer
 from etude.model.transformer import Transformer
-from etude.run.diagnose import Diagnosis, Prompt, diagnose, find_cut
+from etude.run.diagnose import Diagnosis
+from etude.run.plan import legs
 from etude.run.serve import load
+from etude.run.trials import Answer, Prompt, diagnose, judge_recorded, recompute
 from etude.serve.wire import read_model_files
+from etude.store.experts import get_experts
 from etude.store.runs import Run
-from etude.train.loss import predicted
 from etude.train.meter import meter
 from etude.weights.follow import fetch
 from etude.weights.manifest import find_newest
@@ -39,9 +43,12 @@ TEXTS = (
     "import json\n\n\ndef load(path):\n    with open(path) as f:\n        return json.load(f)\n\n\ndef save(path):\n",
 )
 NUM_PROMPTS = 8
+JUDGED_TOKENS = 4096
+"""Of the rows of a batch, that are also recomputed with random rounding."""
 LEGEND = (
-    "k1: mean of the engine's log-prob minus the trainer's; k3: the same without sign, 0 if all are equal; ratio: the "
-    "trainer's probability over the engine's, p99: at 99 of 100 tokens it is lower"
+    "k1: mean of the engine's log-prob minus the trainer's; k3: the same without sign, 0 if all are equal; rounding: "
+    "the k3 that rounding alone makes on these tokens, at most; ratio: the trainer's probability over the engine's, "
+    "p99: at 99 of 100 tokens it is lower"
 )
 
 
@@ -52,9 +59,25 @@ class Sides:
     engine: Transformer
     trainer: Transformer
     prompts: Sequence[Prompt]
+    temperature: float = 1.0
 
 
-def mismatch(target: Path, console: Console, *, tokens: int, temperature: float, invariant: bool) -> dict[str, Json]:
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """The batch of a step, as it was recorded."""
+
+    measured: Metered
+    diagnosis: Diagnosis | None
+    """None if the trainer's weights sampled no row from its first token to its last."""
+
+    def to_json(self) -> Json:
+        return asdict(self.measured) | (to_json(self.diagnosis) if self.diagnosis else {})
+
+
+def mismatch(
+    target: Path, console: Console, *, tokens: int, temperature: float | None, invariant: bool
+) -> dict[str, Json]:
+    """`temperature`: None takes that of the run's stage, or 1."""
     said: dict[str, Json] = {}
     progress("the weights are read")
     if (target / "config.json").is_file() and (target / "tokenizer.json").is_file():
@@ -62,15 +85,20 @@ def mismatch(target: Path, console: Console, *, tokens: int, temperature: float,
     else:
         run = Run.open(f"file:{target.absolute()}", create=False)
         sides, recorded = of_run(run, console)
-        said["recorded"] = asdict(recorded) if recorded else None
+        said["recorded"] = recorded.to_json() if recorded else None
     if invariant:
         sides.engine.compute_with(INVARIANT)
         sides.trainer.compute_with(INVARIANT)
+    asked = sides.temperature if temperature is None else temperature
     found = diagnose(
-        sides.engine, sides.trainer, sides.prompts, max_tokens=tokens, temperature=temperature, progress=progress
+        sides.engine, sides.trainer, sides.prompts, max_tokens=tokens, temperature=asked, progress=progress
     )
     show(found, console)
-    return said | asdict(found) | {"causes": found.causes}
+    return said | to_json(found)
+
+
+def to_json(found: Diagnosis) -> dict[str, Json]:
+    return asdict(found) | {"causes": found.causes, "unexplained": found.unexplained}
 
 
 def of_model(directory: Path) -> Sides:
@@ -80,23 +108,43 @@ def of_model(directory: Path) -> Sides:
     return Sides(engine, as_trained(engine), prompts)
 
 
-def of_run(run: Run, console: Console) -> tuple[Sides, Metered | None]:
-    """The newest weights; and if there are batches, the gap of the last one."""
+def of_run(run: Run, console: Console) -> tuple[Sides, Recorded | None]:
+    """The newest weights; and if there are batches, what the last one says."""
     files, newest = read_model_files(run.objects), find_newest(run.objects)
     if newest is None:
         raise EtudeError(f"{run.objects.url} has no published weights yet: run its first stage to the end first")
-    tokenizer, steps = ChatTokenizer(files), run.batches()
-    if not steps:
-        engine = build(files, fetch(run.objects, newest.version)).requires_grad_(False)
-        return Sides(engine, as_trained(engine), [tuple(tokenizer.encode(text)) for text in TEXTS]), None
-    batch = run.batch(steps[-1])
-    engine = build(files, fetch(run.objects, batch.step - 1)).requires_grad_(False)
+    tokenizer, steps, config = ChatTokenizer(files), run.batches(), run.config()
+    version = steps[-1] - 1 if steps else newest.version
+    engine = build(files, fetch(run.objects, version), engine_dtype(config)).requires_grad_(False)
     trainer = as_trained(engine)
-    stage = next(stage for stage in run.config().stage if stage.kind == "rl")
-    recorded = of_batch(trainer, batch.rows, batch.step - 1, stage.temperature, tokenizer, console)
+    if not steps:
+        return Sides(engine, trainer, [tuple(tokenizer.encode(text)) for text in TEXTS]), None
+    rows, temperature = run.batch(steps[-1]).rows, temperature_of(config, steps[-1])
+    recorded = of_batch(run, trainer, rows, version, temperature, tokenizer, engine_dtype(config), console)
     prompts = [tuple(token for token, _ in takewhile(lambda each: not each[1], zip(row.tokens, row.mask, strict=True)))
-               for row in batch.rows]  # fmt: skip
-    return Sides(engine, trainer, sorted(set(prompts), key=len)[:NUM_PROMPTS]), recorded
+               for row in rows]  # fmt: skip
+    return Sides(engine, trainer, sorted(set(prompts), key=len)[:NUM_PROMPTS], temperature), recorded
+
+
+def temperature_of(config: RunConfig, step: int) -> float:
+    """That of the stage which the step belongs to: each loop (rl, distill) has its own."""
+    for leg in legs(config.stage):
+        if leg.start < step <= leg.end and isinstance(leg.stage, LoopConfig):
+            return leg.stage.temperature
+    raise EtudeError(
+        f"the run has a batch of step {step}, and its config no rl or distill stage with that step: "
+        f"bring config.json back from a copy"
+    )
+
+
+def engine_dtype(config: RunConfig) -> torch.dtype:
+    """What the run's workers compute in."""
+    engine = config.engine
+    on_cuda = engine.device == "cuda" or (engine.device == "auto" and torch.cuda.is_available())
+    if engine.dtype == "auto":
+        return torch.bfloat16 if on_cuda else torch.float32
+    kind: torch.dtype = getattr(torch, engine.dtype)
+    return kind
 
 
 def as_trained(engine: Transformer) -> Transformer:
@@ -110,27 +158,48 @@ def as_trained(engine: Transformer) -> Transformer:
 
 
 def of_batch(
-    trainer: Transformer, rows: Sequence[Row], version: int, temperature: float, tokenizer: ChatTokenizer,
-    console: Console,
-) -> Metered:  # fmt: skip
-    found, old, new = [], [], []
-    distributions: list[Tensor] = []
+    run: Run, trainer: Transformer, rows: Sequence[Row], version: int, temperature: float, tokenizer: ChatTokenizer,
+    kind: torch.dtype, console: Console,
+) -> Recorded:  # fmt: skip
+    found = []
     for row in rows:
         with torch.no_grad():
-            states = predicted(trainer, torch.tensor([row.tokens]), torch.tensor([row.mask]))
-            logp_N, logp_NV = trainer.logprobs(*states, temperature)
-        found.append(Recomputed(logprobs=tuple(logp_N.tolist()), likeliest=tuple(logp_NV.argmax(-1).tolist())))
-        old.append(torch.tensor(row.logprobs)[torch.tensor(row.mask)])
-        new.append(logp_N)
-        distributions.append(logp_NV)
+            again = recompute(trainer, Answer(row), temperature)
+        likeliest = tuple(again.logp_NV.argmax(-1).tolist())
+        found.append(Recomputed(logprobs=tuple(again.logp_N.tolist()), likeliest=likeliest))
     measured = meter(rows, found, step=version + 1, decode=tokenizer.decode)
     console.print(f"the batch of step {version + 1}, as it was recorded, against version {version}:", highlight=False)
     tell({f"lag {lag}": gap for lag, gap in measured.by_lag.items()} | measured.by_region, console)
     for worst in measured.worst:
         console.print(f"  {worst.old:8.4f} -> {worst.new:8.4f}  {worst.text[-40:]!r}", highlight=False, markup=False)
-    if cut := find_cut(torch.cat(old), torch.cat(new), torch.cat(distributions)):
-        console.print(f"it was drawn with top-p {cut.top_p:.2f}, which the trainer does not know", style="bold")
-    return measured
+    judged = to_judge(rows, version)
+    if not judged:
+        console.print(
+            "no row was sampled by these weights alone: what was learnt since is in all of it", highlight=False
+        )
+        return Recorded(measured, None)
+    progress("the batch is recomputed with random rounding")
+    answers = [Answer(row, recorded_experts(run, row, trainer)) for row in judged]
+    diagnosis = judge_recorded(trainer, answers, temperature, kind)
+    conclude(diagnosis, console)
+    return Recorded(measured, diagnosis)
+
+
+def to_judge(rows: Sequence[Row], version: int) -> list[Row]:
+    """The first rows that one version sampled from the first token to the last, as many as there is time for: what
+    other weights have sampled, or left in the cache, differs by what was learnt."""
+    found: list[Row] = []
+    for row in rows:
+        is_all = set(unspan(row.versions)) == {version}
+        if is_all and (not found or sum(len(each.tokens) for each in (*found, row)) <= JUDGED_TOKENS):
+            found.append(row)
+    return found
+
+
+def recorded_experts(run: Run, row: Row, trainer: Transformer) -> torch.Tensor | None:
+    if row.experts is None or trainer.config.experts is None:
+        return None
+    return read_ids(get_experts(run.objects, row.experts), trainer.config.experts).long()
 
 
 def progress(text: str) -> None:
@@ -138,29 +207,39 @@ def progress(text: str) -> None:
 
 
 def show(found: Diagnosis, console: Console) -> None:
-    for cause in found.causes:
-        console.print(f"cause: {cause}", style="bold", highlight=False, markup=False)
-    if not found.causes:
-        console.print("nothing stands out: what there is, is rounding", style="bold", highlight=False)
-    tell(found.gaps, console)
+    conclude(found, console)
+    tell(found.gaps, console, {name: bound.k3 for name, bound in found.rounding.items()})
     console.print(LEGEND, style="dim", highlight=False, soft_wrap=True)
     console.print(f"the likeliest token is another one at {found.flips:.2%} of the places", highlight=False)
     if not found.operators:
-        console.print("every operator computes the same for the same input", highlight=False)
+        console.print("every operator computes the same for the same input, but for rounding", highlight=False)
         return
     console.print("operators that differ most, for the same input, relative to the trainer's:", highlight=False)
-    for operator in found.operators[:8]:
-        console.print(f"  {operator.difference:9.2e}  {operator.name}  {operator.note}", highlight=False, markup=False)
+    for each in found.operators[:8]:
+        line = f"  {each.difference:9.2e}  rounding {each.bound:9.2e}  {each.name}  {each.note}"
+        console.print(line, highlight=False, markup=False)
 
 
-def tell(gaps: dict[str, Gap], console: Console) -> None:
-    line = "{:10} {:>6}  {:>9} {:>9} {:>9}  {:>9} {:>9}  {}".format
+def conclude(found: Diagnosis, console: Console) -> None:
+    gap, bound = found.gaps[found.simplest], found.rounding[found.simplest]
+    for cause in found.causes:
+        console.print(f"cause: {cause}", style="bold", highlight=False, markup=False)
+    for unexplained in found.unexplained:
+        console.print(f"unexplained: {unexplained}", style="bold", highlight=False, markup=False)
+    if not found.causes and not found.unexplained:
+        rounding = f"nothing stands out: what there is, is rounding (k3 {gap.k3:.1e} of at most {bound.k3:.1e})"
+        console.print(rounding, style="bold", highlight=False)
+
+
+def tell(gaps: dict[str, Gap], console: Console, rounding: Mapping[str, float] | None = None) -> None:
+    line = "{:12} {:>6}  {:>9} {:>9} {:>9} {:>9}  {:>9} {:>9}  {}".format
 
     def say(*columns: object) -> None:
         console.print(line(*columns).rstrip(), highlight=False, markup=False, soft_wrap=True)
 
-    say("", "tokens", "k1", "k3", "k3 p99", "ratio p99", "ratio max", "routed otherwise")
+    say("", "tokens", "k1", "k3", "rounding", "k3 p99", "ratio p99", "ratio max", "routed otherwise")
     for name, gap in gaps.items():
         otherwise = "" if gap.routed_otherwise is None else f"{gap.routed_otherwise:.2%}"
-        figures = (f"{value:.2e}" for value in (gap.k1, gap.k3, gap.k3_p99))
+        bound = f"{rounding[name]:.2e}" if rounding else ""
+        figures = (f"{gap.k1:.2e}", f"{gap.k3:.2e}", bound, f"{gap.k3_p99:.2e}")
         say(name, gap.num_tokens, *figures, f"{gap.ratio_p99:.5f}", f"{gap.ratio_max:.5f}", otherwise)

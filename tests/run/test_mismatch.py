@@ -18,7 +18,8 @@ from etude.engine.engine import Engine, Request
 from etude.model.files import weights, write_directory
 from etude.model.numerics import INVARIANT
 from etude.model.transformer import Transformer, fresh
-from etude.run.diagnose import Diagnosis, diagnose, row_of
+from etude.run.diagnose import Diagnosis
+from etude.run.trials import diagnose, row_of
 from etude.run.mismatch import as_trained
 from etude.run.prepare import store_files
 from etude.store.runs import Run

@@ -1,0 +1,366 @@
+"""Trials for a train/inference mismatch: the figures from which `run.diagnose` finds what brings it in.
+
+Everything is tried by itself, on the same prompts:
+
+- *settings*: the engine answers alone, in a batch operator by operator, with its own kernels, with prompts in pieces,
+  from its cache, after a swap of weights, at another temperature, and in the trainer's precision; the trainer
+  recomputes each answer, also with the experts that were recorded.
+- *rounding*: the trainer's model recomputes the same tokens in the engine's type, with random rounding
+  (`model.rounding`).
+- *operators*: each operator of the engine's model is given what the trainer's got (`run.operators`).
+
+Shapes: N sampled tokens of all rows, V vocabulary, T tokens that were read of all rows, L layers with experts, k
+experts of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from etude.core.events import Gap
+from etude.core.types import Recomputed, Row, Sample
+from etude.engine.choose import runner_for
+from etude.engine.engine import Engine, Finished, Request
+from etude.model.experts import Routing, read_ids
+from etude.model.files import weights
+from etude.model.rounding import NUM_DRAWS, RandomRounding, StepwiseCausal
+from etude.model.transformer import Transformer
+from etude.run.diagnose import Bound, Diagnosis, compare_experts, find_cut, fit_temperature
+from etude.run.operators import different_operators
+from etude.train.loss import predicted
+from etude.train.meter import gap, meter, routed_otherwise
+
+MakeEngine = Callable[..., Engine]
+Prompt = tuple[int, ...]
+
+OTHER_TEMPERATURE = 0.5
+"""Times the one that is asked for: what is done wrong with a temperature does not show at 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    row: Row
+    experts_TLk: Tensor | None = None
+    """As far as they were recorded, from the first token on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recomputation:
+    """Some answers, as a model computes them again."""
+
+    logp_N: Tensor
+    logp_NV: Tensor
+    used_TLk: Tensor | None
+
+
+def diagnose(
+    engine_model: Transformer, trainer_model: Transformer, prompts: Sequence[Prompt], *, max_tokens: int = 16,
+    temperature: float = 1.0, make_engine: MakeEngine = Engine, progress: Callable[[str], None] = lambda text: None,
+) -> Diagnosis:  # fmt: skip
+    """Both models hold the same weights, each in the type that its side computes in. `progress` is told what is being
+    tried: all of it may take minutes."""
+    trials = _Trials(engine_model, prompts, max_tokens, temperature, make_engine)
+    kind, trained = _kind(engine_model), _kind(trainer_model)
+    sampled: dict[str, list[Sample]] = {}
+    for name in ("alone", "batch", "kernels", "chunking", "cache", "swap", "temperature"):
+        progress(f"the engine answers: {name}")
+        sampled[name] = getattr(trials, name)()
+    if kind != trained:
+        progress("the engine answers: precision")
+        sampled["precision"] = trials.precision(trained)
+
+    judge = Judge(trainer_model, progress)
+    for name, samples in sampled.items():
+        answers = [
+            _answer(str(number), *each, trainer_model) for number, each in enumerate(zip(prompts, samples, strict=True))
+        ]
+        at = (temperature or 1.0) * (OTHER_TEMPERATURE if name == "temperature" else 1.0)
+        judge.judge(name, answers, at, trained if name == "precision" else kind)
+
+    progress("operator by operator")
+    number = max(range(len(prompts)), key=lambda number: len(prompts[number]))
+    row = prompts[number] + sampled["alone"][number].tokens
+    operators = different_operators(
+        engine_model, trainer_model, judge.rounded(kind), row[:-1], lambda: trials.follow(prompts[number], row)
+    )
+    tops = [top[0][0] for sample in sampled["alone"] for top in sample.top]
+    return judge.diagnosis(operators=operators, tops=tops, kinds=(_name(kind), _name(trained)))
+
+
+def judge_recorded(trainer: Transformer, answers: Sequence[Answer], temperature: float, kind: torch.dtype) -> Diagnosis:
+    """Of answers that were recorded with the trainer's weights, by an engine that computes in `kind`."""
+    judge = Judge(trainer)
+    judge.judge("recorded", answers, temperature, kind)
+    return judge.diagnosis(kinds=(_name(kind), _name(_kind(trainer))))
+
+
+class Judge:
+    """Lets the trainer recompute answers, as it is and with random rounding, setting after setting."""
+
+    def __init__(self, trainer: Transformer, progress: Callable[[str], None] = lambda text: None) -> None:
+        self._trainer = trainer
+        self._progress = progress
+        self._rounded: dict[torch.dtype, Transformer] = {}
+        self._draws: dict[Any, list[Recomputation]] = {}
+        self._found: dict[str, Any] = {"gaps": {}, "rounding": {}, "fits": {}}
+        self._likeliest: list[int] = []
+
+    def rounded(self, kind: torch.dtype) -> Transformer:
+        """The trainer's model in another type."""
+        if kind not in self._rounded:
+            self._rounded[kind] = in_type(self._trainer, kind)
+        return self._rounded[kind]
+
+    @torch.no_grad()
+    def judge(self, name: str, answers: Sequence[Answer], temperature: float, kind: torch.dtype) -> None:
+        is_first = not self._found["gaps"]
+        self._progress(f"the trainer recomputes the answers: {name}")
+        found = [recompute(self._trainer, answer, temperature) for answer in answers]
+        rows = [answer.row for answer in answers]
+        self._found["gaps"][name] = meter(
+            rows, [_recomputed(*each) for each in zip(answers, found, strict=True)], step=1
+        ).all
+        new_N = torch.cat([each.logp_N for each in found])
+        draws = self._drawn(answers, temperature, kind, replay=False)
+        bound = self._found["rounding"][name] = Bound.of([_gap(draw.logp_N, new_N) for draw in draws])
+
+        old_N, tokens_N = recorded(rows)
+        if is_first or name == "temperature":
+            logp_NV = torch.cat([each.logp_NV for each in found])
+            self._found["fits"][name] = fit_temperature(old_N, tokens_N, logp_NV, temperature)
+            if is_first:
+                self._likeliest = logp_NV.argmax(-1).tolist()
+                self._found["cut"] = find_cut(old_N, new_N, logp_NV, bound)
+                self._judge_experts(answers, found, draws, temperature, kind)
+
+    def _judge_experts(
+        self, answers: Sequence[Answer], found: Sequence[Recomputation], draws: Sequence[Recomputation],
+        temperature: float, kind: torch.dtype,
+    ) -> None:  # fmt: skip
+        config = self._trainer.config.experts
+        if config is None or any(answer.experts_TLk is None for answer in answers):
+            return
+        old_N, _ = recorded([answer.row for answer in answers])
+        new_N = torch.cat([recompute(self._trainer, answer, temperature, replay=True).logp_N for answer in answers])
+        replayed = self._drawn(answers, temperature, kind, replay=True)
+        self._found["gaps"]["replay"] = _gap(old_N, new_N)
+        self._found["rounding"]["replay"] = Bound.of([_gap(draw.logp_N, new_N) for draw in replayed])
+
+        is_known_T = torch.cat([_replay(answer)[:, 0, 0] >= 0 for answer in answers])
+        recorded_TLk = torch.cat([_replay(answer) for answer in answers])[is_known_T]
+        own_TLk = torch.cat([_used(each) for each in found])[is_known_T]
+        drawn_TLk = [_used(draw)[is_known_T] for draw in draws]
+        self._found["experts"] = compare_experts(recorded_TLk, own_TLk, drawn_TLk, config.layers)
+
+    def _drawn(
+        self, answers: Sequence[Answer], temperature: float, kind: torch.dtype, *, replay: bool
+    ) -> list[Recomputation]:
+        """Settings that gave the same tokens share their draws."""
+        rows = tuple((answer.row.tokens, answer.row.mask) for answer in answers)
+        key = (rows, temperature, kind, replay)
+        if key not in self._draws:
+            self._progress(f"the trainer's model rounds at random, {NUM_DRAWS} times")
+            model = self.rounded(kind)
+            self._draws[key] = [draw(model, answers, temperature, seed, replay) for seed in range(NUM_DRAWS)]
+        return self._draws[key]
+
+    def diagnosis(self, *, tops: Sequence[int] = (), **known: Any) -> Diagnosis:
+        """`tops`: the likeliest tokens of the first setting, as the engine reported them."""
+        if tops:
+            pairs = zip(tops, self._likeliest, strict=True)
+            known["flips"] = sum(top != likeliest for top, likeliest in pairs) / len(tops)
+        return Diagnosis(**self._found, **known)
+
+
+@dataclass(frozen=True, slots=True)
+class _Trials:
+    model: Transformer
+    prompts: Sequence[Prompt]
+    max_tokens: int
+    at: float
+    make_engine: MakeEngine
+
+    def alone(self, model: Transformer | None = None, **options: Any) -> list[Sample]:
+        engine = self.make_engine(model or self.model, max_batch=1, prefix_cache=False)
+        asked = enumerate(self.prompts)
+        return [self._ask(engine, [prompt], seed=number, **options)[0] for number, prompt in asked]
+
+    def batch(self) -> list[Sample]:
+        # For one request at a time the model's operators are run.
+        by_operator = runner_for(self.model, 1, None)
+        return self._ask(self._engine(prefix_cache=False, step_tokens=1 << 16, runner=by_operator), self.prompts)
+
+    def kernels(self) -> list[Sample]:
+        return self._ask(self._engine(prefix_cache=False, step_tokens=1 << 16), self.prompts)
+
+    def chunking(self) -> list[Sample]:
+        return self._ask(self._engine(prefix_cache=False, step_tokens=1), self.prompts)
+
+    def cache(self) -> list[Sample]:
+        engine = self._engine()
+        self._ask(engine, self.prompts)
+        return self._ask(engine, self.prompts)
+
+    def swap(self) -> list[Sample]:
+        """Asked before and after the weights change from others to the model's own."""
+        engine, own, noise = self._engine(), weights(self.model, torch.float32), torch.Generator().manual_seed(0)
+        engine.load(1, {name: t * (1 + 0.2 * torch.randn(t.shape, generator=noise)) for name, t in own.items()})
+        self._ask(engine, self.prompts)
+        engine.load(2, own)
+        return self._ask(engine, self.prompts)
+
+    def temperature(self) -> list[Sample]:
+        return self.alone(temperature=OTHER_TEMPERATURE * (self.at or 1.0))
+
+    def precision(self, kind: torch.dtype) -> list[Sample]:
+        return self.alone(in_type(self.model, kind).compute_with(self.model.arithmetic))
+
+    def follow(self, prompt: Prompt, row: Sequence[int]) -> None:
+        """The engine answers with the rest of the row."""
+        engine = self.make_engine(self.model, max_batch=1, prefix_cache=False)
+        said = _Said(row[len(prompt) :], self.model.config.vocab_size)
+        self._ask(engine, [prompt], constraint=said, max_tokens=len(row) - len(prompt))
+
+    def _engine(self, **settings: Any) -> Engine:
+        return self.make_engine(self.model, max_batch=max(2, len(self.prompts)), **settings)
+
+    def _ask(self, engine: Engine, prompts: Sequence[Prompt], seed: int = 0, **options: Any) -> list[Sample]:
+        """`seed`: of the first; a prompt has the same one in each setting."""
+        options = {"max_tokens": self.max_tokens, "temperature": self.at} | options
+        for number, prompt in enumerate(prompts):
+            engine.add(
+                Request(id=str(number), prompt=prompt, seed=seed + number, stop=frozenset(), top_logprobs=1, **options)
+            )
+        done: dict[str, Sample] = {}
+        while not engine.idle:
+            done |= {event.id: event.sample for event in engine.step() if isinstance(event, Finished)}
+        return [done[str(number)] for number in range(len(prompts))]
+
+
+class _Said:
+    """A constraint that leaves no choice."""
+
+    def __init__(self, tokens: Sequence[int], vocab_size: int) -> None:
+        self._tokens = list(tokens)
+        self._vocab_size = vocab_size
+
+    def allowed(self) -> NDArray[np.bool_]:
+        allowed_V = np.zeros(self._vocab_size, dtype=np.bool_)
+        allowed_V[self._tokens[0]] = True
+        return allowed_V
+
+    def ahead(self, draft: Iterable[int]) -> list[NDArray[np.bool_]]:
+        return []
+
+    def accept(self, token: int) -> None:
+        del self._tokens[0]
+
+
+def recompute(model: Transformer, answer: Answer, temperature: float, *, replay: bool = False) -> Recomputation:
+    """As the trainer does it; `replay`: with the experts that were recorded."""
+    row = answer.row
+    routing = Routing(_replay(answer) if replay else None) if model.config.experts else None
+    states = predicted(model, torch.tensor([row.tokens]), torch.tensor([row.mask]), routing)
+    logp_N, logp_NV = model.logprobs(*states, temperature)
+    return Recomputation(logp_N=logp_N, logp_NV=logp_NV, used_TLk=routing.used() if routing else None)
+
+
+def draw(model: Transformer, answers: Sequence[Answer], temperature: float, seed: int, replay: bool) -> Recomputation:
+    """With random rounding, and log-probs taken as the engine's sampler does."""
+    rows = [answer.row for answer in answers]
+    lengths = [len(row.tokens) - 1 for row in rows]
+    tokens_T = torch.tensor([token for row in rows for token in row.tokens[:-1]])
+    positions_T = torch.cat([torch.arange(length) for length in lengths])
+    counts_T = torch.tensor([said for row in rows for said in row.mask[1:]])
+    routing = None
+    if model.config.experts:
+        routing = Routing(torch.cat([_replay(answer) for answer in answers]) if replay else None)
+    with RandomRounding(seed):
+        hidden_TE = model(tokens_T, positions_T, StepwiseCausal(lengths), routing)
+        p_NV = torch.softmax(model.logits(hidden_TE[counts_T]) / torch.tensor(temperature), -1)
+        logp_NV = p_NV.log()
+    logp_N = logp_NV.gather(-1, recorded(rows)[1][:, None])[:, 0]
+    return Recomputation(logp_N=logp_N, logp_NV=logp_NV[:0], used_TLk=routing.used() if routing else None)
+
+
+def recorded(rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
+    """The log-probs of all sampled tokens, and the tokens."""
+    said = [
+        (logprob, token)
+        for row in rows
+        for logprob, token, sampled in zip(row.logprobs, row.tokens, row.mask, strict=True)
+        if sampled
+    ]
+    return torch.tensor([logprob for logprob, _ in said]), torch.tensor([token for _, token in said])
+
+
+def in_type(model: Transformer, kind: torch.dtype) -> Transformer:
+    """A model of the plain definition, with the same weights."""
+    other = Transformer(model.config).to(kind).requires_grad_(False)
+    other.load_state_dict(model.state_dict())
+    return other
+
+
+def row_of(name: str, prompt: Prompt, sample: Sample) -> Row:
+    blank = len(prompt)
+    return Row(
+        sample=name,
+        tokens=prompt + sample.tokens,
+        mask=(False,) * blank + (True,) * len(sample.tokens),
+        logprobs=(0.0,) * blank + sample.logprobs,
+        advantages=(0.0,) * (blank + len(sample.tokens)),
+        versions=sample.versions,
+    )
+
+
+def _answer(name: str, prompt: Prompt, sample: Sample, model: Transformer) -> Answer:
+    experts = None
+    if model.config.experts and sample.experts is not None:
+        experts = read_ids(sample.experts, model.config.experts).long()
+    return Answer(row_of(name, prompt, sample), experts)
+
+
+def _replay(answer: Answer) -> Tensor:
+    """Of all tokens that are read; -1 where nothing was recorded."""
+    ids_TLk = answer.experts_TLk
+    assert ids_TLk is not None
+    length = len(answer.row.tokens) - 1
+    rest = ids_TLk.new_full((max(0, length - len(ids_TLk)), *ids_TLk.shape[1:]), -1)
+    return torch.cat((ids_TLk[:length], rest))
+
+
+def _used(each: Recomputation) -> Tensor:
+    assert each.used_TLk is not None
+    return each.used_TLk
+
+
+def _recomputed(answer: Answer, found: Recomputation) -> Recomputed:
+    otherwise = None
+    if answer.experts_TLk is not None and found.used_TLk is not None:
+        counts_T = torch.tensor(answer.row.mask[1:])
+        both = (ids_TLk[counts_T].numpy() for ids_TLk in (_replay(answer), found.used_TLk))
+        otherwise = tuple(routed_otherwise(*both).tolist())
+    return Recomputed(
+        logprobs=tuple(found.logp_N.tolist()),
+        likeliest=tuple(found.logp_NV.argmax(-1).tolist()),
+        routed_otherwise=otherwise,
+    )
+
+
+def _gap(old_N: Tensor, new_N: Tensor) -> Gap:
+    return gap(old_N.double().numpy(), new_N.double().numpy())
+
+
+def _kind(model: Transformer) -> torch.dtype:
+    return model.model.embed_tokens.weight.dtype
+
+
+def _name(kind: torch.dtype) -> str:
+    return str(kind).removeprefix("torch.")
