@@ -198,7 +198,7 @@ def export(url: str, version: int | None, target: Path, console: Console) -> int
     small = {}
     for name in SMALL:
         with contextlib.suppress(Missing):
-            small[name] = chain.objects.get(f"model/{name}")
+            small[name] = chain.objects.get_sealed(f"model/{name}")
     staging = target.with_name(f".{target.name}.part")
     write_directory(staging, small, tensors)
     staging.rename(target)

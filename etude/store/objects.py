@@ -19,6 +19,7 @@ from obstore.exceptions import AlreadyExistsError, BaseError, NotFoundError
 from obstore.store import LocalStore, MemoryStore, ObjectStore, from_url
 
 from etude.core.errors import EtudeError
+from etude.store.codec import seal, unseal
 
 BUCKETS = ("s3://", "gs://", "az://")
 _MISSING = (FileNotFoundError, NotFoundError)
@@ -73,6 +74,14 @@ class Objects:
         """Raises `Missing` if there is none."""
         with _explained(f"read {key} in {self.url}"):
             return bytes(obstore.get(self._store, key).bytes())
+
+    def put_sealed(self, key: str, data: bytes) -> None:
+        """With a digest, which `get_sealed` checks: for whatever is not named by its hash."""
+        self.put(key, seal(data))
+
+    def get_sealed(self, key: str) -> bytes:
+        """Raises `Missing` if there is none, `Damaged` if it is not what was written."""
+        return unseal(self.get(key), f"{self.url}: {key}")
 
     def exists(self, key: str) -> bool:
         with _explained(f"read {key} in {self.url}"):

@@ -29,7 +29,7 @@ def url(tmp_path: Path) -> str:
         tensors = {"model.layers.0.up_proj.weight": weights(version), "norm.weight": torch.ones(3)}
         publisher.publish(version, tensors, stage="rl", step=version)
     publisher.close()
-    objects.put("model/config.json", b"{}")
+    objects.put_sealed("model/config.json", b"{}")
     return str(tmp_path / "run")
 
 
