@@ -11,8 +11,9 @@ from safetensors.torch import load_file
 
 from etude.cli import main
 from etude.store.objects import Objects
-from etude.weights.manifest import Chain, manifest_key, route_key, shard_key
+from etude.weights.manifest import Chain
 from etude.weights.publish import Policy, Publisher
+from etude.weights.records import manifest_key, route_key, shard_key
 
 BASE = torch.arange(2000, dtype=torch.float32)
 
