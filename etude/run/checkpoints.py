@@ -80,8 +80,8 @@ def read_part(run: Run, checkpoint: Checkpoint, rank: int) -> bytes:
     except Missing:
         damage = "gone"
     raise EtudeError(
-        f"{_where(run, checkpoint.name)}: the part of rank {rank}, {part}, is {damage}: remove that checkpoint, and "
-        f"the run goes on from the one before"
+        f"{_where(run, checkpoint.name)}: checkpoints/{checkpoint.name}/{part}, the part of rank {rank}, is {damage}: "
+        f"remove that checkpoint, and the run goes on from the one before"
     )
 
 

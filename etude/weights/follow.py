@@ -208,9 +208,11 @@ class Follower:
 
     def _refusal(self, version: int, broken: Sequence[Hop]) -> str:
         ways = ", ".join(f"{_place(hop.route.base)} to {hop.target.version}" for hop in broken)
+        damaged = f"; damaged: {', '.join(sorted(self.chain.damaged))}" if self.chain.damaged else ""
         return (
             f"{self.chain.objects.url}: weight version {version} is not what was published (no way to it is whole: "
-            f"{ways or 'none is left'}); it is not served. `etude weights verify` says which objects to restore"
+            f"{ways or 'none is left'}{damaged}); it is not served. `etude weights verify` says which objects to "
+            f"restore"
         )
 
 

@@ -90,6 +90,8 @@ class Chain:
         self._sleep = sleep
         self._end = End()
         self._manifests: dict[Link, Manifest] = {}
+        self.damaged: set[str] = set()
+        """Keys of what was found damaged, and not whole since."""
 
     # What there is.
 
@@ -272,7 +274,9 @@ class Chain:
         for _ in range(TRIES):
             data = self.get(key)
             if hash_of(data) == hash:
+                self.damaged.discard(key)
                 return data
+        self.damaged.add(key)
         raise Corrupt(f"{self.objects.url}: {key} does not hold the bytes that it is named after")
 
     def put_shard(self, epoch: int, version: int, data: bytes) -> str:
@@ -320,7 +324,13 @@ class Chain:
                 )
             return record, hash_of(data)
 
-        return self.retry(read)
+        try:
+            found = self.retry(read)
+        except Corrupt:
+            self.damaged.add(key)
+            raise
+        self.damaged.discard(key)
+        return found
 
     def _decode(self, key: str, data: bytes, *types: type[T]) -> T:
         """As the one of the types whose fields it has."""
