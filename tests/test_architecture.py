@@ -44,7 +44,7 @@ OUTSIDE: dict[str, set[str]] = {
     "core.config": {"pydantic"},
     "core.schema": {"pydantic"},
     "core.stages": {"pydantic"},
-    "store": {"obstore", "msgspec"},
+    "store": {"obstore", "msgspec", "blake3"},
     "weights": TORCH | {"blake3"},
     "weights.signing": {"cryptography"},
     "bench": {"torch", "numpy", "zstandard"},

@@ -122,7 +122,7 @@ def test_a_full_disk_leaves_nothing_that_a_later_run_trips_over(tmp_path: Path) 
     run = Run.open(f"file:{place}", create=False)
     assert run.objects.list("model") == [] and not is_prepared(run)
     store_files(run, given_files(str(model), max_context=256))
-    assert is_prepared(run) and run.objects.get("model/tokenizer.json") == b"x" * 20_000
+    assert is_prepared(run) and run.objects.get_sealed("model/tokenizer.json") == b"x" * 20_000
 
 
 def test_a_disk_without_any_room(tmp_path: Path) -> None:

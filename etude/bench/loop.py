@@ -111,7 +111,7 @@ def export(run: Run, directory: Path) -> None:
     newest = find_newest(run.objects)
     assert newest is not None
     write_directory(
-        directory, {name: run.objects.get(f"model/{name}") for name in SMALL}, fetch(run.objects, newest.version)
+        directory, {name: run.objects.get_sealed(f"model/{name}") for name in SMALL}, fetch(run.objects, newest.version)
     )
 
 

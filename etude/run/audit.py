@@ -85,8 +85,9 @@ def audit(run: Run) -> Audit:
 
 
 def _alarms(run: Run) -> list[Alarm]:
-    alarms = Alarms()
-    return [alarm for stamped in Events(run).new() for alarm in alarms.apply(stamped.record)]
+    alarms, events = Alarms(), Events(run)
+    found = [alarm for stamped in events.new() for alarm in alarms.apply(stamped.record)]
+    return [*found, *(Alarm("events", str(damage), "what it told is left out") for damage in events.damaged)]
 
 
 def lag_bounds(config: RunConfig) -> dict[int, int]:

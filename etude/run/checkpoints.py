@@ -72,7 +72,7 @@ def read(run: Run, name: str) -> Checkpoint:
 
 def read_part(run: Run, checkpoint: Checkpoint, rank: int) -> bytes:
     """Checked against its digest."""
-    part, damage = checkpoint.parts[rank], "damaged"
+    part, damage = checkpoint.parts[rank], "not what its name says"
     try:
         data = run.checkpoint_part(checkpoint.name, part)
         if hashlib.sha256(data).hexdigest() == part.partition(".")[2]:
@@ -80,8 +80,8 @@ def read_part(run: Run, checkpoint: Checkpoint, rank: int) -> bytes:
     except Missing:
         damage = "gone"
     raise EtudeError(
-        f"{_where(run, checkpoint.name)}: the part of rank {rank} is {damage}: remove that checkpoint, and the run "
-        f"goes on from the one before"
+        f"{_where(run, checkpoint.name)}: checkpoints/{checkpoint.name}/{part}, the part of rank {rank}, is {damage}: "
+        f"remove that checkpoint, and the run goes on from the one before"
     )
 
 
@@ -117,7 +117,7 @@ class Saver:
 
     def _save(self, checkpoint: Checkpoint, part: bytes, then: Callable[[], None]) -> None:
         name = checkpoint.name
-        if name not in self.run.checkpoints():  # one that is there is never changed
+        if not self.run.has_checkpoint(name):  # one that is there is never changed
             self.run.put_checkpoint_part(name, f"{self.rank:05d}.{hashlib.sha256(part).hexdigest()}", part)
             if self.rank == 0:
                 self.run.put_checkpoint(name, to_json(replace(checkpoint, parts=self._parts(name))))

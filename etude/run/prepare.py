@@ -126,7 +126,7 @@ def model_files(config: RunConfig) -> dict[str, bytes]:
 
 def store_files(run: Run, files: Mapping[str, bytes]) -> None:
     for name in sorted(files, key=lambda name: name == "config.json"):
-        run.objects.put(f"model/{name}", files[name])
+        run.put_model_file(name, files[name])
 
 
 def main() -> int:

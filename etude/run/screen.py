@@ -38,14 +38,25 @@ async def watch(run: Run, console: Console, *, title: str, lag_bound: int) -> No
             for stamped in await asyncio.to_thread(events.new):
                 begun = view.apply(stamped.t, stamped.record)
                 for line in lines(stamped.record, view, begun):
-                    console.print(line, highlight=False, markup=False, soft_wrap=True)
+                    _print(console, line)
+            _tell_damage(events, console)
             await asyncio.sleep(REFRESH_S)
     with Page(console=console, auto_refresh=False, transient=True) as page:
         while True:
             for stamped in await asyncio.to_thread(events.new):
                 view.apply(stamped.t, stamped.record)
+            _tell_damage(events, console)
             page.update(draw(view, title, lag_bound), refresh=True)
             await asyncio.sleep(REFRESH_S)
+
+
+def _tell_damage(events: Events, console: Console) -> None:
+    while events.damaged:
+        _print(console, f"alarm: {events.damaged.pop(0)}: what it told is left out")
+
+
+def _print(console: Console, line: str) -> None:
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def lines(event: Event, view: View, begun: Sequence[Alarm]) -> Iterator[str]:

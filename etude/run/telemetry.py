@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 
 from etude.core.events import EVENTS, Event
-from etude.store.codec import Stamped
+from etude.store.codec import Damaged, Stamped
 from etude.store.log import Log
 from etude.store.runs import Run
 
@@ -54,16 +54,17 @@ def emitter(run: Run, process: str) -> Emit:
 
 
 class Events:
-    """All events of a run, as they come."""
+    """All events of a run, as they come. Nobody but people depends on them: what is damaged is left out, and told."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
+        self.damaged: list[Damaged] = []
         self._logs: dict[str, tuple[Log[Event], int]] = {}
 
     def new(self) -> list[Stamped[Event]]:
         found: list[Stamped[Event]] = []
         for process in self._run.processes():
-            log, start = self._logs.get(process) or (self._run.events(process, EVENTS), 0)
+            log, start = self._logs.get(process) or (self._run.events(process, EVENTS, self.damaged.append), 0)
             records, start = log.read(start)
             self._logs[process] = (log, start)
             found += records

@@ -69,7 +69,7 @@ class Trainer:
         if ranks.rank == 0:
             self.saver.clean()
         ranks.barrier()
-        self.files = {name: run.objects.get(f"model/{name}") for name in SMALL}
+        self.files = {name: run.objects.get_sealed(f"model/{name}") for name in SMALL}
         self.tokenizer = ChatTokenizer(self.files)
         names = run.checkpoints()
         # A checkpoint holds every weight: the model's directory may be gone by then.

@@ -19,13 +19,16 @@ from etude.weights.cache import HostCache
 from etude.weights.collect import collect
 from etude.weights.follow import Follower
 from etude.weights.follow import Progress as Report
-from etude.weights.manifest import Chain, manifest_key, shard_key
+from etude.weights.manifest import Chain
+from etude.weights.records import manifest_key, shard_key
 from etude.weights.signing import Corrupt
 
 
 def open_chain(url: str) -> Chain:
     chain = Chain(Objects.open(url, create=False))
     if not chain.lineage():
+        if chain.keys("weights/epochs"):
+            raise EtudeError(f"{url} holds weights in an older format, which this version of etude does not read")
         raise EtudeError(
             f"{url} holds no published weights: check the address, or wait for the trainer's first version"
         )
@@ -198,7 +201,7 @@ def export(url: str, version: int | None, target: Path, console: Console) -> int
     small = {}
     for name in SMALL:
         with contextlib.suppress(Missing):
-            small[name] = chain.objects.get(f"model/{name}")
+            small[name] = chain.objects.get_sealed(f"model/{name}")
     staging = target.with_name(f".{target.name}.part")
     write_directory(staging, small, tensors)
     staging.rename(target)

@@ -55,6 +55,6 @@ class Held(msgspec.Struct):
 
 def read_model_files(objects: Objects) -> dict[str, bytes]:
     try:
-        return {name: objects.get(f"model/{name}") for name in FILES}
+        return {name: objects.get_sealed(f"model/{name}") for name in FILES}
     except Missing as e:
         raise EtudeError(f"{objects.url} holds no model to serve: {e}; start a run there first") from e

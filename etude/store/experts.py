@@ -9,9 +9,9 @@ object is written before anything names it, and named by its content, so that wr
 
 from __future__ import annotations
 
-import hashlib
+from blake3 import blake3
 
-from etude.core.errors import EtudeError
+from etude.store.codec import Damaged
 from etude.store.objects import Missing, Objects
 
 ADVICE = "bring it back from a copy, or start a run with another name, and replay = false to do without"
@@ -29,12 +29,12 @@ def get_experts(objects: Objects, name: str) -> bytes:
     except Missing as e:
         raise Missing(f"{e}; {ADVICE}") from e
     if _digest(data) != name:
-        raise EtudeError(f"{objects.url}: {_key(name)} is damaged; {ADVICE}")
+        raise Damaged(f"{objects.url}: {_key(name)} is damaged; {ADVICE}")
     return data
 
 
 def _digest(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
+    return blake3(data).hexdigest(length=16)
 
 
 def _key(name: str) -> str:

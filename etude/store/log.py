@@ -1,7 +1,8 @@
 """Append-only logs of records, as immutable numbered segments: `{name}/{number:010d}.jsonl`.
 
 One writer, any number of readers. A segment is created, never changed, so a reader sees whole records only, and a
-second writer (a controller that was thought dead) is found out at its first append instead of interleaving.
+second writer (a controller that was thought dead) is found out at its first append instead of interleaving. The last
+line of a segment is the digest of the others.
 """
 
 from __future__ import annotations
@@ -13,14 +14,15 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, TypeVar
 
 from etude.core.errors import EtudeError
-from etude.store.codec import Stamped, from_line, to_line
+from etude.store.codec import Damaged, Stamped, from_line, seal, to_line, unseal
 from etude.store.objects import Objects
 
 R = TypeVar("R")
 
 
 class Log(Generic[R]):
-    """`durable`: `append` returns when the records are stored. Otherwise they are kept until `flush`."""
+    """`durable`: `append` returns when the records are stored. Otherwise they are kept until `flush`. `skipped` is told
+    of a segment that is damaged, and the others are read; without it, that is an error."""
 
     def __init__(
         self,
@@ -29,12 +31,14 @@ class Log(Generic[R]):
         kinds: Iterable[type[R]],
         *,
         durable: bool,
+        skipped: Callable[[Damaged], None] | None = None,
         now: Callable[[], float] = time.time,
     ) -> None:
         self.name = name
-        self._objects, self._durable, self._now = objects, durable, now
+        self._objects, self._durable, self._skipped, self._now = objects, durable, skipped, now
         self._kinds = {kind.__name__: kind for kind in kinds}
         self._buffer: list[bytes] = []
+        self._segment: bytes | None = None  # the one to write next; kept until it is known to be there
         self._buffering, self._writing = threading.Lock(), threading.Lock()
         self._number: int | None = None  # of the segment to write next; None until the first write
 
@@ -52,44 +56,62 @@ class Log(Generic[R]):
         # Who waits here while another thread writes finds its records taken along, or goes next with all that
         # gathered meanwhile: a slow store makes segments larger, not the queue longer.
         with self._writing:
-            with self._buffering:
-                count, data = len(self._buffer), b"".join(self._buffer)
-            if not count:
-                return
-            if self._number is None:
-                self._number = self._end()
-            if not self._objects.create(self._key(self._number), data):
-                raise EtudeError(
-                    f"{self._objects.url}: somebody else has written {self._key(self._number)}; "
-                    f"stop the other process that works on this run, then start again"
-                )
-            self._number += 1
-            with self._buffering:
-                del self._buffer[:count]
+            while self._take():
+                if self._number is None:
+                    self._number = self.end()
+                self._write(self._key(self._number))
+                self._number, self._segment = self._number + 1, None
+
+    def _take(self) -> bytes | None:
+        """What was tried before goes first, as it was: it may be there, and only the answer was lost."""
+        with self._buffering:
+            if self._segment is None and self._buffer:
+                self._segment = seal(b"".join(self._buffer))
+                self._buffer.clear()
+        return self._segment
+
+    def _write(self, key: str) -> None:
+        assert self._segment is not None
+        if not self._objects.create(key, self._segment) and self._objects.get(key) != self._segment:
+            raise EtudeError(
+                f"{self._objects.url}: somebody else has written {key}; "
+                f"stop the other process that works on this run, then start again"
+            )
 
     def read(self, start: int = 0) -> tuple[list[Stamped[R]], int]:
         """The records of the segments from number `start` on, and the `start` for what comes after them. Costs one
         look at one key if there is nothing new."""
-        if not self._objects.exists(self._key(start)):
-            return [], start
-        keys = self._objects.list(self.name, after=self._key(start - 1) if start else None)
-        # A listing that races with the writer may show a segment and miss the one before it: stop at a gap.
-        whole = [key for number, key in enumerate(keys, start) if key == self._key(number)]
+        end = self.end(start)
         with ThreadPoolExecutor(16) as pool:  # a bucket answers slowly, but many at once
-            segments = list(pool.map(self._objects.get, whole))
-        return [
-            from_line(line, self._kinds, f"{self._objects.url}: {key}")
-            for key, data in zip(whole, segments, strict=True)
-            for line in data.splitlines()
-        ], start + len(whole)
+            segments = list(pool.map(self._read, range(start, end)))
+        return [record for segment in segments for record in segment], end
 
     def records(self) -> list[R]:
         """All records so far, in order, without their times."""
         return [stamped.record for stamped in self.read()[0]]
 
-    def _end(self) -> int:
-        keys = self._objects.list(self.name)
-        return int(keys[-1].rpartition("/")[2].removesuffix(".jsonl")) + 1 if keys else 0
+    def end(self, start: int = 0) -> int:
+        """The number of the first segment from `start` on that is not there."""
+        # A listing may be late, have gaps and show what others have put there: it only saves questions.
+        if not self._objects.exists(self._key(start)):
+            return start
+        listed = set(self._objects.list(self.name, after=self._key(start)))
+        start += 1
+        while self._key(start) in listed or self._objects.exists(self._key(start)):
+            start += 1
+        return start
+
+    def _read(self, number: int) -> list[Stamped[R]]:
+        key = self._key(number)
+        where = f"{self._objects.url}: {key}"
+        try:
+            lines = unseal(self._objects.get(key), where).splitlines()
+            return [from_line(line, self._kinds, where) for line in lines]
+        except Damaged as damage:
+            if self._skipped is None:
+                raise
+            self._skipped(damage)
+            return []
 
     def _key(self, number: int) -> str:
         return f"{self.name}/{number:010d}.jsonl"

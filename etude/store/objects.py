@@ -10,22 +10,36 @@ seconds; a bucket keeps whatever it has acknowledged.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, NotFoundError
 from obstore.store import LocalStore, MemoryStore, ObjectStore, from_url
 
 from etude.core.errors import EtudeError
+from etude.store.codec import seal, unseal
 
-BUCKETS = ("s3://", "gs://", "az://")
+BUCKETS = {"s3://": "AWS", "gs://": "GOOGLE", "az://": "AZURE"}
+"""With the prefix of the variables that set up each."""
+CLIENT = {"connect_timeout": "5s", "read_timeout": "30s", "timeout": "180s"}
+"""A store that says nothing for `read_timeout` is asked once more and then given up; one that is slow has longer. Each
+of these, and whatever else obstore's `ClientConfig` has, can be set by a variable: AWS_READ_TIMEOUT=10s."""
+RETRY_S = 60.0
+"""For how long a request that failed is tried again."""
 _MISSING = (FileNotFoundError, NotFoundError)
 
 
 class Missing(EtudeError, LookupError):
     """There is no object under this key."""
+
+
+class Unreachable(EtudeError):
+    """The store does not answer, although it was asked for a while."""
 
 
 class Objects:
@@ -43,9 +57,10 @@ class Objects:
         """
         if url == "memory:":
             return cls(MemoryStore(), url)
-        if url.startswith(BUCKETS):
+        if url.startswith(tuple(BUCKETS)):
             with _explained(f"open {url}"):
-                return cls(from_url(url), url)
+                retry: Any = {"retry_timeout": timedelta(seconds=RETRY_S)}
+                return cls(from_url(url, client_options=_client(BUCKETS[url[:5]]), retry_config=retry), url)
         path = url.removeprefix("file://") if url.startswith("file://") else url.removeprefix("file:")
         if "://" in path or not path:
             raise EtudeError(f"{url!r} is no store: give a path, file:PATH, or a bucket ({', '.join(BUCKETS)})")
@@ -73,6 +88,14 @@ class Objects:
         """Raises `Missing` if there is none."""
         with _explained(f"read {key} in {self.url}"):
             return bytes(obstore.get(self._store, key).bytes())
+
+    def put_sealed(self, key: str, data: bytes) -> None:
+        """With a digest, which `get_sealed` checks: for whatever is not named by its hash."""
+        self.put(key, seal(data))
+
+    def get_sealed(self, key: str) -> bytes:
+        """Raises `Missing` if there is none, `Damaged` if it is not what was written."""
+        return unseal(self.get(key), f"{self.url}: {key}")
 
     def exists(self, key: str) -> bool:
         with _explained(f"read {key} in {self.url}"):
@@ -108,6 +131,13 @@ class Objects:
             obstore.delete(self._store, key)
 
 
+def _client(prefix: str) -> Any:
+    """What the library would find in the environment is lost if it is given anything: so we look there for it."""
+    names = ("allow_http", "allow_invalid_certificates", "proxy_url", "proxy_ca_certificate", "proxy_excludes", *CLIENT)
+    found = {name: os.environ.get(f"{prefix}_{name.upper()}") for name in names}
+    return CLIENT | {name: value for name, value in found.items() if value is not None}
+
+
 @contextlib.contextmanager
 def _explained(doing: str) -> Iterator[None]:
     """What the storage library raises, as one sentence for the user."""
@@ -117,6 +147,8 @@ def _explained(doing: str) -> Iterator[None]:
         raise Missing(f"cannot {doing}: it is not there") from e
     except (BaseError, OSError, ValueError) as e:  # the last: keys that cannot be
         what = str(e).partition("\n")[0]  # the rest is the library's debug output
+        if "error sending request" in what:
+            raise Unreachable(f"cannot {doing}: the store does not answer ({what}); {_advice(what)}") from e
         raise EtudeError(f"cannot {doing}: {what}; {_advice(what)}") from e
 
 

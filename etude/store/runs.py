@@ -5,7 +5,7 @@
     ledger/N.jsonl           what became of every sample
     events/{process}/N.jsonl what each process did, for people and the dashboard
     groups/{id}              finished groups, whole
-    batches/{step}           what each step reads, with a digest; made once, never changed
+    batches/{step}           what each step reads; made once, never changed
     recomputed/{step}        what the trainer found for each token of a batch, row by row
     experts/{digest}         routed experts of recorded sessions (`store.experts`)
     checkpoints/{name}/      the trainer's state: what each rank holds, and manifest.json, which is written last
@@ -13,23 +13,24 @@
     weights/                 published versions (the package `weights` knows the rest)
 
 A batch is written once; a second, different one is refused. So is another config, as soon as there is work in the
-store.
+store. Every object ends with its digest (`store.codec`), unless its name is one or the weight plane has its own way.
+Files that others put among these (a desktop's, an editor's) are not seen: a name that is not of our form is not ours.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 import time
-from collections.abc import Iterable
-from pathlib import PurePosixPath
+from collections.abc import Callable, Iterable
 from typing import TypeVar, get_args
 
 from etude.core.config import RunConfig, experiment
 from etude.core.errors import EtudeError
 from etude.core.ledger import Entry
 from etude.core.types import Batch, Group, Json, Recomputed
-from etude.store.codec import from_json, pack, seal, to_json, unpack, unseal
+from etude.store.codec import Damaged, from_json, pack, seal, to_json, unpack
 from etude.store.log import Log
 from etude.store.objects import Missing, Objects
 
@@ -37,6 +38,15 @@ R = TypeVar("R")
 
 _POLL_S = 0.05
 _MANIFEST = "manifest.json"
+_NUMBER = "(?:[0-9]{6}|[1-9][0-9]{6,})"
+_NAMES = {
+    "groups": rf"g{_NUMBER}",
+    "batches": _NUMBER,
+    "checkpoints": rf"{_NUMBER}\.{_NUMBER}/(?:{re.escape(_MANIFEST)}|[0-9]{{5,}}\.[0-9a-f]+)",
+    "evals": rf"{_NUMBER}\.\w+\.json",
+    "events": r"[\w-]+/[0-9]{10,}\.jsonl",
+}
+"""The form of what lies in each folder."""
 
 
 class Run:
@@ -57,17 +67,17 @@ class Run:
         if there == config:
             return
         if there is not None and (differences := _differences(there, config)):
-            if self.checkpoints() or self.objects.list("ledger"):
+            if self.checkpoints() or self.ledger.end():
                 raise EtudeError(
                     f"{self.objects.url} holds a run with another config (they differ in: {differences}); "
                     f"give this one another name, or go on with the config it was started with"
                 )
             self.objects.delete("model/config.json")  # made from the other config
-        self.objects.put("config.json", (config.model_dump_json(indent=1) + "\n").encode())
+        self.objects.put_sealed("config.json", (config.model_dump_json(indent=1) + "\n").encode())
 
     def config(self) -> RunConfig:
         try:
-            data = self.objects.get("config.json")
+            data = self.objects.get_sealed("config.json")
         except Missing as e:
             raise Missing(f"{self.objects.url} holds no run: check the path, or start one with `etude run`") from e
         try:
@@ -75,19 +85,28 @@ class Run:
         except ValueError as e:
             raise EtudeError(f"{self.objects.url}: config.json was written by another version of etude: {e}") from e
 
-    def events(self, process: str, kinds: Iterable[type[R]]) -> Log[R]:
+    def put_model_file(self, name: str, data: bytes) -> None:
+        self.objects.put_sealed(f"model/{name}", data)
+
+    def events(
+        self, process: str, kinds: Iterable[type[R]], skipped: Callable[[Damaged], None] | None = None
+    ) -> Log[R]:
         """Buffered: whoever owns the log flushes it now and then, and at the end."""
-        return Log(self.objects, f"events/{process}", kinds, durable=False)
+        return Log(self.objects, f"events/{process}", kinds, durable=False, skipped=skipped)
 
     def processes(self) -> list[str]:
         """Those that have written events."""
-        return sorted({PurePosixPath(key).parts[1] for key in self.objects.list("events")})
+        return sorted({name.partition("/")[0] for name in self._names("events")})
 
     def put_group(self, group: Group) -> None:
-        self.objects.put(f"groups/{group.id}", pack(group))
+        self.objects.put_sealed(f"groups/{group.id}", pack(group))
 
     def group(self, id: str) -> Group:
-        return unpack(self.objects.get(f"groups/{id}"), Group, f"{self.objects.url}: groups/{id}")
+        where = f"{self.objects.url}: groups/{id}"
+        group = unpack(self.objects.get_sealed(f"groups/{id}"), Group, where)
+        if group.id != id:
+            raise Damaged(f"{where} holds group {group.id}: bring it back from a copy")
+        return group
 
     def groups(self) -> list[str]:
         return self._names("groups")
@@ -103,13 +122,13 @@ class Run:
 
     def batch(self, step: int) -> Batch:
         where = f"{self.objects.url}: {_batch_key(step)}"
-        batch = unpack(unseal(self.objects.get(_batch_key(step)), where), Batch, where)
+        batch = unpack(self.objects.get_sealed(_batch_key(step)), Batch, where)
         if batch.step != step:
-            raise EtudeError(f"{where} holds the batch of step {batch.step}: bring it back from a copy")
+            raise Damaged(f"{where} holds the batch of step {batch.step}: bring it back from a copy")
         return batch
 
     def batch_digest(self, step: int) -> str:
-        return hashlib.sha256(self.objects.get(_batch_key(step))).hexdigest()
+        return hashlib.sha256(self.objects.get_sealed(_batch_key(step))).hexdigest()
 
     def wait_batch(self, step: int) -> Batch:
         """Blocks until it is there. For the trainer, which has nothing else to do."""
@@ -118,12 +137,12 @@ class Run:
         return self.batch(step)
 
     def put_recomputed(self, step: int, rows: tuple[Recomputed, ...]) -> None:
-        self.objects.put(f"recomputed/{step:06d}", pack(rows))
+        self.objects.put_sealed(f"recomputed/{step:06d}", pack(rows))
 
     def recomputed(self, step: int) -> tuple[Recomputed, ...]:
         """Of the rows of that step's batch, in their order."""
         key = f"recomputed/{step:06d}"
-        return unpack(self.objects.get(key), tuple[Recomputed, ...], f"{self.objects.url}: {key}")
+        return unpack(self.objects.get_sealed(key), tuple[Recomputed, ...], f"{self.objects.url}: {key}")
 
     def batches(self) -> list[int]:
         """The steps that have one."""
@@ -142,11 +161,14 @@ class Run:
 
     def put_checkpoint(self, name: str, manifest: bytes) -> None:
         """Now it is there. Names sort by age: the newest checkpoint is the last of `checkpoints()`."""
-        self.objects.put(f"checkpoints/{name}/{_MANIFEST}", manifest)
+        self.objects.put_sealed(f"checkpoints/{name}/{_MANIFEST}", manifest)
+
+    def has_checkpoint(self, name: str) -> bool:
+        return self.objects.exists(f"checkpoints/{name}/{_MANIFEST}")
 
     def checkpoint(self, name: str) -> bytes:
         """Its manifest."""
-        return self.objects.get(f"checkpoints/{name}/{_MANIFEST}")
+        return self.objects.get_sealed(f"checkpoints/{name}/{_MANIFEST}")
 
     def checkpoints(self) -> list[str]:
         names = self._names("checkpoints")
@@ -166,16 +188,18 @@ class Run:
         self.objects.sweep("checkpoints")
 
     def put_eval(self, name: str, report: object) -> None:
-        self.objects.put(f"evals/{name}.json", to_json(report))
+        self.objects.put_sealed(f"evals/{name}.json", to_json(report))
 
     def eval(self, name: str, type: type[R]) -> R:
-        return from_json(self.objects.get(f"evals/{name}.json"), type, f"{self.objects.url}: evals/{name}.json")
+        key = f"evals/{name}.json"
+        return from_json(self.objects.get_sealed(key), type, f"{self.objects.url}: {key}")
 
     def evals(self) -> list[str]:
         return [name.removesuffix(".json") for name in self._names("evals")]
 
     def _names(self, folder: str) -> list[str]:
-        return [key.removeprefix(f"{folder}/") for key in self.objects.list(folder)]
+        names = (key.removeprefix(f"{folder}/") for key in self.objects.list(folder))
+        return [name for name in names if re.fullmatch(_NAMES[folder], name)]
 
 
 def _batch_key(step: int) -> str:

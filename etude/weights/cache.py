@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from etude.core.errors import EtudeError
 from etude.store.objects import BUCKETS
-from etude.weights.manifest import hash_of
+from etude.weights.records import hash_of
 
 
 class HostCache:
@@ -26,7 +27,7 @@ class HostCache:
     @classmethod
     def beside(cls, url: str, folder: Path | None = None) -> HostCache | None:
         """The one that all workers of this user share, if the store is far away: a directory needs no copy."""
-        if not url.startswith(BUCKETS):
+        if not url.startswith(tuple(BUCKETS)):
             return None
         default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "etude" / "weights"
         return cls(folder or default)
@@ -57,7 +58,7 @@ class HostCache:
         files = []
         for path in self._folder.iterdir():
             with contextlib.suppress(FileNotFoundError):  # others shrink it too
-                if not path.suffix:
+                if re.fullmatch("[0-9a-f]{64}", path.name):
                     found = path.stat()
                     files.append((found.st_mtime, found.st_size, path))
         size = sum(each for _, each, _ in files)

@@ -11,6 +11,7 @@ Objects of a version that the living trainer has not committed yet are never tou
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
 from collections.abc import Callable
@@ -18,7 +19,8 @@ from dataclasses import dataclass
 
 from etude.core.types import Link, Manifest, Route
 from etude.store.codec import to_json
-from etude.weights.manifest import Chain, owner_of, shard_key
+from etude.weights.manifest import Chain
+from etude.weights.records import owner_of, shard_key
 from etude.weights.signing import Corrupt
 
 SKEW_S = 120.0
@@ -45,7 +47,7 @@ def collect(
     doomed = find_doomed(chain, keep=keep, now=now())
     deleted: list[str] = []
     pending: set[str] = set()
-    for key in (key for key in chain.keys("weights/gc") if key.endswith(".json")):
+    for key in filter(re.compile(r"weights/gc/[0-9]{12,}-[0-9a-f]{8}\.json").fullmatch, chain.keys("weights/gc")):
         stone = _tombstone(chain, key)
         if now() < stone.time + grace_s:
             pending |= set(stone.keys)
@@ -60,7 +62,7 @@ def collect(
     if fresh := [key for key in left if key not in pending]:
         stone = Tombstone(now(), tuple(fresh))
         name = f"weights/gc/{int(stone.time):012d}-{secrets.token_hex(4)}.json"
-        chain.retry(lambda: chain.objects.put(name, to_json(stone)))
+        chain.retry(lambda: chain.objects.put_sealed(name, to_json(stone)))
     return Collected(tuple(deleted), left)
 
 
@@ -84,8 +86,11 @@ def find_doomed(chain: Chain, *, keep: int, now: float) -> list[str]:
 
     def is_doomed(key: str) -> bool:
         owner = owner_of(key)
-        if owner is None or (owner[0] == newest_epoch and owner[1] > newest):
+        if owner is None or owner[0] > newest_epoch or (owner[0] == newest_epoch and owner[1] > newest):
             return False
+        if key.startswith("weights/versions/"):
+            # Epochs stand among them, and stay: a trainer that wakes up late meets its heir there.
+            return lineage.get(owner[1]) == owner[0] and owner not in kept
         return key not in needed if key.startswith("weights/shards/") else owner not in kept
 
     return [

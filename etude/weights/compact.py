@@ -12,7 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from etude.core.types import Link, Route, Shard
 from etude.weights.follow import Follower, Image
-from etude.weights.manifest import Chain, ExtraRoute, route_key
+from etude.weights.manifest import Chain
+from etude.weights.records import ExtraRoute, route_key
 from etude.weights.shards import Census, pack
 from etude.weights.signing import Signer, signer_from_environment
 

@@ -23,7 +23,8 @@ from etude.store.codec import to_json
 from etude.store.objects import Missing, Objects
 from etude.weights.cache import HostCache
 from etude.weights.codec import Damaged
-from etude.weights.manifest import Chain, Lease, lease_key
+from etude.weights.manifest import Chain
+from etude.weights.records import Lease, lease_key
 from etude.weights.routes import Hop, plan
 from etude.weights.shards import unpack
 from etude.weights.signing import Corrupt
@@ -203,13 +204,15 @@ class Follower:
             lease = Lease(reader=self.name, version=version, until=self._now() + LEASE_S)
             # A reader may have no right to write: then nothing is kept for it, and it starts whole if it falls behind.
             with contextlib.suppress(EtudeError):
-                self.chain.objects.put(lease_key(self.name), to_json(lease))
+                self.chain.objects.put_sealed(lease_key(self.name), to_json(lease))
 
     def _refusal(self, version: int, broken: Sequence[Hop]) -> str:
         ways = ", ".join(f"{_place(hop.route.base)} to {hop.target.version}" for hop in broken)
+        damaged = f"; damaged: {', '.join(sorted(self.chain.damaged))}" if self.chain.damaged else ""
         return (
             f"{self.chain.objects.url}: weight version {version} is not what was published (no way to it is whole: "
-            f"{ways or 'none is left'}); it is not served. `etude weights verify` says which objects to restore"
+            f"{ways or 'none is left'}{damaged}); it is not served. `etude weights verify` says which objects to "
+            f"restore"
         )
 
 

@@ -1,17 +1,8 @@
 """Which weight versions there are, and by which ways. Knows no tensors, so controller and gateway can import it.
 
-    weights/epochs/{epoch}.json                 who publishes now, and from which version on
-    weights/versions/{epoch}/{version}.json     manifests
-    weights/routes/{epoch}/{version}/{base}.json  further ways to a version: `whole`, or from an older base
-    weights/shards/{epoch}/{version}/{hash}     what manifests and routes name, by the hash of its bytes
-    weights/leases/{reader}.json                what a reader still needs
-    weights/gc/{id}.json                        what will be deleted, after a time of grace
-
-Everything but a lease is created once and never changed. A version exists when, and only when, its manifest does; that
-is created last.
-
-A trainer that starts to publish takes the next epoch and names the version that it goes on from. Readers follow the
-newest epoch back through its parents, so whatever an older trainer publishes after it was succeeded is seen by nobody.
+Versions and epochs are one log (`records` says how), and its end is found by asking for one key after the other:
+whether a key exists is never late. A listing may be; it only says where to start asking, since old manifests are
+deleted.
 """
 
 from __future__ import annotations
@@ -20,16 +11,29 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields, is_dataclass
-from typing import TypeVar
-
-from blake3 import blake3
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
 
 from etude.core.errors import EtudeError
 from etude.core.types import Link, Manifest, Route
-from etude.store.codec import from_json, to_json
-from etude.store.objects import Missing, Objects
+from etude.store.codec import Damaged, from_json, to_json
+from etude.store.objects import Missing, Objects, Unreachable
+from etude.weights.records import (
+    NOBODY,
+    Epoch,
+    ExtraRoute,
+    Lease,
+    follows,
+    hash_of,
+    is_sound,
+    leads_on,
+    manifest_key,
+    owner_of,
+    route_key,
+    shard_key,
+)
 from etude.weights.signing import Corrupt, Sealed, Trust, trust_from_environment
 
 FIRST_POLL_S, LAST_POLL_S = 0.05, 0.2
@@ -43,71 +47,32 @@ class Gone(EtudeError):
     """The version was published, and is not kept any more: newer ones are."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Epoch:
-    epoch: int
-    parent: Link | None
-    publisher: str
-    seal: str = ""
+@dataclass(frozen=True, slots=True)
+class End:
+    """Where the log of versions ends."""
 
+    epochs: tuple[Epoch, ...] = (NOBODY,)
+    """All of them, oldest first."""
+    head: Link | None = None
+    """The newest version."""
+    next: int = 0
+    """The number that comes next in the last epoch."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExtraRoute:
-    """A way that was made after the version was published."""
+    @property
+    def epoch(self) -> int:
+        return self.epochs[-1].epoch
 
-    target: Link
-    route: Route
-    seal: str = ""
+    @property
+    def key(self) -> str:
+        """Where the next record goes, whoever writes it."""
+        return manifest_key(self.epoch, self.next)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lease:
-    """`reader` serves `version` and may need all that leads on from it, until that time."""
-
-    reader: str
-    version: int
-    until: float
-
-
-def hash_of(data: bytes | memoryview) -> str:
-    return blake3(data).hexdigest()
-
-
-def epoch_key(epoch: int) -> str:
-    return f"weights/epochs/{epoch:06d}.json"
-
-
-def manifest_key(epoch: int, version: int) -> str:
-    return f"weights/versions/{epoch:06d}/{version:06d}.json"
-
-
-def route_key(target: Link, base: Link | None) -> str:
-    start = "whole" if base is None else f"{base.epoch:06d}-{base.version:06d}"
-    return f"weights/routes/{target.epoch:06d}/{target.version:06d}/{start}.json"
-
-
-def shard_key(epoch: int, version: int, hash: str) -> str:
-    return f"weights/shards/{epoch:06d}/{version:06d}/{hash}"
-
-
-def lease_key(reader: str) -> str:
-    return f"weights/leases/{reader}.json"
-
-
-_HASH, _NUMBER = "[0-9a-f]{64}", "([0-9]{6}|[1-9][0-9]{6,})"
-_FORMS = {"hash": _HASH, "root": _HASH, "seal": rf"{_HASH}(?: [0-9a-f]{{128}})?"}
-_EPOCH = re.compile(rf"weights/epochs/{_NUMBER}\.json")
-_OF_VERSION = [
-    re.compile(rf"weights/versions/{_NUMBER}/{_NUMBER}\.json"),
-    re.compile(rf"weights/routes/{_NUMBER}/{_NUMBER}/(?:whole|{_NUMBER}-{_NUMBER})\.json"),
-    re.compile(rf"weights/shards/{_NUMBER}/{_NUMBER}/{_HASH}"),
-]
-
-
-def owner_of(key: str) -> tuple[int, int] | None:
-    """The epoch and version that an object belongs to; None if it is nothing that a trainer puts there."""
-    match = next((match for form in _OF_VERSION if (match := form.fullmatch(key))), None)
-    return (int(match[1]), int(match[2])) if match else None
+    def spans(self) -> list[tuple[int, range]]:
+        """(epoch, numbers of all versions that were ever published in it), oldest first."""
+        ends = [epoch.parent.version + 1 if epoch.parent else 0 for epoch in self.epochs[1:]]
+        return [
+            (epoch.epoch, range(epoch.first, end)) for epoch, end in zip(self.epochs, [*ends, self.next], strict=True)
+        ]
 
 
 class Chain:
@@ -123,81 +88,101 @@ class Chain:
         self.objects = objects
         self._trust = trust or trust_from_environment()
         self._sleep = sleep
-        self._epochs: dict[int, Epoch] = {}
+        self._end = End()
         self._manifests: dict[Link, Manifest] = {}
+        self.damaged: set[str] = set()
+        """Keys of what was found damaged, and not whole since."""
 
     # What there is.
 
+    def look(self) -> End:
+        """Where the log ends now."""
+        return self._walk()
+
+    def _walk(self, *, over_damage: bool = False) -> End:
+        """From where it ended before. `over_damage`: what cannot be read counts as a version."""
+        end, whole = self._end, True
+        listed = self._listed(after=manifest_key(end.epoch, end.next - 1) if end.next else None)
+        while True:
+            number = max([end.next, *listed.pop(end.epoch, ())])
+            try:
+                found = self._record_at(end.epochs[-1], number)
+            except Corrupt:
+                if not over_damage or max(listed, default=0) > end.epoch:
+                    raise
+                end, whole = replace(end, next=number + 1), False
+                continue
+            if isinstance(found, Epoch):
+                end = End((*end.epochs, found), found.parent, found.first)
+            elif found is not None:
+                end = replace(end, head=found, next=number + 1)
+            elif number == end.next:
+                break
+        if whole:
+            self._end = end
+        return end
+
+    def _record_at(self, epoch: Epoch, number: int) -> Epoch | Link | None:
+        """The version of that number in the epoch, or the epoch that came instead of it."""
+        key = manifest_key(epoch.epoch, number)
+        try:
+            found: tuple[Manifest | Epoch, str] = self._record(key, Manifest, Epoch)
+        except Missing:
+            return None
+        record, hash = found
+        if isinstance(record, Manifest):
+            return self._link(record, hash, epoch.epoch, number)
+        if not record.succeeds(epoch, number):
+            raise Corrupt(
+                f"{self.objects.url}: {key} is the record of another epoch; restore it from a copy, or delete it if no "
+                f"trainer wrote it"
+            )
+        return record
+
+    def _listed(self, after: str | None = None) -> defaultdict[int, list[int]]:
+        """Epoch -> numbers of the records that a listing shows in it."""
+        found: defaultdict[int, list[int]] = defaultdict(list)
+        for owner in map(owner_of, self.keys("weights/versions", after=after)):
+            if owner is not None:
+                found[owner[0]].append(owner[1])
+        return found
+
     def epochs(self) -> list[Epoch]:
         """Oldest first."""
-        for match in map(_EPOCH.fullmatch, self.keys("weights/epochs")):
-            if match and (number := int(match[1])) not in self._epochs:
-                self._epochs[number] = self._epoch(number)
-        return [self._epochs[number] for number in sorted(self._epochs)]
+        return list(self.look().epochs[1:])
 
-    def refresh(self) -> None:
-        """Epochs count up by one, and whether a key exists is never late, as a listing may be."""
-        number = max(self._epochs, default=0) + 1
-        while self.exists(epoch_key(number)):
-            self._epochs[number] = self._epoch(number)
-            number += 1
-
-    def _epoch(self, number: int) -> Epoch:
-        epoch, _ = self._record(epoch_key(number), Epoch)
-        if epoch.epoch != number or (epoch.parent is not None and epoch.parent.epoch >= number):
-            raise Corrupt(
-                f"{self.objects.url}: {epoch_key(number)} is the record of another epoch; restore it from a copy, "
-                "or delete it if no trainer wrote it"
-            )
-        return epoch
+    def head(self) -> Link | None:
+        """The newest version."""
+        return self.look().head
 
     def newest(self, after: int = -1) -> Manifest | None:
-        """The newest version of the lineage, if it is newer than `after`."""
-        link = self.head(after)
-        return self.follow(link) if link else None
-
-    def head(self, after: int = -1, before_epoch: int | None = None) -> Link | None:
-        """The newest version, as all saw it before an epoch, or as it is."""
-        epochs = [e for e in self.epochs() if before_epoch is None or e.epoch < before_epoch]
-        if not epochs:
-            return None
-        parent = epochs[-1].parent
-        if versions := self.listed(epochs[-1].epoch, max(after, parent.version if parent else -1)):
-            return self.at(epochs[-1].epoch, versions[-1])[0]
-        return parent if parent and parent.version > after else None
+        """The newest version, if it is newer than `after`."""
+        head = self.head()
+        return self.follow(head) if head and head.version > after else None
 
     def lineage(self) -> dict[int, int]:
-        """Version -> the epoch that it counts in, oldest version first."""
+        """Version -> the epoch that it counts in, of all that are kept, oldest version first."""
+        spans, listed = self._walk(over_damage=True).spans(), self._listed()
         found: dict[int, int] = {}
-        most: float = float("inf")
-        known = {epoch.epoch: epoch for epoch in self.epochs()}
-        epoch = known[max(known)] if known else None
-        while epoch is not None:
-            least = epoch.parent.version if epoch.parent else -1
-            found |= {v: epoch.epoch for v in self.listed(epoch.epoch, least) if v <= most}
-            most = least
-            epoch = known.get(epoch.parent.epoch) if epoch.parent else None
+        for epoch, versions in reversed(spans):
+            if not versions:
+                continue
+            # What was deleted is older than all that is kept. A listing may miss the oldest that is.
+            oldest = min((version for version in listed[epoch] if version in versions), default=versions.stop)
+            while oldest > versions.start and self.exists(manifest_key(epoch, oldest - 1)):
+                oldest -= 1
+            found |= dict.fromkeys(range(oldest, versions.stop), epoch)
+            if oldest > versions.start:
+                break
         return dict(sorted(found.items()))
 
-    def listed(self, epoch: int, after: int = -1) -> list[int]:
-        """Versions of one epoch, whether or not they count."""
-        folder = f"weights/versions/{epoch:06d}"
-        start = manifest_key(epoch, after) if after >= 0 else None
-        owners = map(owner_of, self.keys(folder, after=start))
-        return sorted(owner[1] for owner in owners if owner is not None)
-
     def find(self, version: int) -> tuple[Link, Manifest]:
-        """The version of that number in the lineage. Raises `Missing`, or `Gone` if newer ones are kept only."""
-        for epoch in reversed(self.epochs()):
-            if epoch.parent is None or version > epoch.parent.version:
-                if self.exists(manifest_key(epoch.epoch, version)):
-                    return self.at(epoch.epoch, version)
-                break
-            if version == epoch.parent.version:
-                return self.at(epoch.parent.epoch, version)
+        """The version of that number. Raises `Missing`, or `Gone` if newer ones are kept only."""
+        for epoch, versions in reversed(self._walk(over_damage=True).spans()):
+            if version in versions:
+                with contextlib.suppress(Missing):
+                    return self.at(epoch, version)
         kept = self.lineage()
-        if version in kept:
-            return self.at(kept[version], version)
         there = f"; versions {min(kept)} to {max(kept)} are there" if kept else ""
         if kept and 0 <= version < min(kept):
             raise Gone(f"{self.objects.url}: weight version {version} was deleted by `etude weights gc`{there}")
@@ -205,13 +190,17 @@ class Chain:
 
     def at(self, epoch: int, version: int) -> tuple[Link, Manifest]:
         manifest, hash = self._record(manifest_key(epoch, version), Manifest)
+        return self._link(manifest, hash, epoch, version), manifest
+
+    def _link(self, manifest: Manifest, hash: str, epoch: int, version: int) -> Link:
+        key = manifest_key(epoch, version)
         if (manifest.epoch, manifest.version) != (epoch, version):
-            raise Corrupt(f"{self.objects.url}: {manifest_key(epoch, version)} is the manifest of another version")
-        if manifest.route.base != manifest.parent or not _leads_on(manifest.parent, epoch, version):
-            raise Corrupt(f"{self.objects.url}: {manifest_key(epoch, version)} does not follow an older version")
+            raise Corrupt(f"{self.objects.url}: {key} is the manifest of another version")
+        if not follows(manifest, epoch, version):
+            raise Corrupt(f"{self.objects.url}: {key} does not follow an older version")
         link = Link(epoch, version, hash)
         self._manifests[link] = manifest
-        return link, manifest
+        return link
 
     def follow(self, link: Link) -> Manifest:
         """The manifest that a link names, and no other."""
@@ -237,7 +226,7 @@ class Chain:
             if (
                 extra.target != target
                 or route_key(target, base) != key
-                or not _leads_on(base, target.epoch, target.version)
+                or not leads_on(base, target.epoch, target.version)
             ):
                 raise Corrupt(f"{self.objects.url}: {key} is not the way that its name says; delete it")
             return extra.route
@@ -254,7 +243,8 @@ class Chain:
             except Corrupt as e:
                 raise Corrupt(f"{e}; delete it if that reader is gone") from e
 
-        return self._each((key for key in self.keys("weights/leases") if key.endswith(".json")), read)
+        keys = self.keys("weights/leases")
+        return self._each((key for key in keys if re.fullmatch(r"weights/leases/[^./][^/]*\.json", key)), read)
 
     def _each(self, keys: Iterable[str], read: Callable[[str], T]) -> dict[str, T | Corrupt]:
         found: dict[str, T | Corrupt] = {}
@@ -267,8 +257,14 @@ class Chain:
         return found
 
     def read(self, key: str, type: type[T]) -> T:
-        """A record that has no seal."""
-        return self.retry(lambda: self._decode(key, self.objects.get(key), type))
+        """A record that has no seal, but the store's digest."""
+        return self.retry(lambda: self._decode(key, self._unsealed(key), type))
+
+    def _unsealed(self, key: str) -> bytes:
+        try:
+            return self.objects.get_sealed(key)
+        except Damaged as e:
+            raise Corrupt(str(e)) from e
 
     # Objects, by hash.
 
@@ -278,7 +274,9 @@ class Chain:
         for _ in range(TRIES):
             data = self.get(key)
             if hash_of(data) == hash:
+                self.damaged.discard(key)
                 return data
+        self.damaged.add(key)
         raise Corrupt(f"{self.objects.url}: {key} does not hold the bytes that it is named after")
 
     def put_shard(self, epoch: int, version: int, data: bytes) -> str:
@@ -299,38 +297,50 @@ class Chain:
         self.retry(lambda: self.objects.delete(key))
 
     def create(self, key: str, record: object) -> bool:
-        """False if there is another record under the key. If only the answer was lost, ours is there: that is True."""
+        """False if there is another record under the key. If only the answer was lost, ours is there: that is True,
+        also if the store needs a few tries to show it as it is."""
         data = to_json(record)
-        return self.retry(lambda: self.objects.create(key, data)) or self.get(key) == data
+        return self.retry(lambda: self.objects.create(key, data)) or any(self.get(key) == data for _ in range(TRIES))
 
     def retry(self, act: Callable[[], T]) -> T:
-        """Stores have bad moments. What is missing is missing, though."""
+        """Stores have bad moments. What is missing is missing, though, and who does not answer was asked often."""
         for delay_s in (FIRST_RETRY_S * 2**n for n in range(TRIES - 1)):
             try:
                 return act()
-            except Missing:
+            except (Missing, Unreachable):
                 raise
             except EtudeError:
                 self._sleep(delay_s)
         return act()
 
-    def _record(self, key: str, type: type[R]) -> tuple[R, str]:
+    def _record(self, key: str, *types: type[R]) -> tuple[R, str]:
         def read() -> tuple[R, str]:
             data = self.objects.get(key)
-            record = self._decode(key, data, type)
+            record = self._decode(key, data, *types)
             self._trust.check(record, f"{self.objects.url}: {key}")
-            if to_json(record) != data or not all(_is_sound(*field) for field in _fields(record)):
+            if to_json(record) != data or not is_sound(record):
                 raise Corrupt(
-                    f"{self.objects.url}: {key} is no {type.__name__} that etude writes; restore it from a copy"
+                    f"{self.objects.url}: {key} is no {type(record).__name__} that etude writes; restore it from a copy"
                 )
             return record, hash_of(data)
 
-        return self.retry(read)
-
-    def _decode(self, key: str, data: bytes, type: type[T]) -> T:
         try:
-            return from_json(data, type, f"{self.objects.url}: {key}")
-        except EtudeError as e:
+            found = self.retry(read)
+        except Corrupt:
+            self.damaged.add(key)
+            raise
+        self.damaged.discard(key)
+        return found
+
+    def _decode(self, key: str, data: bytes, *types: type[T]) -> T:
+        """As the one of the types whose fields it has."""
+        where, names = f"{self.objects.url}: {key}", set[str]()
+        with contextlib.suppress(Damaged):
+            names = set(from_json(data, dict[str, Any], where))
+        try:
+            fitting = (each for each in types if {field.name for field in fields(each)} == names)  # type: ignore[arg-type]
+            return from_json(data, next(fitting, types[0]), where)
+        except Damaged as e:
             raise Corrupt(str(e)) from e
 
 
@@ -364,27 +374,3 @@ def read_manifest(objects: Objects, version: int) -> Manifest:
 
 def find_newest(objects: Objects, after: int = -1) -> Manifest | None:
     return Chain(objects).newest(after)
-
-
-def _leads_on(base: Link | None, epoch: int, version: int) -> bool:
-    return base is None or (base.epoch <= epoch and base.version < version)
-
-
-def _fields(record: object) -> Iterator[tuple[str, object]]:
-    """Names and values of all fields of a record, and of the records in it."""
-    if isinstance(record, tuple):
-        for each in record:
-            yield from _fields(each)
-    elif is_dataclass(record):
-        for field in fields(record):
-            value = getattr(record, field.name)
-            yield field.name, value
-            yield from _fields(value)
-
-
-def _is_sound(name: str, value: object) -> bool:
-    """Hashes become names of files, numbers become keys, and sizes are added up: a record that anybody may have written
-    must hold nothing else there."""
-    if form := _FORMS.get(name):
-        return isinstance(value, str) and re.fullmatch(form, value) is not None
-    return name not in ("epoch", "version", "bytes") or (isinstance(value, int) and 0 <= value < 1 << 63)

@@ -29,9 +29,10 @@ from etude.core.types import Link, Manifest, Route, Shard
 from etude.store.objects import Missing, Objects
 from etude.weights.follow import Follower, Image
 from etude.weights.layout import Extent, Layout
-from etude.weights.manifest import Chain, Epoch, ExtraRoute, Gone, epoch_key, manifest_key, route_key
+from etude.weights.manifest import Chain, End, Gone
 from etude.weights.peers import Alone, Peers
 from etude.weights.ranks import Ranks
+from etude.weights.records import Epoch, ExtraRoute, manifest_key, route_key
 from etude.weights.shards import Census, pack
 from etude.weights.signing import Corrupt, Signer, signer_from_environment
 from etude.weights.snapshot import Arrays, Part, Snapshots
@@ -90,7 +91,6 @@ class Publisher:
         self.stalled_s = 0.0
         self._ranks, self._sign, self._now = Ranks(peers or Alone()), signer or signer_from_environment(), now
         self._epoch: int | None = None
-        self._head: Link | None = None  # what the next version follows
         self._last: Image | None = None  # our part of it, once we have it
         self._layout: Layout | None = None  # of that part
         self._snapshots, self._arrays = Snapshots(), Arrays()
@@ -165,19 +165,13 @@ class Publisher:
         return manifest
 
     def _order(self, version: int, state: State) -> _Order:
-        if self._epoch is None:
-            self.chain.refresh()
         if (there := self._published(version)) is not None:
             link, manifest = there
-            self._check_same(manifest, state_json(state)[1])
+            if manifest.root != state_json(state)[1]:
+                raise self._refusal(manifest)
             return _Order(link.epoch, manifest.parent, link)
-        epoch = self._claim()
-        if self._head is not None and version <= self._head.version:
-            raise EtudeError(
-                f"{self.chain.objects.url}: cannot publish weight version {version}, since {self._head.version} is "
-                f"published already; start a new run, or go on from the newest checkpoint"
-            )
-        return _Order(epoch, self._head)
+        end = self._claim(version)
+        return _Order(end.epoch, end.head)
 
     def _start_from(self, base: Link | None, layout: Layout) -> None:
         """Have our part of the base at hand. It is rebuilt from the store and checked, never taken from a copy that
@@ -212,14 +206,14 @@ class Publisher:
 
     def _commit(self, made: Manifest, state: State) -> Link:
         root = self.chain.put_shard(made.epoch, made.version, state_json(state)[0])
-        self._check_fence(made.epoch)
+        # If somebody has succeeded us meanwhile, the record of that stands at this key.
         if not self.chain.create(manifest_key(made.epoch, made.version), self._sign(replace(made, root=root))):
             raise Fenced(self._fenced())
         return self.chain.at(made.epoch, made.version)[0]
 
     def _move_on(self, image: Image, layout: Layout, arrays: Arrays) -> None:
         self._snapshots.release(self._arrays)
-        self._head, self._last, self._layout, self._arrays = image.link, image, layout, arrays
+        self._last, self._layout, self._arrays = image, layout, arrays
 
     def _maybe_add_whole(self, manifest: Manifest) -> None:
         """The version is live already; a whole way to it only shortens the way of those who are late."""
@@ -240,35 +234,43 @@ class Publisher:
         except (Missing, Gone):
             return None
 
-    def _check_same(self, published: Manifest, root: str) -> None:
-        if published.root != root:
-            raise EtudeError(
-                f"{self.chain.objects.url}: weight version {published.version} is published already, with other "
-                f"weights (stage {published.stage}, step {published.step}); "
-                f"stop the other trainer that works on this run, or start a new run"
-            )
+    def _refusal(self, published: Manifest) -> EtudeError:
+        if self._epoch not in (None, published.epoch):
+            return Fenced(self._fenced())
+        return EtudeError(
+            f"{self.chain.objects.url}: weight version {published.version} is published already, with other "
+            f"weights (stage {published.stage}, step {published.step}); "
+            f"stop the other trainer that works on this run, or start a new run"
+        )
 
-    def _claim(self) -> int:
-        """Our epoch. Taking one fences off whoever published before, and fixes the version that we go on from."""
-        while self._epoch is None:
-            self.chain.refresh()
-            parent = self._newest()
-            number = max((epoch.epoch for epoch in self.chain.epochs()), default=0) + 1
-            record = self._sign(Epoch(epoch=number, parent=parent, publisher=self.name))
-            if not self.chain.create(epoch_key(number), record):
+    def _claim(self, version: int) -> End:
+        """The end of the log, where we and nobody else may commit this version. For that we take an epoch if we have
+        none, and another one if the number does not follow our last: numbers of one epoch count up by one."""
+        while True:
+            end = self.chain.look()
+            if self._epoch not in (None, end.epoch):
                 raise Fenced(self._fenced())
-            # What was committed before the fence stood must not be lost: if there is more now, take another epoch.
-            if self._newest(before_epoch=number) == parent:
-                self._epoch, self._head = number, parent
-        self._check_fence(self._epoch)
-        return self._epoch
+            if end.head is not None and version <= end.head.version:
+                raise EtudeError(
+                    f"{self.chain.objects.url}: cannot publish weight version {version}, since {end.head.version} is "
+                    f"published already; start a new run, or go on from the newest checkpoint"
+                )
+            if self._epoch is not None and version == end.next:
+                return end
+            self._check_kept(end.head)
+            record = self._sign(Epoch(epoch=end.epoch + 1, first=version, parent=end.head, publisher=self.name))
+            if self.chain.create(end.key, record):
+                self._epoch = record.epoch
+            elif self.chain.look().epoch != end.epoch:
+                raise Fenced(self._fenced())  # else its trainer has published one more version: look again
 
-    def _newest(self, before_epoch: int | None = None) -> Link | None:
-        """A listing may be late; whether a key exists is not. Versions count up by one as a rule."""
-        link = self.chain.head(before_epoch=before_epoch)
-        while link is not None and self.chain.exists(manifest_key(link.epoch, link.version + 1)):
-            link = self.chain.at(link.epoch, link.version + 1)[0]
-        return link
+    def _check_kept(self, head: Link | None) -> None:
+        """Nothing newer than what was deleted is where we looked."""
+        if head is not None and not self.chain.exists(manifest_key(head.epoch, head.version)):
+            raise EtudeError(
+                f"{self.chain.objects.url}: weight version {head.version} was deleted, so there are newer ones, and "
+                f"the store does not list them yet; start again later"
+            )
 
     def _count_links(self) -> None:
         """How far the last version is from a whole one, the store knows. Rank 0 counts for all."""
@@ -282,10 +284,6 @@ class Publisher:
             except (Missing, Corrupt):
                 break
             self._links, self._bytes, at = self._links + 1, self._bytes + route.bytes, route.base
-
-    def _check_fence(self, epoch: int) -> None:
-        if self.chain.exists(epoch_key(epoch + 1)):
-            raise Fenced(self._fenced())
 
     def _fenced(self) -> str:
         return (

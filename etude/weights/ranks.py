@@ -14,8 +14,8 @@ from etude.core.errors import EtudeError
 from etude.store.codec import from_json, to_json
 from etude.weights.codec import Array
 from etude.weights.layout import Extent, Layout, lay_out
-from etude.weights.manifest import hash_of
 from etude.weights.peers import Peers
+from etude.weights.records import hash_of
 from etude.weights.snapshot import Arrays
 from etude.weights.tensors import Slab, State, digests
 

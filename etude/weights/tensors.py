@@ -21,7 +21,7 @@ import torch
 from etude.core.errors import EtudeError
 from etude.store.codec import from_json, to_json
 from etude.weights.codec import Array, Kind, kind_of
-from etude.weights.manifest import hash_of
+from etude.weights.records import hash_of
 from etude.weights.signing import Corrupt
 
 MAX_DIMENSIONS = 64

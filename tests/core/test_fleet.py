@@ -29,6 +29,15 @@ def test_a_story() -> None:
     assert fleet.knows(again)
 
 
+def test_a_promise_that_comes_late_takes_nothing_back() -> None:
+    fleet = Fleet()
+    fleet.join("e", "east", 2)
+    old = fleet.join("w", "west", 1)
+    fleet.promise(2)
+    fleet.promise(1)
+    assert fleet.live == 2 and old not in fleet.up
+
+
 @pytest.mark.parametrize("seed", range(100))
 def test_only_those_who_serve_what_was_promised_are_picked(seed: int) -> None:
     rng, fleet = random.Random(seed), Fleet()

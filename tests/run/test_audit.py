@@ -16,8 +16,8 @@ from etude.run.audit import audit, lag_bounds
 from etude.run.evaluate import report_name
 from etude.store.objects import Objects
 from etude.store.runs import Run
-from etude.weights.manifest import manifest_key
 from etude.weights.publish import publish
+from etude.weights.records import manifest_key
 from tests.run.worlds_of_fakes import FIRST, stage
 
 LAST = FIRST + 4

@@ -124,12 +124,11 @@ def test_a_damaged_part_is_named(run: Run) -> None:
     saver.wait()
     found = read(run, SAVED.name)
     run.put_checkpoint_part(SAVED.name, found.parts[0], b"tensorz")
-    with pytest.raises(
-        EtudeError, match=r"checkpoint 000001\.000000 of memory:: the part of rank 0 is damaged: remove"
-    ):
+    why = rf"checkpoints/{SAVED.name}/00000.\w+, the part of rank 0, is not what its name says: remove"
+    with pytest.raises(EtudeError, match=rf"checkpoint 000001\.000000 of memory:: {why}"):
         read_part(run, found, 0)
     run.objects.delete(f"checkpoints/{SAVED.name}/{found.parts[0]}")
-    with pytest.raises(EtudeError, match="the part of rank 0 is gone: remove that checkpoint"):
+    with pytest.raises(EtudeError, match="the part of rank 0, is gone: remove that checkpoint"):
         read_part(run, found, 0)
 
 

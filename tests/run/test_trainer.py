@@ -19,7 +19,8 @@ from etude.store.runs import Run
 from etude.train.learner import FitStats
 from etude.train.ranks import Ranks
 from etude.train.stages import Progress
-from etude.weights.manifest import manifest_key, read_manifest
+from etude.weights.manifest import read_manifest
+from etude.weights.records import manifest_key
 from tests.small_model import small_files
 
 TOML = """

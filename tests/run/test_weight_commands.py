@@ -11,8 +11,9 @@ from safetensors.torch import load_file
 
 from etude.cli import main
 from etude.store.objects import Objects
-from etude.weights.manifest import Chain, manifest_key, route_key, shard_key
+from etude.weights.manifest import Chain
 from etude.weights.publish import Policy, Publisher
+from etude.weights.records import manifest_key, route_key, shard_key
 
 BASE = torch.arange(2000, dtype=torch.float32)
 
@@ -29,7 +30,7 @@ def url(tmp_path: Path) -> str:
         tensors = {"model.layers.0.up_proj.weight": weights(version), "norm.weight": torch.ones(3)}
         publisher.publish(version, tensors, stage="rl", step=version)
     publisher.close()
-    objects.put("model/config.json", b"{}")
+    objects.put_sealed("model/config.json", b"{}")
     return str(tmp_path / "run")
 
 

@@ -38,7 +38,7 @@ class Store:
         config = replace(ModelConfig.from_json(self.files["config.json"]), **shape)
         self.files["config.json"] = config.to_json().encode()
         for name, data in self.files.items():
-            self.objects.put(f"model/{name}", data)
+            self.objects.put_sealed(f"model/{name}", data)
         self.config = ModelConfig.from_json(self.files["config.json"])
         for version in versions:
             publish(self.objects, version, weights(sharp(self.config, version)), stage="test", step=version)

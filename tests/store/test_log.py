@@ -8,10 +8,11 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+from blake3 import blake3
 
 from etude.core.errors import EtudeError
 from etude.core.ledger import Batched, Dropped, Entry, Issued, Trained
-from etude.store.codec import Stamped
+from etude.store.codec import Damaged, Stamped
 from etude.store.log import Log
 from etude.store.objects import Objects
 
@@ -55,7 +56,9 @@ def test_one_record_on_disk() -> None:
     objects = Objects.open("memory:")
     notes(objects).append(Note("hello", 1.5))
     assert objects.list("notes") == ["notes/0000000000.jsonl"]
-    assert objects.get("notes/0000000000.jsonl") == b'{"t": 1, "kind": "Note", "text": "hello", "value": 1.5}\n'
+    line = b'{"t": 1, "kind": "Note", "text": "hello", "value": 1.5}\n'
+    digest = b'{"blake3": "%b"}\n' % blake3(line).hexdigest().encode()
+    assert objects.get("notes/0000000000.jsonl") == line + digest
 
 
 def test_entries_of_the_ledger_come_back_as_they_went_in() -> None:
@@ -151,6 +154,68 @@ def test_a_failed_write_keeps_the_records_for_the_next_one(monkeypatch: pytest.M
             log.flush()
     log.flush()
     assert [n.text for n in log.records()] == ["a"]
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["the library tries again", "nobody tries again"])
+def test_a_lost_answer_is_no_second_writer(monkeypatch: pytest.MonkeyPatch, known: bool) -> None:
+    """The segment is there, and only nobody was told; records that came meanwhile go into the next one."""
+    objects = Objects.open("memory:")
+    log, create = notes(objects, durable=False), objects.create
+
+    def lost(key: str, data: bytes) -> bool:
+        create(key, data)
+        if known:
+            return False
+        raise EtudeError("503")
+
+    log.append(Note("a"))
+    with monkeypatch.context() as broken:
+        broken.setattr(objects, "create", lost)
+        if known:
+            log.flush()
+        else:
+            with pytest.raises(EtudeError, match="503"):
+                log.flush()
+    log.append(Note("b"))
+    log.flush()
+    assert [n.text for n in log.records()] == ["a", "b"]
+
+
+class Late(Objects):
+    """Its listings are as late as can be, and show what others have put there."""
+
+    def list(self, prefix: str, *, after: str | None = None) -> list[str]:
+        return [f"{prefix}/.DS_Store", f"{prefix}/foo.tmp", f"{prefix}/0000000002.jsonl.bak"]
+
+
+def test_a_listing_is_not_trusted() -> None:
+    inner = Objects.open("memory:")
+    late = Late(inner._store, inner.url)
+    for text in "abc":
+        notes(late).append(Note(text))
+    assert [n.text for n in notes(late).records()] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("name", [".DS_Store", "foo.tmp", "0000000000.jsonl.swp", "9", "z"])
+def test_files_of_others_are_not_seen(tmp_path: Path, name: str) -> None:
+    objects = Objects.open(str(tmp_path))
+    notes(objects).append(Note("a"))
+    (tmp_path / "notes" / name).write_bytes(b"?")
+    notes(objects).append(Note("b"))
+    assert [n.text for n in notes(objects).records()] == ["a", "b"]
+
+
+def test_a_damaged_segment_is_named_or_left_out_and_told() -> None:
+    objects = Objects.open("memory:")
+    for value in range(3):
+        notes(objects).append(Note("a", value))
+    key = "notes/0000000001.jsonl"
+    objects.put(key, objects.get(key).replace(b'"value": 1', b'"value": 9'))
+    with pytest.raises(Damaged, match=rf"memory:: {key} is damaged: its digest is \w+..., and that of its bytes \w+"):
+        notes(objects).read()
+    told: list[Damaged] = []
+    log = Log(objects, "notes", [Note], durable=False, skipped=told.append)
+    assert [n.value for n in log.records()] == [0, 2] and key in str(told[0])
 
 
 def test_a_record_of_an_unknown_kind_is_refused_by_name() -> None:

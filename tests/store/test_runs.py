@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import re
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -9,7 +11,9 @@ import pytest
 from etude.core.config import parse
 from etude.core.errors import EtudeError
 from etude.core.ledger import Issued, Trained
-from etude.core.types import Batch, Group, Row, Segment, Span, Trajectory
+from etude.core.types import Batch, Group, Recomputed, Row, Segment, Span, Trajectory
+from etude.store.codec import pack
+from etude.store.experts import get_experts, put_experts
 from etude.store.objects import Missing
 from etude.store.runs import Run
 
@@ -24,18 +28,20 @@ SEGMENT = Segment(
     experts="00ff",
 )
 DONE = Trajectory(
-    id="g.0",
+    id="g000007.0",
     task="t",
-    group="g",
+    group="g000007",
     segments=(SEGMENT,),
     scores={"reward": 1.0},
     status="done",
     messages=[{"role": "user", "content": "fix it"}],
 )
-FAILED = Trajectory(id="g.1", task="t", group="g", segments=(), scores=None, status="failed", error="score: broken")
-GROUP = Group(id="g", task="t", slot=7, admitted=1, trajectories=(DONE, FAILED))
+FAILED = Trajectory(
+    id="g000007.1", task="t", group="g000007", segments=(), scores=None, status="failed", error="score: broken"
+)
+GROUP = Group(id="g000007", task="t", slot=7, admitted=1, trajectories=(DONE, FAILED))
 ROW = Row(
-    sample="g.0",
+    sample="g000007.0",
     tokens=(1, 2, 3),
     mask=(False, False, True),
     logprobs=(0.0, 0.0, -0.123456789012345),
@@ -53,7 +59,7 @@ def run() -> Run:
 def test_groups_and_batches_come_back_as_they_went_in(run: Run) -> None:
     run.put_group(GROUP)
     run.put_batch(BATCH)
-    assert run.group("g") == GROUP and run.groups() == ["g"]
+    assert run.group("g000007") == GROUP and run.groups() == ["g000007"]
     assert run.batch(2) == BATCH and run.batches() == [2]
     with pytest.raises(Missing):
         run.batch(3)
@@ -80,9 +86,12 @@ def test_the_trainer_gets_its_batch_when_it_comes(run: Run) -> None:
 
 
 def test_a_damaged_object_is_named(run: Run) -> None:
-    run.objects.put("groups/g", b"\x93\x01")
-    with pytest.raises(EtudeError, match="groups/g does not hold a Group"):
-        run.group("g")
+    run.objects.put_sealed("groups/g000007", b"\x93\x01")
+    with pytest.raises(EtudeError, match="groups/g000007 does not hold a Group"):
+        run.group("g000007")
+    run.objects.put_sealed("groups/g000008", pack(GROUP))
+    with pytest.raises(EtudeError, match="groups/g000008 holds group g000007"):
+        run.group("g000008")
 
 
 def test_a_config_can_be_corrected_until_there_is_work(run: Run) -> None:
@@ -121,7 +130,7 @@ def test_how_a_machine_does_the_work_may_change_at_any_time(run: Run) -> None:
 
 
 def test_ledger_survives_reopening(tmp_path: Path) -> None:
-    Run.open(str(tmp_path)).ledger.append(Issued(group="g", task="t", samples=("g.0",), version=0))
+    Run.open(str(tmp_path)).ledger.append(Issued(group="g000007", task="t", samples=("g000007.0",), version=0))
     Run.open(f"file:{tmp_path}").ledger.append(Trained(step=1))
     assert [type(entry) for entry in Run.open(str(tmp_path), create=False).ledger.records()] == [Issued, Trained]
 
@@ -155,5 +164,75 @@ def test_a_checkpoint_is_there_when_its_manifest_is(run: Run) -> None:
 
 
 def test_evals(run: Run) -> None:
-    run.put_eval("sft", {"solve_rate": 0.5})
-    assert run.evals() == ["sft"] and run.eval("sft", dict[str, float]) == {"solve_rate": 0.5}
+    run.put_eval("000001.heldout", {"solve_rate": 0.5})
+    assert run.evals() == ["000001.heldout"] and run.eval("000001.heldout", dict[str, float]) == {"solve_rate": 0.5}
+
+
+RECOMPUTED = (Recomputed(logprobs=(-0.5, -0.25)),)
+
+
+def everything(run: Run) -> dict[str, Callable[[], object]]:
+    """One object of each kind, and how it is read."""
+    run.put_config(parse(TOML))
+    run.put_model_file("tokenizer.json", b'{"version": "1.0"}')
+    run.ledger.append(Trained(step=1))
+    run.put_group(GROUP)
+    run.put_batch(BATCH)
+    run.put_recomputed(2, RECOMPUTED)
+    run.put_checkpoint("000001.000000", b"manifest")
+    run.put_eval("000001.heldout", {"solve_rate": 0.5})
+    experts = put_experts(run.objects, b"\x01\x02")
+    return {
+        "config.json": run.config,
+        "model/tokenizer.json": lambda: run.objects.get_sealed("model/tokenizer.json"),
+        "ledger/0000000000.jsonl": run.ledger.records,
+        "groups/g000007": lambda: run.group("g000007"),
+        "batches/000002": lambda: run.batch(2),
+        "recomputed/000002": lambda: run.recomputed(2),
+        "checkpoints/000001.000000/manifest.json": lambda: run.checkpoint("000001.000000"),
+        "evals/000001.heldout.json": lambda: run.eval("000001.heldout", dict[str, float]),
+        f"experts/{experts}": lambda: get_experts(run.objects, experts),
+    }
+
+
+def test_every_flipped_bit_is_an_error_that_names_the_object(run: Run) -> None:
+    for key, read in everything(run).items():
+        before, data = read(), run.objects.get(key)
+        for bit in range(8 * len(data)):
+            wrong = bytearray(data)
+            wrong[bit // 8] ^= 1 << bit % 8
+            run.objects.put(key, bytes(wrong))
+            with pytest.raises(EtudeError, match=re.escape(key)):
+                read()
+        run.objects.put(key, data)
+        assert read() == before
+
+
+def test_a_run_of_an_older_format_is_told(run: Run) -> None:
+    run.put_config(parse(TOML))
+    run.objects.put("config.json", run.objects.get_sealed("config.json"))
+    with pytest.raises(EtudeError, match=r"config.json does not end with its digest: .* the run is of an older format"):
+        run.config()
+
+
+@pytest.mark.parametrize("name", [".DS_Store", "foo.tmp", "._000002", "000002.bak", "sub/000002", "000003 (copy)"])
+def test_files_of_others_are_seen_nowhere(run: Run, name: str) -> None:
+    everything(run)
+    run.put_checkpoint_part("000001.000000", "00000.ab", b"part")
+    log = run.events("trainer", [Beat])
+    log.append(Beat(1))
+    log.flush()
+    folders = ["ledger", "groups", "batches", "recomputed", "checkpoints", "checkpoints/000001.000000", "evals"]
+    for folder in (*folders, "events", "events/trainer", "model", "experts"):
+        run.objects.put(f"{folder}/{name}", b"?")
+    assert run.ledger.records() == [Trained(step=1)] and run.processes() == ["trainer"]
+    assert run.events("trainer", [Beat]).records() == [Beat(1)]
+    assert run.groups() == ["g000007"] and run.batches() == [2] and run.evals() == ["000001.heldout"]
+    assert run.checkpoints() == ["000001.000000"] and run.checkpoint_parts() == [("000001.000000", "00000.ab")]
+
+
+def test_a_file_of_others_is_no_work(run: Run) -> None:
+    run.put_config(parse(TOML))
+    run.objects.put("ledger/.DS_Store", b"?")
+    run.put_config(parse(TOML, ["stage.rl.steps=4"]))
+    assert run.config() == parse(TOML, ["stage.rl.steps=4"])

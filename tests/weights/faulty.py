@@ -1,11 +1,14 @@
-"""A store that misbehaves as stores do: late listings, bad moments, lost answers, damaged downloads, a power cut."""
+"""Stores that misbehave as stores do: late listings, bad moments, lost answers, damaged downloads, a power cut."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from random import Random
 
 from etude.core.errors import EtudeError
 from etude.store.objects import Missing, Objects
+from etude.weights.manifest import TRIES
 
 
 class PowerCut(Exception):
@@ -13,7 +16,9 @@ class PowerCut(Exception):
 
 
 class Faulty(Objects):
-    """Shares its objects with other `Faulty`s over the same store; each has faults of its own. Time is simulated."""
+    """Shares its objects with other `Faulty`s over the same store; each has faults of its own. Time is simulated.
+
+    Trouble with one key ends before somebody who tries `TRIES` times loses patience: so it excuses no failure."""
 
     def __init__(self, inner: Objects, random: Random, *, trouble: float = 0.0, late_s: float = 0.0) -> None:
         self._inner, self._random, self._trouble, self._late_s = inner, random, trouble, late_s
@@ -22,50 +27,90 @@ class Faulty(Objects):
         self.now = 0.0
         self.late: list[tuple[float, list[str]]] = []
         """What listings showed, and when."""
+        self._in_a_row: Counter[str] = Counter()
 
     def put(self, key: str, data: bytes) -> None:
-        self._write()
-        self._inner.put(key, data)
-        self._maybe_fail()
+        self._write(key, lambda: self._inner.put(key, data))
 
     def create(self, key: str, data: bytes) -> bool:
-        self._write()
-        made = self._inner.create(key, data)
-        self._maybe_fail()  # after the fact: the answer is lost
-        return made
+        made: list[bool] = []
+        self._write(key, lambda: made.append(self._inner.create(key, data)))
+        return made[0]
+
+    def delete(self, key: str) -> None:
+        self._write(key, lambda: self._inner.delete(key))
 
     def get(self, key: str) -> bytes:
-        self._maybe_fail()
         data = self._inner.get(key)
-        if data and self._random.random() < self._trouble:
-            return data[: len(data) // 2] if self._random.random() < 0.5 else data[:-1] + bytes([data[-1] ^ 4])
-        return data
+        if not self._is_troubled(key):
+            return data
+        kind = self._random.randrange(3)
+        if kind == 0 or not data:
+            raise _bad_moment()
+        return data[: len(data) // 2] if kind == 1 else data[:-1] + bytes([data[-1] ^ 4])
 
     def exists(self, key: str) -> bool:
-        self._maybe_fail()
+        if self._is_troubled(key):
+            raise _bad_moment()
         return self._inner.exists(key)
 
     def list(self, prefix: str, *, after: str | None = None) -> list[str]:
-        self._maybe_fail()
+        if self._is_troubled(prefix):
+            raise _bad_moment()
         self.late = [(t, keys) for t, keys in self.late if t >= self.now - self._late_s]
         self.late.append((self.now, self._inner.list("")))
         _, keys = self._random.choice(self.late)
         return [key for key in keys if key.startswith(prefix + "/") and (after is None or key > after)]
 
-    def delete(self, key: str) -> None:
-        self._write()
-        self._inner.delete(key)
-
-    def _write(self) -> None:
+    def _write(self, key: str, write: Callable[[], None]) -> None:
         if self.writes_left is not None:
             if self.writes_left == 0:
                 raise PowerCut
             self.writes_left -= 1
-        self._maybe_fail()
+        troubled = self._is_troubled(key)
+        if not troubled or self._random.random() < 0.5:
+            write()
+        if troubled:  # after the fact, too: then only the answer is lost
+            raise _bad_moment()
 
-    def _maybe_fail(self) -> None:
-        if self._random.random() < self._trouble:
-            raise EtudeError("503: the store has a bad moment")
+    def _is_troubled(self, key: str) -> bool:
+        if self._random.random() < self._trouble and self._in_a_row[key] < TRIES - 1:
+            self._in_a_row[key] += 1
+            return True
+        self._in_a_row[key] = 0
+        return False
 
 
-__all__ = ["Faulty", "Missing", "PowerCut"]
+class Lagging(Objects):
+    """Its listings show any part of what is there, however old; `pause` is called before each access."""
+
+    def __init__(self, inner: Objects, random: Random, share: float, pause: Callable[[], None] = lambda: None) -> None:
+        self._inner, self._random, self._share, self.pause = inner, random, share, pause
+        self.url = "lagging:"
+
+    def put(self, key: str, data: bytes) -> None:
+        self.pause()
+        self._inner.put(key, data)
+
+    def create(self, key: str, data: bytes) -> bool:
+        self.pause()
+        return self._inner.create(key, data)
+
+    def get(self, key: str) -> bytes:
+        self.pause()
+        return self._inner.get(key)
+
+    def exists(self, key: str) -> bool:
+        self.pause()
+        return self._inner.exists(key)
+
+    def list(self, prefix: str, *, after: str | None = None) -> list[str]:
+        self.pause()
+        return [key for key in self._inner.list(prefix, after=after) if self._random.random() < self._share]
+
+
+def _bad_moment() -> EtudeError:
+    return EtudeError("503: the store has a bad moment")
+
+
+__all__ = ["Faulty", "Lagging", "Missing", "PowerCut"]

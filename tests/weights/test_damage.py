@@ -19,8 +19,9 @@ from etude.weights.codec import Damaged
 from etude.weights.collect import collect, find_doomed
 from etude.weights.compact import compact
 from etude.weights.follow import CorruptWeights, Follower
-from etude.weights.manifest import Chain, Epoch, ExtraRoute, epoch_key, manifest_key, route_key, shard_key
+from etude.weights.manifest import Chain
 from etude.weights.publish import Policy, Publisher, publish
+from etude.weights.records import Epoch, ExtraRoute, manifest_key, route_key, shard_key
 from etude.weights.shards import MAGIC, read
 from etude.weights.signing import Corrupt, Signer, Trust, Untrusted
 from etude.weights.tensors import Entry, read_state, state_json
@@ -215,12 +216,23 @@ def test_an_epoch_that_is_another_is_refused(objects: Objects) -> None:
     """Else a signed record, copied to a later number, would make readers go back; and a circle would hold them."""
     for version in (1, 2):
         publish(objects, version, larger(version), stage="rl", step=version)
-    objects.put(epoch_key(9), objects.get(epoch_key(1)))
+    head = reading(objects).head()
+    assert head is not None and head.epoch == 2
+    objects.put(manifest_key(2, 3), objects.get(manifest_key(1, 2)))
     with pytest.raises(Corrupt, match="the record of another epoch"):
-        reading(objects).lineage()
-    forge(objects, epoch_key(9), Epoch(epoch=9, parent=Link(9, 2, "0" * 64), publisher=""))
-    with pytest.raises(Corrupt, match="the record of another epoch"):
-        reading(objects).lineage()
+        reading(objects).newest()
+    for epoch in (
+        Epoch(epoch=2, first=3, parent=head, publisher=""),
+        Epoch(epoch=4, first=3, parent=head, publisher=""),
+        Epoch(epoch=3, first=2, parent=head, publisher=""),
+        Epoch(epoch=3, first=3, parent=None, publisher=""),
+        Epoch(epoch=3, first=3, parent=Link(1, 1, "0" * 64), publisher=""),
+    ):
+        forge(objects, manifest_key(2, 3), epoch)
+        with pytest.raises(Corrupt, match="the record of another epoch"):
+            reading(objects).newest()
+    forge(objects, manifest_key(2, 3), Epoch(epoch=3, first=3, parent=head, publisher=""))
+    assert reading(objects).head() == head
 
 
 GOOD = Entry("w", "bfloat16", (2, 3), ("0" * 64,))

@@ -20,8 +20,9 @@ from etude.store.objects import Missing, Objects
 from etude.weights.cache import HostCache
 from etude.weights.compact import compact, wanted
 from etude.weights.follow import CorruptWeights, Follower, Image, agreed, fetch, go_live
-from etude.weights.manifest import Chain, Versions, manifest_key
+from etude.weights.manifest import Chain, Versions
 from etude.weights.publish import Fenced, Policy, Publisher, publish
+from etude.weights.records import manifest_key
 from etude.weights.routes import Hop, cheapest
 from etude.weights.signing import Corrupt, Signer, Trust, Untrusted
 
@@ -240,7 +241,7 @@ def test_damage_is_refused_and_the_old_version_stays(objects: Objects, damage: s
 def test_a_damaged_manifest_is_refused(objects: Objects) -> None:
     put(objects, 1, 7)
     put(objects, 2, 8)
-    (key,) = [k for k in objects.list("weights/versions") if k.endswith("000002.json")]
+    key = manifest_key(2, 2)
     data = objects.get(key)
     for wrong in (
         data.replace(b'"stage": "rl"', b'"stage": "xl"'),
@@ -250,8 +251,7 @@ def test_a_damaged_manifest_is_refused(objects: Objects) -> None:
         objects.put(key, wrong)
         with pytest.raises(EtudeError, match="damaged"):
             Follower(Chain(objects, sleep=lambda s: None)).fetch(2)
-    (first,) = [k for k in objects.list("weights/versions") if k.endswith("000001.json")]
-    objects.put(key, objects.get(first))
+    objects.put(key, objects.get(manifest_key(1, 1)))
     with pytest.raises(Corrupt, match="manifest of another version"):
         Follower(Chain(objects, sleep=lambda s: None)).fetch(2)
 
@@ -276,41 +276,46 @@ def test_a_difference_is_not_applied_twice_or_to_another_base(chain: Chain) -> N
     assert follower.rebuilt == 0
 
 
-def test_of_two_trainers_one_is_fenced(chain: Chain, objects: Objects) -> None:
-    old = Publisher(chain)
-    old.publish(1, tensors(1), stage="rl", step=1)
-    old.wait()
+def test_of_two_trainers_one_is_fenced(objects: Objects) -> None:
+    old = [Publisher(Chain(objects)) for _ in range(3)]
+    for version, publisher in enumerate(old, 1):
+        publisher.publish(version, tensors(version), stage="rl", step=version)
+        publisher.wait()
     new = Publisher(Chain(objects))
-    new.publish(2, tensors(2), stage="rl", step=2)
+    new.publish(4, tensors(4), stage="rl", step=4)
     new.close()
-    old.publish(2, tensors(9), stage="rl", step=2)
-    with pytest.raises(EtudeError, match="published already, with other weights"):
-        old.wait()
-    old = Publisher(chain)
-    old._epoch, old._head = 1, chain.find(2)[0]  # a zombie that has not looked at the store for a while
-    old.publish(3, tensors(9), stage="rl", step=3)
-    with pytest.raises(Fenced, match="another trainer has taken over"):
-        old.wait()
-    assert bits(fetch(objects, 2)) == bits(tensors(2))
+    old[0].publish(4, tensors(9), stage="rl", step=4)
+    old[1].publish(5, tensors(9), stage="rl", step=5)
+    for fenced in old[:2]:
+        with pytest.raises(Fenced, match="another trainer has taken over"):
+            fenced.wait()
+    old[2].publish(4, tensors(4), stage="rl", step=4)
+    same = old[2].wait()
+    assert same == Chain(objects).find(4)[1]  # what it says is what was published
+    old[2].publish(5, tensors(5), stage="rl", step=5)
+    with pytest.raises(Fenced):
+        old[2].wait()
+    assert list(Chain(objects).lineage()) == [1, 2, 3, 4] and bits(fetch(objects, 4)) == bits(tensors(4))
 
 
-def test_what_a_zombie_commits_is_seen_by_nobody(
-    chain: Chain, objects: Objects, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trainer_that_is_succeeded_while_it_publishes_is_told(chain: Chain, objects: Objects) -> None:
+    """It looked, found itself alone, and began to upload; its heir comes before it commits."""
     zombie = Publisher(chain)
     zombie.publish(1, larger(1), stage="rl", step=1)
     zombie.wait()
-    follower = Follower(chain)
+    follower, heir, put_shard = Follower(chain), Publisher(Chain(objects)), chain.put_shard
     follower.fetch(1)
-    heir = Publisher(Chain(objects))
-    heir.publish(2, larger(2), stage="rl", step=2)
-    heir.wait()
-    monkeypatch.setattr(zombie, "_check_fence", lambda epoch: None)
-    monkeypatch.setattr(zombie, "_published", lambda version: None)
+
+    def slowly(epoch: int, version: int, data: bytes) -> str:
+        if not objects.exists(manifest_key(2, 2)):
+            heir.publish(2, larger(2), stage="rl", step=2)
+            heir.wait()
+        return put_shard(epoch, version, data)
+
+    chain.put_shard = slowly  # type: ignore[method-assign]
     zombie.publish(2, larger(8), stage="rl", step=2)
-    zombie.publish(3, larger(9), stage="rl", step=3)
-    zombie.close()
-    assert objects.exists(manifest_key(1, 3))
+    with pytest.raises(Fenced, match="another trainer has taken over"):
+        zombie.close()
     newest = Chain(objects).newest()
     assert newest is not None and newest.version == 2 and newest.epoch == 2
     assert bits(follower.fetch(2)) == bits(larger(2))
@@ -319,6 +324,18 @@ def test_what_a_zombie_commits_is_seen_by_nobody(
     heir.publish(3, larger(3), stage="rl", step=3)
     heir.close()
     assert bits(follower.fetch(3)) == bits(larger(3))
+
+
+def test_numbers_may_be_left_out(chain: Chain, objects: Objects) -> None:
+    """One epoch counts up by one, so that its end can be found; who leaves out a number takes another."""
+    publisher = Publisher(chain)
+    for version in (3, 4, 7, 8):
+        publisher.publish(version, larger(version), stage="rl", step=version)
+    publisher.close()
+    assert Chain(objects).lineage() == {3: 1, 4: 1, 7: 2, 8: 2}
+    with pytest.raises(Missing, match="weight version 5 is not published; versions 3 to 8 are there"):
+        chain.find(5)
+    assert bits(fetch(objects, 7)) == bits(larger(7))
 
 
 def test_a_group_goes_live_together_or_not_at_all(objects: Objects) -> None:
@@ -378,7 +395,7 @@ def test_a_host_downloads_each_object_once(objects: Objects, tmp_path: Path) -> 
     assert bits(Follower(Counting(objects), cache=caches[0]).fetch(1)) == bits(tensors(7))
     HostCache(tmp_path / "cache", max_bytes=1).get(counted[0], lambda: b"")
     small = HostCache(tmp_path / "small", max_bytes=10)
-    from etude.weights.manifest import hash_of
+    from etude.weights.records import hash_of
 
     for data in (b"12345678", b"abcdefgh"):
         assert small.get(hash_of(data), lambda data=data: data) == data
@@ -399,7 +416,7 @@ def test_of_many_processes_one_downloads(tmp_path: Path) -> None:
     script = (
         "import sys, time, pathlib\n"
         "from etude.weights.cache import HostCache\n"
-        "from etude.weights.manifest import hash_of\n"
+        "from etude.weights.records import hash_of\n"
         "def download():\n"
         "    (pathlib.Path(sys.argv[1]) / f'{time.time_ns()}.download').touch()\n"
         "    time.sleep(0.5)\n"
