@@ -16,6 +16,27 @@ class SystemClock:
         return time.monotonic()
 
 
+class AwakeClock:
+    """Stands still while its process does: one that was stopped, or whose machine slept, cannot
+    blame others for the time that passed meanwhile. Whoever uses it looks at it at least once in
+    `blink_s`; what is longer between two looks was such a pause. Of that a little counts all the
+    same: a process that is slow beyond all measure gets on, too."""
+
+    def __init__(self, clock: Clock, blink_s: float = 2.0) -> None:
+        self._clock = clock
+        self._blink_s = blink_s
+        self._seen = clock.now()
+        self.lost_s = 0.0
+        """The sum of all pauses."""
+
+    def now(self) -> float:
+        seen = self._clock.now()
+        if seen - self._seen > self._blink_s:
+            self.lost_s += seen - self._seen - self._blink_s / 4
+        self._seen = seen
+        return seen - self.lost_s
+
+
 class ManualClock:
     """The shipped fake: it stands until it is moved."""
 

@@ -53,6 +53,11 @@ class Gateway:
         except aiohttp.ClientConnectionError:
             return False
 
+    async def up(self) -> None:
+        """Returns as soon as a worker is up. What would wait for one in vain need not begin."""
+        async with self.http.get(f"{self.url}/up") as response:
+            await _raise_for(response, "nobody knows whether a worker is up")
+
     async def load(self, version: int) -> None:
         """Returns when every worker that is up serves `version`."""
         async with self.http.post(f"{self.url}/load", json={"version": version}) as response:
@@ -68,15 +73,22 @@ class Gateway:
             await _raise_for(response, f"session {session} cannot be read")
             return msgspec.msgpack.decode(await response.read(), type=tuple[Segment, ...])
 
+    async def disturbed(self, session: str) -> bool:
+        async with self.http.get(f"{self.url}/s/{session}/disturbed") as response:
+            await _raise_for(response, f"session {session} cannot be asked about")
+            return bool(await response.json())
+
     async def forget(self, session: str) -> None:
         async with self.http.delete(f"{self.url}/s/{session}") as response:
             await _raise_for(response, f"session {session} cannot be deleted")
 
-    async def regions(self) -> dict[str, Region]:
+    async def regions(self) -> tuple[dict[str, Region], list[str]]:
+        """Those that answer, and the names of those in which a worker is silent."""
         async with self.http.get(f"{self.url}/status") as response:
             await _raise_for(response, "no status")
             status = await response.json()
-        return {name: self._region(name, worker) for name, worker in status["regions"].items()}
+        answering = status["regions"].items()
+        return {name: self._region(name, worker) for name, worker in answering}, status["silent"]
 
     def _region(self, name: str, worker: dict[str, float]) -> Region:
         """Workers count their busy seconds from their start; the share is of the time since our last look."""
