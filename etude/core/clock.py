@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Protocol
 
@@ -26,15 +27,20 @@ class AwakeClock:
         self._clock = clock
         self._blink_s = blink_s
         self._seen = clock.now()
-        self.lost_s = 0.0
-        """The sum of all pauses."""
+        self._lost_s = 0.0
+        self._woke = -math.inf
 
     def now(self) -> float:
         seen = self._clock.now()
         if seen - self._seen > self._blink_s:
-            self.lost_s += seen - self._seen - self._blink_s / 4
+            self._lost_s += seen - self._seen - self._blink_s / 4
+            self._woke = seen - self._lost_s
         self._seen = seen
-        return seen - self.lost_s
+        return seen - self._lost_s
+
+    def slept_since(self, then: float) -> bool:
+        """Whether there was a pause after that time of this clock."""
+        return self.now() > then and self._woke > then
 
 
 class ManualClock:

@@ -64,10 +64,10 @@ class AwakeLoop(asyncio.SelectorEventLoop):
         self.call_later(BLINK_EVERY_S, self._blink)
 
 
-def paused_s() -> float:
-    """For how long this process has been stopped so far, as its loop knows."""
+def stopped_since(then: float) -> bool:
+    """Whether this process was stopped after that time of its loop."""
     loop = asyncio.get_running_loop()
-    return loop.clock.lost_s if isinstance(loop, AwakeLoop) else 0.0
+    return isinstance(loop, AwakeLoop) and loop.clock.slept_since(then)
 
 
 def run_process(program: Callable[[], Coroutine[Any, Any, None]]) -> int:

@@ -13,7 +13,7 @@ from typing import Protocol
 from etude.core.errors import RolloutFailure, boundary
 from etude.core.seams import Agent, Environment, Transcript
 from etude.core.types import Json, Segment, Task, Trajectory
-from etude.run.process import paused_s
+from etude.run.process import stopped_since
 
 
 class Sessions(Protocol):
@@ -24,8 +24,9 @@ class Sessions(Protocol):
     async def up(self) -> None:
         """Returns as soon as there is a model to be reached."""
 
-    async def disturbed(self, session: str) -> bool:
-        """Whether a request had to wait for a worker that was silent or gone, or has no answer."""
+    async def disturbed(self, session: str, age_s: float) -> bool:
+        """Whether a request of the session, which began so long ago, had to wait for a process that was silent or
+        gone, or has no answer."""
 
     async def segments(self, session: str, *, experts: bool) -> tuple[Segment, ...]:
         """`experts`: those that the model used are kept in the store, and the segments name them."""
@@ -74,7 +75,7 @@ class Rollouts:
     async def _attempt(self, task: Task, sample: str, seed: int) -> Trajectory:
         async with boundary("model"):
             await self.sessions.up()
-        paused = paused_s()
+        began = asyncio.get_running_loop().time()
         async with boundary("world"), contextlib.AsyncExitStack() as worlds:
             async with _at_most(self._world_s, "tasks.timeout_s"):
                 sandbox = await worlds.enter_async_context(self.environment.open(task))
@@ -82,7 +83,7 @@ class Rollouts:
                 transcript = await self.agent.run(task, sandbox, base_url=self.sessions.base_url(sample), seed=seed)
                 messages = _messages(transcript)
                 if not transcript.finished:
-                    await self._check_time(sample, paused)
+                    await self._check_time(sample, began)
             async with boundary("score"), _at_most(self._world_s, "tasks.timeout_s"):
                 scores = _checked(await self.environment.score(task, sandbox))
         async with boundary("segments"):
@@ -97,11 +98,11 @@ class Rollouts:
             messages=messages,
         )
 
-    async def _check_time(self, sample: str, paused: float) -> None:
+    async def _check_time(self, sample: str, began: float) -> None:
         """An agent that did not finish may have run out of time that it did not have."""
-        if paused_s() > paused:
+        if stopped_since(began):
             raise RolloutFailure("agent: its time ran out, and the controller was stopped meanwhile")
-        if await self.sessions.disturbed(sample):
+        if await self.sessions.disturbed(sample, asyncio.get_running_loop().time() - began):
             raise RolloutFailure("agent: its time ran out while it waited for the model")
 
 

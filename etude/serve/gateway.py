@@ -4,8 +4,9 @@
     POST   /s/{session}/v1/chat/completions     the same, recorded: a harness is given /s/{session}/v1 as its base URL
     GET    /s/{session}/segments                the session so far, as msgpack of tuple[Segment, ...]; `?experts=true`
                                                 puts the routed experts into the store first, and names them
-    GET    /s/{session}/disturbed               whether one of its requests had to wait for a worker that was silent or
-                                                gone, or was broken off, or is under way
+    GET    /s/{session}/disturbed?age_s=..      whether one of its requests had to wait for a worker that was silent or
+                                                gone, or was broken off, or is under way; or we were stopped ourselves
+                                                since it began
     DELETE /s/{session}                         forgets it
     POST   /load {version}                      every worker moves to the version; answers when all of them serve it
     POST   /workers {url, region, version}      a worker joins, and says again and again that it is there; answers when
@@ -68,6 +69,10 @@ class Gateway(Api):
 
     async def recorded_chat(self, request: Request) -> Response:
         session: str = request.path_params["session"]
+        with self.router.under_way(session):
+            return await self._recorded_chat(request, session)
+
+    async def _recorded_chat(self, request: Request, session: str) -> Response:
         asked = await read_chat(request, self.max_context)
         with showing():
             draft = self.recorder.draft(session, asked.messages, asked.tools or ())
@@ -103,7 +108,11 @@ class Gateway(Api):
         return Response(status_code=204)
 
     async def disturbed(self, request: Request) -> Response:
-        return respond(self.router.disturbed(request.path_params["session"]))
+        session, age = request.path_params["session"], request.query_params.get("age_s", "inf")
+        try:
+            return respond(self.router.disturbed(session, float(age)))
+        except ValueError as e:
+            raise ApiError(f"age_s is {age!r}: it must be a number", param="age_s") from e
 
     async def load(self, request: Request) -> Response:
         asked = await read(request, Load)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -23,7 +23,7 @@ from etude.core.seams import Ask, Token
 from etude.core.types import Sample
 from etude.serve import protocol as wire
 from etude.serve.api import replay
-from etude.serve.http import MSGPACK, ApiError, Unavailable
+from etude.serve.http import MSGPACK, ApiError, ClientGone, Unavailable
 from etude.serve.wire import Held, Join, WorkerStatus
 
 PATIENCE_S = 20.0
@@ -69,23 +69,12 @@ class Router:
         self.fleet = Fleet(live, silence_s)
         self._http = http
         self._clock = clock or AwakeClock(SystemClock())
-        self._lost_s = 0.0  # what of the clock's pauses was seen
         self._changed = asyncio.Condition()
         self._requests: dict[str, Requests] = {}
         self._limits: dict[Worker, set[asyncio.Timeout]] = {}  # of what waits for an answer of this worker
 
     async def sample(self, ask: Ask, session: str = "") -> Sample:
-        requests = self._requests.setdefault(session, Requests()) if session else Requests()
-        requests.pending += 1
-        try:
-            return await self._sample(ask, session, requests)
-        except (asyncio.CancelledError, Unavailable):  # whoever asked has gone, or goes away without an answer
-            requests.disturbed = True
-            raise
-        finally:
-            requests.pending -= 1
-
-    async def _sample(self, ask: Ask, session: str, requests: Requests) -> Sample:
+        requests = self._requests.get(session, Requests())
         asked, failures = request_of(ask), 0
         while failures <= RESENDS:
             requests.disturbed |= not self.fleet.up
@@ -106,10 +95,25 @@ class Router:
             requests.disturbed = True
         raise Unavailable(f"{failures} workers in a row have failed, the last one with: {why}")
 
-    def disturbed(self, session: str) -> bool:
-        """Also by a request that is under way: nobody knows yet how long it will take."""
+    @contextmanager
+    def under_way(self, session: str) -> Iterator[None]:
+        """A request of the session is worked on in the block."""
+        requests = self._requests.setdefault(session, Requests())
+        requests.pending += 1
+        try:
+            yield
+        except (asyncio.CancelledError, ClientGone, Unavailable):  # it stays without an answer
+            requests.disturbed = True
+            raise
+        finally:
+            requests.pending -= 1
+
+    def disturbed(self, session: str, age_s: float = math.inf) -> bool:
+        """Also by a request that is under way: nobody knows yet how long it will take. And by a stop of ours: what
+        was asked meanwhile may still be unread."""
         requests = self._requests.get(session, Requests())
-        return requests.disturbed or requests.pending > 0
+        stopped = self._clock.slept_since(self._clock.now() - age_s)
+        return requests.disturbed or requests.pending > 0 or stopped
 
     def forget(self, session: str) -> None:
         """The session is over."""
@@ -123,12 +127,7 @@ class Router:
             await asyncio.sleep(LOOK_EVERY_S)
 
     def look(self) -> None:
-        now = self._clock.now()
-        if self._clock.lost_s > self._lost_s:  # we were stopped ourselves: no worker was silent, but sessions waited
-            self._lost_s = self._clock.lost_s
-            for requests in self._requests.values():
-                requests.disturbed |= requests.pending > 0
-        for worker in self.fleet.expire(now):
+        for worker in self.fleet.expire(self._clock.now()):
             for limit in self._limits.pop(worker, ()):
                 limit.reschedule(0.0)
 

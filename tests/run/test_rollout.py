@@ -60,7 +60,7 @@ class Parts:
     async def up(self) -> None:
         self._maybe("model")
 
-    async def disturbed(self, session: str) -> bool:
+    async def disturbed(self, session: str, age_s: float) -> bool:
         return self.breaks == "waits"
 
     def base_url(self, session: str) -> str:

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import aiohttp
 import msgspec
@@ -14,6 +15,7 @@ from aiohttp import web
 
 from etude.core.clock import AwakeClock, ManualClock
 from etude.core.seams import Ask
+from etude.core.types import Sample
 from etude.serve.gateway import Gateway
 from etude.serve.http import create_app
 from etude.serve.router import RESENDS, Router
@@ -88,6 +90,11 @@ class Watch:
             self.router.look()
 
 
+async def sample(router: Router, session: str, ask: Ask = ASK) -> Sample:
+    with router.under_way(session):
+        return await router.sample(ask, session)
+
+
 async def join(router: Router, url: str, version: int = 0) -> None:
     await router.join(Join(url, "east", version))
 
@@ -97,7 +104,7 @@ async def test_what_a_silent_worker_was_asked_is_asked_of_another(http: aiohttp.
     other.goes_on.set()
     async with silent.listening() as url, other.listening() as its:
         await join(watch.router, url)
-        asked = [asyncio.create_task(watch.router.sample(ASK, "s")) for _ in range(RESENDS + 2)]
+        asked = [asyncio.create_task(sample(watch.router, "s")) for _ in range(RESENDS + 2)]
         await silent.until_asked(*["/v1/completions"] * (RESENDS + 2))
         watch.wait(int(SILENCE_S) - 1)
         await join(watch.router, its)
@@ -106,7 +113,7 @@ async def test_what_a_silent_worker_was_asked_is_asked_of_another(http: aiohttp.
         assert [worker.url for worker in watch.router.fleet.silent] == [url]
         assert [(await each).tokens for each in asked] == [(7,)] * (RESENDS + 2)
         assert watch.router.disturbed("s")
-        assert (await watch.router.sample(ASK, "t")).tokens == (7,) and not watch.router.disturbed("t")
+        assert (await sample(watch.router, "t")).tokens == (7,) and not watch.router.disturbed("t")
         # What it says late, nobody listens to; when it says that it is there, it is asked again.
         silent.goes_on.set()
         await join(watch.router, url)
@@ -173,16 +180,13 @@ async def test_a_gateway_that_was_stopped_itself_takes_nobody_out(http: aiohttp.
     watch, slow = Watch(http), Stopped()
     async with slow.listening() as url:
         await join(watch.router, url)
-        asked = asyncio.create_task(watch.router.sample(ASK, "s"))
-        await slow.until_asked("/v1/completions")
+        watch.wait(5)
         watch.clock.move(90.0)
+        assert watch.router.disturbed("s", age_s=1.0), "it may have asked, and we have not read it yet"
         watch.router.look()
         assert len(watch.router.fleet.up) == 1
-        slow.goes_on.set()
-        await asked
-        assert watch.router.disturbed("s"), "it has waited for us"
-        watch.router.forget("s")
-        assert not watch.router.disturbed("s")
+        watch.wait(4)
+        assert watch.router.disturbed("s", age_s=5.0) and not watch.router.disturbed("s", age_s=3.0)
 
 
 async def test_a_session_knows_of_a_request_that_is_under_way_or_was_broken_off(
@@ -217,7 +221,7 @@ async def test_what_cannot_be_answered_disturbs_nobody(store: Store, http: aioht
         await made.engine_thread.load(0)
         await join(router, url)
         with pytest.raises(ValueError, match="context"):
-            await router.sample(Ask(prompt=(1,) * 5000, max_tokens=3, seed=1), "s")
+            await sample(router, "s", replace(ASK, prompt=(1,) * 5000))
         assert not router.disturbed("s")
 
 
