@@ -156,7 +156,7 @@ def violation(module: str, target: str, lazy: bool) -> str | None:
 @pytest.mark.parametrize(
     ("module", "target", "lazy", "fine"),
     [
-        ("run.controller", "etude.serve.gateway.Router", False, True),
+        ("run.controller", "etude.serve.router.Router", False, True),
         ("core.window", "etude.core.types.Task", False, True),
         ("core.window", "etude.store.log.Log", False, False),
         ("core.window", "etude.store.log.Log", True, False),

@@ -12,7 +12,7 @@ from array import array
 from collections import deque
 from dataclasses import dataclass
 
-from etude.core.events import Event, GroupDone, StageStarted, StepDone
+from etude.core.events import Event, GroupDone, Heard, Launched, Silent, StageStarted, StepDone
 from etude.core.types import Batch, Row
 
 K3_LIMIT = 1e-2
@@ -21,6 +21,8 @@ FIRST_STEPS = 5
 COLLAPSED = 0.2
 """Share of that entropy below which it has collapsed."""
 RECENT_GROUPS = 64
+SILENT = "silent "
+"""Alarms of this name are about one process each, and not about a stage."""
 SATURATED = 0.95
 
 
@@ -38,12 +40,13 @@ class Alarms:
     """`active` are those whose cause is still there, by name."""
 
     def __init__(self) -> None:
+        self.active: dict[str, Alarm] = {}
         self._enter("")
 
     def _enter(self, stage: str) -> None:
         """Another stage has other figures. One that goes on after a stop has its own."""
         self._stage = stage
-        self.active: dict[str, Alarm] = {}
+        self.active = self._silences()
         self._entropies: list[float] = []
         self._rewards: deque[float] = deque(maxlen=RECENT_GROUPS)
 
@@ -51,6 +54,12 @@ class Alarms:
         """The alarms that begin with this event."""
         found: dict[str, Alarm | None] = {}
         match event:
+            case Launched():  # other processes than those that were silent
+                found = dict.fromkeys(self._silences())
+            case Silent():
+                found = {SILENT + event.process: _silent(event)}
+            case Heard():
+                found = {SILENT + event.process: None}
             case StageStarted() if event.stage != self._stage:
                 self._enter(event.stage)
             case StepDone():
@@ -67,6 +76,9 @@ class Alarms:
             if alarm is not None:
                 self.active[name] = alarm
         return begun
+
+    def _silences(self) -> dict[str, Alarm]:
+        return {name: alarm for name, alarm in self.active.items() if name.startswith(SILENT)}
 
     def _collapsed(self, event: StepDone) -> Alarm | None:
         if len(self._entropies) < FIRST_STEPS:
@@ -91,6 +103,15 @@ class Alarms:
             f"group {event.group}: the last {RECENT_GROUPS} groups earned {mean:.3f} on average",
             "there is little left to learn from these tasks; take harder ones, or end the run here",
         )
+
+
+def _silent(event: Silent) -> Alarm:
+    return Alarm(
+        SILENT + event.process,
+        f"the {event.process} has been silent for {event.seconds:.0f} s",
+        "it is stopped, or hangs, or gets no processor; the run goes on without it where it can, "
+        "and with it when it is heard again",
+    )
 
 
 def _drifting(event: StepDone) -> Alarm | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Protocol
 
@@ -14,6 +15,32 @@ class Clock(Protocol):
 class SystemClock:
     def now(self) -> float:
         return time.monotonic()
+
+
+class AwakeClock:
+    """Stands still while its process does: one that was stopped, or whose machine slept, cannot
+    blame others for the time that passed meanwhile. Whoever uses it looks at it at least once in
+    `blink_s`; what is longer between two looks was such a pause. Of that a little counts all the
+    same: a process that is slow beyond all measure gets on, too."""
+
+    def __init__(self, clock: Clock, blink_s: float = 2.0) -> None:
+        self._clock = clock
+        self._blink_s = blink_s
+        self._seen = clock.now()
+        self._lost_s = 0.0
+        self._woke = -math.inf
+
+    def now(self) -> float:
+        seen = self._clock.now()
+        if seen - self._seen > self._blink_s:
+            self._lost_s += seen - self._seen - self._blink_s / 4
+            self._woke = seen - self._lost_s
+        self._seen = seen
+        return seen - self._lost_s
+
+    def slept_since(self, then: float) -> bool:
+        """Whether there was a pause after that time of this clock."""
+        return self.now() > then and self._woke > then
 
 
 class ManualClock:

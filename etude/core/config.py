@@ -199,6 +199,9 @@ class RunConfig(Config):
     invariant: bool = False
     """The log-prob of a token has the same bits whatever is computed beside it, in the engine and in the trainer; so at
     equal weights they agree exactly. Slower."""
+    silence_s: Positive = 10.0
+    """A process of the run that gives no sign of life for so long is named on the screen, and a worker gets no requests
+    until it does again. A step of an engine may take ten times as long."""
     model: ModelConfig = ModelConfig()
     tasks: TasksConfig = TasksConfig()
     harness: HarnessConfig = HarnessConfig()
@@ -262,7 +265,7 @@ class RunConfig(Config):
 
 
 OPERATIONAL: dict[str, set[str]] = {
-    "": {"sinks"},
+    "": {"sinks", "silence_s"},
     "engine": {"port", "threads", "max_batch", "device"},
     "tasks": {"timeout_s"},
     "harness": {"concurrency"},

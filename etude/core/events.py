@@ -18,6 +18,23 @@ class Launched:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Silent:
+    """A process that is alive has not given a sign of it for so long: it is stopped, or hangs. Told again now and then
+    while that lasts."""
+
+    process: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heard:
+    """A process that was silent is not any more, after so long."""
+
+    process: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StageStarted:
     stage: str
     steps: int
@@ -229,6 +246,8 @@ class RunDone:
 
 Event = (
     Launched
+    | Silent
+    | Heard
     | StageStarted
     | FitStep
     | Skipped

@@ -2,11 +2,13 @@
 
 A worker is up while it serves the `live` version or a newer one. It says which version it has when it joins, so one
 that was restarted is not up before its weights are loaded. One that failed is forgotten until it joins again, and comes
-back as another `Worker`: what still arrives from the old one is told apart by identity.
+back as another `Worker`: what still arrives from the old one is told apart by identity. One that has not said for
+`silence_s` that it is there has failed too, although nothing broke: it is stopped, or hangs, or its host is gone.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -20,12 +22,18 @@ class Worker:
     """Requests that it works on for us."""
     sessions: int = 0
     """Sessions that have their home here."""
+    heard: float = 0.0
+    """When it last said that it is there."""
+    joining: bool = False
+    """It is being told what to load."""
 
 
 class Fleet:
-    def __init__(self, live: int = -1) -> None:
+    def __init__(self, live: int = -1, silence_s: float = math.inf) -> None:
         self.live = live  # no worker with older weights gets a request; below 0, any weights will do
+        self._silence_s = silence_s
         self._workers: dict[str, Worker] = {}
+        self._silent: dict[str, Worker] = {}
         self._homes: dict[str, Worker] = {}
 
     @property
@@ -42,14 +50,27 @@ class Fleet:
     def behind(self, version: int) -> list[Worker]:
         return [worker for worker in self._workers.values() if worker.version < version]
 
-    def join(self, url: str, region: str, version: int) -> Worker:
+    @property
+    def silent(self) -> list[Worker]:
+        """Those that were taken out for it, and have not joined again."""
+        return list(self._silent.values())
+
+    def join(self, url: str, region: str, version: int, now: float = 0.0) -> Worker:
         """A worker says that it is there. If it has less than we knew, it was restarted in the meantime."""
+        self._silent.pop(url, None)
         known = self._workers.get(url)
-        if known is not None and known.version <= version:
-            known.version = version
-            return known
-        self._workers[url] = Worker(url, region, version)
-        return self._workers[url]
+        if known is None or known.version > version:
+            known = self._workers[url] = Worker(url, region, version)
+        known.version, known.heard = version, now
+        return known
+
+    def expire(self, now: float) -> list[Worker]:
+        """Takes out those that have been silent for too long, and says which."""
+        expired = [worker for worker in self._workers.values() if now - worker.heard >= self._silence_s]
+        for worker in expired:
+            self.leave(worker)
+            self._silent[worker.url] = worker
+        return expired
 
     def leave(self, worker: Worker) -> None:
         if self.knows(worker):

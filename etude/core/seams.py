@@ -42,6 +42,9 @@ class Worlds(Protocol):
     def open(self, files: Mapping[str, str]) -> AbstractAsyncContextManager[Sandbox]:
         """A fresh sandbox that holds just these files; closed on every way out."""
 
+    def owing(self) -> dict[str, float]:
+        """The processes behind the sandboxes that owe an answer, and for how many seconds each."""
+
     async def close(self) -> None: ...
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
@@ -51,11 +52,13 @@ class Controller:
         seed: int,
         last: int,
         emit: Callable[[Event], None],
+        troubled: Callable[[], float] = lambda: -math.inf,
     ) -> None:
+        """`troubled`: when a process was last known to be silent, by `time.monotonic`."""
         self.journal, self.window, self.weights, self.load = journal, window, weights, load
         self.tasks = still_to_do(tasks, recovered.done)
         self.attempt, self.group_size, self.credit, self.seed = attempt, group_size, credit, seed
-        self.last, self.emit = last, emit
+        self.last, self.emit, self.troubled = last, emit, troubled
         self.health, self.signal = Health(), Signal(window.per_step)
         self.changed = asyncio.Condition()
         window.restore(
@@ -103,8 +106,10 @@ class Controller:
         await self.update(lambda: self.window.finish(slot, whole) if kept else self.window.drop(slot))
 
     async def watched(self, task: Task, sample: str, seed: int) -> Trajectory:
+        began = time.monotonic()
         trajectory = await self.attempt(task, sample, seed)
-        self.health.add(trajectory)
+        if self.troubled() < began:  # else its failure has a cause that is shown already, and passes
+            self.health.add(trajectory)
         return trajectory
 
     async def pack(self) -> None:

@@ -10,13 +10,15 @@ import argparse
 import asyncio
 import contextlib
 import sys
+import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from etude.core.config import RunConfig
 from etude.core.errors import EtudeError, blame
 from etude.core.events import Fleet, RunDone
 from etude.core.ledger import Issued, Trained
+from etude.core.liveness import Trouble
 from etude.core.seams import Agent, Environment
 from etude.core.stages import LoopConfig
 from etude.core.types import Group, Task
@@ -41,10 +43,21 @@ LOOK_EVERY_S = 1.0
 
 
 class Director:
-    def __init__(self, run: Run, config: RunConfig, gateway: Gateway, environment: Environment, emit: Emit) -> None:
+    def __init__(
+        self,
+        run: Run,
+        config: RunConfig,
+        gateway: Gateway,
+        environment: Environment,
+        emit: Emit,
+        owing: Callable[[], dict[str, float]] = dict,
+    ) -> None:
+        """`owing`: as of `core.seams.Worlds`."""
         self.run, self.config, self.gateway, self.environment, self.emit = run, config, gateway, environment, emit
         self.versions = Versions(run.objects)
         self.window: Window[Group] | None = None
+        self.owing = owing
+        self.trouble = Trouble(config.silence_s, time.monotonic())
 
     async def direct(self) -> None:
         """The whole run, from wherever it stands."""
@@ -109,6 +122,7 @@ class Director:
             seed=self.config.seed,
             last=leg.end,
             emit=self.emit,
+            troubled=lambda: self.trouble.last(time.monotonic()),
         ).run()
 
     def sampling(self, *, temperature: float, experts: bool = False) -> Attempt:
@@ -154,7 +168,9 @@ class Director:
     async def look(self) -> None:
         """How the workers are, once a second, for whoever watches."""
         while True:
-            regions = await self.gateway.regions()
+            regions, silent = await self.gateway.regions()
+            for event in self.trouble.look(time.monotonic(), self.owing(), silent):
+                self.emit(event)
             active, capacity = (self.window.active, self.window.capacity) if self.window else (0, 0)
             self.emit(Fleet(regions=regions, active=active, capacity=capacity))
             await asyncio.sleep(LOOK_EVERY_S)
@@ -165,14 +181,14 @@ async def directing(store: str, gateway_url: str, process: str) -> AsyncIterator
     """A director with everything that it needs, closed again at the end."""
     run = Run.open(store, create=False)
     config = run.config()
-    worlds = open_worlds(config.worlds.isolation)
+    worlds = open_worlds(config.worlds.isolation, config.silence_s)
     try:
         counts = {split: getattr(config.tasks, split) for split in ("train", *SPLITS)}
         environment = build(config.tasks.environment, "tasks.environment", worlds, counts=counts, seed=config.seed)
         load(config.harness.agent, "harness.agent")  # what is misspelt shall not cost the stages before rl
         async with telemetry(run, process) as emit, Gateway(gateway_url) as gateway:
             await gateway.ready()
-            yield Director(run, config, gateway, environment, emit)
+            yield Director(run, config, gateway, environment, emit, worlds.owing)
     finally:
         await worlds.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from types import TracebackType
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -15,6 +16,7 @@ from etude.serve.process import token
 
 START_S = 60.0
 RETRY_S = 0.05
+RETRIES = 3
 
 
 class Gateway:
@@ -53,10 +55,14 @@ class Gateway:
         except aiohttp.ClientConnectionError:
             return False
 
+    async def up(self) -> None:
+        """Returns as soon as a worker is up. What would wait for one in vain need not begin."""
+        await self._ask("GET", "/up", "nobody knows whether a worker is up")
+
     async def load(self, version: int) -> None:
         """Returns when every worker that is up serves `version`."""
-        async with self.http.post(f"{self.url}/load", json={"version": version}) as response:
-            await _raise_for(response, f"the workers cannot load version {version}")
+        told = {"version": version}
+        await self._ask("POST", "/load", f"the workers cannot load version {version}", json=told)
 
     def base_url(self, session: str) -> str:
         """Where a harness reaches the model, so that what it says is recorded under this name."""
@@ -64,19 +70,39 @@ class Gateway:
 
     async def segments(self, session: str, *, experts: bool) -> tuple[Segment, ...]:
         told = {"experts": "true"} if experts else None
-        async with self.http.get(f"{self.url}/s/{session}/segments", params=told) as response:
-            await _raise_for(response, f"session {session} cannot be read")
-            return msgspec.msgpack.decode(await response.read(), type=tuple[Segment, ...])
+        what = f"session {session} cannot be read"
+        answer = await self._ask("GET", f"/s/{session}/segments", what, params=told)
+        return msgspec.msgpack.decode(answer, type=tuple[Segment, ...])
+
+    async def disturbed(self, session: str, age_s: float) -> bool:
+        told, what = {"age_s": str(age_s)}, f"session {session} cannot be asked about"
+        answer = await self._ask("GET", f"/s/{session}/disturbed", what, params=told)
+        return msgspec.json.decode(answer, type=bool)
 
     async def forget(self, session: str) -> None:
-        async with self.http.delete(f"{self.url}/s/{session}") as response:
-            await _raise_for(response, f"session {session} cannot be deleted")
+        await self._ask("DELETE", f"/s/{session}", f"session {session} cannot be deleted")
 
-    async def regions(self) -> dict[str, Region]:
-        async with self.http.get(f"{self.url}/status") as response:
-            await _raise_for(response, "no status")
-            status = await response.json()
-        return {name: self._region(name, worker) for name, worker in status["regions"].items()}
+    async def regions(self) -> tuple[dict[str, Region], list[str]]:
+        """Those that answer, and the names of those in which a worker is silent."""
+        status = msgspec.json.decode(await self._ask("GET", "/status", "no status"))
+        answering = status["regions"].items()
+        return {name: self._region(name, worker) for name, worker in answering}, status["silent"]
+
+    async def _ask(self, method: str, path: str, what: str, **more: Any) -> bytes:
+        """Nothing of this does harm if it is asked twice; and a gateway that was stopped for long closes connections
+        when it wakes, whatever came in over them meanwhile."""
+        for last in (*[False] * RETRIES, True):
+            try:
+                async with self.http.request(method, self.url + path, **more) as response:
+                    if not response.ok:
+                        said = (await response.text())[:500]
+                        raise EtudeError(f"{what}: the gateway answers {response.status}: {said}")
+                    return await response.read()
+            except aiohttp.ClientConnectionError:
+                if last:
+                    raise
+            await asyncio.sleep(RETRY_S)
+        raise AssertionError
 
     def _region(self, name: str, worker: dict[str, float]) -> Region:
         """Workers count their busy seconds from their start; the share is of the time since our last look."""
@@ -87,8 +113,3 @@ class Gateway:
         return Region(
             version=int(worker["version"]), busy=share, running=int(worker["running"]), waiting=int(worker["waiting"])
         )
-
-
-async def _raise_for(response: aiohttp.ClientResponse, what: str) -> None:
-    if not response.ok:
-        raise EtudeError(f"{what}: the gateway answers {response.status}: {(await response.text())[:500]}")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import math
 import os
 import secrets
 import signal
@@ -18,17 +19,23 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from etude.core.clock import Clock, SystemClock
+from etude.core.clock import AwakeClock, Clock, SystemClock
 from etude.core.errors import EtudeError
+from etude.core.events import Event
+from etude.core.liveness import Liveness
 from etude.run.process import die_with_parent
+from etude.serve import pulse
 from etude.serve.process import TOKEN_VARIABLE, token
 
 STOP_S = 5.0
 """From SIGTERM to SIGKILL."""
+START_S = 60.0
+"""From the start of a process to its first sign of life, which comes when its modules are there."""
+LOOK_EVERY_S = 0.5
 LAST_LINES = 15
 
 
@@ -61,8 +68,9 @@ class Launcher:
     """Runs programs in a run's directory; their output goes to `logs/`. They share a token that keeps others on this
     machine from using their ports."""
 
-    def __init__(self, directory: Path, *, threads: int, resume: str, lock: int) -> None:
+    def __init__(self, directory: Path, *, threads: int, resume: str, lock: int, silence_s: float = math.inf) -> None:
         self.logs, self.resume, self.lock = directory / "logs", resume, lock
+        self._clock, self._liveness = AwakeClock(SystemClock()), Liveness(silence_s)
         with _writing(self.logs):
             self.logs.mkdir(parents=True, exist_ok=True)
         own = {
@@ -90,6 +98,13 @@ class Launcher:
             for task in kept.values():
                 task.cancel()
 
+    async def watch(self, tell: Callable[[Event], None]) -> None:
+        """Tells which of the programs are silent, until it is cancelled."""
+        while True:
+            for event in self._liveness.look(self._clock.now()):
+                tell(event)
+            await asyncio.sleep(LOOK_EVERY_S)
+
     async def _keep(self, program: Program) -> None:
         restarts = Restarts(program.restarts, SystemClock())
         while (code := await self._once(program)) != 0 or program.serves:
@@ -101,7 +116,7 @@ class Launcher:
         path = self.logs / f"{program.name}.log"
         with _writing(path):
             log = path.open("ab")
-        with log:
+        with log, self._listening(program) as pipe:
             self._log_starts[program.name] = log.tell()
             process = await asyncio.create_subprocess_exec(
                 *program.argv,
@@ -109,12 +124,33 @@ class Launcher:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                pass_fds=(self.lock,),
+                pass_fds=(self.lock, pipe),
                 preexec_fn=lambda: die_with_parent(parent),
-                env=self._environment,
+                env=self._environment | {pulse.VARIABLE: str(pipe)},
             )
-        self._alive[program.name] = process
-        return await process.wait()
+            self._alive[program.name] = process
+            return await process.wait()
+
+    @contextlib.contextmanager
+    def _listening(self, program: Program) -> Iterator[int]:
+        """A pipe to give to the program; what it says there is heard while the block runs. We hold the end that speaks
+        too: a pipe that nobody could speak into any more would wake us again and again."""
+        loop, (ours, theirs) = asyncio.get_running_loop(), os.pipe()
+
+        def hear() -> None:
+            os.read(ours, 1 << 16)
+            self._liveness.heard(program.name, self._clock.now())
+
+        os.set_blocking(theirs, False)
+        loop.add_reader(ours, hear)
+        self._liveness.heard(program.name, self._clock.now() + START_S)
+        try:
+            yield theirs
+        finally:
+            loop.remove_reader(ours)
+            self._liveness.forget(program.name)
+            os.close(ours)
+            os.close(theirs)
 
     @contextlib.asynccontextmanager
     async def _cleared(self) -> AsyncIterator[None]:
@@ -229,6 +265,7 @@ def serving(
     device: str,
     dtype: str = "auto",
     invariant: bool = False,
+    silence_s: float = 10.0,
 ) -> tuple[list[Program], str]:
     """The gateway and one worker a region, and the gateway's URL. `port` 0: any that is free."""
     if port:
@@ -236,7 +273,8 @@ def serving(
     ports = free_ports(len(regions) + 1)
     gateway_port = port or ports[-1]
     url = f"http://127.0.0.1:{gateway_port}"
-    gateway = Program("gateway", python("etude.serve.gateway", "--store", store, "--port", gateway_port), serves=True)
+    listening = ("--store", store, "--port", gateway_port, "--silence", silence_s)
+    gateway = Program("gateway", python("etude.serve.gateway", *listening), serves=True)
     workers = [
         Program(
             f"worker-{region}",
@@ -244,6 +282,7 @@ def serving(
                 "etude.serve.worker",
                 *("--store", store, "--region", region, "--port", worker_port, "--gateway", url),
                 *("--max-batch", max_batch, "--threads", threads, "--device", device, "--dtype", dtype),
+                *("--silence", silence_s),
                 *["--invariant"] * invariant,
             ),
             serves=True,

@@ -25,7 +25,7 @@ from etude.run.launch import Launcher, Program, check_port, locked, python, serv
 from etude.run.plan import legs
 from etude.run.prepare import check_stage_files, is_prepared, model_directory
 from etude.run.sinks import Sinks, copy
-from etude.run.telemetry import Events
+from etude.run.telemetry import Events, telemetry
 from etude.store.codec import Stamped
 from etude.store.runs import Run
 from etude.weights.manifest import find_newest, read_manifest
@@ -80,8 +80,13 @@ def execute(config: RunConfig, place: Place, console: Console, *, resume: str) -
         run = Run.open(place.store)
         run.put_config(config)
         if not is_finished(run, config):
-            launcher = Launcher(place.directory, threads=config.engine.threads, resume=resume, lock=lock)
+            launcher = _launcher(config, place, resume, lock)
             _run_loop(_run(run, config, place, launcher, console))
+
+
+def _launcher(config: RunConfig, place: Place, resume: str, lock: int) -> Launcher:
+    threads, silence_s = config.engine.threads, config.silence_s
+    return Launcher(place.directory, threads=threads, resume=resume, lock=lock, silence_s=silence_s)
 
 
 def _tell_launch(run: Run) -> None:
@@ -94,7 +99,8 @@ async def _run(run: Run, config: RunConfig, place: Place, launcher: Launcher, co
     _tell_launch(run)
     lag_bound = max((stage.max_lag for stage in config.stage if isinstance(stage, LoopConfig)), default=0)
     sinks = Sinks(config.sinks, run=config.name, directory=place.directory)
-    async with watched(run, console, title=f"etude · {config.name}", lag_bound=lag_bound), meanwhile(copy(run, sinks)):
+    title = f"etude · {config.name}"
+    async with watched(run, launcher, console, title=title, lag_bound=lag_bound), meanwhile(copy(run, sinks)):
         if not is_prepared(run):
             await launcher.run_to_end(Program("preparation", python("etude.run.prepare", "--store", place.store)))
         servers, url = _servers(config, place)
@@ -116,7 +122,7 @@ def measure(place: Place, console: Console, *, version: int | None, split: str) 
     if report_name(version, split) not in run.evals():
         with locked(place.directory) as lock:
             resume = f"etude eval {place.directory} --version {version} --split {split}"
-            launcher = Launcher(place.directory, threads=config.engine.threads, resume=resume, lock=lock)
+            launcher = _launcher(config, place, resume, lock)
             _run_loop(_measure(run, config, place, launcher, console, version, split))
     return run.eval(report_name(version, split), Report)
 
@@ -125,7 +131,7 @@ async def _measure(
     run: Run, config: RunConfig, place: Place, launcher: Launcher, console: Console, version: int, split: str
 ) -> None:
     _tell_launch(run)
-    async with watched(run, console, title=f"etude · evaluation of {config.name}", lag_bound=0):
+    async with watched(run, launcher, console, title=f"etude · evaluation of {config.name}", lag_bound=0):
         servers, url = _servers(config, place)
         arguments = ("--store", place.store, "--gateway", url, "--version", version, "--split", split)
         evaluation = Program("evaluation", python("etude.run.director", *arguments))
@@ -145,6 +151,7 @@ def _servers(config: RunConfig, place: Place) -> tuple[list[Program], str]:
         device=engine.device,
         dtype=engine.dtype,
         invariant=config.invariant,
+        silence_s=config.silence_s,
     )
 
 
@@ -164,9 +171,13 @@ def _run_loop(program: Coroutine[Any, Any, None]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def watched(run: Run, console: Console, *, title: str, lag_bound: int) -> AsyncIterator[None]:
+async def watched(run: Run, launcher: Launcher, console: Console, *, title: str, lag_bound: int) -> AsyncIterator[None]:
     """Shows the run while the block works."""
-    async with meanwhile(screen.watch(run, console, title=title, lag_bound=lag_bound)):
+    async with (
+        meanwhile(screen.watch(run, console, title=title, lag_bound=lag_bound)),
+        telemetry(run, "launcher") as tell,
+        meanwhile(launcher.watch(tell)),
+    ):
         yield
         await asyncio.sleep(screen.REFRESH_S)  # the last events
 

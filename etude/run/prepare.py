@@ -17,6 +17,7 @@ from etude.core.stages import BUILT_IN, DistillConfig, DpoConfig, MidtrainConfig
 from etude.core.types import Json
 from etude.model.config import rope_kind, stated_rope
 from etude.run.plugins import check_file
+from etude.serve import pulse
 from etude.store.runs import Run
 from etude.tasks import sources
 
@@ -135,6 +136,7 @@ def main() -> int:
     )
     parser.add_argument("--store", required=True, help="the run's store")
     args = parser.parse_args()
+    pulse.beat_from_a_thread()
     try:
         run = Run.open(args.store, create=False)
         config = run.config()

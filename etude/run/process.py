@@ -14,8 +14,11 @@ import sys
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from etude.core.clock import AwakeClock, SystemClock
 from etude.core.errors import EtudeError
+from etude.serve import pulse
 
+BLINK_EVERY_S = 0.5
 PR_SET_PDEATHSIG = 1
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -45,10 +48,33 @@ def message(e: BaseException) -> str | None:
     return None
 
 
+class AwakeLoop(asyncio.SelectorEventLoop):
+    """An event loop whose time stands still while the process does: after a stop nobody's deadline
+    has passed, neither that of a sandbox nor that of anyone's agent."""
+
+    def __init__(self) -> None:
+        self.clock = AwakeClock(SystemClock())
+        super().__init__()
+        self._blink()
+
+    def time(self) -> float:
+        return self.clock.now()
+
+    def _blink(self) -> None:
+        self.call_later(BLINK_EVERY_S, self._blink)
+
+
+def stopped_since(then: float) -> bool:
+    """Whether this process was stopped after that time of its loop."""
+    loop = asyncio.get_running_loop()
+    return isinstance(loop, AwakeLoop) and loop.clock.slept_since(then)
+
+
 def run_process(program: Callable[[], Coroutine[Any, Any, None]]) -> int:
     """Runs an asyncio program to its end; the exit code. What is no `EtudeError` is a bug, and keeps its traceback."""
     try:
-        asyncio.run(_until_told(program))
+        with asyncio.Runner(loop_factory=AwakeLoop) as runner:
+            runner.run(_until_told(program))
     except asyncio.CancelledError:
         return 128 + signal.SIGTERM
     except (EtudeError, BaseExceptionGroup) as e:
@@ -63,4 +89,8 @@ async def _until_told(program: Callable[[], Coroutine[Any, Any, None]]) -> None:
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    await program()
+    beating = asyncio.create_task(pulse.keep_beating())
+    try:
+        await program()
+    finally:
+        beating.cancel()

@@ -13,12 +13,20 @@ from typing import Protocol
 from etude.core.errors import RolloutFailure, boundary
 from etude.core.seams import Agent, Environment, Transcript
 from etude.core.types import Json, Segment, Task, Trajectory
+from etude.run.process import stopped_since
 
 
 class Sessions(Protocol):
     """Where the model is reached and what it said is recorded: the gateway, or a fake."""
 
     def base_url(self, session: str) -> str: ...
+
+    async def up(self) -> None:
+        """Returns as soon as there is a model to be reached."""
+
+    async def disturbed(self, session: str, age_s: float) -> bool:
+        """Whether a request of the session, which began so long ago, had to wait for a process that was silent or
+        gone, or has no answer."""
 
     async def segments(self, session: str, *, experts: bool) -> tuple[Segment, ...]:
         """`experts`: those that the model used are kept in the store, and the segments name them."""
@@ -65,12 +73,17 @@ class Rollouts:
                         await self.sessions.forget(sample)
 
     async def _attempt(self, task: Task, sample: str, seed: int) -> Trajectory:
+        async with boundary("model"):
+            await self.sessions.up()
+        began = asyncio.get_running_loop().time()
         async with boundary("world"), contextlib.AsyncExitStack() as worlds:
             async with _at_most(self._world_s, "tasks.timeout_s"):
                 sandbox = await worlds.enter_async_context(self.environment.open(task))
             async with boundary("agent"), _at_most(self._agent_s, "harness.timeout_s"):
                 transcript = await self.agent.run(task, sandbox, base_url=self.sessions.base_url(sample), seed=seed)
                 messages = _messages(transcript)
+                if not transcript.finished:
+                    await self._check_time(sample, began)
             async with boundary("score"), _at_most(self._world_s, "tasks.timeout_s"):
                 scores = _checked(await self.environment.score(task, sandbox))
         async with boundary("segments"):
@@ -84,6 +97,13 @@ class Rollouts:
             status="done" if transcript.finished else "timeout",
             messages=messages,
         )
+
+    async def _check_time(self, sample: str, began: float) -> None:
+        """An agent that did not finish may have run out of time that it did not have."""
+        if stopped_since(began):
+            raise RolloutFailure("agent: its time ran out, and the controller was stopped meanwhile")
+        if await self.sessions.disturbed(sample, asyncio.get_running_loop().time() - began):
+            raise RolloutFailure("agent: its time ran out while it waited for the model")
 
 
 @contextlib.asynccontextmanager

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from etude.core.alarms import Alarm
-from etude.core.events import EvalDone, Event, FitStep, Skipped, StageDone, StageStarted, StepDone
+from etude.core.events import EvalDone, Event, FitStep, Heard, Skipped, StageDone, StageStarted, StepDone
 from etude.core.types import Json
 from etude.dash.reader import View
 from etude.run.evaluate import Report
@@ -72,6 +72,8 @@ def tell(event: Event) -> str | None:
     match event:
         case StageStarted():
             return f"{event.stage} begins" + (f", {event.done} steps of it were done before" if event.done else "")
+        case Heard():
+            return f"the {event.process} is heard again after {event.seconds:.0f} s of silence"
         case StageDone():
             return f"{event.stage} is done after {event.seconds:.0f} s: version {event.version}"
         case FitStep() if event.step % 25 == 0 or event.step == event.steps:

@@ -37,6 +37,7 @@ from etude.run.process import keep_freed_memory
 from etude.run.stages import STAGE
 from etude.run.step import objective_of
 from etude.run.telemetry import Emit, emitter
+from etude.serve import pulse
 from etude.store.runs import Run
 from etude.train.checkpoint import pack, unpack
 from etude.train.learner import Learner
@@ -218,6 +219,7 @@ def main() -> int:
         "--meeting", type=Path, help="a file in which ranks of this machine meet; else: as torchrun says"
     )
     args = parser.parse_args()
+    pulse.beat_from_a_thread()
     try:
         run = Run.open(args.store, create=False)
         config = run.config()

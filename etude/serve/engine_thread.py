@@ -53,6 +53,7 @@ class EngineThread:
         self._loop = asyncio.get_running_loop()
         self._ids = itertools.count()
         self._inboxes: dict[str, Inbox] = {}
+        self._began: float | None = None  # what it does now; None while it has nothing to do
         self._between_steps: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._loading = asyncio.Lock()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -73,6 +74,12 @@ class EngineThread:
     @property
     def num_waiting(self) -> int:
         return self.engine.num_waiting
+
+    @property
+    def step_s(self) -> float:
+        """How long the engine has been at its present step, or at what it was handed between two."""
+        began = self._began
+        return 0.0 if began is None else time.monotonic() - began
 
     async def sample(self, ask: Ask) -> Sample:
         guide = await self._guide(ask)
@@ -164,11 +171,13 @@ class EngineThread:
     def _serve_once(self) -> bool:
         """What the loop asked for, then one step. False when the worker is closed."""
         while not self._between_steps.empty() or self.engine.idle:
+            self._began = None
             act = self._between_steps.get()
             if act is None:
                 return False
+            self._began = time.monotonic()
             act()
-        began = time.monotonic()
+        self._began = began = time.monotonic()
         events = [(event.id, _told(event)) for event in self.engine.step()]
         self.busy_s += time.monotonic() - began
         if events:

@@ -109,6 +109,17 @@ async def serving(app: ASGIApp, listener: socket.socket) -> AsyncIterator[asynci
                 signal.signal(number, handler)
 
 
+@contextlib.asynccontextmanager
+async def meanwhile(*doings: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Does these beside the block, and no longer than it takes."""
+    tasks = [asyncio.create_task(doing) for doing in doings]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
 def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """The life of a server process: its exit status is 0 when it was told to stop while it served, and 2 with one line
     for a mistake of the user's."""

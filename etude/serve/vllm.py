@@ -101,6 +101,7 @@ class VllmServer:
         self.url, self.tokenizer, self.config = url, ChatTokenizer(files), ModelConfig.from_json(files["config.json"])
         self.max_context = self.config.max_position_embeddings
         self.version, self.num_running, self.num_waiting = -1, 0, 0
+        self.step_s = 0.0  # nobody tells how long its steps take
         self.started, self.busy_s, self.num_tokens = time.monotonic(), 0.0, 0
         self.pauses_s: deque[float] = deque(maxlen=1000)
         """How long each of the last swaps held up the server."""

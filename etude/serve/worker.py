@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
@@ -26,7 +27,7 @@ from etude.engine.choose import device_for
 from etude.engine.engine import Engine
 from etude.model.numerics import INVARIANT
 from etude.model.transformer import ModelConfig, Transformer
-from etude.serve import process
+from etude.serve import process, pulse
 from etude.serve.api import Api
 from etude.serve.engine_thread import EngineThread, Fetch, die_with_the_engine
 from etude.serve.grammar import Grammars
@@ -40,14 +41,24 @@ from etude.weights.manifest import Chain
 from etude.weights.tensors import root_of
 
 HEARTBEAT_S = 1.0
+STEP_SILENCES = 10
+"""A step of the engine, or a swap of weights, may take so many times as long as a process may be silent: the first one
+compiles, and a long prompt on a slow machine is no fault."""
 
 
 class Worker(Api):
     """`engine`: ours, or somebody else's behind the same seam."""
 
-    def __init__(self, engine: EngineThread | VllmServer, files: Mapping[str, bytes], region: str) -> None:
+    def __init__(
+        self,
+        engine: EngineThread | VllmServer,
+        files: Mapping[str, bytes],
+        region: str,
+        silence_s: float = math.inf,
+    ) -> None:
         super().__init__(engine, engine.tokenizer, Grammars(files), max_context=engine.max_context)
         self.engine_thread, self.region = engine, region
+        self._step_s = STEP_SILENCES * silence_s
 
     def routes(self) -> list[Route]:
         own = [
@@ -79,6 +90,10 @@ class Worker(Api):
     def version(self) -> int:
         return self.engine_thread.version
 
+    def well(self) -> bool:
+        """False if the engine hangs, while the port answers. Then nobody is told that this worker is there."""
+        return self.engine_thread.step_s < self._step_s
+
     def report(self) -> WorkerStatus:
         thread = self.engine_thread
         return WorkerStatus(
@@ -103,12 +118,15 @@ async def keep_joined(worker: Worker, url: str, gateway_url: str, token: str | N
     """Tells the gateway again and again that this worker is there: it may have been restarted and know of nobody. The
     gateway answers when the worker is up, having told it to load what is missing."""
     headers = {"Authorization": f"Bearer {token}"} if token else {}
-    async with aiohttp.ClientSession(headers=headers) as session:
+    # No word waits for the answer to the last one: the gateway counts the time between them.
+    short = aiohttp.ClientTimeout(total=HEARTBEAT_S)
+    async with aiohttp.ClientSession(headers=headers, timeout=short) as session:
         while True:
             body = msgspec.json.encode({"url": url, "region": worker.region, "version": worker.version})
             with contextlib.suppress(aiohttp.ClientError, TimeoutError):  # it is not there now; it will be
-                async with session.post(f"{gateway_url}/workers", data=body):
-                    pass
+                if worker.well():
+                    async with session.post(f"{gateway_url}/workers", data=body):
+                        pass
             await asyncio.sleep(HEARTBEAT_S)
 
 
@@ -133,7 +151,7 @@ async def own_engine(
 async def serve_worker(
     *, store_url: str, region: str, port: int, host: str = "127.0.0.1", gateway_url: str | None = None,
     version: int | None = None, max_batch: int = 32, threads: int = 1, device: str = "auto", dtype: str = "auto",
-    cache: Path | None = None, vllm: str | None = None, invariant: bool = False,
+    cache: Path | None = None, vllm: str | None = None, invariant: bool = False, silence_s: float = 10.0,
 ) -> None:  # fmt: skip
     torch.set_num_threads(threads)
     token = process.token()
@@ -146,16 +164,15 @@ async def serve_worker(
         if vllm
         else own_engine(files, fetch, max_batch, device, dtype, invariant) as engine
     ):
-        worker = Worker(engine, files, region)
+        worker = Worker(engine, files, region, silence_s)
         if version is not None:
             await engine.load(version)
         async with process.serving(create_app(worker.routes(), token, worker.metrics), listener) as running:
             url = process.url_of(listener)
             print(f"worker {region} at {url}", flush=True)
-            joined = asyncio.create_task(keep_joined(worker, url, gateway_url, token)) if gateway_url else None
-            await running
-            if joined:
-                joined.cancel()
+            joined = [keep_joined(worker, url, gateway_url, token)] if gateway_url else []
+            async with process.meanwhile(pulse.keep_beating(worker.well), *joined):
+                await running
 
 
 def main() -> None:
@@ -175,12 +192,13 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, help="where this host's workers keep what one of them has downloaded")
     parser.add_argument("--vllm", metavar="URL", help="a vLLM server that computes instead of our engine")
     parser.add_argument("--invariant", action="store_true", help="the same bits in every batch")
+    parser.add_argument("--silence", type=float, default=10.0, help="a step that takes ten times as many seconds hangs")
     a = parser.parse_args()
     process.run(
         lambda: serve_worker(
             store_url=a.store, region=a.region, port=a.port, host=a.host, gateway_url=a.gateway,
             version=a.version, max_batch=a.max_batch, threads=a.threads, device=a.device, dtype=a.dtype,
-            cache=a.cache, vllm=a.vllm, invariant=a.invariant,
+            cache=a.cache, vllm=a.vllm, invariant=a.invariant, silence_s=a.silence,
         )
     )  # fmt: skip
 

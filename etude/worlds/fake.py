@@ -28,6 +28,9 @@ class FakeWorlds:
         finally:
             await sandbox.close()
 
+    def owing(self) -> dict[str, float]:
+        return {}
+
     async def close(self) -> None: ...
 
 

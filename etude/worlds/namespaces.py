@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
+import math
 import socket
 import subprocess
 import sys
@@ -25,6 +27,10 @@ from etude.worlds.files import inside
 
 PATIENCE_S = 60.0
 """How long a sandbox may take over what it does in milliseconds; past it, the machine is beyond use."""
+_ZYGOTES = 6
+"""So many in a row may be silent when a sandbox is wanted."""
+_END_S = 2.0
+"""For a zygote to end by itself. The launcher of a run gives its controller a little more."""
 _OPENING = 32
 """Sandboxes in the making at once. More would only wait in the zygote's queue."""
 _BOOT = (
@@ -39,15 +45,21 @@ _ERRORS: dict[str, type[Exception]] = {
 
 
 class NamespaceWorlds:
-    def __init__(self) -> None:
-        """Raises EtudeError with the call that was refused, where the kernel does not let us."""
+    def __init__(self, silence_s: float = PATIENCE_S) -> None:
+        """Raises EtudeError with the call that was refused, where the kernel does not let us. `silence_s`: a zygote
+        that does not answer for so long is replaced, and a sandbox that does not has failed."""
+        self.silence_s = silence_s
         self._sandboxes: set[NamespaceSandbox] = set()
+        self._numbers = itertools.count(1)
+        self._replaced: list[subprocess.Popen[bytes]] = []
+        self._owed_s = 0.0  # by a zygote that was replaced for its silence, until that is told
         self._opening = asyncio.Semaphore(_OPENING)
         self._closed = False
         self._launch()
 
     def _launch(self) -> None:
         self._control, theirs = socket.socketpair()
+        self._asked: float | None = None  # when the zygote was asked for a sign of life that it still owes
         # The zygote mounts its root over this directory in a mount namespace of its own, and lets go of it.
         with theirs, tempfile.TemporaryDirectory(prefix="etude-") as mountpoint:
             self._zygote = subprocess.Popen(_zygote_argv(theirs.fileno(), mountpoint), pass_fds=[theirs.fileno()],
@@ -78,22 +90,57 @@ class NamespaceWorlds:
         async with self._opening:
             if self._closed:
                 raise RolloutFailure("sandbox: the worlds are closed")
-            if self._zygote.poll() is not None:  # someone killed it; the sandboxes that it made live on
-                self._control.close()
-                self._launch()
-            ours, theirs = socket.socketpair()
-            with theirs:
-                ours.setblocking(False)
-                socket.send_fds(self._control, [b"\0"], [theirs.fileno()])
-            _, link = await asyncio.get_running_loop().create_unix_connection(_Link, sock=ours)
-            sandbox = NamespaceSandbox(self, link)
-            self._sandboxes.add(sandbox)
-            try:
-                await link.answer(link.ready, PATIENCE_S)
-            except BaseException:
-                await sandbox.close()
-                raise
+            for _ in range(_ZYGOTES):
+                if self._zygote.poll() is not None:  # someone killed it; the sandboxes that it made live on
+                    self._replace()
+                zygote = self._zygote
+                if (sandbox := await self._ask_for_one()) is not None:
+                    return sandbox
+                if zygote is self._zygote and not self._closed:
+                    self._replace()
+                    self._owed_s = self.silence_s
+        raise RolloutFailure(f"sandbox: none came from {_ZYGOTES} zygotes in {self.silence_s:g} s each")
+
+    async def _ask_for_one(self) -> NamespaceSandbox | None:
+        """None if the zygote is silent."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            ours.setblocking(False)
+            socket.send_fds(self._control, [b"\0"], [theirs.fileno()])
+        _, link = await asyncio.get_running_loop().create_unix_connection(_Link, sock=ours)
+        sandbox = NamespaceSandbox(self, link, next(self._numbers))
+        self._sandboxes.add(sandbox)
+        try:
+            async with asyncio.timeout(self.silence_s):
+                await link.ready
+        except TimeoutError:
+            sandbox.abandon()
+            return None
+        except BaseException:
+            await sandbox.close()
+            raise
         return sandbox
+
+    def _replace(self) -> None:
+        """Another zygote. One that is only silent ends by itself when it wakes: it sees that its socket has ended."""
+        self._control.close()
+        self._replaced = [zygote for zygote in (*self._replaced, self._zygote) if zygote.poll() is None]
+        self._launch()
+
+    def owing(self) -> dict[str, float]:
+        """To be called again and again: the zygote is asked for a sign of life each time, and has
+        given it by the next."""
+        now = asyncio.get_running_loop().time()
+        # It has said nothing; or it is dead, and will be replaced when one is needed.
+        with contextlib.suppress(BlockingIOError, ConnectionError):
+            if self._asked is not None:
+                self._control.recv(1)
+                self._asked = None
+            self._control.send(b"?")
+            self._asked = now
+        owed_s, self._owed_s = max(self._owed_s, now - (self._asked or now)), 0.0
+        late = {f"sandbox {box.number}": now - box.due for box in self._sandboxes if box.due <= now}
+        return {"zygote": owed_s} | late
 
     def forget(self, sandbox: NamespaceSandbox) -> None:
         self._sandboxes.discard(sandbox)
@@ -103,7 +150,12 @@ class NamespaceWorlds:
         for sandbox in list(self._sandboxes):
             await sandbox.close()
         self._control.close()
-        self._zygote.wait(PATIENCE_S)  # it waits for nothing but the end of that socket
+        for zygote in (self._zygote, *self._replaced):
+            try:
+                zygote.wait(_END_S)  # it waits for nothing but the end of that socket
+            except subprocess.TimeoutExpired:
+                zygote.kill()
+                zygote.wait()
 
 
 def _zygote_argv(control: int, mountpoint: str) -> list[str]:
@@ -122,8 +174,12 @@ def _first_line(control: socket.socket) -> str:
 
 
 class NamespaceSandbox:
-    def __init__(self, worlds: NamespaceWorlds, link: _Link) -> None:
+    def __init__(self, worlds: NamespaceWorlds, link: _Link, number: int) -> None:
         self._worlds, self._link = worlds, link
+        self.number = number
+        self.due = math.inf
+        """When it should have answered what it is asked now."""
+        self._late_s = 0.0
         self._turn = asyncio.Lock()  # a request that arrives during a command ends the command
 
     async def run(self, argv: Sequence[str], *, timeout_s: float, stdin: str = "") -> Ran:
@@ -155,9 +211,28 @@ class NamespaceSandbox:
         self._worlds.forget(self)
         await self._link.close()
 
+    def abandon(self) -> None:
+        """Does not wait for its end."""
+        self._worlds.forget(self)
+        self._link.abort()
+
     async def _ask(self, working_s: float = 0.0, **request: Any) -> Any:
+        clock = asyncio.get_running_loop().time
         async with self._turn:
-            return await self._link.answer(self._link.send(request), working_s + PATIENCE_S)
+            self._check()
+            self.due = clock() + working_s
+            try:
+                answer = await self._link.answer(self._link.send(request), working_s + PATIENCE_S)
+            finally:
+                self._late_s = max(self._late_s, clock() - self.due)
+                self.due = math.inf
+            self._check()
+            return answer
+
+    def _check(self) -> None:
+        """What a sandbox says that was stopped, or its command's time, may be due to that."""
+        if self._late_s >= self._worlds.silence_s:
+            raise RolloutFailure(f"sandbox: its answer came {self._late_s:.0f} s late")
 
 
 class _Link(asyncio.Protocol):
@@ -208,6 +283,9 @@ class _Link(asyncio.Protocol):
                 return await future
         except TimeoutError as e:
             raise RolloutFailure(f"sandbox: no answer in {patience_s:.0f} s") from e
+
+    def abort(self) -> None:
+        self._transport.abort()
 
     async def close(self) -> None:
         """Returns when the sandbox is gone; it ends when it sees our side end."""

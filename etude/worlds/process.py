@@ -33,6 +33,10 @@ class ProcessWorlds:
         finally:
             await sandbox.close()
 
+    def owing(self) -> dict[str, float]:
+        """There is no process between us and the commands."""
+        return {}
+
     async def close(self) -> None:
         """Nothing is shared between sandboxes, so there is nothing to close."""
 

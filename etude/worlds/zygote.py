@@ -5,9 +5,9 @@ share: read-only, with the system's programs, a Python, and empty places for /wo
 it. A sandbox is a fork with namespaces and a /work of its own, so opening one costs two forks and four mounts,
 however many others there are; no wall is built outside of the sandbox's own mount namespace.
 
-One byte and a socket come in over the control socket for each sandbox that is wanted; nothing goes back after the first
-line. The control socket closes when the controller ends, however it ends, and so does every sandbox's: each process in
-here ends at the end of its socket, and no other means is needed to leave nothing behind.
+One byte and a socket come in over the control socket for each sandbox that is wanted. A byte without a socket asks for
+a sign of life, and is sent back. The control socket closes when the controller ends, however it ends, and so does every
+sandbox's: each process in here ends at the end of its socket, and no other means is needed to leave nothing behind.
 
 Standard library only, one thread, and no state of the controller: forks of this run other people's code.
 """
@@ -47,12 +47,22 @@ def main(control: socket.socket, mountpoint: str) -> None:
     except OSError as e:
         error = str(e.strerror)
     control.sendall(f"{error or READY}\n".encode())
-    while not error:
-        _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
-        if not descriptors:
-            break
-        _spawn(socket.socket(fileno=descriptors[0]), control)
+    while not error and _serve_one(control):
+        pass
     os._exit(0)
+
+
+def _serve_one(control: socket.socket) -> bool:
+    """False at the end of the host's side, which is a reset if it had not read our last word."""
+    try:
+        word, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        if descriptors:
+            _spawn(socket.socket(fileno=descriptors[0]), control)
+        elif word:
+            control.sendall(word)
+    except ConnectionError:
+        return False
+    return bool(word)
 
 
 def _wall_in(mountpoint: str) -> None:
@@ -111,7 +121,8 @@ def _build_root(root: str) -> None:
     # The kernel lets a user namespace mount a /proc of its own only where an unobstructed one is in sight. Every
     # sandbox covers this one before anything foreign runs.
     kernel.bind("/proc", f"{root}/proc")
-    kernel.mount("none", root, None, kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY)
+    flags = kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV  # a remount forgets what it is not told again
+    kernel.mount("none", root, None, kernel.MS_REMOUNT | kernel.MS_BIND | flags)
 
 
 def _show(path: str, root: str) -> None:

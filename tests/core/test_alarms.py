@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from etude.core.alarms import FIRST_STEPS, RECENT_GROUPS, Alarms, Repeats
-from etude.core.events import Event, GroupDone, StageStarted, StepDone
+from etude.core.events import Event, GroupDone, Heard, Launched, Silent, StageStarted, StepDone
 from etude.core.types import Batch, Row, Span
 
 STEP = StepDone(
@@ -31,6 +31,18 @@ def test_k3_begins_once_and_ends() -> None:
     assert begun(alarms, far, far) == [] and list(alarms.active) == ["k3"]
     assert begun(alarms, STEP) == [] and alarms.active == {}
     assert begun(alarms, far) == ["k3"]
+
+
+def test_a_silent_process_is_alarming_until_it_is_heard_again() -> None:
+    alarms, silent = Alarms(), Silent(process="worker-east", seconds=10.4)
+    (alarm,) = alarms.apply(silent)
+    assert str(alarm).startswith("the worker-east has been silent for 10 s: it is stopped, or hangs")
+    assert begun(alarms, replace(silent, seconds=15.4)) == []
+    (active,) = alarms.active.values()
+    assert "for 15 s" in active.what
+    assert begun(alarms, StageStarted(stage="rl", steps=9)) == [] and len(alarms.active) == 1, "whatever the stage"
+    assert begun(alarms, Heard(process="worker-east", seconds=92.0)) == [] and alarms.active == {}
+    assert begun(alarms, silent, Launched(resumed=True)) == ["silent worker-east"] and alarms.active == {}
 
 
 def test_entropy_is_compared_with_the_first_steps() -> None:

@@ -31,28 +31,55 @@ def test_a_story() -> None:
 
 def test_a_promise_that_comes_late_takes_nothing_back() -> None:
     fleet = Fleet()
-    fleet.join("e", "east", 2)
-    old = fleet.join("w", "west", 1)
+    fleet.join("e", "east", 2, now=0.0)
+    old = fleet.join("w", "west", 1, now=0.0)
     fleet.promise(2)
     fleet.promise(1)
     assert fleet.live == 2 and old not in fleet.up
 
 
+def test_one_that_is_silent_is_taken_out_and_comes_back_as_another() -> None:
+    fleet = Fleet(silence_s=10.0)
+    east = fleet.join("e", "east", 0, now=0.0)
+    west = fleet.join("w", "west", 0, now=0.0)
+    assert fleet.pick("s") is east
+    fleet.join("w", "west", 0, now=5.0)
+    assert fleet.expire(9.9) == [] and fleet.silent == []
+    assert fleet.expire(10.0) == [east] and fleet.silent == [east]
+    assert fleet.expire(11.0) == [], "it is told once"
+    assert not fleet.knows(east) and fleet.pick("s") is west
+    assert fleet.behind(1) == [west], "new weights do not wait for it"
+    west.version = 1
+    fleet.promise(1)
+    again = fleet.join("e", "east", 0, now=12.0)
+    assert again is not east and fleet.silent == []
+    assert fleet.up == [west] and fleet.behind(1) == [again], "it catches up before it serves"
+    again.version = 1
+    assert fleet.up == [west, again]
+    assert fleet.expire(15.0) == [west]
+
+
 @pytest.mark.parametrize("seed", range(100))
 def test_only_those_who_serve_what_was_promised_are_picked(seed: int) -> None:
-    rng, fleet = random.Random(seed), Fleet()
+    rng, fleet = random.Random(seed), Fleet(silence_s=20.0)
     true_version: dict[str, int] = {}  # what each worker really serves
     active: list[Worker] = []
     published = 0
-    for _ in range(200):
+    heard: dict[str, int] = {}
+    for now in range(200):
+        for worker in fleet.expire(now):
+            assert now - heard[worker.url] == 20
+        assert all(now - heard[worker.url] < 20 for worker in fleet.workers)
         url = rng.choice("abc")
         session = rng.choice(["", "s", "t", "u"])
         match rng.choice(["pick", "pick", "pick", "done", "join", "restart", "fail", "load", "publish", "forget"]):
             case "join" if url in true_version:
-                fleet.join(url, url, true_version[url])
+                fleet.join(url, url, true_version[url], now)
+                heard[url] = now
             case "restart":
                 true_version[url] = -1
-                fleet.join(url, url, -1)
+                fleet.join(url, url, -1, now)
+                heard[url] = now
             case "fail":
                 for worker in [worker for worker in fleet.workers if worker.url == url]:
                     fleet.leave(worker)

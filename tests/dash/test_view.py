@@ -14,9 +14,11 @@ from etude.core.events import (
     FitStep,
     Fleet,
     GroupDone,
+    Heard,
     Live,
     Region,
     RunDone,
+    Silent,
     StageStarted,
     StepDone,
 )
@@ -109,6 +111,18 @@ def test_lines_end_with_the_time_to_go_and_alarms_have_lines_of_their_own() -> N
     far = dataclasses.replace(step(1), k3_mean=0.5)
     told = [*lines(far, view, view.apply(51.0, far))]
     assert len(told) == 2 and told[1].startswith("alarm: step 1: k3 is 0.5000")
+
+
+def test_a_silent_process_is_named_and_named_again_when_it_is_heard() -> None:
+    view = view_of((0.0, StageStarted(stage="rl", steps=4)))
+    silent, back = Silent(process="trainer", seconds=10.0), Heard(process="trainer", seconds=92.0)
+    (line,) = lines(silent, view, view.apply(12.0, silent))
+    assert line.startswith("alarm: the trainer has been silent for 10 s")
+    later = dataclasses.replace(silent, seconds=15.0)
+    assert [*lines(later, view, view.apply(17.0, later))] == []
+    assert "the trainer has been silent for 15 s" in printed(draw(view, "etude", lag_bound=0))
+    assert [*lines(back, view, view.apply(94.0, back))] == ["the trainer is heard again after 92 s of silence"]
+    assert "silent" not in printed(draw(view, "etude", lag_bound=0))
 
 
 def test_a_session_can_be_read() -> None:

@@ -4,6 +4,7 @@ write. Seeds are in the test ids, so a failing one is one command."""
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -176,6 +177,16 @@ def test_health_counts_only_the_recent_past() -> None:
         health.add(trajectory)
     with pytest.raises(EtudeError, match="2 of the last 4 .* world: no disk"):
         health.add(bad)
+
+
+async def test_failures_while_a_process_is_silent_do_not_end_the_run() -> None:
+    """Their cause is on the screen, and passes."""
+    objects = Objects.open("memory:")
+    with pytest.raises(ExceptionGroup) as caught:
+        await stage(objects, seed=0, last=LAST, max_lag=1, failures=0.7)
+    assert "sessions failed" in (message(caught.value) or "")
+    await stage(objects, seed=0, last=LAST, max_lag=1, failures=0.7, troubled=time.monotonic)
+    assert Run(objects).batches()[-1] == LAST
 
 
 @pytest.mark.parametrize(("solves", "told"), [(0.0, "all 0: the tasks are too hard"), (1.0, "all 1: the tasks are so")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -12,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from etude.core.clock import ManualClock
+from etude.core.clock import AwakeClock, ManualClock
 from etude.core.errors import EtudeError
+from etude.core.events import Event, Heard, Silent
 from etude.run.gateway import Gateway
 from etude.run.launch import Launcher, Program, Restarts, check_port, free_ports, locked
-from etude.run.process import message
+from etude.run.process import AwakeLoop, message
 
 FOREVER = "import time\nwhile True: time.sleep(1)"
 
@@ -168,6 +170,73 @@ async def test_the_controller_sends_the_token(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("ETUDE_TOKEN", "secret")
     async with Gateway("http://127.0.0.1:1") as gateway:
         assert gateway.http.headers["Authorization"] == "Bearer secret"
+
+
+async def test_a_program_that_gives_no_sign_of_life_is_named(tmp_path: Path) -> None:
+    beating = "from etude.serve import pulse\npulse.EVERY_S = 0.05\npulse.beat_from_a_thread()\n"
+    told: list[Event] = []
+
+    async def until(kind: type[Event], process: str) -> None:
+        while not any(isinstance(event, kind) and event.process == process for event in told):
+            await asyncio.sleep(0.01)
+
+    with locked(tmp_path) as lock:
+        launcher = Launcher(tmp_path, threads=1, resume="", lock=lock, silence_s=1.0)
+        programs = [program("mute", FOREVER), program("main", beating + noting_its_pid(tmp_path) + FOREVER)]
+        running = asyncio.create_task(launcher.run_all(programs, until="main"))
+        watching = asyncio.create_task(launcher.watch(told.append))
+        while noted(tmp_path) is None:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)  # until it has been heard: before, it would have a minute
+        os.kill(noted(tmp_path) or 0, signal.SIGSTOP)
+        await until(Silent, "main")
+        os.kill(noted(tmp_path) or 0, signal.SIGCONT)
+        await until(Heard, "main")
+        assert not any(event.process == "mute" for event in told), "it may be starting"
+        running.cancel()
+        watching.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+
+def test_a_pulse_needs_nobody_who_listens() -> None:
+    """Without a launcher, with one that does not read, and with one that is gone."""
+    code = """
+import os, sys
+ours, theirs = os.pipe()
+os.set_blocking(theirs, False)
+if sys.argv[1] != "alone":
+    os.environ["ETUDE_PULSE"] = str(theirs)
+if sys.argv[1] == "gone":
+    os.close(ours)
+from etude.serve import pulse
+for _ in range(1 << 17):
+    pulse.beat()
+print("ETUDE_PULSE" in os.environ)
+"""
+    for how in ("alone", "deaf", "gone"):
+        assert subprocess.check_output([sys.executable, "-c", code, how], text=True) == "False\n"
+
+
+def test_time_stands_still_for_a_loop_whose_process_does() -> None:
+    loop, clock = AwakeLoop(), ManualClock()
+    loop.clock = AwakeClock(clock)
+
+    async def passes(*steps: float) -> bool:
+        """Whether a deadline of a minute has passed after these steps of the clock."""
+        try:
+            async with asyncio.timeout(60.0):
+                for step in steps:
+                    clock.move(step)
+                    await asyncio.sleep(0)
+                    await asyncio.sleep(0)
+        except TimeoutError:
+            return True
+        return False
+
+    with contextlib.closing(loop):
+        assert not loop.run_until_complete(passes(90.0, 90.0, 90.0))
+        assert loop.run_until_complete(passes(*[1.0] * 61))
 
 
 def test_restarts_are_counted_within_a_minute() -> None:

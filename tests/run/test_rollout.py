@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from etude.core.clock import AwakeClock, ManualClock
 from etude.core.errors import EtudeError
 from etude.core.seams import Sandbox, Transcript
 from etude.core.types import Segment, Span, Task, Trajectory
 from etude.run.evaluate import evaluate, wilson
+from etude.run.process import AwakeLoop
 from etude.run.rollout import Rollouts
 from etude.store.codec import pack, unpack
 from etude.worlds.fake import FakeSandbox
@@ -56,6 +58,12 @@ class Parts:
         self._maybe("score")
         return {"reward": 1.0}
 
+    async def up(self) -> None:
+        self._maybe("model")
+
+    async def disturbed(self, session: str, age_s: float) -> bool:
+        return self.breaks == "waits"
+
     def base_url(self, session: str) -> str:
         return f"/s/{session}"
 
@@ -81,7 +89,7 @@ async def test_experts_are_kept_if_they_are_to_be_replayed(experts: bool) -> Non
     assert parts.experts_wanted is experts
 
 
-@pytest.mark.parametrize("place", ["world", "agent", "score", "segments"])
+@pytest.mark.parametrize("place", ["model", "world", "agent", "score", "segments"])
 async def test_a_failure_is_data_with_the_place_where_it_broke(place: str) -> None:
     parts = Parts(place)
     trajectory = await rollouts(parts).attempt(TASK, "g000001.2", seed=1)
@@ -188,6 +196,53 @@ async def test_a_session_is_graded_as_it_stands(finished: bool, status: str) -> 
     trajectory = await rollouts(Parts("forget", finished=finished)).attempt(TASK, "g.0", seed=9)
     assert (trajectory.status, trajectory.reward, trajectory.num_sampled) == (status, 1.0, 1)
     assert trajectory.messages == [{"role": "user", "content": "/s/g.0 9"}]
+
+
+async def test_a_session_that_ran_out_of_time_while_it_waited_for_the_model_is_not_graded() -> None:
+    parts = Parts("waits", finished=False)
+    got = await rollouts(parts).attempt(TASK, "g.0", seed=9)
+    assert (got.status, got.scores, got.error) == (
+        "failed", None, "agent: its time ran out while it waited for the model"
+    )  # fmt: skip
+    assert parts.open_worlds == 0 and parts.forgotten == ["g.0"]
+    done = await rollouts(Parts("waits", finished=True)).attempt(TASK, "g.0", seed=9)
+    assert (done.status, done.reward) == ("done", 1.0), "it came to an end of its own all the same"
+
+
+def test_a_session_that_ran_out_of_time_while_we_were_stopped_is_not_graded() -> None:
+    """Its agent may keep time by a clock that went on."""
+    loop, clock = AwakeLoop(), ManualClock()
+    loop.clock = AwakeClock(clock)
+
+    class Watches(Parts):
+        async def run(self, task: Task, sandbox: Sandbox, *, base_url: str, seed: int) -> Transcript:
+            clock.move(90.0)
+            await asyncio.sleep(0)
+            return await super().run(task, sandbox, base_url=base_url, seed=seed)
+
+    with contextlib.closing(loop):
+        attempts = [rollouts(Watches(finished=finished)).attempt(TASK, "g.0", 9) for finished in (True, False)]
+        done, stopped = (loop.run_until_complete(attempt) for attempt in attempts)
+    assert (done.status, stopped.status, stopped.scores) == ("done", "failed", None)
+    assert stopped.error == "agent: its time ran out, and the controller was stopped meanwhile"
+
+
+async def test_no_session_begins_while_no_worker_is_up() -> None:
+    class Waits(Parts):
+        def __init__(self) -> None:
+            super().__init__()
+            self.back = asyncio.Event()
+
+        async def up(self) -> None:
+            await self.back.wait()
+
+    parts = Waits()
+    attempts = [asyncio.create_task(rollouts(parts).attempt(TASK, f"g.{n}", n)) for n in range(3)]
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert parts.at_once == 0
+    parts.back.set()
+    assert [(await attempt).status for attempt in attempts] == ["done"] * 3
 
 
 async def test_no_more_sessions_at_once_than_allowed() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
@@ -131,6 +132,7 @@ async def stage(
     failures: float = 0.1,
     solves: float = 0.4,
     spoil: Callable[[Trajectory], Trajectory] = lambda trajectory: trajectory,
+    troubled: Callable[[], float] = lambda: -math.inf,
 ) -> Engine:
     """Runs the stage from wherever the store says that it stands."""
     rng, credit = Random(seed), Credit(max_tokens=3, max_lag=max_lag)
@@ -159,6 +161,7 @@ async def stage(
         seed=1,
         last=last,
         emit=lambda event: None,
+        troubled=troubled,
     )
     training = asyncio.create_task(versions.train())
     try:

@@ -13,8 +13,9 @@ from etude.core.credit import to_rows
 from etude.core.types import Batch, Segment, Trajectory
 from etude.model.config import ExpertsConfig
 from etude.model.experts import read_ids
-from etude.serve.gateway import Completed, Gateway, Router, sample_of
+from etude.serve.gateway import Gateway
 from etude.serve.http import MSGPACK, create_app
+from etude.serve.router import Completed, Router, sample_of
 from etude.store.experts import get_experts
 from etude.store.runs import Run
 from etude.train.learner import Learner

@@ -15,8 +15,9 @@ from etude.core.types import Span
 from etude.engine.engine import Engine
 from etude.model.transformer import Transformer
 from etude.serve.engine_thread import EngineThread
-from etude.serve.gateway import Gateway, Router, WorkerFailed
+from etude.serve.gateway import Gateway
 from etude.serve.http import Unavailable, create_app
+from etude.serve.router import Router, WorkerFailed
 from etude.serve.worker import Worker, keep_joined
 from etude.weights.follow import fetch
 from etude.weights.manifest import read_manifest

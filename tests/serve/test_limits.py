@@ -25,9 +25,10 @@ from etude.model.transformer import ModelConfig
 from etude.run.serve import Server, load
 from etude.serve import process
 from etude.serve.engine_thread import EngineThread
-from etude.serve.gateway import Gateway, Router
+from etude.serve.gateway import Gateway
 from etude.serve.http import create_app
 from etude.serve.recorder import Recorder
+from etude.serve.router import Router
 from etude.serve.worker import Worker
 from etude.store.objects import Objects
 from tests.serve.conftest import served
@@ -136,7 +137,7 @@ async def watched(
     http: aiohttp.ClientSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[tuple[Watched, str]]:
     """A gateway without workers: whoever is let in waits for one in vain."""
-    monkeypatch.setattr("etude.serve.gateway.PATIENCE_S", 0.0)
+    monkeypatch.setattr("etude.serve.router.PATIENCE_S", 0.0)
     made = Gateway(Router(http), Objects.open(f"file:{tmp_path}/run"), FILES, max_context=256)
     made.tokenizer = Watched()
     made.recorder = Recorder(made.tokenizer)

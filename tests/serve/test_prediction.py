@@ -13,8 +13,9 @@ import pytest
 from etude.engine.engine import Engine
 from etude.model.transformer import ModelConfig
 from etude.serve.engine_thread import EngineThread
-from etude.serve.gateway import Gateway, Router
+from etude.serve.gateway import Gateway
 from etude.serve.http import create_app
+from etude.serve.router import Router
 from etude.serve.wire import Join
 from etude.serve.worker import Worker
 from etude.store.objects import Objects

@@ -28,8 +28,9 @@ from etude.core.seams import Ask
 from etude.core.types import Sample, Segment, unspan
 from etude.model.files import build, read_directory
 from etude.model.transformer import Transformer
-from etude.serve.gateway import Gateway, Router
+from etude.serve.gateway import Gateway
 from etude.serve.http import create_app
+from etude.serve.router import Router
 from etude.serve.vllm import VllmServer, connected
 from etude.serve.worker import Worker, keep_joined
 from etude.store.objects import Objects

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import shutil
 import signal
 import struct
@@ -20,6 +21,7 @@ from etude.core.errors import EtudeError, RolloutFailure
 from etude.worlds import namespaces, syscalls
 from etude.worlds.limits import NICENESS
 from etude.worlds.namespaces import NamespaceWorlds
+from tests.namespaces import need_namespaces
 
 LONG_S = 60.0
 
@@ -204,6 +206,58 @@ print(before, session())
     assert before != after
 
 
+def test_every_sandbox_leaves_the_session_keyring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked of the first process of the trial sandbox, in front of the filter that would refuse to say it."""
+    need_namespaces()
+    boot = """
+import ctypes, os, socket, sys; sys.path.append(sys.argv[1])
+from etude.worlds import kernel, syscalls, zygote
+number, left, leave = syscalls.number_of_keyctl(os.uname().machine), [], kernel.leave_keyring
+session = lambda: ctypes.CDLL(None).syscall(number, 0, -3, 1) if number else -1
+before = session()
+kernel.leave_keyring = lambda: left.append(leave())
+zygote.serve = lambda link: zygote.Link(link).send({"error": ["", f"keyring {len(left)} {before} {session()}"]})
+zygote.main(socket.socket(fileno=int(sys.argv[2])), sys.argv[3])
+"""
+    monkeypatch.setattr(namespaces, "_BOOT", boot)
+    with pytest.raises(EtudeError) as caught:
+        NamespaceWorlds()
+    found = re.search(r"keyring (\d+) (-?\d+) (-?\d+)", str(caught.value))
+    assert found, str(caught.value)
+    left, before, after = found.groups()
+    assert left == "1"
+    assert before == "-1" or before != after  # -1: no keyrings here, and the call alone must do
+
+
+async def test_nothing_of_the_hosts_environment_is_in_sight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fork keeps the block of memory that its first ancestor was started with, and /proc shows it."""
+    need_namespaces()
+    monkeypatch.setenv("ETUDE_TOKEN", "hunter2")
+    script = """
+import os, subprocess
+print(sorted(os.environ))
+told = open("/proc/self/environ").read() + subprocess.check_output(["cat", "/proc/self/environ"], text=True)
+print("hunter2" in told or "ETUDE" in told)
+"""
+    walled = NamespaceWorlds()
+    try:
+        assert (await result(walled, script)).splitlines() == ["['HOME', 'LANG', 'PATH']", "False"]
+    finally:
+        await walled.close()
+
+
+async def test_all_that_is_shown_of_the_host_is_read_only(walled: NamespaceWorlds) -> None:
+    """By the mounts themselves: that an ordinary user may not write to /usr says nothing about them."""
+    mounts = [line.split() for line in (await result(walled, "print(open('/proc/self/mounts').read())")).splitlines()]
+    options = {place: set(flags.split(",")) for _, place, _, flags, *_ in mounts}
+    devices = {place for place in options if place.startswith("/dev/")}
+    assert {place for place, flags in options.items() if "ro" not in flags} - devices == {"/work", "/tmp", "/proc"}
+    assert {place for place, flags in options.items() if "nosuid" not in flags} <= devices
+    assert {place for place, flags in options.items() if "nodev" not in flags} <= devices
+    shown = {place for place in options if place in ("/usr", sys.base_prefix)}
+    assert shown and all(place == f"/dev/{Path(place).name}" for place in devices)
+
+
 async def test_a_full_disk_is_the_working_copys_problem(walled: NamespaceWorlds) -> None:
     async with walled.open({"a": "1"}) as sandbox:
         await sandbox.run(["sh", "-c", "for n in 1 2 3; do head -c 15000000 /dev/zero > f$n; done"], timeout_s=LONG_S)
@@ -289,6 +343,81 @@ async def test_a_killed_launcher_is_started_again(walled: NamespaceWorlds) -> No
         assert await sandbox.read("a") == "1"
         async with walled.open({"a": "2"}) as other:
             assert await other.read("a") == "2"
+
+
+async def test_a_launcher_that_is_stopped_is_replaced_and_leaves_nothing_behind() -> None:
+    need_namespaces()
+    walled = NamespaceWorlds(silence_s=1.0)
+    stopped = walled._zygote
+    async with walled.open({"a": "1"}) as sandbox:
+        assert walled.owing().keys() == {"zygote"}
+        stopped.send_signal(signal.SIGSTOP)
+        opening = [asyncio.create_task(walled.start()) for _ in range(3)]
+        boxes = [await each for each in opening]
+        assert walled._zygote is not stopped
+        assert walled.owing()["zygote"] >= 1.0, "its silence is told, although it is over"
+        assert walled.owing()["zygote"] < 1.0
+        assert await sandbox.read("a") == "1"
+        for box in boxes:
+            await box.fill({"a": "2"})
+            assert await box.read("a") == "2"
+        stopped.send_signal(signal.SIGCONT)
+        stopped.wait()  # it ends by itself
+        now = walled._zygote
+        now.send_signal(signal.SIGSTOP)
+    await walled.close()
+    assert now.returncode == -signal.SIGKILL
+
+
+async def test_a_launcher_that_is_stopped_owes_an_answer_also_if_nobody_needs_it() -> None:
+    need_namespaces()
+    walled = NamespaceWorlds()
+    try:
+        await until(lambda: walled.owing()["zygote"] == 0.0)
+        walled._zygote.send_signal(signal.SIGSTOP)
+        await until(lambda: walled.owing()["zygote"] > 0.05)
+        walled._zygote.send_signal(signal.SIGCONT)
+        await until(lambda: walled.owing()["zygote"] == 0.0)
+    finally:
+        await walled.close()
+
+
+@pytest.mark.parametrize("when", ["before", "under way"])
+async def test_what_a_sandbox_says_that_was_stopped_is_a_failed_rollout(when: str) -> None:
+    """A command that was killed for its time, in a sandbox that stood still, has not used its time."""
+    need_namespaces()
+    walled = NamespaceWorlds(silence_s=1.0)
+    try:
+        async with walled.open({"a": "1"}) as sandbox:
+            await until(lambda: len(descendants(walled._zygote.pid)) == 1)  # the trial sandbox has gone
+            (keeper,) = descendants(walled._zygote.pid)
+            if when == "before":
+                os.kill(keeper, signal.SIGSTOP)
+            asked = asyncio.create_task(sandbox.run(["sleep", "0.1"], timeout_s=0.2))
+            await asyncio.sleep(0.05)
+            os.kill(keeper, signal.SIGSTOP)
+            await until(lambda: max(walled.owing().get(f"sandbox {sandbox.number}", 0.0), 0.0) > 1.0)
+            os.kill(keeper, signal.SIGCONT)
+            for each in (asked, sandbox.read("a")):
+                with pytest.raises(RolloutFailure, match="sandbox: its answer came [0-9]+ s late"):
+                    await each
+    finally:
+        await walled.close()
+
+
+def test_a_launcher_whose_host_was_killed_ends_without_a_word() -> None:
+    code = """
+import socket
+from etude.worlds.zygote import _serve_one
+
+host, own = socket.socketpair()
+host.send(b"??")
+assert _serve_one(own)
+host.close()  # with an answer unread
+assert _serve_one(own) is False
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 @pytest.mark.parametrize("does", ["link.receive()", "link.send({})"])

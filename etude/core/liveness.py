@@ -1,0 +1,77 @@
+"""Who has been silent for too long. Pure: the time is passed in, and nobody is stopped or started here.
+
+A process that was stopped, or whose host is gone, closes no connection: the only sign of it is that it gives none. So
+everyone who is waited for is heard of again and again, and is silent after `silence_s` without a word.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from etude.core.events import Heard, Silent
+
+REMIND_S = 5.0
+"""Between two events about the same silence."""
+
+
+class Liveness:
+    def __init__(self, silence_s: float) -> None:
+        self._silence_s = silence_s
+        self._heard: dict[str, float] = {}
+        self._silent: dict[str, float] = {}  # since when
+        self._told: dict[str, float] = {}  # when that was last said
+
+    def heard(self, name: str, now: float) -> None:
+        """A time to come is patience until then, or until the next word."""
+        self._heard[name] = now
+
+    def forget(self, name: str) -> None:
+        """Nobody waits for it any more."""
+        self._heard.pop(name, None)
+
+    def look(self, now: float) -> list[Silent | Heard]:
+        """What is to be told: who is silent and for how long, at first and then now and then; and who is so no more."""
+        silent = {name: then for name, then in self._heard.items() if now - then >= self._silence_s}
+        back = {name: now - since for name, since in self._silent.items() if name not in silent}
+        due = [name for name in silent if name not in self._silent or now - self._told[name] >= REMIND_S]
+        self._silent = silent
+        self._told |= dict.fromkeys(due, now)
+        return [
+            *(Heard(process=name, seconds=seconds) for name, seconds in back.items()),
+            *(Silent(process=name, seconds=now - silent[name]) for name in due),
+        ]
+
+    @property
+    def all_heard(self) -> bool:
+        """As of the last look."""
+        return not self._silent
+
+
+class Trouble:
+    """When a process that sessions need was last silent, as far as their controller can see: those
+    of the sandboxes, the workers, the gateway, from which it hears of these, and itself."""
+
+    def __init__(self, silence_s: float, now: float) -> None:
+        self._silence_s = silence_s
+        self._liveness = Liveness(silence_s)
+        self._owing: set[str] = set()
+        self._looked = now
+        self._last = -math.inf
+
+    def look(self, now: float, owing: Mapping[str, float], silent_regions: Sequence[str]) -> list[Silent | Heard]:
+        """To be called often, with who owes an answer and for how long. Gives what is to be told of
+        those; whoever started the other processes tells of them."""
+        for name, seconds in owing.items():
+            self._liveness.heard(name, now - seconds)
+        for name in self._owing - owing.keys():
+            self._liveness.forget(name)
+        self._owing = set(owing)
+        told = self._liveness.look(now)
+        self._last = now if silent_regions or not self._liveness.all_heard else self.last(now)
+        self._looked = now
+        return told
+
+    def last(self, now: float) -> float:
+        """A look that is overdue waits for the gateway, or the controller was stopped itself."""
+        return now if now - self._looked >= self._silence_s else self._last

@@ -1,0 +1,320 @@
+"""The workers as one policy: a request goes to one of them, and to another one if that dies or falls silent.
+
+Who may be asked is decided by `core.fleet`. Here is what follows: the asking, the waiting, and what a session is to
+know of it, because time that it lost in waiting for a worker must not be held against it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import aiohttp
+import msgspec
+
+from etude.core.clock import AwakeClock, SystemClock
+from etude.core.fleet import Fleet, Worker
+from etude.core.seams import Ask, Token
+from etude.core.types import Sample
+from etude.serve import protocol as wire
+from etude.serve.api import replay
+from etude.serve.http import MSGPACK, ApiError, ClientGone, Unavailable
+from etude.serve.wire import Held, Join, WorkerStatus
+
+PATIENCE_S = 20.0
+"""How long a request waits for a worker to come up before it fails. For one that is silent it waits on."""
+RESENDS = 3
+LOOK_EVERY_S = 0.5
+
+T = TypeVar("T")
+
+
+class WorkerFailed(Exception):
+    """A worker did not answer, or not as it should."""
+
+
+class WorkerSilent(WorkerFailed):
+    """It was taken out for its silence: what it was asked has no part in that."""
+
+
+@dataclass(slots=True)
+class Requests:
+    """How those of one session fare."""
+
+    pending: int = 0
+    disturbed: bool = False
+    """One of them took longer than its worker would have, if that had been well."""
+
+
+class Completed(msgspec.Struct):
+    choices: tuple[wire.TextChoice]
+    usage: wire.Usage
+
+
+class Router:
+    """The workers as one `Policy`."""
+
+    def __init__(
+        self,
+        http: aiohttp.ClientSession,
+        live: int = -1,
+        silence_s: float = math.inf,
+        clock: AwakeClock | None = None,
+    ) -> None:
+        self.fleet = Fleet(live, silence_s)
+        self._http = http
+        self._clock = clock or AwakeClock(SystemClock())
+        self._changed = asyncio.Condition()
+        self._requests: dict[str, Requests] = {}
+        self._limits: dict[Worker, set[asyncio.Timeout]] = {}  # of what waits for an answer of this worker
+
+    async def sample(self, ask: Ask, session: str = "") -> Sample:
+        requests = self._requests.get(session, Requests())
+        asked, failures = request_of(ask), 0
+        while failures <= RESENDS:
+            requests.disturbed |= not self.fleet.up
+            worker = await self._pick(session)
+            try:
+                sample = await self._ask(worker, asked | {"min_weight_version": self.fleet.live})
+                # A worker that was taken out meanwhile may have gone on with weights that are too old by now.
+                if self.fleet.knows(worker):
+                    return replace(sample, region=worker.region)
+                why = f"{worker.url} was taken out"
+            except WorkerFailed as e:
+                self.fleet.leave(worker)
+                why = str(e)
+                failures -= isinstance(e, WorkerSilent)
+            finally:
+                self.fleet.done(worker)
+            failures += 1
+            requests.disturbed = True
+        raise Unavailable(f"{failures} workers in a row have failed, the last one with: {why}")
+
+    @contextmanager
+    def under_way(self, session: str) -> Iterator[None]:
+        """A request of the session is worked on in the block."""
+        requests = self._requests.setdefault(session, Requests())
+        requests.pending += 1
+        try:
+            yield
+        except (asyncio.CancelledError, ClientGone, Unavailable):  # it stays without an answer
+            requests.disturbed = True
+            raise
+        finally:
+            requests.pending -= 1
+
+    def disturbed(self, session: str, age_s: float = math.inf) -> bool:
+        """Also by a request that is under way: nobody knows yet how long it will take. And by a stop of ours: what
+        was asked meanwhile may still be unread."""
+        requests = self._requests.get(session, Requests())
+        stopped = self._clock.slept_since(self._clock.now() - age_s)
+        return requests.disturbed or requests.pending > 0 or stopped
+
+    def forget(self, session: str) -> None:
+        """The session is over."""
+        self.fleet.forget(session)
+        self._requests.pop(session, None)
+
+    async def watch(self) -> None:
+        """Takes workers out that are silent, until it is cancelled."""
+        while True:
+            self.look()
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    def look(self) -> None:
+        for worker in self.fleet.expire(self._clock.now()):
+            for limit in self._limits.pop(worker, ()):
+                limit.reschedule(0.0)
+
+    async def stream(self, ask: Ask, session: str = "") -> AsyncIterator[Token | Sample]:
+        """Only when it is whole: the worker may die before, and another one would have to begin again."""
+        async for event in replay(await self.sample(ask, session)):
+            yield event
+
+    async def load(self, version: int) -> None:
+        """A worker that says that it cannot follow is taken out. If all say so, the promise is not made, and the old
+        weights go on."""
+        refusals: dict[Worker, str] = {}
+        while behind := [w for w in self.fleet.behind(version) if w not in refusals]:  # again for those who just joined
+            answers = await asyncio.gather(*(self._bring(worker, version) for worker in behind))
+            refusals |= {worker: why for worker, why in zip(behind, answers, strict=True) if why is not None}
+        if refusals and all(worker in refusals for worker in self.fleet.workers):
+            reasons = "; ".join(f"{worker.region} ({worker.url}): {why}" for worker, why in refusals.items())
+            raise ApiError(f"no worker can serve version {version}: {reasons}", status=502, code="load_failed")
+        for worker in refusals:
+            self.fleet.leave(worker)
+        self.fleet.promise(version)
+        await self._wake()
+
+    async def join(self, joining: Join) -> None:
+        worker = self.fleet.join(joining.url, joining.region, joining.version, self._clock.now())
+        if worker.joining:
+            return
+        worker.joining = True
+        try:
+            while self.fleet.knows(worker) and worker.version < self.fleet.live:
+                if (refusal := await self._bring(worker, self.fleet.live)) is not None:
+                    raise ApiError(refusal, status=503, code="load_failed")
+        finally:
+            worker.joining = False
+        if not self.fleet.knows(worker):
+            raise Unavailable(f"{worker.url} went away while it joined")
+        await self._wake()
+
+    async def regions(self) -> dict[str, WorkerStatus]:
+        """The workers of a region taken together."""
+        regions: dict[str, WorkerStatus] = {}
+        for status in await self._ask_all("/status", WorkerStatus):
+            known = regions.get(status.region)
+            regions[status.region] = status if known is None else known.joined_with(status)
+        return regions
+
+    async def weights(self) -> list[Held]:
+        return await self._ask_all("/weights", Held)
+
+    async def up(self) -> None:
+        """Returns as soon as a worker is."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.fleet.up)
+
+    async def _pick(self, session: str) -> Worker:
+        while True:
+            try:
+                async with asyncio.timeout(PATIENCE_S):
+                    await self.up()
+            except TimeoutError as e:
+                if not self.fleet.silent:
+                    raise Unavailable(f"no worker came up within {PATIENCE_S:.0f} s") from e
+            if (worker := self.fleet.pick(session)) is not None:
+                return worker
+
+    async def _wake(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _ask(self, worker: Worker, asked: dict[str, Any]) -> Sample:
+        status, body = await self._post(worker, "/v1/completions", asked)
+        if 400 <= status < 500:
+            raise ValueError(_message(body))
+        if status != 200:
+            raise WorkerFailed(_message(body))
+        return sample_of(msgspec.msgpack.decode(body, type=Completed))
+
+    async def _bring(self, worker: Worker, version: int) -> str | None:
+        """Has a worker load a version; returns why, if it says that it cannot. One that is gone says nothing: it is
+        taken out, and loads what was promised when it joins again."""
+        try:
+            status, body = await self._post(worker, "/load", {"version": version})
+        except WorkerFailed:
+            self.fleet.leave(worker)
+            return None
+        if status != 200:
+            return _message(body)
+        worker.version = max(worker.version, version)
+        return None
+
+    async def _post(self, worker: Worker, path: str, value: object) -> tuple[int, bytes]:
+        body, headers = msgspec.json.encode(value), {"Accept": MSGPACK}
+        async with (
+            self._while_heard(worker, path),
+            self._http.post(worker.url + path, data=body, headers=headers) as response,
+        ):
+            return response.status, await response.read()
+
+    @asynccontextmanager
+    async def _while_heard(self, worker: Worker, path: str) -> AsyncIterator[None]:
+        """A worker is asked something in the block, which ends with the worker if that falls silent."""
+        try:
+            async with asyncio.timeout(None) as limit:
+                limits = self._limits.setdefault(worker, set())
+                limits.add(limit)
+                try:
+                    yield
+                finally:
+                    limits.discard(limit)
+                    if not limits:
+                        self._limits.pop(worker, None)
+        except (aiohttp.ClientError, TimeoutError) as e:
+            if limit.expired():
+                raise WorkerSilent(f"{worker.url}{path}: it fell silent") from e
+            raise WorkerFailed(f"{worker.url}{path}: {type(e).__name__} {e}") from e
+
+    async def _ask_all(self, path: str, type: type[T]) -> list[T]:
+        """What the workers say of themselves; those that do not answer are left out."""
+
+        async def ask(worker: Worker) -> list[T]:
+            with suppress(WorkerFailed):
+                async with self._while_heard(worker, path), self._http.get(worker.url + path) as response:
+                    return [msgspec.json.decode(await response.read(), type=type)]
+            return []
+
+        return [answer for told in await asyncio.gather(*map(ask, self.fleet.workers)) for answer in told]
+
+
+def request_of(ask: Ask) -> dict[str, Any]:
+    """An ask as a worker reads it. What is as usual is left out: most asks are plain."""
+    asked: dict[str, Any] = {
+        "prompt": ask.prompt, "max_tokens": ask.max_tokens, "temperature": ask.temperature, "seed": ask.seed,
+        "stop_token_ids": ask.stop, "return_token_ids": True, "logprobs": ask.top_logprobs, "detokenize": False,
+    }  # fmt: skip
+    if ask.top_p != 1.0:
+        asked["top_p"] = ask.top_p
+    if ask.top_k:
+        asked["top_k"] = ask.top_k
+    if ask.stop_texts:
+        asked["stop"] = ask.stop_texts
+    if ask.experts_from is not None:
+        asked["routed_experts_from"] = ask.experts_from
+    if ask.grammar is not None:
+        asked["structured_outputs"] = {"grammar": ask.grammar}
+    if ask.prediction is not None:
+        asked["prediction"] = {"type": "content", "content": ask.prediction}
+    if ask.drafts:
+        asked["drafts"] = ask.drafts
+    return asked
+
+
+def sample_of(completed: Completed) -> Sample:
+    choice, guessed = completed.choices[0], completed.usage.completion_tokens_details
+    assert choice.logprobs and choice.token_ids and choice.weight_version  # they were asked for
+    return Sample(
+        tokens=tuple(choice.token_ids),
+        logprobs=tuple(choice.logprobs.token_logprobs),
+        versions=tuple(choice.weight_version),
+        finish=choice.finish_reason,
+        experts=choice.routed_experts or None,
+        top=tuple(
+            tuple((int(word.removeprefix(wire.ID_PREFIX)), logprob) for word, logprob in others.items())
+            for others in choice.logprobs.top_logprobs or ()
+        ),
+        accepted=guessed.accepted_prediction_tokens if guessed else 0,
+        rejected=guessed.rejected_prediction_tokens if guessed else 0,
+    )
+
+
+def _message(body: bytes) -> str:
+    with suppress(ValueError, KeyError, TypeError):
+        return str(json.loads(body)["error"]["message"])
+    return body.decode(errors="replace")[:200]
+
+
+@dataclass(frozen=True, slots=True)
+class AtHome:
+    """The router as seen by one session, whose requests go to one worker as long as that is up."""
+
+    router: Router
+    session: str
+
+    async def sample(self, ask: Ask) -> Sample:
+        return await self.router.sample(ask, self.session)
+
+    def stream(self, ask: Ask) -> AsyncIterator[Token | Sample]:
+        return self.router.stream(ask, self.session)
+
+    async def load(self, version: int) -> None:
+        await self.router.load(version)

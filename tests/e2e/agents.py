@@ -1,0 +1,34 @@
+"""An agent whose only limit is on its waiting for the model: what it leaves unfinished, it had to wait for."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import aiohttp
+
+from etude.core.seams import Sandbox, Transcript
+from etude.core.types import Task
+
+WAIT_S = 2.0
+
+
+class Impatient:
+    def __init__(self, session: aiohttp.ClientSession, *, max_tokens: int, temperature: float, **_: Any) -> None:
+        self._session = session
+        self._sampling = {"model": "etude", "max_tokens": max_tokens, "temperature": temperature}
+
+    async def run(self, task: Task, sandbox: Sandbox, *, base_url: str, seed: int) -> Transcript:
+        messages: list[dict[str, Any]] = [{"role": "user", "content": task.prompt}]
+        for turn in range(3):
+            body = {**self._sampling, "messages": messages, "seed": seed + turn}
+            try:
+                async with (
+                    asyncio.timeout(WAIT_S),
+                    self._session.post(f"{base_url}/chat/completions", json=body) as response,
+                ):
+                    answer = (await response.json())["choices"][0]["message"]
+            except TimeoutError:
+                return Transcript(messages=messages, finished=False)
+            messages += [answer, {"role": "user", "content": "go on"}]
+        return Transcript(messages=messages, finished=True)

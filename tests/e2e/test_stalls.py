@@ -1,0 +1,143 @@
+"""The real processes, really stopped: each is named, the run goes on where it can and with it when it is back, no
+session is graded for it, and the books balance."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from etude.core.types import Trajectory
+from etude.store.runs import Run
+from tests.e2e.runs import MODULES, ONE_REGION, TINY, Etude, check_books
+
+pytestmark = pytest.mark.e2e
+
+SILENCE_S = 2.0
+LONG = ("steps = 14", "steps = 4000")  # longer than any test
+AGENT = Path(__file__).parent / "agents.py"
+
+
+def two_regions() -> str:
+    common, _, _, rl = TINY.read_text().split("[[stage]]")
+    return common + "[[stage]]" + rl.replace("steps = 4", "steps = 4000")
+
+
+class Screen:
+    """What a run says, while it runs."""
+
+    def __init__(self, etude: Etude, config: str) -> None:
+        self.etude, self._path = etude, etude.toml.with_suffix(".screen")
+        etude.write(f"silence_s = {SILENCE_S}\n{config}")
+        with self._path.open("w") as file:
+            self.process = subprocess.Popen(etude.argv, stdout=file, stderr=subprocess.STDOUT)
+        etude.started.append(self.process)
+
+    def text(self) -> str:
+        return self._path.read_text()
+
+    def until(self, pattern: str, start: int = 0) -> None:
+        while not re.search(pattern, self.text()[start:]):
+            assert self.process.poll() is None, self.text()
+            time.sleep(0.05)
+
+    def go_on(self) -> None:
+        """Until more groups are finished than could have been under way."""
+        self.etude.wait_for_groups(len(self.etude.groups()) + 3, self.process)
+
+    def end(self) -> None:
+        self.process.send_signal(signal.SIGINT)
+        self.process.wait()
+        assert self.etude.processes() == {}
+        check_books(self.etude, finished=False)
+
+    def pid(self, name: str) -> int:
+        if name == "launcher":
+            return self.process.pid
+        if name == "zygote":
+            return zygote_of(self.pid("controller"))
+        mark = MODULES.get(name) or f"--region {name.removeprefix('worker-')}"
+        (pid,) = [pid for pid, line in self.etude.processes().items() if mark in line]
+        return pid
+
+
+def zygote_of(controller: int) -> int:
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            line = stat.with_name("cmdline").read_bytes()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if parent == controller and b"etude.worlds.zygote" in line:
+            return int(stat.parent.name)
+    raise AssertionError("no zygote")
+
+
+@pytest.fixture
+def stopped() -> Iterator[list[int]]:
+    """Processes that are let go on in any case."""
+    pids: list[int] = []
+    yield pids
+    for pid in pids:
+        try:
+            os.kill(pid, signal.SIGCONT)
+        except ProcessLookupError:
+            continue
+
+
+def trajectories(etude: Etude) -> list[Trajectory]:
+    run = Run.open(f"file:{etude.directory}", create=False)
+    return [trajectory for name in run.groups() for trajectory in run.group(name).trajectories]
+
+
+def test_whatever_is_stopped_is_named_and_the_run_goes_on(etude: Etude, isolation: str, stopped: list[int]) -> None:
+    screen = Screen(etude, two_regions())
+    etude.wait_for_groups(2, screen.process)
+    names = ["worker-east", "trainer", "gateway", "controller", "zygote", "worker-west"]
+    for name in names if isolation == "namespaces" else set(names) - {"zygote"}:
+        start = len(screen.text())
+        stopped.append(screen.pid(name))
+        os.kill(stopped[-1], signal.SIGSTOP)
+        screen.until(rf"alarm: the {name} has been silent for \d+ s", start)
+        if name.startswith("worker") or name == "zygote":
+            screen.go_on()  # the other worker does its work; another zygote takes its place
+        os.kill(stopped[-1], signal.SIGCONT)
+        screen.until(rf"the {name} is heard again after \d+ s of silence", start)
+        screen.go_on()
+    stopped.append(screen.pid("launcher"))
+    os.kill(stopped[-1], signal.SIGSTOP)
+    time.sleep(2 * SILENCE_S)
+    screen.go_on()
+    os.kill(stopped[-1], signal.SIGCONT)
+    screen.go_on()
+    screen.end()
+
+
+@pytest.mark.parametrize("name", ["worker-east", "gateway", "controller"])
+def test_no_session_is_graded_for_it(etude: Etude, stopped: list[int], name: str) -> None:
+    """In one region, so that every request has to wait, and for longer than the agent does."""
+    screen = Screen(etude, ONE_REGION.replace(*LONG).replace("[harness]", f'[harness]\nagent = "{AGENT}:Impatient"'))
+    try:
+        etude.wait_for_groups(1, screen.process)
+        stopped.append(screen.pid(name))
+        os.kill(stopped[-1], signal.SIGSTOP)
+        screen.until(f"alarm: the {name} has been silent")
+        time.sleep(2 * SILENCE_S)
+        os.kill(stopped[-1], signal.SIGCONT)
+        screen.until(f"the {name} is heard again")
+        screen.go_on()
+        screen.end()
+    finally:
+        print(screen.text())
+    found = trajectories(etude)
+    assert {trajectory.status for trajectory in found} <= {"done", "failed"}
+    assert all((trajectory.reward is None) == (trajectory.status == "failed") for trajectory in found)
+    waited = [trajectory.error for trajectory in found if trajectory.status == "failed"]
+    if name == "worker-east":
+        assert "agent: its time ran out while it waited for the model" in waited

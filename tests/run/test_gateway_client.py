@@ -1,0 +1,45 @@
+"""The controller's side of the gateway, against a server that is not well."""
+
+from __future__ import annotations
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from etude.core.errors import EtudeError
+from etude.run.gateway import RETRIES, Gateway
+
+
+async def asked(resets: int, status: int = 200) -> bool:
+    """Of a gateway that resets so many connections before it answers."""
+    left = resets
+
+    async def answer(request: web.Request) -> web.Response:
+        nonlocal left
+        if left:
+            left -= 1
+            assert request.transport is not None
+            request.transport.abort()
+        return web.json_response(True, status=status)
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        async with Gateway(f"http://127.0.0.1:{runner.addresses[0][1]}") as gateway:
+            return await gateway.disturbed("s", age_s=1.0)
+    finally:
+        await runner.cleanup()
+
+
+async def test_a_gateway_that_resets_connections_when_it_wakes_is_asked_again() -> None:
+    assert await asked(resets=RETRIES) is True
+    with pytest.raises(aiohttp.ClientConnectionError):
+        await asked(resets=100)
+
+
+async def test_what_it_refuses_is_not_asked_again() -> None:
+    with pytest.raises(EtudeError, match="session s cannot be asked about: the gateway answers 502: true"):
+        await asked(resets=0, status=502)
