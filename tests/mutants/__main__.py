@@ -16,6 +16,7 @@ import argparse
 import gzip
 import hashlib
 import importlib
+import io
 import json
 import os
 import random
@@ -26,7 +27,7 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,8 +57,18 @@ STARTS = "worlds/namespaces.py"
 # Imported once, before the forks that run the tests. Nothing of the package is among it.
 HEAVY = (
     "torch", "numpy", "pytest", "hypothesis", "pydantic", "aiohttp", "starlette.applications", "uvicorn", "uvloop",
-    "msgspec", "tokenizers", "jinja2", "safetensors.torch", "rich.console", "llguidance",
+    "msgspec", "tokenizers", "jinja2", "safetensors.torch", "rich.console", "llguidance", "obstore", "httptools",
+    "uvicorn.protocols.http.httptools_impl", "jinja2.sandbox", "blake3", "safetensors",
 )  # fmt: skip
+NOTHING = """
+import torch
+from hypothesis import given, strategies
+
+@given(strategies.none())
+def test_nothing(none):
+    torch.use_deterministic_algorithms(False)  # loads a compiler
+"""
+BASETEMP = "--basetemp=tmp/pytest"
 BATCHES = (8, 64)
 """Files are imported before the first of their tests runs, so the quickest tests go first on their own."""
 Key = tuple[str, str, str, str]
@@ -127,7 +138,7 @@ def trace(slots: Slots, selected: Sequence[str], until: float) -> Coverage | Non
             os.environ[lines.FOLDER] = str(folder)
             contexts = Contexts(folder)
             lines.Tracer(folder, f"{copy}/etude/").start()
-            return _pytest("--maxfail=1000", name, plugin=contexts)
+            return _pytest("--maxfail=1000", BASETEMP, name, plugin=contexts)
 
         def done(copy: Path, code: int) -> None:
             if code == -signal.SIGKILL:
@@ -158,11 +169,21 @@ def _digest(test: str) -> str:
     return digest.hexdigest()[:24]
 
 
+def _warm() -> None:
+    """What every fork would do first, once: import what the package needs, and pytest's own plugins."""
+    for name in HEAVY:
+        with suppress(ImportError):
+            importlib.import_module(name)
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        Path(folder, "test_nothing.py").write_text(NOTHING)
+        _pytest(folder, plugin=None)
+
+
 def _pytest(*arguments: str, plugin: object) -> int:
     import pytest
 
-    quiet = ["-q", "-x", "--tb=short", "-p", "no:cacheprovider", "-p", "no:randomly", "--basetemp=tmp/pytest"]
-    return int(pytest.main([*quiet, *arguments], plugins=[plugin]))
+    quiet = ["-q", "-x", "--tb=short", "-p", "no:cacheprovider", "-p", "no:randomly"]
+    return int(pytest.main([*quiet, *arguments], plugins=[plugin] if plugin else []))
 
 
 # Mistakes, and what becomes of them.
@@ -209,7 +230,8 @@ def trial(mutant: Mutant, tests: dict[str, float], passed: int, report: Callable
             limits_s = {test: 60 + 10 * tests[test] for test in batch}
             signal.setitimer(signal.ITIMER_REAL, 300)
             chosen = Chosen(limits_s, progress)
-            if batch and (code := _pytest(*dict.fromkeys(test.partition("::")[0] for test in batch), plugin=chosen)):
+            files = dict.fromkeys(test.partition("::")[0] for test in batch)
+            if batch and (code := _pytest(BASETEMP, *files, plugin=chosen)):
                 return code
         return 0
 
@@ -276,9 +298,7 @@ def main() -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
-    for name in HEAVY:
-        with suppress(ImportError):
-            importlib.import_module(name)
+    _warm()
     known = tomllib.loads((Path(__file__).parent / "survivors.toml").read_text())["survivor"]
     reasons = {(each["file"], each["function"], each["before"], each["after"]): each["reason"] for each in known}
     paths = [

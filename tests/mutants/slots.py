@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -68,6 +69,7 @@ class Slots:
             os.chdir(copy)
             sys.path[:0] = [str(copy)]
             os.environ.update(PYTHONPATH=f"{copy / 'hook'}:{copy}", TMPDIR=str(copy / "tmp"))
+            tempfile.tempdir = None  # looked up by now, and kept
             code = work(copy)
         finally:
             os._exit(code)
