@@ -120,3 +120,15 @@ def test_how_long_a_row_is_remembered() -> None:
         for step in range(gap):
             repeats.count(Batch(step=step, rows=(), oldest=0))
         assert repeats.count(Batch(step=99, rows=(row,), oldest=0)) == expected
+
+
+def test_an_alarm_is_active_under_its_own_name() -> None:
+    alarms = Alarms()
+    alarms.apply(replace(GROUP, malformed={"g.1": "its reward is nan"}))
+    for entropy in [1.0] * FIRST_STEPS + [0.1]:
+        alarms.apply(replace(STEP, entropy=entropy, k3_mean=1.0, repeats=1))
+    for _ in range(RECENT_GROUPS):
+        alarms.apply(replace(GROUP, rewards=(1.0,), malformed={"g.1": "its reward is nan"}))
+    assert {name: alarm.name for name, alarm in alarms.active.items()} == {
+        name: name for name in ("k3", "entropy", "repeats", "malformed", "reward")
+    }

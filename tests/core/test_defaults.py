@@ -33,6 +33,18 @@ def defaults(module: ModuleType) -> dict[tuple[str, str], object]:
     return found
 
 
+LATER = {
+    ("StageStarted", "done"), ("FitStep", "figures"), ("Gap", "k1_p99"), ("GroupDone", "malformed"),
+    *(("StepDone", name) for name in ("reward", "lr", "k1_p99", "capped", "silenced", "lags", "router_disagreement",
+                                      "tokens_per_s", "mfu", "repeats", "teacher_kl")),
+}  # fmt: skip
+"""What events have been given since the first logs were written."""
+
+
+def test_older_logs_can_be_read() -> None:
+    assert defaults(events).keys() == LATER
+
+
 @pytest.mark.parametrize("module", [events, ledger, seams, types])
 def test_what_is_left_out_is_nothing(module: ModuleType) -> None:
     for place, default in defaults(module).items():
