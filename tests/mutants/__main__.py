@@ -343,6 +343,8 @@ def _read(path: Path) -> dict[Key, Result]:
 
 
 if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM):  # also of a job in the background, which a shell lets ignore Ctrl-C
+        signal.signal(number, signal.default_int_handler)
     try:
         sys.exit(main())
     except KeyboardInterrupt:

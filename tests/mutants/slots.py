@@ -62,6 +62,7 @@ class Slots:
         code = 99
         try:
             os.setsid()  # Ctrl-C is for the parent, which ends this process and counts nothing
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             log = os.open(copy / "tmp" / "log", os.O_WRONLY | os.O_CREAT)
             os.dup2(log, 1)
             os.dup2(log, 2)

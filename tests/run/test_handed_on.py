@@ -80,7 +80,8 @@ class Exam:
         self.asked.append((task.id, sample, seed))
         reward = self.rewards.pop(0)
         return Trajectory(
-            id=sample, task=task.id, group="", segments=(self.segment,), status="done" if reward is not None else "failed",
+            id=sample, task=task.id, group="", segments=(self.segment,),
+            status="done" if reward is not None else "failed",
             scores=None if reward is None else {"reward": reward}, error="gone" if reward is None else None,
             messages=[{"role": "user", "content": task.id}] * len(self.asked),
         )  # fmt: skip

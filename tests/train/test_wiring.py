@@ -18,6 +18,7 @@ from etude.train.rows import Padded, pack
 from etude.train.schedule import rate
 from etude.train.stages import MICROBATCH_TOKENS, dpo, midtrain, sft
 from etude.train.stream import Documents
+from etude.train.supervised import Pairs, preference
 from tests.train import test_routers
 from tests.train.test_learner import batch, equal, learner, text, through_bytes
 from tests.train.test_stages import EOS, documents, preferences, sessions
@@ -247,3 +248,24 @@ def test_weights_of_rows_and_experts_come_with_their_rows() -> None:
         for number, ids in zip(micro.numbers_B.tolist(), micro.experts_BTLk, strict=True):
             assert ids.flatten().tolist() == [-1 if number == 2 else number] * 3 + [-1] * (len(ids) - 3)
     assert {float(w) for micro in pack(rows, microbatch_tokens=0, max_tokens=64) for w in micro.weights_B} == {1.0}
+
+
+def test_a_preference_balances_too() -> None:
+    tokens_BT = test_routers.TEXT_BT[:2]
+    starts_BT = torch.where(torch.arange(33) < 16, 0, 16).expand(2, 33)
+    pairs = Pairs(
+        tokens_BT=tokens_BT, mask_BT=torch.ones_like(tokens_BT) > 0, starts_BT=starts_BT, reference_B2=torch.zeros(2, 2)
+    )
+    loss = preference(beta=0.1, length_normalised=True)
+    plain, balanced = (
+        Learner(fresh(test_routers.SPARSE, 0)).fit([pairs], lr=1e-3, loss=loss, balance=balance).loss
+        for balance in (False, True)
+    )
+    assert 0.19 < balanced - plain < 0.3, "the coefficient times the experts of a token, or a little more"
+
+
+def test_a_state_of_one_is_read_by_one() -> None:
+    first, second = learner(), learner(seed=9)
+    first.step(batch(1), lr=1e-3)
+    second.load_shards(1, lambda rank: through_bytes(first.state()))
+    assert equal(second.state(), first.state()) and equal(second.weights(), first.weights())
