@@ -225,6 +225,8 @@ async def test_what_a_client_is_told_besides_the_answer(http: aiohttp.ClientSess
         api.slots.taken = 1
         async with http.post(f"{url}/v1/completions", json=ask, headers=key) as response:
             assert response.status == 429 and int(response.headers["Retry-After"]) > 0
+        async with http.get(f"{url}/metrics", headers=key) as response:
+            assert "\netude_answers_under_way 1\n" in await response.text()
     assert len(policy.asked) == 1
     text = metrics.text({})
     assert 'status="200"' in text and 'status="401"' in text and 'status="429"' in text
