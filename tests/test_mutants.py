@@ -48,6 +48,8 @@ def test_plausible_mistakes(source: str, expected: set[str]) -> None:
         "def __repr__(self):\n    return a + 1\n",
         "parser.add_argument('--x', default=1, help='1')\n",
         "@dataclass(frozen=True)\nclass A:\n    x: int\n",
+        "PATIENCE_S = 60.0\n",
+        "def f(wait_s=1.0, *, poll_s=2):\n    return wait_s\n",
     ],
 )
 def test_what_changes_no_behaviour_is_left_alone(source: str) -> None:

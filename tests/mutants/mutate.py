@@ -1,7 +1,8 @@
 """Small, plausible mistakes in a Python source: what a hurried change drops, swaps or misses by one.
 
 A mutant replaces one piece of the text. What is only said to people is left alone (docstrings, messages, logs, help),
-and so is what no run of the program reads (annotations) or what guards our own invariants (`assert`).
+and so is what no run of the program reads (annotations), what guards our own invariants (`assert`), and how many
+seconds something may take (names that end in `_s`): no test measures time.
 """
 
 from __future__ import annotations
@@ -88,9 +89,11 @@ class _Finder:
         self.starts = [0]
         for line in source.splitlines(keepends=True):
             self.starts.append(self.starts[-1] + len(line))
+        self.tree = ast.parse(source)
+        self.seconds = {id(part) for node in ast.walk(self.tree) for part in _seconds(node)}
 
     def module(self) -> Iterator[Mutant]:
-        yield from self.block(ast.parse(self.source).body, _Scope("", 1, 1, True), in_function=False)
+        yield from self.block(self.tree.body, _Scope("", 1, 1, True), in_function=False)
 
     def block(self, body: list[ast.stmt], scope: _Scope, in_function: bool) -> Iterator[Mutant]:
         for statement in body:
@@ -152,7 +155,7 @@ class _Finder:
             yield self.change(here, caught, "()")
 
     def expressions(self, node: ast.AST, here: _Scope) -> Iterator[Mutant]:
-        if isinstance(node, ast.JoinedStr | ast.Lambda) or _speaks(node):
+        if isinstance(node, ast.JoinedStr | ast.Lambda) or _speaks(node) or id(node) in self.seconds:
             return
         yield from self.expression(node, here)
         for child in ast.iter_child_nodes(node):
@@ -286,6 +289,25 @@ def _read(node: ast.stmt) -> Iterator[ast.AST]:
     for name, field in ast.iter_fields(node):
         if name not in ("annotation", "body", "orelse", "finalbody", "handlers", "cases"):
             yield from (part for part in (field if isinstance(field, list) else [field]) if isinstance(part, ast.AST))
+
+
+def _seconds(node: ast.AST) -> Iterator[ast.AST]:
+    """Numbers that are given to a name in seconds."""
+    pairs: list[tuple[str | None, ast.AST | None]] = []
+    match node:
+        case (
+            ast.Assign(targets=[ast.Name(id=name)], value=value) | ast.AnnAssign(target=ast.Name(id=name), value=value)
+        ):
+            pairs = [(name, value)]
+        case ast.keyword(arg=name, value=value):
+            pairs = [(name, value)]
+        case ast.arguments():
+            placed = [*node.posonlyargs, *node.args]
+            pairs = [(arg.arg, value) for arg, value in zip(placed[::-1], node.defaults[::-1], strict=False)]
+            pairs += [(arg.arg, value) for arg, value in zip(node.kwonlyargs, node.kw_defaults, strict=True)]
+    for name, given in pairs:
+        if given is not None and name and name.lower().endswith("_s"):
+            yield from (part for part in ast.walk(given) if _number(part))
 
 
 def _texts(*nodes: ast.AST) -> bool:
