@@ -90,7 +90,7 @@ class _Finder:
         for line in source.splitlines(keepends=True):
             self.starts.append(self.starts[-1] + len(line))
         self.tree = ast.parse(source)
-        self.seconds = {id(part) for node in ast.walk(self.tree) for part in _seconds(node)}
+        self.arbitrary = {id(part) for node in ast.walk(self.tree) for part in _arbitrary(node)}
 
     def module(self) -> Iterator[Mutant]:
         yield from self.block(self.tree.body, _Scope("", 1, 1, True), in_function=False)
@@ -155,7 +155,7 @@ class _Finder:
             yield self.change(here, caught, "()")
 
     def expressions(self, node: ast.AST, here: _Scope) -> Iterator[Mutant]:
-        if isinstance(node, ast.JoinedStr | ast.Lambda) or _speaks(node) or id(node) in self.seconds:
+        if isinstance(node, ast.JoinedStr | ast.Lambda) or _speaks(node) or id(node) in self.arbitrary:
             return
         yield from self.expression(node, here)
         for child in ast.iter_child_nodes(node):
@@ -291,8 +291,8 @@ def _read(node: ast.stmt) -> Iterator[ast.AST]:
             yield from (part for part in (field if isinstance(field, list) else [field]) if isinstance(part, ast.AST))
 
 
-def _seconds(node: ast.AST) -> Iterator[ast.AST]:
-    """Numbers that are given to a name in seconds."""
+def _arbitrary(node: ast.AST) -> Iterator[ast.AST]:
+    """Numbers that are given to a name in seconds, or to a generator as its seed: any other would do as well."""
     pairs: list[tuple[str | None, ast.AST | None]] = []
     match node:
         case (
@@ -305,6 +305,8 @@ def _seconds(node: ast.AST) -> Iterator[ast.AST]:
             placed = [*node.posonlyargs, *node.args]
             pairs = [(arg.arg, value) for arg, value in zip(placed[::-1], node.defaults[::-1], strict=False)]
             pairs += [(arg.arg, value) for arg, value in zip(node.kwonlyargs, node.kw_defaults, strict=True)]
+        case ast.Call(func=ast.Attribute(attr="manual_seed")):
+            yield from node.args
     for name, given in pairs:
         if given is not None and name and name.lower().endswith("_s"):
             yield from (part for part in ast.walk(given) if _number(part))
