@@ -36,6 +36,9 @@ test-vllm: $(DEV) models/smollm2-135m .venv-vllm ## a worker over a real vLLM se
 	@$@.part/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@mv $@.part $@
 
+mutants: $(DEV) ## the share of small, random mistakes that the tests catch (COUNT=300 SEED=0; takes hours, and may be stopped)
+	@$(BIN)/python -m tests.mutants --count $(or $(COUNT),300) --seed $(or $(SEED),0)
+
 lint: $(DEV) ## ruff: rules and format
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check --quiet . || { echo "run 'make format', then try again" >&2; exit 1; }
@@ -85,4 +88,4 @@ $(DEV): $(RUNTIME)
 	@$(PIP) -r requirements-dev.txt
 	@rm -f .venv/.dev-* && touch $@
 
-.PHONY: help demo test test-s3 test-vllm lint format types bench bench-trl model clean
+.PHONY: help demo test test-s3 test-vllm mutants lint format types bench bench-trl model clean

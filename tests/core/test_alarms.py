@@ -83,10 +83,64 @@ def test_a_payload_that_repeats() -> None:
     assert repeats.count(Batch(step=1, rows=(row, row), oldest=0)) == 0, "two equal attempts of one batch are no copy"
     assert repeats.count(Batch(step=2, rows=(other, replace(row, sample="b", advantages=(0.0, -1.0))), oldest=0)) == 1
     assert repeats.count(Batch(step=3, rows=(other, row), oldest=0)) == 2
-    assert begun(Alarms(), replace(STEP, repeats=2)) == ["repeats"]
+    alarms = Alarms()
+    assert begun(alarms, replace(STEP, repeats=2)) == ["repeats"] and list(alarms.active) == ["repeats"]
+    assert begun(alarms, STEP) == [] and alarms.active == {}
 
 
 def test_what_a_sure_model_says_twice_is_no_copy() -> None:
     row = Row(sample="a", tokens=(1, 2), mask=(False, True), logprobs=(0.0, -0.1), advantages=(0.0, 1.0), versions=())
     repeats = Repeats()
     assert [repeats.count(Batch(step=step, rows=(row,), oldest=0)) for step in (1, 2)] == [0, 0]
+
+
+def test_where_each_alarm_begins() -> None:
+    assert begun(Alarms(), replace(STEP, k3_mean=0.01)) == [] and begun(Alarms(), replace(STEP, k3_mean=0.0101))
+    five = [replace(STEP, entropy=entropy) for entropy in (1.0, 2.0, 3.0, 4.0, 5.0)]
+    assert begun(Alarms(), *five, replace(STEP, entropy=0.2 * 3.0)) == []
+    assert begun(Alarms(), *five, replace(STEP, entropy=0.599)) == ["entropy"]
+    assert begun(Alarms(), *five[:4], replace(STEP, entropy=0.001)) == [], "the fifth step is one of the first"
+    good, bad = replace(GROUP, rewards=(1.0,)), replace(GROUP, rewards=(0.2,))
+    assert begun(Alarms(), *[bad] * 4, *[good] * 60) == ["reward"], "(60 + 4 * 0.2) / 64 is 0.95"
+    assert begun(Alarms(), *[bad] * 5, *[good] * 59) == []
+    assert begun(Alarms(), *[bad] * 4, *[good] * 59) == [], "63 groups say nothing yet"
+    (alarm,) = Alarms().apply(replace(GROUP, malformed={"g.1": "its reward is nan"}))
+    assert alarm.what == "g.1: its reward is nan"
+
+
+def test_copies_are_told_by_everything_that_was_sampled() -> None:
+    row = Row(
+        sample="a", tokens=(1, 2), mask=(False, True), logprobs=(0.0, -15.0), advantages=(0.0, 1.0),
+        versions=(Span(0, 1),),
+    )  # fmt: skip
+    for other in (replace(row, tokens=(1, 3)), replace(row, versions=(Span(1, 1),))):
+        repeats = Repeats(steps=1)
+        assert [repeats.count(Batch(step=n, rows=(each,), oldest=0)) for n, each in enumerate((row, other, row))] == [
+            0
+        ] * 3
+    unlikely, likely = replace(row, logprobs=(0.0, -13.82)), replace(row, logprobs=(0.0, -13.81))
+    for each, expected in ((unlikely, 1), (likely, 0)):
+        repeats = Repeats()
+        assert [repeats.count(Batch(step=n, rows=(each,), oldest=0)) for n in range(3)] == [0, expected, expected]
+
+
+def test_how_long_a_row_is_remembered() -> None:
+    row = Row(sample="a", tokens=(1, 2), mask=(False, True), logprobs=(0.0, -15.0), advantages=(0.0, 1.0), versions=())
+    for gap, expected in ((63, 1), (64, 0)):
+        repeats = Repeats()
+        repeats.count(Batch(step=0, rows=(row,), oldest=0))
+        for step in range(gap):
+            repeats.count(Batch(step=step, rows=(), oldest=0))
+        assert repeats.count(Batch(step=99, rows=(row,), oldest=0)) == expected
+
+
+def test_an_alarm_is_active_under_its_own_name() -> None:
+    alarms = Alarms()
+    alarms.apply(replace(GROUP, malformed={"g.1": "its reward is nan"}))
+    for entropy in [1.0] * FIRST_STEPS + [0.1]:
+        alarms.apply(replace(STEP, entropy=entropy, k3_mean=1.0, repeats=1))
+    for _ in range(RECENT_GROUPS):
+        alarms.apply(replace(GROUP, rewards=(1.0,), malformed={"g.1": "its reward is nan"}))
+    assert {name: alarm.name for name, alarm in alarms.active.items()} == {
+        name: name for name in ("k3", "entropy", "repeats", "malformed", "reward")
+    }

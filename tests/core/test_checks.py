@@ -71,3 +71,17 @@ def test_figures_of_a_batch_that_cannot_be() -> None:
         check_batch(Batch(step=5, rows=(ROW,), oldest=3, reward=math.nan), max_tokens=3, vocab_size=8, where="here")
     with pytest.raises(EtudeError, match="has tokens of version -2"):
         check(replace(ROW, versions=(Span(-2, 2),)), oldest=-2)
+
+
+def test_the_last_values_that_pass() -> None:
+    check(replace(ROW, advantages=(0.0, 1e15, -1e15)))
+    check(replace(ROW, logprobs=(0.0, 1e-4, 0.0)))
+    check(replace(ROW, tokens=(0, 7, 0)))
+    check(replace(ROW, regions=(Stay("east", 1), Stay("west", 1))))
+    check(replace(ROW, logprobs=(5.0, -1.0, -1.0)))  # what was not sampled has no log-prob to judge
+    with pytest.raises(EtudeError, match="no gradient can be computed with more than 1e"):
+        check(replace(ROW, advantages=(0.0, 0.5, -1.1e15)))
+    with pytest.raises(EtudeError, match="the log-prob 0.01"):
+        check(replace(ROW, logprobs=(0.0, 0.01, -1.0)))
+    with pytest.raises(EtudeError, match="a log-prob is not finite"):
+        check(replace(ROW, logprobs=(math.nan, -1.0, -1.0)))

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from etude.core.config import RlConfig, RunConfig, experiment, parse
@@ -208,3 +211,107 @@ def test_a_mistake_in_the_only_stage_is_one_line() -> None:
         parse('name = "a"\n[[stage]]\nkind = "rl"\nsteps = 1\naggregate = "tokens"\n')
     expected = "config: stage.rl.aggregate = 'tokens': input should be 'token', 'sequence' or 'constant'"
     assert str(caught.value) == expected
+
+
+EVERY_KIND = """
+name = "plain"
+[[stage]]
+kind = "midtrain"
+steps = 1
+[[stage]]
+kind = "sft"
+path = "sessions.jsonl"
+[[stage]]
+kind = "dpo"
+path = "pairs.jsonl"
+[[stage]]
+kind = "rl"
+steps = 1
+effort = {scale = 0.1}
+[[stage]]
+kind = "distill"
+steps = 1
+teacher = "large"
+"""
+
+
+def test_what_is_left_out_means_what_it_meant() -> None:
+    """A default that changes makes every file that relies on it another experiment, and runs that were stopped refuse
+    to go on: whoever changes one changes `defaults.json` too, and says so to those who train."""
+    expected = json.loads((Path(__file__).parent / "defaults.json").read_text())
+    assert parse(EVERY_KIND).model_dump(mode="json") == expected
+
+
+OTHERS = {
+    "engine.port": 8000, "engine.threads": 7, "engine.max_batch": 3, "engine.device": "auto", "tasks.timeout_s": 9.0,
+    "harness.concurrency": 5, "trainer.device": "auto", "trainer.ranks": 2, "trainer.timeout_s": 9.0,
+    "worlds.isolation": "process", "stage.midtrain.threads": 5, "stage.distill.microbatch_tokens": 9000,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", OTHERS)
+def test_how_the_work_is_done_may_change_between_two_lives(key: str) -> None:
+    assert experiment(parse(EVERY_KIND, [f"{key}={OTHERS[key]}"])) == experiment(parse(EVERY_KIND))
+    assert experiment(parse('sinks = ["wandb"]\n' + EVERY_KIND)) == experiment(parse(EVERY_KIND))
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["seed=1", "invariant=true", "model.num_layers=2", "tasks.train=9", "harness.max_turns=9", "harness.timeout_s=9",
+     "engine.dtype=float32", "engine.regions=['a']", "trainer.optimizer=muon", "trainer.weights=float32",
+     "eval.temperature=1", "stage.rl.steps=2", "stage.midtrain.lr=1", "stage.distill.teacher=other"],
+)  # fmt: skip
+def test_what_the_work_is_may_not(override: str) -> None:
+    assert experiment(parse(EVERY_KIND, [override])) != experiment(parse(EVERY_KIND))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["stage.midtrain.held_out=0.1", "stage.midtrain.held_out_path=x"], "remove one of them"),
+        (["invariant=true", "engine.dtype=bfloat16"], "invariant = true computes in float32"),
+        (["invariant=true", "stage.rl.compute=bfloat16"], "invariant = true computes in float32"),
+        (["invariant=true", "stage.distill.compute=bfloat16"], "invariant = true computes in float32"),
+        (["deterministic=true", "stage.rl.max_lag=0", "stage.distill.max_lag=0"], "one name in engine.regions"),
+        (["deterministic=true", "engine.regions=['a']", "stage.rl.max_lag=0"], "max_lag = 0 in every stage"),
+        (["stage.distill.microbatch_tokens=511"], "stage.distill.microbatch_tokens = 511 has no room"),
+        (["model.path=base", "model.num_heads=8"], "path already decides num_heads"),
+        (["model.hidden_size=132", "model.num_heads=44"], "times an even number"),
+        (["stage.rl.group_size=1"], "stage.rl.group_size = 1: input should be greater than or equal to 2"),
+        (["stage.rl.ratio_cap=0.9"], "stage.rl.ratio_cap = 0.9: .* greater than or equal to 1"),
+        (["stage.rl.plausible=1.1"], "stage.rl.plausible = 1.1: .* less than or equal to 1"),
+        (["model.max_context=1"], "model.max_context = 1: .* greater than or equal to 2"),
+        (["engine.port=65536"], "engine.port = 65536: .* less than or equal to 65535"),
+        (["trainer.ranks=0"], "trainer.ranks = 0: .* greater than or equal to 1"),
+        (["stage.rl.lr=0"], "stage.rl.lr = 0: .* greater than 0"),
+        (["stage.rl.kl_coef=-0.1"], "stage.rl.kl_coef = -0.1: .* greater than or equal to 0"),
+    ],
+)
+def test_settings_that_contradict(overrides: list[str], message: str) -> None:
+    with pytest.raises(EtudeError, match=message):
+        parse(EVERY_KIND, overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["stage.midtrain.held_out=0.1"],
+        ["stage.midtrain.held_out_path=x"],
+        ["invariant=true", "stage.midtrain.threads=4"],
+        ["deterministic=true", "stage.rl.max_lag=0", "stage.distill.max_lag=0", "engine.regions=['a']"],
+        ["stage.rl.microbatch_tokens=512"],
+        ["model.hidden_size=8", "model.num_heads=4", "model.num_kv_heads=4"],
+        ["model.path=base", "stage.midtrain.rope_scaling={type='yarn', factor=1.5}"],
+        ["stage.rl.ratio_cap=1", "stage.rl.plausible=1", "stage.rl.kl_coef=0", "stage.rl.group_size=2"],
+        ["engine.port=65535", "model.max_context=2", "stage.midtrain.row_tokens=2"],
+        ["stage.rl.loss=mine.py:loss"],
+    ],
+)
+def test_the_last_setting_that_is_allowed(overrides: list[str]) -> None:
+    parse(EVERY_KIND, overrides)
+
+
+def test_only_the_first_stage_stretches_a_model() -> None:
+    later = '[[stage]]\nname = "long"\nkind = "midtrain"\nsteps = 1\nrope_scaling = {type = "yarn", factor = 2.0}\n'
+    with pytest.raises(EtudeError, match="stage.long.rope_scaling stretches the model of model.path, from the first"):
+        parse(EVERY_KIND + later, ["model.path=base"])

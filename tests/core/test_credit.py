@@ -199,3 +199,15 @@ def test_spans_and_back() -> None:
     assert spans(versions) == (Span(3, 2), Span(4, 1), Span(3, 1))
     assert list(unspan(spans(versions))) == versions
     assert spans([]) == ()
+
+
+def test_what_a_run_may_choose_from() -> None:
+    """Names that stand in people's files."""
+    plain = Credit()
+    assert {
+        "centered": plain,
+        "leave_one_out": replace(plain, within=leave_one_out),
+        "std_normalised": replace(plain, within=std_normalised),
+        "batch_normalised": replace(plain, across=to_unit_deviation),
+        "praise": replace(plain, within=praise),
+    } == CREDIT

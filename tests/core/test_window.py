@@ -67,3 +67,33 @@ def test_live_weights_never_go_back() -> None:
     window: Window[int] = Window(per_step=1, max_lag=0, live=3)
     with pytest.raises(AssertionError, match="went back from 3 to 2"):
         window.advance(2)
+
+
+def test_a_restored_window_goes_on_where_the_run_stopped() -> None:
+    """Steps 1 and 2 are live, step 3 is batched and not live, slots 6 and 8 are finished, 7 and 9 were in flight."""
+    window: Window[str] = Window(per_step=2, max_lag=2, lookahead=2, live=2)
+    window.restore(step=4, slots=10, finished=[(8, 2, "eight"), (6, 1, "six")])
+    assert (window.step, window.active) == (4, 4), "two that wait, and the batch of step 3"
+    assert not window.finish(7, "late") and not window.drop(9), "what was in flight is gone"
+    assert not window.finish(6, "again") and not window.drop(6)
+    assert window.admit() == 10, "no number is given out twice"
+    assert window.admit() is None, "capacity is (2 + 1) * 2 - 1"
+    assert window.take() == "six"
+    window.advance(3)
+    assert window.active == 3, "the batch of step 3 is live, 'six' is not"
+    assert [window.take(), window.take(), window.step] == ["eight", None, 5]
+
+
+def test_what_waits_in_a_restored_window_is_as_old_as_it_was() -> None:
+    window: Window[str] = Window(per_step=1, max_lag=1, live=3)
+    window.restore(step=4, slots=3, finished=[(2, 1, "admitted under version 1")])
+    with pytest.raises(AssertionError, match="slot 2 is too old for step 4"):
+        window.take()
+
+
+def test_more_than_a_window_holds_cannot_be_restored() -> None:
+    window: Window[str] = Window(per_step=1, max_lag=1, live=3)
+    window.restore(step=5, slots=3, finished=[(2, 3, "work")])
+    assert window.active == window.capacity == 2
+    with pytest.raises(AssertionError, match="3 groups were alive, in a window of 2"):
+        Window[str](per_step=1, max_lag=1, live=3).restore(step=5, slots=3, finished=[(1, 3, "a"), (2, 3, "b")])

@@ -1,0 +1,62 @@
+"""What a record does not say: nothing. Logs of older runs are read by today's code, which has more fields."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+from types import ModuleType
+
+import pytest
+
+from etude.core import events, ledger, seams, types
+from etude.core.credit import Credit, centered
+from etude.core.effort import Effort
+
+# Where leaving a field out means something else than nothing.
+MEANT = {
+    ("Gap", "k1_p99"): math.nan,  # unknown, and not small
+    ("Trajectory", "source"): "simulated",
+    ("Ask", "temperature"): 1.0,  # the policy's own distribution
+    ("Ask", "top_p"): 1.0,
+}
+
+
+def defaults(module: ModuleType) -> dict[tuple[str, str], object]:
+    found: dict[tuple[str, str], object] = {}
+    for name, kind in inspect.getmembers(module, inspect.isclass):
+        for field in dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ():
+            if field.default is not dataclasses.MISSING:
+                found[name, field.name] = field.default
+            elif field.default_factory is not dataclasses.MISSING:
+                found[name, field.name] = field.default_factory()
+    return found
+
+
+LATER = {
+    ("StageStarted", "done"), ("FitStep", "figures"), ("Gap", "k1_p99"), ("GroupDone", "malformed"),
+    *(("StepDone", name) for name in ("reward", "lr", "k1_p99", "capped", "silenced", "lags", "router_disagreement",
+                                      "tokens_per_s", "mfu", "repeats", "teacher_kl")),
+}  # fmt: skip
+"""What events have been given since the first logs were written."""
+
+
+def test_older_logs_can_be_read() -> None:
+    assert defaults(events).keys() == LATER
+
+
+@pytest.mark.parametrize("module", [events, ledger, seams, types])
+def test_what_is_left_out_is_nothing(module: ModuleType) -> None:
+    for place, default in defaults(module).items():
+        if place in MEANT:
+            assert repr(default) == repr(MEANT[place]), place
+        else:
+            assert not default, place
+
+
+def test_effort_is_free_and_credit_is_plain_unless_told_otherwise() -> None:
+    free = Effort(scale=1.0)
+    assert (free.k, free.q, free.tokens, free.calls, free.turns) == (1.0, 0.5, 0.0, 0.0, 0.0)
+    plain = Credit()
+    assert plain.within is centered and plain.across([3.0, -4.0]) == 1.0 and plain.effort is None
+    assert not plain.always and plain.max_tokens is None and plain.max_lag is None

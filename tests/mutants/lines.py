@@ -1,0 +1,99 @@
+"""Which test runs which line of the package, in pytest's process and in every Python that it starts.
+
+What runs belongs to a *context*: a test, a fixture that several tests share, or, before the first test, the import of
+the test's file. The number of the current one lies in a shared page, so that a server which a test started an hour ago
+notices when another test asks it something. Each process appends a line that it sees first in a context to one file at
+once, because many of them end by SIGKILL.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+FOLDER = "ETUDE_MUTANTS_LINES"
+
+
+class Tracer:
+    def __init__(self, folder: Path, package: str) -> None:
+        self._package = package
+        self._file = os.open(folder / "seen", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        with (folder / "context").open("r+b") as page:
+            self._context = mmap.mmap(page.fileno(), 8)
+        self._now = bytes(8)
+        self._missing: dict[CodeType, set[int]] = {}
+        self._foreign: set[CodeType] = set()
+
+    def start(self) -> None:
+        threading.settrace(self.called)
+        sys.settrace(self.called)
+
+    def called(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
+        code = frame.f_code
+        if code in self._foreign:
+            return None
+        if self._context[:] != self._now:
+            self._now = self._context[:]
+            self._missing.clear()
+        missing = self._missing.get(code)
+        if missing is None:
+            if not code.co_filename.startswith(self._package):
+                self._foreign.add(code)
+                return None
+            missing = self._missing[code] = {line for *_, line in code.co_lines() if line}
+            self._see(frame, missing)
+        return self.stepped if missing else None
+
+    def stepped(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
+        if event == "line":
+            missing = self._missing.get(frame.f_code)
+            if missing is None:  # the context has changed while this frame waited
+                return self.called(frame, event, None)
+            self._see(frame, missing)
+            if not missing:
+                frame.f_trace_lines = False
+        return self.stepped
+
+    def _see(self, frame: FrameType, missing: set[int]) -> None:
+        if frame.f_lineno in missing:
+            missing.remove(frame.f_lineno)
+            context, file = int.from_bytes(self._now, "little"), frame.f_code.co_filename[len(self._package) :]
+            os.write(self._file, f"{context} {file} {frame.f_lineno}\n".encode())
+
+
+def follow() -> None:
+    """Called when any Python starts below the tests (see `HOOK`)."""
+    if folder := os.environ.get(FOLDER):
+        Tracer(Path(folder), str(Path(__file__).parents[2]) + os.sep + "etude" + os.sep).start()
+
+
+HOOK = "from tests.mutants.lines import follow\n\nfollow()\n"
+"""A `sitecustomize.py` that comes first on the path of every child."""
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """What a traced run of pytest has left: the tests, and the lines by context and file."""
+    run = json.loads((folder / "tests.json").read_text())
+    lines: dict[str, dict[str, set[int]]] = {name: {} for name in run["names"]}
+    for context, file, line in _seen(folder):
+        lines[run["names"][context]].setdefault(file, set()).add(line)
+    for test in run["tests"].values():
+        test["shares"] = [name for name in test["shares"] if lines.get(name)]
+    return {
+        "tests": run["tests"],
+        "lines": {name: {file: sorted(of) for file, of in files.items()} for name, files in lines.items()},
+    }
+
+
+def _seen(folder: Path) -> Iterator[tuple[int, str, int]]:
+    with (folder / "seen").open() as file:
+        for line in file:
+            context, name, number = line.split()
+            yield int(context), name, int(number)

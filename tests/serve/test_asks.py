@@ -1,0 +1,232 @@
+"""Every field of a request reaches the policy: what it asks for, and what it means to leave it out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import pytest
+
+from etude.core.seams import Ask, Token
+from etude.core.types import Sample
+from etude.serve.api import Api, Slots
+from etude.serve.fake import Scripted
+from etude.serve.grammar import Grammars
+from etude.serve.http import ApiError, Unavailable, create_app
+from etude.serve.metrics import Metrics
+from tests.serve.conftest import served
+from tests.serve.test_api import ASK, FILES, TOKENIZER, TOOLS, app, post, said
+
+GRAMMAR = '%llguidance {}\nstart: "yes"'
+PROMPT = len(TOKENIZER.encode("<|user|>read<|end|><|assistant|>"))
+
+
+async def asks(http: aiohttp.ClientSession, body: dict[str, Any], answers: int = 1) -> list[Ask]:
+    policy = Scripted([said("test")] * answers)
+    path = "completions" if "prompt" in body else "chat/completions"
+    async with served(app(policy, None)) as url:
+        status, answer = await post(http, f"{url}/v1/{path}", body)
+    assert status == 200, answer
+    return policy.asked
+
+
+@pytest.mark.parametrize(
+    ("field", "expected"),
+    [
+        ({}, {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "stop": TOKENIZER.stops, "stop_texts": ()}),
+        ({}, {"grammar": None, "top_logprobs": 0, "prediction": None, "drafts": (), "max_tokens": 64 - PROMPT}),
+        ({}, {"experts_from": None}),
+        ({"temperature": 0}, {"temperature": 0.0}),
+        ({"temperature": 0.7}, {"temperature": 0.7}),
+        ({"top_p": 0.5}, {"top_p": 0.5}),
+        ({"top_k": 5}, {"top_k": 5}),
+        ({"top_k": -1}, {"top_k": 0}),
+        ({"seed": 3}, {"seed": 3}),
+        ({"seed": -1}, {"seed": 2**63 - 1}),
+        ({"stop": "end"}, {"stop_texts": ("end",)}),
+        ({"stop": ["a", "b"]}, {"stop_texts": ("a", "b")}),
+        ({"max_tokens": 5}, {"max_tokens": 5}),
+        ({"max_completion_tokens": 4, "max_tokens": 5}, {"max_tokens": 4}),
+        ({"max_tokens": 1000}, {"max_tokens": 64 - PROMPT}),
+        ({"logprobs": True}, {"top_logprobs": 0}),
+        ({"logprobs": True, "top_logprobs": 2}, {"top_logprobs": 2}),
+        ({"prediction": {"content": "test"}}, {"prediction": tuple(TOKENIZER.encode("test"))}),
+        ({"prediction": {"content": [7, 8]}}, {"prediction": (7, 8)}),
+        (
+            {"prediction": {"content": [{"text": "te"}, {"text": "st"}]}},
+            {"prediction": tuple(TOKENIZER.encode("test"))},
+        ),
+        ({"drafts": [[1, 2], [3]]}, {"drafts": ((1, 2), (3,))}),
+        ({"tools": TOOLS}, {"grammar": None}),
+        ({"tools": TOOLS, "tool_choice": "none", "parallel_tool_calls": False}, {"grammar": None}),
+    ],
+)
+async def test_a_chat(http: aiohttp.ClientSession, field: dict[str, Any], expected: dict[str, Any]) -> None:
+    (ask,) = await asks(http, ASK | field)
+    assert {name: getattr(ask, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("field", "expected"),
+    [
+        ({}, {"prompt": (5, 6), "max_tokens": 16, "stop": TOKENIZER.stops, "top_logprobs": 0, "experts_from": None}),
+        ({"prompt": "read"}, {"prompt": tuple(TOKENIZER.encode("read"))}),
+        ({"max_tokens": 3}, {"max_tokens": 3}),
+        ({"stop_token_ids": [9]}, {"stop": (9,)}),
+        ({"stop_token_ids": []}, {"stop": ()}),
+        ({"logprobs": 3}, {"top_logprobs": 3}),
+        ({"routed_experts_from": 1}, {"experts_from": 1}),
+        ({"structured_outputs": {"grammar": GRAMMAR}}, {"grammar": GRAMMAR}),
+        ({"structured_outputs": {"grammar": GRAMMAR}}, {"stop": (*TOKENIZER.stops, TOKENIZER.eos)}),
+        ({"temperature": 0, "top_k": -1, "seed": 4}, {"temperature": 0.0, "top_k": 0, "seed": 4}),
+    ],
+)
+async def test_a_completion(http: aiohttp.ClientSession, field: dict[str, Any], expected: dict[str, Any]) -> None:
+    (ask,) = await asks(http, {"prompt": [5, 6]} | field)
+    assert {name: getattr(ask, name) for name in expected} == expected
+
+
+SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"type": "object", "properties": {"a": {"type": "null"}}}}}
+
+
+async def test_each_way_to_restrict_an_answer_is_a_grammar_of_its_own(http: aiohttp.ClientSession) -> None:
+    ways = [
+        {"response_format": {"type": "json_object"}},
+        {"response_format": SCHEMA},
+        {"tools": TOOLS, "tool_choice": "required"},
+        {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False},
+        {"tools": TOOLS, "tool_choice": {"function": {"name": "edit"}}},
+        {"tools": TOOLS, "tool_choice": {"function": {"name": "test"}}},
+        {"tools": TOOLS, "parallel_tool_calls": False},
+        {"tools": TOOLS, "response_format": SCHEMA},
+        {"tools": TOOLS, "response_format": SCHEMA, "parallel_tool_calls": False},
+    ]
+    grammars = [(await asks(http, ASK | way))[0].grammar for way in ways]
+    assert None not in grammars and len(set(grammars)) == len(ways)
+    same = [(await asks(http, ASK | ways[2] | {"parallel_tool_calls": given}))[0].grammar for given in (True, None)]
+    assert set(same) == {grammars[2]}
+    plain = {"tools": TOOLS, "tool_choice": "none", "response_format": SCHEMA}
+    assert (await asks(http, ASK | plain))[0].grammar == grammars[1], "tools that may not be called change nothing"
+
+
+async def test_every_prompt_has_n_answers_of_seeds_of_their_own(http: aiohttp.ClientSession) -> None:
+    found = await asks(http, {"prompt": [[5], [6]], "n": 3, "seed": 7}, answers=6)
+    assert [ask.prompt for ask in found] == [(5,)] * 3 + [(6,)] * 3
+    seeds = [ask.seed for ask in found]
+    assert seeds[:3] == seeds[3:] and seeds[0] == 7 and len(set(seeds)) == 3
+    free = [(await asks(http, {"prompt": [5]}))[0].seed for _ in range(2)]
+    assert free[0] != free[1], "without a seed no answer is like another"
+
+
+async def test_calls_are_told_apart_only_where_there_are_tools(http: aiohttp.ClientSession) -> None:
+    text = "so<tool_call>test</tool_call>"
+    for more, called in (({}, False), ({"tools": TOOLS, "tool_choice": "none"}, False), ({"tools": TOOLS}, True)):
+        async with served(app(Scripted([said(text)]), None)) as url:
+            _, answer = await post(http, f"{url}/v1/chat/completions", ASK | more)
+        assert bool(answer["choices"][0]["message"].get("tool_calls")) == called
+        assert answer["choices"][0]["finish_reason"] == ("tool_calls" if called else "stop")
+
+
+async def test_an_answer_shows_no_more_than_was_asked_for(http: aiohttp.ClientSession) -> None:
+    async with served(app(Scripted([said("test")] * 4), None)) as url:
+        _, plain = await post(http, f"{url}/v1/chat/completions", ASK)
+        _, full = await post(http, f"{url}/v1/chat/completions", ASK | {"return_token_ids": True, "logprobs": True})
+        _, text = await post(http, f"{url}/v1/completions", {"prompt": [5, 6], "max_tokens": 2})
+        _, ids = await post(
+            http, f"{url}/v1/completions",
+            {"prompt": [5, 6], "max_tokens": 2, "detokenize": False, "return_token_ids": True, "logprobs": 0},
+        )  # fmt: skip
+    assert not {"token_ids", "prompt_token_ids"} & plain["choices"][0].keys() and not plain["choices"][0]["logprobs"]
+    assert full["choices"][0]["token_ids"] == said("test") and full["choices"][0]["logprobs"]["content"]
+    assert "token_ids" not in text["choices"][0] and text["choices"][0]["text"] == "test"
+    assert ids["choices"][0]["token_ids"] == said("test") and not ids["choices"][0]["text"]
+    assert text["usage"] == {"prompt_tokens": 2, "completion_tokens": 2, "total_tokens": 4}
+
+
+async def test_a_prompt_that_fills_the_context_leaves_no_room(http: aiohttp.ClientSession) -> None:
+    (ask,) = await asks(http, {"prompt": [5] * 63})
+    assert ask.max_tokens == 1
+    async with served(app(Scripted([]), None)) as url:
+        status, answer = await post(http, f"{url}/v1/completions", {"prompt": [5] * 64})
+    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+
+
+@pytest.mark.parametrize(
+    ("guessed", "param"),
+    [
+        ({"prediction": {"content": [5] * 256}}, None),
+        ({"prediction": {"content": [5] * 257}}, "prediction"),
+        ({"drafts": [[5] * 255]}, None),
+        ({"drafts": [[5] * 127, [5] * 128]}, "drafts"),
+        ({"prediction": {"content": [5] * 128}, "drafts": [[5] * 128]}, "drafts"),
+        ({"prediction": {"content": [5, {"text": "a"}]}}, "prediction"),
+    ],
+)
+async def test_what_is_guessed_has_a_bound(
+    http: aiohttp.ClientSession, guessed: dict[str, Any], param: str | None
+) -> None:
+    async with served(app(Scripted([said("test")]), None)) as url:
+        status, answer = await post(http, f"{url}/v1/completions", {"prompt": [5]} | guessed)
+    assert (status, answer.get("error", {}).get("param")) == ((200, None) if param is None else (400, param))
+
+
+def test_places_are_given_back_whatever_happens() -> None:
+    slots = Slots(3)
+    with pytest.raises(KeyError), slots.take(2):
+        assert slots.taken == 2
+        with pytest.raises(Unavailable, match="2 answers are under way, and 3 are the most"), slots.take(2):
+            pass
+        with slots.take(1):
+            assert slots.taken == 3
+        raise KeyError
+    assert slots.taken == 0
+    with pytest.raises(ApiError, match="n: this server gives at most 3 answers at once, not 4"), slots.take(4):
+        pass
+    free = Slots(None)
+    with free.take(2048):
+        pass
+    with pytest.raises(ApiError, match="at most 2048"):
+        free.check(2049)
+
+
+class Breaks(Scripted):
+    """Says a token, and then that it cannot go on."""
+
+    async def stream(self, ask: Ask) -> AsyncIterator[Token | Sample]:
+        yield Token(said("test")[0], -0.5, 0)
+        raise Unavailable("the worker is gone")
+
+
+async def test_a_stream_that_breaks_says_so_in_its_last_event(http: aiohttp.ClientSession) -> None:
+    async with (
+        served(app(Breaks([]), None)) as url,
+        http.post(f"{url}/v1/chat/completions", json=ASK | {"stream": True}) as response,
+    ):
+        events = [line.removeprefix("data: ") for line in (await response.text()).split("\n\n") if line]
+    assert response.status == 200 and events[-1] == "[DONE]"
+    assert json.loads(events[-2])["error"]["message"] == "the worker is gone" and len(events) == 3
+
+
+async def test_what_a_client_is_told_besides_the_answer(http: aiohttp.ClientSession) -> None:
+    metrics = Metrics()
+    policy = Scripted([said("test")] * 9)
+    api = Api(policy, TOKENIZER, Grammars(FILES), max_context=64, max_answers=1)
+    ask = {"prompt": [5]}
+    async with served(create_app(api.routes(), "secret", metrics)) as url:
+        key = {"Authorization": "Bearer secret", "X-Request-Id": "mine-1"}
+        async with http.post(f"{url}/v1/completions", json=ask, headers=key) as response:
+            assert response.status == 200 and response.headers["X-Request-Id"] == "mine-1"
+        for wrong in ({}, {"Authorization": "Bearer secre"}, {"Authorization": "secret"}):
+            async with http.post(f"{url}/v1/completions", json=ask, headers=wrong) as response:
+                assert (response.status, response.headers["WWW-Authenticate"]) == (401, "Bearer")
+                assert len(response.headers["X-Request-Id"]) == 32
+        api.slots.taken = 1
+        async with http.post(f"{url}/v1/completions", json=ask, headers=key) as response:
+            assert response.status == 429 and int(response.headers["Retry-After"]) > 0
+        async with http.get(f"{url}/metrics", headers=key) as response:
+            assert "\netude_answers_under_way 1\n" in await response.text()
+    assert len(policy.asked) == 1
+    text = metrics.text({})
+    assert 'status="200"' in text and 'status="401"' in text and 'status="429"' in text

@@ -1,0 +1,67 @@
+"""The mistakes that `make mutants` makes: what they look like, and what they leave alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.mutants.mutate import compiles, mutants
+
+
+def mistakes(source: str) -> set[str]:
+    found = mutants("a.py", source.encode())
+    return {mutant.after for mutant in found if compiles(mutant, source.encode())}
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("def f(x):\n    x.clip(1)\n", {"pass", "x.clip(2)", "x.clip(0)", "x"}),
+        ("x = max(a, b + c)\n", {"x = (a)", "x = ((b + c))", "x = max(a, b - c)"}),
+        ("f(a, flag=True)\n", {"pass", "f(a, flag=False)", "f(a, )"}),
+        ("x = not a\n", {"x = a"}),
+        ("x = a < b\n", {"x = a <= b"}),
+        ("x = a and b\n", {"x = a or b", "x = a", "x = b"}),
+        ("x = c.FLAG | c.OTHER\n", {"x = c.FLAG", "x = c.OTHER"}),
+        ("x = y[a:]\n", {"x = y[:]"}),
+        ("async def f(x):\n    y = await shield(x)\n", {"y = await (x)"}),
+        ("def f(n=1):\n    return n\n", {"def f(n=2):", "def f(n=0):"}),
+        ("@cache\ndef f():\n    return g\n", {""}),
+        ("with lock:\n    x = y\n", {"if True:"}),
+        ("try:\n    x = y\nexcept (A, B):\n    raise\n", {"except (A,):", "except (B,):", "pass"}),
+        ("x = d['key']\n", {"x = d['key_']"}),
+        ("if a:\n    x = b\n", {"if True:", "if False:"}),
+        ("def f():\n    if a:\n        return 'early'\n    return b\n", {"if True:", "if False:"}),
+        ("def f(self):\n    self.open = None\n    del self.slots[k]\n", {"pass"}),
+    ],
+)
+def test_plausible_mistakes(source: str, expected: set[str]) -> None:
+    assert mistakes(source) == expected
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        '"""A docstring: 1 + 1."""\n',
+        "def f(x: dict[str, int] | None) -> tuple[int, int]: ...\n",
+        "assert a < 1\n",
+        "print(f'{1 + 1} things')\n",
+        "def __repr__(self):\n    return a + 1\n",
+        "parser.add_argument('--x', default=1, help='1')\n",
+        "@dataclass(frozen=True)\nclass A:\n    x: int\n",
+        "PATIENCE_S = 60.0\n",
+        "def f(wait_s=1.0, *, poll_s=2):\n    return wait_s\n",
+    ],
+)
+def test_what_changes_no_behaviour_is_left_alone(source: str) -> None:
+    assert mistakes(source) == set()
+
+
+def test_a_mistake_in_a_default_shows_where_the_function_runs() -> None:
+    (mutant, *_) = mutants("a.py", b"class A:\n    def f(\n        self, n=1\n    ):\n        return n\n")
+    assert (mutant.function, mutant.line, mutant.first, mutant.last, mutant.imported) == ("A.f", 3, 5, 5, False)
+
+
+def test_a_mistake_changes_its_own_place_and_no_other() -> None:
+    source = "é = '€' + a\nx = b + c  # +\n".encode()
+    (mutant,) = [each for each in mutants("a.py", source) if each.line == 2]
+    assert mutant.apply(source).decode() == "é = '€' + a\nx = b - c  # +\n"

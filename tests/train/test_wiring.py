@@ -1,0 +1,271 @@
+"""What a step or a stage is told reaches the place it is meant for: rates, decay, temperatures, weights of a mean."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from etude.model.experts import Routing
+from etude.model.transformer import fresh
+from etude.train.learner import FitStats, Learner
+from etude.train.loss import token_logprobs
+from etude.train.objective import Objective
+from etude.train.routers import balance_loss
+from etude.train.rows import Padded, pack
+from etude.train.schedule import rate
+from etude.train.stages import MICROBATCH_TOKENS, dpo, midtrain, sft
+from etude.train.stream import Documents
+from etude.train.supervised import Pairs, preference
+from tests.train import test_routers
+from tests.train.test_learner import batch, equal, learner, text, through_bytes
+from tests.train.test_stages import EOS, documents, preferences, sessions
+from tests.train.test_stages import learner as small_learner
+
+UNEQUAL = [text(0), Padded(tokens_BT=text(1).tokens_BT[:1, :7], mask_BT=text(1).mask_BT[:1, :7])]
+
+
+def test_a_step_takes_probabilities_at_the_temperature_of_sampling() -> None:
+    one, rows = learner(), batch(1).rows
+    found = [
+        token_logprobs(one.model, torch.tensor([row.tokens]), torch.tensor([row.mask]), 0.5, with_others=True)
+        for row in rows
+    ]
+    stats = one.step(batch(1), lr=1e-3, temperature=0.5, microbatch_tokens=64)
+    for told, (logp_N, _) in zip(stats.recomputed, found, strict=True):
+        assert told.logprobs == pytest.approx(logp_N.tolist(), abs=1e-5)
+    entropy_N = torch.cat([others.entropy_N for _, others in found])
+    assert stats.entropy == pytest.approx(entropy_N.mean().item(), rel=1e-5)
+
+
+def test_what_a_step_tells_of_its_batch() -> None:
+    lesson = batch(1)
+    stats = learner().step(lesson, lr=1e-3, microbatch_tokens=64)
+    microbatches = pack(lesson.rows, microbatch_tokens=64, max_tokens=64)
+    assert (stats.lr, stats.num_rows, stats.num_tokens) == (1e-3, 6, sum(sum(row.mask) for row in lesson.rows))
+    assert stats.num_computed == sum(micro.tokens_BT.numel() for micro in microbatches)
+    old = [p for row in lesson.rows for p, sampled in zip(row.logprobs, row.mask, strict=True) if sampled]
+    new = [p for row in stats.recomputed for p in row.logprobs]
+    assert stats.drift.k1 == pytest.approx(sum(o - n for o, n in zip(old, new, strict=True)) / len(old), rel=1e-4)
+
+
+def test_a_supervised_step_is_the_mean_over_all_tokens_however_they_are_cut() -> None:
+    one, other = learner(), learner()
+    counts = [micro.num_tokens for micro in UNEQUAL]
+    apart = [other.evaluate([micro]) for micro in UNEQUAL]
+    mean = sum(c * loss for c, loss in zip(counts, apart, strict=True)) / sum(counts)
+    assert other.evaluate(UNEQUAL) == pytest.approx(mean, rel=1e-6)
+    fit = one.fit(UNEQUAL, lr=1e-3)
+    assert fit.loss == pytest.approx(mean, rel=1e-5) and (fit.num_tokens, fit.lr) == (sum(counts), 1e-3)
+    rows = [Padded(tokens_BT=row[None], mask_BT=torch.ones(1, len(row)) > 0) for m in UNEQUAL for row in m.tokens_BT]
+    assert other.fit(rows, lr=1e-3).grad_norm == pytest.approx(fit.grad_norm, rel=1e-4)
+
+
+def test_the_loss_that_balances_counts_by_tokens_in_a_supervised_step() -> None:
+    def balancing(micro: Padded) -> float:
+        routing = Routing(None, keep_scores=True)
+        plain = fresh(test_routers.SPARSE, 0)
+        with torch.no_grad():
+            for p in plain.parameters():
+                p.copy_(p.bfloat16())
+            token_logprobs(plain, micro.tokens_BT, micro.mask_BT, routing=routing)
+        return float(0.1 * balance_loss(routing.scores, routing.used()))
+
+    losses = [Learner(fresh(test_routers.SPARSE, 0)).fit(UNEQUAL, lr=1e-3, balance=b).loss for b in (False, True)]
+    counts = [micro.num_tokens for micro in UNEQUAL]
+    expected = sum(c * balancing(micro) for c, micro in zip(counts, UNEQUAL, strict=True)) / sum(counts)
+    assert losses[1] - losses[0] == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["fit", "step"])
+def test_decay_pulls_matrices_and_leaves_gains(kind: str) -> None:
+    """On equal gradients: what the decayed learner has less is lr x decay of what it had."""
+    ends = []
+    for decay in (0.0, 0.5):
+        one = learner()
+        before = {name: tensor.clone() for name, tensor in one.state().items()}
+        if kind == "fit":
+            one.fit([text(0)], lr=0.1, weight_decay=decay)
+        else:
+            one.step(batch(1), lr=0.1, weight_decay=decay)
+        ends.append(one.state())
+    for name in (name for name in before if name.startswith("master.")):
+        pulled = 0.1 * 0.5 * before[name] if before[name].ndim == 2 else torch.zeros_like(before[name])
+        torch.testing.assert_close(ends[0][name] - ends[1][name], pulled, rtol=1e-3, atol=1e-6)
+
+
+def test_a_learner_with_muon_goes_on_to_the_bit_and_its_momentum_adds_up() -> None:
+    first, second = (Learner(fresh(test_routers.SPARSE, seed), optimizer="muon") for seed in (0, 1))
+    states = []
+    for seed in (0, 1):
+        first.fit([text(seed)], lr=1e-3)
+        states.append({name: tensor.clone() for name, tensor in first.state().items()})
+    second.load_state(through_bytes(states[0]))
+    second.fit([text(1)], lr=1e-3)
+    assert equal(second.state(), states[1])
+    momentum = [name for name in states[0] if name.startswith("momentum.")]
+    assert momentum and all(not torch.equal(states[0][name], states[1][name]) for name in momentum)
+
+
+def test_float32_weights_are_not_rounded() -> None:
+    model = fresh(test_routers.SPARSE, 0)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    Learner(model, dtype=torch.float32)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    Learner(model)
+    assert all(torch.equal(p, before[name].bfloat16().float()) for name, p in model.named_parameters())
+
+
+def test_rows_that_were_handed_out_keep_their_routers_biases() -> None:
+    one = Learner(fresh(test_routers.SIGMOID, 0))
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    handed = one.rows()[name][0]
+    one.fit([test_routers.TEXT], lr=1e-3, balance=True)
+    assert not handed.any() and one.rows()[name][0].any()
+
+
+def test_kept_weights_do_not_leave_the_model_when_a_block_fails() -> None:
+    one = learner()
+    one.keep()
+    one.fit([text(0)], lr=1e-2)
+    moved = one.weights()
+    with pytest.raises(KeyError), one.recalled():
+        assert not equal(one.weights(), moved)
+        raise KeyError
+    assert equal(one.weights(), moved)
+
+
+def test_a_price_of_moving_needs_weights_to_measure_from() -> None:
+    with pytest.raises(AssertionError, match="a kl_coef needs a reference"):
+        learner().step(batch(1), lr=1e-3, objective=Objective(kl_coef=0.1))
+
+
+def test_a_rate_without_steps_to_fall_over() -> None:
+    assert [rate(step, lr=1.0, warmup=3, total=3, decay="linear") for step in (2, 3, 4)] == [0.75, 1.0, 0.0]
+    assert rate(9, lr=1.0, warmup=1, total=5, decay="cosine") == 0.0
+
+
+class Noted:
+    """Steps that are not taken, with what they were told."""
+
+    def __init__(self, one: Learner, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.microbatches: list[list[Padded]] = []
+        self.told: list[dict[str, Any]] = []
+        monkeypatch.setattr(one, "fit", self.fit)
+
+    def fit(self, microbatches: list[Padded], **told: Any) -> FitStats:
+        self.microbatches.append(microbatches)
+        self.told.append(told)
+        return FitStats(loss=1.0, grad_norm=1.0, lr=told["lr"], num_tokens=1, figures={})
+
+    def rates(self) -> list[float]:
+        return [told["lr"] for told in self.told]
+
+
+MIDTRAIN = {
+    "sources": [(Documents.of(documents(), EOS), 1.0)], "eos": EOS, "steps": 4, "batch_tokens": 64, "lr": 0.5,
+    "warmup": 1, "weight_decay": 0.25, "seed": 0,
+}  # fmt: skip
+
+
+def test_midtrain_hands_on_rate_decay_and_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted = Noted(one := small_learner(), monkeypatch)
+    midtrain(one, **MIDTRAIN, row_tokens=8)  # type: ignore[arg-type]
+    assert noted.rates() == [rate(step, lr=0.5, warmup=1, total=4, decay="cosine") for step in range(4)]
+    assert {told["weight_decay"] for told in noted.told} == {0.25}
+    assert all(micro.tokens_BT.shape[1] == 8 for step in noted.microbatches for micro in step)
+    assert [sum(len(micro.tokens_BT) for micro in step) for step in noted.microbatches] == [8] * 4
+    assert all(micro.starts_BT is not None for step in noted.microbatches for micro in step)
+
+
+def test_midtrain_fills_the_context_and_may_join_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted = Noted(one := small_learner(), monkeypatch)
+    midtrain(one, **{**MIDTRAIN, "batch_tokens": 1, "lr": 1.0}, separate=False)  # type: ignore[arg-type]
+    assert [[micro.tokens_BT.shape for micro in step] for step in noted.microbatches] == [[(1, 32)]] * 4
+    assert all(micro.starts_BT is None and micro.mask_BT.all() for step in noted.microbatches for micro in step)
+
+
+def test_midtrain_cuts_a_step_for_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted = Noted(one := small_learner(), monkeypatch)
+    midtrain(one, **{**MIDTRAIN, "steps": 1, "batch_tokens": 3 * MICROBATCH_TOKENS})  # type: ignore[arg-type]
+    assert [micro.tokens_BT.numel() for micro in noted.microbatches[0]] == [MICROBATCH_TOKENS] * 3
+
+
+def test_sft_hands_on_rate_and_decay(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted = Noted(one := small_learner(), monkeypatch)
+    sft(one, sessions(20, 0), sessions(2, 1), max_epochs=2, patience=9, batch_tokens=50, lr=0.5, seed=0, warmup=2,
+        weight_decay=0.25)  # fmt: skip
+    total = len(noted.told)
+    assert total > 4 and noted.rates() == [
+        rate(step, lr=0.5, warmup=2, total=total, decay="linear") for step in range(total)
+    ]
+    assert {told["weight_decay"] for told in noted.told} == {0.25}
+    plain = Noted(one := small_learner(), monkeypatch)
+    sft(one, sessions(20, 0), sessions(2, 1), max_epochs=2, patience=9, batch_tokens=50, lr=0.5, seed=0)
+    assert plain.rates()[0] == 0.5 and {told["weight_decay"] for told in plain.told} == {0.0}
+
+
+def test_dpo_hands_on_rate_and_what_an_answer_is_worth(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted = Noted(one := small_learner(), monkeypatch)
+    dpo(one, preferences(12), epochs=2, batch_pairs=4, beta=0.5, lr=0.5, seed=0, warmup=3)
+    assert noted.rates() == [rate(step, lr=0.5, warmup=3, total=6, decay="linear") for step in range(6)]
+    ends = {}
+    for options in ((0.5, False), (0.5, True), (0.1, False)):
+        one = small_learner()
+        dpo(one, preferences(12), epochs=1, batch_pairs=4, beta=options[0], lr=1e-2, seed=0,
+            length_normalised=options[1])  # fmt: skip
+        ends[options] = one.state()
+    assert not equal(ends[0.5, False], ends[0.5, True]) and not equal(ends[0.5, False], ends[0.1, False])
+
+
+@pytest.mark.parametrize("length_normalised", [False, True])
+def test_the_reference_of_dpo_is_worth_what_the_answers_are(length_normalised: bool) -> None:
+    """At the first step nothing has moved: whatever an answer is worth, no pair is preferred."""
+    seen: list[float] = []
+    dpo(
+        small_learner(), preferences(12), epochs=1, batch_pairs=12, beta=0.5, lr=1e-2, seed=0,
+        length_normalised=length_normalised, on_step=lambda progress: seen.append(progress.figures["margin"]),
+    )  # fmt: skip
+    assert seen == [pytest.approx(0.0, abs=1e-6)]
+
+
+def test_weights_of_rows_and_experts_come_with_their_rows() -> None:
+    rows = [replace(row, sample=str(number)) for number, row in enumerate(batch(1).rows)]
+    microbatches = pack(
+        rows, microbatch_tokens=64, max_tokens=64, weights=[float(number) for number in range(6)],
+        experts=lambda row: torch.full((3, 1, 1), int(row.sample)) if row.sample != "2" else None,
+    )  # fmt: skip
+    for micro in microbatches:
+        assert micro.weights_B.tolist() == micro.numbers_B.tolist()
+        for number, tokens_T in zip(micro.numbers_B.tolist(), micro.tokens_BT, strict=True):
+            assert tokens_T[: len(rows[number].tokens)].tolist() == list(rows[number].tokens)
+        if micro.experts_BTLk is None:
+            assert micro.numbers_B.tolist() == [2]
+            continue
+        assert micro.experts_BTLk.shape[:2] == micro.tokens_BT.shape
+        for number, ids in zip(micro.numbers_B.tolist(), micro.experts_BTLk, strict=True):
+            assert ids.flatten().tolist() == [-1 if number == 2 else number] * 3 + [-1] * (len(ids) - 3)
+    assert {float(w) for micro in pack(rows, microbatch_tokens=0, max_tokens=64) for w in micro.weights_B} == {1.0}
+
+
+def test_a_preference_balances_too() -> None:
+    tokens_BT = test_routers.TEXT_BT[:2]
+    starts_BT = torch.where(torch.arange(33) < 16, 0, 16).expand(2, 33)
+    pairs = Pairs(
+        tokens_BT=tokens_BT, mask_BT=torch.ones_like(tokens_BT) > 0, starts_BT=starts_BT, reference_B2=torch.zeros(2, 2)
+    )
+    loss = preference(beta=0.1, length_normalised=True)
+    plain, balanced = (
+        Learner(fresh(test_routers.SPARSE, 0)).fit([pairs], lr=1e-3, loss=loss, balance=balance).loss
+        for balance in (False, True)
+    )
+    assert 0.19 < balanced - plain < 0.3, "the coefficient times the experts of a token, or a little more"
+
+
+def test_a_state_of_one_is_read_by_one() -> None:
+    first, second = learner(), learner(seed=9)
+    first.step(batch(1), lr=1e-3)
+    second.load_shards(1, lambda rank: through_bytes(first.state()))
+    assert equal(second.state(), first.state()) and equal(second.weights(), first.weights())
