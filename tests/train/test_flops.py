@@ -26,9 +26,12 @@ MOE = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "m
 MOE |= {"mlp_only_layers": [0]}
 MLA = {"model_type": "deepseek_v3", "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
 MLA |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1}
+MLA |= {"first_k_dense_replace": 0, "n_group": 1, "topk_group": 1}
 
 
-@pytest.mark.parametrize("shape", [{}, MOE, MLA, MLA | {"q_lora_rank": 12}], ids=["dense", "moe", "mla", "mla-q"])
+@pytest.mark.parametrize(
+    "shape", [{}, MOE, MLA | {"q_lora_rank": None}, MLA | {"q_lora_rank": 12}], ids=["dense", "moe", "mla", "mla-q"]
+)
 def test_a_forward_pass_is_what_torch_counts(shape: dict[str, object]) -> None:
     config = ModelConfig.from_json(json.dumps(json.loads(DENSE.to_json()) | shape))
     model, length = fresh(config, 0), 33
