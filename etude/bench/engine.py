@@ -10,8 +10,8 @@ if `make model` was run, else random weights), prompts of 40 tokens, 64 new ones
                                            as a share of the time when nobody had them
     smollm2.fp32.bN...                     the same in fp32
 
-A side that has not answered after a minute is stopped, and its figure is what it reaches at most: without units for bf16,
-operators need a quarter of an hour for what takes seconds here.
+A side that has not answered after a minute is stopped, and its figure is what it reaches at most: where a processor has
+no instructions for bf16, `transformers` needs a quarter of an hour for what takes seconds here.
 
 With a CUDA device: what `engine_cuda` measures.
 """
@@ -79,19 +79,27 @@ def model_directory(model: str | None) -> Iterator[Path]:
 
 
 def on_cpu(directory: Path) -> dict[str, float]:
+    formats = {"smollm2": torch.bfloat16, "smollm2.fp32": torch.float32}
+    return {
+        f"{name}.{figure}": value
+        for name, dtype in formats.items()
+        for figure, value in in_format(directory, dtype).items()
+    }
+
+
+def in_format(directory: Path, dtype: torch.dtype) -> dict[str, float]:
+    ours = build(*read_directory(directory)).to(dtype).requires_grad_(False)
+    theirs = peer(directory, dtype)
     figures: dict[str, float] = {}
-    for name, dtype in (("smollm2", torch.bfloat16), ("smollm2.fp32", torch.float32)):
-        ours = build(*read_directory(directory)).to(dtype).requires_grad_(False)
-        theirs = peer(directory, dtype)
-        for batch in BATCHES:
-            rates = {n: rate(n, batch, lambda prompts: answer(ours, prompts)) for n in thread_counts()}
-            figures[f"{name}.b{batch}.tokens_per_s"] = max(rates.values())
-            figures[f"{name}.b{batch}.threads"] = max(rates, key=rates.__getitem__)
-            figures[f"{name}.b{batch}.transformers_tokens_per_s"] = max(
-                rate(n, batch, lambda prompts: generate(theirs, prompts)) for n in thread_counts()
-            )
-        torch.set_num_threads(int(figures[f"{name}.b1.threads"]))
-        figures[f"{name}.ttft_cached_share"] = ttft_cached_share(ours)
+    for batch in BATCHES:
+        rates = {n: rate(n, batch, lambda prompts: answer(ours, prompts)) for n in thread_counts()}
+        figures[f"b{batch}.tokens_per_s"] = max(rates.values())
+        figures[f"b{batch}.threads"] = max(rates, key=rates.__getitem__)
+        figures[f"b{batch}.transformers_tokens_per_s"] = max(
+            rate(n, batch, lambda prompts: generate(theirs, prompts)) for n in thread_counts()
+        )
+    torch.set_num_threads(int(figures["b1.threads"]))
+    figures["ttft_cached_share"] = ttft_cached_share(ours)
     return figures
 
 
