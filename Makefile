@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 
 # A stamp is named after the content it stands for, so a checkout that only moves file times installs nothing.
 digest = $(shell cat $(1) | sha256sum | cut -c1-16)
-COMPILED := setup.py etude/weights/delta.c etude/engine/native.c
+COMPILED := setup.py etude/weights/delta.c $(sort $(wildcard etude/engine/*.c etude/engine/*.h))
 RUNTIME := .venv/.runtime-$(call digest,pyproject.toml requirements.txt $(COMPILED))
 DEV := .venv/.dev-$(call digest,pyproject.toml requirements.txt requirements-dev.txt $(COMPILED))
 

@@ -1,13 +1,17 @@
 """How fast the engine answers, beside `transformers` on the same weights, machine and threads, in one run.
 
-On a CPU: a model of the shape of SmolLM2-135M in bf16 (`--model DIR`: that one; otherwise models/smollm2-135m if
-`make model` was run, else random weights), prompts of 40 tokens, 64 new ones, for 1 and 16 requests at a time:
+On a CPU: a model of the shape of SmolLM2-135M in bf16 and fp32 (`--model DIR`: that one; otherwise models/smollm2-135m
+if `make model` was run, else random weights), prompts of 40 tokens, 64 new ones, for 1 and 16 requests at a time:
 
     smollm2.bN.tokens_per_s                new tokens a second, all requests together, the time for prompts included
     smollm2.bN.transformers_tokens_per_s   the same of `generate`
     smollm2.bN.threads                     that gave the first figure; each side has the number of threads it likes best
     smollm2.ttft_cached_share              time to the first token behind 1,000 tokens that an earlier request had too,
                                            as a share of the time when nobody had them
+    smollm2.fp32.bN...                     the same in fp32
+
+A side that has not answered after a minute is stopped, and its figure is what it reaches at most: where a processor has
+no instructions for bf16, `transformers` needs a quarter of an hour for what takes seconds here.
 
 With a CUDA device: what `engine_cuda` measures.
 """
@@ -15,12 +19,14 @@ With a CUDA device: what `engine_cuda` measures.
 from __future__ import annotations
 
 import os
+import signal
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -35,6 +41,7 @@ BATCHES = (1, 16)
 PROMPT, NEW = 40, 64
 SHARED, OWN = 1000, 8
 REPEATS = 2
+PATIENCE_S = 60.0
 MADE = Path("models/smollm2-135m")
 SHAPE = ModelConfig(
     vocab_size=49152,
@@ -72,18 +79,27 @@ def model_directory(model: str | None) -> Iterator[Path]:
 
 
 def on_cpu(directory: Path) -> dict[str, float]:
-    ours = build(*read_directory(directory)).to(torch.bfloat16).requires_grad_(False)
-    theirs = peer(directory)
+    formats = {"smollm2": torch.bfloat16, "smollm2.fp32": torch.float32}
+    return {
+        f"{name}.{figure}": value
+        for name, dtype in formats.items()
+        for figure, value in in_format(directory, dtype).items()
+    }
+
+
+def in_format(directory: Path, dtype: torch.dtype) -> dict[str, float]:
+    ours = build(*read_directory(directory)).to(dtype).requires_grad_(False)
+    theirs = peer(directory, dtype)
     figures: dict[str, float] = {}
     for batch in BATCHES:
         rates = {n: rate(n, batch, lambda prompts: answer(ours, prompts)) for n in thread_counts()}
-        figures[f"smollm2.b{batch}.tokens_per_s"] = max(rates.values())
-        figures[f"smollm2.b{batch}.threads"] = max(rates, key=rates.__getitem__)
-        figures[f"smollm2.b{batch}.transformers_tokens_per_s"] = max(
+        figures[f"b{batch}.tokens_per_s"] = max(rates.values())
+        figures[f"b{batch}.threads"] = max(rates, key=rates.__getitem__)
+        figures[f"b{batch}.transformers_tokens_per_s"] = max(
             rate(n, batch, lambda prompts: generate(theirs, prompts)) for n in thread_counts()
         )
-    torch.set_num_threads(int(figures["smollm2.b1.threads"]))
-    figures["smollm2.ttft_cached_share"] = ttft_cached_share(ours)
+    torch.set_num_threads(int(figures["b1.threads"]))
+    figures["ttft_cached_share"] = ttft_cached_share(ours)
     return figures
 
 
@@ -98,9 +114,29 @@ def rate(threads: int, batch: int, answer: Callable[[list[list[int]]], None]) ->
     for repeat in range(1 + REPEATS):
         prompts = random_tokens(repeat, batch, PROMPT)
         began = time.perf_counter()
-        answer(prompts)
+        try:
+            with time_limit(PATIENCE_S):
+                answer(prompts)
+        except TimeoutError:
+            return batch * NEW / min([*seconds[1:], PATIENCE_S])
         seconds.append(time.perf_counter() - began)
     return batch * NEW / min(seconds[1:])
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """TimeoutError after so long, as soon as the main thread is back in Python."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def random_tokens(seed: int, rows: int, length: int) -> list[list[int]]:
@@ -138,12 +174,12 @@ def time_to_one_token(engine: Engine, prompt: list[int]) -> float:
     return time.perf_counter() - began
 
 
-def peer(directory: Path) -> Any:
+def peer(directory: Path, dtype: torch.dtype) -> Any:
     try:
         import transformers
     except ImportError as e:
         raise EtudeError("the benchmark compares with transformers: pip install -r requirements-dev.txt") from e
-    return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
+    return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
 
 
 def generate(model: Any, prompts: list[list[int]]) -> None:

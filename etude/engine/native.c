@@ -16,16 +16,15 @@
 #include "pass.h"
 
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 static int has_tiles(void) {
-#if KNOWS_AMX
-    enum { ASK_FOR_STATE = 0x1023, TILE_DATA = 18 }; /* Linux wants to be asked before it saves tiles */
-    return __builtin_cpu_supports("amx-bf16") && !syscall(SYS_arch_prctl, ASK_FOR_STATE, TILE_DATA);
-#else
-    return 0;
-#endif
+    enum { AMX_BF16 = 1 << 22, ASK_FOR_STATE = 0x1023, TILE_DATA = 18 }; /* Linux wants to be asked before it saves tiles */
+    unsigned a, b, c, d;
+    if (!KNOWS_AMX || !__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & AMX_BF16)) return 0;
+    return !syscall(SYS_arch_prctl, ASK_FOR_STATE, TILE_DATA);
 }
 
 int best_isa(void) {
