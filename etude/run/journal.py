@@ -7,6 +7,7 @@ written before it: a group before the entries that settle its samples, a batch b
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from etude.core.credit import Credit, Verdict
 from etude.core.ledger import Batched, Dropped, Entry, Issued, Ledger
 from etude.core.types import Batch, Group, Task
+from etude.store.objects import Missing
 from etude.store.runs import Run
 
 
@@ -124,9 +126,11 @@ def load(run: Run, credit: Credit) -> tuple[list[Entry], Recovered]:
     """The entries on disk, and what follows from them and from the rest of the store."""
     entries = run.ledger.records()
     batches = {step: run.batch(step) for step in unrecorded(entries, run.batches())}
-    stored = set(run.groups())
-    touched = {group_of(sample) for sample in Ledger(entries).open_samples()} & stored
-    return entries, recover(entries, batches, {name: run.group(name) for name in touched}, credit)
+    finished: dict[str, Group] = {}
+    for name in {group_of(sample) for sample in Ledger(entries).open_samples()}:
+        with contextlib.suppress(Missing):  # asked by its name: a listing may be late, and its sessions would be lost
+            finished[name] = run.group(name)
+    return entries, recover(entries, batches, finished, credit)
 
 
 def still_to_do(stream: Iterable[tuple[Task, int]], done: Container[tuple[str, int]]) -> Iterator[tuple[Task, int]]:

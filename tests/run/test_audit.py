@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import Callable
 
 import pytest
 import torch
+from rich.console import Console
 
 from etude.core.config import parse
-from etude.core.events import EVENTS, StepDone
+from etude.core.events import EVENTS, StageStarted, StepDone
 from etude.core.ledger import Dropped, Issued
 from etude.core.types import Span
 from etude.run.audit import audit, lag_bounds
 from etude.run.evaluate import report_name
+from etude.run.screen import watch
 from etude.store.objects import Objects
 from etude.store.runs import Run
 from etude.weights.publish import publish
@@ -79,6 +82,23 @@ async def test_what_was_alarming_is_told_and_breaks_nothing(run: Run) -> None:
     log.flush()
     (alarm,) = audit(run).alarms
     assert alarm.name == "k3" and audit(run).violations == []
+
+
+async def test_damaged_events_are_told_and_the_others_count(run: Run) -> None:
+    log = run.events("trainer", EVENTS)
+    for n in range(3):
+        log.append(StageStarted(stage="rl", steps=4, done=n))
+        log.flush()
+    key = "events/trainer/0000000001.jsonl"
+    run.objects.put(key, run.objects.get(key).replace(b'"done": 1', b'"done": 3'))
+    (alarm,) = audit(run).alarms
+    assert key in str(alarm) and str(alarm).endswith("what it told is left out") and audit(run).violations == []
+    console = Console(record=True, width=400)
+    watching = asyncio.create_task(watch(run, console, title="", lag_bound=0))
+    while "left out" not in (told := console.export_text(clear=False)):
+        await asyncio.sleep(0)
+    watching.cancel()
+    assert key in told
 
 
 def lose_a_batch(run: Run) -> None:

@@ -134,6 +134,7 @@ class Looks:
         self.place = Place(directory)
         self.objects = Objects.open(self.place.store, create=False)
         self.run = Run(self.objects)
+        self.versions = list(Chain(self.objects).lineage())
 
     def all(self) -> dict[str, object]:
         """By the name of the look: what is there, or the error."""
@@ -169,7 +170,7 @@ class Looks:
             "tombstones",
             lambda: [Chain(self.objects).read(key, Tombstone) for key in self.objects.list("weights/gc")],
         )
-        for version in range(1, LAST):
+        for version in self.versions:
             yield f"version {version}", lambda version=version: self.version(version)
 
     def resume(self) -> tuple[list[Entry], journal.Recovered]:

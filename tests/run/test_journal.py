@@ -4,8 +4,12 @@ import asyncio
 import contextlib
 import threading
 
+import pytest
+
+from etude.core.credit import Credit
 from etude.core.ledger import Entry, Issued
-from etude.run.journal import Journal
+from etude.core.types import Group, Segment, Span, Trajectory
+from etude.run.journal import Journal, load
 from etude.store.runs import Run
 
 
@@ -33,3 +37,22 @@ async def test_what_the_ledger_in_memory_says_is_stored_though_its_writer_is_can
     gate.set()
     await writing[2]
     assert run.ledger.records() == [issued("a"), issued("b"), issued("c")]
+
+
+def attempt(id: str, reward: float) -> Trajectory:
+    segment = Segment(prompt=(1,), tokens=(2,), mask=(True,), logprobs=(-1.0,), versions=(Span(0, 1),))
+    group = id.partition(".")[0]
+    return Trajectory(id=id, task="t", group=group, segments=(segment,), scores={"reward": reward}, status="done")
+
+
+def test_a_finished_group_is_found_though_no_listing_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run.open("memory:")
+    for name, samples in (("g000001", ("g000001.0", "g000001.1")), ("g000002", ("g000002.0",))):
+        run.ledger.append(Issued(group=name, task="t", samples=samples, version=0))
+    attempts = (attempt("g000001.0", 0.0), attempt("g000001.1", 1.0))
+    done = Group(id="g000001", task="t", slot=1, admitted=0, trajectories=attempts)
+    run.put_group(done)
+    monkeypatch.setattr(run.objects, "list", lambda prefix, after=None: [])
+    _, recovered = load(run, Credit(max_tokens=9, max_lag=1))
+    assert recovered.waiting == [done]
+    assert [(drop.samples, drop.reason) for drop in recovered.entries] == [(("g000002.0",), "interrupted")]  # type: ignore[union-attr]

@@ -165,3 +165,9 @@ def test_a_file_is_no_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     (tmp_path / "file").touch()
     assert main(["weights", "log", str(tmp_path / "file")]) == 2
     assert "is not a directory" in capsys.readouterr().err
+
+
+def test_weights_of_an_older_format_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Objects.open(str(tmp_path)).put("weights/epochs/000001.json", b"{}")
+    assert main(["weights", "log", str(tmp_path)]) == 2
+    assert "holds weights in an older format, which this version of etude does not read" in capsys.readouterr().err
