@@ -82,6 +82,7 @@ class Rollouts:
             async with boundary("agent"), _at_most(self._agent_s, "harness.timeout_s"):
                 transcript = await self.agent.run(task, sandbox, base_url=self.sessions.base_url(sample), seed=seed)
                 messages = _messages(transcript)
+            async with boundary("agent"):
                 if not transcript.finished:
                     await self._check_time(sample, began)
             async with boundary("score"), _at_most(self._world_s, "tasks.timeout_s"):

@@ -209,6 +209,24 @@ async def test_a_session_that_ran_out_of_time_while_it_waited_for_the_model_is_n
     assert (done.status, done.reward) == ("done", 1.0), "it came to an end of its own all the same"
 
 
+def test_the_gateway_has_its_time_to_say_so() -> None:
+    loop, clock = AwakeLoop(), ManualClock()
+    loop.clock = AwakeClock(clock)
+
+    class Slow(Parts):
+        async def disturbed(self, session: str, age_s: float) -> bool:
+            for _ in range(100):
+                clock.move(1.0)
+                await asyncio.sleep(0)
+            return True
+
+    parts = Slow(finished=False)
+    with contextlib.closing(loop):
+        attempt = Rollouts(parts, parts, parts, concurrency=1, agent_s=60.0).attempt(TASK, "g.0", 7)
+        got = loop.run_until_complete(attempt)
+    assert got.error == "agent: its time ran out while it waited for the model"
+
+
 def test_a_session_that_ran_out_of_time_while_we_were_stopped_is_not_graded() -> None:
     """Its agent may keep time by a clock that went on."""
     loop, clock = AwakeLoop(), ManualClock()
