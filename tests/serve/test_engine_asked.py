@@ -36,7 +36,8 @@ async def test_the_engine_is_asked_what_was_asked(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(one.engine, "add", lambda request: (asked.append(request), add(request))[1])
         ask = Ask(
             prompt=(5, 6, 7), max_tokens=3, seed=11, temperature=0.5, top_p=0.9, top_k=7, stop=(1, 2),
-            stop_texts=("zz",), grammar='start: "a" | "b"', top_logprobs=2, experts_from=1, prediction=(8, 9), drafts=((3, 4), (5,)),
+            stop_texts=("zz",), grammar='start: "a" | "b"', top_logprobs=2, experts_from=1, prediction=(8, 9),
+            drafts=((3, 4), (5,)),
         )  # fmt: skip
         await one.sample(ask)
         same = {field.name for field in fields(Ask)} - {"stop", "stop_texts", "grammar"}
