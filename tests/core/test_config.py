@@ -315,3 +315,8 @@ def test_only_the_first_stage_stretches_a_model() -> None:
     later = '[[stage]]\nname = "long"\nkind = "midtrain"\nsteps = 1\nrope_scaling = {type = "yarn", factor = 2.0}\n'
     with pytest.raises(EtudeError, match="stage.long.rope_scaling stretches the model of model.path, from the first"):
         parse(EVERY_KIND + later, ["model.path=base"])
+
+
+def test_a_text_needs_no_quotation_marks_and_may_stand_apart() -> None:
+    config = parse(EVERY_KIND, ["stage.dpo.path = a file.jsonl ", "model.path=a=b", 'name = "quoted" '])
+    assert (config.stage[2].path, config.model.path, config.name) == ("a file.jsonl", "a=b", "quoted")  # type: ignore[union-attr]

@@ -96,6 +96,8 @@ def test_the_worst_tokens_have_their_text() -> None:
     first, second = found.worst
     assert (first.sample, first.place, first.token, first.text, first.new) == ("b", 3, 13, "<13>", -3.0)
     assert (second.sample, second.place) == ("a", 3)
+    nine = [row("a", [-1.0] * 9, version=0)], [again([-1.0 - n / 10 for n in range(9)])]
+    assert [worst.place for worst in meter(*nine, step=1).worst] == [10, 9, 8, 7, 6], "five, if nobody says how many"
 
 
 def test_flips_are_counted_where_they_are_certain() -> None:
