@@ -133,8 +133,9 @@ class Diagnosis:
 
     def _stands_out(self, name: str) -> bool:
         simpler = SIMPLER[name]
-        wider = not self.beyond(simpler) or self.gaps[name].k3 > STANDS_OUT * self.gaps[simpler].k3
-        return self.beyond(name) and wider
+        if not self.beyond(name):
+            return False
+        return not self.beyond(simpler) or self.gaps[name].k3 > STANDS_OUT * self.gaps[simpler].k3
 
     def _settings(self) -> Iterable[str]:
         return (text for name, text in SETTINGS.items() if self._stands_out(name))
@@ -149,7 +150,11 @@ class Diagnosis:
         """Whether another temperature explains a gap, or nearly all of it."""
         if name not in self.fits or not self.beyond(name):
             return False
-        return self.fits[name].k3 * STANDS_OUT < self.gaps[name].k3 or self._is_all(name)
+        fit = self.fits[name]
+        if fit.k3 * STANDS_OUT < self.gaps[name].k3:
+            return True
+        # A gap that is little more than rounding is met by chance too, with a temperature that is hardly another.
+        return self._is_all(name) and not self.operators and not same(fit.asked, fit.fitted)
 
     def _is_all(self, name: str) -> bool:
         fit, bound = self.fits[name], self.rounding[name]

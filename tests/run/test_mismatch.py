@@ -7,21 +7,24 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from etude.cli import main
 from etude.core.config import parse
-from etude.core.types import Batch
+from etude.core.types import Batch, Sample, Span
 from etude.engine.engine import Engine, Request
+from etude.model.config import ModelConfig
 from etude.model.files import weights, write_directory
 from etude.model.numerics import INVARIANT
 from etude.model.transformer import Transformer, fresh
 from etude.run.diagnose import Diagnosis
-from etude.run.trials import diagnose, row_of
 from etude.run.mismatch import as_trained
 from etude.run.prepare import store_files
+from etude.run.trials import diagnose, row_of
+from etude.store.experts import put_experts
 from etude.store.runs import Run
 from etude.weights.publish import publish
 from tests.engine.reference import FAMILIES
@@ -115,6 +118,104 @@ def test_the_command_on_a_model_directory(tmp_path: Path, capsys: pytest.Capture
     assert "nowhere" in capsys.readouterr().err
 
 
+RL = """
+name = "a"
+[[stage]]
+kind = "rl"
+name = "warm"
+steps = 1
+temperature = 1.0
+[[stage]]
+kind = "rl"
+name = "cool"
+steps = 1
+temperature = 0.5
+"""
+DISTILL = """
+name = "a"
+[[stage]]
+kind = "distill"
+teacher = "some/where"
+steps = 2
+temperature = 0.5
+"""
+
+
+def record(
+    path: Path,
+    text: str,
+    *,
+    step: int = 2,
+    shape: ModelConfig | None = None,
+    change: Callable[[Sample], Sample] = lambda sample: sample,
+    **asked: Any,
+) -> None:
+    """A run whose last batch was sampled at temperature 0.5 by the weights that it trained."""
+    run, small = Run.open(f"file:{path}"), small_files()
+    run.put_config(parse(text))
+    shape = replace(shape or config(), vocab_size=300, max_position_embeddings=256)
+    store_files(run, small | {"config.json": shape.to_json().encode()})
+    policy = as_trained(sharp(shape, seed=0, factor=2.0))
+    for version in range(step):
+        publish(run.objects, version, weights(policy), stage="rl", step=version)
+    engine, rows = Engine(policy, max_batch=1), []
+    for number, prompt in enumerate(PROMPTS):
+        engine.add(request(str(number), list(prompt), stop=frozenset(), **({"temperature": 0.5} | asked)))
+        sample = change(replace(drain(engine)[str(number)], versions=(Span(step - 1, 20),)))
+        experts = None if sample.experts is None else put_experts(run.objects, sample.experts)
+        rows.append(replace(row_of(str(number), prompt, sample), experts=experts))
+    run.put_batch(Batch(step=step, rows=tuple(rows), oldest=step - 1))
+
+
+def judged(path: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    assert main(["mismatch", str(path), "--tokens", "2", "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+@pytest.mark.parametrize("text", [RL, DISTILL], ids=["rl", "distill"])
+def test_each_stage_has_its_own_temperature(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record(tmp_path, text)
+    found = judged(tmp_path, capsys)
+    recorded = found["recorded"]
+    assert recorded["all"]["k3"] <= recorded["rounding"]["recorded"]["k3"] < 1e-9
+    assert recorded["causes"] == recorded["unexplained"] == found["causes"] == []
+    assert found["fits"]["alone"]["asked"] == 0.5
+
+
+def test_a_batch_that_no_stage_explains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record(tmp_path, RL, step=4)
+    assert main(["mismatch", str(tmp_path)]) == 2
+    assert "no rl or distill stage with that step" in capsys.readouterr().err
+
+
+def test_a_batch_that_was_sampled_at_another_temperature(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record(tmp_path, RL, temperature=0.8)
+    recorded = judged(tmp_path, capsys)["recorded"]
+    (cause,) = recorded["causes"]
+    assert "are those of temperature 0.800, the trainer computes at 0.5" in cause and recorded["unexplained"] == []
+
+
+def test_a_batch_with_experts_that_were_not_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def change(sample: Sample) -> Sample:
+        return replace(sample, experts=bytes([3, 1, 2, 0, 4, 5][expert] for expert in sample.experts or b""))
+
+    record(tmp_path, RL, shape=FAMILIES["qwen3_moe"], change=change)
+    recorded = judged(tmp_path, capsys)["recorded"]
+    (cause,) = recorded["causes"]
+    assert cause.startswith("recorded experts") and "experts 0 and 3 are exchanged" in cause
+
+
+def test_a_batch_that_cannot_be_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def change(sample: Sample) -> Sample:
+        return replace(sample, logprobs=tuple(p - place % 2 for place, p in enumerate(sample.logprobs)))
+
+    record(tmp_path, RL, change=change)
+    assert main(["mismatch", str(tmp_path), "--tokens", "2"]) == 0
+    said = capsys.readouterr()
+    assert "unexplained: recorded: k3 " in said.out + said.err
+
+
 def test_the_command_on_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its last batch was recorded with top-p, of which the config says nothing."""
     run, small = Run.open(f"file:{tmp_path}"), small_files()
@@ -131,4 +232,5 @@ def test_the_command_on_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     said = capsys.readouterr()
     found = json.loads(said.out)
     assert "drawn with top-p 0.7" in said.err and found["causes"] == []
+    assert [cause.partition(":")[0] for cause in found["recorded"]["causes"]] == ["top-p"]
     assert found["recorded"]["by_lag"]["0"]["k3"] > 1e-3 > 1e-9 > found["gaps"]["alone"]["k3"]

@@ -1,0 +1,134 @@
+"""From figures to causes, without a model."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from etude.core.events import Gap
+from etude.run.diagnose import (
+    Bound,
+    Diagnosis,
+    TemperatureFit,
+    compare_experts,
+    find_cut,
+    fit_temperature,
+    grouped,
+    of_temperature,
+)
+from etude.run.operators import Operator
+from etude.train.meter import gap
+
+LEAST = Bound(1e-6, 1e-5)
+
+
+def of(k3: float, k3_max: float | None = None) -> Gap:
+    worst = 5 * k3 if k3_max is None else k3_max
+    return Gap(
+        num_tokens=9, k1=0.0, k3=k3, k3_p99=worst, k3_max=worst, ratio_p1=1.0, ratio_p99=1.0, ratio_max=1.0,
+        effective=1.0, flips=None, routed_otherwise=None,
+    )  # fmt: skip
+
+
+def of_gaps(*, worst: float | None = None, known: dict[str, Any] | None = None, **gaps: float) -> Diagnosis:
+    found = {name: of(k3, worst) for name, k3 in gaps.items()}
+    return Diagnosis(gaps=found, rounding=dict.fromkeys(found, LEAST), **(known or {}))
+
+
+def test_rounding_is_said_below_the_bound_only() -> None:
+    below = of_gaps(alone=9e-7)
+    assert below.causes == below.unexplained == []
+    (told,) = of_gaps(alone=0.3).unexplained
+    assert "k3 3.0e-01" in told and "rounding makes up to 1.0e-06" in told
+    assert of_gaps(alone=1e-7, worst=1e-4).unexplained  # one token alone
+
+
+def test_a_setting_is_compared_with_the_one_that_it_changes() -> None:
+    settings = {"batch": 1e-7, "kernels": 0.1, "chunking": 0.1, "cache": 0.1, "swap": 0.1}
+    (cause,) = of_gaps(alone=1e-7, **settings).causes
+    assert cause.startswith("engine kernels")
+    (cause,) = of_gaps(alone=1e-7, **{**settings, "batch": 0.1}).causes
+    assert cause.startswith("batch")
+    assert [each.partition(":")[0] for each in of_gaps(alone=1e-7, **{**settings, "cache": 3.0}).causes] == [
+        "engine kernels",
+        "cache",
+    ]
+
+
+def test_precision_explains_no_more_than_rounding_does() -> None:
+    kinds = ("bfloat16", "float32")
+    within = Diagnosis(
+        gaps={"alone": of(1e-3), "precision": of(1e-9)},
+        rounding={"alone": Bound(2e-3, 1e-1), "precision": LEAST},
+        kinds=kinds,
+    )
+    assert "rounding to bfloat16 makes a k3 of up to 2.0e-03" in within.causes[0] and not within.unexplained
+    above = of_gaps(alone=1e-3, precision=1e-9, known={"kinds": kinds})
+    assert "what the engine runs in bfloat16 is at fault" in above.causes[0]
+    assert of_gaps(alone=1e-3, precision=1e-3).unexplained
+
+
+def fit(asked: float, fitted: float, preference: float = 0.0) -> TemperatureFit:
+    return TemperatureFit(asked=asked, fitted=fitted, k3=0.0, k3_max=0.0, preference=preference)
+
+
+@pytest.mark.parametrize(
+    ("fits", "agreeing", "expected"),
+    [
+        ([fit(1.0, 0.8), fit(0.5, 0.4)], [], "logits: the engine's are 1.250 times"),
+        ([fit(1.0, 0.7), fit(0.5, 0.7)], [], "the engine computes at 0.700 whatever"),
+        ([fit(1.0, 0.5)], [0.5], "the engine computes at 0.500 whatever"),
+        ([fit(0.5, 1.0, 9.0)], [1.0], "recorded before temperature; tokens are drawn after"),
+        ([fit(0.5, 1.0, -9.0)], [1.0], "does not apply it"),
+        ([fit(0.5, 1.0)], [], "the tokens do not tell"),
+        ([fit(0.5, 0.8)], [], "those of temperature 0.800, the trainer computes at 0.5"),
+        ([fit(1.0, 0.5), fit(0.5, 0.9)], [], "0.500 where 1 was asked for, 0.900 where 0.5"),
+    ],
+)
+def test_what_a_temperature_says(fits: list[TemperatureFit], agreeing: list[float], expected: str) -> None:
+    assert expected in of_temperature(fits, agreeing)
+
+
+@pytest.mark.parametrize("factor", [0.3, 0.97, 1.5, 4.0])
+def test_the_temperature_is_found(factor: float) -> None:
+    logits_NV = 2 * torch.randn(40, 30, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    tokens_N = torch.arange(40) % 30
+    logp_NV, old_NV = torch.log_softmax(logits_NV / 0.7, -1), torch.log_softmax(logits_NV / (0.7 * factor), -1)
+    found = fit_temperature(old_NV.gather(1, tokens_N[:, None])[:, 0], tokens_N, logp_NV, 0.7)
+    assert found.fitted == pytest.approx(0.7 * factor, rel=1e-6) and found.k3 < 1e-12
+
+
+def test_a_cut_within_rounding_is_none() -> None:
+    logp_NV = torch.log_softmax(torch.randn(50, 20, generator=torch.Generator().manual_seed(0)), -1)
+    new_N = logp_NV[:, 0]
+    old_N = new_N + 0.01
+    assert find_cut(old_N, new_N, logp_NV, Bound(1.0, 1.0)) is None
+
+
+def test_experts_within_rounding_and_beyond() -> None:
+    own_TLk = torch.tensor([[[0, 1], [2, 3]], [[4, 2], [0, 5]], [[3, 1], [1, 2]], [[0, 3], [4, 5]]])
+    swapped = torch.tensor([3, 1, 2, 0, 4, 5])
+    recorded_TLk = own_TLk.flip(-1).clone()  # their order does not count
+    recorded_TLk[:, 1] = swapped[recorded_TLk[:, 1]]
+    first, second = compare_experts(recorded_TLk, own_TLk, [own_TLk] * 8, layers=(1, 2))
+    assert (first.layer, first.otherwise, first.swapped) == (1, 0.0, None)
+    assert (second.layer, second.otherwise, second.bound, second.swapped) == (2, 0.5, 0.0, (0, 3))
+    assert [each.bound for each in compare_experts(own_TLk, own_TLk, [recorded_TLk] * 8, layers=(1, 2))] == [0.0, 0.5]
+
+
+def test_operators_of_many_layers_make_one_line() -> None:
+    many = [Operator(f"model.layers.{layer}.self_attn", 0.1, 0.01) for layer in (10, 2, 1)]
+    assert grouped([*many, Operator("rope", 0.1, 0.01, "why")]) == [
+        "operator: rope (why)",
+        "operator: model.layers.*.self_attn of 3 layers, first model.layers.1.self_attn",
+    ]
+
+
+def test_a_bound_is_above_its_draws() -> None:
+    draws = [gap(torch.zeros(3).numpy(), torch.full((3,), size).numpy()) for size in (1e-3, 1.1e-3) * 4]
+    bound = Bound.of(draws)
+    assert max(draw.k3 for draw in draws) < bound.k3 < 2 * max(draw.k3 for draw in draws)
+    assert not bound.holds(of(math.inf))
