@@ -284,8 +284,11 @@ def draw(model: Transformer, answers: Sequence[Answer], temperature: float, seed
         routing = Routing(torch.cat([_replay(answer) for answer in answers]) if replay else None)
     with RandomRounding(seed):
         hidden_TE = model(tokens_T, positions_T, StepwiseCausal(lengths), routing)
-        p_NV = torch.softmax(model.logits(hidden_TE[counts_T]) / torch.tensor(temperature), -1)
-        logp_NV = p_NV.log()
+        logits_NV = model.logits(hidden_TE[counts_T]) / torch.tensor(temperature)
+        p_NV = torch.softmax(logits_NV, -1)
+        # What is too unlikely for a probability in float32 no engine draws, but at another temperature it may have.
+        is_tiny_NV = p_NV < torch.finfo(torch.float32).tiny
+        logp_NV = torch.where(is_tiny_NV, torch.log_softmax(logits_NV, -1), p_NV.log())
     logp_N = logp_NV.gather(-1, recorded(rows)[1][:, None])[:, 0]
     return Recomputation(logp_N=logp_N, logp_NV=logp_NV[:0], used_TLk=routing.used() if routing else None)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import types
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,9 +24,9 @@ from etude.model.heads import Attend
 from etude.model.rope import table
 from etude.model.transformer import Transformer
 from etude.run.diagnose import Diagnosis
-from etude.run.trials import diagnose
+from etude.run.trials import Answer, diagnose, judge_recorded, row_of
 from tests.engine.reference import FAMILIES
-from tests.small_model import sharp
+from tests.small_model import drain, request, sharp
 
 PROMPTS = [tuple(1 + (i * n) % 59 for i in range(1, 20 + 9 * n)) for n in (1, 2)]
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -217,6 +218,15 @@ def test_what_cannot_be_explained_is_called_so(kind: torch.dtype) -> None:
     (told,) = found.unexplained
     assert told.startswith("alone: k3 ") and "rounding makes up to" in told and "every operator agrees" in told
     assert not [cause for cause in found.causes if not cause.startswith("precision")]
+
+
+def test_tokens_that_are_too_unlikely_for_a_probability_have_a_bound() -> None:
+    model, trainer = sides("llama", FP32)
+    engine = Engine(model, max_batch=1)
+    engine.add(request("0", list(PROMPTS[0]), stop=frozenset()))
+    row = row_of("0", PROMPTS[0], drain(engine)["0"])
+    found = judge_recorded(trainer, [Answer(row)], 1e-3, FP32)  # below float32 for all but the likeliest
+    assert math.isfinite(found.rounding["recorded"].k3) and found.beyond("recorded")
 
 
 def test_a_fault_in_the_kernels_is_not_called_batch() -> None:
