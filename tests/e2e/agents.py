@@ -10,7 +10,7 @@ import aiohttp
 from etude.core.seams import Sandbox, Transcript
 from etude.core.types import Task
 
-WAIT_S = 2.0
+WAIT_S = 8.0
 
 
 class Impatient:

@@ -15,6 +15,7 @@ import pytest
 
 from etude.core.types import Trajectory
 from etude.store.runs import Run
+from tests.e2e.agents import WAIT_S
 from tests.e2e.runs import MODULES, ONE_REGION, TINY, Etude, check_books
 
 pytestmark = pytest.mark.e2e
@@ -128,7 +129,7 @@ def test_no_session_is_graded_for_it(etude: Etude, stopped: list[int], name: str
         stopped.append(screen.pid(name))
         os.kill(stopped[-1], signal.SIGSTOP)
         screen.until(f"alarm: the {name} has been silent")
-        time.sleep(2 * SILENCE_S)
+        time.sleep(WAIT_S + SILENCE_S)
         os.kill(stopped[-1], signal.SIGCONT)
         screen.until(f"the {name} is heard again")
         screen.go_on()
