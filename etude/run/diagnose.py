@@ -49,7 +49,7 @@ class Bound:
         k3, k3_max = ([math.sqrt(getattr(gap, name)) for gap in draws] for name in ("k3", "k3_max"))
         return cls(upper_bound(k3) ** 2, upper_bound(k3_max) ** 2)
 
-    def holds(self, gap: Gap, factor: float = 1.0) -> bool:
+    def holds(self, gap: Gap | TemperatureFit, factor: float = 1.0) -> bool:
         return gap.k3 <= factor * self.k3 and gap.k3_max <= factor * self.k3_max
 
 
@@ -157,10 +157,9 @@ class Diagnosis:
         return self._is_all(name) and not self.operators and not same(fit.asked, fit.fitted)
 
     def _is_all(self, name: str) -> bool:
-        fit, bound = self.fits[name], self.rounding[name]
+        fit = self.fits[name]
         # Logits that are larger by a factor have errors that are larger by it.
-        factor = max(1.0, (fit.asked / fit.fitted) ** 2)
-        return fit.k3 <= factor * bound.k3 and fit.k3_max <= factor * bound.k3_max
+        return self.rounding[name].holds(fit, max(1.0, (fit.asked / fit.fitted) ** 2))
 
     def _of_cut(self) -> Iterable[str]:
         if self.cut is not None:

@@ -44,7 +44,8 @@ TEXTS = (
 )
 NUM_PROMPTS = 8
 JUDGED_TOKENS = 4096
-"""Of the rows of a batch, that are also recomputed with random rounding."""
+JUDGED_LOGITS = 2**26
+"""At most so many of a batch are also recomputed with random rounding, and their distributions kept."""
 LEGEND = (
     "k1: mean of the engine's log-prob minus the trainer's; k3: the same without sign, 0 if all are equal; rounding: "
     "the k3 that rounding alone makes on these tokens, at most; ratio: the trainer's probability over the engine's, "
@@ -172,7 +173,7 @@ def of_batch(
     tell({f"lag {lag}": gap for lag, gap in measured.by_lag.items()} | measured.by_region, console)
     for worst in measured.worst:
         console.print(f"  {worst.old:8.4f} -> {worst.new:8.4f}  {worst.text[-40:]!r}", highlight=False, markup=False)
-    judged = to_judge(rows, version)
+    judged = to_judge(rows, version, trainer.config.vocab_size)
     if not judged:
         console.print(
             "no row was sampled by these weights alone: what was learnt since is in all of it", highlight=False
@@ -185,14 +186,19 @@ def of_batch(
     return Recorded(measured, diagnosis)
 
 
-def to_judge(rows: Sequence[Row], version: int) -> list[Row]:
-    """The first rows that one version sampled from the first token to the last, as many as there is time for: what
-    other weights have sampled, or left in the cache, differs by what was learnt."""
+def to_judge(rows: Sequence[Row], version: int, vocab_size: int) -> list[Row]:
+    """The first rows that one version sampled from the first token to the last, as many as there is time and room for:
+    what other weights have sampled, or left in the cache, differs by what was learnt."""
     found: list[Row] = []
+    num_tokens = num_logits = 0
     for row in rows:
-        is_all = set(unspan(row.versions)) == {version}
-        if is_all and (not found or sum(len(each.tokens) for each in (*found, row)) <= JUDGED_TOKENS):
-            found.append(row)
+        if set(unspan(row.versions)) != {version}:
+            continue
+        num_tokens += len(row.tokens)
+        num_logits += sum(row.mask) * vocab_size
+        if found and (num_tokens > JUDGED_TOKENS or num_logits > JUDGED_LOGITS):
+            break
+        found.append(row)
     return found
 
 

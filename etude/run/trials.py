@@ -32,7 +32,16 @@ from etude.model.experts import Routing, read_ids
 from etude.model.files import weights
 from etude.model.rounding import NUM_DRAWS, RandomRounding, StepwiseCausal
 from etude.model.transformer import Transformer
-from etude.run.diagnose import Bound, Diagnosis, compare_experts, find_cut, fit_temperature
+from etude.run.diagnose import (
+    Bound,
+    Cut,
+    Diagnosis,
+    LayerRouting,
+    TemperatureFit,
+    compare_experts,
+    find_cut,
+    fit_temperature,
+)
 from etude.run.operators import different_operators
 from etude.train.loss import predicted
 from etude.train.meter import gap, meter, routed_otherwise
@@ -109,7 +118,11 @@ class Judge:
         self._progress = progress
         self._rounded: dict[torch.dtype, Transformer] = {}
         self._draws: dict[Any, list[Recomputation]] = {}
-        self._found: dict[str, Any] = {"gaps": {}, "rounding": {}, "fits": {}}
+        self._gaps: dict[str, Gap] = {}
+        self._bounds: dict[str, Bound] = {}
+        self._fits: dict[str, TemperatureFit] = {}
+        self._cut: Cut | None = None
+        self._experts: tuple[LayerRouting, ...] = ()
         self._likeliest: list[int] = []
 
     def rounded(self, kind: torch.dtype) -> Transformer:
@@ -120,24 +133,22 @@ class Judge:
 
     @torch.no_grad()
     def judge(self, name: str, answers: Sequence[Answer], temperature: float, kind: torch.dtype) -> None:
-        is_first = not self._found["gaps"]
+        is_first = not self._gaps
         self._progress(f"the trainer recomputes the answers: {name}")
         found = [recompute(self._trainer, answer, temperature) for answer in answers]
         rows = [answer.row for answer in answers]
-        self._found["gaps"][name] = meter(
-            rows, [_recomputed(*each) for each in zip(answers, found, strict=True)], step=1
-        ).all
+        self._gaps[name] = meter(rows, [_recomputed(*each) for each in zip(answers, found, strict=True)], step=1).all
         new_N = torch.cat([each.logp_N for each in found])
         draws = self._drawn(answers, temperature, kind, replay=False)
-        bound = self._found["rounding"][name] = Bound.of([_gap(draw.logp_N, new_N) for draw in draws])
+        bound = self._bounds[name] = Bound.of([_gap(draw.logp_N, new_N) for draw in draws])
 
         old_N, tokens_N = recorded(rows)
         if is_first or name == "temperature":
             logp_NV = torch.cat([each.logp_NV for each in found])
-            self._found["fits"][name] = fit_temperature(old_N, tokens_N, logp_NV, temperature)
+            self._fits[name] = fit_temperature(old_N, tokens_N, logp_NV, temperature)
             if is_first:
                 self._likeliest = logp_NV.argmax(-1).tolist()
-                self._found["cut"] = find_cut(old_N, new_N, logp_NV, bound)
+                self._cut = find_cut(old_N, new_N, logp_NV, bound)
                 self._judge_experts(answers, found, draws, temperature, kind)
 
     def _judge_experts(
@@ -150,14 +161,14 @@ class Judge:
         old_N, _ = recorded([answer.row for answer in answers])
         new_N = torch.cat([recompute(self._trainer, answer, temperature, replay=True).logp_N for answer in answers])
         replayed = self._drawn(answers, temperature, kind, replay=True)
-        self._found["gaps"]["replay"] = _gap(old_N, new_N)
-        self._found["rounding"]["replay"] = Bound.of([_gap(draw.logp_N, new_N) for draw in replayed])
+        self._gaps["replay"] = _gap(old_N, new_N)
+        self._bounds["replay"] = Bound.of([_gap(draw.logp_N, new_N) for draw in replayed])
 
         is_known_T = torch.cat([_replay(answer)[:, 0, 0] >= 0 for answer in answers])
         recorded_TLk = torch.cat([_replay(answer) for answer in answers])[is_known_T]
         own_TLk = torch.cat([_used(each) for each in found])[is_known_T]
         drawn_TLk = [_used(draw)[is_known_T] for draw in draws]
-        self._found["experts"] = compare_experts(recorded_TLk, own_TLk, drawn_TLk, config.layers)
+        self._experts = compare_experts(recorded_TLk, own_TLk, drawn_TLk, config.layers)
 
     def _drawn(
         self, answers: Sequence[Answer], temperature: float, kind: torch.dtype, *, replay: bool
@@ -176,7 +187,9 @@ class Judge:
         if tops:
             pairs = zip(tops, self._likeliest, strict=True)
             known["flips"] = sum(top != likeliest for top, likeliest in pairs) / len(tops)
-        return Diagnosis(**self._found, **known)
+        return Diagnosis(
+            gaps=self._gaps, rounding=self._bounds, fits=self._fits, cut=self._cut, experts=self._experts, **known
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,7 +303,7 @@ def draw(model: Transformer, answers: Sequence[Answer], temperature: float, seed
         is_tiny_NV = p_NV < torch.finfo(torch.float32).tiny
         logp_NV = torch.where(is_tiny_NV, torch.log_softmax(logits_NV, -1), p_NV.log())
     logp_N = logp_NV.gather(-1, recorded(rows)[1][:, None])[:, 0]
-    return Recomputation(logp_N=logp_N, logp_NV=logp_NV[:0], used_TLk=routing.used() if routing else None)
+    return Recomputation(logp_N=logp_N, logp_NV=logp_NV.new_empty(0), used_TLk=routing.used() if routing else None)
 
 
 def recorded(rows: Sequence[Row]) -> tuple[Tensor, Tensor]:

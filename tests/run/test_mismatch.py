@@ -14,14 +14,14 @@ import torch
 
 from etude.cli import main
 from etude.core.config import parse
-from etude.core.types import Batch, Sample, Span
+from etude.core.types import Batch, Row, Sample, Span, spans
 from etude.engine.engine import Engine, Request
 from etude.model.config import ModelConfig
 from etude.model.files import weights, write_directory
 from etude.model.numerics import INVARIANT
 from etude.model.transformer import Transformer, fresh
 from etude.run.diagnose import Diagnosis
-from etude.run.mismatch import as_trained
+from etude.run.mismatch import as_trained, to_judge
 from etude.run.prepare import store_files
 from etude.run.trials import diagnose, row_of
 from etude.store.experts import put_experts
@@ -204,6 +204,20 @@ def test_a_batch_with_experts_that_were_not_used(tmp_path: Path, capsys: pytest.
     recorded = judged(tmp_path, capsys)["recorded"]
     (cause,) = recorded["causes"]
     assert cause.startswith("recorded experts") and "experts 0 and 3 are exchanged" in cause
+
+
+def test_only_rows_of_one_version_are_judged_and_not_too_many() -> None:
+    def row(*versions: int, prompt: int = 5) -> Row:
+        count = len(versions)
+        return Row(
+            sample="", tokens=(0,) * (prompt + count), mask=(False,) * prompt + (True,) * count,
+            logprobs=(0.0,) * (prompt + count), advantages=(), versions=spans(versions),
+        )  # fmt: skip
+
+    rows = [row(2, 3), row(3, 3), row(2), row(3), row(3, prompt=4090)]
+    assert to_judge(rows, 3, vocab_size=10) == [rows[1], rows[3]]
+    assert to_judge(rows, 3, vocab_size=2**25) == [rows[1]]
+    assert to_judge(rows[-1:], 3, vocab_size=2**27) == rows[-1:] and to_judge(rows, 4, vocab_size=10) == []
 
 
 def test_a_batch_that_cannot_be_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
