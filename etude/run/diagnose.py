@@ -33,6 +33,7 @@ from etude.model.layers import MLP, RMSNorm
 from etude.model.transformer import Transformer
 from etude.train.loss import predicted
 from etude.train.meter import meter, routed_otherwise
+from etude.train.rows import Text, pack
 
 MakeEngine = Callable[..., Engine]
 Prompt = tuple[int, ...]
@@ -207,7 +208,7 @@ class _Trial:
 @torch.no_grad()
 def trainer_logprobs(model: Transformer, prompt: Prompt, sample: Sample, temperature: float) -> tuple[Tensor, Tensor]:
     mask = [False] * len(prompt) + [True] * len(sample.tokens)
-    states = predicted(model, torch.tensor([prompt + sample.tokens]), torch.tensor([mask]))
+    states = predicted(model, pack([Text(prompt + sample.tokens, mask)]))
     return model.logprobs(*states, temperature)
 
 

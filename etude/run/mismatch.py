@@ -28,6 +28,7 @@ from etude.serve.wire import read_model_files
 from etude.store.runs import Run
 from etude.train.loss import predicted
 from etude.train.meter import meter
+from etude.train.rows import Text, pack
 from etude.weights.follow import fetch
 from etude.weights.manifest import find_newest
 
@@ -117,7 +118,7 @@ def of_batch(
     distributions: list[Tensor] = []
     for row in rows:
         with torch.no_grad():
-            states = predicted(trainer, torch.tensor([row.tokens]), torch.tensor([row.mask]))
+            states = predicted(trainer, pack([Text(row.tokens, row.mask)]))
             logp_N, logp_NV = trainer.logprobs(*states, temperature)
         found.append(Recomputed(logprobs=tuple(logp_N.tolist()), likeliest=tuple(logp_NV.argmax(-1).tolist())))
         old.append(torch.tensor(row.logprobs)[torch.tensor(row.mask)])

@@ -12,6 +12,7 @@ from etude.core.types import Row
 from etude.model.transformer import ModelConfig, fresh
 from etude.train.flops import forward_flops, peak_flops, step_flops
 from etude.train.loss import token_logprobs
+from etude.train.rows import Text, pack
 
 DENSE = ModelConfig(
     vocab_size=64,
@@ -32,11 +33,10 @@ MLA |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size"
 def test_a_forward_pass_is_what_torch_counts(shape: dict[str, object]) -> None:
     config = ModelConfig.from_json(json.dumps(json.loads(DENSE.to_json()) | shape))
     model, length = fresh(config, 0), 33
-    tokens = torch.randint(64, (1, length))
-    mask = torch.zeros_like(tokens, dtype=torch.bool)
-    mask[0, 10:20] = True
+    mask = [False] * 10 + [True] * 9 + [False] * 13 + [True]
+    packed = pack([Text(torch.randint(64, (length,)).tolist(), mask)])
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        token_logprobs(model, tokens, mask)
+        token_logprobs(model, packed)
     size = length - 1
     every_pair = forward_flops(config, 2 * size, 0) - 2 * forward_flops(config, size, 0)
     products = forward_flops(config, size, 10) - every_pair * (size + 1) / (2 * size)

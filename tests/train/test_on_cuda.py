@@ -16,7 +16,7 @@ from etude.train.learner import Learner
 from etude.train.ranks import ALONE
 from tests.run.lives import STAGES, fingerprint, live_briefly, prepared
 from tests.train import ranks_work
-from tests.train.test_learner import CONFIG, batch, equal, fresh, text, through_bytes
+from tests.train.test_learner import CONFIG, batch, equal, fresh, texts, through_bytes
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -35,7 +35,7 @@ def test_it_has_the_curve_of_the_cpu() -> None:
 
 def test_a_state_goes_on_to_the_bit_and_to_the_other_kind_of_device() -> None:
     first = Learner(fresh(CONFIG, 0).to("cuda"))
-    first.fit([text(0)], lr=1e-3)
+    first.fit(texts(0), lr=1e-3)
     first.keep()
     first.step(batch(1), lr=1e-3, microbatch_tokens=0)
     state = through_bytes(first.state())
