@@ -35,13 +35,13 @@ class Causal:
     latent = False
 
     def __init__(self, lengths: Sequence[int] | None = None, device: torch.device | None = None) -> None:
-        self.lengths = lengths
-        if lengths is not None:
-            self._longest = max(lengths)
-            self._borders = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+        self.lengths = tuple(lengths or ())
+        self._packed = lengths is not None  # a layer that asked `lengths` would be compiled anew for others
+        self._longest = max(self.lengths, default=0)
+        self._borders = torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32, device=device)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
-        if self.lengths is None:
+        if not self._packed:
             flat = Causal([q.shape[1]] * q.shape[0], q.device)
             mixed = flat(layer, q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), scale)
             return mixed.view(*q.shape[:-1], -1)

@@ -3,6 +3,7 @@
 Two copies of the weights: fp32 masters, which the optimizer moves, and the model, whose parameters are the masters
 rounded to bf16. The forward pass so computes with exactly the values that are published and served, while steps too
 small for bf16 still add up in the masters; a gradient at the rounded weights is taken as the masters' gradient.
+Gradients add up in fp32 too, whatever the model computes in.
 
 A learner is one of `ranks`, alone by default. Each is handed the same batch, computes its share of it and holds its
 rows of model, masters and optimizer; all of them take the same step.
@@ -16,6 +17,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -89,7 +91,8 @@ class Learner:
     """Takes the model over: from now on its parameters are the rounded masters, and this rank's rows of them only.
 
     `dtype` is what masters are rounded to. float32 leaves them as they are: for models that are too small or steps that
-    are too exact for bf16, and to compare ranks without the noise of rounding.
+    are too exact for bf16, and to compare ranks without the noise of rounding. `compute` is the type of the parameters,
+    and so of activations; bfloat16 is for processors that have units for it.
     """
 
     def __init__(
@@ -99,17 +102,22 @@ class Learner:
         *,
         optimizer: str = "adamw",
         dtype: torch.dtype = torch.bfloat16,
+        compute: torch.dtype = torch.float32,
     ) -> None:
-        self.model, self.ranks, self.dtype = model, ranks, dtype
+        self.model, self.ranks, self.dtype, self.compute = model, ranks, dtype, compute
         self.device = next(model.parameters()).device
         self._cost = cost_of(model)
-        ranks.shard(model)
+        self._masters = {
+            name: p.detach()[ranks.rows(len(p))].to(torch.float32, copy=True) for name, p in model.named_parameters()
+        }
+        ranks.shard(model.cast(compute))
         self._parameters = dict(model.named_parameters())
+        self._gradients: dict[str, Tensor] = {}
+        for name, parameter in self._parameters.items():
+            parameter.register_post_accumulate_grad_hook(partial(self._add_gradient, name))  # type: ignore[no-untyped-call]
         # What no gradient moves: the biases of routers.
         self._fixed = {name: t for name, t in model.state_dict().items() if name not in self._parameters}
-        self._masters = {name: own(p).detach().float().clone() for name, p in self._parameters.items()}
         self._kept: dict[str, Tensor] = {}
-        self._rounded: dict[str, Tensor] = {}
         self._optimizer: Optimizer = OPTIMIZER[optimizer](self._masters, model, ranks)
         self._round(self._masters)
 
@@ -234,9 +242,11 @@ class Learner:
         return files.weights(self.model, self.dtype)
 
     def rows(self) -> dict[str, files.Rows]:
-        """The same, as far as this rank holds it. They are for whoever asks to keep: the next step rounds into other
-        memory."""
-        held = {name: (self.ranks.rows(len(p)).start, self._rounded[name]) for name, p in self._parameters.items()}
+        """The same, as far as this rank holds it. They are for whoever asks to keep."""
+        held = {
+            name: (self.ranks.rows(len(p)).start, own(p).detach().to(self.dtype, copy=True))
+            for name, p in self._parameters.items()
+        }
         fixed = {name: (0, tensor.clone()) for name, tensor in self._fixed.items()}
         return files.rows(self.model, held | fixed, self.dtype)
 
@@ -313,7 +323,7 @@ class Learner:
 
     def _update(self, lr: float, weight_decay: float) -> float:
         """Moves the masters by the gradient that has gathered on the model, and rounds them into it."""
-        gradients = {name: own(p.grad) for name, p in self._parameters.items() if p.grad is not None}
+        gradients, self._gradients = self._gradients, {}
         norm = self.ranks.norm(torch.nn.utils.get_total_norm(gradients.values()))
         # It would poison the masters and every version after.
         if not torch.isfinite(norm):
@@ -324,17 +334,24 @@ class Learner:
         scale = (MAX_GRAD_NORM / (norm + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(list(gradients.values()), scale)
         self._optimizer.step(gradients, lr=lr, weight_decay=weight_decay)
-        self.model.zero_grad(set_to_none=True)
         self._round(self._masters)
         return float(norm)
 
     @torch.no_grad()
+    def _add_gradient(self, name: str, parameter: Tensor) -> None:
+        """Takes what a microbatch leaves at a parameter."""
+        assert parameter.grad is not None
+        gradient, parameter.grad = own(parameter.grad), None
+        if name in self._gradients:
+            self._gradients[name].add_(gradient)
+        else:
+            self._gradients[name] = gradient.float()
+
+    @torch.no_grad()
     def _round(self, weights: Mapping[str, Tensor]) -> None:
         """Into the model."""
-        self._rounded = {}  # a version that is being published has its own reference
-        for name, parameter in self._parameters.items():
-            self._rounded[name] = weights[name].to(self.dtype, copy=True)
-            own(parameter).copy_(self._rounded[name])
+        exact = weights.values() if self.compute == self.dtype else [w.to(self.dtype) for w in weights.values()]
+        torch._foreach_copy_([own(self._parameters[name]) for name in weights], list(exact))
 
 
 def _by_row(seen_N5: Tensor, num_rows: int) -> tuple[Recomputed, ...]:

@@ -12,10 +12,11 @@ from etude.model.transformer import ModelConfig, Transformer, fresh
 
 
 def fused(model: Transformer) -> Transformer:
-    """Has each layer compiled where that pays, for rows of any shape: on a device, and without experts, whose choice
-    would break a graph at every layer. The first step takes some seconds longer; bits may depend on what was computed
-    before."""
+    """Has each layer and the head compiled where that pays, for any number of tokens: on a device, and without experts,
+    whose choice would break a graph at every layer. The first step takes some seconds longer; bits may depend on what
+    was computed before."""
     if next(model.parameters()).is_cuda and model.config.experts is None:
+        model.fused = True
         for block in model.model.layers:
             block.compile(dynamic=True)
     return model

@@ -91,6 +91,24 @@ def test_steps_too_small_for_bf16_add_up() -> None:
     assert not torch.equal(one.weights()[name], torch.ones(32, dtype=torch.bfloat16))
 
 
+def test_a_learner_that_computes_in_bf16_keeps_masters_and_gradients_in_fp32() -> None:
+    """Small steps add up as ever, and so do the gradients of many microbatches."""
+    one, parts = (Learner(fresh(CONFIG, 0), compute=torch.bfloat16) for _ in range(2))
+    assert all(p.dtype == torch.bfloat16 for p in one.model.parameters())
+    for name, p in fresh(CONFIG, 0).named_parameters():
+        assert torch.equal(one.state()[f"master.{name}"], p)
+    whole, cut = one.step(batch(1), lr=1e-3), parts.step(batch(1), lr=1e-3, microbatch_tokens=0)
+    exact = learner().step(batch(1), lr=1e-3)
+    for stats in (whole, cut):
+        assert stats.loss == pytest.approx(exact.loss, rel=0.02)
+        assert stats.grad_norm == pytest.approx(exact.grad_norm, rel=0.02)
+    assert all(p.grad is None for p in one.model.parameters())
+    published = one.weights()
+    assert equal(published, named(one.model))
+    masters = {n.removeprefix("master."): t for n, t in one.state().items() if n.startswith("master.")}
+    assert all(torch.equal(masters[n].bfloat16(), p) for n, p in one.model.named_parameters())
+
+
 def test_published_weights_are_a_copy() -> None:
     one = learner()
     published = one.weights()
