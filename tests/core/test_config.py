@@ -79,6 +79,15 @@ def test_an_invariant_run_computes_alike_on_both_sides() -> None:
         parse(GOOD, ["invariant=true", "trainer.device=auto"])
 
 
+def test_what_the_trainer_computes_in() -> None:
+    assert parse(GOOD).trainer.compute == "auto"
+    assert parse(GOOD, ["trainer.compute=bfloat16"]).trainer.compute == "bfloat16"
+    with pytest.raises(EtudeError, match="leave out engine.dtype and trainer.compute"):
+        parse(GOOD, ["invariant=true", "trainer.compute=bfloat16"])
+    with pytest.raises(EtudeError, match=r'trainer.compute = "bfloat16" rounds weights too'):
+        parse(GOOD, ["trainer.compute=bfloat16", "trainer.weights=float32"])
+
+
 def test_a_model_from_a_directory() -> None:
     assert parse(GOOD.replace("hidden_size = 64", 'path = "base"\nmax_context = 99')).model.path == "base"
     with pytest.raises(EtudeError, match="model: path already decides hidden_size"):
