@@ -20,7 +20,7 @@ from etude.store.runs import Run
 from etude.tasks.demos import demonstrations
 from etude.tasks.factory import make_tasks
 from etude.train.learner import Learner
-from etude.train.rows import pack_text
+from etude.train.rows import Text
 from examples.one_file_loop import run_oracle
 
 ROOT = Path(__file__).parent.parent
@@ -77,8 +77,7 @@ def half_trained(path: Path) -> None:
         max_position_embeddings=512,
     )
     learner = Learner(fresh(config, 0))
-    rows = [row for session in shortest for row in tokenize(session, tokenizer)]
-    lesson = pack_text(rows, microbatch_tokens=4096)
+    lesson = [Text(*row) for session in shortest for row in tokenize(session, tokenizer)]
     while learner.fit(lesson, lr=3e-3).loss > 0.012:
         pass
     write_directory(path, small | {"config.json": config.to_json().encode()}, learner.weights())

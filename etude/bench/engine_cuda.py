@@ -51,6 +51,7 @@ def _qwen3(hidden: int, layers: int, heads: int, keys: int, inner: int, tied: bo
 
 SHAPES = {
     "qwen3-0.6b": _qwen3(1024, 28, 16, 8, 3072, tied=True),
+    "qwen3-1.7b": _qwen3(2048, 28, 16, 8, 6144, tied=True),
     "qwen3-8b": _qwen3(4096, 36, 32, 8, 12_288, tied=False),
     "qwen3-30b-a3b": _qwen3(
         2048, 48, 32, 4, 6144, tied=False, model_type="qwen3_moe",

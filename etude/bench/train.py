@@ -1,84 +1,164 @@
 """How fast the trainer is: steps of rl as a run takes them, on a CUDA device if there is one and on the CPU otherwise.
 
-Random weights in the shape of Qwen3-0.6B, or of SmolLM2-135M on the CPU, and random rows, a quarter of each a prompt.
-Products are computed in bf16.
+Random weights in the shapes of public models and random rows, a quarter of each a prompt. A layout of 8x2048 is one
+step on 8 * 2,048 tokens in rows of mixed lengths, from a quarter of 2,048 to the whole, in one microbatch. For each
+shape and layout:
 
-    step_s         of one step: forward and backward pass, optimizer and rounding; the median
-    tokens_per_s   all tokens of the rows, prompts included
-    mfu            the model's arithmetic over what the device is said, or on a CPU found, to do in bf16
-    memory_gb      at most in use on the device
+    tokens_per_s          all tokens of the rows, prompts included
+    mfu                   the model's arithmetic (6ND and attention) over the matrix rate measured in this run
+    peak_gib              at most in use on the device
+    plain.*               the same for a plain compiled decoder of that shape, on whole rows (`bench._plain_decoder`)
+    share_of_plain        our mfu over its
 
-Imports torch and numpy only, so that it runs on a bare CUDA image: python -m etude.bench.train
+`matrix_tflops` is that rate. Imports torch and numpy only, so that it runs on a bare CUDA image:
+
+    python -m etude.bench.train --json --shapes qwen3-0.6b --layouts 8x2048
+
+`qwen3-30b-a3b-6` is the sparse model with 6 of its 48 layers; the plain decoder does not know experts.
 """
 
 from __future__ import annotations
 
+import argparse
+import gc
 import json
 import random
 import statistics
+import sys
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 
 import torch
 
+from etude.bench import _plain_decoder
 from etude.core.types import Batch, Row, spans
 from etude.model.config import ModelConfig
 from etude.model.transformer import Transformer, fresh
-from etude.train.flops import peak_flops, step_flops
+from etude.train.flops import matrix_flops, step_flops
 from etude.train.learner import Learner
 from etude.train.start import fused
 
-STEPS = 5
+STEPS = 8
+WARM_UP = 3
+"""The first ones, which compile."""
 SMOLLM2 = ModelConfig(
     vocab_size=49_152, hidden_size=576, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
     intermediate_size=1536, max_position_embeddings=2048, tie_word_embeddings=True,
 )  # fmt: skip
+ON_CUDA = ("qwen3-0.6b", "qwen3-1.7b"), ("8x2048", "4x8192")
+ON_CPU = ("smollm2-135m",), ("16x128",)
 
 
-def run() -> dict[str, float]:
+def run(shapes: Sequence[str] = (), layouts: Sequence[str] = (), compare: bool = True) -> dict[str, float]:
     there = torch.cuda.is_available()
-    num_rows, length, microbatch_tokens = (64, 2048, 16_384) if there else (16, 128, 1024)
-    learner = Learner(fused(_model()))
-    config, seconds = learner.model.config, []
-    for step in range(STEPS + 1):  # the first one warms up
-        batch = _batch(step + 1, num_rows, length, config.vocab_size)
+    device, (all_shapes, all_layouts) = torch.device("cuda" if there else "cpu"), ON_CUDA if there else ON_CPU
+    rate = matrix_flops(device, torch.bfloat16, size=8192 if there else 1024)
+    figures = {"matrix_tflops": rate / 1e12}
+    for shape in shapes or all_shapes:
+        for layout in layouts or all_layouts:
+            rows, length = map(int, layout.split("x"))
+            found = _measured(partial(_ours, shape, rows, length), rate)
+            if compare and there and not _config(shape).experts:
+                plain = _measured(partial(_plain_decoder.steps, _config(shape), rows, length), rate)
+                found |= {f"plain.{name}": value for name, value in plain.items()}
+                found["share_of_plain"] = found["mfu"] / plain["mfu"]
+            print(shape, layout, *(f"{n} {v:.4g}" for n, v in found.items()), file=sys.stderr, flush=True)
+            figures |= {f"{shape}.{layout}.{name}": value for name, value in found.items()}
+    return figures
+
+
+Step = Callable[[], tuple[int, float]]
+"""Takes one, and says how many tokens and how much arithmetic that was."""
+
+
+def _measured(prepare: Callable[[], Step], rate: float) -> dict[str, float]:
+    there = torch.cuda.is_available()
+    if there:
+        torch.cuda.reset_peak_memory_stats()
+    step, speeds, shares = prepare(), [], []
+    for _ in range(STEPS):
         began = time.perf_counter()
-        with torch.autocast(learner.device.type, torch.bfloat16, cache_enabled=False):
-            learner.step(batch, lr=1e-6, microbatch_tokens=microbatch_tokens)
-        seconds.append(time.perf_counter() - began)
-    step_s = statistics.median(seconds[1:])
-    peak = peak_flops(learner.device, torch.bfloat16)
-    figures = {
-        "step_s": step_s,
-        "tokens_per_s": num_rows * length / step_s,
-        "mfu": step_flops(config, batch.rows) / step_s / peak,
-    }
-    return figures | ({"memory_gb": torch.cuda.max_memory_allocated() / 1e9} if there else {})
+        num_tokens, flops = step()
+        if there:
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - began
+        speeds.append(num_tokens / seconds)
+        shares.append(flops / seconds / rate)
+    found = {"tokens_per_s": statistics.median(speeds[WARM_UP:]), "mfu": statistics.median(shares[WARM_UP:])}
+    if there:
+        found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    del step
+    gc.collect()
+    torch.compiler.reset()
+    torch.cuda.empty_cache()
+    return found
 
 
-def _model() -> Transformer:
+def _ours(shape: str, rows: int, length: int) -> Step:
+    learner = Learner(fused(_model(shape)), compute=torch.bfloat16)
+    vocabulary = learner.model.config.vocab_size
+    batches = [_batch(number + 1, rows, length, vocabulary) for number in range(STEPS)]
+
+    def step() -> tuple[int, float]:
+        batch = batches.pop(0)
+        learner.step(batch, lr=1e-6, microbatch_tokens=rows * length)
+        return rows * length, step_flops(learner.model.config, batch.rows)
+
+    return step
+
+
+def _config(shape: str) -> ModelConfig:
+    if shape == "smollm2-135m":
+        return SMOLLM2
+    from etude.bench.engine_cuda import SHAPES  # brings Triton
+
+    if shape == "qwen3-30b-a3b-6":
+        config = SHAPES["qwen3-30b-a3b"]
+        assert config.experts is not None
+        return replace(config, num_hidden_layers=6, experts=replace(config.experts, layers=tuple(range(6))))
+    return SHAPES[shape]
+
+
+def _model(shape: str) -> Transformer:
     if not torch.cuda.is_available():
-        return fresh(SMOLLM2, 0)
-    from etude.bench.engine_cuda import SHAPES, random_model  # brings Triton
+        return fresh(_config(shape), 0)
+    from etude.bench.engine_cuda import random_model
 
-    return random_model(SHAPES["qwen3-0.6b"]).float().requires_grad_(True)
+    return random_model(_config(shape)).float().requires_grad_(True)
 
 
-def _batch(step: int, num_rows: int, length: int, vocab_size: int) -> Batch:
-    rng, num_prompt = random.Random(step), length // 4
-    mask = (False,) * num_prompt + (True,) * (length - num_prompt)
-    rows = tuple(
-        Row(
-            sample=f"{step}-{number}",
-            tokens=tuple(rng.randrange(vocab_size) for _ in range(length)),
+def _batch(step: int, rows: int, length: int, vocab_size: int) -> Batch:
+    """Rows of mixed lengths, of `rows * length` tokens in all."""
+    rng, left = random.Random(step), rows * length
+    found: list[Row] = []
+    while left:
+        size = min(left, rng.randint(length // 4, length))
+        left -= size
+        mask = (False,) * max(1, size // 4) + (True,) * (size - max(1, size // 4))
+        row = Row(
+            sample=f"{step}-{len(found)}",
+            tokens=tuple(rng.randrange(vocab_size) for _ in range(size)),
             mask=mask,
             logprobs=tuple(-11.0 if said else 0.0 for said in mask),
-            advantages=tuple((-1.0) ** number if said else 0.0 for said in mask),
+            advantages=tuple((-1.0) ** len(found) if said else 0.0 for said in mask),
             versions=spans([step - 1] * sum(mask)),
         )
-        for number in range(num_rows)
-    )
-    return Batch(step=step, rows=rows, oldest=step - 1)
+        found.append(row)
+    return Batch(step=step, rows=tuple(found), oldest=step - 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="how fast the trainer is")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--shapes", nargs="+", default=())
+    parser.add_argument("--layouts", nargs="+", default=())
+    parser.add_argument("--alone", action="store_true", help="leave the plain decoder out")
+    options = parser.parse_args()
+    figures = run(options.shapes, options.layouts, compare=not options.alone)
+    print(json.dumps(figures, indent=2) if options.json else "\n".join(f"{n:44} {v:,.4g}" for n, v in figures.items()))
 
 
 if __name__ == "__main__":
-    print(json.dumps(run()))
+    main()

@@ -46,6 +46,9 @@ max_tokens = {MAX_TOKENS}
 regions = ["here"]
 dtype = "bfloat16"
 
+[trainer]
+compute = "bfloat16"
+
 [[stage]]
 kind = "rl"
 steps = {STEPS}
@@ -54,7 +57,6 @@ group_size = {GROUP_SIZE}
 max_lag = 2
 lr = {LR}
 warmup = 0
-compute = "bfloat16"
 threads = 2
 microbatch_tokens = 2048
 """

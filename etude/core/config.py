@@ -108,6 +108,10 @@ class TrainerConfig(Config):
     """`muon` moves the matrices within layers by orthogonal steps, and the rest as `adamw` does."""
     weights: Literal["bfloat16", "float32"] = "bfloat16"
     """What weights are rounded to where they are computed with and published. The masters are float32 in any case."""
+    compute: Literal["auto", "float32", "bfloat16"] = "auto"
+    """What every stage computes in; auto: bfloat16 on a CUDA device, float32 on the CPU, and float32 with such weights.
+    Gradients are added up in float32 in any case. bfloat16 also rounds activations, and is faster where the processor
+    has units for it."""
     timeout_s: Positive = 45.0
     """For each exchange between ranks."""
 
@@ -255,10 +259,10 @@ class RunConfig(Config):
         if self.invariant and len(threads) > 1:
             # A product that several threads share is added up in another order than one that a single thread takes.
             raise ValueError("invariant = true needs the same number in engine.threads and stage.rl.threads")
-        if self.invariant and "bfloat16" in {
-            self.engine.dtype, *(stage.compute for stage in self.stage if isinstance(stage, LoopConfig))
-        }:  # fmt: skip
-            raise ValueError("invariant = true computes in float32: leave out engine.dtype and compute")
+        if self.invariant and "bfloat16" in {self.engine.dtype, self.trainer.compute}:
+            raise ValueError("invariant = true computes in float32: leave out engine.dtype and trainer.compute")
+        if (self.trainer.weights, self.trainer.compute) == ("float32", "bfloat16"):
+            raise ValueError('trainer.compute = "bfloat16" rounds weights too: leave out trainer.weights')
         if self.invariant and {self.engine.device, self.trainer.device} != {"cpu"}:
             raise ValueError('invariant = true needs device = "cpu" for both engine and trainer')
         return self

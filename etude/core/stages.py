@@ -142,9 +142,6 @@ class LoopConfig(StageConfig):
     decay: Literal["constant", "linear", "cosine"] = "constant"
     """How the rate falls to 0 by the last step, if it does: what a run ends on is then less of a random walk."""
     temperature: Positive = 1.0
-    compute: Literal["float32", "bfloat16"] = "float32"
-    """What the trainer's matrix products are computed in. Weights are rounded to bf16 in any case, and added up in
-    float32; bfloat16 also rounds activations, and is faster where the processor has units for it."""
     microbatch_tokens: Count = 8192
     """Tokens of one forward and backward pass; for memory only, the step does not depend on it."""
     replay: bool = True

@@ -1,6 +1,7 @@
 """How a token sees the tokens before it: the two ways in which one model definition is run.
 
-Shapes as in `heads`: H query heads, K key/value heads, D head size, V size of a value. Training: B rows of T tokens.
+Shapes as in `heads`: H query heads, K key/value heads, D head size, V size of a value. Training: T tokens of all
+sequences, t of one.
 Inference: N new tokens of B sequences one after the other, S tokens that a sequence has in all, M blocks of the cache
 that hold them, G query heads that share a key head.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -19,36 +21,60 @@ from torch.nn import functional as F
 from etude.model.transformer import ModelConfig
 
 MIN_SHELF = 512
+FLASH_SIZES = range(8, 257, 8)
+"""The sizes of a head that the kernel knows."""
 
 
 class Causal:
-    """Training: whole rows at once. Padding stands at the end of a row, so no real token ever sees it.
+    """Training: whole sequences of these `lengths` one behind the other, none of which sees another. No lengths: rows
+    [B, T, ..], each a sequence.
 
-    `starts_BT`: for each token where its document begins in the row; no token then sees what stands before that.
+    On a CUDA device in bf16 one kernel takes all of them; elsewhere they are taken one by one.
     """
 
     latent = False
 
-    def __init__(self, starts_BT: Tensor | None = None) -> None:
-        self._seen_B1TT: Tensor | None = None
-        if starts_BT is not None:
-            positions_T = torch.arange(starts_BT.shape[1], device=starts_BT.device)
-            before_TT = positions_T[None, :] <= positions_T[:, None]
-            self._seen_B1TT = (before_TT & (positions_T >= starts_BT[..., None]))[:, None]
+    def __init__(self, lengths: Sequence[int] | None = None, device: torch.device | None = None) -> None:
+        self.lengths = tuple(lengths or ())
+        self._packed = lengths is not None  # a layer that asked `lengths` would be compiled anew for others
+        self._longest = max(self.lengths, default=0)
+        self._borders = torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32, device=device)
 
-    def __call__(
-        self, layer: int, q_BTHD: Tensor, k_BTKD: Tensor, v_BTKV: Tensor, scale: float | None = None
-    ) -> Tensor:
-        group = q_BTHD.shape[2] // k_BTKD.shape[2]
-        k, v = (x.repeat_interleave(group, dim=2).transpose(1, 2) for x in (k_BTKD, v_BTKV))
-        q = q_BTHD.transpose(1, 2)
-        seen = self._seen_B1TT
-        # In bf16 the backward pass of a CPU's attention takes five times as long as in fp32.
-        if slow := q.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
-            q, k, v = q.float(), k.float(), v.float()
-        with torch.autocast("cpu", enabled=False) if slow else contextlib.nullcontext():
-            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=seen is None, scale=scale)
-        return mixed.transpose(1, 2)
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+        if not self._packed:
+            flat = Causal([q.shape[1]] * q.shape[0], q.device)
+            mixed = flat(layer, q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), scale)
+            return mixed.view(*q.shape[:-1], -1)
+        if q.is_cuda and v.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] in FLASH_SIZES:
+            return self._together(q.to(v.dtype), k.to(v.dtype), v, scale)
+        one_by_one: Tensor = _one_by_one(self.lengths, q, k, v, scale)
+        return one_by_one
+
+    def _together(self, q_THD: Tensor, k_TKD: Tensor, v_TKV: Tensor, scale: float | None) -> Tensor:
+        size, borders, longest = v_TKV.shape[-1], self._borders, self._longest
+        v_TKD = F.pad(v_TKV, (0, q_THD.shape[-1] - size))  # the kernel wants one size for all
+        attend = torch.ops.aten._flash_attention_forward
+        mixed_THD: Tensor = attend(
+            q_THD, k_TKD, v_TKD, borders, borders, longest, longest, 0.0, True, False, scale=scale
+        )[0]
+        return mixed_THD.narrow(-1, 0, size)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # or it would be compiled anew for other lengths
+def _one_by_one(lengths: Sequence[int], q_THD: Tensor, k_TKD: Tensor, v_TKV: Tensor, scale: float | None) -> Tensor:
+    # In bf16 the backward pass of a CPU's attention takes five times as long as in fp32.
+    dtype = v_TKV.dtype
+    if slow := dtype == torch.bfloat16 and not v_TKV.is_cuda:
+        q_THD, k_TKD, v_TKV = q_THD.float(), k_TKD.float(), v_TKV.float()
+    parts = (torch.split(x.transpose(0, 1), list(lengths), 1) for x in (q_THD, k_TKD, v_TKV))
+    with torch.autocast("cpu", enabled=False) if slow else contextlib.nullcontext():
+        mixed = [
+            F.scaled_dot_product_attention(
+                q_HtD[None], k_KtD[None], v_KtV[None], is_causal=True, scale=scale, enable_gqa=True
+            )
+            for q_HtD, k_KtD, v_KtV in zip(*parts, strict=True)
+        ]
+    return torch.cat(mixed, 2)[0].transpose(0, 1).to(dtype)
 
 
 class KVCache:

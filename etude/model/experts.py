@@ -168,12 +168,14 @@ class Stack(nn.Module):
         """The weighted sum of what the experts of each token make of it. Sorted by expert, so that each reads its
         tokens in one product; added up in the order of `ids_Nk`, so that a token does not depend on its neighbours."""
         num_per_token = ids_Nk.shape[1]
-        order_M = ids_Nk.flatten().argsort(stable=True)
-        counts_X = torch.bincount(ids_Nk.flatten(), minlength=len(self.down_proj))
+        ids_M, order_M = ids_Nk.flatten().sort(stable=True)
+        # Not `bincount`, whose result has a size that a compiler cannot know.
+        ends_X = torch.searchsorted(ids_M, torch.arange(1, len(self.down_proj) + 1, device=ids_M.device))
         x_ME = x_NE[order_M // num_per_token]
         if x_NE.is_cuda and x_NE.dtype == torch.bfloat16 and self.arithmetic is PLAIN:
-            y_ME = _grouped(x_ME, self.gate_up_proj, self.down_proj, counts_X)
+            y_ME = _grouped(x_ME, self.gate_up_proj, self.down_proj, ends_X.int())
         else:
+            counts_X = ends_X.diff(prepend=ends_X.new_zeros(1))
             y_ME = _one_by_one(x_ME, self.gate_up_proj, self.down_proj, counts_X, self.arithmetic)
         y_NkE = torch.empty_like(y_ME).index_copy(0, order_M, y_ME).view(*ids_Nk.shape, -1)
         return (y_NkE * weights_Nk.unsqueeze(-1).to(y_NkE.dtype)).sum(1)
@@ -190,9 +192,8 @@ def _one_by_one(
     return torch.cat(parts) if parts else x_ME
 
 
-def _grouped(x_ME: Tensor, gate_up_XFE: Tensor, down_XEF: Tensor, counts_X: Tensor) -> Tensor:
+def _grouped(x_ME: Tensor, gate_up_XFE: Tensor, down_XEF: Tensor, ends_X: Tensor) -> Tensor:
     grouped_mm: Any = F.grouped_mm
-    ends_X = counts_X.cumsum(0).int()
     gate, up = grouped_mm(x_ME, gate_up_XFE.transpose(1, 2), offs=ends_X).chunk(2, -1)
     y_ME: Tensor = grouped_mm(F.silu(gate) * up, down_XEF.transpose(1, 2), offs=ends_X)
     return y_ME

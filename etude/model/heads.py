@@ -48,11 +48,10 @@ class GroupedHeads(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         heads = self.qkv_proj(x).view(*x.shape[:-1], -1, self.head_dim)
-        qk, v = heads.split_with_sizes((self.num_q + self.num_kv, self.num_kv), -2)
+        q, k, v = heads.split_with_sizes((self.num_q, self.num_kv, self.num_kv), -2)
         if self.q_norm and self.k_norm:
-            q, k = qk.split_with_sizes((self.num_q, self.num_kv), -2)
-            qk = torch.cat((self.q_norm(q), self.k_norm(k)), -2)
-        q, k = rotate(qk, cos, sin, self.arithmetic).split_with_sizes((self.num_q, self.num_kv), -2)
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, cos, sin, self.arithmetic), rotate(k, cos, sin, self.arithmetic)
         return self.o_proj(attend(self.layer, q, k, v).flatten(-2))  # type: ignore[no-any-return]
 
 

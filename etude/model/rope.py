@@ -25,7 +25,8 @@ def table(config: ModelConfig) -> Tensor:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, arithmetic: Arithmetic) -> Tensor:
     """x [.., heads, D], the two halves of a head paired with each other; cos and sin [.., 1, D] from the table."""
-    return arithmetic.turn(x, cos, x.roll(x.shape[-1] // 2, -1), sin)
+    first, second = x.chunk(2, -1)
+    return arithmetic.turn(x, cos, torch.cat((second, first), -1), sin)
 
 
 def halves(x: Tensor) -> Tensor:

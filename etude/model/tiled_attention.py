@@ -12,6 +12,7 @@ sequence rounded up to whole tiles, P slots of a cache.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,7 +45,7 @@ class Tiles:
 
     @classmethod
     def lay_out(
-        cls, *, starts_B: Ints, ends_B: Ints, lengths_B: Ints, slots_BS: Ints, width: int, device: torch.device
+        cls, *, starts_B: Ints, ends_B: Ints, lengths_B: Ints, slots_BS: Ints, width: int, device: torch.device | None
     ) -> Tiles:
         """Tokens `starts_B` to `ends_B` are the last ones of sequences that have `lengths_B` in all."""
         tiles = [
@@ -112,34 +113,31 @@ def tokens_of_a_tile(num_heads: int, num_keys: int) -> int:
 
 
 class CausalInTiles:
-    """Training: whole rows at once."""
+    """Training: whole sequences of these `lengths` one behind the other."""
 
     latent = True
 
-    def __init__(self) -> None:
+    def __init__(self, lengths: Sequence[int], device: torch.device | None = None) -> None:
+        self.lengths, self._device = lengths, device
+        self._plain = Causal(lengths, device)
         self._tiles: Tiles | None = None  # the same for all layers
 
-    def __call__(
-        self, layer: int, q_BTHD: Tensor, k_BTKD: Tensor, v_BTKV: Tensor, scale: float | None = None
-    ) -> Tensor:
+    def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKV: Tensor, scale: float | None = None) -> Tensor:
         if self._tiles is None:
-            self._tiles = self._lay_out(q_BTHD, k_BTKD.shape[2])
-        tiles, factor = self._tiles, scale or q_BTHD.shape[-1] ** -0.5
+            self._tiles = self._lay_out(tokens_of_a_tile(q_THD.shape[1], k_TKD.shape[1]))
+        tiles, factor = self._tiles, scale or q_THD.shape[-1] ** -0.5
+        return value_of(
+            lambda: attend_in_tiles(tiles, factor, q_THD, k_TKD, v_TKV),
+            gradient_of=lambda: self._plain(layer, q_THD, k_TKD, v_TKV, scale),
+        )
 
-        def exact() -> Tensor:
-            flat = (x.flatten(0, 1) for x in (q_BTHD, k_BTKD, v_BTKV))
-            return attend_in_tiles(tiles, factor, *flat).view(*q_BTHD.shape[:3], -1)
-
-        return value_of(exact, gradient_of=lambda: Causal()(layer, q_BTHD, k_BTKD, v_BTKV, scale))
-
-    def _lay_out(self, q_BTHD: Tensor, num_keys: int) -> Tiles:
-        rows, length = q_BTHD.shape[:2]
-        starts_B = np.arange(rows) * length
-        places_S = np.arange(-(-length // KEYS) * KEYS).clip(max=length - 1)
+    def _lay_out(self, width: int) -> Tiles:
+        lengths_B = np.array(self.lengths)
+        ends_B = lengths_B.cumsum()
+        places_S = np.arange(-(-int(lengths_B.max()) // KEYS) * KEYS)
         return Tiles.lay_out(
-            starts_B=starts_B, ends_B=starts_B + length, lengths_B=np.full(rows, length),
-            slots_BS=starts_B[:, None] + places_S, width=tokens_of_a_tile(q_BTHD.shape[2], num_keys),
-            device=q_BTHD.device,
+            starts_B=ends_B - lengths_B, ends_B=ends_B, lengths_B=lengths_B, width=width, device=self._device,
+            slots_BS=(ends_B - lengths_B)[:, None] + places_S.clip(max=lengths_B[:, None] - 1),
         )  # fmt: skip
 
 

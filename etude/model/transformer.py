@@ -13,6 +13,7 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from etude.model.config import ModelConfig
 from etude.model.experts import Experts, Routing
@@ -56,6 +57,8 @@ class Transformer(nn.Module):
 
     rope: Tensor
     arithmetic = PLAIN
+    fused = False
+    """Layers and head are compiled."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -75,6 +78,12 @@ class Transformer(nn.Module):
             module.arithmetic = arithmetic  # type: ignore[assignment]
         return self
 
+    def cast(self, dtype: torch.dtype) -> Transformer:
+        """Parameters in this type, tables and biases of routers as they are; returns itself."""
+        for parameter in self.parameters():
+            parameter.data = parameter.data.to(dtype)
+        return self
+
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, routing: Routing | None = None) -> Tensor:
         x = self.model.embed_tokens(tokens)
         cos, sin = self.rope[positions].to(x.dtype).unbind(-3)
@@ -87,9 +96,10 @@ class Transformer(nn.Module):
         logits_NV = self.logits(hidden_NE)
         if temperature != 1.0:
             # By a tensor, since on CUDA a plain number would be multiplied by its inverse, which rounds otherwise.
-            logits_NV = logits_NV / logits_NV.new_tensor(temperature)
+            logits_NV = logits_NV / torch.full_like(logits_NV[:1, :1], temperature)
         logp_NV = torch.log_softmax(logits_NV, dim=-1)
-        return logp_NV.gather(-1, tokens_N[:, None]).squeeze(-1), logp_NV
+        # `gather` would say the same, but its gradient is not compiled without a tensor as large as all logits.
+        return -F.nll_loss(logp_NV, tokens_N, reduction="none"), logp_NV
 
     def logits(self, hidden: Tensor) -> Tensor:
         head = self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight

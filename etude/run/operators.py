@@ -141,16 +141,16 @@ def _relative(x: Tensor, reference: Tensor) -> float:
 
 
 class OneRow:
-    """As the trainer attends, without a dimension for rows; scores are multiplied by `factor`."""
+    """As the trainer attends to a row of so many tokens; scores are multiplied by `factor`."""
 
-    def __init__(self, model: Transformer, factor: float = 1.0) -> None:
-        self._attend = CausalInTiles() if model.invariant else Causal()
+    def __init__(self, model: Transformer, length: int, factor: float = 1.0) -> None:
+        self._attend = (CausalInTiles if model.invariant else Causal)([length])
         self.latent = self._attend.latent
         self._factor = factor
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
         scale = (scale or q.shape[-1] ** -0.5) * self._factor
-        return self._attend(layer, q[None], k[None], v[None], scale)[0]
+        return self._attend(layer, q, k, v, scale)
 
 
 @torch.no_grad()
@@ -162,7 +162,7 @@ def different_operators(
     whole that contains it."""
     tokens_T, positions_T = torch.tensor(tokens), torch.arange(len(tokens))
     with Trace() as reference:
-        hidden_TE = trainer(tokens_T, positions_T, OneRow(trainer))
+        hidden_TE = trainer(tokens_T, positions_T, OneRow(trainer, len(tokens)))
     logits_TV = trainer.logits(hidden_TE)
     with Trace(reference) as seen:
         answer()
@@ -250,7 +250,7 @@ class Notes:
         mixed: list[Tensor] = []
 
         def off_by(log_factor: float) -> float:
-            part(x, cos, sin, OneRow(self.trainer, math.exp(log_factor)))
+            part(x, cos, sin, OneRow(self.trainer, len(x), math.exp(log_factor)))
             return _relative(engines, mixed.pop())
 
         hook = part.o_proj.register_forward_pre_hook(lambda module, args: mixed.append(args[0]))  # type: ignore[union-attr]

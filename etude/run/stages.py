@@ -9,8 +9,6 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-import torch
-
 from etude.core.config import RlConfig
 from etude.core.errors import EtudeError
 from etude.core.events import Skipped, StageStarted
@@ -22,7 +20,7 @@ from etude.run import data
 from etude.run.documents import read_corpus
 from etude.run.plan import Leg
 from etude.run.prepare import model_directory
-from etude.run.step import Scribe, computing_in, objective_of
+from etude.run.step import Scribe, objective_of
 from etude.store.experts import get_experts
 from etude.train import stages as learning
 from etude.train.objective import Objective
@@ -137,7 +135,8 @@ def rl(trainer: Trainer, leg: Leg) -> None:
 def distill(trainer: Trainer, leg: Leg) -> None:
     stage = leg.stage
     assert isinstance(stage, DistillConfig)
-    teacher = read_teacher(stage.teacher, trainer.files, trainer.context, trainer.learner.device)
+    teacher = read_teacher(stage.teacher, trainer.files, trainer.context)
+    teacher.model.to(trainer.learner.device).cast(trainer.learner.compute)
 
     def judge(batch: Batch, microbatch_tokens: int) -> tuple[Batch, float]:
         return teacher.judge(batch, temperature=stage.temperature, microbatch_tokens=microbatch_tokens)
@@ -157,22 +156,21 @@ def _loop(
     microbatch_tokens = 0 if trainer.config.deterministic else stage.microbatch_tokens
     if trainer.version == 0:
         trainer.reach(0, step=0)  # no stage came before: the engines need the starting weights
-    scribe = Scribe(trainer.learner, stage.compute)
+    scribe = Scribe(trainer.learner)
     for step in range(trainer.version + 1, leg.end + 1):
         batch = scribe.accept(trainer.read_batch(step, leg), f"{trainer.run.objects.url}: batches/{step:06d}")
         batch, teacher_kl = judge(batch, microbatch_tokens)
         lr = rate(step - leg.start - 1, lr=stage.lr, warmup=stage.warmup, total=stage.steps, decay=stage.decay)
-        with computing_in(stage.compute, trainer.learner.model):
-            stats = trainer.learner.step(
-                batch,
-                lr=lr,
-                objective=objective,
-                temperature=stage.temperature,
-                microbatch_tokens=microbatch_tokens,
-                fetch=(lambda name: get_experts(trainer.run.objects, name)) if stage.replay else None,
-                plausible=stage.plausible,
-                balance=stage.balance,
-            )
+        stats = trainer.learner.step(
+            batch,
+            lr=lr,
+            objective=objective,
+            temperature=stage.temperature,
+            microbatch_tokens=microbatch_tokens,
+            fetch=(lambda name: get_experts(trainer.run.objects, name)) if stage.replay else None,
+            plausible=stage.plausible,
+            balance=stage.balance,
+        )
         trainer.reach(step, step=step - leg.start)
         trainer.emit(scribe.write(batch, stats, teacher_kl))
         trainer.compare(batch, stats.recomputed)
@@ -191,7 +189,7 @@ def digest(tokens: object) -> str:
     return f"sha256 {hashlib.sha256(repr(tokens).encode()).hexdigest()}"
 
 
-def read_teacher(path: str, files: Mapping[str, bytes], context: int, device: torch.device) -> Teacher:
+def read_teacher(path: str, files: Mapping[str, bytes], context: int) -> Teacher:
     """`files` are the student's: a teacher speaks of the same tokens, and of sessions as long."""
     directory = model_directory(path, key="teacher")
     small = read_small(directory)
@@ -203,4 +201,4 @@ def read_teacher(path: str, files: Mapping[str, bytes], context: int, device: to
             f"the teacher in {path} has a context of {model.config.max_position_embeddings} tokens, and sessions may "
             f"have {context}: lower model.max_context, or take another teacher"
         )
-    return Teacher(model.to(device))
+    return Teacher(model)

@@ -12,7 +12,6 @@ from etude.core.config import RlConfig
 from etude.core.errors import EtudeError
 from etude.core.events import StepDone
 from etude.core.types import Batch
-from etude.model.transformer import Transformer
 from etude.run.plugins import load
 from etude.train.correction import CORRECTION
 from etude.train.flops import peak_flops, step_flops
@@ -70,20 +69,12 @@ def _try_out(objective: Objective, name: str) -> None:
         )
 
 
-def computing_in(dtype: str, model: Transformer) -> torch.autocast:
-    """For a block in which matrix products are computed in `dtype`."""
-    # No cache of rounded weights: they change within a step, for the reference and by the optimizer.
-    device = next(model.parameters()).device.type
-    return torch.autocast(device, torch.bfloat16, enabled=dtype == "bfloat16", cache_enabled=False)
-
-
 class Scribe:
     """What a step's event says beyond what the learner knows: how long, how well used, how stale, how often before."""
 
-    def __init__(self, learner: Learner, compute: str = "float32") -> None:
-        """`compute`: what the products of its steps are computed in."""
+    def __init__(self, learner: Learner) -> None:
         self._config = learner.model.config
-        self._peak = learner.ranks.size * peak_flops(learner.device, getattr(torch, compute))
+        self._peak = learner.ranks.size * peak_flops(learner.device, learner.compute)
         self._repeats = Repeats()
         self._idle_since = self._began = time.monotonic()
 

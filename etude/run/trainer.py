@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from etude.core.config import RlConfig, RunConfig
+from etude.core.config import RlConfig, RunConfig, TrainerConfig
 from etude.core.errors import EtudeError
 from etude.core.events import FitStep, HandedOver, StageDone
 from etude.core.types import Batch, Recomputed
@@ -80,8 +80,13 @@ class Trainer:
             model.compute_with(INVARIANT)
         if not config.deterministic:
             fused(model)
-        dtype = getattr(torch, config.trainer.weights)
-        self.learner = Learner(model, ranks, optimizer=config.trainer.optimizer, dtype=dtype)
+        self.learner = Learner(
+            model,
+            ranks,
+            optimizer=config.trainer.optimizer,
+            dtype=getattr(torch, config.trainer.weights),
+            compute=computed_in(config.trainer, device),
+        )
         self.stage, self.version, self.step, self.made_by = "", 0, 0, 0
         self.lineage: tuple[Origin, ...] = ()
         self.held_out: tuple[float, ...] = ()
@@ -208,6 +213,12 @@ class Trainer:
 
     def close(self) -> None:
         self.saver.close()
+
+
+def computed_in(config: TrainerConfig, device: torch.device) -> torch.dtype:
+    if config.compute != "auto":
+        return getattr(torch, config.compute)  # type: ignore[no-any-return]
+    return torch.bfloat16 if device.type == "cuda" and config.weights == "bfloat16" else torch.float32
 
 
 def main() -> int:

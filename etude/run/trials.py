@@ -45,6 +45,7 @@ from etude.run.diagnose import (
 from etude.run.operators import different_operators
 from etude.train.loss import predicted
 from etude.train.meter import gap, meter, routed_otherwise
+from etude.train.rows import Text, pack
 
 MakeEngine = Callable[..., Engine]
 Prompt = tuple[int, ...]
@@ -278,31 +279,26 @@ class _Said:
 
 def recompute(model: Transformer, answer: Answer, temperature: float, *, replay: bool = False) -> Recomputation:
     """As the trainer does it; `replay`: with the experts that were recorded."""
-    row = answer.row
     routing = Routing(_replay(answer) if replay else None) if model.config.experts else None
-    states = predicted(model, torch.tensor([row.tokens]), torch.tensor([row.mask]), routing)
+    states = predicted(model, pack([_text(answer)]), routing)
     logp_N, logp_NV = model.logprobs(*states, temperature)
     return Recomputation(logp_N=logp_N, logp_NV=logp_NV, used_TLk=routing.used() if routing else None)
 
 
 def draw(model: Transformer, answers: Sequence[Answer], temperature: float, seed: int, replay: bool) -> Recomputation:
     """With random rounding, and log-probs taken as the engine's sampler does."""
-    rows = [answer.row for answer in answers]
-    lengths = [len(row.tokens) - 1 for row in rows]
-    tokens_T = torch.tensor([token for row in rows for token in row.tokens[:-1]])
-    positions_T = torch.cat([torch.arange(length) for length in lengths])
-    counts_T = torch.tensor([said for row in rows for said in row.mask[1:]])
+    packed = pack([_text(answer) for answer in answers])
     routing = None
     if model.config.experts:
         routing = Routing(torch.cat([_replay(answer) for answer in answers]) if replay else None)
     with RandomRounding(seed):
-        hidden_TE = model(tokens_T, positions_T, StepwiseCausal(lengths), routing)
-        logits_NV = model.logits(hidden_TE[counts_T]) / torch.tensor(temperature)
+        hidden_TE = model(packed.tokens_T, packed.positions_T, StepwiseCausal(packed.lengths), routing)
+        logits_NV = model.logits(hidden_TE[packed.places_N]) / torch.tensor(temperature)
         p_NV = torch.softmax(logits_NV, -1)
         # What is too unlikely for a probability in float32 no engine draws, but at another temperature it may have.
         is_tiny_NV = p_NV < torch.finfo(torch.float32).tiny
         logp_NV = torch.where(is_tiny_NV, torch.log_softmax(logits_NV, -1), p_NV.log())
-    logp_N = logp_NV.gather(-1, recorded(rows)[1][:, None])[:, 0]
+    logp_N = logp_NV.gather(-1, packed.targets_N[:, None])[:, 0]
     return Recomputation(logp_N=logp_N, logp_NV=logp_NV.new_empty(0), used_TLk=routing.used() if routing else None)
 
 
@@ -343,11 +339,15 @@ def _answer(name: str, prompt: Prompt, sample: Sample, model: Transformer) -> An
     return Answer(row_of(name, prompt, sample), experts)
 
 
+def _text(answer: Answer) -> Text:
+    return Text(answer.row.tokens, answer.row.mask)
+
+
 def _replay(answer: Answer) -> Tensor:
     """Of all tokens that are read; -1 where nothing was recorded."""
     ids_TLk = answer.experts_TLk
     assert ids_TLk is not None
-    length = len(answer.row.tokens) - 1
+    length = _text(answer).length
     rest = ids_TLk.new_full((max(0, length - len(ids_TLk)), *ids_TLk.shape[1:]), -1)
     return torch.cat((ids_TLk[:length], rest))
 
@@ -360,8 +360,8 @@ def _used(each: Recomputation) -> Tensor:
 def _recomputed(answer: Answer, found: Recomputation) -> Recomputed:
     otherwise = None
     if answer.experts_TLk is not None and found.used_TLk is not None:
-        counts_T = torch.tensor(answer.row.mask[1:])
-        both = (ids_TLk[counts_T].numpy() for ids_TLk in (_replay(answer), found.used_TLk))
+        places_N = _text(answer).counted - 1
+        both = (ids_TLk.numpy()[places_N] for ids_TLk in (_replay(answer), found.used_TLk))
         otherwise = tuple(routed_otherwise(*both).tolist())
     return Recomputed(
         logprobs=tuple(found.logp_N.tolist()),

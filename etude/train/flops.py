@@ -73,10 +73,17 @@ def peak_flops(device: torch.device, dtype: torch.dtype, *, size: int = 1024, tr
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     if known := next((peak for part, peak in KNOWN.items() if part in name), None):
         return known
-    x = torch.ones(size, size, device=device, dtype=dtype)
-    best = float("inf")
+    return matrix_flops(device, dtype, size=size, tries=tries)
+
+
+def matrix_flops(device: torch.device, dtype: torch.dtype, *, size: int, tries: int = 5) -> float:
+    """What a device reaches on large products of random numbers; zeros and ones would take less power."""
+    x, y = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    best, at_once = float("inf"), 10 if device.type == "cuda" else 1
     for _ in range(tries):
         began = time.perf_counter()
-        (x @ x)[0, 0].item()
-        best = min(best, time.perf_counter() - began)
+        for _ in range(at_once):
+            z = x @ y
+        z[0, 0].item()
+        best = min(best, (time.perf_counter() - began) / at_once)
     return 2.0 * size**3 / best

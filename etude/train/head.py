@@ -1,13 +1,17 @@
 """From hidden states to the log-probs of given tokens, a part of the vocabulary's logits at a time.
 
 All logits of a batch are by far its largest tensor: a hundred thousand numbers for each token, of which one is wanted.
-So the tokens go through the head in parts, and the backward pass computes the logits of a part again.
+So where there are too many of them the tokens go through the head in parts, and the backward pass computes the logits
+of a part again. Compiled, a part keeps nothing but the logits themselves, in the model's own type, so that far more of
+them are not too many.
 
 Shapes: N tokens, V vocabulary, E hidden size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -17,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from etude.model.transformer import Transformer
 
 MAX_LOGITS = {"cpu": 2**25, "cuda": 2**28}  # numbers at once: 128 MB, 1 GB
+MAX_FUSED_LOGITS = 2**32  # 8 GB, and as much for their gradient
 
 
 class Others(NamedTuple):
@@ -26,21 +31,29 @@ class Others(NamedTuple):
     likeliest_N: Tensor
 
 
+Part = Callable[[Transformer, Tensor, Tensor, float, bool], tuple[Tensor, Others]]
+
+
 def head_logprobs(
     model: Transformer, hidden_NE: Tensor, tokens_N: Tensor, temperature: float = 1.0, *, with_others: bool = False
 ) -> tuple[Tensor, Others]:
     """The log-prob of each token, and if it is wanted what could have stood in its place."""
-    size = max(1, MAX_LOGITS[hidden_NE.device.type] // model.config.vocab_size)
+    part = _fused_part() if model.fused else _part
+    most = MAX_FUSED_LOGITS if model.fused else MAX_LOGITS[hidden_NE.device.type]
+    size = max(1, most // model.config.vocab_size)
     if len(tokens_N) <= size:
-        return _part(model, hidden_NE, tokens_N, temperature, with_others)
+        return part(model, hidden_NE, tokens_N, temperature, with_others)
     parts = [
-        checkpoint(
-            _part, model, hidden, tokens, temperature, with_others, use_reentrant=False, preserve_rng_state=False
-        )
+        checkpoint(part, model, hidden, tokens, temperature, with_others, use_reentrant=False, preserve_rng_state=False)
         for hidden, tokens in zip(torch.split(hidden_NE, size), torch.split(tokens_N, size), strict=True)
     ]
     logps, others = zip(*parts, strict=True)
     return torch.cat(logps), Others(*map(torch.cat, zip(*others, strict=True)))
+
+
+@cache
+def _fused_part() -> Part:
+    return torch.compile(_part, dynamic=True)
 
 
 def _part(

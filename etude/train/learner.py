@@ -3,6 +3,7 @@
 Two copies of the weights: fp32 masters, which the optimizer moves, and the model, whose parameters are the masters
 rounded to bf16. The forward pass so computes with exactly the values that are published and served, while steps too
 small for bf16 still add up in the masters; a gradient at the rounded weights is taken as the masters' gradient.
+Gradients add up in fp32 too, whatever the model computes in.
 
 A learner is one of `ranks`, alone by default. Each is handed the same batch, computes its share of it and holds its
 rows of model, masters and optimizer; all of them take the same step.
@@ -16,6 +17,8 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,10 +34,16 @@ from etude.train.objective import AGGREGATE, Objective
 from etude.train.optimizer import OPTIMIZER, Optimizer
 from etude.train.ranks import ALONE, Ranks, own, rows_of
 from etude.train.routers import Routers, to_replay
-from etude.train.rows import Cost, Microbatch, P, Padded, pack, share
+from etude.train.rows import Cost, Item, Microbatch, Packed, Sampled, Text, check, pack, pack_rows, plan
 from etude.train.supervised import Figures, FitLoss, cross_entropy
 
 MAX_GRAD_NORM = 1.0
+
+# Small enough to stay in the caches of a CPU core, and enough to keep a device busy; a step does not depend on it but
+# for rounding.
+MICROBATCH_TOKENS = {"cpu": 1024, "cuda": 16_384}
+
+P = TypeVar("P", bound=Packed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +66,7 @@ class StepStats:
     num_tokens: int
     """Sampled tokens."""
     num_computed: int
-    """All tokens that went through the model, prompts and padding included."""
+    """All tokens that went through the model, prompts included."""
     router_disagreement: float | None = None
     """Share of the tokens with replayed experts for which a router, left alone, would have chosen another."""
     experts_replaced: float | None = None
@@ -82,7 +91,8 @@ class Learner:
     """Takes the model over: from now on its parameters are the rounded masters, and this rank's rows of them only.
 
     `dtype` is what masters are rounded to. float32 leaves them as they are: for models that are too small or steps that
-    are too exact for bf16, and to compare ranks without the noise of rounding.
+    are too exact for bf16, and to compare ranks without the noise of rounding. `compute` is the type of the parameters,
+    and so of activations; bfloat16 is for processors that have units for it.
     """
 
     def __init__(
@@ -92,17 +102,22 @@ class Learner:
         *,
         optimizer: str = "adamw",
         dtype: torch.dtype = torch.bfloat16,
+        compute: torch.dtype = torch.float32,
     ) -> None:
-        self.model, self.ranks, self.dtype = model, ranks, dtype
+        self.model, self.ranks, self.dtype, self.compute = model, ranks, dtype, compute
         self.device = next(model.parameters()).device
         self._cost = cost_of(model)
-        ranks.shard(model)
+        self._masters = {
+            name: p.detach()[ranks.rows(len(p))].to(torch.float32, copy=True) for name, p in model.named_parameters()
+        }
+        ranks.shard(model.cast(compute))
         self._parameters = dict(model.named_parameters())
+        self._gradients: dict[str, Tensor] = {}
+        for name, parameter in self._parameters.items():
+            parameter.register_post_accumulate_grad_hook(partial(self._add_gradient, name))  # type: ignore[no-untyped-call]
         # What no gradient moves: the biases of routers.
         self._fixed = {name: t for name, t in model.state_dict().items() if name not in self._parameters}
-        self._masters = {name: own(p).detach().float().clone() for name, p in self._parameters.items()}
         self._kept: dict[str, Tensor] = {}
-        self._rounded: dict[str, Tensor] = {}
         self._optimizer: Optimizer = OPTIMIZER[optimizer](self._masters, model, ranks)
         self._round(self._masters)
 
@@ -123,110 +138,103 @@ class Learner:
         `kl_coef` takes the kept weights for its reference. `fetch` reads the experts that a row names; without it none
         are replayed. `plausible`, `balance`: see `routers`."""
         routers = Routers(self.model, least=plausible, balance=balance)
-        microbatches, divisor = self._packed(batch, objective.aggregate, microbatch_tokens, fetch)
-        num_tokens = sum(micro.num_tokens for micro in microbatches)
-        total, seen, entropy, capped, silenced = 0.0, [], 0.0, 0.0, 0.0
-        mine = self._share(microbatches)
+        rows, divisor = self._weighed(batch, objective.aggregate, microbatch_tokens)
+        num_tokens = sum(row.num_tokens for row in rows)
+        experts = self.model.config.experts
+        mine = self._share(
+            rows, lambda some: pack_rows(some, lambda row: to_replay(row, experts, fetch) if fetch else None),
+            microbatch_tokens,
+        )  # fmt: skip
         references = self._reference(mine, temperature) if objective.kl_coef else itertools.repeat(None)
+        sums, seen = [], []  # on the device: nothing is waited for before the last microbatch is under way
         for micro, ref_logp_N in zip(mine, references, strict=False):
             routing = routers.open(micro)
-            logp_N, others = token_logprobs(
-                self.model, micro.tokens_BT, micro.mask_BT, temperature, routing, with_others=True
-            )
-            old_logp_N, adv_N = micro.old_logprobs_BT[micro.mask_BT], micro.advantages_BT[micro.mask_BT]
-            row_N = micro.mask_BT.nonzero()[:, 0]
-            scored = objective.score(logp_N, old_logp_N, adv_N, row_N, ref_logp_N)
-            otherwise_N = routers.otherwise(routing, micro.mask_BT)
+            logp_N, others = token_logprobs(self.model, micro, temperature, routing, with_others=True)
+            scored = objective.score(logp_N, micro.old_logprobs_N, micro.advantages_N, micro.row_N, ref_logp_N)
+            otherwise_N = routers.otherwise(routing, micro.places_N)
             balancing = routers.close(routing, micro) * (micro.num_tokens / num_tokens)
-            loss = (scored.loss_N * micro.weights_B[row_N]).sum() / divisor + balancing
+            loss = (scored.loss_N * micro.weights_N).sum() / divisor + balancing
             loss.backward()  # type: ignore[no-untyped-call]
-            total += loss.item()
-            capped += scored.capped_N.sum().item() / num_tokens
-            silenced += scored.silenced_N.sum().item() / num_tokens
-            entropy += others.entropy_N.sum().item() / num_tokens
-            columns = (micro.numbers_B[row_N], old_logp_N, logp_N.detach(), others.likeliest_N, otherwise_N)
+            parts = (loss.detach(), scored.capped_N.sum(), scored.silenced_N.sum(), others.entropy_N.sum())
+            sums.append(torch.stack([part.double() for part in parts]))
+            columns = (micro.row_N, micro.old_logprobs_N, logp_N.detach(), others.likeliest_N, otherwise_N)
             seen.append(torch.stack([column.double() for column in columns], 1))
         routers.settle(self.ranks)
-        total, entropy, capped, silenced = self.ranks.sum(total, entropy, capped, silenced)
+        loss_sum, *others_sum = self.ranks.sum(*(sum(column) for column in torch.stack(sums).T.tolist()))
+        capped, silenced, entropy = (each / num_tokens for each in others_sum)
         seen_N5 = self.ranks.join_all(torch.cat(seen).flatten().cpu()).view(-1, 5)
         return StepStats(
-            loss=total,
+            loss=loss_sum,
             drift=gap(seen_N5[:, 1].numpy(), seen_N5[:, 2].numpy()),
             capped=capped,
             silenced=silenced,
             entropy=entropy,
             grad_norm=self._update(lr, weight_decay),
             lr=lr,
-            num_rows=len(batch.rows),
+            num_rows=len(rows),
             num_tokens=num_tokens,
-            num_computed=sum(micro.tokens_BT.numel() for micro in microbatches),
+            num_computed=sum(row.length for row in rows),
             router_disagreement=routers.disagreement,
             experts_replaced=routers.replaced,
-            recomputed=_by_row(seen_N5, len(batch.rows)),
+            recomputed=_by_row(seen_N5, len(rows)),
         )
 
-    def _packed(
-        self, batch: Batch, aggregate: str, microbatch_tokens: int, fetch: Callable[[str], bytes] | None
-    ) -> tuple[list[Microbatch], float]:
-        """All microbatches of a batch, and what the weighted sum of their tokens' losses is divided by."""
-        config = self.model.config
-        weights, divisor = AGGREGATE[aggregate](batch.rows, config.max_position_embeddings)
+    def _weighed(self, batch: Batch, aggregate: str, microbatch_tokens: int) -> tuple[list[Sampled], float]:
+        """The rows of a batch, and what the weighted sum of their tokens' losses is divided by."""
+        context = self.model.config.max_position_embeddings
+        weights, divisor = AGGREGATE[aggregate](batch.rows, context)
         if not any(any(row.mask) for row in batch.rows):
             raise ValueError(f"the batch of step {batch.step} has no sampled token: there is nothing to learn from")
-        microbatches = pack(
-            batch.rows,
-            microbatch_tokens=microbatch_tokens,
-            max_tokens=config.max_position_embeddings,
-            weights=weights,
-            experts=lambda row: to_replay(row, config.experts, fetch) if fetch else None,
-        )
-        return microbatches, divisor
+        check(batch.rows, microbatch_tokens=microbatch_tokens, max_tokens=context)
+        return [Sampled.of(row, n, w) for n, (row, w) in enumerate(zip(batch.rows, weights, strict=True))], divisor
 
     def fit(
         self,
-        microbatches: Sequence[Padded],
+        items: Sequence[Item],
         *,
         lr: float,
         weight_decay: float = 0.0,
         balance: bool = False,
+        pack: Callable[[Sequence[Any]], Packed] = pack,
         loss: FitLoss = cross_entropy,
     ) -> FitStats:
-        """One step of a supervised loss, averaged over what counts in all microbatches together."""
+        """One step of a supervised loss, averaged over what counts in all items together."""
         routers = Routers(self.model, balance=balance)
-        count = sum(micro.count for micro in microbatches)
-        total, figures = 0.0, Figures()
-        for micro in self._share(microbatches):
+        count = sum(item.count for item in items)
+        num_tokens = sum(item.num_tokens for item in items)
+        totals, figures = [], Figures()
+        for micro in self._share(items, pack):
             routing = routers.open(micro)
             sum_of_losses, seen = loss(self.model, micro, routing)
-            mean = (sum_of_losses + micro.count * routers.close(routing, micro)) / count
+            balancing = routers.close(routing, micro) * (micro.num_tokens / num_tokens)
+            mean = sum_of_losses / count + balancing
             mean.backward()  # type: ignore[no-untyped-call]
-            total += mean.item()
+            totals.append(mean.detach().double())
             figures |= {name: figures.get(name, 0.0) + value / count for name, value in seen.items()}
         routers.settle(self.ranks)
-        total, *sums = self.ranks.sum(total, *figures.values())
+        total, *sums = self.ranks.sum(sum(torch.stack(totals).tolist()), *figures.values())
         return FitStats(
             loss=total,
             grad_norm=self._update(lr, weight_decay),
             lr=lr,
-            num_tokens=sum(micro.num_tokens for micro in microbatches),
+            num_tokens=num_tokens,
             figures=dict(zip(figures, sums, strict=True)),
         )
 
     @torch.no_grad()
-    def evaluate(self, microbatches: Sequence[Padded]) -> float:
+    def evaluate(self, texts: Sequence[Text]) -> float:
         """Mean cross entropy of the tokens that count; changes nothing."""
-        mine = self._share(microbatches)
-        logps = [token_logprobs(self.model, m.tokens_BT, m.mask_BT, starts_BT=m.starts_BT)[0] for m in mine]
+        logps = [token_logprobs(self.model, packed)[0].double().sum() for packed in self._share(texts, pack)]
         self.ranks.rest(self.model)
-        (total,) = self.ranks.sum(sum(logp_N.double().sum().item() for logp_N in logps))
-        return -total / sum(micro.num_tokens for micro in microbatches)
+        (total,) = self.ranks.sum(sum(torch.stack(logps).tolist()))
+        return -total / sum(text.num_tokens for text in texts)
 
     @torch.no_grad()
     def _reference(self, microbatches: Sequence[Microbatch], temperature: float) -> list[Tensor]:
         """The log-probs under the kept weights."""
         assert self._kept, "a kl_coef needs a reference: keep() the weights that the stage starts from"
         with self.recalled():
-            return [token_logprobs(self.model, m.tokens_BT, m.mask_BT, temperature)[0] for m in microbatches]
+            return [token_logprobs(self.model, micro, temperature)[0] for micro in microbatches]
 
     def weights(self) -> dict[str, Tensor]:
         """Of a learner alone: a copy of the tensors to publish, the very values that the next forward pass computes
@@ -234,9 +242,11 @@ class Learner:
         return files.weights(self.model, self.dtype)
 
     def rows(self) -> dict[str, files.Rows]:
-        """The same, as far as this rank holds it. They are for whoever asks to keep: the next step rounds into other
-        memory."""
-        held = {name: (self.ranks.rows(len(p)).start, self._rounded[name]) for name, p in self._parameters.items()}
+        """The same, as far as this rank holds it. They are for whoever asks to keep."""
+        held = {
+            name: (self.ranks.rows(len(p)).start, own(p).detach().to(self.dtype, copy=True))
+            for name, p in self._parameters.items()
+        }
         fixed = {name: (0, tensor.clone()) for name, tensor in self._fixed.items()}
         return files.rows(self.model, held | fixed, self.dtype)
 
@@ -303,14 +313,17 @@ class Learner:
         tensors |= {f"master.{name}": master for name, master in self._masters.items()}
         return tensors | self._optimizer.state()
 
-    def _share(self, microbatches: Sequence[P]) -> Sequence[P]:
+    def _share(
+        self, items: Sequence[Item], pack: Callable[[Sequence[Any]], P], microbatch_tokens: int | None = None
+    ) -> list[P]:
         """What this rank computes of them. Ranks meet in every layer of every pass, so all have equally many."""
-        mine = share(microbatches, self.ranks.rank, self.ranks.size, self._cost)
-        return [micro.to(self.device) for micro in mine]
+        limit = MICROBATCH_TOKENS[self.device.type] if microbatch_tokens is None else microbatch_tokens
+        plans = plan([item.length for item in items], limit, self.ranks.size, self._cost)
+        return [pack([items[index] for index in some]).to(self.device) for some in plans[self.ranks.rank]]
 
     def _update(self, lr: float, weight_decay: float) -> float:
         """Moves the masters by the gradient that has gathered on the model, and rounds them into it."""
-        gradients = {name: own(p.grad) for name, p in self._parameters.items() if p.grad is not None}
+        gradients, self._gradients = self._gradients, {}
         norm = self.ranks.norm(torch.nn.utils.get_total_norm(gradients.values()))
         # It would poison the masters and every version after.
         if not torch.isfinite(norm):
@@ -319,20 +332,26 @@ class Learner:
                 "log-probs that are not finite in its batch, or for a loss of your own that is not finite on it"
             )
         scale = (MAX_GRAD_NORM / (norm + 1e-6)).clamp(max=1.0)
-        for gradient in gradients.values():
-            gradient.mul_(scale)
+        torch._foreach_mul_(list(gradients.values()), scale)
         self._optimizer.step(gradients, lr=lr, weight_decay=weight_decay)
-        self.model.zero_grad(set_to_none=True)
         self._round(self._masters)
         return float(norm)
 
     @torch.no_grad()
+    def _add_gradient(self, name: str, parameter: Tensor) -> None:
+        """Takes what a microbatch leaves at a parameter."""
+        assert parameter.grad is not None
+        gradient, parameter.grad = own(parameter.grad), None
+        if name in self._gradients:
+            self._gradients[name].add_(gradient)
+        else:
+            self._gradients[name] = gradient.float()
+
+    @torch.no_grad()
     def _round(self, weights: Mapping[str, Tensor]) -> None:
         """Into the model."""
-        self._rounded = {}  # a version that is being published has its own reference
-        for name, parameter in self._parameters.items():
-            self._rounded[name] = weights[name].to(self.dtype, copy=True)
-            own(parameter).copy_(self._rounded[name])
+        exact = weights.values() if self.compute == self.dtype else [w.to(self.dtype) for w in weights.values()]
+        torch._foreach_copy_([own(self._parameters[name]) for name in weights], list(exact))
 
 
 def _by_row(seen_N5: Tensor, num_rows: int) -> tuple[Recomputed, ...]:

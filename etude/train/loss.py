@@ -17,7 +17,7 @@ says.
 Every loss is linear in the advantage as long as that keeps its sign. So a correction, which is a weight of 0 or more,
 is simply multiplied into the advantage before the loss sees it.
 
-Shapes: B rows, T tokens, E hidden size; N the tokens that count, in the order in which they stand.
+Shapes: T tokens, E hidden size; N the tokens that count, in the order in which they stand.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from etude.model.attention import Causal
 from etude.model.tiled_attention import CausalInTiles
 from etude.model.transformer import Routing, Transformer
 from etude.train.head import Others, head_logprobs
+from etude.train.rows import Packed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,38 +130,22 @@ LOSS: dict[str, Loss] = {
 
 def token_logprobs(
     model: Transformer,
-    tokens_BT: Tensor,
-    mask_BT: Tensor,
+    packed: Packed,
     temperature: float = 1.0,
     routing: Routing | None = None,
-    starts_BT: Tensor | None = None,
     *,
     with_others: bool = False,
 ) -> tuple[Tensor, Others]:
     """For each token that counts: its log-prob, and if it is wanted what could have stood there.
 
-    `starts_BT` is as in `rows.Padded`.
-
     Only positions that predict a counted token reach the head: every other token costs no logits and gets no gradient.
     """
-    hidden_NE, tokens_N = predicted(model, tokens_BT, mask_BT, routing, starts_BT)
+    hidden_NE, tokens_N = predicted(model, packed, routing)
     return head_logprobs(model, hidden_NE, tokens_N, temperature, with_others=with_others)
 
 
-def predicted(
-    model: Transformer,
-    tokens_BT: Tensor,
-    mask_BT: Tensor,
-    routing: Routing | None = None,
-    starts_BT: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def predicted(model: Transformer, packed: Packed, routing: Routing | None = None) -> tuple[Tensor, Tensor]:
     """For each token that counts: the hidden state before it, and the token (NE, N)."""
-    starts_BT = None if starts_BT is None else starts_BT[:, :-1]
-    positions_BT = torch.arange(tokens_BT.shape[1] - 1, device=tokens_BT.device).expand(len(tokens_BT), -1)
-    if starts_BT is not None:
-        positions_BT = positions_BT - starts_BT
-    # What an engine sampled never shares a row with another document.
-    attend = CausalInTiles() if model.invariant and starts_BT is None else Causal(starts_BT)
-    hidden_BTE = model(tokens_BT[:, :-1], positions_BT, attend, routing)
-    counts_BT = mask_BT[:, 1:]
-    return hidden_BTE[counts_BT], tokens_BT[:, 1:][counts_BT]
+    attend = (CausalInTiles if model.invariant else Causal)(packed.lengths, packed.tokens_T.device)
+    hidden_TE = model(packed.tokens_T, packed.positions_T, attend, routing)
+    return hidden_TE.index_select(0, packed.places_N), packed.targets_N

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 
@@ -84,10 +84,11 @@ class Ranks:
         if self.size == 1:
             return
         mesh = init_device_mesh(next(model.parameters()).device.type, (self.size,))
+        exact = MixedPrecisionPolicy(reduce_dtype=torch.float32)
         for block in model.model.layers:
-            fully_shard(block, mesh=mesh)
+            fully_shard(block, mesh=mesh, mp_policy=exact)
         # The root keeps its parameters between the passes: the head is needed after `forward` has returned.
-        fully_shard(model, mesh=mesh, reshard_after_forward=False)
+        fully_shard(model, mesh=mesh, mp_policy=exact, reshard_after_forward=False)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)  # losses are divided by the tokens of the whole batch already

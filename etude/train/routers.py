@@ -5,8 +5,7 @@ Even load comes in the way of the model's family. DeepSeek's routers have a bias
 choice; after a step it is nudged up for experts that had less than their share and down for the others, and it is
 published like any weight. The others have a further loss, least when all experts are equally likely and equally used.
 
-Shapes: B rows, T tokens (one less than in the rows: the last is never read), N = B * T, X experts, k experts of a
-token, L layers that have experts.
+Shapes: T tokens that are read, N those that count, X experts, k experts of a token, L layers that have experts.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from etude.model.config import ExpertsConfig
 from etude.model.experts import Router, Routing, read_ids
 from etude.model.transformer import Transformer
 from etude.train.ranks import ALONE, Ranks
-from etude.train.rows import Padded
+from etude.train.rows import Packed
 
 BIAS_STEP = 1e-3
 """What DeepSeek-V3 was trained with; scores lie between 0 and 1."""
@@ -52,21 +51,20 @@ class Routers:
             return None
         return self.num_replaced / (self.num_replayed * len(self._routers) * self._config.num_experts_per_tok)
 
-    def open(self, micro: Padded) -> Routing | None:
+    def open(self, micro: Packed) -> Routing | None:
         """For the forward pass; None if there is nothing to tell and nothing to see."""
-        if not self._config or (micro.experts_BTLk is None and not self._balance):
+        if not self._config or (micro.experts_TLk is None and not self._balance):
             return None
-        replay = None if micro.experts_BTLk is None else micro.experts_BTLk[:, :-1]
-        return Routing(replay, least=self._least, keep_scores=self._balance and not self._config.sigmoid)
+        return Routing(micro.experts_TLk, least=self._least, keep_scores=self._balance and not self._config.sigmoid)
 
-    def otherwise(self, routing: Routing | None, mask_BT: Tensor) -> Tensor:
+    def otherwise(self, routing: Routing | None, places_N: Tensor) -> Tensor:
         """Before `close`, for each token that counts: 1 if any router would have chosen another expert for the token
         before it, from which it was predicted, and 0 if not; NaN if nothing was replayed."""
         if routing is None or routing.replay is None:
-            return torch.full((int(mask_BT[:, 1:].sum()),), torch.nan, device=mask_BT.device)
-        return routing.differs()[mask_BT[:, 1:].flatten()].float()
+            return torch.full_like(places_N, torch.nan, dtype=torch.float32)
+        return routing.differs()[places_N].float()
 
-    def close(self, routing: Routing | None, micro: Padded) -> Tensor | float:
+    def close(self, routing: Routing | None, micro: Packed) -> Tensor | float:
         """Counts; returns the loss that balances, a mean over the tokens of the microbatch."""
         if routing is None or not self._config or not micro.num_tokens:  # a rank without work only keeps company
             return 0.0
@@ -76,13 +74,12 @@ class Routers:
             self.num_replaced += int(routing.replaced().sum())
         if not self._balance:
             return 0.0
-        is_read_N = read_tokens(micro.mask_BT).flatten()
-        used_NLk = routing.used()[is_read_N]
+        used_TLk = routing.used()
         for layer, load_X in enumerate(self.loads_LX):
-            load_X += used_NLk[:, layer].flatten().bincount(minlength=len(load_X)).cpu()
+            load_X += used_TLk[:, layer].flatten().bincount(minlength=len(load_X)).cpu()
         if self._config.sigmoid:
             return 0.0
-        return self._config.router_aux_loss_coef * balance_loss([s[is_read_N] for s in routing.scores], used_NLk)
+        return self._config.router_aux_loss_coef * balance_loss(routing.scores, used_TLk)
 
     @torch.no_grad()
     def settle(self, ranks: Ranks = ALONE) -> None:
@@ -113,14 +110,9 @@ def to_replay(row: Row, config: ExpertsConfig | None, fetch: Callable[[str], byt
     return ids
 
 
-def balance_loss(scores_NX: Sequence[Tensor], used_NLk: Tensor) -> Tensor:
+def balance_loss(scores_TX: Sequence[Tensor], used_TLk: Tensor) -> Tensor:
     """The number of experts times the sum over them of load times mean score, all layers taken together."""
-    scores_NLX = torch.stack(list(scores_NX), 1)
-    num_experts = scores_NLX.shape[-1]
-    load_X = used_NLk.flatten().bincount(minlength=num_experts) / scores_NLX[..., 0].numel()
-    return num_experts * (load_X * scores_NLX.mean((0, 1))).sum()
-
-
-def read_tokens(mask_BT: Tensor) -> Tensor:
-    """Of all tokens but the last: those that a token which counts can see. The others are padding, or as good as."""
-    return mask_BT[:, 1:].flip(1).cumsum(1).flip(1) > 0
+    scores_TLX = torch.stack(list(scores_TX), 1)
+    num_experts = scores_TLX.shape[-1]
+    load_X = used_TLk.flatten().bincount(minlength=num_experts) / scores_TLX[..., 0].numel()
+    return num_experts * (load_X * scores_TLX.mean((0, 1))).sum()

@@ -1,99 +1,237 @@
-"""From rows to padded microbatches, and from those to the share of each rank. Pure: the same rows give the same
+"""From sequences to packed microbatches, and which rank computes which. Pure: the same sequences give the same
 microbatches, in the same order, on every rank.
 
-As in `core.types.Row`, position t of every field speaks of token t. That a token is predicted at the position before it
-is said in one place only, `loss.token_logprobs`. Shapes: B rows, T tokens, L layers that have experts, k experts of a
+The sequences of a microbatch stand one behind the other, and none sees another: nothing is padded. At each place the
+token after it is predicted, so of a sequence only what stands before the last token that counts is read. As in
+`core.types.Row`, position t of every field speaks of token t; that a token is predicted at the position before it is
+said here and nowhere else.
+
+Shapes: T tokens that a microbatch reads, N those that count, B sequences, L layers that have experts, k experts of a
 token.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Self, TypeVar
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, Protocol, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from etude.core.types import Row
 
+Ints = NDArray[np.int64]
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Padded:
-    """Token rows of one width, and which of their tokens the loss counts. Padding stands at the end and never counts;
-    nor does the first token of a row, before which nothing stands."""
 
-    tokens_BT: Tensor
-    mask_BT: Tensor
-    experts_BTLk: Tensor | None = None
-    """The experts that are replayed, -1 where the router decides; None: it decides everywhere."""
-    starts_BT: Tensor | None = None
-    """For each token where its document begins in the row, if a row holds several that do not see each other."""
+class Item(Protocol):
+    """What microbatches are made of, and what is never cut."""
 
-    def to(self, device: torch.device) -> Self:
-        return self._each(lambda tensor: tensor.to(device))
-
-    def _each(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """The same with every tensor changed."""
-        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{name: change(t) for name, t in tensors.items() if isinstance(t, Tensor)})
+    @property
+    def length(self) -> int:
+        """Tokens that are read."""
 
     @property
     def num_tokens(self) -> int:
         """How many tokens the loss counts."""
-        return int(self.mask_BT[:, 1:].sum())
 
     @property
     def count(self) -> int:
-        """How many things the loss is the mean of: tokens, unless a kind of microbatch says otherwise."""
+        """How many of the things that the loss is a mean of: tokens, unless a kind of item says otherwise."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """A sequence of tokens, and which of them the loss counts; never the first, before which nothing stands."""
+
+    tokens: Sequence[int]
+    mask: Sequence[bool]
+
+    @cached_property
+    def counted(self) -> Ints:
+        """Where the tokens that count stand."""
+        return np.flatnonzero(self.mask[1:]) + 1
+
+    @property
+    def length(self) -> int:
+        return int(self.counted[-1]) if len(self.counted) else 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.counted)
+
+    @property
+    def count(self) -> int:
         return self.num_tokens
 
 
+@dataclass(frozen=True)
+class Sampled(Text):
+    """A row of a batch of RL."""
+
+    row: Row
+    number: int
+    """Which row of the batch it is."""
+    weight: float
+    """What a token of it counts for in the objective."""
+
+    @classmethod
+    def of(cls, row: Row, number: int, weight: float = 1.0) -> Sampled:
+        return cls(row.tokens, row.mask, row, number, weight)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Microbatch(Padded):
-    """What one forward and backward pass of RL reads."""
+class Packed:
+    """What one forward and backward pass reads."""
 
-    old_logprobs_BT: Tensor
-    advantages_BT: Tensor
-    weights_B: Tensor
-    """What a token of each row counts for in the objective."""
-    numbers_B: Tensor
-    """Which rows of the batch they are."""
+    tokens_T: Tensor
+    positions_T: Tensor
+    """Of each token within its sequence."""
+    lengths: tuple[int, ...]
+    """How many tokens are read of each sequence."""
+    places_N: Tensor
+    """Where in the microbatch each token that counts is predicted."""
+    targets_N: Tensor
+    """The tokens that count."""
+    sequence_N: Tensor
+    """Which sequence of the microbatch each of them stands in."""
+    experts_TLk: Tensor | None = None
+    """The experts that are replayed, -1 where the router decides; None: it decides everywhere."""
+
+    def to(self, device: torch.device) -> Self:
+        there: dict[str, Any] = {
+            f.name: tensor.to(device) for f in fields(self) if isinstance(tensor := getattr(self, f.name), Tensor)
+        }
+        return replace(self, **there)
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens the loss counts."""
+        return len(self.targets_N)
 
 
-P = TypeVar("P", bound=Padded)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Microbatch(Packed):
+    """The same for RL."""
+
+    old_logprobs_N: Tensor
+    advantages_N: Tensor
+    weights_N: Tensor
+    """What a token counts for in the objective."""
+    row_N: Tensor
+    """Which row of the batch a token stands in."""
 
 
-def plan(lengths: Sequence[int], limit: int) -> list[list[int]]:
-    """Which rows go together: indices, such that rows x longest row <= limit in every microbatch.
+def pack(texts: Sequence[Text]) -> Packed:
+    return Packed(**_packed(texts))
 
-    Rows of like length share a microbatch, the longest first, so that little is padded and the first microbatch is the
-    one that needs the most memory. `limit = 0` means one row each, in the order given.
+
+def pack_rows(rows: Sequence[Sampled], experts: Callable[[Row], Tensor | None] = lambda row: None) -> Microbatch:
+    """`experts` gives those that the first tokens of a row used, [tokens, L, k]."""
+    return Microbatch(
+        **_packed(rows),
+        experts_TLk=_pack_experts([each.length for each in rows], [experts(each.row) for each in rows]),
+        old_logprobs_N=_joined([np.array(each.row.logprobs)[each.counted] for each in rows], torch.float32),
+        advantages_N=_joined([np.array(each.row.advantages)[each.counted] for each in rows], torch.float32),
+        weights_N=_joined([np.full(each.num_tokens, each.weight) for each in rows], torch.float32),
+        row_N=_joined([np.full(each.num_tokens, each.number) for each in rows], torch.int64),
+    )
+
+
+def _packed(texts: Sequence[Text]) -> dict[str, Any]:
+    """The fields of `Packed`. A rank without work reads one token, of which nothing comes."""
+    lengths = [text.length for text in texts]
+    if not any(lengths):
+        texts, lengths = [Text((0,), (False,))], [1]
+    starts, tokens = accumulate(lengths, initial=0), [np.array(text.tokens) for text in texts]
+    return {
+        "tokens_T": _joined([own[:length] for own, length in zip(tokens, lengths, strict=True)], torch.int64),
+        "positions_T": _joined([np.arange(length) for length in lengths], torch.int64),
+        "lengths": tuple(length for length in lengths if length),
+        "places_N": _joined([s + text.counted - 1 for s, text in zip(starts, texts, strict=False)], torch.int64),
+        "targets_N": _joined([own[text.counted] for own, text in zip(tokens, texts, strict=True)], torch.int64),
+        "sequence_N": _joined([np.full(text.num_tokens, n) for n, text in enumerate(texts)], torch.int64),
+    }
+
+
+def _joined(parts: Sequence[NDArray[Any]], dtype: torch.dtype) -> Tensor:
+    return torch.from_numpy(np.concatenate(parts)).to(dtype) if parts else torch.zeros(0, dtype=dtype)
+
+
+def _pack_experts(lengths: Sequence[int], experts: Sequence[Tensor | None]) -> Tensor | None:
+    shape = next((ids.shape[1:] for ids in experts if ids is not None), None)
+    if shape is None:
+        return None
+    packed_TLk = torch.full((max(1, sum(lengths)), *shape), -1, dtype=torch.int16)
+    for start, length, ids in zip(accumulate(lengths, initial=0), lengths, experts, strict=False):
+        if ids is not None:
+            told = ids[:length]
+            packed_TLk[start : start + len(told)] = told
+    return packed_TLk
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """What a sequence costs: so much for each token, and so much for each pair of tokens one of which sees the
+    other."""
+
+    per_token: float = 1.0
+    per_pair: float = 0.0
+
+    def __call__(self, length: int) -> float:
+        return length * (self.per_token + self.per_pair * length / 2)
+
+
+def plan(
+    lengths: Sequence[int],
+    limit: int,
+    ranks: int = 1,
+    cost: Cost = Cost(),  # noqa: B008 (frozen)
+) -> list[list[list[int]]]:
+    """For each rank the microbatches that it computes, as the indices of the items in them: none of more than `limit`
+    tokens, but for an item that is longer alone. `limit = 0` means one item each, in the order given.
+
+    Ranks work in rounds, one microbatch each, and a round lasts as long as its costliest one. So all have equally many
+    of about the same cost, and where there are fewer items than ranks some are empty. The costliest come first, so
+    that whoever has too little memory learns it at once.
     """
     if limit == 0:
-        return [[index] for index in range(len(lengths))]
-    plans: list[list[int]] = []
-    width = 0
-    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
-        if not plans or (len(plans[-1]) + 1) * width > limit:
-            plans.append([])
-            width = lengths[index]
-        plans[-1].append(index)
-    return plans
+        bins = [[index] for index in range(len(lengths))]
+    else:
+        limit = max(limit, *lengths, 1)
+        bins = _fill(lengths, limit, ranks, cost)
+        bins.sort(key=lambda some: -sum(cost(lengths[index]) for index in some))
+    bins += [[]] * (-len(bins) % ranks)
+    return [bins[rank::ranks] for rank in range(ranks)]
 
 
-def pack(
-    rows: Sequence[Row],
-    *,
-    microbatch_tokens: int,
-    max_tokens: int,
-    weights: Sequence[float] | None = None,
-    experts: Callable[[Row], Tensor | None] = lambda row: None,
-) -> list[Microbatch]:
-    """All rows, each in one microbatch of at most `microbatch_tokens` tokens, padding included. No `weights`: 1.
-    `experts` gives those that the first tokens of a row used, [tokens, L, k]."""
-    weights = [1.0] * len(rows) if weights is None else weights
+def _fill(lengths: Sequence[int], limit: int, ranks: int, cost: Cost) -> list[list[int]]:
+    """The costliest item first, each to the microbatch that costs least and has room. One more round of microbatches
+    if that does not go well."""
+    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    rounds = max(1, math.ceil(sum(lengths) / limit / ranks))
+    while True:
+        bins: list[list[int]] = [[] for _ in range(rounds * ranks)]
+        sizes, costs = np.zeros(len(bins)), np.zeros(len(bins))
+        for index in order:
+            there = int(np.where(sizes + lengths[index] <= limit, costs, np.inf).argmin())
+            if sizes[there] + lengths[index] > limit:
+                break
+            bins[there].append(index)
+            sizes[there] += lengths[index]
+            costs[there] += cost(lengths[index])
+        else:
+            return [some for some in bins if some]
+        rounds += 1
+
+
+def check(rows: Sequence[Row], *, microbatch_tokens: int, max_tokens: int) -> None:
+    """Whether rows can be learnt from at all."""
     bound = min(max_tokens, microbatch_tokens or max_tokens)
     for row in rows:
         assert len(row.tokens) == len(row.mask) == len(row.logprobs) == len(row.advantages), row.sample
@@ -102,130 +240,3 @@ def pack(
                              f"{max_tokens} and a microbatch {microbatch_tokens or 'no bound'}")  # fmt: skip
         if row.mask[0]:
             raise ValueError(f"{row.sample}: its first token counts as sampled, but nothing stands before it")
-    return [
-        Microbatch(
-            tokens_BT=pad([rows[index].tokens for index in indices], torch.int64),
-            mask_BT=pad([rows[index].mask for index in indices], torch.bool),
-            old_logprobs_BT=pad([rows[index].logprobs for index in indices], torch.float32),
-            advantages_BT=pad([rows[index].advantages for index in indices], torch.float32),
-            weights_B=torch.tensor([weights[index] for index in indices]),
-            numbers_B=torch.tensor(indices),
-            experts_BTLk=pad_experts([rows[index] for index in indices], experts),
-        )
-        for indices in plan([len(row.tokens) for row in rows], microbatch_tokens)
-    ]
-
-
-def pack_text(texts: Sequence[tuple[Sequence[int], Sequence[bool]]], *, microbatch_tokens: int) -> list[Padded]:
-    """The same for (tokens, mask) pairs, which have no behaviour policy."""
-    return [
-        Padded(
-            tokens_BT=pad([texts[i][0] for i in indices], torch.int64),
-            mask_BT=pad([texts[i][1] for i in indices], torch.bool),
-        )
-        for indices in plan([len(tokens) for tokens, _ in texts], microbatch_tokens)
-    ]
-
-
-def pad_experts(rows: Sequence[Row], experts: Callable[[Row], Tensor | None]) -> Tensor | None:
-    found = {number: ids for number, row in enumerate(rows) if (ids := experts(row)) is not None}
-    if not found:
-        return None
-    width, shape = max(len(row.tokens) for row in rows), next(iter(found.values())).shape[1:]
-    padded_BTLk = torch.full((len(rows), width, *shape), -1, dtype=torch.int16)
-    for number, ids in found.items():
-        padded_BTLk[number, : len(ids)] = ids
-    return padded_BTLk
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cost:
-    """What a row of a microbatch costs: so much for each token, and so much for each pair of tokens one of which sees
-    the other."""
-
-    per_token: float
-    per_pair: float
-
-    def row(self, width: int) -> float:
-        return width * (self.per_token + self.per_pair * width / 2)
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Rows `start` to `stop` of microbatch number `of`; no rows at all for a rank that has nothing to do meanwhile."""
-
-    of: int
-    start: int
-    stop: int
-
-
-def balance(shapes: Sequence[tuple[int, int]], ranks: int, cost: Cost) -> list[list[Piece]]:
-    """For each rank the pieces that it computes of microbatches of these shapes (rows, width).
-
-    Ranks work in rounds, one microbatch each, and a round lasts as long as its costliest one. So like microbatches
-    share a round, and where it helps they are cut: such that their number fills the rounds, or one more, and none costs
-    more than it must.
-    """
-    if ranks == 1:
-        return [[Piece(of, 0, rows) for of, (rows, _) in enumerate(shapes)]]
-    fewest = math.ceil(len(shapes) / ranks)
-    caps = [math.inf, *(_cap(shapes, num_rounds * ranks, cost) for num_rounds in (fewest, fewest + 1))]
-    plans = [_rounds(shapes, _pieces(shapes, cap, cost), ranks, cost) for cap in caps]
-    rounds = min(plans, key=lambda plan: sum(max(_cost(piece, shapes, cost) for piece in round) for round in plan))
-    return [[round[rank] for round in rounds] for rank in range(ranks)]
-
-
-def _rounds(
-    shapes: Sequence[tuple[int, int]], pieces: Sequence[Piece], ranks: int, cost: Cost
-) -> list[tuple[Piece, ...]]:
-    narrowest = min(range(len(shapes)), key=lambda of: shapes[of][1])
-    idle = [Piece(narrowest, 0, 0)] * (-len(pieces) % ranks)
-    order = [*sorted(pieces, key=lambda piece: -_cost(piece, shapes, cost)), *idle]
-    return [tuple(order[at : at + ranks]) for at in range(0, len(order), ranks)]
-
-
-def _cap(shapes: Sequence[tuple[int, int]], most_pieces: int, cost: Cost) -> float:
-    """The least that the costliest piece can cost if there are at most so many."""
-    costs = sorted({rows * cost.row(width) for most, width in shapes for rows in range(1, most + 1)})
-    low, high = costs.index(max(cost.row(width) for _, width in shapes)), len(costs) - 1  # a row is never cut
-    while low < high:
-        middle = (low + high) // 2
-        enough = len(_pieces(shapes, costs[middle], cost)) <= most_pieces
-        low, high = (low, middle) if enough else (middle + 1, high)
-    return costs[low]
-
-
-def _pieces(shapes: Sequence[tuple[int, int]], cap: float, cost: Cost) -> list[Piece]:
-    """All microbatches, cut into as few pieces as it takes for none to cost more than `cap`."""
-    # A little more, so that rounding does not take a row away where the cap is just reached.
-    fitting = [min(rows, cap / cost.row(width) + 1e-6) for rows, width in shapes]
-    return [piece for of, (rows, _) in enumerate(shapes) for piece in _cut(of, rows, int(fitting[of]))]
-
-
-def _cut(of: int, rows: int, most: int) -> Iterator[Piece]:
-    """In as few pieces of at most `most` rows as it takes, and these as equal as can be."""
-    count = math.ceil(rows / most)
-    ends = [rows * number // count for number in range(count + 1)]
-    return (Piece(of, start, stop) for start, stop in zip(ends[:-1], ends[1:], strict=True))
-
-
-def _cost(piece: Piece, shapes: Sequence[tuple[int, int]], cost: Cost) -> float:
-    return (piece.stop - piece.start) * cost.row(shapes[piece.of][1])
-
-
-def share(microbatches: Sequence[P], rank: int, ranks: int, cost: Cost) -> list[P]:
-    """The microbatches of one rank; equally many for each, since ranks meet in every layer of every pass."""
-    shapes = [(micro.tokens_BT.shape[0], micro.tokens_BT.shape[1]) for micro in microbatches]
-    return [_take(microbatches[piece.of], piece) for piece in balance(shapes, ranks, cost)[rank]]
-
-
-def _take(micro: P, piece: Piece) -> P:
-    if piece.start == piece.stop:  # one row, of which no token counts
-        idle = _take(micro, Piece(piece.of, 0, 1))
-        return replace(idle, mask_BT=torch.zeros_like(idle.mask_BT))
-    return micro._each(lambda tensor: tensor[piece.start : piece.stop])
-
-
-def pad(rows: Sequence[Sequence[Any]], dtype: torch.dtype) -> Tensor:
-    width = max(map(len, rows))
-    return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], dtype=dtype)

@@ -11,25 +11,22 @@ Shapes: B rows, T tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
-from etude.train.learner import FitStats, Learner
-from etude.train.rows import Padded, pack_text, pad, plan
+from etude.train.learner import MICROBATCH_TOKENS, FitStats, Learner
+from etude.train.rows import Text, plan
 from etude.train.schedule import rate
 from etude.train.stream import Documents, Mix, shuffled
-from etude.train.supervised import Figures, Pairs, answer_logprobs, preference
+from etude.train.supervised import Figures, Pair, answer_logprobs, pack_pairs, preference
 
 Demonstration = tuple[Sequence[int], Sequence[bool]]
 """The tokens of a session, and which of them the assistant said."""
 Preference = tuple[Demonstration, Demonstration]
 """The chosen session and the rejected one, which begin alike."""
-
-# Small enough to stay in the caches of a CPU core; a step does not depend on it but for rounding.
-MICROBATCH_TOKENS = 1024
 
 EXAM_TOKENS = 65_536
 """Of the held-out documents no more than so many tokens are asked: enough for three digits of the loss."""
@@ -78,13 +75,11 @@ def midtrain(
     model's whole context), and with `separate` do not see each other there."""
     width = row_tokens or learner.model.config.max_position_embeddings
     mix = Mix(sources, width=width, seed=seed)
-    num_rows, rows_at_once = max(1, batch_tokens // width), max(1, MICROBATCH_TOKENS // width)
-    ends = eos if separate else None
-    exam = _exam(held_out, width, ends, rows_at_once) if held_out and len(held_out.ends_D) else []
+    num_rows, ends = max(1, batch_tokens // width), eos if separate else None
+    exam = _exam(held_out, width, ends) if held_out and len(held_out.ends_D) else []
     for step in range(start_step, steps):
-        tokens_BT = torch.from_numpy(mix.rows(step * num_rows, num_rows))
         fit = learner.fit(
-            [text_rows(rows_BT, ends) for rows_BT in torch.split(tokens_BT, rows_at_once)],
+            documents(mix.rows(step * num_rows, num_rows), ends),
             lr=rate(step, lr=lr, warmup=warmup, total=steps, decay="cosine"),
             weight_decay=weight_decay,
         )
@@ -93,23 +88,21 @@ def midtrain(
         on_step(Progress(step=step + 1, total=steps, fit=fit, figures=figures))
 
 
-def text_rows(tokens_BT: Tensor, eos: int | None) -> Padded:
-    """Rows in which every token counts. With `eos`, what follows one is another document: it sees nothing before, and
-    its first token, which nothing foretells, does not count."""
-    mask_BT = torch.ones_like(tokens_BT, dtype=torch.bool)
-    if eos is None:
-        return Padded(tokens_BT=tokens_BT, mask_BT=mask_BT)
-    mask_BT[:, 1:] = tokens_BT[:, :-1] != eos
-    begins_BT = torch.arange(tokens_BT.shape[1]).expand_as(tokens_BT) * ~mask_BT
-    return Padded(tokens_BT=tokens_BT, mask_BT=mask_BT, starts_BT=begins_BT.cummax(-1).values)
+def documents(tokens_BT: NDArray[np.int64], eos: int | None) -> list[Text]:
+    """Of rows in which every token counts. With `eos`, what follows one is another document, which sees nothing before
+    it; otherwise a row is one."""
+    found = []
+    for tokens_T in tokens_BT:
+        borders = np.zeros(0, np.int64) if eos is None else np.flatnonzero(tokens_T[:-1] == eos) + 1
+        found += [Text(own.tolist(), (True,) * len(own)) for own in np.split(tokens_T, borders)]
+    return found
 
 
-def _exam(held_out: Documents, width: int, eos: int | None, rows_at_once: int) -> list[Padded]:
+def _exam(held_out: Documents, width: int, eos: int | None) -> list[Text]:
     """The same questions at every time: the first held-out tokens in rows, what does not fill a row left over."""
     tokens_N = held_out.tokens_N[:EXAM_TOKENS].astype(np.int64)
     width = min(width, len(tokens_N))
-    tokens_BT = torch.from_numpy(tokens_N[: len(tokens_N) // width * width].reshape(-1, width))
-    return [text_rows(rows_BT, eos) for rows_BT in torch.split(tokens_BT, rows_at_once)]
+    return documents(tokens_N[: len(tokens_N) // width * width].reshape(-1, width), eos)
 
 
 def sft(
@@ -134,13 +127,13 @@ def sft(
     num_tokens = sum(len(tokens) for tokens, _ in demonstrations)
     steps_per_epoch = min(len(demonstrations), max(1, round(num_tokens / batch_tokens)))  # no step without a session
     total = max_epochs * steps_per_epoch
-    exam = pack_text(held_out, microbatch_tokens=MICROBATCH_TOKENS)
+    texts, exam = ([Text(*session) for session in some] for some in (demonstrations, held_out))
     losses, step = list(held_out_losses), start_step
     while step < total and since_best(losses) < patience:
         epoch, part = divmod(step, steps_per_epoch)
         chosen = np.array_split(shuffled(len(demonstrations), seed, epoch), steps_per_epoch)[part]
         fit = learner.fit(
-            pack_text([demonstrations[i] for i in chosen], microbatch_tokens=MICROBATCH_TOKENS),
+            [texts[i] for i in chosen],
             lr=rate(step, lr=lr, warmup=warmup, total=total, decay="linear"),
             weight_decay=weight_decay,
         )
@@ -173,7 +166,9 @@ def dpo(
     if start_step == 0:
         learner.keep()
     with learner.recalled():
-        references = _references(learner, pairs, length_normalised)
+        judged = _judged(
+            learner, [Pair(Text(*chosen), Text(*rejected)) for chosen, rejected in pairs], length_normalised
+        )
     steps_per_epoch = max(1, round(len(pairs) / batch_pairs))
     total = epochs * steps_per_epoch
     loss = preference(beta=beta, length_normalised=length_normalised)
@@ -181,42 +176,23 @@ def dpo(
         epoch, part = divmod(step, steps_per_epoch)
         chosen = np.array_split(shuffled(len(pairs), seed, epoch), steps_per_epoch)[part].tolist()
         fit = learner.fit(
-            [_pairs([pairs[i] for i in some], [references[i] for i in some]) for some in _together(pairs, chosen)],
+            [judged[i] for i in chosen],
             lr=rate(step, lr=lr, warmup=warmup, total=total, decay="linear"),
+            pack=pack_pairs,
             loss=loss,
         )
         on_step(Progress(step=step + 1, total=total, fit=fit, figures=fit.figures))
 
 
-def _together(pairs: Sequence[Preference], chosen: Sequence[int]) -> list[list[int]]:
-    """Which pairs share a microbatch."""
-    widths = [sum(len(tokens) for tokens, _ in pairs[i]) for i in chosen]
-    return [[chosen[i] for i in some] for some in plan(widths, MICROBATCH_TOKENS)]
-
-
-def _pairs(pairs: Sequence[Preference], references: Sequence[tuple[float, float]]) -> Pairs:
-    """Both sessions of a pair in one row, so that no share of a microbatch can take them apart."""
-    tokens = [[*chosen, *rejected] for (chosen, _), (rejected, _) in pairs]
-    masks = [[*chosen, *rejected] for (_, chosen), (_, rejected) in pairs]
-    starts = [[0] * len(chosen) + [len(chosen)] * len(rejected) for (chosen, _), (rejected, _) in pairs]
-    width = max(map(len, tokens))  # two sessions may be longer than the model's context, so padding begins anew too
-    starts = [[*row, *range(len(row), width)] for row in starts]
-    return Pairs(
-        tokens_BT=pad(tokens, torch.int64),
-        mask_BT=pad(masks, torch.bool),
-        starts_BT=pad(starts, torch.int64),
-        reference_B2=torch.tensor(references),
-    )
-
-
 @torch.no_grad()
-def _references(learner: Learner, pairs: Sequence[Preference], mean: bool) -> list[tuple[float, float]]:
-    """The log-probs of the chosen and the rejected session of each pair under the present weights."""
-    found: dict[int, tuple[float, float]] = {}
-    for some in _together(pairs, range(len(pairs))):
-        rows = _pairs([pairs[i] for i in some], [(0.0, 0.0)] * len(some)).to(learner.device)
-        found |= dict(zip(some, map(tuple, answer_logprobs(learner.model, rows, mean=mean).tolist()), strict=True))
-    return [found[i] for i in range(len(pairs))]
+def _judged(learner: Learner, pairs: Sequence[Pair], mean: bool) -> list[Pair]:
+    """With the log-probs of the chosen and the rejected session of each pair under the present weights."""
+    judged = list(pairs)
+    for some in plan([pair.length for pair in pairs], MICROBATCH_TOKENS[learner.device.type])[0]:
+        packed = pack_pairs([pairs[i] for i in some]).to(learner.device)
+        for i, (chosen, rejected) in zip(some, answer_logprobs(learner.model, packed, mean=mean).tolist(), strict=True):
+            judged[i] = replace(pairs[i], reference=(chosen, rejected))
+    return judged
 
 
 def since_best(losses: Sequence[float]) -> int:

@@ -7,17 +7,22 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from etude.core.errors import EtudeError
+from etude.model.experts import Experts
 from etude.model.files import build, read_directory
-from etude.model.transformer import ModelConfig, Transformer, fresh
+from etude.model.transformer import Block, ModelConfig, Transformer, fresh
 
 
 def fused(model: Transformer) -> Transformer:
-    """Has each layer compiled where that pays, for rows of any shape: on a device, and without experts, whose choice
-    would break a graph at every layer. The first step takes some seconds longer; bits may depend on what was computed
-    before."""
-    if next(model.parameters()).is_cuda and model.config.experts is None:
+    """Has each layer and the head compiled on a device, for any number of tokens. Routers are left out: what they are
+    told and what they chose is another thing in every layer, and a layer would be compiled anew for each. The first
+    step takes some seconds longer; bits may depend on what was computed before."""
+    if next(model.parameters()).is_cuda:
+        model.fused = True
         for block in model.model.layers:
-            block.compile(dynamic=True)
+            assert isinstance(block, Block)
+            parts = (block.self_attn, block.mlp.experts) if isinstance(block.mlp, Experts) else (block,)
+            for part in parts:
+                part.compile(dynamic=True)
     return model
 
 

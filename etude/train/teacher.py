@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 
 import torch
 
 from etude.core.types import Batch, Row
 from etude.model.transformer import Transformer
 from etude.train.loss import token_logprobs
-from etude.train.rows import pack_text, plan
+from etude.train.rows import Text, pack, plan
 
 
 class Teacher:
@@ -29,20 +30,16 @@ class Teacher:
     def judge(self, batch: Batch, *, temperature: float, microbatch_tokens: int) -> tuple[Batch, float]:
         """The batch with the teacher's advantages, and an estimate of the KL of student to teacher a token. Both are
         compared at the temperature that the student was sampled with."""
-        rows = list(batch.rows)
-        texts = [(row.tokens, row.mask) for row in rows]
-        order = [index for some in plan([len(row.tokens) for row in rows], microbatch_tokens) for index in some]
-        scores: list[float] = []
+        rows, total, num_tokens = list(batch.rows), 0.0, 0
+        texts = [Text(row.tokens, row.mask) for row in rows]
         device = next(self.model.parameters()).device
-        with torch.no_grad():
-            for micro in pack_text(texts, microbatch_tokens=microbatch_tokens):
-                micro = micro.to(device)
-                scores += token_logprobs(self.model, micro.tokens_BT, micro.mask_BT, temperature)[0].tolist()
-        total, num_tokens = 0.0, len(scores)
-        for index in order:
-            own, scores = scores[: sum(rows[index].mask)], scores[sum(rows[index].mask) :]
-            rows[index] = credited(rows[index], own)
-            total -= sum(rows[index].advantages)
+        for some in plan([text.length for text in texts], microbatch_tokens)[0]:
+            packed = pack([texts[index] for index in some]).to(device)
+            with torch.no_grad():
+                scores = iter(token_logprobs(self.model, packed, temperature)[0].tolist())
+            for index in some:
+                rows[index] = credited(rows[index], list(islice(scores, texts[index].num_tokens)))
+                total, num_tokens = total - sum(rows[index].advantages), num_tokens + texts[index].num_tokens
         return replace(batch, rows=tuple(rows)), total / num_tokens
 
 

@@ -79,6 +79,15 @@ def test_an_invariant_run_computes_alike_on_both_sides() -> None:
         parse(GOOD, ["invariant=true", "trainer.device=auto"])
 
 
+def test_what_the_trainer_computes_in() -> None:
+    assert parse(GOOD).trainer.compute == "auto"
+    assert parse(GOOD, ["trainer.compute=bfloat16"]).trainer.compute == "bfloat16"
+    with pytest.raises(EtudeError, match="leave out engine.dtype and trainer.compute"):
+        parse(GOOD, ["invariant=true", "trainer.compute=bfloat16"])
+    with pytest.raises(EtudeError, match=r'trainer.compute = "bfloat16" rounds weights too'):
+        parse(GOOD, ["trainer.compute=bfloat16", "trainer.weights=float32"])
+
+
 def test_a_model_from_a_directory() -> None:
     assert parse(GOOD.replace("hidden_size = 64", 'path = "base"\nmax_context = 99')).model.path == "base"
     with pytest.raises(EtudeError, match="model: path already decides hidden_size"):
@@ -259,7 +268,8 @@ def test_how_the_work_is_done_may_change_between_two_lives(key: str) -> None:
     "override",
     ["seed=1", "invariant=true", "model.num_layers=2", "tasks.train=9", "harness.max_turns=9", "harness.timeout_s=9",
      "engine.dtype=float32", "engine.regions=['a']", "trainer.optimizer=muon", "trainer.weights=float32",
-     "eval.temperature=1", "stage.rl.steps=2", "stage.midtrain.lr=1", "stage.distill.teacher=other"],
+     "trainer.compute=bfloat16", "eval.temperature=1", "stage.rl.steps=2", "stage.midtrain.lr=1",
+     "stage.distill.teacher=other"],
 )  # fmt: skip
 def test_what_the_work_is_may_not(override: str) -> None:
     assert experiment(parse(EVERY_KIND, [override])) != experiment(parse(EVERY_KIND))
@@ -270,8 +280,7 @@ def test_what_the_work_is_may_not(override: str) -> None:
     [
         (["stage.midtrain.held_out=0.1", "stage.midtrain.held_out_path=x"], "remove one of them"),
         (["invariant=true", "engine.dtype=bfloat16"], "invariant = true computes in float32"),
-        (["invariant=true", "stage.rl.compute=bfloat16"], "invariant = true computes in float32"),
-        (["invariant=true", "stage.distill.compute=bfloat16"], "invariant = true computes in float32"),
+        (["invariant=true", "trainer.compute=bfloat16"], "invariant = true computes in float32"),
         (["deterministic=true", "stage.rl.max_lag=0", "stage.distill.max_lag=0"], "one name in engine.regions"),
         (["deterministic=true", "engine.regions=['a']", "stage.rl.max_lag=0"], "max_lag = 0 in every stage"),
         (["stage.distill.microbatch_tokens=511"], "stage.distill.microbatch_tokens = 511 has no room"),

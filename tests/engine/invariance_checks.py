@@ -24,7 +24,7 @@ from etude.model.config import ExpertsConfig, LatentConfig, ModelConfig
 from etude.model.numerics import INVARIANT
 from etude.model.transformer import Transformer, fresh
 from etude.train.loss import token_logprobs
-from etude.train.rows import pad
+from etude.train.rows import Text, pack
 
 Bits = NDArray[np.int32]
 Sessions = dict[str, tuple[Request, Sample]]
@@ -89,16 +89,16 @@ def alone(engine: Engine, asked: Request) -> Sample:
 
 
 def trained(model: Transformer, sessions: Sessions, rng: Random) -> dict[str, Bits]:
-    """The trainer's pass over rows of any lengths beside each other, the short ones padded."""
+    """The trainer's pass over rows of any lengths, one behind the other."""
     order, found = rng.sample(sorted(sessions), len(sessions)), {}
     device = model.model.embed_tokens.weight.device
     while order:
         group = [order.pop() for _ in range(min(len(order), rng.randrange(1, 12)))]
         rows = [sessions[id][0].prompt + sessions[id][1].tokens for id in group]
         masks = [[False] * len(sessions[id][0].prompt) + [True] * len(sessions[id][1].tokens) for id in group]
-        tokens_BT, mask_BT = pad(rows, torch.int64).to(device), pad(masks, torch.bool).to(device)
+        packed = pack([Text(*each) for each in zip(rows, masks, strict=True)]).to(device)
         with torch.no_grad():
-            logp_N, _ = token_logprobs(model, tokens_BT, mask_BT, TEMPERATURE)
+            logp_N, _ = token_logprobs(model, packed, TEMPERATURE)
         parts = logp_N.cpu().split([sum(mask) for mask in masks])
         found |= {id: bits(part) for id, part in zip(group, parts, strict=True)}
     return found

@@ -15,6 +15,7 @@ from etude.model.numerics import INVARIANT, PLAIN
 from etude.model.transformer import Transformer
 from etude.train.learner import Learner
 from etude.train.loss import token_logprobs
+from etude.train.rows import Text, pack
 from tests.engine.invariance_checks import TEMPERATURE, Watching, alone, differing, random_request, serve, trained
 from tests.engine.reference import FAMILIES
 from tests.small_model import drain, request, sharp
@@ -114,12 +115,12 @@ def test_a_step_on_fresh_samples_finds_no_drift() -> None:
 
 
 def test_gradients_are_those_of_the_plain_arithmetic() -> None:
-    tokens, mask = torch.tensor([[5, 9, 20, 7, 3, 8, 11]]), torch.ones(1, 7, dtype=torch.bool)
+    packed = pack([Text((5, 9, 20, 7, 3, 8, 11), (True,) * 7)])
     for name in FAMILIES:
         found = []
         for arithmetic in (PLAIN, INVARIANT):
             model = small(name).compute_with(arithmetic).requires_grad_()
-            token_logprobs(model, tokens, mask)[0].sum().backward()
+            token_logprobs(model, packed)[0].sum().backward()
             found.append({key: p.grad for key, p in model.named_parameters() if p.grad is not None})
         plain, invariant = found
         assert plain.keys() == invariant.keys()

@@ -18,6 +18,7 @@ from etude.engine.kernels.trainable import Trainable
 from etude.model.config import ExpertsConfig
 from etude.model.transformer import ModelConfig, Transformer
 from etude.train.loss import token_logprobs
+from etude.train.rows import Text, pack
 from tests.engine import kernel_checks
 from tests.small_model import drain, request, sharp
 
@@ -98,12 +99,12 @@ def test_drafts_on_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3_moe"])
 def test_a_trainable_model_on_kernels_has_the_values_and_gradients_of_the_plain_one(name: str) -> None:
-    tokens, mask = torch.tensor([[5, 9, 20, 7, 3], [8, 11, 2, 0, 0]]), torch.ones(2, 5, dtype=torch.bool)
+    packed = pack([Text((5, 9, 20, 7, 3), (True,) * 5), Text((8, 11, 2), (True,) * 3)])
     found = []
     for kind in (Transformer, Trainable):
         model = kind(MODELS[name])
         model.load_state_dict(sharp(MODELS[name], seed=3, factor=2.0).state_dict())
-        logp_N, _ = token_logprobs(model, tokens, mask, temperature=0.7)
+        logp_N, _ = token_logprobs(model, packed, temperature=0.7)
         (logp_N * torch.arange(len(logp_N))).sum().backward()
         found.append((logp_N, {key: p.grad for key, p in model.named_parameters()}))
     (plain_N, plain), (ours_N, ours) = found

@@ -11,6 +11,7 @@ import torch
 from etude.model.attention import Causal
 from etude.model.files import build, load_weights, named, read_directory, weights, write_directory
 from etude.model.transformer import ModelConfig, fresh
+from tests.engine.reference import FAMILIES
 from tests.small_model import config, sharp, small_files
 
 
@@ -22,6 +23,22 @@ def test_no_token_sees_a_later_one() -> None:
     one, other = (model(t, torch.arange(20)[None], Causal()) for t in (tokens, changed))
     assert torch.equal(one[:, :10], other[:, :10])
     assert not torch.equal(one[:, 10:], other[:, 10:])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sequences_one_behind_the_other_do_not_see_each_other(family: str) -> None:
+    """Values and gradients of each are those that it has alone."""
+    model, lengths = sharp(FAMILIES[family], seed=0).requires_grad_(), [9, 1, 20, 4]
+    tokens = torch.randint(61, (sum(lengths),), generator=torch.Generator().manual_seed(0))
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    alone = [model(own[None], torch.arange(len(own))[None], Causal())[0] for own in tokens.split(lengths)]
+    together, expected = model(tokens, positions, Causal(lengths)), torch.cat(alone)
+    torch.testing.assert_close(together, expected, rtol=1e-4, atol=1e-5)
+    slope = torch.randn(together.shape, generator=torch.Generator().manual_seed(1))
+    parameters = list(model.parameters())
+    gradients = (torch.autograd.grad(x, parameters, slope, allow_unused=True) for x in (together, expected))
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
 
 
 def test_the_config_is_that_of_hugging_face() -> None:

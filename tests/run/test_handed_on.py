@@ -8,6 +8,7 @@ from dataclasses import asdict, fields, replace
 import pytest
 import torch
 
+from etude.core.config import TrainerConfig
 from etude.core.errors import EtudeError
 from etude.core.events import EvalDone, EvalProgress, Event, Gap, GroupDone, Live
 from etude.core.ledger import Issued
@@ -16,11 +17,13 @@ from etude.model.transformer import fresh
 from etude.run import controller
 from etude.run.controller import Health, Signal
 from etude.run.evaluate import evaluate, report_name
-from etude.run.step import Scribe, computing_in, objective_of
+from etude.run.step import Scribe, objective_of
+from etude.run.trainer import computed_in
 from etude.store.objects import Objects
 from etude.store.runs import Run
 from etude.train.learner import Learner, StepStats
-from etude.train.loss import Clip
+from etude.train.loss import Clip, predicted
+from etude.train.rows import Text, pack
 from tests.run.test_step import BATCH, rl
 from tests.run.worlds_of_fakes import FIRST, stage
 from tests.small_model import config
@@ -51,17 +54,20 @@ def test_an_event_of_a_step_has_each_figure_in_its_place() -> None:
     assert event["wait_s"] >= 0 and event["seconds"] > 0
 
 
-def test_products_are_computed_in_what_the_stage_says() -> None:
-    model = fresh(config(), 0)
-    for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
-        with computing_in(name, model):
-            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == dtype
-    weight = torch.ones(2, 2, requires_grad=True)
-    with computing_in("bfloat16", model):
-        before = (torch.ones(2, 2) @ weight).sum()
-        with torch.no_grad():
-            weight.mul_(3)  # as the optimizer does within a step
-        assert (torch.ones(2, 2) @ weight).sum() == 3 * before
+def test_a_learner_computes_in_what_the_trainer_says() -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    bf16, fp32 = torch.bfloat16, torch.float32
+    assert [computed_in(TrainerConfig(), device) for device in (cpu, cuda)] == [fp32, bf16]
+    assert computed_in(TrainerConfig(weights="float32"), cuda) == fp32
+    assert computed_in(TrainerConfig(compute="bfloat16"), cpu) == bf16
+    assert computed_in(TrainerConfig(compute="float32"), cuda) == fp32
+    for dtype in (fp32, bf16):
+        learner = Learner(fresh(config(), 0), compute=dtype)
+        text = pack([Text((1, 2, 3), (False, True, True))])
+        before, _ = predicted(learner.model, text)
+        learner.fit([Text((1, 2, 3), (False, True, True))], lr=0.1)
+        after, _ = predicted(learner.model, text)
+        assert before.dtype == after.dtype == dtype and not torch.equal(before, after)
 
 
 TASKS = [Task(id=name, prompt="", files={}, editable=(), checks=(), meta={}) for name in "cab"]

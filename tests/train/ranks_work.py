@@ -18,7 +18,7 @@ from etude.core.types import Batch, Row
 from etude.model.transformer import ModelConfig, fresh
 from etude.train.learner import Learner, StepStats
 from etude.train.ranks import Ranks
-from etude.train.rows import pack_text
+from etude.train.rows import Text
 from tests.small_model import config
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "model_type": "qwen3_moe"}
@@ -79,7 +79,7 @@ def batch(step: int, rows: int = 7) -> Batch:
 
 def train(ranks: Ranks, model: str, optimizer: str, steps: int, dtype: torch.dtype, device: str = "cpu") -> Curve:
     learner = Learner(fresh(MODELS[model], 0).to(device), ranks, optimizer=optimizer, dtype=dtype)
-    exam = pack_text([(row.tokens, row.mask) for row in batch(0).rows], microbatch_tokens=64)
+    exam = [Text(row.tokens, row.mask) for row in batch(0).rows]
     stats = []
     for step in range(1, steps + 1):
         ranks.at = f"step {step}"

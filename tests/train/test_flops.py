@@ -12,6 +12,7 @@ from etude.core.types import Row
 from etude.model.transformer import ModelConfig, fresh
 from etude.train.flops import forward_flops, peak_flops, step_flops
 from etude.train.loss import token_logprobs
+from etude.train.rows import Text, pack
 
 DENSE = ModelConfig(
     vocab_size=64,
@@ -35,11 +36,10 @@ MLA |= {"first_k_dense_replace": 0, "n_group": 1, "topk_group": 1}
 def test_a_forward_pass_is_what_torch_counts(shape: dict[str, object]) -> None:
     config = ModelConfig.from_json(json.dumps(json.loads(DENSE.to_json()) | shape))
     model, length = fresh(config, 0), 33
-    tokens = torch.randint(64, (1, length))
-    mask = torch.zeros_like(tokens, dtype=torch.bool)
-    mask[0, 10:20] = True
+    mask = [False] * 10 + [True] * 9 + [False] * 13 + [True]
+    packed = pack([Text(torch.randint(64, (length,)).tolist(), mask)])
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        token_logprobs(model, tokens, mask)
+        token_logprobs(model, packed)
     size = length - 1
     every_pair = forward_flops(config, 2 * size, 0) - 2 * forward_flops(config, size, 0)
     products = forward_flops(config, size, 10) - every_pair * (size + 1) / (2 * size)

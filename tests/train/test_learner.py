@@ -19,7 +19,8 @@ from etude.train.learner import MAX_GRAD_NORM, Learner
 from etude.train.loss import token_logprobs
 from etude.train.objective import Objective
 from etude.train.optimizer import BETAS, MOMENTUM
-from etude.train.rows import Padded
+from etude.train.rows import Packed, Text
+from etude.train.rows import pack as pack_texts
 
 CONFIG = ModelConfig(
     vocab_size=32,
@@ -54,9 +55,13 @@ def batch(step: int, rows: int = 6) -> Batch:
     return Batch(step=step, rows=tuple(row(number) for number in range(rows)), oldest=step - 1)
 
 
-def text(seed: int) -> Padded:
+def texts(seed: int) -> list[Text]:
     tokens_BT = torch.randint(32, (4, 20), generator=torch.Generator().manual_seed(seed))
-    return Padded(tokens_BT=tokens_BT, mask_BT=torch.ones_like(tokens_BT, dtype=torch.bool))
+    return [Text(tokens, [True] * 20) for tokens in tokens_BT.tolist()]
+
+
+def packed(row: Row) -> Packed:
+    return pack_texts([Text(row.tokens, row.mask)])
 
 
 def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
@@ -85,6 +90,24 @@ def test_steps_too_small_for_bf16_add_up() -> None:
     for _ in range(9):
         one.step(batch(1), lr=1e-3)
     assert not torch.equal(one.weights()[name], torch.ones(32, dtype=torch.bfloat16))
+
+
+def test_a_learner_that_computes_in_bf16_keeps_masters_and_gradients_in_fp32() -> None:
+    """Small steps add up as ever, and so do the gradients of many microbatches."""
+    one, parts = (Learner(fresh(CONFIG, 0), compute=torch.bfloat16) for _ in range(2))
+    assert all(p.dtype == torch.bfloat16 for p in one.model.parameters())
+    for name, p in fresh(CONFIG, 0).named_parameters():
+        assert torch.equal(one.state()[f"master.{name}"], p)
+    whole, cut = one.step(batch(1), lr=1e-3), parts.step(batch(1), lr=1e-3, microbatch_tokens=0)
+    exact = learner().step(batch(1), lr=1e-3)
+    for stats in (whole, cut):
+        assert stats.loss == pytest.approx(exact.loss, rel=0.02)
+        assert stats.grad_norm == pytest.approx(exact.grad_norm, rel=0.02)
+    assert all(p.grad is None for p in one.model.parameters())
+    published = one.weights()
+    assert equal(published, named(one.model))
+    masters = {n.removeprefix("master."): t for n, t in one.state().items() if n.startswith("master.")}
+    assert all(torch.equal(masters[n].bfloat16(), p) for n, p in one.model.named_parameters())
 
 
 def test_published_weights_are_a_copy() -> None:
@@ -125,10 +148,7 @@ def test_rows_are_what_is_published_and_stay_as_they_are() -> None:
 @pytest.mark.parametrize("microbatch_tokens", [0, 64])
 def test_a_step_tells_what_it_found_for_each_token_of_each_row(microbatch_tokens: int) -> None:
     one, rows = learner(), batch(1).rows
-    expected = [
-        token_logprobs(one.model, torch.tensor([row.tokens]), torch.tensor([row.mask]), with_others=True)
-        for row in rows
-    ]
+    expected = [token_logprobs(one.model, packed(row), with_others=True) for row in rows]
     found = one.step(batch(1), lr=1e-3, microbatch_tokens=microbatch_tokens).recomputed
     for each, (logp_N, others) in zip(found, expected, strict=True):
         assert each.logprobs == pytest.approx(logp_N.tolist(), abs=1e-5)
@@ -148,7 +168,7 @@ def test_a_step_is_one_adamw_step_on_the_formula() -> None:
     loss = torch.zeros((), dtype=torch.float64)
     for row in rows:
         mask = torch.tensor([row.mask])
-        logp = token_logprobs(model, torch.tensor([row.tokens]), mask)[0].double()
+        logp = token_logprobs(model, packed(row))[0].double()
         ratio = (logp.detach() - torch.tensor([row.logprobs], dtype=torch.float64)[mask]).exp()
         loss -= (ratio.clamp(max=1.1) * torch.tensor([row.advantages], dtype=torch.float64)[mask] * logp).sum() / total
     loss.backward()
@@ -203,7 +223,7 @@ def test_a_step_adds_up_over_the_whole_batch_as_the_objective_says(aggregate: st
     losses = []
     for row in rows:
         mask = torch.tensor([row.mask])
-        logp = token_logprobs(model, torch.tensor([row.tokens]), mask)[0].double()
+        logp = token_logprobs(model, packed(row))[0].double()
         ratio = (logp - torch.tensor([row.logprobs])[mask].double()).exp().clamp(max=2.0)
         losses.append((-ratio * torch.tensor([row.advantages])[mask].double() * logp).tolist())
     attempts = [losses[0] + losses[1], *losses[2:]]
@@ -234,10 +254,7 @@ def test_the_reference_is_what_was_kept_and_survives_a_checkpoint() -> None:
 
     def gap(row: Row) -> float:
         """How far the row's log-probs are from the reference's."""
-        own, kept = (
-            token_logprobs(one.model, torch.tensor([row.tokens]), torch.tensor([row.mask]))[0]
-            for one in (held, learner())
-        )
+        own, kept = (token_logprobs(one.model, packed(row))[0] for one in (held, learner()))
         return (own - kept).abs().mean().item()
 
     unrewarded = tuple(replace(row, advantages=(0.0,) * len(row.mask)) for row in batch(4).rows)
@@ -287,7 +304,7 @@ def test_a_checkpoint_holds_what_is_never_trained() -> None:
 
 def test_a_new_stage_takes_the_masters_and_nothing_else() -> None:
     first = learner()
-    first.fit([text(0)], lr=1e-3)
+    first.fit(texts(0), lr=1e-3)
     first.keep()
     masters = {name: tensor.clone() for name, tensor in first.state().items() if name.startswith("master.")}
     first.restart()
@@ -299,10 +316,10 @@ def test_a_new_stage_takes_the_masters_and_nothing_else() -> None:
 
 def test_kept_weights_survive_steps_and_checkpoints() -> None:
     one = learner()
-    one.fit([text(0)], lr=1e-2)
+    one.fit(texts(0), lr=1e-2)
     best = one.weights()
     one.keep()
-    one.fit([text(1)], lr=1e-2)
+    one.fit(texts(1), lr=1e-2)
     assert not equal(one.weights(), best)
     other = learner(seed=3)
     other.load_state(through_bytes(one.state()))
@@ -317,7 +334,7 @@ def test_learning_raises_what_was_rewarded() -> None:
     good, bad = lesson.rows[0], lesson.rows[1]
 
     def mean_logp(row: Row) -> float:
-        return token_logprobs(one.model, torch.tensor([row.tokens]), torch.tensor([row.mask]))[0].mean().item()
+        return token_logprobs(one.model, packed(row))[0].mean().item()
 
     before = mean_logp(good), mean_logp(bad)
     for step in range(5):
@@ -326,14 +343,15 @@ def test_learning_raises_what_was_rewarded() -> None:
 
 
 def test_fit_is_cross_entropy_and_evaluate_changes_nothing() -> None:
-    one, micro = learner(), text(0)
-    logits = one.model.logits(one.model(micro.tokens_BT[:, :-1], torch.arange(19).expand(4, -1), Causal()))
-    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), micro.tokens_BT[:, 1:].flatten()).item()
+    one, lesson = learner(), texts(0)
+    tokens_BT = torch.tensor([text.tokens for text in lesson])
+    logits = one.model.logits(one.model(tokens_BT[:, :-1], torch.arange(19).expand(4, -1), Causal()))
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens_BT[:, 1:].flatten()).item()
     state = {name: tensor.clone() for name, tensor in one.state().items()}
-    assert one.evaluate([micro]) == pytest.approx(expected, rel=1e-5)
+    assert one.evaluate(lesson) == pytest.approx(expected, rel=1e-5)
     assert equal(one.state(), state)
-    assert one.fit([micro], lr=1e-2).loss == pytest.approx(expected, rel=1e-5)
-    assert one.evaluate([micro]) < expected
+    assert one.fit(lesson, lr=1e-2).loss == pytest.approx(expected, rel=1e-5)
+    assert one.evaluate(lesson) < expected
 
 
 def test_a_batch_without_sampled_tokens_is_refused() -> None:

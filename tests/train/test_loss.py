@@ -9,6 +9,7 @@ from etude.model.transformer import ModelConfig, fresh
 from etude.train.correction import CORRECTION
 from etude.train.head import MAX_LOGITS
 from etude.train.loss import LOSS, Clip, Tokens, clipped, clipped_by_row, token_logprobs
+from etude.train.rows import Packed, Text, pack
 
 CONFIG = ModelConfig(
     vocab_size=13,
@@ -21,6 +22,10 @@ CONFIG = ModelConfig(
 )
 TOKENS_BT = torch.tensor([[1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 0, 0]])
 MASK_BT = torch.tensor([[False, False, True, True, False, True], [False, True, False, True, False, False]])
+
+
+def packed(tokens_BT: torch.Tensor, mask_BT: torch.Tensor) -> Packed:
+    return pack([Text(*each) for each in zip(tokens_BT.tolist(), mask_BT.tolist(), strict=True)])
 
 
 def logs(*probabilities: float) -> torch.Tensor:
@@ -122,7 +127,7 @@ def test_token_logprobs_are_those_of_the_plain_softmax_before_each_token() -> No
     hidden = model(TOKENS_BT, torch.arange(6).expand(2, -1), Causal())
     plain = torch.log_softmax(model.logits(hidden).double() / 0.7, -1)
     expected = [plain[b, t - 1, TOKENS_BT[b, t]].item() for b in range(2) for t in range(6) if MASK_BT[b, t]]
-    logp_N, (entropy_N, likeliest_N) = token_logprobs(model, TOKENS_BT, MASK_BT, 0.7, with_others=True)
+    logp_N, (entropy_N, likeliest_N) = token_logprobs(model, packed(TOKENS_BT, MASK_BT), 0.7, with_others=True)
     assert logp_N.tolist() == pytest.approx(expected, rel=1e-5)
     entropies = -(plain.exp() * plain).sum(-1)
     expected = [entropies[b, t - 1].item() for b in range(2) for t in range(6) if MASK_BT[b, t]]
@@ -132,8 +137,8 @@ def test_token_logprobs_are_those_of_the_plain_softmax_before_each_token() -> No
 
 def test_padding_and_company_change_nothing() -> None:
     model = fresh(CONFIG, 0)
-    together = token_logprobs(model, TOKENS_BT, MASK_BT)[0]
-    alone = token_logprobs(model, TOKENS_BT[1:, :4], MASK_BT[1:, :4])[0]
+    together = token_logprobs(model, packed(TOKENS_BT, MASK_BT))[0]
+    alone = token_logprobs(model, packed(TOKENS_BT[1:, :4], MASK_BT[1:, :4]))[0]
     torch.testing.assert_close(together[3:], alone, rtol=1e-5, atol=1e-6)
 
 
@@ -143,7 +148,7 @@ def test_tokens_that_do_not_count_get_no_gradient() -> None:
         ModelConfig(**{name: getattr(CONFIG, name) for name in CONFIG.__slots__} | {"tie_word_embeddings": False}), 0
     )
     tokens, mask = torch.tensor([[1, 2, 3, 4, 5]]), torch.tensor([[False, False, True, False, False]])
-    token_logprobs(model, tokens, mask)[0].sum().backward()
+    token_logprobs(model, packed(tokens, mask))[0].sum().backward()
     gradient = model.model.embed_tokens.weight.grad
     assert gradient is not None
     moved = gradient.abs().sum(-1).nonzero().flatten().tolist()
@@ -154,7 +159,7 @@ def test_the_head_in_parts_gives_the_same_with_its_gradients(monkeypatch: pytest
     def run(max_logits: int) -> list[torch.Tensor]:
         monkeypatch.setitem(MAX_LOGITS, "cpu", max_logits)
         model = fresh(CONFIG, 0).double()
-        logp_N, (entropy_N, likeliest_N) = token_logprobs(model, TOKENS_BT, MASK_BT, 0.7, with_others=True)
+        logp_N, (entropy_N, likeliest_N) = token_logprobs(model, packed(TOKENS_BT, MASK_BT), 0.7, with_others=True)
         (logp_N * torch.arange(5)).sum().backward()
         return [logp_N.detach(), entropy_N, likeliest_N, *(p.grad for p in model.parameters() if p.grad is not None)]
 

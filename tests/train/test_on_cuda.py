@@ -5,18 +5,27 @@ CI has no such device; `python -m pytest tests/train/test_on_cuda.py` where ther
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from etude.model.attention import Causal
+from etude.model.config import ExpertsConfig, LatentConfig
 from etude.run.trainer import Trainer
 from etude.train.learner import Learner
 from etude.train.ranks import ALONE
+from etude.train.start import fused
 from tests.run.lives import STAGES, fingerprint, live_briefly, prepared
 from tests.train import ranks_work
-from tests.train.test_learner import CONFIG, batch, equal, fresh, text, through_bytes
+from tests.train.test_learner import CONFIG, batch, equal, fresh, texts, through_bytes
+
+EXPERTS = ExpertsConfig(
+    num_experts=16, num_experts_per_tok=2, moe_intermediate_size=16, layers=(1,), router_aux_loss_coef=0.1
+)
+LATENT = LatentConfig(kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -33,9 +42,51 @@ def test_it_has_the_curve_of_the_cpu() -> None:
             np.testing.assert_allclose(there[case].state[name], whole, rtol=1e-2, atol=1e-4, err_msg=f"{case} {name}")
 
 
+SHAPES = {
+    "dense": CONFIG,
+    "moe": replace(CONFIG, model_type="qwen3_moe", experts=EXPERTS),
+    "mla": replace(CONFIG, model_type="deepseek_v3", latent=LATENT, experts=replace(EXPERTS, sigmoid=True)),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_in_bf16_it_is_near_the_cpu(shape: str, compiled: bool) -> None:
+    """Loss, entropy and the gradient of every parameter; experts that no token uses are among them."""
+    model = fresh(SHAPES[shape], 0).to("cuda")
+    there = Learner(fused(model) if compiled else model, compute=torch.bfloat16)
+    here = Learner(fresh(SHAPES[shape], 0))
+    for microbatch_tokens in (4096, 64):  # the second time other shapes, in several passes
+        theirs, ours = (one.step(batch(1), lr=0.0, microbatch_tokens=microbatch_tokens) for one in (there, here))
+        assert theirs.loss == pytest.approx(ours.loss, rel=0.03)
+        assert theirs.entropy == pytest.approx(ours.entropy, rel=0.01)
+        assert theirs.grad_norm == pytest.approx(ours.grad_norm, rel=0.05)
+    for name, expected in here.state().items():
+        if name.startswith("exp_avg."):
+            found = there.state()[name].cpu()
+            assert (found - expected).norm() <= 0.1 * expected.norm() + 1e-3, name
+
+
+@pytest.mark.parametrize(("heads", "keys", "size", "value"), [(4, 2, 64, 64), (4, 4, 48, 32), (2, 1, 128, 128)])
+def test_attention_of_all_sequences_at_once_is_that_of_each(heads: int, keys: int, size: int, value: int) -> None:
+    lengths, generator = [70, 1, 300, 129], torch.Generator("cuda").manual_seed(0)
+    shapes = [(sum(lengths), heads, size), (sum(lengths), keys, size), (sum(lengths), keys, value)]
+    rough = [torch.randn(s, device="cuda", generator=generator).bfloat16().requires_grad_() for s in shapes]
+    exact = [x.detach().float().requires_grad_() for x in rough]
+    attend, outs = Causal(lengths, torch.device("cuda")), []
+    slope = torch.randn(sum(lengths), heads, value, device="cuda", generator=generator)
+    for inputs in (rough, exact):
+        out = attend(0, *inputs)
+        out.backward(slope.to(out.dtype))
+        outs.append([out, *(x.grad for x in inputs)])
+    assert outs[0][0].dtype == torch.bfloat16
+    for found, expected in zip(*outs, strict=True):
+        assert (found - expected).norm() < 0.02 * expected.norm()
+
+
 def test_a_state_goes_on_to_the_bit_and_to_the_other_kind_of_device() -> None:
     first = Learner(fresh(CONFIG, 0).to("cuda"))
-    first.fit([text(0)], lr=1e-3)
+    first.fit(texts(0), lr=1e-3)
     first.keep()
     first.step(batch(1), lr=1e-3, microbatch_tokens=0)
     state = through_bytes(first.state())

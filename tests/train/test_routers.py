@@ -16,9 +16,9 @@ from etude.model.config import ExpertsConfig, LatentConfig, ModelConfig
 from etude.model.experts import Router, Routing
 from etude.model.files import weights
 from etude.model.transformer import Transformer, fresh
-from etude.train.learner import Learner, StepStats
-from etude.train.routers import Routers, balance_loss, read_tokens
-from etude.train.rows import Padded, pack
+from etude.train.learner import MICROBATCH_TOKENS, Learner, StepStats
+from etude.train.routers import Routers, balance_loss
+from etude.train.rows import Sampled, Text, pack, pack_rows
 from tests.small_model import config, drain, request, sharp
 
 EXPERTS = ExpertsConfig(
@@ -105,12 +105,12 @@ def test_how_rows_are_cut_changes_only_rounding() -> None:
 def test_tokens_that_nobody_reported_are_left_to_the_router() -> None:
     batch, objects = sampled(served(SPARSE, torch.float32))
     short = {name: ids[: len(ids) // 2 // 4 * 4] for name, ids in objects.items()}
-    micro = pack(
-        batch.rows, microbatch_tokens=4096, max_tokens=64,
-        experts=lambda row: torch.tensor(list(short[row.experts or ""])).view(-1, 2, 2),
-    )[0]  # fmt: skip
-    assert micro.experts_BTLk is not None
-    for row, told in zip(sorted(batch.rows, key=lambda row: -len(row.tokens)), micro.experts_BTLk, strict=True):
+    micro = pack_rows(
+        [Sampled.of(row, number) for number, row in enumerate(batch.rows)],
+        lambda row: torch.tensor(list(short[row.experts or ""])).view(-1, 2, 2),
+    )
+    assert micro.experts_TLk is not None
+    for row, told in zip(batch.rows, micro.experts_TLk.split(micro.lengths), strict=True):
         ids = short[row.experts or ""]
         assert told[: len(ids) // 4].flatten().tolist() == list(ids) and (told[len(ids) // 4 :] == -1).all()
     assert step(SPARSE, batch, short).drift.k3 < 1e-9
@@ -146,7 +146,7 @@ def test_the_loss_that_balances_is_that_of_the_family() -> None:
 
 
 TEXT_BT = torch.randint(3, 61, (8, 33), generator=torch.Generator().manual_seed(0))
-TEXT = Padded(tokens_BT=TEXT_BT, mask_BT=torch.ones_like(TEXT_BT, dtype=torch.bool))
+TEXTS = [Text(tokens, [True] * 33) for tokens in TEXT_BT.tolist()]
 
 
 @torch.no_grad()
@@ -165,10 +165,10 @@ def test_biases_are_nudged_until_the_load_is_even() -> None:
     loads = []
     for _ in range(150):
         routers = Routers(model, balance=True)
-        routing = routers.open(TEXT)
+        routing = routers.open(pack(TEXTS))
         assert routing is not None
         loads.append(most_loaded(model, routing))
-        assert routers.close(routing, TEXT) == 0.0
+        assert routers.close(routing, pack(TEXTS)) == 0.0
         routers.settle()
     assert loads[0] > 1.6 and loads[-1] < 1.05
 
@@ -176,9 +176,9 @@ def test_biases_are_nudged_until_the_load_is_even() -> None:
 def test_a_nudge_is_published() -> None:
     learner = Learner(fresh(SIGMOID, 0))
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
-    learner.fit([TEXT], lr=1e-3)
+    learner.fit(TEXTS, lr=1e-3)
     assert not learner.weights()[name].any()
-    learner.fit([TEXT], lr=1e-3, balance=True)
+    learner.fit(TEXTS, lr=1e-3, balance=True)
     published = learner.weights()[name]
     assert torch.equal(published, weights(learner.model)[name])
     assert published.abs().max() == published.abs()[published != 0].min() == pytest.approx(1e-3)
@@ -190,7 +190,7 @@ def test_the_loss_makes_the_load_even() -> None:
     for balance in (False, True):
         learner = Learner(fresh(strong, 0))
         for _ in range(25):
-            learner.fit([TEXT], lr=3e-3, balance=balance)
+            learner.fit(TEXTS, lr=3e-3, balance=balance)
         ends[balance] = most_loaded(learner.model, Routing())
     assert ends[True] < 1.15 < ends[False], ends
 
@@ -212,23 +212,16 @@ def test_the_balance_of_a_batch_is_the_mean_over_its_tokens() -> None:
     assert together.loss == pytest.approx((sizes[0] * alone[0] + sizes[1] * alone[1]) / sum(sizes), rel=1e-4)
 
 
-def test_the_balance_of_a_text_is_the_mean_over_its_tokens() -> None:
-    parts = [
-        Padded(tokens_BT=TEXT_BT[rows, :length], mask_BT=torch.ones_like(TEXT_BT[rows, :length], dtype=torch.bool))
-        for rows, length in ((slice(0, 2), 9), (slice(2, 8), 33))
-    ]
+def test_the_balance_of_a_text_is_the_mean_over_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MICROBATCH_TOKENS, "cpu", 0)  # each is a microbatch
+    texts = [Text(TEXT_BT[0, :9].tolist(), [True] * 9), TEXTS[2]]
 
-    def price(texts: list[Padded]) -> float:
+    def price(texts: list[Text]) -> float:
         losses = [
             Learner(sharp(SPARSE, 0).requires_grad_(True)).fit(texts, lr=1e-3, balance=b).loss for b in (True, False)
         ]
         return losses[0] - losses[1]
 
-    counts, alone = [part.count for part in parts], [price([part]) for part in parts]
-    assert alone[0] != pytest.approx(alone[1], rel=1e-3) and min(alone) > 0.05
-    assert price(parts) == pytest.approx(sum(n * p for n, p in zip(counts, alone, strict=True)) / sum(counts), rel=1e-3)
-
-
-def test_padding_has_no_weight_in_the_balance() -> None:
-    mask = torch.tensor([[False, True, False, True, False], [False, False, False, False, True]])
-    assert read_tokens(mask).tolist() == [[True, True, True, False], [True] * 4]
+    counts, alone = [text.count for text in texts], [price([text]) for text in texts]
+    assert alone[0] != pytest.approx(alone[1], rel=1e-2) and min(alone) > 0.05
+    assert price(texts) == pytest.approx(sum(n * p for n, p in zip(counts, alone, strict=True)) / sum(counts), rel=1e-3)

@@ -4,16 +4,18 @@ import math
 import random
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from etude.model.transformer import ModelConfig, fresh
+from etude.train import stages
 from etude.train.learner import Learner
 from etude.train.loss import token_logprobs
-from etude.train.rows import pack_text
+from etude.train.rows import Text, pack
 from etude.train.schedule import rate
-from etude.train.stages import Demonstration, OnStep, Progress, dpo, midtrain, sft, since_best, text_rows
+from etude.train.stages import Demonstration, OnStep, Progress, dpo, midtrain, sft, since_best
 from etude.train.stream import Documents
 
 CONFIG = ModelConfig(
@@ -110,16 +112,13 @@ def test_documents_that_share_a_row_do_not_see_each_other() -> None:
     """What a row says of a document is what the document says alone, wherever it stands."""
     model = fresh(CONFIG, 0)
     docs = [[3, 7, 7, 2, EOS], [5, 1, EOS], [9, 9, 4, EOS]]
-    rows = text_rows(torch.tensor([[token for doc in docs for token in doc]]), EOS)
-    together, _ = token_logprobs(model, rows.tokens_BT, rows.mask_BT, starts_BT=rows.starts_BT)
-    alone = []
-    for doc in docs:
-        row = text_rows(torch.tensor([doc]), None)
-        alone.append(token_logprobs(model, row.tokens_BT, row.mask_BT)[0])
+    row = np.array([[token for doc in docs for token in doc]])
+    separate, joined = (pack(stages.documents(row, eos)) for eos in (EOS, None))
+    together, _ = token_logprobs(model, separate)
+    alone = [token_logprobs(model, pack(stages.documents(np.array([doc]), None)))[0] for doc in docs]
     torch.testing.assert_close(together, torch.cat(alone), rtol=1e-5, atol=1e-5)
-    joined = text_rows(rows.tokens_BT, None)
-    assert joined.num_tokens == 11 and rows.num_tokens == 9
-    mixed, _ = token_logprobs(model, joined.tokens_BT, joined.mask_BT)
+    assert joined.num_tokens == 11 and separate.num_tokens == 9
+    mixed, _ = token_logprobs(model, joined)
     assert not torch.allclose(mixed[5:7], alone[1], atol=1e-3)
 
 
@@ -237,7 +236,7 @@ def test_sft_with_a_rate_that_hurts_ends_with_its_best_weights() -> None:
     one = learner()
     losses = run_sft(one, lr=0.5, on_step=lambda progress: None)
     assert min(losses) < max(losses)
-    exam = pack_text(sessions(20, 1), microbatch_tokens=4096)
+    exam = [Text(*session) for session in sessions(20, 1)]
     assert one.evaluate(exam) == pytest.approx(min(losses), rel=1e-6)
 
 
@@ -257,9 +256,7 @@ def test_sft_uses_every_demonstration_once_an_epoch(monkeypatch: pytest.MonkeyPa
     one = learner()
     counts: list[int] = []
     fit = one.fit
-    monkeypatch.setattr(
-        one, "fit", lambda micro, **kw: (counts.append(sum(len(m.tokens_BT) for m in micro)), fit(micro, **kw))[1]
-    )
+    monkeypatch.setattr(one, "fit", lambda texts, **kw: (counts.append(len(texts)), fit(texts, **kw))[1])
     seen: list[Progress] = []
     losses = run_sft(one, on_step=seen.append)
     assert sum(counts) == 40 * len(losses)

@@ -9,37 +9,36 @@ import torch
 
 from etude.model.transformer import fresh
 from etude.train.loss import token_logprobs
-from etude.train.rows import pad
-from etude.train.supervised import Pairs, answer_logprobs, cross_entropy, preference, sigmoid_loss
+from etude.train.rows import Text, pack
+from etude.train.supervised import (
+    Pair,
+    Pairs,
+    answer_logprobs,
+    cross_entropy,
+    pack_pairs,
+    preference,
+    sigmoid_loss,
+)
 from tests.small_model import config
 
 CHOSEN = [([5, 6, 7, 8, 0], [0, 0, 1, 1, 1]), ([5, 6, 9, 0], [0, 0, 1, 1])]
 REJECTED = [([5, 6, 1, 2, 3], [0, 0, 1, 1, 1]), ([5, 6, 4], [0, 0, 1])]
-REFERENCE = [[-9.0, -8.5], [-6.0, -4.0]]
+REFERENCE = [(-9.0, -8.5), (-6.0, -4.0)]
 
 
 def pairs() -> Pairs:
-    """Both rows are padded to ten tokens."""
-    both = [
-        (c[0] + r[0], c[1] + r[1], [0] * len(c[0]) + [len(c[0])] * len(r[0]))
-        for c, r in zip(CHOSEN, REJECTED, strict=True)
-    ]
-    return Pairs(
-        tokens_BT=pad([row[0] for row in both], torch.int64),
-        mask_BT=pad([row[1] for row in both], torch.bool),
-        starts_BT=pad([row[2] for row in both], torch.int64),
-        reference_B2=torch.tensor(REFERENCE, dtype=torch.float64),
-    )
+    texts = [(Text(*chosen), Text(*rejected)) for chosen, rejected in zip(CHOSEN, REJECTED, strict=True)]
+    return pack_pairs([Pair(*both, reference) for both, reference in zip(texts, REFERENCE, strict=True)])
 
 
 def test_the_sigmoid_loss_by_hand() -> None:
-    gain = torch.tensor([[2.0, -1.0], [-1.0, 1.0], [7.0, 0.0]], dtype=torch.float64, requires_grad=True)
-    loss, figures = sigmoid_loss(gain, torch.tensor([True, True, False]), beta=0.5)
+    gain = torch.tensor([[2.0, -1.0], [-1.0, 1.0]], dtype=torch.float64, requires_grad=True)
+    loss, figures = sigmoid_loss(gain, beta=0.5)
     margins = [0.5 * 3.0, 0.5 * -2.0]
     assert loss.item() == pytest.approx(sum(math.log1p(math.exp(-margin)) for margin in margins), rel=1e-12)
     assert figures == {"accuracy": 1.0, "margin": pytest.approx(sum(margins))}
     loss.backward()
-    slopes = [-0.5 / (1 + math.exp(margin)) for margin in margins] + [0.0]
+    slopes = [-0.5 / (1 + math.exp(margin)) for margin in margins]
     assert gain.grad is not None and gain.grad[:, 0].tolist() == pytest.approx(slopes, rel=1e-12)
     assert gain.grad[:, 1].tolist() == pytest.approx([-slope for slope in slopes], rel=1e-12)
 
@@ -51,7 +50,7 @@ def test_preference_is_the_formula_over_whole_answers(mean: bool) -> None:
     loss, _ = preference(beta=0.3, length_normalised=mean)(model, pairs(), None)
 
     def worth(tokens: list[int], mask: list[int]) -> torch.Tensor:
-        logp_N, _ = token_logprobs(model, torch.tensor([tokens]), torch.tensor([mask], dtype=torch.bool))
+        logp_N, _ = token_logprobs(model, pack([Text(tokens, mask)]))
         return logp_N.mean() if mean else logp_N.sum()
 
     expected = torch.zeros((), dtype=torch.float64)
@@ -67,7 +66,7 @@ def test_preference_is_the_formula_over_whole_answers(mean: bool) -> None:
 
 def test_what_counts() -> None:
     model, rows = fresh(config(), 1), pairs()
-    assert (rows.count, rows.num_tokens) == (2, 9)
+    assert rows.num_tokens == 9 and rows.lengths == (4, 4, 3, 2)
     assert answer_logprobs(model, rows, mean=False).shape == (2, 2)
-    logp_N, _ = token_logprobs(model, rows.tokens_BT, rows.mask_BT, starts_BT=rows.starts_BT)
+    logp_N, _ = token_logprobs(model, rows)
     assert cross_entropy(model, rows)[0].item() == pytest.approx(-logp_N.sum().item())

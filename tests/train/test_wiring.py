@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -10,29 +11,26 @@ import torch
 
 from etude.model.experts import Routing
 from etude.model.transformer import fresh
-from etude.train.learner import FitStats, Learner
+from etude.train.learner import MICROBATCH_TOKENS, FitStats, Learner
 from etude.train.loss import token_logprobs
 from etude.train.objective import Objective
 from etude.train.routers import balance_loss
-from etude.train.rows import Padded, pack
+from etude.train.rows import Item, Sampled, Text, pack, pack_rows
 from etude.train.schedule import rate
-from etude.train.stages import MICROBATCH_TOKENS, dpo, midtrain, sft
+from etude.train.stages import dpo, midtrain, sft
 from etude.train.stream import Documents
-from etude.train.supervised import Pairs, preference
+from etude.train.supervised import Pair, pack_pairs, preference
 from tests.train import test_routers
-from tests.train.test_learner import batch, equal, learner, text, through_bytes
+from tests.train.test_learner import batch, equal, learner, packed, texts, through_bytes
 from tests.train.test_stages import EOS, documents, preferences, sessions
 from tests.train.test_stages import learner as small_learner
 
-UNEQUAL = [text(0), Padded(tokens_BT=text(1).tokens_BT[:1, :7], mask_BT=text(1).mask_BT[:1, :7])]
+UNEQUAL = [texts(0)[0], Text(texts(1)[0].tokens[:4], [True] * 4)]
 
 
 def test_a_step_takes_probabilities_at_the_temperature_of_sampling() -> None:
     one, rows = learner(), batch(1).rows
-    found = [
-        token_logprobs(one.model, torch.tensor([row.tokens]), torch.tensor([row.mask]), 0.5, with_others=True)
-        for row in rows
-    ]
+    found = [token_logprobs(one.model, packed(row), 0.5, with_others=True) for row in rows]
     stats = one.step(batch(1), lr=1e-3, temperature=0.5, microbatch_tokens=64)
     for told, (logp_N, _) in zip(stats.recomputed, found, strict=True):
         assert told.logprobs == pytest.approx(logp_N.tolist(), abs=1e-5)
@@ -43,39 +41,48 @@ def test_a_step_takes_probabilities_at_the_temperature_of_sampling() -> None:
 def test_what_a_step_tells_of_its_batch() -> None:
     lesson = batch(1)
     stats = learner().step(lesson, lr=1e-3, microbatch_tokens=64)
-    microbatches = pack(lesson.rows, microbatch_tokens=64, max_tokens=64)
     assert (stats.lr, stats.num_rows, stats.num_tokens) == (1e-3, 6, sum(sum(row.mask) for row in lesson.rows))
-    assert stats.num_computed == sum(micro.tokens_BT.numel() for micro in microbatches)
+    assert stats.num_computed == sum(len(row.tokens) - 1 for row in lesson.rows), "all but the last, which counts"
     old = [p for row in lesson.rows for p, sampled in zip(row.logprobs, row.mask, strict=True) if sampled]
     new = [p for row in stats.recomputed for p in row.logprobs]
     assert stats.drift.k1 == pytest.approx(sum(o - n for o, n in zip(old, new, strict=True)) / len(old), rel=1e-4)
 
 
-def test_a_supervised_step_is_the_mean_over_all_tokens_however_they_are_cut() -> None:
+def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each text is a microbatch of its own."""
+    monkeypatch.setitem(MICROBATCH_TOKENS, "cpu", 0)
+
+
+def test_a_supervised_step_is_the_mean_over_all_tokens_however_they_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = learner(), learner()
-    counts = [micro.num_tokens for micro in UNEQUAL]
-    apart = [other.evaluate([micro]) for micro in UNEQUAL]
+    counts = [text.num_tokens for text in UNEQUAL]
+    apart = [other.evaluate([text]) for text in UNEQUAL]
     mean = sum(c * loss for c, loss in zip(counts, apart, strict=True)) / sum(counts)
     assert other.evaluate(UNEQUAL) == pytest.approx(mean, rel=1e-6)
     fit = one.fit(UNEQUAL, lr=1e-3)
     assert fit.loss == pytest.approx(mean, rel=1e-5) and (fit.num_tokens, fit.lr) == (sum(counts), 1e-3)
-    rows = [Padded(tokens_BT=row[None], mask_BT=torch.ones(1, len(row)) > 0) for m in UNEQUAL for row in m.tokens_BT]
-    assert other.fit(rows, lr=1e-3).grad_norm == pytest.approx(fit.grad_norm, rel=1e-4)
+    one_by_one(monkeypatch)
+    assert other.evaluate(UNEQUAL) == pytest.approx(mean, rel=1e-6)
+    again = other.fit(UNEQUAL, lr=1e-3)
+    assert again.loss == pytest.approx(mean, rel=1e-5)
+    assert again.grad_norm == pytest.approx(fit.grad_norm, rel=1e-4)
 
 
-def test_the_loss_that_balances_counts_by_tokens_in_a_supervised_step() -> None:
-    def balancing(micro: Padded) -> float:
+def test_the_loss_that_balances_counts_by_tokens_in_a_supervised_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def balancing(text: Text) -> float:
         routing = Routing(None, keep_scores=True)
         plain = fresh(test_routers.SPARSE, 0)
         with torch.no_grad():
             for p in plain.parameters():
                 p.copy_(p.bfloat16())
-            token_logprobs(plain, micro.tokens_BT, micro.mask_BT, routing=routing)
+            token_logprobs(plain, pack([text]), routing=routing)
         return float(0.1 * balance_loss(routing.scores, routing.used()))
 
+    one_by_one(monkeypatch)
     losses = [Learner(fresh(test_routers.SPARSE, 0)).fit(UNEQUAL, lr=1e-3, balance=b).loss for b in (False, True)]
-    counts = [micro.num_tokens for micro in UNEQUAL]
-    expected = sum(c * balancing(micro) for c, micro in zip(counts, UNEQUAL, strict=True)) / sum(counts)
+    counts, alone = [text.num_tokens for text in UNEQUAL], [balancing(text) for text in UNEQUAL]
+    expected = sum(c * loss for c, loss in zip(counts, alone, strict=True)) / sum(counts)
+    assert expected != pytest.approx(sum(alone) / len(alone), rel=1e-2)
     assert losses[1] - losses[0] == pytest.approx(expected, rel=1e-3)
 
 
@@ -87,7 +94,7 @@ def test_decay_pulls_matrices_and_leaves_gains(kind: str) -> None:
         one = learner()
         before = {name: tensor.clone() for name, tensor in one.state().items()}
         if kind == "fit":
-            one.fit([text(0)], lr=0.1, weight_decay=decay)
+            one.fit(texts(0), lr=0.1, weight_decay=decay)
         else:
             one.step(batch(1), lr=0.1, weight_decay=decay)
         ends.append(one.state())
@@ -100,10 +107,10 @@ def test_a_learner_with_muon_goes_on_to_the_bit_and_its_momentum_adds_up() -> No
     first, second = (Learner(fresh(test_routers.SPARSE, seed), optimizer="muon") for seed in (0, 1))
     states = []
     for seed in (0, 1):
-        first.fit([text(seed)], lr=1e-3)
+        first.fit(texts(seed), lr=1e-3)
         states.append({name: tensor.clone() for name, tensor in first.state().items()})
     second.load_state(through_bytes(states[0]))
-    second.fit([text(1)], lr=1e-3)
+    second.fit(texts(1), lr=1e-3)
     assert equal(second.state(), states[1])
     momentum = [name for name in states[0] if name.startswith("momentum.")]
     assert momentum and all(not torch.equal(states[0][name], states[1][name]) for name in momentum)
@@ -122,14 +129,14 @@ def test_rows_that_were_handed_out_keep_their_routers_biases() -> None:
     one = Learner(fresh(test_routers.SIGMOID, 0))
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
     handed = one.rows()[name][0]
-    one.fit([test_routers.TEXT], lr=1e-3, balance=True)
+    one.fit(test_routers.TEXTS, lr=1e-3, balance=True)
     assert not handed.any() and one.rows()[name][0].any()
 
 
 def test_kept_weights_do_not_leave_the_model_when_a_block_fails() -> None:
     one = learner()
     one.keep()
-    one.fit([text(0)], lr=1e-2)
+    one.fit(texts(0), lr=1e-2)
     moved = one.weights()
     with pytest.raises(KeyError), one.recalled():
         assert not equal(one.weights(), moved)
@@ -151,12 +158,12 @@ class Noted:
     """Steps that are not taken, with what they were told."""
 
     def __init__(self, one: Learner, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.microbatches: list[list[Padded]] = []
+        self.items: list[list[Any]] = []
         self.told: list[dict[str, Any]] = []
         monkeypatch.setattr(one, "fit", self.fit)
 
-    def fit(self, microbatches: list[Padded], **told: Any) -> FitStats:
-        self.microbatches.append(microbatches)
+    def fit(self, items: list[Item], **told: Any) -> FitStats:
+        self.items.append(items)
         self.told.append(told)
         return FitStats(loss=1.0, grad_norm=1.0, lr=told["lr"], num_tokens=1, figures={})
 
@@ -175,22 +182,25 @@ def test_midtrain_hands_on_rate_decay_and_width(monkeypatch: pytest.MonkeyPatch)
     midtrain(one, **MIDTRAIN, row_tokens=8)  # type: ignore[arg-type]
     assert noted.rates() == [rate(step, lr=0.5, warmup=1, total=4, decay="cosine") for step in range(4)]
     assert {told["weight_decay"] for told in noted.told} == {0.25}
-    assert all(micro.tokens_BT.shape[1] == 8 for step in noted.microbatches for micro in step)
-    assert [sum(len(micro.tokens_BT) for micro in step) for step in noted.microbatches] == [8] * 4
-    assert all(micro.starts_BT is not None for step in noted.microbatches for micro in step)
+    for step in noted.items:
+        ends = set(accumulate(len(text.tokens) for text in step))
+        assert max(ends) == 64 and ends >= set(range(8, 65, 8)), "eight rows of eight tokens"
+        assert all(EOS not in text.tokens[:-1] and all(text.mask) for text in step), "documents stay apart"
 
 
 def test_midtrain_fills_the_context_and_may_join_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     noted = Noted(one := small_learner(), monkeypatch)
     midtrain(one, **{**MIDTRAIN, "batch_tokens": 1, "lr": 1.0}, separate=False)  # type: ignore[arg-type]
-    assert [[micro.tokens_BT.shape for micro in step] for step in noted.microbatches] == [[(1, 32)]] * 4
-    assert all(micro.starts_BT is None and micro.mask_BT.all() for step in noted.microbatches for micro in step)
+    assert [[len(text.tokens) for text in step] for step in noted.items] == [[32]] * 4
+    assert all(all(text.mask) for step in noted.items for text in step)
 
 
-def test_midtrain_cuts_a_step_for_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    noted = Noted(one := small_learner(), monkeypatch)
-    midtrain(one, **{**MIDTRAIN, "steps": 1, "batch_tokens": 3 * MICROBATCH_TOKENS})  # type: ignore[arg-type]
-    assert [micro.tokens_BT.numel() for micro in noted.microbatches[0]] == [MICROBATCH_TOKENS] * 3
+def test_a_step_is_cut_for_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, read = small_learner(), list[int]()
+    one.model.register_forward_pre_hook(lambda module, args: read.append(args[0].numel()))
+    monkeypatch.setitem(MICROBATCH_TOKENS, "cpu", 64)
+    midtrain(one, **{**MIDTRAIN, "steps": 1, "batch_tokens": 3 * 64}, separate=False)  # type: ignore[arg-type]
+    assert read == [2 * 31] * 3, "rows of 32 tokens, of which the last is only predicted"
 
 
 def test_sft_hands_on_rate_and_decay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,32 +243,29 @@ def test_the_reference_of_dpo_is_worth_what_the_answers_are(length_normalised: b
 
 def test_weights_of_rows_and_experts_come_with_their_rows() -> None:
     rows = [replace(row, sample=str(number)) for number, row in enumerate(batch(1).rows)]
-    microbatches = pack(
-        rows, microbatch_tokens=64, max_tokens=64, weights=[float(number) for number in range(6)],
-        experts=lambda row: torch.full((3, 1, 1), int(row.sample)) if row.sample != "2" else None,
-    )  # fmt: skip
-    for micro in microbatches:
-        assert micro.weights_B.tolist() == micro.numbers_B.tolist()
-        for number, tokens_T in zip(micro.numbers_B.tolist(), micro.tokens_BT, strict=True):
-            assert tokens_T[: len(rows[number].tokens)].tolist() == list(rows[number].tokens)
-        if micro.experts_BTLk is None:
-            assert micro.numbers_B.tolist() == [2]
+    for numbers in ((4, 2, 0), (1, 5), (2,)):
+        micro = pack_rows(
+            [Sampled.of(rows[number], number, float(number)) for number in numbers],
+            lambda row: torch.full((3, 1, 1), int(row.sample)) if row.sample != "2" else None,
+        )
+        assert micro.weights_N.tolist() == micro.row_N.tolist()
+        for number, tokens_T in zip(numbers, micro.tokens_T.split(micro.lengths), strict=True):
+            assert tokens_T.tolist() == list(rows[number].tokens[:-1])
+        if micro.experts_TLk is None:
+            assert numbers == (2,)
             continue
-        assert micro.experts_BTLk.shape[:2] == micro.tokens_BT.shape
-        for number, ids in zip(micro.numbers_B.tolist(), micro.experts_BTLk, strict=True):
+        assert len(micro.experts_TLk) == len(micro.tokens_T)
+        for number, ids in zip(numbers, micro.experts_TLk.split(micro.lengths), strict=True):
             assert ids.flatten().tolist() == [-1 if number == 2 else number] * 3 + [-1] * (len(ids) - 3)
-    assert {float(w) for micro in pack(rows, microbatch_tokens=0, max_tokens=64) for w in micro.weights_B} == {1.0}
+    assert pack_rows([Sampled.of(row, 7) for row in rows]).weights_N.unique().tolist() == [1.0]
 
 
 def test_a_preference_balances_too() -> None:
-    tokens_BT = test_routers.TEXT_BT[:2]
-    starts_BT = torch.where(torch.arange(33) < 16, 0, 16).expand(2, 33)
-    pairs = Pairs(
-        tokens_BT=tokens_BT, mask_BT=torch.ones_like(tokens_BT) > 0, starts_BT=starts_BT, reference_B2=torch.zeros(2, 2)
-    )
+    halves = [(Text(row[:16], [True] * 16), Text(row[16:], [True] * 17)) for row in test_routers.TEXT_BT[:2].tolist()]
+    pairs = [Pair(chosen, rejected) for chosen, rejected in halves]
     loss = preference(beta=0.1, length_normalised=True)
     plain, balanced = (
-        Learner(fresh(test_routers.SPARSE, 0)).fit([pairs], lr=1e-3, loss=loss, balance=balance).loss
+        Learner(fresh(test_routers.SPARSE, 0)).fit(pairs, lr=1e-3, pack=pack_pairs, loss=loss, balance=balance).loss
         for balance in (False, True)
     )
     assert 0.19 < balanced - plain < 0.3, "the coefficient times the experts of a token, or a little more"

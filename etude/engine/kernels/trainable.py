@@ -2,11 +2,13 @@
 
 Where the engine adds and normalises in one kernel the two steps are apart here. They round in the same places.
 
-Shapes: B rows of T tokens, N = B T of them one after the other, E hidden size, C what goes into a product, M what comes
-out, V vocabulary, H query heads, K key heads, D head size.
+Shapes: N tokens of all sequences one behind the other, B sequences, E hidden size, C what goes into a product, M what
+comes out, V vocabulary, H query heads, K key heads, D head size.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -20,25 +22,24 @@ from etude.model.heads import Attend, GroupedHeads
 from etude.model.layers import MLP, RMSNorm
 from etude.model.numerics import PLAIN, value_of
 from etude.model.rope import rotate
+from etude.model.tiled_attention import CausalInTiles
 from etude.model.transformer import Block, Transformer
 
 PAGE = 64
 
 
 class Trainable(Transformer):
-    """Rows of tokens only; how a token sees those before it is not handed in but fixed."""
+    """Packed sequences only; how a token sees those before it is not handed in but fixed."""
 
     @property
     def invariant(self) -> bool:
         return True
 
-    def forward(
-        self, tokens_BT: Tensor, positions_BT: Tensor, attend: Attend, routing: Routing | None = None
-    ) -> Tensor:
+    def forward(self, tokens_N: Tensor, positions_N: Tensor, attend: Attend, routing: Routing | None = None) -> Tensor:
         assert routing is None or routing.replay is None, "these kernels let the router decide, as in the engine"
-        rows, length = tokens_BT.shape
-        network, cache = Network(self), _Rows(self, rows, length)
-        x_NE = F.embedding(tokens_BT.flatten(), self.model.embed_tokens.weight)
+        assert isinstance(attend, CausalInTiles), "which says how long the sequences are"
+        network, cache = Network(self), _Sequences(self, attend.lengths, positions_N)
+        x_NE = F.embedding(tokens_N, self.model.embed_tokens.weight)
         for block, layer in zip(self.model.layers, network.layers, strict=True):
             assert isinstance(block, Block) and isinstance(block.self_attn, GroupedHeads)
             qkv = _linear(_normed(x_NE, block.input_layernorm), layer.qkv.weight, layer.qkv.bias)
@@ -49,7 +50,7 @@ class Trainable(Transformer):
             else:
                 assert isinstance(layer.mlp, MLP)
                 x_NE = x_NE + _summed(_gated(normed_NE, layer.mlp), layer.mlp.down_proj.weight)
-        return _normed(x_NE, self.model.norm).view(rows, length, -1)
+        return _normed(x_NE, self.model.norm)
 
     def logprobs(self, hidden_NE: Tensor, tokens_N: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         table_VE = self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
@@ -67,26 +68,31 @@ class Trainable(Transformer):
         return value_of(exact, gradient_of=lambda: logp_N), logp_NV
 
 
-class _Rows:
-    """Keys and values of whole rows, in the pages that the kernels read; one layer at a time."""
+class _Sequences:
+    """Keys and values of whole sequences, in the pages that the kernels read; one layer at a time. Each has as many
+    pages as the longest."""
 
-    def __init__(self, model: Transformer, rows: int, length: int) -> None:
+    def __init__(self, model: Transformer, lengths: Sequence[int], positions_N: Tensor) -> None:
         c, weight = model.config, model.model.embed_tokens.weight.detach()
-        self.shape, pages = (rows, length), -(-length // PAGE)
-        self._k, self._v = weight.new_zeros(2, rows * pages, c.num_key_value_heads, PAGE, c.head_dim)
-        self._cos, self._sin = model.rope[:length].to(weight.dtype).unbind(1)
+        self._plain, pages = Causal(lengths, weight.device), -(-max(lengths) // PAGE)
+        self._k, self._v = weight.new_zeros(2, len(lengths) * pages, c.num_key_value_heads, PAGE, c.head_dim)
+        self._cos, self._sin = model.rope[positions_N].to(weight.dtype).unbind(1)
 
         def ints(values: Tensor) -> Tensor:
             return values.to(weight.device, torch.int32).contiguous()
 
-        row_B, place_T = torch.arange(rows), torch.arange(length)
-        self._positions = ints(place_T.repeat(rows))
-        self._slots = ints((row_B[:, None] * pages * PAGE + place_T).flatten())
-        self._blocks, self._stride = ints(torch.arange(rows * pages)), ints(torch.tensor([pages]))
-        self._ends, self._lengths = ints((row_B + 1) * length), ints(torch.full((rows,), length))
+        length_B = torch.tensor(lengths)
+        end_B = length_B.cumsum(0)
+        sequence_N = torch.arange(len(lengths)).repeat_interleave(length_B)
+        self._positions = ints(positions_N)
+        self._slots = ints(sequence_N * pages * PAGE + positions_N.cpu())
+        self._blocks, self._stride = ints(torch.arange(len(lengths) * pages)), ints(torch.tensor([pages]))
+        self._ends, self._lengths = ints(end_B), ints(length_B)
         step = attention.PREFILL_ROWS // (c.num_attention_heads // c.num_key_value_heads)
-        self._sequence = ints(row_B.repeat_interleave(-(-length // step)))
-        self._first = ints((row_B[:, None] * length + torch.arange(0, length, step)).flatten())
+        tiles_B = -(-length_B // step)
+        self._sequence = ints(torch.arange(len(lengths)).repeat_interleave(tiles_B))
+        firsts = [torch.arange(end - length, end, step) for end, length in zip(end_B, length_B, strict=True)]
+        self._first = ints(torch.cat(firsts))
 
     def attend(self, layer: Layer, own: GroupedHeads, qkv: Tensor) -> Tensor:
         def exact() -> Tensor:
@@ -99,15 +105,15 @@ class _Rows:
             )  # fmt: skip
             return out
 
-        return value_of(exact, gradient_of=lambda: self._plain(own, qkv))
+        return value_of(exact, gradient_of=lambda: self._attend(own, qkv))
 
-    def _plain(self, own: GroupedHeads, qkv: Tensor) -> Tensor:
-        heads = qkv.view(*self.shape, -1, own.head_dim)
+    def _attend(self, own: GroupedHeads, qkv: Tensor) -> Tensor:
+        heads = qkv.view(len(qkv), -1, own.head_dim)
         q, k, v = heads.split_with_sizes((own.num_q, own.num_kv, own.num_kv), -2)
         if own.q_norm and own.k_norm:
             q, k = own.q_norm(q), own.k_norm(k)
         q, k = (rotate(x, self._cos, self._sin, PLAIN) for x in (q, k))
-        return Causal()(own.layer, q, k, v).flatten(0, 1).flatten(1)
+        return self._plain(own.layer, q, k, v).flatten(1)
 
 
 def _normed(x_NE: Tensor, own: RMSNorm) -> Tensor:
