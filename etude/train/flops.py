@@ -78,8 +78,9 @@ def peak_flops(device: torch.device, dtype: torch.dtype, *, size: int = 1024, tr
 
 def matrix_flops(device: torch.device, dtype: torch.dtype, *, size: int, tries: int = 5) -> float:
     """What a device reaches on large products of random numbers; zeros and ones would take less power."""
-    x, y = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    best, at_once = float("inf"), 10 if device.type == "cuda" else 1
+    generator = torch.Generator(device).manual_seed(0)  # whoever trains has a generator of its own
+    x, y = (torch.randn(size, size, device=device, generator=generator).to(dtype) for _ in range(2))
+    at_once, best = 50 if device.type == "cuda" else 1, float("inf")
     for _ in range(tries):
         began = time.perf_counter()
         for _ in range(at_once):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -112,9 +112,10 @@ class Learner:
         }
         ranks.shard(model.cast(compute))
         self._parameters = dict(model.named_parameters())
-        self._gradients: dict[str, Tensor] = {}
+        self._gradients: dict[str, Tensor] = {}  # and no learner is held by a parameter, or neither would ever go
         for name, parameter in self._parameters.items():
-            parameter.register_post_accumulate_grad_hook(partial(self._add_gradient, name))  # type: ignore[no-untyped-call]
+            hook = partial(_add_gradient, self._gradients, name)
+            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         # What no gradient moves: the biases of routers.
         self._fixed = {name: t for name, t in model.state_dict().items() if name not in self._parameters}
         self._kept: dict[str, Tensor] = {}
@@ -145,7 +146,10 @@ class Learner:
             rows, lambda some: pack_rows(some, lambda row: to_replay(row, experts, fetch) if fetch else None),
             microbatch_tokens,
         )  # fmt: skip
-        references = self._reference(mine, temperature) if objective.kl_coef else itertools.repeat(None)
+        references: Iterable[Tensor | None] = itertools.repeat(None)
+        if objective.kl_coef:
+            mine = list(mine)
+            references = self._reference(mine, temperature)
         sums, seen = [], []  # on the device: nothing is waited for before the last microbatch is under way
         for micro, ref_logp_N in zip(mine, references, strict=False):
             routing = routers.open(micro)
@@ -163,13 +167,14 @@ class Learner:
         loss_sum, *others_sum = self.ranks.sum(*(sum(column) for column in torch.stack(sums).T.tolist()))
         capped, silenced, entropy = (each / num_tokens for each in others_sum)
         seen_N5 = self.ranks.join_all(torch.cat(seen).flatten().cpu()).view(-1, 5)
+        grad_norm = self._update(lr, weight_decay)  # goes on while figures are made
         return StepStats(
             loss=loss_sum,
             drift=gap(seen_N5[:, 1].numpy(), seen_N5[:, 2].numpy()),
             capped=capped,
             silenced=silenced,
             entropy=entropy,
-            grad_norm=self._update(lr, weight_decay),
+            grad_norm=grad_norm,
             lr=lr,
             num_rows=len(rows),
             num_tokens=num_tokens,
@@ -315,15 +320,17 @@ class Learner:
 
     def _share(
         self, items: Sequence[Item], pack: Callable[[Sequence[Any]], P], microbatch_tokens: int | None = None
-    ) -> list[P]:
-        """What this rank computes of them. Ranks meet in every layer of every pass, so all have equally many."""
+    ) -> Iterable[P]:
+        """What this rank computes of them, each made when its turn comes, while the device is busy with the last. Ranks
+        meet in every layer of every pass, so all have equally many."""
         limit = MICROBATCH_TOKENS[self.device.type] if microbatch_tokens is None else microbatch_tokens
         plans = plan([item.length for item in items], limit, self.ranks.size, self._cost)
-        return [pack([items[index] for index in some]).to(self.device) for some in plans[self.ranks.rank]]
+        return (pack([items[index] for index in some]).to(self.device) for some in plans[self.ranks.rank])
 
     def _update(self, lr: float, weight_decay: float) -> float:
         """Moves the masters by the gradient that has gathered on the model, and rounds them into it."""
-        gradients, self._gradients = self._gradients, {}
+        gradients = {name: self._gradients[name] for name in self._masters if name in self._gradients}
+        self._gradients.clear()
         norm = self.ranks.norm(torch.nn.utils.get_total_norm(gradients.values()))
         # It would poison the masters and every version after.
         if not torch.isfinite(norm):
@@ -338,20 +345,21 @@ class Learner:
         return float(norm)
 
     @torch.no_grad()
-    def _add_gradient(self, name: str, parameter: Tensor) -> None:
-        """Takes what a microbatch leaves at a parameter."""
-        assert parameter.grad is not None
-        gradient, parameter.grad = own(parameter.grad), None
-        if name in self._gradients:
-            self._gradients[name].add_(gradient)
-        else:
-            self._gradients[name] = gradient.float()
-
-    @torch.no_grad()
     def _round(self, weights: Mapping[str, Tensor]) -> None:
         """Into the model."""
         exact = weights.values() if self.compute == self.dtype else [w.to(self.dtype) for w in weights.values()]
         torch._foreach_copy_([own(self._parameters[name]) for name in weights], list(exact))
+
+
+@torch.no_grad()
+def _add_gradient(gradients: dict[str, Tensor], name: str, parameter: Tensor) -> None:
+    """Takes what a microbatch leaves at a parameter."""
+    assert parameter.grad is not None
+    gradient, parameter.grad = own(parameter.grad), None
+    if name in gradients:
+        gradients[name].add_(gradient)
+    else:
+        gradients[name] = gradient.float()
 
 
 def _by_row(seen_N5: Tensor, num_rows: int) -> tuple[Recomputed, ...]:

@@ -57,3 +57,9 @@ def test_a_step_is_three_forward_passes_of_every_row() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_peak_is_measured_where_none_is_known(dtype: torch.dtype) -> None:
     assert peak_flops(torch.device("cpu"), dtype, size=64, tries=1) > 0
+
+
+def test_to_measure_a_peak_draws_nothing_from_the_generator_of_a_run() -> None:
+    before = torch.get_rng_state()
+    peak_flops(torch.device("cpu"), torch.float32, size=8, tries=1)
+    assert torch.equal(torch.get_rng_state(), before)

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import random
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -108,6 +110,15 @@ def test_a_learner_that_computes_in_bf16_keeps_masters_and_gradients_in_fp32() -
     assert equal(published, named(one.model))
     masters = {n.removeprefix("master."): t for n, t in one.state().items() if n.startswith("master.")}
     assert all(torch.equal(masters[n].bfloat16(), p) for n, p in one.model.named_parameters())
+
+
+def test_a_learner_that_nobody_needs_is_gone() -> None:
+    one = learner()
+    one.step(batch(1), lr=1e-3)
+    master = weakref.ref(next(iter(one.state().values())))
+    del one
+    gc.collect()
+    assert master() is None
 
 
 def test_published_weights_are_a_copy() -> None:
