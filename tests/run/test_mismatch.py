@@ -17,13 +17,14 @@ from etude.core.config import parse
 from etude.core.types import Batch, Sample, Span
 from etude.engine.engine import Engine, Request
 from etude.model.config import ModelConfig
+from etude.model.experts import read_ids
 from etude.model.files import weights, write_directory
 from etude.model.numerics import INVARIANT
 from etude.model.transformer import Transformer, fresh
 from etude.run.diagnose import Diagnosis
 from etude.run.mismatch import as_trained
 from etude.run.prepare import store_files
-from etude.run.trials import diagnose, row_of
+from etude.run.trials import Answer, diagnose, judge_recorded, row_of
 from etude.store.experts import put_experts
 from etude.store.runs import Run
 from etude.weights.publish import publish
@@ -204,6 +205,25 @@ def test_a_batch_with_experts_that_were_not_used(tmp_path: Path, capsys: pytest.
     recorded = judged(tmp_path, capsys)["recorded"]
     (cause,) = recorded["causes"]
     assert cause.startswith("recorded experts") and "experts 0 and 3 are exchanged" in cause
+
+
+def test_what_stands_behind_the_last_sampled_token_changes_nothing() -> None:
+    """A session may end with what a tool said."""
+    one, tail = model("qwen3_moe"), (7, 8, 9)
+    engine = Engine(one, max_batch=1)
+    engine.add(request("0", list(PROMPTS[0]), max_tokens=8))
+    sample = drain(engine)["0"]
+    assert sample.experts is not None and one.config.experts is not None
+    row, experts = row_of("a", PROMPTS[0], sample), read_ids(sample.experts, one.config.experts).long()
+    longer = replace(
+        row, tokens=row.tokens + tail, mask=row.mask + (False,) * 3, logprobs=row.logprobs + (0.0,) * 3,
+        advantages=row.advantages + (0.0,) * 3,
+    )  # fmt: skip
+    others = torch.cat((experts, experts[:3]))
+    short, long = (
+        judge_recorded(one, [Answer(*told)] * 2, 1.0, torch.float32) for told in ((row, experts), (longer, others))
+    )
+    assert long == short and short.experts is not None
 
 
 def test_a_batch_that_cannot_be_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
