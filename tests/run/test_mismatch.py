@@ -17,13 +17,14 @@ from etude.core.config import parse
 from etude.core.types import Batch, Row, Sample, Span, spans
 from etude.engine.engine import Engine, Request
 from etude.model.config import ModelConfig
+from etude.model.experts import read_ids
 from etude.model.files import weights, write_directory
 from etude.model.numerics import INVARIANT
 from etude.model.transformer import Transformer, fresh
 from etude.run.diagnose import Diagnosis
 from etude.run.mismatch import as_trained, to_judge
 from etude.run.prepare import store_files
-from etude.run.trials import diagnose, row_of
+from etude.run.trials import Answer, diagnose, judge_recorded, row_of
 from etude.store.experts import put_experts
 from etude.store.runs import Run
 from etude.weights.publish import publish
@@ -218,6 +219,25 @@ def test_only_rows_of_one_version_are_judged_and_not_too_many() -> None:
     assert to_judge(rows, 3, vocab_size=10) == [rows[1], rows[3]]
     assert to_judge(rows, 3, vocab_size=2**25) == [rows[1]]
     assert to_judge(rows[-1:], 3, vocab_size=2**27) == rows[-1:] and to_judge(rows, 4, vocab_size=10) == []
+
+
+def test_what_stands_behind_the_last_sampled_token_changes_nothing() -> None:
+    """A session may end with what a tool said."""
+    one, tail = model("qwen3_moe"), (7, 8, 9)
+    engine = Engine(one, max_batch=1)
+    engine.add(request("0", list(PROMPTS[0]), max_tokens=8))
+    sample = drain(engine)["0"]
+    assert sample.experts is not None and one.config.experts is not None
+    row, experts = row_of("a", PROMPTS[0], sample), read_ids(sample.experts, one.config.experts).long()
+    longer = replace(
+        row, tokens=row.tokens + tail, mask=row.mask + (False,) * 3, logprobs=row.logprobs + (0.0,) * 3,
+        advantages=row.advantages + (0.0,) * 3,
+    )  # fmt: skip
+    others = torch.cat((experts, experts[:3]))
+    short, long = (
+        judge_recorded(one, [Answer(*told)] * 2, 1.0, torch.float32) for told in ((row, experts), (longer, others))
+    )
+    assert long == short and short.experts is not None
 
 
 def test_a_batch_that_cannot_be_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
