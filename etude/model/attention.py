@@ -47,8 +47,7 @@ class Causal:
             return mixed.view(*q.shape[:-1], -1)
         if q.is_cuda and v.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] in FLASH_SIZES:
             return self._together(q.to(v.dtype), k.to(v.dtype), v, scale)
-        one_by_one: Tensor = _one_by_one(self.lengths, q, k, v, scale)
-        return one_by_one
+        return _one_by_one(self.lengths, q, k, v, scale)
 
     def _together(self, q_THD: Tensor, k_TKD: Tensor, v_TKV: Tensor, scale: float | None) -> Tensor:
         size, borders, longest = v_TKV.shape[-1], self._borders, self._longest
@@ -60,7 +59,6 @@ class Causal:
         return mixed_THD.narrow(-1, 0, size)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # or it would be compiled anew for other lengths
 def _one_by_one(lengths: Sequence[int], q_THD: Tensor, k_TKD: Tensor, v_TKV: Tensor, scale: float | None) -> Tensor:
     # In bf16 the backward pass of a CPU's attention takes five times as long as in fp32.
     dtype = v_TKV.dtype

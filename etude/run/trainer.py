@@ -78,14 +78,15 @@ class Trainer:
         model = starting_model(given, self.files["config.json"], config.seed).to(device)
         if config.invariant:
             model.compute_with(INVARIANT)
-        if not config.deterministic:
+        compute = computed_in(config.trainer, device)
+        if compute == torch.bfloat16 and not config.deterministic:
             fused(model)
         self.learner = Learner(
             model,
             ranks,
             optimizer=config.trainer.optimizer,
             dtype=getattr(torch, config.trainer.weights),
-            compute=computed_in(config.trainer, device),
+            compute=compute,
         )
         self.stage, self.version, self.step, self.made_by = "", 0, 0, 0
         self.lineage: tuple[Origin, ...] = ()

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from etude.core.errors import EtudeError
 from etude.core.events import Gap
-from etude.core.types import Batch, Recomputed
+from etude.core.types import Batch, Recomputed, Row
 from etude.model import files
 from etude.model.transformer import Transformer
 from etude.train.loss import token_logprobs
@@ -141,11 +141,7 @@ class Learner:
         routers = Routers(self.model, least=plausible, balance=balance)
         rows, divisor = self._weighed(batch, objective.aggregate, microbatch_tokens)
         num_tokens = sum(row.num_tokens for row in rows)
-        experts = self.model.config.experts
-        mine = self._share(
-            rows, lambda some: pack_rows(some, lambda row: to_replay(row, experts, fetch) if fetch else None),
-            microbatch_tokens,
-        )  # fmt: skip
+        mine = self._share(rows, partial(pack_rows, experts=self._experts(fetch)), microbatch_tokens)
         references: Iterable[Tensor | None] = itertools.repeat(None)
         if objective.kl_coef:
             mine = list(mine)
@@ -183,6 +179,11 @@ class Learner:
             experts_replaced=routers.replaced,
             recomputed=_by_row(seen_N5, len(rows)),
         )
+
+    def _experts(self, fetch: Callable[[str], bytes] | None) -> Callable[[Row], Tensor | None]:
+        """What `pack_rows` asks for the experts of a row."""
+        config = self.model.config.experts
+        return lambda row: to_replay(row, config, fetch) if fetch else None
 
     def _weighed(self, batch: Batch, aggregate: str, microbatch_tokens: int) -> tuple[list[Sampled], float]:
         """The rows of a batch, and what the weighted sum of their tokens' losses is divided by."""

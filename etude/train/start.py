@@ -14,8 +14,9 @@ from etude.model.transformer import Block, ModelConfig, Transformer, fresh
 
 def fused(model: Transformer) -> Transformer:
     """Has each layer and the head compiled on a device, for any number of tokens. Routers are left out: what they are
-    told and what they chose is another thing in every layer, and a layer would be compiled anew for each. The first
-    step takes some seconds longer; bits may depend on what was computed before."""
+    told and what they chose is another thing in every layer, and a layer would be compiled anew for each. For models
+    that compute in bf16, where one kernel takes all sequences: a loop over them would be compiled anew for every
+    microbatch. The first step takes some seconds longer; bits may depend on what was computed before."""
     if next(model.parameters()).is_cuda:
         model.fused = True
         for block in model.model.layers:
