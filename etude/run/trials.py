@@ -221,7 +221,7 @@ class MismatchTrials:
         """`tops`: the likeliest tokens of the first setting, as the engine reported them."""
         if tops:
             pairs = zip(tops, self._likeliest, strict=True)
-            known["flips"] = sum(top != likeliest for top, likeliest in pairs) / len(tops)
+            known["argmax_flip_frac"] = sum(top != likeliest for top, likeliest in pairs) / len(tops)
         return Diagnosis(
             gaps=self._gaps,
             rounding=self._bounds,
