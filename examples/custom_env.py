@@ -1,4 +1,5 @@
-"""The smallest environment and the smallest agent: a model that knows nothing learns to say vowels, in a minute.
+"""The smallest environment and the smallest agent: a model that knows nothing learns to say vowels,
+in a minute.
 
 python examples/custom_env.py                  what an answer earns, without any model
 etude run examples/custom_env.toml             the reward rises from 0.5 to nearly 1
@@ -13,16 +14,17 @@ from typing import Any
 
 import aiohttp
 
-from etude.core.seams import Sandbox, Transcript, Worlds
+from etude.core.protocols import Sandbox, SandboxPool, Transcript
 from etude.core.types import Task
-from etude.worlds.fake import FakeWorlds
+from etude.sandbox.fake import FakeSandboxPool
 
 
 class Vowels:
     """An Environment: what there is to do, where it is done, and what it was worth."""
 
-    def __init__(self, worlds: Worlds, *, counts: Mapping[str, int], seed: int) -> None:
-        self.worlds, self.counts = worlds, counts
+    def __init__(self, pool: SandboxPool, *, counts: Mapping[str, int], seed: int) -> None:
+        self.worlds = pool
+        self.counts = counts
 
     def tasks(self, split: str) -> Sequence[Task]:
         return [
@@ -48,11 +50,14 @@ class Vowels:
 
 
 class Singer:
-    """An Agent: one question to the model, and its answer goes into the file. Any program that can use an
-    OpenAI-compatible URL can stand here."""
+    """An Agent: one question to the model, and its answer goes into the file. Any program that can
+    use an OpenAI-compatible URL can stand here."""
 
-    def __init__(self, http: aiohttp.ClientSession, *, max_tokens: int, temperature: float, **unused: Any) -> None:
-        self.http, self.sampling = http, {"model": "etude", "max_tokens": max_tokens, "temperature": temperature}
+    def __init__(
+        self, http: aiohttp.ClientSession, *, max_tokens: int, temperature: float, **unused: Any
+    ) -> None:
+        self.http = http
+        self.sampling = {"model": "etude", "max_tokens": max_tokens, "temperature": temperature}
 
     async def run(self, task: Task, sandbox: Sandbox, *, base_url: str, seed: int) -> Transcript:
         messages: list[dict[str, Any]] = [{"role": "user", "content": task.prompt}]
@@ -66,7 +71,7 @@ class Singer:
 
 async def try_it() -> None:
     """Before any training: nothing must earn nothing, and the best answer everything."""
-    environment = Vowels(FakeWorlds(), counts={"train": 1}, seed=0)
+    environment = Vowels(FakeSandboxPool(), counts={"train": 1}, seed=0)
     (task,) = environment.tasks("train")
     for song in ("", "rhythm", "sing", "aeiou"):
         async with environment.open(task) as sandbox:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from etude.train.loss import Clip, Loss, Tokens
+from etude.train.loss import Clip, Loss, LossInputs
 
 
-def gentle(tokens: Tokens, clip: Clip) -> Tensor:
-    """Plain policy gradient, but blame is a fifth of praise: a small policy that is pushed away from what it said
-    drifts to where nobody has looked."""
+def gentle(tokens: LossInputs, clip: Clip) -> Tensor:
+    """Plain policy gradient, but blame is a fifth of praise: a small policy that is pushed away
+    from what it said drifts to where nobody has looked."""
     adv_N = torch.where(tokens.adv_N < 0, 0.2 * tokens.adv_N, tokens.adv_N)
     return -adv_N * tokens.logp_N
 

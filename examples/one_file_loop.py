@@ -2,14 +2,15 @@
 
     python examples/one_file_loop.py RUN.toml [key=value ...]
 
-Take a few tasks. Let the model try each one several times, in sessions of several turns with real tools. Grade every
-attempt by hidden tests. What did better than the average of its task becomes likelier, what did worse less likely.
-Repeat with the new weights.
+Take a few tasks. Let the model try each one several times, in sessions of several turns with real
+tools. Grade every attempt by hidden tests. What did better than the average of its task becomes
+likelier, what did worse less likely. Repeat with the new weights.
 
-The real system does the same with many requests at a time, several processes and weights that travel while sessions
-run. In deterministic mode, where it may do none of that, it must produce the losses of this file to the bit:
-tests/test_oracle.py. So this file shares with it what is being learnt (model, tokenizer, tasks, tools, grading) and has
-its own, simplest version of everything that learns: the session's tokens, the decoding, the credit, the loss, the step.
+The real system does the same with many requests at a time, several processes and weights that
+travel while sessions run. In deterministic mode, where it may do none of that, it must produce the
+losses of this file to the bit: tests/test_oracle.py. So this file shares with it what is being
+learnt (model, tokenizer, tasks, tools, grading) and has its own, simplest version of everything
+that learns: the session's tokens, the decoding, the credit, the loss, the step.
 """
 
 from __future__ import annotations
@@ -27,29 +28,30 @@ import torch
 from torch import Tensor
 
 from etude.core.config import RlConfig, RunConfig, parse
-from etude.core.seams import Worlds
+from etude.core.protocols import SandboxPool
 from etude.core.seeds import derive
 from etude.core.types import Task
-from etude.engine.sampler import invert
+from etude.engine.sampler import inverse_cdf
 from etude.harness.agent import NUDGE, parse_arguments
 from etude.harness.tools import SCHEMAS, SUBMIT, Tools
-from etude.model.attention import Causal, KVCache, Paged
+from etude.model.attention import CausalAttention, KVCache, PagedAttention
 from etude.model.tokenizer import ChatTokenizer, Message
 from etude.model.transformer import ModelConfig, Transformer
 from etude.rewards.tests import grade
-from etude.run.prepare import model_files, store_files
-from etude.run.trainer import Trainer
+from etude.sandbox.pool import open_sandbox_pool
 from etude.store.runs import Run
 from etude.tasks.factory import make_tasks
-from etude.train.schedule import rate
-from etude.worlds.pool import open_worlds
+from etude.train.schedule import learning_rate
+from etude.trainer.prepare import model_files, store_files
+from etude.trainer.trainer import Trainer
 
 GRADE_S = 20.0  # for the hidden tests of one attempt
 
 
 @dataclass
 class Session:
-    """One attempt: its tokens, which of them the model said and how likely it found each, and what it was worth."""
+    """One attempt: its tokens, which of them the model said and how likely it found each, and what
+    it was worth."""
 
     tokens: list[int] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)
@@ -70,11 +72,12 @@ class Session:
 
 @dataclass
 class Agent:
-    """The model at work: it asks for tools, the tools answer, until it submits or runs out of turns."""
+    """The model at work: it asks for tools, the tools answer, until it submits or runs out of
+    turns."""
 
     model: Transformer
     tokenizer: ChatTokenizer
-    worlds: Worlds
+    pool: SandboxPool
     max_turns: int
     max_tokens: int
     temperature: float
@@ -88,37 +91,51 @@ class Agent:
             tools = Tools(task, sandbox)
             for turn in range(self.max_turns):
                 session.read(tokenizer.encode(text))
-                assert len(session.tokens) < context, "a session has filled the context: set a larger model.max_context"
+                assert len(session.tokens) < context, (
+                    "a session has filled the context: set a larger model.max_context"
+                )
                 said = self.answer(session, derive(seed, turn))
-                messages.append(tokenizer.parse(tokenizer.decode(said), SCHEMAS, lambda number: f"call_{number}"))
+                messages.append(
+                    tokenizer.parse(
+                        tokenizer.decode(said), SCHEMAS, lambda number: f"call_{number}"
+                    )
+                )
                 replies, submitted = await act(messages[-1], tools)
                 if submitted:
                     break
-                text = behind(tokenizer, messages, replies, ended=said[-1] == tokenizer.eos)
+                text = behind(
+                    tokenizer, messages, replies, ended=said[-1] == tokenizer.eos_token_id
+                )
                 messages += replies
             session.reward = (await grade(task, sandbox, self.worlds, timeout_s=GRADE_S))["reward"]
         return session
 
     @torch.inference_mode()
     def answer(self, session: Session, seed: int) -> list[int]:
-        """Token by token, until the end of the turn; the first forward pass reads all that there is so far."""
+        """Token by token, until the end of the turn; the first forward pass reads all that there is
+        so far."""
         begin, context = len(session.tokens), self.model.config.max_position_embeddings
         cache, num_read = (
             KVCache(self.model.config, 1, context, like=self.model.rope),
             0,
         )  # one block, as long as it gets
-        for u in np.random.Generator(np.random.PCG64(seed)).random(min(self.max_tokens, context - begin)):
-            new, places = torch.tensor(session.tokens[num_read:]), torch.arange(num_read, len(session.tokens))
-            attend = Paged(
-                cache, ids=[0], blocks_BM=np.array([[0]]), slots_N=places.numpy(), starts=[0],
-                lengths=[len(session.tokens)], num_single=int(num_read > 0),
+        for u in np.random.Generator(np.random.PCG64(seed)).random(
+            min(self.max_tokens, context - begin)
+        ):
+            new, places = (
+                torch.tensor(session.tokens[num_read:]),
+                torch.arange(num_read, len(session.tokens)),
+            )
+            attend = PagedAttention(
+                cache, ids=[0], block_table_BM=np.array([[0]]), slot_mapping_N=places.numpy(),
+                starts=[0], lengths=[len(session.tokens)], num_decode=int(num_read > 0),
             )  # fmt: skip
             logits = self.model.logits(self.model(new, places, attend)[-1:])
             p = torch.softmax(logits / self.temperature, dim=-1)
-            token = int(invert(p, torch.tensor([u])))
+            token = int(inverse_cdf(p, torch.tensor([u])))
             num_read = len(session.tokens)
             session.say(token, float(p[0, token].log()))
-            if token == self.tokenizer.eos:
+            if token == self.tokenizer.eos_token_id:
                 break
         return session.tokens[begin:]
 
@@ -128,21 +145,33 @@ async def act(answer: Message, tools: Tools) -> tuple[list[Message], bool]:
     replies: list[Message] = []
     for call in answer.get("tool_calls", []):
         name, arguments = call["function"]["name"], parse_arguments(call["function"]["arguments"])
-        replies.append({"role": "tool", "tool_call_id": call["id"], "content": await tools.call(name, arguments)})
+        replies.append(
+            {
+                "role": "tool",
+                "tool_call_id": call["id"],
+                "content": await tools.call(name, arguments),
+            }
+        )
         if name == SUBMIT:
             return replies, True
     return replies or [{"role": "user", "content": NUDGE}], False
 
 
-def behind(tokenizer: ChatTokenizer, messages: list[Message], replies: list[Message], *, ended: bool) -> str:
-    """What the template writes after the model's answer, the last of `messages`. The mark that ends an answer belongs
-    to it only if the model was cut off before it could say it itself. What the model said is never tokenised again."""
-    end = tokenizer.render(messages, SCHEMAS).rfind(tokenizer.eos_text)
-    return tokenizer.render(messages + replies, SCHEMAS, answer=True)[end + len(tokenizer.eos_text) * ended :]
+def behind(
+    tokenizer: ChatTokenizer, messages: list[Message], replies: list[Message], *, ended: bool
+) -> str:
+    """What the template writes after the model's answer, the last of `messages`. The mark that ends
+    an answer belongs to it only if the model was cut off before it could say it itself. What the
+    model said is never tokenised again."""
+    end = tokenizer.render(messages, SCHEMAS).rfind(tokenizer.eos_token)
+    return tokenizer.render(messages + replies, SCHEMAS, answer=True)[
+        end + len(tokenizer.eos_token) * ended :
+    ]
 
 
 def tasks_forever(tasks: Sequence[Task], seed: int) -> Iterator[tuple[Task, int]]:
-    """All tasks in random order, again and again, each with the number of times that it was seen before."""
+    """All tasks in random order, again and again, each with the number of times that it was seen
+    before."""
     epoch = 0
     while True:
         order = list(tasks)
@@ -152,7 +181,8 @@ def tasks_forever(tasks: Sequence[Task], seed: int) -> Iterator[tuple[Task, int]
 
 
 def center(group: Sequence[Session]) -> bool:
-    """Advantage = reward minus the mean of the group. False if all did equally well: such a group teaches nothing."""
+    """Advantage = reward minus the mean of the group. False if all did equally well: such a group
+    teaches nothing."""
     mean = sum(session.reward for session in group) / len(group)
     for session in group:
         session.advantage = session.reward - mean
@@ -162,12 +192,13 @@ def center(group: Sequence[Session]) -> bool:
 def backward(model: Transformer, session: Session, num_tokens: int, rl: RlConfig) -> float:
     """Adds the gradient of one session; `num_tokens` is what the model said in the whole batch."""
     tokens, mask = torch.tensor([session.tokens]), torch.tensor([session.mask])
-    hidden = model(tokens[:, :-1], torch.arange(tokens.shape[1] - 1)[None], Causal())
+    hidden = model(tokens[:, :-1], torch.arange(tokens.shape[1] - 1)[None], CausalAttention())
     said = mask[:, 1:]  # a token is predicted at the place before it
     every_logp = torch.log_softmax(model.logits(hidden[said]) / rl.temperature, dim=-1)
     logp = every_logp.gather(-1, tokens[:, 1:][said][:, None]).squeeze(-1)
-    # How much likelier the token is to us than it was to whoever said it. Here that is rounding only: decoding and
-    # training add the same numbers up in another order. It is a constant to the gradient.
+    # How much likelier the token is to us than it was to whoever said it. Here that is rounding
+    # only: decoding and training add the same numbers up in another order. It is a constant to the
+    # gradient.
     ratio = (logp.detach() - torch.tensor([session.logprobs])[mask]).exp()
     loss = (-ratio.clamp(max=rl.ratio_cap) * session.advantage * logp).sum() / num_tokens
     loss.backward()
@@ -175,19 +206,24 @@ def backward(model: Transformer, session: Session, num_tokens: int, rl: RlConfig
 
 
 def round_to_bf16(model: Transformer, masters: Mapping[str, Tensor]) -> None:
-    """The model computes with bf16 values, as they are published; the masters remember what is too small for bf16."""
+    """The model computes with bf16 values, as they are published; the masters remember what is too
+    small for bf16."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(masters[name].to(torch.bfloat16))
 
 
-async def train(c: RunConfig, rl: RlConfig, worlds: Worlds) -> list[float]:
+async def train(c: RunConfig, rl: RlConfig, pool: SandboxPool) -> list[float]:
     """The loop; returns the loss of every step."""
     files, masters = start(c)
     model = Transformer(ModelConfig.from_json(files["config.json"]))
-    optimizer = torch.optim.AdamW(masters.values(), lr=rl.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(
+        masters.values(), lr=rl.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+    )
     round_to_bf16(model, masters)
-    agent = Agent(model, ChatTokenizer(files), worlds, c.harness.max_turns, c.harness.max_tokens, rl.temperature)
+    agent = Agent(
+        model, ChatTokenizer(files), pool, c.harness.max_turns, c.harness.max_tokens, rl.temperature
+    )
     stream = tasks_forever(make_tasks("train", c.tasks.train, c.seed), c.seed)
     losses = []
     for step in range(1, rl.steps + 1):
@@ -196,7 +232,9 @@ async def train(c: RunConfig, rl: RlConfig, worlds: Worlds) -> list[float]:
         while len(batch) < rl.groups_per_step * rl.group_size:
             task, epoch = next(stream)
             numbers = range(epoch * rl.group_size, (epoch + 1) * rl.group_size)
-            group = [await agent.attempt(task, derive(c.seed, task.id, number)) for number in numbers]
+            group = [
+                await agent.attempt(task, derive(c.seed, task.id, number)) for number in numbers
+            ]
             rewards += [session.reward for session in group]
             if center(group):
                 batch += group
@@ -206,34 +244,41 @@ async def train(c: RunConfig, rl: RlConfig, worlds: Worlds) -> list[float]:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for name, parameter in model.named_parameters():
             masters[name].grad, parameter.grad = parameter.grad, None
-        optimizer.param_groups[0]["lr"] = rate(step - 1, lr=rl.lr, warmup=rl.warmup, total=rl.steps, decay=rl.decay)
+        optimizer.param_groups[0]["lr"] = learning_rate(
+            step - 1, lr=rl.lr, warmup=rl.warmup_steps, total=rl.steps, decay=rl.lr_schedule
+        )
         optimizer.step()
         round_to_bf16(model, masters)
-        print(f"step {step}  loss {losses[-1]:+.6f}  solved {sum(rewards):.0f} of {len(rewards)}", flush=True)
+        print(
+            f"step {step}  loss {losses[-1]:+.6f}  solved {sum(rewards):.0f} of {len(rewards)}",
+            flush=True,
+        )
     return losses
 
 
 def start(c: RunConfig) -> tuple[dict[str, bytes], dict[str, Tensor]]:
-    """The model where rl begins, from the real system's own code: its small files and its fp32 weights, after whatever
-    stages of text the run has before rl."""
+    """The model where rl begins, from the real system's own code: its small files and its fp32
+    weights, after whatever stages of text the run has before rl."""
     run = Run.open("memory:")
     store_files(run, model_files(c))
     before = c.model_copy(update={"stage": tuple(stage for stage in c.stage if stage.kind != "rl")})
     trainer = Trainer(run, before, emit=lambda event: None)
     trainer.train()
     state = trainer.learner.state().items()
-    return trainer.files, {name.removeprefix("master."): t for name, t in state if name.startswith("master.")}
+    return trainer.files, {
+        name.removeprefix("master."): t for name, t in state if name.startswith("master.")
+    }
 
 
 def run_oracle(c: RunConfig) -> list[float]:
     (rl,) = (stage for stage in c.stage if isinstance(stage, RlConfig))
 
     async def run() -> list[float]:
-        worlds = open_worlds(c.worlds.isolation)
+        pool = open_sandbox_pool(c.sandbox.isolation)
         try:
-            return await train(c, rl, worlds)
+            return await train(c, rl, pool)
         finally:
-            await worlds.close()
+            await pool.close()
 
     return asyncio.run(run())
 

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
-# Tests run side by side, one core each; torch reads this when it is first imported, here and in child processes.
+# Tests run side by side, one core each; torch reads this when it is first imported, here and in
+# child processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The same commit gets the same verdict, and a slow machine fails nothing.
@@ -19,7 +20,8 @@ settings.load_profile("etude")
 
 @pytest.fixture(autouse=True)
 def _as_torch_is() -> Iterator[None]:
-    """A trainer that a test runs in this process may have asked torch for determinism; the next test did not."""
+    """A trainer that a test runs in this process may have asked torch for determinism; the next
+    test did not."""
     yield
     if "torch" in sys.modules:
         sys.modules["torch"].use_deterministic_algorithms(False)

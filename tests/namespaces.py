@@ -1,5 +1,5 @@
-"""Whether this machine can make the namespaces that sandboxes are made of, asked without our own code: where that is
-broken, tests are to fail, not to be skipped."""
+"""Whether this machine can make the namespaces that sandboxes are made of, asked without our own
+code: where that is broken, tests are to fail, not to be skipped."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ def refusal() -> str | None:
     kinds = ("--user", "--mount", "--pid", "--net", "--ipc", "--uts", "--cgroup")
     argv = ["unshare", *kinds, "--map-root-user", "--fork", "--mount-proc", "true"]
     tried = subprocess.run(argv, capture_output=True, text=True, check=False)
-    return None if tried.returncode == 0 else tried.stderr.strip() or f"exit code {tried.returncode}"
+    return (
+        None if tried.returncode == 0 else tried.stderr.strip() or f"exit code {tried.returncode}"
+    )
 
 
 def need_namespaces() -> None:

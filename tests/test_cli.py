@@ -1,4 +1,5 @@
-"""The command line on bad input: one clear message, an exit code that is not 0, no traceback, nothing left behind."""
+"""The command line on bad input: one clear message, an exit code that is not 0, no traceback,
+nothing left behind."""
 
 from __future__ import annotations
 
@@ -14,15 +15,17 @@ import pytest
 
 from etude.cli import main
 from etude.core.config import parse
-from etude.run.prepare import given_files, is_prepared, store_files
 from etude.store.runs import Run
+from etude.trainer.prepare import is_prepared, pretrained_files, store_files
 
 TINY = Path(__file__).parent / "e2e" / "tiny.toml"
 Etude = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def etude(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Etude:
+def etude(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Etude:
     monkeypatch.chdir(tmp_path)
 
     def call(*argv: object) -> tuple[int, str, str]:
@@ -52,12 +55,20 @@ def test_a_broken_config(etude: Etude, tmp_path: Path) -> None:
 
 
 def test_an_unknown_key(etude: Etude, tmp_path: Path) -> None:
-    refused(etude("run", TINY, "--set", "engine.max_bach=3"), "unknown key engine.max_bach", "did you mean max_batch?")
+    refused(
+        etude("run", TINY, "--set", "engine.max_bach=3"),
+        "unknown key engine.max_bach",
+        "did you mean max_batch?",
+    )
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_model_that_is_not_there(etude: Etude, tmp_path: Path) -> None:
-    refused(etude("run", TINY, "--set", "model.path=nowhere"), "model.path = 'nowhere'", "model.safetensors missing")
+    refused(
+        etude("run", TINY, "--set", "model.path=nowhere"),
+        "model.path = 'nowhere'",
+        "model.safetensors missing",
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -66,7 +77,11 @@ def test_a_port_in_use(etude: Etude, tmp_path: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        refused(etude("run", TINY, "--set", f"engine.port={port}"), f"engine.port = {port} cannot be used", "in use")
+        refused(
+            etude("run", TINY, "--set", f"engine.port={port}"),
+            f"engine.port = {port} cannot be used",
+            "in use",
+        )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -86,7 +101,10 @@ def test_another_config_for_the_same_run(etude: Etude, tmp_path: Path) -> None:
     run = Run.open(f"file:{tmp_path}/r")
     run.put_config(parse(TINY.read_text()))
     run.put_checkpoint("000000.000001", b"")
-    refused(etude("run", TINY, "--dir", "r", "--set", "stage.rl.lr=0.5"), "stage.rl.lr 1e-05 there and 0.5 here")
+    refused(
+        etude("run", TINY, "--dir", "r", "--set", "stage.rl.lr=0.5"),
+        "stage.rl.lr 1e-05 there and 0.5 here",
+    )
 
 
 def test_a_place_that_is_a_file(etude: Etude, tmp_path: Path) -> None:
@@ -98,7 +116,9 @@ def test_a_place_that_is_a_file(etude: Etude, tmp_path: Path) -> None:
 def test_fresh_removes_nothing_but_a_run(etude: Etude, tmp_path: Path) -> None:
     (tmp_path / "papers").mkdir()
     (tmp_path / "papers" / "thesis").write_text("years of work")
-    refused(etude("demo", "--dir", "papers", "--fresh"), "papers is no run of etude: it is not removed")
+    refused(
+        etude("demo", "--dir", "papers", "--fresh"), "papers is no run of etude: it is not removed"
+    )
     assert (tmp_path / "papers" / "thesis").exists()
 
 
@@ -107,13 +127,29 @@ def test_an_unknown_benchmark(etude: Etude) -> None:
 
 
 def test_a_full_disk_leaves_nothing_that_a_later_run_trips_over(tmp_path: Path) -> None:
-    """A limit on the size of files stands in for it: the operating system refuses the write in the same place."""
+    """A limit on the size of files stands in for it: the operating system refuses the write in the
+    same place."""
     model, place = tmp_path / "model", tmp_path / "r"
     model.mkdir()
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "model.safetensors"):
+    for name in (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        "model.safetensors",
+    ):
         (model / name).write_bytes(b"x" * 20_000)
     (model / "config.json").write_text('{"max_position_embeddings": 512}')
-    argv = [sys.executable, "-m", "etude", "run", str(TINY), "--dir", str(place), "--set", f"model.path={model}"]
+    argv = [
+        sys.executable,
+        "-m",
+        "etude",
+        "run",
+        str(TINY),
+        "--dir",
+        str(place),
+        "--set",
+        f"model.path={model}",
+    ]
     limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))  # noqa: E731
     ended = subprocess.run(argv, capture_output=True, text=True, preexec_fn=limit, check=False)
     assert ended.returncode == 2
@@ -121,7 +157,7 @@ def test_a_full_disk_leaves_nothing_that_a_later_run_trips_over(tmp_path: Path) 
     assert "Traceback" not in ended.stderr
     run = Run.open(f"file:{place}", create=False)
     assert run.objects.list("model") == [] and not is_prepared(run)
-    store_files(run, given_files(str(model), max_context=256))
+    store_files(run, pretrained_files(str(model), max_context=256))
     assert is_prepared(run) and run.objects.get_sealed("model/tokenizer.json") == b"x" * 20_000
 
 
@@ -130,20 +166,31 @@ def test_a_disk_without_any_room(tmp_path: Path) -> None:
     limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # noqa: E731
     ended = subprocess.run(argv, capture_output=True, text=True, preexec_fn=limit, check=False)
     assert ended.returncode == 2
-    assert ended.stderr.startswith(f"error: cannot write {tmp_path / 'r' / 'lock'}") and "Traceback" not in ended.stderr
+    assert (
+        ended.stderr.startswith(f"error: cannot write {tmp_path / 'r' / 'lock'}")
+        and "Traceback" not in ended.stderr
+    )
 
 
-@pytest.mark.parametrize("module", ["etude.run.prepare", "etude.run.trainer"])
+@pytest.mark.parametrize("module", ["etude.trainer.prepare", "etude.trainer.trainer"])
 def test_a_process_whose_store_is_gone(tmp_path: Path, module: str) -> None:
     argv = [sys.executable, "-m", module, "--store", f"file:{tmp_path / 'none'}"]
     ended = subprocess.run(argv, capture_output=True, text=True, check=False)
-    assert ended.returncode == 2 and ended.stderr.startswith("error: ") and "is not there" in ended.stderr
+    assert (
+        ended.returncode == 2
+        and ended.stderr.startswith("error: ")
+        and "is not there" in ended.stderr
+    )
 
 
 def test_the_plan_is_printed_and_nothing_is_made(etude: Etude, tmp_path: Path) -> None:
     code, out, _ = etude("run", TINY, "--dry-run", "--set", "stage.rl.steps=7")
     assert code == 0
-    assert "midtrain: version 0 -> 1" in out and "sft: version 1 -> 2" in out and "rl: version 2 -> 9" in out
+    assert (
+        "midtrain: version 0 -> 1" in out
+        and "sft: version 1 -> 2" in out
+        and "rl: version 2 -> 9" in out
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -155,7 +202,12 @@ def test_the_audit_of_a_run_that_has_just_begun(etude: Etude, tmp_path: Path) ->
 
 
 def test_help_loads_neither_torch_nor_anything_slow() -> None:
-    code = "import sys, etude.cli as c\ntry: c.main(['--help'])\nexcept SystemExit: pass\nprint(sorted(sys.modules))"
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    code = (
+        "import sys, etude.cli as c\ntry: c.main(['--help'])\nexcept SystemExit: "
+        "pass\nprint(sorted(sys.modules))"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
     modules = json.loads(said.splitlines()[-1].replace("'", '"'))
     assert not {"torch", "numpy", "pydantic", "rich", "aiohttp", "obstore"} & set(modules)

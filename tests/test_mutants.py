@@ -57,8 +57,16 @@ def test_what_changes_no_behaviour_is_left_alone(source: str) -> None:
 
 
 def test_a_mistake_in_a_default_shows_where_the_function_runs() -> None:
-    (mutant, *_) = mutants("a.py", b"class A:\n    def f(\n        self, n=1\n    ):\n        return n\n")
-    assert (mutant.function, mutant.line, mutant.first, mutant.last, mutant.imported) == ("A.f", 3, 5, 5, False)
+    (mutant, *_) = mutants(
+        "a.py", b"class A:\n    def f(\n        self, n=1\n    ):\n        return n\n"
+    )
+    assert (mutant.function, mutant.line, mutant.first, mutant.last, mutant.imported) == (
+        "A.f",
+        3,
+        5,
+        5,
+        False,
+    )
 
 
 def test_a_mistake_changes_its_own_place_and_no_other() -> None:

@@ -1,4 +1,5 @@
-"""The pages for newcomers, followed to the letter: their code runs, their configs start, and a run learns with both."""
+"""The pages for newcomers, followed to the letter: their code runs, their configs start, and a run
+learns with both."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from etude.core.config import RlConfig, parse
 from etude.core.events import EVENTS, StepDone
-from etude.run.step import objective_of
 from etude.store.runs import Run
+from etude.trainer.step import objective_of
 
 ROOT = Path(__file__).parent.parent
 LOSS, ENVIRONMENT = (ROOT / "docs" / f"your-own-{name}.md" for name in ("loss", "environment"))
@@ -42,22 +43,50 @@ def test_the_environment_of_the_page_is_that_of_the_example() -> None:
     assert all(block.strip() in text for block in blocks(ENVIRONMENT, "python"))
     assert blocks(ENVIRONMENT, "toml") == [(ROOT / "examples/custom_env.toml").read_text()]
     ran = subprocess.run(
-        [sys.executable, "examples/custom_env.py"], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, "examples/custom_env.py"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    assert ran.stdout.splitlines()[0] == "'' earns 0.00" and ran.stdout.splitlines()[-1] == "'aeiou' earns 1.00"
+    assert (
+        ran.stdout.splitlines()[0] == "'' earns 0.00"
+        and ran.stdout.splitlines()[-1] == "'aeiou' earns 1.00"
+    )
 
 
 @pytest.mark.e2e
 def test_a_run_with_environment_agent_loss_and_sink_of_ones_own(tmp_path: Path) -> None:
-    keys = ["worlds.isolation=process", "stage.rl.steps=2", "stage.rl.loss=examples/custom_loss.py:GENTLE"]
-    keys += ["tasks.heldout=1", 'sinks=["tensorboard"]', "stage.rl.kl_coef=0.01", "engine.regions=['here']"]
+    keys = [
+        "sandbox.isolation=process",
+        "stage.rl.steps=2",
+        "stage.rl.loss=examples/custom_loss.py:GENTLE",
+    ]
+    keys += [
+        "tasks.heldout=1",
+        'sinks=["tensorboard"]',
+        "stage.rl.kl_coef=0.01",
+        "engine.regions=['here']",
+    ]
     keys += ["stage.rl.effort={scale=0.01, tokens=0.1}"]
-    argv = [sys.executable, "-m", "etude", "run", "examples/custom_env.toml", "--dir", str(tmp_path / "run")]
+    argv = [
+        sys.executable,
+        "-m",
+        "etude",
+        "run",
+        "examples/custom_env.toml",
+        "--dir",
+        str(tmp_path / "run"),
+    ]
     argv += [part for key in keys for part in ("--set", key)]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     run = Run.open(f"file:{tmp_path / 'run'}", create=False)
-    steps = [event for event in run.events("trainer", EVENTS).records() if isinstance(event, StepDone)]
-    assert [step.step for step in steps] == [1, 2] and all(0 < (step.reward or 0) < 1 for step in steps)
+    steps = [
+        event for event in run.events("trainer", EVENTS).records() if isinstance(event, StepDone)
+    ]
+    assert [step.step for step in steps] == [1, 2] and all(
+        0 < (step.reward or 0) < 1 for step in steps
+    )
     curve = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload().Scalars("rl/reward")
     assert [point.step for point in curve] == [1, 2]

@@ -1,4 +1,5 @@
-"""The real system, all its processes, against one file that does the same in the simplest way: equal to the bit."""
+"""The real system, all its processes, against one file that does the same in the simplest way:
+equal to the bit."""
 
 from __future__ import annotations
 
@@ -12,15 +13,15 @@ from etude.core.config import parse
 from etude.core.events import EVENTS, StepDone
 from etude.core.ledger import Dropped
 from etude.model.files import write_directory
-from etude.model.fresh import tokenizer_files
+from etude.model.from_scratch import tokenizer_files
 from etude.model.tokenizer import ChatTokenizer
-from etude.model.transformer import ModelConfig, fresh
-from etude.run.data import tokenize
+from etude.model.transformer import ModelConfig, init_from_scratch
 from etude.store.runs import Run
 from etude.tasks.demos import demonstrations
 from etude.tasks.factory import make_tasks
 from etude.train.learner import Learner
-from etude.train.rows import Text
+from etude.train.packing import TokenSequence
+from etude.trainer.data import tokenize
 from examples.one_file_loop import run_oracle
 
 ROOT = Path(__file__).parent.parent
@@ -46,7 +47,7 @@ max_tokens = 32
 regions = ["here"]
 max_batch = 1
 
-[worlds]
+[sandbox]
 isolation = "process"
 
 [[stage]]
@@ -60,11 +61,14 @@ lr = 3e-4
 
 
 def half_trained(path: Path) -> None:
-    """A small model that has nearly learnt one solution of each task but one by heart. So it succeeds sometimes, and
-    there is something to learn; and at one task it always fails, so that groups are dropped."""
+    """A small model that has nearly learnt one solution of each task but one by heart. So it
+    succeeds sometimes, and there is something to learn; and at one task it always fails, so that
+    groups are dropped."""
     shown = sorted(demonstrations(make_tasks("train", TASKS, 0), 60, 0), key=len, reverse=True)
     shortest = list({session[0]["content"]: session for session in shown}.values())[1:]
-    texts = [str(message["content"]) for session in shortest for message in session if message["content"]]
+    texts = [
+        str(message["content"]) for session in shortest for message in session if message["content"]
+    ]
     small = tokenizer_files(texts, vocab_size=400)
     tokenizer = ChatTokenizer(small)
     config = ModelConfig(
@@ -76,8 +80,8 @@ def half_trained(path: Path) -> None:
         intermediate_size=128,
         max_position_embeddings=512,
     )
-    learner = Learner(fresh(config, 0))
-    lesson = [Text(*row) for session in shortest for row in tokenize(session, tokenizer)]
+    learner = Learner(init_from_scratch(config, 0))
+    lesson = [TokenSequence(*row) for session in shortest for row in tokenize(session, tokenizer)]
     while learner.fit(lesson, lr=3e-3).loss > 0.012:
         pass
     write_directory(path, small | {"config.json": config.to_json().encode()}, learner.weights())
@@ -88,15 +92,28 @@ def test_the_real_system_has_the_losses_of_the_oracle_to_the_bit(tmp_path: Path)
     half_trained(tmp_path / "model")
     text, directory = TOML.replace("PATH", str(tmp_path / "model")), tmp_path / "run"
     (tmp_path / "run.toml").write_text(text)
-    argv = [sys.executable, "-m", "etude", "run", str(tmp_path / "run.toml"), "--dir", str(directory)]
+    argv = [
+        sys.executable,
+        "-m",
+        "etude",
+        "run",
+        str(tmp_path / "run.toml"),
+        "--dir",
+        str(directory),
+    ]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     run = Run.open(f"file:{directory}", create=False)
-    steps = [event for event in run.events("trainer", EVENTS).records() if isinstance(event, StepDone)]
+    steps = [
+        event for event in run.events("trainer", EVENTS).records() if isinstance(event, StepDone)
+    ]
 
     assert [step.loss for step in steps] == run_oracle(parse(text))
 
-    # It says something: the losses differ, groups without a signal stood between, decoding and learning nearly agree.
+    # It says something: the losses differ, groups without a signal stood between, decoding and
+    # learning nearly agree.
     assert len({step.loss for step in steps}) == 3
-    assert any(isinstance(entry, Dropped) and entry.reason == "no_signal" for entry in run.ledger.records())
+    assert any(
+        isinstance(entry, Dropped) and entry.reason == "no_signal" for entry in run.ledger.records()
+    )
     assert all(step.k3_p99 < 1e-8 for step in steps)

@@ -1,7 +1,8 @@
-"""What a trainer of dense models can be compared with: a decoder in the plainest PyTorch that is fast.
+"""What a trainer of dense models can be compared with: a decoder in the plainest PyTorch that is
+fast.
 
-Compiled layers in bf16, torch's own attention on whole rows, cross entropy in parts, fused AdamW on the bf16 weights.
-It learns nothing sensible and checks nothing.
+Compiled layers in bf16, torch's own attention on whole rows, cross entropy in parts, fused AdamW on
+the bf16 weights. It learns nothing sensible and checks nothing.
 
 Shapes: B rows of T tokens, N of all, E hidden size, H query heads, K key heads, D head size.
 """
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from etude.model.config import ModelConfig
-from etude.train.flops import BACKWARD, forward_flops
+from etude.train.flops import BACKWARD_COST, forward_flops
 
 HEAD_TOKENS = 8192
 
@@ -23,9 +24,13 @@ HEAD_TOKENS = 8192
 class Layer(nn.Module):
     def __init__(self, c: ModelConfig) -> None:
         super().__init__()
-        self.c, heads, keys = c, c.num_attention_heads, c.num_key_value_heads
-        self.before, self.between = nn.RMSNorm(c.hidden_size), nn.RMSNorm(c.hidden_size)
-        self.q_norm, self.k_norm = nn.RMSNorm(c.head_dim), nn.RMSNorm(c.head_dim)
+        self.c = c
+        heads = c.num_attention_heads
+        keys = c.num_key_value_heads
+        self.before = nn.RMSNorm(c.hidden_size)
+        self.between = nn.RMSNorm(c.hidden_size)
+        self.q_norm = nn.RMSNorm(c.head_dim)
+        self.k_norm = nn.RMSNorm(c.head_dim)
         self.qkv = nn.Linear(c.hidden_size, (heads + 2 * keys) * c.head_dim, bias=False)
         self.out = nn.Linear(heads * c.head_dim, c.hidden_size, bias=False)
         self.gate_up = nn.Linear(c.hidden_size, 2 * c.intermediate_size, bias=False)
@@ -34,7 +39,9 @@ class Layer(nn.Module):
     def forward(self, x_BTE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         c, (rows, length, _) = self.c, x_BTE.shape
         heads = self.qkv(self.before(x_BTE)).view(rows, length, -1, c.head_dim)
-        q, k, v = heads.split([c.num_attention_heads, c.num_key_value_heads, c.num_key_value_heads], 2)
+        q, k, v = heads.split(
+            [c.num_attention_heads, c.num_key_value_heads, c.num_key_value_heads], 2
+        )
         q, k = (_turned(x, cos, sin).to(v.dtype) for x in (self.q_norm(q), self.k_norm(k)))
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -71,7 +78,10 @@ def steps(c: ModelConfig, rows: int, length: int) -> Callable[[], tuple[int, flo
     """One step a call; says how many tokens and how much arithmetic it was."""
     with torch.device("cuda"):
         model = Decoder(c).to(torch.bfloat16)
-        places, speeds = torch.arange(length).float(), torch.arange(0, c.head_dim, 2).float() / c.head_dim
+        places, speeds = (
+            torch.arange(length).float(),
+            torch.arange(0, c.head_dim, 2).float() / c.head_dim,
+        )
         angles = torch.outer(places, c.rope_theta**-speeds).repeat(1, 2)[:, None]
     cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
     for layer in model.layers:
@@ -88,6 +98,6 @@ def steps(c: ModelConfig, rows: int, length: int) -> Callable[[], tuple[int, flo
         torch.autograd.backward(hidden_NE, leaf_NE.grad)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return rows * length, rows * (1 + BACKWARD) * forward_flops(c, length, length)
+        return rows * length, rows * (1 + BACKWARD_COST) * forward_flops(c, length, length)
 
     return step

@@ -1,5 +1,5 @@
-"""What both sides of the benchmark `trl` are given: prompts, the reward, and the numbers. No torch, no TRL: each side
-imports it from an environment of its own."""
+"""The task of the benchmark `trl`, for both sides: prompts, the reward, and the numbers. No torch,
+no TRL: each side imports it from an environment of its own."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from etude.core.seams import Sandbox, Transcript, Worlds
+from etude.core.protocols import Sandbox, SandboxPool, Transcript
 from etude.core.types import Task
-from etude.worlds.fake import FakeSandbox
+from etude.sandbox.fake import FakeSandbox
 
 STEPS = 20
 GROUPS_PER_STEP = 4
@@ -19,16 +19,19 @@ LR = 8e-5
 MIN_WORDS = 8
 
 TOPICS = (
-    "rain, bread, a river, the moon, a bicycle, snow, tea, a library, the sea, a garden, a train, music, a lamp, "
-    "winter, a bridge, a cat, a market, salt, the wind, a letter, a clock, apples, a mountain, sleep, a window, honey, "
+    "rain, bread, a river, the moon, a bicycle, snow, tea, a library, the sea, a garden, a train, "
+    "music, a lamp, "
+    "winter, a bridge, a cat, a market, salt, the wind, a letter, a clock, apples, a mountain, "
+    "sleep, a window, honey, "
     "a street, the sun, a ship, paper, a dog, fire"
 )
 PROMPTS = [f"Write one short sentence about {topic}." for topic in TOPICS.split(", ")]
 
 
 def reward(text: str) -> float:
-    """The share of words that begin with an s: it has a value for every answer, so every group teaches something. Words
-    that are missing count too: were it worth while to be brief, the side that learns first would also be the faster."""
+    """The share of words that begin with an s: it has a value for every answer, so every group
+    teaches something. Words that are missing count too: were it worth while to be brief, the side
+    that learns first would also be the faster."""
     words = text.lower().split()
     return sum(word.startswith("s") for word in words) / max(MIN_WORDS, len(words))
 
@@ -36,19 +39,27 @@ def reward(text: str) -> float:
 class Sentences:
     """An Environment: a prompt, and an answer that is a text."""
 
-    def __init__(self, worlds: Worlds, *, counts: Mapping[str, int], seed: int) -> None:
+    def __init__(self, pool: SandboxPool, *, counts: Mapping[str, int], seed: int) -> None:
         self._counts = counts
 
     def tasks(self, split: str) -> Sequence[Task]:
         prompts = PROMPTS[: self._counts[split]]
         return [
-            Task(id=f"{split}-{n}", prompt=prompt, files={"answer": ""}, editable=("answer",), checks=(), meta={})
+            Task(
+                id=f"{split}-{n}",
+                prompt=prompt,
+                files={"answer": ""},
+                editable=("answer",),
+                checks=(),
+                meta={},
+            )
             for n, prompt in enumerate(prompts)
         ]
 
     @asynccontextmanager
     async def open(self, task: Task) -> AsyncIterator[Sandbox]:
-        yield FakeSandbox(task.files)  # nothing is executed, and the other side has no sandboxes either
+        # nothing is executed, and the other side has no sandboxes either
+        yield FakeSandbox(task.files)
 
     async def score(self, task: Task, sandbox: Sandbox) -> dict[str, float]:
         return {"reward": reward(await sandbox.read("answer"))}
@@ -58,7 +69,8 @@ class Writer:
     """An Agent: one question, one answer."""
 
     def __init__(self, http: Any, *, max_tokens: int, temperature: float, **unused: Any) -> None:
-        self._http, self._sampling = http, {"model": "etude", "max_tokens": max_tokens, "temperature": temperature}
+        self._http = http
+        self._sampling = {"model": "etude", "max_tokens": max_tokens, "temperature": temperature}
 
     async def run(self, task: Task, sandbox: Sandbox, *, base_url: str, seed: int) -> Transcript:
         messages: list[dict[str, Any]] = [{"role": "user", "content": task.prompt}]

@@ -1,10 +1,11 @@
-"""The other side of the benchmark `trl`, run by the Python of `.venv-trl`: TRL's GRPOTrainer as its documents have it.
+"""The other side of the benchmark `trl`, run by the Python of `.venv-trl`: TRL's GRPOTrainer as its
+documents have it.
 
     python -m etude.bench._trl_trainer MODEL
 
-Prints one line of JSON: the seconds of training, and of every batch of answers when it was there, how many they were
-and what they earned on average. Its defaults stand (bf16 autocast among them) but for what both sides are given, and
-for gradient checkpointing, which would only cost it time.
+Prints one line of JSON: the seconds of training, and of every batch of answers when it was there,
+how many they were and what they earned on average. Its defaults stand (bf16 autocast among them)
+but for what both sides are given, and for gradient checkpointing, which would only cost it time.
 """
 
 from __future__ import annotations
@@ -15,7 +16,15 @@ import tempfile
 import time
 from typing import Any
 
-from etude.bench._trl_task import GROUP_SIZE, GROUPS_PER_STEP, LR, MAX_TOKENS, PROMPTS, STEPS, reward
+from etude.bench._trl_task import (
+    GROUP_SIZE,
+    GROUPS_PER_STEP,
+    LR,
+    MAX_TOKENS,
+    PROMPTS,
+    STEPS,
+    reward,
+)
 
 
 def main() -> None:
@@ -56,9 +65,15 @@ def main() -> None:
             logging_steps=1,
             seed=0,
         )
-        dataset = Dataset.from_dict({"prompt": [[{"role": "user", "content": prompt}] for prompt in PROMPTS]})
+        dataset = Dataset.from_dict(
+            {"prompt": [[{"role": "user", "content": prompt}] for prompt in PROMPTS]}
+        )
         trainer = GRPOTrainer(
-            model=sys.argv[1], reward_funcs=rewards, args=config, train_dataset=dataset, callbacks=[Begin()]
+            model=sys.argv[1],
+            reward_funcs=rewards,
+            args=config,
+            train_dataset=dataset,
+            callbacks=[Begin()],
         )
         trainer.train()
     print(json.dumps({"seconds": time.monotonic() - began, "seen": seen}), flush=True)

@@ -1,16 +1,18 @@
-"""How small a weight delta is, and how fast one core makes and applies it.
+"""Benchmark of weight deltas: size, and speed of one core at making and applying them.
 
-For each pair of versions (`NAME_before.npy`, `NAME_after.npy`, codes of bf16 numbers as uint16) and each codec:
+For each pair of versions (`NAME_before.npy`, `NAME_after.npy`, codes of bf16 numbers as uint16) and
+each codec:
 
     NAME.CODEC.ratio         bytes of the tensor for one byte of the delta
     NAME.CODEC.encode_gbps   bytes of the tensor in a second of one core, in units of 1e9
     NAME.CODEC.apply_gbps
 
-beside what no codec can beat that knows nothing but the share of each step (`NAME.bound_iid`), or that share for each
-exponent of the old number (`NAME.bound_exponent`). `fast` and `reference` are ours, with the same bytes; the others are
-what is published elsewhere, written anew: `xor_zstd1` compresses the exclusive or, `gap_value_zstd1` the distances
-between changes and the new numbers, `raw_index` sends a 4-byte place and a number for each change. Every round trip is
-checked. Time is that of the core, so that other work on the machine counts little; the best of a few rounds.
+beside what no codec can beat that knows nothing but the share of each step (`NAME.bound_iid`), or
+that share for each exponent of the old number (`NAME.bound_exponent`). `fast` and `reference` are
+ours, with the same bytes; the others are what is published elsewhere, written anew: `xor_zstd1`
+compresses the exclusive or, `gap_value_zstd1` the distances between changes and the new numbers,
+`raw_index` sends a 4-byte place and a number for each change. Every round trip is checked. Time is
+that of the core, so that other work on the machine counts little; the best of a few rounds.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ ROUNDS = 7
 MADE_ELEMENTS = 2_000_000
 
 Codec = tuple[Callable[[Array, Array], list[bytes]], Callable[[Array, list[bytes], Array], None]]
-"""(old, new) -> the delta, in one part or several; (old, delta, out) writes the new version to `out`."""
+"""(old, new) -> the delta, in one part or several; (old, delta, out) writes the new version to
+`out`."""
 
 
 def run(pairs: str | None = None) -> dict[str, float]:
@@ -43,7 +46,10 @@ def run(pairs: str | None = None) -> dict[str, float]:
         figures |= {f"{name}.changed": float((old != new).mean())}
         figures |= {f"{name}.bound_iid": iid, f"{name}.bound_exponent": exponent}
         for kind, both in codecs().items():
-            figures |= {f"{name}.{kind}.{figure}": value for figure, value in measure(both, old, new).items()}
+            figures |= {
+                f"{name}.{kind}.{figure}": value
+                for figure, value in measure(both, old, new).items()
+            }
     return figures
 
 
@@ -52,11 +58,22 @@ def read(folder: Path) -> dict[str, tuple[Array, Array]]:
     for before in sorted(folder.glob("*_before.npy")):
         name = before.name.removesuffix("_before.npy")
         try:
-            old, new = (np.load(folder / f"{name}_{end}.npy", allow_pickle=False) for end in ("before", "after"))
+            old, new = (
+                np.load(folder / f"{name}_{end}.npy", allow_pickle=False)
+                for end in ("before", "after")
+            )
         except (OSError, ValueError) as e:
             raise EtudeError(f"cannot read the pair {name} in {folder}: {e}") from e
-        if old.dtype != np.uint16 or new.dtype != np.uint16 or old.shape != new.shape or not old.size:
-            raise EtudeError(f"the pair {name} in {folder} must be two arrays of uint16 (bf16 codes) of one shape")
+        if (
+            old.dtype != np.uint16
+            or new.dtype != np.uint16
+            or old.shape != new.shape
+            or not old.size
+        ):
+            raise EtudeError(
+                f"the pair {name} in {folder} must be two arrays of uint16 (bf16 codes) of one "
+                f"shape"
+            )
         pairs[name] = old.reshape(-1), new.reshape(-1)
     if not pairs:
         raise EtudeError(f"{folder} holds no NAME_before.npy: give --pairs a directory that does")
@@ -64,7 +81,8 @@ def read(folder: Path) -> dict[str, tuple[Array, Array]]:
 
 
 def make() -> tuple[Array, Array]:
-    """A layer as large models have it, before and after one step of Adam at a learning rate of 1e-6."""
+    """A layer as large models have it, before and after one step of Adam at a learning rate of
+    1e-6."""
     random = np.random.default_rng(0)
     master = random.normal(0, 0.02, MADE_ELEMENTS).astype(np.float32)
     update = (1e-6 * 0.25 * random.normal(0, 1, MADE_ELEMENTS)).astype(np.float32)
@@ -78,7 +96,9 @@ def to_bf16(values: NDArray[np.float32]) -> Array:
 
 def bounds(old: Array, new: Array) -> tuple[float, float]:
     """Ratios at the entropy of the steps: all alike, and given the old exponent."""
-    steps = (reference.ranks(BF16, new).astype(np.int64) - reference.ranks(BF16, old).astype(np.int64)) % (1 << 16)
+    steps = (
+        reference.ranks(BF16, new).astype(np.int64) - reference.ranks(BF16, old).astype(np.int64)
+    ) % (1 << 16)
     exponents = old >> BF16.shift & BF16.exponent
 
     def entropy(symbols: NDArray[np.int64]) -> float:
@@ -96,7 +116,9 @@ def measure(both: Codec, old: Array, new: Array) -> dict[str, float]:
     encode_s, parts = best(lambda: encode(old, new))
     apply_s, _ = best(lambda: apply(old, parts, out))
     if not np.array_equal(out, new):
-        raise EtudeError("a codec gave back other weights than it was given: its figures are worth nothing")
+        raise EtudeError(
+            "a codec gave back other weights than it was given: its figures are worth nothing"
+        )
     gigabytes = old.nbytes / 1e9
     return {
         "ratio": old.nbytes / max(1, sum(map(len, parts))),
@@ -127,7 +149,9 @@ def codecs() -> dict[str, Codec]:
 
 def ours_by(encode: Callable[..., bytes | None], apply: Callable[..., None]) -> Codec:
     def encode_all(old: Array, new: Array) -> list[bytes]:
-        return [codec.encode(BF16, old[at], new[at], by=encode) for at in codec.chunks(BF16, len(old))]
+        return [
+            codec.encode(BF16, old[at], new[at], by=encode) for at in codec.chunks(BF16, len(old))
+        ]
 
     def apply_all(old: Array, parts: list[bytes], out: Array) -> None:
         for at, part in zip(codec.chunks(BF16, len(old)), parts, strict=True):
@@ -141,7 +165,9 @@ def xor_encode(old: Array, new: Array) -> list[bytes]:
 
 
 def xor_apply(old: Array, parts: list[bytes], out: Array) -> None:
-    np.bitwise_xor(old, np.frombuffer(zstandard.ZstdDecompressor().decompress(parts[0]), np.uint16), out=out)
+    np.bitwise_xor(
+        old, np.frombuffer(zstandard.ZstdDecompressor().decompress(parts[0]), np.uint16), out=out
+    )
 
 
 def gap_encode(old: Array, new: Array) -> list[bytes]:

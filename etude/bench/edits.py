@@ -1,25 +1,29 @@
-"""What a prediction saves when a model writes an edited file: passes over real edits, and time.
+"""Benchmark of speculative edits: forward passes over real edits, and time.
 
-*Passes.* Edits are taken from a git history (`--repo DIR`, by default the directory that this is run in): a file before
-and after a commit, 40 to 600 lines, at least half of them kept. The file as it was is prompt and prediction, and the
-model is one that knows the answer: engine, scheduler and drafts are the real ones, but nothing is computed, and what is
-drawn is the file as it became.
+*Passes.* Edits are taken from a git history (`--repo DIR`, by default the directory that this is
+run in): a file before and after a commit, 40 to 600 lines, at least half of them kept. The file as
+it was is prompt and prediction, and the model is one that knows the answer: engine, scheduler and
+drafts are the real ones, but nothing is computed, and what is drawn is the file as it became.
 
     edits.count               edits, the newest first
     edits.tokens_per_pass     tokens of all answers, over the passes that drew them
     edits.median, .decile     the same by edit: the median, and what nine in ten edits reach
     edits.accepted_share      of the tokens that were drafted
-    all.count, all.tokens_per_pass    with those that kept less than half: files that were written anew
+    all.count, all.tokens_per_pass    with those that kept less than half: files that were written
+                                      anew
 
-*Time.* A file of 200 lines, of which one is changed. Every pass is computed in full by a real model, but what is drawn
-is scripted, since no small model would write the file by itself. `plain` is the same without a prediction; on a CPU the
-rate of its first tokens stands for the rest, which favours it a little, as later tokens see a longer context. The time
-to read the prompt is in both.
+*Time.* A file of 200 lines, of which one is changed. Every pass is computed in full by a real
+model, but what is drawn is scripted, since no small model would write the file by itself. `plain`
+is the same without a prediction; on a CPU the rate of its first tokens stands for the rest, which
+favours it a little, as later tokens see a longer context. The time to read the prompt is in both.
 
-    smollm2.seconds, .plain_seconds, .speedup, .tokens_per_pass   SmolLM2-135M (`--model DIR`), or its shape, in bf16
-    qwen3-0.6b.bN.*                                           the same with N requests at once, on a CUDA device
+    smollm2.seconds, .plain_seconds, .speedup, .tokens_per_pass   SmolLM2-135M (`--model DIR`), or
+                                                                  its shape, in bf16
+    qwen3-0.6b.bN.*                                           the same with N requests at once, on a
+                                                              CUDA device
 
-*The answer.* On a CUDA device: what the model really says, with and without a prediction, at temperature 0.
+*The answer.* On a CUDA device: what the model really says, with and without a prediction, at
+temperature 0.
 
     qwen3-0.6b.same_tokens              how many of 256 tokens are the same from the first on
     qwen3-0.6b.logprob_difference       the largest among these
@@ -47,11 +51,11 @@ from torch import Tensor
 from etude.bench.engine import model_directory
 from etude.core.errors import EtudeError
 from etude.core.types import Sample
-from etude.engine.choose import runner_for
-from etude.engine.engine import Engine, Finished, Request
-from etude.engine.plan import Drawn, Ints, Plan, Runner
+from etude.engine.batch import ForwardBatch, Ints, Runner, SamplerOutput
+from etude.engine.engine import Engine, FinishedRequest, Request
+from etude.engine.select import select_runner
 from etude.model.config import ModelConfig
-from etude.model.files import build, read_directory
+from etude.model.files import build_model, read_directory
 from etude.model.transformer import Transformer
 
 MOST = 100
@@ -81,9 +85,11 @@ def run(model: str | None = None, repo: str = ".") -> dict[str, float]:
         return counted(history(Path(repo)), words()) | on_cuda()
     with model_directory(model) as directory:
         files, tensors = read_directory(directory)
-        small = build(files, tensors).to(torch.bfloat16).requires_grad_(False)
+        small = build_model(files, tensors).to(torch.bfloat16).requires_grad_(False)
         encode = words() if files["tokenizer.json"] == b"{}" else tokenizer(files)
-        return counted(history(Path(repo)), encode) | {f"smollm2.{k}": v for k, v in on_cpu(small, encode).items()}
+        return counted(history(Path(repo)), encode) | {
+            f"smollm2.{k}": v for k, v in on_cpu(small, encode).items()
+        }
 
 
 def tokenizer(files: Mapping[str, bytes]) -> Encode:
@@ -95,50 +101,77 @@ def tokenizer(files: Mapping[str, bytes]) -> Encode:
 def words() -> Encode:
     """Where there is no tokenizer: a token for every word, blank and sign."""
     known: dict[str, int] = {}
-    return lambda text: [known.setdefault(word, len(known)) for word in re.findall(r"\w+|\s+|[^\w\s]", text)]
+    return lambda text: [
+        known.setdefault(word, len(known)) for word in re.findall(r"\w+|\s+|[^\w\s]", text)
+    ]
 
 
 def history(repo: Path) -> list[Edit]:
-    log = ("log", "--no-merges", "--diff-filter=M", "--raw", "--no-abbrev", "--format=", "-n", "2000")
+    log = (
+        "log",
+        "--no-merges",
+        "--diff-filter=M",
+        "--raw",
+        "--no-abbrev",
+        "--format=",
+        "-n",
+        "2000",
+    )
     edits = []
     for line in _git(repo, *log).decode().splitlines():
         head, _, path = line.partition("\t")
         if path.endswith(SUFFIXES):
             before, after = (
-                _git(repo, "cat-file", "blob", blob).decode(errors="replace") for blob in head.split()[2:4]
+                _git(repo, "cat-file", "blob", blob).decode(errors="replace")
+                for blob in head.split()[2:4]
             )
             if 40 <= len(after.splitlines()) <= 600:
                 edits.append(Edit(before, after))
         if len(edits) == MOST:
             break
     if not edits:
-        raise EtudeError(f"{repo}: its git history changes no file of 40 to 600 lines; name another one with --repo")
+        raise EtudeError(
+            f"{repo}: its git history changes no file of 40 to 600 lines; name another one with "
+            f"--repo"
+        )
     return edits
 
 
 def _git(repo: Path, *arguments: str) -> bytes:
     done = subprocess.run(["git", "-C", str(repo), *arguments], capture_output=True, check=False)
     if done.returncode:
-        raise EtudeError(f"{repo}: {done.stderr.decode().strip()}; name a git repository with --repo")
+        raise EtudeError(
+            f"{repo}: {done.stderr.decode().strip()}; name a git repository with --repo"
+        )
     return done.stdout
 
 
-class Knowing:
-    """A runner whose model knows the answers, by number of arrival. Without a runner beneath it nothing is computed."""
+class ScriptedRunner:
+    """A runner whose model knows the answers, by number of arrival. Without a runner beneath it
+    nothing is computed."""
 
     def __init__(self, runner: Runner | None, answers: Sequence[tuple[Tokens, Tokens]]) -> None:
         """`answers`: pairs of prompt and answer."""
-        self._runner, self._texts = runner, [np.array(prompt + answer) for prompt, answer in answers]
-        self.num_blocks, self.block_size = (runner.num_blocks, runner.block_size) if runner else (1 << 16, 16)
+        self._runner = runner
+        self._texts = [np.array(prompt + answer) for prompt, answer in answers]
+        self.num_blocks, self.block_size = (
+            (runner.num_blocks, runner.block_size) if runner else (1 << 16, 16)
+        )
         self.overlaps = runner is not None and runner.overlaps
         self.num_passes = 0
         """That drew."""
 
-    def start(self, plan: Plan) -> Callable[[], Drawn]:
-        read = self._runner.start(plan) if self._runner else lambda: Drawn(tokens=[], logprobs=[0.0] * len(plan.rows_R))
-        self.num_passes += bool(len(plan.rows_R))
-        ids_R = plan.ids_B[np.searchsorted(plan.starts_B, plan.rows_R, side="right") - 1]
-        places_R = plan.positions_N[plan.rows_R] + 1
+    def start(self, batch: ForwardBatch) -> Callable[[], SamplerOutput]:
+        read = (
+            self._runner.start(batch)
+            if self._runner
+            else lambda: SamplerOutput(tokens=[], logprobs=[0.0] * len(batch.logits_indices_R))
+        )
+        self.num_passes += bool(len(batch.logits_indices_R))
+        ids_R = batch.seq_ids_B[
+            np.searchsorted(batch.query_starts_B, batch.logits_indices_R, side="right") - 1
+        ]
+        places_R = batch.positions_N[batch.logits_indices_R] + 1
         tokens = [int(self._texts[id][place]) for id, place in zip(ids_R, places_R, strict=True)]
         return lambda: replace(read(), tokens=tokens)
 
@@ -154,7 +187,7 @@ class Knowing:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What it took to write some answers."""
+    """The cost of writing some answers."""
 
     seconds: float
     passes: int
@@ -163,14 +196,22 @@ class Written:
 
 
 def write(
-    model: Transformer, runner: Runner | None, answers: Sequence[tuple[Tokens, Tokens]], predictions: Sequence[Tokens]
+    model: Transformer,
+    runner: Runner | None,
+    answers: Sequence[tuple[Tokens, Tokens]],
+    predictions: Sequence[Tokens],
 ) -> Written:
     """All at once. Without predictions plainly."""
-    knowing = Knowing(runner, answers)
-    engine = Engine(model, max_batch=max(2, len(answers)), step_tokens=1024, runner=knowing)
+    knowing = ScriptedRunner(runner, answers)
+    engine = Engine(model, max_batch=max(2, len(answers)), max_batched_tokens=1024, runner=knowing)
     for number, (prompt, answer) in enumerate(answers):
         asked = Request(
-            id=str(number), prompt=prompt, max_tokens=len(answer), temperature=0.0, seed=0, stop=frozenset()
+            id=str(number),
+            prompt=prompt,
+            max_tokens=len(answer),
+            temperature=0.0,
+            seed=0,
+            stop=frozenset(),
         )
         engine.add(replace(asked, prediction=predictions[number]) if predictions else asked)
     began = time.perf_counter()
@@ -178,25 +219,27 @@ def write(
     seconds = time.perf_counter() - began
     assert [said[str(n)].tokens for n in range(len(answers))] == [answer for _, answer in answers]
     stats = engine.stats()
-    share = stats.accepted_tokens / max(1, stats.drafted_tokens)
+    share = stats.accepted_tokens / max(1, stats.draft_tokens)
     return Written(seconds, knowing.num_passes, sum(len(answer) for _, answer in answers), share)
 
 
-def _events(engine: Engine) -> Iterator[Finished]:
+def _events(engine: Engine) -> Iterator[FinishedRequest]:
     while not engine.idle:
-        yield from (event for event in engine.step() if isinstance(event, Finished))
+        yield from (event for event in engine.step() if isinstance(event, FinishedRequest))
 
 
 def counted(edits: Sequence[Edit], encode: Encode) -> dict[str, float]:
     known = [(edit.kept, tuple(encode(edit.before)), tuple(encode(edit.after))) for edit in edits]
     most = max(max(*before, *after) for _, before, after in known)
     shape = ModelConfig(
-        vocab_size=most + 1, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1,
-        intermediate_size=8, max_position_embeddings=1 << 18,
+        vocab_size=most + 1, hidden_size=8, num_hidden_layers=1, num_attention_heads=1,
+        num_key_value_heads=1, intermediate_size=8, max_position_embeddings=1 << 18,
     )  # fmt: skip
     with torch.device("meta"):
         idle = Transformer(shape)
-    written = [(kept, write(idle, None, [(before, after)], [before])) for kept, before, after in known]
+    written = [
+        (kept, write(idle, None, [(before, after)], [before])) for kept, before, after in known
+    ]
     close = [each for kept, each in written if kept >= 0.5]
     rates = sorted(each.tokens / each.passes for each in close)
     return {
@@ -216,7 +259,11 @@ def _rate(written: Sequence[Written]) -> float:
 
 def one_line_change() -> Edit:
     """A real file of 200 lines, and one of them changed."""
-    lines = (Path(__file__).parent.parent / "engine/scheduler.py").read_text().splitlines(keepends=True)[:200]
+    lines = (
+        (Path(__file__).parent.parent / "engine/scheduler.py")
+        .read_text()
+        .splitlines(keepends=True)[:200]
+    )
     changed = [*lines[:120], lines[120].rstrip() + "  # looked at again\n", *lines[121:]]
     return Edit("".join(lines), "".join(changed))
 
@@ -226,7 +273,9 @@ def on_cpu(model: Transformer, encode: Encode) -> dict[str, float]:
     before, after = tuple(encode(edit.before)), tuple(encode(edit.after))
 
     def written(count: int, predictions: Sequence[Tokens]) -> Written:
-        return write(model, runner_for(model, 2, 1 << 30), [(before, after[:count])], predictions)
+        return write(
+            model, select_runner(model, 2, 1 << 30), [(before, after[:count])], predictions
+        )
 
     written(1, [])  # warms up
     first, some = written(1, []).seconds, written(PLAIN_TOKENS, []).seconds
@@ -247,7 +296,11 @@ def on_cuda(name: str = "qwen3-0.6b") -> dict[str, float]:
     from etude.bench import engine_cuda
     from etude.engine.cuda import CudaRunner
 
-    model, edit, encode = engine_cuda.random_model(engine_cuda.SHAPES[name]), one_line_change(), words()
+    model, edit, encode = (
+        engine_cuda.random_model(engine_cuda.SHAPES[name]),
+        one_line_change(),
+        words(),
+    )
     before, after = tuple(encode(edit.before)), tuple(encode(edit.after))
     found: dict[str, float] = {}
     for batch in (1, 8):
@@ -258,11 +311,15 @@ def on_cuda(name: str = "qwen3-0.6b") -> dict[str, float]:
         plain = write(model, runner, answers, [])
         compared = _compared(write(model, runner, answers, [before] * batch), plain.seconds)
         found |= {f"{name}.b{batch}.{what}": value for what, value in compared.items()}
-    return found | {f"{name}.{what}": value for what, value in really_said(model, runner, before).items()}
+    return found | {
+        f"{name}.{what}": value for what, value in really_said(model, runner, before).items()
+    }
 
 
 def really_said(model: Transformer, runner: Runner, prompt: Tokens) -> dict[str, float]:
-    asked = Request(id="0", prompt=prompt, max_tokens=CHECKED, temperature=0.0, seed=0, stop=frozenset())
+    asked = Request(
+        id="0", prompt=prompt, max_tokens=CHECKED, temperature=0.0, seed=0, stop=frozenset()
+    )
     plain = _said(model, runner, asked)
     guess = (*plain.tokens[: CHECKED // 2], 0, *plain.tokens[CHECKED // 2 + 1 :])
     drafted = _said(model, runner, replace(asked, prediction=guess))
@@ -272,7 +329,7 @@ def really_said(model: Transformer, runner: Runner, prompt: Tokens) -> dict[str,
 
 
 def _said(model: Transformer, runner: Runner, asked: Request) -> Sample:
-    engine = Engine(model, max_batch=2, step_tokens=1024, prefix_cache=False, runner=runner)
+    engine = Engine(model, max_batch=2, max_batched_tokens=1024, prefix_cache=False, runner=runner)
     engine.add(asked)
     (done,) = _events(engine)
     return done.sample
@@ -283,7 +340,11 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
     figures = on_cuda()
-    print(json.dumps(figures, indent=2) if options.json else "\n".join(f"{k:40} {v:.5g}" for k, v in figures.items()))
+    print(
+        json.dumps(figures, indent=2)
+        if options.json
+        else "\n".join(f"{k:40} {v:.5g}" for k, v in figures.items())
+    )
 
 
 if __name__ == "__main__":

@@ -1,18 +1,23 @@
-"""How fast the engine answers, beside `transformers` on the same weights, machine and threads, in one run.
+"""Benchmark of the engine's throughput, beside `transformers` on the same weights, machine and
+threads, in one run.
 
-On a CPU: a model of the shape of SmolLM2-135M in bf16 and fp32 (`--model DIR`: that one; otherwise models/smollm2-135m
-if `make model` was run, else random weights), prompts of 40 tokens, 64 new ones, for 1 and 16 requests at a time:
+On a CPU: a model of the shape of SmolLM2-135M in bf16 and fp32 (`--model DIR`: that one; otherwise
+models/smollm2-135m if `make model` was run, else random weights), prompts of 40 tokens, 64 new
+ones, for 1 and 16 requests at a time:
 
-    smollm2.bN.tokens_per_s                new tokens a second, all requests together, the time for prompts included
+    smollm2.bN.tokens_per_s                new tokens a second, all requests together, the time for
+                                           prompts included
     smollm2.bN.transformers_tokens_per_s   the same of `generate`
-    smollm2.bN.threads                     that gave the first figure; each side has the number of threads it likes best
-    smollm2.ttft_cached_share              time to the first token behind 1,000 tokens that an earlier request had too,
+    smollm2.bN.threads                     that gave the first figure; each side has the number of
+                                           threads it likes best
+    smollm2.ttft_cached_share              time to the first token behind 1,000 tokens that an
+                                           earlier request had too,
                                            as a share of the time when nobody had them
     smollm2.fp32.bN...                     the same in fp32
 
 `generate` is stopped if it has not answered after a minute; its figure is then called
-`transformers_tokens_per_s_at_most`. Where a processor has no instructions for bf16, it needs a quarter of an hour for
-what takes seconds here.
+`transformers_tokens_per_s_at_most`. Where a processor has no instructions for bf16, it needs a
+quarter of an hour for what takes seconds here.
 
 With a CUDA device: what `engine_cuda` measures.
 """
@@ -35,8 +40,8 @@ import torch
 
 from etude.core.errors import EtudeError
 from etude.engine.engine import Engine, Request
-from etude.model.files import build, read_directory, weights, write_directory
-from etude.model.transformer import ModelConfig, Transformer, fresh
+from etude.model.files import build_model, hf_state_dict, read_directory, write_directory
+from etude.model.transformer import ModelConfig, Transformer, init_from_scratch
 
 BATCHES = (1, 16)
 PROMPT, NEW = 40, 64
@@ -75,7 +80,7 @@ def model_directory(model: str | None) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="etude-bench-") as scratch:
         small = {"config.json": SHAPE.to_json().encode(), "tokenizer.json": b"{}"}
-        write_directory(Path(scratch), small, weights(fresh(SHAPE, seed=0)))
+        write_directory(Path(scratch), small, hf_state_dict(init_from_scratch(SHAPE, seed=0)))
         yield Path(scratch)
 
 
@@ -89,7 +94,7 @@ def on_cpu(directory: Path) -> dict[str, float]:
 
 
 def in_format(directory: Path, dtype: torch.dtype) -> dict[str, float]:
-    ours = build(*read_directory(directory)).to(dtype).requires_grad_(False)
+    ours = build_model(*read_directory(directory)).to(dtype).requires_grad_(False)
     theirs = peer(directory, dtype)
     figures: dict[str, float] = {}
     for batch in BATCHES:
@@ -116,9 +121,14 @@ def their_rate(model: Any, batch: int) -> dict[str, float]:
     return {"transformers_tokens_per_s_at_most": batch * NEW / PATIENCE_S}
 
 
-def rate(threads: int, batch: int, answer: Callable[[list[list[int]]], None], patience_s: float | None = None) -> float:
-    """New tokens a second, the best of a few times; the first time is for warming up. TimeoutError if one takes longer
-    than `patience_s`."""
+def rate(
+    threads: int,
+    batch: int,
+    answer: Callable[[list[list[int]]], None],
+    patience_s: float | None = None,
+) -> float:
+    """New tokens a second, the best of a few times; the first time is for warming up. TimeoutError
+    if one takes longer than `patience_s`."""
     torch.set_num_threads(threads)
     seconds = []
     for repeat in range(1 + REPEATS):
@@ -147,7 +157,9 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def random_tokens(seed: int, rows: int, length: int) -> list[list[int]]:
-    tokens: list[list[int]] = np.random.default_rng(seed).integers(3, 40_000, (rows, length)).tolist()
+    tokens: list[list[int]] = (
+        np.random.default_rng(seed).integers(3, 40_000, (rows, length)).tolist()
+    )
     return tokens
 
 
@@ -160,7 +172,14 @@ def answer(model: Transformer, prompts: list[list[int]]) -> None:
 
 
 def ask(id: str, prompt: list[int], max_tokens: int) -> Request:
-    return Request(id=id, prompt=tuple(prompt), max_tokens=max_tokens, temperature=1.0, seed=0, stop=frozenset())
+    return Request(
+        id=id,
+        prompt=tuple(prompt),
+        max_tokens=max_tokens,
+        temperature=1.0,
+        seed=0,
+        stop=frozenset(),
+    )
 
 
 def ttft_cached_share(model: Transformer) -> float:
@@ -168,7 +187,9 @@ def ttft_cached_share(model: Transformer) -> float:
     shares = []
     for repeat in range(1 + REPEATS):
         (shared,) = random_tokens(100 + repeat, 1, SHARED)
-        first, second = (time_to_one_token(engine, shared + own) for own in random_tokens(repeat, 2, OWN))
+        first, second = (
+            time_to_one_token(engine, shared + own) for own in random_tokens(repeat, 2, OWN)
+        )
         shares.append(second / first)
     return statistics.median(shares[1:])
 
@@ -185,7 +206,9 @@ def peer(directory: Path, dtype: torch.dtype) -> Any:
     try:
         import transformers
     except ImportError as e:
-        raise EtudeError("the benchmark compares with transformers: pip install -r requirements-dev.txt") from e
+        raise EtudeError(
+            "the benchmark compares with transformers: pip install -r requirements-dev.txt"
+        ) from e
     return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
 
 
@@ -193,6 +216,6 @@ def generate(model: Any, prompts: list[list[int]]) -> None:
     tokens = torch.tensor(prompts)
     with torch.inference_mode():
         model.generate(
-            tokens, attention_mask=torch.ones_like(tokens), do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
-            min_new_tokens=NEW, max_new_tokens=NEW, pad_token_id=0,
+            tokens, attention_mask=torch.ones_like(tokens), do_sample=True, temperature=1.0,
+            top_k=0, top_p=1.0, min_new_tokens=NEW, max_new_tokens=NEW, pad_token_id=0,
         )  # fmt: skip

@@ -1,18 +1,22 @@
-"""What a CUDA device makes of its memory: tokens per second of the whole engine, and its share of the roofline.
+"""Benchmark of the engine on a CUDA device: tokens per second, and share of the roofline.
 
-Models have the shapes of public ones and random weights. `batch` requests are always under way: prompts of 256 tokens,
-128 new ones each, and whoever finishes is replaced at once. The first ones are of staggered lengths, so that
-requests come and go in every part of the measurement. For each shape and batch:
+Models have the shapes of public ones and random weights. `batch` requests are always under way:
+prompts of 256 tokens, 128 new ones each, and whoever finishes is replaced at once. The first ones
+are of staggered lengths, so that requests come and go in every part of the measurement. For each
+shape and batch:
 
     tokens_per_s               drawn tokens over wall time
-    roofline_share             the time in which the device could have read the weights once a pass and the keys and
-                               values of all sequences, by its measured bandwidth, over the wall time less the time
+    roofline_share             the time in which the device could have read the weights once a pass
+                               and the keys and
+                               values of all sequences, by its measured bandwidth, over the wall
+                               time less the time
                                that the device spent on prompts (which is arithmetic)
     roofline_share_in_all      the same over the whole wall time
     transformers_tokens_per_s  `generate` of transformers with as many rows, in the same run
     transformers_continuous_tokens_per_s   its continuous batching
 
-Imports torch and numpy only, so that it runs on a bare CUDA image: python -m etude.bench.engine_cuda --json
+Imports torch and numpy only, so that it runs on a bare CUDA image: python -m
+etude.bench.engine_cuda --json
 """
 
 from __future__ import annotations
@@ -30,9 +34,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from etude.engine.batch import ForwardBatch, Ints, SamplerOutput
 from etude.engine.cuda import CudaRunner
-from etude.engine.engine import Engine, Finished, Request
-from etude.engine.plan import Drawn, Ints, Plan
+from etude.engine.engine import Engine, FinishedRequest, Request
 from etude.model.config import ExpertsConfig, ModelConfig
 from etude.model.rope import table
 from etude.model.transformer import Transformer
@@ -40,11 +44,14 @@ from etude.model.transformer import Transformer
 PROMPT, NEW = 256, 128
 
 
-def _qwen3(hidden: int, layers: int, heads: int, keys: int, inner: int, tied: bool, **more: object) -> ModelConfig:
+def _qwen3(
+    hidden: int, layers: int, heads: int, keys: int, inner: int, tied: bool, **more: object
+) -> ModelConfig:
     values: dict[str, object] = {
-        "model_type": "qwen3", "vocab_size": 151_936, "hidden_size": hidden, "num_hidden_layers": layers,
-        "num_attention_heads": heads, "num_key_value_heads": keys, "head_dim": 128, "intermediate_size": inner,
-        "max_position_embeddings": 40_960, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": tied,
+        "model_type": "qwen3", "vocab_size": 151_936, "hidden_size": hidden,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": keys,
+        "head_dim": 128, "intermediate_size": inner, "max_position_embeddings": 40_960,
+        "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": tied,
     }  # fmt: skip
     return ModelConfig(**(values | more))  # type: ignore[arg-type]
 
@@ -54,13 +61,22 @@ SHAPES = {
     "qwen3-1.7b": _qwen3(2048, 28, 16, 8, 6144, tied=True),
     "qwen3-8b": _qwen3(4096, 36, 32, 8, 12_288, tied=False),
     "qwen3-30b-a3b": _qwen3(
-        2048, 48, 32, 4, 6144, tied=False, model_type="qwen3_moe",
+        2048,
+        48,
+        32,
+        4,
+        6144,
+        tied=False,
+        model_type="qwen3_moe",
         experts=ExpertsConfig(
-            num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, layers=tuple(range(48)),
+            num_experts=128,
+            num_experts_per_tok=8,
+            moe_intermediate_size=768,
+            layers=tuple(range(48)),
             norm_topk_prob=True,
         ),
     ),
-}  # fmt: skip
+}
 BATCHES = (1, 64, 256)
 
 
@@ -93,22 +109,24 @@ def _timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-class Counting:
+class CountingRunner:
     """A runner that also counts what its passes must read."""
 
     overlaps = True
 
     def __init__(self, runner: CudaRunner) -> None:
-        self.runner, self.num_blocks, self.block_size = runner, runner.num_blocks, runner.block_size
+        self.runner = runner
+        self.num_blocks = runner.num_blocks
+        self.block_size = runner.block_size
         self.passes = self.tokens_read = 0
-        self.slots: Ints = np.zeros(0, np.int64)
+        self.slot_mapping: Ints = np.zeros(0, np.int64)
 
-    def start(self, plan: Plan) -> Callable[[], Drawn]:
-        if plan.num_single:
+    def start(self, batch: ForwardBatch) -> Callable[[], SamplerOutput]:
+        if batch.num_decode:
             self.passes += 1
-            self.tokens_read += int(plan.lengths_B[: plan.num_single].sum())
-            self.slots = plan.slots_N[: plan.num_single]
-        return self.runner.start(plan)
+            self.tokens_read += int(batch.seq_lens_B[: batch.num_decode].sum())
+            self.slot_mapping = batch.slot_mapping_N[: batch.num_decode]
+        return self.runner.start(batch)
 
     def experts(self, blocks: Ints, length: int) -> bytes | None:
         return self.runner.experts(blocks, length)
@@ -135,8 +153,9 @@ class Served:
     """Sum over the passes of the lengths of all sequences that drew."""
 
 
-def serve(engine: Engine, counting: Counting, batch: int, num_tokens: int) -> Served:
-    """Keeps `batch` requests under way until all of the first ones are gone and `num_tokens` more were drawn."""
+def serve(engine: Engine, counting: CountingRunner, batch: int, num_tokens: int) -> Served:
+    """Keeps `batch` requests under way until all of the first ones are gone and `num_tokens` more
+    were drawn."""
     rng = np.random.default_rng(0)
     vocabulary = engine.vocab_size
     added = 0
@@ -144,34 +163,47 @@ def serve(engine: Engine, counting: Counting, batch: int, num_tokens: int) -> Se
     def add(new: int) -> None:
         nonlocal added
         prompt = tuple(rng.integers(0, vocabulary, PROMPT).tolist())
-        engine.add(Request(id=str(added), prompt=prompt, max_tokens=new, temperature=1.0, seed=added, stop=frozenset()))
+        engine.add(
+            Request(
+                id=str(added),
+                prompt=prompt,
+                max_tokens=new,
+                temperature=1.0,
+                seed=added,
+                stop=frozenset(),
+            )
+        )
         added += 1
 
     for i in range(batch):
         add(1 + i * NEW // batch)
     finished = 0
     while finished < batch:
-        done = sum(isinstance(event, Finished) for event in engine.step())
+        done = sum(isinstance(event, FinishedRequest) for event in engine.step())
         finished += done
         for _ in range(done):
             add(NEW)
     counting.reset()
     torch.cuda.synchronize()
-    begin, before = time.perf_counter(), engine.stats().drawn_tokens
-    while engine.stats().drawn_tokens - before < num_tokens:
+    begin, before = time.perf_counter(), engine.stats().generation_tokens
+    while engine.stats().generation_tokens - before < num_tokens:
         for event in engine.step():
-            if isinstance(event, Finished):
+            if isinstance(event, FinishedRequest):
                 add(NEW)
     torch.cuda.synchronize()
     seconds = time.perf_counter() - begin
-    tokens = engine.stats().drawn_tokens - before
+    tokens = engine.stats().generation_tokens - before
     trace = counting.runner.trace or []
-    prompts = sum(start.elapsed_time(end) for size, start, end in trace if size.tiles and end is not None) / 1e3
+    prompts = (
+        sum(start.elapsed_time(end) for size, start, end in trace if size.tiles and end is not None)
+        / 1e3
+    )
     return Served(seconds, tokens, prompts, counting.passes, counting.tokens_read)
 
 
 def weight_bytes(model: Transformer, active: float) -> float:
-    """What one pass reads of the weights, if it uses `active` experts of each layer that has some."""
+    """What one pass reads of the weights, if it uses `active` experts of each layer that has
+    some."""
     embedding = model.model.embed_tokens.weight
     total = 0.0
     for name, parameter in model.named_parameters():
@@ -182,23 +214,30 @@ def weight_bytes(model: Transformer, active: float) -> float:
     return total
 
 
-def active_experts(counting: Counting) -> float:
+def active_experts(counting: CountingRunner) -> float:
     """How many experts of a layer the last pass used, mean over the layers."""
-    record = counting.runner.record
+    record = counting.runner.routed_experts
     if record is None:
         return 0.0
-    used = record[torch.from_numpy(counting.slots).cuda()].cpu().numpy()
+    used = record[torch.from_numpy(counting.slot_mapping).cuda()].cpu().numpy()
     return float(np.mean([len(np.unique(used[:, layer])) for layer in range(used.shape[1])]))
 
 
-def engine_figures(model: Transformer, batch: int, bytes_per_s: float, num_tokens: int) -> dict[str, float]:
+def engine_figures(
+    model: Transformer, batch: int, bytes_per_s: float, num_tokens: int
+) -> dict[str, float]:
     c = model.config
     blocks = 2 * batch * ((PROMPT + NEW) // CudaRunner.block_size + 1) + 64
-    counting = Counting(CudaRunner(model, blocks, batch))
-    engine = Engine(model, max_batch=batch, step_tokens=batch + 1024, prefix_cache=False, runner=counting)
+    counting = CountingRunner(CudaRunner(model, blocks, batch))
+    engine = Engine(
+        model, max_batch=batch, max_batched_tokens=batch + 1024, prefix_cache=False, runner=counting
+    )
     served = serve(engine, counting, batch, num_tokens)
     token_bytes = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * 2
-    total = served.passes * weight_bytes(model, active_experts(counting)) + served.tokens_read * token_bytes
+    total = (
+        served.passes * weight_bytes(model, active_experts(counting))
+        + served.tokens_read * token_bytes
+    )
     ideal = total / bytes_per_s
     return {
         "tokens_per_s": served.tokens / served.seconds,
@@ -212,7 +251,9 @@ def transformers_figures(config: ModelConfig, batches: Sequence[int]) -> dict[st
 
     said = AutoConfig.for_model(**json.loads(config.to_json()))
     with torch.device("cuda"):
-        hf: Any = AutoModelForCausalLM.from_config(said, dtype=torch.bfloat16, attn_implementation="sdpa")  # type: ignore[no-untyped-call]
+        hf: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            said, dtype=torch.bfloat16, attn_implementation="sdpa"
+        )
     hf.eval()
     found: dict[str, float] = {}
     options: dict[str, Any] = {
@@ -235,12 +276,16 @@ def transformers_figures(config: ModelConfig, batches: Sequence[int]) -> dict[st
             begin = time.perf_counter()
             done = hf.generate_batch(inputs=prompts.tolist(), generation_config=settings)
             drawn = sum(len(output.generated_tokens) for output in done.values())
-            found[f"b{batch}.transformers_continuous_tokens_per_s"] = drawn / (time.perf_counter() - begin)
+            found[f"b{batch}.transformers_continuous_tokens_per_s"] = drawn / (
+                time.perf_counter() - begin
+            )
         _note(found, "transformers")
     return found
 
 
-def run(shapes: Sequence[str], batches: Sequence[int], compare: bool, rounds: int = 2) -> dict[str, float]:
+def run(
+    shapes: Sequence[str], batches: Sequence[int], compare: bool, rounds: int = 2
+) -> dict[str, float]:
     bytes_per_s = bandwidth()
     figures = {"copy_bytes_per_s": bytes_per_s}
     for shape in shapes:
@@ -260,7 +305,9 @@ def run(shapes: Sequence[str], batches: Sequence[int], compare: bool, rounds: in
 
 
 def _note(found: Mapping[str, float], what: str) -> None:
-    print(what, *(f"{name} {value:.4g}" for name, value in found.items()), file=sys.stderr, flush=True)
+    print(
+        what, *(f"{name} {value:.4g}" for name, value in found.items()), file=sys.stderr, flush=True
+    )
 
 
 def _free() -> None:
@@ -269,7 +316,9 @@ def _free() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="tokens per second and roofline share of the engine on CUDA")
+    parser = argparse.ArgumentParser(
+        description="tokens per second and roofline share of the engine on CUDA"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))

@@ -1,12 +1,13 @@
-"""What invariant arithmetic costs: time with it over time without, less 1, at 1, 64 and 256 requests at once.
+"""Benchmark of batch invariance: time with it over time without, less 1, at 1, 64 and 256 requests
+at once.
 
     cost_bN                    0.05: five percent slower
     bN.tokens_per_s            new tokens a second without it, the time for prompts included
     bN.invariant_tokens_per_s  and with it
 
-With a CUDA device: the kernels of the engine on random weights of the shape of Qwen3-0.6B, prompts of 256 tokens and
-128 new ones, requests that come and go. Otherwise a small model on the CPU. Both sides are measured in turn, in one
-process.
+With a CUDA device: the kernels of the engine on random weights of the shape of Qwen3-0.6B, prompts
+of 256 tokens and 128 new ones, requests that come and go. Otherwise a small model on the CPU. Both
+sides are measured in turn, in one process.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 
 from etude.engine.engine import Engine, Request
 from etude.model.numerics import INVARIANT, PLAIN
-from etude.model.transformer import ModelConfig, Transformer, fresh
+from etude.model.transformer import ModelConfig, Transformer, init_from_scratch
 
 BATCHES = (1, 64, 256)
 ROUNDS = 1
@@ -40,15 +41,18 @@ Rate = Callable[[int, bool], float]
 
 def run() -> dict[str, float]:
     rate = on_device("qwen3-0.6b") if torch.cuda.is_available() else on_cpu()
-    return figures(rate)
+    return metrics(rate)
 
 
-def figures(rate: Rate) -> dict[str, float]:
+def metrics(rate: Rate) -> dict[str, float]:
     found: dict[str, float] = {}
     for batch in BATCHES:
         rates = {mode: max(rate(batch, mode) for _ in range(ROUNDS)) for mode in (False, True)}
         found[f"cost_b{batch}"] = rates[False] / rates[True] - 1
-        found[f"b{batch}.tokens_per_s"], found[f"b{batch}.invariant_tokens_per_s"] = rates[False], rates[True]
+        found[f"b{batch}.tokens_per_s"], found[f"b{batch}.invariant_tokens_per_s"] = (
+            rates[False],
+            rates[True],
+        )
     return found
 
 
@@ -59,9 +63,17 @@ def on_device(shape: str) -> Rate:
     model = engine_cuda.random_model(engine_cuda.SHAPES[shape])
 
     def rate(batch: int, invariant: bool) -> float:
-        blocks = 2 * batch * ((engine_cuda.PROMPT + engine_cuda.NEW) // CudaRunner.block_size + 1) + 64
-        counting = engine_cuda.Counting(CudaRunner(model, blocks, batch, invariant=invariant))
-        engine = Engine(model, max_batch=batch, step_tokens=batch + 1024, prefix_cache=False, runner=counting)
+        blocks = (
+            2 * batch * ((engine_cuda.PROMPT + engine_cuda.NEW) // CudaRunner.block_size + 1) + 64
+        )
+        counting = engine_cuda.CountingRunner(CudaRunner(model, blocks, batch, invariant=invariant))
+        engine = Engine(
+            model,
+            max_batch=batch,
+            max_batched_tokens=batch + 1024,
+            prefix_cache=False,
+            runner=counting,
+        )
         served = engine_cuda.serve(engine, counting, batch, 2 * engine_cuda.NEW * batch)
         return served.tokens / served.seconds
 
@@ -69,10 +81,12 @@ def on_device(shape: str) -> Rate:
 
 
 def on_cpu() -> Rate:
-    model = fresh(SMALL, seed=0).requires_grad_(False)
+    model = init_from_scratch(SMALL, seed=0).requires_grad_(False)
 
     def rate(batch: int, invariant: bool) -> float:
-        engine = Engine(model.compute_with(INVARIANT if invariant else PLAIN), max_batch=max(2, batch))
+        engine = Engine(
+            model.compute_with(INVARIANT if invariant else PLAIN), max_batch=max(2, batch)
+        )
         for number in range(batch):
             engine.add(_request(model, number))
         began = time.perf_counter()
@@ -85,7 +99,14 @@ def on_cpu() -> Rate:
 
 def _request(model: Transformer, number: int) -> Request:
     prompt = tuple((number * 31 + place * 7) % model.config.vocab_size for place in range(PROMPT))
-    return Request(id=str(number), prompt=prompt, max_tokens=NEW, temperature=1.0, seed=number, stop=frozenset())
+    return Request(
+        id=str(number),
+        prompt=prompt,
+        max_tokens=NEW,
+        temperature=1.0,
+        seed=number,
+        stop=frozenset(),
+    )
 
 
 if __name__ == "__main__":

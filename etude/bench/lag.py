@@ -1,7 +1,8 @@
-"""What stale data costs: the demo's rl with a lag of 0, 2 and 8, and at 8 with every correction.
+"""Benchmark of staleness: the demo's rl with a lag of 0, 2 and 8, and at 8 with every correction.
 
-All runs start from the weights of one mid-training and imitation, those of the demo, and train for as many steps on the
-same tasks. There are as many sessions at once as a lag has room for, so that the lag is really there. For each run:
+All runs start from the weights of one mid-training and imitation, those of the demo, and train for
+as many steps on the same tasks. There are as many sessions at once as a lag has room for, so that
+the lag is really there. For each run:
 
     solved   share of 1,200 held-out tasks; its standard error is 0.014
     lag      mean of the sampled tokens, once the run is under way
@@ -64,9 +65,9 @@ group_size = {GROUP_SIZE}
 max_lag = LAG
 correction = "CORRECTION"
 lr = 4e-4
-warmup = 5
-decay = "linear"
-credit = "praise"
+warmup_steps = 5
+lr_schedule = "linear"
+advantage = "self_imitation"
 """
 
 
@@ -77,31 +78,35 @@ def run() -> dict[str, float]:
         export(execute(Path(scratch) / "demo", before_rl()), model)
         for name, (lag, correction) in RUNS.items():
             done = execute(Path(scratch) / name.replace(".", "-"), loop(model, lag, correction))
-            found = figures(events(done))
+            found = metrics(events(done))
             print(name, {figure: round(value, 4) for figure, value in found.items()}, flush=True)
             measured |= {f"{name}.{figure}": value for figure, value in found.items()}
     return measured
 
 
 def loop(model: Path, lag: int, correction: str) -> str:
-    config = LOOP.replace("PATH", str(model)).replace("CORRECTION", correction).replace("LAG", str(lag))
+    config = (
+        LOOP.replace("PATH", str(model)).replace("CORRECTION", correction).replace("LAG", str(lag))
+    )
     return config.replace("SESSIONS", str((lag + 1) * GROUPS * GROUP_SIZE))
 
 
 def before_rl() -> str:
     """The demo without its last stage."""
-    demo = resources.files("etude.run").joinpath("demo.toml").read_text()
+    demo = resources.files("etude.commands").joinpath("demo.toml").read_text()
     return demo[: demo.index('[[stage]]\nkind = "rl"')]
 
 
-def figures(stamped: Sequence[Stamped[Event]]) -> dict[str, float]:
+def metrics(stamped: Sequence[Stamped[Event]]) -> dict[str, float]:
     records = [each.record for each in stamped]
     done = next(e for e in records if isinstance(e, EvalDone) and e.split == "heldout")
     steps = [e for e in records if isinstance(e, StepDone)]
     late = [step.lags for step in steps if step.step > UNDER_WAY]
     return {
         "solved": done.solved / done.total,
-        "lag": fmean(sum(lag * count for lag, count in enumerate(lags)) / sum(lags) for lags in late),
+        "lag": fmean(
+            sum(lag * count for lag, count in enumerate(lags)) / sum(lags) for lags in late
+        ),
         "k3": fmean(step.k3_mean for step in steps),
-        "capped": fmean(step.capped for step in steps),
+        "capped": fmean(step.truncated_frac for step in steps),
     }

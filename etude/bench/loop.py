@@ -1,8 +1,10 @@
-"""What asynchrony is worth: the same tasks, weights and number of trained groups, with `max_lag` 0 and 2.
+"""Benchmark of asynchrony: the same tasks, weights and number of trained groups, with `max_lag` 0
+and 2.
 
-Both runs start from the weights of one short imitation stage. It is shown the few tasks that are then trained on, so
-that most groups hold both successes and failures: what is measured is the loop, not the luck of a model that solves
-nothing. Tool calls take `TOOL_DELAY_S` longer than they need, as compilers and test suites do. For each lag:
+Both runs start from the weights of one short imitation stage. It is shown the few tasks that are
+then trained on, so that most groups hold both successes and failures: what is measured is the loop,
+not the luck of a model that solves nothing. Tool calls take `TOOL_DELAY_S` longer than they need,
+as compilers and test suites do. For each lag:
 
     seconds        from the first admission to the last step
     trainer_busy   share of that time in which the trainer computed
@@ -19,8 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from etude.core.errors import EtudeError
-from etude.core.events import EVENTS, Event, Fleet, GroupDone, StepDone
-from etude.model.files import SMALL, write_directory
+from etude.core.events import EVENTS, Event, FleetStatus, GroupDone, StepDone
+from etude.model.files import MODEL_FILES, write_directory
 from etude.store.codec import Stamped
 from etude.store.runs import Run
 from etude.weights.follow import fetch
@@ -85,8 +87,13 @@ def run() -> dict[str, float]:
         measured: dict[str, float] = {}
         for lag in LAGS:
             name = f"lag{lag}"
-            loop = execute(work / name, LOOP.format(name=name, path=work / "model", delay=TOOL_DELAY_S, lag=lag))
-            measured |= {f"{name}.{figure}": value for figure, value in figures(events(loop)).items()}
+            loop = execute(
+                work / name,
+                LOOP.format(name=name, path=work / "model", delay=TOOL_DELAY_S, lag=lag),
+            )
+            measured |= {
+                f"{name}.{figure}": value for figure, value in metrics(events(loop)).items()
+            }
     return measured
 
 
@@ -96,13 +103,17 @@ def execute(folder: Path, config: str) -> Run:
     file.write_text(config)
     done = subprocess.run(
         [sys.executable, "-m", "etude", "run", str(file), "--dir", str(folder)],
-        stdout=sys.stderr if sys.stderr.isatty() else subprocess.DEVNULL,  # how far it is, for whoever watches
+        # how far it is, for whoever watches
+        stdout=sys.stderr if sys.stderr.isatty() else subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
         check=False,
     )
     if done.returncode:
-        raise EtudeError(f"the run {folder.name} of the benchmark ended with code {done.returncode}: {done.stderr}")
+        raise EtudeError(
+            f"the run {folder.name} of the benchmark ended with code {done.returncode}: "
+            f"{done.stderr}"
+        )
     return Run.open(str(folder), create=False)
 
 
@@ -111,24 +122,37 @@ def export(run: Run, directory: Path) -> None:
     newest = find_newest(run.objects)
     assert newest is not None
     write_directory(
-        directory, {name: run.objects.get_sealed(f"model/{name}") for name in SMALL}, fetch(run.objects, newest.version)
+        directory,
+        {name: run.objects.get_sealed(f"model/{name}") for name in MODEL_FILES},
+        fetch(run.objects, newest.version),
     )
 
 
 def events(run: Run) -> list[Stamped[Event]]:
-    return [stamped for process in run.processes() for stamped in run.events(process, EVENTS).read()[0]]
+    return [
+        stamped for process in run.processes() for stamped in run.events(process, EVENTS).read()[0]
+    ]
 
 
-def figures(events: Sequence[Stamped[Event]]) -> dict[str, float]:
-    """Of one run, from what its processes noted. Starting them, and evaluations, lie outside the time that counts."""
+def metrics(events: Sequence[Stamped[Event]]) -> dict[str, float]:
+    """Of one run, from what its processes noted. Starting them, and evaluations, lie outside the
+    time that counts."""
     start = min(e.t - e.record.seconds for e in events if isinstance(e.record, GroupDone))
     end = max(e.t for e in events if isinstance(e.record, StepDone))
     during = [e.record for e in events if start <= e.t <= end]
-    busy = [region.busy for fleet in during if isinstance(fleet, Fleet) for region in fleet.regions.values()]
-    rollouts = sum(len(group.rewards) + group.failed for group in during if isinstance(group, GroupDone))
+    busy = [
+        region.busy
+        for fleet in during
+        if isinstance(fleet, FleetStatus)
+        for region in fleet.regions.values()
+    ]
+    rollouts = sum(
+        len(group.rewards) + group.failed for group in during if isinstance(group, GroupDone)
+    )
     return {
         "seconds": end - start,
-        "trainer_busy": sum(step.seconds for step in during if isinstance(step, StepDone)) / (end - start),
+        "trainer_busy": sum(step.seconds for step in during if isinstance(step, StepDone))
+        / (end - start),
         "engine_busy": sum(busy) / max(1, len(busy)),
         "rollouts_per_s": rollouts / (end - start),
     }

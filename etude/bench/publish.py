@@ -1,18 +1,23 @@
-"""What it costs to keep workers current while a model is trained: the real loop, with every version checked.
+"""Benchmark of weight updates while a model is trained: the real loop, with every version checked.
 
-`--model DIR` is a Hugging Face directory (`make model` fetches SmolLM2-135M); without one, a small fresh model.
-Launcher, trainer, gateway, two workers, sandboxes and sessions are those of `etude run`, at a learning rate of 1e-6.
-Two things are the benchmark's own. Rewards are 1 and 0 in turn: such a model repairs nothing, and a group without
-a difference teaches nothing. So the gradients are real, and what they lead to is not. And an observer asks the gateway
-after each version for the root that the workers derive from the tensors that they compute with; it must be the one
-that the trainer derived from its own.
+`--model DIR` is a Hugging Face directory (`make model` fetches SmolLM2-135M); without one, a small
+fresh model. Launcher, trainer, gateway, two workers, sandboxes and sessions are those of `etude
+run`, at a learning rate of 1e-6. Two things are the benchmark's own. Rewards are 1 and 0 in turn:
+such a model repairs nothing, and a group without a difference teaches nothing. So the gradients are
+real, and what they lead to is not. And an observer asks the gateway after each version for the root
+that the workers derive from the tensors that they compute with; it must be the one that the trainer
+derived from its own.
 
-    ratio, ratio_least       bytes of the model for a byte that a step published; the same of the largest step
-    equal                    versions at which both workers were bit-equal to the trainer, of `versions`
+    ratio, ratio_least       bytes of the model for a byte that a step published; the same of the
+                             largest step
+    equal                    versions at which both workers were bit-equal to the trainer, of
+                             `versions`
     pause_ms_p50, _max       for which a worker's engine stood still at a swap
     live_s                   from a version's commit until both workers serve it, mean
-    stall_ms, stall_share    for which the trainer waited in a step for copying and publishing, mean; over step_s
-    late_ratio               bytes that a late joiner downloads, over those of the model; it must be bit-equal too
+    stall_ms, stall_share    for which the trainer waited in a step for copying and publishing,
+                             mean; over step_s
+    late_ratio               bytes that a late joiner downloads, over those of the model; it must be
+                             bit-equal too
 """
 
 from __future__ import annotations
@@ -31,15 +36,15 @@ from typing import Any
 
 from etude.core.config import parse
 from etude.core.errors import EtudeError
-from etude.core.events import EVENTS, Event, HandedOver, Live, StepDone
-from etude.core.seams import Environment, Sandbox
+from etude.core.events import EVENTS, Event, PublishStarted, StepDone, WeightsLive
+from etude.core.lineage import stage_spans
+from etude.core.protocols import Environment, Sandbox
 from etude.core.types import Manifest, Task
-from etude.run.director import directing
-from etude.run.gateway import Gateway
-from etude.run.launch import Launcher, Program, locked, python, serving
-from etude.run.plan import legs
+from etude.launch.launcher import Launcher, Program, locked, python, server_programs
+from etude.run.controller import open_controller
+from etude.run.gateway_client import GatewayClient
 from etude.run.process import run_process
-from etude.serve.wire import Held
+from etude.serve.worker_protocol import WorkerWeights
 from etude.store.codec import Stamped, from_json, to_json
 from etude.store.runs import Run
 from etude.weights.follow import Follower
@@ -73,14 +78,14 @@ groups_per_step = 1
 group_size = 2
 max_lag = 1
 lr = 1e-6
-warmup = 0
+warmup_steps = 0
 microbatch_tokens = 1024
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What the observer saw."""
+    """Observations of the workers."""
 
     equal: int
     """Versions."""
@@ -92,8 +97,10 @@ class Alternating:
     """An environment whose rewards are 1 and 0 in turn, whatever the attempt was."""
 
     def __init__(self, inner: Environment) -> None:
-        self.tasks, self.open = inner.tasks, inner.open
-        self._inner, self._attempts = inner, Counter[str]()
+        self.tasks = inner.tasks
+        self.open = inner.open
+        self._inner = inner
+        self._attempts = Counter[str]()
 
     async def score(self, task: Task, sandbox: Sandbox) -> dict[str, float]:
         scores = await self._inner.score(task, sandbox)
@@ -104,37 +111,55 @@ class Alternating:
 def run(model: str | None = None, steps: int = STEPS) -> dict[str, float]:
     shape = f"path = {json.dumps(str(Path(model).absolute()))}" if model else ""
     config = parse(CONFIG.format(model=shape, steps=steps))
-    with tempfile.TemporaryDirectory(prefix="etude-bench-") as scratch, locked(Path(scratch)) as lock:
+    with (
+        tempfile.TemporaryDirectory(prefix="etude-bench-") as scratch,
+        locked(Path(scratch)) as lock,
+    ):
         work = Run.open(scratch)
         work.put_config(config)
         launcher = Launcher(Path(scratch), threads=1, resume="etude bench publish", lock=lock)
-        servers, url = serving(
-            f"file:{scratch}", REGIONS, port=0, max_batch=config.engine.max_batch, threads=1, device="auto"
+        servers, url = server_programs(
+            f"file:{scratch}",
+            REGIONS,
+            port=0,
+            max_batch=config.engine.max_batch,
+            threads=1,
+            device="auto",
         )
         store = ("--store", f"file:{scratch}")
-        trainer = Program("trainer", python("etude.run.trainer", *store))
+        trainer = Program("trainer", python("etude.trainer.trainer", *store))
         controller = Program("controller", python("etude.bench.publish", *store, "--gateway", url))
 
         async def execute() -> None:
-            await launcher.run_to_end(Program("preparation", python("etude.run.prepare", *store)))
+            await launcher.run_to_end(
+                Program("preparation", python("etude.trainer.prepare", *store))
+            )
             await launcher.run_all([*servers, trainer, controller], until="controller")
 
         asyncio.run(execute())
         seen = from_json(work.objects.get(REPORT), Seen, REPORT)
         chain = Chain(work.objects)
-        return figures([chain.find(version)[1] for version in range(steps + 1)], events(work), seen)
+        return metrics([chain.find(version)[1] for version in range(steps + 1)], events(work), seen)
 
 
 def events(run: Run) -> list[Stamped[Event]]:
-    return [stamped for process in run.processes() for stamped in run.events(process, EVENTS).read()[0]]
+    return [
+        stamped for process in run.processes() for stamped in run.events(process, EVENTS).read()[0]
+    ]
 
 
-def figures(manifests: Sequence[Manifest], events: Sequence[Stamped[Event]], seen: Seen) -> dict[str, float]:
+def metrics(
+    manifests: Sequence[Manifest], events: Sequence[Stamped[Event]], seen: Seen
+) -> dict[str, float]:
     """From the versions in order, the first of them whole."""
     size, steps = manifests[0].bytes, manifests[1:]
-    stalls = [e.record.stall_s for e in events if isinstance(e.record, HandedOver) and e.record.version > 0]
+    stalls = [
+        e.record.stall_s
+        for e in events
+        if isinstance(e.record, PublishStarted) and e.record.version > 0
+    ]
     seconds = [e.record.seconds for e in events if isinstance(e.record, StepDone)]
-    live = {e.record.version: e.t for e in events if isinstance(e.record, Live)}
+    live = {e.record.version: e.t for e in events if isinstance(e.record, WeightsLive)}
     return {
         "ratio": size / mean(m.route.bytes for m in steps),
         "ratio_least": size / max(m.route.bytes for m in steps),
@@ -150,33 +175,40 @@ def figures(manifests: Sequence[Manifest], events: Sequence[Stamped[Event]], see
     }
 
 
-async def observe(gateway: Gateway, chain: Chain, last: int) -> tuple[int, list[float]]:
-    """Follows the workers from version to version; at how many of them all held the right bits, and all pauses."""
+async def observe(gateway: GatewayClient, chain: Chain, last: int) -> tuple[int, list[float]]:
+    """Follows the workers from version to version; at how many of them all held the right bits, and
+    all pauses."""
     equal, version, pauses_s = 0, -1, []
     while version < last:
         await asyncio.sleep(LOOK_EVERY_S)
         status = await asked(gateway, "status")
         if len(status["regions"]) < len(REGIONS) or status["version"] == version:
             continue
-        held = [Held(**worker) for worker in await asked(gateway, "weights")]
+        held = [WorkerWeights(**worker) for worker in await asked(gateway, "weights")]
         for worker in held:
             if worker.root != (await asyncio.to_thread(chain.find, worker.version))[1].root:
-                raise EtudeError(f"worker {worker.region} computes with other bits than version {worker.version} has")
-        if {worker.region for worker in held} == set(REGIONS) and len({worker.version for worker in held}) == 1:
+                raise EtudeError(
+                    f"worker {worker.region} computes with other bits than version "
+                    f"{worker.version} has"
+                )
+        if {worker.region for worker in held} == set(REGIONS) and len(
+            {worker.version for worker in held}
+        ) == 1:
             equal, version = equal + 1, held[0].version
         # The first swap is into an engine that has nothing to do yet.
         pauses_s = [pause for worker in held for pause in worker.pauses_s[1:]]
     return equal, pauses_s
 
 
-async def asked(gateway: Gateway, what: str) -> Any:
+async def asked(gateway: GatewayClient, what: str) -> Any:
     async with gateway.http.get(f"{gateway.url}/{what}") as response:
         response.raise_for_status()
         return await response.json()
 
 
 def join_late(run: Run, last: int) -> int:
-    """Bytes that a reader downloads who comes at the end; what it then holds is checked like that of the workers."""
+    """Bytes that a reader downloads who comes at the end; what it then holds is checked like that
+    of the workers."""
     totals: list[int] = []
     chain = Chain(run.objects)
     tensors = Follower(chain, progress=lambda done, total: totals.append(total)).fetch(last)
@@ -187,18 +219,22 @@ def join_late(run: Run, last: int) -> int:
 
 async def control(store: str, gateway_url: str) -> None:
     """The controller of the run, with the benchmark's rewards, and the observer beside it."""
-    async with directing(store, gateway_url, "controller") as director:
-        director.environment = Alternating(director.environment)
-        last = legs(director.config.stage)[-1].end
-        observing = asyncio.create_task(observe(director.gateway, Chain(director.run.objects), last))
-        await director.direct()
+    async with open_controller(store, gateway_url, "controller") as controller:
+        controller.environment = Alternating(controller.environment)
+        last = stage_spans(controller.config.stage)[-1].end
+        observing = asyncio.create_task(
+            observe(controller.gateway, Chain(controller.run.objects), last)
+        )
+        await controller.run_stages()
         equal, pauses_s = await observing
-        seen = Seen(equal, pauses_s, await asyncio.to_thread(join_late, director.run, last))
-        director.run.objects.put(REPORT, to_json(seen))
+        seen = Seen(equal, pauses_s, await asyncio.to_thread(join_late, controller.run, last))
+        controller.run.objects.put(REPORT, to_json(seen))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="etude.bench.publish", description="The controller of the benchmark's run.")
+    parser = argparse.ArgumentParser(
+        prog="etude.bench.publish", description="The controller of the benchmark's run."
+    )
     parser.add_argument("--store", required=True)
     parser.add_argument("--gateway", required=True)
     args = parser.parse_args()

@@ -1,18 +1,21 @@
-"""What router replay is worth: a small sparse model whose engine computes in another precision than its trainer.
+"""Benchmark of router replay: a small sparse model whose engine computes in another precision than
+its trainer.
 
-The model has to learn by reward alone which digit belongs to each of some prompts: what it knows lies in its experts.
-Everything is in this process, an engine on the published weights and a learner in fp32, step by step. The same run is
-done with the experts that the engine used (`replay`) and with those that the learner's routers choose (`own`):
+The model has to learn by reward alone which digit belongs to each of some prompts: what it knows
+lies in its experts. Everything is in this process, an engine on the published weights and a learner
+in fp32, step by step. The same run is done with the experts that the engine used (`replay`) and
+with those that the learner's routers choose (`own`):
 
     NAME.k3_p99                   between engine and learner, mean over all steps, and over SEEDS
     NAME.k3_end, NAME.k3_p99_end  over the last eighth of the steps
     NAME.reward_end               likewise
     k3_p99_share                  that with replay over that without
-    invariant.k3_max              largest of any token of a shorter run in which nothing is rounded or replayed, but
+    invariant.k3_max              largest of any token of a shorter run in which nothing is rounded
+                                  or replayed, but
                                   engine and learner compute invariantly
 
-The engine's matrices are rounded to fp4 (e2m1, a scale for each row; routers, embedding and head are left alone) and
-computed in bf16, as quantised servers do.
+The engine's matrices are rounded to fp4 (e2m1, a scale for each row; routers, embedding and head
+are left alone) and computed in bf16, as quantised servers do.
 """
 
 from __future__ import annotations
@@ -26,15 +29,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from etude.core.credit import centered
+from etude.core.advantage import dr_grpo
 from etude.core.seeds import derive
 from etude.core.types import Batch, Row, Sample
-from etude.engine.engine import Engine, Finished, Request
+from etude.engine.engine import Engine, FinishedRequest, Request
 from etude.model.config import ExpertsConfig, ModelConfig
 from etude.model.files import load_weights
 from etude.model.numerics import INVARIANT
-from etude.model.transformer import Transformer, fresh
-from etude.train.learner import Learner, StepStats
+from etude.model.transformer import Transformer, init_from_scratch
+from etude.train.learner import Learner
+from etude.train.stats import StepStats
 
 DIGITS, ASK = 10, 10
 NUM_PROMPTS, PROMPT_DIGITS = 96, 5
@@ -56,12 +60,23 @@ def to_fp4(weight: Tensor) -> Tensor:
 
 
 SHAPE = ModelConfig(
-    model_type="qwen3_moe", vocab_size=DIGITS + 1, hidden_size=32, num_hidden_layers=3, num_attention_heads=4,
-    num_key_value_heads=2, intermediate_size=64, max_position_embeddings=16, tie_word_embeddings=False,
+    model_type="qwen3_moe",
+    vocab_size=DIGITS + 1,
+    hidden_size=32,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=64,
+    max_position_embeddings=16,
+    tie_word_embeddings=False,
     experts=ExpertsConfig(
-        num_experts=32, num_experts_per_tok=1, moe_intermediate_size=32, layers=(0, 1, 2), norm_topk_prob=True
+        num_experts=32,
+        num_experts_per_tok=1,
+        moe_intermediate_size=32,
+        layers=(0, 1, 2),
+        norm_topk_prob=True,
     ),
-)  # fmt: skip
+)
 
 
 def run() -> dict[str, float]:
@@ -71,17 +86,23 @@ def run() -> dict[str, float]:
         curves = np.array([curve(seed, replay=name == "replay") for seed in SEEDS])
         figures[f"{name}.k3_p99"] = curves[..., 1].mean()
         k3, k3_p99, reward = curves[:, -1].mean(0).tolist()
-        figures |= {f"{name}.k3_end": k3, f"{name}.k3_p99_end": k3_p99, f"{name}.reward_end": reward}
-    learner = Learner(fresh(SHAPE, 0).compute_with(INVARIANT))
+        figures |= {
+            f"{name}.k3_end": k3,
+            f"{name}.k3_p99_end": k3_p99,
+            f"{name}.reward_end": reward,
+        }
+    learner = Learner(init_from_scratch(SHAPE, 0).compute_with(INVARIANT))
     stats = list(steps(learner, replay=False, count=STEPS // PARTS, serve=unrounded))
-    figures["invariant.k3_max"] = max(step.drift.k3_max for _, step in stats)
+    figures["invariant.k3_max"] = max(step.mismatch.k3_max for _, step in stats)
     return figures | {"k3_p99_share": figures["replay.k3_p99"] / figures["own.k3_p99"]}
 
 
 def curve(seed: int, *, replay: bool) -> list[list[float]]:
     """k3, its 99th percentile and the reward, as means over each part of a run."""
-    stats = list(steps(Learner(fresh(SHAPE, seed)), replay=replay, count=STEPS, serve=quantised))
-    seen = np.array([(step.drift.k3, step.drift.k3_p99, reward) for reward, step in stats])
+    stats = list(
+        steps(Learner(init_from_scratch(SHAPE, seed)), replay=replay, count=STEPS, serve=quantised)
+    )
+    seen = np.array([(step.mismatch.k3, step.mismatch.k3_p99, reward) for reward, step in stats])
     means: list[list[float]] = [part.mean(0).tolist() for part in np.array_split(seen, PARTS)]
     for number, (k3, k3_p99, reward) in enumerate(means, 1):
         name = f"{'replay' if replay else 'own':6}  seed {seed}  part {number}"
@@ -92,8 +113,8 @@ def curve(seed: int, *, replay: bool) -> list[list[float]]:
 def steps(
     learner: Learner, *, replay: bool, count: int, serve: Callable[[Learner], Transformer]
 ) -> Iterator[tuple[float, StepStats]]:
-    """Synchronous policy gradient; (mean reward, what the step did) of each step. The engine computes with what
-    `serve` makes of the learner's weights."""
+    """Synchronous policy gradient; (mean reward, what the step did) of each step. The engine
+    computes with what `serve` makes of the learner's weights."""
     rng, worth = random.Random(0), list(prompts())
     for step in range(1, count + 1):
         asked = [prompt for prompt in rng.sample(worth, GROUPS) for _ in range(GROUP_SIZE)]
@@ -113,14 +134,24 @@ def quantised(learner: Learner) -> Transformer:
     model = Transformer(SHAPE).requires_grad_(False)
     load_weights(model, learner.weights())
     for name, weight in model.named_parameters():
-        if weight.ndim >= 2 and not any(part in name for part in ("gate.weight", "embed", "lm_head")):
+        if weight.ndim >= 2 and not any(
+            part in name for part in ("gate.weight", "embed", "lm_head")
+        ):
             weight.copy_(to_fp4(weight))
     return model.to(torch.bfloat16)
 
 
-def sampled(model: Transformer, asked: Sequence[tuple[int, ...]], seed: int) -> tuple[Batch, dict[str, bytes], float]:
-    """The attempts that teach something as a batch, the experts that its rows name, and the mean reward of all."""
-    engine = Engine(model, max_batch=len(asked), prefix_cache=False, step_tokens=len(asked) * (PROMPT_DIGITS + 2))
+def sampled(
+    model: Transformer, asked: Sequence[tuple[int, ...]], seed: int
+) -> tuple[Batch, dict[str, bytes], float]:
+    """The attempts that teach something as a batch, the experts that its rows name, and the mean
+    reward of all."""
+    engine = Engine(
+        model,
+        max_batch=len(asked),
+        prefix_cache=False,
+        max_batched_tokens=len(asked) * (PROMPT_DIGITS + 2),
+    )
     for number, prompt in enumerate(asked):
         engine.add(
             Request(
@@ -134,11 +165,15 @@ def sampled(model: Transformer, asked: Sequence[tuple[int, ...]], seed: int) -> 
         )
     samples: dict[str, Sample] = {}
     while not engine.idle:
-        samples |= {event.id: event.sample for event in engine.step() if isinstance(event, Finished)}
+        samples |= {
+            event.id: event.sample for event in engine.step() if isinstance(event, FinishedRequest)
+        }
     worth, ids = prompts(), [str(number) for number in range(len(asked))]
-    rewards = [float(samples[id].tokens[0] == worth[prompt]) for id, prompt in zip(ids, asked, strict=True)]
+    rewards = [
+        float(samples[id].tokens[0] == worth[prompt]) for id, prompt in zip(ids, asked, strict=True)
+    ]
     groups = [rewards[at : at + GROUP_SIZE] for at in range(0, len(rewards), GROUP_SIZE)]
-    advantages = [advantage for group in groups for advantage in centered(group)]
+    advantages = [advantage for group in groups for advantage in dr_grpo(group)]
     rows = [
         row_of(id, prompt, samples[id], advantage)
         for id, prompt, advantage in zip(ids, asked, advantages, strict=True)
@@ -151,8 +186,9 @@ def sampled(model: Transformer, asked: Sequence[tuple[int, ...]], seed: int) -> 
 def row_of(id: str, prompt: tuple[int, ...], sample: Sample, advantage: float) -> Row:
     before = (0.0,) * len(prompt)
     return Row(
-        sample=id, tokens=prompt + sample.tokens, mask=(False,) * len(prompt) + (True,), versions=sample.versions,
-        logprobs=before + sample.logprobs, advantages=(*before, advantage), experts=id,
+        sample=id, tokens=prompt + sample.tokens, mask=(False,) * len(prompt) + (True,),
+        versions=sample.versions, logprobs=before + sample.logprobs,
+        advantages=(*before, advantage), experts=id,
     )  # fmt: skip
 
 
@@ -160,5 +196,7 @@ def row_of(id: str, prompt: tuple[int, ...], sample: Sample, advantage: float) -
 def prompts() -> dict[tuple[int, ...], int]:
     """Each with the digit that it is worth."""
     rng = random.Random(0)
-    made = [(*(rng.randrange(DIGITS) for _ in range(PROMPT_DIGITS)), ASK) for _ in range(NUM_PROMPTS)]
+    made = [
+        (*(rng.randrange(DIGITS) for _ in range(PROMPT_DIGITS)), ASK) for _ in range(NUM_PROMPTS)
+    ]
     return {prompt: rng.randrange(DIGITS) for prompt in made}

@@ -1,20 +1,24 @@
-"""How fast the trainer is: steps of rl as a run takes them, on a CUDA device if there is one and on the CPU otherwise.
+"""Benchmark of the trainer's throughput: steps of rl as a run takes them, on a CUDA device if there
+is one and on the CPU otherwise.
 
-Random weights in the shapes of public models and random rows, a quarter of each a prompt. A layout of 8x2048 is one
-step on 8 * 2,048 tokens in rows of mixed lengths, from a quarter of 2,048 to the whole, in one microbatch. For each
-shape and layout:
+Random weights in the shapes of public models and random rows, a quarter of each a prompt. A layout
+of 8x2048 is one step on 8 * 2,048 tokens in rows of mixed lengths, from a quarter of 2,048 to the
+whole, in one microbatch. For each shape and layout:
 
     tokens_per_s          all tokens of the rows, prompts included
-    mfu                   the model's arithmetic (6ND and attention) over the matrix rate measured in this run
+    mfu                   the model's arithmetic (6ND and attention) over the matrix rate measured
+                          in this run
     peak_gib              at most in use on the device
-    plain.*               the same for a plain compiled decoder of that shape, on whole rows (`bench._plain_decoder`)
+    plain.*               the same for a plain compiled decoder of that shape, on whole rows
+                          (`bench._plain_decoder`)
     share_of_plain        our mfu over its
 
 `matrix_tflops` is that rate. Imports torch and numpy only, so that it runs on a bare CUDA image:
 
     python -m etude.bench.train --json --shapes qwen3-0.6b --layouts 8x2048
 
-`qwen3-30b-a3b-6` is the sparse model with 6 of its 48 layers; the plain decoder does not know experts.
+`qwen3-30b-a3b-6` is the sparse model with 6 of its 48 layers; the plain decoder does not know
+experts.
 """
 
 from __future__ import annotations
@@ -33,27 +37,33 @@ from functools import partial
 import torch
 
 from etude.bench import _plain_decoder
-from etude.core.types import Batch, Row, spans
+from etude.core.types import Batch, Row, version_spans
 from etude.model.config import ModelConfig
-from etude.model.transformer import Transformer, fresh
+from etude.model.transformer import Transformer, init_from_scratch
 from etude.train.flops import matrix_flops, step_flops
 from etude.train.learner import Learner
-from etude.train.start import fused
+from etude.train.start import compile_layers
 
 STEPS = 8
 WARM_UP = 3
 """The first ones, which compile."""
 SMOLLM2 = ModelConfig(
-    vocab_size=49_152, hidden_size=576, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
-    intermediate_size=1536, max_position_embeddings=2048, tie_word_embeddings=True,
+    vocab_size=49_152, hidden_size=576, num_hidden_layers=30, num_attention_heads=9,
+    num_key_value_heads=3, intermediate_size=1536, max_position_embeddings=2048,
+    tie_word_embeddings=True,
 )  # fmt: skip
 ON_CUDA = ("qwen3-0.6b", "qwen3-1.7b"), ("8x2048", "4x8192")
 ON_CPU = ("smollm2-135m",), ("16x128",)
 
 
-def run(shapes: Sequence[str] = (), layouts: Sequence[str] = (), compare: bool = True) -> dict[str, float]:
+def run(
+    shapes: Sequence[str] = (), layouts: Sequence[str] = (), compare: bool = True
+) -> dict[str, float]:
     there = torch.cuda.is_available()
-    device, (all_shapes, all_layouts) = torch.device("cuda" if there else "cpu"), ON_CUDA if there else ON_CPU
+    device, (all_shapes, all_layouts) = (
+        torch.device("cuda" if there else "cpu"),
+        ON_CUDA if there else ON_CPU,
+    )
     rate = matrix_flops(device, torch.bfloat16, size=8192 if there else 1024)
     figures = {"matrix_tflops": rate / 1e12}
     for shape in shapes or all_shapes:
@@ -64,7 +74,13 @@ def run(shapes: Sequence[str] = (), layouts: Sequence[str] = (), compare: bool =
                 plain = _measured(partial(_plain_decoder.steps, _config(shape), rows, length), rate)
                 found |= {f"plain.{name}": value for name, value in plain.items()}
                 found["share_of_plain"] = found["mfu"] / plain["mfu"]
-            print(shape, layout, *(f"{n} {v:.4g}" for n, v in found.items()), file=sys.stderr, flush=True)
+            print(
+                shape,
+                layout,
+                *(f"{n} {v:.4g}" for n, v in found.items()),
+                file=sys.stderr,
+                flush=True,
+            )
             figures |= {f"{shape}.{layout}.{name}": value for name, value in found.items()}
     return figures
 
@@ -86,7 +102,10 @@ def _measured(prepare: Callable[[], Step], rate: float) -> dict[str, float]:
         seconds = time.perf_counter() - began
         speeds.append(num_tokens / seconds)
         shares.append(flops / seconds / rate)
-    found = {"tokens_per_s": statistics.median(speeds[WARM_UP:]), "mfu": statistics.median(shares[WARM_UP:])}
+    found = {
+        "tokens_per_s": statistics.median(speeds[WARM_UP:]),
+        "mfu": statistics.median(shares[WARM_UP:]),
+    }
     if there:
         found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
     del step
@@ -97,7 +116,7 @@ def _measured(prepare: Callable[[], Step], rate: float) -> dict[str, float]:
 
 
 def _ours(shape: str, rows: int, length: int) -> Step:
-    learner = Learner(fused(_model(shape)), compute=torch.bfloat16)
+    learner = Learner(compile_layers(_model(shape)), compute=torch.bfloat16)
     vocabulary = learner.model.config.vocab_size
     batches = [_batch(number + 1, rows, length, vocabulary) for number in range(STEPS)]
 
@@ -117,13 +136,15 @@ def _config(shape: str) -> ModelConfig:
     if shape == "qwen3-30b-a3b-6":
         config = SHAPES["qwen3-30b-a3b"]
         assert config.experts is not None
-        return replace(config, num_hidden_layers=6, experts=replace(config.experts, layers=tuple(range(6))))
+        return replace(
+            config, num_hidden_layers=6, experts=replace(config.experts, layers=tuple(range(6)))
+        )
     return SHAPES[shape]
 
 
 def _model(shape: str) -> Transformer:
     if not torch.cuda.is_available():
-        return fresh(_config(shape), 0)
+        return init_from_scratch(_config(shape), 0)
     from etude.bench.engine_cuda import random_model
 
     return random_model(_config(shape)).float().requires_grad_(True)
@@ -143,7 +164,7 @@ def _batch(step: int, rows: int, length: int, vocab_size: int) -> Batch:
             mask=mask,
             logprobs=tuple(-11.0 if said else 0.0 for said in mask),
             advantages=tuple((-1.0) ** len(found) if said else 0.0 for said in mask),
-            versions=spans([step - 1] * sum(mask)),
+            versions=version_spans([step - 1] * sum(mask)),
         )
         found.append(row)
     return Batch(step=step, rows=tuple(found), oldest=step - 1)
@@ -157,7 +178,11 @@ def main() -> None:
     parser.add_argument("--alone", action="store_true", help="leave the plain decoder out")
     options = parser.parse_args()
     figures = run(options.shapes, options.layouts, compare=not options.alone)
-    print(json.dumps(figures, indent=2) if options.json else "\n".join(f"{n:44} {v:,.4g}" for n, v in figures.items()))
+    print(
+        json.dumps(figures, indent=2)
+        if options.json
+        else "\n".join(f"{n:44} {v:,.4g}" for n, v in figures.items())
+    )
 
 
 if __name__ == "__main__":

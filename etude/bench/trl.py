@@ -1,10 +1,14 @@
-"""Beside TRL: the same model, prompts, reward, group size, tokens and optimizer steps on the same two cores.
+"""Beside TRL: the same model, prompts, reward, group size, tokens and optimizer steps on the same
+two cores.
 
-`make bench-trl` makes the environment that TRL needs and runs this. TRL goes first, then a whole run of Etude with all
-its processes. Both take `STEPS` steps of `GROUPS_PER_STEP` groups; starting and loading count for neither.
+`make bench-trl` makes the environment that TRL needs and runs this. TRL goes first, then a whole
+run of Etude with all its processes. Both take `STEPS` steps of `GROUPS_PER_STEP` groups; starting
+and loading count for neither.
 
-    rollouts_per_s   answers that were sampled and graded, by the time from the first question to the last step
-    reward           mean of the answers in the last quarter of the time that the faster side took: equal wall-clock
+    rollouts_per_s   answers that were sampled and graded, by the time from the first question to
+                     the last step
+    reward           mean of the answers in the last quarter of the time that the faster side took:
+                     equal wall-clock
     speedup          the one rollouts_per_s over the other
 """
 
@@ -47,7 +51,7 @@ regions = ["here"]
 dtype = "bfloat16"
 
 [trainer]
-compute = "bfloat16"
+compute_dtype = "bfloat16"
 
 [[stage]]
 kind = "rl"
@@ -56,7 +60,7 @@ groups_per_step = {GROUPS_PER_STEP}
 group_size = {GROUP_SIZE}
 max_lag = 2
 lr = {LR}
-warmup = 0
+warmup_steps = 0
 threads = 2
 microbatch_tokens = 2048
 """
@@ -80,11 +84,15 @@ class Side:
 
 def run(model: str = "models/smollm2-135m") -> dict[str, float]:
     if not PYTHON.exists():
-        raise EtudeError(f"{PYTHON} is not there: `make bench-trl` installs TRL in an environment of its own")
+        raise EtudeError(
+            f"{PYTHON} is not there: `make bench-trl` installs TRL in an environment of its own"
+        )
     directory = Path(model).absolute()
     other = trl_side(directory)
     with tempfile.TemporaryDirectory(prefix="etude-bench-") as scratch:
-        own = etude_side(events(execute(Path(scratch) / "side", CONFIG.replace("PATH", str(directory)))))
+        own = etude_side(
+            events(execute(Path(scratch) / "side", CONFIG.replace("PATH", str(directory))))
+        )
     return compare(own, other)
 
 

@@ -1,7 +1,9 @@
-"""What should worry somebody who trains, and what to do about it. A fold over a run's events: the screen, the lines of
-a log and `etude audit` all ask the same rules, and a run that ended years ago can still be asked.
+"""Alarms: symptoms of a run that goes wrong, each with advice. A fold over a run's events: the
+screen, the lines of a log and `etude audit` all ask the same rules, and a run that ended years ago
+can still be asked.
 
-An alarm begins with the event that brings it and ends when its cause is gone; nothing stops because of one.
+An alarm begins with the event that brings it and ends when its cause is gone; nothing stops because
+of one.
 """
 
 from __future__ import annotations
@@ -12,7 +14,15 @@ from array import array
 from collections import deque
 from dataclasses import dataclass
 
-from etude.core.events import Event, GroupDone, Heard, Launched, Silent, StageStarted, StepDone
+from etude.core.events import (
+    Event,
+    GroupDone,
+    Launched,
+    ProcessHeard,
+    ProcessSilent,
+    StageStarted,
+    StepDone,
+)
 from etude.core.types import Batch, Row
 
 K3_LIMIT = 1e-2
@@ -37,7 +47,7 @@ class Alarm:
 
 
 class Alarms:
-    """`active` are those whose cause is still there, by name."""
+    """The alarms of a run so far. `active` holds those whose cause is still there, by name."""
 
     def __init__(self) -> None:
         self.active: dict[str, Alarm] = {}
@@ -56,21 +66,23 @@ class Alarms:
         match event:
             case Launched():  # other processes than those that were silent
                 found = dict.fromkeys(self._silences())
-            case Silent():
+            case ProcessSilent():
                 found = {SILENT + event.process: _silent(event)}
-            case Heard():
+            case ProcessHeard():
                 found = {SILENT + event.process: None}
             case StageStarted() if event.stage != self._stage:
                 self._enter(event.stage)
             case StepDone():
                 found = {
-                    "k3": _drifting(event),
+                    "k3": _mismatched(event),
                     "entropy": self._collapsed(event),
                     "repeats": _repeated(event),
                 }
             case GroupDone():
                 found = {"malformed": _malformed(event), "reward": self._saturated(event)}
-        begun = [alarm for name, alarm in found.items() if alarm is not None and name not in self.active]
+        begun = [
+            alarm for name, alarm in found.items() if alarm is not None and name not in self.active
+        ]
         for name, alarm in found.items():
             self.active.pop(name, None)
             if alarm is not None:
@@ -89,8 +101,10 @@ class Alarms:
             return None
         return Alarm(
             "entropy",
-            f"step {event.step}: the entropy is {event.entropy:.4f} nats, and was {first:.4f} in the first steps",
-            "the policy hardly explores any more; lower lr, raise clip_high or kl_coef, or end the run here",
+            f"step {event.step}: the entropy is {event.entropy:.4f} nats, and was {first:.4f} in "
+            f"the first steps",
+            "the policy hardly explores any more; lower lr, raise clip_high or kl_coef, or end "
+            "the run here",
         )
 
     def _saturated(self, event: GroupDone) -> Alarm | None:
@@ -105,7 +119,7 @@ class Alarms:
         )
 
 
-def _silent(event: Silent) -> Alarm:
+def _silent(event: ProcessSilent) -> Alarm:
     return Alarm(
         SILENT + event.process,
         f"the {event.process} has been silent for {event.seconds:.0f} s",
@@ -114,24 +128,27 @@ def _silent(event: Silent) -> Alarm:
     )
 
 
-def _drifting(event: StepDone) -> Alarm | None:
+def _mismatched(event: StepDone) -> Alarm | None:
     if event.k3_mean <= K3_LIMIT:
         return None
     return Alarm(
         "k3",
         f"step {event.step}: k3 is {event.k3_mean:.4f}, above {K3_LIMIT}",
-        "the policy that learns is far from the one that sampled; lower lr or max_lag, and if it is so at lag 0 too, "
+        "the policy that learns is far from the one that sampled; lower lr or max_lag, and if it "
+        "is so at lag 0 too, "
         "engine and trainer do not compute the same",
     )
 
 
 def _repeated(event: StepDone) -> Alarm | None:
-    if not event.repeats:
+    if not event.repeated_rows:
         return None
     return Alarm(
         "repeats",
-        f"step {event.step}: {event.repeats} of its rows were trained on before, to the last digit of their log-probs",
-        "something delivers the same sessions twice; look for a recorder or a proxy that replays answers",
+        f"step {event.step}: {event.repeated_rows} of its rows were trained on before, to the "
+        f"last digit of their log-probs",
+        "something delivers the same sessions twice; look for a recorder or a proxy that replays "
+        "answers",
     )
 
 
@@ -142,7 +159,11 @@ def _malformed(event: GroupDone) -> Alarm | None:
     return Alarm(
         "malformed",
         f"{sample}: {why}"
-        + (f" (and {len(event.malformed) - 1} more of its group)" if len(event.malformed) > 1 else ""),
+        + (
+            f" (and {len(event.malformed) - 1} more of its group)"
+            if len(event.malformed) > 1
+            else ""
+        ),
         "the attempt was dropped; mend the environment, harness or worker that it comes from",
     )
 
@@ -151,15 +172,16 @@ CHANCE = math.log(1e-6)
 """Nobody says twice by chance what was less likely than that."""
 
 
-class Repeats:
-    """Rows that were there before, each token with the same log-prob and of the same version: copies, unless the model
-    was so sure of what it said that it may well have said it twice. Such rows do not count."""
+class RepeatedRows:
+    """Counts rows that an earlier batch held already: every token with the same log-prob and
+    version. A row that the model was so sure of that it may well have sampled it twice does not
+    count."""
 
     def __init__(self, *, steps: int = 64) -> None:
         self._seen: deque[set[bytes]] = deque(maxlen=steps)
 
     def count(self, batch: Batch) -> int:
-        """How many rows of the batch stood in one of the last `steps` batches."""
+        """Return the number of rows that one of the last `steps` batches held already."""
         digests = [_digest(row) for row in batch.rows if sum(row.logprobs) < CHANCE]
         known = set().union(*self._seen)
         self._seen.append(set(digests))

@@ -1,5 +1,6 @@
-"""What makes data unfit to be trained on, in words. Pure, and asked twice: by the controller, which drops the attempt
-under the name `malformed`, and by the trainer, which stops before a step that nobody could take back."""
+"""Validation of training data: the reason why a row or batch must not be trained on. Pure, and
+asked twice: by the controller, which drops the attempt under the name `malformed`, and by the
+trainer, which stops before a step that nobody could take back."""
 
 from __future__ import annotations
 
@@ -9,25 +10,33 @@ from etude.core.errors import EtudeError
 from etude.core.types import Batch, Row
 
 LEAST_LOGPROB = -53 * math.log(2)
-"""A token is drawn by a number of 53 bits, whose smallest step is 2**-53: nothing less likely is ever
-drawn. It is what servers say when they do not know, or when they mean another distribution than they
-drew from. It bounds every ratio of probabilities by 2**53, and that times `LARGEST` is still a number
-in float32, so all losses and their slopes are."""
+"""A token is drawn by a number of 53 bits, whose smallest step is 2**-53: nothing less likely is
+ever drawn. It is what servers say when they do not know, or when they mean another distribution
+than they drew from. It bounds every ratio of probabilities by 2**53, and that times `LARGEST` is
+still a number in float32, so all losses and their slopes are."""
 MOST_LOGPROB = 1e-3  # 0, and some rounding
 LARGEST = 1e15
 """Of an advantage: the squares of gradients must be numbers in float32."""
 
 
 def row_fault(
-    row: Row, *, oldest: int, newest: int, max_tokens: int | None = None, vocab_size: int | None = None
+    row: Row,
+    *,
+    oldest: int,
+    newest: int,
+    max_tokens: int | None = None,
+    vocab_size: int | None = None,
 ) -> str | None:
-    """The first thing that is wrong with a row, or None. Its tokens may come from versions `oldest` to `newest`."""
+    """The first thing that is wrong with a row, or None. Its tokens may come from versions `oldest`
+    to `newest`."""
     sizes = [len(field) for field in (row.tokens, row.mask, row.logprobs, row.advantages)]
     num_sampled, num_versions = sum(row.mask), sum(span.count for span in row.versions)
-    runs = [span.count for span in row.versions] + [stay.count for stay in row.regions]
+    runs = [span.count for span in row.versions] + [span.count for span in row.regions]
     strangers = [span.version for span in row.versions if not oldest <= span.version <= newest]
     if len(set(sizes)) > 1:
-        return "tokens, mask, log-probs and advantages have {}, {}, {} and {} entries".format(*sizes)
+        return "tokens, mask, log-probs and advantages have {}, {}, {} and {} entries".format(
+            *sizes
+        )
     if max_tokens is not None and len(row.tokens) > max_tokens:
         return f"it has {len(row.tokens)} tokens, and the context {max_tokens}"
     if num_sampled == 0:
@@ -38,20 +47,36 @@ def row_fault(
         return f"a token is none of the vocabulary's {vocab_size}"
     if not all(map(math.isfinite, row.logprobs)):
         return "a log-prob is not finite"
-    if wrong := [p for p, sampled in zip(row.logprobs, row.mask, strict=True) if sampled and not _is_logprob(p)]:
-        return f"a sampled token has the log-prob {wrong[0]:g}: it must lie between {LEAST_LOGPROB:g} and 0"
+    if wrong := [
+        p
+        for p, sampled in zip(row.logprobs, row.mask, strict=True)
+        if sampled and not _is_logprob(p)
+    ]:
+        return (
+            f"a sampled token has the log-prob {wrong[0]:g}: it must lie between {LEAST_LOGPROB:g} "
+            f"and 0"
+        )
     if not all(map(math.isfinite, row.advantages)):
         return "an advantage is not finite"
     if (largest := max(map(abs, row.advantages))) > LARGEST:
-        return f"its advantage is {largest:g}, and no gradient can be computed with more than {LARGEST:g}"
+        return (
+            f"its advantage is {largest:g}, and no gradient can be computed with more than "
+            f"{LARGEST:g}"
+        )
     if min(runs, default=1) < 1:
         return f"{min(runs)} tokens are said to come from one weight version or region"
     if num_versions != num_sampled:
         return f"{num_sampled} tokens were sampled, and {num_versions} have a weight version"
-    if row.regions and sum(stay.count for stay in row.regions) != num_sampled:
-        return f"{num_sampled} tokens were sampled, and {sum(stay.count for stay in row.regions)} have a region"
+    if row.regions and sum(span.count for span in row.regions) != num_sampled:
+        return (
+            f"{num_sampled} tokens were sampled, and {sum(span.count for span in row.regions)} "
+            f"have a region"
+        )
     if strangers:
-        return f"a token comes from version {strangers[0]}, and only {oldest} to {newest} can have made it"
+        return (
+            f"a token comes from version {strangers[0]}, and only {oldest} to {newest} can have "
+            f"made it"
+        )
     return None
 
 
@@ -60,17 +85,32 @@ def _is_logprob(p: float) -> bool:
 
 
 def check_batch(batch: Batch, *, max_tokens: int, vocab_size: int, where: str) -> None:
-    """Raises an error that names what is wrong with it, or its first bad row. `where` names the batch."""
+    """Raises an error that names what is wrong with it, or its first bad row. `where` names the
+    batch."""
     if not batch.rows:
-        raise EtudeError(f"{where} has no rows: there is nothing to learn from; see `etude audit` for what came before")
+        raise EtudeError(
+            f"{where} has no rows: there is nothing to learn from; see `etude audit` for what came "
+            f"before"
+        )
     if batch.reward is not None and not math.isfinite(batch.reward):
-        raise EtudeError(f"{where} has a mean reward of {batch.reward}. No step was taken: the batch is damaged")
+        raise EtudeError(
+            f"{where} has a mean reward of {batch.reward}. No step was taken: the batch is damaged"
+        )
     if batch.oldest < 0:
-        raise EtudeError(f"{where} has tokens of version {batch.oldest}. No step was taken: the batch is damaged")
+        raise EtudeError(
+            f"{where} has tokens of version {batch.oldest}. No step was taken: the batch is damaged"
+        )
     for row in batch.rows:
-        fault = row_fault(row, oldest=batch.oldest, newest=batch.step - 1, max_tokens=max_tokens, vocab_size=vocab_size)
+        fault = row_fault(
+            row,
+            oldest=batch.oldest,
+            newest=batch.step - 1,
+            max_tokens=max_tokens,
+            vocab_size=vocab_size,
+        )
         if fault is not None:
             raise EtudeError(
-                f"{where}, row of {row.sample}: {fault}. No step was taken: the batch is damaged, or the run's config "
+                f"{where}, row of {row.sample}: {fault}. No step was taken: the batch is damaged, "
+                f"or the run's config "
                 f"and model are not those that it was made with"
             )

@@ -1,4 +1,5 @@
-"""What a run may be told. TOML text in, one frozen tree out; nobody downstream sees a string that could be wrong.
+"""The configuration of a run. TOML text in, one frozen tree out; no component sees a value that was
+not validated.
 
 Components take plain values out of the tree, never the tree itself.
 """
@@ -12,10 +13,27 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
-from etude.core.credit import CREDIT
+from etude.core.advantage import ADVANTAGE
 from etude.core.errors import EtudeError
-from etude.core.schema import Config, Count, CountOrZero, Name, NonNegative, Positive, Reference
-from etude.core.stages import DistillConfig, DpoConfig, LoopConfig, MidtrainConfig, SftConfig, StageConfig
+from etude.core.schema import (
+    OLD_ESTIMATORS,
+    OLD_KEYS,
+    Config,
+    Count,
+    CountOrZero,
+    Name,
+    NonNegative,
+    Positive,
+    Reference,
+)
+from etude.core.stages import (
+    DistillConfig,
+    DpoConfig,
+    MidtrainConfig,
+    RolloutStageConfig,
+    SftConfig,
+    StageConfig,
+)
 
 
 class ModelConfig(Config):
@@ -31,24 +49,33 @@ class ModelConfig(Config):
     """Tokens of the longest session, prompt included."""
     vocab_size: Count = 512
     path: str | None = None
-    """A Hugging Face directory to start from. The shape then comes from there; only max_context still counts."""
+    """A Hugging Face directory to start from. The shape then comes from there; only max_context
+    still counts."""
 
     @model_validator(mode="after")
     def _shape(self) -> ModelConfig:
         if self.path is not None:
             shape = set(ModelConfig.model_fields) - {"path", "max_context"}
-            if told := sorted(key for key in shape if getattr(self, key) != ModelConfig.model_fields[key].default):
+            if told := sorted(
+                key for key in shape if getattr(self, key) != ModelConfig.model_fields[key].default
+            ):
                 raise ValueError(f"path already decides {', '.join(told)}: remove one or the other")
         if self.hidden_size % self.num_heads or self.hidden_size // self.num_heads % 2:
-            raise ValueError(f"hidden_size {self.hidden_size} must be num_heads {self.num_heads} times an even number")
+            raise ValueError(
+                f"hidden_size {self.hidden_size} must be num_heads {self.num_heads} times an even "
+                f"number"
+            )
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_heads {self.num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}")
+            raise ValueError(
+                f"num_heads {self.num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}"
+            )
         return self
 
 
 class TasksConfig(Config):
     environment: Reference = "etude.run.environment:CodeRepair"
-    """What there is to do and what it is worth: a `core.seams.Environment`, called with the worlds, counts and seed."""
+    """The environment, which gives tasks and scores attempts: a `core.protocols.Environment`,
+    called with the sandbox pool, counts and seed."""
     train: Count = 4096
     """Tasks to train on."""
     heldout: Count = 400
@@ -56,12 +83,12 @@ class TasksConfig(Config):
     novel: CountOrZero = 200
     """Tasks for evaluation from templates that are never trained on."""
     timeout_s: Positive = 600.0
-    """For opening the world of an attempt, and again for scoring it."""
+    """For opening the sandbox of an attempt, and again for scoring it."""
 
 
 class HarnessConfig(Config):
     agent: Reference = "etude.harness.agent:CodingAgent"
-    """Who does it: a `core.seams.Agent`, called with an HTTP session and the values below."""
+    """The agent: a `core.protocols.Agent`, called with an HTTP session and the values below."""
     max_turns: Count = 8
     """Calls of the model in one session."""
     max_tokens: Count = 64
@@ -69,7 +96,8 @@ class HarnessConfig(Config):
     timeout_s: Positive = 60.0
     """For a whole session."""
     tool_delay_s: NonNegative = 0.0
-    """Added to every tool call; for benchmarks, whose tools would otherwise be unrealistically quick."""
+    """Added to every tool call; for benchmarks, whose tools would otherwise be unrealistically
+    quick."""
     concurrency: Count = 64
     """Sessions at once."""
 
@@ -82,13 +110,15 @@ class EngineConfig(Config):
     threads: Count = 1
     """CPU threads of a worker, and of the trainer."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """What the workers compute in; auto: bfloat16 on a CUDA device, float32 on the CPU."""
+    """The dtype that the workers compute in; auto: bfloat16 on a CUDA device, float32 on the
+    CPU."""
     device: Literal["auto", "cpu", "cuda"] = "cpu"
-    """Where the workers compute; auto: on a CUDA device if there is one, in bf16. On the CPU they compute in fp32, and
-    their log-probs are nearest to those of a trainer that computes there too."""
+    """The device of the workers; auto: on a CUDA device if there is one, in bf16. On the CPU they
+    compute in fp32, and their log-probs are nearest to those of a trainer that computes there
+    too."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Where the gateway listens, on the loopback interface; 0 chooses a free one. Requests carry the token in
-    ETUDE_TOKEN; if that is not set, every launch makes a token of its own."""
+    """Where the gateway listens, on the loopback interface; 0 chooses a free one. Requests carry
+    the token in ETUDE_TOKEN; if that is not set, every launch makes a token of its own."""
 
     @field_validator("regions")
     @classmethod
@@ -100,34 +130,39 @@ class EngineConfig(Config):
 
 class TrainerConfig(Config):
     device: Literal["auto", "cpu", "cuda"] = "cpu"
-    """Where it computes; auto: on CUDA devices if there are any. Each rank of a machine takes a device of its own."""
+    """The device of the trainer; auto: on CUDA devices if there are any. Each rank of a machine
+    takes a device of its own."""
     ranks: Count = 1
-    """Processes that train together; each holds its share of weights and optimizer. Another number goes on from the
-    same checkpoints, but not to the last bit."""
+    """Processes that train together; each holds its share of weights and optimizer. Another number
+    goes on from the same checkpoints, but not to the last bit."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """`muon` moves the matrices within layers by orthogonal steps, and the rest as `adamw` does."""
-    weights: Literal["bfloat16", "float32"] = "bfloat16"
-    """What weights are rounded to where they are computed with and published. The masters are float32 in any case."""
-    compute: Literal["auto", "float32", "bfloat16"] = "auto"
-    """What every stage computes in; auto: bfloat16 on a CUDA device, float32 on the CPU, and float32 with such weights.
-    Gradients are added up in float32 in any case. bfloat16 also rounds activations, and is faster where the processor
-    has units for it."""
+    weights_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """The dtype that weights are rounded to for computing and publishing. The masters are float32
+    in any case."""
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """What every stage computes in; auto: bfloat16 on a CUDA device, float32 on the CPU, and
+    float32 with such weights. Gradients are added up in float32 in any case. bfloat16 also rounds
+    activations, and is faster where the processor has units for it."""
     timeout_s: Positive = 45.0
     """For each exchange between ranks."""
 
 
-class WorldsConfig(Config):
+class SandboxConfig(Config):
     isolation: Literal["namespaces", "process"] = "namespaces"
-    """`process` has no walls: only for machines whose kernel refuses namespaces, and code you trust."""
+    """`process` isolates nothing: only for machines whose kernel refuses namespaces, and code you
+    trust."""
 
 
 class EvalConfig(Config):
     temperature: NonNegative = 0.0
-    """0 is greedy: what the model holds to be best, and the same at every evaluation of a version."""
+    """0 is greedy: what the model holds to be best, and the same at every evaluation of a
+    version."""
 
 
 class EffortConfig(Config):
-    """What an attempt costs: `scale` times a concave function of tokens, calls and turns (`core.effort`)."""
+    """A penalty on the effort of an attempt: `scale` times a concave function of tokens, calls and
+    turns (`core.effort`)."""
 
     scale: Positive
     k: Positive = 1.0
@@ -144,38 +179,46 @@ LOSSES = ("reinforce", "ppo_clip", "grpo", "dr_grpo", "dapo", "gspo", "cispo")
 """What `train.loss` knows by name."""
 
 
-class RlConfig(LoopConfig):
+class RlConfig(RolloutStageConfig):
     """Asynchronous reinforcement learning in the product."""
 
     kind: Literal["rl"]
     group_size: Annotated[int, Field(ge=2)] = 8
     """Attempts at one task; they are each other's baseline."""
-    credit: str = "centered"
-    """How the rewards of a group become advantages."""
+    advantage: str = "dr_grpo"
+    """The advantage estimator: how the rewards of a group become advantages."""
     effort: EffortConfig | None = None
-    """A price on what an attempt used, taken off its reward before credit is given."""
+    """A penalty on what an attempt used, subtracted from its reward before advantages are
+    estimated."""
     loss: str = "reinforce"
-    """What a sampled token adds to the objective: one of LOSSES, or your own as "file.py:name" or "module:name"."""
+    """The policy loss: one of LOSSES, or your own as "file.py:name" or "module:name"."""
     aggregate: Literal["token", "sequence", "constant"] | None = None
-    """How tokens add up: the mean of all, the mean of attempts' means, or a sum over a constant. None: as the loss
-    does it."""
+    """How token losses are aggregated: the mean of all, the mean of attempts' means, or a sum over
+    a constant. None: the loss's own."""
     clip_low: NonNegative | None = None
-    """Ratios below 1 - clip_low and above 1 + clip_high are clipped, by the losses that do. None: the loss's own."""
+    """Ratios below 1 - clip_low and above 1 + clip_high are clipped, by the losses that do. None:
+    the loss's own."""
     clip_high: NonNegative | None = None
-    correction: Literal["none", "truncated", "masked", "sequence_truncated", "sequence_masked"] | None = None
-    """What is done about tokens that other weights sampled (`train.correction`). None: what the loss goes with."""
+    correction: (
+        Literal["none", "truncated", "masked", "sequence_truncated", "sequence_masked"] | None
+    ) = None
+    """The importance-sampling correction for tokens that other weights sampled
+    (`train.correction`). None: the loss's own."""
     ratio_cap: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 2.0
-    """Importance weights above it are cut to it; the masking corrections leave out what is above it, or below its
-    inverse."""
+    """Importance weights above it are cut to it; the masking corrections leave out what is above
+    it, or below its inverse."""
     kl_coef: NonNegative = 0.0
-    """Price of moving away from the weights that the stage began with: their KL, in the reward."""
+    """Coefficient of the KL to the weights that the stage began with, subtracted from the
+    reward."""
 
-    @field_validator("credit")
+    @field_validator("advantage")
     @classmethod
-    def _credit(cls, credit: str) -> str:
-        if credit not in CREDIT:
-            raise ValueError(f"must be one of {', '.join(CREDIT)}")
-        return credit
+    def _advantage(cls, estimator: str) -> str:
+        if estimator in OLD_ESTIMATORS and estimator not in ADVANTAGE:
+            raise ValueError(f"{estimator} is called {OLD_ESTIMATORS[estimator]} now")
+        if estimator not in ADVANTAGE:
+            raise ValueError(f"must be one of {', '.join(ADVANTAGE)}")
+        return estimator
 
     @field_validator("loss")
     @classmethod
@@ -199,35 +242,50 @@ class RunConfig(Config):
     name: Name
     seed: CountOrZero = 0
     deterministic: bool = False
-    """Every run with this seed gives the same weights, bit for bit. Slower; needs one region and max_lag = 0."""
-    invariant: bool = False
-    """The log-prob of a token has the same bits whatever is computed beside it, in the engine and in the trainer; so at
-    equal weights they agree exactly. Slower."""
+    """Every run with this seed gives the same weights, bit for bit. Slower; needs one region and
+    max_lag = 0."""
+    batch_invariant: bool = False
+    """The log-prob of a token has the same bits whatever is computed beside it, in the engine and
+    in the trainer; so at equal weights they agree exactly. Slower."""
     silence_s: Positive = 10.0
-    """A process of the run that gives no sign of life for so long is named on the screen, and a worker gets no requests
-    until it does again. A step of an engine may take ten times as long."""
+    """A process of the run that gives no sign of life for so long is named on the screen, and a
+    worker gets no requests until it does again. A step of an engine may take ten times as long."""
     model: ModelConfig = ModelConfig()
     tasks: TasksConfig = TasksConfig()
     harness: HarnessConfig = HarnessConfig()
     engine: EngineConfig = EngineConfig()
     trainer: TrainerConfig = TrainerConfig()
-    worlds: WorldsConfig = WorldsConfig()
+    sandbox: SandboxConfig = SandboxConfig()
     eval: EvalConfig = EvalConfig()
-    sinks: Annotated[tuple[Literal["tensorboard", "wandb", "trackio"], ...], Field(strict=False)] = ()
+    sinks: Annotated[
+        tuple[Literal["tensorboard", "wandb", "trackio"], ...], Field(strict=False)
+    ] = ()
     """Where the curves of the run go beside its own store."""
-    stage: Annotated[tuple[Annotated[AnyStage, Field(discriminator="kind")], ...], Field(min_length=1, strict=False)]
-    """One lineage: the first stage starts from fresh weights or from model.path, each other one from the last."""
+    stage: Annotated[
+        tuple[Annotated[AnyStage, Field(discriminator="kind")], ...],
+        Field(min_length=1, strict=False),
+    ]
+    """One lineage: the first stage starts from fresh weights or from model.path, each other one
+    from the last."""
 
     @model_validator(mode="after")
     def _lineage(self) -> RunConfig:
         names = [stage.name for stage in self.stage]
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"two stages are called {twice[0]}: give one of them a name = of its own")
+            raise ValueError(
+                f"two stages are called {twice[0]}: give one of them a name = of its own"
+            )
         for number, stage in enumerate(self.stage):
-            if isinstance(stage, MidtrainConfig) and stage.rope_scaling and (number or self.model.path is None):
+            if (
+                isinstance(stage, MidtrainConfig)
+                and stage.rope_scaling
+                and (number or self.model.path is None)
+            ):
                 raise ValueError(
-                    f"stage.{stage.name}.rope_scaling stretches the model of model.path, from the first stage on: give "
-                    f"a path, and put the stage first (a model made by another run can be exported and given as path)"
+                    f"stage.{stage.name}.rope_scaling stretches the model of model.path, from the "
+                    f"first stage on: give "
+                    f"a path, and put the stage first (a model made by another run can be exported "
+                    f"and given as path)"
                 )
         return self
 
@@ -236,35 +294,55 @@ class RunConfig(Config):
         for stage in self.stage:
             # A deterministic run takes one row at a time, however long.
             if (
-                isinstance(stage, LoopConfig)
+                isinstance(stage, RolloutStageConfig)
                 and stage.microbatch_tokens < self.model.max_context
                 and not self.deterministic
             ):
                 raise ValueError(
-                    f"stage.{stage.name}.microbatch_tokens = {stage.microbatch_tokens} has no room for a session of "
-                    f"model.max_context = {self.model.max_context} tokens: raise the one or lower the other"
+                    f"stage.{stage.name}.microbatch_tokens = {stage.microbatch_tokens} has no room "
+                    f"for a session of "
+                    f"model.max_context = {self.model.max_context} tokens: raise the one or lower "
+                    f"the other"
                 )
         return self
 
     @model_validator(mode="after")
     def _repeatable(self) -> RunConfig:
-        lags = [stage.max_lag for stage in self.stage if isinstance(stage, LoopConfig)]
+        lags = [stage.max_lag for stage in self.stage if isinstance(stage, RolloutStageConfig)]
         if self.deterministic and (any(lags) or len(self.engine.regions) > 1):
-            raise ValueError("deterministic = true needs max_lag = 0 in every stage and one name in engine.regions")
+            raise ValueError(
+                "deterministic = true needs max_lag = 0 in every stage and one name in "
+                "engine.regions"
+            )
         return self
 
     @model_validator(mode="after")
     def _agrees(self) -> RunConfig:
-        threads = {self.engine.threads, *(stage.threads for stage in self.stage if isinstance(stage, RlConfig))}
-        if self.invariant and len(threads) > 1:
-            # A product that several threads share is added up in another order than one that a single thread takes.
-            raise ValueError("invariant = true needs the same number in engine.threads and stage.rl.threads")
-        if self.invariant and "bfloat16" in {self.engine.dtype, self.trainer.compute}:
-            raise ValueError("invariant = true computes in float32: leave out engine.dtype and trainer.compute")
-        if (self.trainer.weights, self.trainer.compute) == ("float32", "bfloat16"):
-            raise ValueError('trainer.compute = "bfloat16" rounds weights too: leave out trainer.weights')
-        if self.invariant and {self.engine.device, self.trainer.device} != {"cpu"}:
-            raise ValueError('invariant = true needs device = "cpu" for both engine and trainer')
+        threads = {
+            self.engine.threads,
+            *(stage.threads for stage in self.stage if isinstance(stage, RlConfig)),
+        }
+        if self.batch_invariant and len(threads) > 1:
+            # A product that several threads share is added up in another order than one that a
+            # single thread takes.
+            raise ValueError(
+                "batch_invariant = true needs the same number in engine.threads and "
+                "stage.rl.threads"
+            )
+        if self.batch_invariant and "bfloat16" in {self.engine.dtype, self.trainer.compute_dtype}:
+            raise ValueError(
+                "batch_invariant = true computes in float32: leave out engine.dtype and "
+                "trainer.compute_dtype"
+            )
+        if (self.trainer.weights_dtype, self.trainer.compute_dtype) == ("float32", "bfloat16"):
+            raise ValueError(
+                'trainer.compute_dtype = "bfloat16" rounds weights too: leave out '
+                "trainer.weights_dtype"
+            )
+        if self.batch_invariant and {self.engine.device, self.trainer.device} != {"cpu"}:
+            raise ValueError(
+                'batch_invariant = true needs device = "cpu" for both engine and trainer'
+            )
         return self
 
 
@@ -274,26 +352,31 @@ OPERATIONAL: dict[str, set[str]] = {
     "tasks": {"timeout_s"},
     "harness": {"concurrency"},
     "trainer": {"device", "ranks", "timeout_s"},
-    "worlds": {"isolation"},
+    "sandbox": {"isolation"},
     "stage": {"threads", "microbatch_tokens"},
 }
-"""Keys that say how a machine does the work, not what the work is: they may change between two lives of a run."""
+"""Keys that say how a machine does the work, not what the work is: they may change between two
+lives of a run."""
 
 
 def experiment(config: RunConfig) -> dict[str, Any]:
-    """What makes it another experiment if it changes: the tree without the operational keys, a stage under its name."""
+    """The part of a config that defines the experiment: the tree without the operational keys, a
+    stage under its name."""
     tree = config.model_dump(mode="json")
     tree["stages"] = [stage["name"] for stage in tree["stage"]]
     tree["stage"] = {stage["name"]: stage for stage in tree["stage"]}
     for section, keys in OPERATIONAL.items():
-        for table in tree["stage"].values() if section == "stage" else [tree[section] if section else tree]:
+        for table in (
+            tree["stage"].values() if section == "stage" else [tree[section] if section else tree]
+        ):
             for key in keys & table.keys():  # not every kind of stage has all of them
                 del table[key]
     return tree
 
 
 def parse(text: str, overrides: Sequence[str] = (), *, source: str = "config") -> RunConfig:
-    """`overrides` are `a.b=value`; a stage is addressed by its name (`stage.rl.steps=3`). `source` names the text."""
+    """`overrides` are `a.b=value`; a stage is addressed by its name (`stage.rl.steps=3`). `source`
+    names the text."""
     try:
         tree = tomllib.loads(text)
     except tomllib.TOMLDecodeError as e:
@@ -305,7 +388,11 @@ def parse(text: str, overrides: Sequence[str] = (), *, source: str = "config") -
     except ValidationError as e:
         # A list whose items are all wrong counts as empty too: that is no news.
         within = {error["loc"][:1] for error in e.errors() if len(error["loc"]) > 1}
-        told = [error for error in e.errors() if error["type"] != "too_short" or error["loc"] not in within]
+        told = [
+            error
+            for error in e.errors()
+            if error["type"] != "too_short" or error["loc"] not in within
+        ]
         raise EtudeError("\n".join(f"{source}: {_explain(dict(error))}" for error in told)) from e
 
 
@@ -313,13 +400,16 @@ def _apply(tree: dict[str, Any], override: str, source: str) -> None:
     path, equals, text = override.partition("=")
     keys = [key.strip() for key in path.split(".")]
     if not equals or not all(keys):
-        raise EtudeError(f"--set {override}: write it as key=value, for example --set stage.rl.steps=3")
+        raise EtudeError(
+            f"--set {override}: write it as key=value, for example --set stage.rl.steps=3"
+        )
     if keys[0] == "stage":
         stages = [stage for stage in tree.get("stage", []) if isinstance(stage, dict)]
         named = {str(stage.get("name", stage.get("kind"))): stage for stage in stages}
         if len(keys) != 3 or keys[1] not in named:
             raise EtudeError(
-                f"--set {override}: a stage is addressed as stage.NAME.KEY, and {source} has the stages "
+                f"--set {override}: a stage is addressed as stage.NAME.KEY, and {source} has the "
+                f"stages "
                 f"{', '.join(named) or '(none)'}"
             )
         named[keys[1]][keys[2]] = _value(text)
@@ -327,7 +417,9 @@ def _apply(tree: dict[str, Any], override: str, source: str) -> None:
     for depth, key in enumerate(keys[:-1], 1):
         tree = tree.setdefault(key, {})
         if not isinstance(tree, dict):
-            raise EtudeError(f"--set {override}: {'.'.join(keys[:depth])} is a value, it has no keys")
+            raise EtudeError(
+                f"--set {override}: {'.'.join(keys[:depth])} is a value, it has no keys"
+            )
     tree[keys[-1]] = _value(text)
 
 
@@ -343,10 +435,14 @@ def _value(text: str) -> Any:
 def _explain(error: dict[str, Any]) -> str:
     """One sentence: the key, what is wrong with it, and what would be right."""
     loc, given = error["loc"], error["input"]
-    path = ".".join(str(part) for part in loc if not isinstance(part, int))  # a stage goes by its kind, not its number
+    # a stage goes by its kind, not its number
+    path = ".".join(str(part) for part in loc if not isinstance(part, int))
     match error["type"]:
         case "extra_forbidden":
             table = f"[{path.rpartition('.')[0]}]" if len(loc) > 1 else "the top level"
+            renamed = OLD_KEYS.get(f"stage.{loc[-1]}" if loc[0] == "stage" else path)
+            if renamed is not None:
+                return f"unknown key {path} in {table}: it is called {renamed} now"
             keys = list(_table(loc[:-1]).model_fields)
             near = difflib.get_close_matches(str(loc[-1]), keys, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]}?" if near else f"valid keys are {', '.join(keys)}"
@@ -357,7 +453,10 @@ def _explain(error: dict[str, Any]) -> str:
             kind = given.get("kind") if isinstance(given, dict) else given
             near = difflib.get_close_matches(str(kind), STAGES, n=1)
             hint = f", did you mean {near[0]}?" if near else ""
-            return f"stage number {loc[1] + 1} needs kind = one of {', '.join(STAGES)}; it has {kind!r}{hint}"
+            return (
+                f"stage number {loc[1] + 1} needs kind = one of {', '.join(STAGES)}; it has "
+                f"{kind!r}{hint}"
+            )
         case "value_error":
             what = str(error["ctx"]["error"])
             return f"{path}: {what}" if path else what
@@ -366,7 +465,8 @@ def _explain(error: dict[str, Any]) -> str:
 
 
 def _table(loc: tuple[str | int, ...]) -> type[BaseModel]:
-    """The model whose keys stand at this place: the top level, a section, ("stage", number, kind), or within these."""
+    """The model whose keys stand at this place: the top level, a section, ("stage", number, kind),
+    or within these."""
     table: type[BaseModel]
     table, rest = (STAGES[str(loc[2])], loc[3:]) if loc[:1] == ("stage",) else (RunConfig, loc)
     for key in rest:

@@ -1,14 +1,16 @@
-"""What an attempt cost: a price on words, calls and turns, taken off its reward.
+"""Effort penalty: a price on tokens, calls and turns, subtracted from an attempt's reward.
 
-The price is concave. The first tool call costs the most and the fiftieth nearly nothing, so that a quick task is done
-quickly and a hard one is still worth a long session:
+The price is concave. The first tool call costs the most and the fiftieth nearly nothing, so that a
+quick task is done quickly and a hard one is still worth a long session:
 
-    C(x) = ((1 + k x)^(1 - q) - 1) / (k (1 - q))        slope (1 + k x)^-q: 1 at the start, then falling
+    C(x) = ((1 + k x)^(1 - q) - 1) / (k (1 - q))        slope (1 + k x)^-q: 1 at the start, then
+                                                        falling
 
-`q = 0` is a plain price by the piece, `q = 1` the limit log(1 + k x) / k, and `q > 1` never exceeds 1 / (k (q - 1)).
+`q = 0` is a plain price by the piece, `q = 1` the limit log(1 + k x) / k, and `q > 1` never exceeds
+1 / (k (q - 1)).
 
-The price is paid by attempts that failed, too. Where nothing is ever solved it therefore teaches to fail quickly:
-switch it on for a policy that solves some of its tasks.
+The price is paid by attempts that failed, too. Where nothing is ever solved it therefore teaches to
+fail quickly: switch it on for a policy that solves some of its tasks.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ def concave(x: float, *, k: float, q: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """`scale` times C of the weighted sum of what an attempt used."""
+    """The effort penalty: `scale` times C of the weighted sum of what an attempt used."""
 
     scale: float
     k: float = 1.0
@@ -39,7 +41,7 @@ class Effort:
     turns: float = 0.0
     """Of an answer of the model."""
 
-    def price(self, trajectory: Trajectory) -> float:
+    def penalty(self, trajectory: Trajectory) -> float:
         x = (
             self.tokens * trajectory.num_sampled
             + self.calls * num_calls(trajectory)
@@ -51,9 +53,12 @@ class Effort:
 def num_turns(trajectory: Trajectory) -> int:
     """Unbroken runs of sampled tokens: between two answers something always stands."""
     masks = [(False, *segment.mask) for segment in trajectory.segments]
-    return sum(now and not before for mask in masks for before, now in zip(mask, mask[1:], strict=False))
+    return sum(
+        now and not before for mask in masks for before, now in zip(mask, mask[1:], strict=False)
+    )
 
 
 def num_calls(trajectory: Trajectory) -> int:
     calls = [message.get("tool_calls") for message in trajectory.messages]
-    return sum(len(some) for some in calls if isinstance(some, list))  # what else a harness says there is no call
+    # what else a harness says there is no call
+    return sum(len(some) for some in calls if isinstance(some, list))

@@ -1,4 +1,5 @@
-"""What happened in a run, one typed record for each thing. The screen, the tables and the dashboard are views of these.
+"""Events of a run, one typed record for each thing that happened. The screen, the tables and the
+dashboard are views of these.
 
 Every process writes the events that it alone can know, to a log of its own in the run's store.
 """
@@ -12,22 +13,22 @@ from typing import get_args
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launched:
-    """Somebody started, or resumed, the processes of the run."""
+    """The processes of the run were started, or resumed."""
 
     resumed: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Silent:
-    """A process that is alive has not given a sign of it for so long: it is stopped, or hangs. Told again now and then
-    while that lasts."""
+class ProcessSilent:
+    """A process that is alive has not given a sign of it for so long: it is stopped, or hangs. Told
+    again now and then while that lasts."""
 
     process: str
     seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Heard:
+class ProcessHeard:
     """A process that was silent is not any more, after so long."""
 
     process: str
@@ -52,14 +53,14 @@ class FitStep:
     steps: int
     loss: float
     tokens_per_s: float
-    figures: dict[str, float] = field(default_factory=dict)
-    """What else was seen: `held_out`, the loss on documents that are never trained on; of dpo `accuracy`, how often the
-    chosen answer wins, and `margin`, by how much."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Further metrics: `heldout`, the loss on documents that are never trained on; of dpo
+    `accuracy`, how often the chosen answer wins, and `margin`, by how much."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Skipped:
-    """What a stage does not learn from, because it is too long for the model."""
+class OverlongSkipped:
+    """Sessions that a stage leaves out because they are too long for the model."""
 
     stage: str
     count: int
@@ -96,28 +97,31 @@ class StepDone:
     """Mean over all attempts at the tasks of its batch."""
     lr: float = 0.0
     k1_p99: float = 0.0
-    capped: float = 0.0
+    truncated_frac: float = 0.0
     """Share of the tokens whose importance weight was cut or taken away."""
-    silenced: float = 0.0
+    zero_grad_frac: float = 0.0
     """Share of the tokens that taught nothing although their advantage was not 0."""
     lags: tuple[int, ...] = ()
     """Tokens with lag 0, 1, 2, ..."""
-    router_disagreement: float | None = None
-    """Share of the tokens for which a router would have chosen other experts than the engine's did."""
+    router_mismatch_frac: float | None = None
+    """Share of the tokens for which a router would have chosen other experts than the engine's
+    did."""
     tokens_per_s: float = 0.0
-    """All tokens that went through the model, prompts included and padding not, while the trainer worked."""
+    """All tokens that went through the model, prompts included and padding not, while the trainer
+    worked."""
     mfu: float | None = None
     """Share of the device's arithmetic that the model asked for, while the trainer worked."""
-    repeats: int = 0
+    repeated_rows: int = 0
     """Rows that an earlier batch held already."""
     teacher_kl: float | None = None
     """Of distill: estimate of the KL of student to teacher, in nats a token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gap:
-    """How far the trainer's log-probs of some tokens are from those that the engine recorded. `ratio` is the new
-    probability over the recorded one: the importance weight."""
+class MismatchStats:
+    """Train/inference mismatch: the distance of the trainer's log-probs of some tokens from those
+    that the engine recorded. `ratio` is the new probability over the recorded one: the importance
+    weight."""
 
     num_tokens: int
     k1: float
@@ -131,21 +135,22 @@ class Gap:
     ratio_p1: float
     ratio_p99: float
     ratio_max: float
-    effective: float
-    """(sum of ratios)² / (N times the sum of their squares): what the weighted tokens are worth, as a share."""
-    flips: float | None
-    """Share of the tokens that the engine certainly held to be the likeliest, and the trainer did not; None if nobody
-    said what the trainer holds to be."""
-    routed_otherwise: float | None
+    ess: float
+    """(sum of ratios)² / (N times the sum of their squares): what the weighted tokens are worth, as
+    a share."""
+    argmax_flip_frac: float | None
+    """Share of the tokens that the engine certainly held to be the likeliest, and the trainer did
+    not; None if nobody said what the trainer holds to be."""
+    router_mismatch_frac: float | None
     """Share of the tokens for which any layer's router chose other experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Worst:
-    """A token on which the two disagree most."""
+class MismatchedToken:
+    """One of the tokens with the largest mismatch."""
 
     sample: str
-    place: int
+    position: int
     """In the row."""
     token: int
     text: str
@@ -156,24 +161,26 @@ class Worst:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Metered:
-    """Engine and trainer over the batch of a step; `Run.recomputed` has it token by token."""
+class MismatchMeasured:
+    """The train/inference mismatch over the batch of a step; `Run.recomputed` has it token by
+    token."""
 
     step: int
-    all: Gap
-    by_lag: dict[int, Gap]
-    by_region: dict[str, Gap]
+    all: MismatchStats
+    by_lag: dict[int, MismatchStats]
+    by_region: dict[str, MismatchStats]
     """Empty if nobody said where the tokens come from."""
-    worst: tuple[Worst, ...]
+    worst: tuple[MismatchedToken, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HandedOver:
-    """The trainer goes on, and the version is being published behind its back."""
+class PublishStarted:
+    """The trainer goes on, and the version is being published in the background."""
 
     version: int
     stall_s: float
-    """How long it did not: for the copy of the weights, and for the version before if that was not there yet."""
+    """How long the trainer was stalled: for the copy of the weights, and for the version before if
+    that was not there yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,14 +199,15 @@ class GroupDone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Live:
-    """Every worker samples from this version now, and the slots of what it was trained on are free."""
+class WeightsLive:
+    """The weights of this version are live: every worker samples from them, and the slots of what
+    they were trained on are free."""
 
     version: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Region:
+class RegionStatus:
     version: int
     busy: float
     """Share of the time since the last look that went into engine steps."""
@@ -208,10 +216,10 @@ class Region:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fleet:
-    """A look at the workers."""
+class FleetStatus:
+    """The state of the workers, once a second."""
 
-    regions: dict[str, Region]
+    regions: dict[str, RegionStatus]
     active: int
     """Slots in use."""
     capacity: int
@@ -239,25 +247,25 @@ class EvalDone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunDone:
-    """Everything that the config asked for is there."""
+    """The run is finished: everything that the config asked for is there."""
 
     version: int
 
 
 Event = (
     Launched
-    | Silent
-    | Heard
+    | ProcessSilent
+    | ProcessHeard
     | StageStarted
     | FitStep
-    | Skipped
+    | OverlongSkipped
     | StageDone
     | StepDone
-    | Metered
-    | HandedOver
+    | MismatchMeasured
+    | PublishStarted
     | GroupDone
-    | Live
-    | Fleet
+    | WeightsLive
+    | FleetStatus
     | EvalProgress
     | EvalDone
     | RunDone

@@ -1,9 +1,11 @@
-"""Which workers may be sent a request, and which one gets it. Pure: the gateway asks, tells and waits.
+"""The fleet of workers: which of them may be sent a request, and which one gets it. Pure: the
+gateway asks, tells and waits.
 
-A worker is up while it serves the `live` version or a newer one. It says which version it has when it joins, so one
-that was restarted is not up before its weights are loaded. One that failed is forgotten until it joins again, and comes
-back as another `Worker`: what still arrives from the old one is told apart by identity. One that has not said for
-`silence_s` that it is there has failed too, although nothing broke: it is stopped, or hangs, or its host is gone.
+A worker is up while it serves the `live` version or a newer one. It says which version it has when
+it joins, so one that was restarted is not up before its weights are loaded. One that failed is
+forgotten until it joins again, and comes back as another `Worker`: what still arrives from the old
+one is told apart by identity. One that has not said for `silence_s` that it is there has failed
+too, although nothing broke: it is stopped, or hangs, or its host is gone.
 """
 
 from __future__ import annotations
@@ -30,11 +32,12 @@ class Worker:
 
 class Fleet:
     def __init__(self, live: int = -1, silence_s: float = math.inf) -> None:
-        self.live = live  # no worker with older weights gets a request; below 0, any weights will do
+        # no worker with older weights gets a request; below 0, any weights will do
+        self.live = live
         self._silence_s = silence_s
         self._workers: dict[str, Worker] = {}
         self._silent: dict[str, Worker] = {}
-        self._homes: dict[str, Worker] = {}
+        self._affinity: dict[str, Worker] = {}
 
     @property
     def workers(self) -> list[Worker]:
@@ -56,7 +59,8 @@ class Fleet:
         return list(self._silent.values())
 
     def join(self, url: str, region: str, version: int, now: float = 0.0) -> Worker:
-        """A worker says that it is there. If it has less than we knew, it was restarted in the meantime."""
+        """A worker says that it is there. If it has less than we knew, it was restarted in the
+        meantime."""
         self._silent.pop(url, None)
         known = self._workers.get(url)
         if known is None or known.version > version:
@@ -66,7 +70,9 @@ class Fleet:
 
     def expire(self, now: float) -> list[Worker]:
         """Takes out those that have been silent for too long, and says which."""
-        expired = [worker for worker in self._workers.values() if now - worker.heard >= self._silence_s]
+        expired = [
+            worker for worker in self._workers.values() if now - worker.heard >= self._silence_s
+        ]
         for worker in expired:
             self.leave(worker)
             self._silent[worker.url] = worker
@@ -79,22 +85,23 @@ class Fleet:
     def knows(self, worker: Worker) -> bool:
         return self._workers.get(worker.url) is worker
 
-    def promise(self, version: int) -> None:
+    def require_version(self, version: int) -> None:
         """From now on nobody with older weights is up."""
         self.live = max(self.live, version)
 
     def pick(self, session: str = "") -> Worker | None:
-        """The session's home, where its keys and values are; otherwise the least loaded worker becomes its home.
-        The request counts against the worker until `done`. None if no worker is up."""
+        """The session's home, where its keys and values are; otherwise the least loaded worker
+        becomes its home. The request counts against the worker until `done`. None if no worker is
+        up."""
         up = self.up
         if not up:
             return None
-        home = self._homes.get(session)
+        home = self._affinity.get(session)
         if home is None or not self.knows(home) or not self._is_up(home):
             self.forget(session)
             home = min(up, key=lambda worker: (worker.active, worker.sessions))
             if session:
-                self._homes[session] = home
+                self._affinity[session] = home
                 home.sessions += 1
         home.active += 1
         return home
@@ -104,5 +111,5 @@ class Fleet:
 
     def forget(self, session: str) -> None:
         """The session is over."""
-        if home := self._homes.pop(session, None):
+        if home := self._affinity.pop(session, None):
             home.sessions -= 1

@@ -1,9 +1,12 @@
 """The instruction sets that compiled code may use: what the processor has, or less.
 
-    ETUDE_CPU_ISA=generic   amx, avx512, avx2 or generic: nothing above it is used by `engine/native.c` and
-                            `weights/delta.c`, as ONEDNN_MAX_CPU_ISA does it for torch's matrix products
+    ETUDE_CPU_ISA=generic   amx, avx512, avx2 or generic: nothing above it is used by
+                            `engine/native.c` and
+                            `weights/delta.c`, as ONEDNN_MAX_CPU_ISA does it for torch's matrix
+                            products
 
-So a test suite can be run on one x86 processor as if it were another. ARM has one set only, and nothing to take out.
+So a test suite can be run on one x86 processor as if it were another. ARM has one set only, and
+nothing to take out.
 """
 
 from __future__ import annotations

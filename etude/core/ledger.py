@@ -1,9 +1,9 @@
-"""Who owes what: every sample that was issued is settled exactly once.
+"""The ledger of samples: every sample that was issued is settled exactly once.
 
     issued = trained + dropped{reason} + in flight
 
-The ledger is a fold over an append-only list of entries, so the same code answers in the running controller and in an
-audit that reads the entries back from disk after a crash.
+The ledger is a fold over an append-only list of entries, so the same code answers in the running
+controller and in an audit that reads the entries back from disk after a crash.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from typing import Literal
 Reason = Literal["failed", "malformed", "no_signal", "interrupted", "cancelled"]
 """Why a sample is not trained on.
 
-failed       infrastructure broke during the session, or it has no sampled token: there is nothing to learn from
-malformed    the attempt cannot be trained on: a number that is not finite, an over-long row, an unknown version, ...
-no_signal    all attempts of the group earned the same reward: the advantage of each is zero
-interrupted  the run was stopped or killed while the session was in flight; its task is issued again
-cancelled    the run reached its last step and did not need the sample any more
+failed       infrastructure broke during the session, or it has no sampled token: there is nothing
+to learn from malformed    the attempt cannot be trained on: a number that is not finite, an
+over-long row, an unknown version, ... no_signal    all attempts of the group earned the same
+reward: the advantage of each is zero interrupted  the run was stopped or killed while the session
+was in flight; its task is issued again cancelled    the run reached its last step and did not need
+the sample any more
 """
 
 
@@ -36,7 +37,8 @@ class Issued:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batched:
-    """The samples went into the batch of `step`. They count as trained once that step's weights are published."""
+    """The samples went into the batch of `step`. They count as trained once that step's weights are
+    published."""
 
     step: int
     samples: tuple[str, ...]
@@ -63,10 +65,12 @@ class Unbalanced(Exception):
 
 
 class Ledger:
-    """The balance after the entries so far. `apply` refuses an entry that would break the equation."""
+    """The balance after the entries so far. `apply` refuses an entry that would break the
+    equation."""
 
     def __init__(self, entries: Iterable[Entry] = ()) -> None:
-        self._state: dict[str, str | int] = {}  # sample -> "open", the step of its batch, or why it was dropped
+        # sample -> "open", the step of its batch, or why it was dropped
+        self._state: dict[str, str | int] = {}
         self._batched: dict[int, tuple[str, ...]] = {}  # step -> samples, until trained
         self.trained_step = 0
         self.issued = 0
@@ -90,7 +94,9 @@ class Ledger:
                     if sample in self._state:
                         raise Unbalanced(f"{sample} was issued before")
                 if len(set(entry.samples)) != len(entry.samples):
-                    raise Unbalanced(f"a sample stands twice in the entry that issues group {entry.group}")
+                    raise Unbalanced(
+                        f"a sample stands twice in the entry that issues group {entry.group}"
+                    )
                 self._state |= dict.fromkeys(entry.samples, "open")
                 self.issued += len(entry.samples)
             case Batched():

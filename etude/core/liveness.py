@@ -1,7 +1,9 @@
-"""Who has been silent for too long. Pure: the time is passed in, and nobody is stopped or started here.
+"""Liveness: which processes have been silent for too long. Pure: the time is passed in, and no
+process is stopped or started here.
 
-A process that was stopped, or whose host is gone, closes no connection: the only sign of it is that it gives none. So
-everyone who is waited for is heard of again and again, and is silent after `silence_s` without a word.
+A process that was stopped, or whose host is gone, closes no connection: the only sign of it is that
+it gives none. So everyone who is waited for is heard of again and again, and is silent after
+`silence_s` without a word.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from etude.core.events import Heard, Silent
+from etude.core.events import ProcessHeard, ProcessSilent
 
 REMIND_S = 5.0
 """Between two events about the same silence."""
@@ -30,16 +32,21 @@ class Liveness:
         """Nobody waits for it any more."""
         self._heard.pop(name, None)
 
-    def look(self, now: float) -> list[Silent | Heard]:
-        """What is to be told: who is silent and for how long, at first and then now and then; and who is so no more."""
+    def look(self, now: float) -> list[ProcessSilent | ProcessHeard]:
+        """What is to be told: who is silent and for how long, at first and then now and then; and
+        who is so no more."""
         silent = {name: then for name, then in self._heard.items() if now - then >= self._silence_s}
         back = {name: now - since for name, since in self._silent.items() if name not in silent}
-        due = [name for name in silent if name not in self._silent or now - self._told[name] >= REMIND_S]
+        due = [
+            name
+            for name in silent
+            if name not in self._silent or now - self._told[name] >= REMIND_S
+        ]
         self._silent = silent
         self._told |= dict.fromkeys(due, now)
         return [
-            *(Heard(process=name, seconds=seconds) for name, seconds in back.items()),
-            *(Silent(process=name, seconds=now - silent[name]) for name in due),
+            *(ProcessHeard(process=name, seconds=seconds) for name, seconds in back.items()),
+            *(ProcessSilent(process=name, seconds=now - silent[name]) for name in due),
         ]
 
     @property
@@ -48,7 +55,7 @@ class Liveness:
         return not self._silent
 
 
-class Trouble:
+class DisturbanceTracker:
     """When a process that sessions need was last silent, as far as their controller can see: those
     of the sandboxes, the workers, the gateway, from which it hears of these, and itself."""
 
@@ -59,7 +66,9 @@ class Trouble:
         self._looked = now
         self._last = -math.inf
 
-    def look(self, now: float, owing: Mapping[str, float], silent_regions: Sequence[str]) -> list[Silent | Heard]:
+    def look(
+        self, now: float, owing: Mapping[str, float], silent_regions: Sequence[str]
+    ) -> list[ProcessSilent | ProcessHeard]:
         """To be called often, with who owes an answer and for how long. Gives what is to be told of
         those; whoever started the other processes tells of them."""
         for name, seconds in owing.items():

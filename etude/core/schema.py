@@ -1,4 +1,4 @@
-"""What every table of a config is made of: strict, frozen, and numbers that say their bounds."""
+"""Building blocks of config tables: strict, frozen, and numbers that say their bounds."""
 
 from __future__ import annotations
 
@@ -17,5 +17,36 @@ CountOrZero = Annotated[int, Field(ge=0)]
 
 
 class Config(BaseModel):
-    # Strict: "3" is no number and true is no 1. A typo in a long run costs more than a quotation mark.
+    # Strict: "3" is no number and true is no 1. A typo in a long run costs more than a quotation
+    # mark.
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+OLD_KEYS: dict[str, str] = {
+    "worlds": "sandbox",
+    "invariant": "batch_invariant",
+    "trainer.weights": "trainer.weights_dtype",
+    "trainer.compute": "trainer.compute_dtype",
+    "stage.credit": "advantage",
+    "stage.separate": "document_mask",
+    "stage.held_out": "heldout_frac",
+    "stage.held_out_path": "heldout_path",
+    "stage.held_out_every": "heldout_every",
+    "stage.row_tokens": "seq_len",
+    "stage.warmup": "warmup_steps",
+    "stage.decay": "lr_schedule",
+    "stage.compute": "trainer.compute_dtype",
+    "stage.replay": "router_replay",
+    "stage.plausible": "router_replay_min_score",
+    "stage.balance": "router_balance",
+}
+"""Keys that had another name before, and the names they have now; a stage's key goes without its
+kind."""
+
+OLD_ESTIMATORS: dict[str, str] = {
+    "centered": "dr_grpo",
+    "leave_one_out": "rloo",
+    "std_normalised": "grpo",
+    "batch_normalised": "reinforce_plus_plus_baseline",
+    "praise": "self_imitation",
+}

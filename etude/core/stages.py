@@ -1,7 +1,9 @@
-"""What a stage may be told, one table for each kind. A run is a list of them, each on the weights of the one before.
+"""The configuration of stages, one table for each kind. A run is a list of them, each on the
+weights of the one before.
 
-`midtrain`, `sft` and `dpo` learn from files and end in one version of the weights. `rl` and `distill` are loops: the
-engines sample sessions while the trainer learns from them, and every step makes a version.
+`midtrain`, `sft` and `dpo` learn from files and end in one version of the weights. `rl` and
+`distill` are loops: the engines sample sessions while the trainer learns from them, and every step
+makes a version.
 """
 
 from __future__ import annotations
@@ -19,34 +21,42 @@ BUILT_IN = "built-in"
 
 class StageConfig(Config):
     name: Name
-    """What the run calls the stage; by default its kind, so only a second one of a kind needs a name."""
+    """The stage's name in the run; by default its kind, so only a second one of a kind needs a
+    name."""
     threads: Count = 1
-    """CPU threads of the trainer. In the stages without sessions the engines are idle, so it may take all cores."""
+    """CPU threads of the trainer. In the stages without sessions the engines are idle, so it may
+    take all cores."""
 
     @model_validator(mode="before")
     @classmethod
     def _named(cls, given: Any) -> Any:
-        return {"name": given["kind"], **given} if isinstance(given, dict) and "kind" in given else given
+        return (
+            {"name": given["kind"], **given}
+            if isinstance(given, dict) and "kind" in given
+            else given
+        )
 
 
 class SourceConfig(Config):
     """Documents for mid-training."""
 
     path: str
-    """Files; `*`, `?` and `**` stand for many. In .jsonl and .parquet every line or row is a document, any other file
-    is one. `built-in`: the corpus of the tasks that ship."""
+    """Files; `*`, `?` and `**` stand for many. In .jsonl and .parquet every line or row is a
+    document, any other file is one. `built-in`: the corpus of the tasks that ship."""
     field: str = "text"
     """Where the text of a document stands in a line or row."""
     weight: Positive = 1.0
-    """Share of the tokens that are read, relative to the other sources; a small source is read again and again."""
+    """Share of the tokens that are read, relative to the other sources; a small source is read
+    again and again."""
 
 
 class RopeScalingConfig(Config):
-    """More positions than the model has learnt."""
+    """RoPE scaling: more positions than the model was trained with."""
 
     type: Literal["linear", "yarn"]
     factor: Annotated[float, Field(gt=1, allow_inf_nan=False)]
-    """The context may then be so many times the model's own; model.max_context says how much of it is used."""
+    """The context may then be so many times the model's own; model.max_context says how much of it
+    is used."""
 
 
 class MidtrainConfig(StageConfig):
@@ -58,50 +68,62 @@ class MidtrainConfig(StageConfig):
     """Tokens of one optimizer step."""
     lr: Positive = 3e-3
     weight_decay: NonNegative = 0.1
-    warmup: CountOrZero = 20
+    warmup_steps: CountOrZero = 20
     """Steps until the learning rate is reached."""
-    row_tokens: Annotated[int, Field(ge=2)] = 256
+    seq_len: Annotated[int, Field(ge=2)] = 256
     """Documents are joined and cut into rows of so many tokens."""
-    separate: bool = True
+    document_mask: bool = True
     """No token sees another document that stands before its own in the row."""
-    sources: Annotated[tuple[SourceConfig, ...], Field(min_length=1, strict=False)] = (SourceConfig(path=BUILT_IN),)
-    held_out: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the documents that is never trained on, by the hash of their text; their loss is reported."""
-    held_out_path: str | None = None
-    """Files like those of a source, held out in place of a share: what stands there is left out of all sources."""
-    held_out_every: Count = 100
+    sources: Annotated[tuple[SourceConfig, ...], Field(min_length=1, strict=False)] = (
+        SourceConfig(path=BUILT_IN),
+    )
+    heldout_frac: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the documents that is never trained on, by the hash of their text; their loss is
+    reported."""
+    heldout_path: str | None = None
+    """Files like those of a source, held out in place of a share: what stands there is left out of
+    all sources."""
+    heldout_every: Count = 100
     """Steps between two reports; there is one after the last step in any case."""
     rope_scaling: RopeScalingConfig | None = None
-    """Only for the first stage of a run that starts from model.path: the shape of a model holds for a whole run."""
+    """Only for the first stage of a run that starts from model.path: the shape of a model holds for
+    a whole run."""
 
     @model_validator(mode="after")
-    def _one_exam(self) -> MidtrainConfig:
-        if self.held_out and self.held_out_path is not None:
-            raise ValueError("held_out is a share of the sources and held_out_path another source: remove one of them")
+    def _one_heldout(self) -> MidtrainConfig:
+        if self.heldout_frac and self.heldout_path is not None:
+            raise ValueError(
+                "heldout_frac is a share of the sources and heldout_path another source: remove "
+                "one of them"
+            )
         return self
 
 
 class SftConfig(StageConfig):
-    """Imitation of demonstrated sessions, until the loss on held-back ones stops falling."""
+    """Supervised fine-tuning on demonstrated sessions, until the loss on held-out ones stops
+    falling."""
 
     kind: Literal["sft"]
     demonstrations: CountOrZero = 0
     """Sessions of the built-in scripted worker."""
     path: str | None = None
-    """Files of sessions (.jsonl; `*` stands for many): in every line `messages`, and `tools` if there were any, as in
-    OpenAI's API. What the assistant says is imitated, but for messages with `weight` 0."""
+    """Files of sessions (.jsonl; `*` stands for many): in every line `messages`, and `tools` if
+    there were any, as in OpenAI's API. What the assistant says is imitated, but for messages with
+    `weight` 0."""
     overlong: Literal["error", "drop"] = "error"
     """What becomes of a session that does not fit into the model's context."""
     max_epochs: Count = 10
     patience: Count = 2
-    """Epochs without a lower held-back loss before it stops."""
+    """Epochs without a lower held-out loss before it stops."""
     batch_tokens: Count = 8192
     lr: Positive = 1e-3
 
     @model_validator(mode="after")
     def _something(self) -> SftConfig:
         if not self.demonstrations and self.path is None:
-            raise ValueError("there is nothing to imitate: give demonstrations, or the path of recorded sessions")
+            raise ValueError(
+                "there is nothing to imitate: give demonstrations, or the path of recorded sessions"
+            )
         return self
 
 
@@ -110,22 +132,23 @@ class DpoConfig(StageConfig):
 
     kind: Literal["dpo"]
     path: str
-    """Files of pairs (.jsonl; `*` stands for many): in every line `prompt` (messages), `chosen` and `rejected` (a
-    message, several, or the text of one), and `tools` if there were any."""
+    """Files of pairs (.jsonl; `*` stands for many): in every line `prompt` (messages), `chosen` and
+    `rejected` (a message, several, or the text of one), and `tools` if there were any."""
     overlong: Literal["error", "drop"] = "error"
     epochs: Count = 1
     batch_pairs: Count = 32
     """Pairs of one optimizer step."""
     beta: Positive = 0.1
-    """How dear it is to leave the weights that the stage starts from: large stays close."""
+    """Strength of the pull to the weights that the stage starts from: large stays close."""
     length_normalised: bool = False
-    """Log-probs are divided by the number of tokens, so that a long answer does not count more than a short one."""
+    """Log-probs are divided by the number of tokens, so that a long answer does not count more than
+    a short one."""
     lr: Positive = 1e-5
-    warmup: CountOrZero = 5
+    warmup_steps: CountOrZero = 5
 
 
-class LoopConfig(StageConfig):
-    """What the stages have in common whose data the engines make while they run."""
+class RolloutStageConfig(StageConfig):
+    """Keys of the stages that train on rollouts, which the engines sample while the stage runs."""
 
     steps: Count
     groups_per_step: Count = 16
@@ -133,33 +156,39 @@ class LoopConfig(StageConfig):
     group_size: Count = 4
     """Sessions of one task."""
     max_lag: CountOrZero = 2
-    """Steps that the weights may be ahead of the ones that sampled a token. 0 is synchronous training."""
+    """Steps that the weights may be ahead of the ones that sampled a token. 0 is synchronous
+    training."""
     lookahead: Count = 1
-    """How many of the oldest groups may be taken out of order, so that a straggler does not hold up the rest."""
+    """How many of the oldest groups may be taken out of order, so that a straggler does not hold up
+    the rest."""
     lr: Positive = 3e-4
-    warmup: CountOrZero = 10
-    """Steps until the learning rate is reached: the first steps of Adam are as large as the rate allows."""
-    decay: Literal["constant", "linear", "cosine"] = "constant"
-    """How the rate falls to 0 by the last step, if it does: what a run ends on is then less of a random walk."""
+    warmup_steps: CountOrZero = 10
+    """Steps until the learning rate is reached: the first steps of Adam are as large as the rate
+    allows."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the rate falls to 0 by the last step, if it does: what a run ends on is then less of a
+    random walk."""
     temperature: Positive = 1.0
     microbatch_tokens: Count = 8192
     """Tokens of one forward and backward pass; for memory only, the step does not depend on it."""
-    replay: bool = True
-    """Of models with routed experts: the trainer uses the experts that the engine used, not its own choice."""
-    plausible: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """A replayed expert whose score is less than this share of the lowest among the trainer's own choices is replaced
-    by the best that is left."""
-    balance: bool = False
-    """Keep the load of the experts even in the way of the model's family: biases that are nudged, or a further loss.
-    That loss is taken microbatch by microbatch, and so depends a little on how rows are cut and dealt to ranks."""
+    router_replay: bool = True
+    """Router replay, for models with routed experts: the trainer uses the experts that the engine
+    used, not its own choice."""
+    router_replay_min_score: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """A replayed expert whose score is less than this share of the lowest among the trainer's own
+    choices is replaced by the best that is left."""
+    router_balance: bool = False
+    """Keep the load of the experts even in the way of the model's family: biases that are nudged,
+    or a further loss. That loss is taken microbatch by microbatch, and so depends a little on how
+    rows are cut and dealt to ranks."""
 
     @model_validator(mode="after")
-    def _window(self) -> LoopConfig:
+    def _window(self) -> RolloutStageConfig:
         Window[None](per_step=self.groups_per_step, max_lag=self.max_lag, lookahead=self.lookahead)
         return self
 
 
-class DistillConfig(LoopConfig):
+class DistillConfig(RolloutStageConfig):
     """The student's own sessions, judged token by token by a teacher: on-policy distillation."""
 
     kind: Literal["distill"]

@@ -1,11 +1,12 @@
-"""The data that everything turns on. Frozen, complete when made, and each carries its origin.
+"""The data types of the whole system. Frozen, complete when made, and each carries its origin.
 
-Token-level fields of a `Segment` and a `Row` run in parallel: position i of every field speaks of token i. A rollout is
-a chain of segments: rewriting the history (a summary, a compaction) ends one segment and opens the next, and the one
-reward of the trajectory credits every sampled token of all of them.
+Token-level fields of a `Segment` and a `Row` run in parallel: position i of every field speaks of
+token i. A rollout is a chain of segments: rewriting the history (a summary, a compaction) ends one
+segment and opens the next, and the one reward of the trajectory credits every sampled token of all
+of them.
 
-Plain dataclasses of the standard library, so that the trainer and the engine can import them on a bare CUDA image;
-`store.objects` gives them a wire format.
+Plain dataclasses of the standard library, so that the trainer and the engine can import them on a
+bare CUDA image; `store.objects` gives them a wire format.
 """
 
 from __future__ import annotations
@@ -18,15 +19,17 @@ Json = Any
 """A value that JSON can say: None, bool, int, float, str, list, dict."""
 
 Status = Literal["done", "timeout", "failed"]
-"""`done`: the session came to an end and was graded. `timeout`: it ran out of time or turns of its own and was graded
-as it stood. `failed`: infrastructure broke; there is no score, and no statistic may count it as a zero."""
+"""`done`: the session came to an end and was graded. `timeout`: it ran out of time or turns of its
+own and was graded as it stood. `failed`: infrastructure broke; there is no score, and no statistic
+may count it as a zero."""
 
 Source = Literal["simulated", "production"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One hidden question: call `function` with `args`. The answer that is `expected` never enters any sandbox."""
+    """One hidden test case: call `function` with `args`. The answer that is `expected` never enters
+    any sandbox."""
 
     function: str
     args: list[Json]
@@ -35,28 +38,31 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """A piece of work with a verdict. The agent sees `prompt` and `files`; only the grader reads `checks`."""
+    """A task that can be graded. The agent sees `prompt` and `files`; only the grader reads
+    `checks`."""
 
     id: str
     prompt: str
     files: dict[str, str]
     """The working copy: path -> text."""
     editable: tuple[str, ...]
-    """The files that the grader takes over from the agent's world; everything else it takes from `files`."""
+    """The files that the grader takes over from the agent's sandbox; everything else it takes from
+    `files`."""
     checks: tuple[Check, ...]
     meta: dict[str, str]
-    """Where the task came from: `template`, `bug`, `difficulty`, `program` (digest of the correct program)."""
+    """Where the task came from: `template`, `bug`, `difficulty`, `program` (digest of the correct
+    program)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class VersionSpan:
     """`count` consecutive sampled tokens that one weight version produced."""
 
     version: int
     count: int
 
 
-def spans(versions: Iterable[int]) -> tuple[Span, ...]:
+def version_spans(versions: Iterable[int]) -> tuple[VersionSpan, ...]:
     """Run-length form of one version per sampled token."""
     runs: list[list[int]] = []
     for version in versions:
@@ -64,17 +70,17 @@ def spans(versions: Iterable[int]) -> tuple[Span, ...]:
             runs[-1][1] += 1
         else:
             runs.append([version, 1])
-    return tuple(Span(version, count) for version, count in runs)
+    return tuple(VersionSpan(version, count) for version, count in runs)
 
 
-def unspan(runs: Iterable[Span]) -> Iterator[int]:
+def expand_spans(runs: Iterable[VersionSpan]) -> Iterator[int]:
     """One version per sampled token, back from the run-length form."""
     for run in runs:
         yield from [run.version] * run.count
 
 
 @dataclass(frozen=True, slots=True)
-class Stay:
+class RegionSpan:
     """`count` consecutive sampled tokens that one region produced."""
 
     region: str
@@ -83,23 +89,24 @@ class Stay:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """What a policy answers to one prompt: exact token ids, and for each the log-prob under the distribution that it
-    was drawn from and the weight version that computed it."""
+    """A policy's answer to one prompt: exact token ids, and for each the log-prob under the
+    distribution that it was drawn from and the weight version that computed it."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
-    versions: tuple[Span, ...]
-    finish: Literal["stop", "length"]
+    versions: tuple[VersionSpan, ...]
+    finish_reason: Literal["stop", "length"]
     region: str = ""
     """Where it was sampled, if there are regions."""
     experts: bytes | None = None
-    """Of a sparse model, from the position on that was asked for: the experts that each token was routed to, prompt
-    included; the last token was never read and has none."""
-    top: tuple[tuple[tuple[int, float], ...], ...] = ()
+    """Of a sparse model, from the position on that was asked for: the experts that each token was
+    routed to, prompt included; the last token was never read and has none."""
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
     """For each token the likeliest in its place with their log-probs, if that was asked for."""
-    accepted: int = 0
-    rejected: int = 0
-    """Tokens of drafts (see `Ask.prediction`) that turned out to be the ones sampled, and that did not."""
+    accepted_draft_tokens: int = 0
+    rejected_draft_tokens: int = 0
+    """Tokens of drafts (see `Ask.prediction`) that turned out to be the ones sampled, and that did
+    not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,13 +121,14 @@ class Segment:
     """True where the policy sampled the token."""
     logprobs: tuple[float, ...]
     """0.0 where the mask is False."""
-    versions: tuple[Span, ...]
+    versions: tuple[VersionSpan, ...]
     """Over the sampled tokens, in order."""
-    regions: tuple[Stay, ...] = ()
+    regions: tuple[RegionSpan, ...] = ()
     """Likewise."""
     experts: str | None = None
-    """The object in the store that says which experts the first tokens (of prompt and tokens together) were routed to.
-    A name only: the ids themselves are larger than all the rest, and only the trainer reads them."""
+    """The object in the store that says which experts the first tokens (of prompt and tokens
+    together) were routed to. A name only: the ids themselves are larger than all the rest, and only
+    the trainer reads them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +165,8 @@ class Group:
     task: str
     slot: int
     admitted: int
-    """The weight version that was live when the group was given its slot: no token of it is older."""
+    """The weight version that was live when the group was given its slot: no token of it is
+    older."""
     trajectories: tuple[Trajectory, ...]
 
 
@@ -171,26 +180,26 @@ class Row:
     mask: tuple[bool, ...]
     logprobs: tuple[float, ...]
     advantages: tuple[float, ...]
-    versions: tuple[Span, ...]
-    regions: tuple[Stay, ...] = ()
+    versions: tuple[VersionSpan, ...]
+    regions: tuple[RegionSpan, ...] = ()
     experts: str | None = None
     """As in `Segment`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recomputed:
-    """What the trainer computed for one row, for its sampled tokens in order."""
+class RecomputedRow:
+    """The trainer's own results for one row, for its sampled tokens in order."""
 
     logprobs: tuple[float, ...]
-    likeliest: tuple[int, ...] | None = None
-    """The token that it would have put first."""
-    routed_otherwise: tuple[bool, ...] | None = None
+    argmax: tuple[int, ...] | None = None
+    """The most likely token in each place."""
+    router_mismatch: tuple[bool, ...] | None = None
     """Whether a router, left alone, would have chosen other experts than the engine's did."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """What one optimizer step reads. The step makes the weight version of the same number."""
+    """The input of one optimizer step. The step makes the weight version of the same number."""
 
     step: int
     rows: tuple[Row, ...]
@@ -201,19 +210,23 @@ class Batch:
 
     @property
     def lag(self) -> int:
-        """Steps between the weights that sampled the oldest token and the weights that train on it."""
+        """Steps between the weights that sampled the oldest token and the weights that train on
+        it."""
         return self.step - 1 - self.oldest
 
     @property
     def lags(self) -> tuple[int, ...]:
         """How many sampled tokens have lag 0, 1, 2, ..."""
-        spans = [(self.step - 1 - span.version, span.count) for row in self.rows for span in row.versions]
+        spans = [
+            (self.step - 1 - span.version, span.count) for row in self.rows for span in row.versions
+        ]
         return tuple(sum(count for lag, count in spans if lag == n) for n in range(self.lag + 1))
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
-    """One published version, exactly: the hash is that of its manifest, and so speaks for everything before it."""
+class VersionRef:
+    """A reference to one published version: the hash of its manifest identifies everything before
+    it too."""
 
     epoch: int
     version: int
@@ -222,7 +235,8 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """An object in the store, by the hash of its bytes. It holds tensors from `first` to `last`, by name."""
+    """An object in the store, by the hash of its bytes. It holds tensors from `first` to `last`, by
+    name."""
 
     hash: str
     bytes: int
@@ -232,9 +246,9 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One way to the bits of a version: the differences to `base`, or all of them if there is none."""
+    """A route to the bits of a version: a delta from `base`, or a snapshot if there is none."""
 
-    base: Link | None
+    base: VersionRef | None
     shards: tuple[Shard, ...]
 
     @property
@@ -244,7 +258,8 @@ class Route:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """A published weight version. It is written last, so whoever reads it can read all that it names."""
+    """A published weight version. It is written last, so whoever reads it can read all that it
+    names."""
 
     version: int
     stage: str
@@ -252,9 +267,10 @@ class Manifest:
     """The step within the stage that made it."""
     epoch: int
     """Which trainer, in the order in which they took over."""
-    parent: Link | None
+    parent: VersionRef | None
     root: str
-    """The hash of the list of all tensors with their digests: equal roots are equal weights, bit for bit."""
+    """The hash of the list of all tensors with their digests: equal roots are equal weights, bit
+    for bit."""
     bytes: int
     """Of all tensors."""
     route: Route

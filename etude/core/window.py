@@ -1,15 +1,17 @@
 """The slot budget that bounds staleness.
 
-A task may start only when a slot is free, and a slot frees only when the weights that were trained on it are live (or
-at once, if its group is dropped). So no finished work is ever thrown away for being stale, and yet no token is trained
-more than `max_lag` steps after the weights that sampled it.
+A task may start only when a slot is free, and a slot frees only when the weights that were trained
+on it are live (or at once, if its group is dropped). So no finished work is ever thrown away for
+being stale, and yet no token is trained more than `max_lag` steps after the weights that sampled
+it.
 
-Why the bound holds. Let a group be admitted while version v is live. At most `capacity - 1` older groups are alive, and
-at most `lookahead - 1` younger ones may be taken before it; every alive group is trained in some step after v,
-`per_step` to a step. So the group is trained at step v + 1 + (capacity + lookahead - 2) // per_step at the latest, on
-top of the weights one below: its lag is at most (capacity + lookahead - 2) // per_step, and `capacity` is chosen to
-make that `max_lag`. Letting younger groups overtake a straggler costs slots, not staleness. `max_lag = 0` is
-synchronous training.
+Why the bound holds. Let a group be admitted while version v is live. At most `capacity - 1` older
+groups are alive, and at most `lookahead - 1` younger ones may be taken before it; every alive group
+is trained in some step after v, `per_step` to a step. So the group is trained at step v + 1 +
+(capacity + lookahead - 2) // per_step at the latest, on top of the weights one below: its lag is at
+most (capacity + lookahead - 2) // per_step, and `capacity` is chosen to make that `max_lag`.
+Letting younger groups overtake a straggler costs slots, not staleness. `max_lag = 0` is synchronous
+training.
 """
 
 from __future__ import annotations
@@ -28,10 +30,14 @@ class _Slot(Generic[T]):
 
 
 class Window(Generic[T]):
-    """Slots are numbered in the order of admission. Pure: the controller waits and wakes, this only decides."""
+    """Slots are numbered in the order of admission. Pure: the controller waits and wakes, this only
+    decides."""
 
     def __init__(self, *, per_step: int, max_lag: int, lookahead: int = 1, live: int = 0) -> None:
-        self.per_step, self.max_lag, self.lookahead, self.live = per_step, max_lag, lookahead, live
+        self.per_step = per_step
+        self.max_lag = max_lag
+        self.lookahead = lookahead
+        self.live = live
         self.capacity = (max_lag + 1) * per_step - (lookahead - 1)
         if lookahead < 1 or self.capacity < per_step:
             raise ValueError(
@@ -45,17 +51,24 @@ class Window(Generic[T]):
         self._room = per_step  # groups that the current step still takes
 
     def restore(self, *, step: int, slots: int, finished: Iterable[tuple[int, int, T]]) -> None:
-        """Makes a new window what it was when the run stopped: `slots` were given out, every batch before `step` is
-        made, and the `finished` groups (slot, version live at admission, work) wait to be taken.
+        """Makes a new window what it was when the run stopped: `slots` were given out, every batch
+        before `step` is made, and the `finished` groups (slot, version live at admission, work)
+        wait to be taken.
 
-        Groups in flight are left out, just as if they had been dropped, and every other slot keeps its number; so the
-        bound holds as if the run had never stopped, and nothing that was finished is lost.
+        Groups in flight are left out, just as if they had been dropped, and every other slot keeps
+        its number; so the bound holds as if the run had never stopped, and nothing that was
+        finished is lost.
         """
         assert self._next == 0, "only a new window can be restored"
         self.step, self._next = step, slots
-        self._waiting = {slot: _Slot(admitted, work) for slot, admitted, work in sorted(finished, key=lambda f: f[0])}
+        self._waiting = {
+            slot: _Slot(admitted, work)
+            for slot, admitted, work in sorted(finished, key=lambda f: f[0])
+        }
         self._taken = dict.fromkeys(range(self.live + 1, step), self.per_step)
-        assert self.active <= self.capacity, f"{self.active} groups were alive, in a window of {self.capacity}"
+        assert self.active <= self.capacity, (
+            f"{self.active} groups were alive, in a window of {self.capacity}"
+        )
 
     @property
     def active(self) -> int:
@@ -70,7 +83,8 @@ class Window(Generic[T]):
         return slot
 
     def finish(self, slot: int, work: T) -> bool:
-        """The group is ready to be trained on. False if it was delivered before: the first delivery counts."""
+        """The group is ready to be trained on. False if it was delivered before: the first delivery
+        counts."""
         entry = self._waiting.get(slot)
         if entry is None or entry.work is not None:
             return False
@@ -86,7 +100,8 @@ class Window(Generic[T]):
         return True
 
     def take(self) -> T | None:
-        """The oldest finished group that may go into the current step, or None while there is none."""
+        """The oldest finished group that may go into the current step, or None while there is
+        none."""
         if not self._waiting:
             return None
         horizon = next(iter(self._waiting)) + self.lookahead
@@ -95,7 +110,9 @@ class Window(Generic[T]):
                 return None
             if entry.work is not None:
                 del self._waiting[slot]
-                assert self.step - 1 - entry.admitted <= self.max_lag, f"slot {slot} is too old for step {self.step}"
+                assert self.step - 1 - entry.admitted <= self.max_lag, (
+                    f"slot {slot} is too old for step {self.step}"
+                )
                 self._taken[self.step] = self._taken.get(self.step, 0) + 1
                 self._room -= 1
                 if self._room == 0:

@@ -1,1 +1,1 @@
-"""What a person sees of a run: views folded from its events. Nothing depends on them."""
+"""Views of a run for people, folded from its events. Nothing depends on them."""

@@ -1,4 +1,5 @@
-"""The state of a run as a person wants to see it, folded from its events. Pure: whoever has events hands them in."""
+"""The state of a run as a person wants to see it, folded from its events. Pure: whoever has events
+hands them in."""
 
 from __future__ import annotations
 
@@ -11,14 +12,14 @@ from etude.core.events import (
     EvalProgress,
     Event,
     FitStep,
-    Fleet,
+    FleetStatus,
     GroupDone,
-    Live,
-    Region,
+    RegionStatus,
     RunDone,
     StageDone,
     StageStarted,
     StepDone,
+    WeightsLive,
 )
 
 RECENT = 64
@@ -28,7 +29,7 @@ SPEED_S = 15.0
 
 
 @dataclass
-class View:
+class RunView:
     stage: str = "starting"
     done: int = 0
     steps: int = 0
@@ -45,13 +46,13 @@ class View:
     first_step: int = 0
     live: int | None = None
     trainer_busy: float | None = None
-    regions: dict[str, Region] = field(default_factory=dict)
-    slots: tuple[int, int] = (0, 0)
+    regions: dict[str, RegionStatus] = field(default_factory=dict)
+    window_slots: tuple[int, int] = (0, 0)
     evaluating: EvalProgress | None = None
     eval_began: float = 0.0
     evals: dict[tuple[str, str], EvalDone] = field(default_factory=dict)
     """(stage, split) -> result."""
-    curve: list[float] = field(default_factory=list)
+    reward_curve: list[float] = field(default_factory=list)
     """Mean reward of the groups that ended during each step."""
     alarms: Alarms = field(default_factory=Alarms)
     finished: bool = False
@@ -70,7 +71,12 @@ class View:
         self.now = max(self.now, t)
         match event:
             case StageStarted():
-                self.stage, self.done, self.steps, self.stage_began = event.stage, event.done, event.steps, t
+                self.stage, self.done, self.steps, self.stage_began = (
+                    event.stage,
+                    event.done,
+                    event.steps,
+                    t,
+                )
                 self.resumed_at, self.loss, self.tokens_per_s = event.done, None, None
             case FitStep():
                 self.done, self.steps, self.loss, self.tokens_per_s = (
@@ -85,10 +91,10 @@ class View:
                 self.done = self.steps = self.steps or self.done
             case GroupDone():
                 self._grouped(t, event)
-            case Live():
+            case WeightsLive():
                 self.live = event.version
-            case Fleet():
-                self.regions, self.slots = event.regions, (event.active, event.capacity)
+            case FleetStatus():
+                self.regions, self.window_slots = event.regions, (event.active, event.capacity)
             case EvalProgress():
                 if self.evaluating is None or event.done == 0:
                     self.eval_began = t
@@ -114,7 +120,11 @@ class View:
     def eta_s(self) -> float | None:
         """Until the end of the stage, if it goes on as it went so far."""
         done = self.done - self.resumed_at
-        return (self.now - self.stage_began) / done * (self.steps - self.done) if done > 0 and self.steps else None
+        return (
+            (self.now - self.stage_began) / done * (self.steps - self.done)
+            if done > 0 and self.steps
+            else None
+        )
 
     @property
     def eval_eta_s(self) -> float | None:
@@ -126,14 +136,19 @@ class View:
     def _stepped(self, event: StepDone) -> None:
         if not self._steps:
             self.first_step = event.step - self.done - 1
-        self.done, self.loss, self.lag, self.step = event.step - self.first_step, event.loss, event.lag, event
+        self.done, self.loss, self.lag, self.step = (
+            event.step - self.first_step,
+            event.loss,
+            event.lag,
+            event,
+        )
         self.tokens_per_s = event.tokens_per_s or None
         self.lag_max = max(self.lag_max, event.lag)
         self._steps.append(event)
         busy, idle = sum(e.seconds for e in self._steps), sum(e.wait_s for e in self._steps)
         self.trainer_busy = busy / (busy + idle) if busy + idle else None
         if self._since_step:
-            self.curve.append(sum(self._since_step) / len(self._since_step))
+            self.reward_curve.append(sum(self._since_step) / len(self._since_step))
             self._since_step = []
 
     def _grouped(self, t: float, event: GroupDone) -> None:

@@ -1,13 +1,15 @@
-"""The model on a CUDA device: a pass is two captured graphs, and the host never waits for one before planning the next.
+"""The CUDA runner: a forward pass is two captured graphs, and the host never waits for one before
+planning the next.
 
-The halves of a pass are one token for every sequence that goes on, and pieces of prompts and drafts. All that a half
-reads from the host is packed into one buffer (`Packing`) and copied in one go. Tokens are drawn on the device and fed
-back there. Graphs are captured for a ladder of sizes; what does not fill its rung is padded with sequences of length 0
-and tokens of slot -1. A pass over prompts that is larger than any rung runs uncaptured, by the same code; so does
-everything on a CPU, which is for tests only (Triton's interpreter).
+The halves of a pass are one token for every sequence that goes on, and pieces of prompts and
+drafts. All that a half reads from the host is packed into one buffer (`InputLayout`) and copied in
+one go. Tokens are drawn on the device and fed back there. Graphs are captured for a ladder of
+sizes; what does not fill its rung is padded with sequences of length 0 and tokens of slot -1. A
+pass over prompts that is larger than any rung runs uncaptured, by the same code; so does everything
+on a CPU, which is for tests only (Triton's interpreter).
 
-Shapes: N new tokens, B sequences, M blocks of the longest of them, R rows that draw, T tiles of `attention.prefill`,
-V vocabulary.
+Shapes: N new tokens, B sequences, M blocks of the longest of them, R rows that draw, T tiles of
+`attention.prefill`, V vocabulary.
 """
 
 from __future__ import annotations
@@ -22,27 +24,48 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from etude.engine.batch import ForwardBatch, Ints, SamplerOutput
 from etude.engine.kernels import attention
-from etude.engine.kernels import invariant as evenly
-from etude.engine.kernels.network import Network
-from etude.engine.plan import Drawn, Ints, Plan
+from etude.engine.kernels import batch_invariant as evenly
+from etude.engine.kernels.network import KernelNetwork
 from etude.engine.sampler import sample
-from etude.engine.speculate import MAX_TOGETHER
-from etude.model.files import load_weights, weights
+from etude.engine.speculate import MAX_DRAFT_TOKENS
+from etude.model.files import hf_state_dict, load_weights
 from etude.model.transformer import Transformer
 
-SINGLE_LADDER = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-PROMPT_LADDER = (64, 128, 256, 512, 1024, 2048)
-DRAFT_LADDER = (16, 32, 64, 128, 256, 512, 2048)
+DECODE_GRAPH_SIZES = (
+    1,
+    2,
+    4,
+    8,
+    16,
+    24,
+    32,
+    48,
+    64,
+    96,
+    128,
+    160,
+    192,
+    224,
+    256,
+    320,
+    384,
+    448,
+    512,
+)
+PREFILL_GRAPH_SIZES = (64, 128, 256, 512, 1024, 2048)
+DRAFT_GRAPH_SIZES = (16, 32, 64, 128, 256, 512, 2048)
 """Of prompts too, but as many rows draw as may at all: behind every token of a draft."""
 NOWHERE = 1 << 30
-IN_FLIGHT = 4
+NUM_HOST_BUFFERS = 4
 """Host buffers in turn; the engine has at most two passes under way."""
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
-    """What a half is computed for: N, B, R and T. Without tiles it is the half of single tokens, and N = B = R."""
+class GraphShape:
+    """The shape that a half is captured or computed for: N, B, R and T. Without tiles it is the
+    half of single tokens, and N = B = R."""
 
     tokens: int
     sequences: int
@@ -50,12 +73,23 @@ class Size:
     tiles: int = 0
 
 
-class Packing:
-    """Where each input of a half lies in a buffer of 32-bit words; every field begins at a multiple of 16 bytes."""
+class InputLayout:
+    """The layout of a half's inputs in a buffer of 32-bit words; every field begins at a multiple
+    of 16 bytes."""
 
-    def __init__(self, size: Size) -> None:
-        n, b, r, t = size.tokens, size.sequences, size.rows, size.tiles
-        fields = {"tokens": n, "slots": n, "lengths": b, "temperature": r, "u": 2 * r, "stride": 1}
+    def __init__(self, size: GraphShape) -> None:
+        n = size.tokens
+        b = size.sequences
+        r = size.rows
+        t = size.tiles
+        fields = {
+            "tokens": n,
+            "slot_mapping": n,
+            "lengths": b,
+            "temperature": r,
+            "u": 2 * r,
+            "stride": 1,
+        }
         if t:
             fields |= {"positions": n, "ends": b, "drawing": r, "sequence": t, "first": t}
         self._spans: dict[str, slice] = {}
@@ -65,88 +99,123 @@ class Packing:
             self._spans[name] = slice(self.fixed, self.fixed + count)
             self.fixed += -(-count // 4) * 4
 
-    def fill(self, words: NDArray[np.int32], values: Mapping[str, NDArray[Any]], blocks_BM: Ints) -> int:
-        """Returns the number of words. What is shorter than its field is followed by zeros; but tokens that are not
-        there have no slot, and tiles that are not there begin behind everything."""
+    def fill(
+        self, words: NDArray[np.int32], values: Mapping[str, NDArray[Any]], block_table_BM: Ints
+    ) -> int:
+        """Returns the number of words. What is shorter than its field is followed by zeros; but
+        tokens that are not there have no slot, and tiles that are not there begin behind
+        everything."""
         words[: self.fixed] = 0
-        words[self._spans["slots"]] = -1
+        words[self._spans["slot_mapping"]] = -1
         if "first" in self._spans:
             words[self._spans["first"]] = NOWHERE
         for name, value in values.items():
             start = self._spans[name].start
             words[start : start + value.nbytes // 4] = value.view(np.int32)
-        words[self._spans["stride"]] = blocks_BM.shape[1]
-        words[self.fixed : self.fixed + blocks_BM.size] = blocks_BM.reshape(-1)
-        return self.fixed + blocks_BM.size
+        words[self._spans["stride"]] = block_table_BM.shape[1]
+        words[self.fixed : self.fixed + block_table_BM.size] = block_table_BM.reshape(-1)
+        return self.fixed + block_table_BM.size
 
     def views(self, words: Tensor) -> dict[str, Tensor]:
-        found = {name: words[span] for name, span in self._spans.items()} | {"blocks": words[self.fixed :]}
-        return found | {"temperature": found["temperature"].view(torch.float32), "u": found["u"].view(torch.float64)}
+        found = {name: words[span] for name, span in self._spans.items()} | {
+            "blocks": words[self.fixed :]
+        }
+        return found | {
+            "temperature": found["temperature"].view(torch.float32),
+            "u": found["u"].view(torch.float64),
+        }
 
 
 @dataclass(frozen=True, slots=True)
-class Half:
+class SubBatch:
     """The inputs of one half of a pass on the host, and where its tokens go."""
 
     values: dict[str, NDArray[Any]]
-    blocks_BM: Ints
+    block_table_BM: Ints
     num_tokens: int
     num_sequences: int
     num_tiles: int
-    row_R: Ints
+    row_indices_R: Ints
     """Which rows of the plan are drawn in this half, in order."""
 
 
 class CudaRunner:
+    """A runner on CUDA graphs, with its KV cache in paged blocks."""
+
     overlaps = True
     block_size = 64
 
-    def __init__(self, model: Transformer, num_blocks: int, max_batch: int, *, invariant: bool = False) -> None:
-        """With `invariant` what is computed for a token has the same bits whatever else is in a pass."""
-        self.num_blocks, self.max_batch, self._max_rows = num_blocks, max_batch, max_batch + MAX_TOGETHER
-        self._model, self._network = model.eval(), (evenly.InvariantNetwork if invariant else Network)(model)
+    def __init__(
+        self, model: Transformer, num_blocks: int, max_batch: int, *, invariant: bool = False
+    ) -> None:
+        """With `invariant` what is computed for a token has the same bits whatever else is in a
+        pass."""
+        self.num_blocks = num_blocks
+        self.max_batch = max_batch
+        self._max_rows = max_batch + MAX_DRAFT_TOKENS
+        self._model = model.eval()
+        self._network = (evenly.BatchInvariantNetwork if invariant else KernelNetwork)(model)
         self._invariant = invariant
-        c, weight = model.config, model.model.embed_tokens.weight.detach()
-        shape = (c.num_hidden_layers, num_blocks, c.num_key_value_heads, self.block_size, c.head_dim)
-        self._k, self._v = weight.new_zeros(shape), weight.new_zeros(shape)
-        self.record: Tensor | None = None
+        c = model.config
+        weight = model.model.embed_tokens.weight.detach()
+        shape = (
+            c.num_hidden_layers,
+            num_blocks,
+            c.num_key_value_heads,
+            self.block_size,
+            c.head_dim,
+        )
+        self._k = weight.new_zeros(shape)
+        self._v = weight.new_zeros(shape)
+        self.routed_experts: Tensor | None = None
         if c.experts:
             kind = torch.uint8 if c.experts.num_experts <= 256 else torch.int16
-            places = (num_blocks * self.block_size, len(c.experts.layers), c.experts.num_experts_per_tok)
-            self.record = torch.zeros(places, dtype=kind, device=weight.device)
+            places = (
+                num_blocks * self.block_size,
+                len(c.experts.layers),
+                c.experts.num_experts_per_tok,
+            )
+            self.routed_experts = torch.zeros(places, dtype=kind, device=weight.device)
         # Tokens drawn and the bits of their log-probs: of single tokens, then of prompts.
         num_rows = max_batch + self._max_rows
         self._results = torch.zeros(2, num_rows, dtype=torch.int32, device=weight.device)
         self._logits = weight.new_empty(num_rows, c.vocab_size, dtype=torch.float32)
         self._words = torch.zeros(2, self._num_words(), dtype=torch.int32, device=weight.device)
-        self._hosts = [_Host(self._words, self._results) for _ in range(IN_FLIGHT)]
-        self._turn = 0
+        self._host_buffers = [
+            _PinnedBuffers(self._words, self._results) for _ in range(NUM_HOST_BUFFERS)
+        ]
+        self._next_buffer = 0
         self._last_place_R: Ints = np.zeros(0, np.int64)
         self._copies = torch.cuda.Stream() if weight.is_cuda else None  # type: ignore[no-untyped-call]
-        self._graphs: dict[Size, torch.cuda.CUDAGraph] = {}
-        self.trace: list[tuple[Size, torch.cuda.Event, torch.cuda.Event | None]] | None = None
-        """Set it to a list, and every half of a pass is noted with the events before and after it."""
-        self._sizes = self._ladder()
+        self._graphs: dict[GraphShape, torch.cuda.CUDAGraph] = {}
+        self.trace: list[tuple[GraphShape, torch.cuda.Event, torch.cuda.Event | None]] | None = None
+        """Set it to a list, and every half of a pass is noted with the events before and after
+        it."""
+        self._sizes = self._graph_shapes()
         if weight.is_cuda:
             self._capture()
 
     def _num_words(self) -> int:
-        largest = max(*PROMPT_LADDER, self._model.config.max_position_embeddings)
-        fixed = Packing(self._prompt_size(largest, self.max_batch, self._max_rows)).fixed
-        return fixed + self.max_batch * -(-self._model.config.max_position_embeddings // self.block_size)
+        largest = max(*PREFILL_GRAPH_SIZES, self._model.config.max_position_embeddings)
+        fixed = InputLayout(self._prompt_size(largest, self.max_batch, self._max_rows)).fixed
+        return fixed + self.max_batch * -(
+            -self._model.config.max_position_embeddings // self.block_size
+        )
 
-    def _prompt_size(self, tokens: int, sequences: int, rows: int) -> Size:
+    def _prompt_size(self, tokens: int, sequences: int, rows: int) -> GraphShape:
         """With as many tiles as so many tokens of so many sequences can make."""
         tiles = tokens // attention.tile_tokens(self._network.layers[0].heads) + sequences
-        return Size(tokens, sequences, rows, tiles)
+        return GraphShape(tokens, sequences, rows, tiles)
 
-    def _ladder(self) -> list[Size]:
+    def _graph_shapes(self) -> list[GraphShape]:
         """The smallest that fits comes first."""
-        singles = sorted({*(n for n in SINGLE_LADDER if n < self.max_batch), self.max_batch})
-        prompts = [(n, few := min(max(16, n // 32), self.max_batch), few) for n in PROMPT_LADDER]
-        drafts = [(n, min(n, self.max_batch), min(n, self._max_rows)) for n in DRAFT_LADDER]
+        singles = sorted({*(n for n in DECODE_GRAPH_SIZES if n < self.max_batch), self.max_batch})
+        prompts = [
+            (n, few := min(max(16, n // 32), self.max_batch), few) for n in PREFILL_GRAPH_SIZES
+        ]
+        drafts = [(n, min(n, self.max_batch), min(n, self._max_rows)) for n in DRAFT_GRAPH_SIZES]
         both = sorted({*prompts, *drafts}, key=lambda each: (each[0], each[2]))
-        return [Size(n, n, n) for n in singles] + [self._prompt_size(*each) for each in both]
+        return [GraphShape(n, n, n) for n in singles] + [self._prompt_size(*each) for each in both]
 
     @torch.inference_mode()
     def _capture(self) -> None:
@@ -162,12 +231,16 @@ class CudaRunner:
             self._graphs[size] = graph
 
     @torch.inference_mode()
-    def start(self, plan: Plan) -> Callable[[], Drawn]:
-        host = self._hosts[self._turn]
-        self._turn = (self._turn + 1) % IN_FLIGHT
+    def start(self, batch: ForwardBatch) -> Callable[[], SamplerOutput]:
+        host = self._host_buffers[self._next_buffer]
+        self._next_buffer = (self._next_buffer + 1) % NUM_HOST_BUFFERS
         host.wait()
-        tokens_N = np.where(plan.tokens_N < 0, self._fed_back(plan.tokens_N), plan.tokens_N)
-        halves = [half for half in (_singles(plan, tokens_N), self._prompts(plan, tokens_N)) if half is not None]
+        tokens_N = np.where(batch.tokens_N < 0, self._fed_back(batch.tokens_N), batch.tokens_N)
+        halves = [
+            half
+            for half in (_decode_half(batch, tokens_N), self._prefill_half(batch, tokens_N))
+            if half is not None
+        ]
         sizes = [self._upload(half, host) for half in halves]
         for size in sizes:
             begin = self._mark()
@@ -177,17 +250,21 @@ class CudaRunner:
                 self._compute(size)
             if begin and self.trace is not None:
                 self.trace.append((size, begin, self._mark()))
-        place_R = np.zeros(len(plan.rows_R), np.int64)
+        place_R = np.zeros(len(batch.logits_indices_R), np.int64)
         for half in halves:
-            place_R[half.row_R] = np.arange(len(half.row_R)) + (self.max_batch if half.num_tiles else 0)
+            place_R[half.row_indices_R] = np.arange(len(half.row_indices_R)) + (
+                self.max_batch if half.num_tiles else 0
+            )
         self._last_place_R = place_R
-        if plan.draws.plain and not plan.draws.top:
+        if batch.sampling.is_unfiltered and not batch.sampling.num_top_logprobs:
             host.take(self._results)
             return lambda: host.read(place_R)
         where = torch.from_numpy(place_R).to(self._results.device)
-        drawn = sample(self._logits[where], plan.draws)
-        self._results[0, where] = torch.tensor(drawn.tokens, dtype=torch.int32, device=where.device)
-        return lambda: drawn
+        sampled = sample(self._logits[where], batch.sampling)
+        self._results[0, where] = torch.tensor(
+            sampled.tokens, dtype=torch.int32, device=where.device
+        )
+        return lambda: sampled
 
     def _mark(self) -> torch.cuda.Event | None:
         if self.trace is None:
@@ -202,105 +279,141 @@ class CudaRunner:
             return tokens_N
         return -1 - self._last_place_R[np.clip(-1 - tokens_N, 0, len(self._last_place_R) - 1)]
 
-    def _prompts(self, plan: Plan, tokens_N: Ints) -> Half | None:
-        begin = plan.num_single  # of the sequences, and of the tokens
-        if begin == len(plan.starts_B):
+    def _prefill_half(self, batch: ForwardBatch, tokens_N: Ints) -> SubBatch | None:
+        begin = batch.num_decode  # of the sequences, and of the tokens
+        if begin == len(batch.query_starts_B):
             return None
-        starts_B = plan.starts_B[begin:] - begin
-        ends_B = np.append(starts_B[1:], len(plan.tokens_N) - begin)
+        starts_B = batch.query_starts_B[begin:] - begin
+        ends_B = np.append(starts_B[1:], len(batch.tokens_N) - begin)
         step = attention.tile_tokens(self._network.layers[0].heads)
-        tiles = [(b, n) for b, (s, e) in enumerate(zip(starts_B, ends_B, strict=True)) for n in range(s, e, step)]
+        tiles = [
+            (b, n)
+            for b, (s, e) in enumerate(zip(starts_B, ends_B, strict=True))
+            for n in range(s, e, step)
+        ]
         sequence_T, first_T = np.array(tiles, np.int32).T
-        row_R = np.flatnonzero(plan.rows_R >= begin)
+        row_R = np.flatnonzero(batch.logits_indices_R >= begin)
         values = {
-            "tokens": tokens_N[begin:], "slots": plan.slots_N[begin:], "positions": plan.positions_N[begin:],
-            "lengths": plan.lengths_B[begin:], "ends": ends_B, "drawing": plan.rows_R[row_R] - begin,
+            "tokens": tokens_N[begin:], "slot_mapping": batch.slot_mapping_N[begin:],
+            "positions": batch.positions_N[begin:], "lengths": batch.seq_lens_B[begin:],
+            "ends": ends_B, "drawing": batch.logits_indices_R[row_R] - begin,
             "sequence": sequence_T, "first": first_T,
         }  # fmt: skip
-        packed = _packed(values) | _drawing(plan, row_R)
-        return Half(packed, plan.blocks_BM[begin:], len(plan.tokens_N) - begin, len(starts_B), len(tiles), row_R)
+        packed = _packed(values) | _sampling_inputs(batch, row_R)
+        return SubBatch(
+            packed,
+            batch.block_table_BM[begin:],
+            len(batch.tokens_N) - begin,
+            len(starts_B),
+            len(tiles),
+            row_R,
+        )
 
-    def _upload(self, half: Half, host: _Host) -> Size:
-        """Copies the inputs of a half to the device, and says for which size it is to be computed."""
-        wanted = Size(half.num_tokens, half.num_sequences, max(1, len(half.row_R)), half.num_tiles)
+    def _upload(self, half: SubBatch, host: _PinnedBuffers) -> GraphShape:
+        """Copies the inputs of a half to the device, and says for which size it is to be
+        computed."""
+        wanted = GraphShape(
+            half.num_tokens, half.num_sequences, max(1, len(half.row_indices_R)), half.num_tiles
+        )
         size = next((size for size in self._sizes if _fits(wanted, size)), wanted)
         which = 1 if half.num_tiles else 0
         words = host.words[which]
-        count = Packing(size).fill(words.numpy(), half.values, half.blocks_BM)
+        count = InputLayout(size).fill(words.numpy(), half.values, half.block_table_BM)
         self._words[which, :count].copy_(words[:count], non_blocking=True)
         return size
 
-    def _compute(self, size: Size) -> None:
+    def _compute(self, size: GraphShape) -> None:
         which = 1 if size.tiles else 0
-        got = Packing(size).views(self._words[which])
+        got = InputLayout(size).views(self._words[which])
         pdl = self._words.is_cuda
-        attend = self._over_prompts(got) if size.tiles else self._over_singles(got)
-        hidden_NE = self._network.hidden(got["tokens"], got["slots"], self._results[0], attend, self.record, pdl)
+        attend = self._prefill_attention(got) if size.tiles else self._decode_attention(got)
+        hidden_NE = self._network.hidden(
+            got["tokens"], got["slot_mapping"], self._results[0], attend, self.routed_experts, pdl
+        )
         if size.tiles:
             hidden_NE = hidden_NE.index_select(0, got["drawing"])
         rows = slice(which * self.max_batch, which * self.max_batch + size.rows)
-        self._network.draw(
+        self._network.sample(
             hidden_NE, got["temperature"], got["u"], self._logits[rows],
             self._results[0, rows], self._results[1, rows].view(torch.float32), pdl,
         )  # fmt: skip
 
-    def _over_singles(self, got: Mapping[str, Tensor]) -> Callable[[int, Tensor], Tensor]:
+    def _decode_attention(self, got: Mapping[str, Tensor]) -> Callable[[int, Tensor], Tensor]:
         heads, rows = self._network.layers[0].heads, len(got["tokens"])
-        decode = evenly.decode if self._invariant else partial(attention.decode, pieces=self._pieces(rows, heads))
+        decode = (
+            evenly.decode
+            if self._invariant
+            else partial(attention.decode, pieces=self._split_buffers(rows, heads))
+        )
 
         def attend(number: int, qkv: Tensor) -> Tensor:
-            layer, out = self._network.layers[number], qkv.new_empty(rows, heads.queries * heads.size)
+            layer, out = (
+                self._network.layers[number],
+                qkv.new_empty(rows, heads.queries * heads.size),
+            )
             decode(
                 layer.heads, qkv, self._k[number], self._v[number], got["blocks"], got["stride"],
-                got["lengths"], got["slots"], out, page=self.block_size, pdl=qkv.is_cuda,
+                got["lengths"], got["slot_mapping"], out, page=self.block_size, pdl=qkv.is_cuda,
             )  # fmt: skip
             return out
 
         return attend
 
-    def _pieces(self, rows: int, heads: attention.Heads) -> attention.Pieces:
+    def _split_buffers(self, rows: int, heads: attention.Heads) -> attention.SplitBuffers:
         splits = attention.num_splits(rows, heads.keys)
         shape, device = (rows, heads.keys, splits, attention.group_rows(heads)), self._words.device
-        return attention.Pieces(
+        return attention.SplitBuffers(
             splits,
             torch.empty(*shape, heads.size, device=device),
             torch.empty(*shape, 2, device=device),
             torch.zeros(rows * heads.keys, dtype=torch.int32, device=device),
         )
 
-    def _over_prompts(self, got: Mapping[str, Tensor]) -> Callable[[int, Tensor], Tensor]:
+    def _prefill_attention(self, got: Mapping[str, Tensor]) -> Callable[[int, Tensor], Tensor]:
         prefill = evenly.prefill if self._invariant else attention.prefill
 
         def attend(number: int, qkv: Tensor) -> Tensor:
             heads, k, v = self._network.layers[number].heads, self._k[number], self._v[number]
-            attention.write(heads, qkv, k, v, got["positions"], got["slots"], page=self.block_size, pdl=qkv.is_cuda)
+            attention.write(
+                heads,
+                qkv,
+                k,
+                v,
+                got["positions"],
+                got["slot_mapping"],
+                page=self.block_size,
+                pdl=qkv.is_cuda,
+            )
             out = qkv.new_empty(len(qkv), heads.queries * heads.size)
             prefill(
-                heads, qkv, k, v, got["blocks"], got["stride"], got["ends"], got["lengths"], got["sequence"],
-                got["first"], out, page=self.block_size, pdl=qkv.is_cuda,
+                heads, qkv, k, v, got["blocks"], got["stride"], got["ends"], got["lengths"],
+                got["sequence"], got["first"], out, page=self.block_size, pdl=qkv.is_cuda,
             )  # fmt: skip
             return out
 
         return attend
 
     def experts(self, blocks: Ints, length: int) -> bytes | None:
-        if self.record is None:
+        if self.routed_experts is None:
             return None
         # Beside the passes under way: those that wrote what is asked for were read back.
         with torch.cuda.stream(self._copies):
-            by_block = self.record.view(self.num_blocks, self.block_size, *self.record.shape[1:])
-            where = torch.from_numpy(blocks).to(self.record.device)
+            by_block = self.routed_experts.view(
+                self.num_blocks, self.block_size, *self.routed_experts.shape[1:]
+            )
+            where = torch.from_numpy(blocks).to(self.routed_experts.device)
             return by_block[where].flatten(0, 1)[:length].cpu().numpy().tobytes()
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
-        # In place, so that the graphs go on to be right; in the order of the stream, so after all passes so far.
+        # In place, so that the graphs go on to be right; in the order of the stream, so after all
+        # passes so far.
         return partial(load_weights, self._model, tensors)
 
     def weights(self) -> dict[str, Tensor]:
-        return weights(self._model)
+        return hf_state_dict(self._model)
 
 
-class _Host:
+class _PinnedBuffers:
     """Pinned memory of one pass, and the event after which it may be used again."""
 
     def __init__(self, words: Tensor, results: Tensor) -> None:
@@ -317,13 +430,15 @@ class _Host:
         if self._done:
             self._done.synchronize()
 
-    def read(self, place_R: Ints) -> Drawn:
+    def read(self, place_R: Ints) -> SamplerOutput:
         self.wait()
         tokens, logprobs = self.results[0].numpy(), self.results[1].numpy().view(np.float32)
-        return Drawn(tokens=tokens[place_R].tolist(), logprobs=logprobs[place_R].tolist(), top=[])
+        return SamplerOutput(
+            tokens=tokens[place_R].tolist(), logprobs=logprobs[place_R].tolist(), top_logprobs=[]
+        )
 
 
-def _fits(wanted: Size, size: Size) -> bool:
+def _fits(wanted: GraphShape, size: GraphShape) -> bool:
     return (
         bool(wanted.tiles) == bool(size.tiles)
         and wanted.tokens <= size.tokens
@@ -337,15 +452,27 @@ def _packed(values: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[np.int32]]:
     return {name: np.ascontiguousarray(value, np.int32) for name, value in values.items()}
 
 
-def _drawing(plan: Plan, row_R: Ints) -> dict[str, NDArray[Any]]:
-    """Temperature and u. Rows that only fill a half up take the likeliest token, which nobody reads."""
-    return {"temperature": plan.draws.temperature_R[row_R], "u": plan.draws.u_R[row_R]}
+def _sampling_inputs(batch: ForwardBatch, row_R: Ints) -> dict[str, NDArray[Any]]:
+    """Temperature and u. Rows that only fill a half up take the likeliest token, which nobody
+    reads."""
+    return {"temperature": batch.sampling.temperature_R[row_R], "u": batch.sampling.u_R[row_R]}
 
 
-def _singles(plan: Plan, tokens_N: Ints) -> Half | None:
-    count = plan.num_single
+def _decode_half(batch: ForwardBatch, tokens_N: Ints) -> SubBatch | None:
+    count = batch.num_decode
     if not count:
         return None
     row_R = np.arange(count)  # each of them draws
-    values = {"tokens": tokens_N[:count], "slots": plan.slots_N[:count], "lengths": plan.lengths_B[:count]}
-    return Half(_packed(values) | _drawing(plan, row_R), plan.blocks_BM[:count], count, count, 0, row_R)
+    values = {
+        "tokens": tokens_N[:count],
+        "slot_mapping": batch.slot_mapping_N[:count],
+        "lengths": batch.seq_lens_B[:count],
+    }
+    return SubBatch(
+        _packed(values) | _sampling_inputs(batch, row_R),
+        batch.block_table_BM[:count],
+        count,
+        count,
+        0,
+        row_R,
+    )

@@ -2,13 +2,15 @@
 
     add(request)  ->  waiting  ->  running: step, step, step  ->  Finished(id, sample)
 
-A step is one forward pass over new tokens of many sequences (`scheduler` says whose, `plan` is the result, a `Runner`
-carries it out): one token of everyone who is answering, and pieces of the prompts of those who are not that far. `swap`
-puts in new weights between two steps. Running requests keep their keys and values and go on, and every token says which
-version computed it; nothing that the old weights computed is used for a request that starts later.
+A step is one forward pass over new tokens of many sequences (`scheduler` says whose, `plan` is the
+result, a `Runner` carries it out): one token of everyone who is answering, and pieces of the
+prompts of those who are not that far. `swap_weights` puts in new weights between two steps. Running
+requests keep their keys and values and go on, and every token says which version computed it;
+nothing that the old weights computed is used for a request that starts later.
 
-With a runner that overlaps, a step starts one pass and returns what came of the one before. But when what was drawn
-decides what is to be read next, because a request speculates, the result is waited for.
+With a runner that overlaps, a step starts one pass and returns what came of the one before. But
+when what was drawn decides what is to be read next, because a request speculates, the result is
+waited for.
 """
 
 from __future__ import annotations
@@ -22,25 +24,26 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from etude.core.types import Sample
-from etude.engine.blocks import Blocks
-from etude.engine.choose import runner_for
-from etude.engine.plan import Drawn, Draws, Plan, Runner
-from etude.engine.sampler import draws
+from etude.engine.batch import ForwardBatch, Runner, SamplerOutput, SamplingBatch
+from etude.engine.blocks import BlockManager
+from etude.engine.sampler import uniforms
 from etude.engine.scheduler import Constraint, Request, Scheduler, Sequence
+from etude.engine.select import select_runner
 from etude.engine.speculate import Drafter
 from etude.model.transformer import Transformer
 
-__all__ = ["Constraint", "Engine", "Finished", "Request", "Stats", "Token"]
+__all__ = ["Constraint", "Engine", "FinishedRequest", "Request", "Stats", "StreamedToken"]
 
 _Row = tuple[int, float, list[tuple[int, float]]]
 """A token that was drawn, its log-prob, and the likeliest in its place."""
 MIN_TEMPERATURE = 1e-3
-"""Short of 0, which is the likeliest token: logits divided by less overflow, and nothing can be drawn from that."""
+"""Short of 0, which is the likeliest token: logits divided by less overflow, and nothing can be
+drawn from that."""
 
 
 @dataclass(frozen=True, slots=True)
-class Token:
-    """Of a request with `stream`, as soon as it is drawn."""
+class StreamedToken:
+    """A token of a request with `stream`, as soon as it is sampled."""
 
     id: str
     token: int
@@ -50,7 +53,7 @@ class Token:
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class FinishedRequest:
     id: str
     sample: Sample
 
@@ -59,62 +62,73 @@ class Finished:
 class Stats:
     running: int
     waiting: int
-    preempted: int
+    preemptions: int
     """So far; so are the tokens."""
     blocks: int
     blocks_free: int
-    read_tokens: int
+    prompt_tokens: int
     """Of prompts, and again of what was preempted."""
     cached_tokens: int
     """Those among them that the prefix cache knew."""
-    drawn_tokens: int
-    drafted_tokens: int
+    generation_tokens: int
+    draft_tokens: int
     """Of drafts that were read."""
     accepted_tokens: int
     """Those among them that were drawn."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Drawing:
-    """A sequence in a pass that draws for it: behind its last token, and behind every token of the draft."""
+class _SampledSequence:
+    """A sequence that a pass samples for: behind its last token, and behind every token of the
+    draft."""
 
     sequence: Sequence
-    life: int
+    incarnation: int
     draft: list[int]
 
 
 @dataclass(frozen=True, slots=True)
-class _Pass:
+class _ForwardPass:
     """A pass that was started."""
 
     version: int
-    drawing: list[_Drawing]
-    read: Callable[[], Drawn]
+    sequences: list[_SampledSequence]
+    read: Callable[[], SamplerOutput]
 
     @property
-    def is_awaited(self) -> bool:
+    def blocks_next(self) -> bool:
         """Without its result nobody can say what may come next."""
-        return any(each.sequence.drafter for each in self.drawing)
+        return any(each.sequence.drafter for each in self.sequences)
 
 
 class Engine:
+    """A synchronous inference engine: add requests, call `step`, swap weights between steps."""
+
     def __init__(
-        self, model: Transformer, *, max_batch: int, version: int = 0, step_tokens: int = 512,
-        prefix_cache: bool = True, kv_bytes: int | None = None, runner: Runner | None = None,
+        self, model: Transformer, *, max_batch: int, version: int = 0,
+        max_batched_tokens: int = 512, prefix_cache: bool = True, kv_bytes: int | None = None,
+        runner: Runner | None = None,
     ) -> None:  # fmt: skip
-        """`step_tokens`: what a pass may read in all; a long prompt is read in pieces of it. Without `prefix_cache`
-        every request is computed from nothing. `runner`: what computes; by default the fastest that can."""
+        """`max_batched_tokens`: what a pass may read in all; a long prompt is read in pieces of it.
+        Without `prefix_cache` every request is computed from nothing. `runner`: what computes; by
+        default the fastest that can."""
         c = model.config
-        self.version, self.max_context, self.vocab_size = version, c.max_position_embeddings, c.vocab_size
-        self._runner = runner or runner_for(model, max_batch, kv_bytes)
-        self._blocks = Blocks(self._runner.num_blocks, self._runner.block_size, reuse=prefix_cache)
+        self.version = version
+        self.max_context = c.max_position_embeddings
+        self.vocab_size = c.vocab_size
+        self._runner = runner or select_runner(model, max_batch, kv_bytes)
+        self._blocks = BlockManager(
+            self._runner.num_blocks, self._runner.block_size, reuse=prefix_cache
+        )
         # Pieces are for the others' sake; where there are none, a prompt is read at once.
         self._scheduler = Scheduler(
-            self._blocks, max_batch=max_batch, step_tokens=step_tokens if max_batch > 1 else self.max_context
+            self._blocks,
+            max_batch=max_batch,
+            max_batched_tokens=max_batched_tokens if max_batch > 1 else self.max_context,
         )
         self._arrivals = itertools.count()
-        self._under_way: _Pass | None = None
-        self._drawn_tokens = self._drafted_tokens = self._accepted_tokens = 0
+        self._in_flight: _ForwardPass | None = None
+        self._generation_tokens = self._draft_tokens = self._accepted_tokens = 0
 
     @property
     def num_running(self) -> int:
@@ -126,113 +140,155 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        return not (self._scheduler.running or self._scheduler.waiting or self._under_way)
+        return not (self._scheduler.running or self._scheduler.waiting or self._in_flight)
 
     def stats(self) -> Stats:
         return Stats(
             running=self.num_running,
             waiting=self.num_waiting,
-            preempted=self._scheduler.num_preempted,
+            preemptions=self._scheduler.num_preempted,
             blocks=self._blocks.num_blocks,
             blocks_free=self._blocks.num_free,
-            read_tokens=self._scheduler.num_to_read,
-            cached_tokens=self._scheduler.num_cached,
-            drawn_tokens=self._drawn_tokens,
-            drafted_tokens=self._drafted_tokens,
+            prompt_tokens=self._scheduler.num_prompt_tokens,
+            cached_tokens=self._scheduler.num_cached_tokens,
+            generation_tokens=self._generation_tokens,
+            draft_tokens=self._draft_tokens,
             accepted_tokens=self._accepted_tokens,
         )
 
     def check(self, request: Request) -> None:
-        """Raises ValueError for a request that cannot be served. Reads only constants, so any thread may ask."""
+        """Raises ValueError for a request that cannot be served. Reads only constants, so any
+        thread may ask."""
         prompt, room = request.prompt, self.max_context - len(request.prompt)
         if not prompt or not 0 <= min(prompt) <= max(prompt) < self.vocab_size:
-            raise ValueError(f"the prompt must be token ids from 0 to {self.vocab_size - 1}, and at least one")
+            raise ValueError(
+                f"the prompt must be token ids from 0 to {self.vocab_size - 1}, and at least one"
+            )
         if room < 1:
-            raise ValueError(f"the prompt has {len(prompt)} of {self.max_context} tokens: no room to answer")
+            raise ValueError(
+                f"the prompt has {len(prompt)} of {self.max_context} tokens: no room to answer"
+            )
         guesses = list(itertools.chain(request.prediction or (), *request.drafts))
         if guesses and not 0 <= min(guesses) <= max(guesses) < self.vocab_size:
-            raise ValueError(f"prediction and drafts must be token ids from 0 to {self.vocab_size - 1}")
+            raise ValueError(
+                f"prediction and drafts must be token ids from 0 to {self.vocab_size - 1}"
+            )
         if request.max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, not {request.max_tokens}")
         if request.temperature != 0 and not MIN_TEMPERATURE <= request.temperature < float("inf"):
-            raise ValueError(f"temperature must be 0 or at least {MIN_TEMPERATURE}, not {request.temperature}")
+            raise ValueError(
+                f"temperature must be 0 or at least {MIN_TEMPERATURE}, not {request.temperature}"
+            )
         if not 0 < request.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1, not {request.top_p}")
         if request.top_k < 0 or request.top_logprobs < 0:
             raise ValueError("top_k and top_logprobs must be 0 or more")
-        needed = self._blocks.needed(len(prompt) + min(request.max_tokens, room))
+        needed = self._blocks.num_blocks_for(len(prompt) + min(request.max_tokens, room))
         if needed > self._blocks.num_blocks:
             most = self._blocks.num_blocks * self._blocks.block_size
-            raise ValueError(f"prompt and max_tokens are more than the {most} tokens that this engine has memory for")
+            raise ValueError(
+                f"prompt and max_tokens are more than the {most} tokens that this engine has "
+                f"memory for"
+            )
 
     def add(self, request: Request) -> None:
         self.check(request)
         limit = min(request.max_tokens, self.max_context - len(request.prompt))
-        sequence = Sequence(request, next(self._arrivals), draws(request.seed, limit), tokens=list(request.prompt))
+        sequence = Sequence(
+            request,
+            next(self._arrivals),
+            uniforms(request.seed, limit),
+            tokens=list(request.prompt),
+        )
         if request.speculates:
-            sequence.drafter = Drafter(request.prompt, limit, request.prediction or (), request.drafts)
+            sequence.drafter = Drafter(
+                request.prompt, limit, request.prediction or (), request.drafts
+            )
         self._scheduler.add(sequence)
 
     def abort(self, id: str) -> None:
-        """Forgets a request; a request that is already finished, or was never added, is no mistake."""
+        """Forgets a request; a request that is already finished, or was never added, is no
+        mistake."""
         if sequence := self._scheduler.find(id):
             self._scheduler.release(sequence)
 
-    def prepare(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
-        """The slow part of putting in new weights. Any thread may do it while the engine runs; `swap` does the rest."""
+    def prepare_weights(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
+        """The slow part of putting in new weights. Any thread may do it while the engine runs;
+        `swap_weights` does the rest."""
         return self._runner.prepare(tensors)
 
-    def swap(self, version: int, put_in_place: Callable[[], None]) -> None:
-        """Every token that is drawn from the next step on comes from the weights that were prepared."""
+    def swap_weights(self, version: int, put_in_place: Callable[[], None]) -> None:
+        """Every token that is drawn from the next step on comes from the weights that were
+        prepared."""
         put_in_place()
-        self._scheduler.seal()
+        self._scheduler.stop_sharing()
         self.version = version
 
     def weights(self) -> dict[str, Tensor]:
-        """A copy of what the engine computes with; not to be asked while weights are prepared or swapped."""
+        """A copy of what the engine computes with; not to be asked while weights are prepared or
+        swapped."""
         return self._runner.weights()
 
-    def load(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        self.swap(version, self.prepare(tensors))
+    def load_weights(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        self.swap_weights(version, self.prepare_weights(tensors))
 
-    def step(self) -> list[Token | Finished]:
-        """One forward pass; returns the tokens of requests that stream, and the requests that are finished."""
-        events: list[Token | Finished] = []
-        if self._under_way and self._under_way.is_awaited:
-            events, self._under_way = self._collect(self._under_way), None
+    def step(self) -> list[StreamedToken | FinishedRequest]:
+        """One forward pass; returns the tokens of requests that stream, and the requests that are
+        finished."""
+        events: list[StreamedToken | FinishedRequest] = []
+        if self._in_flight and self._in_flight.blocks_next:
+            events, self._in_flight = self._process_output(self._in_flight), None
         done = started = self._start()
         if self._runner.overlaps:
-            done, self._under_way = self._under_way, started
-        return events + (self._collect(done) if done else [])
+            done, self._in_flight = self._in_flight, started
+        return events + (self._process_output(done) if done else [])
 
-    def _start(self) -> _Pass | None:
-        chosen, num_single = self._scheduler.choose(self.version)
+    def _start(self) -> _ForwardPass | None:
+        chosen, num_decode = self._scheduler.schedule(self.version)
         if not chosen:
             return None
-        drawing = [sequence for sequence, _ in chosen if not sequence.num_unread]
-        read = self._runner.start(lay_out(chosen, num_single, self._blocks.block_size))
-        started = _Pass(self.version, [_Drawing(each, each.life, each.draft) for each in drawing], read)
+        drawing = [sequence for sequence, _ in chosen if not sequence.num_uncomputed_tokens]
+        read = self._runner.start(build_batch(chosen, num_decode, self._blocks.block_size))
+        started = _ForwardPass(
+            self.version,
+            [_SampledSequence(each, each.incarnation, each.draft) for each in drawing],
+            read,
+        )
         row = 0
         for sequence in drawing:
             count = 1 + len(sequence.draft)
-            sequence.row, sequence.num_pending, sequence.draft = row, sequence.num_pending + count, []
+            sequence.row, sequence.num_pending, sequence.draft = (
+                row,
+                sequence.num_pending + count,
+                [],
+            )
             row += count
         return started
 
-    def _collect(self, done: _Pass) -> list[Token | Finished]:
-        drawn = done.read()
-        rows = iter(zip(drawn.tokens, drawn.logprobs, drawn.top or [[]] * len(drawn.tokens), strict=True))
-        events: list[Token | Finished] = []
-        for each in done.drawing:
+    def _process_output(self, done: _ForwardPass) -> list[StreamedToken | FinishedRequest]:
+        sampled = done.read()
+        rows = iter(
+            zip(
+                sampled.tokens,
+                sampled.logprobs,
+                sampled.top_logprobs or [[]] * len(sampled.tokens),
+                strict=True,
+            )
+        )
+        events: list[StreamedToken | FinishedRequest] = []
+        for each in done.sequences:
             own = list(itertools.islice(rows, 1 + len(each.draft)))
-            if each.sequence.life == each.life:  # otherwise finished, aborted or preempted meanwhile
+            # otherwise finished, aborted or preempted meanwhile
+            if each.sequence.incarnation == each.incarnation:
                 events += self._take(each, own, done.version)
         return events
 
-    def _take(self, drawing: _Drawing, rows: list[_Row], version: int) -> list[Token | Finished]:
-        """What was drawn counts as far as it was drawn behind the right tokens."""
+    def _take(
+        self, drawing: _SampledSequence, rows: list[_Row], version: int
+    ) -> list[StreamedToken | FinishedRequest]:
+        """Accept the sampled tokens as far as the draft before them was right."""
         sequence, request = drawing.sequence, drawing.sequence.request
-        events: list[Token | Finished] = []
+        events: list[StreamedToken | FinishedRequest] = []
         num_taken = num_accepted = 0
         for (token, logprob, likeliest), expected in zip(rows, [*drawing.draft, None], strict=True):
             num_taken += 1
@@ -240,77 +296,98 @@ class Engine:
             top = tuple(likeliest[: request.top_logprobs])
             sequence.append(token, logprob, version, top)
             if request.stream:
-                events.append(Token(request.id, token, logprob, version, top))
-            if sequence.finish or token != expected:
+                events.append(StreamedToken(request.id, token, logprob, version, top))
+            if sequence.finish_reason or token != expected:
                 break
-        sequence.give_up(len(rows) - num_taken)
+        sequence.rollback(len(rows) - num_taken)
         sequence.num_drafted += len(drawing.draft)
         sequence.num_accepted += num_accepted
-        self._drawn_tokens += num_taken
-        self._drafted_tokens += len(drawing.draft)
+        self._generation_tokens += num_taken
+        self._draft_tokens += len(drawing.draft)
         self._accepted_tokens += num_accepted
-        return [*events, self._finish(sequence)] if sequence.finish else events
+        return [*events, self._finish(sequence)] if sequence.finish_reason else events
 
-    def _finish(self, sequence: Sequence) -> Finished:
+    def _finish(self, sequence: Sequence) -> FinishedRequest:
         experts = self._experts(sequence)
         self._scheduler.release(sequence)
-        return Finished(sequence.request.id, sequence.sample(experts))
+        return FinishedRequest(sequence.request.id, sequence.sample(experts))
 
     def _experts(self, sequence: Sequence) -> bytes | None:
-        first, num_read = sequence.request.experts_from, len(sequence.tokens) - 1  # the last token was drawn, not read
-        if first is None or sequence.table is None:
+        # the last token was drawn, not read
+        first, num_read = sequence.request.experts_from, len(sequence.tokens) - 1
+        if first is None or sequence.block_table is None:
             return None
-        experts = self._runner.experts(np.array(sequence.table.blocks), num_read)
+        experts = self._runner.experts(np.array(sequence.block_table.blocks), num_read)
         return None if experts is None else experts[first * len(experts) // num_read :]
 
 
-def lay_out(chosen: list[tuple[Sequence, int]], num_single: int, block_size: int) -> Plan:
-    """The plan of a pass that reads the last `count` of the tokens that each sequence counts as read, its draft being
-    the end of them. Those that have read all they have are to draw."""
-    sequences = [sequence for sequence, _ in chosen]
-    counts_B, lengths_B = np.array([count for _, count in chosen]), np.array([s.num_read for s in sequences])
+def build_batch(
+    scheduled: list[tuple[Sequence, int]], num_decode: int, block_size: int
+) -> ForwardBatch:
+    """Build the forward batch that computes the last `count` of the tokens that each sequence
+    counts as computed, its draft being the end of them. Sequences with nothing left to compute are
+    sampled for."""
+    sequences = [sequence for sequence, _ in scheduled]
+    counts_B, lengths_B = (
+        np.array([count for _, count in scheduled]),
+        np.array([s.num_computed_tokens for s in sequences]),
+    )
     ends_B = counts_B.cumsum()
-    tables = [sequence.table.blocks for sequence in sequences if sequence.table]
+    tables = [sequence.block_table.blocks for sequence in sequences if sequence.block_table]
     longest = max(map(len, tables))
-    blocks_BM = np.array([table + [0] * (longest - len(table)) for table in tables])
-    sequence_N = np.arange(len(chosen)).repeat(counts_B)
+    block_table_BM = np.array([table + [0] * (longest - len(table)) for table in tables])
+    sequence_N = np.arange(len(scheduled)).repeat(counts_B)
     from_end_N = ends_B[sequence_N] - np.arange(ends_B[-1])  # 1 is a sequence's last
     positions_N = lengths_B[sequence_N] - from_end_N
-    num_rows_B = np.array([0 if sequence.num_unread else 1 + len(sequence.draft) for sequence in sequences])
-    return Plan(
-        tokens_N=np.array([token for sequence, count in chosen for token in new_tokens(sequence, count)]),
+    num_rows_B = np.array(
+        [0 if sequence.num_uncomputed_tokens else 1 + len(sequence.draft) for sequence in sequences]
+    )
+    return ForwardBatch(
+        tokens_N=np.array(
+            [token for sequence, count in scheduled for token in new_tokens(sequence, count)]
+        ),
         positions_N=positions_N,
-        slots_N=blocks_BM[sequence_N, positions_N // block_size] * block_size + positions_N % block_size,
-        ids_B=np.array([sequence.arrival for sequence in sequences]),
-        starts_B=ends_B - counts_B,
-        lengths_B=lengths_B,
-        blocks_BM=blocks_BM,
-        num_single=num_single,
-        rows_R=np.flatnonzero(from_end_N <= num_rows_B[sequence_N]),
-        draws=how_to_draw([sequence for sequence in sequences if not sequence.num_unread]),
+        slot_mapping_N=block_table_BM[sequence_N, positions_N // block_size] * block_size
+        + positions_N % block_size,
+        seq_ids_B=np.array([sequence.arrival for sequence in sequences]),
+        query_starts_B=ends_B - counts_B,
+        seq_lens_B=lengths_B,
+        block_table_BM=block_table_BM,
+        num_decode=num_decode,
+        logits_indices_R=np.flatnonzero(from_end_N <= num_rows_B[sequence_N]),
+        sampling=sampling_batch(
+            [sequence for sequence in sequences if not sequence.num_uncomputed_tokens]
+        ),
     )
 
 
 def new_tokens(sequence: Sequence, count: int) -> list[int]:
-    known = sequence.tokens[sequence.num_read - count : sequence.num_read] + sequence.draft
+    known = (
+        sequence.tokens[sequence.num_computed_tokens - count : sequence.num_computed_tokens]
+        + sequence.draft
+    )
     return known if len(known) == count else [*known, -1 - sequence.row]
 
 
-def how_to_draw(drawing: list[Sequence]) -> Draws:
-    """For every sequence as many rows as its draft has tokens, and one more."""
+def sampling_batch(drawing: list[Sequence]) -> SamplingBatch:
+    """The sampling parameters of a batch: for every sequence as many rows as its draft has tokens,
+    and one more."""
     rows: list[tuple[Request, float]] = []
     allowed: dict[int, NDArray[np.bool_]] = {}
     for sequence in drawing:
-        request, begin = sequence.request, sequence.num_drawn
+        request, begin = sequence.request, sequence.num_sampled_tokens
         if (constraint := request.constraint) is not None:
-            # Behind a token that is not allowed nothing need be: it cannot be drawn, so nobody will look there.
-            allowed |= enumerate([constraint.allowed(), *constraint.ahead(sequence.draft)], len(rows))
-        rows += [(request, u) for u in sequence.draws[begin : begin + 1 + len(sequence.draft)]]
-    return Draws(
+            # Behind a token that is not allowed nothing need be: it cannot be drawn, so nobody will
+            # look there.
+            allowed |= enumerate(
+                [constraint.allowed(), *constraint.allowed_after(sequence.draft)], len(rows)
+            )
+        rows += [(request, u) for u in sequence.uniforms[begin : begin + 1 + len(sequence.draft)]]
+    return SamplingBatch(
         temperature_R=np.array([request.temperature for request, _ in rows], dtype=np.float32),
         top_p_R=np.array([request.top_p for request, _ in rows], dtype=np.float32),
         top_k_R=np.array([request.top_k for request, _ in rows], dtype=np.int64),
         u_R=np.array([u for _, u in rows], dtype=np.float64),
-        allowed=allowed,
-        top=max((request.top_logprobs for request, _ in rows), default=0),
+        token_masks=allowed,
+        num_top_logprobs=max((request.top_logprobs for request, _ in rows), default=0),
     )

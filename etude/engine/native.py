@@ -1,8 +1,9 @@
-"""The model on a CPU, a pass in one call: `native.c`, where it is built and knows the model.
+"""The native CPU runner: a forward pass in one call of `native.c`, where that is built and supports
+the model.
 
-`pip install` compiles it if the machine has a compiler; it is a plain shared library, and its threads are those of
-torch. It computes dense models in fp32 and bf16; `runner.CpuRunner` computes whatever it cannot, operator by operator.
-A token gets the same bits whatever else is in its pass.
+`pip install` compiles it if the machine has a compiler; it is a plain shared library, and its
+threads are those of torch. It computes dense models in fp32 and bf16; `runner.TorchRunner` computes
+whatever it cannot, operator by operator. A token gets the same bits whatever else is in its pass.
 
 Matrices are laid out as `native.c` reads them. Shapes: U units of 32 outputs, I inputs of a matrix.
 """
@@ -20,10 +21,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from etude.core.isa import Isa, chosen_isa
-from etude.engine.plan import Drawn, Ints, Plan
+from etude.engine.batch import ForwardBatch, Ints, SamplerOutput
 from etude.engine.sampler import sample
+from etude.model.files import hf_state_dict as published
 from etude.model.files import load_weights
-from etude.model.files import weights as published
 from etude.model.transformer import ModelConfig, Transformer
 
 UNIT, MAX_HEAD = 32, 256
@@ -49,7 +50,19 @@ ISA = chosen_isa(LIBRARY.best_isa()) if LIBRARY else Isa.GENERIC
 class _Layer(ctypes.Structure):
     _fields_ = [
         (name, _DATA)
-        for name in ("norm", "bias", "q_norm", "k_norm", "mlp_norm", "qkv", "out", "gate_up", "down", "keys", "values")
+        for name in (
+            "norm",
+            "bias",
+            "q_norm",
+            "k_norm",
+            "mlp_norm",
+            "qkv",
+            "out",
+            "gate_up",
+            "down",
+            "keys",
+            "values",
+        )
     ]
 
 
@@ -79,7 +92,17 @@ class _Pass(ctypes.Structure):
         *((name, _NUMBER) for name in ("num_tokens", "num_rows", "width")),
         *(
             (name, _DATA)
-            for name in ("tokens", "positions", "slots", "starts", "sequence", "blocks", "rows", "logits", "scratch")
+            for name in (
+                "tokens",
+                "positions",
+                "slots",
+                "starts",
+                "sequence",
+                "blocks",
+                "rows",
+                "logits",
+                "scratch",
+            )
         ),
         *((name, _NUMBER) for name in ("longest", "threads")),
     ]
@@ -103,28 +126,38 @@ class NativeRunner:
 
     def __init__(self, model: Transformer, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self.config, self._like = model.config, model.model.embed_tokens.weight.detach()
+        self.config = model.config
+        self._like = model.model.embed_tokens.weight.detach()
         c = model.config
-        shape = (c.num_hidden_layers, num_blocks, c.num_key_value_heads, self.block_size * c.head_dim)
-        # Zeros: what lies past the end of a sequence gets weight 0, which does not help against a NaN.
-        self._keys, self._values = self._like.new_zeros(shape), self._like.new_zeros(shape)
+        shape = (
+            c.num_hidden_layers,
+            num_blocks,
+            c.num_key_value_heads,
+            self.block_size * c.head_dim,
+        )
+        # Zeros: what lies past the end of a sequence gets weight 0, which does not help against a
+        # NaN.
+        self._keys = self._like.new_zeros(shape)
+        self._values = self._like.new_zeros(shape)
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._weights = _Weights(model, self._keys, self._values)
         self._staging: Transformer | None = None
         self._spare: _Weights | None = None
 
-    def start(self, plan: Plan) -> Callable[[], Drawn]:
+    def start(self, batch: ForwardBatch) -> Callable[[], SamplerOutput]:
         assert LIBRARY is not None
-        counts_B = np.diff(plan.starts_B, append=len(plan.tokens_N))
-        sequence_N = np.arange(len(plan.starts_B)).repeat(counts_B)
-        logits_RV = torch.empty(len(plan.rows_R), self.config.vocab_size)
+        counts_B = np.diff(batch.query_starts_B, append=len(batch.tokens_N))
+        sequence_N = np.arange(len(batch.query_starts_B)).repeat(counts_B)
+        logits_RV = torch.empty(len(batch.logits_indices_R), self.config.vocab_size)
         read = (
-            plan.tokens_N, plan.positions_N, plan.slots_N, plan.starts_B, sequence_N, plan.blocks_BM, plan.rows_R
+            batch.tokens_N, batch.positions_N, batch.slot_mapping_N, batch.query_starts_B,
+            sequence_N, batch.block_table_BM, batch.logits_indices_R
         )  # fmt: skip
         assert all(array.dtype == np.int64 and array.flags.c_contiguous for array in read)
         run = _Pass(
-            len(plan.tokens_N), len(plan.rows_R), plan.blocks_BM.shape[1], *(array.ctypes.data for array in read),
-            logits_RV.data_ptr(), 0, plan.blocks_BM.shape[1] * self.block_size, torch.get_num_threads(),
+            len(batch.tokens_N), len(batch.logits_indices_R), batch.block_table_BM.shape[1],
+            *(array.ctypes.data for array in read), logits_RV.data_ptr(), 0,
+            batch.block_table_BM.shape[1] * self.block_size, torch.get_num_threads(),
         )  # fmt: skip
         model = ctypes.byref(self._weights.model)
         needed = LIBRARY.scratch_bytes(model, ctypes.byref(run))
@@ -133,15 +166,20 @@ class NativeRunner:
         run.scratch = self._scratch.data_ptr()
         LIBRARY.forward(model, ctypes.byref(run))
         with torch.inference_mode():
-            drawn = sample(logits_RV, plan.draws) if len(plan.rows_R) else Drawn(tokens=[], logprobs=[])
-        return lambda: drawn
+            sampled = (
+                sample(logits_RV, batch.sampling)
+                if len(batch.logits_indices_R)
+                else SamplerOutput(tokens=[], logprobs=[])
+            )
+        return lambda: sampled
 
     def experts(self, blocks: Ints, length: int) -> bytes | None:
         return None
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
-        """A second set of matrices beside those that serve, so that changing over takes no time. The set that served
-        before is filled again: to give back and fetch so much memory would hold up the engine's thread."""
+        """A second set of matrices beside those that serve, so that changing over takes no time.
+        The set that served before is filled again: to give back and fetch so much memory would hold
+        up the engine's thread."""
         if self._staging is None:
             self._staging = Transformer(self.config).to(self._like.dtype).requires_grad_(False)
         load_weights(self._staging, tensors)
@@ -163,10 +201,12 @@ class NativeRunner:
 
 
 class _Weights:
-    """The parameters of a model by their names, laid out for `native.c`; all that `model` points to."""
+    """The parameters of a model by their names, laid out for `native.c`; all that `model` points
+    to."""
 
     def __init__(self, model: Transformer, keys: Tensor, values: Tensor) -> None:
-        c, dtype = model.config, model.model.embed_tokens.weight.dtype
+        c = model.config
+        dtype = model.model.embed_tokens.weight.dtype
         self._held = {name: tensor.contiguous() for name, tensor in _laid_out(model)}
         self._rope = model.rope.to(dtype).float().contiguous()
         self._layers = (_Layer * c.num_hidden_layers)(
@@ -177,9 +217,10 @@ class _Weights:
         )
         bf16 = _TILES if ISA == Isa.AMX else _BF16
         self.model = _Model(
-            ISA, bf16 if dtype == torch.bfloat16 else _FP32, c.num_hidden_layers, c.hidden_size, c.intermediate_size,
-            c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.vocab_size, c.rms_norm_eps,
-            self._rope.data_ptr(), self._at("model.embed_tokens.weight"), self._at(HEAD), self._at("model.norm.weight"),
+            ISA, bf16 if dtype == torch.bfloat16 else _FP32, c.num_hidden_layers, c.hidden_size,
+            c.intermediate_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim,
+            c.vocab_size, c.rms_norm_eps, self._rope.data_ptr(),
+            self._at("model.embed_tokens.weight"), self._at(HEAD), self._at("model.norm.weight"),
             ctypes.cast(self._layers, _DATA),
         )  # fmt: skip
 
@@ -233,7 +274,8 @@ def _laid_out(model: Transformer) -> Iterator[tuple[str, Tensor]]:
 
 
 def packed(matrix: Tensor) -> Tensor:
-    """Unit by unit, and within a unit word by word: one input in fp32, two in bf16. Filled up with zeros."""
+    """Unit by unit, and within a unit word by word: one input in fp32, two in bf16. Filled up with
+    zeros."""
     words = F.pad(matrix.detach(), (0, 0, 0, -len(matrix) % UNIT)).view(torch.int32)
     return words.view(-1, UNIT, words.shape[1]).transpose(1, 2).contiguous()
 

@@ -1,5 +1,5 @@
-"""The model operator by operator, on any device. N new tokens, R rows that draw, L layers with experts, k experts of a
-token."""
+"""The torch runner: the model operator by operator, on any device. N new tokens, R rows that draw,
+L layers with experts, k experts of a token."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from etude.engine.plan import Drawn, Ints, Plan
+from etude.engine.batch import ForwardBatch, Ints, SamplerOutput
 from etude.engine.sampler import sample
-from etude.model.attention import KVCache, Paged
+from etude.model.attention import KVCache, PagedAttention
 from etude.model.experts import Routing
-from etude.model.files import load_weights, weights
+from etude.model.files import hf_state_dict, load_weights
 from etude.model.transformer import ModelConfig, Transformer
 
 BLOCK_SIZE = 16
 
 
-class UsedExperts:
-    """Which experts each token took, beside its keys and values; nothing for a model without experts."""
+class RoutedExpertsBuffer:
+    """A buffer of the experts that each token was routed to, by slot like its keys and values;
+    empty for a model without experts."""
 
     def __init__(self, config: ModelConfig, num_blocks: int, device: torch.device) -> None:
         self._ids: Tensor | None = None
@@ -31,14 +32,14 @@ class UsedExperts:
             self._ids = torch.zeros(places, dtype=kind, device=device)
 
     @contextmanager
-    def recorded(self, slots_N: Tensor) -> Iterator[Routing | None]:
-        """What a pass over tokens in these slots is given to write down what it uses."""
+    def recorded(self, slot_mapping_N: Tensor) -> Iterator[Routing | None]:
+        """Record the routed experts of a pass over tokens in these slots."""
         if self._ids is None:
             yield None
             return
         routing = Routing()
         yield routing
-        self._ids.flatten(0, 1).index_copy_(0, slots_N, routing.used().to(self._ids.dtype))
+        self._ids.flatten(0, 1).index_copy_(0, slot_mapping_N, routing.chosen().to(self._ids.dtype))
 
     def read(self, blocks: Ints, length: int) -> bytes | None:
         if self._ids is None:
@@ -47,70 +48,81 @@ class UsedExperts:
         return chosen.flatten(0, 1)[:length].cpu().numpy().tobytes()
 
 
-class CpuRunner:
+class TorchRunner:
+    """The reference runner: torch operators over a paged KV cache, on whatever device the model
+    is."""
+
     overlaps = False
     block_size = BLOCK_SIZE
 
     def __init__(self, model: Transformer, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self._plain, self._ours = model, False
+        self._plain = model
+        self._owns_model = False
         self._spare: Transformer | None = None
         self._model = _packed(model)
         weight = model.model.embed_tokens.weight.detach()
         self._device = weight.device
         self._cache = KVCache(model.config, num_blocks, BLOCK_SIZE, like=weight)
-        self._used = UsedExperts(model.config, num_blocks, self._device)
+        self._used = RoutedExpertsBuffer(model.config, num_blocks, self._device)
 
     @torch.inference_mode()
-    def start(self, plan: Plan) -> Callable[[], Drawn]:
-        attend = Paged(
+    def start(self, batch: ForwardBatch) -> Callable[[], SamplerOutput]:
+        attend = PagedAttention(
             self._cache,
-            ids=plan.ids_B.tolist(),
-            slots_N=plan.slots_N,
-            starts=plan.starts_B.tolist(),
-            lengths=plan.lengths_B.tolist(),
-            blocks_BM=plan.blocks_BM,
-            num_single=plan.num_single,
+            ids=batch.seq_ids_B.tolist(),
+            slot_mapping_N=batch.slot_mapping_N,
+            starts=batch.query_starts_B.tolist(),
+            lengths=batch.seq_lens_B.tolist(),
+            block_table_BM=batch.block_table_BM,
+            num_decode=batch.num_decode,
         )
         order_N = attend.order_N
-        tokens_N, positions_N, slots_N = (
-            torch.from_numpy(x[order_N]).to(self._device) for x in (plan.tokens_N, plan.positions_N, plan.slots_N)
+        tokens_N, positions_N, slot_mapping_N = (
+            torch.from_numpy(x[order_N]).to(self._device)
+            for x in (batch.tokens_N, batch.positions_N, batch.slot_mapping_N)
         )
-        with self._used.recorded(slots_N) as routing:
+        with self._used.recorded(slot_mapping_N) as routing:
             hidden_NE = self._model(tokens_N, positions_N, attend, routing)
-        drawn = Drawn(tokens=[], logprobs=[])
-        if len(plan.rows_R):
+        sampled = SamplerOutput(tokens=[], logprobs=[])
+        if len(batch.logits_indices_R):
             place_N = np.empty_like(order_N)
             place_N[order_N] = np.arange(len(order_N))
-            hidden_RE = hidden_NE[torch.from_numpy(place_N[plan.rows_R]).to(self._device)]
-            drawn = sample(self._model.logits(hidden_RE), plan.draws)
-        return lambda: drawn
+            hidden_RE = hidden_NE[
+                torch.from_numpy(place_N[batch.logits_indices_R]).to(self._device)
+            ]
+            sampled = sample(self._model.logits(hidden_RE), batch.sampling)
+        return lambda: sampled
 
     def experts(self, blocks: Ints, length: int) -> bytes | None:
         return self._used.read(blocks, length)
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
-        """A second model beside the one that serves, so that changing over takes no time. The one that served before
-        is filled again: to give back and fetch so much memory would hold up the engine's thread."""
+        """A second model beside the one that serves, so that changing over takes no time. The one
+        that served before is filled again: to give back and fetch so much memory would hold up the
+        engine's thread."""
         plain, self._spare = self._spare, None
         if plain is None:
             like = self._plain.model.embed_tokens.weight
-            plain = Transformer(self._plain.config).to(like.device, like.dtype).requires_grad_(False)
+            plain = (
+                Transformer(self._plain.config).to(like.device, like.dtype).requires_grad_(False)
+            )
         load_weights(plain, tensors)
         model = _packed(plain)
 
         def swap() -> None:
-            self._spare = self._plain if self._ours else None
-            self._plain, self._model, self._ours = plain, model, True
+            self._spare = self._plain if self._owns_model else None
+            self._plain, self._model, self._owns_model = plain, model, True
 
         return swap
 
     def weights(self) -> dict[str, Tensor]:
-        return weights(self._plain)
+        return hf_state_dict(self._plain)
 
 
-class _Packed(nn.Linear):
-    """A matrix in the order in which the CPU's units for bf16 read it. Products have the same bits as without."""
+class _PackedLinear(nn.Linear):
+    """A matrix in the order in which the CPU's units for bf16 read it. Products have the same bits
+    as without."""
 
     def __init__(self, plain: nn.Linear | nn.Embedding) -> None:
         rows, columns = plain.weight.shape
@@ -120,31 +132,40 @@ class _Packed(nn.Linear):
         self._packed = torch.ops.mkldnn._reorder_linear_weight(plain.weight.detach(), None)
 
     def forward(self, x: Tensor) -> Tensor:
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(
+            x, self._packed, self.bias, "none", [], ""
+        )
         return product
 
 
 class _PackedTransformer(Transformer):
-    """On the parameters of another model. The head is packed too, whether or not it is the table of embeddings."""
+    """On the parameters of another model. The head is packed too, whether or not it is the table of
+    embeddings."""
 
     def __init__(self, model: Transformer) -> None:
         with torch.device("meta"):
             super().__init__(model.config)
         self.load_state_dict(model.state_dict(), assign=True)
         self.rope = model.rope
-        self._head = _Packed(self.model.embed_tokens if self.lm_head is None else self.lm_head)
+        self._head = _PackedLinear(
+            self.model.embed_tokens if self.lm_head is None else self.lm_head
+        )
         for path, module in list(self.named_modules()):
             if isinstance(module, nn.Linear) and module is not self.lm_head:
-                self.set_submodule(path, _Packed(module))
+                self.set_submodule(path, _PackedLinear(module))
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._head(hidden).float()  # type: ignore[no-any-return]
 
 
 def _packed(model: Transformer) -> Transformer:
-    """The same model for inference only. It costs the memory of the matrices once more, and makes decoding of a small
-    model about a third faster."""
+    """The same model for inference only. It costs the memory of the matrices once more, and makes
+    decoding of a small model about a third faster."""
     weight = model.model.embed_tokens.weight
     on_cpu = weight.dtype == torch.bfloat16 and not weight.is_cuda
     with torch.inference_mode():
-        return _PackedTransformer(model) if on_cpu and torch.ops.mkldnn._is_mkldnn_bf16_supported() else model
+        return (
+            _PackedTransformer(model)
+            if on_cpu and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+            else model
+        )

@@ -1,9 +1,10 @@
-"""Drawing tokens. R rows, V vocabulary, C pieces of it.
+"""The sampler. R rows, V vocabulary, C chunks of it.
 
-A token is the inverse of the cumulative distribution, in the order of token ids, at a number in [0, 1) that belongs to
-the request. Probabilities are float32. Their sums are float64, since over a large vocabulary float32 would shift the
-boundaries by more than the width of a rare token; and as float64 over everything costs more than a small model itself,
-the vocabulary is cut into pieces, added up in float32 each, of which only one is looked into.
+A token is the inverse of the cumulative distribution, in the order of token ids, at a number in [0,
+1) that belongs to the request. Probabilities are float32. Their sums are float64, since over a
+large vocabulary float32 would shift the boundaries by more than the width of a rare token; and as
+float64 over everything costs more than a small model itself, the vocabulary is cut into pieces,
+added up in float32 each, of which only one is looked into.
 """
 
 from __future__ import annotations
@@ -14,63 +15,78 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from etude.engine.plan import Drawn, Draws
+from etude.engine.batch import SamplerOutput, SamplingBatch
 
-PIECE = 512
+CHUNK = 512
 SHORTLIST = 1024
-"""Top-p looks at so many of the likeliest tokens first; they nearly always suffice, and sorting all takes longer than
-the model."""
+"""Top-p looks at so many of the likeliest tokens first; they nearly always suffice, and sorting all
+takes longer than the model."""
 
 
-def draws(seed: int, max_tokens: int) -> NDArray[np.float64]:
-    """All the randomness of one request, fixed before it starts: neither the batch nor a swap of weights changes it."""
+def uniforms(seed: int, max_tokens: int) -> NDArray[np.float64]:
+    """All the randomness of one request, fixed before it starts: neither the batch nor a swap of
+    weights changes it."""
     return np.random.Generator(np.random.PCG64(seed)).random(max_tokens)
 
 
-def sample(logits_RV: Tensor, draws: Draws) -> Drawn:
-    """One token a row, and its log-prob under the distribution that it was drawn from. Temperature 0 takes the
-    likeliest token; nothing is drawn then, and the log-prob is that of temperature 1."""
-    for row, allowed_V in draws.allowed.items():
+def sample(logits_RV: Tensor, sampling: SamplingBatch) -> SamplerOutput:
+    """One token a row, and its log-prob under the distribution that it was drawn from. Temperature
+    0 takes the likeliest token; nothing is drawn then, and the log-prob is that of temperature
+    1."""
+    for row, allowed_V in sampling.token_masks.items():
         logits_RV[row].masked_fill_(~torch.from_numpy(allowed_V).to(logits_RV.device), -torch.inf)
-    greedy_R = draws.temperature_R == 0
-    divisor_R = np.where(greedy_R, np.float32(1), draws.temperature_R)
+    greedy_R = sampling.temperature_R == 0
+    divisor_R = np.where(greedy_R, np.float32(1), sampling.temperature_R)
     if (divisor_R != 1).any():
         logits_RV = logits_RV / torch.from_numpy(divisor_R).to(logits_RV.device)[:, None]
     p_RV = torch.softmax(logits_RV, -1)
-    for row in np.flatnonzero(((draws.top_k_R > 0) | (draws.top_p_R < 1)) & ~greedy_R).tolist():
-        p_RV[row] = cut(p_RV[row], int(draws.top_k_R[row]), float(draws.top_p_R[row]))
-    tokens_R = invert(p_RV, torch.from_numpy(draws.u_R).to(p_RV.device))
+    for row in np.flatnonzero(
+        ((sampling.top_k_R > 0) | (sampling.top_p_R < 1)) & ~greedy_R
+    ).tolist():
+        p_RV[row] = filter_top_k_top_p(
+            p_RV[row], int(sampling.top_k_R[row]), float(sampling.top_p_R[row])
+        )
+    tokens_R = inverse_cdf(p_RV, torch.from_numpy(sampling.u_R).to(p_RV.device))
     if greedy_R.any():
-        tokens_R = torch.where(torch.from_numpy(greedy_R).to(p_RV.device), logits_RV.argmax(-1), tokens_R)
+        tokens_R = torch.where(
+            torch.from_numpy(greedy_R).to(p_RV.device), logits_RV.argmax(-1), tokens_R
+        )
     logprobs_R = p_RV.gather(1, tokens_R[:, None])[:, 0].log()
-    return Drawn(tokens=tokens_R.tolist(), logprobs=logprobs_R.tolist(), top=_likeliest(p_RV, draws.top))
+    return SamplerOutput(
+        tokens=tokens_R.tolist(),
+        logprobs=logprobs_R.tolist(),
+        top_logprobs=_top_logprobs(p_RV, sampling.num_top_logprobs),
+    )
 
 
-def invert(p_RV: Tensor, u_R: Tensor) -> Tensor:
-    """The first token at which the sum of probabilities passes the share u of the total; always a possible one."""
+def inverse_cdf(p_RV: Tensor, u_R: Tensor) -> Tensor:
+    """The first token at which the sum of probabilities passes the share u of the total; always a
+    possible one."""
     rows, size = p_RV.shape
-    if size <= PIECE:
+    if size <= CHUNK:
         return _first_above(p_RV.double().cumsum_(-1), u_R)
     # To fill up nothing would still be a copy.
-    p_RCP = (F.pad(p_RV, (0, -size % PIECE)) if size % PIECE else p_RV).view(rows, -1, PIECE)
+    p_RCP = (F.pad(p_RV, (0, -size % CHUNK)) if size % CHUNK else p_RV).view(rows, -1, CHUNK)
     ends_RC = p_RCP.sum(-1).double().cumsum_(-1)
     piece_R = _first_above(ends_RC, u_R)
     begin_R = F.pad(ends_RC, (1, 0)).gather(1, piece_R[:, None])[:, 0]
     sums_RP = p_RCP[torch.arange(rows, device=piece_R.device), piece_R].double().cumsum_(-1)
     rest_R = (u_R * ends_RC[:, -1] - begin_R) / sums_RP[:, -1]
-    return piece_R * PIECE + _first_above(sums_RP, rest_R)
+    return piece_R * CHUNK + _first_above(sums_RP, rest_R)
 
 
 def _first_above(sums_RC: Tensor, u_R: Tensor) -> Tensor:
     # Rounding may put the target at the very end, where nothing is above it any more.
     end_R = sums_RC[:, -1]
-    target_R = torch.minimum(u_R.clamp(min=0) * end_R, torch.nextafter(end_R, torch.zeros_like(end_R)))
+    target_R = torch.minimum(
+        u_R.clamp(min=0) * end_R, torch.nextafter(end_R, torch.zeros_like(end_R))
+    )
     return torch.searchsorted(sums_RC, target_R[:, None], right=True)[:, 0]
 
 
-def cut(p_V: Tensor, top_k: int, top_p: float) -> Tensor:
-    """The distribution of the `top_k` likeliest tokens (0: all), and of these only the likeliest that together make up
-    `top_p`; the token that crosses it is in."""
+def filter_top_k_top_p(p_V: Tensor, top_k: int, top_p: float) -> Tensor:
+    """Keep the `top_k` likeliest tokens (0: all), and of these only the likeliest that together
+    make up `top_p`; the token that crosses it is in."""
     size = len(p_V)
     for count in (min(top_k or SHORTLIST, size), size):
         likely = p_V.topk(count)
@@ -83,11 +99,15 @@ def cut(p_V: Tensor, top_k: int, top_p: float) -> Tensor:
     return torch.zeros_like(p_V).index_copy_(0, indices, values / values.sum())
 
 
-def _likeliest(p_RV: Tensor, count: int) -> list[list[tuple[int, float]]]:
+def _top_logprobs(p_RV: Tensor, count: int) -> list[list[tuple[int, float]]]:
     if not count:
         return []
     values_RK, indices_RK = p_RV.topk(min(count, p_RV.shape[1]))
     return [
-        [(token, logprob) for token, logprob in zip(tokens, logprobs, strict=True) if logprob > -float("inf")]
+        [
+            (token, logprob)
+            for token, logprob in zip(tokens, logprobs, strict=True)
+            if logprob > -float("inf")
+        ]
         for tokens, logprobs in zip(indices_RK.tolist(), values_RK.log().tolist(), strict=True)
     ]

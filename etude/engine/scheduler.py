@@ -1,15 +1,18 @@
-"""Which sequences take part in the next pass, and with how many tokens. Pure: no tensor, no clock.
+"""The scheduler: which sequences take part in the next pass, and with how many tokens. Pure: no
+tensor, no clock.
 
     waiting  ->  running  ->  released
         ^ preempted |
 
-Whoever draws token after token takes part in every pass, so a long prompt never stalls the others: it is read in
-pieces, within what `step_tokens` leaves. A request is admitted when there are blocks for all that it has to read. If
-blocks run out later, the last in rank gives up its own and waits; it loses no token, only the work of reading them
-again. Rank is priority, then arrival. A waiting request of higher priority takes the place of a running one at once.
+A sequence that is decoding takes part in every pass, so a long prompt never stalls the others: it
+is read in pieces, within what `max_batched_tokens` leaves. A request is admitted when there are
+blocks for all that it has to read. If blocks run out later, the last in rank gives up its own and
+waits; it loses no token, only the work of reading them again. Rank is priority, then arrival. A
+waiting request of higher priority takes the place of a running one at once.
 
-Who has a drafter may read guesses behind its last token, and draw behind each of them. Guesses take what is left when
-everyone else has got what it needs to go on: nobody is preempted for them, and prompts keep half of the room.
+A sequence with a drafter may compute draft tokens behind its last token, and sample behind each of
+them. Drafts take what is left when every other sequence has got what it needs to go on: no sequence
+is preempted for them, and prompts keep half of the room.
 """
 
 from __future__ import annotations
@@ -22,21 +25,21 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from etude.core.types import Sample, spans
-from etude.engine.blocks import Blocks, Table
-from etude.engine.speculate import MAX_TOGETHER, Drafter
+from etude.core.types import Sample, version_spans
+from etude.engine.blocks import BlockManager, BlockTable
+from etude.engine.speculate import MAX_DRAFT_TOKENS, Drafter
 
-Top = tuple[tuple[int, float], ...]
+TopLogprobs = tuple[tuple[int, float], ...]
 
 
 class Constraint(Protocol):
-    """What a request may say next: a grammar, at some point of a text."""
+    """A constraint on the next token of a request: a grammar, at some point of a text."""
 
     def allowed(self) -> NDArray[np.bool_]:
         """Over the vocabulary; at least one is True."""
 
-    def ahead(self, draft: Iterable[int]) -> list[NDArray[np.bool_]]:
-        """What would be allowed behind each token of the draft, up to the first that is not allowed itself."""
+    def allowed_after(self, draft: Iterable[int]) -> list[NDArray[np.bool_]]:
+        """The masks behind each token of the draft, up to the first that is not allowed itself."""
 
     def accept(self, token: int) -> None:
         """The token was drawn."""
@@ -56,7 +59,7 @@ class Request:
     stream: bool = False
     top_logprobs: int = 0
     constraint: Constraint | None = None
-    ends: Callable[[int], bool] | None = None
+    stop_check: Callable[[int], bool] | None = None
     """Told every token as it is drawn; True makes it the last."""
     experts_from: int | None = 0
     """The first position whose routed experts are reported; None: none are."""
@@ -72,209 +75,235 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request under way. `tokens` is the prompt and what was drawn so far; behind them there may be tokens that are
-    drawn by passes that were started and not yet read back."""
+    """A request under way. `tokens` is the prompt and what was drawn so far; behind them there may
+    be tokens that are drawn by passes that were started and not yet read back."""
 
     request: Request
     arrival: int
-    draws: NDArray[np.float64]
+    uniforms: NDArray[np.float64]
     tokens: list[int]
     drafter: Drafter | None = None
     draft: list[int] = field(default_factory=list)
     """What the pass that is being planned reads behind the tokens."""
-    table: Table | None = None
+    block_table: BlockTable | None = None
     """None: waiting."""
-    num_read: int = 0
+    num_computed_tokens: int = 0
     """Tokens that the passes started so far have read, or read again since it was preempted."""
     num_pending: int = 0
     """Tokens that are not read back yet."""
     row: int = -1
     """Of the last pass that drew a token for it."""
-    life: int = 0
-    """Counts how often it lost its blocks. What a pass drew for an earlier life is not looked at."""
+    incarnation: int = 0
+    """Counts how often it lost its blocks. What a pass sampled for an earlier incarnation is
+    ignored."""
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    tops: list[Top] = field(default_factory=list)
-    ended: bool = False
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    stopped: bool = False
     """By what it said, not by its length."""
     num_drafted: int = 0
     num_accepted: int = 0
     """Tokens of drafts that were read, and those of them that were drawn."""
 
     @property
-    def rank(self) -> tuple[int, int]:
+    def schedule_order(self) -> tuple[int, int]:
         return -self.request.priority, self.arrival
 
     @property
-    def num_drawn(self) -> int:
+    def num_sampled_tokens(self) -> int:
         """With those that are pending."""
         return len(self.logprobs) + self.num_pending
 
     @property
-    def num_unread(self) -> int:
-        return len(self.tokens) + len(self.draft) + self.num_pending - self.num_read
+    def num_uncomputed_tokens(self) -> int:
+        return len(self.tokens) + len(self.draft) + self.num_pending - self.num_computed_tokens
 
     @property
     def blocked(self) -> bool:
-        """Nothing to do before the pending token is known: it is the last, or says what may follow."""
-        return self.num_pending > 0 and (self.num_drawn == len(self.draws) or self.request.constraint is not None)
+        """Nothing to do before the pending token is known: it is the last, or says what may
+        follow."""
+        return self.num_pending > 0 and (
+            self.num_sampled_tokens == len(self.uniforms) or self.request.constraint is not None
+        )
 
-    def append(self, token: int, logprob: float, version: int, top: Top) -> None:
+    def append(self, token: int, logprob: float, version: int, top: TopLogprobs) -> None:
         self.num_pending -= 1
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)
         if self.request.top_logprobs:
-            self.tops.append(top)
+            self.top_logprobs.append(top)
         if self.request.constraint is not None:
             self.request.constraint.accept(token)
-        ends = self.request.ends
-        self.ended = token in self.request.stop or (ends is not None and ends(token))
+        ends = self.request.stop_check
+        self.stopped = token in self.request.stop or (ends is not None and ends(token))
 
-    def give_up(self, count: int) -> None:
-        """So many pending tokens were drawn behind wrong ones. The keys and values of those will be written over."""
-        self.num_read -= count
+    def rollback(self, count: int) -> None:
+        """So many pending tokens were drawn behind wrong ones. The keys and values of those will be
+        written over."""
+        self.num_computed_tokens -= count
         self.num_pending -= count
 
     @property
-    def finish(self) -> Literal["stop", "length"] | None:
-        if self.ended:
+    def finish_reason(self) -> Literal["stop", "length"] | None:
+        if self.stopped:
             return "stop"
-        return "length" if len(self.logprobs) == len(self.draws) else None
+        return "length" if len(self.logprobs) == len(self.uniforms) else None
 
     def sample(self, experts: bytes | None) -> Sample:
-        assert self.finish is not None
+        assert self.finish_reason is not None
         return Sample(
             tokens=tuple(self.tokens[len(self.request.prompt) :]),
             logprobs=tuple(self.logprobs),
-            versions=spans(self.versions),
-            finish=self.finish,
+            versions=version_spans(self.versions),
+            finish_reason=self.finish_reason,
             experts=experts,
-            top=tuple(self.tops),
-            accepted=self.num_accepted,
-            rejected=self.num_drafted - self.num_accepted,
+            top_logprobs=tuple(self.top_logprobs),
+            accepted_draft_tokens=self.num_accepted,
+            rejected_draft_tokens=self.num_drafted - self.num_accepted,
         )
 
 
 class Scheduler:
-    def __init__(self, blocks: Blocks, *, max_batch: int, step_tokens: int) -> None:
-        self.blocks, self.max_batch = blocks, max_batch
-        self.step_tokens = max(step_tokens, max_batch + 1)  # when all but one draw, the last still gets on
+    """Continuous batching with chunked prefill, priorities and preemption."""
+
+    def __init__(self, blocks: BlockManager, *, max_batch: int, max_batched_tokens: int) -> None:
+        self.blocks = blocks
+        self.max_batch = max_batch
+        # when all but one draw, the last still gets on
+        self.max_batched_tokens = max(max_batched_tokens, max_batch + 1)
         self.waiting: list[Sequence] = []  # both in order of rank
         self.running: list[Sequence] = []
-        self.num_preempted = self.num_to_read = self.num_cached = 0
+        self.num_preempted = self.num_prompt_tokens = self.num_cached_tokens = 0
 
     def add(self, sequence: Sequence) -> None:
-        insort(self.waiting, sequence, key=_rank)
+        insort(self.waiting, sequence, key=_schedule_order)
 
     def find(self, id: str) -> Sequence | None:
         return next((s for s in (*self.running, *self.waiting) if s.request.id == id), None)
 
     def release(self, sequence: Sequence) -> None:
-        """It is finished, or nobody wants it any more."""
+        """Release a sequence that is finished or aborted."""
         sequence.num_pending = 0
-        sequence.life += 1
-        if sequence.table is None:
+        sequence.incarnation += 1
+        if sequence.block_table is None:
             self.waiting.remove(sequence)
         else:
-            self.blocks.close(sequence.table)
-            sequence.table = None
+            self.blocks.free(sequence.block_table)
+            sequence.block_table = None
             self.running.remove(sequence)
 
-    def seal(self) -> None:
-        """New weights: nothing that those who run compute from now on may be used by others."""
+    def stop_sharing(self) -> None:
+        """Stop sharing what running sequences compute from now on: the weights have changed."""
         for sequence in self.running:
-            assert sequence.table is not None
-            self.blocks.seal(sequence.table)
+            assert sequence.block_table is not None
+            self.blocks.stop_sharing(sequence.block_table)
 
-    def choose(self, version: int) -> tuple[list[tuple[Sequence, int]], int]:
-        """The next pass: who takes part, and how many tokens it reads, its draft included. First come those that read
-        one token and were there before; the second value is their number."""
-        self._yield_to_priority()
+    def schedule(self, version: int) -> tuple[list[tuple[Sequence, int]], int]:
+        """Schedule the next pass: its sequences, and how many tokens of each it computes, drafts
+        included. First come those that read one token and were there before; the second value is
+        their number."""
+        self._preempt_for_priority()
         ready = [sequence for sequence in self.running if not sequence.blocked]
         for sequence in ready:
-            self._make_room(sequence)
-        ready = [sequence for sequence in ready if sequence.table is not None]
-        self._propose([sequence for sequence in ready if sequence.num_unread == 1])
-        chosen = [(sequence, 1) for sequence in ready if sequence.num_unread == 1]
-        num_single = len(chosen)
-        chosen += [(sequence, sequence.num_unread) for sequence in ready if sequence.draft]
-        left = self.step_tokens - sum(count for _, count in chosen)
-        # From here on nobody is preempted: what is chosen is read. So it may be shared from here on, even within the
-        # same pass, which in every layer writes all keys and values before it reads any.
+            self._ensure_blocks(sequence)
+        ready = [sequence for sequence in ready if sequence.block_table is not None]
+        self._propose_drafts(
+            [sequence for sequence in ready if sequence.num_uncomputed_tokens == 1]
+        )
+        chosen = [(sequence, 1) for sequence in ready if sequence.num_uncomputed_tokens == 1]
+        num_decode = len(chosen)
+        chosen += [
+            (sequence, sequence.num_uncomputed_tokens) for sequence in ready if sequence.draft
+        ]
+        left = self.max_batched_tokens - sum(count for _, count in chosen)
+        # From here on nobody is preempted: what is chosen is read. So it may be shared from here
+        # on, even within the same pass, which in every layer writes all keys and values before it
+        # reads any.
         for sequence in ready:
-            if left and sequence.num_unread > 1 and not sequence.draft:
-                chosen.append((sequence, min(left, sequence.num_unread)))
+            if left and sequence.num_uncomputed_tokens > 1 and not sequence.draft:
+                chosen.append((sequence, min(left, sequence.num_uncomputed_tokens)))
                 left -= chosen[-1][1]
         for sequence, count in chosen:
-            self._read(sequence, count)
+            self._mark_computed(sequence, count)
         while left and (newcomer := self._admit(version)):
-            chosen.append((newcomer, min(left, newcomer.num_unread)))
+            chosen.append((newcomer, min(left, newcomer.num_uncomputed_tokens)))
             left -= chosen[-1][1]
-            self._read(*chosen[-1])
-        return chosen, num_single
+            self._mark_computed(*chosen[-1])
+        return chosen, num_decode
 
-    def _propose(self, answering: list[Sequence]) -> None:
-        """Gives drafts to those who can tell what may come next; what one does not use is there for the others."""
+    def _propose_drafts(self, answering: list[Sequence]) -> None:
+        """Gives drafts to those who can tell what may come next; what one does not use is there for
+        the others."""
         able = [sequence for sequence in answering if sequence.drafter and not sequence.num_pending]
-        left = min(MAX_TOGETHER, (self.step_tokens - len(answering)) // 2)
+        left = min(MAX_DRAFT_TOKENS, (self.max_batched_tokens - len(answering)) // 2)
         for number, sequence in enumerate(able):
-            assert sequence.table is not None and sequence.drafter is not None
-            to_draw = len(sequence.draws) - len(sequence.logprobs)
-            room = self.blocks.room(sequence.table) - len(sequence.tokens)
+            assert sequence.block_table is not None and sequence.drafter is not None
+            to_draw = len(sequence.uniforms) - len(sequence.logprobs)
+            room = self.blocks.max_tokens_for(sequence.block_table) - len(sequence.tokens)
             limit = min(left // (len(able) - number), to_draw - 1, room)
             sequence.draft = sequence.drafter.propose(sequence.tokens, limit)
-            self.blocks.grow(sequence.table, len(sequence.tokens) + len(sequence.draft))
+            self.blocks.extend(sequence.block_table, len(sequence.tokens) + len(sequence.draft))
             left -= len(sequence.draft)
 
-    def _read(self, sequence: Sequence, count: int) -> None:
-        assert sequence.table is not None
-        sequence.num_read += count
-        self.blocks.learn(sequence.table, sequence.tokens, min(sequence.num_read, len(sequence.tokens)))
+    def _mark_computed(self, sequence: Sequence, count: int) -> None:
+        assert sequence.block_table is not None
+        sequence.num_computed_tokens += count
+        self.blocks.register(
+            sequence.block_table,
+            sequence.tokens,
+            min(sequence.num_computed_tokens, len(sequence.tokens)),
+        )
 
-    def _make_room(self, sequence: Sequence) -> None:
+    def _ensure_blocks(self, sequence: Sequence) -> None:
         """For all that it has to read. If need be the last in rank goes, and that may be itself."""
-        while sequence.table is not None and not self.blocks.grow(
-            sequence.table, sequence.num_read + sequence.num_unread
+        while sequence.block_table is not None and not self.blocks.extend(
+            sequence.block_table, sequence.num_computed_tokens + sequence.num_uncomputed_tokens
         ):
             self._preempt(self.running[-1])
 
-    def _yield_to_priority(self) -> None:
+    def _preempt_for_priority(self) -> None:
         while self.waiting and self.running:
             first, last = self.waiting[0], self.running[-1]
-            if first.request.priority <= last.request.priority or self._has_place(first):
+            if first.request.priority <= last.request.priority or self._can_admit(first):
                 return
             self._preempt(last)
 
-    def _has_place(self, sequence: Sequence) -> bool:
-        # Room to grow is left for those who run: to admit one only to preempt it at once would be work for nothing.
-        needed = self.blocks.needed(len(sequence.tokens)) + len(self.running)
+    def _can_admit(self, sequence: Sequence) -> bool:
+        # Room to grow is left for those who run: to admit one only to preempt it at once would be
+        # work for nothing.
+        needed = self.blocks.num_blocks_for(len(sequence.tokens)) + len(self.running)
         return len(self.running) < self.max_batch and needed <= self.blocks.num_free
 
     def _admit(self, version: int) -> Sequence | None:
         if not self.waiting or len(self.running) == self.max_batch:
             return None
         sequence = self.waiting[0]
-        table = self.blocks.open(sequence.tokens, version)
-        spare = self.blocks.num_free - (self.blocks.needed(len(sequence.tokens)) - len(table.blocks))
+        table = self.blocks.match_prefix(sequence.tokens, version)
+        spare = self.blocks.num_free - (
+            self.blocks.num_blocks_for(len(sequence.tokens)) - len(table.blocks)
+        )
         if spare < len(self.running):
-            self.blocks.close(table)
+            self.blocks.free(table)
             return None
-        self.blocks.grow(table, len(sequence.tokens))
+        self.blocks.extend(table, len(sequence.tokens))
         del self.waiting[0]
-        insort(self.running, sequence, key=_rank)
-        sequence.table, sequence.num_read = table, table.num_known * self.blocks.block_size
-        self.num_to_read += len(sequence.tokens)
-        self.num_cached += sequence.num_read
+        insort(self.running, sequence, key=_schedule_order)
+        sequence.block_table, sequence.num_computed_tokens = (
+            table,
+            table.num_registered * self.blocks.block_size,
+        )
+        self.num_prompt_tokens += len(sequence.tokens)
+        self.num_cached_tokens += sequence.num_computed_tokens
         return sequence
 
     def _preempt(self, sequence: Sequence) -> None:
         """A pending token is forgotten, and drawn again later, by the same number."""
         self.release(sequence)
-        sequence.num_read = 0
+        sequence.num_computed_tokens = 0
         self.add(sequence)
         self.num_preempted += 1
 
 
-def _rank(sequence: Sequence) -> tuple[int, int]:
-    return sequence.rank
+def _schedule_order(sequence: Sequence) -> tuple[int, int]:
+    return sequence.schedule_order

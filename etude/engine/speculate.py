@@ -1,15 +1,18 @@
-"""Speculative edits: what a request is about to say, guessed from texts that it may repeat. Pure: no tensor, no clock.
+"""Speculative edits: what a request is about to say, guessed from texts that it may repeat. Pure:
+no tensor, no clock.
 
-Who edits a file writes most of it again. So the engine hands the model a draft, some tokens that may come next, and has
-it read all of them in one pass. Each place is drawn with the request's own number for it, exactly as it would be drawn
-in a pass of its own; what was drawn is taken as long as it is what the draft said, and one token more. A wrong draft
-costs work and nothing else: tokens and log-probs are those of plain decoding, sampled ones too.
+An edited file is mostly written again. So the engine hands the model a draft, some tokens that may
+come next, and has it read all of them in one pass. Each place is drawn with the request's own
+number for it, exactly as it would be drawn in a pass of its own; what was drawn is taken as long as
+it is what the draft said, and one token more. A wrong draft costs work and nothing else: tokens and
+log-probs are those of plain decoding, sampled ones too.
 
-A draft continues a text behind the place where the last tokens of the request stand in it. The texts are, in order, the
-client's prediction (the file as it was), the request's own prompt and answer, and further drafts (earlier answers to
-the same task). The longest match wins; of equally long ones in one text the first at or behind the pointer, which is
-where the last draft from there was given up: an edit goes on behind it, and seldom before. In a text that repeats
-itself this also leaves the most to go on with.
+A draft continues a text behind the place where the last tokens of the request stand in it. The
+texts are, in order, the client's prediction (the file as it was), the request's own prompt and
+answer, and further drafts (earlier answers to the same task). The longest match wins; of equally
+long ones in one text the first at or behind the pointer, which is where the last draft from there
+was given up: an edit goes on behind it, and seldom before. In a text that repeats itself this also
+leaves the most to go on with.
 
 Shapes: S tokens of a text, M places in it.
 """
@@ -26,13 +29,13 @@ Ints = NDArray[np.int64]
 
 MIN_LENGTH, FIRST_LENGTH, MAX_LENGTH = 8, 16, 128
 """Of a draft. Found by counting passes over real edits; from 64 to 128 they still fall by 6 %."""
-MAX_TOGETHER = 240
+MAX_DRAFT_TOKENS = 240
 """Of all drafts in one pass. What up to 16 sequences read then is at most 256 tokens."""
 MAX_MATCH = 16
 """Longer matches are not told apart."""
-TRUST = 8
+TOKENS_PER_MATCHED_TOKEN = 8
 """A match of n tokens is continued for at most `TRUST * n`."""
-NOTHING = -1
+SEPARATOR = -1
 """Stands between drafts; no token is equal to it."""
 
 
@@ -42,9 +45,9 @@ def next_length(length: int, drafted: int, accepted: int) -> int:
 
 
 def longest_match(text_S: Ints, tail: Ints) -> tuple[int, Ints]:
-    """How many of the last tokens of `tail` stand somewhere in the text with something behind them, and all the places
-    where that begins."""
-    places_M = np.flatnonzero((text_S[:-1] == tail[-1]) & (text_S[1:] != NOTHING)) + 1
+    """How many of the last tokens of `tail` stand somewhere in the text with something behind them,
+    and all the places where that begins."""
+    places_M = np.flatnonzero((text_S[:-1] == tail[-1]) & (text_S[1:] != SEPARATOR)) + 1
     for length in range(1, len(tail)):
         longer_M = places_M[places_M > length]
         longer_M = longer_M[text_S[longer_M - length - 1] == tail[-length - 1]]
@@ -54,8 +57,8 @@ def longest_match(text_S: Ints, tail: Ints) -> tuple[int, Ints]:
     return (len(tail) if len(places_M) else 0), places_M
 
 
-class Text:
-    """One text that drafts are taken from."""
+class DraftSource:
+    """A text that drafts are taken from."""
 
     def __init__(self, tokens_S: Ints) -> None:
         self.tokens_S = tokens_S
@@ -64,7 +67,11 @@ class Text:
     def find(self, tail: Ints) -> tuple[int, int]:
         """The length of the longest match, and the place behind it."""
         begin, end = self.pointer - len(tail), self.pointer
-        if begin >= 0 and end < len(self.tokens_S) and np.array_equal(self.tokens_S[begin:end], tail):
+        if (
+            begin >= 0
+            and end < len(self.tokens_S)
+            and np.array_equal(self.tokens_S[begin:end], tail)
+        ):
             return len(tail), end
         length, places_M = longest_match(self.tokens_S, tail)
         if not length:
@@ -74,38 +81,49 @@ class Text:
 
 
 class Drafter:
-    """The drafts of one request. It sees by itself what became of the last one, in the tokens of the next call."""
+    """The drafts of one request. It sees by itself what became of the last one, in the tokens of
+    the next call."""
 
     def __init__(
-        self, prompt: Sequence[int], max_tokens: int, prediction: Sequence[int], drafts: Sequence[Sequence[int]] = ()
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        prediction: Sequence[int],
+        drafts: Sequence[Sequence[int]] = (),
     ) -> None:
-        self._said = np.full(len(prompt) + max_tokens, NOTHING, np.int64)
-        self._num_said = 0
-        joined = [token for draft in drafts for token in (*draft, NOTHING)]
-        self._own = Text(self._said[:0])
-        self._texts = [Text(np.array(prediction, np.int64)), self._own, Text(np.array(joined, np.int64))]
+        self._history = np.full(len(prompt) + max_tokens, SEPARATOR, np.int64)
+        self._history_len = 0
+        joined = [token for draft in drafts for token in (*draft, SEPARATOR)]
+        self._own_text = DraftSource(self._history[:0])
+        self._sources = [
+            DraftSource(np.array(prediction, np.int64)),
+            self._own_text,
+            DraftSource(np.array(joined, np.int64)),
+        ]
         self._length = FIRST_LENGTH
         self._draft: list[int] = []
-        self._source, self._place = self._own, 0
+        self._source = self._own_text
+        self._place = 0
 
     def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
-        """What may come after `tokens`, the prompt and all that was drawn: at most `limit` tokens, often none."""
-        self._take_in(tokens)
-        tail = self._said[max(0, self._num_said - MAX_MATCH) : self._num_said]
+        """What may come after `tokens`, the prompt and all that was drawn: at most `limit` tokens,
+        often none."""
+        self._observe(tokens)
+        tail = self._history[max(0, self._history_len - MAX_MATCH) : self._history_len]
         longest = 0
-        for text in self._texts:
+        for text in self._sources:
             length, place = text.find(tail)
             if length > longest:
                 longest, self._place, self._source = length, place, text
             if length == len(tail):
                 break
-        end = self._place + max(0, min(limit, self._length, TRUST * longest))
+        end = self._place + max(0, min(limit, self._length, TOKENS_PER_MATCHED_TOKEN * longest))
         going_on = self._source.tokens_S[self._place : end].tolist()
-        self._draft = list(takewhile(lambda token: token != NOTHING, going_on))
+        self._draft = list(takewhile(lambda token: token != SEPARATOR, going_on))
         return self._draft
 
-    def _take_in(self, tokens: Sequence[int]) -> None:
-        new = np.array(tokens[self._num_said :], np.int64)
+    def _observe(self, tokens: Sequence[int]) -> None:
+        new = np.array(tokens[self._history_len :], np.int64)
         if self._draft and len(new):
             going_on = self._source.tokens_S[self._place : self._place + len(new)]
             same = _num_alike(going_on, new)
@@ -113,15 +131,16 @@ class Drafter:
             if same:
                 self._source.pointer = self._place + same
             elif self._source.pointer == self._place:
-                self._source.pointer += 1  # or a text that repeats itself would bring it here for ever
+                # or a text that repeats itself would bring it here for ever
+                self._source.pointer += 1
             self._draft = []
-        self._said[self._num_said : len(tokens)] = new
-        self._num_said = len(tokens)
-        self._own.tokens_S = self._said[: self._num_said]
+        self._history[self._history_len : len(tokens)] = new
+        self._history_len = len(tokens)
+        self._own_text.tokens_S = self._history[: self._history_len]
 
 
 def _num_alike(a_S: Ints, b_S: Ints) -> int:
-    """How many tokens both begin with."""
+    """The length of the common prefix."""
     count = min(len(a_S), len(b_S))
     differ = np.flatnonzero(a_S[:count] != b_S[:count])
     return int(differ[0]) if len(differ) else count

@@ -1,6 +1,8 @@
-"""The built-in coding agent: ask the model, do what it says, show it what came of it, until it submits.
+"""The built-in coding agent: ask the model, do what it says, show it what came of it, until it
+submits.
 
-It is a harness like anyone's: it knows the model as an OpenAI-compatible URL, and the machine as a sandbox.
+It is a harness like anyone's: it knows the model as an OpenAI-compatible URL, and the machine as a
+sandbox.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import json
 import aiohttp
 
 from etude.core.errors import RolloutFailure
-from etude.core.seams import Sandbox, Transcript
+from etude.core.protocols import Sandbox, Transcript
 from etude.core.seeds import derive
 from etude.core.types import Json, Task
 from etude.harness.tools import SCHEMAS, SUBMIT, Tools
@@ -22,7 +24,8 @@ Message = dict[str, Json]
 
 
 class OutOfContext(Exception):
-    """The session is longer than what the model can read: it ends as it stands, like one that is out of turns."""
+    """The session is longer than what the model can read: it ends as it stands, like one that is
+    out of turns."""
 
 
 class CodingAgent:
@@ -37,7 +40,9 @@ class CodingAgent:
         tool_delay_s: float = 0.0,
     ) -> None:
         self._session = session
-        self._max_turns, self._timeout_s, self._tool_delay_s = max_turns, timeout_s, tool_delay_s
+        self._max_turns = max_turns
+        self._timeout_s = timeout_s
+        self._tool_delay_s = tool_delay_s
         self._sampling = {"model": "etude", "max_tokens": max_tokens, "temperature": temperature}
 
     async def run(self, task: Task, sandbox: Sandbox, *, base_url: str, seed: int) -> Transcript:
@@ -53,17 +58,27 @@ class CodingAgent:
                     if finished or gave_up(messages):
                         break
         except TimeoutError:
-            if not deadline.expired():  # someone else's time ran out: a failure, not the end of the session
+            # someone else's time ran out: a failure, not the end of the session
+            if not deadline.expired():
                 raise
         except OutOfContext:
             pass
         return Transcript(messages=messages, finished=finished)
 
     async def _ask(self, base_url: str, messages: list[Message], seed: int) -> Message:
-        body = {**self._sampling, "messages": messages, "tools": SCHEMAS, "seed": seed, "parallel_tool_calls": True}
-        # The session has a time limit of its own; the client's default would end long answers of a busy engine.
+        body = {
+            **self._sampling,
+            "messages": messages,
+            "tools": SCHEMAS,
+            "seed": seed,
+            "parallel_tool_calls": True,
+        }
+        # The session has a time limit of its own; the client's default would end long answers of a
+        # busy engine.
         no_limit = aiohttp.ClientTimeout(total=None)
-        async with self._session.post(f"{base_url}/chat/completions", json=body, timeout=no_limit) as response:
+        async with self._session.post(
+            f"{base_url}/chat/completions", json=body, timeout=no_limit
+        ) as response:
             if response.status != 200:
                 said = await response.text()
                 if response.status == 400 and "context_length_exceeded" in said:
@@ -78,7 +93,10 @@ class CodingAgent:
         if not calls:
             messages.append({"role": "user", "content": NUDGE})
         for call in calls:
-            name, arguments = call["function"]["name"], parse_arguments(call["function"]["arguments"])
+            name, arguments = (
+                call["function"]["name"],
+                parse_arguments(call["function"]["arguments"]),
+            )
             content = await tools.call(name, arguments)
             await asyncio.sleep(self._tool_delay_s)
             messages.append({"role": "tool", "tool_call_id": call["id"], "content": content})
@@ -98,7 +116,7 @@ def turn_seed(seed: int, turn: int) -> int:
 
 
 def parse_arguments(text: str) -> Json:
-    """What the model wrote between the parentheses; None, which no tool accepts, if it is no JSON."""
+    """The arguments as the model wrote them; None, which no tool accepts, if it is no JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):  # ValueError is also a number of too many digits

@@ -1,5 +1,5 @@
-"""The tools of the built-in agent: read, edit, test, submit. Their answers are short, because the model pays for each
-token, and an error is an answer like any other, for the model to read."""
+"""The tools of the built-in agent: read, edit, test, submit. Their answers are short, because the
+model pays for each token, and an error is an answer like any other, for the model to read."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import PurePosixPath
 from typing import Any
 
-from etude.core.seams import Ran, Sandbox
+from etude.core.protocols import CommandResult, Sandbox
 from etude.core.types import Json, Task
 
 SUBMIT = "submit"
@@ -15,21 +15,29 @@ _JSON_TYPES: dict[type, str] = {int: "integer", str: "string"}
 
 
 class Tools:
-    """What the agent can do to one task in one sandbox."""
+    """The tools of an agent for one task in one sandbox."""
 
     def __init__(self, task: Task, sandbox: Sandbox, *, test_timeout_s: float = 10.0) -> None:
-        self._sandbox, self._test_timeout_s = sandbox, test_timeout_s
+        self._sandbox = sandbox
+        self._test_timeout_s = test_timeout_s
         self._module = task.editable[0]
         path = PurePosixPath(self._module)
         self._test_file = str(path.with_name(f"test_{path.name}"))
 
     async def call(self, name: str, arguments: Json) -> str:
-        """The answer to a call as the model wrote it, however wrong it is. Raises only where the sandbox breaks."""
+        """The answer to a call as the model wrote it, however wrong it is. Raises only where the
+        sandbox breaks."""
         if name not in PARAMETERS:
             return f"error: no tool {name}"
         wanted = PARAMETERS[name]
-        if not isinstance(arguments, dict) or {key: type(value) for key, value in arguments.items()} != wanted:
-            return f"error: {name} takes ({', '.join(f'{key}: {kind.__name__}' for key, kind in wanted.items())})"
+        if (
+            not isinstance(arguments, dict)
+            or {key: type(value) for key, value in arguments.items()} != wanted
+        ):
+            return (
+                f"error: {name} takes "
+                f"({', '.join(f'{key}: {kind.__name__}' for key, kind in wanted.items())})"
+            )
         try:
             answer: str = await getattr(self, name)(**arguments)
         except FileNotFoundError:
@@ -41,10 +49,13 @@ class Tools:
     async def read(self) -> str:
         """The module, with line numbers."""
         text = await self._sandbox.read(self._module)
-        return "\n".join(f"{number} {line}" for number, line in enumerate(text.removesuffix("\n").split("\n"), 1))
+        return "\n".join(
+            f"{number} {line}" for number, line in enumerate(text.removesuffix("\n").split("\n"), 1)
+        )
 
     async def edit(self, line: int, text: str) -> str:
-        """Replace one line of the module. Its indentation stays: counting spaces is not the skill that we train."""
+        """Replace one line of the module. Its indentation stays: counting spaces is not the skill
+        that we train."""
         lines = (await self._sandbox.read(self._module)).split("\n")
         last = len(lines) - (lines[-1] == "")
         if not 1 <= line <= last:
@@ -74,14 +85,14 @@ PARAMETERS: dict[str, dict[str, type]] = {
 }
 
 
-def report(ran: Ran) -> str:
+def report(ran: CommandResult) -> str:
     """One line: what the test script said last, or how it broke."""
-    if ran.code is None:
+    if ran.exit_code is None:
         return "timeout"
     lines = ran.output.strip().splitlines()
     if not lines:
-        return "ok" if ran.code == 0 else f"error: exit {ran.code}"
-    crashed = ran.code != 0 and "Traceback (most recent call last):" in lines
+        return "ok" if ran.exit_code == 0 else f"error: exit {ran.exit_code}"
+    crashed = ran.exit_code != 0 and "Traceback (most recent call last):" in lines
     return f"error: {lines[-1]}" if crashed else lines[-1]
 
 
@@ -95,7 +106,9 @@ def _schema(name: str) -> dict[str, Json]:
             "description": (method.__doc__ or "").split(".")[0],
             "parameters": {
                 "type": "object",
-                "properties": {key: {"type": _JSON_TYPES[kind]} for key, kind in parameters.items()},
+                "properties": {
+                    key: {"type": _JSON_TYPES[kind]} for key, kind in parameters.items()
+                },
                 "required": list(parameters),
             },
         },

@@ -1,9 +1,9 @@
-"""How a token sees the tokens before it: the two ways in which one model definition is run.
+"""Attention backends: causal attention for training, paged attention for inference.
 
-Shapes as in `heads`: H query heads, K key/value heads, D head size, V size of a value. Training: T tokens of all
-sequences, t of one.
-Inference: N new tokens of B sequences one after the other, S tokens that a sequence has in all, M blocks of the cache
-that hold them, G query heads that share a key head.
+Shapes as in `heads`: H query heads, K key/value heads, D head size, V size of a value. Training: T
+tokens of all sequences, t of one. Inference: N new tokens of B sequences one after the other, S
+tokens that a sequence has in all, M blocks of the cache that hold them, G query heads that share a
+key head.
 """
 
 from __future__ import annotations
@@ -20,29 +20,36 @@ from torch.nn import functional as F
 
 from etude.model.transformer import ModelConfig
 
-MIN_SHELF = 512
+MIN_CONTIGUOUS = 512
 FLASH_SIZES = range(8, 257, 8)
 """The sizes of a head that the kernel knows."""
 
 
-class Causal:
-    """Training: whole sequences of these `lengths` one behind the other, none of which sees another. No lengths: rows
-    [B, T, ..], each a sequence.
+class CausalAttention:
+    """Causal attention for training: whole sequences of these `lengths` one behind the other, none
+    of which sees another. No lengths: rows [B, T, ..], each a sequence.
 
     On a CUDA device in bf16 one kernel takes all of them; elsewhere they are taken one by one.
     """
 
     latent = False
 
-    def __init__(self, lengths: Sequence[int] | None = None, device: torch.device | None = None) -> None:
+    def __init__(
+        self, lengths: Sequence[int] | None = None, device: torch.device | None = None
+    ) -> None:
         self.lengths = tuple(lengths or ())
-        self._packed = lengths is not None  # a layer that asked `lengths` would be compiled anew for others
+        # a layer that asked `lengths` would be compiled anew for others
+        self._packed = lengths is not None
         self._longest = max(self.lengths, default=0)
-        self._borders = torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32, device=device)
+        self._borders = torch.tensor(
+            [0, *accumulate(self.lengths)], dtype=torch.int32, device=device
+        )
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None
+    ) -> Tensor:
         if not self._packed:
-            flat = Causal([q.shape[1]] * q.shape[0], q.device)
+            flat = CausalAttention([q.shape[1]] * q.shape[0], q.device)
             mixed = flat(layer, q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), scale)
             return mixed.view(*q.shape[:-1], -1)
         if q.is_cuda and v.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] in FLASH_SIZES:
@@ -59,7 +66,9 @@ class Causal:
         return mixed_THD.narrow(-1, 0, size)
 
 
-def _one_by_one(lengths: Sequence[int], q_THD: Tensor, k_TKD: Tensor, v_TKV: Tensor, scale: float | None) -> Tensor:
+def _one_by_one(
+    lengths: Sequence[int], q_THD: Tensor, k_TKD: Tensor, v_TKV: Tensor, scale: float | None
+) -> Tensor:
     # In bf16 the backward pass of a CPU's attention takes five times as long as in fp32.
     dtype = v_TKV.dtype
     if slow := dtype == torch.bfloat16 and not v_TKV.is_cuda:
@@ -76,43 +85,51 @@ def _one_by_one(lengths: Sequence[int], q_THD: Tensor, k_TKD: Tensor, v_TKV: Ten
 
 
 class KVCache:
-    """Keys and values of many sequences, in blocks of `block_size` tokens. With a latent (MLA) values are the beginning
-    of keys, and only those are kept."""
+    """Keys and values of many sequences, in blocks of `block_size` tokens. With a latent (MLA)
+    values are the beginning of keys, and only those are kept."""
 
     def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, like: Tensor) -> None:
         """On the device and in the type of `like`."""
         self.heads, self.size = config.cached_heads
-        self.num_blocks, self.block_size = num_blocks, block_size
+        self.num_blocks = num_blocks
+        self.block_size = block_size
         shape = (num_blocks, block_size, self.heads, self.size)
         layers = range(config.num_hidden_layers)
-        # Zeros: what lies past the end of a sequence gets weight 0, which does not help against a NaN.
+        # Zeros: what lies past the end of a sequence gets weight 0, which does not help against a
+        # NaN.
         self.k = [like.new_zeros(shape) for _ in layers]
         self.v = self.k if config.latent else [like.new_zeros(shape) for _ in layers]
-        self.shelves: dict[int, Shelf] = {}  # by capacity
+        self.contiguous: dict[int, ContiguousCache] = {}  # by capacity
 
     def gather(self, by_block: Tensor, blocks_M: Tensor, length: int) -> Tensor:
-        """SKD: the first `length` tokens of the sequence in these blocks, from one layer's keys or values."""
+        """SKD: the first `length` tokens of the sequence in these blocks, from one layer's keys or
+        values."""
         used_M = blocks_M[: -(-length // self.block_size)]
         return by_block.index_select(0, used_M).flatten(0, 1)[:length]
 
 
-class Shelf:
-    """Copies of whole sequences, each in one piece, for as long as they read token after token.
+class ContiguousCache:
+    """Contiguous copies of the keys and values of sequences that are decoding.
 
-    Gathering the blocks of a sequence costs as much as attending to them. So a sequence is gathered when it begins to
-    answer, and from then on every new token is written twice. The rows of one shelf are attended to together; they have
-    room for `capacity` tokens each, so that a long sequence does not make the short ones pay for its length.
+    Gathering the blocks of a sequence costs as much as attending to them. So a sequence is gathered
+    when it begins to answer, and from then on every new token is written twice. The rows of one
+    shelf are attended to together; they have room for `capacity` tokens each, so that a long
+    sequence does not make the short ones pay for its length.
     """
 
     def __init__(self, cache: KVCache, capacity: int) -> None:
-        self._cache, self.capacity, self._num_rows = cache, capacity, 0
+        self._cache = cache
+        self.capacity = capacity
+        self._num_rows = 0
         self._held: dict[int, tuple[int, int]] = {}  # sequence -> row, tokens in it
         self.k: list[Tensor] = []
         self.v: list[Tensor] = []
 
-    def seat(self, ids: Sequence[int], lengths: Sequence[int], blocks_BM: Tensor) -> list[int]:
-        """Makes sure that all but the newest token of each sequence is there. Returns the order in which the sequences
-        stand on rows 0, 1 and so on."""
+    def place(
+        self, ids: Sequence[int], lengths: Sequence[int], block_table_BM: Tensor
+    ) -> list[int]:
+        """Make sure that all but the newest token of each sequence is there. Returns the order of
+        the sequences on rows 0, 1 and so on."""
         count = len(ids)
         if count > self._num_rows:
             self._grow(2 * count)
@@ -127,7 +144,7 @@ class Shelf:
         vacant = [row for row, place in enumerate(order) if place < 0]
         for row, place in zip(vacant, newcomers, strict=True):
             order[row] = place
-            self._fetch(row, blocks_BM[place], lengths[place] - 1)
+            self._fetch(row, block_table_BM[place], lengths[place] - 1)
         self._held = {ids[place]: (row, lengths[place]) for row, place in enumerate(order)}
         return order
 
@@ -136,64 +153,90 @@ class Shelf:
         self._held.clear()
         shape = (num_rows, self._cache.heads, self.capacity, self._cache.size)
         self.k = [layer.new_zeros(shape) for layer in self._cache.k]
-        self.v = self.k if self._cache.v is self._cache.k else [layer.new_zeros(shape) for layer in self._cache.v]
+        self.v = (
+            self.k
+            if self._cache.v is self._cache.k
+            else [layer.new_zeros(shape) for layer in self._cache.v]
+        )
 
     def _fetch(self, row: int, blocks_M: Tensor, length: int) -> None:
-        for shelved, cached in {id(self.k): (self.k, self._cache.k), id(self.v): (self.v, self._cache.v)}.values():
+        for shelved, cached in {
+            id(self.k): (self.k, self._cache.k),
+            id(self.v): (self.v, self._cache.v),
+        }.values():
             for to, by_block in zip(shelved, cached, strict=True):
                 to[row, :, :length] = self._cache.gather(by_block, blocks_M, length).transpose(0, 1)
 
 
-class Paged:
-    """Inference, over the blocks of a `KVCache`. `engine.plan` says what the arguments mean.
+class PagedAttention:
+    """Paged attention for inference, over the blocks of a `KVCache`. `engine.batch` says what the
+    arguments mean.
 
-    The first `num_single` sequences have one new token each, and all their others were written in earlier passes; they
-    are attended to together. The rest is taken one by one. New tokens have to be handed to the model in the order
-    `order_N`, which is not quite that of the plan.
+    The first `num_decode` sequences have one new token each, and all their others were written in
+    earlier passes; they are attended to together. The rest is taken one by one. New tokens have to
+    be handed to the model in the order `order_N`, which is not quite that of the plan.
     """
 
     latent = True
 
     def __init__(
-        self, cache: KVCache, *, ids: Sequence[int], slots_N: NDArray[np.int64], starts: Sequence[int],
-        lengths: Sequence[int], blocks_BM: NDArray[np.int64], num_single: int,
+        self, cache: KVCache, *, ids: Sequence[int], slot_mapping_N: NDArray[np.int64],
+        starts: Sequence[int], lengths: Sequence[int], block_table_BM: NDArray[np.int64],
+        num_decode: int,
     ) -> None:  # fmt: skip
-        self._cache, device = cache, cache.k[0].device
-        blocks = torch.from_numpy(blocks_BM).to(device)
+        self._cache = cache
+        device = cache.k[0].device
+        blocks = torch.from_numpy(block_table_BM).to(device)
         by_capacity: dict[int, list[int]] = {}
-        for place, length in enumerate(lengths[:num_single]):
-            by_capacity.setdefault(max(MIN_SHELF, 1 << (length - 1).bit_length()), []).append(place)
+        for place, length in enumerate(lengths[:num_decode]):
+            by_capacity.setdefault(max(MIN_CONTIGUOUS, 1 << (length - 1).bit_length()), []).append(
+                place
+            )
         # A shelf that nobody needs goes, and so does its memory.
-        cache.shelves = {capacity: cache.shelves.get(capacity) or Shelf(cache, capacity) for capacity in by_capacity}
+        cache.contiguous = {
+            capacity: cache.contiguous.get(capacity) or ContiguousCache(cache, capacity)
+            for capacity in by_capacity
+        }
         order: list[int] = []
-        self._groups: list[_Together | _Alone] = []
+        self._groups: list[_DecodeGroup | _PrefillSequence] = []
         for capacity, places in by_capacity.items():
-            shelf, own = cache.shelves[capacity], [lengths[place] for place in places]
-            rows = shelf.seat([ids[place] for place in places], own, blocks[places])
-            self._groups.append(_Together(shelf, len(order), [own[row] for row in rows]))
+            shelf = cache.contiguous[capacity]
+            own = [lengths[place] for place in places]
+            rows = shelf.place([ids[place] for place in places], own, blocks[places])
+            self._groups.append(_DecodeGroup(shelf, len(order), [own[row] for row in rows]))
             order += [places[row] for row in rows]
-        ends = [*starts[1:], len(slots_N)]
-        for place in range(num_single, len(starts)):
-            self._groups.append(_Alone(cache, starts[place], ends[place], lengths[place], blocks[place]))
-        self.order_N = np.array([*order, *range(num_single, len(slots_N))])
-        self._slots_N = torch.from_numpy(slots_N[self.order_N]).to(device)
+        ends = [*starts[1:], len(slot_mapping_N)]
+        for place in range(num_decode, len(starts)):
+            self._groups.append(
+                _PrefillSequence(cache, starts[place], ends[place], lengths[place], blocks[place])
+            )
+        self.order_N = np.array([*order, *range(num_decode, len(slot_mapping_N))])
+        self._slot_mapping_N = torch.from_numpy(slot_mapping_N[self.order_N]).to(device)
 
-    def __call__(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKV: Tensor, scale: float | None = None) -> Tensor:
+    def __call__(
+        self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKV: Tensor, scale: float | None = None
+    ) -> Tensor:
         k, v = self._cache.k[layer], self._cache.v[layer]
-        k.flatten(0, 1).index_copy_(0, self._slots_N, k_NKD)
+        k.flatten(0, 1).index_copy_(0, self._slot_mapping_N, k_NKD)
         if v is not k:
-            v.flatten(0, 1).index_copy_(0, self._slots_N, v_NKV)
-        mixed = [group(layer, q_NHD[group.new], k_NKD[group.new], v_NKV[group.new], scale) for group in self._groups]
+            v.flatten(0, 1).index_copy_(0, self._slot_mapping_N, v_NKV)
+        mixed = [
+            group(layer, q_NHD[group.new], k_NKD[group.new], v_NKV[group.new], scale)
+            for group in self._groups
+        ]
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
 
-class _Together:
-    """Sequences on the first rows of a shelf, with one new token each."""
+class _DecodeGroup:
+    """Decoding sequences on the first rows of a contiguous cache, with one new token each."""
 
-    def __init__(self, shelf: Shelf, start: int, lengths: list[int]) -> None:
+    def __init__(self, shelf: ContiguousCache, start: int, lengths: list[int]) -> None:
         self.new = slice(start, start + len(lengths))
-        self._shelf, self._num_rows, self._longest = shelf, len(lengths), max(lengths)
-        heads, lengths_B = shelf.k[0].shape[1], np.array(lengths)
+        self._shelf = shelf
+        self._num_rows = len(lengths)
+        self._longest = max(lengths)
+        heads = shelf.k[0].shape[1]
+        lengths_B = np.array(lengths)
         rows_BK = np.arange(len(lengths) * heads).reshape(-1, heads)
         places = (rows_BK * shelf.capacity + lengths_B[:, None] - 1).ravel()
         self._places = torch.from_numpy(places).to(shelf.k[0].device)
@@ -202,40 +245,61 @@ class _Together:
             hidden_BS = np.arange(self._longest) >= lengths_B[:, None]
             self._mask = _mask(hidden_BS, shelf.k[0])[:, None, None]
 
-    def __call__(self, layer: int, q_BHD: Tensor, k_BKD: Tensor, v_BKV: Tensor, scale: float | None) -> Tensor:
+    def __call__(
+        self, layer: int, q_BHD: Tensor, k_BKD: Tensor, v_BKV: Tensor, scale: float | None
+    ) -> Tensor:
         k, v = self._shelf.k[layer], self._shelf.v[layer]
         k.flatten(0, 2).index_copy_(0, self._places, k_BKD.flatten(0, 1))
         if v is not k:
             v.flatten(0, 2).index_copy_(0, self._places, v_BKV.flatten(0, 1))
-        # Query heads that share a key head stand in for several queries, so that keys are read once for all of them.
+        # Query heads that share a key head stand in for several queries, so that keys are read once
+        # for all of them.
         q_BKGD = q_BHD.view(self._num_rows, k.shape[1], -1, q_BHD.shape[2])
         keys, values = (x[: self._num_rows, :, : self._longest] for x in (k, v))
         values = values[..., : v_BKV.shape[-1]]
-        return F.scaled_dot_product_attention(q_BKGD, keys, values, attn_mask=self._mask, scale=scale).flatten(1, 2)
+        return F.scaled_dot_product_attention(
+            q_BKGD, keys, values, attn_mask=self._mask, scale=scale
+        ).flatten(1, 2)
 
 
-class _Alone:
+class _PrefillSequence:
     """One sequence with any number of new tokens, T of them."""
 
     def __init__(self, cache: KVCache, start: int, end: int, length: int, blocks_M: Tensor) -> None:
         self.new = slice(start, end)
-        self._cache, self._length, self._blocks_M = cache, length, blocks_M
+        self._cache = cache
+        self._length = length
+        self._blocks_M = blocks_M
         num_new = end - start
         self._from_the_first = num_new == length
         self._mask: Tensor | None = None
         if 1 < num_new < length:
-            self._mask = _mask(~np.tri(num_new, length, length - num_new, dtype=np.bool_), cache.k[0])
+            self._mask = _mask(
+                ~np.tri(num_new, length, length - num_new, dtype=np.bool_), cache.k[0]
+            )
 
-    def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKV: Tensor, scale: float | None) -> Tensor:
+    def __call__(
+        self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKV: Tensor, scale: float | None
+    ) -> Tensor:
         k, v = k_TKD, v_TKV
         if not self._from_the_first:
             cached_k, cached_v = self._cache.k[layer], self._cache.v[layer]
             k = self._cache.gather(cached_k, self._blocks_M, self._length)
-            v = k if cached_v is cached_k else self._cache.gather(cached_v, self._blocks_M, self._length)
+            v = (
+                k
+                if cached_v is cached_k
+                else self._cache.gather(cached_v, self._blocks_M, self._length)
+            )
             v = v[..., : v_TKV.shape[-1]]
         q, k, v = (x.transpose(0, 1)[None] for x in (q_THD, k, v))
         mixed = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=self._mask, is_causal=self._from_the_first, scale=scale, enable_gqa=True
+            q,
+            k,
+            v,
+            attn_mask=self._mask,
+            is_causal=self._from_the_first,
+            scale=scale,
+            enable_gqa=True,
         )
         return mixed[0].transpose(0, 1)
 

@@ -1,9 +1,10 @@
 """The shape of a model, as config.json of a Hugging Face directory says it.
 
-One `ModelConfig` for every family. What sets a family apart is a few facts about its layers (`FAMILIES`); what a model
-may have or not have is a part that is None or there: `latent` (MLA), `experts` (mixture of experts), `rope_scaling`.
-Anything in config.json that would change the computation and is not known here is refused, never skipped. A key that
-is left out means what it means to transformers, or is asked for.
+One `ModelConfig` for every family. What sets a family apart is a few facts about its layers
+(`FAMILIES`); what a model may have or not have is a part that is None or there: `latent` (MLA),
+`experts` (mixture of experts), `rope_scaling`. Anything in config.json that would change the
+computation and is not known here is refused, never skipped. A key that is left out means what it
+means to transformers, or is asked for.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """What the code of a family does in every model of it, so that config.json does not say it."""
+    """Facts about a model family that config.json does not say."""
 
     architecture: str
     qkv_bias: bool = False
@@ -24,8 +25,9 @@ class Family:
     """Queries and keys are normed head by head before they are rotated."""
     latent: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """What keys mean that config.json leaves out, beyond `DEFAULTS`: transformers' values for the family. A key without
-    a default must be there, because what transformers assumes is the size of one model."""
+    """What keys mean that config.json leaves out, beyond `DEFAULTS`: transformers' values for the
+    family. A key without a default must be there, because what transformers assumes is the size of
+    one model."""
 
 
 DEFAULTS: Mapping[str, Any] = {
@@ -41,7 +43,14 @@ DEFAULTS: Mapping[str, Any] = {
     "truncate": True,
 }
 NULLABLE = {
-    *("num_key_value_heads", "head_dim", "q_lora_rank", "mlp_only_layers", "factor", "partial_rotary_factor"),
+    *(
+        "num_key_value_heads",
+        "head_dim",
+        "q_lora_rank",
+        "mlp_only_layers",
+        "factor",
+        "partial_rotary_factor",
+    ),
     *("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow"),
 }
 """Keys that may say null; to transformers it means the same as to us."""
@@ -61,7 +70,9 @@ _DEEPSEEK = Family(
     },
 )
 FAMILIES: dict[str, Family] = {
-    "llama": Family(architecture="LlamaForCausalLM", defaults={"num_key_value_heads": None, "head_dim": None}),
+    "llama": Family(
+        architecture="LlamaForCausalLM", defaults={"num_key_value_heads": None, "head_dim": None}
+    ),
     "qwen2": Family(architecture="Qwen2ForCausalLM", qkv_bias=True, defaults={"head_dim": None}),
     "qwen3": Family(architecture="Qwen3ForCausalLM", qk_norm=True, defaults={"head_dim": 128}),
     "qwen3_moe": Family(
@@ -82,7 +93,8 @@ FAMILIES: dict[str, Family] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
-    """How a model was stretched to more positions than it first learnt; the fields are those of `rope_scaling`."""
+    """RoPE scaling to more positions than the model first learnt; the fields are those of
+    `rope_scaling`."""
 
     rope_type: str
     factor: float = 1.0
@@ -100,7 +112,8 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentConfig:
-    """MLA: keys and values of all heads are made from one short vector a token, and only that is cached."""
+    """MLA: keys and values of all heads are made from one short vector a token, and only that is
+    cached."""
 
     kv_lora_rank: int
     qk_nope_head_dim: int
@@ -119,7 +132,8 @@ class ExpertsConfig:
     """The layers that have experts; the others have a plain MLP."""
     norm_topk_prob: bool = False
     sigmoid: bool = False
-    """DeepSeek's router: a sigmoid for each expert, and a bias that only steers the choice. Otherwise a softmax."""
+    """DeepSeek's router: a sigmoid for each expert, and a bias that only steers the choice.
+    Otherwise a softmax."""
     n_group: int = 1
     topk_group: int = 1
     routed_scaling_factor: float = 1.0
@@ -161,8 +175,8 @@ class ModelConfig:
 
     @property
     def cached_heads(self) -> tuple[int, int]:
-        """Heads and size of what one token leaves in a cache of keys; values are as large, and with `latent` they are
-        the first `kv_lora_rank` numbers of the key."""
+        """Heads and size of what one token leaves in a cache of keys; values are as large, and with
+        `latent` they are the first `kv_lora_rank` numbers of the key."""
         if self.latent:
             return 1, self.latent.kv_lora_rank + self.latent.qk_rope_head_dim
         return self.num_key_value_heads, self.head_dim
@@ -174,10 +188,19 @@ class ModelConfig:
             "hidden_act": "silu",
             "torch_dtype": "bfloat16",
         }
-        said |= {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("latent", "experts")}
+        said |= {
+            f.name: getattr(self, f.name)
+            for f in fields(self)
+            if f.name not in ("latent", "experts")
+        }
         if self.rope_scaling:
             scaling = asdict(self.rope_scaling)
-            optional = ("original_max_position_embeddings", "mscale", "mscale_all_dim", "attention_factor")
+            optional = (
+                "original_max_position_embeddings",
+                "mscale",
+                "mscale_all_dim",
+                "attention_factor",
+            )
             said["rope_scaling"] = {k: v for k, v in scaling.items() if k not in optional or v}
         if self.latent:
             said |= asdict(self.latent)
@@ -191,7 +214,9 @@ class ModelConfig:
         said = json.loads(text)
         if not isinstance(said, dict) or said.get("model_type") not in FAMILIES:
             found = said.get("model_type") if isinstance(said, dict) else None
-            raise ValueError(f"config.json: model_type is {found!r}; this version reads {', '.join(FAMILIES)}")
+            raise ValueError(
+                f"config.json: model_type is {found!r}; this version reads {', '.join(FAMILIES)}"
+            )
         family = FAMILIES[said["model_type"]]
         _refuse(said, family)
         read = _Reader(said, {**DEFAULTS, **family.defaults})
@@ -214,7 +239,9 @@ class ModelConfig:
             rope_theta=float(read_rope("rope_theta")),
             rope_scaling=_rope_scaling(rope_kind(rope), read_rope, read("max_position_embeddings")),
             tie_word_embeddings=read("tie_word_embeddings"),
-            latent=LatentConfig(**{f.name: read(f.name) for f in fields(LatentConfig)}) if family.latent else None,
+            latent=LatentConfig(**{f.name: read(f.name) for f in fields(LatentConfig)})
+            if family.latent
+            else None,
             experts=_experts(read, said["model_type"]),
         )
 
@@ -241,9 +268,13 @@ class _Reader:
             for name in names:
                 if name in table:
                     if table[name] is None and name not in NULLABLE:
-                        raise ValueError(f"config.json: {name} is null: write what the model was made with")
+                        raise ValueError(
+                            f"config.json: {name} is null: write what the model was made with"
+                        )
                     return table[name]
-        raise ValueError(f"config.json: {' or '.join(names)} is missing, and cannot be assumed: add it")
+        raise ValueError(
+            f"config.json: {' or '.join(names)} is missing, and cannot be assumed: add it"
+        )
 
 
 def _refuse(said: Mapping[str, Any], family: Family) -> None:
@@ -270,12 +301,15 @@ def _rope_scaling(kind: str, rope: _Reader, context: int) -> RopeScaling | None:
         return None
     if kind not in ("linear", "llama3", "yarn") or rope("partial_rotary_factor") not in (None, 1.0):
         raise ValueError(
-            f"config.json: rope scaling {kind!r} with partial_rotary_factor {rope('partial_rotary_factor')} is not "
+            f"config.json: rope scaling {kind!r} with partial_rotary_factor "
+            f"{rope('partial_rotary_factor')} is not "
             f"supported; linear, llama3 and yarn of whole heads are"
         )
     factor, original = rope("factor"), rope("original_max_position_embeddings")
     if factor is None and kind != "yarn":
-        raise ValueError(f"config.json: factor of the rope scaling {kind!r} is null: write how far it stretches")
+        raise ValueError(
+            f"config.json: factor of the rope scaling {kind!r} is null: write how far it stretches"
+        )
     bounds = ("low_freq_factor", "high_freq_factor") if kind == "llama3" else ()
     return RopeScaling(
         rope_type=kind,
@@ -293,7 +327,12 @@ def _rope_scaling(kind: str, rope: _Reader, context: int) -> RopeScaling | None:
 
 def _experts(read: _Reader, model_type: str) -> ExpertsConfig | None:
     depth = range(read("num_hidden_layers"))
-    keys = ["num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "router_aux_loss_coef"]
+    keys = [
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+        "norm_topk_prob",
+        "router_aux_loss_coef",
+    ]
     latent = FAMILIES[model_type].latent
     if latent:
         number = ("n_routed_experts", "num_local_experts")
@@ -309,9 +348,12 @@ def _experts(read: _Reader, model_type: str) -> ExpertsConfig | None:
         return None
     if latent and read(*number) % read("n_group"):
         raise ValueError(
-            f"config.json: {read(*number)} experts are not to be had in n_group = {read('n_group')} groups"
+            f"config.json: {read(*number)} experts are not to be had in n_group = "
+            f"{read('n_group')} groups"
         )
-    return ExpertsConfig(num_experts=read(*number), layers=layers, sigmoid=latent, **{key: read(key) for key in keys})
+    return ExpertsConfig(
+        num_experts=read(*number), layers=layers, sigmoid=latent, **{key: read(key) for key in keys}
+    )
 
 
 def _experts_to_json(experts: ExpertsConfig | None, model_type: str, depth: int) -> dict[str, Any]:
@@ -326,5 +368,9 @@ def _experts_to_json(experts: ExpertsConfig | None, model_type: str, depth: int)
         return {}
     if experts is None:
         return own
-    said = {key: value for key, value in asdict(experts).items() if key not in ("num_experts", "layers", "sigmoid")}
+    said = {
+        key: value
+        for key, value in asdict(experts).items()
+        if key not in ("num_experts", "layers", "sigmoid")
+    }
     return said | own | {number: experts.num_experts}

@@ -1,13 +1,14 @@
-"""Layers of which every token uses a few experts only.
+"""Mixture-of-experts layers: every token uses a few experts only.
 
-Which experts a token uses is decided by comparing scores that lie close together, and rounding may turn the decision.
-A trainer that decides otherwise than the engine did trains another model than the one that sampled. So the engine
-records the choice (`Routing.used`), and the trainer may replay it (`Routing.replay`): the scores still are its own, and
-so is their gradient. What it replays should be what rounding or a few steps of training could have made of its own
-choice; an expert that its router finds implausible is replaced by the best that is left (`Routing.least`).
+Which experts a token uses is decided by comparing scores that lie close together, and rounding may
+turn the decision. A trainer that decides otherwise than the engine did trains another model than
+the one that sampled. So the engine records the choice (`Routing.chosen`), and the trainer may
+replay it (`Routing.replay`): the scores still are its own, and so is their gradient. What it
+replays should be what rounding or a few steps of training could have made of its own choice; an
+expert that its router finds implausible is replaced by the best that is left (`Routing.min_score`).
 
-Shapes: N tokens, X experts, k experts of a token, M = N * k pairs of a token and an expert of it, E hidden size, F size
-within an expert, L layers that have experts.
+Shapes: N tokens, X experts, k experts of a token, M = N * k pairs of a token and an expert of it, E
+hidden size, F size within an expert, L layers that have experts.
 """
 
 from __future__ import annotations
@@ -25,13 +26,19 @@ from etude.model.numerics import PLAIN, Arithmetic
 
 
 class Routing:
-    """The choices of one forward pass, layer after layer, and what can be seen of the routers on the way."""
+    """The choices of one forward pass, layer after layer, and what can be seen of the routers on
+    the way."""
 
-    def __init__(self, replay: Tensor | None = None, *, least: float = 0.0, keep_scores: bool = False) -> None:
-        """`replay`: [.., L, k] of any integer type, with the leading dimensions of the tokens; where it is negative,
-        the router decides. `least`: the share of the lowest score among the router's own choices that a replayed expert
-        must have to be used; 0 trusts all. `keep_scores`: `scores` are wanted afterwards, with their gradient."""
-        self.replay, self.least, self.keep_scores = replay, least, keep_scores
+    def __init__(
+        self, replay: Tensor | None = None, *, min_score: float = 0.0, keep_scores: bool = False
+    ) -> None:
+        """`replay`: [.., L, k] of any integer type, with the leading dimensions of the tokens;
+        where it is negative, the router decides. `min_score`: the share of the lowest score among
+        the router's own choices that a replayed expert must have to be used; 0 trusts all.
+        `keep_scores`: `scores` are wanted afterwards, with their gradient."""
+        self.replay = replay
+        self.min_score = min_score
+        self.keep_scores = keep_scores
         self.scores: list[Tensor] = []
         """One [N, X] a layer, if they are kept."""
         self._used: list[Tensor] = []
@@ -39,13 +46,15 @@ class Routing:
         self._replaced: list[Tensor] = []
 
     def choose(self, place: int, scores_NX: Tensor, ranks_NX: Tensor, num: int) -> Tensor:
-        """The experts of all tokens in one layer, number `place` of those with experts. Left alone, the router takes
-        the `num` that `ranks_NX` ranks first."""
+        """The experts of all tokens in one layer, number `place` of those with experts. Left alone,
+        the router takes the `num` that `ranks_NX` ranks first."""
         if self.keep_scores:
             self.scores.append(scores_NX)
         with torch.no_grad():
             own_Nk = ranks_NX.topk(num, -1).indices
-            self._used.append(own_Nk if self.replay is None else self._told(place, own_Nk, scores_NX, ranks_NX))
+            self._used.append(
+                own_Nk if self.replay is None else self._told(place, own_Nk, scores_NX, ranks_NX)
+            )
         return self._used[-1]
 
     def _told(self, place: int, own_Nk: Tensor, scores_NX: Tensor, ranks_NX: Tensor) -> Tensor:
@@ -54,42 +63,53 @@ class Routing:
         is_told_Nk, told_Nk = told_Nk >= 0, told_Nk.clamp(min=0)
         is_own_Nk = _marked(own_Nk, ranks_NX.shape[-1]).gather(-1, told_Nk)
         self._differs.append((is_told_Nk & ~is_own_Nk).any(-1))
-        least_N1 = self.least * scores_NX.gather(-1, own_Nk).amin(-1, keepdim=True)
+        least_N1 = self.min_score * scores_NX.gather(-1, own_Nk).amin(-1, keepdim=True)
         holds_Nk = is_told_Nk & (scores_NX.gather(-1, told_Nk) >= least_N1)
         self._replaced.append((is_told_Nk & ~holds_Nk).sum(-1))
-        # Whoever holds keeps its place, since sums are taken in this order; the router's best fill the others.
-        taken_NX = _marked(torch.where(holds_Nk, told_Nk, ranks_NX.shape[-1]), ranks_NX.shape[-1] + 1)[:, :-1]
+        # Whoever holds keeps its place, since sums are taken in this order; the router's best fill
+        # the others.
+        taken_NX = _marked(
+            torch.where(holds_Nk, told_Nk, ranks_NX.shape[-1]), ranks_NX.shape[-1] + 1
+        )[:, :-1]
         best_Nk = ranks_NX.masked_fill(taken_NX, -torch.inf).topk(own_Nk.shape[-1], -1).indices
         next_Nk = (~holds_Nk).cumsum(-1) - 1
         return torch.where(holds_Nk, told_Nk, best_Nk.gather(-1, next_Nk.clamp(min=0)))
 
-    def used(self) -> Tensor:
+    def chosen(self) -> Tensor:
         """[N, L, k], after the pass."""
         return torch.stack(self._used, 1)
 
-    def differs(self) -> Tensor:
-        """[N], after a pass that replayed: whether in any layer the router would have chosen another expert."""
+    def mismatches(self) -> Tensor:
+        """[N], after a pass that replayed: whether in any layer the router would have chosen
+        another expert."""
         return torch.stack(self._differs, 1).any(1)
 
     def replaced(self) -> Tensor:
-        """[N], likewise: how many of the experts that were to be replayed were not, in all layers together."""
+        """[N], likewise: how many of the experts that were to be replayed were not, in all layers
+        together."""
         return torch.stack(self._replaced, 1).sum(1)
 
 
 def _marked(ids_Nk: Tensor, size: int) -> Tensor:
     """[N, size], True at the ids."""
-    return torch.zeros(len(ids_Nk), size, dtype=torch.bool, device=ids_Nk.device).scatter_(-1, ids_Nk, True)
+    return torch.zeros(len(ids_Nk), size, dtype=torch.bool, device=ids_Nk.device).scatter_(
+        -1, ids_Nk, True
+    )
 
 
 def read_ids(data: bytes, c: ExpertsConfig) -> Tensor:
-    """[tokens, L, k] from what an engine records: a byte for each id, or two with more than 256 experts."""
+    """[tokens, L, k] from what an engine records: a byte for each id, or two with more than 256
+    experts."""
     kind = torch.uint8 if c.num_experts <= 256 else torch.int16
     token_bytes = len(c.layers) * c.num_experts_per_tok * kind.itemsize
     if not data or len(data) % token_bytes:
         raise ValueError(
-            f"{len(data)} bytes of expert ids do not fit the model, which has {token_bytes} for each token"
+            f"{len(data)} bytes of expert ids do not fit the model, which has {token_bytes} for "
+            f"each token"
         )
-    ids = torch.frombuffer(bytearray(data), dtype=kind).view(-1, len(c.layers), c.num_experts_per_tok)
+    ids = torch.frombuffer(bytearray(data), dtype=kind).view(
+        -1, len(c.layers), c.num_experts_per_tok
+    )
     if not 0 <= int(ids.min()) <= int(ids.max()) < c.num_experts:
         raise ValueError(f"expert {int(ids.max())} is replayed, and the model has {c.num_experts}")
     return ids
@@ -105,10 +125,13 @@ class Router(nn.Module):
         super().__init__()
         self.c = c
         self.weight = nn.Parameter(torch.empty(c.num_experts, hidden_size))
-        self.register_buffer("e_score_correction_bias", torch.zeros(c.num_experts) if c.sigmoid else None)
+        self.register_buffer(
+            "e_score_correction_bias", torch.zeros(c.num_experts) if c.sigmoid else None
+        )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
-        """A model that is cast to bf16 keeps the bias as it is; one that is moved takes it along."""
+        """A model that is cast to bf16 keeps the bias as it is; one that is moved takes it
+        along."""
         bias = self.e_score_correction_bias
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if bias is not None:
@@ -131,8 +154,8 @@ class Router(nn.Module):
         return self.arithmetic.sigmoid(logits_NX) if self.c.sigmoid else logits_NX.softmax(-1)
 
     def _ranks(self, scores_NX: Tensor) -> Tensor:
-        """The scores by which experts are chosen: with the bias that balances their load, and only in the groups whose
-        two best experts are the best."""
+        """The scores by which experts are chosen: with the bias that balances their load, and only
+        in the groups whose two best experts are the best."""
         if self.e_score_correction_bias is None:
             return scores_NX
         scores_NX = scores_NX + self.e_score_correction_bias
@@ -145,15 +168,19 @@ class Router(nn.Module):
         return scores_NGX.masked_fill(out_NG.unsqueeze(-1), -torch.inf).flatten(-2)
 
 
-class Stack(nn.Module):
+class StackedExperts(nn.Module):
     """The weights of all experts of a layer, one behind the other."""
 
     arithmetic = PLAIN
 
     def __init__(self, hidden_size: int, c: ExpertsConfig) -> None:
         super().__init__()
-        self.gate_up_proj = nn.Parameter(torch.empty(c.num_experts, 2 * c.moe_intermediate_size, hidden_size))
-        self.down_proj = nn.Parameter(torch.empty(c.num_experts, hidden_size, c.moe_intermediate_size))
+        self.gate_up_proj = nn.Parameter(
+            torch.empty(c.num_experts, 2 * c.moe_intermediate_size, hidden_size)
+        )
+        self.down_proj = nn.Parameter(
+            torch.empty(c.num_experts, hidden_size, c.moe_intermediate_size)
+        )
 
     def parts(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         for kind, stacked in tensors.items():
@@ -165,12 +192,15 @@ class Stack(nn.Module):
                         yield f"experts.{number}.{name}.weight", view
 
     def forward(self, x_NE: Tensor, ids_Nk: Tensor, weights_Nk: Tensor) -> Tensor:
-        """The weighted sum of what the experts of each token make of it. Sorted by expert, so that each reads its
-        tokens in one product; added up in the order of `ids_Nk`, so that a token does not depend on its neighbours."""
+        """The weighted sum of what the experts of each token make of it. Sorted by expert, so that
+        each reads its tokens in one product; added up in the order of `ids_Nk`, so that a token
+        does not depend on its neighbours."""
         num_per_token = ids_Nk.shape[1]
         ids_M, order_M = ids_Nk.flatten().sort(stable=True)
         # Not `bincount`, whose result has a size that a compiler cannot know.
-        ends_X = torch.searchsorted(ids_M, torch.arange(1, len(self.down_proj) + 1, device=ids_M.device))
+        ends_X = torch.searchsorted(
+            ids_M, torch.arange(1, len(self.down_proj) + 1, device=ids_M.device)
+        )
         x_ME = x_NE[order_M // num_per_token]
         if x_NE.is_cuda and x_NE.dtype == torch.bfloat16 and self.arithmetic is PLAIN:
             y_ME = _grouped(x_ME, self.gate_up_proj, self.down_proj, ends_X.int())
@@ -199,14 +229,15 @@ def _grouped(x_ME: Tensor, gate_up_XFE: Tensor, down_XEF: Tensor, ends_X: Tensor
     return y_ME
 
 
-class Experts(nn.Module):
-    """In the place of an MLP. `place`: which of the layers with experts this is."""
+class SparseMoE(nn.Module):
+    """A sparse mixture of experts in the place of an MLP. `place`: its number among the layers with
+    experts."""
 
     def __init__(self, hidden_size: int, c: ExpertsConfig, place: int) -> None:
         super().__init__()
         self.place = place
         self.gate = Router(hidden_size, c)
-        self.experts = Stack(hidden_size, c)
+        self.experts = StackedExperts(hidden_size, c)
         shared = c.moe_intermediate_size * c.n_shared_experts
         self.shared_experts = MLP(hidden_size, shared) if shared else None
 

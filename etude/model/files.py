@@ -1,8 +1,9 @@
-"""A model as the files of a Hugging Face directory: config.json, tokenizer.json, model.safetensors and so on.
+"""A model as the files of a Hugging Face directory: config.json, tokenizer.json, model.safetensors
+and so on.
 
-The small files travel as a dict (name -> bytes), because in a run they live in the object store, not on a disk.
-Outside `model/` tensors are known by their Hugging Face names only; `named` is where these meet our own parameters,
-some of which hold several of such tensors.
+The small files travel as a dict (name -> bytes), because in a run they live in the object store,
+not on a disk. Outside `model/` tensors are known by their Hugging Face names only; `hf_tensors` is
+where these meet our own parameters, some of which hold several of such tensors.
 """
 
 from __future__ import annotations
@@ -17,34 +18,41 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from etude.model.directory import INDEX, SMALL, WHOLE, lacking, read_small
-from etude.model.layers import Parted
+from etude.model.directory import INDEX, MODEL_FILES, SINGLE_FILE, missing_files, read_model_files
+from etude.model.layers import FusedModule
 from etude.model.transformer import ModelConfig, Transformer
 
 __all__ = [
-    "SMALL",
-    "build",
+    "MODEL_FILES",
+    "build_model",
     "check_fit",
     "load_weights",
-    "named",
+    "hf_tensors",
     "read_directory",
-    "rows",
-    "weights",
+    "hf_rows",
+    "hf_state_dict",
     "write_directory",
 ]
 
 SHARD_BYTES = 5 * 10**9
 
 
-def named(model: Transformer, state: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """The model's tensors by their Hugging Face names: views, so that writing to them writes to the model. `state`:
-    other tensors instead, known by the names of the model's own parameters, such as gradients or masters."""
+def hf_tensors(model: Transformer, state: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """The model's tensors by their Hugging Face names: views, so that writing to them writes to the
+    model. `state`: other tensors instead, known by the names of the model's own parameters, such as
+    gradients or masters."""
     state = model.state_dict() if state is None else state
     found: dict[str, Tensor] = {}
     for path, module in model.named_modules():
-        names = [name for name, _ in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]]
+        names = [
+            name
+            for name, _ in [
+                *module.named_parameters(recurse=False),
+                *module.named_buffers(recurse=False),
+            ]
+        ]
         own = {name: state[f"{path}.{name}"] for name in names if f"{path}.{name}" in state}
-        if isinstance(module, Parted):
+        if isinstance(module, FusedModule):
             found |= {f"{path.rpartition('.')[0]}.{name}": view for name, view in module.parts(own)}
         else:
             found |= {f"{path}.{name}": tensor for name, tensor in own.items()}
@@ -52,22 +60,28 @@ def named(model: Transformer, state: Mapping[str, Tensor] | None = None) -> dict
 
 
 Rows = tuple[Tensor, int, int, torch.dtype]
-"""Rows of a tensor, the number of the first one, how many it has in all, and what it is published in."""
+"""Rows of a tensor, the number of the first one, how many it has in all, and what it is published
+in."""
 
 
-def rows(
+def hf_rows(
     model: Transformer, held: Mapping[str, tuple[int, Tensor]], dtype: torch.dtype = torch.bfloat16
 ) -> dict[str, Rows]:
-    """What a rank that holds some rows of each parameter has of the tensors by their Hugging Face names: views. `held`:
-    name of a parameter or buffer -> the number of its first row here, and the rows."""
-    whole = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in model.state_dict().items()}
+    """What a rank that holds some rows of each parameter has of the tensors by their Hugging Face
+    names: views. `held`: name of a parameter or buffer -> the number of its first row here, and the
+    rows."""
+    whole = {
+        name: torch.empty(t.shape, dtype=t.dtype, device="meta")
+        for name, t in model.state_dict().items()
+    }
     names = {id(tensor): name for name, tensor in whole.items()}
     found: dict[str, Rows] = {}
-    for name, view in named(model, whole).items():
+    for name, view in hf_tensors(model, whole).items():
         base = view if view._base is None else view._base
         first, own = held[names[id(base)]]
         assert view.is_contiguous()  # parts are cut from parameters along their first dimensions
-        begin = first * base[:1].numel() - view.storage_offset()  # of what is here, counted from where the view starts
+        # of what is here, counted from where the view starts
+        begin = first * base[:1].numel() - view.storage_offset()
         low, high = max(0, begin), min(view.numel(), begin + own.numel())
         if low < high:
             data = own.detach().reshape(-1)[low - begin : high - begin].view(-1, *view.shape[1:])
@@ -76,18 +90,24 @@ def rows(
     return found
 
 
-def weights(
-    model: Transformer, dtype: torch.dtype = torch.bfloat16, state: Mapping[str, Tensor] | None = None
+def hf_state_dict(
+    model: Transformer,
+    dtype: torch.dtype = torch.bfloat16,
+    state: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """A copy of the tensors by their Hugging Face names: what is published, saved and served. `state` as in `named`."""
+    """A copy of the tensors by their Hugging Face names: what is published, saved and served.
+    `state` as in `hf_tensors`."""
     with torch.no_grad():
-        found = named(model, state)
-        return {name: t.to(t.dtype if _is_exact(name) else dtype, copy=True) for name, t in found.items()}
+        found = hf_tensors(model, state)
+        return {
+            name: t.to(t.dtype if _is_exact(name) else dtype, copy=True)
+            for name, t in found.items()
+        }
 
 
 def load_weights(model: Transformer, tensors: Mapping[str, Tensor]) -> None:
     """Copies values in place, so that whoever holds the model goes on with the new ones."""
-    own = named(model)
+    own = hf_tensors(model)
     _check_fit(own, tensors)
     with torch.no_grad():
         for name, view in own.items():
@@ -96,11 +116,14 @@ def load_weights(model: Transformer, tensors: Mapping[str, Tensor]) -> None:
 
 def check_fit(config: ModelConfig, tensors: Mapping[str, Tensor]) -> None:
     """Raises ValueError if these are not just the tensors of such a model."""
-    _check_fit(named(Transformer(config)), tensors)
+    _check_fit(hf_tensors(Transformer(config)), tensors)
 
 
 def write_directory(
-    path: Path, small: Mapping[str, bytes], tensors: Mapping[str, Tensor], shard_bytes: int = SHARD_BYTES
+    path: Path,
+    small: Mapping[str, bytes],
+    tensors: Mapping[str, Tensor],
+    shard_bytes: int = SHARD_BYTES,
 ) -> None:
     path.mkdir(parents=True, exist_ok=True)
     for name, data in small.items():
@@ -108,35 +131,48 @@ def write_directory(
     shards = list(_shards(tensors, shard_bytes))
     files = [f"model-{n + 1:05d}-of-{len(shards):05d}.safetensors" for n in range(len(shards))]
     if len(shards) == 1:
-        files = [WHOLE]
+        files = [SINGLE_FILE]
     else:
         where = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
         size = sum(tensor.nbytes for tensor in tensors.values())
-        (path / INDEX).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": where}, indent=2))
+        (path / INDEX).write_text(
+            json.dumps({"metadata": {"total_size": size}, "weight_map": where}, indent=2)
+        )
     for file, shard in zip(files, shards, strict=True):
         (path / file).touch()
-        mode = (path / file).stat().st_mode  # as the umask says; what safetensors writes is for its owner only
+        # as the umask says; what safetensors writes is for its owner only
+        mode = (path / file).stat().st_mode
         save_file(shard, path / file, metadata={"format": "pt"})
         (path / file).chmod(mode)
 
 
 def read_directory(path: Path) -> tuple[dict[str, bytes], dict[str, Tensor]]:
     """The small files and the tensors of a model directory."""
-    if missing := lacking(path):
+    if missing := missing_files(path):
         raise FileNotFoundError(f"{path} is not a model directory: it has no {', '.join(missing)}")
     index = path / INDEX
-    shards = sorted(set(json.loads(index.read_bytes())["weight_map"].values())) if index.is_file() else [WHOLE]
+    shards = (
+        sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        if index.is_file()
+        else [SINGLE_FILE]
+    )
     try:
-        tensors = {name: tensor for shard in shards for name, tensor in load_file(path / shard).items()}
+        tensors = {
+            name: tensor for shard in shards for name, tensor in load_file(path / shard).items()
+        }
     except SafetensorError as e:
         raise ValueError(f"{path} holds no safetensors that can be read: {e}") from e
-    return read_small(path), tensors
+    return read_model_files(path), tensors
 
 
-def build(small: Mapping[str, bytes], tensors: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) -> Transformer:
+def build_model(
+    small: Mapping[str, bytes], tensors: Mapping[str, Tensor], dtype: torch.dtype = torch.float32
+) -> Transformer:
     config = ModelConfig.from_json(small["config.json"])
     model = Transformer(config).to(dtype)
-    load_weights(model, {name: tensor for name, tensor in tensors.items() if not _is_idle(name, config)})
+    load_weights(
+        model, {name: tensor for name, tensor in tensors.items() if not _is_unused(name, config)}
+    )
     return model
 
 
@@ -145,8 +181,9 @@ def _is_exact(name: str) -> bool:
     return name.endswith("e_score_correction_bias")
 
 
-def _is_idle(name: str, config: ModelConfig) -> bool:
-    """In the files of some models, and of no use here: tables, a copy of the embedding, layers that guess ahead."""
+def _is_unused(name: str, config: ModelConfig) -> bool:
+    """In the files of some models, and of no use here: tables, a copy of the embedding, layers that
+    guess ahead."""
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     return (
         name.endswith("rotary_emb.inv_freq")
@@ -163,7 +200,10 @@ def _check_fit(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None
         )
     for name, view in own.items():
         if view.shape != tensors[name].shape:
-            raise ValueError(f"{name} is {tuple(tensors[name].shape)}, and the model has {tuple(view.shape)} there")
+            raise ValueError(
+                f"{name} is {tuple(tensors[name].shape)}, and the model has {tuple(view.shape)} "
+                f"there"
+            )
 
 
 def _some(names: set[str]) -> str:

@@ -1,10 +1,13 @@
-"""A GGUF file, in which llama.cpp keeps whole models, as a Hugging Face directory: shape, text, template, weights.
+"""A GGUF file, in which llama.cpp keeps whole models, as a Hugging Face directory: shape, text,
+template, weights.
 
-Quantised weights become bf16 of the values that they stand for. Three things differ between the formats, and silently
-give a worse model where they are forgotten:
+Quantised weights become bf16 of the values that they stand for. Three things differ between the
+formats, and silently give a worse model where they are forgotten:
 
-- For `llama`, rows of queries and keys are stored in the order of another way to rotate (`_unrotate`).
-- How text is cut before the vocabulary is applied is only named in the file; `CUTS` knows the patterns.
+- For `llama`, rows of queries and keys are stored in the order of another way to rotate
+  (`_unrotate`).
+- How text is cut before the vocabulary is applied is only named in the file; `CUTS` knows the
+  patterns.
 - Numbers are float32 there: 1e-5 reads as 0.00000999999975.
 """
 
@@ -20,7 +23,16 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 from torch import Tensor
 
 from etude.core.errors import EtudeError
@@ -47,7 +59,8 @@ NAMES = {
 }
 
 _WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|DIGITS| "
+    r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 
@@ -58,7 +71,10 @@ def _by_pattern(digits: str) -> list[Any]:
 
 CUTS: dict[str, Callable[[], list[Any]]] = {
     "gpt-2": lambda: [pre_tokenizers.ByteLevel(add_prefix_space=False)],
-    "smollm": lambda: [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)],
+    "smollm": lambda: [
+        pre_tokenizers.Digits(individual_digits=True),
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+    ],
     "qwen2": lambda: _by_pattern(r"\p{N}"),
     "llama-bpe": lambda: _by_pattern(r"\p{N}{1,3}"),
 }
@@ -73,15 +89,26 @@ class Converted:
     tensors: dict[str, Tensor]
 
 
-def convert(path: Path, progress: Callable[[int, int], None] = lambda done, total: None) -> Converted:
+def convert(
+    path: Path, progress: Callable[[int, int], None] = lambda done, total: None
+) -> Converted:
     """`progress` is told how many tensors of how many are done."""
     reader = _open(path)
     said = {name: field.contents() for name, field in reader.fields.items()}
     if (kind := said.get("general.architecture")) not in ARCHITECTURES:
-        raise EtudeError(f"{path} holds a model of architecture {kind!r}; {', '.join(ARCHITECTURES)} can be imported")
+        raise EtudeError(
+            f"{path} holds a model of architecture {kind!r}; {', '.join(ARCHITECTURES)} can be "
+            f"imported"
+        )
     try:
-        config = _config(said, tied=all(tensor.name != "output.weight" for tensor in reader.tensors))
-        small = {"config.json": config.to_json().encode()} | _tokenizer_files(said) | _notes(said, path.name)
+        config = _config(
+            said, tied=all(tensor.name != "output.weight" for tensor in reader.tensors)
+        )
+        small = (
+            {"config.json": config.to_json().encode()}
+            | _tokenizer_files(said)
+            | _notes(said, path.name)
+        )
         tensors: dict[str, Tensor] = {}
         for tensor in reader.tensors:
             progress(len(tensors), len(reader.tensors))
@@ -89,7 +116,9 @@ def convert(path: Path, progress: Callable[[int, int], None] = lambda done, tota
         progress(len(tensors), len(reader.tensors))
         check_fit(config, tensors)
     except KeyError as e:
-        raise EtudeError(f"{path} says nothing of {e}: it is no whole model of language; fetch another file") from e
+        raise EtudeError(
+            f"{path} says nothing of {e}: it is no whole model of language; fetch another file"
+        ) from e
     except ValueError as e:
         raise EtudeError(f"{path} cannot be imported: {e}") from e
     return Converted(small, tensors)
@@ -110,7 +139,11 @@ def _open(path: Path) -> gguf.GGUFReader:
 
 def _config(said: Mapping[str, Any], tied: bool) -> ModelConfig:
     kind: str = said["general.architecture"]
-    own = {name.removeprefix(f"{kind}."): value for name, value in said.items() if name.startswith(f"{kind}.")}
+    own = {
+        name.removeprefix(f"{kind}."): value
+        for name, value in said.items()
+        if name.startswith(f"{kind}.")
+    }
     if own.get("rope.scaling.type", "none") != "none":
         raise ValueError(f"rope scaling {own['rope.scaling.type']!r} is not supported")
     heads = own["attention.head_count"]
@@ -144,8 +177,11 @@ def _name(name: str) -> str:
 
 
 def _values(tensor: gguf.ReaderTensor, config: ModelConfig) -> Tensor:
-    values = torch.from_numpy(np.array(gguf.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32))
-    values = values.view([int(size) for size in reversed(tensor.shape)])  # GGUF names the fastest axis first
+    values = torch.from_numpy(
+        np.array(gguf.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
+    )
+    # GGUF names the fastest axis first
+    values = values.view([int(size) for size in reversed(tensor.shape)])
     if config.model_type == "llama" and re.search(r"\.attn_[qk]\.", tensor.name):
         values = _unrotate(values, config.head_dim)
     return values.to(torch.bfloat16)
@@ -159,7 +195,9 @@ def _unrotate(rows: Tensor, head_dim: int) -> Tensor:
 def _tokenizer_files(said: Mapping[str, Any]) -> dict[str, bytes]:
     kind, cut = said["tokenizer.ggml.model"], said.get("tokenizer.ggml.pre", "gpt-2")
     if kind != "gpt2" or cut not in CUTS:
-        raise ValueError(f"its tokenizer ({kind}, {cut}) is not supported; gpt2 with one of {', '.join(CUTS)} is")
+        raise ValueError(
+            f"its tokenizer ({kind}, {cut}) is not supported; gpt2 with one of {', '.join(CUTS)} is"
+        )
     tokens: list[str] = said["tokenizer.ggml.tokens"]
     vocabulary = {token: number for number, token in enumerate(tokens)}
     merges = [tuple(merge.split(" ")) for merge in said["tokenizer.ggml.merges"]]
@@ -174,8 +212,14 @@ def _tokenizer_files(said: Mapping[str, Any]) -> dict[str, bytes]:
     special = dict(_special(said, tokens))
     if said.get("tokenizer.ggml.add_bos_token") and "bos_token" in special:
         bos = special["bos_token"]
-        tokenizer.post_processor = processors.TemplateProcessing(f"{bos} $A", None, [(bos, vocabulary[bos])])
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **special}
+        tokenizer.post_processor = processors.TemplateProcessing(
+            f"{bos} $A", None, [(bos, vocabulary[bos])]
+        )
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        **special,
+    }
     files = {
         "tokenizer.json": tokenizer.to_str().encode(),
         "tokenizer_config.json": json.dumps(config, indent=2).encode(),
@@ -195,8 +239,14 @@ def _notes(said: Mapping[str, Any], source: str) -> dict[str, bytes]:
     """What other readers of the directory look for, and where the weights came from."""
     keys = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
     ids = {name: said.get(f"tokenizer.ggml.{key}_token_id") for name, key in keys.items()}
-    card = f"# {said.get('general.name', source)}\n\nConverted from `{source}`: bf16 of the values that it held.\n"
+    card = (
+        f"# {said.get('general.name', source)}\n\nConverted from `{source}`: bf16 of the values "
+        f"that it held.\n"
+    )
     if licence := said.get("general.license"):
         card = f"---\nlicense: {licence}\n---\n\n{card}"
     known = {name: number for name, number in ids.items() if number is not None}
-    return {"generation_config.json": json.dumps(known, indent=2).encode(), "README.md": card.encode()}
+    return {
+        "generation_config.json": json.dumps(known, indent=2).encode(),
+        "README.md": card.encode(),
+    }

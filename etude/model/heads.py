@@ -1,10 +1,10 @@
-"""How a layer makes queries, keys and values: grouped heads (GQA), or heads made from one latent vector (MLA).
+"""Attention layers: grouped-query attention (GQA), and multi-head latent attention (MLA).
 
-How a token then sees the tokens before it is handed in as `attend`.
+The attention backend is handed in as `attend`.
 
-Shapes: .. any leading dimensions (B rows of T tokens in training, N tokens of many sequences in inference), E hidden
-size, H query heads, K key/value heads, D head size, R size of the latent, P of the rotated part, Q and V the parts of a
-key that is not rotated and of a value.
+Shapes: .. any leading dimensions (B rows of T tokens in training, N tokens of many sequences in
+inference), E hidden size, H query heads, K key/value heads, D head size, R size of the latent, P of
+the rotated part, Q and V the parts of a key that is not rotated and of a value.
 """
 
 from __future__ import annotations
@@ -17,36 +17,41 @@ from torch import Tensor, nn
 from etude.model.config import LatentConfig, ModelConfig
 from etude.model.layers import Fused, Linear, RMSNorm
 from etude.model.numerics import PLAIN
-from etude.model.rope import halves, latent_sharpness, rotate
+from etude.model.rope import mla_score_scale, rotate, split_halves
 
 LATENT_EPS = 1e-6  # of the norms within MLA, whatever the model's own is
 
 
-class Attend(Protocol):
+class AttentionBackend(Protocol):
     latent: bool
-    """True: an MLA layer hands its latent as the one key head, and as values the first R numbers of it (a view, not
-    to be kept twice). False: it hands the keys and values of all heads."""
+    """True: an MLA layer hands its latent as the one key head, and as values the first R numbers of
+    it (a view, not to be kept twice). False: it hands the keys and values of all heads."""
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
-        """What every token takes from the tokens that it sees: q [.., H, D], k [.., K, D], v [.., K, V] -> [.., H, V].
-        Scores are multiplied by `scale`, or by 1 / sqrt(D)."""
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None
+    ) -> Tensor:
+        """Attend every token to the tokens that it sees: q [.., H, D], k [.., K, D], v [.., K, V]
+        -> [.., H, V]. Scores are multiplied by `scale`, or by 1 / sqrt(D)."""
 
 
-class GroupedHeads(nn.Module):
+class GroupedQueryAttention(nn.Module):
     arithmetic = PLAIN
 
     def __init__(self, c: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.layer, self.head_dim = layer, c.head_dim
-        self.num_q, self.num_kv = c.num_attention_heads, c.num_key_value_heads
-        q, kv = self.num_q * self.head_dim, self.num_kv * self.head_dim
+        self.layer = layer
+        self.head_dim = c.head_dim
+        self.num_q = c.num_attention_heads
+        self.num_kv = c.num_key_value_heads
+        q = self.num_q * self.head_dim
+        kv = self.num_kv * self.head_dim
         sizes = {"q_proj": q, "k_proj": kv, "v_proj": kv}
         self.qkv_proj = Fused(c.hidden_size, sizes, bias=c.family.qkv_bias)
         self.o_proj = Linear(q, c.hidden_size, bias=False)
         self.q_norm = RMSNorm(self.head_dim, c.rms_norm_eps) if c.family.qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, c.rms_norm_eps) if c.family.qk_norm else None
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: AttentionBackend) -> Tensor:
         heads = self.qkv_proj(x).view(*x.shape[:-1], -1, self.head_dim)
         q, k, v = heads.split_with_sizes((self.num_q, self.num_kv, self.num_kv), -2)
         if self.q_norm and self.k_norm:
@@ -55,27 +60,36 @@ class GroupedHeads(nn.Module):
         return self.o_proj(attend(self.layer, q, k, v).flatten(-2))  # type: ignore[no-any-return]
 
 
-class LatentHeads(nn.Module):
+class LatentAttention(nn.Module):
     arithmetic = PLAIN
 
     def __init__(self, c: ModelConfig, latent: LatentConfig, layer: int) -> None:
         super().__init__()
-        self.layer, self.num_heads, self.c = layer, c.num_attention_heads, latent
+        self.layer = layer
+        self.num_heads = c.num_attention_heads
+        self.c = latent
         self.qk_dim = latent.qk_nope_head_dim + latent.qk_rope_head_dim
-        self.scale = self.qk_dim**-0.5 * latent_sharpness(c.rope_scaling)
-        queries, kv = self.num_heads * self.qk_dim, latent.kv_lora_rank + latent.qk_rope_head_dim
+        self.scale = self.qk_dim**-0.5 * mla_score_scale(c.rope_scaling)
+        queries = self.num_heads * self.qk_dim
+        kv = latent.kv_lora_rank + latent.qk_rope_head_dim
         first = {"q_a_proj": latent.q_lora_rank} if latent.q_lora_rank else {"q_proj": queries}
         self.a_proj = Fused(c.hidden_size, first | {"kv_a_proj_with_mqa": kv})
         self.q_a_layernorm = RMSNorm(latent.q_lora_rank, LATENT_EPS) if latent.q_lora_rank else None
-        self.q_b_proj = Linear(latent.q_lora_rank, queries, bias=False) if latent.q_lora_rank else None
+        self.q_b_proj = (
+            Linear(latent.q_lora_rank, queries, bias=False) if latent.q_lora_rank else None
+        )
         self.kv_a_layernorm = RMSNorm(latent.kv_lora_rank, LATENT_EPS)
         expanded = self.num_heads * (latent.qk_nope_head_dim + latent.v_head_dim)
         self.kv_b_proj = Linear(latent.kv_lora_rank, expanded, bias=False)
         self.o_proj = Linear(self.num_heads * latent.v_head_dim, c.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: AttentionBackend) -> Tensor:
         c = self.c
-        sizes = (self.a_proj.out_features - c.kv_lora_rank - c.qk_rope_head_dim, c.kv_lora_rank, c.qk_rope_head_dim)
+        sizes = (
+            self.a_proj.out_features - c.kv_lora_rank - c.qk_rope_head_dim,
+            c.kv_lora_rank,
+            c.qk_rope_head_dim,
+        )
         q, latent, k_rope = self.a_proj(x).split_with_sizes(sizes, -1)
         if self.q_a_layernorm and self.q_b_proj:
             q = self.q_b_proj(self.q_a_layernorm(q))
@@ -84,21 +98,40 @@ class LatentHeads(nn.Module):
         latent = self.kv_a_layernorm(latent)
         # One head of keys is rotated for all heads of queries: together, in one go.
         turned = torch.cat((q_rope, k_rope.unsqueeze(-2)), -2)
-        turned = rotate(halves(turned) if c.rope_interleave else turned, cos, sin, self.arithmetic)
+        turned = rotate(
+            split_halves(turned) if c.rope_interleave else turned, cos, sin, self.arithmetic
+        )
         q_rope, k_rope = turned.split_with_sizes((self.num_heads, 1), -2)
         seen = self._over_latent if attend.latent else self._expanded
         return self.o_proj(seen(q_nope, q_rope, latent, k_rope, attend).flatten(-2))  # type: ignore[no-any-return]
 
-    def _expanded(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, attend: Attend) -> Tensor:
+    def _expanded(
+        self,
+        q_nope: Tensor,
+        q_rope: Tensor,
+        latent: Tensor,
+        k_rope: Tensor,
+        attend: AttentionBackend,
+    ) -> Tensor:
         kv = self.kv_b_proj(latent).view(*latent.shape[:-1], self.num_heads, -1)
         k_nope, v = kv.split_with_sizes((self.c.qk_nope_head_dim, self.c.v_head_dim), -1)
         k = torch.cat((k_nope, k_rope.expand(*k_nope.shape[:-1], -1)), -1)
         return attend(self.layer, torch.cat((q_nope, q_rope), -1), k, v, self.scale)
 
-    def _over_latent(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, attend: Attend) -> Tensor:
-        """The same numbers, with the expansion of keys moved over to the queries, and that of values to the result."""
+    def _over_latent(
+        self,
+        q_nope: Tensor,
+        q_rope: Tensor,
+        latent: Tensor,
+        k_rope: Tensor,
+        attend: AttentionBackend,
+    ) -> Tensor:
+        """The same numbers, with the expansion of keys moved over to the queries, and that of
+        values to the result."""
         expand = self.kv_b_proj.weight.view(self.num_heads, -1, self.c.kv_lora_rank)
-        keys_HQR, values_HVR = expand.split_with_sizes((self.c.qk_nope_head_dim, self.c.v_head_dim), 1)
+        keys_HQR, values_HVR = expand.split_with_sizes(
+            (self.c.qk_nope_head_dim, self.c.v_head_dim), 1
+        )
         q = torch.cat((self.arithmetic.per_head(q_nope, keys_HQR), q_rope), -1)
         k = torch.cat((latent.unsqueeze(-2), k_rope), -1)
         mixed = attend(self.layer, q, k, k[..., : self.c.kv_lora_rank], self.scale)

@@ -1,7 +1,8 @@
 """The small pieces of a layer. Shapes: E hidden size, F size within an MLP.
 
-Matrices that read the same input are one parameter, so that trainer and engine run one product where Hugging Face
-files have several tensors. Such a module says how its parameter is cut (`parts`), and `files` names the cuts.
+Matrices that read the same input are one parameter, so that trainer and engine run one product
+where Hugging Face files have several tensors. Such a module says how its parameter is cut
+(`parts`), and `files` names the cuts.
 """
 
 from __future__ import annotations
@@ -17,19 +18,21 @@ from etude.model.numerics import PLAIN
 
 
 @runtime_checkable
-class Parted(Protocol):
+class FusedModule(Protocol):
     """A module whose tensors have other names in Hugging Face files than here."""
 
     def parts(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """(name in the files below the name of the parent module, view) of all that is in `tensors`, the module's own
-        parameters or others of their shapes, by their names in this module."""
+        """(name in the files below the name of the parent module, view) of all that is in
+        `tensors`, the module's own parameters or others of their shapes, by their names in this
+        module."""
 
 
 class Linear(nn.Linear):
     arithmetic = PLAIN
 
     def reset_parameters(self) -> None:
-        """Values come from files or from `fresh`; drawing others first would take longer than loading them."""
+        """Values come from files or from `fresh`; drawing others first would take longer than
+        loading them."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.arithmetic.linear(x, self.weight, self.bias)
@@ -49,14 +52,17 @@ class Fused(Linear):
 
     def parts(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         for kind, tensor in tensors.items():
-            for name, view in zip(self.sizes, tensor.split_with_sizes(list(self.sizes.values())), strict=True):
+            for name, view in zip(
+                self.sizes, tensor.split_with_sizes(list(self.sizes.values())), strict=True
+            ):
                 yield f"{name}.{kind}", view
 
 
 class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
@@ -67,7 +73,9 @@ class MLP(nn.Module):
 
     def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
-        self.gate_up_proj = Fused(hidden_size, dict.fromkeys(("gate_proj", "up_proj"), intermediate_size))
+        self.gate_up_proj = Fused(
+            hidden_size, dict.fromkeys(("gate_proj", "up_proj"), intermediate_size)
+        )
         self.down_proj = Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,18 +1,24 @@
-"""The arithmetic of a model: the usual one, or one in which a token does not see its neighbours in the batch.
+"""The arithmetic of a model: the usual one, or a batch-invariant one, in which a token does not
+depend on its neighbours in the batch.
 
-A matrix product of one row and one of twenty add up in different orders, and so do attention over a prompt and over a
-cache. `PLAIN` lets the library choose. In `INVARIANT` whatever is computed for a token has the same bits alone or among
-others, read at once, in pieces or token by token, in the engine or in the trainer:
+A matrix product of one row and one of twenty add up in different orders, and so do attention over a
+prompt and over a cache. `PLAIN` lets the library choose. In `INVARIANT` whatever is computed for a
+token has the same bits alone or among others, read at once, in pieces or token by token, in the
+engine or in the trainer:
 
-- products are taken in tiles of `TILE_ROWS` rows, the last one filled up, so that every row sees the same kernel;
+- products are taken in tiles of `TILE_ROWS` rows, the last one filled up, so that every row sees
+  the same kernel;
 - attention adds up over tiles of keys of a fixed size, in order (`tiled_attention`);
-- functions of one number are made of steps that IEEE 754 defines to the bit. The library's own `silu` treats numbers
-  that fill a vector register in another way than the rest, and which these are depends on how many stand before.
+- functions of one number are made of steps that IEEE 754 defines to the bit. The library's own
+  `silu` treats numbers that fill a vector register in another way than the rest, and which these
+  are depends on how many stand before.
 
-Norms and softmax are computed row by row anyway. All this is a property of the libraries on a machine, and
-tests/engine/test_batch_invariance.py asks whether it holds. Bits do not carry over to another kind of processor.
+Norms and softmax are computed row by row anyway. All this is a property of the libraries on a
+machine, and tests/engine/test_batch_invariance.py asks whether it holds. Bits do not carry over to
+another kind of processor.
 
-Shapes: N rows, C what goes in, M what comes out, H heads, Q and R what goes in and comes out of each.
+Shapes: N rows, C what goes in, M what comes out, H heads, Q and R what goes in and comes out of
+each.
 """
 
 from __future__ import annotations
@@ -30,7 +36,8 @@ LN2_HIGH = 0.693359375
 LN2_LOW = math.log(2) - LN2_HIGH
 """The first has few enough digits that a multiple of it is exact."""
 TILE_ROWS = 32
-"""Enough for a product to be efficient, few enough that a lone token does not pay much for the empty rows."""
+"""Enough for a product to be efficient, few enough that a lone token does not pay much for the
+empty rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +48,13 @@ class Arithmetic:
     """(x [.., H, Q], w [H, Q, R]) -> [.., H, R]: each head has a matrix of its own."""
     sigmoid: Callable[[Tensor], Tensor]
     silu: Callable[[Tensor], Tensor]
-    turn: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    rotate: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
     """(x, cos, other, sin) -> x cos + other sin"""
 
 
 def value_of(exact: Callable[[], Tensor], *, gradient_of: Callable[[], Tensor]) -> Tensor:
-    """What `exact` gives, and in the backward pass the gradient of the other, which is the same function but for
-    rounding. Gradients need not be invariant, and are faster that way."""
+    """The value of `exact`, and in the backward pass the gradient of the other, which is the same
+    function but for rounding. Gradients need not be invariant, and are faster that way."""
     if not torch.is_grad_enabled():
         return exact()
     with torch.no_grad():
@@ -68,7 +75,8 @@ class _Instead(torch.autograd.Function):
 
 def tiled_linear(x: Tensor, w_MC: Tensor, bias_M: Tensor | None = None) -> Tensor:
     product = value_of(
-        lambda: _in_row_tiles(x.flatten(0, -2), w_MC), gradient_of=lambda: F.linear(x, w_MC).flatten(0, -2)
+        lambda: _in_row_tiles(x.flatten(0, -2), w_MC),
+        gradient_of=lambda: F.linear(x, w_MC).flatten(0, -2),
     )
     return (product if bias_M is None else product + bias_M).view(*x.shape[:-1], -1)
 
@@ -90,7 +98,10 @@ def tiled_per_head(x: Tensor, w_HQR: Tensor) -> Tensor:
 def _heads_in_row_tiles(x: Tensor, w_HQR: Tensor) -> Tensor:
     x_NHQ = x.flatten(0, -3)
     padded_HNQ = F.pad(x_NHQ, (0, 0, 0, 0, 0, -len(x_NHQ) % TILE_ROWS)).transpose(0, 1)
-    tiles = [torch.bmm(tile_HNQ.contiguous(), w_HQR) for tile_HNQ in torch.split(padded_HNQ, TILE_ROWS, 1)]
+    tiles = [
+        torch.bmm(tile_HNQ.contiguous(), w_HQR)
+        for tile_HNQ in torch.split(padded_HNQ, TILE_ROWS, 1)
+    ]
     return torch.cat(tiles, 1)[:, : len(x_NHQ)].transpose(0, 1).reshape(*x.shape[:-1], -1)
 
 
@@ -103,13 +114,15 @@ def _turn(x: Tensor, cos: Tensor, other: Tensor, sin: Tensor) -> Tensor:
 
 
 def _turn_in_steps(x: Tensor, cos: Tensor, other: Tensor, sin: Tensor) -> Tensor:
-    # Each step is rounded by itself, as IEEE 754 says; what one instruction would do in one depends on the place.
+    # Each step is rounded by itself, as IEEE 754 says; what one instruction would do in one depends
+    # on the place.
     return x * cos + other * sin
 
 
 def _stepwise_sigmoid(x: Tensor) -> Tensor:
     return value_of(
-        lambda: (1 / (1 + _stepwise_exp(-x.float().clamp(-80, 80)))).to(x.dtype), gradient_of=lambda: torch.sigmoid(x)
+        lambda: (1 / (1 + _stepwise_exp(-x.float().clamp(-80, 80)))).to(x.dtype),
+        gradient_of=lambda: torch.sigmoid(x),
     )
 
 
@@ -118,7 +131,8 @@ def _stepwise_silu(x: Tensor) -> Tensor:
 
 
 def _stepwise_exp(x: Tensor) -> Tensor:
-    """2^n e^r, for finite results: every step is rounded by itself, so the place of a number does not matter."""
+    """2^n e^r, for finite results: every step is rounded by itself, so the place of a number does
+    not matter."""
     n = torch.round(x * (1 / math.log(2)))
     r = x - n * LN2_HIGH - n * LN2_LOW
     series = torch.full_like(r, 1 / math.factorial(7))
@@ -127,11 +141,13 @@ def _stepwise_exp(x: Tensor) -> Tensor:
     return series * ((n.int() + 127) << 23).view(torch.float32)
 
 
-PLAIN = Arithmetic(linear=F.linear, per_head=_per_head, sigmoid=torch.sigmoid, silu=F.silu, turn=_turn)
+PLAIN = Arithmetic(
+    linear=F.linear, per_head=_per_head, sigmoid=torch.sigmoid, silu=F.silu, rotate=_turn
+)
 INVARIANT = Arithmetic(
     linear=tiled_linear,
     per_head=tiled_per_head,
     sigmoid=_stepwise_sigmoid,
     silu=_stepwise_silu,
-    turn=_turn_in_steps,
+    rotate=_turn_in_steps,
 )

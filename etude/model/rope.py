@@ -1,6 +1,8 @@
-"""Rotary positions: how fast each pair of numbers of a head turns, and the table of all turns of a model.
+"""Rotary positions: how fast each pair of numbers of a head turns, and the table of all turns of a
+model.
 
-Everything is computed in float64 and rounded once: every device and build starts from the same table.
+Everything is computed in float64 and rounded once: every device and build starts from the same
+table.
 """
 
 from __future__ import annotations
@@ -15,26 +17,30 @@ from etude.model.numerics import Arithmetic
 
 
 def table(config: ModelConfig) -> Tensor:
-    """[positions, 2, 1, rotary_dim]: cosines, and sines whose first half is negated, so that `rotate` only has to swap
-    the halves of a head. The 1 stands for the heads."""
+    """[positions, 2, 1, rotary_dim]: cosines, and sines whose first half is negated, so that
+    `rotate` only has to swap the halves of a head. The 1 stands for the heads."""
     positions = torch.arange(config.max_position_embeddings, dtype=torch.float64)
-    angles = torch.outer(positions, speeds(config))
-    cos, sin = (f(angles) * amplitude(config.rope_scaling) for f in (torch.cos, torch.sin))
-    return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1).unsqueeze(2).float()
+    angles = torch.outer(positions, inverse_frequencies(config))
+    cos, sin = (f(angles) * attention_factor(config.rope_scaling) for f in (torch.cos, torch.sin))
+    return (
+        torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1).unsqueeze(2).float()
+    )
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, arithmetic: Arithmetic) -> Tensor:
-    """x [.., heads, D], the two halves of a head paired with each other; cos and sin [.., 1, D] from the table."""
+    """x [.., heads, D], the two halves of a head paired with each other; cos and sin [.., 1, D]
+    from the table."""
     first, second = x.chunk(2, -1)
-    return arithmetic.turn(x, cos, torch.cat((second, first), -1), sin)
+    return arithmetic.rotate(x, cos, torch.cat((second, first), -1), sin)
 
 
-def halves(x: Tensor) -> Tensor:
-    """From the layout of DeepSeek, where the numbers of a pair are neighbours, to that of `rotate`."""
+def split_halves(x: Tensor) -> Tensor:
+    """From the layout of DeepSeek, where the numbers of a pair are neighbours, to that of
+    `rotate`."""
     return torch.cat((x[..., 0::2], x[..., 1::2]), -1)
 
 
-def speeds(config: ModelConfig) -> Tensor:
+def inverse_frequencies(config: ModelConfig) -> Tensor:
     """Radians a position, for each pair."""
     dim, scaling = config.rotary_dim, config.rope_scaling
     speed = config.rope_theta ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
@@ -49,12 +55,14 @@ def speeds(config: ModelConfig) -> Tensor:
         keep = ((turns - low) / (high - low)).clamp(0, 1)
     else:
         keep = 1 - _ramp(scaling, dim, config.rope_theta, context)
-    # Fast pairs see neighbours and stay as they are, slow ones are stretched, those between are mixed.
+    # Fast pairs see neighbours and stay as they are, slow ones are stretched, those between are
+    # mixed.
     return speed / scaling.factor * (1 - keep) + speed * keep
 
 
 def _ramp(scaling: RopeScaling, dim: int, theta: float, context: int) -> Tensor:
-    """YaRN: 0 for pairs that turn more than `beta_fast` times in the context, 1 below `beta_slow`, a line between."""
+    """YaRN: 0 for pairs that turn more than `beta_fast` times in the context, 1 below `beta_slow`,
+    a line between."""
 
     def pair_that_turns(times: float) -> float:
         return dim * math.log(context / (times * 2 * math.pi)) / (2 * math.log(theta))
@@ -63,22 +71,26 @@ def _ramp(scaling: RopeScaling, dim: int, theta: float, context: int) -> Tensor:
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, dim - 1)
-    return ((torch.arange(dim // 2, dtype=torch.float64) - first) / max(last - first, 1e-3)).clamp(0, 1)
+    return ((torch.arange(dim // 2, dtype=torch.float64) - first) / max(last - first, 1e-3)).clamp(
+        0, 1
+    )
 
 
-def amplitude(scaling: RopeScaling | None) -> float:
+def attention_factor(scaling: RopeScaling | None) -> float:
     """YaRN sharpens attention in long contexts by longer queries and keys."""
     if scaling is None or scaling.rope_type != "yarn":
         return 1.0
     if scaling.attention_factor is not None:
         return scaling.attention_factor
     if scaling.mscale and scaling.mscale_all_dim:
-        return _mscale(scaling.factor, scaling.mscale) / _mscale(scaling.factor, scaling.mscale_all_dim)
+        return _mscale(scaling.factor, scaling.mscale) / _mscale(
+            scaling.factor, scaling.mscale_all_dim
+        )
     return _mscale(scaling.factor, 1.0)
 
 
-def latent_sharpness(scaling: RopeScaling | None) -> float:
-    """What MLA multiplies its scores by, since only a part of its queries and keys is rotated."""
+def mla_score_scale(scaling: RopeScaling | None) -> float:
+    """The factor on the scores of MLA, since only a part of its queries and keys is rotated."""
     if scaling is None or not scaling.mscale_all_dim:
         return 1.0
     return _mscale(scaling.factor, scaling.mscale_all_dim) ** 2

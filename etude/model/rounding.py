@@ -39,7 +39,8 @@ MOVES = {
         "roll", "_unsafe_view",
     )
 }  # fmt: skip
-"""Operators that are exact in any type. Others that are exact come out so; these need not be widened."""
+"""Operators that are exact in any type. Others that are exact come out so; these need not be
+widened."""
 
 NUM_DRAWS = 8
 QUANTILE = 4.785
@@ -119,15 +120,18 @@ def _is_wide(x: object, wide: torch.dtype) -> bool:
 
 
 class StepwiseCausal:
-    """`attention.Causal` for rows that stand one after the other, step by step, so that each step
-    is rounded. Scores are float32, as in every fused kernel; weights have the type of the model."""
+    """`attention.CausalAttention` for rows that stand one after the other, step by step, so that
+    each step is rounded. Scores are float32, as in every fused kernel; weights have the type of the
+    model."""
 
     latent = True
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self._lengths = list(lengths)
 
-    def __call__(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKV: Tensor, scale: float | None = None) -> Tensor:
+    def __call__(
+        self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKV: Tensor, scale: float | None = None
+    ) -> Tensor:
         scale = scale or q_NHD.shape[-1] ** -0.5
         group = q_NHD.shape[1] // k_NKD.shape[1]
         rows = zip(*(x.split_with_sizes(self._lengths) for x in (q_NHD, k_NKD, v_NKV)), strict=True)

@@ -1,11 +1,14 @@
-"""Chat templates, in the environment that they are written for: jinja2 with what Hugging Face's templates may use.
+"""Chat templates, in the environment that they are written for: jinja2 with what Hugging Face's
+templates may use.
 
-A template comes with a model, from whoever made it: it runs in a sandbox, and sees nothing but what it is handed.
+A template comes with a model, from whoever made it: it runs in a sandbox, and sees nothing but what
+it is handed.
 
-Templates disagree about the calls of a message. Most want the arguments as an object, and a text beside the calls, if
-only an empty one; DeepSeek's want the arguments as the text that they came as, and nothing for a message that only
-calls. A template that is handed the other form breaks, or leaves the call out. None says what it wants, so each is
-asked: it is shown a call in every form, and gets the first that it shows in full.
+Templates disagree about the calls of a message. Most want the arguments as an object, and a text
+beside the calls, if only an empty one; DeepSeek's want the arguments as the text that they came as,
+and nothing for a message that only calls. A template that is handed the other form breaks, or
+leaves the call out. None says what it wants, so each is asked: it is shown a call in every form,
+and gets the first that it shows in full.
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what the assistant says, for trainers that learn from text. Here it changes nothing."""
+    """`{% generation %}` marks what the assistant says, for trainers that learn from text. Here it
+    changes nothing."""
 
     tags = {"generation"}
 
@@ -37,7 +41,9 @@ def _to_json(
     separators: tuple[str, str] | None = None, sort_keys: bool = False,
 ) -> str:  # fmt: skip
     """jinja2's own filter escapes for HTML; a model must see the text as it is."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _raise(message: str) -> NoReturn:
@@ -50,7 +56,9 @@ def _now(form: str) -> str:
 
 def compile_template(text: str) -> Callable[..., str]:
     """A function of keyword arguments. Both this and it raise TemplateError."""
-    jinja = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    jinja = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
     jinja.filters["tojson"] = _to_json
     jinja.globals |= {"raise_exception": _raise, "strftime_now": _now}
     return jinja.from_string(text).render
@@ -102,11 +110,16 @@ def call_form(render: Callable[..., str], **special: str) -> CallForm:
         messages = [asked, form.shape({"role": "assistant", "content": None, "tool_calls": calls})]
         try:
             text = render(
-                messages=messages, tools=[_TRIED_TOOL], documents=None, add_generation_prompt=False, **special
+                messages=messages,
+                tools=[_TRIED_TOOL],
+                documents=None,
+                add_generation_prompt=False,
+                **special,
             )
         except (TemplateError, TypeError):
             return False
         shown = text.rpartition(asked["content"])[2]
-        return "some_tool" in shown and "some_value" in shown and "{'" not in shown  # no dict as Python writes it
+        # no dict as Python writes it
+        return "some_tool" in shown and "some_value" in shown and "{'" not in shown
 
     return next((form for form in FORMS if shows(form)), CallForm())

@@ -1,13 +1,13 @@
-"""Attention in which every token adds up in the same way, whoever stands beside it: the `attend` of invariant models.
+"""Batch-invariant attention: every token adds up in the same way, whatever else is in the batch.
 
-Queries are taken in tiles of a few tokens, keys and values in tiles of `KEYS` tokens from the first one on. A product
-of two tiles always has the same shape, and so the same kernel; sums over the tiles of keys are taken in order. Keys
-that a query does not see get weight 0, which changes no sum, so it does not matter how many of them follow.
-`CausalInTiles` and `PagedInTiles` only differ in where the keys lie. Both hand over the latent of an MLA layer, not the
-expanded heads.
+Queries are taken in tiles of a few tokens, keys and values in tiles of `KEYS` tokens from the first
+one on. A product of two tiles always has the same shape, and so the same kernel; sums over the
+tiles of keys are taken in order. Keys that a query does not see get weight 0, which changes no sum,
+so it does not matter how many of them follow. `TiledCausalAttention` and `TiledPagedAttention` only
+differ in where the keys lie. Both hand over the latent of an MLA layer, not the expanded heads.
 
-Shapes as in `attention`, and U tiles, W tokens of a tile of queries, J of a tile of keys, S tokens of the longest
-sequence rounded up to whole tiles, P slots of a cache.
+Shapes as in `attention`, and U tiles, W tokens of a tile of queries, J of a tile of keys, S tokens
+of the longest sequence rounded up to whole tiles, P slots of a cache.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from etude.model.attention import Causal, KVCache
+from etude.model.attention import CausalAttention, KVCache
 from etude.model.numerics import value_of
 
 KEYS = 64
 QUERIES = 16
-"""Rows of a tile of queries: so many pairs of a token and a head of a group, or one token with all of them."""
+"""Rows of a tile of queries: so many pairs of a token and a head of a group, or one token with all
+of them."""
 
 PRODUCTS = 64
 
@@ -35,21 +36,31 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Which tokens ask, and where what they see lies. The last tile of a sequence is filled up with tokens that are not
-    real."""
+    """Tiles of query tokens, and where the keys that they see lie. The last tile of a sequence is
+    filled up with tokens that are not real."""
 
     tokens_UW: Tensor
     real_UW: Tensor
     hidden_UWS: Tensor
-    slots_US: Tensor
+    slot_mapping_US: Tensor
 
     @classmethod
     def lay_out(
-        cls, *, starts_B: Ints, ends_B: Ints, lengths_B: Ints, slots_BS: Ints, width: int, device: torch.device | None
+        cls,
+        *,
+        starts_B: Ints,
+        ends_B: Ints,
+        lengths_B: Ints,
+        slot_mapping_BS: Ints,
+        width: int,
+        device: torch.device | None,
     ) -> Tiles:
-        """Tokens `starts_B` to `ends_B` are the last ones of sequences that have `lengths_B` in all."""
+        """Tokens `starts_B` to `ends_B` are the last ones of sequences that have `lengths_B` in
+        all."""
         tiles = [
-            (b, first) for b, (s, e) in enumerate(zip(starts_B, ends_B, strict=True)) for first in range(s, e, width)
+            (b, first)
+            for b, (s, e) in enumerate(zip(starts_B, ends_B, strict=True))
+            for first in range(s, e, width)
         ]
         sequence_U, first_U = np.array(tiles).T
         tokens_UW = first_U[:, None] + np.arange(width)
@@ -58,13 +69,15 @@ class Tiles:
         arrays = (
             np.where(real_UW, tokens_UW, first_U[:, None]),
             real_UW,
-            np.arange(slots_BS.shape[1]) > positions_UW[:, :, None],
-            slots_BS[sequence_U],
+            np.arange(slot_mapping_BS.shape[1]) > positions_UW[:, :, None],
+            slot_mapping_BS[sequence_U],
         )
         return cls(*(torch.from_numpy(array).to(device) for array in arrays))
 
 
-def attend_in_tiles(tiles: Tiles, scale: float, q_NHD: Tensor, k_PKD: Tensor, v_PKV: Tensor) -> Tensor:
+def attend_in_tiles(
+    tiles: Tiles, scale: float, q_NHD: Tensor, k_PKD: Tensor, v_PKV: Tensor
+) -> Tensor:
     """In float32, whatever the type: the result is rounded once."""
     num_tiles, width = tiles.tokens_UW.shape
     heads, groups = q_NHD.shape[1], k_PKD.shape[1]
@@ -72,31 +85,44 @@ def attend_in_tiles(tiles: Tiles, scale: float, q_NHD: Tensor, k_PKD: Tensor, v_
     def tile(x_PKD: Tensor, slots_UJ: Tensor) -> Tensor:
         return x_PKD[slots_UJ].transpose(1, 2).flatten(0, 1).float()
 
-    q_UKWGD = q_NHD[tiles.tokens_UW].view(num_tiles, width, groups, -1, q_NHD.shape[-1]).transpose(1, 2)
+    q_UKWGD = (
+        q_NHD[tiles.tokens_UW].view(num_tiles, width, groups, -1, q_NHD.shape[-1]).transpose(1, 2)
+    )
     q = q_UKWGD.reshape(num_tiles * groups, -1, q_NHD.shape[-1]).float()
-    places = torch.split(tiles.slots_US, KEYS, 1)
-    scores = torch.cat([products(q, tile(k_PKD, slots_UJ).transpose(1, 2)) for slots_UJ in places], -1) * scale
+    places = torch.split(tiles.slot_mapping_US, KEYS, 1)
+    scores = (
+        torch.cat([products(q, tile(k_PKD, slots_UJ).transpose(1, 2)) for slots_UJ in places], -1)
+        * scale
+    )
     scores_UKWGS = scores.view(num_tiles, groups, width, heads // groups, -1)
     weights = shares(scores_UKWGS.masked_fill(tiles.hidden_UWS[:, None, :, None], -torch.inf))
     mixed = torch.zeros((), device=q.device)
-    for part, slots_UJ in zip(torch.split(weights.view(scores.shape), KEYS, -1), places, strict=True):
+    for part, slots_UJ in zip(
+        torch.split(weights.view(scores.shape), KEYS, -1), places, strict=True
+    ):
         mixed = mixed + products(part, tile(v_PKV, slots_UJ))
-    mixed_UWHV = mixed.view(num_tiles, groups, width, heads // groups, -1).transpose(1, 2).flatten(2, 3)
+    mixed_UWHV = (
+        mixed.view(num_tiles, groups, width, heads // groups, -1).transpose(1, 2).flatten(2, 3)
+    )
     return mixed_UWHV[tiles.real_UW].to(q_NHD.dtype)
 
 
 def products(a: Tensor, b: Tensor) -> Tensor:
-    """`torch.bmm`, whose kernel on CUDA depends on how many products there are and how the matrices lie: so always as
-    many, and lying alike."""
+    """`torch.bmm`, whose kernel on CUDA depends on how many products there are and how the matrices
+    lie: so always as many, and lying alike."""
     if not a.is_cuda:
         return torch.bmm(a, b)
-    padded = (torch.split(F.pad(x, (0, 0, 0, 0, 0, -len(x) % PRODUCTS)).contiguous(), PRODUCTS) for x in (a, b))
+    padded = (
+        torch.split(F.pad(x, (0, 0, 0, 0, 0, -len(x) % PRODUCTS)).contiguous(), PRODUCTS)
+        for x in (a, b)
+    )
     return torch.cat([torch.bmm(*pair) for pair in zip(*padded, strict=True)])[: len(a)]
 
 
 def shares(scores: Tensor) -> Tensor:
-    """Softmax over the last axis, a multiple of `KEYS`, in which scores of -inf at the end change nothing. On a CPU
-    that is how the library does it; on CUDA the order of its sum depends on the length."""
+    """Softmax over the last axis, a multiple of `KEYS`, in which scores of -inf at the end change
+    nothing. On a CPU that is how the library does it; on CUDA the order of its sum depends on the
+    length."""
     if not scores.is_cuda:
         return torch.softmax(scores, -1)
     powers = (scores - scores.amax(-1, keepdim=True)).exp()
@@ -112,17 +138,20 @@ def tokens_of_a_tile(num_heads: int, num_keys: int) -> int:
     return max(1, QUERIES // (num_heads // num_keys))
 
 
-class CausalInTiles:
+class TiledCausalAttention:
     """Training: whole sequences of these `lengths` one behind the other."""
 
     latent = True
 
     def __init__(self, lengths: Sequence[int], device: torch.device | None = None) -> None:
-        self.lengths, self._device = lengths, device
-        self._plain = Causal(lengths, device)
+        self.lengths = lengths
+        self._device = device
+        self._plain = CausalAttention(lengths, device)
         self._tiles: Tiles | None = None  # the same for all layers
 
-    def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKV: Tensor, scale: float | None = None) -> Tensor:
+    def __call__(
+        self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKV: Tensor, scale: float | None = None
+    ) -> Tensor:
         if self._tiles is None:
             self._tiles = self._lay_out(tokens_of_a_tile(q_THD.shape[1], k_TKD.shape[1]))
         tiles, factor = self._tiles, scale or q_THD.shape[-1] ** -0.5
@@ -136,33 +165,53 @@ class CausalInTiles:
         ends_B = lengths_B.cumsum()
         places_S = np.arange(-(-int(lengths_B.max()) // KEYS) * KEYS)
         return Tiles.lay_out(
-            starts_B=ends_B - lengths_B, ends_B=ends_B, lengths_B=lengths_B, width=width, device=self._device,
-            slots_BS=(ends_B - lengths_B)[:, None] + places_S.clip(max=lengths_B[:, None] - 1),
-        )  # fmt: skip
+            starts_B=ends_B - lengths_B,
+            ends_B=ends_B,
+            lengths_B=lengths_B,
+            width=width,
+            device=self._device,
+            slot_mapping_BS=(ends_B - lengths_B)[:, None]
+            + places_S.clip(max=lengths_B[:, None] - 1),
+        )
 
 
-class PagedInTiles:
-    """Inference, over the blocks of a `KVCache`. `engine.plan` says what the arguments mean."""
+class TiledPagedAttention:
+    """Inference, over the blocks of a `KVCache`. `engine.batch` says what the arguments mean."""
 
     latent = True
 
     def __init__(
-        self, cache: KVCache, num_heads: int, *, slots_N: Ints, starts_B: Ints, lengths_B: Ints, blocks_BM: Ints
+        self,
+        cache: KVCache,
+        num_heads: int,
+        *,
+        slot_mapping_N: Ints,
+        starts_B: Ints,
+        lengths_B: Ints,
+        block_table_BM: Ints,
     ) -> None:
         self._cache = cache
-        device, size = cache.k[0].device, cache.block_size
-        self._slots_N = torch.from_numpy(slots_N).to(device)
+        device = cache.k[0].device
+        size = cache.block_size
+        self._slot_mapping_N = torch.from_numpy(slot_mapping_N).to(device)
         # Whatever lies past the end of a sequence is hidden from it.
-        places_S = np.arange(-(-int(lengths_B.max()) // KEYS) * KEYS).clip(max=blocks_BM.shape[1] * size - 1)
+        places_S = np.arange(-(-int(lengths_B.max()) // KEYS) * KEYS).clip(
+            max=block_table_BM.shape[1] * size - 1
+        )
         self._tiles = Tiles.lay_out(
-            starts_B=starts_B, ends_B=np.append(starts_B[1:], len(slots_N)), lengths_B=lengths_B,
-            slots_BS=blocks_BM[:, places_S // size] * size + places_S % size,
+            starts_B=starts_B, ends_B=np.append(starts_B[1:], len(slot_mapping_N)),
+            lengths_B=lengths_B,
+            slot_mapping_BS=block_table_BM[:, places_S // size] * size + places_S % size,
             width=tokens_of_a_tile(num_heads, cache.heads), device=device,
         )  # fmt: skip
 
-    def __call__(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKV: Tensor, scale: float | None = None) -> Tensor:
+    def __call__(
+        self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKV: Tensor, scale: float | None = None
+    ) -> Tensor:
         k, v = (x.flatten(0, 1) for x in (self._cache.k[layer], self._cache.v[layer]))
-        k.index_copy_(0, self._slots_N, k_NKD)
+        k.index_copy_(0, self._slot_mapping_N, k_NKD)
         if self._cache.v is not self._cache.k:
-            v.index_copy_(0, self._slots_N, v_NKV)
-        return attend_in_tiles(self._tiles, scale or q_NHD.shape[-1] ** -0.5, q_NHD, k, v[..., : v_NKV.shape[-1]])
+            v.index_copy_(0, self._slot_mapping_N, v_NKV)
+        return attend_in_tiles(
+            self._tiles, scale or q_NHD.shape[-1] ** -0.5, q_NHD, k, v[..., : v_NKV.shape[-1]]
+        )

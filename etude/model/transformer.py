@@ -1,10 +1,11 @@
 """A decoder-only transformer, for every family that `config` knows.
 
-The trainer and the engine run this one definition. What differs between them is how a token sees the tokens before it,
-so attention is handed in: `attend` is `attention.Causal` in training, another class of that module in inference.
+The trainer and the engine run this one definition. What differs between them is how a token sees
+the tokens before it, so attention is handed in: `attend` is `attention.CausalAttention` in
+training, another class of that module in inference.
 
-Shapes: .. any leading dimensions (B rows of T tokens, or N tokens of many sequences one after the other), E hidden
-size, V vocabulary, D rotated part of a head.
+Shapes: .. any leading dimensions (B rows of T tokens, or N tokens of many sequences one after the
+other), E hidden size, V vocabulary, D rotated part of a head.
 """
 
 from __future__ import annotations
@@ -16,30 +17,36 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from etude.model.config import ModelConfig
-from etude.model.experts import Experts, Routing
-from etude.model.heads import Attend, GroupedHeads, LatentHeads
+from etude.model.experts import Routing, SparseMoE
+from etude.model.heads import AttentionBackend, GroupedQueryAttention, LatentAttention
 from etude.model.layers import MLP, Embedding, Linear, RMSNorm
 from etude.model.numerics import INVARIANT, PLAIN, Arithmetic
 from etude.model.rope import table
 
-__all__ = ["Attend", "ModelConfig", "Routing", "Transformer", "fresh"]
+__all__ = ["AttentionBackend", "ModelConfig", "Routing", "Transformer", "init_from_scratch"]
 
 
 class Block(nn.Module):
     def __init__(self, c: ModelConfig, layer: int) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.self_attn = LatentHeads(c, c.latent, layer) if c.latent else GroupedHeads(c, layer)
+        self.self_attn = (
+            LatentAttention(c, c.latent, layer) if c.latent else GroupedQueryAttention(c, layer)
+        )
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         if c.experts and layer in c.experts.layers:
-            self.mlp: nn.Module = Experts(c.hidden_size, c.experts, c.experts.layers.index(layer))
+            self.mlp: nn.Module = SparseMoE(c.hidden_size, c.experts, c.experts.layers.index(layer))
         else:
             self.mlp = MLP(c.hidden_size, c.intermediate_size)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, routing: Routing | None) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, attend: AttentionBackend, routing: Routing | None
+    ) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, attend)
         normed = self.post_attention_layernorm(x)
-        return x + (self.mlp(normed, routing) if isinstance(self.mlp, Experts) else self.mlp(normed))  # type: ignore[no-any-return]
+        return x + (  # type: ignore[no-any-return]
+            self.mlp(normed, routing) if isinstance(self.mlp, SparseMoE) else self.mlp(normed)
+        )
 
 
 class Decoder(nn.Module):
@@ -53,7 +60,8 @@ class Decoder(nn.Module):
 
 
 class Transformer(nn.Module):
-    """`hidden = model(tokens, positions, attend)`, then `model.logits(hidden)` for the positions that need them."""
+    """`hidden = model(tokens, positions, attend)`, then `model.logits(hidden)` for the positions
+    that need them."""
 
     rope: Tensor
     arithmetic = PLAIN
@@ -64,7 +72,11 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.model = Decoder(config)
-        self.lm_head = None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = (
+            None
+            if config.tie_word_embeddings
+            else Linear(config.hidden_size, config.vocab_size, bias=False)
+        )
         self.register_buffer("rope", table(config), persistent=False)
 
     @property
@@ -84,21 +96,32 @@ class Transformer(nn.Module):
             parameter.data = parameter.data.to(dtype)
         return self
 
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, routing: Routing | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attend: AttentionBackend,
+        routing: Routing | None = None,
+    ) -> Tensor:
         x = self.model.embed_tokens(tokens)
         cos, sin = self.rope[positions].to(x.dtype).unbind(-3)
         for block in self.model.layers:
             x = block(x, cos, sin, attend, routing)
         return self.model.norm(x)  # type: ignore[no-any-return]
 
-    def logprobs(self, hidden_NE: Tensor, tokens_N: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Of the token after each hidden state; and of every token that could have stood there (NV)."""
+    def logprobs(
+        self, hidden_NE: Tensor, tokens_N: Tensor, temperature: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """Of the token after each hidden state; and of every token that could have stood there
+        (NV)."""
         logits_NV = self.logits(hidden_NE)
         if temperature != 1.0:
-            # By a tensor, since on CUDA a plain number would be multiplied by its inverse, which rounds otherwise.
+            # By a tensor, since on CUDA a plain number would be multiplied by its inverse, which
+            # rounds otherwise.
             logits_NV = logits_NV / torch.full_like(logits_NV[:1, :1], temperature)
         logp_NV = torch.log_softmax(logits_NV, dim=-1)
-        # `gather` would say the same, but its gradient is not compiled without a tensor as large as all logits.
+        # `gather` would say the same, but its gradient is not compiled without a tensor as large as
+        # all logits.
         return -F.nll_loss(logp_NV, tokens_N, reduction="none"), logp_NV
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -106,12 +129,14 @@ class Transformer(nn.Module):
         return self.arithmetic.linear(hidden, head, None).float()
 
 
-def fresh(config: ModelConfig, seed: int) -> Transformer:
-    """Random weights, scaled by what goes into each matrix, and by depth for what writes to the residual stream.
+def init_from_scratch(config: ModelConfig, seed: int) -> Transformer:
+    """Random weights, scaled by what goes into each matrix, and by depth for what writes to the
+    residual stream.
 
-    The output of each head starts as the transpose of its values, so that a head begins by copying what it looks at and
-    only has to learn where to look. A small model discovers copying in about half the steps that way, and more reliably
-    with embeddings of that size: with smaller ones, tokens are hardly told apart until the embeddings have grown.
+    The output of each head starts as the transpose of its values, so that a head begins by copying
+    what it looks at and only has to learn where to look. A small model discovers copying in about
+    half the steps that way, and more reliably with embeddings of that size: with smaller ones,
+    tokens are hardly told apart until the embeddings have grown.
     """
     model = Transformer(config)
     generator = torch.Generator().manual_seed(seed)
@@ -120,15 +145,21 @@ def fresh(config: ModelConfig, seed: int) -> Transformer:
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2:
                 deviation = 0.2 if "embed" in name else 1 / math.sqrt(parameter.shape[-1])
-                parameter.normal_(0.0, deviation / depth if "down_proj" in name else deviation, generator=generator)
+                parameter.normal_(
+                    0.0,
+                    deviation / depth if "down_proj" in name else deviation,
+                    generator=generator,
+                )
             elif name.endswith("bias"):
                 parameter.zero_()
         group = config.num_attention_heads // config.num_key_value_heads
         for block in model.model.layers:
             assert isinstance(block, Block)
-            if isinstance(attention := block.self_attn, GroupedHeads):
-                values_KDE = attention.qkv_proj.weight.view(-1, config.head_dim, config.hidden_size)[
-                    -config.num_key_value_heads :
-                ]
-                attention.o_proj.weight.copy_(0.5 * values_KDE.repeat_interleave(group, 0).flatten(0, 1).T)
+            if isinstance(attention := block.self_attn, GroupedQueryAttention):
+                values_KDE = attention.qkv_proj.weight.view(
+                    -1, config.head_dim, config.hidden_size
+                )[-config.num_key_value_heads :]
+                attention.o_proj.weight.copy_(
+                    0.5 * values_KDE.repeat_interleave(group, 0).flatten(0, 1).T
+                )
     return model

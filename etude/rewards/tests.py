@@ -1,11 +1,13 @@
 """The verdict on an attempt: do the hidden questions get the right answers?
 
-Only the text of the editable files is taken from the agent's sandbox. It is put over the pristine files of the task in
-a fresh sandbox, where a probe calls the module and writes down what it answers. The expected answers never enter any
-sandbox: they are compared out here. The module shares a process with the probe and can forge whatever the probe writes,
-but to forge the right answers it must compute them, and that is the task.
+Only the text of the editable files is taken from the agent's sandbox. It is put over the pristine
+files of the task in a fresh sandbox, where a probe calls the module and writes down what it
+answers. The expected answers never enter any sandbox: they are compared out here. The module shares
+a process with the probe and can forge whatever the probe writes, but to forge the right answers it
+must compute them, and that is the task.
 
-What the agent's code does to itself (it is missing, crashes, exits, hangs) earns 0. What breaks on our side raises.
+What the agent's code does to itself (it is missing, crashes, exits, hangs) earns 0. What breaks on
+our side raises.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import json
 from pathlib import PurePosixPath
 
-from etude.core.seams import Sandbox, Worlds
+from etude.core.protocols import Sandbox, SandboxPool
 from etude.core.types import Check, Json, Task
 
 _PROBE, _ANSWERS = "__probe__.py", "__answers__.json"
@@ -42,18 +44,21 @@ with open({_ANSWERS!r}, "w") as file:
 """
 
 
-async def grade(task: Task, sandbox: Sandbox, worlds: Worlds, *, timeout_s: float) -> dict[str, float]:
-    """`reward` is 1.0 if every check is answered right, else 0.0; `checks` is the share of right answers."""
+async def grade(
+    task: Task, sandbox: Sandbox, pool: SandboxPool, *, timeout_s: float
+) -> dict[str, float]:
+    """`reward` is 1.0 if every check is answered right, else 0.0; `checks` is the share of right
+    answers."""
     assert task.checks, f"task {task.id} asks nothing"
     try:
         edited = {path: await sandbox.read(path) for path in task.editable}
     except (FileNotFoundError, ValueError):
         return _scores(0, task)
-    async with worlds.open({**task.files, **edited, _PROBE: _PROBE_TEXT}) as fresh:
+    async with pool.open({**task.files, **edited, _PROBE: _PROBE_TEXT}) as fresh:
         questions = [[check.function, check.args] for check in task.checks]
         stdin = json.dumps([module_name(task.editable[0]), questions])
         ran = await fresh.run(["python", _PROBE], timeout_s=timeout_s, stdin=stdin)
-        if ran.code is None:
+        if ran.exit_code is None:
             return _scores(0, task)
         try:
             answers = parse_answers(await fresh.read(_ANSWERS))
@@ -81,7 +86,10 @@ def parse_answers(text: str) -> list[Json]:
 def num_right(checks: tuple[Check, ...], answers: list[Json]) -> int:
     if len(answers) != len(checks):
         return 0
-    return sum(same(answer, {"value": check.expected}) for answer, check in zip(answers, checks, strict=True))
+    return sum(
+        same(answer, {"value": check.expected})
+        for answer, check in zip(answers, checks, strict=True)
+    )
 
 
 def same(a: Json, b: Json) -> bool:

@@ -1,2 +1,2 @@
-"""Where the parts meet: the controller (THE loop), the trainer process, evaluation, and the
-launcher that starts, watches and stops them all."""
+"""The controller of a run: the rollout loop, evaluation, and the audit of what they leave in the
+store."""

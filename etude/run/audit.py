@@ -1,21 +1,21 @@
-"""The books of a run, recomputed from what lies in its store, whoever wrote it and however it ended."""
+"""The audit of a run: its ledger, recomputed from what lies in its store, however the run ended."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from etude.core.advantage import AdvantageEstimator
 from etude.core.alarms import Alarm, Alarms
 from etude.core.config import RunConfig
-from etude.core.credit import Credit
 from etude.core.ledger import Batched, Dropped, Entry, Issued, Ledger, Trained, Unbalanced
-from etude.core.stages import LoopConfig
-from etude.core.types import Batch, Group, unspan
+from etude.core.lineage import estimator_of, stage_spans
+from etude.core.stages import RolloutStageConfig
+from etude.core.types import Batch, Group, expand_spans
 from etude.run.evaluate import report_name
 from etude.run.journal import drops, group_of
-from etude.run.plan import credit_of, legs
-from etude.run.telemetry import Events
 from etude.store.runs import Run
+from etude.store.telemetry import EventReader
 from etude.weights.manifest import find_newest
 
 
@@ -31,28 +31,38 @@ class Audit:
     finished: bool
     violations: list[str]
     alarms: list[Alarm]
-    """What the run's events gave cause for, in their order; nothing of it breaks the books."""
+    """The alarms that the run's events gave cause for, in their order; none is a violation."""
 
     @property
     def equation(self) -> str:
-        dropped = " + ".join(f"{count} {reason}" for reason, count in sorted(self.dropped.items())) or "0"
-        sign = "=" if self.issued == self.trained + sum(self.dropped.values()) + self.in_flight else "!="
+        dropped = (
+            " + ".join(f"{count} {reason}" for reason, count in sorted(self.dropped.items())) or "0"
+        )
+        sign = (
+            "="
+            if self.issued == self.trained + sum(self.dropped.values()) + self.in_flight
+            else "!="
+        )
         return (
-            f"{self.issued} issued {sign} {self.trained} trained + {sum(self.dropped.values())} dropped ({dropped}) "
+            f"{self.issued} issued {sign} {self.trained} trained + {sum(self.dropped.values())} "
+            f"dropped ({dropped}) "
             f"+ {self.in_flight} in flight"
         )
 
 
 def is_finished(run: Run, config: RunConfig) -> bool:
-    """All versions are there, all evaluations, and the controller knows it. A run that was stopped a moment before has
-    open samples, and rightly so."""
-    stages = legs(config.stage)
+    """All versions are there, all evaluations, and the controller knows it. A run that was stopped
+    a moment before has open samples, and rightly so."""
+    stages = stage_spans(config.stage)
     newest, last = find_newest(run.objects), stages[-1]
     splits = [split for split in ("heldout", "novel") if getattr(config.tasks, split)]
-    wanted = {report_name(leg.end, split) for leg in stages for split in splits}
+    wanted = {report_name(span.end, split) for span in stages for split in splits}
     if newest is None or newest.version < last.end or not wanted <= set(run.evals()):
         return False
-    return not isinstance(last.stage, LoopConfig) or _trained_step(run.ledger.records()) >= last.end
+    return (
+        not isinstance(last.stage, RolloutStageConfig)
+        or _trained_step(run.ledger.records()) >= last.end
+    )
 
 
 def audit(run: Run) -> Audit:
@@ -75,7 +85,10 @@ def audit(run: Run) -> Audit:
         trained=ledger.trained,
         dropped=dict(ledger.dropped),
         in_flight=ledger.in_flight,
-        lag_max=max((batch.step - 1 - min(_token_versions(batch), default=0) for batch in batches.values()), default=0),
+        lag_max=max(
+            (batch.step - 1 - min(_token_versions(batch), default=0) for batch in batches.values()),
+            default=0,
+        ),
         lag_bound=max(bounds.values(), default=0),
         batches=len(batches),
         finished=finished,
@@ -85,18 +98,21 @@ def audit(run: Run) -> Audit:
 
 
 def _alarms(run: Run) -> list[Alarm]:
-    alarms, events = Alarms(), Events(run)
+    alarms, events = Alarms(), EventReader(run)
     found = [alarm for stamped in events.new() for alarm in alarms.apply(stamped.record)]
-    return [*found, *(Alarm("events", str(damage), "what it told is left out") for damage in events.damaged)]
+    return [
+        *found,
+        *(Alarm("events", str(damage), "what it told is left out") for damage in events.damaged),
+    ]
 
 
 def lag_bounds(config: RunConfig) -> dict[int, int]:
     """For every step of every loop, in their order, the lag that is allowed."""
     return {
-        step: leg.stage.max_lag
-        for leg in legs(config.stage)
-        if isinstance(leg.stage, LoopConfig)
-        for step in range(leg.start + 1, leg.end + 1)
+        step: span.stage.max_lag
+        for span in stage_spans(config.stage)
+        if isinstance(span.stage, RolloutStageConfig)
+        for step in range(span.start + 1, span.end + 1)
     }
 
 
@@ -115,17 +131,21 @@ def _trained_step(entries: list[Entry]) -> int:
 
 
 def _token_versions(batch: Batch) -> set[int]:
-    return {version for row in batch.rows for version in unspan(row.versions)}
+    return {version for row in batch.rows for version in expand_spans(row.versions)}
 
 
 def _check_batches(
-    entries: list[Entry], batches: dict[int, Batch], groups: dict[str, Group], bounds: dict[int, int]
+    entries: list[Entry],
+    batches: dict[int, Batch],
+    groups: dict[str, Group],
+    bounds: dict[int, int],
 ) -> Iterator[str]:
     told = {entry.step: set(entry.samples) for entry in entries if isinstance(entry, Batched)}
     attempts = {t.id: t for group in groups.values() for t in group.trajectories}
     for step in sorted(told.keys() - batches.keys()):
         yield f"the ledger speaks of batch {step}, and the store has none"
-    # A batch that no entry speaks of was written at the very moment of a crash; resuming the run enters it.
+    # A batch that no entry speaks of was written at the very moment of a crash; resuming the run
+    # enters it.
     if sorted(batches) != list(bounds)[: len(batches)]:
         yield f"the batches have gaps, or are of no loop: {sorted(batches)}"
     for step, batch in batches.items():
@@ -136,11 +156,14 @@ def _check_batches(
         if missing := samples - attempts.keys():
             yield f"batch {step} trains on {sorted(missing)[0]}, which no stored group holds"
         for row in batch.rows:
-            if len(list(unspan(row.versions))) != sum(row.mask):
+            if len(list(expand_spans(row.versions))) != sum(row.mask):
                 yield f"batch {step}, {row.sample}: not every sampled token has a version"
         oldest = min(_token_versions(batch))
         if oldest != batch.oldest:
-            yield f"batch {step} says that its oldest token is of version {batch.oldest}; it is of {oldest}"
+            yield (
+                f"batch {step} says that its oldest token is of version {batch.oldest}; it is of "
+                f"{oldest}"
+            )
         if not 0 <= step - 1 - oldest <= bound:
             yield f"batch {step} has a token of version {oldest}: its lag is not from 0 to {bound}"
         if too_old := [s for s in samples & attempts.keys() if _too_old(groups[group_of(s)])]:
@@ -148,31 +171,46 @@ def _check_batches(
 
 
 def _too_old(group: Group) -> bool:
-    spans = [span for t in group.trajectories for segment in t.segments for span in segment.versions]
+    spans = [
+        span for t in group.trajectories for segment in t.segments for span in segment.versions
+    ]
     return any(span.version < group.admitted for span in spans)
 
 
-def _check_versions(run: Run, entries: list[Entry], config: RunConfig, newest: int) -> Iterator[str]:
+def _check_versions(
+    run: Run, entries: list[Entry], config: RunConfig, newest: int
+) -> Iterator[str]:
     trained = _trained_step(entries)
     if trained > newest:
-        yield f"the ledger says that step {trained} is trained, and the newest published version is {newest}"
+        yield (
+            f"the ledger says that step {trained} is trained, and the newest published version is "
+            f"{newest}"
+        )
     checkpoints = run.checkpoints()
     kept = int(checkpoints[-1].partition(".")[0]) if checkpoints else -1
     if newest > kept:
         yield f"version {newest} is published, and the newest checkpoint is of version {kept}"
-    if newest > legs(config.stage)[-1].end:
-        yield f"version {newest} is published, and the last stage ends with {legs(config.stage)[-1].end}"
+    if newest > stage_spans(config.stage)[-1].end:
+        yield (
+            f"version {newest} is published, and the last stage ends with "
+            f"{stage_spans(config.stage)[-1].end}"
+        )
 
 
-def _check_drops(entries: list[Entry], groups: dict[str, Group], config: RunConfig) -> Iterator[str]:
-    """What was dropped for what it is must be so; what was interrupted must not have been finished."""
+def _check_drops(
+    entries: list[Entry], groups: dict[str, Group], config: RunConfig
+) -> Iterator[str]:
+    """What was dropped for what it is must be so; what was interrupted must not have been
+    finished."""
     issued = {sample for entry in entries if isinstance(entry, Issued) for sample in entry.samples}
     if strangers := {t.id for group in groups.values() for t in group.trajectories} - issued:
-        yield f"{len(strangers)} stored samples were never issued, for example {sorted(strangers)[0]}"
+        yield (
+            f"{len(strangers)} stored samples were never issued, for example {sorted(strangers)[0]}"
+        )
     due = {
         (sample, drop.reason)
         for group in groups.values()
-        for drop in drops(_credit(group, config).judge(group))
+        for drop in drops(_estimator(group, config).estimate(group))
         for sample in drop.samples
     }
     for entry in entries:
@@ -190,8 +228,8 @@ def _check_drops(entries: list[Entry], groups: dict[str, Group], config: RunConf
             )
 
 
-def _credit(group: Group, config: RunConfig) -> Credit:
-    """How the loop gives credit that the group was made for."""
-    stages = legs(config.stage)
-    leg = next((leg for leg in stages if leg.start <= group.admitted < leg.end), stages[-1])
-    return credit_of(leg.stage, config.model.max_context)
+def _estimator(group: Group, config: RunConfig) -> AdvantageEstimator:
+    """The advantage estimator of the loop that the group was made for."""
+    stages = stage_spans(config.stage)
+    span = next((span for span in stages if span.start <= group.admitted < span.end), stages[-1])
+    return estimator_of(span.stage, config.model.max_context)

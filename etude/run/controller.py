@@ -1,227 +1,240 @@
-"""THE loop: tasks become groups, groups become batches, versions become live.
+"""The controller process: follows the stages, evaluates the weights of each, and runs the rollout
+loops.
 
-Three short loops under one TaskGroup, over one pure window. `when` waits for the window to allow something, `update`
-changes it and wakes whoever waits. Anything that raises in here cancels the rest, surfaces, and ends the process; what
-is on disk is enough to go on.
+While the trainer works on sft the engines are free, so the evaluation of mid-training happens then.
+No evaluation overlaps with a loop: the version stands still under each.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
-import itertools
-import math
+import contextlib
+import sys
 import time
-from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from math import isfinite
-from random import Random
-from statistics import fmean
-from typing import TypeVar
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
 
-from etude.core.credit import Credit, Verdict, oldest_version, to_rows
-from etude.core.errors import EtudeError
-from etude.core.events import Event, GroupDone, Live
-from etude.core.ledger import Batched, Dropped, Issued, Trained
-from etude.core.seams import WeightStore
-from etude.core.seeds import derive
-from etude.core.types import Batch, Group, Task, Trajectory
+from etude.core.config import RunConfig
+from etude.core.errors import EtudeError, user_code
+from etude.core.events import FleetStatus, RunDone
+from etude.core.ledger import Issued, Trained
+from etude.core.lineage import StageSpan, estimator_of, stage_of, stage_spans
+from etude.core.liveness import DisturbanceTracker
+from etude.core.protocols import Agent, Environment
+from etude.core.stages import RolloutStageConfig
+from etude.core.types import Group, Task
 from etude.core.window import Window
-from etude.run.journal import Journal, Recovered, drops, group_id, sample_ids, still_to_do
+from etude.run import journal
+from etude.run.evaluate import evaluate, report_name
+from etude.run.gateway_client import GatewayClient
+from etude.run.loop import Attempt, RolloutLoop, endless_tasks
+from etude.run.plugins import build, load
+from etude.run.process import run_process
+from etude.run.rollout import RolloutRunner
+from etude.sandbox.pool import open_sandbox_pool
+from etude.store.runs import Run
+from etude.store.telemetry import Emit, event_writer
+from etude.weights.manifest import PublishedVersions
 
-V = TypeVar("V")
-
-Attempt = Callable[[Task, str, int], Awaitable[Trajectory]]
-"""(task, sample id, seed) -> what came of it. It never raises for what went wrong inside the session."""
+AGENT_GRACE_S = 10.0
+"""An agent ends its session after harness.timeout_s by itself; what does not is ended so much
+later."""
+SPLITS = ("heldout", "novel")
+FLEET_REPORT_S = 1.0
 
 
 class Controller:
-    """Keeps the engines busy and the trainer fed, and never lets data grow too stale."""
+    """Takes a run through its stages: waits for the trainer, runs rollout loops, evaluates."""
 
     def __init__(
         self,
-        *,
-        journal: Journal,
-        recovered: Recovered,
-        window: Window[Group],
-        weights: WeightStore,
-        load: Callable[[int], Awaitable[None]],
-        tasks: Iterable[tuple[Task, int]],
-        attempt: Attempt,
-        group_size: int,
-        credit: Credit,
-        seed: int,
-        last: int,
-        emit: Callable[[Event], None],
-        troubled: Callable[[], float] = lambda: -math.inf,
+        run: Run,
+        config: RunConfig,
+        gateway: GatewayClient,
+        environment: Environment,
+        emit: Emit,
+        owing: Callable[[], dict[str, float]] = dict,
     ) -> None:
-        """`troubled`: when a process was last known to be silent, by `time.monotonic`."""
-        self.journal, self.window, self.weights, self.load = journal, window, weights, load
-        self.tasks = still_to_do(tasks, recovered.done)
-        self.attempt, self.group_size, self.credit, self.seed = attempt, group_size, credit, seed
-        self.last, self.emit, self.troubled = last, emit, troubled
-        self.health, self.signal = Health(), Signal(window.per_step)
-        self.changed = asyncio.Condition()
-        window.restore(
-            step=max(recovered.batched, window.live) + 1,
-            slots=recovered.slots,
-            finished=[(group.slot, group.admitted, group) for group in recovered.waiting],
-        )
+        """`owing`: as of `core.protocols.SandboxPool`."""
+        self.run = run
+        self.config = config
+        self.gateway = gateway
+        self.environment = environment
+        self.emit = emit
+        self.versions = PublishedVersions(run.objects)
+        self.window: Window[Group] | None = None
+        self.owing = owing
+        self.trouble = DisturbanceTracker(config.silence_s, time.monotonic())
 
-    async def run(self) -> None:
-        """Returns when the weights of the last step are live."""
-        async with asyncio.TaskGroup() as loops:
-            loops.create_task(self.follow())
-            feeding = loops.create_task(self.feed())
-            await self.pack()
-            feeding.cancel()  # the last batch is full: whatever is still on its way will not be needed
-        unneeded = tuple(self.journal.ledger.open_samples())
-        await self.journal.write(*[Dropped(samples=unneeded, reason="cancelled")] if unneeded else [])
+    async def run_stages(self) -> None:
+        """The whole run, from wherever it stands."""
+        async with asyncio.TaskGroup() as group:
+            reporting = group.create_task(self.report_fleet())
+            for span in stage_spans(self.config.stage):
+                if isinstance(span.stage, RolloutStageConfig):
+                    await self.run_loop(span, span.stage)
+                else:
+                    await self.wait_for_version(span.end)
+                for split in SPLITS:
+                    await self.evaluate(span.end, split)
+            self.emit(RunDone(version=span.end))
+            reporting.cancel()
 
-    async def feed(self) -> None:
-        """task -> slot -> group"""
-        async with asyncio.TaskGroup() as groups:
-            for task, epoch in self.tasks:
-                slot = await self.when(self.window.admit)
-                groups.create_task(self.explore(task, epoch, slot, admitted=self.window.live))
+    async def wait_for_version(self, version: int) -> int:
+        """The newest version, as soon as it is this one or a later one."""
+        return (await self.versions.wait(after=version - 1)).version
 
-    async def explore(self, task: Task, epoch: int, slot: int, admitted: int) -> None:
-        """attempts -> group in the store -> window"""
-        group, began = group_id(slot), time.monotonic()
-        samples = sample_ids(group, self.group_size)
-        await self.journal.write(Issued(group=group, task=task.id, samples=samples, version=admitted, epoch=epoch))
-        async with asyncio.TaskGroup() as attempts:
-            running = [
-                # Attempts are numbered through the epochs, so that no two at a task share their randomness.
-                attempts.create_task(self.watched(task, sample, derive(self.seed, task.id, number)))
-                for number, sample in enumerate(samples, epoch * self.group_size)
-            ]
-        whole = Group(
-            id=group, task=task.id, slot=slot, admitted=admitted, trajectories=tuple(t.result() for t in running)
-        )
-        verdict = self.credit.judge(whole)
-        await self.journal.write(*drops(verdict), group=whole)
-        self.emit(_done(whole, verdict, time.monotonic() - began))
-        kept = bool(verdict.advantages)
-        self.signal.add(whole, kept)
-        await self.update(lambda: self.window.finish(slot, whole) if kept else self.window.drop(slot))
-
-    async def watched(self, task: Task, sample: str, seed: int) -> Trajectory:
-        began = time.monotonic()
-        trajectory = await self.attempt(task, sample, seed)
-        if self.troubled() < began:  # else its failure has a cause that is shown already, and passes
-            self.health.add(trajectory)
-        return trajectory
-
-    async def pack(self) -> None:
-        """groups -> batch -> trainer"""
-        for step in range(self.window.step, self.last + 1):
-            groups = [await self.when(self.window.take) for _ in range(self.window.per_step)]
-            batch, samples = assemble(step, groups, self.credit)
-            await self.journal.write(Batched(step=step, samples=samples), batch=batch)
-
-    async def follow(self) -> None:
-        """weight version -> engines -> free slots"""
-        while self.window.live < self.last:
-            newest = (await self.weights.wait(after=self.window.live)).version
-            version = min(newest, self.last)  # the stage behind this one may have published too
-            await self.load(version)
-            await self.journal.write(Trained(step=version))
-            self.emit(Live(version=version))
-            await self.update(lambda: self.window.advance(version))  # noqa: B023 (called before the next round)
-
-    async def when(self, poll: Callable[[], V | None]) -> V:
-        """Waits until `poll` gives a value; every change to the window wakes it."""
-        async with self.changed:
-            while (value := poll()) is None:
-                await self.changed.wait()
-            return value
-
-    async def update(self, change: Callable[[], object]) -> None:
-        async with self.changed:
-            change()
-            self.changed.notify_all()
-
-
-class Health:
-    """Failed rollouts are data, but they must not be able to hide: a run of which half fails stops itself."""
-
-    def __init__(self, *, recent: int = 40, limit: float = 0.5) -> None:
-        self._recent: deque[str | None] = deque(maxlen=recent)
-        self._limit = limit
-
-    def add(self, trajectory: Trajectory) -> None:
-        self._recent.append(trajectory.error)
-        failed = [error for error in self._recent if error is not None]
-        if len(self._recent) == self._recent.maxlen and len(failed) >= self._limit * len(self._recent):
-            raise EtudeError(
-                f"{len(failed)} of the last {len(self._recent)} sessions failed, the newest with: {failed[-1]}. "
-                f"Sessions must not fail like this: find the cause, then resume the run"
-            )
-
-
-class Signal:
-    """A group without signal is normal, but a run that finds nothing else would never fill a batch: it stops itself."""
-
-    def __init__(self, groups_per_step: int) -> None:
-        self._limit = max(100, 20 * groups_per_step)
-        self._in_vain = 0
-        self._rewards: set[float] = set()
-
-    def add(self, group: Group, kept: bool) -> None:
-        if kept:
-            self._in_vain, self._rewards = 0, set()
+    async def evaluate(self, version: int, split: str) -> None:
+        """Evaluate a version on a split, unless there are no tasks in it or it was done before."""
+        name = report_name(version, split)
+        if getattr(self.config.tasks, split) == 0 or name in self.run.evals():
             return
-        self._in_vain += 1
-        self._rewards |= {t.reward for t in group.trajectories if t.reward is not None}
-        if self._in_vain >= self._limit:
+        await self.gateway.load(version)
+        report = await evaluate(
+            await self.tasks(split),
+            self.rollouts(temperature=self.config.eval.temperature),
+            stage=stage_of(version, self.config.stage),
+            split=split,
+            version=version,
+            seed=self.config.seed,
+            emit=self.emit,
+        )
+        self.run.put_eval(name, report)
+
+    async def run_loop(self, span: StageSpan, stage: RolloutStageConfig) -> None:
+        estimator = estimator_of(span.stage, self.config.model.max_context)
+        entries, recovered = await asyncio.to_thread(journal.load, self.run, estimator)
+        if any(isinstance(entry, Issued) and entry.version >= span.end for entry in entries):
+            # a later loop has begun: this one was brought to its end before, and what is open is
+            # not its own
+            return
+        records = journal.Journal(self.run, entries)
+        await records.write(*recovered.entries)
+        tasks = await self.tasks("train")
+        # later stages may have published too
+        live = min(await self.wait_for_version(span.start), span.end)
+        await self.gateway.load(live)
+        if live > max(records.ledger.trained_step, span.start):
+            await records.write(Trained(step=live))
+        self.window = Window(
+            per_step=stage.groups_per_step,
+            max_lag=stage.max_lag,
+            lookahead=stage.lookahead,
+            live=live,
+        )
+        await RolloutLoop(
+            journal=records,
+            recovered=recovered,
+            window=self.window,
+            weights=self.versions,
+            load=self.gateway.load,
+            tasks=endless_tasks(tasks, self.config.seed),
+            attempt=self.rollouts(temperature=stage.temperature, experts=stage.router_replay),
+            group_size=stage.group_size,
+            estimator=estimator,
+            seed=self.config.seed,
+            last=span.end,
+            emit=self.emit,
+            troubled=lambda: self.trouble.last(time.monotonic()),
+        ).run()
+
+    def rollouts(self, *, temperature: float, experts: bool = False) -> Attempt:
+        """`experts`: the trainer will replay them."""
+        harness = self.config.harness
+        agent: Agent = build(
+            harness.agent,
+            "harness.agent",
+            self.gateway.http,
+            max_turns=harness.max_turns,
+            max_tokens=harness.max_tokens,
+            timeout_s=harness.timeout_s,
+            temperature=temperature,
+            tool_delay_s=harness.tool_delay_s,
+        )
+        return RolloutRunner(
+            self.environment,
+            agent,
+            self.gateway,
+            concurrency=harness.concurrency,
+            experts=experts,
+            agent_timeout_s=harness.timeout_s + AGENT_GRACE_S,
+            sandbox_timeout_s=self.config.tasks.timeout_s,
+        ).attempt
+
+    async def tasks(self, split: str) -> Sequence[Task]:
+        """Of an environment that may be anyone's."""
+        reference = self.config.tasks.environment
+        with user_code(f"tasks.environment = {reference!r}"):
+            tasks = await asyncio.to_thread(self.environment.tasks, split)
+        if not tasks:
             raise EtudeError(
-                f"{self._in_vain} groups in a row have nothing to learn from: all attempts at a task earn the same "
-                f"reward ({_advice(self._rewards)}). Change that in a run with another name"
+                f"tasks.environment = {reference!r} gives no tasks for the split {split!r}, of "
+                f"which the run wants "
+                f"{getattr(self.config.tasks, split)}: look at its tasks()"
+            )
+        if twice := [
+            name for name, count in Counter(task.id for task in tasks).items() if count > 1
+        ]:
+            raise EtudeError(
+                f"tasks.environment = {reference!r} gives several tasks of the split {split!r} the "
+                f"id {twice[0]!r}: "
+                f"each needs one of its own"
+            )
+        return tasks
+
+    async def report_fleet(self) -> None:
+        """Report the state of the workers once a second."""
+        while True:
+            regions, silent = await self.gateway.regions()
+            for event in self.trouble.look(time.monotonic(), self.owing(), silent):
+                self.emit(event)
+            active, capacity = (self.window.active, self.window.capacity) if self.window else (0, 0)
+            self.emit(FleetStatus(regions=regions, active=active, capacity=capacity))
+            await asyncio.sleep(FLEET_REPORT_S)
+
+
+@contextlib.asynccontextmanager
+async def open_controller(store: str, gateway_url: str, process: str) -> AsyncIterator[Controller]:
+    """A controller with everything that it needs, closed again at the end."""
+    run = Run.open(store, create=False)
+    config = run.config()
+    pool = open_sandbox_pool(config.sandbox.isolation, config.silence_s)
+    try:
+        counts = {split: getattr(config.tasks, split) for split in ("train", *SPLITS)}
+        environment = build(
+            config.tasks.environment, "tasks.environment", pool, counts=counts, seed=config.seed
+        )
+        # what is misspelt shall not cost the stages before rl
+        load(config.harness.agent, "harness.agent")
+        async with event_writer(run, process) as emit, GatewayClient(gateway_url) as gateway:
+            await gateway.ready()
+            yield Controller(run, config, gateway, environment, emit, pool.owing)
+    finally:
+        await pool.close()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="etude.run.controller", description="The controller of one run."
+    )
+    parser.add_argument("--store", required=True, help="the run's store")
+    parser.add_argument("--gateway", required=True, help="the gateway's URL")
+    parser.add_argument("--version", type=int, help="evaluate this version and end")
+    parser.add_argument("--split", choices=SPLITS, default="heldout")
+    args = parser.parse_args()
+
+    async def program() -> None:
+        process = "controller" if args.version is None else "evaluation"
+        async with open_controller(args.store, args.gateway, process) as controller:
+            await (
+                controller.run_stages()
+                if args.version is None
+                else controller.evaluate(args.version, args.split)
             )
 
-
-def _advice(rewards: set[float]) -> str:
-    if rewards == {0.0}:
-        return (
-            "all 0: the tasks are too hard for the weights that rl starts from; show them more in sft, or ask for less"
-        )
-    if rewards == {1.0}:
-        return "all 1: the tasks are solved already; take harder ones, or end the run here"
-    return "not the same for all tasks: take a higher stage.rl.temperature, a larger group_size or other tasks"
+    return run_process(program)
 
 
-def endless(tasks: Sequence[Task], seed: int) -> Iterator[tuple[Task, int]]:
-    """All tasks in a random order, then all in another one, and so on; each with the number of its epoch."""
-    for epoch in itertools.count():
-        order = list(tasks)
-        Random(derive(seed, "order", epoch)).shuffle(order)
-        yield from ((task, epoch) for task in order)
-
-
-def assemble(step: int, groups: Sequence[Group], credit: Credit) -> tuple[Batch, tuple[str, ...]]:
-    """The rows of a batch stand in the order of slots, then attempts."""
-    ordered = sorted(groups, key=lambda group: group.slot)
-    advantages = {sample: adv for group in ordered for sample, adv in credit.judge(group).advantages.items()}
-    scale = credit.across(list(advantages.values()))
-    kept = [t for group in ordered for t in group.trajectories if t.id in advantages]
-    rows = tuple(row for t in kept for row in to_rows(t, scale * advantages[t.id]))
-    reward = fmean([reward for group in ordered for reward in rewards_of(group)])
-    return Batch(step=step, rows=rows, oldest=oldest_version(rows), reward=reward), tuple(t.id for t in kept)
-
-
-def rewards_of(group: Group) -> list[float]:
-    """Of the attempts that have one. What is not finite is no reward: the credit drops such an attempt by name."""
-    return [t.reward for t in group.trajectories if t.reward is not None and isfinite(t.reward)]
-
-
-def _done(group: Group, verdict: Verdict, seconds: float) -> GroupDone:
-    return GroupDone(
-        group=group.id,
-        task=group.task,
-        admitted=group.admitted,
-        rewards=tuple(rewards_of(group)),
-        failed=sum(t.reward is None for t in group.trajectories),
-        kept=bool(verdict.advantages),
-        seconds=seconds,
-        malformed=verdict.malformed,
-    )
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,9 +1,12 @@
-"""What follows from the figures of `run.trials`: the causes of a train/inference mismatch, or that they are unknown.
+"""Causes of a train/inference mismatch, concluded from the measurements of `run.trials`; or that
+they are unknown.
 
-Everything here is pure. "Rounding" is said only of a gap that lies below a bound which was computed for the very tokens
-it was measured on (`model.rounding`). Above it there is a cause, or the gap is called unexplained.
+Everything here is pure. "Rounding" is said only of a mismatch that lies below a bound which was
+computed for the very tokens it was measured on (`model.rounding`). Above it there is a cause, or
+the mismatch is called unexplained.
 
-Shapes: N sampled tokens, V vocabulary, T tokens of all rows, L layers with experts, k experts of a token.
+Shapes: N sampled tokens, V vocabulary, T tokens of all rows, L layers with experts, k experts of a
+token.
 """
 
 from __future__ import annotations
@@ -15,20 +18,28 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from etude.core.events import Gap
+from etude.core.events import MismatchStats
 from etude.model.rounding import upper_bound
 from etude.run.operators import Operator
 
 STANDS_OUT = 10.0
-"""What makes a gap so many times smaller is a cause of it; what makes one so many times wider is one too."""
+"""A change that makes a mismatch so many times smaller is a cause of it; so is one that makes it so
+many times larger."""
 SETTINGS = {
     "batch": "batch: many requests at once",
-    "kernels": "engine kernels: they compute something else than the model's operators, for the same batch",
+    "kernels": "engine kernels: they compute something else than the model's operators, for the "
+    "same batch",
     "chunking": "chunking: prompts in pieces",
     "cache": "cache: prompts found in the prefix cache",
     "swap": "stale KV: requests after a swap of weights use keys and values from before it",
 }
-SIMPLER = {"batch": "alone", "kernels": "batch", "chunking": "kernels", "cache": "kernels", "swap": "kernels"}
+SIMPLER = {
+    "batch": "alone",
+    "kernels": "batch",
+    "chunking": "kernels",
+    "cache": "kernels",
+    "swap": "kernels",
+}
 """Each setting is that one with one thing changed."""
 SAME = 0.02
 """Two temperatures whose logarithms are no further apart count as the same."""
@@ -37,25 +48,27 @@ LIKELIER = 3.0
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
-    """The gap that rounding alone makes on the same tokens."""
+class RoundingBound:
+    """The mismatch that rounding alone makes on the same tokens."""
 
     k3: float
     k3_max: float
 
     @classmethod
-    def of(cls, draws: Sequence[Gap]) -> Bound:
-        """k3 is half the square of a difference; bounds are taken of the difference, whose spread is even."""
+    def of(cls, draws: Sequence[MismatchStats]) -> RoundingBound:
+        """k3 is half the square of a difference; bounds are taken of the difference, whose spread
+        is even."""
         k3, k3_max = ([math.sqrt(getattr(gap, name)) for gap in draws] for name in ("k3", "k3_max"))
         return cls(upper_bound(k3) ** 2, upper_bound(k3_max) ** 2)
 
-    def holds(self, gap: Gap | TemperatureFit, factor: float = 1.0) -> bool:
+    def holds(self, gap: MismatchStats | TemperatureFit, factor: float = 1.0) -> bool:
         return gap.k3 <= factor * self.k3 and gap.k3_max <= factor * self.k3_max
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """The engine drew from the tokens that together make up `top_p`, and the trainer does not know."""
+class TopPCut:
+    """The engine drew from the tokens that together make up `top_p`, and the trainer does not
+    know."""
 
     top_p: float
     k3: float
@@ -76,11 +89,11 @@ class TemperatureFit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerRouting:
+class LayerRouterMismatch:
     """Recorded experts against those that the trainer's router chooses."""
 
     layer: int
-    otherwise: float
+    mismatch_frac: float
     """Share of the tokens with another choice."""
     bound: float
     """The share that rounding makes."""
@@ -90,18 +103,19 @@ class LayerRouting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    gaps: dict[str, Gap]
+    gaps: dict[str, MismatchStats]
     """By setting, in the order in which they were tried. The first is the simplest."""
-    rounding: dict[str, Bound]
+    rounding: dict[str, RoundingBound]
     """Likewise."""
     fits: dict[str, TemperatureFit] = field(default_factory=dict)
     """Of the settings in which the engine was asked to use a temperature of its own."""
-    cut: Cut | None = None
-    experts: tuple[LayerRouting, ...] = ()
+    cut: TopPCut | None = None
+    experts: tuple[LayerRouterMismatch, ...] = ()
     operators: tuple[Operator, ...] = ()
     """Those that differ by more than rounding, the one that differs most first."""
-    flips: float | None = None
-    """Share of the tokens for which engine and trainer would have put another first, one request at a time."""
+    argmax_flip_frac: float | None = None
+    """Share of the tokens for which engine and trainer would have put another first, one request at
+    a time."""
     kinds: tuple[str, str] = ("float32", "float32")
     """What engine and trainer compute in."""
 
@@ -111,18 +125,27 @@ class Diagnosis:
 
     @property
     def causes(self) -> list[str]:
-        found = [*self._settings(), *self._of_scale(), *self._of_cut(), *self._of_experts(), *grouped(self.operators)]
+        found = [
+            *self._settings(),
+            *self._of_scale(),
+            *self._of_cut(),
+            *self._of_experts(),
+            *grouped(self.operators),
+        ]
         return [*found, *self._precision()]
 
     @property
     def unexplained(self) -> list[str]:
-        """What is left above rounding once all causes are named."""
+        """The mismatch left above rounding once all causes are named."""
         found = []
         if self.beyond(self.simplest):
             if not self._is_explained() and not any(self._precision()):
                 found.append(self._told(self.simplest, self._where()))
         elif not self.operators:
-            for name, of_this in (("temperature", self._of_scale()), ("replay", self._of_experts())):
+            for name, of_this in (
+                ("temperature", self._of_scale()),
+                ("replay", self._of_experts()),
+            ):
                 if self.beyond(name) and not any(of_this):
                     found.append(self._told(name, f"{self.simplest} agrees"))
         return found
@@ -153,7 +176,8 @@ class Diagnosis:
         fit = self.fits[name]
         if fit.k3 * STANDS_OUT < self.gaps[name].k3:
             return True
-        # A gap that is little more than rounding is met by chance too, with a temperature that is hardly another.
+        # A gap that is little more than rounding is met by chance too, with a temperature that is
+        # hardly another.
         return self._is_all(name) and not self.operators and not same(fit.asked, fit.fitted)
 
     def _is_all(self, name: str) -> bool:
@@ -166,11 +190,18 @@ class Diagnosis:
             yield f"top-p: drawn with top-p {self.cut.top_p:.2f}, which the trainer does not know"
 
     def _of_experts(self) -> Iterable[str]:
-        first = next((each for each in self.experts if each.otherwise > each.bound), None)
+        first = next((each for each in self.experts if each.mismatch_frac > each.bound), None)
         if first is None:
             return
-        share = f"{first.otherwise:.1%} of the tokens in layer {first.layer}; rounding: {first.bound:.1%}"
-        exchanged = "" if first.swapped is None else ", experts {} and {} are exchanged".format(*first.swapped)
+        share = (
+            f"{first.mismatch_frac:.1%} of the tokens in layer {first.layer}; rounding: "
+            f"{first.bound:.1%}"
+        )
+        exchanged = (
+            ""
+            if first.swapped is None
+            else ", experts {} and {} are exchanged".format(*first.swapped)
+        )
         is_nearer = self.gaps[self.simplest].k3 < self.gaps["replay"].k3
         if is_nearer and self.beyond("replay") and not self.beyond(self.simplest):
             yield f"recorded experts: not those that the engine computed with{exchanged} ({share})"
@@ -186,12 +217,14 @@ class Diagnosis:
         if not self.beyond(self.simplest):
             if not self.rounding["precision"].holds(self.gaps[self.simplest]):
                 yield (
-                    f"precision: the engine computes in {engine}, the trainer in {trainer}; rounding to {engine} makes "
+                    f"precision: the engine computes in {engine}, the trainer in {trainer}; "
+                    f"rounding to {engine} makes "
                     f"a k3 of up to {bound.k3:.1e} on these tokens"
                 )
         elif not self._is_explained():
             yield (
-                f"precision: the gap goes away in {trainer}, but is more than rounding to {engine} makes (k3 up to "
+                f"precision: the gap goes away in {trainer}, but is more than rounding to {engine} "
+                f"makes (k3 up to "
                 f"{bound.k3:.1e}): what the engine runs in {engine} is at fault"
             )
 
@@ -207,14 +240,15 @@ class Diagnosis:
     def _where(self) -> str:
         if any(self._of_scale()):
             return f"k3 {self.fits[self.simplest].k3:.1e} is left at the temperature that fits best"
-        if self.flips is None:
+        if self.argmax_flip_frac is None:
             return "what was recorded does not say where it comes in"
         return "every operator agrees: it comes in behind the logits, in sampling or recording"
 
     def _told(self, name: str, where: str) -> str:
         gap, bound = self.gaps[name], self.rounding[name]
         return (
-            f"{name}: k3 {gap.k3:.1e} and {gap.k3_max:.1e} at the worst token, where rounding makes up to "
+            f"{name}: k3 {gap.k3:.1e} and {gap.k3_max:.1e} at the worst token, where rounding "
+            f"makes up to "
             f"{bound.k3:.1e} and {bound.k3_max:.1e}; {where}"
         )
 
@@ -224,21 +258,32 @@ def of_temperature(fits: Sequence[TemperatureFit], agreeing: Sequence[float] = (
     pairs = [(fit.asked, fit.fitted) for fit in fits] + [(asked, asked) for asked in agreeing]
     asked, fitted = pairs[0]
     if len(pairs) > 1 and all(same(a / f, asked / fitted) for a, f in pairs):
-        return f"logits: the engine's are {asked / fitted:.3f} times the trainer's, at any temperature"
+        return (
+            f"logits: the engine's are {asked / fitted:.3f} times the trainer's, at any temperature"
+        )
     if not all(same(f, fitted) for _, f in pairs):
         told = ", ".join(f"{f:.3f} where {a:g} was asked for" for a, f in pairs)
         return f"temperature: the recorded log-probs are those of temperature {told}"
     if same(fitted, 1.0):
         preference = sum(fit.preference for fit in fits)
         if preference > LIKELIER:
-            return "temperature: log-probs are recorded before temperature; tokens are drawn after it"
+            return (
+                "temperature: log-probs are recorded before temperature; tokens are drawn after it"
+            )
         if preference < -LIKELIER:
-            return "temperature: the engine does not apply it, neither to what it draws nor to what it records"
-        return "temperature: the recorded log-probs are those before it; the tokens do not tell how they were drawn"
+            return (
+                "temperature: the engine does not apply it, neither to what it draws nor to what "
+                "it records"
+            )
+        return (
+            "temperature: the recorded log-probs are those before it; the tokens do not tell how "
+            "they were drawn"
+        )
     if len(pairs) > 1:
         return f"temperature: the engine computes at {fitted:.3f} whatever it is asked for"
     return (
-        f"temperature: the recorded log-probs are those of temperature {fitted:.3f}, the trainer computes at "
+        f"temperature: the recorded log-probs are those of temperature {fitted:.3f}, the trainer "
+        f"computes at "
         f"{asked:g}; or the engine's logits are {asked / fitted:.3f} times the trainer's"
     )
 
@@ -254,7 +299,8 @@ def grouped(operators: Sequence[Operator]) -> list[str]:
         kind = ".".join("*" if part.isdigit() else part for part in operator.name.split("."))
         found.setdefault((kind, operator.note), []).append(operator.name)
     return [
-        f"operator: {names[0] if len(names) == 1 else f'{kind} of {len(names)} layers, first {names[0]}'}"
+        f"operator: "
+        f"{names[0] if len(names) == 1 else f'{kind} of {len(names)} layers, first {names[0]}'}"
         f"{f' ({note})' if note else ''}"
         for (kind, note), names in found.items()
     ]
@@ -265,14 +311,15 @@ def _place(operator: Operator) -> list[int]:
     return [int(part) for part in operator.name.split(".") if part.isdigit()]
 
 
-def find_cut(old_N: Tensor, new_N: Tensor, logp_NV: Tensor, bound: Bound) -> Cut | None:
+def find_cut(old_N: Tensor, new_N: Tensor, logp_NV: Tensor, bound: RoundingBound) -> TopPCut | None:
     """The top-p that explains log-probs which are higher than they should be, if there is one."""
     k3 = _k3(new_N - old_N)
     if k3 <= bound.k3:
         return None
     sums_NV = logp_NV.double().exp().sort(-1, descending=True).values.cumsum(-1)
     last = sums_NV.shape[1] - 1
-    # Recorded is p / mass, where mass is the first of the sums that reaches top-p. The sum before does not reach it.
+    # Recorded is p / mass, where mass is the first of the sums that reaches top-p. The sum before
+    # does not reach it.
     mass_N = (new_N - old_N).double().exp()
     rank_N1 = torch.searchsorted(sums_NV, (mass_N - 1e-4)[:, None]).clamp(max=last)
     below_N1 = torch.where(rank_N1 > 0, sums_NV.gather(-1, (rank_N1 - 1).clamp(min=0)), 0.0)
@@ -280,11 +327,14 @@ def find_cut(old_N: Tensor, new_N: Tensor, logp_NV: Tensor, bound: Bound) -> Cut
     kept_N1 = torch.searchsorted(sums_NV, torch.full_like(mass_N, top_p)[:, None]).clamp(max=last)
     left = _k3(new_N - sums_NV.gather(-1, kept_N1)[:, 0].log() - old_N)
     is_cut = float((mass_N < 1 - 1e-4).double().mean()) > 0.1
-    return Cut(top_p, left) if is_cut and left * STANDS_OUT < k3 else None
+    return TopPCut(top_p, left) if is_cut and left * STANDS_OUT < k3 else None
 
 
-def fit_temperature(old_N: Tensor, tokens_N: Tensor, logp_NV: Tensor, asked: float) -> TemperatureFit:
-    """Least squares in the logarithm of the temperature. `logp_NV`: the trainer's, at the temperature asked for."""
+def fit_temperature(
+    old_N: Tensor, tokens_N: Tensor, logp_NV: Tensor, asked: float
+) -> TemperatureFit:
+    """Least squares in the logarithm of the temperature. `logp_NV`: the trainer's, at the
+    temperature asked for."""
     logits_NV, old_N, log_scale = logp_NV.double(), old_N.double(), 0.0
 
     def at(log_scale: float) -> tuple[Tensor, Tensor]:
@@ -314,14 +364,22 @@ def fit_temperature(old_N: Tensor, tokens_N: Tensor, logp_NV: Tensor, asked: flo
 
 def compare_experts(
     recorded_TLk: Tensor, own_TLk: Tensor, draws_TLk: Sequence[Tensor], layers: Sequence[int]
-) -> tuple[LayerRouting, ...]:
+) -> tuple[LayerRouterMismatch, ...]:
     """`draws_TLk`: what the trainer's routers choose with random rounding."""
     shares = [_otherwise(drawn_TLk, own_TLk) for drawn_TLk in draws_TLk]
     found = []
-    for place, (layer, otherwise) in enumerate(zip(layers, _otherwise(recorded_TLk, own_TLk), strict=True)):
+    for place, (layer, otherwise) in enumerate(
+        zip(layers, _otherwise(recorded_TLk, own_TLk), strict=True)
+    ):
         bound = upper_bound([share[place] for share in shares])
-        swapped = _swapped(recorded_TLk[:, place], own_TLk[:, place], bound) if otherwise > bound else None
-        found.append(LayerRouting(layer=layer, otherwise=otherwise, bound=bound, swapped=swapped))
+        swapped = (
+            _swapped(recorded_TLk[:, place], own_TLk[:, place], bound)
+            if otherwise > bound
+            else None
+        )
+        found.append(
+            LayerRouterMismatch(layer=layer, mismatch_frac=otherwise, bound=bound, swapped=swapped)
+        )
     return tuple(found)
 
 
@@ -334,9 +392,15 @@ def _otherwise(a_TLk: Tensor, b_TLk: Tensor) -> list[float]:
 def _swapped(recorded_Tk: Tensor, own_Tk: Tensor, bound: float) -> tuple[int, int] | None:
     """The two experts that stand for each other wherever the choices differ."""
     size = int(max(recorded_Tk.max(), own_Tk.max())) + 1
-    is_recorded, is_own = (torch.zeros(len(ids), size).scatter_(-1, ids, 1.0) for ids in (recorded_Tk, own_Tk))
+    is_recorded, is_own = (
+        torch.zeros(len(ids), size).scatter_(-1, ids, 1.0) for ids in (recorded_Tk, own_Tk)
+    )
     # [a, b]: how often a was recorded and not chosen where b was chosen and not recorded
-    instead = ((is_recorded > is_own).float().T @ (is_own > is_recorded).float()) if size else torch.zeros(1, 1)
+    instead = (
+        ((is_recorded > is_own).float().T @ (is_own > is_recorded).float())
+        if size
+        else torch.zeros(1, 1)
+    )
     a, b = divmod(int((instead + instead.T).argmax()), size)
     renamed = torch.arange(size)
     renamed[a], renamed[b] = b, a

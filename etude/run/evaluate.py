@@ -1,8 +1,9 @@
-"""How much of a split a version solves, with an interval that says how sure that is.
+"""Evaluation: the solve rate of a version on a split, with a confidence interval.
 
-Every task once, through the same gateway and harness as in training. The version must not change under an evaluation:
-whoever runs one holds the weights still, and every token is checked to come from the version that is evaluated. A
-session that fails in infrastructure is tried again: it is no zero.
+Every task once, through the same gateway and harness as in training. The version must not change
+under an evaluation: whoever runs one holds the weights still, and every token is checked to come
+from the version that is evaluated. A session that fails in infrastructure is tried again: it is no
+zero.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from etude.core.errors import EtudeError
 from etude.core.events import EvalDone, EvalProgress, Event
 from etude.core.seeds import derive
 from etude.core.types import Json, Task, Trajectory
-from etude.run.controller import Attempt
+from etude.run.loop import Attempt
 from etude.store.runs import Run
 
 TRIES = 3
@@ -25,7 +26,7 @@ REPORT_EVERY = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What stays of an evaluation, under `evals/`."""
+    """The result of an evaluation, stored under `evals/`."""
 
     stage: str
     split: str
@@ -50,7 +51,8 @@ class Report:
 
 
 def wilson(solved: int, total: int, z: float = 1.959964) -> tuple[float, float]:
-    """A 95 % interval for a share; unlike the textbook one it holds near 0 and 1, and for few tries."""
+    """A 95 % interval for a share; unlike the textbook one it holds near 0 and 1, and for few
+    tries."""
     share, spread = solved / total, z * z / total
     middle = (share + spread / 2) / (1 + spread)
     half = z / (1 + spread) * math.sqrt(share * (1 - share) / total + spread / (4 * total))
@@ -80,11 +82,21 @@ async def evaluate(
 
     async def solve(task: Task) -> None:
         outcomes.append(
-            await _persistent(attempt, task, f"eval-{version}-{split}.{task.id}", derive(seed, "eval", task.id))
+            await _persistent(
+                attempt, task, f"eval-{version}-{split}.{task.id}", derive(seed, "eval", task.id)
+            )
         )
         _check_version(outcomes[-1], version)
         if len(outcomes) % REPORT_EVERY == 0:
-            emit(EvalProgress(stage=stage, split=split, done=len(outcomes), total=len(tasks), solved=_solved(outcomes)))
+            emit(
+                EvalProgress(
+                    stage=stage,
+                    split=split,
+                    done=len(outcomes),
+                    total=len(tasks),
+                    solved=_solved(outcomes),
+                )
+            )
 
     emit(EvalProgress(stage=stage, split=split, done=0, total=len(tasks), solved=0))
     async with asyncio.TaskGroup() as group:
@@ -92,7 +104,17 @@ async def evaluate(
             group.create_task(solve(task))
     solved, total = _solved(outcomes), len(tasks)
     low, high = wilson(solved, total)
-    emit(EvalDone(stage=stage, split=split, version=version, solved=solved, total=total, low=low, high=high))
+    emit(
+        EvalDone(
+            stage=stage,
+            split=split,
+            version=version,
+            solved=solved,
+            total=total,
+            low=low,
+            high=high,
+        )
+    )
     return Report(
         stage=stage,
         split=split,
@@ -101,7 +123,9 @@ async def evaluate(
         total=total,
         low=low,
         high=high,
-        rewards={t.task: t.reward for t in sorted(outcomes, key=lambda t: t.task) if t.reward is not None},
+        rewards={
+            t.task: t.reward for t in sorted(outcomes, key=lambda t: t.task) if t.reward is not None
+        },
         example=max((t.messages for t in outcomes if t.reward == 1.0), key=len, default=[]),
     )
 
@@ -111,7 +135,9 @@ async def _persistent(attempt: Attempt, task: Task, sample: str, seed: int) -> T
         trajectory = await attempt(task, sample, seed)
         if trajectory.reward is not None:
             return trajectory
-    raise EtudeError(f"evaluation: task {task.id} failed {TRIES} times, the last time with: {trajectory.error}")
+    raise EtudeError(
+        f"evaluation: task {task.id} failed {TRIES} times, the last time with: {trajectory.error}"
+    )
 
 
 def _solved(outcomes: Sequence[Trajectory]) -> int:

@@ -1,7 +1,9 @@
-"""What the controller must not forget: groups, batches and ledger entries, in the one order in which they happened.
+"""The controller's journal: groups, batches and ledger entries, written in the order in which they
+happened.
 
-What a crash leaves unsaid is worked out again by `recover` from what is there, because whatever an entry speaks of is
-written before it: a group before the entries that settle its samples, a batch before the entry that says so.
+What a crash leaves unsaid is worked out again by `recover` from what is there, because whatever an
+entry speaks of is written before it: a group before the entries that settle its samples, a batch
+before the entry that says so.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from etude.core.credit import Credit, Verdict
+from etude.core.advantage import AdvantageEstimator, GroupOutcome
 from etude.core.ledger import Batched, Dropped, Entry, Issued, Ledger
 from etude.core.types import Batch, Group, Task
 from etude.store.objects import Missing
@@ -21,15 +23,18 @@ from etude.store.runs import Run
 
 
 class Journal:
-    """The ledger in memory and on disk. Memory goes first, and one thread writes in the same order: an entry never
-    overtakes the one that it depends on, even if whoever wrote it was cancelled meanwhile."""
+    """The ledger in memory and on disk. Memory goes first, and one thread writes in the same order:
+    an entry never overtakes the one that it depends on, even if whoever wrote it was cancelled
+    meanwhile."""
 
     def __init__(self, run: Run, entries: Iterable[Entry]) -> None:
         self.ledger = Ledger(entries)
         self._run = run
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="journal")
 
-    async def write(self, *entries: Entry, group: Group | None = None, batch: Batch | None = None) -> None:
+    async def write(
+        self, *entries: Entry, group: Group | None = None, batch: Batch | None = None
+    ) -> None:
         """Returns when everything is stored."""
         for entry in entries:
             self.ledger.apply(entry)
@@ -57,26 +62,27 @@ def sample_ids(group: str, count: int) -> tuple[str, ...]:
     return tuple(f"{group}.{attempt}" for attempt in range(count))
 
 
-def drops(verdict: Verdict) -> list[Dropped]:
+def drops(outcome: GroupOutcome) -> list[Dropped]:
     """The entries for the samples of a finished group that will not be trained on."""
     entries = [
-        Dropped(samples=verdict.failed, reason="failed"),
-        Dropped(samples=tuple(verdict.malformed), reason="malformed"),
-        Dropped(samples=verdict.no_signal, reason="no_signal"),
+        Dropped(samples=outcome.failed, reason="failed"),
+        Dropped(samples=tuple(outcome.malformed), reason="malformed"),
+        Dropped(samples=outcome.no_signal, reason="no_signal"),
     ]
     return [entry for entry in entries if entry.samples]
 
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """Where a run stands after a stop, however rude."""
+    """The state of a run after a stop or crash."""
 
     entries: list[Entry]
     """To be written first: what the stop left unsaid."""
     waiting: list[Group]
     """Finished, and in no batch yet."""
     done: set[tuple[str, int]]
-    """(task, epoch) of every group that came to an end; those that were interrupted are not among them."""
+    """(task, epoch) of every group that came to an end; those that were interrupted are not among
+    them."""
     slots: int
     """Groups that were ever issued."""
     batched: int
@@ -90,9 +96,13 @@ def unrecorded(entries: Iterable[Entry], steps: Iterable[int]) -> list[int]:
 
 
 def recover(
-    entries: list[Entry], batches: Mapping[int, Batch], finished: Mapping[str, Group], credit: Credit
+    entries: list[Entry],
+    batches: Mapping[int, Batch],
+    finished: Mapping[str, Group],
+    estimator: AdvantageEstimator,
 ) -> Recovered:
-    """`batches`: the unrecorded ones. `finished`: every stored group that has open samples (others do no harm)."""
+    """`batches`: the unrecorded ones. `finished`: every stored group that has open samples (others
+    do no harm)."""
     made: list[Entry] = [
         Batched(step=step, samples=tuple(dict.fromkeys(row.sample for row in batch.rows)))
         for step, batch in sorted(batches.items())
@@ -105,12 +115,16 @@ def recover(
         if group not in finished:
             made.append(Dropped(samples=tuple(samples), reason="interrupted"))
             continue
-        verdict = credit.judge(finished[group])
-        made += [drop for drop in drops(verdict) if set(drop.samples) <= set(samples)]
-        waiting += [finished[group]] if verdict.advantages else []
+        outcome = estimator.estimate(finished[group])
+        made += [drop for drop in drops(outcome) if set(drop.samples) <= set(samples)]
+        waiting += [finished[group]] if outcome.advantages else []
 
     all_entries = [*entries, *made]
-    interruptions = [entry for entry in all_entries if isinstance(entry, Dropped) and entry.reason == "interrupted"]
+    interruptions = [
+        entry
+        for entry in all_entries
+        if isinstance(entry, Dropped) and entry.reason == "interrupted"
+    ]
     interrupted = {group_of(sample) for entry in interruptions for sample in entry.samples}
     issued = [entry for entry in entries if isinstance(entry, Issued)]
     return Recovered(
@@ -122,17 +136,21 @@ def recover(
     )
 
 
-def load(run: Run, credit: Credit) -> tuple[list[Entry], Recovered]:
+def load(run: Run, estimator: AdvantageEstimator) -> tuple[list[Entry], Recovered]:
     """The entries on disk, and what follows from them and from the rest of the store."""
     entries = run.ledger.records()
     batches = {step: run.batch(step) for step in unrecorded(entries, run.batches())}
     finished: dict[str, Group] = {}
     for name in {group_of(sample) for sample in Ledger(entries).open_samples()}:
-        with contextlib.suppress(Missing):  # asked by its name: a listing may be late, and its sessions would be lost
+        # asked by its name: a listing may be late, and its sessions would be lost
+        with contextlib.suppress(Missing):
             finished[name] = run.group(name)
-    return entries, recover(entries, batches, finished, credit)
+    return entries, recover(entries, batches, finished, estimator)
 
 
-def still_to_do(stream: Iterable[tuple[Task, int]], done: Container[tuple[str, int]]) -> Iterator[tuple[Task, int]]:
-    """The stream of tasks without those that came to an end before; so what was interrupted comes first, in order."""
+def without_done(
+    stream: Iterable[tuple[Task, int]], done: Container[tuple[str, int]]
+) -> Iterator[tuple[Task, int]]:
+    """The stream of tasks without those that came to an end before; so what was interrupted comes
+    first, in order."""
     return ((task, epoch) for task, epoch in stream if (task.id, epoch) not in done)

@@ -1,10 +1,12 @@
-"""Operator by operator: which part of the engine's model computes something else than the trainer's.
+"""Comparison operator by operator: which part of the engine's model computes something else than
+the trainer's.
 
-The engine answers a row as it always does, over its cache, first the prompt and then token after token. But each
-operator is given what the trainer's got in the same place, so that no error travels: what differs then, in the input
-that an operator would have got or in what it makes of the trainer's, is blamed on one place. How much may differ is
-computed for each place by itself: the trainer's own operators, in the engine's type and with random rounding, are
-given the same inputs (`model.rounding`).
+The engine answers a row as it always does, over its cache, first the prompt and then token after
+token. But each operator is given what the trainer's got in the same place, so that no error
+travels: what differs then, in the input that an operator would have got or in what it makes of the
+trainer's, is blamed on one place. How much may differ is computed for each place by itself: the
+trainer's own operators, in the engine's type and with random rounding, are given the same inputs
+(`model.rounding`).
 
 Shapes: T tokens of a row, X experts, k experts of a token.
 """
@@ -20,18 +22,29 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from etude.model.attention import Causal
-from etude.model.experts import Experts, Router, Stack
-from etude.model.heads import GroupedHeads, LatentHeads
+from etude.model.attention import CausalAttention
+from etude.model.experts import Router, SparseMoE, StackedExperts
+from etude.model.heads import GroupedQueryAttention, LatentAttention
 from etude.model.layers import MLP, RMSNorm
 from etude.model.rounding import NUM_DRAWS, RandomRounding, StepwiseCausal, upper_bound
-from etude.model.tiled_attention import CausalInTiles
+from etude.model.tiled_attention import TiledCausalAttention
 from etude.model.transformer import Block, Transformer
 
-HEADS = (GroupedHeads, LatentHeads)
-OPERATORS = (nn.Embedding, RMSNorm, nn.Linear, Router, Stack, *HEADS, MLP, Experts, Block)
+HEADS = (GroupedQueryAttention, LatentAttention)
+OPERATORS = (
+    nn.Embedding,
+    RMSNorm,
+    nn.Linear,
+    Router,
+    StackedExperts,
+    *HEADS,
+    MLP,
+    SparseMoE,
+    Block,
+)
 WHOLE, ROPE, HEAD = "model", "rope", "head"
-"""What is blamed beside the operators: the code between the blocks, the angles of positions, and the logits."""
+"""What is blamed beside the operators: the code between the blocks, the angles of positions, and
+the logits."""
 SHIFTS = (0, 1, -1, 2, -2)
 """Of positions, that are looked for."""
 NEAR = 0.1
@@ -48,11 +61,11 @@ class Operator:
     note: str = ""
 
 
-class Trace:
-    """What goes into each operator of a model and what comes out, over one row that is read in one or many passes.
-    With `given`, operators get what they got there."""
+class OperatorTrace:
+    """The inputs and outputs of each operator of a model, over one row that is read in one or many
+    passes. With `given`, operators get what they got there."""
 
-    def __init__(self, given: Trace | None = None) -> None:
+    def __init__(self, given: OperatorTrace | None = None) -> None:
         self.inputs: dict[str, list[tuple[Any, ...]]] = {}
         self.outputs: dict[str, list[Tensor]] = {}
         self.ranks: dict[str, Tensor] = {}
@@ -61,7 +74,7 @@ class Trace:
         self._names: dict[int, str] = {}
         self._start = self._stop = 0
 
-    def __enter__(self) -> Trace:
+    def __enter__(self) -> OperatorTrace:
         self._hooks = (
             register_module_forward_pre_hook(self._before),  # type: ignore[arg-type]
             register_module_forward_hook(self._after),
@@ -80,13 +93,21 @@ class Trace:
 
     def _before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if isinstance(module, Transformer):
-            self._names = {id(part): name for name, part in module.named_modules() if isinstance(part, OPERATORS)}
+            self._names = {
+                id(part): name
+                for name, part in module.named_modules()
+                if isinstance(part, OPERATORS)
+            }
             self._start, self._stop = self._stop, self._stop + args[0].numel()
         name = self._names.get(id(module))
         if name is None:
             return None
         self.inputs.setdefault(name, []).append(args)
-        if self._given is None or name not in self._given.inputs or isinstance(module, nn.Embedding):
+        if (
+            self._given is None
+            or name not in self._given.inputs
+            or isinstance(module, nn.Embedding)
+        ):
             return None
         return tuple(self._instead(name, place, x) for place, x in enumerate(args))
 
@@ -104,9 +125,11 @@ class Trace:
             output = self._choice(name, module, args[0], *output)
         self.outputs.setdefault(name, []).append(output)
 
-    def _choice(self, name: str, router: Router, x_NE: Tensor, ids_Nk: Tensor, weights_Nk: Tensor) -> Tensor:
-        """The weights of the chosen experts, and how the trainer ranks these. Where two experts are as good as equal,
-        it does not matter which was chosen."""
+    def _choice(
+        self, name: str, router: Router, x_NE: Tensor, ids_Nk: Tensor, weights_Nk: Tensor
+    ) -> Tensor:
+        """The weights of the chosen experts, and how the trainer ranks these. Where two experts are
+        as good as equal, it does not matter which was chosen."""
         if self._given is None:
             bias_X = router.e_score_correction_bias
             self.ranks[name] = router.scores(x_NE) + (0 if bias_X is None else bias_X)
@@ -117,54 +140,70 @@ class Trace:
         return torch.cat([x.sort(-1).values.float() for x in chosen], -1)
 
 
-def differences(trace: Trace, reference: Trace) -> dict[tuple[str, str], float]:
+def differences(trace: OperatorTrace, reference: OperatorTrace) -> dict[tuple[str, str], float]:
     """(who is to blame, where it was seen) -> relative difference."""
     found: dict[tuple[str, str], float] = {}
     for name in trace.outputs.keys() & reference.outputs.keys():
         found[name, f"{name} out"] = _relative(trace.output(name), reference.output(name))
         for place, blamed in _inputs_of(name, trace.inputs[name][0], reference.outputs):
-            found[blamed, f"{name} in {place}"] = _relative(trace.input(name, place), reference.input(name, place))
+            found[blamed, f"{name} in {place}"] = _relative(
+                trace.input(name, place), reference.input(name, place)
+            )
     return found
 
 
 def _inputs_of(name: str, args: Sequence[Any], traced: Iterable[str]) -> Iterable[tuple[int, str]]:
-    """The inputs of an operator that others are to blame for, and whom. Experts and their weights are the router's."""
+    """The inputs of an operator that others are to blame for, and whom. Experts and their weights
+    are the router's."""
     parents = [name.rsplit(".", count)[0] for count in range(1, name.count(".") + 1)]
     parent = next((above for above in parents if above in traced), WHOLE)
     for place, x in enumerate(args[:3]):
-        if isinstance(x, Tensor) and x.is_floating_point() and not (place and name.endswith(".experts")):
+        if (
+            isinstance(x, Tensor)
+            and x.is_floating_point()
+            and not (place and name.endswith(".experts"))
+        ):
             yield place, ROPE if place else parent
 
 
 def _relative(x: Tensor, reference: Tensor) -> float:
-    return float((x.double() - reference.double()).norm() / reference.double().norm().clamp(min=1e-30))
+    return float(
+        (x.double() - reference.double()).norm() / reference.double().norm().clamp(min=1e-30)
+    )
 
 
-class OneRow:
-    """As the trainer attends to a row of so many tokens; scores are multiplied by `factor`."""
+class SingleRowAttention:
+    """The trainer's attention for a single row of so many tokens; scores are multiplied by
+    `factor`."""
 
     def __init__(self, model: Transformer, length: int, factor: float = 1.0) -> None:
-        self._attend = (CausalInTiles if model.invariant else Causal)([length])
+        self._attend = (TiledCausalAttention if model.invariant else CausalAttention)([length])
         self.latent = self._attend.latent
         self._factor = factor
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None
+    ) -> Tensor:
         scale = (scale or q.shape[-1] ** -0.5) * self._factor
         return self._attend(layer, q, k, v, scale)
 
 
 @torch.no_grad()
 def different_operators(
-    engine: Transformer, trainer: Transformer, rounded: Transformer, tokens: Sequence[int], answer: Callable[[], object]
+    engine: Transformer,
+    trainer: Transformer,
+    rounded: Transformer,
+    tokens: Sequence[int],
+    answer: Callable[[], object],
 ) -> tuple[Operator, ...]:
-    """Those of the engine's operators that differ by more than rounding, the one that differs most first. `rounded`:
-    the trainer's model in the engine's type; `answer` lets the engine read `tokens`. A part that differs hides the
-    whole that contains it."""
+    """Those of the engine's operators that differ by more than rounding, the one that differs most
+    first. `rounded`: the trainer's model in the engine's type; `answer` lets the engine read
+    `tokens`. A part that differs hides the whole that contains it."""
     tokens_T, positions_T = torch.tensor(tokens), torch.arange(len(tokens))
-    with Trace() as reference:
-        hidden_TE = trainer(tokens_T, positions_T, OneRow(trainer, len(tokens)))
+    with OperatorTrace() as reference:
+        hidden_TE = trainer(tokens_T, positions_T, SingleRowAttention(trainer, len(tokens)))
     logits_TV = trainer.logits(hidden_TE)
-    with Trace(reference) as seen:
+    with OperatorTrace(reference) as seen:
         answer()
     measured = differences(seen, reference)
     kind = engine.model.embed_tokens.weight.dtype
@@ -172,7 +211,7 @@ def different_operators(
 
     draws = []
     for seed in range(NUM_DRAWS):
-        with RandomRounding(seed), Trace(reference) as drawn:
+        with RandomRounding(seed), OperatorTrace(reference) as drawn:
             rounded(tokens_T, positions_T, StepwiseCausal([len(tokens)]))
             logits = rounded.logits(hidden_TE.to(kind))
         draws.append(differences(drawn, reference) | {(HEAD, HEAD): _relative(logits, logits_TV)})
@@ -184,12 +223,17 @@ def blamed(
     measured: dict[tuple[str, str], float], bounds: dict[tuple[str, str], float], notes: Notes
 ) -> tuple[Operator, ...]:
     found: dict[str, Operator] = {}
-    # An operator that holds something else than the trainer's is at fault even where it does not show.
+    # An operator that holds something else than the trainer's is at fault even where it does not
+    # show.
     for (name, where), difference in sorted(measured.items(), key=lambda item: -item[1]):
         bound = bounds.get((name, where), math.inf)
-        if name not in found and (difference > bound or (difference > 0 and notes.holds_otherwise(name))):
+        if name not in found and (
+            difference > bound or (difference > 0 and notes.holds_otherwise(name))
+        ):
             found[name] = Operator(name, difference, bound)
-    inner = [each for each in found.values() if not any(_contains(each.name, other) for other in found)]
+    inner = [
+        each for each in found.values() if not any(_contains(each.name, other) for other in found)
+    ]
     return tuple(Operator(each.name, each.difference, each.bound, notes.of(each)) for each in inner)
 
 
@@ -199,12 +243,12 @@ def _contains(whole: str, part: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Notes:
-    """What can be said of an operator that differs."""
+    """Explanations of an operator that differs."""
 
     engine: Transformer
     trainer: Transformer
-    seen: Trace
-    reference: Trace
+    seen: OperatorTrace
+    reference: OperatorTrace
 
     def of(self, operator: Operator) -> str:
         if operator.name == ROPE:
@@ -222,10 +266,18 @@ class Notes:
         if name in (WHOLE, ROPE, HEAD):
             return ""
         engine, trainer = self.engine.get_submodule(name), self.trainer.get_submodule(name)
-        if isinstance(engine, RMSNorm) and isinstance(trainer, RMSNorm) and engine.eps != trainer.eps:
+        if (
+            isinstance(engine, RMSNorm)
+            and isinstance(trainer, RMSNorm)
+            and engine.eps != trainer.eps
+        ):
             return f"epsilon is {engine.eps:g} in the engine and {trainer.eps:g} in the trainer"
         own, other = dict(engine.named_parameters()), dict(trainer.named_parameters())
-        changed = [key for key, p in other.items() if key in own and not torch.equal(own[key], p.to(own[key].dtype))]
+        changed = [
+            key
+            for key, p in other.items()
+            if key in own and not torch.equal(own[key], p.to(own[key].dtype))
+        ]
         return f"other weights: {', '.join(changed)}" if changed else ""
 
     def _rope(self) -> str:
@@ -236,10 +288,14 @@ class Notes:
         places = [(torch.arange(count) + shift).clamp(0, len(table) - 1) for shift in SHIFTS]
         distance_ST = torch.stack([(table[at] - angles_T).flatten(1).norm(dim=1) for at in places])
         moved = [SHIFTS[best] for best in distance_ST.argmin(0).tolist() if SHIFTS[best]]
-        # The angles of a position that is near are met but for rounding; those of another table are not.
+        # The angles of a position that is near are met but for rounding; those of another table are
+        # not.
         if not moved or float(distance_ST.amin(0).max()) > NEAR:
             return "its angles are not those of the trainer's table"
-        return f"{len(moved)} of {count} tokens have another position, the first of them off by {moved[0]:+d}"
+        return (
+            f"{len(moved)} of {count} tokens have another position, the first of them off by "
+            f"{moved[0]:+d}"
+        )
 
     def _scores(self, operator: Operator) -> str:
         """Whether attention differs by a factor of its scores."""
@@ -250,7 +306,7 @@ class Notes:
         mixed: list[Tensor] = []
 
         def off_by(log_factor: float) -> float:
-            part(x, cos, sin, OneRow(self.trainer, len(x), math.exp(log_factor)))
+            part(x, cos, sin, SingleRowAttention(self.trainer, len(x), math.exp(log_factor)))
             return _relative(engines, mixed.pop())
 
         hook = part.o_proj.register_forward_pre_hook(lambda module, args: mixed.append(args[0]))  # type: ignore[union-attr]

@@ -1,4 +1,5 @@
-"""Code of the user's own, by name: `module:name`, or `path/to/file.py:name`, both seen from where the run was started.
+"""Code of the user's own, by name: `module:name`, or `path/to/file.py:name`, both seen from where
+the run was started.
 
 A run's config holds the name only. Whoever resumes the run elsewhere brings the code along.
 """
@@ -14,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from etude.core.errors import EtudeError, blame
+from etude.core.errors import EtudeError, user_code
 
 
 def load(reference: str, key: str) -> Any:
@@ -22,16 +23,20 @@ def load(reference: str, key: str) -> Any:
     place, _, name = reference.partition(":")
     if (here := os.getcwd()) not in sys.path:
         sys.path.append(here)  # last: a file of the user's that is called token.py is not Python's
-    with blame(f"{key} = {reference!r}: {place} cannot be loaded"):
+    with user_code(f"{key} = {reference!r}: {place} cannot be loaded"):
         try:
-            module = _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+            module = (
+                _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+            )
         except (ImportError, OSError, SyntaxError) as e:
             raise EtudeError(
-                f"{key} = {reference!r}: {place} cannot be loaded ({e}); start the run where it lies, or give its path"
+                f"{key} = {reference!r}: {place} cannot be loaded ({e}); start the run where it "
+                f"lies, or give its path"
             ) from e
     if not hasattr(module, name):
         raise EtudeError(
-            f"{key} = {reference!r}: {place} has nothing called {name!r}; define it there, or name another"
+            f"{key} = {reference!r}: {place} has nothing called {name!r}; define it there, or name "
+            f"another"
         )
     return getattr(module, name)
 
@@ -41,15 +46,16 @@ def check_file(reference: str, key: str) -> None:
     place, _, _ = reference.partition(":")
     if place.endswith(".py") and not Path(place).is_file():
         raise EtudeError(
-            f"{key} = {reference!r}: there is no file {place} seen from {os.getcwd()}; start the run where it lies, or "
+            f"{key} = {reference!r}: there is no file {place} seen from {os.getcwd()}; start the "
+            f"run where it lies, or "
             f"give its path"
         )
 
 
 def build(reference: str, key: str, *args: Any, **options: Any) -> Any:
-    """What comes of calling it."""
+    """Load it and call it."""
     make = load(reference, key)
-    with blame(f"{key} = {reference!r}"):
+    with user_code(f"{key} = {reference!r}"):
         return make(*args, **options)
 
 

@@ -1,7 +1,8 @@
-"""What every process of a run does alike: errors in one line, a clean stop on SIGTERM, and death with the parent.
+"""Common behaviour of a run's processes: errors in one line, a clean stop on SIGTERM, and death
+with the parent.
 
-The children are started by `launch`; each lives in a session of its own, so a Ctrl-C in the terminal reaches only the
-launcher, which stops them in order.
+The children are started by `launch`; each lives in a session of its own, so a Ctrl-C in the
+terminal reaches only the launcher, which stops them in order.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 from etude.core.clock import AwakeClock, SystemClock
 from etude.core.errors import EtudeError
-from etude.serve import pulse
+from etude.serve import heartbeat as pulse
 
 BLINK_EVERY_S = 0.5
 PR_SET_PDEATHSIG = 1
@@ -25,26 +26,31 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def die_with_parent(parent: int) -> None:
-    """Between fork and exec: the kernel kills us when the thread that forked us is gone, even by SIGKILL."""
+    """Between fork and exec: the kernel kills us when the thread that forked us is gone, even by
+    SIGKILL."""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before we could ask
         os._exit(1)
 
 
 def keep_freed_memory() -> None:
-    """For a process that needs as much memory again and again, such as a step of training. glibc gives large pieces
-    back to the kernel when they are freed; with a hundred million parameters getting them again is half of a step."""
+    """For a process that needs as much memory again and again, such as a step of training. glibc
+    gives large pieces back to the kernel when they are freed; with a hundred million parameters
+    getting them again is half of a step."""
     if hasattr(_libc, "mallopt"):  # not every libc has it
         _libc.mallopt(M_MMAP_MAX, 0)
         _libc.mallopt(M_TRIM_THRESHOLD, -1)
 
 
-def message(e: BaseException) -> str | None:
-    """What to tell the user, if there is anything: a TaskGroup wraps the error that ended it, sometimes twice."""
+def error_message(e: BaseException) -> str | None:
+    """The message for the user, if there is one: a TaskGroup wraps the error that ended it,
+    sometimes twice."""
     if isinstance(e, EtudeError):
         return str(e)
     if isinstance(e, BaseExceptionGroup):
-        return next((told for inner in e.exceptions if (told := message(inner)) is not None), None)
+        return next(
+            (told for inner in e.exceptions if (told := error_message(inner)) is not None), None
+        )
     return None
 
 
@@ -71,14 +77,15 @@ def stopped_since(then: float) -> bool:
 
 
 def run_process(program: Callable[[], Coroutine[Any, Any, None]]) -> int:
-    """Runs an asyncio program to its end; the exit code. What is no `EtudeError` is a bug, and keeps its traceback."""
+    """Runs an asyncio program to its end; the exit code. What is no `EtudeError` is a bug, and
+    keeps its traceback."""
     try:
         with asyncio.Runner(loop_factory=AwakeLoop) as runner:
             runner.run(_until_told(program))
     except asyncio.CancelledError:
         return 128 + signal.SIGTERM
     except (EtudeError, BaseExceptionGroup) as e:
-        if (told := message(e)) is None:
+        if (told := error_message(e)) is None:
             raise
         print(f"error: {told}", file=sys.stderr, flush=True)
         return 2
@@ -89,7 +96,7 @@ async def _until_told(program: Callable[[], Coroutine[Any, Any, None]]) -> None:
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    beating = asyncio.create_task(pulse.keep_beating())
+    beating = asyncio.create_task(pulse.send_heartbeats())
     try:
         await program()
     finally:

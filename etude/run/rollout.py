@@ -1,4 +1,5 @@
-"""One attempt at one task, from the open world to the scored trajectory. Always returns: what breaks becomes data."""
+"""One rollout: an attempt at a task, from the open sandbox to the scored trajectory. Always
+returns: what breaks becomes data."""
 
 from __future__ import annotations
 
@@ -11,13 +12,13 @@ from numbers import Real
 from typing import Protocol
 
 from etude.core.errors import RolloutFailure, boundary
-from etude.core.seams import Agent, Environment, Transcript
+from etude.core.protocols import Agent, Environment, Transcript
 from etude.core.types import Json, Segment, Task, Trajectory
 from etude.run.process import stopped_since
 
 
-class Sessions(Protocol):
-    """Where the model is reached and what it said is recorded: the gateway, or a fake."""
+class SessionRecorder(Protocol):
+    """Sessions with the model that are recorded: the gateway, or a fake."""
 
     def base_url(self, session: str) -> str: ...
 
@@ -25,31 +26,37 @@ class Sessions(Protocol):
         """Returns as soon as there is a model to be reached."""
 
     async def disturbed(self, session: str, age_s: float) -> bool:
-        """Whether a request of the session, which began so long ago, had to wait for a process that was silent or
-        gone, or has no answer."""
+        """Whether a request of the session, which began so long ago, had to wait for a process that
+        was silent or gone, or has no answer."""
 
     async def segments(self, session: str, *, experts: bool) -> tuple[Segment, ...]:
-        """`experts`: those that the model used are kept in the store, and the segments name them."""
+        """`experts`: those that the model used are kept in the store, and the segments name
+        them."""
 
     async def forget(self, session: str) -> None: ...
 
 
-class Rollouts:
+class RolloutRunner:
     def __init__(
         self,
         environment: Environment,
         agent: Agent,
-        sessions: Sessions,
+        sessions: SessionRecorder,
         *,
         concurrency: int,
         experts: bool = False,
-        agent_s: float | None = None,
-        world_s: float | None = None,
+        agent_timeout_s: float | None = None,
+        sandbox_timeout_s: float | None = None,
     ) -> None:
-        """`agent_s`, `world_s`: an agent, or an environment that opens a world or scores, which is still at work then
-        has failed, so that one which hangs cannot hold up a run."""
-        self.environment, self.agent, self.sessions, self.experts = environment, agent, sessions, experts
-        self._agent_s, self._world_s = agent_s, world_s
+        """`agent_timeout_s`, `sandbox_timeout_s`: an agent, or an environment that opens a sandbox
+        or scores, has failed if it is still at work then, so that one which hangs cannot hold up a
+        run."""
+        self.environment = environment
+        self.agent = agent
+        self.sessions = sessions
+        self.experts = experts
+        self._agent_timeout_s = agent_timeout_s
+        self._sandbox_timeout_s = sandbox_timeout_s
         self._room = asyncio.Semaphore(concurrency)
 
     async def attempt(self, task: Task, sample: str, seed: int) -> Trajectory:
@@ -67,7 +74,8 @@ class Rollouts:
                     error=str(e),
                 )
             finally:
-                # Recording that nobody will read: if it cannot be thrown away now, the gateway's end does it.
+                # Recording that nobody will read: if it cannot be thrown away now, the gateway's
+                # end does it.
                 with contextlib.suppress(RolloutFailure):
                     async with boundary("forget"):
                         await self.sessions.forget(sample)
@@ -76,16 +84,18 @@ class Rollouts:
         async with boundary("model"):
             await self.sessions.up()
         began = asyncio.get_running_loop().time()
-        async with boundary("world"), contextlib.AsyncExitStack() as worlds:
-            async with _at_most(self._world_s, "tasks.timeout_s"):
-                sandbox = await worlds.enter_async_context(self.environment.open(task))
-            async with boundary("agent"), _at_most(self._agent_s, "harness.timeout_s"):
-                transcript = await self.agent.run(task, sandbox, base_url=self.sessions.base_url(sample), seed=seed)
+        async with boundary("sandbox"), contextlib.AsyncExitStack() as stack:
+            async with _at_most(self._sandbox_timeout_s, "tasks.timeout_s"):
+                sandbox = await stack.enter_async_context(self.environment.open(task))
+            async with boundary("agent"), _at_most(self._agent_timeout_s, "harness.timeout_s"):
+                transcript = await self.agent.run(
+                    task, sandbox, base_url=self.sessions.base_url(sample), seed=seed
+                )
                 messages = _messages(transcript)
             async with boundary("agent"):
                 if not transcript.finished:
                     await self._check_time(sample, began)
-            async with boundary("score"), _at_most(self._world_s, "tasks.timeout_s"):
+            async with boundary("score"), _at_most(self._sandbox_timeout_s, "tasks.timeout_s"):
                 scores = _checked(await self.environment.score(task, sandbox))
         async with boundary("segments"):
             segments = await self.sessions.segments(sample, experts=self.experts)
@@ -102,7 +112,9 @@ class Rollouts:
     async def _check_time(self, sample: str, began: float) -> None:
         """An agent that did not finish may have run out of time that it did not have."""
         if stopped_since(began):
-            raise RolloutFailure("agent: its time ran out, and the controller was stopped meanwhile")
+            raise RolloutFailure(
+                "agent: its time ran out, and the controller was stopped meanwhile"
+            )
         if await self.sessions.disturbed(sample, asyncio.get_running_loop().time() - began):
             raise RolloutFailure("agent: its time ran out while it waited for the model")
 
@@ -120,9 +132,13 @@ async def _at_most(seconds: float | None, key: str) -> AsyncIterator[None]:
 
 
 def _checked(scores: dict[str, float]) -> dict[str, float]:
-    """An environment that cannot say what an attempt was worth has failed; the attempt has no reward then, not 0."""
+    """An environment that cannot say what an attempt was worth has failed; the attempt has no
+    reward then, not 0."""
     if not isinstance(scores, dict):
-        raise ValueError(f"the environment gave {scores!r}: it must give named numbers, such as {{'reward': 1.0}}")
+        raise ValueError(
+            f"the environment gave {scores!r}: it must give named numbers, such as {{'reward': "
+            f"1.0}}"
+        )
     if wrong := {name: score for name, score in scores.items() if not isinstance(score, Real)}:
         raise ValueError(f"the environment gave scores that are no numbers: {wrong}")
     if "reward" not in scores:
@@ -133,8 +149,8 @@ def _checked(scores: dict[str, float]) -> dict[str, float]:
 
 
 def _messages(transcript: Transcript) -> list[dict[str, Json]]:
-    """As JSON in UTF-8 says them: they are stored, and what cannot be is the failure of its agent. But half
-    a surrogate pair is a "?": a model can say it, and must not be able to fail by that."""
+    """As JSON in UTF-8 says them: they are stored, and what cannot be is the failure of its agent.
+    But half a surrogate pair is a "?": a model can say it, and must not be able to fail by that."""
     if not isinstance(transcript, Transcript):
         raise TypeError(f"run() must return a Transcript, not a {type(transcript).__name__}")
     plain = json.loads(json.dumps(transcript.messages, ensure_ascii=False).encode(errors="replace"))

@@ -1,7 +1,9 @@
-"""Where a run's curves go beside its own store: TensorBoard, Weights & Biases, trackio. A run names them in `sinks`.
+"""Tracking sinks for a run's metrics: TensorBoard, Weights & Biases, trackio. A run names them in
+`sinks`.
 
-The events in the store come first and are complete; a sink is a copy of their numbers for people who have a page open
-already. Each needs a package that Etude does not: it is imported when it is asked for.
+The events in the store come first and are complete; a sink is a copy of their numbers for people
+who have a page open already. Each needs a package that Etude does not: it is imported when it is
+asked for.
 """
 
 from __future__ import annotations
@@ -13,9 +15,9 @@ from typing import Any, Protocol
 
 from etude.core.errors import EtudeError
 from etude.core.events import Event
-from etude.core.figures import figures
-from etude.run.telemetry import EVERY_S, Events
+from etude.core.metrics import metrics
 from etude.store.runs import Run
+from etude.store.telemetry import FLUSH_S, EventReader
 
 
 class Sink(Protocol):
@@ -43,14 +45,16 @@ class TensorBoard:
         self._writer.close()
 
 
-class Logged:
-    """Packages that are called as W&B is: `init`, then `log` with a step of its own for each curve."""
+class WandbLike:
+    """Packages that are called as W&B is: `init`, then `log` with a step of its own for each
+    curve."""
 
     def __init__(self, run: Any) -> None:
         self._run = run
 
     def write(self, t: float, step: int, numbers: Mapping[str, float]) -> None:
-        # Stages count their steps anew, and the axis of these packages never goes back: each has one of its own beside.
+        # Stages count their steps anew, and the axis of these packages never goes back: each has
+        # one of its own beside.
         axes = {f"{name.partition('/')[0]}/step": float(step) for name in numbers}
         self._run.log({**numbers, **axes})
 
@@ -62,16 +66,20 @@ def _wandb(name: str, directory: Path) -> Sink:
     """Its own variables (WANDB_MODE=offline, WANDB_PROJECT, ...) work as usual."""
     import wandb
 
-    return Logged(wandb.init(name=name, id=name, dir=directory, resume="allow"))
+    return WandbLike(wandb.init(name=name, id=name, dir=directory, resume="allow"))
 
 
 def _trackio(name: str, directory: Path) -> Sink:
     import trackio
 
-    return Logged(trackio.init(project="etude", name=name, resume="allow"))
+    return WandbLike(trackio.init(project="etude", name=name, resume="allow"))
 
 
-SINKS: dict[str, Callable[[str, Path], Sink]] = {"tensorboard": TensorBoard, "wandb": _wandb, "trackio": _trackio}
+SINKS: dict[str, Callable[[str, Path], Sink]] = {
+    "tensorboard": TensorBoard,
+    "wandb": _wandb,
+    "trackio": _trackio,
+}
 
 
 class Sinks:
@@ -81,7 +89,7 @@ class Sinks:
         self._sinks = [_open(name, run, directory) for name in names]
 
     def write(self, t: float, event: Event) -> None:
-        step, numbers = figures(event)
+        step, numbers = metrics(event)
         for sink in self._sinks if numbers else ():
             sink.write(t, step, numbers)
 
@@ -95,18 +103,19 @@ def _open(name: str, run: str, directory: Path) -> Sink:
         return SINKS[name](run, directory)
     except ModuleNotFoundError as e:
         raise EtudeError(
-            f"sinks = [{name!r}] needs the package {e.name}, which is not installed: pip install 'etude[{name}]', or "
+            f"sinks = [{name!r}] needs the package {e.name}, which is not installed: pip install "
+            f"'etude[{name}]', or "
             f"take it out of sinks"
         ) from e
 
 
-async def copy(run: Run, sinks: Sinks) -> None:
-    """Hands on what happens from now on, until it is cancelled, and then the last of it."""
-    events = Events(run)
+async def forward_events(run: Run, sinks: Sinks) -> None:
+    """Forward events to the sinks from now on, until cancelled, and then the last of them."""
+    events = EventReader(run)
     await asyncio.to_thread(events.new)  # what happened before was handed on then
     try:
         while True:
-            await asyncio.sleep(EVERY_S)
+            await asyncio.sleep(FLUSH_S)
             for stamped in await asyncio.to_thread(events.new):
                 sinks.write(stamped.t, stamped.record)
     finally:

@@ -1,16 +1,18 @@
-"""Trials for a train/inference mismatch: the figures from which `run.diagnose` finds what brings it in.
+"""Trials of the train/inference mismatch: the measurements from which `run.diagnose` concludes its
+causes.
 
 Everything is tried by itself, on the same prompts:
 
-- *settings*: the engine answers alone, in a batch operator by operator, with its own kernels, with prompts in pieces,
-  from its cache, after a swap of weights, at another temperature, and in the trainer's precision; the trainer
-  recomputes each answer, also with the experts that were recorded.
-- *rounding*: the trainer's model recomputes the same tokens in the engine's type, with random rounding
-  (`model.rounding`).
-- *operators*: each operator of the engine's model is given what the trainer's got (`run.operators`).
+- *settings*: the engine answers alone, in a batch operator by operator, with its own kernels, with
+  prompts in pieces, from its cache, after a swap of weights, at another temperature, and in the
+  trainer's precision; the trainer recomputes each answer, also with the experts that were recorded.
+- *rounding*: the trainer's model recomputes the same tokens in the engine's type, with random
+  rounding (`model.rounding`).
+- *operators*: each operator of the engine's model is given what the trainer's got
+  (`run.operators`).
 
-Shapes: N sampled tokens of all rows, V vocabulary, T tokens that were read of all rows, L layers with experts, k
-experts of a token.
+Shapes: N sampled tokens of all rows, V vocabulary, T tokens that were read of all rows, L layers
+with experts, k experts of a token.
 """
 
 from __future__ import annotations
@@ -24,28 +26,28 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from etude.core.events import Gap
-from etude.core.types import Recomputed, Row, Sample
-from etude.engine.choose import runner_for
-from etude.engine.engine import Engine, Finished, Request
+from etude.core.events import MismatchStats
+from etude.core.types import RecomputedRow, Row, Sample
+from etude.engine.engine import Engine, FinishedRequest, Request
+from etude.engine.select import select_runner
 from etude.model.experts import Routing, read_ids
-from etude.model.files import weights
+from etude.model.files import hf_state_dict
 from etude.model.rounding import NUM_DRAWS, RandomRounding, StepwiseCausal
 from etude.model.transformer import Transformer
 from etude.run.diagnose import (
-    Bound,
-    Cut,
     Diagnosis,
-    LayerRouting,
+    LayerRouterMismatch,
+    RoundingBound,
     TemperatureFit,
+    TopPCut,
     compare_experts,
     find_cut,
     fit_temperature,
 )
 from etude.run.operators import different_operators
-from etude.train.loss import predicted
-from etude.train.meter import gap, meter, routed_otherwise
-from etude.train.rows import Text, pack
+from etude.train.loss import predicting_states
+from etude.train.mismatch import measure_mismatch, mismatch_stats, router_mismatch
+from etude.train.packing import TokenSequence, pack_batch
 
 MakeEngine = Callable[..., Engine]
 Prompt = tuple[int, ...]
@@ -55,7 +57,7 @@ OTHER_TEMPERATURE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class RecordedAnswer:
     row: Row
     experts_TLk: Tensor | None = None
     """As far as they were recorded, from the first token on."""
@@ -71,11 +73,12 @@ class Recomputation:
 
 
 def diagnose(
-    engine_model: Transformer, trainer_model: Transformer, prompts: Sequence[Prompt], *, max_tokens: int = 16,
-    temperature: float = 1.0, make_engine: MakeEngine = Engine, progress: Callable[[str], None] = lambda text: None,
+    engine_model: Transformer, trainer_model: Transformer, prompts: Sequence[Prompt], *,
+    max_tokens: int = 16, temperature: float = 1.0, make_engine: MakeEngine = Engine,
+    progress: Callable[[str], None] = lambda text: None,
 ) -> Diagnosis:  # fmt: skip
-    """Both models hold the same weights, each in the type that its side computes in. `progress` is told what is being
-    tried: all of it may take minutes."""
+    """Both models hold the same weights, each in the type that its side computes in. `progress` is
+    told what is being tried: all of it may take minutes."""
     trials = _Trials(engine_model, prompts, max_tokens, temperature, make_engine)
     kind, trained = _kind(engine_model), _kind(trainer_model)
     sampled: dict[str, list[Sample]] = {}
@@ -86,44 +89,55 @@ def diagnose(
         progress("the engine answers: precision")
         sampled["precision"] = trials.precision(trained)
 
-    judge = Judge(trainer_model, progress)
+    judge = MismatchTrials(trainer_model, progress)
     for name, samples in sampled.items():
         answers = [
-            _answer(str(number), *each, trainer_model) for number, each in enumerate(zip(prompts, samples, strict=True))
+            _answer(str(number), *each, trainer_model)
+            for number, each in enumerate(zip(prompts, samples, strict=True))
         ]
         at = (temperature or 1.0) * (OTHER_TEMPERATURE if name == "temperature" else 1.0)
-        judge.judge(name, answers, at, trained if name == "precision" else kind)
+        judge.add_setting(name, answers, at, trained if name == "precision" else kind)
 
     progress("operator by operator")
     number = max(range(len(prompts)), key=lambda number: len(prompts[number]))
     row = prompts[number] + sampled["alone"][number].tokens
     operators = different_operators(
-        engine_model, trainer_model, judge.rounded(kind), row[:-1], lambda: trials.follow(prompts[number], row)
+        engine_model,
+        trainer_model,
+        judge.rounded(kind),
+        row[:-1],
+        lambda: trials.follow(prompts[number], row),
     )
-    tops = [top[0][0] for sample in sampled["alone"] for top in sample.top]
+    tops = [top[0][0] for sample in sampled["alone"] for top in sample.top_logprobs]
     return judge.diagnosis(operators=operators, tops=tops, kinds=(_name(kind), _name(trained)))
 
 
-def judge_recorded(trainer: Transformer, answers: Sequence[Answer], temperature: float, kind: torch.dtype) -> Diagnosis:
-    """Of answers that were recorded with the trainer's weights, by an engine that computes in `kind`."""
-    judge = Judge(trainer)
-    judge.judge("recorded", answers, temperature, kind)
+def diagnose_recorded(
+    trainer: Transformer, answers: Sequence[RecordedAnswer], temperature: float, kind: torch.dtype
+) -> Diagnosis:
+    """Of answers that were recorded with the trainer's weights, by an engine that computes in
+    `kind`."""
+    judge = MismatchTrials(trainer)
+    judge.add_setting("recorded", answers, temperature, kind)
     return judge.diagnosis(kinds=(_name(kind), _name(_kind(trainer))))
 
 
-class Judge:
-    """Lets the trainer recompute answers, as it is and with random rounding, setting after setting."""
+class MismatchTrials:
+    """Recomputes answers with the trainer's model, as it is and with random rounding, setting after
+    setting."""
 
-    def __init__(self, trainer: Transformer, progress: Callable[[str], None] = lambda text: None) -> None:
+    def __init__(
+        self, trainer: Transformer, progress: Callable[[str], None] = lambda text: None
+    ) -> None:
         self._trainer = trainer
         self._progress = progress
         self._rounded: dict[torch.dtype, Transformer] = {}
         self._draws: dict[Any, list[Recomputation]] = {}
-        self._gaps: dict[str, Gap] = {}
-        self._bounds: dict[str, Bound] = {}
+        self._gaps: dict[str, MismatchStats] = {}
+        self._bounds: dict[str, RoundingBound] = {}
         self._fits: dict[str, TemperatureFit] = {}
-        self._cut: Cut | None = None
-        self._experts: tuple[LayerRouting, ...] = ()
+        self._cut: TopPCut | None = None
+        self._experts: tuple[LayerRouterMismatch, ...] = ()
         self._likeliest: list[int] = []
 
     def rounded(self, kind: torch.dtype) -> Transformer:
@@ -133,15 +147,21 @@ class Judge:
         return self._rounded[kind]
 
     @torch.no_grad()
-    def judge(self, name: str, answers: Sequence[Answer], temperature: float, kind: torch.dtype) -> None:
+    def add_setting(
+        self, name: str, answers: Sequence[RecordedAnswer], temperature: float, kind: torch.dtype
+    ) -> None:
         is_first = not self._gaps
         self._progress(f"the trainer recomputes the answers: {name}")
         found = [recompute(self._trainer, answer, temperature) for answer in answers]
         rows = [answer.row for answer in answers]
-        self._gaps[name] = meter(rows, [_recomputed(*each) for each in zip(answers, found, strict=True)], step=1).all
+        self._gaps[name] = measure_mismatch(
+            rows, [_recomputed(*each) for each in zip(answers, found, strict=True)], step=1
+        ).all
         new_N = torch.cat([each.logp_N for each in found])
         draws = self._drawn(answers, temperature, kind, replay=False)
-        bound = self._bounds[name] = Bound.of([_gap(draw.logp_N, new_N) for draw in draws])
+        bound = self._bounds[name] = RoundingBound.of(
+            [_mismatch_stats(draw.logp_N, new_N) for draw in draws]
+        )
 
         old_N, tokens_N = recorded(rows)
         if is_first or name == "temperature":
@@ -153,17 +173,24 @@ class Judge:
                 self._judge_experts(answers, found, draws, temperature, kind)
 
     def _judge_experts(
-        self, answers: Sequence[Answer], found: Sequence[Recomputation], draws: Sequence[Recomputation],
-        temperature: float, kind: torch.dtype,
+        self, answers: Sequence[RecordedAnswer], found: Sequence[Recomputation],
+        draws: Sequence[Recomputation], temperature: float, kind: torch.dtype,
     ) -> None:  # fmt: skip
         config = self._trainer.config.experts
         if config is None or any(answer.experts_TLk is None for answer in answers):
             return
         old_N, _ = recorded([answer.row for answer in answers])
-        new_N = torch.cat([recompute(self._trainer, answer, temperature, replay=True).logp_N for answer in answers])
+        new_N = torch.cat(
+            [
+                recompute(self._trainer, answer, temperature, replay=True).logp_N
+                for answer in answers
+            ]
+        )
         replayed = self._drawn(answers, temperature, kind, replay=True)
-        self._gaps["replay"] = _gap(old_N, new_N)
-        self._bounds["replay"] = Bound.of([_gap(draw.logp_N, new_N) for draw in replayed])
+        self._gaps["replay"] = _mismatch_stats(old_N, new_N)
+        self._bounds["replay"] = RoundingBound.of(
+            [_mismatch_stats(draw.logp_N, new_N) for draw in replayed]
+        )
 
         is_known_T = torch.cat([_replay(answer)[:, 0, 0] >= 0 for answer in answers])
         recorded_TLk = torch.cat([_replay(answer) for answer in answers])[is_known_T]
@@ -172,7 +199,12 @@ class Judge:
         self._experts = compare_experts(recorded_TLk, own_TLk, drawn_TLk, config.layers)
 
     def _drawn(
-        self, answers: Sequence[Answer], temperature: float, kind: torch.dtype, *, replay: bool
+        self,
+        answers: Sequence[RecordedAnswer],
+        temperature: float,
+        kind: torch.dtype,
+        *,
+        replay: bool,
     ) -> list[Recomputation]:
         """Settings that gave the same tokens share their draws."""
         rows = tuple((answer.row.tokens, answer.row.mask) for answer in answers)
@@ -180,16 +212,23 @@ class Judge:
         if key not in self._draws:
             self._progress(f"the trainer's model rounds at random, {NUM_DRAWS} times")
             model = self.rounded(kind)
-            self._draws[key] = [draw(model, answers, temperature, seed, replay) for seed in range(NUM_DRAWS)]
+            self._draws[key] = [
+                draw(model, answers, temperature, seed, replay) for seed in range(NUM_DRAWS)
+            ]
         return self._draws[key]
 
     def diagnosis(self, *, tops: Sequence[int] = (), **known: Any) -> Diagnosis:
         """`tops`: the likeliest tokens of the first setting, as the engine reported them."""
         if tops:
             pairs = zip(tops, self._likeliest, strict=True)
-            known["flips"] = sum(top != likeliest for top, likeliest in pairs) / len(tops)
+            known["argmax_flip_frac"] = sum(a != b for a, b in pairs) / len(tops)
         return Diagnosis(
-            gaps=self._gaps, rounding=self._bounds, fits=self._fits, cut=self._cut, experts=self._experts, **known
+            gaps=self._gaps,
+            rounding=self._bounds,
+            fits=self._fits,
+            cut=self._cut,
+            experts=self._experts,
+            **known,
         )
 
 
@@ -208,14 +247,17 @@ class _Trials:
 
     def batch(self) -> list[Sample]:
         # For one request at a time the model's operators are run.
-        by_operator = runner_for(self.model, 1, None)
-        return self._ask(self._engine(prefix_cache=False, step_tokens=1 << 16, runner=by_operator), self.prompts)
+        by_operator = select_runner(self.model, 1, None)
+        return self._ask(
+            self._engine(prefix_cache=False, max_batched_tokens=1 << 16, runner=by_operator),
+            self.prompts,
+        )
 
     def kernels(self) -> list[Sample]:
-        return self._ask(self._engine(prefix_cache=False, step_tokens=1 << 16), self.prompts)
+        return self._ask(self._engine(prefix_cache=False, max_batched_tokens=1 << 16), self.prompts)
 
     def chunking(self) -> list[Sample]:
-        return self._ask(self._engine(prefix_cache=False, step_tokens=1), self.prompts)
+        return self._ask(self._engine(prefix_cache=False, max_batched_tokens=1), self.prompts)
 
     def cache(self) -> list[Sample]:
         engine = self._engine()
@@ -224,10 +266,20 @@ class _Trials:
 
     def swap(self) -> list[Sample]:
         """Asked before and after the weights change from others to the model's own."""
-        engine, own, noise = self._engine(), weights(self.model, torch.float32), torch.Generator().manual_seed(0)
-        engine.load(1, {name: t * (1 + 0.2 * torch.randn(t.shape, generator=noise)) for name, t in own.items()})
+        engine, own, noise = (
+            self._engine(),
+            hf_state_dict(self.model, torch.float32),
+            torch.Generator().manual_seed(0),
+        )
+        engine.load_weights(
+            1,
+            {
+                name: t * (1 + 0.2 * torch.randn(t.shape, generator=noise))
+                for name, t in own.items()
+            },
+        )
         self._ask(engine, self.prompts)
-        engine.load(2, own)
+        engine.load_weights(2, own)
         return self._ask(engine, self.prompts)
 
     def temperature(self) -> list[Sample]:
@@ -239,26 +291,39 @@ class _Trials:
     def follow(self, prompt: Prompt, row: Sequence[int]) -> None:
         """The engine answers with the rest of the row."""
         engine = self.make_engine(self.model, max_batch=1, prefix_cache=False)
-        said = _Said(row[len(prompt) :], self.model.config.vocab_size)
+        said = _ForcedTokens(row[len(prompt) :], self.model.config.vocab_size)
         self._ask(engine, [prompt], constraint=said, max_tokens=len(row) - len(prompt))
 
     def _engine(self, **settings: Any) -> Engine:
         return self.make_engine(self.model, max_batch=max(2, len(self.prompts)), **settings)
 
-    def _ask(self, engine: Engine, prompts: Sequence[Prompt], seed: int = 0, **options: Any) -> list[Sample]:
+    def _ask(
+        self, engine: Engine, prompts: Sequence[Prompt], seed: int = 0, **options: Any
+    ) -> list[Sample]:
         """`seed`: of the first; a prompt has the same one in each setting."""
         options = {"max_tokens": self.max_tokens, "temperature": self.at} | options
         for number, prompt in enumerate(prompts):
             engine.add(
-                Request(id=str(number), prompt=prompt, seed=seed + number, stop=frozenset(), top_logprobs=1, **options)
+                Request(
+                    id=str(number),
+                    prompt=prompt,
+                    seed=seed + number,
+                    stop=frozenset(),
+                    top_logprobs=1,
+                    **options,
+                )
             )
         done: dict[str, Sample] = {}
         while not engine.idle:
-            done |= {event.id: event.sample for event in engine.step() if isinstance(event, Finished)}
+            done |= {
+                event.id: event.sample
+                for event in engine.step()
+                if isinstance(event, FinishedRequest)
+            }
         return [done[str(number)] for number in range(len(prompts))]
 
 
-class _Said:
+class _ForcedTokens:
     """A constraint that leaves no choice."""
 
     def __init__(self, tokens: Sequence[int], vocab_size: int) -> None:
@@ -270,36 +335,51 @@ class _Said:
         allowed_V[self._tokens[0]] = True
         return allowed_V
 
-    def ahead(self, draft: Iterable[int]) -> list[NDArray[np.bool_]]:
+    def allowed_after(self, draft: Iterable[int]) -> list[NDArray[np.bool_]]:
         return []
 
     def accept(self, token: int) -> None:
         del self._tokens[0]
 
 
-def recompute(model: Transformer, answer: Answer, temperature: float, *, replay: bool = False) -> Recomputation:
+def recompute(
+    model: Transformer, answer: RecordedAnswer, temperature: float, *, replay: bool = False
+) -> Recomputation:
     """As the trainer does it; `replay`: with the experts that were recorded."""
     routing = Routing(_replay(answer) if replay else None) if model.config.experts else None
-    states = predicted(model, pack([_text(answer)]), routing)
+    states = predicting_states(model, pack_batch([_text(answer)]), routing)
     logp_N, logp_NV = model.logprobs(*states, temperature)
-    return Recomputation(logp_N=logp_N, logp_NV=logp_NV, used_TLk=routing.used() if routing else None)
+    return Recomputation(
+        logp_N=logp_N, logp_NV=logp_NV, used_TLk=routing.chosen() if routing else None
+    )
 
 
-def draw(model: Transformer, answers: Sequence[Answer], temperature: float, seed: int, replay: bool) -> Recomputation:
+def draw(
+    model: Transformer,
+    answers: Sequence[RecordedAnswer],
+    temperature: float,
+    seed: int,
+    replay: bool,
+) -> Recomputation:
     """With random rounding, and log-probs taken as the engine's sampler does."""
-    packed = pack([_text(answer) for answer in answers])
+    packed = pack_batch([_text(answer) for answer in answers])
     routing = None
     if model.config.experts:
         routing = Routing(torch.cat([_replay(answer) for answer in answers]) if replay else None)
     with RandomRounding(seed):
-        hidden_TE = model(packed.tokens_T, packed.positions_T, StepwiseCausal(packed.lengths), routing)
-        logits_NV = model.logits(hidden_TE[packed.places_N]) / torch.tensor(temperature)
+        hidden_TE = model(
+            packed.tokens_T, packed.positions_T, StepwiseCausal(packed.lengths), routing
+        )
+        logits_NV = model.logits(hidden_TE[packed.logits_indices_N]) / torch.tensor(temperature)
         p_NV = torch.softmax(logits_NV, -1)
-        # What is too unlikely for a probability in float32 no engine draws, but at another temperature it may have.
+        # What is too unlikely for a probability in float32 no engine draws, but at another
+        # temperature it may have.
         is_tiny_NV = p_NV < torch.finfo(torch.float32).tiny
         logp_NV = torch.where(is_tiny_NV, torch.log_softmax(logits_NV, -1), p_NV.log())
     logp_N = logp_NV.gather(-1, packed.targets_N[:, None])[:, 0]
-    return Recomputation(logp_N=logp_N, logp_NV=logp_NV.new_empty(0), used_TLk=routing.used() if routing else None)
+    return Recomputation(
+        logp_N=logp_N, logp_NV=logp_NV.new_empty(0), used_TLk=routing.chosen() if routing else None
+    )
 
 
 def recorded(rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
@@ -310,7 +390,9 @@ def recorded(rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
         for logprob, token, sampled in zip(row.logprobs, row.tokens, row.mask, strict=True)
         if sampled
     ]
-    return torch.tensor([logprob for logprob, _ in said]), torch.tensor([token for _, token in said])
+    return torch.tensor([logprob for logprob, _ in said]), torch.tensor(
+        [token for _, token in said]
+    )
 
 
 def in_type(model: Transformer, kind: torch.dtype) -> Transformer:
@@ -332,18 +414,18 @@ def row_of(name: str, prompt: Prompt, sample: Sample) -> Row:
     )
 
 
-def _answer(name: str, prompt: Prompt, sample: Sample, model: Transformer) -> Answer:
+def _answer(name: str, prompt: Prompt, sample: Sample, model: Transformer) -> RecordedAnswer:
     experts = None
     if model.config.experts and sample.experts is not None:
         experts = read_ids(sample.experts, model.config.experts).long()
-    return Answer(row_of(name, prompt, sample), experts)
+    return RecordedAnswer(row_of(name, prompt, sample), experts)
 
 
-def _text(answer: Answer) -> Text:
-    return Text(answer.row.tokens, answer.row.mask)
+def _text(answer: RecordedAnswer) -> TokenSequence:
+    return TokenSequence(answer.row.tokens, answer.row.mask)
 
 
-def _replay(answer: Answer) -> Tensor:
+def _replay(answer: RecordedAnswer) -> Tensor:
     """Of all tokens that are read; -1 where nothing was recorded."""
     ids_TLk = answer.experts_TLk
     assert ids_TLk is not None
@@ -357,21 +439,21 @@ def _used(each: Recomputation) -> Tensor:
     return each.used_TLk
 
 
-def _recomputed(answer: Answer, found: Recomputation) -> Recomputed:
+def _recomputed(answer: RecordedAnswer, found: Recomputation) -> RecomputedRow:
     otherwise = None
     if answer.experts_TLk is not None and found.used_TLk is not None:
-        places_N = _text(answer).counted - 1
+        places_N = _text(answer).loss_positions - 1
         both = (ids_TLk.numpy()[places_N] for ids_TLk in (_replay(answer), found.used_TLk))
-        otherwise = tuple(routed_otherwise(*both).tolist())
-    return Recomputed(
+        otherwise = tuple(router_mismatch(*both).tolist())
+    return RecomputedRow(
         logprobs=tuple(found.logp_N.tolist()),
-        likeliest=tuple(found.logp_NV.argmax(-1).tolist()),
-        routed_otherwise=otherwise,
+        argmax=tuple(found.logp_NV.argmax(-1).tolist()),
+        router_mismatch=otherwise,
     )
 
 
-def _gap(old_N: Tensor, new_N: Tensor) -> Gap:
-    return gap(old_N.double().numpy(), new_N.double().numpy())
+def _mismatch_stats(old_N: Tensor, new_N: Tensor) -> MismatchStats:
+    return mismatch_stats(old_N.double().numpy(), new_N.double().numpy())
 
 
 def _kind(model: Transformer) -> torch.dtype:

@@ -1,7 +1,9 @@
-"""The OpenAI-compatible API over a `Policy`: chat completions with tools, completions with text or token ids.
+"""The OpenAI-compatible API over a `Policy`: chat completions with tools, completions with text or
+token ids.
 
-A request becomes asks, one for each choice that it wants; the policy answers them with samples; a form shows those as
-chat or as text, whole or as they come. What goes beyond OpenAI is in `protocol.py`.
+A request becomes asks, one for each choice that it wants; the policy answers them with samples; a
+form shows those as chat or as text, whole or as they come. What goes beyond OpenAI is in
+`protocol.py`.
 """
 
 from __future__ import annotations
@@ -19,34 +21,45 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from etude.core.seams import Ask, Policy, Token
+from etude.core.protocols import Ask, Policy, Token
 from etude.core.seeds import derive
-from etude.core.types import Sample, unspan
+from etude.core.types import Sample, expand_spans
 from etude.model.tokenizer import ChatTokenizer, Message
 from etude.serve import protocol as wire
-from etude.serve.forms import ChatForm, Form, TextForm
-from etude.serve.grammar import ANY_OBJECT, Grammars
-from etude.serve.http import ApiError, Events, Say, Unavailable, read, respond, respond_as_asked, together, unless_gone
+from etude.serve.grammar import ANY_OBJECT, GrammarBuilder
+from etude.serve.http import (
+    ApiError,
+    EventStream,
+    SendEvent,
+    Unavailable,
+    cancel_on_disconnect,
+    gather,
+    read,
+    respond,
+    respond_negotiated,
+)
 from etude.serve.metrics import Metrics
 from etude.serve.openapi import document
+from etude.serve.response_builders import ChatResponseBuilder, ResponseBuilder, TextResponseBuilder
 
 COMPLETION_TOKENS = 16
 """OpenAI's default for completions. A chat answer may fill the context."""
 SEEDS = 2**63
 AT_ONCE_CHARS = 20_000
-"""More than this is rendered and encoded on another thread, so that the port answers meanwhile. For less, the way there
-and back takes longer than the work."""
+"""More than this is rendered and encoded on another thread, so that the port answers meanwhile. For
+less, the way there and back takes longer than the work."""
 GUESSED_CONTEXTS = 4
 """Prediction and drafts together have at most this many times the tokens of a context."""
 
 T = TypeVar("T")
 
 
-class Slots:
-    """How many answers may be under way at once."""
+class ConcurrencyLimit:
+    """A limit on the number of answers under way at once."""
 
     def __init__(self, limit: int | None) -> None:
-        self.limit, self.taken = limit, 0
+        self.limit = limit
+        self.in_use = 0
 
     def check(self, count: int, param: str = "n") -> None:
         """Of one request: more than all that there are will never be free."""
@@ -56,42 +69,49 @@ class Slots:
             raise ApiError(message, param=param)
 
     @contextmanager
-    def take(self, count: int) -> Iterator[None]:
+    def acquire(self, count: int) -> Iterator[None]:
         self.check(count)
-        if self.limit is not None and self.taken + count > self.limit:
-            message = f"{self.taken} answers are under way, and {self.limit} are the most: try again soon"
+        if self.limit is not None and self.in_use + count > self.limit:
+            message = (
+                f"{self.in_use} answers are under way, and {self.limit} are the most: try again "
+                f"soon"
+            )
             raise Unavailable(message, status=429, code="too_many_requests")
-        self.taken += count
+        self.in_use += count
         try:
             yield
         finally:
-            self.taken -= count
+            self.in_use -= count
 
 
 class Api:
-    """The handlers. A gateway or a worker adds routes of its own to `routes()`."""
+    """The HTTP handlers of the API. A gateway or a worker adds routes of its own to `routes()`."""
 
     def __init__(
         self,
         policy: Policy,
         tokenizer: ChatTokenizer,
-        grammars: Grammars,
+        grammars: GrammarBuilder,
         *,
         max_context: int,
         model: str | None = None,
         max_answers: int | None = None,
     ) -> None:
         """Without a `model` name, requests may use any."""
-        self.policy, self.tokenizer, self.max_context = policy, tokenizer, max_context
-        self.slots, self.metrics = Slots(max_answers), Metrics()
-        self._grammars, self._model = grammars, model
+        self.policy = policy
+        self.tokenizer = tokenizer
+        self.max_context = max_context
+        self.concurrency = ConcurrencyLimit(max_answers)
+        self.metrics = Metrics()
+        self._grammars = grammars
+        self._model = model
 
     def routes(self) -> list[Route]:
         return [
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/models", self.models),
-            Route("/v1/models/{model:path}", self.one_model),
+            Route("/v1/models/{model:path}", self.get_model),
             Route("/health", self.health),
             Route("/metrics", self.show_metrics),
             Route("/openapi.json", self.openapi),
@@ -99,12 +119,14 @@ class Api:
 
     async def chat(self, request: Request) -> Response:
         asked = await read_chat(request, self.max_context)
-        with showing():
+        with template_errors():
             size = sum(len(message.get("content") or "") for message in asked.messages)
-            text = await aside(size, lambda: self.tokenizer.render(asked.messages, asked.tools or (), answer=True))
+            text = await in_thread_if_long(
+                size, lambda: self.tokenizer.render(asked.messages, asked.tools or (), answer=True)
+            )
             (prompt,) = await self.encode([text], "messages")
-        form, asks = await self.chat_question(asked, prompt)
-        return await self._answer(request, asked, form, asks)
+        builder, asks = await self.chat_request(asked, prompt)
+        return await self._answer(request, asked, builder, asks)
 
     async def encode(self, texts: Sequence[str], param: str, contexts: int = 1) -> list[list[int]]:
         """Texts that cannot fit are refused before they are encoded, which may take long."""
@@ -114,26 +136,31 @@ class Api:
             raise ApiError(message, code="context_length_exceeded", param=param)
         size = sum(map(len, texts))
         long = size > AT_ONCE_CHARS
-        return await aside(size, lambda: [self.tokenizer.encode(text, long=long) for text in texts])
+        return await in_thread_if_long(
+            size, lambda: [self.tokenizer.encode(text, long=long) for text in texts]
+        )
 
-    async def chat_question(self, asked: wire.ChatRequest, prompt: Sequence[int]) -> tuple[ChatForm, list[Ask]]:
+    async def chat_request(
+        self, asked: wire.ChatRequest, prompt: Sequence[int]
+    ) -> tuple[ChatResponseBuilder, list[Ask]]:
         may_call = asked.tools and asked.tool_choice != "none"
-        form = ChatForm(
-            tokenizer=self.tokenizer, model=self._named(asked), prompt=prompt, with_ids=bool(asked.return_token_ids),
-            with_logprobs=bool(asked.logprobs), tools=asked.tools if may_call else None,
+        builder = ChatResponseBuilder(
+            tokenizer=self.tokenizer, model=self._model_name(asked), prompt=prompt,
+            with_ids=bool(asked.return_token_ids), with_logprobs=bool(asked.logprobs),
+            tools=asked.tools if may_call else None,
         )  # fmt: skip
         limit = asked.max_completion_tokens or asked.max_tokens or self.max_context
         asks = await self._asks(
-            asked, [prompt], limit, stop=self.tokenizer.stops, grammar=self._grammar(asked),
-            top_logprobs=asked.top_logprobs or 0,
+            asked, [prompt], limit, stop=self.tokenizer.stop_token_ids,
+            grammar=self._grammar(asked), top_logprobs=asked.top_logprobs or 0,
         )  # fmt: skip
-        return form, asks
+        return builder, asks
 
     def _grammar(self, asked: wire.ChatRequest) -> str | None:
         schema: Mapping[str, Any] | None = None
-        if isinstance(asked.response_format, wire.AsJson):
+        if isinstance(asked.response_format, wire.JsonObjectFormat):
             schema = ANY_OBJECT
-        elif isinstance(asked.response_format, wire.AsSchema):
+        elif isinstance(asked.response_format, wire.JsonSchemaFormat):
             schema = asked.response_format.json_schema.schema
         parallel, tools = asked.parallel_tool_calls is not False, asked.tools or []
         match asked.tool_choice:
@@ -151,81 +178,113 @@ class Api:
     async def completions(self, request: Request) -> Response:
         asked = await read(request, wire.CompletionRequest)
         if asked.echo:
-            raise ApiError("echo: the prompt is not repeated; leave it out, and put your prompt first", param="echo")
+            raise ApiError(
+                "echo: the prompt is not repeated; leave it out, and put your prompt first",
+                param="echo",
+            )
         self.check_version(asked.min_weight_version)
-        form = TextForm(
-            tokenizer=self.tokenizer, model=self._named(asked), with_ids=bool(asked.return_token_ids),
-            with_logprobs=asked.logprobs is not None, with_text=asked.detokenize is not False,
+        builder = TextResponseBuilder(
+            tokenizer=self.tokenizer, model=self._model_name(asked),
+            with_ids=bool(asked.return_token_ids), with_logprobs=asked.logprobs is not None,
+            with_text=asked.detokenize is not False,
         )  # fmt: skip
-        stop = self.tokenizer.stops if asked.stop_token_ids is None else tuple(asked.stop_token_ids)
+        stop = (
+            self.tokenizer.stop_token_ids
+            if asked.stop_token_ids is None
+            else tuple(asked.stop_token_ids)
+        )
         grammar = asked.structured_outputs.grammar if asked.structured_outputs else None
         asks = await self._asks(
-            asked, await self._prompts(asked), asked.max_tokens or COMPLETION_TOKENS, grammar=grammar,
-            stop=stop if grammar is None else (*stop, self.tokenizer.eos), top_logprobs=asked.logprobs or 0,
+            asked, await self._prompts(asked), asked.max_tokens or COMPLETION_TOKENS,
+            grammar=grammar, stop=stop if grammar is None else (*stop, self.tokenizer.eos_token_id),
+            top_logprobs=asked.logprobs or 0,
         )  # fmt: skip
         asks = [replace(ask, experts_from=asked.routed_experts_from) for ask in asks]
-        return await self._answer(request, asked, form, asks)
+        return await self._answer(request, asked, builder, asks)
 
     async def _prompts(self, asked: wire.CompletionRequest) -> Sequence[Sequence[int]]:
         prompt = [asked.prompt] if isinstance(asked.prompt, str) else asked.prompt
         kinds = set(map(type, prompt))
         if kinds == {int}:
             return [prompt]  # type: ignore[list-item]
-        self.slots.check(len(prompt) * (asked.n or 1), "prompt" if len(prompt) > 1 else "n")
+        self.concurrency.check(len(prompt) * (asked.n or 1), "prompt" if len(prompt) > 1 else "n")
         if kinds == {str}:
             return await self.encode(prompt, "prompt")  # type: ignore[arg-type]
         if kinds == {list}:
             return prompt  # type: ignore[return-value]
-        raise ApiError("prompt: a text, token ids, a list of texts, or a list of lists of token ids", param="prompt")
+        raise ApiError(
+            "prompt: a text, token ids, a list of texts, or a list of lists of token ids",
+            param="prompt",
+        )
 
     async def _asks(
-        self, asked: wire.Sampling, prompts: Sequence[Sequence[int]], limit: int, *, stop: tuple[int, ...],
-        grammar: str | None, top_logprobs: int,
+        self, asked: wire.Sampling, prompts: Sequence[Sequence[int]], limit: int, *,
+        stop: tuple[int, ...], grammar: str | None, top_logprobs: int,
     ) -> list[Ask]:  # fmt: skip
         if asked.stream_options is not None and not asked.stream:
             raise ApiError("stream_options: only with stream", param="stream_options")
         for prompt in prompts:
             if len(prompt) >= self.max_context:
                 message = (
-                    f"the prompt has {len(prompt)} tokens, which leaves no room in a context of {self.max_context}"
+                    f"the prompt has {len(prompt)} tokens, which leaves no room in a context of "
+                    f"{self.max_context}"
                 )
                 raise ApiError(message, code="context_length_exceeded")
-        prediction = None if asked.prediction is None else await self._predicted(asked.prediction.content)
+        prediction = (
+            None
+            if asked.prediction is None
+            else await self._prediction_tokens(asked.prediction.content)
+        )
         drafts = tuple(map(tuple, asked.drafts or ()))
         most, guessed = GUESSED_CONTEXTS * self.max_context, len(prediction or ())
         if guessed + sum(1 + len(draft) for draft in drafts) > most:
             param = "prediction" if guessed > most else "drafts"
-            raise ApiError(f"{param}: prediction and drafts are more than {most} tokens together", param=param)
+            raise ApiError(
+                f"{param}: prediction and drafts are more than {most} tokens together", param=param
+            )
         seed = secrets.randbits(63) if asked.seed is None else asked.seed % SEEDS
         stops = (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ())
         return [
             Ask(
-                prompt=prompt, max_tokens=min(limit, self.max_context - len(prompt)), stop=stop,
-                temperature=1.0 if asked.temperature is None else asked.temperature, stop_texts=stops,
-                top_p=1.0 if asked.top_p is None else asked.top_p, top_k=max(asked.top_k or 0, 0), grammar=grammar,
-                top_logprobs=top_logprobs, seed=seed if number == 0 else derive(seed, number), prediction=prediction,
+                prompt=prompt,
+                max_tokens=min(limit, self.max_context - len(prompt)),
+                stop=stop,
+                temperature=1.0 if asked.temperature is None else asked.temperature,
+                stop_texts=stops,
+                top_p=1.0 if asked.top_p is None else asked.top_p,
+                top_k=max(asked.top_k or 0, 0),
+                grammar=grammar,
+                top_logprobs=top_logprobs,
+                seed=seed if number == 0 else derive(seed, number),
+                prediction=prediction,
                 drafts=drafts,
             )
             for prompt in map(tuple, prompts)
             for number in range(asked.n or 1)
-        ]  # fmt: skip
+        ]
 
-    async def _predicted(self, content: str | list[Any]) -> tuple[int, ...]:
+    async def _prediction_tokens(self, content: str | list[Any]) -> tuple[int, ...]:
         if not isinstance(content, str):
             kinds = set(map(type, content))
             if kinds <= {int}:
                 return tuple(content)
             if int in kinds:
-                raise ApiError("prediction: content is text or token ids, not both", param="prediction")
+                raise ApiError(
+                    "prediction: content is text or token ids, not both", param="prediction"
+                )
             content = "".join(part.text for part in content)
         return tuple((await self.encode([content], "prediction", GUESSED_CONTEXTS))[0])
 
-    async def _answer(self, request: Request, asked: wire.Sampling, form: Form, asks: Sequence[Ask]) -> Response:
+    async def _answer(
+        self, request: Request, asked: wire.Sampling, builder: ResponseBuilder, asks: Sequence[Ask]
+    ) -> Response:
         if asked.stream:
-            return Events(lambda say: self._stream(say, asked, form, asks))
-        with self.slots.take(len(asks)):
-            samples = await unless_gone(request, together([self.sample(self.policy, ask) for ask in asks]))
-        return respond_as_asked(request, self.whole(form, asks, samples))
+            return EventStream(lambda send_event: self._stream(send_event, asked, builder, asks))
+        with self.concurrency.acquire(len(asks)):
+            samples = await cancel_on_disconnect(
+                request, gather([self.sample(self.policy, ask) for ask in asks])
+            )
+        return respond_negotiated(request, self.completion(builder, asks, samples))
 
     async def sample(self, policy: Policy, ask: Ask) -> Sample:
         try:
@@ -233,18 +292,31 @@ class Api:
         except ValueError as e:
             raise ApiError(str(e)) from e
 
-    def whole(self, form: Form, asks: Sequence[Ask], samples: Sequence[Sample]) -> msgspec.Struct:
+    def completion(
+        self, builder: ResponseBuilder, asks: Sequence[Ask], samples: Sequence[Sample]
+    ) -> msgspec.Struct:
         usage = self._usage(asks, samples)
-        choices = [form.choice(n, ask, sample) for n, (ask, sample) in enumerate(zip(asks, samples, strict=True))]
-        return form.whole(choices, usage)
+        choices = [
+            builder.choice(n, ask, sample)
+            for n, (ask, sample) in enumerate(zip(asks, samples, strict=True))
+        ]
+        return builder.completion(choices, usage)
 
-    async def _stream(self, say: Say, asked: wire.Sampling, form: Form, asks: Sequence[Ask]) -> None:
-        with self.slots.take(len(asks)):
-            await self.say_all(say, asked, form, asks, [self.policy.stream(ask) for ask in asks])
+    async def _stream(
+        self,
+        send_event: SendEvent,
+        asked: wire.Sampling,
+        builder: ResponseBuilder,
+        asks: Sequence[Ask],
+    ) -> None:
+        with self.concurrency.acquire(len(asks)):
+            await self.stream_choices(
+                send_event, asked, builder, asks, [self.policy.stream(ask) for ask in asks]
+            )
 
-    async def say_all(
-        self, say: Say, asked: wire.Sampling, form: Form, asks: Sequence[Ask],
-        streams: Sequence[AsyncIterator[Token | Sample]],
+    async def stream_choices(
+        self, send_event: SendEvent, asked: wire.Sampling, builder: ResponseBuilder,
+        asks: Sequence[Ask], streams: Sequence[AsyncIterator[Token | Sample]],
     ) -> None:  # fmt: skip
         """The choices side by side, each piece as it comes."""
         with_usage = bool(asked.stream_options and asked.stream_options.include_usage)
@@ -252,23 +324,23 @@ class Api:
 
         async def one(index: int) -> Sample:
             nonlocal first
-            follower = form.follow(index, asks[index])
+            follower = builder.stream(index, asks[index])
             async with aclosing(streams[index]) as events:  # type: ignore[type-var]
                 async for event in events:
                     if (choice := follower.push(event)) is not None:
-                        piece = form.piece([choice], None if with_usage else UNSET, first=first)
+                        chunk = builder.chunk([choice], None if with_usage else UNSET, first=first)
                         first = False
-                        await say(piece)
+                        await send_event(chunk)
             assert isinstance(event, Sample)
             return event
 
         try:
-            samples = await together([one(index) for index in range(len(asks))])
+            samples = await gather([one(index) for index in range(len(asks))])
         except ValueError as e:
             raise ApiError(str(e)) from e
         usage = self._usage(asks, samples)
         if with_usage:
-            await say(form.piece([], usage, first=False))
+            await send_event(builder.chunk([], usage, first=False))
 
     def _usage(self, asks: Sequence[Ask], samples: Sequence[Sample]) -> wire.Usage:
         """Choices of one prompt count it once."""
@@ -277,17 +349,20 @@ class Api:
         self.metrics.count_tokens(read, sampled)
         usage = wire.Usage(read, sampled, read + sampled)
         if any(ask.speculates for ask in asks):
-            accepted, rejected = sum(sample.accepted for sample in samples), sum(sample.rejected for sample in samples)
+            accepted, rejected = (
+                sum(sample.accepted_draft_tokens for sample in samples),
+                sum(sample.rejected_draft_tokens for sample in samples),
+            )
             usage.completion_tokens_details = wire.CompletionDetails(accepted, rejected)
         return usage
 
-    def _named(self, asked: wire.Sampling) -> str:
+    def _model_name(self, asked: wire.Sampling) -> str:
         if self._model is None or asked.model is None:
             return asked.model or self.model
-        self._known(asked.model)
+        self._check_model(asked.model)
         return asked.model
 
-    def _known(self, model: str) -> None:
+    def _check_model(self, model: str) -> None:
         if model != self.model:
             message = f"there is no model {model[:200]!r} here, only {self.model!r}"
             raise ApiError(message, status=404, code="model_not_found", param="model")
@@ -302,12 +377,14 @@ class Api:
     async def models(self, request: Request) -> Response:
         return respond(wire.Models([self._card()]))
 
-    async def one_model(self, request: Request) -> Response:
-        self._known(request.path_params["model"])
+    async def get_model(self, request: Request) -> Response:
+        self._check_model(request.path_params["model"])
         return respond(self._card())
 
     def _card(self) -> wire.Model:
-        return wire.Model(id=self.model, created=self.metrics.started, max_model_len=self.max_context)
+        return wire.Model(
+            id=self.model, created=self.metrics.started, max_model_len=self.max_context
+        )
 
     async def health(self, request: Request) -> Response:
         return respond(wire.Health())
@@ -317,33 +394,35 @@ class Api:
 
     def gauges(self) -> dict[str, float]:
         """What there is to see now, by name."""
-        return {"answers_under_way": self.slots.taken}
+        return {"answers_under_way": self.concurrency.in_use}
 
     async def openapi(self, request: Request) -> Response:
         return respond(document())
 
 
-async def replay(sample: Sample) -> AsyncIterator[Token | Sample]:
+async def as_stream(sample: Sample) -> AsyncIterator[Token | Sample]:
     """A sample that is whole already, as a stream."""
-    top = sample.top or ((),) * len(sample.tokens)
+    top = sample.top_logprobs or ((),) * len(sample.tokens)
     for token, logprob, version, others in zip(
-        sample.tokens, sample.logprobs, unspan(sample.versions), top, strict=True
+        sample.tokens, sample.logprobs, expand_spans(sample.versions), top, strict=True
     ):
         yield Token(token, logprob, version, others)
     yield sample
 
 
-async def aside(num_chars: int, work: Callable[[], T]) -> T:
+async def in_thread_if_long(num_chars: int, work: Callable[[], T]) -> T:
     return work() if num_chars <= AT_ONCE_CHARS else await asyncio.to_thread(work)
 
 
 @contextmanager
-def showing() -> Iterator[None]:
+def template_errors() -> Iterator[None]:
     """Messages that the chat template cannot show are the client's mistake."""
     try:
         yield
     except (TypeError, ValueError, RecursionError) as e:
-        raise ApiError(f"messages: the chat template cannot show them: {e}", param="messages") from e
+        raise ApiError(
+            f"messages: the chat template cannot show them: {e}", param="messages"
+        ) from e
 
 
 async def read_chat(request: Request, max_context: int) -> wire.ChatRequest:
@@ -365,8 +444,14 @@ async def read_chat(request: Request, max_context: int) -> wire.ChatRequest:
     names = [tool["function"]["name"] for tool in asked.tools or []]
     if len(set(names)) != len(names):
         raise ApiError(f"tools: two have the same name: {names}", param="tools")
-    if isinstance(asked.tool_choice, wire.NamedTool) and asked.tool_choice.function.name not in names:
-        raise ApiError(f"tool_choice: {asked.tool_choice.function.name!r} is none of the tools", param="tool_choice")
+    if (
+        isinstance(asked.tool_choice, wire.NamedTool)
+        and asked.tool_choice.function.name not in names
+    ):
+        raise ApiError(
+            f"tool_choice: {asked.tool_choice.function.name!r} is none of the tools",
+            param="tool_choice",
+        )
     if asked.tool_choice == "required" and not names:
         raise ApiError("tool_choice: required, but there are no tools", param="tool_choice")
     if asked.top_logprobs and not asked.logprobs:
@@ -381,6 +466,7 @@ def _plain(message: Message) -> Message:
         return message
     if any(part.get("type") != "text" or not isinstance(part.get("text"), str) for part in content):
         raise ApiError(
-            'messages: this model reads text only, in parts of {"type": "text", "text": ..}', param="messages"
+            'messages: this model reads text only, in parts of {"type": "text", "text": ..}',
+            param="messages",
         )
     return message | {"content": "".join(part["text"] for part in content)}

@@ -1,11 +1,12 @@
 """An engine as a `Policy`.
 
-The engine runs on a thread of its own, because a step may take long and the port must answer meanwhile. The event loop
-hands it closures that it runs between two steps, and gets back what the steps gave. New weights are fetched and checked
-on a third thread while the engine serves, and swapped in between two steps.
+The engine runs on a thread of its own, because a step may take long and the port must answer
+meanwhile. The event loop hands it closures that it runs between two steps, and gets back what the
+steps gave. New weights are fetched and checked on a third thread while the engine serves, and
+swapped in between two steps.
 
-The engine knows tokens only. It asks a `StopWatch` after every token whether a stop text is complete, so that not one
-is sampled behind it, and a guide which tokens the grammar lets come next.
+The engine knows tokens only. It asks a `StopStringChecker` after every token whether a stop text is
+complete, so that not one is sampled behind it, and a guide which tokens the grammar lets come next.
 """
 
 from __future__ import annotations
@@ -25,31 +26,34 @@ from statistics import median
 
 from torch import Tensor
 
-from etude.core.seams import Ask, Token
+from etude.core.protocols import Ask, Token
 from etude.core.types import Sample
-from etude.engine.engine import Engine, Finished, Request
-from etude.engine.engine import Token as Drawn
+from etude.engine.engine import Engine, FinishedRequest, Request
+from etude.engine.engine import StreamedToken as Drawn
 from etude.model.tokenizer import ChatTokenizer
-from etude.serve.guide import Guide, Guides
+from etude.serve.detokenizer import IncrementalDetokenizer, StopStringFilter
+from etude.serve.grammar_matcher import GrammarCompiler, GrammarMatcher
 from etude.serve.http import Unavailable
-from etude.serve.text import Decoder, StopFinder
 
-Fetch = Callable[[int], Mapping[str, Tensor]]
+FetchWeights = Callable[[int], Mapping[str, Tensor]]
 Event = Token | Sample
 Inbox = asyncio.Queue[Event]
 
 
 class EngineThread:
-    """Everything but `_run` and what it calls belongs to the event loop."""
+    """An engine on its own thread, as a `Policy`. Everything but `_run` and what it calls belongs
+    to the event loop."""
 
-    def __init__(self, engine: Engine, fetch: Fetch, files: Mapping[str, bytes]) -> None:
-        self.engine, self.tokenizer = engine, ChatTokenizer(files)
+    def __init__(self, engine: Engine, fetch: FetchWeights, files: Mapping[str, bytes]) -> None:
+        self.engine = engine
+        self.tokenizer = ChatTokenizer(files)
         self.busy_s = 0.0
         self.num_tokens = 0
         self.pauses_s: deque[float] = deque(maxlen=1000)
         """How long each of the last swaps held up the engine."""
         self.started = time.monotonic()
-        self._fetch, self._tokenizer_json = fetch, files["tokenizer.json"]
+        self._fetch = fetch
+        self._tokenizer_json = files["tokenizer.json"]
         self._loop = asyncio.get_running_loop()
         self._ids = itertools.count()
         self._inboxes: dict[str, Inbox] = {}
@@ -77,34 +81,37 @@ class EngineThread:
 
     @property
     def step_s(self) -> float:
-        """How long the engine has been at its present step, or at what it was handed between two."""
+        """How long the engine has been at its present step, or at what it was handed between
+        two."""
         began = self._began
         return 0.0 if began is None else time.monotonic() - began
 
     async def sample(self, ask: Ask) -> Sample:
-        guide = await self._guide(ask)
-        with self._asked(ask, guide, stream=False) as inbox:
+        matcher = await self._guide(ask)
+        with self._submitted(ask, matcher, stream=False) as inbox:
             sample = await inbox.get()
         assert isinstance(sample, Sample)
-        return _checked(sample, guide)
+        return _checked(sample, matcher)
 
     async def stream(self, ask: Ask) -> AsyncIterator[Event]:
-        guide = await self._guide(ask)
-        with self._asked(ask, guide, stream=True) as inbox:
+        matcher = await self._guide(ask)
+        with self._submitted(ask, matcher, stream=True) as inbox:
             while isinstance(event := await inbox.get(), Token):
                 yield event
-        yield _checked(event, guide)
+        yield _checked(event, matcher)
 
     async def load(self, version: int) -> None:
         async with self._loading:  # of two calls for one version, the second finds it there
             if version == self.engine.version:
                 return
-            ready = await asyncio.to_thread(lambda: self.engine.prepare(self._fetch(version)))
+            ready = await asyncio.to_thread(
+                lambda: self.engine.prepare_weights(self._fetch(version))
+            )
             swapped = asyncio.Event()
 
             def swap() -> None:
                 began = time.monotonic()
-                self.engine.swap(version, ready)
+                self.engine.swap_weights(version, ready)
                 self.pauses_s.append(time.monotonic() - began)
                 self._loop.call_soon_threadsafe(swapped.set)
 
@@ -112,7 +119,8 @@ class EngineThread:
             await swapped.wait()
 
     async def weights(self) -> tuple[int, dict[str, Tensor]]:
-        """The version that is served, and a copy of the very tensors that the engine computes with."""
+        """The version that is served, and a copy of the very tensors that the engine computes
+        with."""
         async with self._loading:
             return self.engine.version, await asyncio.to_thread(self.engine.weights)
 
@@ -120,7 +128,10 @@ class EngineThread:
         stats = {f"engine_{name}": value for name, value in asdict(self.engine.stats()).items()}
         stats |= {"engine_busy_seconds": self.busy_s, "weight_version": self.engine.version}
         if self.pauses_s:
-            stats |= {"swap_pause_seconds_p50": median(self.pauses_s), "swap_pause_seconds_max": max(self.pauses_s)}
+            stats |= {
+                "swap_pause_seconds_p50": median(self.pauses_s),
+                "swap_pause_seconds_max": max(self.pauses_s),
+            }
         return stats
 
     def close(self) -> None:
@@ -128,17 +139,33 @@ class EngineThread:
         self._thread.join()
 
     @contextmanager
-    def _asked(self, ask: Ask, guide: Guide | None, *, stream: bool) -> Iterator[Inbox]:
+    def _submitted(
+        self, ask: Ask, matcher: GrammarMatcher | None, *, stream: bool
+    ) -> Iterator[Inbox]:
         """Whoever leaves before the answer is whole has the engine forget it."""
         request = Request(
-            id=str(next(self._ids)), prompt=ask.prompt, max_tokens=ask.max_tokens, temperature=ask.temperature,
-            top_p=ask.top_p, top_k=ask.top_k, seed=ask.seed, stop=frozenset(ask.stop), constraint=guide,
-            stream=stream, top_logprobs=ask.top_logprobs, experts_from=ask.experts_from, prediction=ask.prediction,
+            id=str(next(self._ids)),
+            prompt=ask.prompt,
+            max_tokens=ask.max_tokens,
+            temperature=ask.temperature,
+            top_p=ask.top_p,
+            top_k=ask.top_k,
+            seed=ask.seed,
+            stop=frozenset(ask.stop),
+            constraint=matcher,
+            stream=stream,
+            top_logprobs=ask.top_logprobs,
+            experts_from=ask.experts_from,
+            prediction=ask.prediction,
             drafts=ask.drafts,
-            ends=StopWatch(self.tokenizer, ask.stop_texts) if ask.stop_texts else None,
-        )  # fmt: skip
+            stop_check=StopStringChecker(self.tokenizer, ask.stop_texts)
+            if ask.stop_texts
+            else None,
+        )
         if self.engine.version < 0:
-            raise Unavailable("this worker has no weights yet; ask again when it has joined the gateway")
+            raise Unavailable(
+                "this worker has no weights yet; ask again when it has joined the gateway"
+            )
         self.engine.check(request)
         inbox = self._inboxes[request.id] = Inbox()
         self._between_steps.put(partial(self.engine.add, request))
@@ -148,13 +175,19 @@ class EngineThread:
             if self._inboxes.pop(request.id, None) is not None:
                 self._between_steps.put(partial(self.engine.abort, request.id))
 
-    async def _guide(self, ask: Ask) -> Guide | None:
+    async def _guide(self, ask: Ask) -> GrammarMatcher | None:
         """Making one takes from a millisecond to a second."""
-        return None if ask.grammar is None else await asyncio.to_thread(self._guides.guide, ask.grammar)
+        return (
+            None
+            if ask.grammar is None
+            else await asyncio.to_thread(self._guides.compile, ask.grammar)
+        )
 
     @cached_property
-    def _guides(self) -> Guides:
-        return Guides(self._tokenizer_json, vocab_size=self.engine.vocab_size, eos=self.tokenizer.eos)
+    def _guides(self) -> GrammarCompiler:
+        return GrammarCompiler(
+            self._tokenizer_json, vocab_size=self.engine.vocab_size, eos=self.tokenizer.eos_token_id
+        )
 
     def _deliver(self, events: list[tuple[str, Event]]) -> None:
         for id, event in events:
@@ -185,32 +218,35 @@ class EngineThread:
         return True
 
 
-class StopWatch:
-    """Reads what a request says, token by token; belongs to the engine's thread."""
+class StopStringChecker:
+    """Checks the output of a request for stop strings, token by token; belongs to the engine's
+    thread."""
 
     def __init__(self, tokenizer: ChatTokenizer, stop_texts: tuple[str, ...]) -> None:
-        self._decoder, self._finder = Decoder(tokenizer.decode), StopFinder(stop_texts)
+        self._decoder = IncrementalDetokenizer(tokenizer.decode)
+        self._finder = StopStringFilter(stop_texts)
 
     def __call__(self, token: int) -> bool:
         self._finder.push(self._decoder.push(token))
         return self._finder.found
 
 
-def _told(event: Drawn | Finished) -> Event:
+def _told(event: Drawn | FinishedRequest) -> Event:
     """What the loop is to know of an event of the engine."""
-    if isinstance(event, Finished):
+    if isinstance(event, FinishedRequest):
         return event.sample
     return Token(event.token, event.logprob, event.version, event.top)
 
 
-def _checked(sample: Sample, guide: Guide | None) -> Sample:
-    if guide is not None and guide.error is not None:
-        raise ValueError(f"the grammar could not be followed to its end: {guide.error}")
+def _checked(sample: Sample, matcher: GrammarMatcher | None) -> Sample:
+    if matcher is not None and matcher.error is not None:
+        raise ValueError(f"the grammar could not be followed to its end: {matcher.error}")
     return sample
 
 
-def die_with_the_engine() -> None:
-    """Requests would wait for ever for an engine that is gone; whoever owns the process starts another."""
+def exit_on_engine_failure() -> None:
+    """Exit the process when the engine's thread fails: requests would wait for ever, and the
+    launcher starts another."""
     report = threading.excepthook
 
     def end(args: threading.ExceptHookArgs) -> None:

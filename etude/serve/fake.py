@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Sequence
 
-from etude.core.seams import Ask, Token
-from etude.core.types import Sample, Span
-from etude.serve.api import replay
+from etude.core.protocols import Ask, Token
+from etude.core.types import Sample, VersionSpan
+from etude.serve.api import as_stream
 
 
 class Scripted:
-    """Answers from a list; running out of answers is an error of the script. `asked` is what it was asked. Of what ends
-    an answer it knows only the length and the stop tokens."""
+    """Answers from a list; running out of answers is an error of the script. `asked` is what it was
+    asked. Of what ends an answer it knows only the length and the stop tokens."""
 
     def __init__(self, answers: Iterable[Sequence[int]], version: int = 0) -> None:
         self._answers = iter(answers)
@@ -24,12 +24,12 @@ class Scripted:
         return Sample(
             tokens=tokens,
             logprobs=(-0.5,) * len(tokens),
-            versions=(Span(self.version, len(tokens)),),
-            finish="stop" if tokens[-1] in ask.stop else "length",
+            versions=(VersionSpan(self.version, len(tokens)),),
+            finish_reason="stop" if tokens[-1] in ask.stop else "length",
         )
 
     async def stream(self, ask: Ask) -> AsyncIterator[Token | Sample]:
-        async for event in replay(await self.sample(ask)):
+        async for event in as_stream(await self.sample(ask)):
             yield event
 
     async def load(self, version: int) -> None:

@@ -1,24 +1,33 @@
 """The gateway: one URL in front of all workers, and the recorder of what was sampled.
 
     POST   /v1/chat/completions                 like any OpenAI server; not recorded
-    POST   /s/{session}/v1/chat/completions     the same, recorded: a harness is given /s/{session}/v1 as its base URL
-    GET    /s/{session}/segments                the session so far, as msgpack of tuple[Segment, ...]; `?experts=true`
-                                                puts the routed experts into the store first, and names them
-    GET    /s/{session}/disturbed?age_s=..      whether one of its requests had to wait for a worker that was silent or
-                                                gone, or was broken off, or is under way; or we were stopped ourselves
+    POST   /s/{session}/v1/chat/completions     the same, recorded: a harness is given
+                                                /s/{session}/v1 as its base URL
+    GET    /s/{session}/segments                the session so far, as msgpack of tuple[Segment,
+                                                ...]; `?experts=true`
+                                                puts the routed experts into the store first, and
+                                                names them
+    GET    /s/{session}/disturbed?age_s=..      whether one of its requests had to wait for a worker
+                                                that was silent or
+                                                gone, or was broken off, or is under way; or we were
+                                                stopped ourselves
                                                 since it began
     DELETE /s/{session}                         forgets it
-    POST   /load {version}                      every worker moves to the version; answers when all of them serve it
-    POST   /workers {url, region, version}      a worker joins, and says again and again that it is there; answers when
-                                                it is up, unless it is being told what to load already
+    POST   /load {version}                      every worker moves to the version; answers when all
+                                                of them serve it
+    POST   /workers {url, region, version}      a worker joins, and says again and again that it is
+                                                there; answers when
+                                                it is up, unless it is being told what to load
+                                                already
     GET    /up                                  answers as soon as a worker is up
     GET    /status
-    GET    /weights                             what every worker computes with, by the digest of its live tensors
+    GET    /weights                             what every worker computes with, by the digest of
+                                                its live tensors
 
     python -m etude.serve.gateway --store RUN --port 8100
 
-Between the gateway and the workers go token ids both ways, and every request carries its own randomness. So a request
-whose worker dies, or falls silent, is simply sent to another one.
+Between the gateway and the workers go token ids both ways, and every request carries its own
+randomness. So a request whose worker dies, or falls silent, is simply sent to another one.
 """
 
 from __future__ import annotations
@@ -36,21 +45,36 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from etude.model.tokenizer import ChatTokenizer
-from etude.serve import process, pulse
-from etude.serve.api import Api, read_chat, replay, showing
-from etude.serve.grammar import Grammars
-from etude.serve.http import MSGPACK, ApiError, Events, create_app, read, respond, together, unless_gone
+from etude.serve import heartbeat as pulse
+from etude.serve import process
+from etude.serve.api import Api, as_stream, read_chat, template_errors
+from etude.serve.grammar import GrammarBuilder
+from etude.serve.http import (
+    MSGPACK,
+    ApiError,
+    EventStream,
+    cancel_on_disconnect,
+    create_app,
+    gather,
+    read,
+    respond,
+)
 from etude.serve.recorder import Recorder
-from etude.serve.router import AtHome, Router
-from etude.serve.wire import Join, Load, read_model_files
+from etude.serve.router import Router, SessionPolicy
+from etude.serve.worker_protocol import JoinRequest, LoadRequest, read_model_files
 from etude.store.experts import put_experts
 from etude.store.objects import Objects
 
 
 class Gateway(Api):
-    def __init__(self, router: Router, objects: Objects, files: Mapping[str, bytes], *, max_context: int) -> None:
-        super().__init__(router, ChatTokenizer(files), Grammars(files), max_context=max_context)
-        self.router, self.objects = router, objects
+    def __init__(
+        self, router: Router, objects: Objects, files: Mapping[str, bytes], *, max_context: int
+    ) -> None:
+        super().__init__(
+            router, ChatTokenizer(files), GrammarBuilder(files), max_context=max_context
+        )
+        self.router = router
+        self.objects = objects
         self.recorder = Recorder(self.tokenizer)
 
     def routes(self) -> list[Route]:
@@ -74,31 +98,41 @@ class Gateway(Api):
 
     async def _recorded_chat(self, request: Request, session: str) -> Response:
         asked = await read_chat(request, self.max_context)
-        with showing():
-            draft = self.recorder.draft(session, asked.messages, asked.tools or ())
-            prompt = draft.ended(*await self.encode([draft.text], "messages"))
-        form, asks = await self.chat_question(asked, prompt.tokens)
+        with template_errors():
+            draft = self.recorder.partial_prompt(session, asked.messages, asked.tools or ())
+            prompt = draft.complete(*await self.encode([draft.text], "messages"))
+        builder, asks = await self.chat_request(asked, prompt.tokens)
         asks = [replace(ask, experts_from=prompt.routed.num_tokens) for ask in asks]
-        policy = AtHome(self.router, session)
-        samples = await unless_gone(request, together([self.sample(policy, ask) for ask in asks]))
+        policy = SessionPolicy(self.router, session)
+        samples = await cancel_on_disconnect(
+            request, gather([self.sample(policy, ask) for ask in asks])
+        )
         for ask, sample in zip(asks, samples, strict=True):
-            self.recorder.record(session, prompt, sample, form.message(ask, sample))
+            self.recorder.record(session, prompt, sample, builder.message(ask, sample))
         if not asked.stream:
-            return respond(self.whole(form, asks, samples))
+            return respond(self.completion(builder, asks, samples))
         # What is recorded is what the client was given, so nothing is given before it is whole.
-        return Events(lambda say: self.say_all(say, asked, form, asks, [replay(sample) for sample in samples]))
+        return EventStream(
+            lambda send_event: self.stream_choices(
+                send_event, asked, builder, asks, [as_stream(sample) for sample in samples]
+            )
+        )
 
     async def segments(self, request: Request) -> Response:
         session: str = request.path_params["session"]
         try:
-            segments, experts = self.recorder.trajectory(session), self.recorder.experts(session)
+            segments, experts = self.recorder.segments(session), self.recorder.experts(session)
         except KeyError as e:
-            raise ApiError(f"session {session!r} has no recorded answer", status=404, code="unknown_session") from e
+            raise ApiError(
+                f"session {session!r} has no recorded answer", status=404, code="unknown_session"
+            ) from e
         if request.query_params.get("experts") == "true":
             names = await asyncio.to_thread(
                 lambda: [put_experts(self.objects, ids) if ids else None for ids in experts]
             )
-            segments = tuple(replace(s, experts=name) for s, name in zip(segments, names, strict=True))
+            segments = tuple(
+                replace(s, experts=name) for s, name in zip(segments, names, strict=True)
+            )
         return Response(msgspec.msgpack.encode(segments), media_type=MSGPACK)
 
     async def forget(self, request: Request) -> Response:
@@ -115,30 +149,37 @@ class Gateway(Api):
             raise ApiError(f"age_s is {age!r}: it must be a number", param="age_s") from e
 
     async def load(self, request: Request) -> Response:
-        asked = await read(request, Load)
+        asked = await read(request, LoadRequest)
         await self.router.load(asked.version)
-        return respond(Load(version=self.router.fleet.live))
+        return respond(LoadRequest(version=self.router.fleet.live))
 
     async def join(self, request: Request) -> Response:
-        await self.router.join(await read(request, Join))
-        return respond(Load(version=self.router.fleet.live))
+        await self.router.join(await read(request, JoinRequest))
+        return respond(LoadRequest(version=self.router.fleet.live))
 
     async def up(self, request: Request) -> Response:
         await request.body()
-        await unless_gone(request, self.router.up())
+        await cancel_on_disconnect(request, self.router.up())
         return Response(status_code=204)
 
     async def status(self, request: Request) -> Response:
         fleet, regions = self.router.fleet, await self.router.regions()
         silent = sorted({worker.region for worker in fleet.silent})
-        return respond({"version": fleet.live, "up": len(fleet.up), "regions": regions, "silent": silent})
+        return respond(
+            {"version": fleet.live, "up": len(fleet.up), "regions": regions, "silent": silent}
+        )
 
     async def weights(self, request: Request) -> Response:
         return respond(await self.router.weights())
 
 
 async def serve_gateway(
-    *, store_url: str, port: int, host: str = "127.0.0.1", version: int = -1, silence_s: float = 10.0
+    *,
+    store_url: str,
+    port: int,
+    host: str = "127.0.0.1",
+    version: int = -1,
+    silence_s: float = 10.0,
 ) -> None:
     token = process.token()
     listener = process.bind(host, port, token)
@@ -146,14 +187,20 @@ async def serve_gateway(
     files = read_model_files(objects)
     max_context = json.loads(files["config.json"])["max_position_embeddings"]
     headers = {"Authorization": f"Bearer {token}"} if token else {}
-    # As many connections as there are requests, and no limit on their time: a worker that dies closes its connections.
-    connector, patient = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None, sock_connect=5.0)
+    # As many connections as there are requests, and no limit on their time: a worker that dies
+    # closes its connections.
+    connector, patient = (
+        aiohttp.TCPConnector(limit=0),
+        aiohttp.ClientTimeout(total=None, sock_connect=5.0),
+    )
     async with aiohttp.ClientSession(headers=headers, connector=connector, timeout=patient) as http:
         router = Router(http, version, silence_s)
         gateway = Gateway(router, objects, files, max_context=max_context)
-        async with process.serving(create_app(gateway.routes(), token, gateway.metrics), listener) as running:
+        async with process.serving(
+            create_app(gateway.routes(), token, gateway.metrics), listener
+        ) as running:
             print(f"gateway at {process.url_of(listener)}", flush=True)
-            async with process.meanwhile(router.watch(), pulse.keep_beating()):
+            async with process.meanwhile(router.watch(), pulse.send_heartbeats()):
                 await running
 
 
@@ -161,14 +208,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m etude.serve.gateway", description="One URL in front of all workers."
     )
-    parser.add_argument("--store", required=True, help="the run's store; the model's files lie under model/")
+    parser.add_argument(
+        "--store", required=True, help="the run's store; the model's files lie under model/"
+    )
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--version", type=int, default=-1, help="the oldest weights that may answer")
-    parser.add_argument("--silence", type=float, default=10.0, help="seconds after which a silent worker is taken out")
+    parser.add_argument(
+        "--version", type=int, default=-1, help="the oldest weights that may answer"
+    )
+    parser.add_argument(
+        "--silence",
+        type=float,
+        default=10.0,
+        help="seconds after which a silent worker is taken out",
+    )
     a = parser.parse_args()
     process.run(
-        lambda: serve_gateway(store_url=a.store, port=a.port, host=a.host, version=a.version, silence_s=a.silence)
+        lambda: serve_gateway(
+            store_url=a.store, port=a.port, host=a.host, version=a.version, silence_s=a.silence
+        )
     )
 
 

@@ -1,9 +1,9 @@
-"""What an answer must look like, as a grammar: JSON that fits a schema, or calls of tools.
+"""Grammars for structured outputs: JSON that fits a schema, or calls of tools.
 
-A grammar is a text in the notation of llguidance, so it can be sent to a worker, where `guide.py` holds the engine to
-it. To make one takes no model: only how the model writes calls (`tool_syntax` in tokenizer_config.json) and whether the
-marks around a call are tokens of their own. Space between the parts of JSON is bounded, so that a weak model cannot
-fill its answer with it.
+A grammar is a text in the notation of llguidance, so it can be sent to a worker, where `guide.py`
+holds the engine to it. To make one takes no model: only how the model writes calls (`tool_syntax`
+in tokenizer_config.json) and whether the marks around a call are tokens of their own. Space between
+the parts of JSON is bounded, so that a weak model cannot fill its answer with it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from etude.model.tokenizer import Tool
-from etude.serve.text import CLOSE, OPEN
+from etude.serve.detokenizer import TOOL_CALL_END, TOOL_CALL_START
 
 JSON_SPACE = {"whitespace_pattern": r"[ ]?|\n[ ]{0,16}"}
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
@@ -28,7 +28,8 @@ def hermes_call(function: Mapping[str, Any]) -> str:
 
 
 def compact_call(function: Mapping[str, Any]) -> str:
-    """The name, then the arguments in the order of the schema, parted by spaces; the last one takes the rest."""
+    """The name, then the arguments in the order of the schema, parted by spaces; the last one takes
+    the rest."""
     properties: Mapping[str, Any] = (function.get("parameters") or {}).get("properties") or {}
     values = [
         "/[0-9]+/" if isinstance(schema, dict) and schema.get("type") == "integer" else r"/[^\s]+/"
@@ -39,26 +40,36 @@ def compact_call(function: Mapping[str, Any]) -> str:
     return ' " " '.join([json.dumps(function["name"]), *values])
 
 
-CALLS: dict[str, Callable[[Mapping[str, Any]], str]] = {"hermes": hermes_call, "compact": compact_call}
+CALLS: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "hermes": hermes_call,
+    "compact": compact_call,
+}
 
 
-class Grammars:
+class GrammarBuilder:
     """Makes the grammars of one model."""
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
         config = json.loads(files.get("tokenizer_config.json", b"{}"))
-        added = {token["content"] for token in json.loads(files["tokenizer.json"]).get("added_tokens") or ()}
+        added = {
+            token["content"]
+            for token in json.loads(files["tokenizer.json"]).get("added_tokens") or ()
+        }
         self._call = CALLS[config.get("tool_syntax", "hermes")]
-        self._marks_are_tokens = {OPEN, CLOSE} <= added
+        self._marks_are_tokens = {TOOL_CALL_START, TOOL_CALL_END} <= added
 
     def text(self, schema: Schema) -> str:
         """JSON that fits a schema."""
         return _grammar(json_schema=_spaced(schema))
 
-    def calls(self, tools: Sequence[Tool], *, parallel: bool, otherwise: Schema | None = None) -> str:
+    def calls(
+        self, tools: Sequence[Tool], *, parallel: bool, otherwise: Schema | None = None
+    ) -> str:
         """One call, or several if `parallel`; or JSON that fits `otherwise`."""
-        rules = [f"start: call{'+' if parallel else ''}{' | said' if otherwise is not None else ''}"]
-        rules.append(f"call: {self._mark(OPEN)} body {self._mark(CLOSE)}")
+        rules = [
+            f"start: call{'+' if parallel else ''}{' | said' if otherwise is not None else ''}"
+        ]
+        rules.append(f"call: {self._mark(TOOL_CALL_START)} body {self._mark(TOOL_CALL_END)}")
         if otherwise is not None:
             rules.append(f"said: {_json_rule(otherwise)}")
         return _lark([*rules, self._body(tools)])
@@ -66,12 +77,12 @@ class Grammars:
     def one_call_at_most(self, tools: Sequence[Tool]) -> str:
         """Any text, and then perhaps a call."""
         if self._marks_are_tokens:
-            rules = [f"start: SAID? ({OPEN} body {CLOSE})?", r"SAID: /(.|\n)+/"]
+            rules = [f"start: SAID? ({TOOL_CALL_START} body {TOOL_CALL_END})?", r"SAID: /(.|\n)+/"]
         else:
             rules = [
-                f"start: SAID | upto body {json.dumps(CLOSE)} |",
+                f"start: SAID | upto body {json.dumps(TOOL_CALL_END)} |",
                 r"SAID: /(.|\n)+/",
-                rf"upto[suffix={json.dumps(OPEN)}]: /(.|\n)*/",
+                rf"upto[suffix={json.dumps(TOOL_CALL_START)}]: /(.|\n)*/",
             ]
         return _lark([*rules, self._body(tools)])
 

@@ -1,8 +1,9 @@
-"""HTTP as all our servers speak it: bodies of bounded size, errors in OpenAI's envelope, ids of requests, the token,
-and clients that go away.
+"""HTTP basics of all servers: bodies of bounded size, errors in OpenAI's envelope, ids of requests,
+the token, and clients that go away.
 
-An error is `{"error": {"message": .., "type": .., "code": .., "param": ..}}` with the status that fits. A request may
-bring an id in `x-request-id`; the answer carries it, or one that we made. If there is a token, every route needs it.
+An error is `{"error": {"message": .., "type": .., "code": .., "param": ..}}` with the status that
+fits. A request may bring an id in `x-request-id`; the answer carries it, or one that we made. If
+there is a token, every route needs it.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from etude.serve.metrics import Metrics
-from etude.serve.protocol import Error, Failure
+from etude.serve.protocol import Error, ErrorResponse
 
 MAX_BODY_BYTES = 8 << 20
 BODY_S = 60.0
-"""For the whole body to come in: whoever sends it byte by byte does not hold a connection for ever."""
+"""For the whole body to come in: whoever sends it byte by byte does not hold a connection for
+ever."""
 RETRY_AFTER_S = 1
 MSGPACK = "application/msgpack"
 REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
@@ -41,50 +43,61 @@ class ApiError(Exception):
     """An answer other than 200. `code` is for programs, the message for people."""
 
     def __init__(
-        self, message: str, *, status: int = 400, code: str = "invalid_request", param: str | None = None
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        code: str = "invalid_request",
+        param: str | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.code, self.param = status, code, param
+        self.status = status
+        self.code = code
+        self.param = param
 
 
 class Unavailable(ApiError):
-    """Nobody can answer now; the same request may succeed later, or elsewhere."""
+    """No worker can answer now; the same request may succeed later, or elsewhere."""
 
     def __init__(self, message: str, *, status: int = 503, code: str = "unavailable") -> None:
         super().__init__(message, status=status, code=code)
 
 
-class ClientGone(ApiError):
-    """There is nobody left to answer."""
+class ClientDisconnected(ApiError):
+    """The client closed the connection."""
 
     def __init__(self) -> None:
-        super().__init__("the client closed the connection", status=499, code="client_closed_request")
+        super().__init__(
+            "the client closed the connection", status=499, code="client_closed_request"
+        )
 
 
 def respond(value: object, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
-def respond_as_asked(request: Request, value: object) -> Response:
-    """In MessagePack for whoever accepts nothing else, as our own gateway does: bytes then travel as bytes."""
+def respond_negotiated(request: Request, value: object) -> Response:
+    """In MessagePack for whoever accepts nothing else, as our own gateway does: bytes then travel
+    as bytes."""
     if request.headers.get("accept") == MSGPACK:
         return Response(msgspec.msgpack.encode(value), media_type=MSGPACK)
     return respond(value)
 
 
-def failure(error: ApiError) -> Failure:
+def error_body(error: ApiError) -> ErrorResponse:
     kind = "invalid_request_error" if error.status < 500 else "server_error"
-    return Failure(Error(str(error), kind, error.code, error.param))
+    return ErrorResponse(Error(str(error), kind, error.code, error.param))
 
 
-def refusal(error: ApiError) -> Response:
-    response = respond(failure(error), error.status)
+def error_response(error: ApiError) -> Response:
+    response = respond(error_body(error), error.status)
     if isinstance(error, Unavailable):
         response.headers["Retry-After"] = str(RETRY_AFTER_S)
     if error.status == 401:
         response.headers["WWW-Authenticate"] = "Bearer"
     if error.status == 408:
-        response.headers["Connection"] = "close"  # the rest of the body could still come, byte by byte
+        # the rest of the body could still come, byte by byte
+        response.headers["Connection"] = "close"
     return response
 
 
@@ -112,33 +125,33 @@ async def _body(request: Request) -> bytearray:
                     message = f"request body: more than {MAX_BODY_BYTES} bytes"
                     raise ApiError(message, status=413, code="request_too_large")
     except ClientDisconnect as e:
-        raise ClientGone() from e
+        raise ClientDisconnected() from e
     except TimeoutError as e:
         message = f"request body: not whole after {BODY_S:g} s"
         raise ApiError(message, status=408, code="request_timeout") from e
     return body
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Waits for the work, and cancels it when the client goes away. Call it after the body has been read: all that can
-    still be received then is the end of the connection."""
-    return await _unless_gone(request.receive, work)
+async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Waits for the work, and cancels it when the client goes away. Call it after the body has been
+    read: all that can still be received then is the end of the connection."""
+    return await _cancel_on_disconnect(request.receive, work)
 
 
-async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+async def _cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(receive())
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ClientGone()
+            raise ClientDisconnected()
         return await task
     finally:
         gone.cancel()
         task.cancel()
 
 
-async def together(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+async def gather(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """All results in order. The first to fail ends the others."""
     if len(works) == 1:
         return [await works[0]]
@@ -150,21 +163,22 @@ async def together(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
             task.cancel()
 
 
-Say = Callable[[object], Awaitable[None]]
+SendEvent = Callable[[object], Awaitable[None]]
 
 
-class Events(Response):
-    """Server-sent events. `work` is given a function that sends one. What goes wrong before the first event is an
-    answer like any other; afterwards it is the last event. The work ends with the client, if that goes first."""
+class EventStream(Response):
+    """Server-sent events. `work` is given a function that sends one. What goes wrong before the
+    first event is an answer like any other; afterwards it is the last event. The work ends with the
+    client, if that goes first."""
 
-    def __init__(self, work: Callable[[Say], Coroutine[Any, Any, None]]) -> None:
+    def __init__(self, work: Callable[[SendEvent], Coroutine[Any, Any, None]]) -> None:
         super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]
         self._work = work
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with contextlib.suppress(ClientGone):
-            await _unless_gone(receive, self._run(send))
+        with contextlib.suppress(ClientDisconnected):
+            await _cancel_on_disconnect(receive, self._run(send))
 
     async def _run(self, send: Send) -> None:
         started = False
@@ -173,38 +187,47 @@ class Events(Response):
             nonlocal started
             if not started:
                 started = True
-                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                await send(
+                    {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+                )
             await send({"type": "http.response.body", "body": data, "more_body": more})
 
-        async def say(value: object) -> None:
+        async def send_event(value: object) -> None:
             await write(b"data: " + msgspec.json.encode(value) + b"\n\n")
 
         try:
-            await self._work(say)
+            await self._work(send_event)
         except ApiError as e:
             if not started:
                 raise
-            await say(failure(e))
+            await send_event(error_body(e))
         await write(b"data: [DONE]\n\n", more=False)
 
 
-def create_app(routes: Sequence[Route], token: str | None, metrics: Metrics | None = None) -> ASGIApp:
+def create_app(
+    routes: Sequence[Route], token: str | None, metrics: Metrics | None = None
+) -> ASGIApp:
     def failed(request: Request, error: Exception) -> Response:
         headers: Mapping[str, str] = {}
         if isinstance(error, HTTPException):
-            code, headers = "not_found" if error.status_code == 404 else "invalid_request", error.headers or {}
+            code, headers = (
+                "not_found" if error.status_code == 404 else "invalid_request",
+                error.headers or {},
+            )
             error = ApiError(error.detail, status=error.status_code, code=code)
         assert isinstance(error, ApiError)
-        response = refusal(error)
+        response = error_response(error)
         response.headers.update(headers)
         return response
 
-    app: ASGIApp = Starlette(routes=routes, exception_handlers={ApiError: failed, HTTPException: failed})
-    app = identified(app if token is None else authorised(app, token))
-    return app if metrics is None else counted(app, metrics)
+    app: ASGIApp = Starlette(
+        routes=routes, exception_handlers={ApiError: failed, HTTPException: failed}
+    )
+    app = with_request_ids(app if token is None else requiring_token(app, token))
+    return app if metrics is None else with_metrics(app, metrics)
 
 
-def counted(app: ASGIApp, metrics: Metrics) -> ASGIApp:
+def with_metrics(app: ASGIApp, metrics: Metrics) -> ASGIApp:
     async def call(scope: Scope, receive: Receive, send: Send) -> None:
         began, status = time.monotonic(), 499  # unless it is answered, the client went away
 
@@ -222,7 +245,7 @@ def counted(app: ASGIApp, metrics: Metrics) -> ASGIApp:
     return call
 
 
-def identified(app: ASGIApp) -> ASGIApp:
+def with_request_ids(app: ASGIApp) -> ASGIApp:
     """Every answer carries the id of its request."""
 
     async def call(scope: Scope, receive: Receive, send: Send) -> None:
@@ -239,7 +262,7 @@ def identified(app: ASGIApp) -> ASGIApp:
     return call
 
 
-def authorised(app: ASGIApp, token: str) -> ASGIApp:
+def requiring_token(app: ASGIApp, token: str) -> ASGIApp:
     """Nothing behind it is reached without the token."""
     expected = f"Bearer {token}".encode()
 
@@ -249,6 +272,8 @@ def authorised(app: ASGIApp, token: str) -> ASGIApp:
             await app(scope, receive, send)
         else:
             message = "send the token of this server as 'Authorization: Bearer ..'"
-            await refusal(ApiError(message, status=401, code="unauthorized"))(scope, receive, send)
+            await error_response(ApiError(message, status=401, code="unauthorized"))(
+                scope, receive, send
+            )
 
     return check

@@ -36,7 +36,10 @@ class Metrics:
         for bound, count in zip((*map(str, BOUNDS_S), "+Inf"), self._seconds, strict=True):
             below += count
             lines.append(f'etude_request_seconds_bucket{{le="{bound}"}} {below}')
-        lines += [f"etude_request_seconds_sum {self._total_s}", f"etude_request_seconds_count {below}"]
+        lines += [
+            f"etude_request_seconds_sum {self._total_s}",
+            f"etude_request_seconds_count {below}",
+        ]
         counters = {"prompt_tokens": self._prompt_tokens, "sampled_tokens": self._sampled_tokens}
         for name, value in counters.items():
             lines += [f"# TYPE etude_{name}_total counter", f"etude_{name}_total {value}"]

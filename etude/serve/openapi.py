@@ -1,7 +1,9 @@
-"""The API as an OpenAPI document, made from the types that requests are read with and answers are written from.
+"""The API as an OpenAPI document, made from the types that requests are read with and answers are
+written from.
 
-By hand is only what types do not say: the paths, which statuses they answer with, and the shapes of messages and tools,
-which are read as objects because a chat template may use more of them than we know.
+By hand is only what types do not say: the paths, which statuses they answer with, and the shapes of
+messages and tools, which are read as objects because a chat template may use more of them than we
+know.
 """
 
 from __future__ import annotations
@@ -15,8 +17,18 @@ from etude import __version__
 from etude.serve import protocol as wire
 
 REQUESTS: dict[str, tuple[type, type, type, str]] = {
-    "/v1/chat/completions": (wire.ChatRequest, wire.ChatCompletion, wire.ChatChunk, "The next message of a chat."),
-    "/v1/completions": (wire.CompletionRequest, wire.Completion, wire.TextChunk, "What comes after a text."),
+    "/v1/chat/completions": (
+        wire.ChatRequest,
+        wire.ChatCompletion,
+        wire.ChatChunk,
+        "The next message of a chat.",
+    ),
+    "/v1/completions": (
+        wire.CompletionRequest,
+        wire.Completion,
+        wire.TextChunk,
+        "What comes after a text.",
+    ),
 }
 READS: dict[str, tuple[type, str]] = {
     "/v1/models": (wire.Models, "The model that is served."),
@@ -35,8 +47,11 @@ ASKING = {
 
 @cache
 def document() -> dict[str, Any]:
-    named = [*(kind for kinds in REQUESTS.values() for kind in kinds[:3]), *(kind for kind, _ in READS.values())]
-    named += [wire.Model, wire.Failure, wire.ChatMessage, wire.Tool]
+    named = [
+        *(kind for kinds in REQUESTS.values() for kind in kinds[:3]),
+        *(kind for kind, _ in READS.values()),
+    ]
+    named += [wire.Model, wire.ErrorResponse, wire.ChatMessage, wire.Tool]
     _, schemas = msgspec.json.schema_components(named, ref_template="#/components/schemas/{name}")
     chat = schemas["ChatRequest"]["properties"]
     chat["messages"]["items"] = _ref(wire.ChatMessage)
@@ -44,24 +59,46 @@ def document() -> dict[str, Any]:
     paths: dict[str, Any] = {path: {"post": _asking(*kinds)} for path, kinds in REQUESTS.items()}
     paths |= {path: {"get": _reading(kind, text)} for path, (kind, text) in READS.items()}
     one = _reading(wire.Model, "The model of that name.", {404: ASKING[404]})
-    name = {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+    name = {
+        "name": "model",
+        "in": "path",
+        "required": True,
+        "schema": {"type": "string", "minLength": 1},
+    }
     paths["/v1/models/{model}"] = {"get": one | {"parameters": [name]}}
-    paths["/metrics"] = {"get": _answers("Figures for Prometheus.", {"text/plain": {"schema": {"type": "string"}}}, {})}
+    paths["/metrics"] = {
+        "get": _answers(
+            "Figures for Prometheus.", {"text/plain": {"schema": {"type": "string"}}}, {}
+        )
+    }
     paths["/openapi.json"] = {"get": _answers("This document.", _json({"type": "object"}), {})}
     return {
         "openapi": "3.1.0",
-        "info": {"title": "Etude", "version": __version__, "description": "OpenAI's API, served by Etude."},
+        "info": {
+            "title": "Etude",
+            "version": __version__,
+            "description": "OpenAI's API, served by Etude.",
+        },
         "paths": paths,
-        "components": {"schemas": schemas, "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}}},
+        "components": {
+            "schemas": schemas,
+            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+        },
         "security": [{"token": []}, {}],
     }
 
 
 def _asking(body: type, answer: type, chunk: type, text: str) -> dict[str, Any]:
     data = {"type": "string", "contentMediaType": "application/json", "contentSchema": _ref(chunk)}
-    event = {"type": "object", "properties": {"data": data}, "description": "one event; the last one's data is [DONE]"}
+    event = {
+        "type": "object",
+        "properties": {"data": data},
+        "description": "one event; the last one's data is [DONE]",
+    }
     content = {**_json(_ref(answer)), "text/event-stream": {"schema": event}}
-    return _answers(text, content, ASKING) | {"requestBody": {"required": True, "content": _json(_ref(body))}}
+    return _answers(text, content, ASKING) | {
+        "requestBody": {"required": True, "content": _json(_ref(body))}
+    }
 
 
 def _reading(kind: type, text: str, failures: dict[int, str] | None = None) -> dict[str, Any]:
@@ -69,10 +106,16 @@ def _reading(kind: type, text: str, failures: dict[int, str] | None = None) -> d
 
 
 def _answers(text: str, content: dict[str, Any], failures: dict[int, str]) -> dict[str, Any]:
-    id = {"x-request-id": {"description": "the request's own, or ours", "schema": {"type": "string"}}}
+    id = {
+        "x-request-id": {"description": "the request's own, or ours", "schema": {"type": "string"}}
+    }
     responses: dict[str, Any] = {"200": {"description": text, "headers": id, "content": content}}
     for status, why in sorted((ALWAYS | failures).items()):
-        responses[str(status)] = {"description": why, "headers": id, "content": _json(_ref(wire.Failure))}
+        responses[str(status)] = {
+            "description": why,
+            "headers": id,
+            "content": _json(_ref(wire.ErrorResponse)),
+        }
     return {"summary": text, "responses": responses}
 
 

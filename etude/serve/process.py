@@ -1,4 +1,4 @@
-"""What worker and gateway have in common as processes: a token, a port, and a clean stop."""
+"""Server processes: a token, a port, and a clean stop."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from starlette.types import ASGIApp
 from etude.core.errors import EtudeError
 
 TOKEN_VARIABLE = "ETUDE_TOKEN"
-"""The bearer token that every request must carry, and that our own requests carry. An environment variable, because
-everyone on a machine can read the arguments of a process."""
+"""The bearer token that every request must carry, and that our own requests carry. An environment
+variable, because everyone on a machine can read the arguments of a process."""
 
 
 def token(file: Path | None = None) -> str | None:
@@ -31,18 +31,27 @@ def token(file: Path | None = None) -> str | None:
     try:
         text = file.read_text().strip()
     except (OSError, UnicodeDecodeError) as e:
-        raise EtudeError(f"cannot read a token from {file}: {getattr(e, 'strerror', None) or e}") from e
+        raise EtudeError(
+            f"cannot read a token from {file}: {getattr(e, 'strerror', None) or e}"
+        ) from e
     if not text:
-        raise EtudeError(f"{file} is empty: write a token into it, for example with: openssl rand -hex 32 > {file}")
+        raise EtudeError(
+            f"{file} is empty: write a token into it, for example with: openssl rand -hex 32 > "
+            f"{file}"
+        )
     return text
 
 
 def bind(host: str, port: int, token: str | None) -> socket.socket:
     """A listening port. Without a token, only where nobody but this machine can reach it."""
     if token is None and not _is_loopback(host):
-        raise EtudeError(f"{host} can be reached from outside: set {TOKEN_VARIABLE}, or serve on 127.0.0.1")
+        raise EtudeError(
+            f"{host} can be reached from outside: set {TOKEN_VARIABLE}, or serve on 127.0.0.1"
+        )
     if not 0 <= port < 2**16:
-        raise EtudeError(f"there is no port {port}: choose one up to 65535, or 0 for any that is free")
+        raise EtudeError(
+            f"there is no port {port}: choose one up to 65535, or 0 for any that is free"
+        )
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -52,7 +61,8 @@ def bind(host: str, port: int, token: str | None) -> socket.socket:
     except OSError as e:
         listener.close()
         raise EtudeError(
-            f"cannot listen on {host}:{port}: {os.strerror(e.errno or 0)}; stop what runs there, or choose another port"
+            f"cannot listen on {host}:{port}: {os.strerror(e.errno or 0)}; stop what runs there, "
+            f"or choose another port"
         ) from e
     return listener
 
@@ -82,8 +92,8 @@ class _Server(uvicorn.Server):
 
 @contextlib.asynccontextmanager
 async def serving(app: ASGIApp, listener: socket.socket) -> AsyncIterator[asyncio.Task[None]]:
-    """Answers on the port while the block runs. The task that is handed out ends when the process is told to stop, from
-    the first line of the block on."""
+    """Answers on the port while the block runs. The task that is handed out ends when the process
+    is told to stop, from the first line of the block on."""
     config = uvicorn.Config(
         app,
         http="httptools",
@@ -91,12 +101,16 @@ async def serving(app: ASGIApp, listener: socket.socket) -> AsyncIterator[asynci
         lifespan="off",
         access_log=False,
         log_level="warning",
-        # Longer than clients keep an idle connection: whoever closes it first must not be the one who may be asked.
+        # Longer than clients keep an idle connection: whoever closes it first must not be the one
+        # who may be asked.
         timeout_keep_alive=75,
         timeout_graceful_shutdown=1,
     )
     server = _Server(config)
-    before = {number: signal.signal(number, server.told_to_stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {
+        number: signal.signal(number, server.told_to_stop)
+        for number in (signal.SIGTERM, signal.SIGINT)
+    }
     running = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         yield running
@@ -121,10 +135,10 @@ async def meanwhile(*doings: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
 
 
 def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """The life of a server process: its exit status is 0 when it was told to stop while it served, and 2 with one line
-    for a mistake of the user's."""
-    # Before it serves there is nothing to finish, and a model may take minutes to load: either signal ends it at once,
-    # where asyncio would wait for the next pause of the loop.
+    """The life of a server process: its exit status is 0 when it was told to stop while it served,
+    and 2 with one line for a mistake of the user's."""
+    # Before it serves there is nothing to finish, and a model may take minutes to load: either
+    # signal ends it at once, where asyncio would wait for the next pause of the loop.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

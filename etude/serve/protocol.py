@@ -1,8 +1,9 @@
-"""What goes over the wire, as types: OpenAI's names, vLLM's where OpenAI has none, and two of our own.
+"""Types of the HTTP API: OpenAI's names, vLLM's where OpenAI has none, and two of our own.
 
-Requests refuse every field that they do not name. Fields that cannot change an answer (`user`, `metadata`, ..) are
-named and not read. Fields that could, and that we cannot honour (`logit_bias`, `echo`, ..), are named with the one
-value that asks for nothing. `openapi.py` turns these types into the schema, so the schema says what the code does.
+Requests refuse every field that they do not name. Fields that cannot change an answer (`user`,
+`metadata`, ..) are named and not read. Fields that could, and that we cannot honour (`logit_bias`,
+`echo`, ..), are named with the one value that asks for nothing. `openapi.py` turns these types into
+the schema, so the schema says what the code does.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from etude.core.types import Span
+from etude.core.types import VersionSpan
 
 MAX_TOP = 20
 """Most alternatives that are shown for a token."""
@@ -27,10 +28,10 @@ ID_PREFIX = "token_id:"
 Count = Annotated[int, Meta(ge=1, le=2**31)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Temperature = Annotated[float, Meta(ge=0, le=100)]
-Share = Annotated[float, Meta(gt=0, le=1)]
+Fraction = Annotated[float, Meta(gt=0, le=1)]
 StopText = Annotated[str, Meta(min_length=1, max_length=1000)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31)]
-Nothing = Annotated[float, Meta(ge=0, le=0)]
+Zero = Annotated[float, Meta(ge=0, le=0)]
 One = Annotated[float, Meta(ge=1, le=1)]
 
 
@@ -41,7 +42,8 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
-    """vLLM's name for a grammar that the answer must follow; ours is in the notation of llguidance."""
+    """vLLM's name for a grammar that the answer must follow; ours is in the notation of
+    llguidance."""
 
     grammar: str
 
@@ -60,12 +62,12 @@ class Prediction(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What both kinds of request can say."""
+    """Fields that both kinds of request have."""
 
     model: str | None = None
     max_tokens: Count | None = None
     temperature: Temperature | None = None
-    top_p: Share | None = None
+    top_p: Fraction | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31)] | None = None
     """0 and -1: all of them."""
     seed: Seed | None = None
@@ -78,7 +80,8 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     prediction: Prediction | None = None
     """Where it is right the answer comes faster. It is the same answer in any case."""
     drafts: list[list[TokenId]] | None = None
-    """More that the answer may repeat parts of, as token ids: earlier answers to the same question, for example."""
+    """More that the answer may repeat parts of, as token ids: earlier answers to the same question,
+    for example."""
     # Harmless: not read.
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -88,10 +91,10 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     # Not supported: only the value that asks for nothing.
-    frequency_penalty: Nothing | None = None
-    presence_penalty: Nothing | None = None
+    frequency_penalty: Zero | None = None
+    presence_penalty: Zero | None = None
     repetition_penalty: One | None = None
-    min_p: Nothing | None = None
+    min_p: Zero | None = None
     logit_bias: Annotated[dict[str, float], Meta(max_length=0)] | None = None
 
 
@@ -107,7 +110,8 @@ class ToolCall(msgspec.Struct):
 
 
 class ChatMessage(msgspec.Struct):
-    """The shape that a message must have. Fields that are not named here are passed on to the chat template."""
+    """The shape that a message must have. Fields that are not named here are passed on to the chat
+    template."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[dict[str, Any]] | None = None
@@ -133,12 +137,12 @@ class Tool(msgspec.Struct):
     type: Literal["function"] = "function"
 
 
-class Named(msgspec.Struct, forbid_unknown_fields=True):
+class FunctionName(msgspec.Struct, forbid_unknown_fields=True):
     name: str
 
 
 class NamedTool(msgspec.Struct, forbid_unknown_fields=True):
-    function: Named
+    function: FunctionName
     type: Literal["function"] = "function"
 
 
@@ -149,15 +153,19 @@ class JsonSchema(msgspec.Struct, forbid_unknown_fields=True):
     strict: bool | None = None
 
 
-class AsText(msgspec.Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
+class TextFormat(msgspec.Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
     pass
 
 
-class AsJson(msgspec.Struct, tag_field="type", tag="json_object", forbid_unknown_fields=True):
+class JsonObjectFormat(
+    msgspec.Struct, tag_field="type", tag="json_object", forbid_unknown_fields=True
+):
     pass
 
 
-class AsSchema(msgspec.Struct, tag_field="type", tag="json_schema", forbid_unknown_fields=True):
+class JsonSchemaFormat(
+    msgspec.Struct, tag_field="type", tag="json_schema", forbid_unknown_fields=True
+):
     json_schema: JsonSchema
 
 
@@ -166,7 +174,7 @@ class ChatRequest(Sampling, kw_only=True, forbid_unknown_fields=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    response_format: AsText | AsJson | AsSchema | None = None
+    response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP)] | None = None
@@ -182,18 +190,20 @@ class CompletionRequest(Sampling, kw_only=True, forbid_unknown_fields=True):
     """Exactly these end the answer; without the field, the end of a turn does."""
     structured_outputs: StructuredOutputs | None = None
     detokenize: bool | None = None
-    """False: the answer has no text, and tokens are called `token_id:7`. It is for programs that read ids."""
+    """False: the answer has no text, and tokens are called `token_id:7`. It is for programs that
+    read ids."""
     routed_experts_from: Annotated[int, Meta(ge=0, le=2**31)] | None = None
     """Of a sparse model: adds `routed_experts`, from this position of the prompt on."""
     min_weight_version: Annotated[int, Meta(ge=-1, le=2**31)] = 0
-    """A server with older weights refuses (503): what the gateway promised holds even if it is wrong about a worker."""
+    """A server with older weights refuses (503): what the gateway promised holds even if it is
+    wrong about a worker."""
     echo: Annotated[bool, Meta(extra_json_schema={"enum": [False]})] | None = None
     best_of: Annotated[int, Meta(ge=1, le=1)] | None = None
     suffix: None = None
 
 
 class CompletionDetails(msgspec.Struct):
-    """Of what was guessed ahead, from the prediction or elsewhere: how much was right, and how much was not."""
+    """Draft tokens that were accepted and rejected, from the prediction or elsewhere."""
 
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
@@ -229,15 +239,15 @@ class TextLogprobs(msgspec.Struct):
     text_offset: list[int]
 
 
-class Sampled(msgspec.Struct, kw_only=True):
-    """What every choice says beyond OpenAI; in a stream, with the piece that ends it."""
+class ChoiceExtensions(msgspec.Struct, kw_only=True):
+    """Fields of every choice beyond OpenAI; in a stream, in the chunk that ends it."""
 
     token_ids: list[int] | UnsetType = UNSET
-    weight_version: list[Span] | UnsetType = UNSET
+    weight_version: list[VersionSpan] | UnsetType = UNSET
     """Which weights sampled which tokens: `[{"version": 7, "count": 21}, ..]`, in order."""
     routed_experts: bytes | UnsetType = UNSET
-    """If they were asked for, in base64: [tokens read, sparse layers, experts of a token], a byte for each id, or two
-    (int16) with more than 256 experts. The last token was not read."""
+    """If they were asked for, in base64: [tokens read, sparse layers, experts of a token], a byte
+    for each id, or two (int16) with more than 256 experts. The last token was not read."""
 
 
 class AssistantMessage(msgspec.Struct):
@@ -246,14 +256,14 @@ class AssistantMessage(msgspec.Struct):
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
-class ChatChoice(Sampled, kw_only=True):
+class ChatChoice(ChoiceExtensions, kw_only=True):
     index: int
     message: AssistantMessage
     finish_reason: Literal["stop", "length", "tool_calls"]
     logprobs: ChatLogprobs | None = None
 
 
-class TextChoice(Sampled, kw_only=True):
+class TextChoice(ChoiceExtensions, kw_only=True):
     index: int
     text: str
     finish_reason: Literal["stop", "length"]
@@ -271,14 +281,14 @@ class Delta(msgspec.Struct, omit_defaults=True):
     tool_calls: list[ToolCallDelta] | None = None
 
 
-class ChatChunkChoice(Sampled, kw_only=True):
+class ChatChunkChoice(ChoiceExtensions, kw_only=True):
     index: int
     delta: Delta
     finish_reason: Literal["stop", "length", "tool_calls"] | None = None
     logprobs: ChatLogprobs | None = None
 
 
-class TextChunkChoice(Sampled, kw_only=True):
+class TextChunkChoice(ChoiceExtensions, kw_only=True):
     index: int
     text: str
     finish_reason: Literal["stop", "length"] | None = None
@@ -342,5 +352,5 @@ class Error(msgspec.Struct):
     param: str | None = None
 
 
-class Failure(msgspec.Struct):
+class ErrorResponse(msgspec.Struct):
     error: Error

@@ -1,19 +1,23 @@
 """From messages to tokens and back, without losing one: the only place that sees both.
 
-A harness speaks messages; the trainer needs the very tokens that the engine read and sampled. Rendering and tokenising
-a history anew would not give them back (another split of the same text, arguments of a tool call in another spelling),
-so what was recorded is kept, and only what the harness added since is rendered, encoded and put behind it:
+A harness speaks messages; the trainer needs the very tokens that the engine read and sampled.
+Rendering and tokenising a history anew would not give them back (another split of the same text,
+arguments of a tool call in another spelling), so what was recorded is kept, and only what the
+harness added since is rendered, encoded and put behind it:
 
     turn 1   prompt                              sampled
-    turn 2   prompt  sampled  what was added     sampled          (one segment, one unbroken context)
+    turn 2   prompt  sampled  what was added     sampled          (one segment, one unbroken
+                                                                  context)
 
-A history that does not go on from anything recorded (a summary, a compaction, a sub-agent) opens a new segment. So does
-one that the template shows in another way than it was recorded, as those do that drop the reasoning of earlier turns:
-a model must see, and be trained on, what its template means it to see. Segments carry the text that their tokens stand
-for, and so every turn is compared with the rendering of the turn before it.
+A history that does not go on from anything recorded (a summary, a compaction, a sub-agent) opens a
+new segment. So does one that the template shows in another way than it was recorded, as those do
+that drop the reasoning of earlier turns: a model must see, and be trained on, what its template
+means it to see. Segments carry the text that their tokens stand for, and so every turn is compared
+with the rendering of the turn before it.
 
-The experts of a sparse model are recorded once for each token: a turn reports those of the tokens that no turn before
-it has reported. What a token was routed to when it was first read is what the tokens behind it were sampled from.
+The experts of a sparse model are recorded once for each token: a turn reports those of the tokens
+that no turn before it has reported. What a token was routed to when it was first read is what the
+tokens behind it were sampled from.
 """
 
 from __future__ import annotations
@@ -22,12 +26,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
-from etude.core.types import Sample, Segment, Span, Stay, spans, unspan
+from etude.core.types import RegionSpan, Sample, Segment, VersionSpan, expand_spans, version_spans
 from etude.model.tokenizer import ChatTokenizer, Message, Tool
 
 
 @dataclass(frozen=True, slots=True)
-class Routed:
+class RoutedExperts:
     """The experts of the first `num_tokens` tokens of a context, as the engine reports them."""
 
     num_tokens: int = 0
@@ -36,29 +40,29 @@ class Routed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """What the engine is to read, and the messages that it stands for."""
+    """The tokens that the engine is to read, and the messages that they stand for."""
 
     tokens: tuple[int, ...]
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...]
     text: str
     """The messages as the template shows them."""
-    routed: Routed = Routed()
+    routed: RoutedExperts = RoutedExperts()
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class PartialPrompt:
     """A prompt whose end, `text`, is still to be encoded."""
 
     known: Prompt
     text: str
 
-    def ended(self, tokens: Sequence[int]) -> Prompt:
+    def complete(self, tokens: Sequence[int]) -> Prompt:
         return replace(self.known, tokens=(*self.known.tokens, *tokens))
 
 
 @dataclass(slots=True, kw_only=True)
-class _Open:
+class _OpenSegment:
     """A segment that may still grow."""
 
     prompt: tuple[int, ...]
@@ -71,9 +75,9 @@ class _Open:
     tokens: list[int] = field(default_factory=list)  # behind the prompt
     mask: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    versions: tuple[Span, ...] = ()
-    regions: list[Stay] = field(default_factory=list)
-    routed: Routed = Routed()
+    versions: tuple[VersionSpan, ...] = ()
+    regions: list[RegionSpan] = field(default_factory=list)
+    routed: RoutedExperts = RoutedExperts()
 
     @property
     def context(self) -> tuple[int, ...]:
@@ -84,12 +88,12 @@ class _Open:
         self.mask += [logprobs is not None] * len(tokens)
         self.logprobs += [0.0] * len(tokens) if logprobs is None else logprobs
 
-    def stay(self, region: str, count: int) -> None:
+    def add_region(self, region: str, count: int) -> None:
         if self.regions and self.regions[-1].region == region:
             count += self.regions.pop().count
-        self.regions.append(Stay(region, count))
+        self.regions.append(RegionSpan(region, count))
 
-    def closed(self) -> Segment:
+    def to_segment(self) -> Segment:
         return Segment(
             prompt=self.prompt,
             tokens=tuple(self.tokens),
@@ -101,31 +105,44 @@ class _Open:
 
 
 class Recorder:
-    """Pure: no clock, no network. A session is whatever shares a name; it may hold several conversations."""
+    """Pure: no clock, no network. A session is whatever shares a name; it may hold several
+    conversations."""
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer = tokenizer
-        self._sessions: dict[str, list[_Open]] = {}
+        self._sessions: dict[str, list[_OpenSegment]] = {}
 
-    def draft(self, session: str, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Draft:
-        """The recorded tokens and what the messages add to them, or all of the messages rendered anew."""
-        said, offered = tuple(map(_essence, messages)), tuple(tools)
+    def partial_prompt(
+        self, session: str, messages: Sequence[Message], tools: Sequence[Tool] = ()
+    ) -> PartialPrompt:
+        """The recorded tokens and what the messages add to them, or all of the messages rendered
+        anew."""
+        said, offered = tuple(map(_without_nulls, messages)), tuple(tools)
         text = self._tokenizer.render(said, offered, answer=True)
         for segment in reversed(self._sessions.get(session, [])):
             if (added := self._added(segment, said, offered, text)) is not None:
-                known = Prompt(tokens=segment.context, messages=said, tools=offered, text=text, routed=segment.routed)
-                return Draft(known, added)
-        return Draft(Prompt(tokens=(), messages=said, tools=offered, text=text), text)
+                known = Prompt(
+                    tokens=segment.context,
+                    messages=said,
+                    tools=offered,
+                    text=text,
+                    routed=segment.routed,
+                )
+                return PartialPrompt(known, added)
+        return PartialPrompt(Prompt(tokens=(), messages=said, tools=offered, text=text), text)
 
-    def _added(self, segment: _Open, said: tuple[Message, ...], offered: tuple[Tool, ...], text: str) -> str | None:
+    def _added(
+        self, segment: _OpenSegment, said: tuple[Message, ...], offered: tuple[Tool, ...], text: str
+    ) -> str | None:
         """What stands in `text` behind the segment; None if the messages do not go on from it."""
         if segment.tools != offered or segment.messages != said[: len(segment.messages)]:
             return None
         recorded = self._tokenizer.render(segment.messages, offered)
         if not text.startswith(recorded):  # a template that shows old turns in another way
             return None
-        # The end of the answer: sampled, or, if the answer was cut off, missing from what was recorded so far.
-        eos = self._tokenizer.eos_text
+        # The end of the answer: sampled, or, if the answer was cut off, missing from what was
+        # recorded so far.
+        eos = self._tokenizer.eos_token
         end = recorded.rfind(eos)
         if end < 0 or recorded[end + len(eos) :].strip():  # a template that does not end an answer
             return None
@@ -134,32 +151,47 @@ class Recorder:
             shown, segment.answer, segment.messages[-1]
         ):
             return None
-        return text[end + len(eos) :] if segment.tokens[-1] == self._tokenizer.eos else text[end:]
+        return (
+            text[end + len(eos) :]
+            if segment.tokens[-1] == self._tokenizer.eos_token_id
+            else text[end:]
+        )
 
     def record(self, session: str, prompt: Prompt, sample: Sample, message: Message) -> None:
-        """The engine answered `prompt` with `sample`, and the harness was given it as `message`. The experts of the
-        sample begin where those of the prompt end."""
+        """The engine answered `prompt` with `sample`, and the harness was given it as `message`.
+        The experts of the sample begin where those of the prompt end."""
         segments = self._sessions.setdefault(session, [])
-        # Tokens decide, not messages: of two answers to the same prompt, the second one begins a segment of its own.
+        # Tokens decide, not messages: of two answers to the same prompt, the second one begins a
+        # segment of its own.
         segment = next(
-            (s for s in reversed(segments) if s.context == prompt.tokens[: len(s.prompt) + len(s.tokens)]), None
+            (
+                s
+                for s in reversed(segments)
+                if s.context == prompt.tokens[: len(s.prompt) + len(s.tokens)]
+            ),
+            None,
         )
         if segment is None:
-            segment = _Open(prompt=prompt.tokens, messages=(), tools=prompt.tools, routed=prompt.routed)
+            segment = _OpenSegment(
+                prompt=prompt.tokens, messages=(), tools=prompt.tools, routed=prompt.routed
+            )
             segments.append(segment)
         segment.append(prompt.tokens[len(segment.prompt) + len(segment.tokens) :])
         segment.append(sample.tokens, sample.logprobs)
-        segment.versions = spans(chain(unspan(segment.versions), unspan(sample.versions)))
-        segment.stay(sample.region, len(sample.tokens))
-        segment.messages = (*prompt.messages, _essence(message))
+        segment.versions = version_spans(
+            chain(expand_spans(segment.versions), expand_spans(sample.versions))
+        )
+        segment.add_region(sample.region, len(sample.tokens))
+        segment.messages = (*prompt.messages, _without_nulls(message))
         segment.text, segment.answer = prompt.text, sample.tokens
         if sample.experts is not None:
             num_read = len(prompt.tokens) + len(sample.tokens) - 1
-            segment.routed = Routed(num_read, prompt.routed.ids + sample.experts)
+            segment.routed = RoutedExperts(num_read, prompt.routed.ids + sample.experts)
 
-    def trajectory(self, session: str) -> tuple[Segment, ...]:
-        """All segments of a session in the order in which they began. Raises KeyError for an unknown session."""
-        return tuple(segment.closed() for segment in self._sessions[session])
+    def segments(self, session: str) -> tuple[Segment, ...]:
+        """All segments of a session in the order in which they began. Raises KeyError for an
+        unknown session."""
+        return tuple(segment.to_segment() for segment in self._sessions[session])
 
     def experts(self, session: str) -> tuple[bytes, ...]:
         """Of each segment; empty if none were reported."""
@@ -169,6 +201,6 @@ class Recorder:
         self._sessions.pop(session, None)
 
 
-def _essence(message: Message) -> Message:
+def _without_nulls(message: Message) -> Message:
     """Without the keys that say nothing: clients send an answer back with or without them."""
     return {key: value for key, value in message.items() if value is not None}

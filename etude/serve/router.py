@@ -1,7 +1,9 @@
-"""The workers as one policy: a request goes to one of them, and to another one if that dies or falls silent.
+"""The workers as one policy: a request goes to one of them, and to another one if that dies or
+falls silent.
 
-Who may be asked is decided by `core.fleet`. Here is what follows: the asking, the waiting, and what a session is to
-know of it, because time that it lost in waiting for a worker must not be held against it.
+Who may be asked is decided by `core.fleet`. Here is what follows: the asking, the waiting, and what
+a session is to know of it, because time that it lost in waiting for a worker must not be held
+against it.
 """
 
 from __future__ import annotations
@@ -19,17 +21,18 @@ import msgspec
 
 from etude.core.clock import AwakeClock, SystemClock
 from etude.core.fleet import Fleet, Worker
-from etude.core.seams import Ask, Token
+from etude.core.protocols import Ask, Token
 from etude.core.types import Sample
 from etude.serve import protocol as wire
-from etude.serve.api import replay
-from etude.serve.http import MSGPACK, ApiError, ClientGone, Unavailable
-from etude.serve.wire import Held, Join, WorkerStatus
+from etude.serve.api import as_stream
+from etude.serve.http import MSGPACK, ApiError, ClientDisconnected, Unavailable
+from etude.serve.worker_protocol import JoinRequest, WorkerStatus, WorkerWeights
 
-PATIENCE_S = 20.0
-"""How long a request waits for a worker to come up before it fails. For one that is silent it waits on."""
-RESENDS = 3
-LOOK_EVERY_S = 0.5
+WORKER_WAIT_S = 20.0
+"""How long a request waits for a worker to come up before it fails. For one that is silent it waits
+on."""
+MAX_RETRIES = 3
+LIVENESS_CHECK_S = 0.5
 
 T = TypeVar("T")
 
@@ -43,7 +46,7 @@ class WorkerSilent(WorkerFailed):
 
 
 @dataclass(slots=True)
-class Requests:
+class SessionRequests:
     """How those of one session fare."""
 
     pending: int = 0
@@ -51,7 +54,7 @@ class Requests:
     """One of them took longer than its worker would have, if that had been well."""
 
 
-class Completed(msgspec.Struct):
+class WorkerCompletion(msgspec.Struct):
     choices: tuple[wire.TextChoice]
     usage: wire.Usage
 
@@ -70,18 +73,20 @@ class Router:
         self._http = http
         self._clock = clock or AwakeClock(SystemClock())
         self._changed = asyncio.Condition()
-        self._requests: dict[str, Requests] = {}
-        self._limits: dict[Worker, set[asyncio.Timeout]] = {}  # of what waits for an answer of this worker
+        self._requests: dict[str, SessionRequests] = {}
+        # of what waits for an answer of this worker
+        self._limits: dict[Worker, set[asyncio.Timeout]] = {}
 
     async def sample(self, ask: Ask, session: str = "") -> Sample:
-        requests = self._requests.get(session, Requests())
-        asked, failures = request_of(ask), 0
-        while failures <= RESENDS:
+        requests = self._requests.get(session, SessionRequests())
+        asked, failures = worker_request(ask), 0
+        while failures <= MAX_RETRIES:
             requests.disturbed |= not self.fleet.up
             worker = await self._pick(session)
             try:
                 sample = await self._ask(worker, asked | {"min_weight_version": self.fleet.live})
-                # A worker that was taken out meanwhile may have gone on with weights that are too old by now.
+                # A worker that was taken out meanwhile may have gone on with weights that are too
+                # old by now.
                 if self.fleet.knows(worker):
                     return replace(sample, region=worker.region)
                 why = f"{worker.url} was taken out"
@@ -98,20 +103,21 @@ class Router:
     @contextmanager
     def under_way(self, session: str) -> Iterator[None]:
         """A request of the session is worked on in the block."""
-        requests = self._requests.setdefault(session, Requests())
+        requests = self._requests.setdefault(session, SessionRequests())
         requests.pending += 1
         try:
             yield
-        except (asyncio.CancelledError, ClientGone, Unavailable):  # it stays without an answer
+        # it stays without an answer
+        except (asyncio.CancelledError, ClientDisconnected, Unavailable):
             requests.disturbed = True
             raise
         finally:
             requests.pending -= 1
 
     def disturbed(self, session: str, age_s: float = math.inf) -> bool:
-        """Also by a request that is under way: nobody knows yet how long it will take. And by a stop of ours: what
-        was asked meanwhile may still be unread."""
-        requests = self._requests.get(session, Requests())
+        """Also by a request that is under way: nobody knows yet how long it will take. And by a
+        stop of ours: what was asked meanwhile may still be unread."""
+        requests = self._requests.get(session, SessionRequests())
         stopped = self._clock.slept_since(self._clock.now() - age_s)
         return requests.disturbed or requests.pending > 0 or stopped
 
@@ -123,42 +129,50 @@ class Router:
     async def watch(self) -> None:
         """Takes workers out that are silent, until it is cancelled."""
         while True:
-            self.look()
-            await asyncio.sleep(LOOK_EVERY_S)
+            self.expire_silent()
+            await asyncio.sleep(LIVENESS_CHECK_S)
 
-    def look(self) -> None:
+    def expire_silent(self) -> None:
         for worker in self.fleet.expire(self._clock.now()):
             for limit in self._limits.pop(worker, ()):
                 limit.reschedule(0.0)
 
     async def stream(self, ask: Ask, session: str = "") -> AsyncIterator[Token | Sample]:
-        """Only when it is whole: the worker may die before, and another one would have to begin again."""
-        async for event in replay(await self.sample(ask, session)):
+        """Only when it is whole: the worker may die before, and another one would have to begin
+        again."""
+        async for event in as_stream(await self.sample(ask, session)):
             yield event
 
     async def load(self, version: int) -> None:
-        """A worker that says that it cannot follow is taken out. If all say so, the promise is not made, and the old
-        weights go on."""
+        """A worker that says that it cannot follow is taken out. If all say so, the promise is not
+        made, and the old weights go on."""
         refusals: dict[Worker, str] = {}
-        while behind := [w for w in self.fleet.behind(version) if w not in refusals]:  # again for those who just joined
-            answers = await asyncio.gather(*(self._bring(worker, version) for worker in behind))
-            refusals |= {worker: why for worker, why in zip(behind, answers, strict=True) if why is not None}
+        # again for those who just joined
+        while behind := [w for w in self.fleet.behind(version) if w not in refusals]:
+            answers = await asyncio.gather(*(self._load_on(worker, version) for worker in behind))
+            refusals |= {
+                worker: why for worker, why in zip(behind, answers, strict=True) if why is not None
+            }
         if refusals and all(worker in refusals for worker in self.fleet.workers):
-            reasons = "; ".join(f"{worker.region} ({worker.url}): {why}" for worker, why in refusals.items())
-            raise ApiError(f"no worker can serve version {version}: {reasons}", status=502, code="load_failed")
+            reasons = "; ".join(
+                f"{worker.region} ({worker.url}): {why}" for worker, why in refusals.items()
+            )
+            raise ApiError(
+                f"no worker can serve version {version}: {reasons}", status=502, code="load_failed"
+            )
         for worker in refusals:
             self.fleet.leave(worker)
-        self.fleet.promise(version)
+        self.fleet.require_version(version)
         await self._wake()
 
-    async def join(self, joining: Join) -> None:
+    async def join(self, joining: JoinRequest) -> None:
         worker = self.fleet.join(joining.url, joining.region, joining.version, self._clock.now())
         if worker.joining:
             return
         worker.joining = True
         try:
             while self.fleet.knows(worker) and worker.version < self.fleet.live:
-                if (refusal := await self._bring(worker, self.fleet.live)) is not None:
+                if (refusal := await self._load_on(worker, self.fleet.live)) is not None:
                     raise ApiError(refusal, status=503, code="load_failed")
         finally:
             worker.joining = False
@@ -174,8 +188,8 @@ class Router:
             regions[status.region] = status if known is None else known.joined_with(status)
         return regions
 
-    async def weights(self) -> list[Held]:
-        return await self._ask_all("/weights", Held)
+    async def weights(self) -> list[WorkerWeights]:
+        return await self._ask_all("/weights", WorkerWeights)
 
     async def up(self) -> None:
         """Returns as soon as a worker is."""
@@ -185,11 +199,11 @@ class Router:
     async def _pick(self, session: str) -> Worker:
         while True:
             try:
-                async with asyncio.timeout(PATIENCE_S):
+                async with asyncio.timeout(WORKER_WAIT_S):
                     await self.up()
             except TimeoutError as e:
                 if not self.fleet.silent:
-                    raise Unavailable(f"no worker came up within {PATIENCE_S:.0f} s") from e
+                    raise Unavailable(f"no worker came up within {WORKER_WAIT_S:.0f} s") from e
             if (worker := self.fleet.pick(session)) is not None:
                 return worker
 
@@ -203,11 +217,11 @@ class Router:
             raise ValueError(_message(body))
         if status != 200:
             raise WorkerFailed(_message(body))
-        return sample_of(msgspec.msgpack.decode(body, type=Completed))
+        return to_sample(msgspec.msgpack.decode(body, type=WorkerCompletion))
 
-    async def _bring(self, worker: Worker, version: int) -> str | None:
-        """Has a worker load a version; returns why, if it says that it cannot. One that is gone says nothing: it is
-        taken out, and loads what was promised when it joins again."""
+    async def _load_on(self, worker: Worker, version: int) -> str | None:
+        """Load a version on a worker; returns why, if it says that it cannot. One that is gone says
+        nothing: it is taken out, and loads what was promised when it joins again."""
         try:
             status, body = await self._post(worker, "/load", {"version": version})
         except WorkerFailed:
@@ -228,7 +242,8 @@ class Router:
 
     @asynccontextmanager
     async def _while_heard(self, worker: Worker, path: str) -> AsyncIterator[None]:
-        """A worker is asked something in the block, which ends with the worker if that falls silent."""
+        """A worker is asked something in the block, which ends with the worker if that falls
+        silent."""
         try:
             async with asyncio.timeout(None) as limit:
                 limits = self._limits.setdefault(worker, set())
@@ -249,18 +264,26 @@ class Router:
 
         async def ask(worker: Worker) -> list[T]:
             with suppress(WorkerFailed):
-                async with self._while_heard(worker, path), self._http.get(worker.url + path) as response:
+                async with (
+                    self._while_heard(worker, path),
+                    self._http.get(worker.url + path) as response,
+                ):
                     return [msgspec.json.decode(await response.read(), type=type)]
             return []
 
-        return [answer for told in await asyncio.gather(*map(ask, self.fleet.workers)) for answer in told]
+        return [
+            answer
+            for told in await asyncio.gather(*map(ask, self.fleet.workers))
+            for answer in told
+        ]
 
 
-def request_of(ask: Ask) -> dict[str, Any]:
-    """An ask as a worker reads it. What is as usual is left out: most asks are plain."""
+def worker_request(ask: Ask) -> dict[str, Any]:
+    """A sampling request as a worker reads it. Defaults are left out: most requests are plain."""
     asked: dict[str, Any] = {
-        "prompt": ask.prompt, "max_tokens": ask.max_tokens, "temperature": ask.temperature, "seed": ask.seed,
-        "stop_token_ids": ask.stop, "return_token_ids": True, "logprobs": ask.top_logprobs, "detokenize": False,
+        "prompt": ask.prompt, "max_tokens": ask.max_tokens, "temperature": ask.temperature,
+        "seed": ask.seed, "stop_token_ids": ask.stop, "return_token_ids": True,
+        "logprobs": ask.top_logprobs, "detokenize": False,
     }  # fmt: skip
     if ask.top_p != 1.0:
         asked["top_p"] = ask.top_p
@@ -279,21 +302,24 @@ def request_of(ask: Ask) -> dict[str, Any]:
     return asked
 
 
-def sample_of(completed: Completed) -> Sample:
+def to_sample(completed: WorkerCompletion) -> Sample:
     choice, guessed = completed.choices[0], completed.usage.completion_tokens_details
     assert choice.logprobs and choice.token_ids and choice.weight_version  # they were asked for
     return Sample(
         tokens=tuple(choice.token_ids),
         logprobs=tuple(choice.logprobs.token_logprobs),
         versions=tuple(choice.weight_version),
-        finish=choice.finish_reason,
+        finish_reason=choice.finish_reason,
         experts=choice.routed_experts or None,
-        top=tuple(
-            tuple((int(word.removeprefix(wire.ID_PREFIX)), logprob) for word, logprob in others.items())
+        top_logprobs=tuple(
+            tuple(
+                (int(word.removeprefix(wire.ID_PREFIX)), logprob)
+                for word, logprob in others.items()
+            )
             for others in choice.logprobs.top_logprobs or ()
         ),
-        accepted=guessed.accepted_prediction_tokens if guessed else 0,
-        rejected=guessed.rejected_prediction_tokens if guessed else 0,
+        accepted_draft_tokens=guessed.accepted_prediction_tokens if guessed else 0,
+        rejected_draft_tokens=guessed.rejected_prediction_tokens if guessed else 0,
     )
 
 
@@ -304,8 +330,9 @@ def _message(body: bytes) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class AtHome:
-    """The router as seen by one session, whose requests go to one worker as long as that is up."""
+class SessionPolicy:
+    """A policy for one session: its requests go to one worker as long as that is up (session
+    affinity)."""
 
     router: Router
     session: str

@@ -4,19 +4,21 @@
         --enable-scale-out --logprobs-mode processed_logprobs
     python -m etude.serve.worker --store RUN --region east --port 8101 --vllm http://127.0.0.1:8000
 
-Nothing in vLLM is changed. `/inference/v1/generate` takes and gives token ids, with log-probs, with the version of the
-weights behind every token, and with routed experts if the server was started to record them. New weights come as a
-directory of safetensors on the machine that both share: `/pause` freezes the requests under way, `reload_weights` reads
-the directory, `/resume` lets them go on with the keys and values that they have.
+Nothing in vLLM is changed. `/inference/v1/generate` takes and gives token ids, with log-probs, with
+the version of the weights behind every token, and with routed experts if the server was started to
+record them. New weights come as a directory of safetensors on the machine that both share: `/pause`
+freezes the requests under way, `reload_weights` reads the directory, `/resume` lets them go on with
+the keys and values that they have.
 
 Three traps, and what is done about each:
 
-- Given a part of the tensors, vLLM loads that part, says 200 and then writes nonsense. So what is handed over is held
-  against the model's config first, name by name and shape by shape, and anything but the whole is refused.
-- Its prefix cache knows nothing of weights. So every request carries its version as salt, and finds only what the same
-  version has computed.
-- Its log-probs are those before temperature and top-p unless it is told otherwise. So the server is asked what it does,
-  and refused if that is not what a learner needs.
+- Given a part of the tensors, vLLM loads that part, says 200 and then writes nonsense. So what is
+  handed over is held against the model's config first, name by name and shape by shape, and
+  anything but the whole is refused.
+- Its prefix cache knows nothing of weights. So every request carries its version as salt, and finds
+  only what the same version has computed.
+- Its log-probs are those before temperature and top-p unless it is told otherwise. So the server is
+  asked what it does, and refused if that is not what a learner needs.
 """
 
 from __future__ import annotations
@@ -40,21 +42,21 @@ import torch
 from torch import Tensor
 
 from etude.core.errors import EtudeError
-from etude.core.seams import Ask, Token
-from etude.core.types import Sample, Span, spans, unspan
+from etude.core.protocols import Ask, Token
+from etude.core.types import Sample, VersionSpan, expand_spans, version_spans
 from etude.model.config import ModelConfig
 from etude.model.files import check_fit, write_directory
 from etude.model.tokenizer import ChatTokenizer
-from etude.serve.api import replay
+from etude.serve.api import as_stream
+from etude.serve.detokenizer import IncrementalDetokenizer, StopStringFilter
 from etude.serve.http import ApiError, Unavailable
-from etude.serve.text import Decoder, StopFinder
 
 LOGPROBS_MODE = "processed_logprobs"
 KEEPALIVE_S = 2.0
 """vLLM closes an idle connection after 5 seconds."""
 
 
-class Versions(msgspec.Struct):
+class VersionRange(msgspec.Struct):
     """Output tokens from `start` up to `end`, without that one."""
 
     version: str
@@ -62,33 +64,34 @@ class Versions(msgspec.Struct):
     end: int
 
 
-class Likely(msgspec.Struct):
+class TopLogprob(msgspec.Struct):
     token_id: int
     logprob: float
 
 
-class Drawn(Likely):
-    top_logprobs: list[Likely] = []
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob] = []
 
 
 class Logprobs(msgspec.Struct):
-    content: list[Drawn]
+    content: list[TokenLogprob]
 
 
 class Choice(msgspec.Struct):
     token_ids: list[int]
     finish_reason: str
     logprobs: Logprobs
-    weight_versions: list[Versions]
+    weight_versions: list[VersionRange]
     routed_experts: str | None = None
 
 
-class Generated(msgspec.Struct):
+class GenerateResponse(msgspec.Struct):
     choices: tuple[Choice]
 
 
 class VllmServer:
-    """A `Policy`, and what a worker wants to know of what computes for it. `version` is -1 until the first `load`."""
+    """A `Policy`, and what a worker wants to know of what computes for it. `version` is -1 until
+    the first `load`."""
 
     def __init__(
         self,
@@ -97,16 +100,26 @@ class VllmServer:
         fetch: Callable[[int], Mapping[str, Tensor]],
         files: Mapping[str, bytes],
     ) -> None:
-        """`fetch` gives the checked tensors of a version; it may take long, and runs on a thread."""
-        self.url, self.tokenizer, self.config = url, ChatTokenizer(files), ModelConfig.from_json(files["config.json"])
+        """`fetch` gives the checked tensors of a version; it may take long, and runs on a
+        thread."""
+        self.url = url
+        self.tokenizer = ChatTokenizer(files)
+        self.config = ModelConfig.from_json(files["config.json"])
         self.max_context = self.config.max_position_embeddings
-        self.version, self.num_running, self.num_waiting = -1, 0, 0
+        self.version = -1
+        self.num_running = 0
+        self.num_waiting = 0
         self.step_s = 0.0  # nobody tells how long its steps take
-        self.started, self.busy_s, self.num_tokens = time.monotonic(), 0.0, 0
+        self.started = time.monotonic()
+        self.busy_s = 0.0
+        self.num_tokens = 0
         self.pauses_s: deque[float] = deque(maxlen=1000)
         """How long each of the last swaps held up the server."""
-        self._http, self._fetch, self._files = http, fetch, files
-        self._loading, self._open = asyncio.Lock(), asyncio.Event()
+        self._http = http
+        self._fetch = fetch
+        self._files = files
+        self._loading = asyncio.Lock()
+        self._open = asyncio.Event()
         self._open.set()
 
     async def check(self) -> None:
@@ -115,26 +128,34 @@ class VllmServer:
         config = told["vllm_config"]["model_config"]
         if config["logprobs_mode"] != LOGPROBS_MODE:
             raise EtudeError(
-                f"vLLM at {self.url} reports {config['logprobs_mode']}, which are not those of the distribution that "
+                f"vLLM at {self.url} reports {config['logprobs_mode']}, which are not those of the "
+                f"distribution that "
                 f"it samples from: start it with --logprobs-mode {LOGPROBS_MODE}"
             )
         self.max_context = min(self.max_context, config["max_model_len"])
 
     async def sample(self, ask: Ask) -> Sample:
         if self.version < 0:
-            raise Unavailable("vLLM has no weights of this run yet; ask again when the worker has joined the gateway")
+            raise Unavailable(
+                "vLLM has no weights of this run yet; ask again when the worker has joined the "
+                "gateway"
+            )
         if ask.grammar is not None:
-            raise ValueError("grammars are not passed on to vLLM: serve this model with our own engine")
+            raise ValueError(
+                "grammars are not passed on to vLLM: serve this model with our own engine"
+            )
         await self._open.wait()
         with self._busy():
-            answer = await self._call("POST", "/inference/v1/generate", generate_request(ask, self.version))
-        sample = sample_of(msgspec.convert(answer, Generated).choices[0], ask, self.config)
+            answer = await self._call(
+                "POST", "/inference/v1/generate", generate_request(ask, self.version)
+            )
+        sample = to_sample(msgspec.convert(answer, GenerateResponse).choices[0], ask, self.config)
         self.num_tokens += len(sample.tokens)
-        return cut_at(ask, sample, self.tokenizer) if ask.stop_texts else sample
+        return truncate_at_stop(ask, sample, self.tokenizer) if ask.stop_texts else sample
 
     async def stream(self, ask: Ask) -> AsyncIterator[Token | Sample]:
         """Only when it is whole: which version computed a token is said at the end."""
-        async for event in replay(await self.sample(ask)):
+        async for event in as_stream(await self.sample(ask)):
             yield event
 
     async def load(self, version: int) -> None:
@@ -149,10 +170,18 @@ class VllmServer:
                 self.version = version
 
     async def weights(self) -> tuple[int, dict[str, Tensor]]:
-        raise ApiError("vLLM does not give back the weights that it computes with", status=501, code="not_implemented")
+        raise ApiError(
+            "vLLM does not give back the weights that it computes with",
+            status=501,
+            code="not_implemented",
+        )
 
     def gauges(self) -> dict[str, float]:
-        return {"engine_running": self.num_running, "engine_busy_seconds": self.busy_s, "weight_version": self.version}
+        return {
+            "engine_running": self.num_running,
+            "engine_busy_seconds": self.busy_s,
+            "weight_version": self.version,
+        }
 
     @asynccontextmanager
     async def _directory(self, tensors: Mapping[str, Tensor]) -> AsyncIterator[Path]:
@@ -161,9 +190,13 @@ class VllmServer:
             with torch.device("meta"):
                 check_fit(self.config, tensors)
         except ValueError as e:
-            raise EtudeError(f"these weights are not sent to vLLM, which would serve nonsense: {e}") from e
+            raise EtudeError(
+                f"these weights are not sent to vLLM, which would serve nonsense: {e}"
+            ) from e
         memory = Path("/dev/shm")
-        directory = Path(tempfile.mkdtemp(prefix="etude-vllm-", dir=memory if memory.is_dir() else None))
+        directory = Path(
+            tempfile.mkdtemp(prefix="etude-vllm-", dir=memory if memory.is_dir() else None)
+        )
         try:
             await asyncio.to_thread(write_directory, directory, self._files, tensors)
             yield directory
@@ -172,8 +205,9 @@ class VllmServer:
 
     @asynccontextmanager
     async def _paused(self) -> AsyncIterator[None]:
-        """Requests under way stand still, and new ones wait here, because their salt is not known yet. If something
-        fails in between, nobody knows what the server holds: it serves nothing until a version was loaded."""
+        """Requests under way stand still, and new ones wait here, because their salt is not known
+        yet. If something fails in between, nobody knows what the server holds: it serves nothing
+        until a version was loaded."""
         self._open.clear()
         began, whole = time.monotonic(), False
         try:
@@ -217,11 +251,11 @@ class VllmServer:
 
 
 @asynccontextmanager
-async def connected(
+async def connect(
     url: str, fetch: Callable[[int], Mapping[str, Tensor]], files: Mapping[str, bytes]
 ) -> AsyncIterator[VllmServer]:
-    # As many connections as there are requests, and no limit on their time; idle ones are closed by us, since a server
-    # that closes one while we ask looks like a server that is gone.
+    # As many connections as there are requests, and no limit on their time; idle ones are closed by
+    # us, since a server that closes one while we ask looks like a server that is gone.
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
     patient = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
     async with aiohttp.ClientSession(connector=connector, timeout=patient) as http:
@@ -229,7 +263,9 @@ async def connected(
         try:
             await server.check()
         except (ApiError, ValueError) as e:
-            raise EtudeError(f"{e}; start vLLM as docs/serve.md says, then start this worker") from e
+            raise EtudeError(
+                f"{e}; start vLLM as docs/serve.md says, then start this worker"
+            ) from e
         yield server
 
 
@@ -238,32 +274,45 @@ def generate_request(ask: Ask, version: int) -> dict[str, Any]:
         "token_ids": ask.prompt,
         "cache_salt": f"version-{version}",
         "sampling_params": {
-            "max_tokens": ask.max_tokens, "temperature": ask.temperature, "top_p": ask.top_p, "top_k": ask.top_k,
-            "seed": ask.seed, "stop_token_ids": ask.stop, "ignore_eos": True, "logprobs": ask.top_logprobs,
+            "max_tokens": ask.max_tokens,
+            "temperature": ask.temperature,
+            "top_p": ask.top_p,
+            "top_k": ask.top_k,
+            "seed": ask.seed,
+            "stop_token_ids": ask.stop,
+            "ignore_eos": True,
+            "logprobs": ask.top_logprobs,
             "detokenize": False,
         },
-    }  # fmt: skip
+    }
 
 
-def sample_of(choice: Choice, ask: Ask, config: ModelConfig) -> Sample:
+def to_sample(choice: Choice, ask: Ask, config: ModelConfig) -> Sample:
     if choice.finish_reason not in ("stop", "length"):
         raise Unavailable(f"vLLM gave the request up: {choice.finish_reason}")
     tokens, drawn = tuple(choice.token_ids), choice.logprobs.content
-    versions = tuple(Span(int(span.version), span.end - span.start) for span in choice.weight_versions)
+    versions = tuple(
+        VersionSpan(int(span.version), span.end - span.start) for span in choice.weight_versions
+    )
     assert sum(span.count for span in versions) == len(tokens) == len(drawn)
     tops = ([(likely.token_id, likely.logprob) for likely in each.top_logprobs] for each in drawn)
     return Sample(
         tokens=tokens,
         logprobs=tuple(each.logprob for each in drawn),
         versions=versions,
-        finish="stop" if choice.finish_reason == "stop" else "length",
-        experts=experts_of(choice.routed_experts, ask, config) if choice.routed_experts else None,
-        top=tuple(tuple(sorted(top, key=lambda pair: -pair[1])) for top in tops) if ask.top_logprobs else (),
+        finish_reason="stop" if choice.finish_reason == "stop" else "length",
+        experts=to_routed_experts(choice.routed_experts, ask, config)
+        if choice.routed_experts
+        else None,
+        top_logprobs=tuple(tuple(sorted(top, key=lambda pair: -pair[1])) for top in tops)
+        if ask.top_logprobs
+        else (),
     )
 
 
-def experts_of(encoded: str, ask: Ask, config: ModelConfig) -> bytes | None:
-    """From vLLM's array, which has all layers and what type it likes, to the bytes that our engine would report."""
+def to_routed_experts(encoded: str, ask: Ask, config: ModelConfig) -> bytes | None:
+    """From vLLM's array, which has all layers and what type it likes, to the bytes that our engine
+    would report."""
     if ask.experts_from is None or config.experts is None:
         return None
     ids = np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
@@ -274,9 +323,10 @@ def experts_of(encoded: str, ask: Ask, config: ModelConfig) -> bytes | None:
     return data
 
 
-def cut_at(ask: Ask, sample: Sample, tokenizer: ChatTokenizer) -> Sample:
-    """Up to the token that completes a stop text. What stands before it was sampled as if nothing followed."""
-    decoder, finder = Decoder(tokenizer.decode), StopFinder(ask.stop_texts)
+def truncate_at_stop(ask: Ask, sample: Sample, tokenizer: ChatTokenizer) -> Sample:
+    """Up to the token that completes a stop text. What stands before it was sampled as if nothing
+    followed."""
+    decoder, finder = IncrementalDetokenizer(tokenizer.decode), StopStringFilter(ask.stop_texts)
     number = 0
     while not finder.found:
         if number == len(sample.tokens):
@@ -288,6 +338,7 @@ def cut_at(ask: Ask, sample: Sample, tokenizer: ChatTokenizer) -> Sample:
         num_reported = len(ask.prompt) + len(sample.tokens) - 1 - (ask.experts_from or 0)
         experts = experts[: len(experts) * (num_reported - unread) // num_reported]
     return Sample(
-        tokens=sample.tokens[:number], logprobs=sample.logprobs[:number], top=sample.top[:number], finish="stop",
-        versions=spans(list(unspan(sample.versions))[:number]), experts=experts,
+        tokens=sample.tokens[:number], logprobs=sample.logprobs[:number],
+        top_logprobs=sample.top_logprobs[:number], finish_reason="stop",
+        versions=version_spans(list(expand_spans(sample.versions))[:number]), experts=experts,
     )  # fmt: skip

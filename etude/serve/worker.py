@@ -1,8 +1,10 @@
 """A worker: one engine, one port, one region.
 
-    python -m etude.serve.worker --store RUN --region east --port 8101 --gateway http://127.0.0.1:8100
+    python -m etude.serve.worker --store RUN --region east --port 8101 --gateway
+    http://127.0.0.1:8100
 
-A worker without weights serves nothing; it joins the gateway, and the gateway tells it what to load.
+A worker without weights serves nothing; it joins the gateway, and the gateway tells it what to
+load.
 """
 
 from __future__ import annotations
@@ -23,17 +25,18 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from etude.core.errors import EtudeError
-from etude.engine.choose import device_for
 from etude.engine.engine import Engine
+from etude.engine.select import select_device
 from etude.model.numerics import INVARIANT
 from etude.model.transformer import ModelConfig, Transformer
-from etude.serve import process, pulse
+from etude.serve import heartbeat as pulse
+from etude.serve import process
 from etude.serve.api import Api
-from etude.serve.engine_thread import EngineThread, Fetch, die_with_the_engine
-from etude.serve.grammar import Grammars
+from etude.serve.engine_thread import EngineThread, FetchWeights, exit_on_engine_failure
+from etude.serve.grammar import GrammarBuilder
 from etude.serve.http import ApiError, Unavailable, create_app, read, respond
-from etude.serve.vllm import VllmServer, connected
-from etude.serve.wire import Held, Load, WorkerStatus, read_model_files
+from etude.serve.vllm import VllmServer, connect
+from etude.serve.worker_protocol import LoadRequest, WorkerStatus, WorkerWeights, read_model_files
 from etude.store.objects import Objects
 from etude.weights.cache import HostCache
 from etude.weights.follow import Follower
@@ -42,12 +45,12 @@ from etude.weights.tensors import root_of
 
 HEARTBEAT_S = 1.0
 STEP_SILENCES = 10
-"""A step of the engine, or a swap of weights, may take so many times as long as a process may be silent: the first one
-compiles, and a long prompt on a slow machine is no fault."""
+"""A step of the engine, or a swap of weights, may take so many times as long as a process may be
+silent: the first one compiles, and a long prompt on a slow machine is no fault."""
 
 
 class Worker(Api):
-    """`engine`: ours, or somebody else's behind the same seam."""
+    """`engine`: ours, or somebody else's behind the same protocol."""
 
     def __init__(
         self,
@@ -56,8 +59,11 @@ class Worker(Api):
         region: str,
         silence_s: float = math.inf,
     ) -> None:
-        super().__init__(engine, engine.tokenizer, Grammars(files), max_context=engine.max_context)
-        self.engine_thread, self.region = engine, region
+        super().__init__(
+            engine, engine.tokenizer, GrammarBuilder(files), max_context=engine.max_context
+        )
+        self.engine_thread = engine
+        self.region = region
         self._step_s = STEP_SILENCES * silence_s
 
     def routes(self) -> list[Route]:
@@ -70,12 +76,14 @@ class Worker(Api):
 
     async def load(self, request: HttpRequest) -> Response:
         """Answers when the version is live."""
-        asked = await read(request, Load)
+        asked = await read(request, LoadRequest)
         try:
             await self.engine_thread.load(asked.version)
         except (EtudeError, ValueError) as e:
-            raise ApiError(f"version {asked.version} cannot be served: {e}", status=500, code="load_failed") from e
-        return respond(Load(version=self.version))
+            raise ApiError(
+                f"version {asked.version} cannot be served: {e}", status=500, code="load_failed"
+            ) from e
+        return respond(LoadRequest(version=self.version))
 
     async def status(self, request: HttpRequest) -> Response:
         return respond(self.report())
@@ -84,14 +92,17 @@ class Worker(Api):
         version, tensors = await self.engine_thread.weights()
         root = await asyncio.to_thread(root_of, tensors)
         pauses_s = list(self.engine_thread.pauses_s)
-        return respond(Held(region=self.region, version=version, root=root, pauses_s=pauses_s))
+        return respond(
+            WorkerWeights(region=self.region, version=version, root=root, pauses_s=pauses_s)
+        )
 
     @property
     def version(self) -> int:
         return self.engine_thread.version
 
     def well(self) -> bool:
-        """False if the engine hangs, while the port answers. Then nobody is told that this worker is there."""
+        """False if the engine hangs, while the port answers. Then nobody is told that this worker
+        is there."""
         return self.engine_thread.step_s < self._step_s
 
     def report(self) -> WorkerStatus:
@@ -111,19 +122,25 @@ class Worker(Api):
 
     def check_version(self, least: int) -> None:
         if self.version < least:
-            raise Unavailable(f"this worker serves version {self.version}, and the request wants {least} or newer")
+            raise Unavailable(
+                f"this worker serves version {self.version}, and the request wants {least} or newer"
+            )
 
 
 async def keep_joined(worker: Worker, url: str, gateway_url: str, token: str | None) -> None:
-    """Tells the gateway again and again that this worker is there: it may have been restarted and know of nobody. The
-    gateway answers when the worker is up, having told it to load what is missing."""
+    """Tells the gateway again and again that this worker is there: it may have been restarted and
+    know of nobody. The gateway answers when the worker is up, having told it to load what is
+    missing."""
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     # No word waits for the answer to the last one: the gateway counts the time between them.
     short = aiohttp.ClientTimeout(total=HEARTBEAT_S)
     async with aiohttp.ClientSession(headers=headers, timeout=short) as session:
         while True:
-            body = msgspec.json.encode({"url": url, "region": worker.region, "version": worker.version})
-            with contextlib.suppress(aiohttp.ClientError, TimeoutError):  # it is not there now; it will be
+            body = msgspec.json.encode(
+                {"url": url, "region": worker.region, "version": worker.version}
+            )
+            # it is not there now; it will be
+            with contextlib.suppress(aiohttp.ClientError, TimeoutError):
                 if worker.well():
                     async with session.post(f"{gateway_url}/workers", data=body):
                         pass
@@ -132,46 +149,59 @@ async def keep_joined(worker: Worker, url: str, gateway_url: str, token: str | N
 
 @contextlib.asynccontextmanager
 async def own_engine(
-    files: Mapping[str, bytes], fetch: Fetch, max_batch: int, device: str, dtype: str, invariant: bool
+    files: Mapping[str, bytes],
+    fetch: FetchWeights,
+    max_batch: int,
+    device: str,
+    dtype: str,
+    invariant: bool,
 ) -> AsyncIterator[EngineThread]:
-    die_with_the_engine()
-    place = device_for(device)
+    exit_on_engine_failure()
+    place = select_device(device)
     # Published weights are bf16. A processor computes with them in fp32, as the trainer does on it.
     usual = torch.bfloat16 if place.type == "cuda" else torch.float32
     model = Transformer(ModelConfig.from_json(files["config.json"])).requires_grad_(False)
     model = model.to(place, usual if dtype == "auto" else getattr(torch, dtype))
     if invariant:
         model.compute_with(INVARIANT)
-    # One request at a time is how a deterministic run is served: then nothing may depend on what was asked before.
-    engine = EngineThread(Engine(model, max_batch=max_batch, version=-1, prefix_cache=max_batch > 1), fetch, files)
+    # One request at a time is how a deterministic run is served: then nothing may depend on what
+    # was asked before.
+    engine = EngineThread(
+        Engine(model, max_batch=max_batch, version=-1, prefix_cache=max_batch > 1), fetch, files
+    )
     yield engine
     engine.close()
 
 
 async def serve_worker(
-    *, store_url: str, region: str, port: int, host: str = "127.0.0.1", gateway_url: str | None = None,
-    version: int | None = None, max_batch: int = 32, threads: int = 1, device: str = "auto", dtype: str = "auto",
-    cache: Path | None = None, vllm: str | None = None, invariant: bool = False, silence_s: float = 10.0,
+    *, store_url: str, region: str, port: int, host: str = "127.0.0.1",
+    gateway_url: str | None = None, version: int | None = None, max_batch: int = 32,
+    threads: int = 1, device: str = "auto", dtype: str = "auto", cache: Path | None = None,
+    vllm: str | None = None, invariant: bool = False, silence_s: float = 10.0,
 ) -> None:  # fmt: skip
     torch.set_num_threads(threads)
     token = process.token()
     listener = process.bind(host, port, token)
     objects = Objects.open(store_url, create=False)
     files = read_model_files(objects)
-    fetch = Follower(Chain(objects), name=f"{region}-{port}", cache=HostCache.beside(store_url, cache)).fetch
+    fetch = Follower(
+        Chain(objects), name=f"{region}-{port}", cache=HostCache.beside(store_url, cache)
+    ).fetch
     async with (
-        connected(vllm, fetch, files)
+        connect(vllm, fetch, files)
         if vllm
         else own_engine(files, fetch, max_batch, device, dtype, invariant) as engine
     ):
         worker = Worker(engine, files, region, silence_s)
         if version is not None:
             await engine.load(version)
-        async with process.serving(create_app(worker.routes(), token, worker.metrics), listener) as running:
+        async with process.serving(
+            create_app(worker.routes(), token, worker.metrics), listener
+        ) as running:
             url = process.url_of(listener)
             print(f"worker {region} at {url}", flush=True)
             joined = [keep_joined(worker, url, gateway_url, token)] if gateway_url else []
-            async with process.meanwhile(pulse.keep_beating(worker.well), *joined):
+            async with process.meanwhile(pulse.send_heartbeats(worker.well), *joined):
                 await running
 
 
@@ -179,28 +209,57 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m etude.serve.worker", description="Serves a model from a run's store."
     )
-    parser.add_argument("--store", required=True, help="the run's store; the model's files lie under model/")
+    parser.add_argument(
+        "--store", required=True, help="the run's store; the model's files lie under model/"
+    )
     parser.add_argument("--region", required=True)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--gateway", help="where to join; without it the worker serves alone")
-    parser.add_argument("--version", type=int, help="weights to load at once; otherwise the gateway says which")
+    parser.add_argument(
+        "--version", type=int, help="weights to load at once; otherwise the gateway says which"
+    )
     parser.add_argument("--max-batch", type=int, default=32)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if there is one")
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="auto: cuda if there is one",
+    )
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
-    parser.add_argument("--cache", type=Path, help="where this host's workers keep what one of them has downloaded")
-    parser.add_argument("--vllm", metavar="URL", help="a vLLM server that computes instead of our engine")
+    parser.add_argument(
+        "--cache", type=Path, help="where this host's workers keep what one of them has downloaded"
+    )
+    parser.add_argument(
+        "--vllm", metavar="URL", help="a vLLM server that computes instead of our engine"
+    )
     parser.add_argument("--invariant", action="store_true", help="the same bits in every batch")
-    parser.add_argument("--silence", type=float, default=10.0, help="a step that takes ten times as many seconds hangs")
+    parser.add_argument(
+        "--silence",
+        type=float,
+        default=10.0,
+        help="a step that takes ten times as many seconds hangs",
+    )
     a = parser.parse_args()
     process.run(
         lambda: serve_worker(
-            store_url=a.store, region=a.region, port=a.port, host=a.host, gateway_url=a.gateway,
-            version=a.version, max_batch=a.max_batch, threads=a.threads, device=a.device, dtype=a.dtype,
-            cache=a.cache, vllm=a.vllm, invariant=a.invariant, silence_s=a.silence,
+            store_url=a.store,
+            region=a.region,
+            port=a.port,
+            host=a.host,
+            gateway_url=a.gateway,
+            version=a.version,
+            max_batch=a.max_batch,
+            threads=a.threads,
+            device=a.device,
+            dtype=a.dtype,
+            cache=a.cache,
+            vllm=a.vllm,
+            invariant=a.invariant,
+            silence_s=a.silence,
         )
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 """The wire format of the core's dataclasses.
 
-MessagePack for what only programs read (groups, batches), JSON for what people read too. A *record* is one line of a
-log: a dataclass with its time and the name of its type, `{"t": 12.5, "kind": "Trained", "step": 3}`, so that entries of
-different types can share a log. Types are checked on the way in: what is decoded is what was promised.
+MessagePack for what only programs read (groups, batches), JSON for what people read too. A *record*
+is one line of a log: a dataclass with its time and the name of its type, `{"t": 12.5, "kind":
+"Trained", "step": 3}`, so that entries of different types can share a log. Types are checked on the
+way in: what is decoded is what was promised.
 
-Types do not notice a changed digit. So every object ends with the digest of what stands before, as a line of JSON,
-whatever it holds: text stays readable, and a log gets one line more. What has its hash in its name needs none.
+Types do not notice a changed digit. So every object ends with the digest of what stands before, as
+a line of JSON, whatever it holds: text stays readable, and a log gets one line more. What has its
+hash in its name needs none.
 """
 
 from __future__ import annotations
@@ -58,8 +60,10 @@ def unseal(data: bytes, where: str) -> bytes:
         return inner
     if not re.fullmatch(rb'\{"blake3": "[0-9a-f]{64}"\}\n', digest):
         raise Damaged(
-            f"{where} does not end with its digest: it is damaged, or the run is of an older format, which this "
-            f"version of etude does not read. Bring it back from a copy, or start a run with another name"
+            f"{where} does not end with its digest: it is damaged, or the run is of an older "
+            f"format, which this "
+            f"version of etude does not read. Bring it back from a copy, or start a run with "
+            f"another name"
         )
     raise Damaged(
         f"{where} is damaged: its digest is {digest[12:28].decode()}..., and that of its bytes "
@@ -72,7 +76,8 @@ def _digest(data: bytes) -> bytes:
 
 
 def to_json(value: object) -> bytes:
-    """Indented. A NaN is an error here: JSON cannot say it, and a reader would find null in its place."""
+    """Indented. A NaN is an error here: JSON cannot say it, and a reader would find null in its
+    place."""
     return (json.dumps(msgspec.to_builtins(value), indent=1, allow_nan=False) + "\n").encode()
 
 
@@ -92,8 +97,12 @@ class Stamped(Generic[T]):
 
 def to_line(t: float, record: object) -> bytes:
     fields = msgspec.to_builtins(record)
-    assert not fields.keys() & {"t", "kind"}, f"{type(record).__name__} uses a name that the log needs"
-    return (json.dumps({"t": t, "kind": type(record).__name__} | fields, allow_nan=False) + "\n").encode()
+    assert not fields.keys() & {"t", "kind"}, (
+        f"{type(record).__name__} uses a name that the log needs"
+    )
+    return (
+        json.dumps({"t": t, "kind": type(record).__name__} | fields, allow_nan=False) + "\n"
+    ).encode()
 
 
 def from_line(line: bytes, kinds: Mapping[str, type[T]], where: str) -> Stamped[T]:
@@ -107,4 +116,7 @@ def from_line(line: bytes, kinds: Mapping[str, type[T]], where: str) -> Stamped[
 
 def _damaged(where: str, expected: str, e: Exception) -> str:
     article = "an" if expected[0] in "AEIOU" else "a"
-    return f"{where} does not hold {article} {expected} ({e}): it is damaged, or another version of etude wrote it"
+    return (
+        f"{where} does not hold {article} {expected} ({e}): it is damaged, or another version of "
+        f"etude wrote it"
+    )

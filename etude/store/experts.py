@@ -2,9 +2,10 @@
 
     experts/{digest}    the ids of one segment, as the engine recorded them
 
-One byte for each token, layer and expert (two with more than 256 experts) is a hundred times the tokens themselves. So
-they go from the gateway to the trainer by way of the store, and whoever stands between handles the digest only. An
-object is written before anything names it, and named by its content, so that writing it again changes nothing.
+One byte for each token, layer and expert (two with more than 256 experts) is a hundred times the
+tokens themselves. So they go from the gateway to the trainer by way of the store, and whoever
+stands between handles the digest only. An object is written before anything names it, and named by
+its content, so that writing it again changes nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from blake3 import blake3
 from etude.store.codec import Damaged
 from etude.store.objects import Missing, Objects
 
-ADVICE = "bring it back from a copy, or start a run with another name, and replay = false to do without"
+ADVICE = (
+    "bring it back from a copy, or start a run with another name, and router_replay = false to do "
+    "without"
+)
 
 
 def put_experts(objects: Objects, data: bytes) -> str:

@@ -1,8 +1,8 @@
 """Append-only logs of records, as immutable numbered segments: `{name}/{number:010d}.jsonl`.
 
-One writer, any number of readers. A segment is created, never changed, so a reader sees whole records only, and a
-second writer (a controller that was thought dead) is found out at its first append instead of interleaving. The last
-line of a segment is the digest of the others.
+One writer, any number of readers. A segment is created, never changed, so a reader sees whole
+records only, and a second writer (a controller that was thought dead) is found out at its first
+append instead of interleaving. The last line of a segment is the digest of the others.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ R = TypeVar("R")
 
 
 class Log(Generic[R]):
-    """`durable`: `append` returns when the records are stored. Otherwise they are kept until `flush`. `skipped` is told
-    of a segment that is damaged, and the others are read; without it, that is an error."""
+    """`durable`: `append` returns when the records are stored. Otherwise they are kept until
+    `flush`. `skipped` is told of a segment that is damaged, and the others are read; without it,
+    that is an error."""
 
     def __init__(
         self,
@@ -35,16 +36,23 @@ class Log(Generic[R]):
         now: Callable[[], float] = time.time,
     ) -> None:
         self.name = name
-        self._objects, self._durable, self._skipped, self._now = objects, durable, skipped, now
+        self._objects = objects
+        self._durable = durable
+        self._skipped = skipped
+        self._now = now
         self._kinds = {kind.__name__: kind for kind in kinds}
         self._buffer: list[bytes] = []
-        self._segment: bytes | None = None  # the one to write next; kept until it is known to be there
-        self._buffering, self._writing = threading.Lock(), threading.Lock()
+        # the one to write next; kept until it is known to be there
+        self._segment: bytes | None = None
+        self._buffering = threading.Lock()
+        self._writing = threading.Lock()
         self._number: int | None = None  # of the segment to write next; None until the first write
 
     def append(self, *records: R) -> None:
         """Records of one call stand in one segment: readers see all of them or none."""
-        assert all(self._kinds.get(type(record).__name__) is type(record) for record in records), records
+        assert all(self._kinds.get(type(record).__name__) is type(record) for record in records), (
+            records
+        )
         lines = [to_line(self._now(), record) for record in records]
         with self._buffering:
             self._buffer += lines
@@ -53,8 +61,9 @@ class Log(Generic[R]):
 
     def flush(self) -> None:
         """Everything appended before this call is stored when it returns."""
-        # Who waits here while another thread writes finds its records taken along, or goes next with all that
-        # gathered meanwhile: a slow store makes segments larger, not the queue longer.
+        # Who waits here while another thread writes finds its records taken along, or goes next
+        # with all that gathered meanwhile: a slow store makes segments larger, not the queue
+        # longer.
         with self._writing:
             while self._take():
                 if self._number is None:
@@ -63,7 +72,8 @@ class Log(Generic[R]):
                 self._number, self._segment = self._number + 1, None
 
     def _take(self) -> bytes | None:
-        """What was tried before goes first, as it was: it may be there, and only the answer was lost."""
+        """What was tried before goes first, as it was: it may be there, and only the answer was
+        lost."""
         with self._buffering:
             if self._segment is None and self._buffer:
                 self._segment = seal(b"".join(self._buffer))
@@ -79,8 +89,8 @@ class Log(Generic[R]):
             )
 
     def read(self, start: int = 0) -> tuple[list[Stamped[R]], int]:
-        """The records of the segments from number `start` on, and the `start` for what comes after them. Costs one
-        look at one key if there is nothing new."""
+        """The records of the segments from number `start` on, and the `start` for what comes after
+        them. Costs one look at one key if there is nothing new."""
         end = self.end(start)
         with ThreadPoolExecutor(16) as pool:  # a bucket answers slowly, but many at once
             segments = list(pool.map(self._read, range(start, end)))
@@ -92,7 +102,8 @@ class Log(Generic[R]):
 
     def end(self, start: int = 0) -> int:
         """The number of the first segment from `start` on that is not there."""
-        # A listing may be late, have gaps and show what others have put there: it only saves questions.
+        # A listing may be late, have gaps and show what others have put there: it only saves
+        # questions.
         if not self._objects.exists(self._key(start)):
             return start
         listed = set(self._objects.list(self.name, after=self._key(start)))

@@ -1,10 +1,11 @@
 """Objects under keys, in a directory or in a bucket.
 
-An object appears whole or not at all, and `create` decides between two writers who want the same key. Nothing else in
-the system touches storage, so these two promises are all that crash safety rests on.
+An object appears whole or not at all, and `create` decides between two writers who want the same
+key. Nothing else in the system touches storage, so these two promises are all that crash safety
+rests on.
 
-In a directory, an object that has been written survives the death of every process, but a power cut may take the last
-seconds; a bucket keeps whatever it has acknowledged.
+In a directory, an object that has been written survives the death of every process, but a power cut
+may take the last seconds; a bucket keeps whatever it has acknowledged.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ from etude.store.codec import seal, unseal
 BUCKETS = {"s3://": "AWS", "gs://": "GOOGLE", "az://": "AZURE"}
 """With the prefix of the variables that set up each."""
 CLIENT = {"connect_timeout": "5s", "read_timeout": "30s", "timeout": "180s"}
-"""A store that says nothing for `read_timeout` is asked once more and then given up; one that is slow has longer. Each
-of these, and whatever else obstore's `ClientConfig` has, can be set by a variable: AWS_READ_TIMEOUT=10s."""
+"""A store that says nothing for `read_timeout` is asked once more and then given up; one that is
+slow has longer. Each of these, and whatever else obstore's `ClientConfig` has, can be set by a
+variable: AWS_READ_TIMEOUT=10s."""
 RETRY_S = 60.0
 """For how long a request that failed is tried again."""
 _MISSING = (FileNotFoundError, NotFoundError)
@@ -46,24 +48,32 @@ class Objects:
     """One store. `url` says which, in every message about it."""
 
     def __init__(self, store: ObjectStore, url: str) -> None:
-        self._store, self.url = store, url
+        self._store = store
+        self.url = url
 
     @classmethod
     def open(cls, url: str, *, create: bool = True) -> Objects:
-        """`file:PATH` or a plain path, `s3://`, `gs://`, `az://`, or `memory:`, which is new and empty at each call.
+        """`file:PATH` or a plain path, `s3://`, `gs://`, `az://`, or `memory:`, which is new and
+        empty at each call.
 
-        A directory that is not there is made, or refused if `create` is False: whoever only reads should not leave an
-        empty directory behind a mistyped path.
+        A directory that is not there is made, or refused if `create` is False: whoever only reads
+        should not leave an empty directory behind a mistyped path.
         """
         if url == "memory:":
             return cls(MemoryStore(), url)
         if url.startswith(tuple(BUCKETS)):
             with _explained(f"open {url}"):
                 retry: Any = {"retry_timeout": timedelta(seconds=RETRY_S)}
-                return cls(from_url(url, client_options=_client(BUCKETS[url[:5]]), retry_config=retry), url)
-        path = url.removeprefix("file://") if url.startswith("file://") else url.removeprefix("file:")
+                return cls(
+                    from_url(url, client_options=_client(BUCKETS[url[:5]]), retry_config=retry), url
+                )
+        path = (
+            url.removeprefix("file://") if url.startswith("file://") else url.removeprefix("file:")
+        )
         if "://" in path or not path:
-            raise EtudeError(f"{url!r} is no store: give a path, file:PATH, or a bucket ({', '.join(BUCKETS)})")
+            raise EtudeError(
+                f"{url!r} is no store: give a path, file:PATH, or a bucket ({', '.join(BUCKETS)})"
+            )
         if not create and not Path(path).is_dir():
             what = "is not a directory" if Path(path).exists() else "is not there"
             raise EtudeError(f"{path} {what}: check the path, or start a run that writes to it")
@@ -76,7 +86,8 @@ class Objects:
             obstore.put(self._store, key, data)
 
     def create(self, key: str, data: bytes) -> bool:
-        """Writes the object if the key is free; False if it is taken. Of two callers, one gets True."""
+        """Writes the object if the key is free; False if it is taken. Of two callers, one gets
+        True."""
         with _explained(f"write {key} in {self.url}"):
             try:
                 obstore.put(self._store, key, data, mode="create")
@@ -108,7 +119,11 @@ class Objects:
     def list(self, prefix: str, *, after: str | None = None) -> list[str]:
         """Keys under the folder `prefix`, sorted, from the first one greater than `after`."""
         with _explained(f"list {prefix} in {self.url}"):
-            return sorted(meta["path"] for page in obstore.list(self._store, prefix, offset=after) for meta in page)
+            return sorted(
+                meta["path"]
+                for page in obstore.list(self._store, prefix, offset=after)
+                for meta in page
+            )
 
     def size(self, prefix: str) -> int:
         """Bytes of all objects under the folder `prefix`."""
@@ -116,8 +131,9 @@ class Objects:
             return sum(meta["size"] for page in obstore.list(self._store, prefix) for meta in page)
 
     def sweep(self, prefix: str) -> None:
-        """Removes what writers that were killed have left half-written under the folder `prefix`; nobody may be writing
-        there. In a directory that is a file beside the object's own, which `list` does not show; a bucket has none."""
+        """Removes what writers that were killed have left half-written under the folder `prefix`;
+        nobody may be writing there. In a directory that is a file beside the object's own, which
+        `list` does not show; a bucket has none."""
         if not isinstance(self._store, LocalStore) or self._store.prefix is None:
             return
         with _explained(f"clean {prefix} in {self.url}"):
@@ -132,8 +148,16 @@ class Objects:
 
 
 def _client(prefix: str) -> Any:
-    """What the library would find in the environment is lost if it is given anything: so we look there for it."""
-    names = ("allow_http", "allow_invalid_certificates", "proxy_url", "proxy_ca_certificate", "proxy_excludes", *CLIENT)
+    """What the library would find in the environment is lost if it is given anything: so we look
+    there for it."""
+    names = (
+        "allow_http",
+        "allow_invalid_certificates",
+        "proxy_url",
+        "proxy_ca_certificate",
+        "proxy_excludes",
+        *CLIENT,
+    )
     found = {name: os.environ.get(f"{prefix}_{name.upper()}") for name in names}
     return CLIENT | {name: value for name, value in found.items() if value is not None}
 
@@ -148,14 +172,19 @@ def _explained(doing: str) -> Iterator[None]:
     except (BaseError, OSError, ValueError) as e:  # the last: keys that cannot be
         what = str(e).partition("\n")[0]  # the rest is the library's debug output
         if "error sending request" in what:
-            raise Unreachable(f"cannot {doing}: the store does not answer ({what}); {_advice(what)}") from e
+            raise Unreachable(
+                f"cannot {doing}: the store does not answer ({what}); {_advice(what)}"
+            ) from e
         raise EtudeError(f"cannot {doing}: {what}; {_advice(what)}") from e
 
 
 def _advice(what: str) -> str:
     # The library hands over the operating system's error only as text.
     if any(f"os error {code})" in what for code in (27, 28, 122)):
-        return "free some space or choose another place, then start again: nothing half-written is left"
+        return (
+            "free some space or choose another place, then start again: nothing half-written is "
+            "left"
+        )
     if any(f"os error {code})" in what for code in (1, 13, 30)):
         return "give this user the right to write there, or choose another place"
     return "check the address, the credentials and the connection"

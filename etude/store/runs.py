@@ -1,4 +1,4 @@
-"""Where everything of one run lies, in one place.
+"""The layout of a run in its store.
 
     config.json              what the run was started with
     model/                   the small files of its model, made from the config
@@ -8,13 +8,15 @@
     batches/{step}           what each step reads; made once, never changed
     recomputed/{step}        what the trainer found for each token of a batch, row by row
     experts/{digest}         routed experts of recorded sessions (`store.experts`)
-    checkpoints/{name}/      the trainer's state: what each rank holds, and manifest.json, which is written last
+    checkpoints/{name}/      the trainer's state: what each rank holds, and manifest.json, which is
+                             written last
     evals/{name}.json        held-out scores
     weights/                 published versions (the package `weights` knows the rest)
 
-A batch is written once; a second, different one is refused. So is another config, as soon as there is work in the
-store. Every object ends with its digest (`store.codec`), unless its name is one or the weight plane has its own way.
-Files that others put among these (a desktop's, an editor's) are not seen: a name that is not of our form is not ours.
+A batch is written once; a second, different one is refused. So is another config, as soon as there
+is work in the store. Every object ends with its digest (`store.codec`), unless its name is one or
+the weight plane has its own way. Files that others put among these (a desktop's, an editor's) are
+not seen: a name that is not of our form is not ours.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from typing import TypeVar, get_args
 from etude.core.config import RunConfig, experiment
 from etude.core.errors import EtudeError
 from etude.core.ledger import Entry
-from etude.core.types import Batch, Group, Json, Recomputed
+from etude.core.types import Batch, Group, Json, RecomputedRow
 from etude.store.codec import Damaged, from_json, pack, seal, to_json, unpack
 from etude.store.log import Log
 from etude.store.objects import Missing, Objects
@@ -50,7 +52,8 @@ _NAMES = {
 
 
 class Run:
-    """One run in its store. Reading what is not there raises `Missing`, unless the method says otherwise."""
+    """One run in its store. Reading what is not there raises `Missing`, unless the method says
+    otherwise."""
 
     def __init__(self, objects: Objects) -> None:
         self.objects = objects
@@ -61,15 +64,16 @@ class Run:
         return cls(Objects.open(url, create=create))
 
     def put_config(self, config: RunConfig) -> None:
-        """A run is one experiment: once there is work in it, another config is refused, unless it only differs in how
-        the machine does that work."""
+        """A run is one experiment: once there is work in it, another config is refused, unless it
+        only differs in how the machine does that work."""
         there = self.config() if self.objects.exists("config.json") else None
         if there == config:
             return
         if there is not None and (differences := _differences(there, config)):
             if self.checkpoints() or self.ledger.end():
                 raise EtudeError(
-                    f"{self.objects.url} holds a run with another config (they differ in: {differences}); "
+                    f"{self.objects.url} holds a run with another config (they differ in: "
+                    f"{differences}); "
                     f"give this one another name, or go on with the config it was started with"
                 )
             self.objects.delete("model/config.json")  # made from the other config
@@ -79,17 +83,24 @@ class Run:
         try:
             data = self.objects.get_sealed("config.json")
         except Missing as e:
-            raise Missing(f"{self.objects.url} holds no run: check the path, or start one with `etude run`") from e
+            raise Missing(
+                f"{self.objects.url} holds no run: check the path, or start one with `etude run`"
+            ) from e
         try:
             return RunConfig.model_validate_json(data)
         except ValueError as e:
-            raise EtudeError(f"{self.objects.url}: config.json was written by another version of etude: {e}") from e
+            raise EtudeError(
+                f"{self.objects.url}: config.json was written by another version of etude: {e}"
+            ) from e
 
     def put_model_file(self, name: str, data: bytes) -> None:
         self.objects.put_sealed(f"model/{name}", data)
 
     def events(
-        self, process: str, kinds: Iterable[type[R]], skipped: Callable[[Damaged], None] | None = None
+        self,
+        process: str,
+        kinds: Iterable[type[R]],
+        skipped: Callable[[Damaged], None] | None = None,
     ) -> Log[R]:
         """Buffered: whoever owns the log flushes it now and then, and at the end."""
         return Log(self.objects, f"events/{process}", kinds, durable=False, skipped=skipped)
@@ -116,7 +127,8 @@ class Run:
         key, data = _batch_key(batch.step), seal(pack(batch))
         if not self.objects.create(key, data) and self.objects.get(key) != data:
             raise EtudeError(
-                f"{self.objects.url}: there is another {key} already; stop the other process that works on this run, "
+                f"{self.objects.url}: there is another {key} already; stop the other process that "
+                f"works on this run, "
                 f"then start again"
             )
 
@@ -124,7 +136,9 @@ class Run:
         where = f"{self.objects.url}: {_batch_key(step)}"
         batch = unpack(self.objects.get_sealed(_batch_key(step)), Batch, where)
         if batch.step != step:
-            raise Damaged(f"{where} holds the batch of step {batch.step}: bring it back from a copy")
+            raise Damaged(
+                f"{where} holds the batch of step {batch.step}: bring it back from a copy"
+            )
         return batch
 
     def batch_digest(self, step: int) -> str:
@@ -136,13 +150,15 @@ class Run:
             time.sleep(_POLL_S)
         return self.batch(step)
 
-    def put_recomputed(self, step: int, rows: tuple[Recomputed, ...]) -> None:
+    def put_recomputed(self, step: int, rows: tuple[RecomputedRow, ...]) -> None:
         self.objects.put_sealed(f"recomputed/{step:06d}", pack(rows))
 
-    def recomputed(self, step: int) -> tuple[Recomputed, ...]:
+    def recomputed(self, step: int) -> tuple[RecomputedRow, ...]:
         """Of the rows of that step's batch, in their order."""
         key = f"recomputed/{step:06d}"
-        return unpack(self.objects.get_sealed(key), tuple[Recomputed, ...], f"{self.objects.url}: {key}")
+        return unpack(
+            self.objects.get_sealed(key), tuple[RecomputedRow, ...], f"{self.objects.url}: {key}"
+        )
 
     def batches(self) -> list[int]:
         """The steps that have one."""
@@ -160,7 +176,8 @@ class Run:
         return [(name, part) for name, _, part in found if part != _MANIFEST]
 
     def put_checkpoint(self, name: str, manifest: bytes) -> None:
-        """Now it is there. Names sort by age: the newest checkpoint is the last of `checkpoints()`."""
+        """Now it is there. Names sort by age: the newest checkpoint is the last of
+        `checkpoints()`."""
         self.objects.put_sealed(f"checkpoints/{name}/{_MANIFEST}", manifest)
 
     def has_checkpoint(self, name: str) -> bool:
@@ -172,7 +189,9 @@ class Run:
 
     def checkpoints(self) -> list[str]:
         names = self._names("checkpoints")
-        return [name.removesuffix(f"/{_MANIFEST}") for name in names if name.endswith(f"/{_MANIFEST}")]
+        return [
+            name.removesuffix(f"/{_MANIFEST}") for name in names if name.endswith(f"/{_MANIFEST}")
+        ]
 
     def checkpoint_bytes(self, name: str) -> int:
         return self.objects.size(f"checkpoints/{name}")
@@ -184,7 +203,8 @@ class Run:
             self.objects.delete(key)
 
     def sweep_checkpoints(self) -> None:
-        """Removes what a killed trainer was in the middle of writing. For a time in which nobody writes one."""
+        """Removes what a killed trainer was in the middle of writing. For a time in which nobody
+        writes one."""
         self.objects.sweep("checkpoints")
 
     def put_eval(self, name: str, report: object) -> None:
@@ -209,9 +229,15 @@ def _batch_key(step: int) -> str:
 def _differences(there: RunConfig, here: RunConfig) -> str:
     def flat(value: Json, path: str) -> dict[str, str]:
         if isinstance(value, dict):
-            return {p: v for key, inner in value.items() for p, v in flat(inner, f"{path}.{key}").items()}
+            return {
+                p: v
+                for key, inner in value.items()
+                for p, v in flat(inner, f"{path}.{key}").items()
+            }
         return {path.removeprefix("."): json.dumps(value)}
 
     old, new = flat(experiment(there), ""), flat(experiment(here), "")
     keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
-    return ", ".join(f"{key} {old.get(key, 'absent')} there and {new.get(key, 'absent')} here" for key in keys)
+    return ", ".join(
+        f"{key} {old.get(key, 'absent')} there and {new.get(key, 'absent')} here" for key in keys
+    )

@@ -1,7 +1,7 @@
-"""Bugs by program: one token of a function's body becomes another of its kind.
+"""Mutations: one token of a function's body becomes another of its kind.
 
-The same list of substitutions serves to put a bug in and, read the other way, to try repairs: whoever looks for the bug
-knows what kinds of slip there are, but not where, nor which.
+The same list of substitutions serves to put a bug in and, read the other way, to try repairs:
+whoever looks for the bug knows what kinds of slip there are, but not where, nor which.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TOKEN = re.compile(r"[A-Za-z_]+|\d+|[+\-*]=|[<>=!]=|[<>+\-*]|\S")
 
 
 @dataclass(frozen=True, slots=True)
-class Slip:
+class Mutation:
     """Line `line` (counted from 1) becomes `text`."""
 
     kind: str
@@ -32,10 +32,10 @@ class Slip:
     text: str
 
 
-def slips(source: str) -> list[Slip]:
-    """Every change of one token of the code to another of its kind, in the order of the text. Signatures and
-    docstrings stay: they say what the code ought to do."""
-    found: list[Slip] = []
+def mutations(source: str) -> list[Mutation]:
+    """Every change of one token of the code to another of its kind, in the order of the text.
+    Signatures and docstrings stay: they say what the code ought to do."""
+    found: list[Mutation] = []
     for number, line in enumerate(source.splitlines(), start=1):
         if line.startswith("def ") or line.lstrip().startswith('"""'):
             continue
@@ -44,25 +44,26 @@ def slips(source: str) -> list[Slip]:
             for kind, tokens in KINDS.items():
                 if token in tokens:
                     found += [
-                        Slip(kind, number, line[: match.start()] + other + line[match.end() :])
+                        Mutation(kind, number, line[: match.start()] + other + line[match.end() :])
                         for other in tokens
                         if other != token
                     ]
     return found
 
 
-def draw(source: str, rng: Random) -> Slip:
-    """A slip at random, each kind that the code offers as likely as any other. What is no Python is not drawn."""
-    offered = slips(source)
+def random_mutation(source: str, rng: Random) -> Mutation:
+    """A slip at random, each kind that the code offers as likely as any other. What is no Python is
+    not drawn."""
+    offered = mutations(source)
     kinds = sorted({slip.kind for slip in offered})
     while True:
         kind = rng.choice(kinds)
         slip = rng.choice([slip for slip in offered if slip.kind == kind])
-        if _parses(apply(source, slip)):
+        if _parses(apply_mutation(source, slip)):
             return slip
 
 
-def apply(source: str, slip: Slip) -> str:
+def apply_mutation(source: str, slip: Mutation) -> str:
     lines = source.splitlines()
     lines[slip.line - 1] = slip.text
     return "\n".join(lines) + "\n"

@@ -1,5 +1,6 @@
-"""Text for mid-training: correct, documented modules as the harness lists them, with line numbers. From these the model
-learns which code goes with which words. Only functions of the training side; held-out programs never occur."""
+"""Text for mid-training: correct, documented modules as the harness lists them, with line numbers.
+From these the model learns which code goes with which words. Only functions of the training side;
+held-out programs never occur."""
 
 from __future__ import annotations
 
@@ -13,4 +14,7 @@ from etude.tasks.factory import functions
 def documents(count: int, seed: int) -> list[str]:
     rng = Random(derive("corpus", seed))
     stream = functions("train", rng)
-    return [numbered("\n".join(next(stream).source for _ in range(rng.choice((1, 1, 1, 2))))) for _ in range(count)]
+    return [
+        numbered("\n".join(next(stream).source for _ in range(rng.choice((1, 1, 1, 2)))))
+        for _ in range(count)
+    ]

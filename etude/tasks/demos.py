@@ -1,8 +1,10 @@
-"""Demonstrations: sessions of a scripted worker who knows the harness well and the answer now and then.
+"""Demonstrations: sessions of a scripted worker who knows the harness well and the answer now and
+then.
 
-It reads the module, tries a repair, runs the tests, and tries another if they fail. One try in `1 / SKILL` is the right
-repair; the others are slips of the usual kinds. Sessions that do not end with passing tests are thrown away, as one
-would with the sessions of any teacher; what is left shows how the tools are used, and leaves much to be learnt.
+It reads the module, tries a repair, runs the tests, and tries another if they fail. One try in `1 /
+SKILL` is the right repair; the others are slips of the usual kinds. Sessions that do not end with
+passing tests are thrown away, as one would with the sessions of any teacher; what is left shows how
+the tools are used, and leaves much to be learnt.
 """
 
 from __future__ import annotations
@@ -38,11 +40,15 @@ def attempt(task: Task, rng: Random) -> list[Message] | None:
     original = task.files[task.editable[0]]
     session: list[Message] = [{"role": "user", "content": task.prompt}]
     _turn(session, [("read", {}, numbered(original))])
-    tried: bugs.Slip | None = None
+    tried: bugs.Mutation | None = None
     for _ in range(MAX_TRIES):
-        slip = repair(task) if rng.random() < SKILL else bugs.draw(original, rng)
-        undo = [_edit(tried.line, original.splitlines()[tried.line - 1])] if tried and tried.line != slip.line else []
-        report = visible_report(task, bugs.apply(original, slip))
+        slip = repair(task) if rng.random() < SKILL else bugs.random_mutation(original, rng)
+        undo = (
+            [_edit(tried.line, original.splitlines()[tried.line - 1])]
+            if tried and tried.line != slip.line
+            else []
+        )
+        report = visible_report(task, bugs.apply_mutation(original, slip))
         _turn(session, [*undo, _edit(slip.line, slip.text), ("test", {}, report)])
         if report == "ok":
             _turn(session, [("submit", {}, "")])
@@ -51,11 +57,15 @@ def attempt(task: Task, rng: Random) -> list[Message] | None:
     return None
 
 
-def repair(task: Task) -> bugs.Slip:
+def repair(task: Task) -> bugs.Mutation:
     """The one line that differs from the solution, as it should be."""
-    pairs = zip(task.files[task.editable[0]].splitlines(), task.meta["solution"].splitlines(), strict=True)
+    pairs = zip(
+        task.files[task.editable[0]].splitlines(), task.meta["solution"].splitlines(), strict=True
+    )
     return next(
-        bugs.Slip("repair", line, right) for line, (wrong, right) in enumerate(pairs, start=1) if wrong != right
+        bugs.Mutation("repair", line, right)
+        for line, (wrong, right) in enumerate(pairs, start=1)
+        if wrong != right
     )
 
 
@@ -72,11 +82,13 @@ def numbered(text: str) -> str:
 
 
 def visible_report(task: Task, module: str) -> str:
-    """What `test` would say. The module is one of our own programs with one token changed, so it may run here."""
+    """What `test` would say. The module is one of our own programs with one token changed, so it
+    may run here."""
     path = task.editable[0]
     name = path.removesuffix(".py")
     scope: dict[str, Any] = {}
-    test = task.files[f"test_{name}.py"].split("\n", 1)[1]  # without its import: the module's names are in the scope
+    # without its import: the module's names are in the scope
+    test = task.files[f"test_{name}.py"].split("\n", 1)[1]
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         try:
@@ -84,7 +96,14 @@ def visible_report(task: Task, module: str) -> str:
             exec(test, scope)
         except SystemExit:
             pass
-        except (ArithmeticError, LookupError, NameError, TypeError, ValueError, AttributeError) as e:
+        except (
+            ArithmeticError,
+            LookupError,
+            NameError,
+            TypeError,
+            ValueError,
+            AttributeError,
+        ) as e:
             print(f"{type(e).__name__}: {e}")
     return said.getvalue().splitlines()[-1]
 
@@ -93,11 +112,16 @@ def _turn(session: list[Message], calls: Sequence[Call]) -> None:
     """One assistant message with its tool calls, and the answers to them."""
     ids = [f"call_{len(session)}_{number}" for number in range(len(calls))]
     said = [
-        {"id": i, "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
+        {
+            "id": i,
+            "type": "function",
+            "function": {"name": name, "arguments": json.dumps(arguments)},
+        }
         for i, (name, arguments, _) in zip(ids, calls, strict=True)
     ]
     session.append({"role": "assistant", "content": None, "tool_calls": said})
     if calls[0][0] != "submit":
         session += [
-            {"role": "tool", "tool_call_id": i, "content": answer} for i, (_, _, answer) in zip(ids, calls, strict=True)
+            {"role": "tool", "tool_call_id": i, "content": answer}
+            for i, (_, _, answer) in zip(ids, calls, strict=True)
         ]

@@ -1,7 +1,9 @@
-"""From templates to tasks: a module with one bug, tests that the agent can run, and hidden checks that it cannot see.
+"""From templates to tasks: a module with one bug, tests that the agent can run, and hidden checks
+that it cannot see.
 
-Which programs training may see is decided by content: the digest of a function, names taken out, puts it on the
-training side or on the held-out side. So no function of a held-out task stands anywhere in training, under any name.
+Which programs training may see is decided by content: the digest of a function, names taken out,
+puts it on the training side or on the held-out side. So no function of a held-out task stands
+anywhere in training, under any name.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from etude.tasks import bugs, templates
 from etude.tasks.templates import Function
 
 Split = Literal["train", "heldout", "novel"]
-HELD_OUT_SHARE = 5  # one function in this many
+HELDOUT_SHARE = 5  # one function in this many
 
 HARD_SHARE = 0.06  # of the tasks have two functions
 NUM_VISIBLE, NUM_HIDDEN = 4, 12
@@ -37,11 +39,12 @@ for function, args, expected in CASES:
         print(f"{{function.__name__}}({{', '.join(map(repr, args))}}) is {{got!r}} not {{expected!r}}")
         raise SystemExit(1)
 print("ok")
-"""
+"""  # noqa: E501
 
 
 def program_digest(source: str) -> str:
-    """The identity of a program: its syntax tree without docstrings, every name replaced by its order of first use."""
+    """The identity of a program: its syntax tree without docstrings, every name replaced by its
+    order of first use."""
     tree = ast.parse(source)
     order: dict[str, str] = {}
 
@@ -53,7 +56,9 @@ def program_digest(source: str) -> str:
             case ast.FunctionDef():
                 node.name = anonymous(node.name)
                 node.body = [
-                    s for s in node.body if not (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant))
+                    s
+                    for s in node.body
+                    if not (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant))
                 ]
             case ast.arg():
                 node.arg = anonymous(node.arg)
@@ -65,7 +70,7 @@ def program_digest(source: str) -> str:
 def split_of(function: Function) -> Split:
     if function.difficulty == "novel":
         return "novel"
-    return "heldout" if int(program_digest(function.source), 16) % HELD_OUT_SHARE == 0 else "train"
+    return "heldout" if int(program_digest(function.source), 16) % HELDOUT_SHARE == 0 else "train"
 
 
 def functions(split: Split, rng: Random) -> Iterator[Function]:
@@ -89,13 +94,14 @@ def make_tasks(split: Split, count: int, seed: int) -> list[Task]:
 
 
 def _make_task(source: Iterator[Function], rng: Random, split: Split) -> Task | None:
-    """One task, or None if the bug that was drawn cannot be told from the correct module by its answers."""
+    """One task, or None if the bug that was drawn cannot be told from the correct module by its
+    answers."""
     module = [next(source)]
     if split != "novel" and rng.random() < HARD_SHARE:
         module.append(next(f for f in source if f.name != module[0].name))
     correct = "\n".join(f.source for f in module)
-    slip = bugs.draw(correct, rng)
-    broken = bugs.apply(correct, slip)
+    slip = bugs.random_mutation(correct, rng)
+    broken = bugs.apply_mutation(correct, slip)
     cases = [(f.name, f.inputs(rng)) for _ in range(NUM_VISIBLE + NUM_HIDDEN) for f in module]
     right, wrong = answers(correct, cases), answers(broken, cases)
     visible = NUM_VISIBLE * len(module)
@@ -103,7 +109,8 @@ def _make_task(source: Iterator[Function], rng: Random, split: Split) -> Task | 
         return None
     values = [json.loads(answer) for answer in right]
     shown = ", ".join(
-        f"({name}, {args!r}, {answer!r})" for (name, args), answer in zip(cases[:visible], values, strict=False)
+        f"({name}, {args!r}, {answer!r})"
+        for (name, args), answer in zip(cases[:visible], values, strict=False)
     )
     name = module[0].name
     digest = hashlib.blake2b((broken + "\0" + correct).encode(), digest_size=6).hexdigest()
@@ -132,8 +139,9 @@ def _make_task(source: Iterator[Function], rng: Random, split: Split) -> Task | 
 
 
 def answers(source: str, cases: Sequence[tuple[str, list[Any]]]) -> list[str]:
-    """What the functions of a module answer, as JSON; the name of the error where one is raised. Only our own programs
-    and their slips run here, and none of them can loop for long; nothing that a model wrote ever does."""
+    """What the functions of a module answer, as JSON; the name of the error where one is raised.
+    Only our own programs and their slips run here, and none of them can loop for long; nothing that
+    a model wrote ever does."""
     scope: dict[str, Any] = {}
     exec(source, scope)
     return [_answer(scope[name], args) for name, args in cases]

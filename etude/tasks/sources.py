@@ -1,5 +1,6 @@
-"""Documents and records that somebody else wrote: text files, JSON lines, Parquet. Read one after the other, so that a
-corpus may be larger than memory; whatever is wrong with one is said with its file and line.
+"""Documents and records that somebody else wrote: text files, JSON lines, Parquet. Read one after
+the other, so that a corpus may be larger than memory; whatever is wrong with one is said with its
+file and line.
 """
 
 from __future__ import annotations
@@ -17,16 +18,20 @@ Record = dict[str, Any]
 
 def files(pattern: str) -> list[Path]:
     """The files that a path or a pattern stands for, in the order of their names."""
-    found = sorted(path for name in glob.glob(pattern, recursive=True) if (path := Path(name)).is_file())
+    found = sorted(
+        path for name in glob.glob(pattern, recursive=True) if (path := Path(name)).is_file()
+    )
     if not found:
         raise EtudeError(
-            f"{pattern}: no such file; check the path (it begins at {Path.cwd()}), or what the * stand for"
+            f"{pattern}: no such file; check the path (it begins at {Path.cwd()}), or what the * "
+            f"stand for"
         )
     return found
 
 
 def texts(path: Path, field: str) -> Iterator[tuple[str, str]]:
-    """(where it stands, text) of every document of a file that is not empty. `field` names the text in a record."""
+    """(where it stands, text) of every document of a file that is not empty. `field` names the text
+    in a record."""
     if path.suffix not in (".jsonl", ".parquet"):
         said = _read_text(path)
         if said.strip():
@@ -35,7 +40,9 @@ def texts(path: Path, field: str) -> Iterator[tuple[str, str]]:
     for where, record in records(path) if path.suffix == ".jsonl" else _rows(path, field):
         text = record.get(field)
         if not isinstance(text, str):
-            raise EtudeError(f"{where}: {_lacks(record, field, 'text')}; name the field of the text with field =")
+            raise EtudeError(
+                f"{where}: {_lacks(record, field, 'text')}; name the field of the text with field ="
+            )
         if text.strip():
             yield where, text
 
@@ -49,10 +56,13 @@ def records(path: Path) -> Iterator[tuple[str, Record]]:
                     yield f"{path}:{number}", _object(line, f"{path}:{number}")
     except UnicodeDecodeError as e:
         raise EtudeError(
-            f"{path} is no text in UTF-8 ({e.reason} at byte {e.start}): convert it, or leave it out"
+            f"{path} is no text in UTF-8 ({e.reason} at byte {e.start}): convert it, or leave it "
+            f"out"
         ) from e
     except OSError as e:
-        raise EtudeError(f"{path} cannot be read ({e.strerror}): check its rights, or leave it out") from e
+        raise EtudeError(
+            f"{path} cannot be read ({e.strerror}): check its rights, or leave it out"
+        ) from e
 
 
 def _object(line: str, where: str) -> Record:
@@ -62,7 +72,8 @@ def _object(line: str, where: str) -> Record:
         raise EtudeError(f"{where}: the line is no JSON ({e}): repair it, or take it out") from e
     if not isinstance(record, dict):
         raise EtudeError(
-            f"{where}: the line is no JSON object but a {type(record).__name__}: write {{...}} on each line"
+            f"{where}: the line is no JSON object but a {type(record).__name__}: write {{...}} on "
+            f"each line"
         )
     return record
 
@@ -72,10 +83,13 @@ def _read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as e:
         raise EtudeError(
-            f"{path} is no text in UTF-8 ({e.reason} at byte {e.start}): convert it, or leave it out"
+            f"{path} is no text in UTF-8 ({e.reason} at byte {e.start}): convert it, or leave it "
+            f"out"
         ) from e
     except OSError as e:
-        raise EtudeError(f"{path} cannot be read ({e.strerror}): check its rights, or leave it out") from e
+        raise EtudeError(
+            f"{path} cannot be read ({e.strerror}): check its rights, or leave it out"
+        ) from e
 
 
 def _rows(path: Path, field: str) -> Iterator[tuple[str, Record]]:
@@ -84,12 +98,15 @@ def _rows(path: Path, field: str) -> Iterator[tuple[str, Record]]:
         import pyarrow
         from pyarrow import parquet
     except ModuleNotFoundError as e:
-        raise EtudeError(f"{path} is Parquet, which needs pyarrow: pip install 'etude[parquet]'") from e
+        raise EtudeError(
+            f"{path} is Parquet, which needs pyarrow: pip install 'etude[parquet]'"
+        ) from e
     try:
         with parquet.ParquetFile(path) as file:
             if field not in file.schema_arrow.names:
                 raise EtudeError(
-                    f"{path}: there is no column {field!r}, only {', '.join(file.schema_arrow.names)}; name the column "
+                    f"{path}: there is no column {field!r}, only "
+                    f"{', '.join(file.schema_arrow.names)}; name the column "
                     f"of the text with field ="
                 )
             number = 0
@@ -98,7 +115,9 @@ def _rows(path: Path, field: str) -> Iterator[tuple[str, Record]]:
                     number += 1
                     yield f"{path}, row {number}", record
     except (pyarrow.ArrowException, OSError) as e:
-        raise EtudeError(f"{path} is no Parquet file that can be read ({e}): fetch it again, or leave it out") from e
+        raise EtudeError(
+            f"{path} is no Parquet file that can be read ({e}): fetch it again, or leave it out"
+        ) from e
 
 
 def _lacks(record: Record, field: str, what: str) -> str:

@@ -1,7 +1,9 @@
-"""Templates of small Python functions. Each draw is a correct function whose docstring says exactly what it does.
+"""Templates of small Python functions. Each draw is a correct function whose docstring says exactly
+what it does.
 
-A template is a function from a random generator to a `Function`. `TRAIN` are the templates that training draws from;
-`NOVEL` are never trained on, in any stage, and show how far a skill carries beyond them.
+A template is a function from a random generator to a `Function`. `TRAIN` are the templates that
+training draws from; `NOVEL` are never trained on, in any stage, and show how far a skill carries
+beyond them.
 """
 
 from __future__ import annotations
@@ -40,8 +42,20 @@ NAMES = (
     "view",
 )
 OPERATORS = {"+": "plus", "-": "minus", "*": "times"}
-COMPARISONS = {">": "above", "<": "below", ">=": "at least", "<=": "at most", "==": "equal to", "!=": "other than"}
-FOLDS = {"max": "the largest of", "min": "the smallest of", "sum": "the sum of", "len": "the number of"}
+COMPARISONS = {
+    ">": "above",
+    "<": "below",
+    ">=": "at least",
+    "<=": "at most",
+    "==": "equal to",
+    "!=": "other than",
+}
+FOLDS = {
+    "max": "the largest of",
+    "min": "the smallest of",
+    "sum": "the sum of",
+    "len": "the number of",
+}
 CASES = {"upper": "in capitals", "lower": "in small letters"}
 
 Inputs = Callable[[Random], list[Any]]
@@ -89,9 +103,15 @@ def scaled(rng: Random) -> Function:
     op, k = rng.choice("+-"), _digit(rng)
     left, right = rng.sample("ab", 2)
     if rng.random() < 0.5:
-        says, line = f"{left} {OPERATORS[op]} {k} times {right}", f"return {left} {op} {k} * {right}"
+        says, line = (
+            f"{left} {OPERATORS[op]} {k} times {right}",
+            f"return {left} {op} {k} * {right}",
+        )
     else:
-        says, line = f"{k} times {left} {OPERATORS[op]} {right}", f"return {k} * {left} {op} {right}"
+        says, line = (
+            f"{k} times {left} {OPERATORS[op]} {right}",
+            f"return {k} * {left} {op} {right}",
+        )
     return Function(
         template="scaled",
         difficulty="easy",
@@ -121,7 +141,10 @@ def folded(rng: Random) -> Function:
     first, second = rng.sample(sorted(FOLDS), 2)
     op, k = rng.choice("+-*"), _digit(rng)
     if rng.random() < 0.5:
-        says, line = f"{FOLDS[first]} xs {OPERATORS[op]} {FOLDS[second]} xs", f"return {first}(xs) {op} {second}(xs)"
+        says, line = (
+            f"{FOLDS[first]} xs {OPERATORS[op]} {FOLDS[second]} xs",
+            f"return {first}(xs) {op} {second}(xs)",
+        )
     else:
         says, line = f"{FOLDS[first]} xs {OPERATORS[op]} {k}", f"return {first}(xs) {op} {k}"
     return Function(
@@ -179,7 +202,8 @@ def branched(rng: Random) -> Function:
         difficulty="medium",
         name=rng.choice(NAMES),
         parameters=("a",),
-        says=f"a {OPERATORS[first]} {i} if a is {COMPARISONS[comparison]} {k} else a {OPERATORS[second]} {j}",
+        says=f"a {OPERATORS[first]} {i} if a is {COMPARISONS[comparison]} {k} else a "
+        f"{OPERATORS[second]} {j}",
         body=(f"if a {comparison} {k}:", f"    return a {first} {i}", f"return a {second} {j}"),
         inputs=_numbers(1),
     )
@@ -200,7 +224,13 @@ def looped(rng: Random) -> Function:
         name=rng.choice(NAMES),
         parameters=("xs",),
         says=f"{says} {COMPARISONS[comparison]} {k}",
-        body=(f"n = {start}", "for x in xs:", f"    if x {comparison} {k}:", f"        {line}", "return n"),
+        body=(
+            f"n = {start}",
+            "for x in xs:",
+            f"    if x {comparison} {k}:",
+            f"        {line}",
+            "return n",
+        ),
         inputs=_list,
     )
 
@@ -221,7 +251,9 @@ def listed(rng: Random) -> Function:
 
 def spelled(rng: Random) -> Function:
     case, k, j = rng.choice(sorted(CASES)), rng.randint(1, 3), rng.randint(2, 4)
-    part, says = rng.choice([(f"s[{k}:]", f"s without the first {k}"), (f"s[:{k}]", f"the first {k} of s")])
+    part, says = rng.choice(
+        [(f"s[{k}:]", f"s without the first {k}"), (f"s[:{k}]", f"the first {k} of s")]
+    )
     return Function(
         template="spelled",
         difficulty="medium",
@@ -257,7 +289,8 @@ def spread(rng: Random) -> Function:
         difficulty="novel",
         name=rng.choice(NAMES),
         parameters=("xs",),
-        says=f"{FOLDS[first]} the first {k} of xs {OPERATORS[op]} {FOLDS[second]} the last {j} of xs",
+        says=f"{FOLDS[first]} the first {k} of xs {OPERATORS[op]} {FOLDS[second]} the last {j} of "
+        f"xs",
         body=(f"head = {first}(xs[:{k}])", f"tail = {second}(xs[-{j}:])", f"return head {op} tail"),
         inputs=_list,
     )
@@ -278,5 +311,15 @@ def grown(rng: Random) -> Function:
 
 
 Template = Callable[[Random], Function]
-TRAIN: tuple[Template, ...] = (scaled, shifted, folded, sliced, clamped, branched, looped, listed, spelled)
+TRAIN: tuple[Template, ...] = (
+    scaled,
+    shifted,
+    folded,
+    sliced,
+    clamped,
+    branched,
+    looped,
+    listed,
+    spelled,
+)
 NOVEL: tuple[Template, ...] = (chosen, spread, grown)

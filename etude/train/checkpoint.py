@@ -1,4 +1,5 @@
-"""A rank's tensors as bytes, and back: one safetensors object. Where it is kept is for `run/` to say."""
+"""A rank's tensors as bytes, and back: one safetensors object. Where it is kept is for `store/` to
+say."""
 
 from __future__ import annotations
 
@@ -22,6 +23,7 @@ def unpack(data: bytes, source: str) -> dict[str, Tensor]:
         return load(data)
     except SafetensorError as e:
         raise EtudeError(
-            f"{source} is not a whole part of a checkpoint ({e}): remove that checkpoint, and the run goes on from "
+            f"{source} is not a whole part of a checkpoint ({e}): remove that checkpoint, and the "
+            f"run goes on from "
             f"the one before"
         ) from e

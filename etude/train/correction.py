@@ -1,15 +1,19 @@
-"""What is done about data from another policy: what each of its tokens is worth.
+"""Importance-sampling corrections for tokens that another policy sampled.
 
-The engine that sampled a token had older weights and other numerics. The learner computes the token's log-prob anew at
-its own version; e to the difference is how much likelier it finds the token, its importance weight. A correction makes
-that usable: raw weights have no bound, and one of them can outweigh a whole batch.
+The engine that sampled a token had older weights and other numerics. The learner computes the
+token's log-prob anew at its own version; e to the difference is how much likelier it finds the
+token, its importance weight. A correction makes that usable: raw weights have no bound, and one of
+them can outweigh a whole batch.
 
-    token level      each token by its own ratio: little variance, and the bias of ignoring what came before the token
-    sequence level   every token of a row by the product of the row's ratios: unbiased but for the cut, and wild for
+    token level      each token by its own ratio: little variance, and the bias of ignoring what
+                     came before the token
+    sequence level   every token of a row by the product of the row's ratios: unbiased but for the
+                     cut, and wild for
                      long rows
 
     truncated        weights above the cap are cut to it: such a token still teaches
-    masked           what is above the cap, or below its inverse, is left out (IcePop): for models whose numerics make a
+    masked           what is above the cap, or below its inverse, is left out (IcePop): for models
+                     whose numerics make a
                      few ratios meaningless rather than large
 
 Weights are constants to the gradient. Shapes: N sampled tokens.
@@ -35,23 +39,23 @@ def mask(ratio_N: Tensor, cap: float) -> Tensor:
     return torch.where((ratio_N <= cap) & (ratio_N >= 1 / cap), ratio_N, 0.0)
 
 
-def of_token(log_ratio_N: Tensor, row_N: Tensor) -> Tensor:
+def token_ratio(log_ratio_N: Tensor, row_N: Tensor) -> Tensor:
     return log_ratio_N.exp()
 
 
-def of_sequence(log_ratio_N: Tensor, row_N: Tensor) -> Tensor:
+def sequence_ratio(log_ratio_N: Tensor, row_N: Tensor) -> Tensor:
     return sum_by_row(log_ratio_N, row_N).exp()
 
 
 @dataclass(frozen=True, slots=True)
 class Correction:
     ratio: Callable[[Tensor, Tensor], Tensor]
-    cut: Callable[[Tensor, float], Tensor]
+    bound: Callable[[Tensor, float], Tensor]
 
 
 CORRECTION: dict[str, Correction] = {
-    "truncated": Correction(of_token, truncate),
-    "masked": Correction(of_token, mask),
-    "sequence_truncated": Correction(of_sequence, truncate),
-    "sequence_masked": Correction(of_sequence, mask),
+    "truncated": Correction(token_ratio, truncate),
+    "masked": Correction(token_ratio, mask),
+    "sequence_truncated": Correction(sequence_ratio, truncate),
+    "sequence_masked": Correction(sequence_ratio, mask),
 }

@@ -1,8 +1,8 @@
-"""How much arithmetic a step needs, and how much the device could do: model FLOPs utilisation is their quotient.
+"""FLOPs of a step and of the device: model FLOPs utilisation (MFU) is their quotient.
 
-Only what the model itself asks for is counted: matrix products and attention of the real tokens, the head where a token
-is predicted, backward at twice the forward pass. Padding and anything computed twice makes the share smaller, as it
-should.
+Only what the model itself asks for is counted: matrix products and attention of the real tokens,
+the head where a token is predicted, backward at twice the forward pass. Padding and anything
+computed twice makes the share smaller, as it should.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 from etude.core.types import Row
 from etude.model.config import ModelConfig
 
-BACKWARD = 2  # times the forward pass: a product for the inputs, one for the weights
+BACKWARD_COST = 2  # times the forward pass: a product for the inputs, one for the weights
 
 # Dense bf16 arithmetic per second, as the vendor states it.
-KNOWN = {
+PEAK_FLOPS = {
     "H200": 989e12,
     "H100": 989e12,
     "H20": 148e12,
@@ -31,13 +31,19 @@ KNOWN = {
 
 def step_flops(config: ModelConfig, rows: Iterable[Row]) -> float:
     """Of one forward and backward pass over the rows."""
-    return sum((1 + BACKWARD) * forward_flops(config, len(row.tokens) - 1, sum(row.mask)) for row in rows)
+    return sum(
+        (1 + BACKWARD_COST) * forward_flops(config, len(row.tokens) - 1, sum(row.mask))
+        for row in rows
+    )
 
 
 def forward_flops(config: ModelConfig, length: int, num_predicted: int) -> float:
-    """A multiplication and an addition for each weight that a token meets, and for each number of each key and value
-    that a query looks back at."""
-    weights = sum(_attention_weights(config) + _mlp_weights(config, layer) for layer in range(config.num_hidden_layers))
+    """A multiplication and an addition for each weight that a token meets, and for each number of
+    each key and value that a query looks back at."""
+    weights = sum(
+        _attention_weights(config) + _mlp_weights(config, layer)
+        for layer in range(config.num_hidden_layers)
+    )
     latent = config.latent
     key = latent.qk_nope_head_dim + latent.qk_rope_head_dim if latent else config.head_dim
     value = latent.v_head_dim if latent else config.head_dim
@@ -67,17 +73,20 @@ def _mlp_weights(config: ModelConfig, layer: int) -> int:
     return config.hidden_size * (experts.num_experts + 3 * met * experts.moe_intermediate_size)
 
 
-def peak_flops(device: torch.device, dtype: torch.dtype, *, size: int = 1024, tries: int = 5) -> float:
-    """What a known accelerator is said to do in bf16; otherwise what this one reaches on a large product of that type,
-    with the threads that the process has."""
+def peak_flops(
+    device: torch.device, dtype: torch.dtype, *, size: int = 1024, tries: int = 5
+) -> float:
+    """The peak FLOPs of a known accelerator in bf16; otherwise what this device reaches on a large
+    product of that type, with the threads that the process has."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    if known := next((peak for part, peak in KNOWN.items() if part in name), None):
+    if known := next((peak for part, peak in PEAK_FLOPS.items() if part in name), None):
         return known
     return matrix_flops(device, dtype, size=size, tries=tries)
 
 
 def matrix_flops(device: torch.device, dtype: torch.dtype, *, size: int, tries: int = 5) -> float:
-    """What a device reaches on large products of random numbers; zeros and ones would take less power."""
+    """What a device reaches on large products of random numbers; zeros and ones would take less
+    power."""
     generator = torch.Generator(device).manual_seed(0)  # whoever trains has a generator of its own
     x, y = (torch.randn(size, size, device=device, generator=generator).to(dtype) for _ in range(2))
     at_once, best = 50 if device.type == "cuda" else 1, float("inf")

@@ -1,9 +1,9 @@
 """From hidden states to the log-probs of given tokens, a part of the vocabulary's logits at a time.
 
-All logits of a batch are by far its largest tensor: a hundred thousand numbers for each token, of which one is wanted.
-So where there are too many of them the tokens go through the head in parts, and the backward pass computes the logits
-of a part again. Compiled, a part keeps nothing but the logits themselves, in the model's own type, so that far more of
-them are not too many.
+All logits of a batch are by far its largest tensor: a hundred thousand numbers for each token, of
+which one is wanted. So where there are too many of them the tokens go through the head in parts,
+and the backward pass computes the logits of a part again. Compiled, a part keeps nothing but the
+logits themselves, in the model's own type, so that far more of them are not too many.
 
 Shapes: N tokens, V vocabulary, E hidden size.
 """
@@ -24,31 +24,48 @@ MAX_LOGITS = {"cpu": 2**25, "cuda": 2**28}  # numbers at once: 128 MB, 1 GB
 MAX_FUSED_LOGITS = 2**32  # 8 GB, and as much for their gradient
 
 
-class Others(NamedTuple):
-    """What could have stood in a token's place; without gradient, and empty if nobody wanted it."""
+class TokenStats(NamedTuple):
+    """Statistics of the distribution in a token's place; without gradient, and empty if not
+    wanted."""
 
     entropy_N: Tensor
-    likeliest_N: Tensor
+    argmax_N: Tensor
 
 
-Part = Callable[[Transformer, Tensor, Tensor, float, bool], tuple[Tensor, Others]]
+Part = Callable[[Transformer, Tensor, Tensor, float, bool], tuple[Tensor, TokenStats]]
 
 
 def head_logprobs(
-    model: Transformer, hidden_NE: Tensor, tokens_N: Tensor, temperature: float = 1.0, *, with_others: bool = False
-) -> tuple[Tensor, Others]:
-    """The log-prob of each token, and if it is wanted what could have stood in its place."""
+    model: Transformer,
+    hidden_NE: Tensor,
+    tokens_N: Tensor,
+    temperature: float = 1.0,
+    *,
+    with_stats: bool = False,
+) -> tuple[Tensor, TokenStats]:
+    """The log-prob of each token, and if wanted the statistics of its distribution."""
     part = _fused_part() if model.fused else _part
     most = MAX_FUSED_LOGITS if model.fused else MAX_LOGITS[hidden_NE.device.type]
     size = max(1, most // model.config.vocab_size)
     if len(tokens_N) <= size:
-        return part(model, hidden_NE, tokens_N, temperature, with_others)
+        return part(model, hidden_NE, tokens_N, temperature, with_stats)
     parts = [
-        checkpoint(part, model, hidden, tokens, temperature, with_others, use_reentrant=False, preserve_rng_state=False)
-        for hidden, tokens in zip(torch.split(hidden_NE, size), torch.split(tokens_N, size), strict=True)
+        checkpoint(
+            part,
+            model,
+            hidden,
+            tokens,
+            temperature,
+            with_stats,
+            use_reentrant=False,
+            preserve_rng_state=False,
+        )
+        for hidden, tokens in zip(
+            torch.split(hidden_NE, size), torch.split(tokens_N, size), strict=True
+        )
     ]
     logps, others = zip(*parts, strict=True)
-    return torch.cat(logps), Others(*map(torch.cat, zip(*others, strict=True)))
+    return torch.cat(logps), TokenStats(*map(torch.cat, zip(*others, strict=True)))
 
 
 @cache
@@ -57,10 +74,10 @@ def _fused_part() -> Part:
 
 
 def _part(
-    model: Transformer, hidden_NE: Tensor, tokens_N: Tensor, temperature: float, with_others: bool
-) -> tuple[Tensor, Others]:
+    model: Transformer, hidden_NE: Tensor, tokens_N: Tensor, temperature: float, with_stats: bool
+) -> tuple[Tensor, TokenStats]:
     logp_N, logp_NV = model.logprobs(hidden_NE, tokens_N, temperature)
-    if not with_others:
-        return logp_N, Others(logp_N.new_zeros(0), tokens_N.new_zeros(0))
+    if not with_stats:
+        return logp_N, TokenStats(logp_N.new_zeros(0), tokens_N.new_zeros(0))
     with torch.no_grad():
-        return logp_N, Others(-(logp_NV.exp() * logp_NV).sum(-1), logp_NV.argmax(-1))
+        return logp_N, TokenStats(-(logp_NV.exp() * logp_NV).sum(-1), logp_NV.argmax(-1))

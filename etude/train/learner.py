@@ -1,12 +1,13 @@
-"""The model that learns.
+"""The learner: the model, its fp32 master weights and its optimizer.
 
-Two copies of the weights: fp32 masters, which the optimizer moves, and the model, whose parameters are the masters
-rounded to bf16. The forward pass so computes with exactly the values that are published and served, while steps too
-small for bf16 still add up in the masters; a gradient at the rounded weights is taken as the masters' gradient.
-Gradients add up in fp32 too, whatever the model computes in.
+Two copies of the weights: fp32 masters, which the optimizer moves, and the model, whose parameters
+are the masters rounded to bf16. The forward pass so computes with exactly the values that are
+published and served, while steps too small for bf16 still add up in the masters; a gradient at the
+rounded weights is taken as the masters' gradient. Gradients add up in fp32 too, whatever the model
+computes in.
 
-A learner is one of `ranks`, alone by default. Each is handed the same batch, computes its share of it and holds its
-rows of model, masters and optimizer; all of them take the same step.
+A learner is one of `ranks`, alone by default. Each is handed the same batch, computes its share of
+it and holds its rows of model, masters and optimizer; all of them take the same step.
 
 One thread or many, and on which cores, is the business of the process that holds the learner.
 """
@@ -16,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -24,101 +24,80 @@ import torch
 from torch import Tensor
 
 from etude.core.errors import EtudeError
-from etude.core.events import Gap
-from etude.core.types import Batch, Recomputed, Row
+from etude.core.types import Batch, RecomputedRow, Row
 from etude.model import files
 from etude.model.transformer import Transformer
+from etude.train.distributed import SINGLE_PROCESS, ProcessGroup, local_tensor, shard_rows
 from etude.train.loss import token_logprobs
-from etude.train.meter import gap
+from etude.train.mismatch import mismatch_stats
 from etude.train.objective import AGGREGATE, Objective
 from etude.train.optimizer import OPTIMIZER, Optimizer
-from etude.train.ranks import ALONE, Ranks, own, rows_of
-from etude.train.routers import Routers, to_replay
-from etude.train.rows import Cost, Item, Microbatch, Packed, Sampled, Text, check, pack, pack_rows, plan
-from etude.train.supervised import Figures, FitLoss, cross_entropy
+from etude.train.packing import (
+    Microbatch,
+    PackedBatch,
+    PackItem,
+    RolloutSequence,
+    SequenceCost,
+    TokenSequence,
+    check,
+    pack_batch,
+    pack_rows,
+    plan_microbatches,
+)
+from etude.train.routers import RouterTracker, experts_to_replay
+from etude.train.stats import FitStats, StepStats
+from etude.train.supervised import FitLoss, Metrics, cross_entropy
 
 MAX_GRAD_NORM = 1.0
 
-# Small enough to stay in the caches of a CPU core, and enough to keep a device busy; a step does not depend on it but
-# for rounding.
+# Small enough to stay in the caches of a CPU core, and enough to keep a device busy; a step does
+# not depend on it but for rounding.
 MICROBATCH_TOKENS = {"cpu": 1024, "cuda": 16_384}
 
-P = TypeVar("P", bound=Packed)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepStats:
-    """What one RL step did."""
-
-    loss: float
-    drift: Gap
-    """Between the policy that sampled and the one that learns."""
-    capped: float
-    """Share of the sampled tokens whose importance weight the correction cut or took away."""
-    silenced: float
-    """Share of them that taught nothing although their advantage was not 0."""
-    entropy: float
-    """Mean over the sampled tokens, in nats."""
-    grad_norm: float
-    """Before clipping."""
-    lr: float
-    num_rows: int
-    num_tokens: int
-    """Sampled tokens."""
-    num_computed: int
-    """All tokens that went through the model, prompts included."""
-    router_disagreement: float | None = None
-    """Share of the tokens with replayed experts for which a router, left alone, would have chosen another."""
-    experts_replaced: float | None = None
-    """Share of the replayed experts that were implausible, and so not used."""
-    recomputed: tuple[Recomputed, ...] = ()
-    """Of each row of the batch."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FitStats:
-    """What one supervised step did."""
-
-    loss: float
-    grad_norm: float
-    lr: float
-    num_tokens: int
-    figures: Figures
-    """What else the loss tells, as means over what it counts."""
+P = TypeVar("P", bound=PackedBatch)
 
 
 class Learner:
-    """Takes the model over: from now on its parameters are the rounded masters, and this rank's rows of them only.
+    """Takes the model over: from now on its parameters are the rounded masters, and this rank's
+    rows of them only.
 
-    `dtype` is what masters are rounded to. float32 leaves them as they are: for models that are too small or steps that
-    are too exact for bf16, and to compare ranks without the noise of rounding. `compute` is the type of the parameters,
-    and so of activations; bfloat16 is for processors that have units for it.
+    `dtype` is what masters are rounded to. float32 leaves them as they are: for models that are too
+    small or steps that are too exact for bf16, and to compare ranks without the noise of rounding.
+    `compute` is the type of the parameters, and so of activations; bfloat16 is for processors that
+    have units for it.
     """
 
     def __init__(
         self,
         model: Transformer,
-        ranks: Ranks = ALONE,
+        ranks: ProcessGroup = SINGLE_PROCESS,
         *,
         optimizer: str = "adamw",
         dtype: torch.dtype = torch.bfloat16,
         compute: torch.dtype = torch.float32,
     ) -> None:
-        self.model, self.ranks, self.dtype, self.compute = model, ranks, dtype, compute
+        self.model = model
+        self.ranks = ranks
+        self.dtype = dtype
+        self.compute = compute
         self.device = next(model.parameters()).device
-        self._cost = cost_of(model)
+        self._sequence_cost = sequence_cost(model)
         self._masters = {
-            name: p.detach()[ranks.rows(len(p))].to(torch.float32, copy=True) for name, p in model.named_parameters()
+            name: p.detach()[ranks.local_rows(len(p))].to(torch.float32, copy=True)
+            for name, p in model.named_parameters()
         }
         ranks.shard(model.cast(compute))
         self._parameters = dict(model.named_parameters())
-        self._gradients: dict[str, Tensor] = {}  # and no learner is held by a parameter, or neither would ever go
+        # and no learner is held by a parameter, or neither would ever go
+        self._gradients: dict[str, Tensor] = {}
         for name, parameter in self._parameters.items():
             hook = partial(_add_gradient, self._gradients, name)
             parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         # What no gradient moves: the biases of routers.
-        self._fixed = {name: t for name, t in model.state_dict().items() if name not in self._parameters}
-        self._kept: dict[str, Tensor] = {}
+        self._fixed = {
+            name: t for name, t in model.state_dict().items() if name not in self._parameters
+        }
+        self._snapshot: dict[str, Tensor] = {}
         self._optimizer: Optimizer = OPTIMIZER[optimizer](self._masters, model, ranks)
         self._round(self._masters)
 
@@ -132,169 +111,250 @@ class Learner:
         microbatch_tokens: int = 8192,
         weight_decay: float = 0.0,
         fetch: Callable[[str], bytes] | None = None,
-        plausible: float = 0.0,
-        balance: bool = False,
+        router_replay_min_score: float = 0.0,
+        router_balance: bool = False,
     ) -> StepStats:
-        """One step of RL. `microbatch_tokens = 0`: row after row in their order, deterministic. An objective with a
-        `kl_coef` takes the kept weights for its reference. `fetch` reads the experts that a row names; without it none
-        are replayed. `plausible`, `balance`: see `routers`."""
-        routers = Routers(self.model, least=plausible, balance=balance)
+        """One step of RL. `microbatch_tokens = 0`: row after row in their order, deterministic. An
+        objective with a `kl_coef` takes the snapshot for its reference. `fetch` reads the experts
+        that a row names; without it none are replayed. `router_replay_min_score`, `router_balance`:
+        see `routers`."""
+        routers = RouterTracker(
+            self.model, min_score=router_replay_min_score, router_balance=router_balance
+        )
         rows, divisor = self._weighed(batch, objective.aggregate, microbatch_tokens)
         num_tokens = sum(row.num_tokens for row in rows)
-        mine = self._share(rows, partial(pack_rows, experts=self._experts(fetch)), microbatch_tokens)
+        mine = self._share(
+            rows, partial(pack_rows, experts=self._experts(fetch)), microbatch_tokens
+        )
         references: Iterable[Tensor | None] = itertools.repeat(None)
         if objective.kl_coef:
             mine = list(mine)
             references = self._reference(mine, temperature)
-        sums, seen = [], []  # on the device: nothing is waited for before the last microbatch is under way
+        # on the device: nothing is waited for before the last microbatch is under way
+        sums, seen = [], []
         for micro, ref_logp_N in zip(mine, references, strict=False):
-            routing = routers.open(micro)
-            logp_N, others = token_logprobs(self.model, micro, temperature, routing, with_others=True)
-            scored = objective.score(logp_N, micro.old_logprobs_N, micro.advantages_N, micro.row_N, ref_logp_N)
-            otherwise_N = routers.otherwise(routing, micro.places_N)
-            balancing = routers.close(routing, micro) * (micro.num_tokens / num_tokens)
-            loss = (scored.loss_N * micro.weights_N).sum() / divisor + balancing
-            loss.backward()  # type: ignore[no-untyped-call]
-            parts = (loss.detach(), scored.capped_N.sum(), scored.silenced_N.sum(), others.entropy_N.sum())
-            sums.append(torch.stack([part.double() for part in parts]))
-            columns = (micro.row_N, micro.old_logprobs_N, logp_N.detach(), others.likeliest_N, otherwise_N)
-            seen.append(torch.stack([column.double() for column in columns], 1))
-        routers.settle(self.ranks)
-        loss_sum, *others_sum = self.ranks.sum(*(sum(column) for column in torch.stack(sums).T.tolist()))
-        capped, silenced, entropy = (each / num_tokens for each in others_sum)
-        seen_N5 = self.ranks.join_all(torch.cat(seen).flatten().cpu()).view(-1, 5)
+            summed, columns_N5 = self._backward(
+                micro, routers, objective, ref_logp_N,
+                temperature=temperature, num_tokens=num_tokens, divisor=divisor,
+            )  # fmt: skip
+            sums.append(summed)
+            seen.append(columns_N5)
+        routers.end_step(self.ranks)
+        loss_sum, *others_sum = self.ranks.all_reduce_sum(
+            *(sum(column) for column in torch.stack(sums).T.tolist())
+        )
+        truncated_frac, zero_grad_frac, entropy = (each / num_tokens for each in others_sum)
+        seen_N5 = self.ranks.all_gather(torch.cat(seen).flatten().cpu()).view(-1, 5)
         grad_norm = self._update(lr, weight_decay)  # goes on while figures are made
         return StepStats(
             loss=loss_sum,
-            drift=gap(seen_N5[:, 1].numpy(), seen_N5[:, 2].numpy()),
-            capped=capped,
-            silenced=silenced,
+            mismatch=mismatch_stats(seen_N5[:, 1].numpy(), seen_N5[:, 2].numpy()),
+            truncated_frac=truncated_frac,
+            zero_grad_frac=zero_grad_frac,
             entropy=entropy,
             grad_norm=grad_norm,
             lr=lr,
             num_rows=len(rows),
             num_tokens=num_tokens,
-            num_computed=sum(row.length for row in rows),
-            router_disagreement=routers.disagreement,
-            experts_replaced=routers.replaced,
+            num_forward_tokens=sum(row.length for row in rows),
+            router_mismatch_frac=routers.mismatch_frac,
+            experts_replaced_frac=routers.replaced_frac,
             recomputed=_by_row(seen_N5, len(rows)),
         )
 
     def _experts(self, fetch: Callable[[str], bytes] | None) -> Callable[[Row], Tensor | None]:
         """What `pack_rows` asks for the experts of a row."""
         config = self.model.config.experts
-        return lambda row: to_replay(row, config, fetch) if fetch else None
+        return lambda row: experts_to_replay(row, config, fetch) if fetch else None
 
-    def _weighed(self, batch: Batch, aggregate: str, microbatch_tokens: int) -> tuple[list[Sampled], float]:
+    def _backward(
+        self,
+        micro: Microbatch,
+        routers: RouterTracker,
+        objective: Objective,
+        ref_logp_N: Tensor | None,
+        *,
+        temperature: float,
+        num_tokens: int,
+        divisor: float,
+    ) -> tuple[Tensor, Tensor]:
+        """Add the gradient of one microbatch; return its sums and the columns of its tokens to
+        report."""
+        routing = routers.begin_microbatch(micro)
+        logp_N, others = token_logprobs(self.model, micro, temperature, routing, with_stats=True)
+        scored = objective.score(
+            logp_N, micro.old_logprobs_N, micro.advantages_N, micro.row_ids_N, ref_logp_N
+        )
+        router_mismatch_N = routers.token_mismatches(routing, micro.logits_indices_N)
+        balancing = routers.end_microbatch(routing, micro) * (micro.num_tokens / num_tokens)
+        loss = (scored.loss_N * micro.weights_N).sum() / divisor + balancing
+        loss.backward()  # type: ignore[no-untyped-call]
+        parts = (
+            loss.detach(),
+            scored.truncated_N.sum(),
+            scored.zero_grad_N.sum(),
+            others.entropy_N.sum(),
+        )
+        summed = torch.stack([part.double() for part in parts])
+        columns = (
+            micro.row_ids_N,
+            micro.old_logprobs_N,
+            logp_N.detach(),
+            others.argmax_N,
+            router_mismatch_N,
+        )
+        return summed, torch.stack([column.double() for column in columns], 1)
+
+    def _packed(
+        self, rows: Sequence[RolloutSequence], fetch: Callable[[str], bytes] | None
+    ) -> Microbatch:
+        """A microbatch of rows, with the experts that they replay."""
+        experts = self.model.config.experts
+        return pack_rows(
+            rows, lambda row: experts_to_replay(row, experts, fetch) if fetch else None
+        )
+
+    def _weighed(
+        self, batch: Batch, aggregate: str, microbatch_tokens: int
+    ) -> tuple[list[RolloutSequence], float]:
         """The rows of a batch, and what the weighted sum of their tokens' losses is divided by."""
         context = self.model.config.max_position_embeddings
         weights, divisor = AGGREGATE[aggregate](batch.rows, context)
         if not any(any(row.mask) for row in batch.rows):
-            raise ValueError(f"the batch of step {batch.step} has no sampled token: there is nothing to learn from")
+            raise ValueError(
+                f"the batch of step {batch.step} has no sampled token: there is nothing to learn "
+                f"from"
+            )
         check(batch.rows, microbatch_tokens=microbatch_tokens, max_tokens=context)
-        return [Sampled.of(row, n, w) for n, (row, w) in enumerate(zip(batch.rows, weights, strict=True))], divisor
+        return [
+            RolloutSequence.from_row(row, n, w)
+            for n, (row, w) in enumerate(zip(batch.rows, weights, strict=True))
+        ], divisor
 
     def fit(
         self,
-        items: Sequence[Item],
+        items: Sequence[PackItem],
         *,
         lr: float,
         weight_decay: float = 0.0,
-        balance: bool = False,
-        pack: Callable[[Sequence[Any]], Packed] = pack,
+        router_balance: bool = False,
+        pack: Callable[[Sequence[Any]], PackedBatch] = pack_batch,
         loss: FitLoss = cross_entropy,
     ) -> FitStats:
         """One step of a supervised loss, averaged over what counts in all items together."""
-        routers = Routers(self.model, balance=balance)
-        count = sum(item.count for item in items)
+        routers = RouterTracker(self.model, router_balance=router_balance)
+        count = sum(item.num_loss_terms for item in items)
         num_tokens = sum(item.num_tokens for item in items)
-        totals, figures = [], Figures()
+        totals, metrics = [], Metrics()
         for micro in self._share(items, pack):
-            routing = routers.open(micro)
+            routing = routers.begin_microbatch(micro)
             sum_of_losses, seen = loss(self.model, micro, routing)
-            balancing = routers.close(routing, micro) * (micro.num_tokens / num_tokens)
+            balancing = routers.end_microbatch(routing, micro) * (micro.num_tokens / num_tokens)
             mean = sum_of_losses / count + balancing
             mean.backward()  # type: ignore[no-untyped-call]
             totals.append(mean.detach().double())
-            figures |= {name: figures.get(name, 0.0) + value / count for name, value in seen.items()}
-        routers.settle(self.ranks)
-        total, *sums = self.ranks.sum(sum(torch.stack(totals).tolist()), *figures.values())
+            metrics |= {
+                name: metrics.get(name, 0.0) + value / count for name, value in seen.items()
+            }
+        routers.end_step(self.ranks)
+        total, *sums = self.ranks.all_reduce_sum(
+            sum(torch.stack(totals).tolist()), *metrics.values()
+        )
         return FitStats(
             loss=total,
             grad_norm=self._update(lr, weight_decay),
             lr=lr,
             num_tokens=num_tokens,
-            figures=dict(zip(figures, sums, strict=True)),
+            metrics=dict(zip(metrics, sums, strict=True)),
         )
 
     @torch.no_grad()
-    def evaluate(self, texts: Sequence[Text]) -> float:
+    def evaluate(self, texts: Sequence[TokenSequence]) -> float:
         """Mean cross entropy of the tokens that count; changes nothing."""
-        logps = [token_logprobs(self.model, packed)[0].double().sum() for packed in self._share(texts, pack)]
-        self.ranks.rest(self.model)
-        (total,) = self.ranks.sum(sum(torch.stack(logps).tolist()))
+        logps = [
+            token_logprobs(self.model, packed)[0].double().sum()
+            for packed in self._share(texts, pack_batch)
+        ]
+        self.ranks.reshard(self.model)
+        (total,) = self.ranks.all_reduce_sum(sum(torch.stack(logps).tolist()))
         return -total / sum(text.num_tokens for text in texts)
 
     @torch.no_grad()
     def _reference(self, microbatches: Sequence[Microbatch], temperature: float) -> list[Tensor]:
         """The log-probs under the kept weights."""
-        assert self._kept, "a kl_coef needs a reference: keep() the weights that the stage starts from"
-        with self.recalled():
+        assert self._snapshot, (
+            "a kl_coef needs a reference: keep() the weights that the stage starts from"
+        )
+        with self.using_snapshot():
             return [token_logprobs(self.model, micro, temperature)[0] for micro in microbatches]
 
     def weights(self) -> dict[str, Tensor]:
-        """Of a learner alone: a copy of the tensors to publish, the very values that the next forward pass computes
-        with."""
-        return files.weights(self.model, self.dtype)
+        """Of a learner alone: a copy of the tensors to publish, the very values that the next
+        forward pass computes with."""
+        return files.hf_state_dict(self.model, self.dtype)
 
-    def rows(self) -> dict[str, files.Rows]:
+    def hf_rows(self) -> dict[str, files.Rows]:
         """The same, as far as this rank holds it. They are for whoever asks to keep."""
         held = {
-            name: (self.ranks.rows(len(p)).start, own(p).detach().to(self.dtype, copy=True))
+            name: (
+                self.ranks.local_rows(len(p)).start,
+                local_tensor(p).detach().to(self.dtype, copy=True),
+            )
             for name, p in self._parameters.items()
         }
         fixed = {name: (0, tensor.clone()) for name, tensor in self._fixed.items()}
-        return files.rows(self.model, held | fixed, self.dtype)
+        return files.hf_rows(self.model, held | fixed, self.dtype)
 
-    def restart(self) -> None:
-        """Forget the optimizer's past and any kept weights, as a new stage does; the weights stay."""
-        self._optimizer.restart()
-        self._kept = {}
+    def reset(self) -> None:
+        """Forget the optimizer's past and any kept weights, as a new stage does; the weights
+        stay."""
+        self._optimizer.reset()
+        self._snapshot = {}
 
-    def keep(self) -> None:
+    def snapshot(self) -> None:
         """Remember the weights as they are now, in place of any kept before."""
-        self._kept = {name: master.clone() for name, master in self._masters.items()}
+        self._snapshot = {name: master.clone() for name, master in self._masters.items()}
 
-    def recall(self) -> None:
+    def restore_snapshot(self) -> None:
         """Go back to the kept weights."""
-        _fill(self._masters, self._kept)
+        _fill(self._masters, self._snapshot)
         self._round(self._masters)
 
     @contextlib.contextmanager
-    def recalled(self) -> Iterator[None]:
+    def using_snapshot(self) -> Iterator[None]:
         """The model computes with the kept weights for as long as the block lasts."""
-        self._round(self._kept)
+        self._round(self._snapshot)
         try:
             yield
         finally:
-            self.ranks.rest(self.model)
+            self.ranks.reshard(self.model)
             self._round(self._masters)
 
     def state(self) -> dict[str, Tensor]:
-        """Everything that the next step depends on, as far as this rank holds it. It shares memory with the learner:
-        pack it before stepping."""
-        return self._whole() | {f"kept.{name}": tensor for name, tensor in self._kept.items()}
+        """Everything that the next step depends on, as far as this rank holds it. It shares memory
+        with the learner: pack it before stepping."""
+        return self._whole() | {
+            f"snapshot.{name}": tensor for name, tensor in self._snapshot.items()
+        }
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
         """Goes on from `state()` of this rank of this learner or of another one, to the bit."""
-        kept = {name.removeprefix("kept."): t for name, t in tensors.items() if name.startswith("kept.")}
-        self._kept = {name: tensor.to(self.device, copy=True) for name, tensor in kept.items()}
-        _fill(self._whole(), {name: tensor for name, tensor in tensors.items() if not name.startswith("kept.")})
+        kept = {
+            name.removeprefix("snapshot."): t
+            for name, t in tensors.items()
+            if name.startswith("snapshot.")
+        }
+        self._snapshot = {name: tensor.to(self.device, copy=True) for name, tensor in kept.items()}
+        _fill(
+            self._whole(),
+            {name: tensor for name, tensor in tensors.items() if not name.startswith("snapshot.")},
+        )
         self._round(self._masters)
 
     def load_shards(self, size: int, shard: Callable[[int], Mapping[str, Tensor]]) -> None:
-        """Goes on from the states of `size` ranks, of which `shard` reads one. Other ranks than these may go on, each
-        with its rows of what they had; sums are then made in another order."""
+        """Goes on from the states of `size` ranks, of which `shard` reads one. Other ranks than
+        these may go on, each with its rows of what they had; sums are then made in another
+        order."""
         if size == self.ranks.size:
             self.load_state(shard(self.ranks.rank))
             return
@@ -302,14 +362,16 @@ class Learner:
         for rank in range(size):
             for name, tensor in shard(rank).items():
                 mine.setdefault(name, []).append(self._mine(name, tensor, rank, size))
-        self.load_state({name: torch.cat(parts) if parts[0].ndim else parts[0] for name, parts in mine.items()})
+        self.load_state(
+            {name: torch.cat(parts) if parts[0].ndim else parts[0] for name, parts in mine.items()}
+        )
 
     def _mine(self, name: str, tensor: Tensor, rank: int, size: int) -> Tensor:
         """The part of a tensor of one of `size` ranks that this rank holds."""
         if name.startswith("fixed.") or tensor.ndim == 0:  # every rank has the whole of it
             return tensor if rank == 0 or tensor.ndim == 0 else tensor[:0]
         count = len(self._parameters[name.partition(".")[2]])
-        theirs, ours = rows_of(count, rank, size), self.ranks.rows(count)
+        theirs, ours = shard_rows(count, rank, size), self.ranks.local_rows(count)
         start, stop = max(theirs.start, ours.start), min(theirs.stop, ours.stop)
         return tensor[start - theirs.start : max(start, stop) - theirs.start].clone()
 
@@ -320,24 +382,39 @@ class Learner:
         return tensors | self._optimizer.state()
 
     def _share(
-        self, items: Sequence[Item], pack: Callable[[Sequence[Any]], P], microbatch_tokens: int | None = None
+        self,
+        items: Sequence[PackItem],
+        pack: Callable[[Sequence[Any]], P],
+        microbatch_tokens: int | None = None,
     ) -> Iterable[P]:
-        """What this rank computes of them, each made when its turn comes, while the device is busy with the last. Ranks
-        meet in every layer of every pass, so all have equally many."""
-        limit = MICROBATCH_TOKENS[self.device.type] if microbatch_tokens is None else microbatch_tokens
-        plans = plan([item.length for item in items], limit, self.ranks.size, self._cost)
-        return (pack([items[index] for index in some]).to(self.device) for some in plans[self.ranks.rank])
+        """What this rank computes of them, each made when its turn comes, while the device is busy
+        with the last. Ranks meet in every layer of every pass, so all have equally many."""
+        limit = (
+            MICROBATCH_TOKENS[self.device.type] if microbatch_tokens is None else microbatch_tokens
+        )
+        plans = plan_microbatches(
+            [item.length for item in items], limit, self.ranks.size, self._sequence_cost
+        )
+        return (
+            pack([items[index] for index in some]).to(self.device)
+            for some in plans[self.ranks.rank]
+        )
 
     def _update(self, lr: float, weight_decay: float) -> float:
-        """Moves the masters by the gradient that has gathered on the model, and rounds them into it."""
-        gradients = {name: self._gradients[name] for name in self._masters if name in self._gradients}
+        """Moves the masters by the gradient that has gathered on the model, and rounds them into
+        it."""
+        gradients = {
+            name: self._gradients[name] for name in self._masters if name in self._gradients
+        }
         self._gradients.clear()
-        norm = self.ranks.norm(torch.nn.utils.get_total_norm(gradients.values()))
+        norm = self.ranks.global_norm(torch.nn.utils.get_total_norm(gradients.values()))
         # It would poison the masters and every version after.
         if not torch.isfinite(norm):
             raise EtudeError(
-                "the gradient of this step is not finite, and the weights were left as they are: look for rewards or "
-                "log-probs that are not finite in its batch, or for a loss of your own that is not finite on it"
+                "the gradient of this step is not finite, and the weights were left as they are: "
+                "look for rewards or "
+                "log-probs that are not finite in its batch, or for a loss of your own that is not "
+                "finite on it"
             )
         scale = (MAX_GRAD_NORM / (norm + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(list(gradients.values()), scale)
@@ -348,52 +425,67 @@ class Learner:
     @torch.no_grad()
     def _round(self, weights: Mapping[str, Tensor]) -> None:
         """Into the model."""
-        exact = weights.values() if self.compute == self.dtype else [w.to(self.dtype) for w in weights.values()]
-        torch._foreach_copy_([own(self._parameters[name]) for name in weights], list(exact))
+        exact = (
+            weights.values()
+            if self.compute == self.dtype
+            else [w.to(self.dtype) for w in weights.values()]
+        )
+        torch._foreach_copy_(
+            [local_tensor(self._parameters[name]) for name in weights], list(exact)
+        )
 
 
 @torch.no_grad()
 def _add_gradient(gradients: dict[str, Tensor], name: str, parameter: Tensor) -> None:
     """Takes what a microbatch leaves at a parameter."""
     assert parameter.grad is not None
-    gradient, parameter.grad = own(parameter.grad), None
+    gradient, parameter.grad = local_tensor(parameter.grad), None
     if name in gradients:
         gradients[name].add_(gradient)
     else:
         gradients[name] = gradient.float()
 
 
-def _by_row(seen_N5: Tensor, num_rows: int) -> tuple[Recomputed, ...]:
-    """From the columns number of the row, old and new log-prob, likeliest token, routed otherwise."""
+def _by_row(seen_N5: Tensor, num_rows: int) -> tuple[RecomputedRow, ...]:
+    """From the columns number of the row, old and new log-prob, likeliest token, routed
+    otherwise."""
     number_N = seen_N5[:, 0].long()
     sizes = number_N.bincount(minlength=num_rows).tolist()
     rows = torch.split(seen_N5[number_N.argsort(stable=True)], sizes)
     return tuple(
-        Recomputed(
+        RecomputedRow(
             logprobs=tuple(row[:, 2].tolist()),
-            likeliest=tuple(row[:, 3].long().tolist()),
-            routed_otherwise=None if row[:, 4].isnan().any() else tuple(row[:, 4].bool().tolist()),
+            argmax=tuple(row[:, 3].long().tolist()),
+            router_mismatch=None if row[:, 4].isnan().any() else tuple(row[:, 4].bool().tolist()),
         )
         for row in rows
     )
 
 
-def cost_of(model: Transformer) -> Cost:
-    """Multiplications: every weight that a token meets, and in each layer a key and a value for each pair of tokens."""
+def sequence_cost(model: Transformer) -> SequenceCost:
+    """Multiplications: every weight that a token meets, and in each layer a key and a value for
+    each pair of tokens."""
     c = model.config
     used = c.experts.num_experts_per_tok / c.experts.num_experts if c.experts else 1.0
-    weights = sum(p.numel() * (used if ".experts." in name else 1.0) for name, p in model.named_parameters())
-    return Cost(per_token=weights, per_pair=2.0 * c.num_hidden_layers * c.num_attention_heads * c.head_dim)
+    weights = sum(
+        p.numel() * (used if ".experts." in name else 1.0) for name, p in model.named_parameters()
+    )
+    return SequenceCost(
+        per_token=weights, per_pair=2.0 * c.num_hidden_layers * c.num_attention_heads * c.head_dim
+    )
 
 
 @torch.no_grad()
 def _fill(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
     if own.keys() != given.keys():
-        raise ValueError(f"the state does not fit the model: missing {sorted(own.keys() - given.keys())}, "
-                         f"unknown {sorted(given.keys() - own.keys())}")  # fmt: skip
+        raise ValueError(
+            f"the state does not fit the model: missing {sorted(own.keys() - given.keys())}, "
+            f"unknown {sorted(given.keys() - own.keys())}"
+        )
     for name, tensor in own.items():
         if tensor.shape != given[name].shape:
             raise ValueError(
-                f"the state does not fit the model: {name} is {tuple(given[name].shape)}, not {tuple(tensor.shape)}"
+                f"the state does not fit the model: {name} is {tuple(given[name].shape)}, not "
+                f"{tuple(tensor.shape)}"
             )
         tensor.copy_(given[name])

@@ -1,21 +1,24 @@
-"""What a sampled token adds to the objective. A loss is an entry of `LOSS`: ten lines, and no others have to change.
+"""Policy losses: the contribution of each sampled token to the objective. To add one, add a
+function and an entry of `LOSS`.
 
 Three policies stand behind a ratio, and every page on these losses means one of them by "old":
 
-    engine     the weights that sampled the token, often some steps old, and the engine's numerics: recorded with it
+    engine     the weights that sampled the token, often some steps old, and the engine's numerics:
+               recorded with it
     proximal   the learner's weights before this step
     new        the learner's weights now, which the gradient is taken of
 
-new / engine = (new / proximal) x (proximal / engine). The second factor is what data from elsewhere costs, and
-`train.correction` deals with it; the first is how far this step has gone, and is what a loss clips. Here a batch is one
-optimizer step: new *is* proximal when the gradient is taken, so behind a correction the ratio of every loss is 1, no
-clip ever acts, and the losses differ only in how tokens are added up. With `correction = "none"` the proximal policy is
-taken to be the engine's: the loss then sees the whole ratio new / engine and clips that, which is how GRPO, DAPO, GSPO
-and CISPO are used on data that is a little stale. Each loss comes with the correction that makes it what its paper
-says.
+new / engine = (new / proximal) x (proximal / engine). The second factor is what data from elsewhere
+costs, and `train.correction` deals with it; the first is how far this step has gone, and is what a
+loss clips. Here a batch is one optimizer step: new *is* proximal when the gradient is taken, so
+behind a correction the ratio of every loss is 1, no clip ever acts, and the losses differ only in
+how tokens are added up. With `correction = "none"` the proximal policy is taken to be the engine's:
+the loss then sees the whole ratio new / engine and clips that, which is how GRPO, DAPO, GSPO and
+CISPO are used on data that is a little stale. Each loss comes with the correction that makes it
+what its paper says.
 
-Every loss is linear in the advantage as long as that keeps its sign. So a correction, which is a weight of 0 or more,
-is simply multiplied into the advantage before the loss sees it.
+Every loss is linear in the advantage as long as that keeps its sign. So a correction, which is a
+weight of 0 or more, is simply multiplied into the advantage before the loss sees it.
 
 Shapes: T tokens, E hidden size; N the tokens that count, in the order in which they stand.
 """
@@ -29,21 +32,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from etude.model.attention import Causal
-from etude.model.tiled_attention import CausalInTiles
+from etude.model.attention import CausalAttention
+from etude.model.tiled_attention import TiledCausalAttention
 from etude.model.transformer import Routing, Transformer
-from etude.train.head import Others, head_logprobs
-from etude.train.rows import Packed
+from etude.train.head import TokenStats, head_logprobs
+from etude.train.packing import PackedBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tokens:
-    """The sampled tokens of some whole rows, as a loss sees them."""
+class LossInputs:
+    """The inputs of a policy loss: the sampled tokens of some whole rows."""
 
     logp_N: Tensor
     """Under the new policy, with its gradient."""
     old_logp_N: Tensor
-    """Under the policy that the ratio is measured against: the proximal one, or without a correction the engine's."""
+    """Under the policy that the ratio is measured against: the proximal one, or without a
+    correction the engine's."""
     adv_N: Tensor
     row_N: Tensor
     """The number of the row that the token stands in."""
@@ -64,33 +68,35 @@ class Clip:
         return ratio_N.clamp(1 - self.low, 1 + self.high)
 
 
-PolicyLoss = Callable[[Tokens, Clip], Tensor]
+PolicyLoss = Callable[[LossInputs, Clip], Tensor]
 """-> loss_N, one number for each token"""
 
 
-def policy_gradient(tokens: Tokens, clip: Clip) -> Tensor:
-    """The oldest one: what went well becomes likelier, in proportion to the advantage."""
+def reinforce(tokens: LossInputs, clip: Clip) -> Tensor:
+    """REINFORCE: each token's log-prob is raised in proportion to its advantage."""
     return -tokens.adv_N * tokens.logp_N
 
 
-def clipped(tokens: Tokens, clip: Clip) -> Tensor:
-    """PPO: a token that has already moved as far as its advantage pushes it, out of the clip's range, is silent."""
+def ppo_clip(tokens: LossInputs, clip: Clip) -> Tensor:
+    """PPO: a token that has already moved as far as its advantage pushes it, out of the clip's
+    range, has zero gradient."""
     ratio_N = tokens.ratio_N
     return -torch.minimum(ratio_N * tokens.adv_N, clip(ratio_N) * tokens.adv_N)
 
 
-def clipped_by_row(tokens: Tokens, clip: Clip) -> Tensor:
-    """The same with one ratio for a whole row, the geometric mean of its tokens': the reward was given to the whole
-    answer, and the noise of single tokens' ratios averages out. The range is narrow because a mean moves little."""
+def gspo(tokens: LossInputs, clip: Clip) -> Tensor:
+    """GSPO: `ppo_clip` with one ratio for a whole row, the geometric mean of its tokens': the
+    reward was given to the whole answer, and the noise of single tokens' ratios averages out. The
+    range is narrow because a mean moves little."""
     log_ratio_N = tokens.logp_N - tokens.old_logp_N
     size_N = sum_by_row(torch.ones_like(log_ratio_N), tokens.row_N)
     ratio_N = (sum_by_row(log_ratio_N, tokens.row_N) / size_N).exp()
     return -torch.minimum(ratio_N * tokens.adv_N, clip(ratio_N) * tokens.adv_N)
 
 
-def clipped_weight(tokens: Tokens, clip: Clip) -> Tensor:
-    """The ratio is clipped as a weight, constant to the gradient: no token is ever silent, also the rare ones that
-    turn a session around and move far in one step."""
+def cispo(tokens: LossInputs, clip: Clip) -> Tensor:
+    """CISPO: the ratio is clipped as a weight, constant to the gradient: no token ever has zero
+    gradient, not even the rare ones that turn a session around and move far in one step."""
     return -clip(tokens.ratio_N.detach()) * tokens.adv_N * tokens.logp_N
 
 
@@ -98,13 +104,15 @@ def sum_by_row(x_N: Tensor, row_N: Tensor) -> Tensor:
     """For each token the sum over all tokens of its row."""
     if not len(x_N):
         return x_N
-    sums_B = torch.zeros(int(row_N.max()) + 1, dtype=x_N.dtype, device=x_N.device).index_add(0, row_N, x_N)
+    sums_B = torch.zeros(int(row_N.max()) + 1, dtype=x_N.dtype, device=x_N.device).index_add(
+        0, row_N, x_N
+    )
     return sums_B[row_N]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """A loss and what it goes with; a run may say otherwise about each of them."""
+    """A policy loss with its default aggregation, clip and correction; a run may override each."""
 
     function: PolicyLoss
     aggregate: str = "token"
@@ -114,38 +122,44 @@ class Loss:
 
 
 LOSS: dict[str, Loss] = {
-    "reinforce": Loss(function=policy_gradient, correction="truncated"),
-    "ppo_clip": Loss(function=clipped, clip=Clip(0.2, 0.2)),
-    # Each attempt counts alike, however long. Its paper goes with credit = "std_normalised".
-    "grpo": Loss(function=clipped, clip=Clip(0.2, 0.2), aggregate="sequence"),
-    # A long wrong answer is not made cheaper per token; goes with credit = "centered".
-    "dr_grpo": Loss(function=clipped, clip=Clip(0.2, 0.2), aggregate="constant"),
-    # More room upwards, so that unlikely tokens can become likely. Its "dynamic sampling" is what the controller does
-    # anyway: a group without a difference is dropped, and another takes its slot.
-    "dapo": Loss(function=clipped, clip=Clip(0.2, 0.28)),
-    "gspo": Loss(function=clipped_by_row, clip=Clip(3e-4, 4e-4), aggregate="sequence"),
-    "cispo": Loss(function=clipped_weight, clip=Clip(1.0, 4.0)),
+    "reinforce": Loss(function=reinforce, correction="truncated"),
+    "ppo_clip": Loss(function=ppo_clip, clip=Clip(0.2, 0.2)),
+    # Each attempt counts alike, however long. Its paper goes with advantage = "grpo".
+    "grpo": Loss(function=ppo_clip, clip=Clip(0.2, 0.2), aggregate="sequence"),
+    # A long wrong answer is not made cheaper per token; goes with advantage = "dr_grpo".
+    "dr_grpo": Loss(function=ppo_clip, clip=Clip(0.2, 0.2), aggregate="constant"),
+    # More room upwards, so that unlikely tokens can become likely. Its "dynamic sampling" is what
+    # the controller does anyway: a group without a difference is dropped, and another takes its
+    # slot.
+    "dapo": Loss(function=ppo_clip, clip=Clip(0.2, 0.28)),
+    "gspo": Loss(function=gspo, clip=Clip(3e-4, 4e-4), aggregate="sequence"),
+    "cispo": Loss(function=cispo, clip=Clip(1.0, 4.0)),
 }
 
 
 def token_logprobs(
     model: Transformer,
-    packed: Packed,
+    packed: PackedBatch,
     temperature: float = 1.0,
     routing: Routing | None = None,
     *,
-    with_others: bool = False,
-) -> tuple[Tensor, Others]:
+    with_stats: bool = False,
+) -> tuple[Tensor, TokenStats]:
     """For each token that counts: its log-prob, and if it is wanted what could have stood there.
 
-    Only positions that predict a counted token reach the head: every other token costs no logits and gets no gradient.
+    Only positions that predict a counted token reach the head: every other token costs no logits
+    and gets no gradient.
     """
-    hidden_NE, tokens_N = predicted(model, packed, routing)
-    return head_logprobs(model, hidden_NE, tokens_N, temperature, with_others=with_others)
+    hidden_NE, tokens_N = predicting_states(model, packed, routing)
+    return head_logprobs(model, hidden_NE, tokens_N, temperature, with_stats=with_stats)
 
 
-def predicted(model: Transformer, packed: Packed, routing: Routing | None = None) -> tuple[Tensor, Tensor]:
+def predicting_states(
+    model: Transformer, packed: PackedBatch, routing: Routing | None = None
+) -> tuple[Tensor, Tensor]:
     """For each token that counts: the hidden state before it, and the token (NE, N)."""
-    attend = (CausalInTiles if model.invariant else Causal)(packed.lengths, packed.tokens_T.device)
+    attend = (TiledCausalAttention if model.invariant else CausalAttention)(
+        packed.lengths, packed.tokens_T.device
+    )
     hidden_TE = model(packed.tokens_T, packed.positions_T, attend, routing)
-    return hidden_TE.index_select(0, packed.places_N), packed.targets_N
+    return hidden_TE.index_select(0, packed.logits_indices_N), packed.targets_N

@@ -1,14 +1,16 @@
-"""What one RL step minimises, put together from its parts: credit less KL, corrected, into a loss, added up.
+"""The RL objective, put together from its parts: advantage less KL, corrected, into a loss,
+aggregated.
 
-    advantage                     given by the controller (`core.credit`)
-    - kl_coef x k1                the price of moving away from the reference
+    advantage                     given by the controller (`core.advantage`)
+    - kl_coef x k1                the penalty on moving away from the reference
     x importance weight           for tokens that another policy sampled (`train.correction`)
     -> loss of each token         (`train.loss`)
     -> one number                 `AGGREGATE`
 
-The KL stands in the reward and not in the loss: k1 = log-prob of the policy minus that of the reference estimates the
-KL, but its derivative is 0 on average, so as a term of the loss it would do nothing. As a reward, token by token, its
-policy gradient is the gradient of the KL in the contexts that were visited.
+The KL stands in the reward and not in the loss: k1 = log-prob of the policy minus that of the
+reference estimates the KL, but its derivative is 0 on average, so as a term of the loss it would do
+nothing. As a reward, token by token, its policy gradient is the gradient of the KL in the contexts
+that were visited.
 
 Shapes: N the sampled tokens of a microbatch.
 """
@@ -22,15 +24,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from etude.core.errors import EtudeError, blame
+from etude.core.errors import EtudeError, user_code
 from etude.core.types import Row
 from etude.train.correction import CORRECTION
-from etude.train.loss import LOSS, Clip, Loss, Tokens
+from etude.train.loss import LOSS, Clip, Loss, LossInputs
 
 Aggregate = Callable[[Sequence[Row], int], tuple[list[float], float]]
-"""(rows of the whole batch, tokens of the context) -> a weight for each row, and what the weighted sum is divided by.
+"""(rows of the whole batch, tokens of the context) -> a weight for each row, and what the weighted
+sum is divided by.
 
-It looks at the whole batch, so how rows are cut into microbatches or given to ranks changes nothing.
+It looks at the whole batch, so how rows are cut into microbatches or given to ranks changes
+nothing.
 """
 
 
@@ -40,7 +44,8 @@ def by_token(rows: Sequence[Row], context: int) -> tuple[list[float], float]:
 
 
 def by_sequence(rows: Sequence[Row], context: int) -> tuple[list[float], float]:
-    """The mean over attempts of the mean over their tokens, all segments of an attempt together: each counts alike."""
+    """The mean over attempts of the mean over their tokens, all segments of an attempt together:
+    each counts alike."""
     sizes: Counter[str] = Counter()
     for row in rows:
         sizes[row.sample] += sum(row.mask)
@@ -48,22 +53,27 @@ def by_sequence(rows: Sequence[Row], context: int) -> tuple[list[float], float]:
 
 
 def by_constant(rows: Sequence[Row], context: int) -> tuple[list[float], float]:
-    """The sum over tokens by a number that does not depend on what was said: no length is favoured."""
+    """The sum over tokens by a number that does not depend on what was said: no length is
+    favoured."""
     return [1.0] * len(rows), float(len({row.sample for row in rows}) * context)
 
 
-AGGREGATE: dict[str, Aggregate] = {"token": by_token, "sequence": by_sequence, "constant": by_constant}
+AGGREGATE: dict[str, Aggregate] = {
+    "token": by_token,
+    "sequence": by_sequence,
+    "constant": by_constant,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scored:
-    """The losses of some tokens, and what was done to them on the way."""
+class TokenLosses:
+    """The losses of some tokens, and which of them were truncated or have zero gradient."""
 
     loss_N: Tensor
-    capped_N: Tensor
+    truncated_N: Tensor
     """True where the correction changed the importance weight."""
-    silenced_N: Tensor
-    """True where a token teaches nothing although its advantage is not 0: left out, or clipped."""
+    zero_grad_N: Tensor
+    """True where a token has zero gradient although its advantage is not 0: masked, or clipped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,37 +86,51 @@ class Objective:
     correction: str = "truncated"
     ratio_cap: float = 2.0
     kl_coef: float = 0.0
-    taught: bool = False
-    """Advantages are log teacher - log engine (`train.teacher`), and what counts is log teacher - log learner."""
+    distills: bool = False
+    """Advantages are log teacher - log engine (`train.teacher`), and what counts is log teacher -
+    log learner."""
 
     def score(
-        self, logp_N: Tensor, engine_logp_N: Tensor, adv_N: Tensor, row_N: Tensor, ref_logp_N: Tensor | None = None
-    ) -> Scored:
+        self,
+        logp_N: Tensor,
+        engine_logp_N: Tensor,
+        adv_N: Tensor,
+        row_N: Tensor,
+        ref_logp_N: Tensor | None = None,
+    ) -> TokenLosses:
         """`row_N` numbers the row of each token; `ref_logp_N` is needed if there is a `kl_coef`."""
         own_N = logp_N.detach()
-        if self.taught:
+        if self.distills:
             adv_N = adv_N + (engine_logp_N - own_N)
         if self.kl_coef:
             assert ref_logp_N is not None
             adv_N = adv_N - self.kl_coef * (own_N - ref_logp_N)
-        old_N, weighed_N, capped_N = engine_logp_N, adv_N, torch.zeros_like(adv_N, dtype=torch.bool)
+        old_N, weighed_N, truncated_N = (
+            engine_logp_N,
+            adv_N,
+            torch.zeros_like(adv_N, dtype=torch.bool),
+        )
         if self.correction != "none":
             correction = CORRECTION[self.correction]
             ratio_N = correction.ratio(own_N - engine_logp_N, row_N)
-            weight_N = correction.cut(ratio_N, self.ratio_cap)
-            old_N, weighed_N, capped_N = own_N, weight_N * adv_N, weight_N != ratio_N
+            weight_N = correction.bound(ratio_N, self.ratio_cap)
+            old_N, weighed_N, truncated_N = own_N, weight_N * adv_N, weight_N != ratio_N
 
         def losses(logp_N: Tensor) -> Tensor:
-            tokens = Tokens(logp_N=logp_N, old_logp_N=old_N, adv_N=weighed_N, row_N=row_N)
-            return _called(self.loss, tokens, self.clip)
+            tokens = LossInputs(logp_N=logp_N, old_logp_N=old_N, adv_N=weighed_N, row_N=row_N)
+            return _checked_losses(self.loss, tokens, self.clip)
 
-        return Scored(loss_N=losses(logp_N), capped_N=capped_N, silenced_N=(_slope(losses, own_N) == 0) & (adv_N != 0))
+        return TokenLosses(
+            loss_N=losses(logp_N),
+            truncated_N=truncated_N,
+            zero_grad_N=(_gradient(losses, own_N) == 0) & (adv_N != 0),
+        )
 
 
-def _called(loss: Loss, tokens: Tokens, clip: Clip) -> Tensor:
-    """What the loss says of each token. A number for all of them, or a column, would be added up to something else
-    without a word, so it is refused."""
-    with blame("the loss raised"):
+def _checked_losses(loss: Loss, tokens: LossInputs, clip: Clip) -> Tensor:
+    """The loss of each token, checked. A number for all of them, or a column, would be added up to
+    something else without a word, so it is refused."""
+    with user_code("the loss raised"):
         loss_N = loss.function(tokens, clip)
     wrong = None
     if not isinstance(loss_N, Tensor):
@@ -116,12 +140,16 @@ def _called(loss: Loss, tokens: Tokens, clip: Clip) -> Tensor:
     elif tokens.logp_N.requires_grad and not loss_N.requires_grad:
         wrong = "numbers that do not depend on tokens.logp_N, so nothing can be learnt from them"
     if wrong:
-        raise EtudeError(f"the loss returned {wrong}: it must return a tensor of shape (N,), one number for each token")
+        raise EtudeError(
+            f"the loss returned {wrong}: it must return a tensor of shape (N,), one number for "
+            f"each token"
+        )
     return loss_N
 
 
-def _slope(losses: Callable[[Tensor], Tensor], logp_N: Tensor) -> Tensor:
-    """How each log-prob moves the loss: asked of the loss itself, so it is right for any. No model is involved."""
+def _gradient(losses: Callable[[Tensor], Tensor], logp_N: Tensor) -> Tensor:
+    """The gradient of the loss with respect to each log-prob: asked of the loss itself, so it is
+    right for any. No model is involved."""
     with torch.enable_grad():
         leaf_N = logp_N.clone().requires_grad_()
         (slope_N,) = torch.autograd.grad(losses(leaf_N).sum(), leaf_N)

@@ -1,7 +1,7 @@
-"""How the masters move. Each rank moves its own rows of them.
+"""Optimizers of the master weights. Each rank updates its own rows of them.
 
-An optimizer is made over the masters by name and keeps a few tensors of its own for each. Adding one is adding a class
-to `OPTIMIZER`.
+An optimizer is made over the masters by name and keeps a few tensors of its own for each. Adding
+one is adding a class to `OPTIMIZER`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from etude.model import files
 from etude.model.transformer import Transformer
-from etude.train.ranks import Ranks, whole
+from etude.train.distributed import ProcessGroup, full_tensor
 
 BETAS = (0.9, 0.95)
 MOMENTUM = 0.95
@@ -23,28 +23,34 @@ MOMENTUM = 0.95
 
 class Optimizer(Protocol):
     def step(self, gradients: Mapping[str, Tensor], *, lr: float, weight_decay: float) -> None:
-        """Moves the masters that have a gradient. Decay pulls matrices towards 0; the gains of norms are scales, whose
-        neutral value is not 0."""
+        """Moves the masters that have a gradient. Decay pulls matrices towards 0; the gains of
+        norms are scales, whose neutral value is not 0."""
 
-    def restart(self) -> None:
+    def reset(self) -> None:
         """Forget the past."""
 
     def state(self) -> dict[str, Tensor]:
-        """All that it remembers, sharing memory; the row of a tensor belongs to the same row of the master after whose
-        name it is called."""
+        """All that it remembers, sharing memory; the row of a tensor belongs to the same row of the
+        master after whose name it is called."""
 
 
 class AdamW:
     """torch's own, fused: one pass over memory."""
 
-    def __init__(self, masters: Mapping[str, Tensor], model: Transformer, ranks: Ranks) -> None:
+    def __init__(
+        self, masters: Mapping[str, Tensor], model: Transformer, ranks: ProcessGroup
+    ) -> None:
         self._masters = dict(masters)
         matrices = [m for m in self._masters.values() if m.ndim >= 2]
         others = [m for m in self._masters.values() if m.ndim < 2]
         self._torch = torch.optim.AdamW(
-            [{"params": matrices}, {"params": others}], lr=0.0, betas=BETAS, weight_decay=0.0, fused=True
+            [{"params": matrices}, {"params": others}],
+            lr=0.0,
+            betas=BETAS,
+            weight_decay=0.0,
+            fused=True,
         )
-        self.restart()
+        self.reset()
 
     def step(self, gradients: Mapping[str, Tensor], *, lr: float, weight_decay: float) -> None:
         for name, master in self._masters.items():
@@ -54,7 +60,7 @@ class AdamW:
         self._torch.step()
         self._torch.zero_grad(set_to_none=True)
 
-    def restart(self) -> None:
+    def reset(self) -> None:
         for master in self._masters.values():
             moments = {"exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
             self._torch.state[master] = {"step": master.new_tensor(0.0), **moments}
@@ -68,20 +74,28 @@ class AdamW:
 
 
 class Muon:
-    """The matrices within layers move by their momentum made orthogonal, so that every direction of a matrix learns
-    alike; embeddings, head, routers, norms and biases move by AdamW.
+    """The matrices within layers move by their momentum made orthogonal, so that every direction of
+    a matrix learns alike; embeddings, head, routers, norms and biases move by AdamW.
 
-    Matrices that are one parameter here are made orthogonal one by one, as Hugging Face names them. A step has the size
-    that AdamW's typically has, so rate and decay mean the same for both. It takes whole matrices: each is gathered when
-    its turn comes, and every rank keeps what concerns its rows.
+    Matrices that are one parameter here are made orthogonal one by one, as Hugging Face names them.
+    A step has the size that AdamW's typically has, so rate and decay mean the same for both. It
+    takes whole matrices: each is gathered when its turn comes, and every rank keeps what concerns
+    its rows.
     """
 
-    def __init__(self, masters: Mapping[str, Tensor], model: Transformer, ranks: Ranks) -> None:
-        self._model, self._ranks = model, ranks
+    def __init__(
+        self, masters: Mapping[str, Tensor], model: Transformer, ranks: ProcessGroup
+    ) -> None:
+        self._model = model
+        self._ranks = ranks
         self._parameters = dict(model.named_parameters())
-        self._masters = {name: master for name, master in masters.items() if is_hidden(name, master)}
+        self._masters = {
+            name: master for name, master in masters.items() if is_hidden(name, master)
+        }
         self._momentum = {name: torch.zeros_like(master) for name, master in self._masters.items()}
-        self._rest = AdamW({n: m for n, m in masters.items() if n not in self._masters}, model, ranks)
+        self._rest = AdamW(
+            {n: m for n, m in masters.items() if n not in self._masters}, model, ranks
+        )
 
     @torch.no_grad()
     def step(self, gradients: Mapping[str, Tensor], *, lr: float, weight_decay: float) -> None:
@@ -90,18 +104,22 @@ class Muon:
             momentum = self._momentum[name]
             momentum.lerp_(gradients[name], 1 - MOMENTUM)
             ahead = gradients[name].lerp(momentum, MOMENTUM)  # as Nesterov does
-            update = whole(ahead, self._parameters[name])
-            for matrix in files.named(self._model, {name: update}).values():
+            update = full_tensor(ahead, self._parameters[name])
+            for matrix in files.hf_tensors(self._model, {name: update}).values():
                 matrix.copy_(orthogonal(matrix) * 0.2 * math.sqrt(max(matrix.shape)))
-            master.mul_(1 - lr * weight_decay).sub_(update[self._ranks.rows(len(update))], alpha=lr)
+            master.mul_(1 - lr * weight_decay).sub_(
+                update[self._ranks.local_rows(len(update))], alpha=lr
+            )
 
-    def restart(self) -> None:
-        self._rest.restart()
+    def reset(self) -> None:
+        self._rest.reset()
         for momentum in self._momentum.values():
             momentum.zero_()
 
     def state(self) -> dict[str, Tensor]:
-        return self._rest.state() | {f"momentum.{name}": tensor for name, tensor in self._momentum.items()}
+        return self._rest.state() | {
+            f"momentum.{name}": tensor for name, tensor in self._momentum.items()
+        }
 
 
 OPTIMIZER: dict[str, type[AdamW] | type[Muon]] = {"adamw": AdamW, "muon": Muon}
@@ -113,8 +131,8 @@ def is_hidden(name: str, master: Tensor) -> bool:
 
 
 def orthogonal(matrix: Tensor, steps: int = 5) -> Tensor:
-    """About the nearest matrix whose singular values are all 1: a few Newton-Schulz steps, whose polynomial brings any
-    singular value of (0, 1] to between 0.7 and 1.2, small ones fast."""
+    """About the nearest matrix whose singular values are all 1: a few Newton-Schulz steps, whose
+    polynomial brings any singular value of (0, 1] to between 0.7 and 1.2, small ones fast."""
     if matrix.shape[0] > matrix.shape[1]:
         return orthogonal(matrix.T, steps).T
     a, b, c = 3.4445, -4.7750, 2.0315

@@ -1,11 +1,13 @@
-"""What a step does with the routers of a sparse model, beside learning through them: it replays the experts that the
-engine used, counts how often the routers disagree with that, and keeps the load of the experts even.
+"""The routers of a sparse model during a step: it replays the experts that the engine used, counts
+how often the routers disagree with that, and keeps the load of the experts even.
 
-Even load comes in the way of the model's family. DeepSeek's routers have a bias for each expert that only steers the
-choice; after a step it is nudged up for experts that had less than their share and down for the others, and it is
-published like any weight. The others have a further loss, least when all experts are equally likely and equally used.
+Even load comes in the way of the model's family. DeepSeek's routers have a bias for each expert
+that only steers the choice; after a step it is nudged up for experts that had less than their share
+and down for the others, and it is published like any weight. The others have a further loss, least
+when all experts are equally likely and equally used.
 
-Shapes: T tokens that are read, N those that count, X experts, k experts of a token, L layers that have experts.
+Shapes: T tokens that are read, N those that count, X experts, k experts of a token, L layers that
+have experts.
 """
 
 from __future__ import annotations
@@ -20,61 +22,75 @@ from etude.core.types import Row
 from etude.model.config import ExpertsConfig
 from etude.model.experts import Router, Routing, read_ids
 from etude.model.transformer import Transformer
-from etude.train.ranks import ALONE, Ranks
-from etude.train.rows import Packed
+from etude.train.distributed import SINGLE_PROCESS, ProcessGroup
+from etude.train.packing import PackedBatch
 
 BIAS_STEP = 1e-3
 """What DeepSeek-V3 was trained with; scores lie between 0 and 1."""
 
 
-class Routers:
-    """Those of one model over the microbatches of one step: `open`, the forward pass, `close`, and at last `settle`."""
+class RouterTracker:
+    """Tracks the routers of a model over the microbatches of one step: `begin_microbatch`, the
+    forward pass, `end_microbatch`, and at last `end_step`."""
 
-    def __init__(self, model: Transformer, *, least: float = 0.0, balance: bool = False) -> None:
-        self._config, self._least, self._balance = model.config.experts, least, balance
+    def __init__(
+        self, model: Transformer, *, min_score: float = 0.0, router_balance: bool = False
+    ) -> None:
+        self._config = model.config.experts
+        self._min_score = min_score
+        self._balance = router_balance
         self._routers = [module for module in model.modules() if isinstance(module, Router)]
-        self.num_replayed = self.num_differing = self.num_replaced = 0
-        """Tokens that were replayed, those among them for which any router would have chosen otherwise, and choices
-        that were replaced."""
+        self.num_replayed = self.num_mismatched = self.num_replaced = 0
+        """Tokens that were replayed, those among them for which any router would have chosen
+        otherwise, and choices that were replaced."""
         size = (len(self._routers), self._config.num_experts if self._config else 0)
         self.loads_LX = torch.zeros(size, dtype=torch.int64)
 
     @property
-    def disagreement(self) -> float | None:
-        """The share of the replayed tokens with a router that disagrees; None if nothing was replayed."""
-        return self.num_differing / self.num_replayed if self.num_replayed else None
+    def mismatch_frac(self) -> float | None:
+        """The share of the replayed tokens with a router that disagrees; None if nothing was
+        replayed."""
+        return self.num_mismatched / self.num_replayed if self.num_replayed else None
 
     @property
-    def replaced(self) -> float | None:
+    def replaced_frac(self) -> float | None:
         """The share of the replayed choices that were implausible."""
         if not self.num_replayed or not self._config:
             return None
-        return self.num_replaced / (self.num_replayed * len(self._routers) * self._config.num_experts_per_tok)
+        return self.num_replaced / (
+            self.num_replayed * len(self._routers) * self._config.num_experts_per_tok
+        )
 
-    def open(self, micro: Packed) -> Routing | None:
+    def begin_microbatch(self, micro: PackedBatch) -> Routing | None:
         """For the forward pass; None if there is nothing to tell and nothing to see."""
         if not self._config or (micro.experts_TLk is None and not self._balance):
             return None
-        return Routing(micro.experts_TLk, least=self._least, keep_scores=self._balance and not self._config.sigmoid)
+        return Routing(
+            micro.experts_TLk,
+            min_score=self._min_score,
+            keep_scores=self._balance and not self._config.sigmoid,
+        )
 
-    def otherwise(self, routing: Routing | None, places_N: Tensor) -> Tensor:
-        """Before `close`, for each token that counts: 1 if any router would have chosen another expert for the token
-        before it, from which it was predicted, and 0 if not; NaN if nothing was replayed."""
+    def token_mismatches(self, routing: Routing | None, places_N: Tensor) -> Tensor:
+        """Before `end_microbatch`, for each token that counts: 1 if any router would have chosen
+        another expert for the token before it, from which it was predicted, and 0 if not; NaN if
+        nothing was replayed."""
         if routing is None or routing.replay is None:
             return torch.full_like(places_N, torch.nan, dtype=torch.float32)
-        return routing.differs()[places_N].float()
+        return routing.mismatches()[places_N].float()
 
-    def close(self, routing: Routing | None, micro: Packed) -> Tensor | float:
-        """Counts; returns the loss that balances, a mean over the tokens of the microbatch."""
-        if routing is None or not self._config or not micro.num_tokens:  # a rank without work only keeps company
+    def end_microbatch(self, routing: Routing | None, micro: PackedBatch) -> Tensor | float:
+        """Count; return the load-balancing loss, a mean over the tokens of the microbatch."""
+        # a rank without work only keeps company
+        if routing is None or not self._config or not micro.num_tokens:
             return 0.0
         if routing.replay is not None:
             self.num_replayed += int((routing.replay[..., 0, 0] >= 0).sum())
-            self.num_differing += int(routing.differs().sum())
+            self.num_mismatched += int(routing.mismatches().sum())
             self.num_replaced += int(routing.replaced().sum())
         if not self._balance:
             return 0.0
-        used_TLk = routing.used()
+        used_TLk = routing.chosen()
         for layer, load_X in enumerate(self.loads_LX):
             load_X += used_TLk[:, layer].flatten().bincount(minlength=len(load_X)).cpu()
         if self._config.sigmoid:
@@ -82,36 +98,53 @@ class Routers:
         return self._config.router_aux_loss_coef * balance_loss(routing.scores, used_TLk)
 
     @torch.no_grad()
-    def settle(self, ranks: Ranks = ALONE) -> None:
+    def end_step(self, ranks: ProcessGroup = SINGLE_PROCESS) -> None:
         """After the last microbatch, on all ranks."""
-        counts = (self.num_replayed, self.num_differing, self.num_replaced, *self.loads_LX.flatten().tolist())
-        self.num_replayed, self.num_differing, self.num_replaced, *loads = map(int, ranks.sum(*counts))
+        counts = (
+            self.num_replayed,
+            self.num_mismatched,
+            self.num_replaced,
+            *self.loads_LX.flatten().tolist(),
+        )
+        self.num_replayed, self.num_mismatched, self.num_replaced, *loads = map(
+            int, ranks.all_reduce_sum(*counts)
+        )
         self.loads_LX = torch.tensor(loads).view(self.loads_LX.shape)
         for router, load_X in zip(self._routers, self.loads_LX, strict=True):
             if self._balance and (bias_X := router.e_score_correction_bias) is not None:
                 bias_X += BIAS_STEP * (load_X.double().mean() - load_X).sign().to(bias_X)
 
 
-def to_replay(row: Row, config: ExpertsConfig | None, fetch: Callable[[str], bytes]) -> Tensor | None:
-    """The experts of the first tokens of a row, [tokens, L, k]. `fetch` reads what the row names."""
+def experts_to_replay(
+    row: Row, config: ExpertsConfig | None, fetch: Callable[[str], bytes]
+) -> Tensor | None:
+    """The experts of the first tokens of a row, [tokens, L, k]. `fetch` reads what the row
+    names."""
     if row.experts is None:
         return None
     if config is None:
-        raise EtudeError(f"the row of {row.sample} names experts, and the model has none: another model sampled it")
+        raise EtudeError(
+            f"the row of {row.sample} names experts, and the model has none: another model sampled "
+            f"it"
+        )
     try:
         ids = read_ids(fetch(row.experts), config)
     except ValueError as e:
-        raise EtudeError(f"the experts that the row of {row.sample} names are none of this model: {e}") from e
+        raise EtudeError(
+            f"the experts that the row of {row.sample} names are none of this model: {e}"
+        ) from e
     if len(ids) > len(row.tokens):
         raise EtudeError(
-            f"the experts that the row of {row.sample} names are another row's: it has {len(row.tokens)} tokens, and "
+            f"the experts that the row of {row.sample} names are another row's: it has "
+            f"{len(row.tokens)} tokens, and "
             f"they are of {len(ids)}"
         )
     return ids
 
 
 def balance_loss(scores_TX: Sequence[Tensor], used_TLk: Tensor) -> Tensor:
-    """The number of experts times the sum over them of load times mean score, all layers taken together."""
+    """The number of experts times the sum over them of load times mean score, all layers taken
+    together."""
     scores_TLX = torch.stack(list(scores_TX), 1)
     num_experts = scores_TLX.shape[-1]
     load_X = used_TLk.flatten().bincount(minlength=num_experts) / scores_TLX[..., 0].numel()

@@ -13,8 +13,9 @@ DECAY: dict[str, Callable[[float], float]] = {
 """Share of the rate that is left when `done` of the way after the warm-up is gone."""
 
 
-def rate(step: int, *, lr: float, warmup: int, total: int, decay: str) -> float:
-    """Rises in a line over the first `warmup` steps, none of them 0, then falls as `decay` says until step `total`."""
+def learning_rate(step: int, *, lr: float, warmup: int, total: int, decay: str) -> float:
+    """Rises in a line over the first `warmup` steps, none of them 0, then falls as `decay` says
+    until step `total`."""
     if step < warmup:
         return lr * (step + 1) / (warmup + 1)
     return lr * DECAY[decay](min(1.0, (step - warmup) / max(1, total - warmup)))

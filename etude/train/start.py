@@ -1,4 +1,4 @@
-"""Where a lineage begins: with fresh weights, or with those of a model directory."""
+"""The initial model of a run: from scratch, or from a model directory."""
 
 from __future__ import annotations
 
@@ -7,36 +7,42 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from etude.core.errors import EtudeError
-from etude.model.experts import Experts
-from etude.model.files import build, read_directory
-from etude.model.transformer import Block, ModelConfig, Transformer, fresh
+from etude.model.experts import SparseMoE
+from etude.model.files import build_model, read_directory
+from etude.model.transformer import Block, ModelConfig, Transformer, init_from_scratch
 
 
-def fused(model: Transformer) -> Transformer:
-    """Has each layer and the head compiled on a device, for any number of tokens. Routers are left out: what they are
-    told and what they chose is another thing in every layer, and a layer would be compiled anew for each. For models
-    that compute in bf16, where one kernel takes all sequences: a loop over them would be compiled anew for every
-    microbatch. The first step takes some seconds longer; bits may depend on what was computed before."""
+def compile_layers(model: Transformer) -> Transformer:
+    """Compile each layer and the head on a device, for any number of tokens. Routers are left out:
+    what they are told and what they chose is another thing in every layer, and a layer would be
+    compiled anew for each. For models that compute in bf16, where one kernel takes all sequences: a
+    loop over them would be compiled anew for every microbatch. The first step takes some seconds
+    longer; bits may depend on what was computed before."""
     if next(model.parameters()).is_cuda:
         model.fused = True
         for block in model.model.layers:
             assert isinstance(block, Block)
-            parts = (block.self_attn, block.mlp.experts) if isinstance(block.mlp, Experts) else (block,)
+            parts = (
+                (block.self_attn, block.mlp.experts)
+                if isinstance(block.mlp, SparseMoE)
+                else (block,)
+            )
             for part in parts:
                 part.compile(dynamic=True)
     return model
 
 
-def starting_model(directory: Path | None, config_json: bytes, seed: int) -> Transformer:
+def initial_model(directory: Path | None, config_json: bytes, seed: int) -> Transformer:
     """`config_json` decides the shape; the weights of a directory must fit it."""
     if directory is None:
-        return fresh(ModelConfig.from_json(config_json), seed)
+        return init_from_scratch(ModelConfig.from_json(config_json), seed)
     try:
         small, tensors = read_directory(directory)
-        return build(small | {"config.json": config_json}, tensors)
+        return build_model(small | {"config.json": config_json}, tensors)
     # RuntimeError is what torch raises for a tensor of another shape.
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as e:
         raise EtudeError(
-            f"the model in {directory} cannot be read ({type(e).__name__}: {e}): fetch it again, or give another "
+            f"the model in {directory} cannot be read ({type(e).__name__}: {e}): fetch it again, "
+            f"or give another "
             f"model.path"
         ) from e

@@ -1,7 +1,8 @@
-"""Documents as rows of tokens. Which tokens row n holds follows from the seed and n alone: no loader has a state.
+"""Documents as rows of tokens. Which tokens row n holds follows from the seed and n alone: no
+loader has a state.
 
-Documents are one array of tokens and where each of them ends; the array may be a file that is mapped into memory, so
-that only what is read is loaded.
+Documents are one array of tokens and where each of them ends; the array may be a file that is
+mapped into memory, so that only what is read is loaded.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from numpy.typing import NDArray
 
 from etude.core.seeds import derive
 
-# Multiples of it, modulo 1, fall into every interval about as often as its length says, in any stretch of them.
+# Multiples of it, modulo 1, fall into every interval about as often as its length says, in any
+# stretch of them.
 GOLDEN = (5**0.5 - 1) / 2
 
 
@@ -30,7 +32,10 @@ class Documents:
     def of(cls, documents: Iterable[Sequence[int]], eos: int) -> Documents:
         ended = [[*document, eos] for document in documents]
         flat = [token for document in ended for token in document]
-        return cls(np.array(flat, dtype=np.uint32), np.cumsum([len(document) for document in ended], dtype=np.int64))
+        return cls(
+            np.array(flat, dtype=np.uint32),
+            np.cumsum([len(document) for document in ended], dtype=np.int64),
+        )
 
 
 def joined(parts: Sequence[Documents]) -> Documents:
@@ -42,17 +47,20 @@ def joined(parts: Sequence[Documents]) -> Documents:
     )
 
 
-class Stream:
-    """The documents as one endless row of tokens; every pass goes through all of them in a new order."""
+class TokenStream:
+    """The documents as one endless row of tokens; every pass goes through all of them in a new
+    order."""
 
     def __init__(self, documents: Documents, *, seed: int) -> None:
         if not len(documents.ends_D):
             raise ValueError("there are no documents to train on")
-        self._tokens_N, self._seed = documents.tokens_N, seed
+        self._tokens_N = documents.tokens_N
+        self._seed = seed
         self._starts_D = np.concatenate([[0], documents.ends_D[:-1]])
         self._lengths_D = documents.ends_D - self._starts_D
         self._size = int(documents.ends_D[-1])
-        self._pass = functools.lru_cache(maxsize=2)(self._shuffled)  # two: a read may span the end of one
+        # two: a read may span the end of one
+        self._pass = functools.lru_cache(maxsize=2)(self._shuffled)
 
     def read(self, start: int, count: int) -> NDArray[np.int64]:
         parts = []
@@ -72,13 +80,17 @@ class Stream:
         return order_D, np.cumsum(self._lengths_D[order_D])
 
 
-class Mix:
-    """Rows of `width` tokens, each from one of several sources, in the proportion of their weights."""
+class SourceMix:
+    """Rows of `width` tokens, each from one of several sources, in the proportion of their
+    weights."""
 
-    def __init__(self, sources: Sequence[tuple[Documents, float]], *, width: int, seed: int) -> None:
-        # The first source alone keeps the seed: whether others are there does not change what it gives.
+    def __init__(
+        self, sources: Sequence[tuple[Documents, float]], *, width: int, seed: int
+    ) -> None:
+        # The first source alone keeps the seed: whether others are there does not change what it
+        # gives.
         self._streams = [
-            Stream(documents, seed=derive(seed, "source", number) if number else seed)
+            TokenStream(documents, seed=derive(seed, "source", number) if number else seed)
             for number, (documents, _) in enumerate(sources)
         ]
         weights = np.array([weight for _, weight in sources])
@@ -88,7 +100,8 @@ class Mix:
     def rows(self, start: int, count: int) -> NDArray[np.int64]:
         """Rows `start` to `start + count` of an endless sequence, [count, width]."""
         source_R = self.sources(start + count)
-        read_S = np.bincount(source_R[:start], minlength=len(self._streams))  # rows of each source before
+        # rows of each source before
+        read_S = np.bincount(source_R[:start], minlength=len(self._streams))
         rows = []
         for source in source_R[start:]:
             rows.append(self._streams[source].read(int(read_S[source]) * self.width, self.width))

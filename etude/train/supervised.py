@@ -1,7 +1,8 @@
-"""What the stages that learn from files minimise: one function each, of the model and a microbatch.
+"""Supervised losses: cross entropy and DPO, each a function of the model and a microbatch.
 
-Such a loss is the sum over what counts in the microbatch (tokens, pairs), with sums of figures for people to see. The
-learner divides by how many there are in the whole step, so that how it is cut into microbatches changes nothing.
+Such a loss is the sum over what counts in the microbatch (tokens, pairs), with sums of figures for
+people to see. The learner divides by how many there are in the whole step, so that how it is cut
+into microbatches changes nothing.
 
 Shapes: B pairs, 2 the chosen and the rejected answer of each, A = 2B; N the tokens that count.
 """
@@ -17,24 +18,26 @@ from torch.nn import functional as F
 
 from etude.model.transformer import Routing, Transformer
 from etude.train.loss import token_logprobs
-from etude.train.rows import Packed, Text, pack
+from etude.train.packing import PackedBatch, TokenSequence, pack_batch
 
-Figures = dict[str, float]
-FitLoss = Callable[[Transformer, Packed, Routing | None], tuple[Tensor, Figures]]
+Metrics = dict[str, float]
+FitLoss = Callable[[Transformer, PackedBatch, Routing | None], tuple[Tensor, Metrics]]
 
 
-def cross_entropy(model: Transformer, packed: Packed, routing: Routing | None = None) -> tuple[Tensor, Figures]:
-    """How surprising the tokens that count are."""
+def cross_entropy(
+    model: Transformer, packed: PackedBatch, routing: Routing | None = None
+) -> tuple[Tensor, Metrics]:
+    """Cross entropy of the tokens that count."""
     logp_N, _ = token_logprobs(model, packed, routing=routing)
     return -logp_N.sum(), {}
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class PreferencePair:
     """A chosen session and a rejected one, which begin alike."""
 
-    chosen: Text
-    rejected: Text
+    chosen: TokenSequence
+    rejected: TokenSequence
     reference: tuple[float, float] = (0.0, 0.0)
     """What `answer_logprobs` gave them under the weights that the stage started from."""
 
@@ -47,47 +50,67 @@ class Pair:
         return self.chosen.num_tokens + self.rejected.num_tokens
 
     @property
-    def count(self) -> int:
+    def num_loss_terms(self) -> int:
         return 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pairs(Packed):
+class PackedPairs(PackedBatch):
     """Of each pair the chosen session and behind it the rejected one."""
 
     reference_B2: Tensor
 
 
-def pack_pairs(pairs: Sequence[Pair]) -> Pairs:
-    packed = pack([text for pair in pairs for text in (pair.chosen, pair.rejected)])
+def pack_pairs(pairs: Sequence[PreferencePair]) -> PackedPairs:
+    packed = pack_batch([text for pair in pairs for text in (pair.chosen, pair.rejected)])
     reference_B2 = torch.tensor([pair.reference for pair in pairs]).view(-1, 2)
-    return Pairs(**{f.name: getattr(packed, f.name) for f in fields(packed)}, reference_B2=reference_B2)
+    return PackedPairs(
+        **{f.name: getattr(packed, f.name) for f in fields(packed)}, reference_B2=reference_B2
+    )
 
 
-def answer_logprobs(model: Transformer, pairs: Pairs, *, mean: bool, routing: Routing | None = None) -> Tensor:
-    """For both sessions of a pair the log-prob of all tokens that count together, or the mean of them, [B, 2]."""
+def answer_logprobs(
+    model: Transformer, pairs: PackedPairs, *, mean: bool, routing: Routing | None = None
+) -> Tensor:
+    """For both sessions of a pair the log-prob of all tokens that count together, or the mean of
+    them, [B, 2]."""
     logp_N, _ = token_logprobs(model, pairs, routing=routing)
     sums_A = logp_N.new_zeros(pairs.reference_B2.numel()).index_add(0, pairs.sequence_N, logp_N)
-    sizes_A = torch.zeros_like(sums_A).index_add(0, pairs.sequence_N, torch.ones_like(logp_N)).clamp(min=1)
+    sizes_A = (
+        torch.zeros_like(sums_A)
+        .index_add(0, pairs.sequence_N, torch.ones_like(logp_N))
+        .clamp(min=1)
+    )
     return (sums_A / sizes_A if mean else sums_A).view(-1, 2)
 
 
 def preference(*, beta: float, length_normalised: bool) -> FitLoss:
-    """DPO: the chosen answer is to gain on the rejected one, as seen from the reference, with no reward model between.
+    """DPO: the chosen answer is to gain on the rejected one, as seen from the reference, with no
+    reward model between.
 
-    With `length_normalised` an answer is worth its mean log-prob, which takes away the reward for being long.
+    With `length_normalised` an answer is worth its mean log-prob, which takes away the reward for
+    being long.
     """
 
-    def loss(model: Transformer, pairs: Packed, routing: Routing | None = None) -> tuple[Tensor, Figures]:
-        assert isinstance(pairs, Pairs)
-        gain_B2 = answer_logprobs(model, pairs, mean=length_normalised, routing=routing) - pairs.reference_B2
+    def loss(
+        model: Transformer, pairs: PackedBatch, routing: Routing | None = None
+    ) -> tuple[Tensor, Metrics]:
+        assert isinstance(pairs, PackedPairs)
+        gain_B2 = (
+            answer_logprobs(model, pairs, mean=length_normalised, routing=routing)
+            - pairs.reference_B2
+        )
         return sigmoid_loss(gain_B2, beta)
 
     return loss
 
 
-def sigmoid_loss(gain_B2: Tensor, beta: float) -> tuple[Tensor, Figures]:
-    """Of how much likelier each answer has become than under the reference: -log sigmoid(beta (chosen - rejected))."""
+def sigmoid_loss(gain_B2: Tensor, beta: float) -> tuple[Tensor, Metrics]:
+    """The DPO loss -log sigmoid(beta (chosen - rejected)) of the log-prob gains over the
+    reference."""
     margin_B = beta * (gain_B2[:, 0] - gain_B2[:, 1])
-    figures = {"accuracy": float((margin_B > 0).sum()), "margin": margin_B.detach().double().sum().item()}
-    return -F.logsigmoid(margin_B).sum(), figures
+    metrics = {
+        "accuracy": float((margin_B > 0).sum()),
+        "margin": margin_B.detach().double().sum().item(),
+    }
+    return -F.logsigmoid(margin_B).sum(), metrics

@@ -1,12 +1,15 @@
-"""On-policy distillation: the student's own sessions, and for each of its tokens what a teacher thinks of it.
+"""On-policy distillation: the student's own sessions, and for each of its tokens what a teacher
+thinks of it.
 
-The advantage of a token is how much likelier the teacher holds it to be than the student that said it: log teacher -
-log student. Its mean over what the student says is minus the KL of student to teacher at that place, so a step of
-policy gradient with it makes that KL smaller, with a signal at every token and without a reward. What a token does to
-the places after it is left out: the teacher speaks again there.
+The advantage of a token is how much likelier the teacher holds it to be than the student that said
+it: log teacher - log student. Its mean over what the student says is minus the KL of student to
+teacher at that place, so a step of policy gradient with it makes that KL smaller, with a signal at
+every token and without a reward. What a token does to the places after it is left out: the teacher
+speaks again there.
 
-What the student said may be some steps old. The advantage is first taken against the recorded log-prob, which is known
-here; the objective puts the learner's own in its place (`Objective.taught`), and its importance weights do the rest.
+What the student said may be some steps old. The advantage is first taken against the recorded
+log-prob, which is known here; the objective puts the learner's own in its place
+(`Objective.distills`), and its importance weights do the rest.
 """
 
 from __future__ import annotations
@@ -20,31 +23,42 @@ import torch
 from etude.core.types import Batch, Row
 from etude.model.transformer import Transformer
 from etude.train.loss import token_logprobs
-from etude.train.rows import Text, pack, plan
+from etude.train.packing import TokenSequence, pack_batch, plan_microbatches
 
 
 class Teacher:
     def __init__(self, model: Transformer) -> None:
         self.model = model.requires_grad_(False)
 
-    def judge(self, batch: Batch, *, temperature: float, microbatch_tokens: int) -> tuple[Batch, float]:
-        """The batch with the teacher's advantages, and an estimate of the KL of student to teacher a token. Both are
-        compared at the temperature that the student was sampled with."""
+    def score(
+        self, batch: Batch, *, temperature: float, microbatch_tokens: int
+    ) -> tuple[Batch, float]:
+        """The batch with the teacher's advantages, and an estimate of the KL of student to teacher
+        a token. Both are compared at the temperature that the student was sampled with."""
         rows, total, num_tokens = list(batch.rows), 0.0, 0
-        texts = [Text(row.tokens, row.mask) for row in rows]
+        texts = [TokenSequence(row.tokens, row.mask) for row in rows]
         device = next(self.model.parameters()).device
-        for some in plan([text.length for text in texts], microbatch_tokens)[0]:
-            packed = pack([texts[index] for index in some]).to(device)
+        for some in plan_microbatches([text.length for text in texts], microbatch_tokens)[0]:
+            packed = pack_batch([texts[index] for index in some]).to(device)
             with torch.no_grad():
                 scores = iter(token_logprobs(self.model, packed, temperature)[0].tolist())
             for index in some:
-                rows[index] = credited(rows[index], list(islice(scores, texts[index].num_tokens)))
-                total, num_tokens = total - sum(rows[index].advantages), num_tokens + texts[index].num_tokens
+                rows[index] = with_teacher_advantages(
+                    rows[index], list(islice(scores, texts[index].num_tokens))
+                )
+                total, num_tokens = (
+                    total - sum(rows[index].advantages),
+                    num_tokens + texts[index].num_tokens,
+                )
         return replace(batch, rows=tuple(rows)), total / num_tokens
 
 
-def credited(row: Row, teacher: Sequence[float]) -> Row:
-    """`teacher`: the log-prob of each sampled token, in their order."""
+def with_teacher_advantages(row: Row, teacher: Sequence[float]) -> Row:
+    """The row with the teacher's advantages. `teacher`: the log-prob of each sampled token, in
+    their order."""
     said = iter(teacher)
-    gains = (next(said) - logp if sampled else 0.0 for sampled, logp in zip(row.mask, row.logprobs, strict=True))
+    gains = (
+        next(said) - logp if sampled else 0.0
+        for sampled, logp in zip(row.mask, row.logprobs, strict=True)
+    )
     return replace(row, advantages=tuple(gains))

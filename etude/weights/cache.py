@@ -1,7 +1,8 @@
-"""Objects that one process of a host has downloaded are there for all others: each is fetched once.
+"""A cache of downloaded objects that all processes of a host share: each is fetched once.
 
-A lock file for each hash makes the others wait for the one that downloads. What is read is checked again by its hash,
-so a damaged or half-written file costs a download and nothing else. The oldest files go when there are too many bytes.
+A lock file for each hash makes the others wait for the one that downloads. What is read is checked
+again by its hash, so a damaged or half-written file costs a download and nothing else. The oldest
+files go when there are too many bytes.
 """
 
 from __future__ import annotations
@@ -20,16 +21,20 @@ from etude.weights.records import hash_of
 
 class HostCache:
     def __init__(self, folder: Path, max_bytes: int = 64 << 30) -> None:
-        self._folder, self._max_bytes = folder, max_bytes
+        self._folder = folder
+        self._max_bytes = max_bytes
         with self._explained():
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     @classmethod
     def beside(cls, url: str, folder: Path | None = None) -> HostCache | None:
-        """The one that all workers of this user share, if the store is far away: a directory needs no copy."""
+        """The one that all workers of this user share, if the store is far away: a directory needs
+        no copy."""
         if not url.startswith(tuple(BUCKETS)):
             return None
-        default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "etude" / "weights"
+        default = (
+            Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "etude" / "weights"
+        )
         return cls(folder or default)
 
     def get(self, hash: str, download: Callable[[], bytes]) -> bytes:
@@ -52,7 +57,9 @@ class HostCache:
         try:
             yield
         except OSError as e:
-            raise EtudeError(f"weights cannot be cached in {self._folder} ({e.strerror}): choose another place") from e
+            raise EtudeError(
+                f"weights cannot be cached in {self._folder} ({e.strerror}): choose another place"
+            ) from e
 
     def _shrink(self) -> None:
         files = []

@@ -1,34 +1,38 @@
 """The difference between two versions of a tensor, losslessly, in a few thousandths of its bytes.
 
-Between two steps of training few elements change, nearly always by one step to the next number that the type can say,
-and those with a small exponent far more often. So a delta says where the changes are and how many steps each is, and
-both in *contexts* that the receiver already holds: the exponent of the old element.
+Between two steps of training few elements change, nearly always by one step to the next number that
+the type can say, and those with a small exponent far more often. So a delta says where the changes
+are and how many steps each is, and both in *contexts* that the receiver already holds: the exponent
+of the old element.
 
-A tensor is cut into independent chunks of `CHUNK` elements. A chunk that did not change has no payload; any other one
-starts with a byte that says what follows: `RAW`, the new elements as they are, or `DELTA`:
+A tensor is cut into independent chunks of `CHUNK` elements. A chunk that did not change has no
+payload; any other one starts with a byte that says what follows: `RAW`, the new elements as they
+are, or `DELTA`:
 
     top           one byte: the exponent of context 0
-    contexts      for each: count (varint); if count > 0: k (byte), large (varint); if large > 0: kb, order (bytes)
+    contexts      for each: count (varint); if count > 0: k (byte), large (varint); if large > 0:
+                  kb, order (bytes)
     unary bytes   varint: how long the next part is
     unary bits    for each context: for each change, then twice for each large one
     plain bits    for each context: for each change, then for each large one
 
-The context of an element is `top` minus the exponent of its old code, held between 0 and the last context. `count`
-elements of the context changed. The *gap* before a change is the number of elements of the same context that did not
-change since the last one. It is Rice coded: gap >> k in unary (that many zeros, then a one), the low k bits plain. A
-*step* is the new number minus the old one, counted in numbers that the type can say (integers: modulo 2^width). Its
-sign is the plain bit after those k, 1 for down.
+The context of an element is `top` minus the exponent of its old code, held between 0 and the last
+context. `count` elements of the context changed. The *gap* before a change is the number of
+elements of the same context that did not change since the last one. It is Rice coded: gap >> k in
+unary (that many zeros, then a one), the low k bits plain. A *step* is the new number minus the old
+one, counted in numbers that the type can say (integers: modulo 2^width). Its sign is the plain bit
+after those k, 1 for down.
 
-Steps of more than one are *large*. The number of changes of the context that were not large since the last large one is
-Rice coded with `kb`; then comes the excess, which is size - 2, as excess + 2^order = 2^length + end: length - order in
-unary, the end in `length` plain bits.
+Steps of more than one are *large*. The number of changes of the context that were not large since
+the last large one is Rice coded with `kb`; then comes the excess, which is size - 2, as excess +
+2^order = 2^length + end: length - order in unary, the end in `length` plain bits.
 
-Bits fill bytes from the lowest; each of the two parts is filled up with zeros to a whole byte. A varint has seven bits
-a byte, lowest first, and the highest bit set in all but its last byte.
+Bits fill bytes from the lowest; each of the two parts is filled up with zeros to a whole byte. A
+varint has seven bits a byte, lowest first, and the highest bit set in all but its last byte.
 
-`reference.py` codes deltas in numpy; `fast.py` is the same in C, byte for byte, and is taken where it is built. All
-that a payload says is checked before it is used: `Damaged` is raised, and nothing is read or allocated beyond what the
-number of elements, which the caller knows, allows.
+`reference.py` codes deltas in numpy; `fast.py` is the same in C, byte for byte, and is taken where
+it is built. All that a payload says is checked before it is used: `Damaged` is raised, and nothing
+is read or allocated beyond what the number of elements, which the caller knows, allows.
 """
 
 from __future__ import annotations
@@ -48,7 +52,7 @@ Array = NDArray[Any]
 RAW, DELTA = 1, 2
 CHUNK = 1 << 20
 MAX_CONTEXTS = 16
-WORTH = 0.85
+MAX_DELTA_SHARE = 0.85
 """A delta that a sample says would be larger than this share of the elements is not tried."""
 
 _SAMPLE = 4096  # elements that the choice of `top` and the forecast look at
@@ -64,14 +68,15 @@ class Damaged(EtudeError):
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How the elements of a dtype are read as codes: unsigned integers of `width` bytes."""
+    """The coding of a dtype's elements: unsigned integers of `width` bytes."""
 
     width: int
     shift: int = 0
     exponent: int = 0
     """Its mask after the shift; 0 for types without one: they have one context."""
     ordered: bool = False
-    """The code is a sign and a magnitude, so that down is another direction above zero than below."""
+    """The code is a sign and a magnitude, so that down is another direction above zero than
+    below."""
     nibbles: bool = False
     """Two codes to the byte, low half first."""
 
@@ -89,7 +94,8 @@ class Kind:
 
     @property
     def chunk(self) -> int:
-        """Elements of a chunk. Narrow types change so rarely that more of them share the fixed bytes."""
+        """Elements of a chunk. Narrow types change so rarely that more of them share the fixed
+        bytes."""
         return CHUNK * 4 if self.width == 1 else CHUNK
 
 
@@ -106,7 +112,8 @@ KINDS = {
     "int16": Kind(2),
     "int32": Kind(4),
 }
-"""By the name that torch gives the dtype. Any other one is read as bytes: right, if not as small."""
+"""By the name that torch gives the dtype. Any other one is read as bytes: right, if not as
+small."""
 
 
 def kind_of(dtype: str) -> Kind:
@@ -122,29 +129,39 @@ def codes(kind: Kind, data: Array) -> Array:
 
 def stored(kind: Kind, elements: Array) -> Array:
     """The bytes of a tensor, back from its elements."""
-    joined: Array = elements[0::2] | elements[1::2] << 4 if kind.nibbles else elements.view(np.uint8)
+    joined: Array = (
+        elements[0::2] | elements[1::2] << 4 if kind.nibbles else elements.view(np.uint8)
+    )
     return joined
 
 
 def chunks(kind: Kind, num_elements: int) -> list[slice]:
-    return [slice(at, min(at + kind.chunk, num_elements)) for at in range(0, num_elements, kind.chunk)]
+    return [
+        slice(at, min(at + kind.chunk, num_elements)) for at in range(0, num_elements, kind.chunk)
+    ]
 
 
 def encode(kind: Kind, old: Array | None, new: Array, by: Encode | None = None) -> bytes:
-    """The payload of one chunk; empty if nothing changed. Without an old chunk the new one is stored as it is."""
+    """The payload of one chunk; empty if nothing changed. Without an old chunk the new one is
+    stored as it is."""
     if old is None:
         return _raw(kind, new)
-    body = (by or _best().encode_delta)(kind, old, new) if pays(kind, old, new) else None
+    body = (by or _best().encode_delta)(kind, old, new) if is_worth_coding(kind, old, new) else None
     if body is None:
         return _raw(kind, new)
     return bytes((DELTA,)) + body if body else b""
 
 
-def apply(kind: Kind, old: Array | None, payload: bytes | memoryview, out: Array, by: Apply | None = None) -> None:
+def apply(
+    kind: Kind, old: Array | None, payload: bytes | memoryview, out: Array, by: Apply | None = None
+) -> None:
     """Writes the new chunk to `out`, which may be `old`."""
     if not len(payload):
         if old is None:
-            raise Damaged("a chunk says that it did not change, but there is nothing that it could be equal to")
+            raise Damaged(
+                "a chunk says that it did not change, but there is nothing that it could be equal "
+                "to"
+            )
         if out is not old:
             out[:] = old
     elif payload[0] == RAW:
@@ -155,7 +172,11 @@ def apply(kind: Kind, old: Array | None, payload: bytes | memoryview, out: Array
     elif payload[0] == DELTA and old is not None:
         (by or _best().apply_delta)(kind, old, memoryview(payload)[1:], out)
     else:
-        raise Damaged(f"a chunk starts with {payload[0]}" if old is not None else "a difference needs an old chunk")
+        raise Damaged(
+            f"a chunk starts with {payload[0]}"
+            if old is not None
+            else "a difference needs an old chunk"
+        )
 
 
 def _best() -> ModuleType:
@@ -169,15 +190,18 @@ def num_changed(kind: Kind, payload: bytes, num_bytes: int) -> int:
     if not payload or payload[0] == RAW:
         return kind.count(num_bytes) if payload else 0
     reader = Reader(payload[2:])
-    return sum(Line.read(reader, kind.count(num_bytes)).count for _ in range(kind.contexts))
+    return sum(
+        ContextHeader.read(reader, kind.count(num_bytes)).count for _ in range(kind.contexts)
+    )
 
 
 def _raw(kind: Kind, new: Array) -> bytes:
     return bytes((RAW,)) + stored(kind, np.ascontiguousarray(new)).tobytes()
 
 
-def pays(kind: Kind, old: Array, new: Array) -> bool:
-    """What a sample promises. Changes are spread evenly, so a few runs of elements are enough."""
+def is_worth_coding(kind: Kind, old: Array, new: Array) -> bool:
+    """Whether a sample promises a small delta. Changes are spread evenly, so a few runs of elements
+    are enough."""
     runs = 8
     if len(old) <= 2 * _SAMPLE:
         return True
@@ -187,11 +211,12 @@ def pays(kind: Kind, old: Array, new: Array) -> bool:
     if changed < 0.3:
         return True
     body = _best().encode_delta(kind, old[pick], new[pick])
-    return body is not None and len(body) < WORTH * kind.size(_SAMPLE)
+    return body is not None and len(body) < MAX_DELTA_SHARE * kind.size(_SAMPLE)
 
 
 def top_exponent(kind: Kind, old: Array) -> int:
-    """An exponent that about one in a hundred elements reaches: outliers must not push all others into few contexts."""
+    """An exponent that about one in a hundred elements reaches: outliers must not push all others
+    into few contexts."""
     if kind.exponent == 0:
         return 0
     sample = old[:: max(1, len(old) // _SAMPLE)]
@@ -212,7 +237,8 @@ class Reader:
     """Bytes to be read, with the end in sight."""
 
     def __init__(self, data: bytes) -> None:
-        self._data, self._at = data, 0
+        self._data = data
+        self._at = 0
 
     @property
     def left(self) -> int:
@@ -240,8 +266,8 @@ class Reader:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """What the head says of one context."""
+class ContextHeader:
+    """The header of one context."""
 
     count: int
     k: int = 0
@@ -250,7 +276,7 @@ class Line:
     order: int = 0
 
     @classmethod
-    def read(cls, reader: Reader, most: int) -> Line:
+    def read(cls, reader: Reader, most: int) -> ContextHeader:
         count = reader.varint(most)
         if not count:
             return cls(0)

@@ -1,12 +1,13 @@
-"""Deleting what nobody needs, and nothing else.
+"""Garbage collection of weight versions.
 
-The newest `keep` versions stay, and all that a reader with a lease still needs, and everything from the last whole
-version before those on: so every version that is there can be built. What is older goes, together with what trainers
-left behind that died or were succeeded. Two rounds: the first writes down what is to go; a later one, after a time of
-grace, looks again and deletes what still nobody needs. Manifests go before their shards, so no way starts that does not
-end.
+The newest `keep` versions stay, and all that a reader with a lease still needs, and everything from
+the last whole version before those on: so every version that is there can be built. What is older
+goes, together with what trainers left behind that died or were succeeded. Two rounds: the first
+writes down what is to go; a later one, after a time of grace, looks again and deletes what still
+nobody needs. Manifests go before their shards, so no route starts that does not end.
 
-Objects of a version that the living trainer has not committed yet are never touched: they are the next version.
+Objects of a version that the living trainer has not committed yet are never touched: they are the
+next version.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from etude.core.types import Link, Manifest, Route
+from etude.core.types import Manifest, Route, VersionRef
 from etude.store.codec import to_json
 from etude.weights.manifest import Chain
 from etude.weights.records import owner_of, shard_key
@@ -37,17 +38,23 @@ class Tombstone:
 @dataclass(frozen=True, slots=True)
 class Collected:
     deleted: tuple[str, ...]
-    doomed: tuple[str, ...]
+    pending: tuple[str, ...]
     """Will go in a later round."""
 
 
 def collect(
-    chain: Chain, *, keep: int = KEEP, grace_s: float = GRACE_S, now: Callable[[], float] = time.time
+    chain: Chain,
+    *,
+    keep: int = KEEP,
+    grace_s: float = GRACE_S,
+    now: Callable[[], float] = time.time,
 ) -> Collected:
-    doomed = find_doomed(chain, keep=keep, now=now())
+    doomed = find_garbage(chain, keep=keep, now=now())
     deleted: list[str] = []
     pending: set[str] = set()
-    for key in filter(re.compile(r"weights/gc/[0-9]{12,}-[0-9a-f]{8}\.json").fullmatch, chain.keys("weights/gc")):
+    for key in filter(
+        re.compile(r"weights/gc/[0-9]{12,}-[0-9a-f]{8}\.json").fullmatch, chain.keys("weights/gc")
+    ):
         stone = _tombstone(chain, key)
         if now() < stone.time + grace_s:
             pending |= set(stone.keys)
@@ -73,7 +80,7 @@ def _tombstone(chain: Chain, key: str) -> Tombstone:
         raise Corrupt(f"{e}; delete it: what it names is found again") from e
 
 
-def find_doomed(chain: Chain, *, keep: int, now: float) -> list[str]:
+def find_garbage(chain: Chain, *, keep: int, now: float) -> list[str]:
     """Keys that nobody needs, in the order in which they may be deleted."""
     lineage = chain.lineage()
     if not lineage:
@@ -86,7 +93,11 @@ def find_doomed(chain: Chain, *, keep: int, now: float) -> list[str]:
 
     def is_doomed(key: str) -> bool:
         owner = owner_of(key)
-        if owner is None or owner[0] > newest_epoch or (owner[0] == newest_epoch and owner[1] > newest):
+        if (
+            owner is None
+            or owner[0] > newest_epoch
+            or (owner[0] == newest_epoch and owner[1] > newest)
+        ):
             return False
         if key.startswith("weights/versions/"):
             # Epochs stand among them, and stay: a trainer that wakes up late meets its heir there.
@@ -94,12 +105,16 @@ def find_doomed(chain: Chain, *, keep: int, now: float) -> list[str]:
         return key not in needed if key.startswith("weights/shards/") else owner not in kept
 
     return [
-        key for folder in ("versions", "routes", "shards") for key in chain.keys(f"weights/{folder}") if is_doomed(key)
+        key
+        for folder in ("versions", "routes", "shards")
+        for key in chain.keys(f"weights/{folder}")
+        if is_doomed(key)
     ]
 
 
 def _floor(chain: Chain, lineage: dict[int, int], *, keep: int, now: float) -> int:
-    """The oldest version to keep: one that is there whole, and not newer than anything that is needed."""
+    """The oldest version to keep: one that is there whole, and not newer than anything that is
+    needed."""
     wanted = sorted(lineage)[-keep:][0]
     for lease in chain.leases().values():
         if isinstance(lease, Corrupt):
@@ -113,10 +128,11 @@ def _floor(chain: Chain, lineage: dict[int, int], *, keep: int, now: float) -> i
     return min(lineage)
 
 
-def _shards(chain: Chain, link: Link, manifest: Manifest) -> set[str]:
-    further = chain.further_ways(link).values()
-    if any(isinstance(way, Corrupt) for way in further):  # it may be restored, and then needs what it names
+def _shards(chain: Chain, link: VersionRef, manifest: Manifest) -> set[str]:
+    further = chain.check_extra_routes(link).values()
+    # it may be restored, and then needs what it names
+    if any(isinstance(route, Corrupt) for route in further):
         return set(chain.keys(f"weights/shards/{link.epoch:06d}/{link.version:06d}"))
-    routes = [manifest.route, *(way for way in further if isinstance(way, Route))]
+    routes = [manifest.route, *(route for route in further if isinstance(route, Route))]
     hashes = {manifest.root, *(shard.hash for route in routes for shard in route.shards)}
     return {shard_key(link.epoch, link.version, hash) for hash in hashes}

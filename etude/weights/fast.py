@@ -1,7 +1,9 @@
-"""The codec in C, where it is built: `pip install` compiles `delta.c` if the machine has a compiler.
+"""The codec in C, where it is built: `pip install` compiles `delta.c` if the machine has a
+compiler.
 
-It is a plain shared library, not a Python extension, so that building it needs no headers of Python. Calls let other
-threads run. `LIBRARY` is None where it is absent; the reference then does the work, with the same bytes.
+It is a plain shared library, not a Python extension, so that building it needs no headers of
+Python. Calls let other threads run. `LIBRARY` is None where it is absent; the reference then does
+the work, with the same bytes.
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ def encode_delta(kind: Kind, old: Array, new: Array, isa: int | None = None) -> 
     return None if size == _TOO_LARGE or size > room else out[:size].tobytes()
 
 
-def apply_delta(kind: Kind, old: Array, body: bytes | memoryview, out: Array, isa: int | None = None) -> None:
+def apply_delta(
+    kind: Kind, old: Array, body: bytes | memoryview, out: Array, isa: int | None = None
+) -> None:
     assert LIBRARY and len(old) == len(out) and old.dtype == out.dtype
     assert old.flags.c_contiguous and out.flags.c_contiguous and out.flags.writeable
     data = np.frombuffer(body, np.uint8)

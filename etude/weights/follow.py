@@ -1,10 +1,12 @@
-"""From published versions to tensors that may be served. Nothing comes out unchecked.
+"""The reader's side: from published versions to tensors that may be served. Nothing comes out
+unchecked.
 
-A follower holds the last version that it gave out, and builds the next one beside it: it downloads the cheapest way
-there, checks every object against its hash, applies, and checks every tensor against its digest. Only then is the new
-version what it holds. Whatever goes wrong on the way leaves the old one as it was; a way that turned out broken is not
-taken again, and if the outcome was wrong though every object was right, then what we held must be: it is thrown away
-and built anew from a whole version.
+A follower holds the last version that it gave out, and builds the next one beside it: it downloads
+the cheapest route there, checks every object against its hash, applies, and checks every tensor
+against its digest. Only then is the new version what it holds. Whatever goes wrong on the way
+leaves the old one as it was; a route that turned out broken is not taken again, and if the outcome
+was wrong though every object was right, then what we held must be: it is thrown away and built anew
+from a whole version.
 """
 
 from __future__ import annotations
@@ -18,17 +20,17 @@ from dataclasses import dataclass, field
 import torch
 
 from etude.core.errors import EtudeError
-from etude.core.types import Link, Route
+from etude.core.types import Route, VersionRef
 from etude.store.codec import to_json
 from etude.store.objects import Missing, Objects
 from etude.weights.cache import HostCache
 from etude.weights.codec import Damaged
 from etude.weights.manifest import Chain
 from etude.weights.records import Lease, lease_key
-from etude.weights.routes import Hop, plan
+from etude.weights.routes import RouteStep, plan_route
 from etude.weights.shards import unpack
 from etude.weights.signing import Corrupt
-from etude.weights.tensors import Entry, Slab, State, read_state, tensor_of, wrong_in
+from etude.weights.tensors import Slab, State, TensorEntry, read_state, tensor_of, wrong_in
 
 LEASE_S = 600.0
 DOWNLOADS = 16
@@ -41,102 +43,116 @@ class CorruptWeights(EtudeError):
     """What lies in the store is not what the manifest promises. The version must not be served."""
 
 
-Only = Callable[[Entry], range | None]
-"""Which chunks of a tensor a reader needs; None for a tensor that it needs nothing of. `Entry.holding` finds the chunks
-of rows. It is asked anew for each version, and must answer the same for a tensor of the same name, dtype and shape."""
+ChunkFilter = Callable[[TensorEntry], range | None]
+"""Which chunks of a tensor a reader needs; None for a tensor that it needs nothing of.
+`Entry.holding` finds the chunks of rows. It is asked anew for each version, and must answer the
+same for a tensor of the same name, dtype and shape."""
 
 
-def everything(entry: Entry) -> range:
+def all_chunks(entry: TensorEntry) -> range:
     return entry.chunks
 
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """The bits of one version, or of a reader's part of it, checked. Arrays are shared between images and never
-    written to."""
+    """The bits of one version, or of a reader's part of it, checked. Arrays are shared between
+    images and never written to."""
 
-    link: Link
+    link: VersionRef
     state: State
     held: dict[str, Slab] = field(repr=False)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Those of which all is held."""
-        whole = [e for e in self.state if e.name in self.held and self.held[e.name].chunks == e.chunks]
-        return {entry.name: tensor_of(entry.dtype, entry.shape, self.held[entry.name].data) for entry in whole}
+        """The tensors that are held completely."""
+        whole = [
+            e for e in self.state if e.name in self.held and self.held[e.name].chunks == e.chunks
+        ]
+        return {
+            entry.name: tensor_of(entry.dtype, entry.shape, self.held[entry.name].data)
+            for entry in whole
+        }
 
     def rows(self, name: str, first: int, last: int) -> torch.Tensor:
         """Rows `first` to `last - 1` of a tensor; their chunks must be held."""
         entry, slab = next(entry for entry in self.state if entry.name == name), self.held[name]
         row, start = entry.bytes // max(1, entry.shape[0]), slab.chunks.start * entry.chunk_bytes
         if last > first and not set(entry.holding(first, last)) <= set(slab.chunks):
-            raise EtudeError(f"rows {first} to {last - 1} of {name} are not held: `only` must ask for their chunks")
+            raise EtudeError(
+                f"rows {first} to {last - 1} of {name} are not held: `only` must ask for their "
+                f"chunks"
+            )
         data = slab.data[first * row - start : last * row - start]
         return tensor_of(entry.dtype, (last - first, *entry.shape[1:]), data)
 
 
 class Follower:
-    """One reader. Its name is on its lease, so that what it needs is kept; without one it takes no lease. `only`: the
-    part that it needs, as a rank of a tensor- or expert-parallel group does; the rest is neither decoded nor, where no
-    shard holds both, downloaded."""
+    """One reader. Its name is on its lease, so that what it needs is kept; without one it takes no
+    lease. `only`: the part that it needs, as a rank of a tensor- or expert-parallel group does; the
+    rest is neither decoded nor, where no shard holds both, downloaded."""
 
     def __init__(
         self,
         chain: Chain,
         *,
-        only: Only = everything,
+        only: ChunkFilter = all_chunks,
         name: str | None = None,
         cache: HostCache | None = None,
         threads: int = 1,
         progress: Progress | None = None,
         now: Callable[[], float] = time.time,
     ) -> None:
-        self.chain, self.name, self._only = chain, name, only
+        self.chain = chain
+        self.name = name
+        self._only = only
         self.held: Image | None = None
         self.rebuilt = 0
         """How often what was held turned out wrong."""
-        self._cache, self._progress, self._now = cache, progress, now
+        self._cache = cache
+        self._progress = progress
+        self._now = now
         self._threads = threads
 
     def fetch(self, version: int) -> dict[str, torch.Tensor]:
-        """The tensors of a version, on the CPU. Blocks for download, decoding and digests: call it in a thread."""
+        """The tensors of a version, on the CPU. Blocks for download, decoding and digests: call it
+        in a thread."""
         return self.image(version).tensors()
 
     def image(self, version: int) -> Image:
-        return self.reach(self.chain.find(version)[0])
+        return self.move_to(self.chain.find(version)[0])
 
-    def reach(self, goal: Link) -> Image:
-        """By the cheapest way that is whole."""
-        broken: list[Hop] = []
+    def move_to(self, goal: VersionRef) -> Image:
+        """Move to a version by the cheapest sound route."""
+        broken: list[RouteStep] = []
         while self.held is None or self.held.link != goal:
-            way = plan(self.chain, self.held.link if self.held else None, goal, broken)
-            if way is None:
+            steps = plan_route(self.chain, self.held.link if self.held else None, goal, broken)
+            if steps is None:
                 raise CorruptWeights(self._refusal(goal.version, broken))
-            start = way[0].route.base
-            self._lease(start.version if start else way[0].target.version)
+            start = steps[0].route.base
+            self._lease(start.version if start else steps[0].target.version)
             try:
-                self._take(way)
-            except _Broken as e:
-                broken.append(e.hop)
-            except _Wrong:
+                self._apply_steps(steps)
+            except _BrokenStep as e:
+                broken.append(e.step)
+            except _WrongOutcome:
                 if start is None:
-                    broken.append(way[-1])
+                    broken.append(steps[-1])
                 else:
                     self.held, self.rebuilt = None, self.rebuilt + 1
         self._lease(goal.version)
         return self.held
 
-    def take(self, link: Link, route: Route) -> None:
-        """Moves by this very way, from the base that is held."""
+    def apply_route(self, link: VersionRef, route: Route) -> None:
+        """Apply exactly this route, from the base that is held."""
         assert route.base is None or (self.held and self.held.link == route.base)
-        hop = Hop(link, route)
+        step = RouteStep(link, route)
         try:
-            self._take([hop])
-        except (_Broken, _Wrong) as e:
-            raise CorruptWeights(self._refusal(link.version, [hop])) from e
+            self._apply_steps([step])
+        except (_BrokenStep, _WrongOutcome) as e:
+            raise CorruptWeights(self._refusal(link.version, [step])) from e
 
     def scrub(self) -> list[str]:
-        """Names of tensors that are not any more what they were when they were checked. If there is one, nothing is
-        held any more: the next version is built from a whole one."""
+        """Names of tensors that are not any more what they were when they were checked. If there is
+        one, nothing is held any more: the next version is built from a whole one."""
         if self.held is None:
             return []
         with ThreadPoolExecutor(self._threads) as pool:
@@ -149,31 +165,36 @@ class Follower:
         if self.name:
             self.chain.objects.delete(lease_key(self.name))
 
-    def _take(self, way: Sequence[Hop]) -> None:
-        image = self.held if way[0].route.base is not None else None
-        report = self._reporter(way)
+    def _apply_steps(self, steps: Sequence[RouteStep]) -> None:
+        image = self.held if steps[0].route.base is not None else None
+        report = self._reporter(steps)
         with ThreadPoolExecutor(self._threads) as pool:
-            for hop in way:
+            for step in steps:
                 try:
-                    state = self._state(hop.target)
-                    wanted = {entry.name: chunks for entry in state if (chunks := self._only(entry)) is not None}
+                    state = self._state(step.target)
+                    wanted = {
+                        entry.name: chunks
+                        for entry in state
+                        if (chunks := self._only(entry)) is not None
+                    }
                     shards = []
-                    for data in self._download(hop, wanted):
+                    for data in self._download(step, wanted):
                         shards.append(data)
                         report(len(data))
                     base, old = (image.state, image.held) if image else ((), {})
                     made = unpack(state, shards, base, old, wanted, pool)
                 except (Missing, Corrupt, Damaged) as e:
-                    raise _Broken(hop) from e
-                image = Image(hop.target, state, made)
+                    raise _BrokenStep(step) from e
+                image = Image(step.target, state, made)
             assert image is not None
-            # What lies between needs no check of its own: the digests of the last state speak for the whole way.
+            # What lies between needs no check of its own: the digests of the last state speak for
+            # the whole route.
             if wrong_in(image.state, image.held, pool):
-                raise _Wrong
+                raise _WrongOutcome
         self.held = image
 
-    def _reporter(self, way: Sequence[Hop]) -> Callable[[int], None]:
-        total, done = sum(hop.route.bytes for hop in way), 0
+    def _reporter(self, steps: Sequence[RouteStep]) -> Callable[[int], None]:
+        total, done = sum(step.route.bytes for step in steps), 0
 
         def report(more: int) -> None:
             nonlocal done
@@ -183,18 +204,23 @@ class Follower:
 
         return report
 
-    def _download(self, hop: Hop, wanted: Collection[str]) -> Iterator[bytes]:
-        """A shard names the first and the last of its tensors; what lies between may not be wanted at all."""
-        needed = [shard for shard in hop.route.shards if any(shard.first <= name <= shard.last for name in wanted)]
+    def _download(self, step: RouteStep, wanted: Collection[str]) -> Iterator[bytes]:
+        """A shard names the first and the last of its tensors; what lies between may not be wanted
+        at all."""
+        needed = [
+            shard
+            for shard in step.route.shards
+            if any(shard.first <= name <= shard.last for name in wanted)
+        ]
         with ThreadPoolExecutor(DOWNLOADS) as downloads:
-            yield from downloads.map(lambda shard: self._shard(hop.target, shard.hash), needed)
+            yield from downloads.map(lambda shard: self._shard(step.target, shard.hash), needed)
 
-    def _state(self, target: Link) -> State:
+    def _state(self, target: VersionRef) -> State:
         manifest = self.chain.follow(target)
         data = self._shard(target, manifest.root)
         return read_state(data, manifest.bytes, f"the tensors of version {target.version}")
 
-    def _shard(self, target: Link, hash: str) -> bytes:
+    def _shard(self, target: VersionRef, hash: str) -> bytes:
         if self._cache is None:
             return self.chain.shard(target, hash)
         return self._cache.get(hash, lambda: self.chain.shard(target, hash))
@@ -202,29 +228,34 @@ class Follower:
     def _lease(self, version: int) -> None:
         if self.name:
             lease = Lease(reader=self.name, version=version, until=self._now() + LEASE_S)
-            # A reader may have no right to write: then nothing is kept for it, and it starts whole if it falls behind.
+            # A reader may have no right to write: then nothing is kept for it, and it starts whole
+            # if it falls behind.
             with contextlib.suppress(EtudeError):
                 self.chain.objects.put_sealed(lease_key(self.name), to_json(lease))
 
-    def _refusal(self, version: int, broken: Sequence[Hop]) -> str:
-        ways = ", ".join(f"{_place(hop.route.base)} to {hop.target.version}" for hop in broken)
-        damaged = f"; damaged: {', '.join(sorted(self.chain.damaged))}" if self.chain.damaged else ""
+    def _refusal(self, version: int, broken: Sequence[RouteStep]) -> str:
+        tried = ", ".join(f"{_place(step.route.base)} to {step.target.version}" for step in broken)
+        damaged = (
+            f"; damaged: {', '.join(sorted(self.chain.damaged))}" if self.chain.damaged else ""
+        )
         return (
-            f"{self.chain.objects.url}: weight version {version} is not what was published (no way to it is whole: "
-            f"{ways or 'none is left'}{damaged}); it is not served. `etude weights verify` says which objects to "
+            f"{self.chain.objects.url}: weight version {version} is not what was published (no "
+            f"route to it is whole: "
+            f"{tried or 'none is left'}{damaged}); it is not served. `etude weights verify` says "
+            f"which objects to "
             f"restore"
         )
 
 
-class _Wrong(Exception):
+class _WrongOutcome(Exception):
     """All objects were what they should be, and the outcome is not."""
 
 
-class _Broken(Exception):
+class _BrokenStep(Exception):
     """A hop cannot be taken."""
 
-    def __init__(self, hop: Hop) -> None:
-        self.hop = hop
+    def __init__(self, step: RouteStep) -> None:
+        self.step = step
 
 
 def fetch(objects: Objects, version: int) -> dict[str, torch.Tensor]:
@@ -233,18 +264,22 @@ def fetch(objects: Objects, version: int) -> dict[str, torch.Tensor]:
 
 
 def agreed(checked: Mapping[str, Collection[int]], live: int) -> int | None:
-    """The version that a group of workers may go live with: the newest, beyond the live one, that every member has
-    checked. One that only some have is served by nobody: half of a layer from each of two versions is no model."""
-    common = set.intersection(*(set(versions) for versions in checked.values())) if checked else set()
+    """The version that a group of workers may go live with: the newest, beyond the live one, that
+    every member has checked. One that only some have is served by nobody: half of a layer from each
+    of two versions is no model."""
+    common = (
+        set.intersection(*(set(versions) for versions in checked.values())) if checked else set()
+    )
     return max((version for version in common if version > live), default=None)
 
 
 def go_live(version: int, members: Sequence[tuple[Follower, Callable[[Image], None]]]) -> None:
-    """Swaps a version in on all members of a group, or on none: each fetches and checks its part first."""
+    """Swaps a version in on all members of a group, or on none: each fetches and checks its part
+    first."""
     ready = [(swap, follower.image(version)) for follower, swap in members]
     for swap, image in ready:
         swap(image)
 
 
-def _place(link: Link | None) -> str:
+def _place(link: VersionRef | None) -> str:
     return "nothing" if link is None else str(link.version)

@@ -1,9 +1,10 @@
-"""Who publishes which chunk, when the ranks of a trainer hold parts of tensors. Pure.
+"""The layout of a version over ranks: which rank publishes which chunk. Pure.
 
-Ranks hold rows as their way of training wants it; chunks are cut as the format says. A chunk belongs to the rank that
-holds its first byte, and whatever of it lies elsewhere is sent there. What several ranks hold counts as the lowest
-one's. So the bits of a version, its digests and its root do not depend on how many ranks there were; and where parts
-are large, nearly all of it stays where it is.
+Ranks hold rows as their way of training wants it; chunks are cut as the format says. A chunk
+belongs to the rank that holds its first byte, and whatever of it lies elsewhere is sent there. What
+several ranks hold counts as the lowest one's. So the bits of a version, its digests and its root do
+not depend on how many ranks there were; and where parts are large, nearly all of it stays where it
+is.
 """
 
 from __future__ import annotations
@@ -12,20 +13,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from etude.core.errors import EtudeError
-from etude.weights.tensors import Entry
+from etude.weights.tensors import TensorEntry
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
     """What one rank holds of a tensor: bytes `start` to `stop - 1` of all that it has."""
 
-    entry: Entry
+    entry: TensorEntry
     start: int
     stop: int
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Transfer:
     """Bytes of a tensor that one rank has and another one publishes."""
 
     name: str
@@ -39,50 +40,65 @@ class Piece:
 class Layout:
     """The same on all ranks, if it is made of the same extents."""
 
-    table: tuple[Entry, ...]
+    table: tuple[TensorEntry, ...]
     """All tensors, sorted by name, without digests."""
     owners: Mapping[str, tuple[tuple[int, range], ...]]
     """Tensor -> (rank, chunks that it publishes), in the order of the chunks."""
-    pieces: tuple[Piece, ...]
+    transfers: tuple[Transfer, ...]
     """All that must travel, in the order in which it is sent."""
 
     def owned(self, rank: int) -> dict[str, range]:
-        return {name: chunks for name, owners in self.owners.items() for owner, chunks in owners if owner == rank}
+        return {
+            name: chunks
+            for name, owners in self.owners.items()
+            for owner, chunks in owners
+            if owner == rank
+        }
 
 
-def lay_out(holdings: Sequence[Sequence[Extent]]) -> Layout:
+def build_layout(holdings: Sequence[Sequence[Extent]]) -> Layout:
     """`holdings`: what each rank holds."""
     by_name: dict[str, list[tuple[int, Extent]]] = {}
     for rank, extents in enumerate(holdings):
         for extent in extents:
             by_name.setdefault(extent.entry.name, []).append((rank, extent))
-    table: list[Entry] = []
+    table: list[TensorEntry] = []
     owners: dict[str, tuple[tuple[int, range], ...]] = {}
-    pieces: list[Piece] = []
+    pieces: list[Transfer] = []
     for name, held in sorted(by_name.items()):
         entry, size = held[0][1].entry, held[0][1].entry.chunk_bytes
         for rank, extent in held:
             if extent.entry != entry:
-                raise EtudeError(f"ranks disagree on {name}: {entry} on rank {held[0][0]}, {extent.entry} on {rank}")
+                raise EtudeError(
+                    f"ranks disagree on {name}: {entry} on rank {held[0][0]}, {extent.entry} on "
+                    f"{rank}"
+                )
         table.append(entry)
         runs = list(_runs(entry, held))
         cuts = [(rank, range(-(-start // size), -(-stop // size))) for rank, start, stop in runs]
         # An empty tensor is part of the version like any other.
-        owners[name] = tuple((rank, chunks) for rank, chunks in cuts if chunks) or ((held[0][0], range(0)),)
+        owners[name] = tuple((rank, chunks) for rank, chunks in cuts if chunks) or (
+            (held[0][0], range(0)),
+        )
         for rank, start, stop in runs:
             if start % size:
                 owner = next(r for r, begin, end in runs if begin <= start // size * size < end)
-                pieces.append(Piece(name, start, min(stop, -(-start // size) * size), rank, owner))
+                pieces.append(
+                    Transfer(name, start, min(stop, -(-start // size) * size), rank, owner)
+                )
     return Layout(tuple(table), owners, tuple(pieces))
 
 
-def _runs(entry: Entry, held: Sequence[tuple[int, Extent]]) -> Iterator[tuple[int, int, int]]:
+def _runs(entry: TensorEntry, held: Sequence[tuple[int, Extent]]) -> Iterator[tuple[int, int, int]]:
     """(rank, start, stop), one after the other, of whom each byte is taken from."""
     at = 0
     while at < entry.bytes:
         covering = [(rank, extent) for rank, extent in held if extent.start <= at < extent.stop]
         if not covering:
-            raise EtudeError(f"no rank holds byte {at} of {entry.name}: the parts of all ranks must cover every tensor")
+            raise EtudeError(
+                f"no rank holds byte {at} of {entry.name}: the parts of all ranks must cover every "
+                f"tensor"
+            )
         rank, extent = min(covering, key=lambda pair: pair[0])
         yield rank, at, extent.stop
         at = extent.stop

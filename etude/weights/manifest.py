@@ -1,8 +1,9 @@
-"""Which weight versions there are, and by which ways. Knows no tensors, so controller and gateway can import it.
+"""Manifests: which weight versions there are, and the routes to them. Knows no tensors, so
+controller and gateway can import it.
 
-Versions and epochs are one log (`records` says how), and its end is found by asking for one key after the other:
-whether a key exists is never late. A listing may be; it only says where to start asking, since old manifests are
-deleted.
+Versions and epochs are one log (`records` says how), and its end is found by asking for one key
+after the other: whether a key exists is never late. A listing may be; it only says where to start
+asking, since old manifests are deleted.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 from etude.core.errors import EtudeError
-from etude.core.types import Link, Manifest, Route
+from etude.core.types import Manifest, Route, VersionRef
 from etude.store.codec import Damaged, from_json, to_json
 from etude.store.objects import Missing, Objects, Unreachable
 from etude.weights.records import (
-    NOBODY,
+    NO_EPOCH,
     Epoch,
     ExtraRoute,
     Lease,
@@ -43,7 +44,7 @@ T = TypeVar("T")
 R = TypeVar("R", bound=Sealed)
 
 
-class Gone(EtudeError):
+class VersionGone(EtudeError):
     """The version was published, and is not kept any more: newer ones are."""
 
 
@@ -51,9 +52,9 @@ class Gone(EtudeError):
 class End:
     """Where the log of versions ends."""
 
-    epochs: tuple[Epoch, ...] = (NOBODY,)
+    epochs: tuple[Epoch, ...] = (NO_EPOCH,)
     """All of them, oldest first."""
-    head: Link | None = None
+    head: VersionRef | None = None
     """The newest version."""
     next: int = 0
     """The number that comes next in the last epoch."""
@@ -71,12 +72,14 @@ class End:
         """(epoch, numbers of all versions that were ever published in it), oldest first."""
         ends = [epoch.parent.version + 1 if epoch.parent else 0 for epoch in self.epochs[1:]]
         return [
-            (epoch.epoch, range(epoch.first, end)) for epoch, end in zip(self.epochs, [*ends, self.next], strict=True)
+            (epoch.epoch, range(epoch.first, end))
+            for epoch, end in zip(self.epochs, [*ends, self.next], strict=True)
         ]
 
 
 class Chain:
-    """The versions in one store. Every method is synchronous; reads and writes are tried again a few times."""
+    """The versions in one store. Every method is synchronous; reads and writes are tried again a
+    few times."""
 
     def __init__(
         self,
@@ -89,7 +92,7 @@ class Chain:
         self._trust = trust or trust_from_environment()
         self._sleep = sleep
         self._end = End()
-        self._manifests: dict[Link, Manifest] = {}
+        self._manifests: dict[VersionRef, Manifest] = {}
         self.damaged: set[str] = set()
         """Keys of what was found damaged, and not whole since."""
 
@@ -122,7 +125,7 @@ class Chain:
             self._end = end
         return end
 
-    def _record_at(self, epoch: Epoch, number: int) -> Epoch | Link | None:
+    def _record_at(self, epoch: Epoch, number: int) -> Epoch | VersionRef | None:
         """The version of that number in the epoch, or the epoch that came instead of it."""
         key = manifest_key(epoch.epoch, number)
         try:
@@ -134,7 +137,8 @@ class Chain:
             return self._link(record, hash, epoch.epoch, number)
         if not record.succeeds(epoch, number):
             raise Corrupt(
-                f"{self.objects.url}: {key} is the record of another epoch; restore it from a copy, or delete it if no "
+                f"{self.objects.url}: {key} is the record of another epoch; restore it from a "
+                f"copy, or delete it if no "
                 f"trainer wrote it"
             )
         return record
@@ -151,7 +155,7 @@ class Chain:
         """Oldest first."""
         return list(self.look().epochs[1:])
 
-    def head(self) -> Link | None:
+    def head(self) -> VersionRef | None:
         """The newest version."""
         return self.look().head
 
@@ -167,8 +171,11 @@ class Chain:
         for epoch, versions in reversed(spans):
             if not versions:
                 continue
-            # What was deleted is older than all that is kept. A listing may miss the oldest that is.
-            oldest = min((version for version in listed[epoch] if version in versions), default=versions.stop)
+            # What was deleted is older than all that is kept. A listing may miss the oldest that
+            # is.
+            oldest = min(
+                (version for version in listed[epoch] if version in versions), default=versions.stop
+            )
             while oldest > versions.start and self.exists(manifest_key(epoch, oldest - 1)):
                 oldest -= 1
             found |= dict.fromkeys(range(oldest, versions.stop), epoch)
@@ -176,8 +183,9 @@ class Chain:
                 break
         return dict(sorted(found.items()))
 
-    def find(self, version: int) -> tuple[Link, Manifest]:
-        """The version of that number. Raises `Missing`, or `Gone` if newer ones are kept only."""
+    def find(self, version: int) -> tuple[VersionRef, Manifest]:
+        """The version of that number. Raises `Missing`, or `VersionGone` if newer ones are kept
+        only."""
         for epoch, versions in reversed(self._walk(over_damage=True).spans()):
             if version in versions:
                 with contextlib.suppress(Missing):
@@ -185,40 +193,46 @@ class Chain:
         kept = self.lineage()
         there = f"; versions {min(kept)} to {max(kept)} are there" if kept else ""
         if kept and 0 <= version < min(kept):
-            raise Gone(f"{self.objects.url}: weight version {version} was deleted by `etude weights gc`{there}")
+            raise VersionGone(
+                f"{self.objects.url}: weight version {version} was deleted by `etude weights "
+                f"gc`{there}"
+            )
         raise Missing(f"{self.objects.url}: weight version {version} is not published{there}")
 
-    def at(self, epoch: int, version: int) -> tuple[Link, Manifest]:
+    def at(self, epoch: int, version: int) -> tuple[VersionRef, Manifest]:
         manifest, hash = self._record(manifest_key(epoch, version), Manifest)
         return self._link(manifest, hash, epoch, version), manifest
 
-    def _link(self, manifest: Manifest, hash: str, epoch: int, version: int) -> Link:
+    def _link(self, manifest: Manifest, hash: str, epoch: int, version: int) -> VersionRef:
         key = manifest_key(epoch, version)
         if (manifest.epoch, manifest.version) != (epoch, version):
             raise Corrupt(f"{self.objects.url}: {key} is the manifest of another version")
         if not follows(manifest, epoch, version):
             raise Corrupt(f"{self.objects.url}: {key} does not follow an older version")
-        link = Link(epoch, version, hash)
+        link = VersionRef(epoch, version, hash)
         self._manifests[link] = manifest
         return link
 
-    def follow(self, link: Link) -> Manifest:
+    def follow(self, link: VersionRef) -> Manifest:
         """The manifest that a link names, and no other."""
         if link not in self._manifests:
             found, _ = self.at(link.epoch, link.version)
             if found != link:
                 raise Corrupt(
-                    f"{self.objects.url}: the manifest of version {link.version} is not the one that its successor was "
+                    f"{self.objects.url}: the manifest of version {link.version} is not the one "
+                    f"that its successor was "
                     f"made from; restore {manifest_key(link.epoch, link.version)} from a copy"
                 )
         return self._manifests[link]
 
-    def extra_routes(self, target: Link) -> list[Route]:
-        """The further ways to a version. Nobody depends on them, so what is damaged is left out."""
-        return [way for way in self.further_ways(target).values() if isinstance(way, Route)]
+    def extra_routes(self, target: VersionRef) -> list[Route]:
+        """The extra routes to a version. Nobody depends on them, so what is damaged is left out."""
+        return [
+            route for route in self.check_extra_routes(target).values() if isinstance(route, Route)
+        ]
 
-    def further_ways(self, target: Link) -> dict[str, Route | Corrupt]:
-        """Key -> the way, or why it is none."""
+    def check_extra_routes(self, target: VersionRef) -> dict[str, Route | Corrupt]:
+        """Key -> the route, or why it is none."""
 
         def read(key: str) -> Route:
             extra, _ = self._record(key, ExtraRoute)
@@ -228,7 +242,9 @@ class Chain:
                 or route_key(target, base) != key
                 or not leads_on(base, target.epoch, target.version)
             ):
-                raise Corrupt(f"{self.objects.url}: {key} is not the way that its name says; delete it")
+                raise Corrupt(
+                    f"{self.objects.url}: {key} is not the route that its name says; delete it"
+                )
             return extra.route
 
         keys = self.keys(f"weights/routes/{target.epoch:06d}/{target.version:06d}")
@@ -244,7 +260,9 @@ class Chain:
                 raise Corrupt(f"{e}; delete it if that reader is gone") from e
 
         keys = self.keys("weights/leases")
-        return self._each((key for key in keys if re.fullmatch(r"weights/leases/[^./][^/]*\.json", key)), read)
+        return self._each(
+            (key for key in keys if re.fullmatch(r"weights/leases/[^./][^/]*\.json", key)), read
+        )
 
     def _each(self, keys: Iterable[str], read: Callable[[str], T]) -> dict[str, T | Corrupt]:
         found: dict[str, T | Corrupt] = {}
@@ -268,7 +286,7 @@ class Chain:
 
     # Objects, by hash.
 
-    def shard(self, target: Link, hash: str) -> bytes:
+    def shard(self, target: VersionRef, hash: str) -> bytes:
         """Its bytes, checked. A download that went wrong is tried again."""
         key = shard_key(target.epoch, target.version, hash)
         for _ in range(TRIES):
@@ -297,13 +315,16 @@ class Chain:
         self.retry(lambda: self.objects.delete(key))
 
     def create(self, key: str, record: object) -> bool:
-        """False if there is another record under the key. If only the answer was lost, ours is there: that is True,
-        also if the store needs a few tries to show it as it is."""
+        """False if there is another record under the key. If only the answer was lost, ours is
+        there: that is True, also if the store needs a few tries to show it as it is."""
         data = to_json(record)
-        return self.retry(lambda: self.objects.create(key, data)) or any(self.get(key) == data for _ in range(TRIES))
+        return self.retry(lambda: self.objects.create(key, data)) or any(
+            self.get(key) == data for _ in range(TRIES)
+        )
 
     def retry(self, act: Callable[[], T]) -> T:
-        """Stores have bad moments. What is missing is missing, though, and who does not answer was asked often."""
+        """Stores have bad moments. What is missing is missing, though, and who does not answer was
+        asked often."""
         for delay_s in (FIRST_RETRY_S * 2**n for n in range(TRIES - 1)):
             try:
                 return act()
@@ -320,7 +341,8 @@ class Chain:
             self._trust.check(record, f"{self.objects.url}: {key}")
             if to_json(record) != data or not is_sound(record):
                 raise Corrupt(
-                    f"{self.objects.url}: {key} is no {type(record).__name__} that etude writes; restore it from a copy"
+                    f"{self.objects.url}: {key} is no {type(record).__name__} that etude writes; "
+                    f"restore it from a copy"
                 )
             return record, hash_of(data)
 
@@ -344,8 +366,8 @@ class Chain:
             raise Corrupt(str(e)) from e
 
 
-class Versions:
-    """The published versions of one run; a `core.seams.WeightStore`."""
+class PublishedVersions:
+    """The published versions of one run; a `core.protocols.WeightStore`."""
 
     def __init__(self, objects: Objects) -> None:
         self._chain = Chain(objects)
@@ -355,8 +377,9 @@ class Versions:
 
     async def wait(self, after: int) -> Manifest:
         """The newest version, as soon as it is newer than `after`."""
-        # The store is the only link between clusters, and it cannot call us: this is the one place that polls for
-        # weights. The delay grows because a version that is not there now is a whole training step away.
+        # The store is the only link between clusters, and it cannot call us: this is the one place
+        # that polls for weights. The delay grows because a version that is not there now is a whole
+        # training step away.
         delay_s = FIRST_POLL_S
         while (manifest := await asyncio.to_thread(self._chain.newest, after)) is None:
             await asyncio.sleep(delay_s)

@@ -1,14 +1,16 @@
-"""From the trainer's tensors to a version that every region can load.
+"""The publisher: from the trainer's tensors to a version that every region can load.
 
-`publish` takes a snapshot and returns; hashing, encoding, uploading and the commit happen on a thread of their own, one
-version after the other. What the trainer waits for is counted in `stalled_s`.
+`publish` takes a snapshot and returns; hashing, encoding, uploading and the commit happen on a
+thread of their own, one version after the other. What the trainer waits for is counted in
+`stalled_s`.
 
-A trainer of many ranks has a publisher on each, and all of them call `publish` with what they hold of the tensors. Each
-hashes, encodes and uploads its own chunks (`layout` says which); rank 0 gathers what came of it and commits. If one
-fails, all do, and nothing is committed.
+A trainer of many ranks has a publisher on each, and all of them call `publish` with what they hold
+of the tensors. Each hashes, encodes and uploads its own chunks (`layout` says which); rank 0
+gathers what came of it and commits. If one fails, all do, and nothing is committed.
 
-The first version is stored whole, every later one as the difference to the one before. When the differences since the
-last whole version have grown to half of it, or to 64 of them, the version gets a second way, whole.
+The first version is stored whole, every later one as the difference to the one before. When the
+differences since the last whole version have grown to half of it, or to 64 of them, the version
+gets a snapshot as its second route.
 """
 
 from __future__ import annotations
@@ -25,18 +27,18 @@ from dataclasses import dataclass, replace
 import torch
 
 from etude.core.errors import EtudeError
-from etude.core.types import Link, Manifest, Route, Shard
+from etude.core.types import Manifest, Route, Shard, VersionRef
 from etude.store.objects import Missing, Objects
 from etude.weights.follow import Follower, Image
 from etude.weights.layout import Extent, Layout
-from etude.weights.manifest import Chain, End, Gone
-from etude.weights.peers import Alone, Peers
-from etude.weights.ranks import Ranks
+from etude.weights.manifest import Chain, End, VersionGone
+from etude.weights.peer_group import PeerGroup
+from etude.weights.peers import Peers, SinglePeer
 from etude.weights.records import Epoch, ExtraRoute, manifest_key, route_key
-from etude.weights.shards import Census, pack
+from etude.weights.shards import ChangeStats, pack
 from etude.weights.signing import Corrupt, Signer, signer_from_environment
 from etude.weights.snapshot import Arrays, Part, Snapshots
-from etude.weights.tensors import Entry, Slab, State, state_json
+from etude.weights.tensors import Slab, State, TensorEntry, state_json
 
 
 class Fenced(EtudeError):
@@ -44,36 +46,38 @@ class Fenced(EtudeError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
-    """When a version gets a second way, whole."""
+class SnapshotPolicy:
+    """When a version gets a snapshot beside its delta."""
 
     max_chain: int = 64
     max_share: float = 0.5
     """Of a whole version, in differences since the last one."""
 
-    def wants_whole(self, links: int, bytes: int, whole_bytes: int) -> bool:
+    def wants_snapshot(self, links: int, bytes: int, whole_bytes: int) -> bool:
         return links >= self.max_chain or bytes > self.max_share * whole_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class _Order:
-    """What rank 0 has all ranks do: publish the difference to `base`; or nothing, since the version is there."""
+    """The order of rank 0 to all ranks: publish the difference to `base`; or nothing, since the
+    version is there."""
 
     epoch: int
-    base: Link | None
-    there: Link | None = None
+    base: VersionRef | None
+    there: VersionRef | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Receipt:
-    """What a rank has uploaded."""
+    """The shards that a rank has uploaded."""
 
     shards: tuple[Shard, ...]
-    census: Census
+    census: ChangeStats
 
 
 class Publisher:
-    """One trainer's hand on the store, or one rank's. It takes an epoch with its first new version."""
+    """Publishes the versions of a trainer, or one rank's part of them. It takes an epoch with its
+    first new version."""
 
     def __init__(
         self,
@@ -81,36 +85,53 @@ class Publisher:
         *,
         peers: Peers | None = None,
         name: str = "trainer",
-        policy: Policy | None = None,
+        policy: SnapshotPolicy | None = None,
         signer: Signer | None = None,
         threads: int = 1,
         now: Callable[[], float] = time.time,
     ) -> None:
-        self.chain, self.policy = chain, policy or Policy()
+        self.chain = chain
+        self.policy = policy or SnapshotPolicy()
         self.name = f"{name}@{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
         self.stalled_s = 0.0
-        self._ranks, self._sign, self._now = Ranks(peers or Alone()), signer or signer_from_environment(), now
+        self._ranks = PeerGroup(peers or SinglePeer())
+        self._sign = signer or signer_from_environment()
+        self._now = now
         self._epoch: int | None = None
         self._last: Image | None = None  # our part of it, once we have it
         self._layout: Layout | None = None  # of that part
-        self._snapshots, self._arrays = Snapshots(), Arrays()
-        self._links, self._bytes = 0, 0  # since the last whole version
+        self._snapshots = Snapshots()
+        self._arrays = Arrays()
+        # since the last whole version
+        self._links = 0
+        self._bytes = 0
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="publish")
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="encode")
         self._pending: Future[Manifest] | None = None
 
-    def publish(self, version: int, tensors: Mapping[str, torch.Tensor | Part], *, stage: str, step: int) -> None:
-        """Takes a copy of the tensors, or of this rank's parts of them, and returns. Waits until the version before is
-        published, and raises what went wrong there."""
+    def publish(
+        self, version: int, tensors: Mapping[str, torch.Tensor | Part], *, stage: str, step: int
+    ) -> None:
+        """Takes a copy of the tensors, or of this rank's parts of them, and returns. Waits until
+        the version before is published, and raises what went wrong there."""
         self.prepare(version, tensors, stage=stage, step=step)()
 
     def prepare(
-        self, version: int, tensors: Mapping[str, torch.Tensor | Part], *, stage: str, step: int, given: bool = False
+        self,
+        version: int,
+        tensors: Mapping[str, torch.Tensor | Part],
+        *,
+        stage: str,
+        step: int,
+        given: bool = False,
     ) -> Callable[[], None]:
-        """`publish` in two: takes the copy now; to publish it, call what is returned, from whichever thread. For a
-        trainer that has something to write first. Tensors that are `given` are ours: they will not change, and are not
-        copied."""
-        parts = {name: given if isinstance(given, Part) else Part(given) for name, given in tensors.items()}
+        """`publish` in two: takes the copy now; to publish it, call what is returned, from
+        whichever thread. For a trainer that has something to write first. Tensors that are `given`
+        are ours: they will not change, and are not copied."""
+        parts = {
+            name: given if isinstance(given, Part) else Part(given)
+            for name, given in tensors.items()
+        }
         extents = [part.extent(name) for name, part in parts.items()]
         with self._counted():
             taken = self._snapshots.take(parts, given=given)
@@ -140,28 +161,34 @@ class Publisher:
             self._pool.shutdown()
 
     def _publish(
-        self, version: int, extents: Sequence[Extent], taken: Callable[[], Arrays], stage: str, step: int
+        self,
+        version: int,
+        extents: Sequence[Extent],
+        taken: Callable[[], Arrays],
+        stage: str,
+        step: int,
     ) -> Manifest:
         ranks, arrays = self._ranks, taken()
-        layout = ranks.lay_out(extents)
+        layout = ranks.build_layout(extents)
         own = ranks.gather(layout, extents, arrays)
         state = ranks.state(layout, own, self._pool)
-        order = ranks.lead(lambda: self._order(version, state), _Order)
-        if order.there is not None:  # the trainer was restarted, with the very bits that the store holds
+        order = ranks.broadcast(lambda: self._order(version, state), _Order)
+        # the trainer was restarted, with the very bits that the store holds
+        if order.there is not None:
             self._move_on(Image(order.there, state, own), layout, arrays)
             self._count_links()
             return self.chain.follow(order.there)
-        ranks.share(lambda: self._start_from(order.base, layout), type(None))
+        ranks.all_gather(lambda: self._start_from(order.base, layout), type(None))
         shards, census = self._upload(order.epoch, version, state, own, self._last)
         made = Manifest(
             version=version, stage=stage, step=step, epoch=order.epoch, parent=order.base, root="",
-            bytes=sum(entry.bytes for entry in state), route=Route(order.base, shards), changed=census.shares(),
-            publisher=self.name, time=self._now(),
+            bytes=sum(entry.bytes for entry in state), route=Route(order.base, shards),
+            changed=census.shares(), publisher=self.name, time=self._now(),
         )  # fmt: skip
-        link = ranks.lead(lambda: self._commit(made, state), Link)
+        link = ranks.broadcast(lambda: self._commit(made, state), VersionRef)
         self._move_on(Image(link, state, own), layout, arrays)
         manifest = self.chain.follow(link)
-        self._maybe_add_whole(manifest)
+        self._maybe_add_snapshot(manifest)
         return manifest
 
     def _order(self, version: int, state: State) -> _Order:
@@ -173,41 +200,56 @@ class Publisher:
         end = self._claim(version)
         return _Order(end.epoch, end.head)
 
-    def _start_from(self, base: Link | None, layout: Layout) -> None:
-        """Have our part of the base at hand. It is rebuilt from the store and checked, never taken from a copy that
-        somebody kept; only what we published ourselves, in parts like these, need not be."""
+    def _start_from(self, base: VersionRef | None, layout: Layout) -> None:
+        """Have our part of the base at hand. It is rebuilt from the store and checked, never taken
+        from a copy that somebody kept; only what we published ourselves, in parts like these, need
+        not be."""
         if base is None:
             self._last = None
         elif self._last is None or self._last.link != base or self._layout is not layout:
-            table, owned = {entry.name: entry for entry in layout.table}, layout.owned(self._ranks.rank)
+            table, owned = (
+                {entry.name: entry for entry in layout.table},
+                layout.owned(self._ranks.rank),
+            )
 
-            def only(entry: Entry) -> range | None:
+            def only(entry: TensorEntry) -> range | None:
                 return owned.get(entry.name) if entry.is_like(table.get(entry.name)) else None
 
-            self._last = Follower(self.chain, only=only).reach(base)
+            self._last = Follower(self.chain, only=only).move_to(base)
             self._count_links()
 
     def _upload(
         self, epoch: int, version: int, state: State, own: Mapping[str, Slab], base: Image | None
-    ) -> tuple[tuple[Shard, ...], Census]:
+    ) -> tuple[tuple[Shard, ...], ChangeStats]:
         """The shards of all ranks, and what they hold."""
 
         def upload() -> _Receipt:
-            census = Census()
-            packed = pack(state, own, base.state if base else (), base.held if base else {}, self._pool, census)
+            census = ChangeStats()
+            packed = pack(
+                state,
+                own,
+                base.state if base else (),
+                base.held if base else {},
+                self._pool,
+                census,
+            )
             put = self.chain.put_shard
-            shards = [Shard(put(epoch, version, p.data), len(p.data), p.first, p.last) for p in packed]
+            shards = [
+                Shard(put(epoch, version, p.data), len(p.data), p.first, p.last) for p in packed
+            ]
             return _Receipt(tuple(shards), census)
 
-        receipts, total = self._ranks.share(upload, _Receipt), Census()
+        receipts, total = self._ranks.all_gather(upload, _Receipt), ChangeStats()
         for receipt in receipts:
             total.join(receipt.census)
         return tuple(shard for receipt in receipts for shard in receipt.shards), total
 
-    def _commit(self, made: Manifest, state: State) -> Link:
+    def _commit(self, made: Manifest, state: State) -> VersionRef:
         root = self.chain.put_shard(made.epoch, made.version, state_json(state)[0])
         # If somebody has succeeded us meanwhile, the record of that stands at this key.
-        if not self.chain.create(manifest_key(made.epoch, made.version), self._sign(replace(made, root=root))):
+        if not self.chain.create(
+            manifest_key(made.epoch, made.version), self._sign(replace(made, root=root))
+        ):
             raise Fenced(self._fenced())
         return self.chain.at(made.epoch, made.version)[0]
 
@@ -215,60 +257,72 @@ class Publisher:
         self._snapshots.release(self._arrays)
         self._last, self._layout, self._arrays = image, layout, arrays
 
-    def _maybe_add_whole(self, manifest: Manifest) -> None:
-        """The version is live already; a whole way to it only shortens the way of those who are late."""
+    def _maybe_add_snapshot(self, manifest: Manifest) -> None:
+        """The version is live already; a snapshot to it only shortens the route of those who are
+        late."""
         assert self._last is not None
         image, link, route = self._last, self._last.link, manifest.route
-        self._links, self._bytes = (0, 0) if route.base is None else (self._links + 1, self._bytes + route.bytes)
-        wanted = self.policy.wants_whole(self._links, self._bytes, manifest.bytes)
-        if route.base is None or not self._ranks.lead(lambda: wanted, bool):
+        self._links, self._bytes = (
+            (0, 0) if route.base is None else (self._links + 1, self._bytes + route.bytes)
+        )
+        wanted = self.policy.wants_snapshot(self._links, self._bytes, manifest.bytes)
+        if route.base is None or not self._ranks.broadcast(lambda: wanted, bool):
             return
         shards, _ = self._upload(link.epoch, link.version, image.state, image.held, None)
         extra = ExtraRoute(target=link, route=Route(None, shards))
-        self._ranks.lead(lambda: self.chain.create(route_key(link, None), self._sign(extra)), bool)
+        self._ranks.broadcast(
+            lambda: self.chain.create(route_key(link, None), self._sign(extra)), bool
+        )
         self._links = self._bytes = 0
 
-    def _published(self, version: int) -> tuple[Link, Manifest] | None:
+    def _published(self, version: int) -> tuple[VersionRef, Manifest] | None:
         try:
             return self.chain.find(version)
-        except (Missing, Gone):
+        except (Missing, VersionGone):
             return None
 
     def _refusal(self, published: Manifest) -> EtudeError:
         if self._epoch not in (None, published.epoch):
             return Fenced(self._fenced())
         return EtudeError(
-            f"{self.chain.objects.url}: weight version {published.version} is published already, with other "
+            f"{self.chain.objects.url}: weight version {published.version} is published already, "
+            f"with other "
             f"weights (stage {published.stage}, step {published.step}); "
             f"stop the other trainer that works on this run, or start a new run"
         )
 
     def _claim(self, version: int) -> End:
-        """The end of the log, where we and nobody else may commit this version. For that we take an epoch if we have
-        none, and another one if the number does not follow our last: numbers of one epoch count up by one."""
+        """The end of the log, where we and nobody else may commit this version. For that we take an
+        epoch if we have none, and another one if the number does not follow our last: numbers of
+        one epoch count up by one."""
         while True:
             end = self.chain.look()
             if self._epoch not in (None, end.epoch):
                 raise Fenced(self._fenced())
             if end.head is not None and version <= end.head.version:
                 raise EtudeError(
-                    f"{self.chain.objects.url}: cannot publish weight version {version}, since {end.head.version} is "
+                    f"{self.chain.objects.url}: cannot publish weight version {version}, since "
+                    f"{end.head.version} is "
                     f"published already; start a new run, or go on from the newest checkpoint"
                 )
             if self._epoch is not None and version == end.next:
                 return end
             self._check_kept(end.head)
-            record = self._sign(Epoch(epoch=end.epoch + 1, first=version, parent=end.head, publisher=self.name))
+            record = self._sign(
+                Epoch(epoch=end.epoch + 1, first=version, parent=end.head, publisher=self.name)
+            )
             if self.chain.create(end.key, record):
                 self._epoch = record.epoch
             elif self.chain.look().epoch != end.epoch:
-                raise Fenced(self._fenced())  # else its trainer has published one more version: look again
+                # else its trainer has published one more version: look again
+                raise Fenced(self._fenced())
 
-    def _check_kept(self, head: Link | None) -> None:
+    def _check_kept(self, head: VersionRef | None) -> None:
         """Nothing newer than what was deleted is where we looked."""
         if head is not None and not self.chain.exists(manifest_key(head.epoch, head.version)):
             raise EtudeError(
-                f"{self.chain.objects.url}: weight version {head.version} was deleted, so there are newer ones, and "
+                f"{self.chain.objects.url}: weight version {head.version} was deleted, so there "
+                f"are newer ones, and "
                 f"the store does not list them yet; start again later"
             )
 
@@ -279,7 +333,9 @@ class Publisher:
         while at is not None:
             try:
                 route = self.chain.follow(at).route
-                if route.base is None or any(extra.base is None for extra in self.chain.extra_routes(at)):
+                if route.base is None or any(
+                    extra.base is None for extra in self.chain.extra_routes(at)
+                ):
                     break
             except (Missing, Corrupt):
                 break
@@ -287,13 +343,17 @@ class Publisher:
 
     def _fenced(self) -> str:
         return (
-            f"{self.chain.objects.url}: another trainer has taken over this run; this one ({self.name}) stops. "
+            f"{self.chain.objects.url}: another trainer has taken over this run; this one "
+            f"({self.name}) stops. "
             f"If it is the right one, stop the other and start again"
         )
 
 
-def publish(objects: Objects, version: int, tensors: Mapping[str, torch.Tensor], *, stage: str, step: int) -> Manifest:
-    """Stores one version, and returns when it is there. A trainer that goes on keeps a `Publisher`."""
+def publish(
+    objects: Objects, version: int, tensors: Mapping[str, torch.Tensor], *, stage: str, step: int
+) -> Manifest:
+    """Stores one version, and returns when it is there. A trainer that goes on keeps a
+    `Publisher`."""
     publisher = Publisher(Chain(objects))
     try:
         publisher.publish(version, tensors, stage=stage, step=step)

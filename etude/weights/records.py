@@ -1,17 +1,21 @@
-"""What the weight plane writes beside shards: its keys and records.
+"""Keys and records of published weights, beside the shards.
 
-    weights/versions/{epoch}/{version}.json     a manifest; or, where a trainer was succeeded, the next epoch
-    weights/routes/{epoch}/{version}/{base}.json  further ways to a version: `whole`, or from an older base
-    weights/shards/{epoch}/{version}/{hash}     what manifests and routes name, by the hash of its bytes
+    weights/versions/{epoch}/{version}.json     a manifest; or, where a trainer was succeeded, the
+                                                next epoch
+    weights/routes/{epoch}/{version}/{base}.json  extra routes to a version: `whole`, or from an
+                                                  older base
+    weights/shards/{epoch}/{version}/{hash}     what manifests and routes name, by the hash of its
+                                                bytes
     weights/leases/{reader}.json                what a reader still needs
     weights/gc/{id}.json                        what will be deleted, after a time of grace
 
-Everything but a lease is created once and never changed. A version exists when, and only when, its manifest does; that
-is created last.
+Everything but a lease is created once and never changed. A version exists when, and only when, its
+manifest does; that is created last.
 
-Manifests and epochs are one log. A trainer writes its versions under the number of its epoch, one after the other. Who
-wants to succeed it writes the record of the next epoch at the very key that its next version would have: so one of the
-two is written and the other is not, and both know. The first epoch is written where nobody's first version would be.
+Manifests and epochs are one log. A trainer writes its versions under the number of its epoch, one
+after the other. Who wants to succeed it writes the record of the next epoch at the very key that
+its next version would have: so one of the two is written and the other is not, and both know. The
+first epoch is written where nobody's first version would be.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from dataclasses import dataclass, fields, is_dataclass
 
 from blake3 import blake3
 
-from etude.core.types import Link, Manifest, Route
+from etude.core.types import Manifest, Route, VersionRef
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +36,7 @@ class Epoch:
     epoch: int
     first: int
     """The number of its first version. They count up by one."""
-    parent: Link | None
+    parent: VersionRef | None
     """The version that it goes on from; None if there is none yet."""
     publisher: str
     seal: str = ""
@@ -43,19 +47,26 @@ class Epoch:
         if at == before.first:
             goes_on = parent == before.parent
         else:
-            goes_on = parent is not None and (parent.epoch, parent.version) == (before.epoch, at - 1)
-        return goes_on and self.epoch == before.epoch + 1 and (parent is None or parent.version < self.first)
+            goes_on = parent is not None and (parent.epoch, parent.version) == (
+                before.epoch,
+                at - 1,
+            )
+        return (
+            goes_on
+            and self.epoch == before.epoch + 1
+            and (parent is None or parent.version < self.first)
+        )
 
 
-NOBODY = Epoch(epoch=0, first=0, parent=None, publisher="")
+NO_EPOCH = Epoch(epoch=0, first=0, parent=None, publisher="")
 """Whom the first trainer succeeds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExtraRoute:
-    """A way that was made after the version was published."""
+    """A route that was added after the version was published."""
 
-    target: Link
+    target: VersionRef
     route: Route
     seal: str = ""
 
@@ -77,7 +88,7 @@ def manifest_key(epoch: int, version: int) -> str:
     return f"weights/versions/{epoch:06d}/{version:06d}.json"
 
 
-def route_key(target: Link, base: Link | None) -> str:
+def route_key(target: VersionRef, base: VersionRef | None) -> str:
     start = "whole" if base is None else f"{base.epoch:06d}-{base.version:06d}"
     return f"weights/routes/{target.epoch:06d}/{target.version:06d}/{start}.json"
 
@@ -100,7 +111,8 @@ _OF_VERSION = [
 
 
 def owner_of(key: str) -> tuple[int, int] | None:
-    """The epoch and version that an object belongs to; None if it is nothing that a trainer puts there."""
+    """The epoch and version that an object belongs to; None if it is nothing that a trainer puts
+    there."""
     match = next((match for form in _OF_VERSION if (match := form.fullmatch(key))), None)
     return (int(match[1]), int(match[2])) if match else None
 
@@ -110,13 +122,13 @@ def follows(manifest: Manifest, epoch: int, version: int) -> bool:
     return manifest.route.base == manifest.parent and leads_on(manifest.parent, epoch, version)
 
 
-def leads_on(base: Link | None, epoch: int, version: int) -> bool:
+def leads_on(base: VersionRef | None, epoch: int, version: int) -> bool:
     return base is None or (base.epoch <= epoch and base.version < version)
 
 
 def is_sound(record: object) -> bool:
-    """Hashes become names of files, numbers become keys, and sizes are added up: a record that anybody may have written
-    must hold nothing else there."""
+    """Hashes become names of files, numbers become keys, and sizes are added up: a record that
+    anybody may have written must hold nothing else there."""
     return all(_is_sound(name, value) for name, value in _fields(record))
 
 

@@ -1,16 +1,18 @@
-"""The delta codec in numpy: what `codec.py` describes, with nothing between the description and the arrays."""
+"""The delta codec in numpy: what `codec.py` describes, with nothing between the description and the
+arrays."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from etude.weights.codec import Array, Damaged, Kind, Line, Reader, top_exponent, varint
+from etude.weights.codec import Array, ContextHeader, Damaged, Kind, Reader, top_exponent, varint
 
 _GOLOMB_SAMPLE = 256
 
 
 def encode_delta(kind: Kind, old: Array, new: Array) -> bytes | None:
-    """The body of a `DELTA`: empty if nothing changed, None if it would not be smaller than the elements."""
+    """The body of a `DELTA`: empty if nothing changed, None if it would not be smaller than the
+    elements."""
     top = top_exponent(kind, old)
     order, starts = _by_context(kind, old, top)
     changed = np.flatnonzero((old != new)[order])  # places in the order of contexts
@@ -36,7 +38,7 @@ def apply_delta(kind: Kind, old: Array, body: bytes | memoryview, out: Array) ->
     top = reader.byte()
     lines, total = [], 0
     for _ in range(kind.contexts):
-        lines.append(Line.read(reader, len(old) - total))
+        lines.append(ContextHeader.read(reader, len(old) - total))
         total += lines[-1].count
     size = reader.varint(reader.left)
     if total > 8 * size:
@@ -64,7 +66,8 @@ def apply_delta(kind: Kind, old: Array, body: bytes | memoryview, out: Array) ->
 
 
 def _by_context(kind: Kind, old: Array, top: int) -> tuple[Array, Array]:
-    """Element numbers sorted by context, and where each context starts among them (and the last one ends)."""
+    """Element numbers sorted by context, and where each context starts among them (and the last one
+    ends)."""
     exponents = ((old >> kind.shift) & kind.exponent).astype(np.int16)
     contexts = np.clip(top - exponents, 0, kind.contexts - 1).astype(np.uint8)
     starts = np.concatenate(([0], np.cumsum(np.bincount(contexts, minlength=kind.contexts))))
@@ -93,7 +96,9 @@ def _stepped(kind: Kind, old: Array, steps: Array) -> Array:
     return np.where(moved & sign, moved ^ sign, ~moved)
 
 
-def _pack_context(head: bytearray, unary: _Bits, plain: _Bits, gaps: Array, steps: Array, bits: int) -> None:
+def _pack_context(
+    head: bytearray, unary: _Bits, plain: _Bits, gaps: Array, steps: Array, bits: int
+) -> None:
     sizes = np.abs(steps)
     large = np.flatnonzero(sizes > 1)
     k = _rice(gaps)
@@ -110,7 +115,9 @@ def _pack_context(head: bytearray, unary: _Bits, plain: _Bits, gaps: Array, step
         plain.each(large_gaps & ((1 << kb) - 1) | ends << kb, kb + lengths)
 
 
-def _unpack_context(line: Line, quotients: Array, plain: _Plain, limit: int, bits: int) -> tuple[Array, Array]:
+def _unpack_context(
+    line: ContextHeader, quotients: Array, plain: _Plain, limit: int, bits: int
+) -> tuple[Array, Array]:
     """Gaps and steps of one context."""
     first, rest = quotients[: line.count], quotients[line.count :]
     low = plain.fixed(line.count, line.k + 1)
@@ -123,7 +130,10 @@ def _unpack_context(line: Line, quotients: Array, plain: _Plain, limit: int, bit
         where = np.cumsum(_rejoin(rest[0::2], ends & ((1 << line.kb) - 1), line.kb, limit) + 1) - 1
         sizes = (ends >> line.kb) + (np.int64(1) << lengths) - (1 << line.order) + 2
         if where[-1] >= line.count or int(sizes.max()) > 1 << (bits - 1):
-            raise Damaged("a payload says that more steps are large than there are, or larger than the type allows")
+            raise Damaged(
+                "a payload says that more steps are large than there are, or larger than the type "
+                "allows"
+            )
         steps[where] *= sizes
     return gaps, steps
 
@@ -136,7 +146,8 @@ def _rejoin(quotients: Array, remainders: Array, k: int, limit: int) -> Array:
 
 
 def _rice(values: Array) -> int:
-    """The best parameter for a geometric distribution with this mean, in integers: both codecs must agree on it."""
+    """The best parameter for a geometric distribution with this mean, in integers: both codecs must
+    agree on it."""
     return min(31, (int(values.sum()) * 123 // (len(values) * 256)).bit_length())
 
 
@@ -170,7 +181,11 @@ class _Bits:
         self._parts.append(bits[column < widths[:, None]])
 
     def packed(self) -> bytes:
-        return np.packbits(np.concatenate(self._parts), bitorder="little").tobytes() if self._parts else b""
+        return (
+            np.packbits(np.concatenate(self._parts), bitorder="little").tobytes()
+            if self._parts
+            else b""
+        )
 
 
 class _Plain:

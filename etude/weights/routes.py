@@ -1,4 +1,5 @@
-"""Which way to take to a version: a shortest path over what must be downloaded. Pure, but for reading manifests."""
+"""Route planning: the shortest path to a version over what must be downloaded. Pure, but for
+reading manifests."""
 
 from __future__ import annotations
 
@@ -6,70 +7,84 @@ import heapq
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from etude.core.types import Link, Route
+from etude.core.types import Route, VersionRef
 from etude.store.objects import Missing
 from etude.weights.manifest import Chain
 from etude.weights.signing import Corrupt
 
 
 @dataclass(frozen=True, slots=True)
-class Hop:
-    """From the route's base to `target`."""
+class RouteStep:
+    """One step of a route: from the base to `target`."""
 
-    target: Link
+    target: VersionRef
     route: Route
 
 
-def cheapest(hops: Collection[Hop], start: Link | None, goal: Link) -> list[Hop] | None:
-    """The hops from nothing, or from `start`, which is at hand, that cost the fewest bytes; None if there is no way."""
-    leaving: dict[Link | None, list[Hop]] = {}
-    for hop in hops:
-        leaving.setdefault(hop.route.base, []).append(hop)
-    done: set[Link | None] = set()
-    ways: list[tuple[int, int, Link | None, list[Hop]]] = [(0, 0, None, []), (0, 1, start, [])]
-    ticket = len(ways)  # breaks ties: links have no order
-    while ways:
-        cost, _, here, way = heapq.heappop(ways)
+def cheapest(
+    steps: Collection[RouteStep], start: VersionRef | None, goal: VersionRef
+) -> list[RouteStep] | None:
+    """The steps from nothing, or from `start`, which is at hand, that cost the fewest bytes; None
+    if there is no route."""
+    leaving: dict[VersionRef | None, list[RouteStep]] = {}
+    for step in steps:
+        leaving.setdefault(step.route.base, []).append(step)
+    done: set[VersionRef | None] = set()
+    queue: list[tuple[int, int, VersionRef | None, list[RouteStep]]] = [
+        (0, 0, None, []),
+        (0, 1, start, []),
+    ]
+    ticket = len(queue)  # breaks ties: links have no order
+    while queue:
+        cost, _, here, path = heapq.heappop(queue)
         if here == goal:
-            return way
+            return path
         if here in done:
             continue
         done.add(here)
-        for hop in leaving.get(here, []):
+        for step in leaving.get(here, []):
             ticket += 1
-            heapq.heappush(ways, (cost + hop.route.bytes, ticket, hop.target, [*way, hop]))
+            heapq.heappush(queue, (cost + step.route.bytes, ticket, step.target, [*path, step]))
     return None
 
 
-def plan(chain: Chain, start: Link | None, goal: Link, broken: Collection[Hop] = ()) -> list[Hop] | None:
-    """The cheapest way from `start`, or from nothing, over no broken hop. Looks at versions, newest first, until it
-    meets the start, or knows a way from a whole version and going on cannot pay."""
-    direct = Hop(goal, chain.follow(goal).route)
+def plan_route(
+    chain: Chain, start: VersionRef | None, goal: VersionRef, broken: Collection[RouteStep] = ()
+) -> list[RouteStep] | None:
+    """The cheapest route from `start`, or from nothing, over no broken step. Looks at versions,
+    newest first, until it meets the start, or knows a route from a whole version and going on
+    cannot pay."""
+    direct = RouteStep(goal, chain.follow(goal).route)
     if start is not None and direct.route.base == start and direct not in broken:
         return [direct]  # one step behind, as nearly always: no need to look around
-    hops: list[Hop] = []
-    best: list[Hop] | None = None
+    steps: list[RouteStep] = []
+    best: list[RouteStep] | None = None
     ahead, walked = {goal}, 0
     while ahead:
         at = max(ahead, key=lambda link: link.version)
         ahead.remove(at)
-        found: list[Hop] = []
+        found: list[RouteStep] = []
         if at != start:
             try:
                 manifest = chain.follow(at)
             except (Missing, Corrupt):
-                continue  # deleted as too old, or damaged: no way leads over it
+                continue  # deleted as too old, or damaged: no route leads over it
             found = [
-                hop for route in (manifest.route, *chain.extra_routes(at)) if (hop := Hop(at, route)) not in broken
+                step
+                for route in (manifest.route, *chain.extra_routes(at))
+                if (step := RouteStep(at, route)) not in broken
             ]
             walked += manifest.route.bytes
-        hops += found
-        bases = {hop.route.base for hop in found}
-        ahead |= {base for base in bases if base is not None}  # these are older: the chain sees to that
+        steps += found
+        bases = {step.route.base for step in found}
+        # these are older: the chain sees to that
+        ahead |= {base for base in bases if base is not None}
         if at == start or None in bases:
-            best = cheapest(hops, start, goal)
+            best = cheapest(steps, start, goal)
         if best is not None and (
-            start is None or at.version <= start.version or walked > sum(hop.route.bytes for hop in best)
+            start is None
+            or at.version <= start.version
+            or walked > sum(step.route.bytes for step in best)
         ):
             break
     return best

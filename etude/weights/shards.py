@@ -2,11 +2,13 @@
 
     8 bytes    the magic
     varint     number of chunks
-    each       tensor (varint, its number in the state), chunk (varint, its number in the tensor), size (varint)
+    each       tensor (varint, its number in the state), chunk (varint, its number in the tensor),
+               size (varint)
     payloads   one after the other; `codec.py` says what is in them
 
-Chunks come in ascending order. A chunk that is in no shard of a route did not change. What a shard says of itself is
-checked against the state, whose hash the manifest names, before anything is allocated.
+Chunks come in ascending order. A chunk that is in no shard of a route did not change. What a shard
+says of itself is checked against the state, whose hash the manifest names, before anything is
+allocated.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import numpy as np
 
 from etude.weights import codec
 from etude.weights.codec import Array, Damaged, Kind
-from etude.weights.tensors import Entry, Slab, State
+from etude.weights.tensors import Slab, State, TensorEntry
 
 MAGIC = b"etude w1"
 SHARD_BYTES = 32 << 20
@@ -42,20 +44,20 @@ class Packed:
 
 
 @dataclass(slots=True)
-class Census:
+class ChangeStats:
     """Elements that changed, and elements, for each sort of tensor."""
 
     changed: dict[str, int] = field(default_factory=dict)
     total: dict[str, int] = field(default_factory=dict)
 
-    def count(self, entry: Entry, changed: int, num_bytes: int) -> None:
+    def count(self, entry: TensorEntry, changed: int, num_bytes: int) -> None:
         self.add(sort_of(entry.name), changed, entry.kind.count(num_bytes))
 
     def add(self, sort: str, changed: int, total: int) -> None:
         self.changed[sort] = self.changed.get(sort, 0) + changed
         self.total[sort] = self.total.get(sort, 0) + total
 
-    def join(self, other: Census) -> None:
+    def join(self, other: ChangeStats) -> None:
         for sort, total in other.total.items():
             self.add(sort, other.changed[sort], total)
 
@@ -64,26 +66,37 @@ class Census:
 
 
 def sort_of(name: str) -> str:
-    """The name of a tensor without its place in the model: `model.layers.3.mlp.up_proj.weight` is an `up_proj`."""
+    """The name of a tensor without its place in the model: `model.layers.3.mlp.up_proj.weight` is
+    an `up_proj`."""
     words = [word for word in name.removesuffix(".weight").split(".") if not word.isdigit()]
     return words[-1]
 
 
 def pack(
-    state: State, new: Mapping[str, Slab], base: State, old: Mapping[str, Slab], pool: Executor, census: Census
+    state: State,
+    new: Mapping[str, Slab],
+    base: State,
+    old: Mapping[str, Slab],
+    pool: Executor,
+    census: ChangeStats,
 ) -> Iterator[Packed]:
-    """The way from `base` to `state`, in shards, as far as it concerns the chunks in `new`, which `old` must hold too
-    where the base has such a tensor. An empty base makes a whole one."""
+    """The route from `base` to `state`, in shards, as far as it concerns the chunks in `new`, which
+    `old` must hold too where the base has such a tensor. An empty base makes a whole one."""
     was = {entry.name: entry for entry in base}
 
     def encode(number: int) -> tuple[list[Chunk], int]:
         entry = state[number]
-        after, before = new[entry.name], old[entry.name] if entry.is_like(was.get(entry.name)) else None
+        after, before = (
+            new[entry.name],
+            old[entry.name] if entry.is_like(was.get(entry.name)) else None,
+        )
         assert before is None or before.chunks == after.chunks
         made, changed = [], 0
         for chunk in after.chunks:
             place = after.place(entry, chunk)
-            payload = _encode(entry.kind, None if before is None else before.data[place], after.data[place])
+            payload = _encode(
+                entry.kind, None if before is None else before.data[place], after.data[place]
+            )
             changed += codec.num_changed(entry.kind, payload, place.stop - place.start)
             if payload:
                 made.append(Chunk(number, chunk, payload))
@@ -105,11 +118,11 @@ def pack(
 
 
 def unpack(
-    state: State, shards: Iterable[bytes], base: State, old: Mapping[str, Slab], wanted: Mapping[str, range],
-    pool: Executor,
+    state: State, shards: Iterable[bytes], base: State, old: Mapping[str, Slab],
+    wanted: Mapping[str, range], pool: Executor,
 ) -> dict[str, Slab]:  # fmt: skip
-    """The wanted chunks of the tensors of `state`; `old` must hold the same ones where the base has such a tensor. A
-    slab that did not change is the very one of the base. Raises `Damaged`."""
+    """The wanted chunks of the tensors of `state`; `old` must hold the same ones where the base has
+    such a tensor. A slab that did not change is the very one of the base. Raises `Damaged`."""
     payloads: dict[int, dict[int, memoryview]] = {}
     for data in shards:
         for chunk in read(data, state):
@@ -132,7 +145,10 @@ def unpack(
         return out
 
     numbers = [number for number, entry in enumerate(state) if entry.name in wanted]
-    return {state[number].name: slab for number, slab in zip(numbers, pool.map(decode, numbers), strict=True)}
+    return {
+        state[number].name: slab
+        for number, slab in zip(numbers, pool.map(decode, numbers), strict=True)
+    }
 
 
 def read(data: bytes, state: State) -> list[Chunk]:
@@ -165,7 +181,9 @@ def _packed(state: State, chunks: list[Chunk]) -> Packed:
 
 
 def _encode(kind: Kind, old: Array | None, new: Array) -> bytes:
-    return codec.encode(kind, None if old is None else codec.codes(kind, old), codec.codes(kind, new))
+    return codec.encode(
+        kind, None if old is None else codec.codes(kind, old), codec.codes(kind, new)
+    )
 
 
 def _apply(kind: Kind, old: Array | None, payload: memoryview, out: Array) -> None:

@@ -1,13 +1,14 @@
 """Seals: what proves that a record is whole, and who wrote it.
 
-A seal is the hash of the record's JSON with an empty seal, and, if the trainer has a key, a space and the signature of
-those bytes. A reader checks the hash always; with a trusted key configured it also refuses what that key did not sign.
+A seal is the hash of the record's JSON with an empty seal, and, if the trainer has a key, a space
+and the signature of those bytes. A reader checks the hash always; with a trusted key configured it
+also refuses what that key did not sign.
 
     ETUDE_SIGNING_KEY   for the trainer: a file with a private ed25519 key (PEM)
     ETUDE_TRUSTED_KEY   for readers: the public key, 64 hex digits
 
-Shards are named by their hash in sealed records, so all that is read is covered. Keys need the package `cryptography`
-(`pip install etude[signing]`).
+Shards are named by their hash in sealed records, so all that is read is covered. Keys need the
+package `cryptography` (`pip install etude[signing]`).
 """
 
 from __future__ import annotations
@@ -64,15 +65,20 @@ class Trust:
         data = _unsealed(record)
         hash, _, signature = record.seal.partition(" ")
         if blake3(data).hexdigest() != hash:
-            raise Corrupt(f"{where} is damaged: it is not what its seal was made over; restore it from a copy")
+            raise Corrupt(
+                f"{where} is damaged: it is not what its seal was made over; restore it from a copy"
+            )
         if self._public is None:
             return
         ed25519, invalid = _cryptography()
         try:
-            ed25519.Ed25519PublicKey.from_public_bytes(self._public).verify(bytes.fromhex(signature), data)
+            ed25519.Ed25519PublicKey.from_public_bytes(self._public).verify(
+                bytes.fromhex(signature), data
+            )
         except (invalid, ValueError) as e:
             raise Untrusted(
-                f"{where} is not signed by the key in {TRUSTED}; it is not read. Check who writes to this store, "
+                f"{where} is not signed by the key in {TRUSTED}; it is not read. Check who writes "
+                f"to this store, "
                 f"or start the trainer with {PRIVATE}"
             ) from e
 
@@ -89,7 +95,8 @@ def signer_from_environment() -> Signer:
         raise EtudeError(f"{PRIVATE}: cannot read a private key from {path}: {e}") from e
     if not isinstance(key, ed25519.Ed25519PrivateKey):
         raise EtudeError(
-            f"{PRIVATE}: {path} holds another kind of key; make one with `openssl genpkey -algorithm ed25519`"
+            f"{PRIVATE}: {path} holds another kind of key; make one with `openssl genpkey "
+            f"-algorithm ed25519`"
         )
     return Signer(key.sign)
 
@@ -102,7 +109,9 @@ def trust_from_environment() -> Trust:
     except ValueError:
         public = b""
     if len(public) != 32:
-        raise EtudeError(f"{TRUSTED} must be the 64 hex digits of a public ed25519 key, and is {text!r}")
+        raise EtudeError(
+            f"{TRUSTED} must be the 64 hex digits of a public ed25519 key, and is {text!r}"
+        )
     return Trust(public)
 
 
@@ -115,5 +124,7 @@ def _cryptography() -> tuple[Any, type[Exception]]:
         from cryptography.exceptions import InvalidSignature
         from cryptography.hazmat.primitives.asymmetric import ed25519
     except ImportError as e:
-        raise EtudeError("signing needs the package cryptography: run `pip install etude[signing]`") from e
+        raise EtudeError(
+            "signing needs the package cryptography: run `pip install etude[signing]`"
+        ) from e
     return ed25519, InvalidSignature

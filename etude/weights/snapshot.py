@@ -1,9 +1,11 @@
-"""The trainer's tensors as they are now, in memory that nobody else writes to. Training waits for this and no more.
+"""The trainer's tensors as they are now, in memory that nobody else writes to. Training waits for
+this and no more.
 
-On a CPU that is a copy, into the memory of a version that is not needed any more: fetching new pages from the kernel
-takes as long as copying. Tensors that are given away for good are not copied at all. On a device the new bits are
-compared with the last ones there, and only what changed crosses to the host, about a hundredth; there it is put into a
-copy of the last version, when training is going on again.
+On a CPU that is a copy, into the memory of a version that is not needed any more: fetching new
+pages from the kernel takes as long as copying. Tensors that are given away for good are not copied
+at all. On a device the new bits are compared with the last ones there, and only what changed
+crosses to the host, about a hundredth; there it is put into a copy of the last version, when
+training is going on again.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import torch
 from torch import Tensor
 
 from etude.weights.layout import Extent
-from etude.weights.tensors import Entry, dtype_name
+from etude.weights.tensors import TensorEntry, dtype_name
 
 Arrays = dict[str, Tensor]
 """Name -> the bits of a part, flat and on the host."""
@@ -23,7 +25,8 @@ Arrays = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a rank holds of a tensor: rows from `first` on. It may be changed as soon as `publish` returns."""
+    """A rank's part of a tensor: rows from `first` on. It may be changed as soon as `publish`
+    returns."""
 
     tensor: Tensor
     first: int = 0
@@ -36,7 +39,7 @@ class Part:
         shape, dtype = tuple(self.tensor.shape), self.dtype or self.tensor.dtype
         if self.rows is not None:
             shape = (self.rows, *shape[1:])
-        entry = Entry(name, dtype_name(dtype), shape)
+        entry = TensorEntry(name, dtype_name(dtype), shape)
         start = self.first * (entry.bytes // shape[0]) if self.first else 0
         return Extent(entry, start, start + self.tensor.numel() * dtype.itemsize)
 
@@ -52,8 +55,8 @@ class Snapshots:
 
     @torch.no_grad()
     def take(self, parts: Mapping[str, Part], *, given: bool = False) -> Callable[[], Arrays]:
-        """Returns when the parts may change, or at once if they are `given` and never will. What it returns gives their
-        bits, and may take its time."""
+        """Returns when the parts may change, or at once if they are `given` and never will. What it
+        returns gives their bits, and may take its time."""
         self._given = given
         made: Arrays = {}
         changes: dict[str, tuple[Tensor, Tensor]] = {}
@@ -90,7 +93,8 @@ class Snapshots:
         code = CODES[dtype.itemsize]
         memory = self._memory(name, tensor.numel(), code)
         if dtype == tensor.dtype:
-            memory.view(tensor.shape).copy_(tensor.view(code))  # torch has types that it cannot copy as what they are
+            # torch has types that it cannot copy as what they are
+            memory.view(tensor.shape).copy_(tensor.view(code))
         else:
             memory.view(dtype).view(tensor.shape).copy_(tensor)
         return memory
@@ -103,7 +107,8 @@ class Snapshots:
 
 
 CODES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""An integer type for each width: NaN is not equal to itself, and -0.0 is equal to 0.0; bits are neither."""
+"""An integer type for each width: NaN is not equal to itself, and -0.0 is equal to 0.0; bits are
+neither."""
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -112,7 +117,8 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def changed(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
-    """Where two rows of bits differ, and what stands there now; `old` becomes `new`. On whatever device they are."""
+    """Where two rows of bits differ, and what stands there now; `old` becomes `new`. On whatever
+    device they are."""
     places = (old != new).nonzero().view(-1)
     values = new[places]
     old.index_copy_(0, places, values)
@@ -120,7 +126,11 @@ def changed(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _fits(old: Tensor, tensor: Tensor, dtype: torch.dtype) -> bool:
-    return old.device == tensor.device and len(old) == tensor.numel() and old.element_size() == dtype.itemsize
+    return (
+        old.device == tensor.device
+        and len(old) == tensor.numel()
+        and old.element_size() == dtype.itemsize
+    )
 
 
 def _to_host(places: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

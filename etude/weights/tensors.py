@@ -1,9 +1,9 @@
 """Tensors as bytes with a description, and back.
 
-A *state* is all tensors of a version: what each is called, its dtype, shape and digests, sorted by name. Its JSON is an
-object of the version, and the hash of that is the version's root. A *chunk* of a tensor is the unit of everything: it
-is hashed, coded, published and fetched by itself, so that ranks can share a tensor. A *slab* is what somebody holds of
-a tensor, in whole chunks.
+A *state* is all tensors of a version: what each is called, its dtype, shape and digests, sorted by
+name. Its JSON is an object of the version, and the hash of that is the version's root. A *chunk* of
+a tensor is the unit of everything: it is hashed, coded, published and fetched by itself, so that
+ranks can share a tensor. A *slab* is what somebody holds of a tensor, in whole chunks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_DIMENSIONS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """One tensor of a state."""
 
     name: str
@@ -63,12 +63,12 @@ class Entry:
         row = self.bytes // max(1, self.shape[0])
         return range(first * row // self.chunk_bytes, -(-last * row // self.chunk_bytes))
 
-    def is_like(self, other: Entry | None) -> bool:
+    def is_like(self, other: TensorEntry | None) -> bool:
         """Whether a difference between the two can be told."""
         return other is not None and (self.dtype, self.shape) == (other.dtype, other.shape)
 
 
-State = tuple[Entry, ...]
+State = tuple[TensorEntry, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +78,12 @@ class Slab:
     chunks: range
     data: Array
 
-    def place(self, entry: Entry, chunk: int) -> slice:
+    def place(self, entry: TensorEntry, chunk: int) -> slice:
         """Of a chunk, among the bytes of the slab."""
         at, start = entry.place(chunk), self.chunks.start * entry.chunk_bytes
         return slice(at.start - start, at.stop - start)
 
-    def chunk(self, entry: Entry, chunk: int) -> Array:
+    def chunk(self, entry: TensorEntry, chunk: int) -> Array:
         return self.data[self.place(entry, chunk)]
 
 
@@ -96,7 +96,10 @@ def element_size(dtype: str) -> int:
 def torch_dtype(dtype: str) -> torch.dtype:
     known = getattr(torch, dtype, None)
     if not isinstance(known, torch.dtype):
-        raise EtudeError(f"tensors of type {dtype} were published, which this torch does not know: install a newer one")
+        raise EtudeError(
+            f"tensors of type {dtype} were published, which this torch does not know: install a "
+            f"newer one"
+        )
     return known
 
 
@@ -115,16 +118,18 @@ def tensor_of(dtype: str, shape: tuple[int, ...], data: Array) -> torch.Tensor:
     return torch.from_numpy(data).view(torch_dtype(dtype)).reshape(shape)
 
 
-def digests(entry: Entry, slab: Slab) -> tuple[str, ...]:
-    return tuple(hash_of(np.ascontiguousarray(slab.chunk(entry, chunk)).data) for chunk in slab.chunks)
+def digests(entry: TensorEntry, slab: Slab) -> tuple[str, ...]:
+    return tuple(
+        hash_of(np.ascontiguousarray(slab.chunk(entry, chunk)).data) for chunk in slab.chunks
+    )
 
 
 def root_of(tensors: Mapping[str, torch.Tensor]) -> str:
     """The root of a version that is these tensors."""
 
-    def entry(name: str) -> Entry:
+    def entry(name: str) -> TensorEntry:
         tensor = tensors[name]
-        bare = Entry(name, dtype_name(tensor.dtype), tuple(tensor.shape))
+        bare = TensorEntry(name, dtype_name(tensor.dtype), tuple(tensor.shape))
         return replace(bare, digests=digests(bare, Slab(bare.chunks, bytes_of(tensor))))
 
     with ThreadPoolExecutor(1) as pool:
@@ -134,12 +139,14 @@ def root_of(tensors: Mapping[str, torch.Tensor]) -> str:
 def wrong_in(state: State, held: Mapping[str, Slab], pool: Executor) -> list[str]:
     """The names of the tensors of which a chunk that is held is not what the state says."""
 
-    def is_right(entry: Entry) -> bool:
+    def is_right(entry: TensorEntry) -> bool:
         chunks = held[entry.name].chunks
         return digests(entry, held[entry.name]) == entry.digests[chunks.start : chunks.stop]
 
     mine = [entry for entry in state if entry.name in held]
-    return [entry.name for entry, right in zip(mine, pool.map(is_right, mine), strict=True) if not right]
+    return [
+        entry.name for entry, right in zip(mine, pool.map(is_right, mine), strict=True) if not right
+    ]
 
 
 def state_json(state: State) -> tuple[bytes, str]:
@@ -149,27 +156,30 @@ def state_json(state: State) -> tuple[bytes, str]:
 
 
 def read_state(data: bytes, num_bytes: int, where: str) -> State:
-    """What `state_json` wrote of tensors with so many bytes in all. Everything that readers allocate and loop over is
-    measured by a state, so it is believed only if each size in it is borne out by another: digests are written out one
-    by one."""
+    """What `state_json` wrote of tensors with so many bytes in all. Everything that readers
+    allocate and loop over is measured by a state, so it is believed only if each size in it is
+    borne out by another: digests are written out one by one."""
     try:
-        state = from_json(data, tuple[Entry, ...], where)
+        state = from_json(data, tuple[TensorEntry, ...], where)
     except EtudeError as e:
         raise Corrupt(str(e)) from e
     if any(one.name >= other.name for one, other in pairwise(state)):
         raise Corrupt(f"{where} are not sorted by name")
     for entry in state:
         if not _is_possible(entry):
-            raise Corrupt(f"{where}: {entry.name} has a dtype, a shape or digests that no tensor has")
+            raise Corrupt(
+                f"{where}: {entry.name} has a dtype, a shape or digests that no tensor has"
+            )
     if sum(entry.bytes for entry in state) != num_bytes:
         raise Corrupt(f"{where} do not have the size that the manifest says")
     return state
 
 
-def _is_possible(entry: Entry) -> bool:
+def _is_possible(entry: TensorEntry) -> bool:
     """Empty tensors may have large dimensions, but torch multiplies these too."""
     if len(entry.shape) > MAX_DIMENSIONS or any(size < 0 for size in entry.shape):
         return False
     fits = prod(max(1, size) for size in entry.shape) * element_size(entry.dtype) < 1 << 63
-    is_own_name = dtype_name(torch_dtype(entry.dtype)) == entry.dtype  # torch knows some types by two
+    # torch knows some types by two
+    is_own_name = dtype_name(torch_dtype(entry.dtype)) == entry.dtype
     return fits and is_own_name and len(entry.digests) == -(-entry.bytes // entry.chunk_bytes)

@@ -19,12 +19,18 @@ def test_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         np.save(tmp_path / f"{name}_before.npy", old[:size])
         np.save(tmp_path / f"{name}_after.npy", new[:size])
     figures = delta.run(str(tmp_path))
-    codecs = {"reference", "xor_zstd1", "gap_value_zstd1", "raw_index"} | ({"fast"} if fast.LIBRARY else set())
+    codecs = {"reference", "xor_zstd1", "gap_value_zstd1", "raw_index"} | (
+        {"fast"} if fast.LIBRARY else set()
+    )
     for name in ("a", "b"):
         for codec in codecs:
-            assert {f"{name}.{codec}.{f}" for f in ("ratio", "encode_gbps", "apply_gbps")} <= figures.keys()
+            assert {
+                f"{name}.{codec}.{f}" for f in ("ratio", "encode_gbps", "apply_gbps")
+            } <= figures.keys()
     assert figures["a.bound_iid"] < figures["a.bound_exponent"]
-    assert figures["a.raw_index.ratio"] < figures["a.xor_zstd1.ratio"] < figures["a.reference.ratio"]
+    assert (
+        figures["a.raw_index.ratio"] < figures["a.xor_zstd1.ratio"] < figures["a.reference.ratio"]
+    )
 
 
 def test_bounds_by_hand() -> None:

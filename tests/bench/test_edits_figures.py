@@ -13,7 +13,10 @@ from etude.core.errors import EtudeError
 
 def commit(repo: Path, text: str) -> None:
     (repo / "a.py").write_text(text)
-    for arguments in (["add", "-A"], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "one"]):
+    for arguments in (
+        ["add", "-A"],
+        ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "one"],
+    ):
         subprocess.run(["git", "-C", str(repo), *arguments], check=True)
 
 
@@ -35,7 +38,10 @@ def test_edits_are_taken_from_a_history(tmp_path: Path) -> None:
 def test_a_file_with_one_changed_line_takes_few_passes() -> None:
     edit = one_line_change()
     assert len(edit.after.splitlines()) == 200
-    assert sum(a != b for a, b in zip(edit.before.splitlines(), edit.after.splitlines(), strict=True)) == 1
+    assert (
+        sum(a != b for a, b in zip(edit.before.splitlines(), edit.after.splitlines(), strict=True))
+        == 1
+    )
     anew = Edit("nothing\n" * 50, edit.after)
     figures = counted([edit, anew], words())
     assert (figures["edits.count"], figures["all.count"]) == (1, 2)

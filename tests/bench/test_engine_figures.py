@@ -22,4 +22,7 @@ def test_transformers_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch
     figures = engine.their_rate(None, 16)
     torch.set_num_threads(threads)
     assert figures == {"transformers_tokens_per_s_at_most": pytest.approx(16 * engine.NEW / 0.05)}
-    assert signal.getsignal(signal.SIGALRM) is before and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    assert signal.getsignal(signal.SIGALRM) is before and signal.getitimer(signal.ITIMER_REAL) == (
+        0.0,
+        0.0,
+    )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from etude.bench.loop import LAGS, LOOP, TEACH, figures
+from etude.bench.loop import LAGS, LOOP, TEACH, metrics
 from etude.core.config import RlConfig, parse
-from etude.core.events import Event, Fleet, GroupDone, Region, StepDone
+from etude.core.events import Event, FleetStatus, GroupDone, RegionStatus, StepDone
 from etude.store.codec import Stamped
 
 
@@ -16,14 +16,17 @@ def step(number: int, seconds: float) -> StepDone:
 
 
 def group(*rewards: float, failed: int = 0, seconds: float = 1.0) -> GroupDone:
-    return GroupDone(group="g", task="t", admitted=0, rewards=rewards, failed=failed, kept=True, seconds=seconds)
+    return GroupDone(
+        group="g", task="t", admitted=0, rewards=rewards, failed=failed, kept=True, seconds=seconds
+    )
 
 
-def look(east: float, west: float) -> Fleet:
+def look(east: float, west: float) -> FleetStatus:
     regions = {
-        name: Region(version=0, busy=busy, running=0, waiting=0) for name, busy in {"east": east, "west": west}.items()
+        name: RegionStatus(version=0, busy=busy, running=0, waiting=0)
+        for name, busy in {"east": east, "west": west}.items()
     }
-    return Fleet(regions=regions, active=0, capacity=4)
+    return FleetStatus(regions=regions, active=0, capacity=4)
 
 
 def test_figures_count_from_the_first_admission_to_the_last_step() -> None:
@@ -37,7 +40,7 @@ def test_figures_count_from_the_first_admission_to_the_last_step() -> None:
         (110.0, step(2, 3.0)),
         (111.0, group(1.0, 1.0)),
     ]
-    assert figures([Stamped(t, event) for t, event in noted]) == pytest.approx(
+    assert metrics([Stamped(t, event) for t, event in noted]) == pytest.approx(
         {"seconds": 10.0, "trainer_busy": 0.5, "engine_busy": 0.5, "rollouts_per_s": 0.4}
     )
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from etude.bench.publish import CONFIG, Alternating, Seen, figures
+from etude.bench.publish import CONFIG, Alternating, Seen, metrics
 from etude.core.config import parse
-from etude.core.events import Event, HandedOver, Live
+from etude.core.events import Event, PublishStarted, WeightsLive
 from etude.core.types import Manifest, Route, Shard, Task
 from etude.store.codec import Stamped
 from tests.bench.test_loop_figures import step
@@ -15,30 +15,38 @@ from tests.bench.test_loop_figures import step
 def manifest(version: int, size: int) -> Manifest:
     shards = (Shard("", size, "", ""),)
     return Manifest(
-        version=version, stage="rl", step=version, epoch=1, parent=None, root="", bytes=1000, route=Route(None, shards),
-        time=100.0 + 10 * version,
+        version=version, stage="rl", step=version, epoch=1, parent=None, root="", bytes=1000,
+        route=Route(None, shards), time=100.0 + 10 * version,
     )  # fmt: skip
 
 
 def test_figures() -> None:
     noted: list[tuple[float, Event]] = [
-        (100.0, HandedOver(version=0, stall_s=9.0)),
-        (109.0, HandedOver(version=1, stall_s=0.1)),
+        (100.0, PublishStarted(version=0, stall_s=9.0)),
+        (109.0, PublishStarted(version=1, stall_s=0.1)),
         (110.0, step(1, 8.0)),
-        (110.5, Live(version=1)),
-        (119.0, HandedOver(version=2, stall_s=0.3)),
+        (110.5, WeightsLive(version=1)),
+        (119.0, PublishStarted(version=2, stall_s=0.3)),
         (120.0, step(2, 12.0)),
-        (121.5, Live(version=2)),
+        (121.5, WeightsLive(version=2)),
     ]
     seen = Seen(equal=3, pauses_s=[0.001, 0.002, 0.009], late_bytes=1500)
     manifests = [manifest(0, 1000), manifest(1, 4), manifest(2, 6)]
-    assert figures(manifests, [Stamped(t, event) for t, event in noted], seen) == pytest.approx(
+    assert metrics(manifests, [Stamped(t, event) for t, event in noted], seen) == pytest.approx(
         {
-            "ratio": 200.0, "ratio_least": 1000 / 6, "versions": 3, "equal": 3, "pause_ms_p50": 2.0,
-            "pause_ms_max": 9.0, "live_s": 1.0, "step_s": 10.0, "stall_ms": 200.0, "stall_share": 0.02,
+            "ratio": 200.0,
+            "ratio_least": 1000 / 6,
+            "versions": 3,
+            "equal": 3,
+            "pause_ms_p50": 2.0,
+            "pause_ms_max": 9.0,
+            "live_s": 1.0,
+            "step_s": 10.0,
+            "stall_ms": 200.0,
+            "stall_share": 0.02,
             "late_ratio": 1.5,
         }
-    )  # fmt: skip
+    )
 
 
 async def test_every_group_has_a_difference() -> None:
@@ -49,7 +57,9 @@ async def test_every_group_has_a_difference() -> None:
             return {"reward": 0.0, "checks": 0.5}
 
     coin = Alternating(Environment())  # type: ignore[arg-type]
-    tasks = [Task(id=name, prompt="", files={}, editable=(), checks=(), meta={}) for name in "aabbaa"]
+    tasks = [
+        Task(id=name, prompt="", files={}, editable=(), checks=(), meta={}) for name in "aabbaa"
+    ]
     scores = [await coin.score(task, None) for task in tasks]  # type: ignore[arg-type]
     assert [score["reward"] for score in scores] == [1, 0, 1, 0, 1, 0]
     assert scores[0]["checks"] == 0.5

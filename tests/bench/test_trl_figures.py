@@ -31,10 +31,21 @@ def test_reward_at_equal_wall_clock() -> None:
 def test_a_run_counts_from_its_first_question_to_its_last_step() -> None:
     def group(t: float, seconds: float) -> Stamped[GroupDone]:
         return Stamped(
-            t, GroupDone(group="g", task="t", admitted=0, rewards=(0.0, 1.0), failed=0, kept=True, seconds=seconds)
+            t,
+            GroupDone(
+                group="g",
+                task="t",
+                admitted=0,
+                rewards=(0.0, 1.0),
+                failed=0,
+                kept=True,
+                seconds=seconds,
+            ),
         )
 
-    zero = dict.fromkeys(("loss", "k1", "k3_mean", "k3_p99", "entropy", "grad_norm", "wait_s", "seconds"), 0.0)
+    zero = dict.fromkeys(
+        ("loss", "k1", "k3_mean", "k3_p99", "entropy", "grad_norm", "wait_s", "seconds"), 0.0
+    )
     end = Stamped(110.0, StepDone(step=1, lag=0, tokens=1, **zero))
     side = etude_side([group(104.0, 4.0), end, group(111.0, 5.0)])
     assert (side.seconds, side.seen) == (10.0, [(4.0, 2, 0.5)])

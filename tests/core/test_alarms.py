@@ -4,15 +4,25 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from etude.core.alarms import FIRST_STEPS, RECENT_GROUPS, Alarms, Repeats
-from etude.core.events import Event, GroupDone, Heard, Launched, Silent, StageStarted, StepDone
-from etude.core.types import Batch, Row, Span
+from etude.core.alarms import FIRST_STEPS, RECENT_GROUPS, Alarms, RepeatedRows
+from etude.core.events import (
+    Event,
+    GroupDone,
+    Launched,
+    ProcessHeard,
+    ProcessSilent,
+    StageStarted,
+    StepDone,
+)
+from etude.core.types import Batch, Row, VersionSpan
 
 STEP = StepDone(
-    step=1, loss=0.1, lag=0, k1=0.0, k3_mean=1e-4, k3_p99=0.0, entropy=1.0, grad_norm=1.0, tokens=9, seconds=1.0,
-    wait_s=0.0,
+    step=1, loss=0.1, lag=0, k1=0.0, k3_mean=1e-4, k3_p99=0.0, entropy=1.0, grad_norm=1.0, tokens=9,
+    seconds=1.0, wait_s=0.0,
 )  # fmt: skip
-GROUP = GroupDone(group="g", task="t", admitted=0, rewards=(1.0, 0.0), failed=0, kept=True, seconds=1.0)
+GROUP = GroupDone(
+    group="g", task="t", admitted=0, rewards=(1.0, 0.0), failed=0, kept=True, seconds=1.0
+)
 
 
 def begun(alarms: Alarms, *events: Event) -> list[str]:
@@ -27,31 +37,48 @@ def test_a_healthy_run_is_quiet() -> None:
 def test_k3_begins_once_and_ends() -> None:
     alarms, far = Alarms(), replace(STEP, step=7, k3_mean=0.02)
     (alarm,) = alarms.apply(far)
-    assert str(alarm).startswith("step 7: k3 is 0.0200, above 0.01: ") and "lower lr or max_lag" in alarm.advice
+    assert (
+        str(alarm).startswith("step 7: k3 is 0.0200, above 0.01: ")
+        and "lower lr or max_lag" in alarm.advice
+    )
     assert begun(alarms, far, far) == [] and list(alarms.active) == ["k3"]
     assert begun(alarms, STEP) == [] and alarms.active == {}
     assert begun(alarms, far) == ["k3"]
 
 
 def test_a_silent_process_is_alarming_until_it_is_heard_again() -> None:
-    alarms, silent = Alarms(), Silent(process="worker-east", seconds=10.4)
+    alarms, silent = Alarms(), ProcessSilent(process="worker-east", seconds=10.4)
     (alarm,) = alarms.apply(silent)
-    assert str(alarm).startswith("the worker-east has been silent for 10 s: it is stopped, or hangs")
+    assert str(alarm).startswith(
+        "the worker-east has been silent for 10 s: it is stopped, or hangs"
+    )
     assert begun(alarms, replace(silent, seconds=15.4)) == []
     (active,) = alarms.active.values()
     assert "for 15 s" in active.what
-    assert begun(alarms, StageStarted(stage="rl", steps=9)) == [] and len(alarms.active) == 1, "whatever the stage"
-    assert begun(alarms, Heard(process="worker-east", seconds=92.0)) == [] and alarms.active == {}
-    assert begun(alarms, silent, Launched(resumed=True)) == ["silent worker-east"] and alarms.active == {}
+    assert begun(alarms, StageStarted(stage="rl", steps=9)) == [] and len(alarms.active) == 1, (
+        "whatever the stage"
+    )
+    assert (
+        begun(alarms, ProcessHeard(process="worker-east", seconds=92.0)) == []
+        and alarms.active == {}
+    )
+    assert (
+        begun(alarms, silent, Launched(resumed=True)) == ["silent worker-east"]
+        and alarms.active == {}
+    )
 
 
 def test_entropy_is_compared_with_the_first_steps() -> None:
     alarms, low = Alarms(), replace(STEP, entropy=0.19)
     assert begun(alarms, *[STEP] * FIRST_STEPS, replace(STEP, entropy=0.21)) == []
     assert begun(alarms, low) == ["entropy"]
-    assert begun(alarms, StageStarted(stage="rl", steps=9), *[low] * 20) == [], "another stage, another entropy"
+    assert begun(alarms, StageStarted(stage="rl", steps=9), *[low] * 20) == [], (
+        "another stage, another entropy"
+    )
     rl = StageStarted(stage="rl", steps=9)
-    assert begun(alarms := Alarms(), rl, *[STEP] * FIRST_STEPS, rl, low) == ["entropy"], "stopped and resumed"
+    assert begun(alarms := Alarms(), rl, *[STEP] * FIRST_STEPS, rl, low) == ["entropy"], (
+        "stopped and resumed"
+    )
     assert begun(alarms, rl, low) == [] and list(alarms.active) == ["entropy"]
 
 
@@ -76,30 +103,50 @@ def test_a_payload_that_repeats() -> None:
         mask=(False, True),
         logprobs=(0.0, -15.0),
         advantages=(0.0, 1.0),
-        versions=(Span(0, 1),),
+        versions=(VersionSpan(0, 1),),
     )
     other = replace(row, logprobs=(0.0, -15.0000001))
-    repeats = Repeats(steps=2)
-    assert repeats.count(Batch(step=1, rows=(row, row), oldest=0)) == 0, "two equal attempts of one batch are no copy"
-    assert repeats.count(Batch(step=2, rows=(other, replace(row, sample="b", advantages=(0.0, -1.0))), oldest=0)) == 1
+    repeats = RepeatedRows(steps=2)
+    assert repeats.count(Batch(step=1, rows=(row, row), oldest=0)) == 0, (
+        "two equal attempts of one batch are no copy"
+    )
+    assert (
+        repeats.count(
+            Batch(step=2, rows=(other, replace(row, sample="b", advantages=(0.0, -1.0))), oldest=0)
+        )
+        == 1
+    )
     assert repeats.count(Batch(step=3, rows=(other, row), oldest=0)) == 2
     alarms = Alarms()
-    assert begun(alarms, replace(STEP, repeats=2)) == ["repeats"] and list(alarms.active) == ["repeats"]
+    assert begun(alarms, replace(STEP, repeated_rows=2)) == ["repeats"] and list(alarms.active) == [
+        "repeats"
+    ]
     assert begun(alarms, STEP) == [] and alarms.active == {}
 
 
 def test_what_a_sure_model_says_twice_is_no_copy() -> None:
-    row = Row(sample="a", tokens=(1, 2), mask=(False, True), logprobs=(0.0, -0.1), advantages=(0.0, 1.0), versions=())
-    repeats = Repeats()
+    row = Row(
+        sample="a",
+        tokens=(1, 2),
+        mask=(False, True),
+        logprobs=(0.0, -0.1),
+        advantages=(0.0, 1.0),
+        versions=(),
+    )
+    repeats = RepeatedRows()
     assert [repeats.count(Batch(step=step, rows=(row,), oldest=0)) for step in (1, 2)] == [0, 0]
 
 
 def test_where_each_alarm_begins() -> None:
-    assert begun(Alarms(), replace(STEP, k3_mean=0.01)) == [] and begun(Alarms(), replace(STEP, k3_mean=0.0101))
+    assert begun(Alarms(), replace(STEP, k3_mean=0.01)) == [] and begun(
+        Alarms(), replace(STEP, k3_mean=0.0101)
+    )
     five = [replace(STEP, entropy=entropy) for entropy in (1.0, 2.0, 3.0, 4.0, 5.0)]
     assert begun(Alarms(), *five, replace(STEP, entropy=0.2 * 3.0)) == []
     assert begun(Alarms(), *five, replace(STEP, entropy=0.599)) == ["entropy"]
-    assert begun(Alarms(), *five[:4], replace(STEP, entropy=0.001)) == [], "the fifth step is one of the first"
+    assert begun(Alarms(), *five[:4], replace(STEP, entropy=0.001)) == [], (
+        "the fifth step is one of the first"
+    )
     good, bad = replace(GROUP, rewards=(1.0,)), replace(GROUP, rewards=(0.2,))
     assert begun(Alarms(), *[bad] * 4, *[good] * 60) == ["reward"], "(60 + 4 * 0.2) / 64 is 0.95"
     assert begun(Alarms(), *[bad] * 5, *[good] * 59) == []
@@ -111,23 +158,35 @@ def test_where_each_alarm_begins() -> None:
 def test_copies_are_told_by_everything_that_was_sampled() -> None:
     row = Row(
         sample="a", tokens=(1, 2), mask=(False, True), logprobs=(0.0, -15.0), advantages=(0.0, 1.0),
-        versions=(Span(0, 1),),
+        versions=(VersionSpan(0, 1),),
     )  # fmt: skip
-    for other in (replace(row, tokens=(1, 3)), replace(row, versions=(Span(1, 1),))):
-        repeats = Repeats(steps=1)
-        assert [repeats.count(Batch(step=n, rows=(each,), oldest=0)) for n, each in enumerate((row, other, row))] == [
-            0
-        ] * 3
+    for other in (replace(row, tokens=(1, 3)), replace(row, versions=(VersionSpan(1, 1),))):
+        repeats = RepeatedRows(steps=1)
+        assert [
+            repeats.count(Batch(step=n, rows=(each,), oldest=0))
+            for n, each in enumerate((row, other, row))
+        ] == [0] * 3
     unlikely, likely = replace(row, logprobs=(0.0, -13.82)), replace(row, logprobs=(0.0, -13.81))
     for each, expected in ((unlikely, 1), (likely, 0)):
-        repeats = Repeats()
-        assert [repeats.count(Batch(step=n, rows=(each,), oldest=0)) for n in range(3)] == [0, expected, expected]
+        repeats = RepeatedRows()
+        assert [repeats.count(Batch(step=n, rows=(each,), oldest=0)) for n in range(3)] == [
+            0,
+            expected,
+            expected,
+        ]
 
 
 def test_how_long_a_row_is_remembered() -> None:
-    row = Row(sample="a", tokens=(1, 2), mask=(False, True), logprobs=(0.0, -15.0), advantages=(0.0, 1.0), versions=())
+    row = Row(
+        sample="a",
+        tokens=(1, 2),
+        mask=(False, True),
+        logprobs=(0.0, -15.0),
+        advantages=(0.0, 1.0),
+        versions=(),
+    )
     for gap, expected in ((63, 1), (64, 0)):
-        repeats = Repeats()
+        repeats = RepeatedRows()
         repeats.count(Batch(step=0, rows=(row,), oldest=0))
         for step in range(gap):
             repeats.count(Batch(step=step, rows=(), oldest=0))
@@ -138,7 +197,7 @@ def test_an_alarm_is_active_under_its_own_name() -> None:
     alarms = Alarms()
     alarms.apply(replace(GROUP, malformed={"g.1": "its reward is nan"}))
     for entropy in [1.0] * FIRST_STEPS + [0.1]:
-        alarms.apply(replace(STEP, entropy=entropy, k3_mean=1.0, repeats=1))
+        alarms.apply(replace(STEP, entropy=entropy, k3_mean=1.0, repeated_rows=1))
     for _ in range(RECENT_GROUPS):
         alarms.apply(replace(GROUP, rewards=(1.0,), malformed={"g.1": "its reward is nan"}))
     assert {name: alarm.name for name, alarm in alarms.active.items()} == {

@@ -10,7 +10,7 @@ import pytest
 
 from etude.core.checks import check_batch
 from etude.core.errors import EtudeError
-from etude.core.types import Batch, Row, Span, Stay
+from etude.core.types import Batch, RegionSpan, Row, VersionSpan
 
 ROW = Row(
     sample="g.0",
@@ -18,12 +18,17 @@ ROW = Row(
     mask=(False, True, True),
     logprobs=(0.0, -1.0, -2.0),
     advantages=(0.0, 0.5, 0.5),
-    versions=(Span(3, 1), Span(4, 1)),
+    versions=(VersionSpan(3, 1), VersionSpan(4, 1)),
 )
 
 
 def check(*rows: Row, oldest: int = 3) -> None:
-    check_batch(Batch(step=5, rows=rows, oldest=oldest), max_tokens=3, vocab_size=8, where="memory: batches/5")
+    check_batch(
+        Batch(step=5, rows=rows, oldest=oldest),
+        max_tokens=3,
+        vocab_size=8,
+        where="memory: batches/5",
+    )
 
 
 def test_a_good_batch_passes() -> None:
@@ -38,18 +43,33 @@ def test_a_good_batch_passes() -> None:
         ({"advantages": (0.0, 1e30, 0.5)}, "its advantage is 1e+30"),
         ({"logprobs": (0.0, 0.5, -2.0)}, "a sampled token has the log-prob 0.5"),
         ({"logprobs": (0.0, -9999.0, -2.0)}, "a sampled token has the log-prob -9999"),
-        ({"logprobs": (0.0, -89.0, -2.0)}, "a sampled token has the log-prob -89: it must lie between -36.7368 and 0"),
+        (
+            {"logprobs": (0.0, -89.0, -2.0)},
+            "a sampled token has the log-prob -89: it must lie between -36.7368 and 0",
+        ),
         ({"mask": (False, False, False), "versions": ()}, "no token of it was sampled"),
         ({"mask": (True, False, True)}, "its first token counts as sampled"),
-        ({"tokens": (5, 6, 7, 7), "mask": (False, True, True, False)}, "tokens, mask, log-probs and advantages have 4"),
+        (
+            {"tokens": (5, 6, 7, 7), "mask": (False, True, True, False)},
+            "tokens, mask, log-probs and advantages have 4",
+        ),
         ({"tokens": (5, 6, 8)}, "a token is none of the vocabulary's 8"),
         ({"tokens": (5, -1, 7)}, "a token is none of the vocabulary's 8"),
-        ({"versions": (Span(3, 1),)}, "2 tokens were sampled, and 1 have a weight version"),
-        ({"versions": (Span(3, 3), Span(4, -1))}, "-1 tokens are said to come from one weight version or region"),
-        ({"regions": (Stay("east", 3), Stay("west", -1))}, "-1 tokens are said to come from one weight version"),
-        ({"regions": (Stay("east", 1),)}, "2 tokens were sampled, and 1 have a region"),
-        ({"versions": (Span(3, 1), Span(5, 1))}, "a token comes from version 5, and only 3 to 4 can have made it"),
-        ({"versions": (Span(2, 2),)}, "a token comes from version 2"),
+        ({"versions": (VersionSpan(3, 1),)}, "2 tokens were sampled, and 1 have a weight version"),
+        (
+            {"versions": (VersionSpan(3, 3), VersionSpan(4, -1))},
+            "-1 tokens are said to come from one weight version or region",
+        ),
+        (
+            {"regions": (RegionSpan("east", 3), RegionSpan("west", -1))},
+            "-1 tokens are said to come from one weight version",
+        ),
+        ({"regions": (RegionSpan("east", 1),)}, "2 tokens were sampled, and 1 have a region"),
+        (
+            {"versions": (VersionSpan(3, 1), VersionSpan(5, 1))},
+            "a token comes from version 5, and only 3 to 4 can have made it",
+        ),
+        ({"versions": (VersionSpan(2, 2),)}, "a token comes from version 2"),
     ],
 )
 def test_each_fault_is_named_with_its_row(change: dict[str, Any], told: str) -> None:
@@ -59,7 +79,13 @@ def test_each_fault_is_named_with_its_row(change: dict[str, Any], told: str) -> 
 
 
 def test_an_over_long_row_and_an_empty_batch() -> None:
-    long = replace(ROW, tokens=(1,) * 4, mask=(False, True, True, False), logprobs=(0.0,) * 4, advantages=(0.0,) * 4)
+    long = replace(
+        ROW,
+        tokens=(1,) * 4,
+        mask=(False, True, True, False),
+        logprobs=(0.0,) * 4,
+        advantages=(0.0,) * 4,
+    )
     with pytest.raises(EtudeError, match="it has 4 tokens, and the context 3"):
         check(long)
     with pytest.raises(EtudeError, match="has no rows: there is nothing to learn from"):
@@ -68,16 +94,21 @@ def test_an_over_long_row_and_an_empty_batch() -> None:
 
 def test_figures_of_a_batch_that_cannot_be() -> None:
     with pytest.raises(EtudeError, match="has a mean reward of nan. No step was taken"):
-        check_batch(Batch(step=5, rows=(ROW,), oldest=3, reward=math.nan), max_tokens=3, vocab_size=8, where="here")
+        check_batch(
+            Batch(step=5, rows=(ROW,), oldest=3, reward=math.nan),
+            max_tokens=3,
+            vocab_size=8,
+            where="here",
+        )
     with pytest.raises(EtudeError, match="has tokens of version -2"):
-        check(replace(ROW, versions=(Span(-2, 2),)), oldest=-2)
+        check(replace(ROW, versions=(VersionSpan(-2, 2),)), oldest=-2)
 
 
 def test_the_last_values_that_pass() -> None:
     check(replace(ROW, advantages=(0.0, 1e15, -1e15)))
     check(replace(ROW, logprobs=(0.0, 1e-4, 0.0)))
     check(replace(ROW, tokens=(0, 7, 0)))
-    check(replace(ROW, regions=(Stay("east", 1), Stay("west", 1))))
+    check(replace(ROW, regions=(RegionSpan("east", 1), RegionSpan("west", 1))))
     check(replace(ROW, logprobs=(5.0, -1.0, -1.0)))  # what was not sampled has no log-prob to judge
     with pytest.raises(EtudeError, match="no gradient can be computed with more than 1e"):
         check(replace(ROW, advantages=(0.0, 0.5, -1.1e15)))

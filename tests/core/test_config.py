@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from etude.core.config import RlConfig, RunConfig, experiment, parse
+from etude.core.advantage import ADVANTAGE
+from etude.core.config import STAGES, RlConfig, RunConfig, TrainerConfig, experiment, parse
 from etude.core.errors import EtudeError
+from etude.core.schema import OLD_ESTIMATORS, OLD_KEYS
 from etude.core.stages import MidtrainConfig
 
 GOOD = """
@@ -37,7 +39,12 @@ max_lag = 1
 
 def test_a_whole_config() -> None:
     config = parse(GOOD)
-    assert (config.name, config.seed, config.model.hidden_size, config.model.num_layers) == ("demo", 3, 64, 4)
+    assert (config.name, config.seed, config.model.hidden_size, config.model.num_layers) == (
+        "demo",
+        3,
+        64,
+        4,
+    )
     assert config.engine.regions == ("east", "west", "south")
     midtrain, _, rl = config.stage
     assert isinstance(midtrain, MidtrainConfig) and midtrain.lr == 1.0
@@ -55,41 +62,66 @@ def test_it_is_frozen() -> None:
 
 
 def test_overrides() -> None:
-    values = "stage.rl.steps=3", "stage.sft.lr = 1e-4", "stage.rl.max_lag=0", "seed=9", "harness.timeout_s=5"
-    others = "worlds.isolation=process", 'name="quoted"', "engine.regions=['one']", "deterministic=true"
+    values = (
+        "stage.rl.steps=3",
+        "stage.sft.lr = 1e-4",
+        "stage.rl.max_lag=0",
+        "seed=9",
+        "harness.timeout_s=5",
+    )
+    others = (
+        "sandbox.isolation=process",
+        'name="quoted"',
+        "engine.regions=['one']",
+        "deterministic=true",
+    )
     config = parse(GOOD, values + others)
     _, sft, rl = config.stage
-    assert (config.seed, rl.steps, sft.lr, config.worlds.isolation) == (9, 3, 1e-4, "process")  # type: ignore[union-attr]
-    assert (config.name, config.engine.regions, config.harness.timeout_s) == ("quoted", ("one",), 5.0)
+    assert (config.seed, rl.steps, sft.lr, config.sandbox.isolation) == (9, 3, 1e-4, "process")  # type: ignore[union-attr]
+    assert (config.name, config.engine.regions, config.harness.timeout_s) == (
+        "quoted",
+        ("one",),
+        5.0,
+    )
     assert config.deterministic
 
 
 def test_a_deterministic_run_has_no_microbatches() -> None:
-    lone = ["deterministic=true", "stage.rl.max_lag=0", "engine.regions=['one']", "stage.rl.microbatch_tokens=1"]
+    lone = [
+        "deterministic=true",
+        "stage.rl.max_lag=0",
+        "engine.regions=['one']",
+        "stage.rl.microbatch_tokens=1",
+    ]
     assert parse(GOOD, lone).deterministic
 
 
 def test_an_invariant_run_computes_alike_on_both_sides() -> None:
-    assert parse(GOOD, ["invariant=true", "engine.threads=2", "stage.rl.threads=2"]).invariant
+    assert parse(
+        GOOD, ["batch_invariant=true", "engine.threads=2", "stage.rl.threads=2"]
+    ).batch_invariant
     with pytest.raises(EtudeError, match="same number in engine.threads and stage.rl.threads"):
-        parse(GOOD, ["invariant=true", "stage.rl.threads=2"])
+        parse(GOOD, ["batch_invariant=true", "stage.rl.threads=2"])
     with pytest.raises(EtudeError, match='device = "cpu" for both'):
-        parse(GOOD, ["invariant=true", "engine.device=cuda"])
+        parse(GOOD, ["batch_invariant=true", "engine.device=cuda"])
     with pytest.raises(EtudeError, match='device = "cpu" for both'):
-        parse(GOOD, ["invariant=true", "trainer.device=auto"])
+        parse(GOOD, ["batch_invariant=true", "trainer.device=auto"])
 
 
 def test_what_the_trainer_computes_in() -> None:
-    assert parse(GOOD).trainer.compute == "auto"
-    assert parse(GOOD, ["trainer.compute=bfloat16"]).trainer.compute == "bfloat16"
-    with pytest.raises(EtudeError, match="leave out engine.dtype and trainer.compute"):
-        parse(GOOD, ["invariant=true", "trainer.compute=bfloat16"])
-    with pytest.raises(EtudeError, match=r'trainer.compute = "bfloat16" rounds weights too'):
-        parse(GOOD, ["trainer.compute=bfloat16", "trainer.weights=float32"])
+    assert parse(GOOD).trainer.compute_dtype == "auto"
+    assert parse(GOOD, ["trainer.compute_dtype=bfloat16"]).trainer.compute_dtype == "bfloat16"
+    with pytest.raises(EtudeError, match="leave out engine.dtype and trainer.compute_dtype"):
+        parse(GOOD, ["batch_invariant=true", "trainer.compute_dtype=bfloat16"])
+    with pytest.raises(EtudeError, match=r'trainer.compute_dtype = "bfloat16" rounds weights too'):
+        parse(GOOD, ["trainer.compute_dtype=bfloat16", "trainer.weights_dtype=float32"])
 
 
 def test_a_model_from_a_directory() -> None:
-    assert parse(GOOD.replace("hidden_size = 64", 'path = "base"\nmax_context = 99')).model.path == "base"
+    assert (
+        parse(GOOD.replace("hidden_size = 64", 'path = "base"\nmax_context = 99')).model.path
+        == "base"
+    )
     with pytest.raises(EtudeError, match="model: path already decides hidden_size"):
         parse(GOOD, ["model.path=base"])
 
@@ -99,61 +131,139 @@ def test_a_model_from_a_directory() -> None:
     [
         ("seed = 3", "seed 3", r"r.toml: not valid TOML: .*line 3"),
         ("seed = 3", "sead = 3", "r.toml: unknown key sead in the top level: did you mean seed"),
-        ("hidden_size", "hiden_size", r"unknown key model.hiden_size in \[model\]: did you mean hidden_size"),
+        (
+            "hidden_size",
+            "hiden_size",
+            r"unknown key model.hiden_size in \[model\]: did you mean hidden_size",
+        ),
         ("[engine]", "[engin]", "unknown key engin in the top level: did you mean engine"),
         ("max_lag", "maxlag", r"unknown key stage.rl.maxlag in \[stage.rl\]: did you mean max_lag"),
-        ("max_lag", "zzz", r"unknown key stage.rl.zzz in \[stage.rl\]: valid keys are name, threads, steps, "),
+        (
+            "max_lag",
+            "zzz",
+            r"unknown key stage.rl.zzz in \[stage.rl\]: valid keys are name, threads, steps, ",
+        ),
         ('name = "demo"', "", "name is missing: it has no default"),
-        ("demonstrations = 100", "", "stage.sft: there is nothing to imitate: give demonstrations, or the path"),
+        (
+            "demonstrations = 100",
+            "",
+            "stage.sft: there is nothing to imitate: give demonstrations, or the path",
+        ),
         ("demonstrations = 100", "path = 3", "stage.sft.path = 3: input should be a valid string"),
         ('"demo"', '"../x"', "name = '../x': string should match pattern"),
         ("seed = 3", 'seed = "3"', "seed = '3': input should be a valid integer"),
         ("seed = 3", "seed = true", "seed = True: input should be a valid integer"),
-        ("steps = 5", "steps = 0", "stage.rl.steps = 0: input should be greater than or equal to 1"),
-        ("lr = 1", "row_tokens = 1", "stage.midtrain.row_tokens = 1: input should be greater than or equal to 2"),
+        (
+            "steps = 5",
+            "steps = 0",
+            "stage.rl.steps = 0: input should be greater than or equal to 1",
+        ),
+        (
+            "lr = 1",
+            "seq_len = 1",
+            "stage.midtrain.seq_len = 1: input should be greater than or equal to 2",
+        ),
         ("lr = 1", "lr = nan", "stage.midtrain.lr = nan: input should be a finite number"),
         (
             'kind = "rl"',
             'kind = "rll"',
-            "stage number 3 needs kind = one of midtrain, sft, rl, dpo, distill; it has 'rll', .*rl",
+            "stage number 3 needs kind = one of midtrain, sft, rl, dpo, distill; it has 'rll', "
+            ".*rl",
         ),
-        ('kind = "rl"', "", "stage number 3 needs kind = one of midtrain, sft, rl, dpo, distill; it has None"),
-        ("max_lag = 1", 'credit = "best"', "stage.rl.credit: must be one of centered, leave_one_out, std"),
-        ("max_lag = 1", "max_lag = 0\nlookahead = 2", "stage.rl: lookahead 2 leaves 15 slots .* from 1 to 1"),
-        ("hidden_size = 64", "num_heads = 3", "model: hidden_size 128 must be num_heads 3 times an even number"),
-        ("hidden_size = 64", "num_kv_heads = 3", "model: num_heads 4 must be a multiple of num_kv_heads 3"),
-        ('["east", "west", "south"]', '["a", "a"]', "engine.regions: two regions have the same name"),
+        (
+            'kind = "rl"',
+            "",
+            "stage number 3 needs kind = one of midtrain, sft, rl, dpo, distill; it has None",
+        ),
+        (
+            "max_lag = 1",
+            'advantage = "best"',
+            "stage.rl.advantage: must be one of dr_grpo, rloo, grpo",
+        ),
+        (
+            "max_lag = 1",
+            "max_lag = 0\nlookahead = 2",
+            "stage.rl: lookahead 2 leaves 15 slots .* from 1 to 1",
+        ),
+        (
+            "hidden_size = 64",
+            "num_heads = 3",
+            "model: hidden_size 128 must be num_heads 3 times an even number",
+        ),
+        (
+            "hidden_size = 64",
+            "num_kv_heads = 3",
+            "model: num_heads 4 must be a multiple of num_kv_heads 3",
+        ),
+        (
+            '["east", "west", "south"]',
+            '["a", "a"]',
+            "engine.regions: two regions have the same name",
+        ),
         ('["east", "west", "south"]', "[]", r"engine.regions = \[\]: .*at least 1 item"),
-        ("[model]", '[worlds]\nisolation = "none"\n[model]', "worlds.isolation = 'none': .*'namespaces' or 'process'"),
+        (
+            "[model]",
+            '[sandbox]\nisolation = "none"\n[model]',
+            "sandbox.isolation = 'none': .*'namespaces' or 'process'",
+        ),
         (
             'kind = "midtrain"',
             'kind = "rl"',
             "two stages are called rl: give one of them a name = of its own",
         ),
-        ("seed = 3", "deterministic = true", "deterministic = true needs max_lag = 0 in every stage and one name in"),
+        (
+            "seed = 3",
+            "deterministic = true",
+            "deterministic = true needs max_lag = 0 in every stage and one name in",
+        ),
         (
             "max_lag = 1",
             "microbatch_tokens = 511",
             "stage.rl.microbatch_tokens = 511 has no room for .* model.max_context = 512 tokens",
         ),
-        ("max_lag = 1", 'loss = "bpo"', "stage.rl.loss: must be one of reinforce, .*, or your own as file.py:name"),
-        ("max_lag = 1", 'correction = "some"', "stage.rl.correction = 'some': input should be 'none', 'truncated'"),
-        ("max_lag = 1", "effort = {scale = 0.1, turn = 1}", r"unknown key stage.rl.effort.turn .*did you mean turns"),
+        (
+            "max_lag = 1",
+            'loss = "bpo"',
+            "stage.rl.loss: must be one of reinforce, .*, or your own as file.py:name",
+        ),
+        (
+            "max_lag = 1",
+            'correction = "some"',
+            "stage.rl.correction = 'some': input should be 'none', 'truncated'",
+        ),
+        (
+            "max_lag = 1",
+            "effort = {scale = 0.1, turn = 1}",
+            r"unknown key stage.rl.effort.turn .*did you mean turns",
+        ),
         ("max_lag = 1", "effort = {turns = 1}", "stage.rl.effort.scale is missing"),
         (
             "lr = 1",
             '[[stage.sources]]\npath = "*.py"\nwieght = 2.0',
-            r"unknown key stage.midtrain.sources.wieght in \[stage.midtrain.sources\]: did you mean weight",
+            r"unknown key stage.midtrain.sources.wieght in \[stage.midtrain.sources\]: did you "
+            r"mean weight",
         ),
         (
             "lr = 1",
             'rope_scaling = {type = "yarn", factr = 2.0}',
             "unknown key stage.midtrain.rope_scaling.factr .* did you mean factor",
         ),
-        ("lr = 1", 'rope_scaling = {type = "yarn", factor = 2.0}', "rope_scaling stretches the model of model.path"),
-        ("lr = 1", "held_out = 1.0", "stage.midtrain.held_out = 1.0: input should be less than 1"),
+        (
+            "lr = 1",
+            'rope_scaling = {type = "yarn", factor = 2.0}',
+            "rope_scaling stretches the model of model.path",
+        ),
+        (
+            "lr = 1",
+            "heldout_frac = 1.0",
+            "stage.midtrain.heldout_frac = 1.0: input should be less than 1",
+        ),
         ("lr = 1", "sources = []", r"stage.midtrain.sources = \[\]: .*at least 1 item"),
-        ("[engine]", "[harness]\nturns = 1\n[engine]", "unknown key harness.turns .*did you mean max_turns"),
+        (
+            "[engine]",
+            "[harness]\nturns = 1\n[engine]",
+            "unknown key harness.turns .*did you mean max_turns",
+        ),
     ],
 )
 def test_bad_text(old: str, new: str, message: str) -> None:
@@ -170,7 +280,10 @@ def test_bad_text(old: str, new: str, message: str) -> None:
     [
         ("seed", "--set seed: write it as key=value"),
         ("=3", "--set =3: write it as key=value"),
-        ("stage.steps=3", "--set stage.steps=3: a stage is addressed as stage.NAME.KEY, and .* midtrain, sft, rl"),
+        (
+            "stage.steps=3",
+            "--set stage.steps=3: a stage is addressed as stage.NAME.KEY, and .* midtrain, sft, rl",
+        ),
         ("stage.dpo.steps=3", "--set stage.dpo.steps=3: a stage is addressed as"),
         ("stage.rl.stepz=3", "unknown key stage.rl.stepz .*did you mean steps"),
         ("seed.a=3", "--set seed.a=3: seed is a value, it has no keys"),
@@ -218,7 +331,9 @@ def test_another_order_is_another_experiment() -> None:
 def test_a_mistake_in_the_only_stage_is_one_line() -> None:
     with pytest.raises(EtudeError) as caught:
         parse('name = "a"\n[[stage]]\nkind = "rl"\nsteps = 1\naggregate = "tokens"\n')
-    expected = "config: stage.rl.aggregate = 'tokens': input should be 'token', 'sequence' or 'constant'"
+    expected = (
+        "config: stage.rl.aggregate = 'tokens': input should be 'token', 'sequence' or 'constant'"
+    )
     assert str(caught.value) == expected
 
 
@@ -245,16 +360,18 @@ teacher = "large"
 
 
 def test_what_is_left_out_means_what_it_meant() -> None:
-    """A default that changes makes every file that relies on it another experiment, and runs that were stopped refuse
-    to go on: whoever changes one changes `defaults.json` too, and says so to those who train."""
+    """A default that changes makes every file that relies on it another experiment, and runs that
+    were stopped refuse to go on: whoever changes one changes `defaults.json` too, and says so to
+    those who train."""
     expected = json.loads((Path(__file__).parent / "defaults.json").read_text())
     assert parse(EVERY_KIND).model_dump(mode="json") == expected
 
 
 OTHERS = {
-    "engine.port": 8000, "engine.threads": 7, "engine.max_batch": 3, "engine.device": "auto", "tasks.timeout_s": 9.0,
-    "harness.concurrency": 5, "trainer.device": "auto", "trainer.ranks": 2, "trainer.timeout_s": 9.0,
-    "worlds.isolation": "process", "stage.midtrain.threads": 5, "stage.distill.microbatch_tokens": 9000,
+    "engine.port": 8000, "engine.threads": 7, "engine.max_batch": 3, "engine.device": "auto",
+    "tasks.timeout_s": 9.0, "harness.concurrency": 5, "trainer.device": "auto", "trainer.ranks": 2,
+    "trainer.timeout_s": 9.0, "sandbox.isolation": "process", "stage.midtrain.threads": 5,
+    "stage.distill.microbatch_tokens": 9000,
 }  # fmt: skip
 
 
@@ -266,11 +383,24 @@ def test_how_the_work_is_done_may_change_between_two_lives(key: str) -> None:
 
 @pytest.mark.parametrize(
     "override",
-    ["seed=1", "invariant=true", "model.num_layers=2", "tasks.train=9", "harness.max_turns=9", "harness.timeout_s=9",
-     "engine.dtype=float32", "engine.regions=['a']", "trainer.optimizer=muon", "trainer.weights=float32",
-     "trainer.compute=bfloat16", "eval.temperature=1", "stage.rl.steps=2", "stage.midtrain.lr=1",
-     "stage.distill.teacher=other"],
-)  # fmt: skip
+    [
+        "seed=1",
+        "batch_invariant=true",
+        "model.num_layers=2",
+        "tasks.train=9",
+        "harness.max_turns=9",
+        "harness.timeout_s=9",
+        "engine.dtype=float32",
+        "engine.regions=['a']",
+        "trainer.optimizer=muon",
+        "trainer.weights_dtype=float32",
+        "trainer.compute_dtype=bfloat16",
+        "eval.temperature=1",
+        "stage.rl.steps=2",
+        "stage.midtrain.lr=1",
+        "stage.distill.teacher=other",
+    ],
+)
 def test_what_the_work_is_may_not(override: str) -> None:
     assert experiment(parse(EVERY_KIND, [override])) != experiment(parse(EVERY_KIND))
 
@@ -278,17 +408,41 @@ def test_what_the_work_is_may_not(override: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["stage.midtrain.held_out=0.1", "stage.midtrain.held_out_path=x"], "remove one of them"),
-        (["invariant=true", "engine.dtype=bfloat16"], "invariant = true computes in float32"),
-        (["invariant=true", "trainer.compute=bfloat16"], "invariant = true computes in float32"),
-        (["deterministic=true", "stage.rl.max_lag=0", "stage.distill.max_lag=0"], "one name in engine.regions"),
-        (["deterministic=true", "engine.regions=['a']", "stage.rl.max_lag=0"], "max_lag = 0 in every stage"),
-        (["stage.distill.microbatch_tokens=511"], "stage.distill.microbatch_tokens = 511 has no room"),
+        (
+            ["stage.midtrain.heldout_frac=0.1", "stage.midtrain.heldout_path=x"],
+            "remove one of them",
+        ),
+        (
+            ["batch_invariant=true", "engine.dtype=bfloat16"],
+            "batch_invariant = true computes in float32",
+        ),
+        (
+            ["batch_invariant=true", "trainer.compute_dtype=bfloat16"],
+            "batch_invariant = true computes in float32",
+        ),
+        (
+            ["deterministic=true", "stage.rl.max_lag=0", "stage.distill.max_lag=0"],
+            "one name in engine.regions",
+        ),
+        (
+            ["deterministic=true", "engine.regions=['a']", "stage.rl.max_lag=0"],
+            "max_lag = 0 in every stage",
+        ),
+        (
+            ["stage.distill.microbatch_tokens=511"],
+            "stage.distill.microbatch_tokens = 511 has no room",
+        ),
         (["model.path=base", "model.num_heads=8"], "path already decides num_heads"),
         (["model.hidden_size=132", "model.num_heads=44"], "times an even number"),
-        (["stage.rl.group_size=1"], "stage.rl.group_size = 1: input should be greater than or equal to 2"),
+        (
+            ["stage.rl.group_size=1"],
+            "stage.rl.group_size = 1: input should be greater than or equal to 2",
+        ),
         (["stage.rl.ratio_cap=0.9"], "stage.rl.ratio_cap = 0.9: .* greater than or equal to 1"),
-        (["stage.rl.plausible=1.1"], "stage.rl.plausible = 1.1: .* less than or equal to 1"),
+        (
+            ["stage.rl.router_replay_min_score=1.1"],
+            "stage.rl.router_replay_min_score = 1.1: .* less than or equal to 1",
+        ),
         (["model.max_context=1"], "model.max_context = 1: .* greater than or equal to 2"),
         (["engine.port=65536"], "engine.port = 65536: .* less than or equal to 65535"),
         (["trainer.ranks=0"], "trainer.ranks = 0: .* greater than or equal to 1"),
@@ -304,15 +458,25 @@ def test_settings_that_contradict(overrides: list[str], message: str) -> None:
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["stage.midtrain.held_out=0.1"],
-        ["stage.midtrain.held_out_path=x"],
-        ["invariant=true", "stage.midtrain.threads=4"],
-        ["deterministic=true", "stage.rl.max_lag=0", "stage.distill.max_lag=0", "engine.regions=['a']"],
+        ["stage.midtrain.heldout_frac=0.1"],
+        ["stage.midtrain.heldout_path=x"],
+        ["batch_invariant=true", "stage.midtrain.threads=4"],
+        [
+            "deterministic=true",
+            "stage.rl.max_lag=0",
+            "stage.distill.max_lag=0",
+            "engine.regions=['a']",
+        ],
         ["stage.rl.microbatch_tokens=512"],
         ["model.hidden_size=8", "model.num_heads=4", "model.num_kv_heads=4"],
         ["model.path=base", "stage.midtrain.rope_scaling={type='yarn', factor=1.5}"],
-        ["stage.rl.ratio_cap=1", "stage.rl.plausible=1", "stage.rl.kl_coef=0", "stage.rl.group_size=2"],
-        ["engine.port=65535", "model.max_context=2", "stage.midtrain.row_tokens=2"],
+        [
+            "stage.rl.ratio_cap=1",
+            "stage.rl.router_replay_min_score=1",
+            "stage.rl.kl_coef=0",
+            "stage.rl.group_size=2",
+        ],
+        ["engine.port=65535", "model.max_context=2", "stage.midtrain.seq_len=2"],
         ["stage.rl.loss=mine.py:loss"],
     ],
 )
@@ -321,11 +485,67 @@ def test_the_last_setting_that_is_allowed(overrides: list[str]) -> None:
 
 
 def test_only_the_first_stage_stretches_a_model() -> None:
-    later = '[[stage]]\nname = "long"\nkind = "midtrain"\nsteps = 1\nrope_scaling = {type = "yarn", factor = 2.0}\n'
-    with pytest.raises(EtudeError, match="stage.long.rope_scaling stretches the model of model.path, from the first"):
+    later = (
+        '[[stage]]\nname = "long"\nkind = "midtrain"\nsteps = 1\nrope_scaling = {type = "yarn", '
+        "factor = 2.0}\n"
+    )
+    with pytest.raises(
+        EtudeError,
+        match="stage.long.rope_scaling stretches the model of model.path, from the first",
+    ):
         parse(EVERY_KIND + later, ["model.path=base"])
 
 
 def test_a_text_needs_no_quotation_marks_and_may_stand_apart() -> None:
-    config = parse(EVERY_KIND, ["stage.dpo.path = a file.jsonl ", "model.path=a=b", 'name = "quoted" '])
-    assert (config.stage[2].path, config.model.path, config.name) == ("a file.jsonl", "a=b", "quoted")  # type: ignore[union-attr]
+    config = parse(
+        EVERY_KIND, ["stage.dpo.path = a file.jsonl ", "model.path=a=b", 'name = "quoted" ']
+    )
+    assert (config.stage[2].path, config.model.path, config.name) == (  # type: ignore[union-attr]
+        "a file.jsonl",
+        "a=b",
+        "quoted",
+    )
+
+
+@pytest.mark.parametrize(
+    ("old", "message"),
+    [
+        (
+            "worlds.isolation=process",
+            "unknown key worlds in the top level: it is called sandbox now",
+        ),
+        (
+            "invariant=true",
+            "unknown key invariant in the top level: it is called batch_invariant now",
+        ),
+        (
+            "trainer.weights=float32",
+            "unknown key trainer.weights in .trainer.: it is called trainer.weights_dtype now",
+        ),
+        (
+            "stage.rl.credit=praise",
+            "unknown key stage.rl.credit in .stage.rl.: it is called advantage now",
+        ),
+        (
+            "stage.rl.warmup=1",
+            "unknown key stage.rl.warmup in .stage.rl.: it is called warmup_steps now",
+        ),
+        (
+            "stage.midtrain.held_out=0.1",
+            "unknown key stage.midtrain.held_out in .*: it is called heldout_frac now",
+        ),
+        ("stage.rl.advantage=praise", "stage.rl.advantage: praise is called self_imitation now"),
+    ],
+)
+def test_an_old_key_is_told_its_new_name(old: str, message: str) -> None:
+    with pytest.raises(EtudeError, match=message):
+        parse(GOOD, [old])
+
+
+def test_every_old_key_is_gone_and_every_new_one_is_there() -> None:
+    known = {
+        key for table in (RunConfig, TrainerConfig, *STAGES.values()) for key in table.model_fields
+    }
+    for old, new in OLD_KEYS.items():
+        assert old.rpartition(".")[2] not in known - {"weights"} and new.rpartition(".")[2] in known
+    assert set(OLD_ESTIMATORS.values()) == set(ADVANTAGE)

@@ -1,4 +1,5 @@
-"""What a record does not say: nothing. Logs of older runs are read by today's code, which has more fields."""
+"""What a record does not say: nothing. Logs of older runs are read by today's code, which has more
+fields."""
 
 from __future__ import annotations
 
@@ -9,13 +10,14 @@ from types import ModuleType
 
 import pytest
 
-from etude.core import events, ledger, seams, types
-from etude.core.credit import Credit, centered
+from etude.core import events, ledger, types
+from etude.core import protocols as seams
+from etude.core.advantage import AdvantageEstimator, dr_grpo
 from etude.core.effort import Effort
 
 # Where leaving a field out means something else than nothing.
 MEANT = {
-    ("Gap", "k1_p99"): math.nan,  # unknown, and not small
+    ("MismatchStats", "k1_p99"): math.nan,  # unknown, and not small
     ("Trajectory", "source"): "simulated",
     ("Ask", "temperature"): 1.0,  # the policy's own distribution
     ("Ask", "top_p"): 1.0,
@@ -34,10 +36,27 @@ def defaults(module: ModuleType) -> dict[tuple[str, str], object]:
 
 
 LATER = {
-    ("StageStarted", "done"), ("FitStep", "figures"), ("Gap", "k1_p99"), ("GroupDone", "malformed"),
-    *(("StepDone", name) for name in ("reward", "lr", "k1_p99", "capped", "silenced", "lags", "router_disagreement",
-                                      "tokens_per_s", "mfu", "repeats", "teacher_kl")),
-}  # fmt: skip
+    ("StageStarted", "done"),
+    ("FitStep", "metrics"),
+    ("MismatchStats", "k1_p99"),
+    ("GroupDone", "malformed"),
+    *(
+        ("StepDone", name)
+        for name in (
+            "reward",
+            "lr",
+            "k1_p99",
+            "truncated_frac",
+            "zero_grad_frac",
+            "lags",
+            "router_mismatch_frac",
+            "tokens_per_s",
+            "mfu",
+            "repeated_rows",
+            "teacher_kl",
+        )
+    ),
+}
 """What events have been given since the first logs were written."""
 
 
@@ -57,6 +76,10 @@ def test_what_is_left_out_is_nothing(module: ModuleType) -> None:
 def test_effort_is_free_and_credit_is_plain_unless_told_otherwise() -> None:
     free = Effort(scale=1.0)
     assert (free.k, free.q, free.tokens, free.calls, free.turns) == (1.0, 0.5, 0.0, 0.0, 0.0)
-    plain = Credit()
-    assert plain.within is centered and plain.across([3.0, -4.0]) == 1.0 and plain.effort is None
-    assert not plain.always and plain.max_tokens is None and plain.max_lag is None
+    plain = AdvantageEstimator()
+    assert (
+        plain.per_group is dr_grpo
+        and plain.batch_scale([3.0, -4.0]) == 1.0
+        and plain.effort is None
+    )
+    assert not plain.keep_zero_std and plain.max_tokens is None and plain.max_lag is None

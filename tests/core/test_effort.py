@@ -37,13 +37,23 @@ def test_the_limit_at_q_1_has_no_hole() -> None:
 def test_more_always_costs_more_and_each_piece_less(q: float) -> None:
     prices = [concave(float(x), k=0.5, q=q) for x in range(50)]
     steps = [after - before for before, after in zip(prices, prices[1:], strict=False)]
-    assert all(step > 0 for step in steps) and all(b < a for a, b in zip(steps, steps[1:], strict=False))
+    assert all(step > 0 for step in steps) and all(
+        b < a for a, b in zip(steps, steps[1:], strict=False)
+    )
 
 
 def test_what_an_attempt_used() -> None:
     """Two segments: in the first the model speaks twice, then a summary opens a second one."""
-    first = Segment(prompt=(1,), tokens=(2, 3, 4, 5), mask=(True, True, False, True), logprobs=(0.0,) * 4, versions=())
-    second = Segment(prompt=(1, 9), tokens=(6, 7), mask=(False, True), logprobs=(0.0,) * 2, versions=())
+    first = Segment(
+        prompt=(1,),
+        tokens=(2, 3, 4, 5),
+        mask=(True, True, False, True),
+        logprobs=(0.0,) * 4,
+        versions=(),
+    )
+    second = Segment(
+        prompt=(1, 9), tokens=(6, 7), mask=(False, True), logprobs=(0.0,) * 2, versions=()
+    )
     call = {"id": "1", "type": "function", "function": {"name": "run", "arguments": "{}"}}
     messages = [
         {"role": "user", "content": "go"},
@@ -52,8 +62,14 @@ def test_what_an_attempt_used() -> None:
         {"role": "assistant", "content": "done", "tool_calls": 3},
     ]
     attempt = Trajectory(
-        id="a", task="t", group="g", segments=(first, second), scores={"reward": 1.0}, status="done", messages=messages
+        id="a",
+        task="t",
+        group="g",
+        segments=(first, second),
+        scores={"reward": 1.0},
+        status="done",
+        messages=messages,
     )
     assert (attempt.num_sampled, num_turns(attempt), num_calls(attempt)) == (4, 3, 2)
     effort = Effort(scale=0.5, k=1.0, q=1.0, tokens=0.1, calls=1.0, turns=2.0)
-    assert effort.price(attempt) == pytest.approx(0.5 * math.log(1 + 0.4 + 2 + 6))
+    assert effort.penalty(attempt) == pytest.approx(0.5 * math.log(1 + 0.4 + 2 + 6))

@@ -7,16 +7,16 @@ import json
 
 import pytest
 
-from etude.core.errors import EtudeError, RolloutFailure, blame, boundary
+from etude.core.errors import EtudeError, RolloutFailure, boundary, user_code
 
 
 def theirs() -> None:
-    """Stands for code of the user's own: it lies outside of the package, and fails inside of the standard library."""
+    """Stands for user code: outside of the package, and failing inside of the standard library."""
     json.loads("{")
 
 
 def test_the_users_own_line_is_named() -> None:
-    with pytest.raises(EtudeError) as told, blame("tasks.environment = 'mine:Env'"):
+    with pytest.raises(EtudeError) as told, user_code("tasks.environment = 'mine:Env'"):
         theirs()
     first = theirs.__code__.co_firstlineno
     place = f"JSONDecodeError in {__file__}, line {first + 2}: "
@@ -25,7 +25,7 @@ def test_the_users_own_line_is_named() -> None:
 
 
 def test_what_has_a_name_already_keeps_it() -> None:
-    with pytest.raises(EtudeError, match="^the file is missing$"), blame("outer"):
+    with pytest.raises(EtudeError, match="^the file is missing$"), user_code("outer"):
         raise EtudeError("the file is missing")
 
 
@@ -34,7 +34,9 @@ def test_a_boundary_makes_a_failed_rollout_of_anything_but_the_end_of_the_task()
         async with boundary("sandbox"):
             raise error
 
-    with pytest.raises(RolloutFailure, match=f"^sandbox: OSError in {__file__}, line [0-9]+: gone$"):
+    with pytest.raises(
+        RolloutFailure, match=f"^sandbox: OSError in {__file__}, line [0-9]+: gone$"
+    ):
         asyncio.run(cross(OSError("gone")))
     with pytest.raises(RolloutFailure, match="^harness: timed out$"):
         asyncio.run(cross(RolloutFailure("harness: timed out")))

@@ -15,7 +15,7 @@ def test_a_story() -> None:
     fleet.join("e", "east", 0)
     west = fleet.join("w", "west", 0)
     assert [fleet.pick("s1"), fleet.pick("s2"), fleet.pick("s1")] == [east, west, east]
-    fleet.promise(1)
+    fleet.require_version(1)
     assert fleet.pick("s1") is None
     assert fleet.behind(1) == [east, west]
     fleet.join("w", "west", 1)
@@ -33,8 +33,8 @@ def test_a_promise_that_comes_late_takes_nothing_back() -> None:
     fleet = Fleet()
     fleet.join("e", "east", 2, now=0.0)
     old = fleet.join("w", "west", 1, now=0.0)
-    fleet.promise(2)
-    fleet.promise(1)
+    fleet.require_version(2)
+    fleet.require_version(1)
     assert fleet.live == 2 and old not in fleet.up
 
 
@@ -50,7 +50,7 @@ def test_one_that_is_silent_is_taken_out_and_comes_back_as_another() -> None:
     assert not fleet.knows(east) and fleet.pick("s") is west
     assert fleet.behind(1) == [west], "new weights do not wait for it"
     west.version = 1
-    fleet.promise(1)
+    fleet.require_version(1)
     again = fleet.join("e", "east", 0, now=12.0)
     assert again is not east and fleet.silent == []
     assert fleet.up == [west] and fleet.behind(1) == [again], "it catches up before it serves"
@@ -72,7 +72,9 @@ def test_only_those_who_serve_what_was_promised_are_picked(seed: int) -> None:
         assert all(now - heard[worker.url] < 20 for worker in fleet.workers)
         url = rng.choice("abc")
         session = rng.choice(["", "s", "t", "u"])
-        match rng.choice(["pick", "pick", "pick", "done", "join", "restart", "fail", "load", "publish", "forget"]):
+        match rng.choice(
+            ["pick", "pick", "pick", "done", "join", "restart", "fail", "load", "publish", "forget"]
+        ):
             case "join" if url in true_version:
                 fleet.join(url, url, true_version[url], now)
                 heard[url] = now
@@ -86,7 +88,7 @@ def test_only_those_who_serve_what_was_promised_are_picked(seed: int) -> None:
             case "load":
                 for worker in fleet.behind(published):
                     true_version[worker.url] = worker.version = published
-                fleet.promise(published)
+                fleet.require_version(published)
             case "publish":
                 published += 1
             case "done" if active:

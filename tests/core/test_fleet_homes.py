@@ -24,7 +24,9 @@ def test_new_sessions_go_where_the_fewest_live() -> None:
         fleet.forget(session)
     fleet.forget("nobody")
     assert (east.sessions, west.sessions) == (0, 2)
-    assert fleet.pick("e") is east and fleet.pick("f") is west, "a request counts more than a session"
+    assert fleet.pick("e") is east and fleet.pick("f") is west, (
+        "a request counts more than a session"
+    )
 
 
 def test_a_session_that_moves_is_counted_once() -> None:
@@ -32,5 +34,5 @@ def test_a_session_that_moves_is_counted_once() -> None:
     east = fleet.join("e", "east", 0)
     assert fleet.pick("s") is east
     west = fleet.join("w", "west", 1)
-    fleet.promise(1)
+    fleet.require_version(1)
     assert fleet.pick("s") is west and (east.sessions, west.sessions) == (0, 1)

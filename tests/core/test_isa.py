@@ -37,8 +37,15 @@ def test_what_is_not_known_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_both_libraries_obey() -> None:
-    code = "from etude.engine import native; from etude.weights import fast; print(native.ISA.name, fast.ISA.name)"
+    code = (
+        "from etude.engine import native; from etude.weights import fast; print(native.ISA.name, "
+        "fast.ISA.name)"
+    )
     told = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | {VARIABLE: "generic"}, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code],
+        env=os.environ | {VARIABLE: "generic"},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert told.stdout.split() == ["GENERIC", "GENERIC"]

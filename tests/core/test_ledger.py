@@ -16,11 +16,18 @@ def test_a_sample_from_issue_to_training() -> None:
     ledger.apply(Batched(step=1, samples=("a", "b")))
     assert (ledger.trained, ledger.in_flight, ledger.open_samples()) == (0, 2, [])
     ledger.apply(Trained(step=1))
-    assert (ledger.issued, ledger.trained, dict(ledger.dropped), ledger.in_flight) == (3, 2, {"failed": 1}, 0)
+    assert (ledger.issued, ledger.trained, dict(ledger.dropped), ledger.in_flight) == (
+        3,
+        2,
+        {"failed": 1},
+        0,
+    )
 
 
 def test_trained_up_to_a_step_takes_all_batches_before_it() -> None:
-    ledger = Ledger([issued("a", "b", "c"), *(Batched(step=n, samples=(s,)) for n, s in enumerate("abc", 1))])
+    ledger = Ledger(
+        [issued("a", "b", "c"), *(Batched(step=n, samples=(s,)) for n, s in enumerate("abc", 1))]
+    )
     ledger.apply(Trained(step=2))
     assert (ledger.trained, ledger.in_flight) == (2, 1)
     ledger.apply(Trained(step=2))  # a trainer that resumes at a step says so again
@@ -42,17 +49,30 @@ START: list[Entry] = [
         (Batched(step=2, samples=("a",)), "a cannot become 2: it is 1"),
         (Batched(step=2, samples=("b",)), "b cannot become 2: it is 'no_signal'"),
         (Dropped(samples=("a",), reason="cancelled"), "a cannot become 'cancelled': it is 1"),
-        (Dropped(samples=("c", "b"), reason="cancelled"), "b cannot become 'cancelled': it is 'no_signal'"),
-        (Dropped(samples=("nobody",), reason="failed"), "nobody cannot become 'failed': it was never issued"),
+        (
+            Dropped(samples=("c", "b"), reason="cancelled"),
+            "b cannot become 'cancelled': it is 'no_signal'",
+        ),
+        (
+            Dropped(samples=("nobody",), reason="failed"),
+            "nobody cannot become 'failed': it was never issued",
+        ),
         (Dropped(samples=("c", "c"), reason="failed"), "twice"),
         (Batched(step=1, samples=("c",)), "step 1 has a batch already"),
     ],
 )
-def test_what_contradicts_the_books_is_refused_and_changes_nothing(entry: Entry, message: str) -> None:
+def test_what_contradicts_the_books_is_refused_and_changes_nothing(
+    entry: Entry, message: str
+) -> None:
     ledger = Ledger(START)
     with pytest.raises(Unbalanced, match=message):
         ledger.apply(entry)
-    assert (ledger.issued, ledger.trained, ledger.in_flight, ledger.open_samples()) == (3, 0, 2, ["c"])
+    assert (ledger.issued, ledger.trained, ledger.in_flight, ledger.open_samples()) == (
+        3,
+        0,
+        2,
+        ["c"],
+    )
 
 
 def test_training_does_not_go_back() -> None:

@@ -1,8 +1,9 @@
 """Window and ledger together, over thousands of random schedules.
 
-A schedule is a seeded random walk over everything that can happen to a run: groups that are slow, fail, teach nothing
-or are delivered twice; a trainer that lags behind; weights that go live late and several versions at once. After every
-event all invariants are checked. A schedule that breaks one is printed as the command that runs it again.
+A schedule is a seeded random walk over everything that can happen to a run: groups that are slow,
+fail, teach nothing or are delivered twice; a trainer that lags behind; weights that go live late
+and several versions at once. After every event all invariants are checked. A schedule that breaks
+one is printed as the command that runs it again.
 """
 
 from __future__ import annotations
@@ -27,15 +28,24 @@ class Schedule:
 
     def __init__(self, seed: int) -> None:
         rng = self.rng = random.Random(seed)
-        per_step, max_lag = rng.randint(1, 5), rng.randint(0, 3)
+        per_step = rng.randint(1, 5)
+        max_lag = rng.randint(0, 3)
         lookahead = rng.choice((1, rng.randint(1, max_lag * per_step + 1)))
         self.start = rng.choice((0, 0, 10))
-        self.window: Window[int] = Window(per_step=per_step, max_lag=max_lag, lookahead=lookahead, live=self.start)
+        self.window: Window[int] = Window(
+            per_step=per_step, max_lag=max_lag, lookahead=lookahead, live=self.start
+        )
         self.last_step = self.start + rng.randint(1, 7)
         self.group_size = rng.randint(1, 3)
-        self.failing, self.repeated, self.no_signal = (rng.choice((0.0, 0.1, 0.5)) for _ in range(3))
-        # How much each kind of event is favoured: this makes schedules that starve, flood, stall and jump.
-        self.favour = {name: rng.choice((0.05, 1.0, 10.0)) for name in ("admit", "end", "take", "train", "go_live")}
+        self.failing, self.repeated, self.no_signal = (
+            rng.choice((0.0, 0.1, 0.5)) for _ in range(3)
+        )
+        # How much each kind of event is favoured: this makes schedules that starve, flood, stall
+        # and jump.
+        self.favour = {
+            name: rng.choice((0.05, 1.0, 10.0))
+            for name in ("admit", "end", "take", "train", "go_live")
+        }
 
         self.ledger = Ledger()
         self.entries: list[Entry] = []
@@ -52,7 +62,9 @@ class Schedule:
 
     def play(self) -> None:
         while self.window.live < self.last_step:
-            events = {name: self.favour[name] for name in self.favour if getattr(self, f"can_{name}")()}
+            events = {
+                name: self.favour[name] for name in self.favour if getattr(self, f"can_{name}")()
+            }
             assert events, "deadlock: nothing can happen any more"
             name = self.rng.choices(list(events), list(events.values()))[0]
             getattr(self, name)()
@@ -69,7 +81,9 @@ class Schedule:
         assert slot is not None and slot not in self.admitted, "a free slot is given, once"
         self.admitted[slot] = self.window.live
         self.running[slot] = self.rng.random() < 0.2
-        self.write(Issued(group=str(slot), task="t", samples=self.samples(slot), version=self.window.live))
+        self.write(
+            Issued(group=str(slot), task="t", samples=self.samples(slot), version=self.window.live)
+        )
 
     def can_end(self) -> bool:
         return bool(self.running)
@@ -95,7 +109,8 @@ class Schedule:
             assert not self.window.drop(slot)
 
     def in_reach(self) -> bool:
-        """The rule of the window in other words, so that one that refuses too much, or too little, is found out."""
+        """The rule of the window in other words, so that one that refuses too much, or too little,
+        is found out."""
         if not self.surviving:
             return False
         oldest = min(min(self.surviving), min(self.running, default=min(self.surviving)))
@@ -138,15 +153,21 @@ class Schedule:
             self.write(Dropped(samples=open_samples, reason="cancelled"))
         self.check()
         assert self.ledger.in_flight == 0
-        assert list(self.batches) == list(range(self.start + 1, self.last_step + 1)), "every step had its batch"
+        assert list(self.batches) == list(range(self.start + 1, self.last_step + 1)), (
+            "every step had its batch"
+        )
 
     # What must hold after every event.
 
     def check(self) -> None:
         window, ledger = self.window, self.ledger
         not_live = sum(len(batch) for step, batch in self.batches.items() if step > window.live)
-        assert window.active == len(self.running) + len(self.surviving) + not_live, "a slot was lost or made up"
-        assert window.active < window.capacity or (window.active == window.capacity and window.admit() is None)
+        assert window.active == len(self.running) + len(self.surviving) + not_live, (
+            "a slot was lost or made up"
+        )
+        assert window.active < window.capacity or (
+            window.active == window.capacity and window.admit() is None
+        )
         assert self.in_reach() or window.take() is None, "a group was taken over too many others"
         assert ledger.issued == self.group_size * len(self.admitted)
         assert (ledger.trained, ledger.in_flight) == (len(self.trained), len(self.in_flight))
@@ -177,7 +198,8 @@ def play(seed: int) -> Schedule:
         schedule.play()
     except (AssertionError, Unbalanced) as e:
         pytest.fail(
-            f"{type(e).__name__}: {e}\nreproduce: ETUDE_SEED={seed} python -m pytest tests/core/test_schedules.py",
+            f"{type(e).__name__}: {e}\nreproduce: ETUDE_SEED={seed} python -m pytest "
+            f"tests/core/test_schedules.py",
             pytrace="ETUDE_SEED" in os.environ,
         )
     return schedule
@@ -189,13 +211,15 @@ def test_every_schedule_keeps_the_bound_and_the_equation() -> None:
         schedule = play(seed)
         reached[schedule.window.max_lag, schedule.max_lag_seen == schedule.window.max_lag] += 1
     if len(SEEDS) > 1:
-        # A bound that is never reached would prove little: for every max_lag a good part of the schedules touch it.
+        # A bound that is never reached would prove little: for every max_lag a good part of the
+        # schedules touch it.
         for max_lag in range(4):
             assert reached[max_lag, True] > SCHEDULES / 40, reached
 
 
 def test_an_audit_reads_the_same_balance_from_any_prefix_of_the_entries() -> None:
-    """A crash leaves a prefix. Replayed, it balances; and what was open can be dropped as interrupted."""
+    """A crash leaves a prefix. Replayed, it balances; and what was open can be dropped as
+    interrupted."""
     for seed in list(SEEDS)[:200]:
         schedule = play(seed)
         rng = random.Random(seed)

@@ -1,8 +1,9 @@
 """The window, by scripts that a person can read.
 
-Each file in `scripts/` is a window and what happens to it, in blocks that an empty line ends: commands, `----`, what
-they must answer, in order. `admit` answers the slot or `full`, `take` the slot or `wait`; `finish` and `drop` answer
-`again` if the group was settled before; everything else answers nothing.
+Each file in `scripts/` is a window and what happens to it, in blocks that an empty line ends:
+commands, `----`, what they must answer, in order. `admit` answers the slot or `full`, `take` the
+slot or `wait`; `finish` and `drop` answer `again` if the group was settled before; everything else
+answers nothing.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ def test_script(script: Path) -> None:
     lines = [line for line in script.read_text().splitlines() if not line.startswith("#")]
     first, *blocks = "\n".join(lines).strip().split("\n\n")
     settings, expected = first.split("\n----\n")
-    window: Window[int] = Window(**{key: int(v) for key, v in (word.split("=") for word in settings.split()[1:])})
+    window: Window[int] = Window(
+        **{key: int(v) for key, v in (word.split("=") for word in settings.split()[1:])}
+    )
     assert f"capacity={window.capacity}" == expected
     for block in blocks:
         commands, expected = block.split("\n----\n")
@@ -70,7 +73,8 @@ def test_live_weights_never_go_back() -> None:
 
 
 def test_a_restored_window_goes_on_where_the_run_stopped() -> None:
-    """Steps 1 and 2 are live, step 3 is batched and not live, slots 6 and 8 are finished, 7 and 9 were in flight."""
+    """Steps 1 and 2 are live, step 3 is batched and not live, slots 6 and 8 are finished, 7 and 9
+    were in flight."""
     window: Window[str] = Window(per_step=2, max_lag=2, lookahead=2, live=2)
     window.restore(step=4, slots=10, finished=[(8, 2, "eight"), (6, 1, "six")])
     assert (window.step, window.active) == (4, 4), "two that wait, and the batch of step 3"
@@ -96,4 +100,6 @@ def test_more_than_a_window_holds_cannot_be_restored() -> None:
     window.restore(step=5, slots=3, finished=[(2, 3, "work")])
     assert window.active == window.capacity == 2
     with pytest.raises(AssertionError, match="3 groups were alive, in a window of 2"):
-        Window[str](per_step=1, max_lag=1, live=3).restore(step=5, slots=3, finished=[(1, 3, "a"), (2, 3, "b")])
+        Window[str](per_step=1, max_lag=1, live=3).restore(
+            step=5, slots=3, finished=[(1, 3, "a"), (2, 3, "b")]
+        )

@@ -1,4 +1,5 @@
-"""An agent whose only limit is on its waiting for the model: what it leaves unfinished, it had to wait for."""
+"""An agent whose only limit is on its waiting for the model: what it leaves unfinished, it had to
+wait for."""
 
 from __future__ import annotations
 
@@ -7,14 +8,16 @@ from typing import Any
 
 import aiohttp
 
-from etude.core.seams import Sandbox, Transcript
+from etude.core.protocols import Sandbox, Transcript
 from etude.core.types import Task
 
 WAIT_S = 8.0
 
 
 class Impatient:
-    def __init__(self, session: aiohttp.ClientSession, *, max_tokens: int, temperature: float, **_: Any) -> None:
+    def __init__(
+        self, session: aiohttp.ClientSession, *, max_tokens: int, temperature: float, **_: Any
+    ) -> None:
         self._session = session
         self._sampling = {"model": "etude", "max_tokens": max_tokens, "temperature": temperature}
 

@@ -18,7 +18,8 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     directory = shared / "policy"
-    with (shared / "policy.lock").open("w") as lock:  # test processes that run side by side make it once
+    # test processes that run side by side make it once
+    with (shared / "policy.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (directory / "model.safetensors").exists():
             subprocess.run([sys.executable, "-m", "tests.e2e.policy", str(directory)], check=True)
@@ -27,8 +28,8 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def isolation() -> str:
-    """What is killed and stopped in these tests stands behind walls. Where there can be none they are skipped, unless
-    somebody asks for them without."""
+    """What is killed and stopped in these tests stands behind walls. Where there can be none they
+    are skipped, unless somebody asks for them without."""
     if (asked := os.environ.get("ETUDE_ISOLATION", "namespaces")) == "namespaces":
         need_namespaces()
     return asked

@@ -1,4 +1,5 @@
-"""A model directory to start tiny runs from, taught the few training tasks of such a run until it solves some.
+"""A model directory to start tiny runs from, taught the few training tasks of such a run until it
+solves some.
 
 python -m tests.e2e.policy DIRECTORY
 """
@@ -13,13 +14,13 @@ import torch
 from etude.core.config import RunConfig, parse
 from etude.model.files import write_directory
 from etude.model.tokenizer import ChatTokenizer
-from etude.model.transformer import ModelConfig, fresh
-from etude.run.data import tokenize
-from etude.run.prepare import fresh_files
+from etude.model.transformer import ModelConfig, init_from_scratch
 from etude.tasks.demos import demonstrations
 from etude.tasks.factory import make_tasks
 from etude.train.learner import Learner
 from etude.train.stages import sft
+from etude.trainer.data import tokenize
+from etude.trainer.prepare import scratch_files
 
 SHAPE = """
 name = "policy"
@@ -37,13 +38,26 @@ steps = 1
 
 
 def write_policy(directory: Path, run: RunConfig, *, epochs: int = 8) -> None:
-    files = fresh_files(parse(SHAPE))
+    files = scratch_files(parse(SHAPE))
     tokenizer = ChatTokenizer(files)
     tasks = make_tasks("train", run.tasks.train, run.seed)
-    sessions = [row for session in demonstrations(tasks, 60, run.seed) for row in tokenize(session, tokenizer)]
-    learner = Learner(fresh(ModelConfig.from_json(files["config.json"]), seed=0))
+    sessions = [
+        row
+        for session in demonstrations(tasks, 60, run.seed)
+        for row in tokenize(session, tokenizer)
+    ]
+    learner = Learner(init_from_scratch(ModelConfig.from_json(files["config.json"]), seed=0))
     # Held out is what it learns: it shall know these tasks by heart, not well.
-    sft(learner, sessions, sessions[:4], max_epochs=epochs, patience=epochs, batch_tokens=640, lr=5e-3, seed=0)
+    sft(
+        learner,
+        sessions,
+        sessions[:4],
+        max_epochs=epochs,
+        patience=epochs,
+        batch_tokens=640,
+        lr=5e-3,
+        seed=0,
+    )
     write_directory(directory, files, learner.weights())
 
 

@@ -14,14 +14,20 @@ from etude.run.audit import audit
 from etude.store.runs import Run
 
 TINY = Path(__file__).parent / "tiny.toml"
-MODULES = {"trainer": "etude.run.trainer", "gateway": "etude.serve.gateway", "controller": "etude.run.director"}
+MODULES = {
+    "trainer": "etude.trainer.trainer",
+    "gateway": "etude.serve.gateway",
+    "controller": "etude.run.controller",
+}
 
 
 def one_region(text: str) -> str:
     """Only rl, longer than six lives take, and with as few processes as there can be."""
     common, _, _, rl = text.split("[[stage]]")
     return (
-        common.replace("[engine]", '[engine]\nregions = ["east"]') + "[[stage]]" + rl.replace("steps = 4", "steps = 14")
+        common.replace("[engine]", '[engine]\nregions = ["east"]')
+        + "[[stage]]"
+        + rl.replace("steps = 4", "steps = 14")
     )
 
 
@@ -32,16 +38,28 @@ class Etude:
     """`etude run` on one directory, as a user would call it."""
 
     def __init__(self, directory: Path, policy: Path, isolation: str) -> None:
-        self.directory, self.toml = directory / "run", directory / "run.toml"
-        self.argv = [sys.executable, "-m", "etude", "run", str(self.toml), "--dir", str(self.directory), "--json"]
-        self.argv += ["--set", f"model.path={policy}", "--set", f"worlds.isolation={isolation}"]
+        self.directory = directory / "run"
+        self.toml = directory / "run.toml"
+        self.argv = [
+            sys.executable,
+            "-m",
+            "etude",
+            "run",
+            str(self.toml),
+            "--dir",
+            str(self.directory),
+            "--json",
+        ]
+        self.argv += ["--set", f"model.path={policy}", "--set", f"sandbox.isolation={isolation}"]
         self.started: list[subprocess.Popen[str]] = []
 
     def write(self, config: str) -> None:
         self.toml.write_text(config)
 
     def start(self) -> subprocess.Popen[str]:
-        process = subprocess.Popen(self.argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            self.argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
         self.started.append(process)
         return process
 

@@ -11,8 +11,8 @@ from random import Random
 import pytest
 
 from etude.core.config import parse
-from etude.core.events import EVENTS, Metered
-from etude.run.launch import locked
+from etude.core.events import EVENTS, MismatchMeasured
+from etude.launch.launcher import locked
 from etude.store.runs import Run
 from tests.e2e.runs import MODULES, ONE_REGION, TINY, Etude, check_books
 
@@ -21,13 +21,21 @@ pytestmark = pytest.mark.e2e
 
 def check_agreement(run: Run) -> None:
     """Each step was compared with the engines, token by token and region by region."""
-    metered = [event for event in run.events("trainer", EVENTS).records() if isinstance(event, Metered)]
+    metered = [
+        event
+        for event in run.events("trainer", EVENTS).records()
+        if isinstance(event, MismatchMeasured)
+    ]
     assert [event.step for event in metered] == run.batches()
     for event in metered:
         batch = run.batch(event.step)
-        assert [len(row.logprobs) for row in run.recomputed(event.step)] == [sum(row.mask) for row in batch.rows]
+        assert [len(row.logprobs) for row in run.recomputed(event.step)] == [
+            sum(row.mask) for row in batch.rows
+        ]
         assert sum(gap.num_tokens for gap in event.by_region.values()) == event.all.num_tokens
-        assert event.by_region.keys() <= {"west", "east"} and all(worst.text for worst in event.worst)
+        assert event.by_region.keys() <= {"west", "east"} and all(
+            worst.text for worst in event.worst
+        )
 
 
 def test_three_stages_in_two_regions_of_which_one_dies(etude: Etude) -> None:

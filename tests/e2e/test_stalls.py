@@ -1,5 +1,5 @@
-"""The real processes, really stopped: each is named, the run goes on where it can and with it when it is back, no
-session is graded for it, and the books balance."""
+"""The real processes, really stopped: each is named, the run goes on where it can and with it when
+it is back, no session is graded for it, and the books balance."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class Screen:
     """What a run says, while it runs."""
 
     def __init__(self, etude: Etude, config: str) -> None:
-        self.etude, self._path = etude, etude.toml.with_suffix(".screen")
+        self.etude = etude
+        self._path = etude.toml.with_suffix(".screen")
         etude.write(f"silence_s = {SILENCE_S}\n{config}")
         with self._path.open("w") as file:
             self.process = subprocess.Popen(etude.argv, stdout=file, stderr=subprocess.STDOUT)
@@ -75,7 +76,7 @@ def zygote_of(controller: int) -> int:
             line = stat.with_name("cmdline").read_bytes()
         except (FileNotFoundError, ProcessLookupError):
             continue
-        if parent == controller and b"etude.worlds.zygote" in line:
+        if parent == controller and b"etude.sandbox.zygote" in line:
             return int(stat.parent.name)
     raise AssertionError("no zygote")
 
@@ -97,7 +98,9 @@ def trajectories(etude: Etude) -> list[Trajectory]:
     return [trajectory for name in run.groups() for trajectory in run.group(name).trajectories]
 
 
-def test_whatever_is_stopped_is_named_and_the_run_goes_on(etude: Etude, isolation: str, stopped: list[int]) -> None:
+def test_whatever_is_stopped_is_named_and_the_run_goes_on(
+    etude: Etude, isolation: str, stopped: list[int]
+) -> None:
     screen = Screen(etude, two_regions())
     etude.wait_for_groups(2, screen.process)
     names = ["worker-east", "trainer", "gateway", "controller", "zygote", "worker-west"]
@@ -123,7 +126,10 @@ def test_whatever_is_stopped_is_named_and_the_run_goes_on(etude: Etude, isolatio
 @pytest.mark.parametrize("name", ["worker-east", "gateway", "controller"])
 def test_no_session_is_graded_for_it(etude: Etude, stopped: list[int], name: str) -> None:
     """In one region, so that every request has to wait, and for longer than the agent does."""
-    screen = Screen(etude, ONE_REGION.replace(*LONG).replace("[harness]", f'[harness]\nagent = "{AGENT}:Impatient"'))
+    screen = Screen(
+        etude,
+        ONE_REGION.replace(*LONG).replace("[harness]", f'[harness]\nagent = "{AGENT}:Impatient"'),
+    )
     try:
         etude.wait_for_groups(1, screen.process)
         stopped.append(screen.pid(name))
@@ -138,7 +144,9 @@ def test_no_session_is_graded_for_it(etude: Etude, stopped: list[int], name: str
         print(screen.text())
     found = trajectories(etude)
     assert {trajectory.status for trajectory in found} <= {"done", "failed"}
-    assert all((trajectory.reward is None) == (trajectory.status == "failed") for trajectory in found)
+    assert all(
+        (trajectory.reward is None) == (trajectory.status == "failed") for trajectory in found
+    )
     waited = [trajectory.error for trajectory in found if trajectory.status == "failed"]
     if name == "worker-east":
         assert "agent: its time ran out while it waited for the model" in waited

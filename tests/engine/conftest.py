@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from etude.model.files import weights
+from etude.model.files import hf_state_dict
 from etude.model.transformer import Transformer
 from tests.small_model import config, sharp
 
@@ -20,4 +20,4 @@ def other_model() -> Transformer:
 
 @pytest.fixture
 def other_weights(other_model: Transformer) -> dict[str, torch.Tensor]:
-    return weights(other_model, torch.float32)
+    return hf_state_dict(other_model, torch.float32)

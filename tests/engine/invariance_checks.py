@@ -1,7 +1,8 @@
-"""Whether any bit of a log-prob depends on what is computed beside it: the engine against itself and the trainer.
+"""Whether any bit of a log-prob depends on what is computed beside it: the engine against itself
+and the trainer.
 
-`test_batch_invariance` asks this of small models on the CPU; on a machine with a GPU run
-`python -m tests.engine.invariance_checks`, which asks it there, of dense models, experts and latent attention.
+`test_batch_invariance` asks this of small models on the CPU; on a machine with a GPU run `python -m
+tests.engine.invariance_checks`, which asks it there, of dense models, experts and latent attention.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ import torch
 from numpy.typing import NDArray
 
 from etude.core.types import Sample
-from etude.engine.engine import Engine, Finished, Request
-from etude.engine.invariant import InvariantRunner
-from etude.engine.plan import Drawn, Ints, Plan, Runner
+from etude.engine.batch import ForwardBatch, Ints, Runner, SamplerOutput
+from etude.engine.batch_invariant import BatchInvariantRunner
+from etude.engine.engine import Engine, FinishedRequest, Request
 from etude.model.config import ExpertsConfig, LatentConfig, ModelConfig
 from etude.model.numerics import INVARIANT
-from etude.model.transformer import Transformer, fresh
+from etude.model.transformer import Transformer, init_from_scratch
 from etude.train.loss import token_logprobs
-from etude.train.rows import Text, pack
+from etude.train.packing import TokenSequence, pack_batch
 
 Bits = NDArray[np.int32]
 Sessions = dict[str, tuple[Request, Sample]]
@@ -36,17 +37,22 @@ def bits(values: object) -> Bits:
 
 
 class Watching:
-    """A runner that notes the shape of every pass: how many new tokens of sequences of which lengths."""
+    """A runner that notes the shape of every pass: how many new tokens of sequences of which
+    lengths."""
 
     def __init__(self, runner: Runner) -> None:
-        self._runner, self.overlaps = runner, runner.overlaps
-        self.num_blocks, self.block_size = runner.num_blocks, runner.block_size
-        self.experts, self.prepare, self.weights = runner.experts, runner.prepare, runner.weights
+        self._runner = runner
+        self.overlaps = runner.overlaps
+        self.num_blocks = runner.num_blocks
+        self.block_size = runner.block_size
+        self.experts = runner.experts
+        self.prepare = runner.prepare
+        self.weights = runner.weights
         self.seen: set[tuple[tuple[int, int], ...]] = set()
 
-    def start(self, plan: Plan) -> Callable[[], Drawn]:
-        counts_B: Ints = np.diff(np.append(plan.starts_B, len(plan.tokens_N)))
-        self.seen.add(tuple(zip(counts_B.tolist(), plan.lengths_B.tolist(), strict=True)))
+    def start(self, plan: ForwardBatch) -> Callable[[], SamplerOutput]:
+        counts_B: Ints = np.diff(np.append(plan.query_starts_B, len(plan.tokens_N)))
+        self.seen.add(tuple(zip(counts_B.tolist(), plan.seq_lens_B.tolist(), strict=True)))
         return self._runner.start(plan)
 
 
@@ -55,27 +61,36 @@ def random_request(rng: Random, id: int, scale: int = 1) -> Request:
     shared, own = rng.randrange(70 * scale), rng.randrange(1, 20 * scale)
     prompt = [1 + i % 7 for i in range(shared)] + [rng.randrange(1, 60) for _ in range(own)]
     return Request(
-        id=str(id), prompt=tuple(prompt), max_tokens=rng.randrange(1, 9 * scale), temperature=TEMPERATURE, seed=id,
-        stop=frozenset(), priority=rng.choice((0, 0, 0, 1)),
+        id=str(id), prompt=tuple(prompt), max_tokens=rng.randrange(1, 9 * scale),
+        temperature=TEMPERATURE, seed=id, stop=frozenset(), priority=rng.choice((0, 0, 0, 1)),
     )  # fmt: skip
 
 
 def serve(
-    model: Transformer, runner: Watching, rng: Random, compositions: int, *, max_batch: int = 6, step_tokens: int = 16,
-    scale: int = 1,
+    model: Transformer, runner: Watching, rng: Random, compositions: int, *, max_batch: int = 6,
+    max_batched_tokens: int = 16, scale: int = 1,
 ) -> Sessions:  # fmt: skip
-    """Requests come and go, some are given up or put off, until so many different passes were made."""
-    engine = Engine(model, max_batch=max_batch, step_tokens=step_tokens, runner=runner)
+    """Requests come and go, some are given up or put off, until so many different passes were
+    made."""
+    engine = Engine(
+        model, max_batch=max_batch, max_batched_tokens=max_batched_tokens, runner=runner
+    )
     asked: dict[str, Request] = {}
     done: dict[str, Sample] = {}
     while len(runner.seen) < compositions or not engine.idle:
-        while len(runner.seen) < compositions and rng.random() < 0.5 and engine.num_waiting < max_batch:
+        while (
+            len(runner.seen) < compositions
+            and rng.random() < 0.5
+            and engine.num_waiting < max_batch
+        ):
             new = random_request(rng, len(asked), scale)
             asked[new.id] = new
             engine.add(new)
         if asked and rng.random() < 0.02:
             engine.abort(rng.choice(list(asked)))
-        done |= {event.id: event.sample for event in engine.step() if isinstance(event, Finished)}
+        done |= {
+            event.id: event.sample for event in engine.step() if isinstance(event, FinishedRequest)
+        }
     assert engine.stats().cached_tokens
     return {id: (asked[id], sample) for id, sample in done.items()}
 
@@ -84,7 +99,7 @@ def alone(engine: Engine, asked: Request) -> Sample:
     engine.add(asked)
     while True:
         for event in engine.step():
-            if isinstance(event, Finished):
+            if isinstance(event, FinishedRequest):
                 return event.sample
 
 
@@ -95,8 +110,13 @@ def trained(model: Transformer, sessions: Sessions, rng: Random) -> dict[str, Bi
     while order:
         group = [order.pop() for _ in range(min(len(order), rng.randrange(1, 12)))]
         rows = [sessions[id][0].prompt + sessions[id][1].tokens for id in group]
-        masks = [[False] * len(sessions[id][0].prompt) + [True] * len(sessions[id][1].tokens) for id in group]
-        packed = pack([Text(*each) for each in zip(rows, masks, strict=True)]).to(device)
+        masks = [
+            [False] * len(sessions[id][0].prompt) + [True] * len(sessions[id][1].tokens)
+            for id in group
+        ]
+        packed = pack_batch([TokenSequence(*each) for each in zip(rows, masks, strict=True)]).to(
+            device
+        )
         with torch.no_grad():
             logp_N, _ = token_logprobs(model, packed, TEMPERATURE)
         parts = logp_N.cpu().split([sum(mask) for mask in masks])
@@ -106,15 +126,22 @@ def trained(model: Transformer, sessions: Sessions, rng: Random) -> dict[str, Bi
 
 def differing(sessions: Sessions, found: dict[str, Bits]) -> int:
     """Log-probs with any differing bit."""
-    return sum(int((bits(sample.logprobs) != found[id]).sum()) for id, (_, sample) in sessions.items())
+    return sum(
+        int((bits(sample.logprobs) != found[id]).sum()) for id, (_, sample) in sessions.items()
+    )
 
 
 SHAPE = ModelConfig(
-    model_type="qwen3", vocab_size=32_000, hidden_size=1024, num_hidden_layers=4, num_attention_heads=16,
-    num_key_value_heads=8, head_dim=128, intermediate_size=3072, max_position_embeddings=1024,
+    model_type="qwen3", vocab_size=32_000, hidden_size=1024, num_hidden_layers=4,
+    num_attention_heads=16, num_key_value_heads=8, head_dim=128, intermediate_size=3072,
+    max_position_embeddings=1024,
 )  # fmt: skip
 EXPERTS = ExpertsConfig(
-    num_experts=16, num_experts_per_tok=4, moe_intermediate_size=256, layers=(1, 2, 3), norm_topk_prob=True
+    num_experts=16,
+    num_experts_per_tok=4,
+    moe_intermediate_size=256,
+    layers=(1, 2, 3),
+    norm_topk_prob=True,
 )
 LATENT = LatentConfig(kv_lora_rank=128, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64)
 MODELS = {
@@ -131,11 +158,11 @@ COMPANY = {"few": (6, 40), "some": (80, 300), "many": (300, 1300)}
 
 def on_device(name: str, company: str, compositions: int) -> dict[str, float]:
     from etude.engine.cuda import CudaRunner
-    from etude.engine.kernels.trainable import Trainable
+    from etude.engine.kernels.trainable import TrainableNetwork
 
-    max_batch, step_tokens = COMPANY[company]
-    source, rng = fresh(MODELS[name], seed=0), Random(name + company)
-    model = Transformer(source.config) if name == "latent" else Trainable(source.config)
+    max_batch, max_batched_tokens = COMPANY[company]
+    source, rng = init_from_scratch(MODELS[name], seed=0), Random(name + company)
+    model = Transformer(source.config) if name == "latent" else TrainableNetwork(source.config)
     model.load_state_dict(source.state_dict())
     model = model.to("cuda", torch.bfloat16).requires_grad_(False)
     if name == "latent":
@@ -144,11 +171,19 @@ def on_device(name: str, company: str, compositions: int) -> dict[str, float]:
 
     def runner(max_batch: int) -> Runner:
         if name == "latent":
-            return InvariantRunner(model, 4 * blocks)
+            return BatchInvariantRunner(model, 4 * blocks)
         return CudaRunner(model, blocks, max_batch, invariant=True)
 
     watching = Watching(runner(max_batch))
-    sessions = serve(model, watching, rng, compositions, max_batch=max_batch, step_tokens=step_tokens, scale=8)
+    sessions = serve(
+        model,
+        watching,
+        rng,
+        compositions,
+        max_batch=max_batch,
+        max_batched_tokens=max_batched_tokens,
+        scale=8,
+    )
     by_itself = Engine(model, max_batch=1, prefix_cache=False, runner=runner(1))
     chosen = rng.sample(sorted(sessions), 8)
     changed = sum(alone(by_itself, sessions[id][0]) != sessions[id][1] for id in chosen)
@@ -162,7 +197,7 @@ def on_device(name: str, company: str, compositions: int) -> dict[str, float]:
 
 def products() -> dict[str, list[int]]:
     """Numbers of rows for which a product has other bits than among 1,100; they must be none."""
-    from etude.engine.kernels import invariant
+    from etude.engine.kernels import batch_invariant as invariant
 
     found: dict[str, list[int]] = {}
     for outputs, inner in ((4096, 1024), (1024, 2048), (1024, 3072), (512, 96)):
@@ -175,7 +210,9 @@ def products() -> dict[str, list[int]]:
         ):
             whole = compute(x)
             wrong = [
-                n for n in (1, 2, 16, 17, 63, 64, 65, 200, 255, 256, 900) if not torch.equal(compute(x[:n]), whole[:n])
+                n
+                for n in (1, 2, 16, 17, 63, 64, 65, 200, 255, 256, 900)
+                if not torch.equal(compute(x[:n]), whole[:n])
             ]
             found[f"{name} {outputs} {inner}"] = wrong
     return found
@@ -186,7 +223,13 @@ def main() -> None:
     for name in sys.argv[1:] or MODELS:
         for company in COMPANY:
             began = time.perf_counter()
-            print(name, company, on_device(name, company, 112), f"{time.perf_counter() - began:.0f} s", flush=True)
+            print(
+                name,
+                company,
+                on_device(name, company, 112),
+                f"{time.perf_counter() - began:.0f} s",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

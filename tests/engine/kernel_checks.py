@@ -1,8 +1,8 @@
 """What each kernel must compute, in plain float64 torch, on fresh random inputs of any device.
 
-`test_kernels` runs the checks on the CPU through Triton's interpreter; on a machine with a GPU run them with
-`python -m tests.engine.kernel_checks`. A check returns relative errors by name; outputs start as NaN, so that
-whatever a kernel leaves unwritten shows.
+`test_kernels` runs the checks on the CPU through Triton's interpreter; on a machine with a GPU run
+them with `python -m tests.engine.kernel_checks`. A check returns relative errors by name; outputs
+start as NaN, so that whatever a kernel leaves unwritten shows.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from etude.engine.cuda import CudaRunner
-from etude.engine.engine import Engine, Finished, Request
+from etude.engine.engine import Engine, FinishedRequest, Request
 from etude.engine.kernels import attention, experts, head, linear, norm
-from etude.model.attention import Causal
+from etude.model.attention import CausalAttention
 from etude.model.config import ExpertsConfig, LatentConfig, ModelConfig
 from etude.model.experts import Routing
-from etude.model.files import weights
-from etude.model.transformer import fresh
+from etude.model.files import hf_state_dict
+from etude.model.transformer import init_from_scratch
 from tests.small_model import drain, request, sharp
 
 
@@ -38,7 +38,9 @@ class Inputs:
         self.generator.seed()
 
     def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
-        return (torch.randn(shape, device=self.device, generator=self.generator) * scale).to(self.dtype)
+        return (torch.randn(shape, device=self.device, generator=self.generator) * scale).to(
+            self.dtype
+        )
 
     def poison(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.full(shape, math.nan, device=self.device, dtype=dtype or self.dtype)
@@ -63,7 +65,11 @@ def check_norm(new: Inputs, size: int) -> dict[str, float]:
     tokens, x = new.ints([4, -2, 49]), new.poison(3, size)
     norm.embed(tokens, drawn, table, x)
     assert torch.equal(x, table[[4, 3, 49]])
-    parts, gain, normed = new.normal(3, 4, size).transpose(0, 1).float(), new.normal(size), new.poison(3, size)
+    parts, gain, normed = (
+        new.normal(3, 4, size).transpose(0, 1).float(),
+        new.normal(size),
+        new.poison(3, size),
+    )
     expected = x.double() + parts.double().sum(0)
     norm.add_norm(x, parts, gain, normed, 1e-6)
     alone = new.poison(3, size)
@@ -93,7 +99,10 @@ def check_linear(new: Inputs, rows: int, outputs: int, inner: int) -> dict[str, 
         found["vector gated"] = error(pair, gated(rms_norm(x, gain, 1e-6) @ w.double().T)[0])
         found["vector add"] = error(added, kept.double() + plain[0])
     cut = linear.tile(rows, outputs, inner, split=True)
-    parts, out = new.poison(cut.pieces, rows, outputs, dtype=torch.float32), new.poison(rows, outputs)
+    parts, out = (
+        new.poison(cut.pieces, rows, outputs, dtype=torch.float32),
+        new.poison(rows, outputs),
+    )
     linear.matrix(x, w[:outputs], parts, cut=cut)
     found[f"matrix in {cut.pieces}"] = error(parts.sum(0), plain)
     whole = linear.tile(rows, outputs, inner, gated=True)
@@ -130,11 +139,15 @@ class Sequences:
         blocks = [-(-length // self.page) for length in self.lengths]
         order = self.new.shuffled(sum(blocks) + 1)
         shape = (len(order), self.heads.keys, self.page, self.heads.size)
-        self.k, self.v = self.new.normal(*shape), self.new.normal(*shape)
-        self.table = torch.zeros(len(blocks), max(*blocks, 1), dtype=torch.int32, device=self.new.device)
+        self.k = self.new.normal(*shape)
+        self.v = self.new.normal(*shape)
+        self.table = torch.zeros(
+            len(blocks), max(*blocks, 1), dtype=torch.int32, device=self.new.device
+        )
         self.stride = self.new.ints([self.table.stride(0)])
         for row, count in enumerate(blocks):
-            self.table[row, :count], order = order[:count], order[count:]
+            self.table[row, :count] = order[:count]
+            order = order[count:]
 
     def at(self, cached: Tensor, slots: Tensor) -> Tensor:
         return cached.transpose(1, 2).flatten(0, 1)[slots.long()]
@@ -144,7 +157,9 @@ class Sequences:
         return self.table[row, position // self.page].long() * self.page + position % self.page
 
 
-def random_heads(new: Inputs, queries: int, keys: int, size: int, normed: bool, positions: int) -> attention.Heads:
+def random_heads(
+    new: Inputs, queries: int, keys: int, size: int, normed: bool, positions: int
+) -> attention.Heads:
     gains = (new.normal(size), new.normal(size)) if normed else (None, None)
     angle = torch.rand(positions, size // 2, device=new.device, generator=new.generator) * 6
     cos, sin = angle.cos(), angle.sin()
@@ -152,14 +167,16 @@ def random_heads(new: Inputs, queries: int, keys: int, size: int, normed: bool, 
     return attention.Heads(queries, keys, size, size**-0.5, 1e-6, *gains, rope[:, :, None])
 
 
-def check_decode(new: Inputs, queries: int, keys: int, size: int, lengths: list[int], splits: int) -> dict[str, float]:
+def check_decode(
+    new: Inputs, queries: int, keys: int, size: int, lengths: list[int], splits: int
+) -> dict[str, float]:
     heads = random_heads(new, queries, keys, size, normed=splits > 1, positions=max(lengths))
     all = Sequences(new, lengths, heads)
     rows = len(lengths)
     qkv = new.normal(rows, (queries + 2 * keys) * size)
     slots = new.ints([int(all.slots(row)[-1]) if lengths[row] else 0 for row in range(rows)])
     padded = attention.group_rows(heads)
-    pieces = attention.Pieces(
+    pieces = attention.SplitBuffers(
         splits,
         new.poison(rows * keys * splits * padded * size, dtype=torch.float32),
         new.poison(rows * keys * splits * padded * 2, dtype=torch.float32),
@@ -167,17 +184,33 @@ def check_decode(new: Inputs, queries: int, keys: int, size: int, lengths: list[
     )
     out = new.poison(rows, queries * size)
     attention.decode(
-        heads, qkv, all.k, all.v, all.table, all.stride, new.ints(lengths), slots, out, pieces=pieces, page=all.page
+        heads,
+        qkv,
+        all.k,
+        all.v,
+        all.table,
+        all.stride,
+        new.ints(lengths),
+        slots,
+        out,
+        pieces=pieces,
+        page=all.page,
     )
     assert not pieces.counter.any()
     real = [row for row in range(rows) if lengths[row]]
     q, k, v = qkv.unflatten(-1, (-1, size)).split((queries, keys, keys), 1)
     last = torch.tensor([lengths[row] - 1 for row in range(rows)], device=new.device)
-    q, k = (turned(x, gain, heads.rope[last]) for x, gain in ((q, heads.q_gain_D), (k, heads.k_gain_D)))
+    q, k = (
+        turned(x, gain, heads.rope[last]) for x, gain in ((q, heads.q_gain_D), (k, heads.k_gain_D))
+    )
     written = slots[real].long()
-    found = {"keys": error(all.at(all.k, written), k[real]), "values": error(all.at(all.v, written), v[real])}
+    found = {
+        "keys": error(all.at(all.k, written), k[real]),
+        "values": error(all.at(all.v, written), v[real]),
+    }
     expected = [
-        attended(q[row], all.at(all.k, all.slots(row)), all.at(all.v, all.slots(row)), heads.scale) for row in real
+        attended(q[row], all.at(all.k, all.slots(row)), all.at(all.v, all.slots(row)), heads.scale)
+        for row in real
     ]
     return found | {"attention": error(out[real], torch.stack(expected).flatten(1))}
 
@@ -190,23 +223,35 @@ def check_prefill(
     all = Sequences(new, lengths, heads)
     starts = [sum(fresh[:row]) for row in range(len(fresh))]
     ends = [start + count for start, count in zip(starts, fresh, strict=True)]
-    positions = torch.cat([torch.arange(n - f, n) for n, f in zip(lengths, fresh, strict=True)]).to(new.device)
+    positions = torch.cat([torch.arange(n - f, n) for n, f in zip(lengths, fresh, strict=True)]).to(
+        new.device
+    )
     slots = torch.cat([all.slots(row)[-f:] for row, f in enumerate(fresh)])
     nobody = torch.full((3,), -1, device=new.device)
     qkv = new.normal(sum(fresh) + 3, (queries + 2 * keys) * size)
     q, k, v = qkv[:-3].clone().unflatten(-1, (-1, size)).split((queries, keys, keys), 1)
     attention.write(
-        heads, qkv, all.k, all.v, F.pad(positions, (0, 3)).int(), torch.cat((slots, nobody)).int(), page=all.page
+        heads,
+        qkv,
+        all.k,
+        all.v,
+        F.pad(positions, (0, 3)).int(),
+        torch.cat((slots, nobody)).int(),
+        page=all.page,
     )
     step = attention.tile_tokens(heads)
-    tiles = [(row, first) for row in range(len(fresh)) for first in range(starts[row], ends[row], step)]
+    tiles = [
+        (row, first) for row in range(len(fresh)) for first in range(starts[row], ends[row], step)
+    ]
     tiles += [(0, ends[0])]  # an empty one
     out = new.poison(sum(fresh), queries * size)
     attention.prefill(
         heads, qkv, all.k, all.v, all.table, all.stride, new.ints(ends), new.ints(lengths),
         *new.ints(tiles).T.contiguous(), out, page=all.page,
     )  # fmt: skip
-    q, k = (turned(x, g, heads.rope[positions]) for x, g in ((q, heads.q_gain_D), (k, heads.k_gain_D)))
+    q, k = (
+        turned(x, g, heads.rope[positions]) for x, g in ((q, heads.q_gain_D), (k, heads.k_gain_D))
+    )
     expected = [
         attended(
             q[n],
@@ -241,7 +286,9 @@ def check_head(new: Inputs, rows: int, size: int, vocabulary: int) -> dict[str, 
     expected = torch.where(temperature == 0, logits.argmax(-1), drawn)
     # At a boundary of the distribution rounding may decide; anywhere else the token is fixed.
     here = reached.gather(1, tokens.long()[:, None])[:, 0]
-    near = torch.minimum((here - u).abs(), (here - reference.gather(1, tokens.long()[:, None])[:, 0].exp() - u).abs())
+    near = torch.minimum(
+        (here - u).abs(), (here - reference.gather(1, tokens.long()[:, None])[:, 0].exp() - u).abs()
+    )
     assert bool(((tokens == expected) | (near < 1e-6)).all())
     return {
         "logits": error(logits, x.double() @ w.double().T),
@@ -249,9 +296,12 @@ def check_head(new: Inputs, rows: int, size: int, vocabulary: int) -> dict[str, 
     }
 
 
-def check_experts(new: Inputs, rows: int, num: int, top: int, size: int, inner: int) -> dict[str, float]:
+def check_experts(
+    new: Inputs, rows: int, num: int, top: int, size: int, inner: int
+) -> dict[str, float]:
     x = new.normal(rows, size)
-    logits = torch.randn(rows, num, device=new.device, generator=new.generator)  # fp32: no two are alike
+    # fp32: no two are alike
+    logits = torch.randn(rows, num, device=new.device, generator=new.generator)
     slots = new.shuffled(rows).int()
     slots[-1] = -1
     ids = torch.full((rows, top), -7, dtype=torch.int32, device=new.device)
@@ -260,14 +310,22 @@ def check_experts(new: Inputs, rows: int, num: int, top: int, size: int, inner: 
     experts.route(logits, ids, shares, record[:, 1], slots, renormalise=True)
     expected_shares, expected_ids = torch.softmax(logits.double(), -1).topk(top, -1)
     assert torch.equal(ids[:-1].long(), expected_ids[:-1]) and bool((ids[-1] == -1).all())
-    assert torch.equal(record[slots[:-1].long(), 1].long(), expected_ids[:-1]) and not record[:, 0].any()
+    assert (
+        torch.equal(record[slots[:-1].long(), 1].long(), expected_ids[:-1])
+        and not record[:, 0].any()
+    )
     counts = torch.full((num,), -1, dtype=torch.int32, device=new.device)
     choices = torch.full((num, rows), -1, dtype=torch.int32, device=new.device)
     experts.gather(ids, counts, choices)
     for expert in range(num):
         mine = (ids.flatten() == expert).nonzero()[:, 0]
-        assert counts[expert] == len(mine) and torch.equal(choices[expert, : len(mine)].long(), mine)
-    up, down = new.normal(num, 2 * inner, size, scale=size**-0.5), new.normal(num, size, inner, scale=inner**-0.5)
+        assert counts[expert] == len(mine) and torch.equal(
+            choices[expert, : len(mine)].long(), mine
+        )
+    up, down = (
+        new.normal(num, 2 * inner, size, scale=size**-0.5),
+        new.normal(num, size, inner, scale=inner**-0.5),
+    )
     act, out = new.poison(rows * top, inner), new.poison(rows * top, size, dtype=torch.float32)
     experts.grouped(x, up, counts, choices, shares, act, gated=True)
     experts.grouped(act, down, counts, choices, shares, out, gated=False)
@@ -314,25 +372,35 @@ LARGE: dict[str, Callable[[Inputs], dict[str, float]]] = {
 
 
 def check_engine(experts: ExpertsConfig | None) -> dict[str, float]:
-    """A whole engine on a GPU, with prompts in pieces, shared prefixes and every way to draw, on weights that were put
-    in place of others: its log-probs against those of the same weights in float64, experts replayed."""
+    """A whole engine on a GPU, with prompts in pieces, shared prefixes and every way to draw, on
+    weights that were put in place of others: its log-probs against those of the same weights in
+    float64, experts replayed."""
     config = ModelConfig(
-        model_type="qwen3_moe" if experts else "qwen3", vocab_size=5000, hidden_size=256, num_hidden_layers=4,
-        num_attention_heads=8, num_key_value_heads=4, head_dim=64, intermediate_size=512, max_position_embeddings=2048,
-        experts=experts,
+        model_type="qwen3_moe" if experts else "qwen3", vocab_size=5000, hidden_size=256,
+        num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4, head_dim=64,
+        intermediate_size=512, max_position_embeddings=2048, experts=experts,
     )  # fmt: skip
     model, before = (
-        fresh(config, seed=torch.seed() % 1000).to("cuda", torch.bfloat16).requires_grad_(False) for _ in range(2)
+        init_from_scratch(config, seed=torch.seed() % 1000)
+        .to("cuda", torch.bfloat16)
+        .requires_grad_(False)
+        for _ in range(2)
     )
-    engine = Engine(before, max_batch=24, step_tokens=200, runner=CudaRunner(before, num_blocks=200, max_batch=24))
-    engine.load(1, {name: tensor.cpu() for name, tensor in weights(model).items()})
+    engine = Engine(
+        before,
+        max_batch=24,
+        max_batched_tokens=200,
+        runner=CudaRunner(before, num_blocks=200, max_batch=24),
+    )
+    engine.load_weights(1, {name: tensor.cpu() for name, tensor in hf_state_dict(model).items()})
     prefix = torch.randint(0, 5000, (130,)).tolist()
     requests = {}
     for i in range(40):
         own = torch.randint(0, 5000, (1 + 17 * i,)).tolist()
         request = Request(
-            id=str(i), prompt=tuple((prefix if i % 3 == 0 else []) + own), max_tokens=5 + i, temperature=(i % 4) / 2,
-            seed=i, stop=frozenset(), top_k=7 if i == 9 else 0, top_p=0.9 if i == 10 else 1.0,
+            id=str(i), prompt=tuple((prefix if i % 3 == 0 else []) + own), max_tokens=5 + i,
+            temperature=(i % 4) / 2, seed=i, stop=frozenset(), top_k=7 if i == 9 else 0,
+            top_p=0.9 if i == 10 else 1.0,
         )  # fmt: skip
         engine.add(request)
         requests[request.id] = request
@@ -340,7 +408,7 @@ def check_engine(experts: ExpertsConfig | None) -> dict[str, float]:
     differences = []
     while not engine.idle:
         for event in engine.step():
-            if not isinstance(event, Finished) or event.id in ("9", "10"):
+            if not isinstance(event, FinishedRequest) or event.id in ("9", "10"):
                 continue
             request, sample = requests[event.id], event.sample
             row = torch.tensor([request.prompt + sample.tokens], device="cuda")
@@ -349,36 +417,59 @@ def check_engine(experts: ExpertsConfig | None) -> dict[str, float]:
                 used = torch.frombuffer(bytearray(sample.experts), dtype=torch.uint8)
                 routing = Routing(used.view(1, row.shape[1] - 1, len(experts.layers), -1).cuda())
             positions = torch.arange(row.shape[1] - 1, device="cuda")[None]
-            logits = exact.logits(exact(row[:, :-1], positions, Causal(), routing))[0, len(request.prompt) - 1 :]
+            logits = exact.logits(exact(row[:, :-1], positions, CausalAttention(), routing))[
+                0, len(request.prompt) - 1 :
+            ]
             expected = torch.log_softmax(logits / (request.temperature or 1.0), -1)
             expected = expected.gather(1, row[0, len(request.prompt) :, None])[:, 0].cpu()
             differences.append((torch.tensor(sample.logprobs) - expected).abs())
     assert len(differences) == 38
-    return {"mean": float(torch.cat(differences).mean()) / 3, "largest": float(torch.cat(differences).max()) / 30}
+    return {
+        "mean": float(torch.cat(differences).mean()) / 3,
+        "largest": float(torch.cat(differences).max()) / 30,
+    }
 
 
 def check_operators() -> dict[str, float]:
-    """A model that the kernels do not know runs on a GPU too: its log-probs against those of the CPU."""
+    """A model that the kernels do not know runs on a GPU too: its log-probs against those of the
+    CPU."""
     config = ModelConfig(
-        model_type="deepseek_v3", vocab_size=61, hidden_size=32, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=4, intermediate_size=48, max_position_embeddings=160,
+        model_type="deepseek_v3",
+        vocab_size=61,
+        hidden_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        intermediate_size=48,
+        max_position_embeddings=160,
         latent=LatentConfig(kv_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=10),
         experts=ExpertsConfig(
-            num_experts=6, num_experts_per_tok=2, moe_intermediate_size=16, layers=(1, 2), sigmoid=True, n_group=3,
-            topk_group=2, n_shared_experts=1, norm_topk_prob=True,
+            num_experts=6,
+            num_experts_per_tok=2,
+            moe_intermediate_size=16,
+            layers=(1, 2),
+            sigmoid=True,
+            n_group=3,
+            topk_group=2,
+            n_shared_experts=1,
+            norm_topk_prob=True,
         ),
-    )  # fmt: skip
+    )
     model = sharp(config, seed=0, factor=3.0)
     found = []
     for device in ("cpu", "cuda"):
-        engine = Engine(model.to(device), max_batch=4, step_tokens=20)
+        engine = Engine(model.to(device), max_batch=4, max_batched_tokens=20)
         for i in range(6):
-            engine.add(request(str(i), [5, 9, 20] * (1 + 3 * i), max_tokens=5 + i, temperature=i % 2))
+            engine.add(
+                request(str(i), [5, 9, 20] * (1 + 3 * i), max_tokens=5 + i, temperature=i % 2)
+            )
         found.append(drain(engine))
     differences = []
     for id, sample in found[0].items():
         assert sample.tokens == found[1][id].tokens and sample.experts == found[1][id].experts
-        differences += [abs(a - b) for a, b in zip(sample.logprobs, found[1][id].logprobs, strict=True)]
+        differences += [
+            abs(a - b) for a, b in zip(sample.logprobs, found[1][id].logprobs, strict=True)
+        ]
     return {"largest": max(differences)}
 
 
@@ -388,7 +479,11 @@ def main() -> None:
         print(f"{name:16}", *(f"{what} {value:.1e}" for what, value in found.items()), flush=True)
         assert all(value < 1e-2 for value in found.values())  # NaN fails too
     experts = ExpertsConfig(
-        num_experts=16, num_experts_per_tok=4, moe_intermediate_size=128, layers=(1, 2, 3), norm_topk_prob=True
+        num_experts=16,
+        num_experts_per_tok=4,
+        moe_intermediate_size=128,
+        layers=(1, 2, 3),
+        norm_topk_prob=True,
     )
     for kind in (None, experts):
         print("engine", "with experts" if kind else "", check_engine(kind), flush=True)

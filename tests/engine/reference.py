@@ -1,4 +1,5 @@
-"""What the engine has to give, computed in the plainest way: one forward pass over the whole row, nothing cached."""
+"""What the engine has to give, computed in the plainest way: one forward pass over the whole row,
+nothing cached."""
 
 from __future__ import annotations
 
@@ -12,11 +13,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from etude.core.types import Sample
+from etude.engine.batch import ForwardBatch, Ints, SamplerOutput
 from etude.engine.engine import Request
-from etude.engine.plan import Drawn, Ints, Plan
-from etude.engine.runner import CpuRunner
-from etude.engine.sampler import draws
-from etude.model.attention import Causal
+from etude.engine.runner import TorchRunner
+from etude.engine.sampler import uniforms
+from etude.model.attention import CausalAttention
 from etude.model.config import ExpertsConfig, LatentConfig, ModelConfig
 from etude.model.experts import Routing
 from etude.model.transformer import Transformer
@@ -30,8 +31,12 @@ SHAPE = {
     "intermediate_size": 48,
     "max_position_embeddings": 160,
 }
-EXPERTS = ExpertsConfig(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=16, layers=(1, 2))
-GROUPED = replace(EXPERTS, sigmoid=True, n_group=3, topk_group=2, n_shared_experts=1, norm_topk_prob=True)
+EXPERTS = ExpertsConfig(
+    num_experts=6, num_experts_per_tok=2, moe_intermediate_size=16, layers=(1, 2)
+)
+GROUPED = replace(
+    EXPERTS, sigmoid=True, n_group=3, topk_group=2, n_shared_experts=1, norm_topk_prob=True
+)
 LATENT = LatentConfig(kv_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=10)
 FAMILIES = {
     "llama": ModelConfig(**SHAPE),
@@ -43,15 +48,18 @@ FAMILIES = {
 def plain_logits(model: Transformer, tokens: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
     """After every token; and the experts that each was routed to."""
     routing = Routing() if model.config.experts else None
-    hidden = model(torch.tensor([tokens]), torch.arange(len(tokens))[None], Causal(), routing)
-    return model.logits(hidden)[0], routing.used() if routing else None
+    hidden = model(
+        torch.tensor([tokens]), torch.arange(len(tokens))[None], CausalAttention(), routing
+    )
+    return model.logits(hidden)[0], routing.chosen() if routing else None
 
 
 def check(model: Transformer, asked: Request, sample: Sample) -> None:
-    """Every token is the one that the request's own number picks, and has the log-prob that it has there."""
+    """Every token is the one that the request's own number picks, and has the log-prob that it has
+    there."""
     begin = len(asked.prompt)
     logits, experts = plain_logits(model, (asked.prompt + sample.tokens)[:-1])
-    numbers = draws(asked.seed, len(sample.tokens))
+    numbers = uniforms(asked.seed, len(sample.tokens))
     for place, (token, logprob) in enumerate(zip(sample.tokens, sample.logprobs, strict=True)):
         p = torch.softmax(logits[begin - 1 + place].double() / (asked.temperature or 1.0), -1)
         if asked.top_k and asked.temperature:
@@ -64,26 +72,31 @@ def check(model: Transformer, asked: Request, sample: Sample) -> None:
         assert logprob == pytest.approx(float(p[token].log()), abs=1e-4)
     ends = sample.tokens[-1] in asked.stop
     room = model.config.max_position_embeddings - begin
-    assert sample.finish == ("stop" if ends else "length")
+    assert sample.finish_reason == ("stop" if ends else "length")
     assert ends or len(sample.tokens) == min(asked.max_tokens, room)
     assert not asked.stop & set(sample.tokens[:-1])
     if experts is None:
         assert sample.experts is None
     else:
         assert sample.experts is not None
-        assert (np.frombuffer(sample.experts, np.uint8).reshape(experts.shape) == experts.numpy()).all()
+        assert (
+            np.frombuffer(sample.experts, np.uint8).reshape(experts.shape) == experts.numpy()
+        ).all()
 
 
 class Overlapping:
-    """As a device would run: results are read back later, and a plan may name a token that nobody has seen yet."""
+    """As a device would run: results are read back later, and a plan may name a token that nobody
+    has seen yet."""
 
     overlaps = True
 
-    def __init__(self, runner: CpuRunner) -> None:
-        self._runner, self._before = runner, Drawn(tokens=[], logprobs=[])
-        self.num_blocks, self.block_size = runner.num_blocks, runner.block_size
+    def __init__(self, runner: TorchRunner) -> None:
+        self._runner = runner
+        self._before = SamplerOutput(tokens=[], logprobs=[])
+        self.num_blocks = runner.num_blocks
+        self.block_size = runner.block_size
 
-    def start(self, plan: Plan) -> Callable[[], Drawn]:
+    def start(self, plan: ForwardBatch) -> Callable[[], SamplerOutput]:
         for place, token in enumerate(plan.tokens_N):
             if token < 0:
                 plan.tokens_N[place] = self._before.tokens[-1 - token]
@@ -109,7 +122,7 @@ class OnlyEven:
     def allowed(self) -> NDArray[np.bool_]:
         return np.arange(61) % 2 == 0 if len(self.seen) % 3 < 2 else np.arange(61) == 6
 
-    def ahead(self, draft: Iterable[int]) -> list[NDArray[np.bool_]]:
+    def allowed_after(self, draft: Iterable[int]) -> list[NDArray[np.bool_]]:
         masks, begin = [], len(self.seen)
         for token in draft:
             if not self.allowed()[token]:

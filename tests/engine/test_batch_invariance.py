@@ -1,4 +1,5 @@
-"""In invariant mode a token's log-prob has the same bits in any batch, piece or cache, and in the trainer's pass."""
+"""In invariant mode a token's log-prob has the same bits in any batch, piece or cache, and in the
+trainer's pass."""
 
 from __future__ import annotations
 
@@ -8,15 +9,23 @@ import pytest
 import torch
 
 from etude.core.types import Batch, Row, Sample
-from etude.engine.engine import Engine, Finished, Request
-from etude.engine.invariant import InvariantRunner
-from etude.model.files import weights
+from etude.engine.batch_invariant import BatchInvariantRunner
+from etude.engine.engine import Engine, FinishedRequest, Request
+from etude.model.files import hf_state_dict
 from etude.model.numerics import INVARIANT, PLAIN
 from etude.model.transformer import Transformer
 from etude.train.learner import Learner
 from etude.train.loss import token_logprobs
-from etude.train.rows import Text, pack
-from tests.engine.invariance_checks import TEMPERATURE, Watching, alone, differing, random_request, serve, trained
+from etude.train.packing import TokenSequence, pack_batch
+from tests.engine.invariance_checks import (
+    TEMPERATURE,
+    Watching,
+    alone,
+    differing,
+    random_request,
+    serve,
+    trained,
+)
 from tests.engine.reference import FAMILIES
 from tests.small_model import drain, request, sharp
 
@@ -30,7 +39,7 @@ def small(name: str) -> Transformer:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_bit_depends_on_the_batch(name: str) -> None:
     model, rng = small(name), Random(name)
-    runner = Watching(InvariantRunner(model, num_blocks=14))
+    runner = Watching(BatchInvariantRunner(model, num_blocks=14))
     sessions = serve(model, runner, rng, -(-COMPOSITIONS // len(FAMILIES)))
     by_itself = Engine(model, max_batch=1, prefix_cache=False)
     for id in rng.sample(sorted(sessions), 12):
@@ -40,10 +49,10 @@ def test_no_bit_depends_on_the_batch(name: str) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_nor_in_bf16(name: str) -> None:
-    """Models that `native.c` does not know run operator by operator. In bf16 those promise no bits in company, on any
-    processor; invariant mode does."""
+    """Models that `native.c` does not know run operator by operator. In bf16 those promise no bits
+    in company, on any processor; invariant mode does."""
     model, rng = small(name).to(torch.bfloat16), Random(name)
-    engine = Engine(model, max_batch=6, step_tokens=16)
+    engine = Engine(model, max_batch=6, max_batched_tokens=16)
     asked = [random_request(rng, id) for id in range(12)]
     for each in asked:
         engine.add(each)
@@ -57,7 +66,7 @@ def test_nor_in_bf16(name: str) -> None:
 def test_otherwise_bits_do_depend_on_it() -> None:
     """So the test above can fail."""
     model, rng = small("llama").compute_with(PLAIN), Random(0)
-    engine = Engine(model, max_batch=6, step_tokens=16)
+    engine = Engine(model, max_batch=6, max_batched_tokens=16)
     asked = [random_request(rng, id) for id in range(12)]
     for each in asked:
         engine.add(each)
@@ -68,21 +77,25 @@ def test_otherwise_bits_do_depend_on_it() -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_across_a_swap_of_weights(name: str) -> None:
-    """Both halves of an answer are what the two versions compute over the keys that are there: a second run of the same
-    requests, in other company, gives the same bits."""
-    other = weights(sharp(small(name).config, seed=1, factor=3.0), torch.float32)
+    """Both halves of an answer are what the two versions compute over the keys that are there: a
+    second run of the same requests, in other company, gives the same bits."""
+    other = hf_state_dict(sharp(small(name).config, seed=1, factor=3.0), torch.float32)
 
     def run(company: int) -> Sample:
-        engine = Engine(small(name), max_batch=4, step_tokens=11)
+        engine = Engine(small(name), max_batch=4, max_batched_tokens=11)
         engine.add(request("0", [5, 9, 20] * 9, max_tokens=12, stop=frozenset()))
         for id in range(1, 1 + company):
             engine.add(request(str(id), [3, id, 4] * 5 * id, max_tokens=3, stop=frozenset()))
         done: dict[str, Sample] = {}
         while not engine.idle:
-            done |= {event.id: event.sample for event in engine.step() if isinstance(event, Finished)}
+            done |= {
+                event.id: event.sample
+                for event in engine.step()
+                if isinstance(event, FinishedRequest)
+            }
             running = next((s for s in engine._scheduler.running if s.request.id == "0"), None)
             if engine.version == 0 and running and len(running.logprobs) == 5:
-                engine.load(1, other)
+                engine.load_weights(1, other)
         return done["0"]
 
     first, second = run(company=0), run(company=3)
@@ -104,18 +117,23 @@ def row(asked: Request, sample: Sample) -> Row:
 def test_a_step_on_fresh_samples_finds_no_drift() -> None:
     model, rng = small("qwen3_moe"), Random(0)
     learner = Learner(model.requires_grad_())
-    engine = Engine(model, max_batch=4, step_tokens=16)
+    engine = Engine(model, max_batch=4, max_batched_tokens=16)
     asked = [random_request(rng, id) for id in range(8)]
     for each in asked:
         engine.add(each)
     done = drain(engine)
     rows = tuple(row(each, done[each.id]) for each in asked)
-    stats = learner.step(Batch(step=1, rows=rows, oldest=0), lr=1e-4, temperature=TEMPERATURE, microbatch_tokens=300)
-    assert stats.drift.k1 == stats.drift.k3 == stats.drift.k3_p99 == 0.0 and stats.grad_norm > 0
+    stats = learner.step(
+        Batch(step=1, rows=rows, oldest=0), lr=1e-4, temperature=TEMPERATURE, microbatch_tokens=300
+    )
+    assert (
+        stats.mismatch.k1 == stats.mismatch.k3 == stats.mismatch.k3_p99 == 0.0
+        and stats.grad_norm > 0
+    )
 
 
 def test_gradients_are_those_of_the_plain_arithmetic() -> None:
-    packed = pack([Text((5, 9, 20, 7, 3, 8, 11), (True,) * 7)])
+    packed = pack_batch([TokenSequence((5, 9, 20, 7, 3, 8, 11), (True,) * 7)])
     for name in FAMILIES:
         found = []
         for arithmetic in (PLAIN, INVARIANT):
@@ -125,4 +143,6 @@ def test_gradients_are_those_of_the_plain_arithmetic() -> None:
         plain, invariant = found
         assert plain.keys() == invariant.keys()
         for key, grad in plain.items():
-            assert torch.allclose(grad, invariant[key], rtol=1e-3, atol=1e-3 * float(grad.abs().max())), (name, key)
+            assert torch.allclose(
+                grad, invariant[key], rtol=1e-3, atol=1e-3 * float(grad.abs().max())
+            ), (name, key)

@@ -1,4 +1,5 @@
-"""Blocks are never lost, never written while somebody else reads them, and never taken for what they are not."""
+"""Blocks are never lost, never written while somebody else reads them, and never taken for what
+they are not."""
 
 from __future__ import annotations
 
@@ -7,18 +8,19 @@ from random import Random
 
 import pytest
 
-from etude.engine.blocks import Blocks, Table
+from etude.engine.blocks import BlockManager, BlockTable
 
 SIZE = 4
 
 
 class Memory:
-    """What the blocks of a run would hold: for each the tokens before it and in it, and the weights."""
+    """What the blocks of a run would hold: for each the tokens before it and in it, and the
+    weights."""
 
     def __init__(self) -> None:
         self.held: dict[int, tuple[int, tuple[int, ...]]] = {}
 
-    def write(self, table: Table, tokens: list[int], version: int) -> None:
+    def write(self, table: BlockTable, tokens: list[int], version: int) -> None:
         for place, block in enumerate(table.blocks):
             if (place + 1) * SIZE <= len(tokens):
                 self.held[block] = (version, tuple(tokens[: (place + 1) * SIZE]))
@@ -27,104 +29,106 @@ class Memory:
 @pytest.mark.parametrize("num_blocks", range(3, 12))
 @pytest.mark.parametrize("seed", range(10))
 def test_random_schedules(num_blocks: int, seed: int) -> None:
-    blocks, memory, version, rng = Blocks(num_blocks, SIZE), Memory(), 0, Random(seed)
-    live: list[tuple[Table, list[int]]] = []
+    blocks, memory, version, rng = BlockManager(num_blocks, SIZE), Memory(), 0, Random(seed)
+    live: list[tuple[BlockTable, list[int]]] = []
     draw = lambda most: rng.randint(0, most)  # noqa: E731
     for _ in range(150):
         action = draw(9)
         if action < 4:
             tokens = [draw(1) for _ in range(1 + draw(2 * SIZE + 1))]
-            table = blocks.open(tokens, version)
+            table = blocks.match_prefix(tokens, version)
             assert len(table.blocks) * SIZE < len(tokens)
-            for place, block in enumerate(table.blocks):  # what is found is just what would be computed
+            # what is found is just what would be computed
+            for place, block in enumerate(table.blocks):
                 assert memory.held[block] == (version, tuple(tokens[: (place + 1) * SIZE]))
-            if not blocks.grow(table, len(tokens)):
-                blocks.close(table)
+            if not blocks.extend(table, len(tokens)):
+                blocks.free(table)
                 continue
             memory.write(table, tokens, version)
-            blocks.learn(table, tokens, len(tokens))
+            blocks.register(table, tokens, len(tokens))
             live.append((table, tokens))
         elif action < 7 and live:
             table, tokens = live[draw(len(live) - 1)]
             written = len(tokens) // SIZE
-            if blocks.grow(table, len(tokens) + 1):
+            if blocks.extend(table, len(tokens) + 1):
                 # The block that the next token goes to belongs to nobody else.
                 assert sum(table.blocks[written] in other.blocks for other, _ in live) == 1
                 tokens.append(draw(1))
                 memory.held[table.blocks[written]] = (-1, ())
-                if table.version == version and table.last is not None:
+                if table.version == version and table.last_registered is not None:
                     memory.write(table, tokens, version)
-                    blocks.learn(table, tokens, len(tokens))
+                    blocks.register(table, tokens, len(tokens))
         elif action == 7:
             version += 1
             for table, _ in live:
-                blocks.seal(table)
+                blocks.stop_sharing(table)
         elif live:
-            blocks.close(live.pop(draw(len(live) - 1))[0])
+            blocks.free(live.pop(draw(len(live) - 1))[0])
         used = Counter(block for table, _ in live for block in table.blocks)
         assert blocks.num_free == num_blocks - len(used)
         assert all(len(set(table.blocks)) == len(table.blocks) for table, _ in live)
     for table, _ in live:
-        blocks.close(table)
+        blocks.free(table)
     assert blocks.num_free == num_blocks
-    everything = Table(version)
-    assert blocks.grow(everything, num_blocks * SIZE)
+    everything = BlockTable(version)
+    assert blocks.extend(everything, num_blocks * SIZE)
     assert sorted(everything.blocks) == list(range(num_blocks))
-    assert not blocks.grow(everything, num_blocks * SIZE + 1)
+    assert not blocks.extend(everything, num_blocks * SIZE + 1)
 
 
-def learned(blocks: Blocks, tokens: list[int], version: int = 0) -> Table:
-    table = blocks.open(tokens, version)
-    assert blocks.grow(table, len(tokens))
-    blocks.learn(table, tokens, len(tokens))
+def learned(blocks: BlockManager, tokens: list[int], version: int = 0) -> BlockTable:
+    table = blocks.match_prefix(tokens, version)
+    assert blocks.extend(table, len(tokens))
+    blocks.register(table, tokens, len(tokens))
     return table
 
 
-def num_known(blocks: Blocks, tokens: list[int], version: int = 0) -> int:
-    table = blocks.open(tokens, version)
-    blocks.close(table)
-    return table.num_known
+def num_known(blocks: BlockManager, tokens: list[int], version: int = 0) -> int:
+    table = blocks.match_prefix(tokens, version)
+    blocks.free(table)
+    return table.num_registered
 
 
 def test_beginnings_are_shared_and_the_rest_is_not() -> None:
-    blocks = Blocks(10, SIZE)
+    blocks = BlockManager(10, SIZE)
     first = learned(blocks, [1] * 8 + [2])
     second = learned(blocks, [1] * 8 + [3] * 4)
     assert first.blocks[:2] == second.blocks[:2]
     assert first.blocks[2] != second.blocks[2]
     assert blocks.num_free == 6
-    blocks.close(first)
+    blocks.free(first)
     assert blocks.num_free == 7  # the second still has the beginning
     assert num_known(blocks, [1] * 8 + [3] * 4 + [0]) == 3
     assert num_known(blocks, [1] * 8) == 1  # the last token has to be computed
     assert num_known(blocks, [1] * 9) == 2
-    assert num_known(blocks, [1] * 4 + [3] * 5) == 1  # the same tokens behind others are not the same
+    # the same tokens behind others are not the same
+    assert num_known(blocks, [1] * 4 + [3] * 5) == 1
     assert num_known(blocks, [1] * 9, version=1) == 0
 
 
 def test_two_that_compute_the_same_at_once_keep_their_own() -> None:
-    blocks = Blocks(10, SIZE)
-    one, two = (blocks.open([1] * 9, 0) for _ in range(2))
+    blocks = BlockManager(10, SIZE)
+    one, two = (blocks.match_prefix([1] * 9, 0) for _ in range(2))
     for table in (one, two):
-        blocks.grow(table, 9)
-        blocks.learn(table, [1] * 9, 9)
+        blocks.extend(table, 9)
+        blocks.register(table, [1] * 9, 9)
     assert not set(one.blocks) & set(two.blocks)
-    blocks.close(one)
-    blocks.close(two)
+    blocks.free(one)
+    blocks.free(two)
     assert num_known(blocks, [1] * 9) == 2
     assert blocks.num_free == 10
 
 
 def test_the_longest_unused_goes_first_and_ends_go_before_beginnings() -> None:
-    blocks = Blocks(4, SIZE)
+    blocks = BlockManager(4, SIZE)
     for token in (1, 2):
-        blocks.close(learned(blocks, [token] * 8))
+        blocks.free(learned(blocks, [token] * 8))
     assert (num_known(blocks, [1] * 9), num_known(blocks, [2] * 9)) == (2, 2)
-    blocks.close(learned(blocks, [1] * 8 + [3]))  # 1 was used last, and needed a block more
+    blocks.free(learned(blocks, [1] * 8 + [3]))  # 1 was used last, and needed a block more
     assert (num_known(blocks, [1] * 9), num_known(blocks, [2] * 9)) == (2, 1)
 
 
 def test_without_reuse_nothing_is_found() -> None:
-    blocks = Blocks(4, SIZE, reuse=False)
-    blocks.close(learned(blocks, [1] * 8))
+    blocks = BlockManager(4, SIZE, reuse=False)
+    blocks.free(learned(blocks, [1] * 8))
     assert num_known(blocks, [1] * 9) == 0

@@ -1,4 +1,5 @@
-"""Whatever happens around a request, it gets the tokens that it would have got alone, with exact log-probs."""
+"""Whatever happens around a request, it gets the tokens that it would have got alone, with exact
+log-probs."""
 
 from __future__ import annotations
 
@@ -9,20 +10,22 @@ import numpy as np
 import pytest
 import torch
 
-from etude.core.types import Sample, Span, unspan
-from etude.engine.engine import Engine, Finished, Request, Token
-from etude.engine.plan import Plan
-from etude.engine.runner import BLOCK_SIZE, CpuRunner, _packed
-from etude.engine.sampler import draws, invert
-from etude.model.attention import KVCache, Paged
-from etude.model.files import weights
+from etude.core.types import Sample, VersionSpan, expand_spans
+from etude.engine.batch import ForwardBatch
+from etude.engine.engine import Engine, FinishedRequest, Request, StreamedToken
+from etude.engine.runner import BLOCK_SIZE, TorchRunner, _packed
+from etude.engine.sampler import inverse_cdf, uniforms
+from etude.model.attention import KVCache, PagedAttention
+from etude.model.files import hf_state_dict
 from etude.model.transformer import Transformer
 from tests.engine.reference import FAMILIES, OnlyEven, Overlapping, check
 from tests.small_model import drain, request, sharp
 
 
-def engine_with(model: Transformer, num_blocks: int = 64, *, overlaps: bool = False, **options: object) -> Engine:
-    runner = CpuRunner(model, num_blocks)
+def engine_with(
+    model: Transformer, num_blocks: int = 64, *, overlaps: bool = False, **options: object
+) -> Engine:
+    runner = TorchRunner(model, num_blocks)
     return Engine(model, runner=Overlapping(runner) if overlaps else runner, **options)  # type: ignore[arg-type]
 
 
@@ -34,7 +37,8 @@ def alone(model: Transformer, asked: Request) -> Sample:
 
 @pytest.fixture(params=FAMILIES)
 def any_model(request: pytest.FixtureRequest) -> Transformer:
-    return sharp(FAMILIES[request.param], seed=0, factor=3.0)  # deeper, so that rounding errors grow more
+    # deeper, so that rounding errors grow more
+    return sharp(FAMILIES[request.param], seed=0, factor=3.0)
 
 
 def some_request(id: int, rng: random.Random) -> Request:
@@ -42,15 +46,17 @@ def some_request(id: int, rng: random.Random) -> Request:
     common = [rng.randrange(2)] * rng.choice((0, 20, 40, 90))
     own = [rng.randrange(61) for _ in range(rng.randrange(1, 40))]
     return request(
-        str(id), common + own, max_tokens=rng.randrange(1, 30), seed=rng.randrange(99), priority=rng.choice((0, 0, 1)),
-        temperature=rng.choice((0.0, 0.7, 1.0, 1.0)), top_k=rng.choice((0, 0, 5)), stream=rng.random() < 0.3,
+        str(id), common + own, max_tokens=rng.randrange(1, 30), seed=rng.randrange(99),
+        priority=rng.choice((0, 0, 1)), temperature=rng.choice((0.0, 0.7, 1.0, 1.0)),
+        top_k=rng.choice((0, 0, 5)), stream=rng.random() < 0.3,
         stop=frozenset(rng.sample(range(61), 2)),
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_what_watches_a_request_may_end_it(any_model: Transformer, overlaps: bool) -> None:
-    """As a stop text does. The sample is as whole as any other, and not one token is behind its end."""
+    """As a stop text does. The sample is as whole as any other, and not one token is behind its
+    end."""
     told: list[int] = []
 
     def third(token: int) -> bool:
@@ -59,19 +65,26 @@ def test_what_watches_a_request_may_end_it(any_model: Transformer, overlaps: boo
 
     plain = request("1", [5, 9, 20], max_tokens=10, stop=frozenset())
     engine = engine_with(any_model, overlaps=overlaps, max_batch=2)
-    engine.add(replace(plain, ends=third))
+    engine.add(replace(plain, stop_check=third))
     sample = drain(engine)["1"]
-    assert sample.finish == "stop" and list(sample.tokens) == told == list(alone(any_model, plain).tokens[:3])
-    check(any_model, replace(plain, max_tokens=3), replace(sample, finish="length"))
+    assert sample.finish_reason == "stop" and list(sample.tokens) == told == list(
+        alone(any_model, plain).tokens[:3]
+    )
+    check(any_model, replace(plain, max_tokens=3), replace(sample, finish_reason="length"))
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("seed", range(3))
 def test_random_schedules(any_model: Transformer, seed: int, overlaps: bool) -> None:
-    """Requests come late, are aborted, preempted for want of blocks or for others, read in pieces, share beginnings."""
+    """Requests come late, are aborted, preempted for want of blocks or for others, read in pieces,
+    share beginnings."""
     rng = random.Random(seed)
     engine = engine_with(
-        any_model, 11, overlaps=overlaps, max_batch=rng.choice((3, 6)), step_tokens=rng.choice((8, 25, 200))
+        any_model,
+        11,
+        overlaps=overlaps,
+        max_batch=rng.choice((3, 6)),
+        max_batched_tokens=rng.choice((8, 25, 200)),
     )
     asked = {str(id): some_request(id, rng) for id in range(20)}
     waiting, done, streamed, aborted = list(asked.values()), {}, {}, set()
@@ -83,7 +96,7 @@ def test_random_schedules(any_model: Transformer, seed: int, overlaps: bool) -> 
             engine.abort(id)
             waiting = [each for each in waiting if each.id != id]
         for event in engine.step():
-            if isinstance(event, Token):
+            if isinstance(event, StreamedToken):
                 streamed.setdefault(event.id, []).append((event.token, event.logprob))
             else:
                 done[event.id] = event.sample
@@ -94,43 +107,55 @@ def test_random_schedules(any_model: Transformer, seed: int, overlaps: bool) -> 
             assert streamed[id] == list(zip(sample.tokens, sample.logprobs, strict=True))
     stats = engine.stats()
     assert (stats.running, stats.waiting, stats.blocks_free) == (0, 0, 11)
-    assert stats.preempted > 0
+    assert stats.preemptions > 0
     assert stats.cached_tokens > 0
 
 
 def replayed(versions: list[Transformer], asked: Request, sample: Sample) -> torch.Tensor:
-    """Log-probs at each token of a sample, by a plain loop: each with the weights that the sample says it had, over the
-    keys and values that the weights before them made."""
+    """Log-probs at each token of a sample, by a plain loop: each with the weights that the sample
+    says it had, over the keys and values that the weights before them made."""
     row, num_read, found = asked.prompt + sample.tokens, 0, []
     cache = KVCache(versions[0].config, 1, len(row), like=versions[0].rope)
-    for length, version in enumerate(unspan(sample.versions), start=len(asked.prompt)):
+    for length, version in enumerate(expand_spans(sample.versions), start=len(asked.prompt)):
         places = torch.arange(num_read, length)
-        attend = Paged(
-            cache, ids=[0], slots_N=places.numpy(), starts=[0], lengths=[length], blocks_BM=np.array([[0]]),
-            num_single=int(num_read > 0),
+        attend = PagedAttention(
+            cache, ids=[0], slot_mapping_N=places.numpy(), starts=[0], lengths=[length],
+            block_table_BM=np.array([[0]]), num_decode=int(num_read > 0),
         )  # fmt: skip
         model = versions[version]
-        found.append(torch.log_softmax(model.logits(model(torch.tensor(row[num_read:length]), places, attend)[-1]), -1))
+        found.append(
+            torch.log_softmax(
+                model.logits(model(torch.tensor(row[num_read:length]), places, attend)[-1]), -1
+            )
+        )
         num_read = length
     return torch.stack(found).double()
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_random_swaps(overlaps: bool) -> None:
-    """A sequence over which weights change goes on from the keys and values that the old ones made. What it is told is
-    as near to float64 as a plain loop in fp32 is, whose distance says how much this model makes of rounding."""
+    """A sequence over which weights change goes on from the keys and values that the old ones made.
+    What it is told is as near to float64 as a plain loop in fp32 is, whose distance says how much
+    this model makes of rounding."""
     config = FAMILIES["llama"]
     versions = [sharp(config, seed) for seed in range(3)]
     rng = random.Random(1)
     engine = engine_with(sharp(config, 0), overlaps=overlaps, max_batch=4, prefix_cache=False)
-    asked = [request(str(id), [rng.randrange(61) for _ in range(rng.randrange(1, 60))]) for id in range(12)]
+    asked = [
+        request(str(id), [rng.randrange(61) for _ in range(rng.randrange(1, 60))])
+        for id in range(12)
+    ]
     done: dict[str, Sample] = {}
     for step in range(200):
         if step % 2 == 0 and step < 24:
             engine.add(asked[step // 2])
         if step in (9, 40):
-            engine.load(engine.version + 1, weights(versions[engine.version + 1], torch.float32))
-        done |= {event.id: event.sample for event in engine.step() if isinstance(event, Finished)}
+            engine.load_weights(
+                engine.version + 1, hf_state_dict(versions[engine.version + 1], torch.float32)
+            )
+        done |= {
+            event.id: event.sample for event in engine.step() if isinstance(event, FinishedRequest)
+        }
     assert engine.idle
     assert {len(sample.versions) for sample in done.values()} >= {1, 2}
 
@@ -138,17 +163,25 @@ def test_random_swaps(overlaps: bool) -> None:
     exact_versions = [sharp(config, seed).double() for seed in range(3)]
     for each in asked:
         sample = done[each.id]
-        assert [span.version for span in sample.versions] == sorted({span.version for span in sample.versions})
-        exact_TV, plain_TV = (replayed(models, each, sample) for models in (exact_versions, versions))
+        assert [span.version for span in sample.versions] == sorted(
+            {span.version for span in sample.versions}
+        )
+        exact_TV, plain_TV = (
+            replayed(models, each, sample) for models in (exact_versions, versions)
+        )
         at = (torch.arange(len(sample.tokens)), torch.tensor(sample.tokens))
         ours.append(torch.tensor(sample.logprobs) - exact_TV[at])
         plain.append((plain_TV - exact_TV)[at])
-        edges_TV, u_T = exact_TV.exp().cumsum(1), torch.tensor(draws(each.seed, len(sample.tokens)))
+        edges_TV, u_T = (
+            exact_TV.exp().cumsum(1),
+            torch.tensor(uniforms(each.seed, len(sample.tokens))),
+        )
         outside.append(torch.maximum(u_T - edges_TV[at], edges_TV[at] - exact_TV[at].exp() - u_T))
         moved.append((plain_TV.exp().cumsum(1) - edges_TV).abs().amax(1))
     few = 4
     assert 0 < torch.cat(ours).norm() < few * torch.cat(plain).norm() < 0.1
-    assert torch.cat(outside).max() < few * torch.cat(moved).max()  # each token is the one that its number picks
+    # each token is the one that its number picks
+    assert torch.cat(outside).max() < few * torch.cat(moved).max()
 
 
 def test_a_swap_drops_nobody_and_every_token_says_its_version(
@@ -160,44 +193,50 @@ def test_a_swap_drops_nobody_and_every_token_says_its_version(
     before = alone(model, request("1", [5, 6, 7], stop=frozenset()))
     for _ in range(6):
         assert engine.step() == []
-    engine.load(9, other_weights)
+    engine.load_weights(9, other_weights)
     done = drain(engine)
-    assert done["1"].versions == (Span(4, 6), Span(9, 14))
+    assert done["1"].versions == (VersionSpan(4, 6), VersionSpan(9, 14))
     assert done["1"].tokens[:6] == before.tokens[:6]
     assert done["1"].tokens[6:] != before.tokens[6:]
-    assert done["2"].versions == (Span(4, 6), Span(9, 14))
-    assert done["3"].versions == (Span(9, 20),)  # it waited
+    assert done["2"].versions == (VersionSpan(4, 6), VersionSpan(9, 14))
+    assert done["3"].versions == (VersionSpan(9, 20),)  # it waited
     check(other_model, request("3", [5, 6, 7], stop=frozenset()), done["3"])
 
 
 @pytest.mark.parametrize("max_batch", [1, 2])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_memory_of_old_weights_is_used_again_and_the_given_model_is_left_alone(family: str, max_batch: int) -> None:
+def test_memory_of_old_weights_is_used_again_and_the_given_model_is_left_alone(
+    family: str, max_batch: int
+) -> None:
     given = sharp(FAMILIES[family], 0)
-    before = weights(given, torch.float32)
-    versions = [weights(sharp(FAMILIES[family], seed)) for seed in range(5)]
+    before = hf_state_dict(given, torch.float32)
+    versions = [hf_state_dict(sharp(FAMILIES[family], seed)) for seed in range(5)]
     engine = Engine(given, max_batch=max_batch)
     for version, tensors in enumerate(versions):
-        engine.prepare(versions[0])  # a load that failed afterwards
-        engine.load(version, tensors)
-        engine.prepare(versions[0])
+        engine.prepare_weights(versions[0])  # a load that failed afterwards
+        engine.load_weights(version, tensors)
+        engine.prepare_weights(versions[0])
         held = engine.weights()
         assert held.keys() == tensors.keys()
         assert all(torch.equal(tensors[name], tensor) for name, tensor in held.items())
-    assert all(torch.equal(before[name], tensor) for name, tensor in weights(given, torch.float32).items())
+    assert all(
+        torch.equal(before[name], tensor)
+        for name, tensor in hf_state_dict(given, torch.float32).items()
+    )
 
 
 def test_old_weights_leave_nothing_behind(
     model: Transformer, other_model: Transformer, other_weights: dict[str, torch.Tensor]
 ) -> None:
-    """Neither what they computed alone nor what a swap has mixed is used by requests that come later."""
+    """Neither what they computed alone nor what a swap has mixed is used by requests that come
+    later."""
     engine = Engine(model, max_batch=2)
     old, mixed = [7] * 40, [8] * 40
     engine.add(request("1", old))
     drain(engine)
     engine.add(request("2", mixed, stop=frozenset()))
     engine.step()
-    engine.load(1, other_weights)
+    engine.load_weights(1, other_weights)
     drain(engine)
     for id, prompt in (("3", old), ("4", mixed)):
         engine.add(request(id, prompt))
@@ -208,14 +247,14 @@ def test_old_weights_leave_nothing_behind(
     assert engine.stats().cached_tokens == 2 * BLOCK_SIZE
 
 
-class Watched(CpuRunner):
+class Watched(TorchRunner):
     def __init__(self, model: Transformer) -> None:
         super().__init__(model, 64)
-        self.plans: list[Plan] = []
+        self.plans: list[ForwardBatch] = []
 
-    def start(self, plan: Plan):  # type: ignore[no-untyped-def]
-        self.plans.append(plan)
-        return super().start(plan)
+    def start(self, batch: ForwardBatch):  # type: ignore[no-untyped-def]
+        self.plans.append(batch)
+        return super().start(batch)
 
 
 def test_samples_of_one_prompt_share_its_blocks(model: Transformer) -> None:
@@ -228,8 +267,8 @@ def test_samples_of_one_prompt_share_its_blocks(model: Transformer) -> None:
     done = drain(engine)
     first = runner.plans[0]
     assert len(first.tokens_N) == len(prompt) + 3
-    assert len({*first.blocks_BM[:, :3].flatten()}) == 3
-    assert len({*first.blocks_BM[:, 3]}) == 4
+    assert len({*first.block_table_BM[:, :3].flatten()}) == 3
+    assert len({*first.block_table_BM[:, 3]}) == 4
     for id, sample in done.items():
         check(model, request(id, prompt, stop=frozenset(), max_tokens=10), sample)
     assert len({sample.tokens for sample in done.values()}) > 1
@@ -237,12 +276,13 @@ def test_samples_of_one_prompt_share_its_blocks(model: Transformer) -> None:
 
 def test_a_long_prompt_does_not_stall_the_others(model: Transformer) -> None:
     runner = Watched(model)
-    engine = Engine(model, max_batch=2, runner=runner, step_tokens=8)
+    engine = Engine(model, max_batch=2, runner=runner, max_batched_tokens=8)
     engine.add(request("1", [3, 4], stop=frozenset()))
     engine.step()
     engine.add(request("2", [5] * 50, stop=frozenset(), max_tokens=3))
     done = drain(engine)
-    assert [len(plan.tokens_N) for plan in runner.plans[1:9]] == [8] * 7 + [2]  # 7 of 50 in each pass, beside the other
+    # 7 of 50 in each pass, beside the other
+    assert [len(plan.tokens_N) for plan in runner.plans[1:9]] == [8] * 7 + [2]
     check(model, request("2", [5] * 50, stop=frozenset(), max_tokens=3), done["2"])
     check(model, request("1", [3, 4], stop=frozenset()), done["1"])
 
@@ -254,15 +294,18 @@ def test_priority_goes_first(model: Transformer) -> None:
         engine.add(request(id, [4, 2], stop=frozenset(), priority=priority))
         engine.step()
     while not engine.idle:
-        finished += [event.id for event in engine.step() if isinstance(event, Finished)]
+        finished += [event.id for event in engine.step() if isinstance(event, FinishedRequest)]
     assert finished == ["3", "1", "2"]
-    assert engine.stats().preempted == 1
+    assert engine.stats().preemptions == 1
 
 
 def test_the_rows_of_a_swap_of_seats_stay_apart(model: Transformer) -> None:
     """Sequences end in another order than they came, so others move to their rows."""
     engine = Engine(model, max_batch=6)
-    asked = [request(str(i), [i + 1] * (4 * i + 1), stop=frozenset(), max_tokens=3 + 5 * (i * 5 % 6)) for i in range(6)]
+    asked = [
+        request(str(i), [i + 1] * (4 * i + 1), stop=frozenset(), max_tokens=3 + 5 * (i * 5 % 6))
+        for i in range(6)
+    ]
     for each in asked:
         engine.add(each)
     done = drain(engine)
@@ -289,8 +332,10 @@ def test_the_likeliest_tokens_are_told(model: Transformer) -> None:
     engine.add(request("1", [3], top_logprobs=3, stop=frozenset(), max_tokens=4, temperature=0.0))
     engine.add(request("2", [3], stop=frozenset(), max_tokens=4))
     done = drain(engine)
-    assert done["2"].top == ()
-    for token, logprob, top in zip(done["1"].tokens, done["1"].logprobs, done["1"].top, strict=True):
+    assert done["2"].top_logprobs == ()
+    for token, logprob, top in zip(
+        done["1"].tokens, done["1"].logprobs, done["1"].top_logprobs, strict=True
+    ):
         assert len(top) == 3
         assert top[0] == (token, pytest.approx(logprob))
         assert top[0][1] >= top[1][1] >= top[2][1]
@@ -321,13 +366,20 @@ def test_the_seed_is_the_only_randomness(model: Transformer) -> None:
 
 def test_ends(model: Transformer) -> None:
     full = alone(model, request("1", [2, 7], stop=frozenset(), max_tokens=8))
-    assert (len(full.tokens), full.finish) == (8, "length")
+    assert (len(full.tokens), full.finish_reason) == (8, "length")
     stopped = alone(model, request("1", [2, 7], stop=frozenset({full.tokens[2]}), max_tokens=8))
-    assert (stopped.tokens, stopped.finish) == (full.tokens[:3], "stop")
+    assert (stopped.tokens, stopped.finish_reason) == (full.tokens[:3], "stop")
     # The context is full before max_tokens; a stop token within the prompt means nothing.
     tight = alone(model, request("1", [2] * 60, stop=frozenset(), max_tokens=8))
-    assert (len(tight.tokens), tight.finish) == (4, "length")
-    assert len(alone(model, request("1", [2], stop=frozenset({2}), max_tokens=3, temperature=0.0)).tokens) >= 1
+    assert (len(tight.tokens), tight.finish_reason) == (4, "length")
+    assert (
+        len(
+            alone(
+                model, request("1", [2], stop=frozenset({2}), max_tokens=3, temperature=0.0)
+            ).tokens
+        )
+        >= 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -358,7 +410,8 @@ def test_what_cannot_be_served_is_refused(
 
 
 def test_one_row_is_the_plain_loop_bit_for_bit(model: Transformer) -> None:
-    """Sessions that take turns at an engine of one row, without a prefix cache, get the bits of a loop of their own."""
+    """Sessions that take turns at an engine of one row, without a prefix cache, get the bits of a
+    loop of their own."""
     engine = Engine(model, max_batch=1, prefix_cache=False)
     said = {name: [name, 2, 3] for name in (1, 2, 3)}
     for turn in range(3):
@@ -368,17 +421,23 @@ def test_one_row_is_the_plain_loop_bit_for_bit(model: Transformer) -> None:
             sampled = drain(engine)[id]
             tokens, logprobs, num_read = list(said[name]), [], 0
             cache = KVCache(model.config, 1, 64, like=model.rope)
-            for u in draws(int(id), 5):
+            for u in uniforms(int(id), 5):
                 places = torch.arange(num_read, len(tokens))
-                attend = Paged(
-                    cache, ids=[0], slots_N=places.numpy(), starts=[0], lengths=[len(tokens)],
-                    blocks_BM=np.array([[0]]), num_single=int(num_read > 0),
+                attend = PagedAttention(
+                    cache, ids=[0], slot_mapping_N=places.numpy(), starts=[0],
+                    lengths=[len(tokens)], block_table_BM=np.array([[0]]),
+                    num_decode=int(num_read > 0),
                 )  # fmt: skip
-                p = torch.softmax(model.logits(model(torch.tensor(tokens[num_read:]), places, attend)[-1:]), -1)
+                p = torch.softmax(
+                    model.logits(model(torch.tensor(tokens[num_read:]), places, attend)[-1:]), -1
+                )
                 num_read = len(tokens)
-                tokens.append(int(invert(p, torch.tensor([u]))))
+                tokens.append(int(inverse_cdf(p, torch.tensor([u]))))
                 logprobs.append(float(p[0, tokens[-1]].log()))
-            assert (sampled.tokens, sampled.logprobs) == (tuple(tokens[len(said[name]) :]), tuple(logprobs))
+            assert (sampled.tokens, sampled.logprobs) == (
+                tuple(tokens[len(said[name]) :]),
+                tuple(logprobs),
+            )
             said[name] = [*tokens, 7, 7]
 
 
@@ -386,15 +445,17 @@ def test_one_row_is_the_plain_loop_bit_for_bit(model: Transformer) -> None:
 def test_packed_matrices_give_the_same_bits(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also after a swap, and the model that was handed in stays as it is."""
     model, after = (sharp(FAMILIES[family], seed, factor=3.0).to(torch.bfloat16) for seed in (0, 1))
-    before, samples = weights(model), []
+    before, samples = hf_state_dict(model), []
     for pack in (True, False):
         monkeypatch.setattr("etude.engine.runner._packed", _packed if pack else lambda model: model)
         engine = engine_with(model, max_batch=4)
         for version in (1, 2):
             for id in range(3):
-                engine.add(request(str(id), [id + 5] * (3 + 7 * id), stop=frozenset(), max_tokens=9))
+                engine.add(
+                    request(str(id), [id + 5] * (3 + 7 * id), stop=frozenset(), max_tokens=9)
+                )
             samples.append(drain(engine))
-            engine.load(version, weights(after))
+            engine.load_weights(version, hf_state_dict(after))
     assert samples[:2] == samples[2:]
     assert samples[0]["0"].tokens != samples[1]["0"].tokens
-    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(model).items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in hf_state_dict(model).items())

@@ -14,11 +14,11 @@ pytest.importorskip("triton", reason="triton is not installed")
 from etude.core.types import Sample
 from etude.engine import cuda
 from etude.engine.engine import Engine
-from etude.engine.kernels.trainable import Trainable
+from etude.engine.kernels.trainable import TrainableNetwork
 from etude.model.config import ExpertsConfig
 from etude.model.transformer import ModelConfig, Transformer
 from etude.train.loss import token_logprobs
-from etude.train.rows import Text, pack
+from etude.train.packing import TokenSequence, pack_batch
 from tests.engine import kernel_checks
 from tests.small_model import drain, request, sharp
 
@@ -49,20 +49,26 @@ def test_as_in_float64(name: str) -> None:
     assert all(value < 1e-5 for value in found.values()), found
 
 
-@pytest.mark.parametrize(("name", "invariant"), [*((name, False) for name in MODELS), ("qwen3_moe", True)])
+@pytest.mark.parametrize(
+    ("name", "invariant"), [*((name, False) for name in MODELS), ("qwen3_moe", True)]
+)
 def test_an_engine_on_kernels_says_what_the_model_says(
     name: str, invariant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts in pieces, prompts in the prefix cache, one sequence and several, padded and not, some of them greedy."""
-    monkeypatch.setattr(cuda, "PROMPT_LADDER", (8,))
-    monkeypatch.setattr(cuda, "DRAFT_LADDER", ())
+    """Prompts in pieces, prompts in the prefix cache, one sequence and several, padded and not,
+    some of them greedy."""
+    monkeypatch.setattr(cuda, "PREFILL_GRAPH_SIZES", (8,))
+    monkeypatch.setattr(cuda, "DRAFT_GRAPH_SIZES", ())
     monkeypatch.setattr(cuda.CudaRunner, "block_size", 8)
     prompts = [[7] * 3, [5, 9, 20] * 4, [5, 9, 20] * 4 + [1]]
-    requests = [request(str(i), prompt, max_tokens=2 + i // 2, temperature=i / 2) for i, prompt in enumerate(prompts)]
+    requests = [
+        request(str(i), prompt, max_tokens=2 + i // 2, temperature=i / 2)
+        for i, prompt in enumerate(prompts)
+    ]
     model = sharp(MODELS[name], seed=3)
     found = []
     for runner in (cuda.CudaRunner(model, num_blocks=12, max_batch=3, invariant=invariant), None):
-        engine = Engine(model, max_batch=3, step_tokens=9, runner=runner)
+        engine = Engine(model, max_batch=3, max_batched_tokens=9, runner=runner)
         for each in requests:
             engine.add(each)
         found.append(drain(engine))
@@ -76,32 +82,43 @@ def test_an_engine_on_kernels_says_what_the_model_says(
 
 def test_drafts_on_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside a prompt and a sequence without any; tokens and log-probs are those without drafts."""
-    monkeypatch.setattr(cuda, "PROMPT_LADDER", (8,))
-    monkeypatch.setattr(cuda, "DRAFT_LADDER", (4, 16))
+    monkeypatch.setattr(cuda, "PREFILL_GRAPH_SIZES", (8,))
+    monkeypatch.setattr(cuda, "DRAFT_GRAPH_SIZES", (4, 16))
     monkeypatch.setattr(cuda.CudaRunner, "block_size", 8)
     model = sharp(SMALL, seed=3, factor=4.0)
-    plain = [request(str(i), [5 + i, 9, 20], max_tokens=8, temperature=i / 2, stop=frozenset()) for i in range(3)]
+    plain = [
+        request(str(i), [5 + i, 9, 20], max_tokens=8, temperature=i / 2, stop=frozenset())
+        for i in range(3)
+    ]
     found: list[dict[str, Sample]] = []
     for runner in (None, cuda.CudaRunner(model, num_blocks=12, max_batch=3)):
-        engine = Engine(model, max_batch=3, step_tokens=20, runner=runner)
+        engine = Engine(model, max_batch=3, max_batched_tokens=20, runner=runner)
         for each in plain:
             if found and each.id != "1":
                 answer = found[0][each.id].tokens
-                each = replace(each, prediction=(*answer[:4], 60, *answer[5:]), top_k=150 if each.id == "2" else 0)
+                each = replace(
+                    each,
+                    prediction=(*answer[:4], 60, *answer[5:]),
+                    top_k=150 if each.id == "2" else 0,
+                )
             engine.add(each)
         found.append(drain(engine))
     expected, drafted = found
     for id, sample in drafted.items():
         assert sample.tokens == expected[id].tokens
         assert sample.logprobs == pytest.approx(expected[id].logprobs, abs=1e-4)
-        assert bool(sample.accepted and sample.rejected) == (id != "1")
+        assert bool(sample.accepted_draft_tokens and sample.rejected_draft_tokens) == (id != "1")
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3_moe"])
-def test_a_trainable_model_on_kernels_has_the_values_and_gradients_of_the_plain_one(name: str) -> None:
-    packed = pack([Text((5, 9, 20, 7, 3), (True,) * 5), Text((8, 11, 2), (True,) * 3)])
+def test_a_trainable_model_on_kernels_has_the_values_and_gradients_of_the_plain_one(
+    name: str,
+) -> None:
+    packed = pack_batch(
+        [TokenSequence((5, 9, 20, 7, 3), (True,) * 5), TokenSequence((8, 11, 2), (True,) * 3)]
+    )
     found = []
-    for kind in (Transformer, Trainable):
+    for kind in (Transformer, TrainableNetwork):
         model = kind(MODELS[name])
         model.load_state_dict(sharp(MODELS[name], seed=3, factor=2.0).state_dict())
         logp_N, _ = token_logprobs(model, packed, temperature=0.7)

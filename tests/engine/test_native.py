@@ -1,4 +1,5 @@
-"""A pass in C computes what the model definition computes, and the same bits whatever else is in the pass."""
+"""A pass in C computes what the model definition computes, and the same bits whatever else is in
+the pass."""
 
 from __future__ import annotations
 
@@ -11,18 +12,21 @@ import torch
 from etude.core.isa import Isa
 from etude.core.types import Sample
 from etude.engine import native
-from etude.engine.choose import runner_for
 from etude.engine.engine import Engine, Request
 from etude.engine.native import LIBRARY, NativeRunner, can_run
-from etude.engine.runner import CpuRunner
+from etude.engine.runner import TorchRunner
+from etude.engine.select import select_runner
 from etude.model.config import ExpertsConfig
-from etude.model.files import weights
+from etude.model.files import hf_state_dict
 from etude.model.transformer import ModelConfig, Transformer
 from tests.small_model import drain, plain_logprobs, request, sharp
 
-pytestmark = pytest.mark.skipif(LIBRARY is None, reason="native.c is not built: there was no compiler")
+pytestmark = pytest.mark.skipif(
+    LIBRARY is None, reason="native.c is not built: there was no compiler"
+)
 
-# Six query heads on two key heads are one group of three each; the vocabulary does not fill its last unit.
+# Six query heads on two key heads are one group of three each; the vocabulary does not fill its
+# last unit.
 SMALL = ModelConfig(
     model_type="qwen3",
     vocab_size=150,
@@ -70,7 +74,8 @@ def model(name: str, seed: int = 3, dtype: torch.dtype = torch.float32) -> Trans
 def requests() -> list[Request]:
     """From 6 to 75 tokens, some of them with the same beginning, some greedy."""
     return [
-        request(str(i), [5 + i // 2, 9, 20] * (2 + 3 * i), max_tokens=4 + 3 * i, temperature=i % 3) for i in range(8)
+        request(str(i), [5 + i // 2, 9, 20] * (2 + 3 * i), max_tokens=4 + 3 * i, temperature=i % 3)
+        for i in range(8)
     ]
 
 
@@ -85,8 +90,8 @@ def answers(engine: Engine, asked: list[Request]) -> dict[str, Sample]:
 def test_what_the_operators_compute(name: str) -> None:
     made = model(name)
     ours, reference = (
-        answers(Engine(made, max_batch=5, step_tokens=40, runner=kind(made, 40)), requests())
-        for kind in (NativeRunner, CpuRunner)
+        answers(Engine(made, max_batch=5, max_batched_tokens=40, runner=kind(made, 40)), requests())
+        for kind in (NativeRunner, TorchRunner)
     )
     for id, sample in ours.items():
         assert sample.tokens == reference[id].tokens
@@ -97,7 +102,7 @@ def test_what_the_operators_compute(name: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_bf16_is_as_near_to_fp32_as_with_the_operators(name: str) -> None:
     exact, made = model(name), model(name, dtype=torch.bfloat16)
-    found = answers(Engine(made, max_batch=5, step_tokens=40), requests())
+    found = answers(Engine(made, max_batch=5, max_batched_tokens=40), requests())
     ours, theirs = [], []
     for asked in requests()[2:5]:
         sample, temperature = found[asked.id], asked.temperature or 1.0
@@ -112,40 +117,57 @@ def test_bf16_is_as_near_to_fp32_as_with_the_operators(name: str) -> None:
 def test_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
     made = model("qwen3", dtype=dtype)
     torch.set_num_threads(2)
-    together = answers(Engine(made, max_batch=8, step_tokens=30), requests())
+    together = answers(Engine(made, max_batch=8, max_batched_tokens=30), requests())
     torch.set_num_threads(1)
-    alone = {r.id: answers(Engine(made, max_batch=2, prefix_cache=False), [r])[r.id] for r in requests()}
+    alone = {
+        r.id: answers(Engine(made, max_batch=2, prefix_cache=False), [r])[r.id] for r in requests()
+    }
     assert together == alone
 
 
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_drafts_change_no_bit(dtype: torch.dtype) -> None:
-    """What was foreseen, and what was not, has the tokens and the log-probs of plain decoding, to the bit."""
+    """What was foreseen, and what was not, has the tokens and the log-probs of plain decoding, to
+    the bit."""
     made = model("qwen3", dtype=dtype)
     plain = answers(Engine(made, max_batch=8), requests())
     guesses = {id: (*sample.tokens[:3], 7, *sample.tokens[4:]) for id, sample in plain.items()}
     drafted = answers(
-        Engine(made, max_batch=8, step_tokens=60), [replace(each, prediction=guesses[each.id]) for each in requests()]
+        Engine(made, max_batch=8, max_batched_tokens=60),
+        [replace(each, prediction=guesses[each.id]) for each in requests()],
     )
-    assert min(sum(s.accepted for s in drafted.values()), sum(s.rejected for s in drafted.values())) > 30
-    assert {id: replace(sample, accepted=0, rejected=0) for id, sample in drafted.items()} == plain
+    assert (
+        min(
+            sum(s.accepted_draft_tokens for s in drafted.values()),
+            sum(s.rejected_draft_tokens for s in drafted.values()),
+        )
+        > 30
+    )
+    assert {
+        id: replace(sample, accepted_draft_tokens=0, rejected_draft_tokens=0)
+        for id, sample in drafted.items()
+    } == plain
 
 
 def test_new_weights_take_the_place_of_the_old() -> None:
     old, new = model("qwen2"), model("qwen2", seed=4)
     engine = Engine(old, max_batch=4)
     before = answers(engine, requests())
-    engine.load(1, weights(new))
+    engine.load_weights(1, hf_state_dict(new))
     after, expected = answers(engine, requests()), answers(Engine(new, max_batch=4), requests())
-    assert {id: sample.tokens for id, sample in after.items()} == {id: s.tokens for id, s in expected.items()}
+    assert {id: sample.tokens for id, sample in after.items()} == {
+        id: s.tokens for id, s in expected.items()
+    }
     assert after.keys() == before.keys() and after["7"].tokens != before["7"].tokens
 
 
 def test_who_computes_what() -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        assert isinstance(runner_for(model("llama", dtype=dtype), max_batch=2, kv_bytes=1 << 20), NativeRunner)
-    assert isinstance(runner_for(model("llama"), max_batch=1, kv_bytes=1 << 20), CpuRunner)
+        assert isinstance(
+            select_runner(model("llama", dtype=dtype), max_batch=2, kv_bytes=1 << 20), NativeRunner
+        )
+    assert isinstance(select_runner(model("llama"), max_batch=1, kv_bytes=1 << 20), TorchRunner)
     assert not can_run(replace(SMALL, model_type="qwen3_moe", experts=EXPERTS), torch.float32)
     assert not can_run(replace(SMALL, head_dim=16), torch.float32)
     assert not can_run(SMALL, torch.float16)

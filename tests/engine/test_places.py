@@ -1,11 +1,12 @@
-"""Who gets a place in the next pass, who gives one up, and what is counted: small scenes, worked out by hand."""
+"""Who gets a place in the next pass, who gives one up, and what is counted: small scenes, worked
+out by hand."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from etude.engine.blocks import Blocks
+from etude.engine.blocks import BlockManager
 from etude.engine.scheduler import Scheduler, Sequence
 from etude.engine.speculate import Drafter
 from tests.engine.reference import OnlyEven
@@ -14,7 +15,8 @@ from tests.small_model import request
 
 
 def guessing(id: int, prompt: int, limit: int, prediction: int = 200) -> Sequence:
-    """Has said one token, of a text that repeats it: its drafter always has more to propose than fits."""
+    """Has said one token, of a text that repeats it: its drafter always has more to propose than
+    fits."""
     asked = request(str(id), [5] * prompt, max_tokens=limit)
     drafter = Drafter(asked.prompt, limit, [5] * prediction)
     return Sequence(asked, id, np.zeros(limit), tokens=list(asked.prompt), drafter=drafter)
@@ -26,22 +28,26 @@ def names(sequences: list[Sequence]) -> list[str]:
 
 @pytest.mark.parametrize(("told", "made"), [(1, 5), (4, 5), (5, 5), (6, 6)])
 def test_when_all_but_one_answer_the_last_still_gets_on(told: int, made: int) -> None:
-    assert Scheduler(Blocks(8, SIZE), max_batch=4, step_tokens=told).step_tokens == made
+    assert (
+        Scheduler(BlockManager(8, SIZE), max_batch=4, max_batched_tokens=told).max_batched_tokens
+        == made
+    )
 
 
 def test_a_place_leaves_room_for_those_who_run_to_grow() -> None:
-    """The first fills two blocks with its fifth token; the newcomer needs one, and one more is for the first."""
+    """The first fills two blocks with its fifth token; the newcomer needs one, and one more is for
+    the first."""
     for num_blocks, admitted in ((4, True), (3, False)):
-        scheduler = Scheduler(Blocks(num_blocks, SIZE), max_batch=4, step_tokens=100)
+        scheduler = Scheduler(BlockManager(num_blocks, SIZE), max_batch=4, max_batched_tokens=100)
         scheduler.add(sequence(0, 4))
         advance(scheduler)
         scheduler.add(sequence(1, 4))
-        scheduler.choose(version=0)
+        scheduler.schedule(version=0)
         assert (names(scheduler.running) == ["0", "1"]) == admitted
 
 
 def test_only_a_higher_priority_takes_a_place_and_only_as_many_as_it_needs() -> None:
-    scheduler = Scheduler(Blocks(100, SIZE), max_batch=2, step_tokens=100)
+    scheduler = Scheduler(BlockManager(100, SIZE), max_batch=2, max_batched_tokens=100)
     for id in range(2):
         scheduler.add(sequence(id, 3))
     advance(scheduler)
@@ -52,11 +58,11 @@ def test_only_a_higher_priority_takes_a_place_and_only_as_many_as_it_needs() -> 
     advance(scheduler)
     assert (names(scheduler.running), names(scheduler.waiting)) == (["3", "0"], ["1", "2"])
     assert scheduler.num_preempted == 1
-    assert scheduler.waiting[0].life == 1 and scheduler.waiting[0].num_read == 0
+    assert scheduler.waiting[0].incarnation == 1 and scheduler.waiting[0].num_computed_tokens == 0
 
 
 def test_a_priority_takes_no_place_while_there_is_one() -> None:
-    scheduler = Scheduler(Blocks(100, SIZE), max_batch=2, step_tokens=100)
+    scheduler = Scheduler(BlockManager(100, SIZE), max_batch=2, max_batched_tokens=100)
     scheduler.add(sequence(0, 3))
     advance(scheduler)
     scheduler.add(sequence(1, 3, priority=1))
@@ -65,44 +71,55 @@ def test_a_priority_takes_no_place_while_there_is_one() -> None:
 
 
 def test_what_is_released_gives_back_what_it_had() -> None:
-    blocks = Blocks(8, SIZE, reuse=False)
-    scheduler = Scheduler(blocks, max_batch=1, step_tokens=100)
+    blocks = BlockManager(8, SIZE, reuse=False)
+    scheduler = Scheduler(blocks, max_batch=1, max_batched_tokens=100)
     running, waiting = sequence(0, 5), sequence(1, 5)
     scheduler.add(running)
     scheduler.add(waiting)
-    scheduler.choose(version=0)
+    scheduler.schedule(version=0)
     running.num_pending = 1
-    assert scheduler.find("0") is running and scheduler.find("1") is waiting and blocks.num_free == 6
+    assert (
+        scheduler.find("0") is running and scheduler.find("1") is waiting and blocks.num_free == 6
+    )
     scheduler.release(waiting)
     scheduler.release(running)
     assert scheduler.find("0") is None and scheduler.find("1") is None
-    assert (blocks.num_free, running.num_pending, running.life, running.table) == (8, 0, 1, None)
+    assert (blocks.num_free, running.num_pending, running.incarnation, running.block_table) == (
+        8,
+        0,
+        1,
+        None,
+    )
     assert scheduler.running == scheduler.waiting == []
 
 
 def test_what_was_known_is_counted_apart_from_what_is_read() -> None:
-    scheduler = Scheduler(Blocks(100, SIZE), max_batch=4, step_tokens=100)
+    scheduler = Scheduler(BlockManager(100, SIZE), max_batch=4, max_batched_tokens=100)
     asked = [5] * 10
-    first, second = (Sequence(request(str(n), asked), n, np.zeros(8), tokens=list(asked)) for n in range(2))
+    first, second = (
+        Sequence(request(str(n), asked), n, np.zeros(8), tokens=list(asked)) for n in range(2)
+    )
     scheduler.add(first)
     advance(scheduler)
-    assert (scheduler.num_to_read, scheduler.num_cached) == (10, 0)
+    assert (scheduler.num_prompt_tokens, scheduler.num_cached_tokens) == (10, 0)
     scheduler.add(second)
     assert advance(scheduler) == [("0", 1), ("1", 2)], "two full blocks of its ten tokens are there"
-    assert (scheduler.num_to_read, scheduler.num_cached) == (20, 8)
+    assert (scheduler.num_prompt_tokens, scheduler.num_cached_tokens) == (20, 8)
 
 
 def test_after_new_weights_nothing_is_shared_with_what_was_read_before() -> None:
-    scheduler = Scheduler(Blocks(100, SIZE), max_batch=4, step_tokens=100)
+    scheduler = Scheduler(BlockManager(100, SIZE), max_batch=4, max_batched_tokens=100)
     asked = [5] * 10
-    first, second = (Sequence(request(str(n), asked), n, np.zeros(8), tokens=list(asked)) for n in range(2))
+    first, second = (
+        Sequence(request(str(n), asked), n, np.zeros(8), tokens=list(asked)) for n in range(2)
+    )
     scheduler.add(first)
     advance(scheduler)
-    scheduler.seal()
-    assert first.table is not None and first.table.last is None
+    scheduler.stop_sharing()
+    assert first.block_table is not None and first.block_table.last_registered is None
     scheduler.add(second)
-    chosen, _ = scheduler.choose(version=1)
-    assert (chosen[1][1], scheduler.num_cached) == (10, 0)
+    chosen, _ = scheduler.schedule(version=1)
+    assert (chosen[1][1], scheduler.num_cached_tokens) == (10, 0)
 
 
 def test_who_follows_a_grammar_waits_until_its_token_is_known() -> None:
@@ -121,45 +138,45 @@ def proposed(scheduler: Scheduler, *sequences: Sequence) -> list[int]:
     advance(scheduler)  # reads the prompts, and everyone says its first token
     for each in sequences:
         each.tokens[-1] = 5
-    scheduler.choose(version=0)
+    scheduler.schedule(version=0)
     return [len(each.draft) for each in sequences]
 
 
 def test_guesses_never_reach_beyond_the_last_token_that_may_be_drawn() -> None:
     """Of six tokens one is drawn; a draft of four leaves the sixth to be drawn behind it."""
-    scheduler = Scheduler(Blocks(100, SIZE), max_batch=4, step_tokens=100)
+    scheduler = Scheduler(BlockManager(100, SIZE), max_batch=4, max_batched_tokens=100)
     assert proposed(scheduler, guessing(0, 8, limit=6)) == [4]
 
 
 def test_guesses_share_half_of_what_a_pass_reads() -> None:
-    scheduler = Scheduler(Blocks(100, SIZE), max_batch=4, step_tokens=22)
+    scheduler = Scheduler(BlockManager(100, SIZE), max_batch=4, max_batched_tokens=22)
     assert proposed(scheduler, guessing(0, 8, limit=50), guessing(1, 8, limit=50)) == [5, 5]
 
 
 def test_what_one_does_not_guess_is_there_for_the_others() -> None:
-    scheduler = Scheduler(Blocks(100, SIZE), max_batch=4, step_tokens=22)
+    scheduler = Scheduler(BlockManager(100, SIZE), max_batch=4, max_batched_tokens=22)
     assert proposed(scheduler, guessing(0, 8, limit=4), guessing(1, 8, limit=50)) == [2, 8]
 
 
 def test_guesses_take_only_blocks_that_are_free() -> None:
     """Nine tokens lie in three blocks of four, and there is a fourth."""
-    scheduler = Scheduler(Blocks(4, SIZE), max_batch=1, step_tokens=100)
+    scheduler = Scheduler(BlockManager(4, SIZE), max_batch=1, max_batched_tokens=100)
     assert proposed(scheduler, guessing(0, 8, limit=50)) == [16 - 9]
 
 
 def test_a_draft_is_read_whole_beside_those_who_read_one_token() -> None:
-    scheduler = Scheduler(Blocks(100, SIZE), max_batch=4, step_tokens=100)
+    scheduler = Scheduler(BlockManager(100, SIZE), max_batch=4, max_batched_tokens=100)
     plain, quick = sequence(0, 4), guessing(1, 8, limit=6)
     for each in (plain, quick):
         scheduler.add(each)
     advance(scheduler)
     quick.tokens[-1] = 5
-    chosen, num_single = scheduler.choose(version=0)
-    assert (chosen, num_single) == ([(plain, 1), (quick, 5)], 1)
-    assert quick.num_unread == 0
+    chosen, num_decode = scheduler.schedule(version=0)
+    assert (chosen, num_decode) == ([(plain, 1), (quick, 5)], 1)
+    assert quick.num_uncomputed_tokens == 0
     quick.num_pending = 5
-    quick.give_up(3)
-    assert (quick.num_pending, quick.num_read) == (2, 8 + 5 - 3)
+    quick.rollback(3)
+    assert (quick.num_pending, quick.num_computed_tokens) == (2, 8 + 5 - 3)
 
 
 def test_a_sample_says_how_much_was_guessed_right() -> None:
@@ -169,13 +186,22 @@ def test_a_sample_says_how_much_was_guessed_right() -> None:
         each.num_pending += 1
         each.append(token, -1.0, 4, ())
     sample = each.sample(b"experts")
-    assert (sample.accepted, sample.rejected, sample.finish, sample.tokens) == (5, 2, "length", (8, 9))
-    assert (sample.experts, sample.top, sample.versions[0].version) == (b"experts", (), 4)
+    assert (
+        sample.accepted_draft_tokens,
+        sample.rejected_draft_tokens,
+        sample.finish_reason,
+        sample.tokens,
+    ) == (5, 2, "length", (8, 9))
+    assert (sample.experts, sample.top_logprobs, sample.versions[0].version) == (b"experts", (), 4)
 
 
 def test_an_answer_ends_by_a_token_or_by_who_listens_to_it() -> None:
-    for options, ends in (({"stop": frozenset({8})}, True), ({"ends": lambda token: token == 8}, True), ({}, False)):
+    for options, ends in (
+        ({"stop": frozenset({8})}, True),
+        ({"stop_check": lambda token: token == 8}, True),
+        ({}, False),
+    ):
         each = Sequence(request("0", [1], **options), 0, np.zeros(5), tokens=[1])
         each.num_pending = 1
         each.append(8, -1.0, 0, ())
-        assert (each.ended, each.finish) == ((True, "stop") if ends else (False, None))
+        assert (each.stopped, each.finish_reason) == ((True, "stop") if ends else (False, None))

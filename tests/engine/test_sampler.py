@@ -7,22 +7,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from etude.engine.plan import Drawn, Draws
-from etude.engine.sampler import PIECE, cut, draws, invert, sample
+from etude.engine.batch import SamplerOutput, SamplingBatch
+from etude.engine.sampler import CHUNK, filter_top_k_top_p, inverse_cdf, sample, uniforms
 
 
-def drawn(logits_RV: Tensor, u: list[float], **options: object) -> Drawn:
+def drawn(logits_RV: Tensor, u: list[float], **options: object) -> SamplerOutput:
     rows = len(u)
     how = {"temperature": 1.0, "top_p": 1.0, "top_k": 0} | options
     return sample(
         logits_RV.clone(),
-        Draws(
+        SamplingBatch(
             temperature_R=np.full(rows, how["temperature"], np.float32),
             top_p_R=np.full(rows, how["top_p"], np.float32),
             top_k_R=np.full(rows, how["top_k"], np.int64),
             u_R=np.array(u),
-            allowed=how.get("allowed", {}),
-            top=how.get("top", 0),
+            token_masks=how.get("allowed", {}),
+            num_top_logprobs=how.get("top", 0),
         ),
     )
 
@@ -35,7 +35,14 @@ def one(logits: list[float], u: float, **options: object) -> tuple[int, float]:
 def test_by_hand() -> None:
     """Probabilities 1/4, 1/2, 1/4: the unit interval is cut at 1/4 and 3/4."""
     logits = np.log([1.0, 2.0, 1.0]).tolist()
-    assert [one(logits, u)[0] for u in (0.0, 0.24, 0.26, 0.74, 0.76, 1 - 2**-53)] == [0, 0, 1, 1, 2, 2]
+    assert [one(logits, u)[0] for u in (0.0, 0.24, 0.26, 0.74, 0.76, 1 - 2**-53)] == [
+        0,
+        0,
+        1,
+        1,
+        2,
+        2,
+    ]
     assert np.exp(one(logits, 0.5)[1]) == pytest.approx(1 / 2)
     # At temperature 1/2 the odds are squared: 1/6, 4/6, 1/6.
     assert np.exp(one(logits, 0.5, temperature=0.5)[1]) == pytest.approx(4 / 6)
@@ -48,32 +55,42 @@ def test_cuts_by_hand() -> None:
     """Probabilities 0.1, 0.4, 0.2, 0.3. What is cut off is never drawn, and the rest makes up 1."""
     logits = np.log([1.0, 4.0, 2.0, 3.0]).tolist()
     every = [i / 100 for i in range(100)]
-    assert dict(one(logits, u, top_k=2) for u in every) == pytest.approx({1: np.log(4 / 7), 3: np.log(3 / 7)})
+    assert dict(one(logits, u, top_k=2) for u in every) == pytest.approx(
+        {1: np.log(4 / 7), 3: np.log(3 / 7)}
+    )
     assert {one(logits, u, top_p=0.65)[0] for u in every} == {1, 3}
     assert {one(logits, u, top_p=0.75)[0] for u in every} == {1, 2, 3}
     assert {one(logits, u, top_p=1e-6)[0] for u in every} == {1}
     # Top-p is a share of what top-k leaves: 4/9, 3/9, 2/9.
     assert {one(logits, u, top_p=0.7, top_k=3)[0] for u in every} == {1, 3}
     allowed = {0: np.array([True, False, False, True])}
-    assert dict(one(logits, u, allowed=allowed) for u in every) == pytest.approx({0: np.log(1 / 4), 3: np.log(3 / 4)})
+    assert dict(one(logits, u, allowed=allowed) for u in every) == pytest.approx(
+        {0: np.log(1 / 4), 3: np.log(3 / 4)}
+    )
     result = drawn(torch.tensor([logits]), [0.5], top_k=2, top=3)
-    assert [token for token, _ in result.top[0]] == [1, 3]
+    assert [token for token, _ in result.top_logprobs[0]] == [1, 3]
 
 
 @given(st.integers(1, 3000), st.integers(0, 2000), st.floats(1e-6, 1.0), st.integers(0, 9))
 def test_a_cut_keeps_just_enough(size: int, top_k: int, top_p: float, seed: int) -> None:
     p_V = torch.softmax(2 * torch.randn(size, generator=torch.Generator().manual_seed(seed)), -1)
-    kept_V = cut(p_V, top_k, top_p)
+    kept_V = filter_top_k_top_p(p_V, top_k, top_p)
     assert float(kept_V.sum()) == pytest.approx(1.0, abs=1e-4)
     ordered = p_V.double().sort(descending=True).values[: top_k or size]
     ordered /= ordered.sum()
     enough = int((ordered.cumsum(0) < top_p * (1 - 1e-6)).sum()) + 1
     assert abs(int((kept_V > 0).sum()) - min(enough, len(ordered))) <= 1 or top_p > 0.999
-    assert float(p_V[kept_V > 0].min()) >= float(p_V[kept_V == 0].max()) if (kept_V == 0).any() else True
+    assert (
+        float(p_V[kept_V > 0].min()) >= float(p_V[kept_V == 0].max())
+        if (kept_V == 0).any()
+        else True
+    )
 
 
 @given(
-    st.lists(st.floats(-30, 30) | st.just(float("-inf")), min_size=1, max_size=40).filter(lambda x: max(x) > -30),
+    st.lists(st.floats(-30, 30) | st.just(float("-inf")), min_size=1, max_size=40).filter(
+        lambda x: max(x) > -30
+    ),
     st.integers(1, 40),
     st.floats(0, 1, exclude_max=True),
 )
@@ -83,38 +100,44 @@ def test_only_possible_tokens_are_drawn(logits: list[float], repeats: int, u: fl
     assert logprob > float("-inf")
 
 
-@pytest.mark.parametrize("size", [50, PIECE, PIECE + 1, 5000])
+@pytest.mark.parametrize("size", [50, CHUNK, CHUNK + 1, 5000])
 def test_pieces_change_nothing(size: int) -> None:
     p_RV = torch.softmax(torch.randn(200, size, generator=torch.Generator().manual_seed(0)), -1)
-    u_R = torch.tensor(draws(3, 200))
-    plain_R = torch.searchsorted(p_RV.double().cumsum(-1), (u_R * p_RV.double().sum(-1))[:, None], right=True)[:, 0]
-    assert invert(p_RV, u_R).tolist() == plain_R.tolist()
+    u_R = torch.tensor(uniforms(3, 200))
+    plain_R = torch.searchsorted(
+        p_RV.double().cumsum(-1), (u_R * p_RV.double().sum(-1))[:, None], right=True
+    )[:, 0]
+    assert inverse_cdf(p_RV, u_R).tolist() == plain_R.tolist()
 
 
 def test_frequencies_follow_the_distribution() -> None:
     logits = torch.randn(50, generator=torch.Generator().manual_seed(0))
     n = 200_000
-    tokens = drawn(logits.expand(n, 50), draws(seed=1, max_tokens=n).tolist()).tokens
+    tokens = drawn(logits.expand(n, 50), uniforms(seed=1, max_tokens=n).tolist()).tokens
     shares = torch.bincount(torch.tensor(tokens), minlength=50) / n
     assert torch.allclose(shares, torch.softmax(logits, -1), atol=5e-3)
 
 
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
     generator = torch.Generator().manual_seed(0)
-    logits_RV, u_R = torch.randn(8, 30, generator=generator), draws(2, 8)
+    logits_RV, u_R = torch.randn(8, 30, generator=generator), uniforms(2, 8)
     how = {
         "temperature_R": np.array([0.0, 0.5, 1.0, 2.0] * 2, np.float32),
         "top_p_R": np.array([1.0, 1.0, 0.6, 0.9] * 2, np.float32),
         "top_k_R": np.array([0, 3, 0, 4] * 2),
         "u_R": u_R,
     }
-    together = sample(logits_RV, Draws(**how))
+    together = sample(logits_RV, SamplingBatch(**how))
     for row in range(8):
         single = sample(
-            logits_RV[row : row + 1], Draws(**{name: values[row : row + 1] for name, values in how.items()})
+            logits_RV[row : row + 1],
+            SamplingBatch(**{name: values[row : row + 1] for name, values in how.items()}),
         )
-        assert (single.tokens[0], single.logprobs[0]) == (together.tokens[row], together.logprobs[row])
+        assert (single.tokens[0], single.logprobs[0]) == (
+            together.tokens[row],
+            together.logprobs[row],
+        )
 
 
 def test_fewer_draws_are_the_first_of_more() -> None:
-    assert draws(7, 5).tolist() == draws(7, 50)[:5].tolist()
+    assert uniforms(7, 5).tolist() == uniforms(7, 50)[:5].tolist()

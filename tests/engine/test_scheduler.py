@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.engine.blocks import Blocks
+from etude.engine.blocks import BlockManager
 from etude.engine.scheduler import Scheduler, Sequence
-from etude.engine.speculate import MAX_TOGETHER, Drafter
+from etude.engine.speculate import MAX_DRAFT_TOKENS, Drafter
 from tests.small_model import request
 
 SIZE = 4
@@ -19,7 +19,8 @@ def sequence(id: int, prompt: int, limit: int = 8, priority: int = 0) -> Sequenc
 
 
 def with_drafts(id: int, limit: int) -> Sequence:
-    """It expects to say its only word, 60, for ever: what it guesses is right, and as long as it may be."""
+    """It expects to say its only word, 60, for ever: what it guesses is right, and as long as it
+    may be."""
     made = sequence(id, 20, limit)
     made.drafter = Drafter(made.tokens, limit, prediction=[60] * 1000)
     return made
@@ -27,22 +28,24 @@ def with_drafts(id: int, limit: int) -> Sequence:
 
 def advance(scheduler: Scheduler) -> list[tuple[str, int]]:
     """One pass: everyone who has read all draws a token; whoever has drawn enough leaves."""
-    chosen, num_single = scheduler.choose(version=0)
-    assert all(count == 1 for _, count in chosen[:num_single])
+    chosen, num_decode = scheduler.schedule(version=0)
+    assert all(count == 1 for _, count in chosen[:num_decode])
     for s, _ in chosen:
-        if not s.num_unread:
+        if not s.num_uncomputed_tokens:
             s.num_pending += 1
             s.append(60, 0.0, 0, ())
-            if s.finish:
+            if s.finish_reason:
                 scheduler.release(s)
     return [(s.request.id, count) for s, count in chosen]
 
 
 @given(st.integers(4, 12), st.integers(1, 4), st.integers(1, 12), st.data())
-def test_everyone_gets_through(num_blocks: int, max_batch: int, step_tokens: int, data: st.DataObject) -> None:
+def test_everyone_gets_through(
+    num_blocks: int, max_batch: int, max_batched_tokens: int, data: st.DataObject
+) -> None:
     """Under any load: limits hold in every pass, and all are served in the end."""
-    blocks = Blocks(num_blocks, SIZE)
-    scheduler = Scheduler(blocks, max_batch=max_batch, step_tokens=step_tokens)
+    blocks = BlockManager(num_blocks, SIZE)
+    scheduler = Scheduler(blocks, max_batch=max_batch, max_batched_tokens=max_batched_tokens)
     added = []
     for id in range(data.draw(st.integers(1, 12))):
         prompt = data.draw(st.integers(1, num_blocks * SIZE - 8))
@@ -50,7 +53,7 @@ def test_everyone_gets_through(num_blocks: int, max_batch: int, step_tokens: int
         scheduler.add(added[-1])
         for _ in range(data.draw(st.integers(0, 3))):
             passed = advance(scheduler)
-            assert sum(count for _, count in passed) <= scheduler.step_tokens
+            assert sum(count for _, count in passed) <= scheduler.max_batched_tokens
             assert len(scheduler.running) <= max_batch
     for _ in range(2000):
         if not (scheduler.running or scheduler.waiting):
@@ -60,23 +63,27 @@ def test_everyone_gets_through(num_blocks: int, max_batch: int, step_tokens: int
     assert blocks.num_free == num_blocks
 
 
-@pytest.mark.parametrize(("step_tokens", "num_sequences"), [(40, 3), (100, 4), (2000, 8)])
-def test_drafts_share_one_budget(step_tokens: int, num_sequences: int) -> None:
+@pytest.mark.parametrize(("max_batched_tokens", "num_sequences"), [(40, 3), (100, 4), (2000, 8)])
+def test_drafts_share_one_budget(max_batched_tokens: int, num_sequences: int) -> None:
     """All together at most half of what a pass reads beside those who answer, and never more than
-    `MAX_TOGETHER`. A long prompt is read in what they leave."""
-    scheduler = Scheduler(Blocks(20_000, SIZE), max_batch=num_sequences + 1, step_tokens=step_tokens)
+    `MAX_DRAFT_TOKENS`. A long prompt is read in what they leave."""
+    scheduler = Scheduler(
+        BlockManager(20_000, SIZE),
+        max_batch=num_sequences + 1,
+        max_batched_tokens=max_batched_tokens,
+    )
     for id in range(num_sequences):
         scheduler.add(with_drafts(id, limit=1000))
     scheduler.add(sequence(num_sequences, 50_000))
-    budget = min(MAX_TOGETHER, (step_tokens - num_sequences) // 2)
+    budget = min(MAX_DRAFT_TOKENS, (max_batched_tokens - num_sequences) // 2)
     drafted = []
     for _ in range(20):
-        chosen, _ = scheduler.choose(version=0)
+        chosen, _ = scheduler.schedule(version=0)
         drafted.append(sum(len(s.draft) for s, _ in chosen))
         assert drafted[-1] <= budget
-        assert sum(count for _, count in chosen) <= step_tokens
+        assert sum(count for _, count in chosen) <= max_batched_tokens
         for s, _ in chosen:
-            if not s.num_unread:
+            if not s.num_uncomputed_tokens:
                 s.num_pending += 1 + len(s.draft)
                 said, s.draft = len(s.draft) + 1, []
                 for _ in range(said):
@@ -85,7 +92,7 @@ def test_drafts_share_one_budget(step_tokens: int, num_sequences: int) -> None:
 
 
 def test_first_come_first_served_within_a_priority() -> None:
-    scheduler = Scheduler(Blocks(100, SIZE), max_batch=2, step_tokens=100)
+    scheduler = Scheduler(BlockManager(100, SIZE), max_batch=2, max_batched_tokens=100)
     for id, priority in enumerate((0, 0, 0, 1)):
         scheduler.add(sequence(id, 3, priority=priority))
     assert advance(scheduler) == [("3", 3), ("0", 3)]
@@ -93,7 +100,7 @@ def test_first_come_first_served_within_a_priority() -> None:
 
 
 def test_prompts_are_read_in_pieces_beside_those_who_answer() -> None:
-    scheduler = Scheduler(Blocks(100, SIZE), max_batch=3, step_tokens=6)
+    scheduler = Scheduler(BlockManager(100, SIZE), max_batch=3, max_batched_tokens=6)
     scheduler.add(sequence(0, 4))
     assert advance(scheduler) == [("0", 4)]
     scheduler.add(sequence(1, 11))
@@ -104,8 +111,8 @@ def test_prompts_are_read_in_pieces_beside_those_who_answer() -> None:
 
 
 def test_whoever_came_last_gives_way_when_blocks_run_out() -> None:
-    blocks = Blocks(5, SIZE, reuse=False)
-    scheduler = Scheduler(blocks, max_batch=2, step_tokens=100)
+    blocks = BlockManager(5, SIZE, reuse=False)
+    scheduler = Scheduler(blocks, max_batch=2, max_batched_tokens=100)
     for id in range(2):
         scheduler.add(sequence(id, 7, limit=10))
     assert advance(scheduler) == [("0", 7), ("1", 7)]
@@ -113,7 +120,7 @@ def test_whoever_came_last_gives_way_when_blocks_run_out() -> None:
     assert advance(scheduler) == [("0", 1)]
     assert scheduler.num_preempted == 1
     last = scheduler.waiting[0]
-    assert (last.request.id, last.num_read, len(last.logprobs)) == ("1", 0, 2)
+    assert (last.request.id, last.num_computed_tokens, len(last.logprobs)) == ("1", 0, 2)
     while scheduler.running or scheduler.waiting:
         passed = advance(scheduler)
         if passed[0][0] == "1":
@@ -123,12 +130,12 @@ def test_whoever_came_last_gives_way_when_blocks_run_out() -> None:
 
 
 def test_what_is_not_read_back_yet_is_counted() -> None:
-    scheduler = Scheduler(Blocks(100, SIZE), max_batch=2, step_tokens=100)
+    scheduler = Scheduler(BlockManager(100, SIZE), max_batch=2, max_batched_tokens=100)
     s = sequence(0, 4, limit=2)
     scheduler.add(s)
     for pending in (1, 2):
-        (chosen,), _ = scheduler.choose(version=0)
+        (chosen,), _ = scheduler.schedule(version=0)
         assert chosen == (s, 4 if pending == 1 else 1)
         s.num_pending += 1
-        assert s.num_drawn == pending
-    assert scheduler.choose(version=0) == ([], 0)  # the second is the last
+        assert s.num_sampled_tokens == pending
+    assert scheduler.schedule(version=0) == ([], 0)  # the second is the last

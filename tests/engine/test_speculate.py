@@ -1,4 +1,5 @@
-"""A draft changes how long an answer takes, and nothing else: tokens and log-probs are those of plain decoding."""
+"""A draft changes how long an answer takes, and nothing else: tokens and log-probs are those of
+plain decoding."""
 
 from __future__ import annotations
 
@@ -12,19 +13,27 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.core.types import Sample, unspan
-from etude.engine.engine import Engine, Finished, Request, Token
-from etude.engine.plan import Drawn, Plan
-from etude.engine.runner import BLOCK_SIZE, CpuRunner
-from etude.engine.speculate import MAX_LENGTH, MIN_LENGTH, TRUST, Drafter, longest_match, next_length
-from etude.model.files import weights
+from etude.core.types import Sample, expand_spans
+from etude.engine.batch import ForwardBatch, SamplerOutput
+from etude.engine.engine import Engine, FinishedRequest, Request, StreamedToken
+from etude.engine.runner import BLOCK_SIZE, TorchRunner
+from etude.engine.speculate import (
+    MAX_LENGTH,
+    MIN_LENGTH,
+    TOKENS_PER_MATCHED_TOKEN,
+    Drafter,
+    longest_match,
+    next_length,
+)
+from etude.model.files import hf_state_dict
 from etude.model.transformer import Transformer
 from tests.engine.reference import FAMILIES, OnlyEven, Overlapping, check, plain_logits
 from tests.small_model import drain, request, sharp
 
 
 def spoiled(answer: Iterable[int], rng: random.Random) -> tuple[int, ...]:
-    """The answer as it was before somebody edited it: some tokens were others, some were missing, some go."""
+    """The answer as it was before somebody edited it: some tokens were others, some were missing,
+    some go."""
     tokens: list[int] = []
     for token in answer:
         match rng.randrange(12):
@@ -39,8 +48,10 @@ def spoiled(answer: Iterable[int], rng: random.Random) -> tuple[int, ...]:
     return tuple(tokens)
 
 
-def engine_with(model: Transformer, num_blocks: int = 64, *, overlaps: bool = False, **options: object) -> Engine:
-    runner = CpuRunner(model, num_blocks)
+def engine_with(
+    model: Transformer, num_blocks: int = 64, *, overlaps: bool = False, **options: object
+) -> Engine:
+    runner = TorchRunner(model, num_blocks)
     return Engine(model, runner=Overlapping(runner) if overlaps else runner, **options)  # type: ignore[arg-type]
 
 
@@ -55,8 +66,9 @@ def some_request(id: int, rng: random.Random) -> Request:
     common = [rng.randrange(2)] * rng.choice((0, 20, 40))
     own = [rng.randrange(61) for _ in range(rng.randrange(1, 30))]
     return request(
-        str(id), common + own, max_tokens=rng.randrange(1, 50), seed=rng.randrange(99), priority=rng.choice((0, 0, 1)),
-        temperature=rng.choice((0.0, 0.7, 1.0)), top_k=rng.choice((0, 5)), stream=rng.random() < 0.3,
+        str(id), common + own, max_tokens=rng.randrange(1, 50), seed=rng.randrange(99),
+        priority=rng.choice((0, 0, 1)), temperature=rng.choice((0.0, 0.7, 1.0)),
+        top_k=rng.choice((0, 5)), stream=rng.random() < 0.3,
         stop=frozenset(rng.sample(range(61), 1)), top_logprobs=rng.choice((0, 2)),
     )  # fmt: skip
 
@@ -73,13 +85,15 @@ def test_random_schedules(family: str, overlaps: bool) -> None:
     for id in rng.sample(sorted(plain), 9):
         guesses = tuple(spoiled(expected[id].tokens, rng) for _ in range(rng.randrange(3)))
         asked[id] = replace(plain[id], prediction=spoiled(expected[id].tokens, rng), drafts=guesses)
-    engine = engine_with(model, 14, overlaps=overlaps, max_batch=5, step_tokens=rng.choice((25, 200)))
+    engine = engine_with(
+        model, 14, overlaps=overlaps, max_batch=5, max_batched_tokens=rng.choice((25, 200))
+    )
     waiting, done, streamed = list(asked.values()), {}, {}
     while waiting or not engine.idle:
         if waiting and rng.random() < 0.7:
             engine.add(waiting.pop())
         for event in engine.step():
-            if isinstance(event, Token):
+            if isinstance(event, StreamedToken):
                 streamed.setdefault(event.id, []).append((event.token, event.logprob))
             else:
                 done[event.id] = event.sample
@@ -90,22 +104,28 @@ def test_random_schedules(family: str, overlaps: bool) -> None:
         if asked[id].stream:
             assert streamed[id] == list(zip(sample.tokens, sample.logprobs, strict=True))
         if not asked[id].speculates:
-            assert (sample.accepted, sample.rejected) == (0, 0)
+            assert (sample.accepted_draft_tokens, sample.rejected_draft_tokens) == (0, 0)
     stats = engine.stats()
     assert (stats.running, stats.waiting, stats.blocks_free) == (0, 0, 14)
-    assert stats.preempted > 0
-    assert stats.accepted_tokens == sum(sample.accepted for sample in done.values()) > 50
-    assert stats.drafted_tokens - stats.accepted_tokens >= sum(sample.rejected for sample in done.values()) > 0
+    assert stats.preemptions > 0
+    assert (
+        stats.accepted_tokens == sum(sample.accepted_draft_tokens for sample in done.values()) > 50
+    )
+    assert (
+        stats.draft_tokens - stats.accepted_tokens
+        >= sum(sample.rejected_draft_tokens for sample in done.values())
+        > 0
+    )
 
 
-class Watched(CpuRunner):
+class Watched(TorchRunner):
     def __init__(self, model: Transformer) -> None:
         super().__init__(model, 64)
-        self.plans: list[Plan] = []
+        self.plans: list[ForwardBatch] = []
 
-    def start(self, plan: Plan) -> Callable[[], Drawn]:
-        self.plans.append(plan)
-        return super().start(plan)
+    def start(self, batch: ForwardBatch) -> Callable[[], SamplerOutput]:
+        self.plans.append(batch)
+        return super().start(batch)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -122,8 +142,10 @@ def test_an_answer_that_was_foreseen_takes_few_passes(temperature: float) -> Non
         assert sample.tokens == expected.tokens
         assert sample.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
         assert len(runner.plans) <= 12
-        assert sample.accepted >= 108
-        assert sum(len(plan.rows_R) for plan in runner.plans) == 1 + sample.accepted + sample.rejected + (
+        assert sample.accepted_draft_tokens >= 108
+        assert sum(
+            len(plan.logits_indices_R) for plan in runner.plans
+        ) == 1 + sample.accepted_draft_tokens + sample.rejected_draft_tokens + (
             len(runner.plans) - 1
         )
 
@@ -138,9 +160,10 @@ def test_without_a_hit_it_is_plain_decoding(model: Transformer) -> None:
 
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_a_swap_between_two_drafts(overlaps: bool) -> None:
-    """Every token says which weights drew it, and is what plain decoding with the same swap would have given."""
+    """Every token says which weights drew it, and is what plain decoding with the same swap would
+    have given."""
     config = FAMILIES["llama"]
-    published = [weights(sharp(config, seed, factor=3.0), torch.float32) for seed in range(2)]
+    published = [hf_state_dict(sharp(config, seed, factor=3.0), torch.float32) for seed in range(2)]
     plain = [request(str(id), [id, 2, 3], stop=frozenset(), max_tokens=60) for id in range(4)]
     rng = random.Random(3)
     old = answers(sharp(config, 0, factor=3.0), plain)
@@ -150,25 +173,31 @@ def test_a_swap_between_two_drafts(overlaps: bool) -> None:
     done: dict[str, Sample] = {}
     for step in range(400):
         if step == 6:
-            engine.load(1, published[1])
-        done |= {event.id: event.sample for event in engine.step() if isinstance(event, Finished)}
+            engine.load_weights(1, published[1])
+        done |= {
+            event.id: event.sample for event in engine.step() if isinstance(event, FinishedRequest)
+        }
     for each in plain:
         single = Engine(sharp(config, 0, factor=3.0), max_batch=1)
         single.add(each)
-        for version in unspan(done[each.id].versions):
+        for version in expand_spans(done[each.id].versions):
             if version != single.version:
-                single.load(version, published[version])
+                single.load_weights(version, published[version])
             events = single.step()
         (finished,) = events
-        assert isinstance(finished, Finished)
+        assert isinstance(finished, FinishedRequest)
         assert len(finished.sample.versions) == 2
-        assert (finished.sample.tokens, finished.sample.versions) == (done[each.id].tokens, done[each.id].versions)
+        assert (finished.sample.tokens, finished.sample.versions) == (
+            done[each.id].tokens,
+            done[each.id].versions,
+        )
         assert finished.sample.logprobs == pytest.approx(done[each.id].logprobs, abs=1e-4)
-    assert sum(sample.accepted for sample in done.values()) > 0
+    assert sum(sample.accepted_draft_tokens for sample in done.values()) > 0
 
 
 def test_what_was_rejected_is_never_shared(model: Transformer) -> None:
-    """Others that begin with the answer find its blocks; who begins with the draft finds nothing of it."""
+    """Others that begin with the answer find its blocks; who begins with the draft finds nothing of
+    it."""
     plain = request("1", [5, 6, 7], stop=frozenset(), max_tokens=50, temperature=0.0)
     answer = answers(model, [plain])["1"].tokens
     wrong = tuple((token + 1) % 61 for token in answer[8:])
@@ -176,7 +205,7 @@ def test_what_was_rejected_is_never_shared(model: Transformer) -> None:
     engine.add(replace(plain, prediction=answer[:8] + wrong))
     sample = drain(engine)["1"]
     assert sample.tokens == answer
-    assert sample.rejected > 0
+    assert sample.rejected_draft_tokens > 0
     for id, text in (("2", answer), ("3", answer[:8] + wrong)):
         before = engine.stats().cached_tokens
         later = request(id, [5, 6, 7, *text][:52], max_tokens=4)
@@ -198,32 +227,41 @@ def test_drafts_under_a_constraint(model: Transformer, overlaps: bool) -> None:
     for each in plain:
         assert done[each.id].tokens == expected[each.id].tokens
         assert done[each.id].logprobs == pytest.approx(expected[each.id].logprobs, abs=1e-4)
-        assert done[each.id].accepted > 0
+        assert done[each.id].accepted_draft_tokens > 0
 
 
-class Biased(CpuRunner):
+class Biased(TorchRunner):
     """Takes a draft's word for it in one case of eight, whatever the distribution says."""
 
-    def start(self, plan: Plan) -> Callable[[], Drawn]:
-        drawn = super().start(plan)()
-        for row, place in enumerate(plan.rows_R[:-1]):
-            if plan.rows_R[row + 1] == place + 1 and plan.num_single <= place and plan.draws.u_R[row] < 1 / 8:
-                drawn.tokens[row] = int(plan.tokens_N[place + 1])
+    def start(self, batch: ForwardBatch) -> Callable[[], SamplerOutput]:
+        drawn = super().start(batch)()
+        for row, place in enumerate(batch.logits_indices_R[:-1]):
+            if (
+                batch.logits_indices_R[row + 1] == place + 1
+                and batch.num_decode <= place
+                and batch.sampling.u_R[row] < 1 / 8
+            ):
+                drawn.tokens[row] = int(batch.tokens_N[place + 1])
         return lambda: drawn
 
 
-def surprise(model: Transformer, runner: CpuRunner) -> float:
-    """Chi-square of the second token of 1,500 samples, for which the likeliest was drafted, in standard deviations."""
+def surprise(model: Transformer, runner: TorchRunner) -> float:
+    """Chi-square of the second token of 1,500 samples, for which the likeliest was drafted, in
+    standard deviations."""
     prompt, first, num_samples = (3, 1, 4), 11, 1500
     p_1 = torch.softmax(_next_logits(model, (*prompt, first)), -1)
-    p_12 = torch.softmax(torch.stack([_next_logits(model, (*prompt, first, token)) for token in range(61)]), -1)
+    p_12 = torch.softmax(
+        torch.stack([_next_logits(model, (*prompt, first, token)) for token in range(61)]), -1
+    )
     p = (p_1[:, None] * p_12).sum(0).double().numpy()
     guess = tuple(token for pair in enumerate(p_12.argmax(-1).tolist()) for token in pair)
-    engine = Engine(model, max_batch=64, runner=runner, step_tokens=1024)
+    engine = Engine(model, max_batch=64, runner=runner, max_batched_tokens=1024)
     for seed in range(num_samples):
-        engine.add(request(str(seed), [*prompt, first], max_tokens=3, stop=frozenset(), prediction=guess))
+        engine.add(
+            request(str(seed), [*prompt, first], max_tokens=3, stop=frozenset(), prediction=guess)
+        )
     done = drain(engine)
-    assert sum(sample.accepted for sample in done.values()) > 50
+    assert sum(sample.accepted_draft_tokens for sample in done.values()) > 50
     counts = np.bincount([sample.tokens[1] for sample in done.values()], minlength=61)
     often = p * num_samples >= 5
     expected = np.append(p[often], p[~often].sum()) * num_samples
@@ -239,7 +277,7 @@ def _next_logits(model: Transformer, tokens: tuple[int, ...]) -> torch.Tensor:
 
 def test_samples_keep_their_distribution() -> None:
     model = sharp(FAMILIES["llama"], seed=0, factor=3.0)
-    assert surprise(model, CpuRunner(model, 400)) < 4
+    assert surprise(model, TorchRunner(model, 400)) < 4
     assert surprise(model, Biased(model, 400)) > 8  # the same test notices a small bias
 
 
@@ -279,7 +317,7 @@ def test_a_draft_is_as_long_as_drafts_were_right() -> None:
         draft = told(drafter, said, 500)
         said += [*draft, said[-1] + len(draft) + 1]
         lengths.append(len(draft))
-    assert lengths == [TRUST, 32, 64, 128, 128, 128, 128, 128]
+    assert lengths == [TOKENS_PER_MATCHED_TOKEN, 32, 64, 128, 128, 128, 128, 128]
     said[-1] = 7  # the last one was drawn, and is none of the text
     assert told(drafter, said, 500) == []
     said += [300]
@@ -303,7 +341,9 @@ def test_the_longest_match_is_found(text: list[int], tail: list[int]) -> None:
     length, places = longest_match(np.array(text, np.int64), np.array(tail, np.int64))
 
     def ends(count: int) -> list[int]:
-        return [e for e in range(count, len(text)) if text[e - count : e] == tail[len(tail) - count :]]
+        return [
+            e for e in range(count, len(text)) if text[e - count : e] == tail[len(tail) - count :]
+        ]
 
     assert length == max(n for n in range(len(tail) + 1) if n == 0 or ends(n))
     assert not length or places.tolist() == ends(length)
@@ -321,7 +361,9 @@ def test_drafts_come_from_the_texts(
         assert len(draft) <= limit
         texts = [prediction, said, *drafts]
         assert not draft or any(
-            text[at - 1 : at + len(draft)] == [said[-1], *draft] for text in texts for at in range(1, len(text))
+            text[at - 1 : at + len(draft)] == [said[-1], *draft]
+            for text in texts
+            for at in range(1, len(text))
         )
         right = data.draw(st.integers(0, len(draft)))
         said += [*draft[:right], data.draw(st.integers(0, 3))]

@@ -13,11 +13,11 @@ import pytest
 from aiohttp import web
 
 from etude.core.errors import RolloutFailure
-from etude.core.seams import Agent, Ran, Transcript
+from etude.core.protocols import Agent, CommandResult, Transcript
 from etude.core.types import Task
 from etude.harness.agent import NUDGE, CodingAgent, parse_arguments, turn_seed
 from etude.harness.tools import SCHEMAS, Tools, report
-from etude.worlds.fake import FakeSandbox
+from etude.sandbox.fake import FakeSandbox
 
 MODULE = "def area(a, b):\n    return a + b\n"
 TASK = Task(
@@ -37,21 +37,31 @@ def says(*calls: tuple[str, str], content: str | None = None) -> Answer:
     message: Answer = {"role": "assistant", "content": content}
     if calls:
         message["tool_calls"] = [
-            {"id": f"call_{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
+            {
+                "id": f"call_{number}",
+                "type": "function",
+                "function": {"name": name, "arguments": arguments},
+            }
             for number, (name, arguments) in enumerate(calls)
         ]
     return message
 
 
 @contextlib.asynccontextmanager
-async def model(respond: Callable[[Answer], Answer | web.Response]) -> AsyncIterator[tuple[str, list[Answer]]]:
+async def model(
+    respond: Callable[[Answer], Answer | web.Response],
+) -> AsyncIterator[tuple[str, list[Answer]]]:
     """The URL of a model, and the requests that it got."""
     requests: list[Answer] = []
 
     async def chat(request: web.Request) -> web.StreamResponse:
         requests.append(await request.json())
         answer = respond(requests[-1])
-        return answer if isinstance(answer, web.Response) else web.json_response({"choices": [{"message": answer}]})
+        return (
+            answer
+            if isinstance(answer, web.Response)
+            else web.json_response({"choices": [{"message": answer}]})
+        )
 
     app = web.Application()
     app.router.add_post("/v1/chat/completions", chat)
@@ -66,18 +76,25 @@ async def model(respond: Callable[[Answer], Answer | web.Response]) -> AsyncIter
 
 
 async def play(
-    answers: list[Answer], sandbox: FakeSandbox | None = None, *, max_turns: int = 8, timeout_s: float = LONG_S
+    answers: list[Answer],
+    sandbox: FakeSandbox | None = None,
+    *,
+    max_turns: int = 8,
+    timeout_s: float = LONG_S,
 ) -> tuple[Transcript, list[Answer]]:
     script = iter(answers)
-    async with model(lambda request: next(script)) as (url, requests), aiohttp.ClientSession() as session:
+    async with (
+        model(lambda request: next(script)) as (url, requests),
+        aiohttp.ClientSession() as session,
+    ):
         agent: Agent = CodingAgent(session, max_turns=max_turns, max_tokens=50, timeout_s=timeout_s)
         box = sandbox or FakeSandbox(TASK.files)
         return await agent.run(TASK, box, base_url=url, seed=7), requests
 
 
-def passes_when_fixed(files: dict[str, str], argv: Any) -> Ran:
+def passes_when_fixed(files: dict[str, str], argv: Any) -> CommandResult:
     fixed = "a * b" in files["shape.py"]
-    return Ran(0, "ok\n") if fixed else Ran(1, "area(3, 4) -> 7, not 12\n")
+    return CommandResult(0, "ok\n") if fixed else CommandResult(1, "area(3, 4) -> 7, not 12\n")
 
 
 async def test_a_whole_session() -> None:
@@ -95,7 +112,11 @@ async def test_a_whole_session() -> None:
     assert transcript.messages == [
         {"role": "user", "content": "fix area"},
         first,
-        {"role": "tool", "tool_call_id": "call_0", "content": "1 def area(a, b):\n2     return a + b"},
+        {
+            "role": "tool",
+            "tool_call_id": "call_0",
+            "content": "1 def area(a, b):\n2     return a + b",
+        },
         {"role": "tool", "tool_call_id": "call_1", "content": "area(3, 4) -> 7, not 12"},
         second,
         {"role": "tool", "tool_call_id": "call_0", "content": "ok"},
@@ -104,14 +125,17 @@ async def test_a_whole_session() -> None:
         {"role": "tool", "tool_call_id": "call_1", "content": "ok"},
     ]
     # Each request carries the history so far, word for word: the recorder sees an unbroken context.
-    assert [request["messages"] for request in requests] == [transcript.messages[:n] for n in (1, 4, 6)]
+    assert [request["messages"] for request in requests] == [
+        transcript.messages[:n] for n in (1, 4, 6)
+    ]
 
 
 async def test_what_a_request_says() -> None:
     _, [request, other] = await play([says(("test", "{}")), says(("submit", "{}"))])
     fixed = {key: value for key, value in request.items() if key not in ("messages", "seed")}
     assert fixed == {
-        "model": "etude", "max_tokens": 50, "temperature": 1.0, "tools": SCHEMAS, "parallel_tool_calls": True
+        "model": "etude", "max_tokens": 50, "temperature": 1.0, "tools": SCHEMAS,
+        "parallel_tool_calls": True
     }  # fmt: skip
     assert [request["seed"], other["seed"]] == [turn_seed(7, 0), turn_seed(7, 1)]
     assert request["seed"] != other["seed"]
@@ -119,20 +143,32 @@ async def test_what_a_request_says() -> None:
 
 async def test_calls_after_submit_are_not_made() -> None:
     sandbox = FakeSandbox(TASK.files)
-    transcript, _ = await play([says(("submit", "{}"), ("edit", '{"line": 1, "text": "x"}'))], sandbox)
+    transcript, _ = await play(
+        [says(("submit", "{}"), ("edit", '{"line": 1, "text": "x"}'))], sandbox
+    )
     assert transcript.finished and sandbox.files == TASK.files
 
 
 async def test_an_answer_without_a_call_is_nudged_and_costs_a_turn() -> None:
-    transcript, requests = await play([says(content="hm"), says(("test", "{}")), says(content="hm")], max_turns=3)
+    transcript, requests = await play(
+        [says(content="hm"), says(("test", "{}")), says(content="hm")], max_turns=3
+    )
     assert not transcript.finished and len(requests) == 3
     assert [message["content"] for message in transcript.messages].count(NUDGE) == 2
 
 
 async def test_two_answers_in_a_row_without_a_call_end_the_session() -> None:
-    transcript, requests = await play([says(content="hm"), says(content="hm"), says(("submit", "{}"))], max_turns=3)
+    transcript, requests = await play(
+        [says(content="hm"), says(content="hm"), says(("submit", "{}"))], max_turns=3
+    )
     assert not transcript.finished and len(requests) == 2
-    assert [message["content"] for message in transcript.messages] == ["fix area", "hm", NUDGE, "hm", NUDGE]
+    assert [message["content"] for message in transcript.messages] == [
+        "fix area",
+        "hm",
+        NUDGE,
+        "hm",
+        NUDGE,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -152,7 +188,9 @@ async def test_two_answers_in_a_row_without_a_call_end_the_session() -> None:
         (("test", '{"x": 1}'), "error: test takes ()"),
     ],
 )
-async def test_a_wrong_call_is_answered_and_changes_nothing(call: tuple[str, str], content: str) -> None:
+async def test_a_wrong_call_is_answered_and_changes_nothing(
+    call: tuple[str, str], content: str
+) -> None:
     sandbox = FakeSandbox(TASK.files)
     transcript, _ = await play([says(call), says(("submit", "{}"))], sandbox)
     assert transcript.messages[2]["content"] == content and sandbox.files == TASK.files
@@ -160,7 +198,7 @@ async def test_a_wrong_call_is_answered_and_changes_nothing(call: tuple[str, str
 
 async def test_out_of_time_keeps_what_was_said() -> None:
     class Slow(FakeSandbox):
-        async def run(self, argv: Any, *, timeout_s: float, stdin: str = "") -> Ran:
+        async def run(self, argv: Any, *, timeout_s: float, stdin: str = "") -> CommandResult:
             await asyncio.Event().wait()
             raise AssertionError
 
@@ -171,7 +209,7 @@ async def test_out_of_time_keeps_what_was_said() -> None:
 
 async def test_a_sandbox_that_breaks_is_a_failed_rollout() -> None:
     class Broken(FakeSandbox):
-        async def run(self, argv: Any, *, timeout_s: float, stdin: str = "") -> Ran:
+        async def run(self, argv: Any, *, timeout_s: float, stdin: str = "") -> CommandResult:
             raise RolloutFailure("sandbox: gone")
 
     with pytest.raises(RolloutFailure, match="gone"):
@@ -191,15 +229,18 @@ async def test_an_http_error_is_a_failed_rollout_with_status_and_body() -> None:
 @pytest.mark.parametrize(
     ("ran", "line"),
     [
-        (Ran(0, "ok\n"), "ok"),
-        (Ran(0, ""), "ok"),
-        (Ran(1, "noise\narea(3, 4) -> 7, not 12\n"), "area(3, 4) -> 7, not 12"),
-        (Ran(1, "Traceback (most recent call last):\n  File\nNameError: x\n"), "error: NameError: x"),
-        (Ran(-9, ""), "error: exit -9"),
-        (Ran(None, "noise"), "timeout"),
+        (CommandResult(0, "ok\n"), "ok"),
+        (CommandResult(0, ""), "ok"),
+        (CommandResult(1, "noise\narea(3, 4) -> 7, not 12\n"), "area(3, 4) -> 7, not 12"),
+        (
+            CommandResult(1, "Traceback (most recent call last):\n  File\nNameError: x\n"),
+            "error: NameError: x",
+        ),
+        (CommandResult(-9, ""), "error: exit -9"),
+        (CommandResult(None, "noise"), "timeout"),
     ],
 )
-def test_report_is_one_line(ran: Ran, line: str) -> None:
+def test_report_is_one_line(ran: CommandResult, line: str) -> None:
     assert report(ran) == line
 
 
@@ -230,7 +271,7 @@ def test_schemas_are_in_order_and_small() -> None:
 
 async def test_someone_elses_timeout_is_not_the_end_of_the_session() -> None:
     class Late(FakeSandbox):
-        async def run(self, argv: Any, *, timeout_s: float, stdin: str = "") -> Ran:
+        async def run(self, argv: Any, *, timeout_s: float, stdin: str = "") -> CommandResult:
             raise TimeoutError("of the sandbox")
 
     with pytest.raises(TimeoutError):

@@ -11,15 +11,18 @@ import pytest
 from aiohttp import web
 
 from etude.core.errors import RolloutFailure
-from etude.core.seams import Ran
+from etude.core.protocols import CommandResult
 from etude.harness.agent import NUDGE, CodingAgent, gave_up
 from etude.harness.tools import Tools
-from etude.worlds.fake import FakeSandbox
+from etude.sandbox.fake import FakeSandbox
 from tests.harness.test_agent import TASK, model, says
 
 
 async def test_settings_reach_the_model() -> None:
-    async with model(lambda request: says(("submit", "{}"))) as (url, requests), aiohttp.ClientSession() as session:
+    async with (
+        model(lambda request: says(("submit", "{}"))) as (url, requests),
+        aiohttp.ClientSession() as session,
+    ):
         agent = CodingAgent(session, max_turns=1, max_tokens=9, timeout_s=60.0, temperature=0.25)
         await agent.run(TASK, FakeSandbox(TASK.files), base_url=url, seed=1)
     assert (requests[0]["temperature"], requests[0]["max_tokens"]) == (0.25, 9)
@@ -27,9 +30,15 @@ async def test_settings_reach_the_model() -> None:
 
 @pytest.mark.parametrize(
     ("status", "text", "ends"),
-    [(400, "context_length_exceeded", True), (400, "bad request", False), (503, "context_length_exceeded", False)],
+    [
+        (400, "context_length_exceeded", True),
+        (400, "bad request", False),
+        (503, "context_length_exceeded", False),
+    ],
 )
-async def test_a_session_that_fills_the_context_ends_as_it_stands(status: int, text: str, ends: bool) -> None:
+async def test_a_session_that_fills_the_context_ends_as_it_stands(
+    status: int, text: str, ends: bool
+) -> None:
     answers = iter([says(("test", "{}")), web.Response(status=status, text=text)])
     async with model(lambda request: next(answers)) as (url, _), aiohttp.ClientSession() as session:
         agent = CodingAgent(session, max_turns=9, max_tokens=9, timeout_s=60.0)
@@ -64,9 +73,11 @@ async def test_the_visible_tests_have_their_time() -> None:
     told: list[tuple[Sequence[str], float]] = []
 
     class Noting(FakeSandbox):
-        async def run(self, argv: Sequence[str], *, timeout_s: float, stdin: str = "") -> Ran:
+        async def run(
+            self, argv: Sequence[str], *, timeout_s: float, stdin: str = ""
+        ) -> CommandResult:
             told.append((argv, timeout_s))
-            return Ran(None, "")
+            return CommandResult(None, "")
 
     box = Noting(TASK.files)
     assert await Tools(TASK, box).call("test", {}) == "timeout"
@@ -76,7 +87,15 @@ async def test_the_visible_tests_have_their_time() -> None:
 
 @pytest.mark.parametrize(
     ("contents", "expected"),
-    [((NUDGE, "so", NUDGE), True), ((NUDGE,), False), ((NUDGE, "so", "ok"), False), (("ok", NUDGE), False)],
+    [
+        ((NUDGE, "so", NUDGE), True),
+        ((NUDGE,), False),
+        ((NUDGE, "so", "ok"), False),
+        (("ok", NUDGE), False),
+    ],
 )
 def test_one_reminder_is_enough(contents: tuple[str, ...], expected: bool) -> None:
-    assert gave_up([{"role": "user", "content": text} for text in ("go", "what", *contents)]) == expected
+    assert (
+        gave_up([{"role": "user", "content": text} for text in ("go", "what", *contents)])
+        == expected
+    )

@@ -1,6 +1,8 @@
-"""Chat templates render the bytes that `transformers` renders, and directories are read as it writes them.
+"""Chat templates render the bytes that `transformers` renders, and directories are read as it
+writes them.
 
-The templates were written for this test, in the manner of the families: what each of them leans on differs.
+The templates were written for this test, in the manner of the families: what each of them leans on
+differs.
 """
 
 from __future__ import annotations
@@ -14,8 +16,8 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from etude.core.errors import EtudeError
-from etude.model.directory import read_small
-from etude.model.fresh import tokenizer_files
+from etude.model.directory import read_model_files
+from etude.model.from_scratch import tokenizer_files
 from etude.model.tokenizer import ChatTokenizer
 
 FILES = tokenizer_files(["def area(a, b):\n    return a * b\n"] * 3, 320)
@@ -27,7 +29,7 @@ TEMPLATES = {
 {% if loop.first and message['role'] != 'system' %}{{ '<|im_start|>system\\nBe brief.<|im_end|>\\n' }}{% endif %}
 {{- '<|im_start|>' + message['role'] + '\\n' + (message['content'] or '') + '<|im_end|>' + '\\n' }}
 {%- endfor %}
-{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}""",
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}""",  # noqa: E501
     # Tools as JSON within the system turn, calls and answers between tags. (Qwen2.5, Hermes)
     "tools": """\
 {%- if tools %}
@@ -59,7 +61,7 @@ TEMPLATES = {
         {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}
     {%- endif %}
 {%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}""",
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}""",  # noqa: E501
     # A namespace that is carried through a loop backwards, with a way out of it. (Qwen3)
     "namespace": """\
 {%- set ns = namespace(last=0, found=false) %}
@@ -72,7 +74,7 @@ TEMPLATES = {
     {%- if loop.index0 < ns.last and message.role == 'tool' %}{%- continue %}{%- endif %}
     {{- message.role | upper ~ '|' ~ (message.content if message.content is string else '')|trim ~ eos_token }}
 {%- endfor %}
-{{- ns.found ~ (tools | default([], true) | length) }}""",
+{{- ns.found ~ (tools | default([], true) | length) }}""",  # noqa: E501
     # The first token written by the template, the date, JSON over several lines. (Llama 3)
     "header": """\
 {{- bos_token }}
@@ -83,11 +85,12 @@ TEMPLATES = {
 {%- if message.role == 'ipython' %}{{- raise_exception('no') }}{%- endif %}
 {%- generation %}{{- '<|' + message.role + '|>' + (message.content or '') | trim + '<|eot|>' }}{%- endgeneration %}
 {%- endfor %}
-{%- if add_generation_prompt %}{{- '<|assistant|>\\n' }}{%- endif %}""",
+{%- if add_generation_prompt %}{{- '<|assistant|>\\n' }}{%- endif %}""",  # noqa: E501
 }
 
 CALLS_AS_TEXT = {
-    # Arguments are put between texts with `+`, and a message calls if its content is none. (DeepSeek V3, R1)
+    # Arguments are put between texts with `+`, and a message calls if its content is none.
+    # (DeepSeek V3, R1)
     "none": """\
 {%- set ns = namespace(is_first=true, is_tool=false) -%}
 {{ bos_token }}
@@ -114,7 +117,7 @@ CALLS_AS_TEXT = {
 {%- endif %}
 {%- endfor -%}
 {%- if ns.is_tool %}{{ '<｜outputs end｜>' }}{%- endif %}
-{%- if add_generation_prompt and not ns.is_tool %}{{ '<｜Assistant｜>' }}{%- endif %}""",
+{%- if add_generation_prompt and not ns.is_tool %}{{ '<｜Assistant｜>' }}{%- endif %}""",  # noqa: E501
     # The same, but a message calls if it has calls, and may say something too. (DeepSeek V3.1)
     "beside": """\
 {{- bos_token }}
@@ -130,12 +133,12 @@ CALLS_AS_TEXT = {
 {%- elif message['role'] == 'tool' %}{{ '<｜output｜>' + message['content'] + '<｜output end｜>' }}
 {%- endif %}
 {%- endfor -%}
-{%- if add_generation_prompt %}{{ '<｜Assistant｜></think>' }}{%- endif %}""",
+{%- if add_generation_prompt %}{{ '<｜Assistant｜></think>' }}{%- endif %}""",  # noqa: E501
     # Without `+`: an object would be shown as Python writes it.
     "printed": """\
 {%- for message in messages %}{{ message.role }}:{{ message.content or '' }}
 {%- for call in message.tool_calls or [] %}[{{ call.function.name }} {{ call.function.arguments }}]{%- endfor %}
-{%- endfor %}""",
+{%- endfor %}""",  # noqa: E501
 }
 
 TOOLS = [
@@ -144,10 +147,16 @@ TOOLS = [
         "function": {
             "name": "edit",
             "description": "Writes <text> & more; schön",
-            "parameters": {"type": "object", "properties": {"line": {"type": "integer"}, "text": {"type": "string"}}},
+            "parameters": {
+                "type": "object",
+                "properties": {"line": {"type": "integer"}, "text": {"type": "string"}},
+            },
         },
     },
-    {"type": "function", "function": {"name": "test", "parameters": {"type": "object", "properties": {}}}},
+    {
+        "type": "function",
+        "function": {"name": "test", "parameters": {"type": "object", "properties": {}}},
+    },
 ]
 
 
@@ -158,10 +167,17 @@ def call(name: str, **arguments: Any) -> dict[str, Any]:
 CHATS: dict[str, list[dict[str, Any]]] = {
     "plain": [{"role": "user", "content": "Grüße <b>&amp;</b> 'x' \"y\" 日本"}],
     "system": [{"role": "system", "content": " S "}, {"role": "user", "content": "a\n"}],
-    "turns": [{"role": r, "content": f"{r} {{{{ {n} }}}}"} for n, r in enumerate(["user", "assistant", "user"])],
+    "turns": [
+        {"role": r, "content": f"{r} {{{{ {n} }}}}"}
+        for n, r in enumerate(["user", "assistant", "user"])
+    ],
     "calls": [
         {"role": "user", "content": "fix"},
-        {"role": "assistant", "content": "", "tool_calls": [call("edit", line=3, text='é "<q>"\n'), call("test")]},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [call("edit", line=3, text='é "<q>"\n'), call("test")],
+        },
         {"role": "tool", "content": "ok"},
         {"role": "tool", "content": "1 passed"},
         {"role": "assistant", "content": "done"},
@@ -198,10 +214,12 @@ def test_templates_render_the_same_bytes(template: str, where: str, tmp_path: Pa
     if where != "jinja":
         (tmp_path / "chat_template.jinja").unlink()
         config = json.loads((tmp_path / "tokenizer_config.json").read_text())
-        named = [{"name": n, "template": t} for n, t in (("rag", "no"), ("default", TEMPLATES[template]))]
+        named = [
+            {"name": n, "template": t} for n, t in (("rag", "no"), ("default", TEMPLATES[template]))
+        ]
         config["chat_template"] = TEMPLATES[template] if where == "config" else named
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    tokenizer = ChatTokenizer(read_small(tmp_path))
+    tokenizer = ChatTokenizer(read_model_files(tmp_path))
     for messages in CHATS.values():
         for tools in (TOOLS, []):
             for answer in (True, False):
@@ -215,14 +233,22 @@ def test_templates_render_the_same_bytes(template: str, where: str, tmp_path: Pa
 def test_templates_that_want_arguments_as_text_get_them(template: str) -> None:
     """As transformers renders messages in which they are text, and null is null."""
     special = json.dumps({"bos_token": "<|user|>", "eos_token": "<|end|>"}).encode()
-    files = {"chat_template.jinja": CALLS_AS_TEXT[template].encode(), "tokenizer_config.json": special}
+    files = {
+        "chat_template.jinja": CALLS_AS_TEXT[template].encode(),
+        "tokenizer_config.json": special,
+    }
     tokenizer, reference = ChatTokenizer(FILES | files), theirs(CALLS_AS_TEXT[template])
     for sent in (as_on_the_wire(CHATS["calls"]), CHATS["turns"]):
         for answer in (True, False):
-            expected = reference.apply_chat_template(sent, tokenize=False, add_generation_prompt=answer)
+            expected = reference.apply_chat_template(
+                sent, tokenize=False, add_generation_prompt=answer
+            )
             assert tokenizer.render(sent, answer=answer) == expected
             # A recorder leaves out what is null.
-            short = [{key: value for key, value in message.items() if value is not None} for message in sent]
+            short = [
+                {key: value for key, value in message.items() if value is not None}
+                for message in sent
+            ]
             assert tokenizer.render(short, answer=answer) == expected
     assert '{"line": 3, "text": "é \\"<q>\\"\\n"}' in tokenizer.render(CHATS["calls"])
 
@@ -237,12 +263,22 @@ def test_arguments_stay_as_they_were_written() -> None:
 def test_tokens_are_those_of_transformers(tmp_path: Path) -> None:
     reference = theirs(TEMPLATES["marks"])
     reference.save_pretrained(tmp_path)
-    reference, tokenizer = AutoTokenizer.from_pretrained(tmp_path), ChatTokenizer(read_small(tmp_path))
-    for text in ("def area(a):\n\treturn a", "<|user|>hi<|end|>", "  5 77x", "Grüße 日本 🙂", "", "\x00\r\n"):
+    reference, tokenizer = (
+        AutoTokenizer.from_pretrained(tmp_path),
+        ChatTokenizer(read_model_files(tmp_path)),
+    )
+    for text in (
+        "def area(a):\n\treturn a",
+        "<|user|>hi<|end|>",
+        "  5 77x",
+        "Grüße 日本 🙂",
+        "",
+        "\x00\r\n",
+    ):
         ids = reference(text, add_special_tokens=False).input_ids
         assert tokenizer.encode(text) == ids
         assert tokenizer.decode(ids) == reference.decode(ids)
-    assert (tokenizer.eos, tokenizer.eos_text) == (reference.eos_token_id, "<|end|>")
+    assert (tokenizer.eos_token_id, tokenizer.eos_token) == (reference.eos_token_id, "<|end|>")
 
 
 @pytest.mark.parametrize(
@@ -254,7 +290,11 @@ def test_tokens_are_those_of_transformers(tmp_path: Path) -> None:
         ("tokenizer_config.json", b"{", r"tokenizer_config.json is no JSON"),
         ("tokenizer_config.json", b"[]", r"tokenizer_config.json is no JSON object"),
         ("tokenizer_config.json", b"{}", r"eos_token '' is not in the vocabulary"),
-        ("tokenizer_config.json", b'{"eos_token": "<|end|>", "tool_syntax": "xml"}', r"tool_syntax is 'xml'"),
+        (
+            "tokenizer_config.json",
+            b'{"eos_token": "<|end|>", "tool_syntax": "xml"}',
+            r"tool_syntax is 'xml'",
+        ),
         ("chat_template.jinja", b"{% if %}", r"chat template cannot be read"),
     ],
 )
@@ -272,7 +312,9 @@ def test_a_model_without_a_template_still_reads_text() -> None:
 
 
 def test_a_template_says_what_it_does_not_take() -> None:
-    refusing = ChatTokenizer(FILES | {"chat_template.jinja": b"{{ raise_exception('only one user at a time') }}"})
+    refusing = ChatTokenizer(
+        FILES | {"chat_template.jinja": b"{{ raise_exception('only one user at a time') }}"}
+    )
     with pytest.raises(ValueError, match="only one user at a time"):
         refusing.render([])
     escaping = ChatTokenizer(FILES | {"chat_template.jinja": b"{{ messages.__class__.__mro__ }}"})

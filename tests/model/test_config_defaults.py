@@ -1,4 +1,5 @@
-"""A key that config.json leaves out means what it means to `transformers`, or is asked for by its name."""
+"""A key that config.json leaves out means what it means to `transformers`, or is asked for by its
+name."""
 
 from __future__ import annotations
 
@@ -10,14 +11,14 @@ import pytest
 import torch
 import transformers
 
+from etude.commands.serve import load
 from etude.core.errors import EtudeError
-from etude.model.attention import Causal
+from etude.model.attention import CausalAttention
 from etude.model.config import ModelConfig
-from etude.model.files import build, read_directory, weights, write_directory
-from etude.model.transformer import fresh
-from etude.run.prepare import given_files
-from etude.run.serve import load
-from etude.train.start import starting_model
+from etude.model.files import build_model, hf_state_dict, read_directory, write_directory
+from etude.model.transformer import init_from_scratch
+from etude.train.start import initial_model
+from etude.trainer.prepare import pretrained_files
 from tests.model.test_families import EXPERTS, LATENT, LLAMA3, MODELS, SHAPE, SMALL, YARN
 from tests.small_model import small_files
 
@@ -26,22 +27,44 @@ ROPE = ("rope_scaling", "rope_parameters")
 WHOLE: dict[str, dict[str, Any]] = {
     **MODELS,
     "llama all of yarn": {
-        "rope_scaling": YARN | {"beta_fast": 16, "beta_slow": 2, "attention_factor": 1.5, "truncate": False}
+        "rope_scaling": YARN
+        | {"beta_fast": 16, "beta_slow": 2, "attention_factor": 1.5, "truncate": False}
     },
     "llama some of yarn": {"rope_scaling": YARN | {"mscale": 0.5, "mscale_all_dim": 0.7}},
-    "qwen2 others of llama3": {"rope_scaling": LLAMA3 | {"low_freq_factor": 2.0, "high_freq_factor": 8.0}},
+    "qwen2 others of llama3": {
+        "rope_scaling": LLAMA3 | {"low_freq_factor": 2.0, "high_freq_factor": 8.0}
+    },
     "qwen3 linear": {"rope_scaling": LINEAR, "head_dim": 16},
     "kimi_k2": MODELS["deepseek_v3"],
     "kimi_k2 otherwise": {
-        **EXPERTS, **LATENT, "q_lora_rank": None, "n_group": 2, "topk_group": 1, "n_shared_experts": 3,
-        "norm_topk_prob": False, "rope_interleave": False,
+        **EXPERTS,
+        **LATENT,
+        "q_lora_rank": None,
+        "n_group": 2,
+        "topk_group": 1,
+        "n_shared_experts": 3,
+        "norm_topk_prob": False,
+        "rope_interleave": False,
     },
-}  # fmt: skip
+}
 MUST_BE_SAID = {
-    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *(
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+    ),
     *("intermediate_size", "max_position_embeddings", "num_experts_per_tok"),
     *("num_experts", "num_local_experts", "n_routed_experts"),
-    *("moe_intermediate_size", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    *(
+        "moe_intermediate_size",
+        "kv_lora_rank",
+        "q_lora_rank",
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
+        "v_head_dim",
+    ),
     *("factor", "low_freq_factor", "high_freq_factor"),
 }
 """Sizes, and what a stretched rope cannot be without. Nothing else may be asked for."""
@@ -69,7 +92,9 @@ def theirs(said: dict[str, Any]) -> dict[str, Any]:
     """With every key that transformers fills in."""
     model_type = said["model_type"]
     known = "deepseek_v3" if model_type == "kimi_k2" else model_type
-    rest = {key: value for key, value in json.loads(json.dumps(said)).items() if key != "model_type"}
+    rest = {
+        key: value for key, value in json.loads(json.dumps(said)).items() if key != "model_type"
+    }
     completed: dict[str, Any] = transformers.AutoConfig.for_model(known, **rest).to_dict()
     return completed | {"model_type": model_type}
 
@@ -82,7 +107,9 @@ def keys_read(said: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> set[str]
     monkeypatch.setattr(Noting, "seen", set())
     read = json.loads
     with monkeypatch.context() as patched:
-        patched.setattr("etude.model.config.json.loads", lambda text: read(text, object_hook=Noting))
+        patched.setattr(
+            "etude.model.config.json.loads", lambda text: read(text, object_hook=Noting)
+        )
         ModelConfig.from_json(json.dumps(said))
     return Noting.seen - {"model_type"}
 
@@ -116,7 +143,12 @@ def test_a_key_that_is_left_out_means_what_it_means_to_transformers(
 
 @pytest.mark.parametrize(
     ("model_type", "key"),
-    [("deepseek_v3", "norm_topk_prob"), ("deepseek_v3", "n_group"), ("llama", "rms_norm_eps"), ("llama", "rope_theta")],
+    [
+        ("deepseek_v3", "norm_topk_prob"),
+        ("deepseek_v3", "n_group"),
+        ("llama", "rms_norm_eps"),
+        ("llama", "rope_theta"),
+    ],
 )
 def test_null_is_no_value(model_type: str, key: str) -> None:
     with pytest.raises(ValueError, match=rf"config\.json: {key} is null"):
@@ -143,24 +175,32 @@ def test_experts_come_in_whole_groups() -> None:
         ["rope_interleave"],
     ],
 )
-def test_deepseek_without_a_key_gives_the_logits_of_transformers(dropped: list[str], tmp_path: Path) -> None:
+def test_deepseek_without_a_key_gives_the_logits_of_transformers(
+    dropped: list[str], tmp_path: Path
+) -> None:
     """16 experts, so that there are as many in each of 8 groups as a router looks at."""
     said = {**SHAPE, **EXPERTS, **LATENT, "q_lora_rank": 20, "n_routed_experts": 16}
-    config = transformers.DeepseekV3Config(**{key: value for key, value in said.items() if key not in dropped})
-    reference = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    config = transformers.DeepseekV3Config(
+        **{key: value for key, value in said.items() if key not in dropped}
+    )
+    reference = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager"
+    ).eval()
     generator = torch.Generator().manual_seed(0)
     for tensor in reference.state_dict().values():
         tensor.normal_(0.0, 0.3, generator=generator)
     reference.save_pretrained(tmp_path)
     shape = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in shape.items() if k not in dropped}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({k: v for k, v in shape.items() if k not in dropped})
+    )
     for name, data in SMALL.items():
         (tmp_path / name).write_bytes(data)
-    model = build(*read_directory(tmp_path)).requires_grad_(False)
+    model = build_model(*read_directory(tmp_path)).requires_grad_(False)
     tokens_BT = torch.randint(97, (2, 20), generator=generator)
     with torch.no_grad():
         expected = reference(tokens_BT).logits
-    logits = model.logits(model(tokens_BT, torch.arange(20).expand(2, 20), Causal()))
+    logits = model.logits(model(tokens_BT, torch.arange(20).expand(2, 20), CausalAttention()))
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
@@ -174,12 +214,18 @@ def test_a_model_of_dense_layers_only_comes_back() -> None:
         assert ModelConfig.from_json(config.to_json()) == config
 
 
-def test_yarn_without_a_factor_is_stretched_by_the_context_that_the_model_was_made_for(tmp_path: Path) -> None:
+def test_yarn_without_a_factor_is_stretched_by_the_context_that_the_model_was_made_for(
+    tmp_path: Path,
+) -> None:
     """A run that cuts the context changes no angle."""
     yarn = YARN | {"factor": None}
     said = SHAPE | {"model_type": "llama", "rope_scaling": yarn}
-    write_directory(tmp_path, SMALL | {"config.json": json.dumps(said).encode()}, weights(fresh(ours(said), 0)))
-    cut = ModelConfig.from_json(given_files(str(tmp_path), 64)["config.json"])
+    write_directory(
+        tmp_path,
+        SMALL | {"config.json": json.dumps(said).encode()},
+        hf_state_dict(init_from_scratch(ours(said), 0)),
+    )
+    cut = ModelConfig.from_json(pretrained_files(str(tmp_path), 64)["config.json"])
     assert cut.max_position_embeddings == 64
     assert cut.rope_scaling == ours(said).rope_scaling
     assert cut.rope_scaling is not None and cut.rope_scaling.factor == 128 / 32
@@ -188,7 +234,7 @@ def test_yarn_without_a_factor_is_stretched_by_the_context_that_the_model_was_ma
 @pytest.mark.parametrize("key", ["max_position_embeddings", "hidden_size"])
 def test_whoever_loads_a_model_is_told_which_key_is_missing(key: str, tmp_path: Path) -> None:
     files = small_files()
-    tensors = weights(fresh(ModelConfig.from_json(files["config.json"]), 0))
+    tensors = hf_state_dict(init_from_scratch(ModelConfig.from_json(files["config.json"]), 0))
     said = json.loads(files["config.json"])
     del said[key]
     incomplete = json.dumps(said).encode()
@@ -196,4 +242,4 @@ def test_whoever_loads_a_model_is_told_which_key_is_missing(key: str, tmp_path: 
     with pytest.raises(EtudeError, match=f"{key} is missing"):
         load(tmp_path, None, torch.device("cpu"))
     with pytest.raises(EtudeError, match=f"{key} is missing"):
-        starting_model(tmp_path, incomplete, 0)
+        initial_model(tmp_path, incomplete, 0)

@@ -12,10 +12,16 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
-from etude.model.attention import Causal, KVCache, Paged
-from etude.model.files import build, named, read_directory, weights, write_directory
-from etude.model.fresh import tokenizer_files
-from etude.model.transformer import ModelConfig, Routing, Transformer, fresh
+from etude.model.attention import CausalAttention, KVCache, PagedAttention
+from etude.model.files import (
+    build_model,
+    hf_state_dict,
+    hf_tensors,
+    read_directory,
+    write_directory,
+)
+from etude.model.from_scratch import tokenizer_files
+from etude.model.transformer import ModelConfig, Routing, Transformer, init_from_scratch
 
 SHAPE = {
     "vocab_size": 97,
@@ -58,12 +64,22 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe some": {**EXPERTS, "head_dim": 8, "num_experts": 4, "mlp_only_layers": [1]},
     "deepseek_v3": {**EXPERTS, **LATENT, "q_lora_rank": 20},
     "deepseek_v3 yarn": {
-        **EXPERTS, **LATENT, "q_lora_rank": None,
-        "rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7, "beta_fast": 32, "beta_slow": 1},
+        **EXPERTS,
+        **LATENT,
+        "q_lora_rank": None,
+        "rope_scaling": YARN
+        | {"mscale": 1.0, "mscale_all_dim": 0.7, "beta_fast": 32, "beta_slow": 1},
     },
-    "deepseek_v3 one group": {**EXPERTS, **LATENT, "q_lora_rank": 20, "n_group": 1, "topk_group": 1,
-                              "rope_interleave": False, "norm_topk_prob": False},
-}  # fmt: skip
+    "deepseek_v3 one group": {
+        **EXPERTS,
+        **LATENT,
+        "q_lora_rank": 20,
+        "n_group": 1,
+        "topk_group": 1,
+        "rope_interleave": False,
+        "norm_topk_prob": False,
+    },
+}
 
 
 @pytest.fixture(params=MODELS, scope="module")
@@ -71,7 +87,9 @@ def theirs(request: pytest.FixtureRequest) -> Any:
     """A model of transformers with weights that matter: none is left at a value that hides it."""
     family = request.param.split()[0]
     config = transformers.AutoConfig.for_model(family, **SHAPE | MODELS[request.param])
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager"
+    ).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
@@ -81,7 +99,8 @@ def theirs(request: pytest.FixtureRequest) -> Any:
 
 
 def save_in_bf16(model: Any, path: Path, **options: Any) -> None:
-    """As models are shipped: parameters rounded, tables and the bias of routers not. The model goes on with these."""
+    """As models are shipped: parameters rounded, tables and the bias of routers not. The model goes
+    on with these."""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model.to(torch.bfloat16)
     for name, buffer in buffers.items():
@@ -94,7 +113,7 @@ def save_in_bf16(model: Any, path: Path, **options: Any) -> None:
 def ours_from(path: Path) -> Transformer:
     for name, data in SMALL.items():
         (path / name).write_bytes(data)
-    return build(*read_directory(path)).requires_grad_(False)
+    return build_model(*read_directory(path)).requires_grad_(False)
 
 
 def tokens(rows: int = 2, length: int = 40) -> Tensor:
@@ -106,9 +125,10 @@ def through_the_cache(model: Transformer, tokens_T: Tensor, steps: list[int]) ->
     cache, blocks = KVCache(model.config, 9, 8, like=model.rope), torch.tensor([5, 2, 8, 1, 7])
     positions, parts = torch.arange(len(tokens_T)), []
     for new, place in zip(tokens_T.split(steps), positions.split(steps), strict=True):
-        attend = Paged(
-            cache, slots_N=(blocks[place // 8] * 8 + place % 8).numpy(), starts=[0], lengths=[int(place[-1]) + 1],
-            blocks_BM=blocks[None].numpy(), ids=[0], num_single=int(len(new) == 1),
+        attend = PagedAttention(
+            cache, slot_mapping_N=(blocks[place // 8] * 8 + place % 8).numpy(), starts=[0],
+            lengths=[int(place[-1]) + 1], block_table_BM=blocks[None].numpy(), ids=[0],
+            num_decode=int(len(new) == 1),
         )  # fmt: skip
         parts.append(model(new, place, attend))
     return model.logits(torch.cat(parts))
@@ -121,7 +141,9 @@ def test_logits_are_those_of_transformers(theirs: Any, tmp_path: Path) -> None:
         expected = theirs(tokens_BT).logits
     assert expected.std() > 0.3
     positions = torch.arange(40).expand(2, 40)
-    torch.testing.assert_close(model.logits(model(tokens_BT, positions, Causal())), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        model.logits(model(tokens_BT, positions, CausalAttention())), expected, atol=1e-4, rtol=1e-4
+    )
     cached = through_the_cache(model, tokens_BT[0], [9, 1, 1, 20, 1, 8])
     torch.testing.assert_close(cached, expected[0], atol=1e-4, rtol=1e-4)
 
@@ -131,14 +153,29 @@ def test_weights_go_there_and_back_bit_for_bit(theirs: Any, tmp_path: Path) -> N
     assert (tmp_path / "theirs" / "model.safetensors.index.json").is_file()
     model = ours_from(tmp_path / "theirs")
     small, given = read_directory(tmp_path / "theirs")
-    write_directory(tmp_path / "ours", small | {"config.json": model.config.to_json().encode()}, weights(model), 40_000)
+    write_directory(
+        tmp_path / "ours",
+        small | {"config.json": model.config.to_json().encode()},
+        hf_state_dict(model),
+        40_000,
+    )
     assert not (tmp_path / "ours" / "model.safetensors").exists()
-    mine = {n: t for file in (tmp_path / "ours").glob("*.safetensors") for n, t in load_file(file).items()}
+    mine = {
+        n: t
+        for file in (tmp_path / "ours").glob("*.safetensors")
+        for n, t in load_file(file).items()
+    }
     assert mine.keys() == given.keys()
-    assert all(torch.equal(mine[name], tensor) and mine[name].dtype == tensor.dtype for name, tensor in given.items())
+    assert all(
+        torch.equal(mine[name], tensor) and mine[name].dtype == tensor.dtype
+        for name, tensor in given.items()
+    )
 
     again, info = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "ours", dtype=torch.float32, output_loading_info=True, attn_implementation="eager"
+        tmp_path / "ours",
+        dtype=torch.float32,
+        output_loading_info=True,
+        attn_implementation="eager",
     )
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     before, after = theirs.state_dict(), again.state_dict()
@@ -157,7 +194,7 @@ def test_the_config_comes_back(theirs: Any) -> None:
 
 def moe(model_type: str = "deepseek_v3") -> Transformer:
     shape = json.dumps(SHAPE | MODELS[model_type] | {"model_type": model_type})
-    return fresh(ModelConfig.from_json(shape), seed=0)
+    return init_from_scratch(ModelConfig.from_json(shape), seed=0)
 
 
 @pytest.mark.parametrize("model_type", ["deepseek_v3", "qwen3_moe"])
@@ -165,12 +202,12 @@ def test_replayed_experts_are_used(model_type: str) -> None:
     model, tokens_BT, positions = moe(model_type), tokens(), torch.arange(40).expand(2, 40)
 
     def run(routing: Routing | None) -> Tensor:
-        return model(tokens_BT, positions, Causal(), routing).detach()
+        return model(tokens_BT, positions, CausalAttention(), routing).detach()
 
     own = Routing()
     plain = run(own)
     layers = len(model.config.experts.layers)  # type: ignore[union-attr]
-    ids = own.used().unflatten(0, (2, 40))
+    ids = own.chosen().unflatten(0, (2, 40))
     assert ids.shape == (2, 40, layers, 2)
     assert torch.equal(run(None), plain)
     assert torch.equal(run(Routing(ids.to(torch.uint8))), plain)
@@ -180,7 +217,7 @@ def test_replayed_experts_are_used(model_type: str) -> None:
     other[:, 20] = (other[:, 20] + 1) % 6
     replay = Routing(other.short())
     changed = run(replay)
-    assert torch.equal(replay.used().view(ids.shape), other)
+    assert torch.equal(replay.chosen().view(ids.shape), other)
     assert torch.equal(changed[:, :20], plain[:, :20])
     assert not torch.isclose(changed[:, 20], plain[:, 20]).all()
 
@@ -188,8 +225,12 @@ def test_replayed_experts_are_used(model_type: str) -> None:
 def test_only_the_experts_that_were_used_learn_and_the_router_always_does() -> None:
     model = moe()
     ids = torch.tensor([1, 4]).expand(1, 5, 2, 2)
-    model(tokens(1, 5), torch.arange(5)[None], Causal(), Routing(ids)).square().sum().backward()
-    gradients = named(model, {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    model(
+        tokens(1, 5), torch.arange(5)[None], CausalAttention(), Routing(ids)
+    ).square().sum().backward()
+    gradients = hf_tensors(
+        model, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    )
     assert gradients["model.layers.1.mlp.gate.weight"].any()
     assert gradients["model.layers.1.mlp.shared_experts.up_proj.weight"].any()
     for expert in range(8):
@@ -201,30 +242,30 @@ def test_only_the_experts_that_were_used_learn_and_the_router_always_does() -> N
 def test_tokens_do_not_depend_on_whom_they_share_experts_with() -> None:
     model = moe("qwen3_moe").requires_grad_(False)
     rows, positions = tokens(4, 16), torch.arange(16)[None]
-    together = model(rows, positions.expand(4, 16), Causal())
-    alone = torch.cat([model(row[None], positions, Causal()) for row in rows])
+    together = model(rows, positions.expand(4, 16), CausalAttention())
+    alone = torch.cat([model(row[None], positions, CausalAttention()) for row in rows])
     torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
 
 
 def test_a_model_in_bf16_keeps_the_bias_of_its_router_whole() -> None:
     model = moe()
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
-    named(model)[name].normal_()
-    before = named(model)[name].clone()
+    hf_tensors(model)[name].normal_()
+    before = hf_tensors(model)[name].clone()
     model.to(torch.bfloat16)
-    assert torch.equal(named(model)[name], before)
-    assert torch.equal(weights(model)[name], before)
+    assert torch.equal(hf_tensors(model)[name], before)
+    assert torch.equal(hf_state_dict(model)[name], before)
     assert model.model.embed_tokens.weight.dtype == torch.bfloat16
 
 
 def test_bf16_stays_near_fp32(theirs: Any, tmp_path: Path) -> None:
     save_in_bf16(theirs, tmp_path)
     exact = ours_from(tmp_path)
-    rough = build(*read_directory(tmp_path), dtype=torch.bfloat16).requires_grad_(False)
+    rough = build_model(*read_directory(tmp_path), dtype=torch.bfloat16).requires_grad_(False)
     routing, positions = Routing(), torch.arange(40).expand(2, 40)
-    expected = exact.logits(exact(tokens(), positions, Causal(), routing))
-    replay = Routing(routing.used().unflatten(0, (2, 40))) if exact.config.experts else None
-    logits = rough.logits(rough(tokens(), positions, Causal(), replay))
+    expected = exact.logits(exact(tokens(), positions, CausalAttention(), routing))
+    replay = Routing(routing.chosen().unflatten(0, (2, 40))) if exact.config.experts else None
+    logits = rough.logits(rough(tokens(), positions, CausalAttention(), replay))
     assert logits.dtype == torch.float32
     assert (logits - expected).std() < 0.03 * expected.std()
 
@@ -244,13 +285,19 @@ def test_bf16_stays_near_fp32(theirs: Any, tmp_path: Path) -> None:
 )
 def test_what_would_be_computed_wrongly_is_refused(model_type: str, key: str, value: Any) -> None:
     said = SHAPE | MODELS.get(model_type, {}) | {"model_type": model_type, key: value}
-    with pytest.raises(ValueError, match=rf"config\.json: .*{'model_type' if model_type == 'gpt2' else ''}"):
+    with pytest.raises(
+        ValueError, match=rf"config\.json: .*{'model_type' if model_type == 'gpt2' else ''}"
+    ):
         ModelConfig.from_json(json.dumps(said))
 
 
 def test_tensors_that_files_carry_in_vain_are_left_out() -> None:
-    model = fresh(ModelConfig(**SHAPE), 0)  # type: ignore[arg-type]
-    small, tensors = {"config.json": model.config.to_json().encode()}, weights(model)
-    extra = ("lm_head.weight", "model.layers.3.eh_proj.weight", "model.layers.0.self_attn.rotary_emb.inv_freq")
-    again = build(small, tensors | {name: torch.ones(1) for name in extra})
-    assert weights(again).keys() == tensors.keys()
+    model = init_from_scratch(ModelConfig(**SHAPE), 0)  # type: ignore[arg-type]
+    small, tensors = {"config.json": model.config.to_json().encode()}, hf_state_dict(model)
+    extra = (
+        "lm_head.weight",
+        "model.layers.3.eh_proj.weight",
+        "model.layers.0.self_attn.rotary_emb.inv_freq",
+    )
+    again = build_model(small, tensors | {name: torch.ones(1) for name in extra})
+    assert hf_state_dict(again).keys() == tensors.keys()

@@ -15,17 +15,23 @@ from rich.console import Console
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
+from etude.commands.import_weights import import_model
 from etude.core.errors import EtudeError
-from etude.model.attention import Causal
-from etude.model.files import build, read_directory, weights
+from etude.model.attention import CausalAttention
+from etude.model.files import build_model, hf_state_dict, read_directory
 from etude.model.from_gguf import NAMES, convert
 from etude.model.tokenizer import ChatTokenizer
-from etude.model.transformer import ModelConfig, fresh
-from etude.run.importing import import_model
+from etude.model.transformer import ModelConfig, init_from_scratch
 
-TEXTS = ["def area(a, b):\n    return a * b  # 1234\n", "the end of 5 or 77 things", "don't  stop"] * 5
+TEXTS = [
+    "def area(a, b):\n    return a * b  # 1234\n",
+    "the end of 5 or 77 things",
+    "don't  stop",
+] * 5
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+)
 CONFIG = ModelConfig(
     vocab_size=320,
     hidden_size=64,
@@ -60,16 +66,22 @@ def tokenizer(pre: str) -> Tokenizer:
 
 
 def rotated(tensor: Tensor, head_dim: int) -> Tensor:
-    """The order in which llama.cpp keeps the rows of queries and keys of a `llama`: the halves of a head, in turns."""
+    """The order in which llama.cpp keeps the rows of queries and keys of a `llama`: the halves of a
+    head, in turns."""
     heads = tensor.view(-1, head_dim, *tensor.shape[1:])
     order = [row for pair in range(head_dim // 2) for row in (pair, pair + head_dim // 2)]
     return heads[:, order].reshape(tensor.shape)
 
 
-def write(path: Path, config: ModelConfig, pre: str = "smollm", quantised: bool = False, **change: Any) -> Any:
+def write(
+    path: Path, config: ModelConfig, pre: str = "smollm", quantised: bool = False, **change: Any
+) -> Any:
     """Writes the file, and returns what should come back: the tensors and the tokenizer."""
     made = tokenizer(pre)
-    vocabulary, merges = json.loads(made.to_str())["model"]["vocab"], json.loads(made.to_str())["model"]["merges"]
+    vocabulary, merges = (
+        json.loads(made.to_str())["model"]["vocab"],
+        json.loads(made.to_str())["model"]["merges"],
+    )
     size = made.get_vocab_size()
     config = replace(config, vocab_size=size)
     tokens = [made.id_to_token(number) for number in range(size)]
@@ -92,11 +104,13 @@ def write(path: Path, config: ModelConfig, pre: str = "smollm", quantised: bool 
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_chat_template(TEMPLATE)
-    expected = weights(fresh(config, 0), torch.float32)
+    expected = hf_state_dict(init_from_scratch(config, 0), torch.float32)
     theirs = {ours: name for name, ours in NAMES.items()}
     for name, tensor in expected.items():
         parts = name.split(".")
-        prefix, own = (f"blk.{parts[2]}.", parts[3:-1]) if parts[1] == "layers" else ("", parts[:-1])
+        prefix, own = (
+            (f"blk.{parts[2]}.", parts[3:-1]) if parts[1] == "layers" else ("", parts[:-1])
+        )
         values = tensor
         if config.model_type == "llama" and own[-1] in ("q_proj", "k_proj"):
             values = rotated(tensor, config.head_dim)
@@ -124,12 +138,17 @@ def test_a_file_becomes_the_model_that_it_was_made_from(family: str, tmp_path: P
     assert all(torch.equal(tensors[name], expected[name].to(torch.bfloat16)) for name in expected)
     config = ModelConfig.from_json(small["config.json"])
     assert config == replace(SMALL_MODELS[family], vocab_size=made.get_vocab_size())
-    build(small, tensors)
+    build_model(small, tensors)
     read = ChatTokenizer(small)
-    for text in (*TEXTS, "a  5 b   77x", "Grüße 日本\t\n\n x", "<|im_start|>user\n<tool_call>1 2<|im_end|>"):
+    for text in (
+        *TEXTS,
+        "a  5 b   77x",
+        "Grüße 日本\t\n\n x",
+        "<|im_start|>user\n<tool_call>1 2<|im_end|>",
+    ):
         assert read.encode(text) == made.encode(text, add_special_tokens=False).ids
         assert read.decode(read.encode(text)) == text
-    assert (read.eos, read.eos_text) == (2, "<|im_end|>")
+    assert (read.eos_token_id, read.eos_token) == (2, "<|im_end|>")
     assert read.render([{"role": "user", "content": "hi"}]) == "<|im_start|>user\nhi<|im_end|>\n"
 
 
@@ -150,10 +169,15 @@ def test_quantised_weights_stand_for_their_values(tmp_path: Path) -> None:
         ({"model": "t5"}, r"its tokenizer \(t5, smollm\) is not supported"),
         ({"pre": "poro-chat"}, r"its tokenizer \(gpt2, poro-chat\)"),
         ({"extra": "rope_freqs.weight"}, r"'rope_freqs.weight' is of no known use"),
-        ({"extra": "blk.7.attn_norm.weight"}, r"unknown \['model.layers.7.input_layernorm.weight'\]"),
+        (
+            {"extra": "blk.7.attn_norm.weight"},
+            r"unknown \['model.layers.7.input_layernorm.weight'\]",
+        ),
     ],
 )
-def test_what_cannot_be_imported_is_named(change: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_what_cannot_be_imported_is_named(
+    change: dict[str, Any], said: str, tmp_path: Path
+) -> None:
     write(tmp_path / "m.gguf", CONFIG, **change)
     with pytest.raises(EtudeError, match=said):
         import_model(tmp_path / "m.gguf", tmp_path / "m", Console(file=io.StringIO()))
@@ -183,21 +207,27 @@ def test_the_real_model_is_the_one_that_transformers_reads() -> None:
     import transformers
 
     small, tensors = read_directory(REAL)
-    model, mine = build(small, tensors).requires_grad_(False), ChatTokenizer(small)
+    model, mine = build_model(small, tensors).requires_grad_(False), ChatTokenizer(small)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(REAL, dtype=torch.float32)
     reference = transformers.AutoTokenizer.from_pretrained(REAL)
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     text = mine.render(messages, answer=True)
-    assert text == reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text == reference.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True
+    )
     ids = mine.encode(text)
     with torch.no_grad():
         expected = theirs(torch.tensor([ids])).logits
-    logits = model.logits(model(torch.tensor([ids]), torch.arange(len(ids))[None], Causal()))
+    logits = model.logits(
+        model(torch.tensor([ids]), torch.arange(len(ids))[None], CausalAttention())
+    )
     torch.testing.assert_close(logits, expected, atol=1e-3, rtol=1e-3)
     for _ in range(8):
-        hidden = model(torch.tensor([ids]), torch.arange(len(ids))[None], Causal())
+        hidden = model(torch.tensor([ids]), torch.arange(len(ids))[None], CausalAttention())
         ids.append(int(model.logits(hidden[:, -1]).argmax()))
     assert mine.decode(ids).endswith("The capital of France is Paris.<|im_end|>")
     assert mine.encode("a  5 b   77x") == [81, 256, 37, 278, 333, 39, 39, 104]
     for path in sorted(Path(__file__).parents[2].glob("docs/*.md")):
-        assert mine.encode(path.read_text()) == reference.encode(path.read_text(), add_special_tokens=False)
+        assert mine.encode(path.read_text()) == reference.encode(
+            path.read_text(), add_special_tokens=False
+        )

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from etude.model.attention import Causal
+from etude.model.attention import CausalAttention
 from etude.model.rounding import RandomRounding, StepwiseCausal, upper_bound
 from etude.model.transformer import Transformer
 from tests.engine.reference import FAMILIES
@@ -51,10 +51,11 @@ def test_products_differ_by_no_less_than_the_order_of_adding_up_makes(size: int)
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_model_is_near_itself(name: str) -> None:
-    """Rows one after the other are computed as each by itself; seeds give draws, and a seed always the same one."""
+    """Rows one after the other are computed as each by itself; seeds give draws, and a seed always
+    the same one."""
     model = sharp(FAMILIES[name], seed=0, factor=1.5)
     rows = [torch.arange(1, 30), torch.arange(20, 40)]
-    plain = [model(row[None], torch.arange(len(row))[None], Causal())[0] for row in rows]
+    plain = [model(row[None], torch.arange(len(row))[None], CausalAttention())[0] for row in rows]
 
     def draw(model: Transformer, seed: int) -> Tensor:
         positions = torch.cat([torch.arange(len(row)) for row in rows])
@@ -65,7 +66,9 @@ def test_a_model_is_near_itself(name: str) -> None:
         return float((drawn.float() - torch.cat(plain)).norm() / torch.cat(plain).norm())
 
     assert 0 < off(draw(model, 0)) < 1e-5
-    assert torch.equal(draw(model, 1), draw(model, 1)) and not torch.equal(draw(model, 1), draw(model, 2))
+    assert torch.equal(draw(model, 1), draw(model, 1)) and not torch.equal(
+        draw(model, 1), draw(model, 2)
+    )
     assert 1e-4 < off(draw(model.to(BF16), 0)) < 0.3
 
 

@@ -14,20 +14,26 @@ from tests.small_model import sharp
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_of_ranks_make_up_the_published_tensors(family: str) -> None:
-    """Parameters cut into rows for three ranks, as training does it, the last ones shorter or empty."""
+    """Parameters cut into rows for three ranks, as training does it, the last ones shorter or
+    empty."""
     model = sharp(FAMILIES[family], 3)
     state, world = model.state_dict(), 3
     size = {name: -(-len(tensor) // world) for name, tensor in state.items()}
     found: dict[str, list[files.Rows]] = {}
     for rank in range(world):
-        held = {name: (rank * size[name], t[rank * size[name] :][: size[name]]) for name, t in state.items()}
-        for name, rows in files.rows(model, held).items():
+        held = {
+            name: (rank * size[name], t[rank * size[name] :][: size[name]])
+            for name, t in state.items()
+        }
+        for name, rows in files.hf_rows(model, held).items():
             found.setdefault(name, []).append(rows)
-    published = files.weights(model)
+    published = files.hf_state_dict(model)
     assert found.keys() == published.keys()
     for name, parts in found.items():
         lengths = [len(part) for part, *_ in parts]
         assert [first for _, first, _, _ in parts] == [0, *accumulate(lengths)][:-1]
         assert {total for _, _, total, _ in parts} == {len(published[name])}
         assert all(dtype == published[name].dtype for *_, dtype in parts)
-        assert torch.equal(torch.cat([part.to(dtype) for part, _, _, dtype in parts]), published[name])
+        assert torch.equal(
+            torch.cat([part.to(dtype) for part, _, _, dtype in parts]), published[name]
+        )

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.core.errors import EtudeError
-from etude.model.fresh import tokenizer_files
+from etude.model.from_scratch import tokenizer_files
 from etude.model.tokenizer import ChatTokenizer
 from tests.small_model import TEXTS
 
@@ -15,10 +15,16 @@ FILES = tokenizer_files(TEXTS, 300)
 TOKENIZER = ChatTokenizer(FILES)
 EDIT = {"type": "integer"}, {"type": "string"}
 TOOLS = [
-    {"type": "function", "function": {"name": "test", "parameters": {"type": "object", "properties": {}}}},
     {
         "type": "function",
-        "function": {"name": "edit", "parameters": {"properties": {"line": EDIT[0], "text": EDIT[1]}}},
+        "function": {"name": "test", "parameters": {"type": "object", "properties": {}}},
+    },
+    {
+        "type": "function",
+        "function": {
+            "name": "edit",
+            "parameters": {"properties": {"line": EDIT[0], "text": EDIT[1]}},
+        },
     },
 ]
 
@@ -34,8 +40,13 @@ def test_files_are_reproducible() -> None:
 
 def calls(text: str, tokenizer: ChatTokenizer = TOKENIZER) -> list[tuple[str, object]]:
     message = tokenizer.parse(text, TOOLS, lambda number: f"c{number}")
-    assert [call["id"] for call in message["tool_calls"]] == [f"c{n}" for n in range(len(message["tool_calls"]))]
-    return [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in message["tool_calls"]]
+    assert [call["id"] for call in message["tool_calls"]] == [
+        f"c{n}" for n in range(len(message["tool_calls"]))
+    ]
+    return [
+        (call["function"]["name"], json.loads(call["function"]["arguments"]))
+        for call in message["tool_calls"]
+    ]
 
 
 def test_calls_in_compact_syntax() -> None:
@@ -93,9 +104,13 @@ def test_a_rendered_call_reads_as_it_was_parsed() -> None:
     message = TOKENIZER.parse("<tool_call>edit 3 return a</tool_call>", TOOLS, str)
     shown = TOKENIZER.render([{"role": "user", "content": "fix"}, message], TOOLS)
     assert (
-        shown == "<|tools|>test edit<|end|><|user|>fix<|end|><|assistant|><tool_call>edit 3 return a</tool_call><|end|>"
+        shown == "<|tools|>test edit<|end|><|user|>fix<|end|><|assistant|><tool_call>edit 3 return "
+        "a</tool_call><|end|>"
     )
-    assert TOKENIZER.render([{"role": "user", "content": "fix"}], answer=True) == "<|user|>fix<|end|><|assistant|>"
+    assert (
+        TOKENIZER.render([{"role": "user", "content": "fix"}], answer=True)
+        == "<|user|>fix<|end|><|assistant|>"
+    )
 
 
 def test_the_end_must_be_a_token() -> None:
@@ -104,11 +119,11 @@ def test_the_end_must_be_a_token() -> None:
 
 
 def test_more_tokens_may_end_an_answer() -> None:
-    eos = ChatTokenizer(FILES).eos
-    assert ChatTokenizer(FILES).stops == (eos,)
+    eos = ChatTokenizer(FILES).eos_token_id
+    assert ChatTokenizer(FILES).stop_token_ids == (eos,)
     for said, stops in ((7, (eos, 7)), ([9, eos, 7], (eos, 9, 7)), (None, (eos,))):
         files = FILES | {"generation_config.json": json.dumps({"eos_token_id": said}).encode()}
-        assert ChatTokenizer(files).stops == stops
+        assert ChatTokenizer(files).stop_token_ids == stops
     with pytest.raises(EtudeError, match="generation_config.json: eos_token_id is 'x'"):
         ChatTokenizer(FILES | {"generation_config.json": b'{"eos_token_id": "x"}'})
 
@@ -119,19 +134,33 @@ def test_a_template_error_is_a_value_error() -> None:
         broken.render([{"role": "user", "content": "x"}])
 
 
-MARKS = b"{% for m in messages %}<|user|>{{ m.role }} {{ m.content | trim }}{{ eos_token }}\n{% endfor %}"
+MARKS = (
+    b"{% for m in messages %}<|user|>{{ m.role }} {{ m.content | trim }}{{ eos_token }}\n{% endfor "
+    b"%}"
+)
 MARKED = ChatTokenizer(FILES | {"chat_template.jinja": MARKS})
 CONTROLS = {
-    TOKENIZER.encode(text)[0]: text for text in ("<|end|>", "<|tools|>", "<|user|>", "<|assistant|>", "<|tool|>")
+    TOKENIZER.encode(text)[0]: text
+    for text in ("<|end|>", "<|tools|>", "<|user|>", "<|assistant|>", "<|tool|>")
 }
 
 
-@given(st.lists(st.lists(st.sampled_from(["<|end|>", "<|user|>", "<tool_call>", "x", " ", "\n", "<|", "é", "~1:2~"]))))
+@given(
+    st.lists(
+        st.lists(
+            st.sampled_from(
+                ["<|end|>", "<|user|>", "<tool_call>", "x", " ", "\n", "<|", "é", "~1:2~"]
+            )
+        )
+    )
+)
 def test_who_writes_a_message_cannot_forge_another(said: list[list[str]]) -> None:
     messages = [{"role": "user", "content": "".join(words)} for words in said]
     ids = MARKED.encode(MARKED.render(messages))
     assert ids == MARKED.encode(MARKED.render(messages), long=True)
-    assert MARKED.decode(ids) == "".join(f"<|user|>user {m['content'].strip()}<|end|>\n" for m in messages)
+    assert MARKED.decode(ids) == "".join(
+        f"<|user|>user {m['content'].strip()}<|end|>\n" for m in messages
+    )
     assert [CONTROLS[id] for id in ids if id in CONTROLS] == ["<|user|>", "<|end|>"] * len(messages)
 
 
@@ -140,12 +169,22 @@ def test_calls_and_tools_cannot_forge_either() -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [{"id": "", "function": forged}]}
     tools = [{"type": "function", "function": {"name": "<|user|>", "parameters": {}}}]
     ids = TOKENIZER.encode(TOKENIZER.render([call], tools))
-    assert TOKENIZER.decode(ids) == "<|tools|><|user|><|end|><|assistant|><tool_call><|end|> <|end|></tool_call><|end|>"
-    assert [CONTROLS[id] for id in ids if id in CONTROLS] == ["<|tools|>", "<|end|>", "<|assistant|>", "<|end|>"]
+    assert (
+        TOKENIZER.decode(ids)
+        == "<|tools|><|user|><|end|><|assistant|><tool_call><|end|> <|end|></tool_call><|end|>"
+    )
+    assert [CONTROLS[id] for id in ids if id in CONTROLS] == [
+        "<|tools|>",
+        "<|end|>",
+        "<|assistant|>",
+        "<|end|>",
+    ]
 
 
 def test_what_a_template_complains_of_is_said_as_it_was_said() -> None:
-    refusing = ChatTokenizer(FILES | {"chat_template.jinja": b"{{ raise_exception('not ' ~ messages[0].content) }}"})
+    refusing = ChatTokenizer(
+        FILES | {"chat_template.jinja": b"{{ raise_exception('not ' ~ messages[0].content) }}"}
+    )
     with pytest.raises(ValueError, match=r"chat template: not a<\|end\|>b$"):
         refusing.render([{"role": "user", "content": "a<|end|>b"}])
 

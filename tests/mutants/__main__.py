@@ -1,10 +1,12 @@
-"""How many small mistakes the tests catch: `python -m tests.mutants --count 300`, or `make mutants`.
+"""How many small mistakes the tests catch: `python -m tests.mutants --count 300`, or `make
+mutants`.
 
-Three steps. Every test file runs once, traced, which tells the tests that run each line and what they take; this is
-kept in `.mutants/`, by the content of the package and of the test file. Then mistakes are drawn at random, a line first
-and then one of the mistakes that can be made there. Last, each is made in a copy of the tree, where the tests that run
-its line are tried, the quickest first, until one fails. Results are appended to a file as they come in; the same
-command goes on from there.
+Three steps. Every test file runs once, traced, which tells the tests that run each line and what
+they take; this is kept in `.mutants/`, by the content of the package and of the test file. Then
+mistakes are drawn at random, a line first and then one of the mistakes that can be made there.
+Last, each is made in a copy of the tree, where the tests that run its line are tried, the quickest
+first, until one fails. Results are appended to a file as they come in; the same command goes on
+from there.
 
 `survivors.toml` says why a known survivor survives. A line that no test runs is a survivor at once.
 """
@@ -47,18 +49,27 @@ PACKAGES = (
     "tasks",
     "train",
     "weights",
-    "worlds",
+    "sandbox",
 )
-# Needs an accelerator or somebody else's server: mistakes are made only in lines that a test without them runs.
+# Needs an accelerator or somebody else's server: mistakes are made only in lines that a test
+# without them runs.
 ELSEWHERE = ("engine/kernels/", "engine/cuda.py", "serve/vllm.py")
-# Runs behind walls that no tracer passes: as often as a sandbox is started, that is where `STARTS` is run.
-WALLED = ("worlds/zygote.py", "worlds/guest.py", "worlds/kernel.py", "worlds/syscalls.py", "worlds/limits.py")
-STARTS = "worlds/namespaces.py"
+# Runs behind walls that no tracer passes: as often as a sandbox is started, that is where `STARTS`
+# is run.
+WALLED = (
+    "sandbox/zygote.py",
+    "sandbox/guest.py",
+    "sandbox/kernel.py",
+    "sandbox/syscalls.py",
+    "sandbox/limits.py",
+)
+STARTS = "sandbox/namespaces.py"
 # Imported once, before the forks that run the tests. Nothing of the package is among it.
 HEAVY = (
-    "torch", "numpy", "pytest", "hypothesis", "pydantic", "aiohttp", "starlette.applications", "uvicorn", "uvloop",
-    "msgspec", "tokenizers", "jinja2", "safetensors.torch", "rich.console", "llguidance", "obstore", "httptools",
-    "uvicorn.protocols.http.httptools_impl", "jinja2.sandbox", "blake3", "safetensors",
+    "torch", "numpy", "pytest", "hypothesis", "pydantic", "aiohttp", "starlette.applications",
+    "uvicorn", "uvloop", "msgspec", "tokenizers", "jinja2", "safetensors.torch", "rich.console",
+    "llguidance", "obstore", "httptools", "uvicorn.protocols.http.httptools_impl", "jinja2.sandbox",
+    "blake3", "safetensors",
 )  # fmt: skip
 NOTHING = """
 import torch
@@ -70,7 +81,8 @@ def test_nothing(none):
 """
 BASETEMP = "--basetemp=tmp/pytest"
 BATCHES = (8, 64)
-"""Files are imported before the first of their tests runs, so the quickest tests go first on their own."""
+"""Files are imported before the first of their tests runs, so the quickest tests go first on their
+own."""
 Key = tuple[str, str, str, str]
 
 
@@ -82,7 +94,8 @@ class Result:
     before: str
     after: str
     outcome: str
-    """caught, hangs, survived, not run; or partial, with `tests` passed so far when the time was up."""
+    """caught, hangs, survived, not run; or partial, with `tests` passed so far when the time was
+    up."""
     tests: int = 0
     by: str = ""
     seconds: float = 0.0
@@ -103,19 +116,34 @@ class Coverage:
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def tests_for(self, mutant: Mutant) -> dict[str, float]:
-        """The tests that run a mutant's line, the quickest first, with what each takes in seconds."""
+        """The tests that run a mutant's line, the quickest first, with what each takes in
+        seconds."""
         file, span = mutant.file.removeprefix("etude/"), range(mutant.first, mutant.last + 1)
         if file in WALLED:
             file, span = STARTS, range(1, 1 << 20)
         found = {}
         for name, run in self.files.items():
-            hit = {context for context, of in run["lines"].items() if not set(span).isdisjoint(of.get(file, ()))}
-            called = {context for context, of in run["lines"].items() if context != "import" and file in of}
+            hit = {
+                context
+                for context, of in run["lines"].items()
+                if not set(span).isdisjoint(of.get(file, ()))
+            }
+            called = {
+                context
+                for context, of in run["lines"].items()
+                if context != "import" and file in of
+            }
             for test, of in run["tests"].items():
                 own = {test, *of["shares"]}
-                if not of["passed"] or not (own & hit or (hit and mutant.imported and (own & called or not called))):
+                if not of["passed"] or not (
+                    own & hit or (hit and mutant.imported and (own & called or not called))
+                ):
                     continue
-                shared = sum(other["seconds"] for other in run["tests"].values() if other["shares"] == of["shares"])
+                shared = sum(
+                    other["seconds"]
+                    for other in run["tests"].values()
+                    if other["shares"] == of["shares"]
+                )
                 found[test] = (shared if of["shares"] else of["seconds"], name, of["seconds"])
         return {test: found[test][2] for test in sorted(found, key=lambda test: found[test][:2])}
 
@@ -150,7 +178,10 @@ def trace(slots: Slots, selected: Sequence[str], until: float) -> Coverage | Non
             kept[name].with_suffix(".part").rename(kept[name])
             failed = [test for test, of in found["tests"].items() if not of["passed"]]
             seconds = sum(of["seconds"] for of in found["tests"].values())
-            print(f"traced {name}: {len(found['tests'])} tests in {seconds:.0f} s, left out {failed}", flush=True)
+            print(
+                f"traced {name}: {len(found['tests'])} tests in {seconds:.0f} s, left out {failed}",
+                flush=True,
+            )
 
         return work, done
 
@@ -159,24 +190,35 @@ def trace(slots: Slots, selected: Sequence[str], until: float) -> Coverage | Non
     slots.run(map(job, order), until)
     if not all(path.exists() for path in kept.values()):
         return None
-    return Coverage({name: json.loads(gzip.decompress(path.read_bytes())) for name, path in kept.items()})
+    return Coverage(
+        {name: json.loads(gzip.decompress(path.read_bytes())) for name, path in kept.items()}
+    )
 
 
 def _digest(test: str) -> str:
     digest = hashlib.sha256()
     helpers = [path for path in (ROOT / "tests").rglob("*.py") if not path.name.startswith("test_")]
-    sources = [path for ending in ("py", "c", "toml", "jinja") for path in (ROOT / "etude").rglob(f"*.{ending}")]
+    sources = [
+        path
+        for ending in ("py", "c", "toml", "jinja")
+        for path in (ROOT / "etude").rglob(f"*.{ending}")
+    ]
     for path in sorted({*sources, *helpers, ROOT / test} - set(Path(__file__).parent.iterdir())):
         digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
     return digest.hexdigest()[:24]
 
 
 def _warm() -> None:
-    """What every fork would do first, once: import what the package needs, and pytest's own plugins."""
+    """What every fork would do first, once: import what the package needs, and pytest's own
+    plugins."""
     for name in HEAVY:
         with suppress(ImportError):
             importlib.import_module(name)
-    with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        redirect_stdout(io.StringIO()),
+        redirect_stderr(io.StringIO()),
+    ):
         Path(folder, "test_nothing.py").write_text(NOTHING)
         _pytest(folder, plugin=None)
 
@@ -213,8 +255,11 @@ def draw(only: Sequence[str], count: int, seed: int, coverage: Coverage) -> list
     return drawn
 
 
-def trial(mutant: Mutant, tests: dict[str, float], passed: int, report: Callable[[Result], None]) -> Job:
-    """A job: a mistake made in a copy, and the tests that run its line, without those that have passed before."""
+def trial(
+    mutant: Mutant, tests: dict[str, float], passed: int, report: Callable[[Result], None]
+) -> Job:
+    """A job: a mistake made in a copy, and the tests that run its line, without those that have
+    passed before."""
     began = time.monotonic()
     left = list(tests)[passed:]
 
@@ -223,7 +268,8 @@ def trial(mutant: Mutant, tests: dict[str, float], passed: int, report: Callable
 
         path = copy / mutant.file
         path.write_bytes(mutant.apply(path.read_bytes()))
-        # A time that no other text of this file had, so that no compiled form of it is taken for this one's.
+        # A time that no other text of this file had, so that no compiled form of it is taken for
+        # this one's.
         os.utime(path, (1, 1 + time.time_ns() // 1000 % (1 << 30)))
         progress = os.open(copy / "tmp" / "progress", os.O_WRONLY | os.O_CREAT)
         rest = left
@@ -239,20 +285,38 @@ def trial(mutant: Mutant, tests: dict[str, float], passed: int, report: Callable
 
     def done(copy: Path, code: int) -> None:
         shutil.copy2(ROOT / mutant.file, copy / mutant.file)
-        seen = (copy / "tmp" / "progress").read_text().split("\n")[:-1] if (copy / "tmp" / "progress").exists() else []
-        outcome = {0: "survived", -signal.SIGALRM: "hangs", -signal.SIGKILL: "partial"}.get(code, "caught")
+        seen = (
+            (copy / "tmp" / "progress").read_text().split("\n")[:-1]
+            if (copy / "tmp" / "progress").exists()
+            else []
+        )
+        outcome = {0: "survived", -signal.SIGALRM: "hangs", -signal.SIGKILL: "partial"}.get(
+            code, "caught"
+        )
         if code in (4, 5, 99):
             sys.exit((copy / "tmp" / "log").read_text())
         number = passed + max(0, len(seen) - (outcome != "survived"))
         by = seen[-1] if seen and outcome in ("caught", "hangs") else ""
-        report(_result(mutant, outcome, tests=number, by=by, seconds=round(time.monotonic() - began, 1)))
+        report(
+            _result(
+                mutant, outcome, tests=number, by=by, seconds=round(time.monotonic() - began, 1)
+            )
+        )
 
     return work, done
 
 
 def _result(mutant: Mutant, outcome: str, **more: Any) -> Result:
     file, function, before, after = mutant.key
-    return Result(file=file, line=mutant.line, function=function, before=before, after=after, outcome=outcome, **more)
+    return Result(
+        file=file,
+        line=mutant.line,
+        function=function,
+        before=before,
+        after=after,
+        outcome=outcome,
+        **more,
+    )
 
 
 def summary(results: Sequence[Result], reasons: dict[Key, str]) -> str:
@@ -270,26 +334,44 @@ def summary(results: Sequence[Result], reasons: dict[Key, str]) -> str:
         ]
         text += [f"  = {reasons.get(result.key, '?')}"]
     share = 100 * caught / max(1, len(ended))
-    text += [f"{len(ended)} mutants: {caught} caught ({share:.1f} %), {len(lost)} survived, {known} of them explained"]
+    text += [
+        f"{len(ended)} mutants: {caught} caught ({share:.1f} %), {len(lost)} survived, {known} of "
+        f"them explained"
+    ]
     return "\n".join(text)
 
 
 def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.mutants", description=__doc__.partition("\n")[0]
+    )
     parser.add_argument("--count", type=int, default=300, help="how many mutants")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="how many at a time")
     parser.add_argument(
-        "--out", type=Path, default=ROOT / ".mutants" / "results.jsonl", help="JSON lines; may be there"
+        "--out",
+        type=Path,
+        default=ROOT / ".mutants" / "results.jsonl",
+        help="JSON lines; may be there",
     )
-    parser.add_argument("--budget-s", type=float, default=float("inf"), help="stop then; the same command goes on")
     parser.add_argument(
-        "--only", nargs="*", default=PACKAGES, help="below etude/: packages or files, as core/window.py"
+        "--budget-s", type=float, default=float("inf"), help="stop then; the same command goes on"
     )
     parser.add_argument(
-        "--tests", nargs="*", default=["tests"], help="folders or files of tests; all others are ignored"
+        "--only",
+        nargs="*",
+        default=PACKAGES,
+        help="below etude/: packages or files, as core/window.py",
     )
-    parser.add_argument("--again", action="store_true", help="try the survivors in the file of results once more")
+    parser.add_argument(
+        "--tests",
+        nargs="*",
+        default=["tests"],
+        help="folders or files of tests; all others are ignored",
+    )
+    parser.add_argument(
+        "--again", action="store_true", help="try the survivors in the file of results once more"
+    )
     parser.add_argument("--trace", action="store_true", help="only run the tests traced")
     return parser.parse_args()
 
@@ -302,9 +384,15 @@ def main() -> int:
     sys.dont_write_bytecode = False
     _warm()
     known = tomllib.loads((Path(__file__).parent / "survivors.toml").read_text())["survivor"]
-    reasons = {(each["file"], each["function"], each["before"], each["after"]): each["reason"] for each in known}
+    reasons = {
+        (each["file"], each["function"], each["before"], each["after"]): each["reason"]
+        for each in known
+    }
     paths = [
-        found for name in args.tests for found in [ROOT / name, *(ROOT / name).rglob("test_*.py")] if found.is_file()
+        found
+        for name in args.tests
+        for found in [ROOT / name, *(ROOT / name).rglob("test_*.py")]
+        if found.is_file()
     ]
     results = _read(args.out)
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder, args.out.open("a") as file:
@@ -318,7 +406,11 @@ def main() -> int:
         with Slots(args.jobs, Path(folder)) as slots:
             coverage = trace(slots, [str(path.relative_to(ROOT)) for path in paths], until)
             if coverage is None or args.trace:
-                print("all tests are traced" if coverage else "the time is up while tracing; the same command goes on")
+                print(
+                    "all tests are traced"
+                    if coverage
+                    else "the time is up while tracing; the same command goes on"
+                )
                 return 0
             chosen = draw(args.only, args.count, args.seed, coverage)
             slots.run(trials(chosen, coverage, results, report, args.again), until)
@@ -327,25 +419,36 @@ def main() -> int:
 
 
 def trials(
-    chosen: list[Mutant], coverage: Coverage, results: dict[Key, Result], report: Callable[[Result], None], again: bool
+    chosen: list[Mutant],
+    coverage: Coverage,
+    results: dict[Key, Result],
+    report: Callable[[Result], None],
+    again: bool,
 ) -> Iterator[Job]:
     for mutant in chosen:
         before = results.get(mutant.key)
         if before and before.outcome != "partial" and (before.caught or not again):
             continue
         if tests := coverage.tests_for(mutant):
-            yield trial(mutant, tests, before.tests if before and before.outcome == "partial" else 0, report)
+            yield trial(
+                mutant, tests, before.tests if before and before.outcome == "partial" else 0, report
+            )
         else:
             report(_result(mutant, "not run"))
 
 
 def _read(path: Path) -> dict[Key, Result]:
-    found = [Result(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
+    found = (
+        [Result(**json.loads(line)) for line in path.read_text().splitlines()]
+        if path.exists()
+        else []
+    )
     return {result.key: result for result in found}
 
 
 if __name__ == "__main__":
-    for number in (signal.SIGINT, signal.SIGTERM):  # also of a job in the background, which a shell lets ignore Ctrl-C
+    # also of a job in the background, which a shell lets ignore Ctrl-C
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     try:
         sys.exit(main())

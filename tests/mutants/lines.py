@@ -1,9 +1,11 @@
-"""Which test runs which line of the package, in pytest's process and in every Python that it starts.
+"""Which test runs which line of the package, in pytest's process and in every Python that it
+starts.
 
-What runs belongs to a *context*: a test, a fixture that several tests share, or, before the first test, the import of
-the test's file. The number of the current one lies in a shared page, so that a server which a test started an hour ago
-notices when another test asks it something. Each process appends a line that it sees first in a context to one file at
-once, because many of them end by SIGKILL.
+What runs belongs to a *context*: a test, a fixture that several tests share, or, before the first
+test, the import of the test's file. The number of the current one lies in a shared page, so that a
+server which a test started an hour ago notices when another test asks it something. Each process
+appends a line that it sees first in a context to one file at once, because many of them end by
+SIGKILL.
 """
 
 from __future__ import annotations
@@ -64,7 +66,10 @@ class Tracer:
     def _see(self, frame: FrameType, missing: set[int]) -> None:
         if frame.f_lineno in missing:
             missing.remove(frame.f_lineno)
-            context, file = int.from_bytes(self._now, "little"), frame.f_code.co_filename[len(self._package) :]
+            context, file = (
+                int.from_bytes(self._now, "little"),
+                frame.f_code.co_filename[len(self._package) :],
+            )
             os.write(self._file, f"{context} {file} {frame.f_lineno}\n".encode())
 
 
@@ -88,7 +93,9 @@ def read(folder: Path) -> dict[str, Any]:
         test["shares"] = [name for name in test["shares"] if lines.get(name)]
     return {
         "tests": run["tests"],
-        "lines": {name: {file: sorted(of) for file, of in files.items()} for name, files in lines.items()},
+        "lines": {
+            name: {file: sorted(of) for file, of in files.items()} for name, files in lines.items()
+        },
     }
 
 

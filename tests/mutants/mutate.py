@@ -1,8 +1,10 @@
-"""Small, plausible mistakes in a Python source: what a hurried change drops, swaps or misses by one.
+"""Small, plausible mistakes in a Python source: what a hurried change drops, swaps or misses by
+one.
 
-A mutant replaces one piece of the text. What is only said to people is left alone (docstrings, messages, logs, help),
-and so is what no run of the program reads (annotations), what guards our own invariants (`assert`), and how many
-seconds something may take (names that end in `_s`): no test measures time.
+A mutant replaces one piece of the text. What is only said to people is left alone (docstrings,
+messages, logs, help), and so is what no run of the program reads (annotations), what guards our own
+invariants (`assert`), and how many seconds something may take (names that end in `_s`): no test
+measures time.
 """
 
 from __future__ import annotations
@@ -13,24 +15,60 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 COMPARE = {
-    ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">"), ast.Eq: ("==", "!="),
-    ast.NotEq: ("!=", "=="), ast.Is: ("is", "is not"), ast.IsNot: (r"is\s+not", "is"), ast.In: ("in", "not in"),
-    ast.NotIn: (r"not\s+in", "in"),
+    ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">"),
+    ast.Eq: ("==", "!="), ast.NotEq: ("!=", "=="), ast.Is: ("is", "is not"),
+    ast.IsNot: (r"is\s+not", "is"), ast.In: ("in", "not in"), ast.NotIn: (r"not\s+in", "in"),
 }  # fmt: skip
 BINARY = {
-    ast.Add: (r"\+", "-"), ast.Sub: ("-", "+"), ast.Mult: (r"\*", "/"), ast.Div: ("/", "*"), ast.FloorDiv: ("//", "*"),
-    ast.Mod: ("%", "//"),
+    ast.Add: (r"\+", "-"), ast.Sub: ("-", "+"), ast.Mult: (r"\*", "/"), ast.Div: ("/", "*"),
+    ast.FloorDiv: ("//", "*"), ast.Mod: ("%", "//"),
 }  # fmt: skip
-# Calls whose first argument, and methods whose object, would do for someone who forgot why they are there.
+# Calls whose first argument, and methods whose object, would do for someone who forgot why they are
+# there.
 WRAPPERS = {"abs", "shield", "sorted", "reversed", "quote", "ceil"}
-CLEANERS = {"clone", "detach", "copy", "clamp", "clip", "strip", "rstrip", "lower", "resolve", "float", "contiguous"}
-# Without these a class or a function is another thing altogether, and the first import or call says so.
+CLEANERS = {
+    "clone",
+    "detach",
+    "copy",
+    "clamp",
+    "clip",
+    "strip",
+    "rstrip",
+    "lower",
+    "resolve",
+    "float",
+    "contiguous",
+}
+# Without these a class or a function is another thing altogether, and the first import or call says
+# so.
 FORMS = {
-    "dataclass", "property", "cached_property", "staticmethod", "classmethod", "abstractmethod", "overload", "jit",
-    "contextmanager", "asynccontextmanager", "runtime_checkable", "final", "override",
+    "dataclass", "property", "cached_property", "staticmethod", "classmethod", "abstractmethod",
+    "overload", "jit", "contextmanager", "asynccontextmanager", "runtime_checkable", "final",
+    "override",
 }  # fmt: skip
-SPEECH = {"print", "warn", "warning", "info", "debug", "log", "add_argument", "add_parser", "write_line"}
-WORDING = {"help", "description", "metavar", "title", "examples", "stacklevel", "flush", "name", "style", "errors"}
+SPEECH = {
+    "print",
+    "warn",
+    "warning",
+    "info",
+    "debug",
+    "log",
+    "add_argument",
+    "add_parser",
+    "write_line",
+}
+WORDING = {
+    "help",
+    "description",
+    "metavar",
+    "title",
+    "examples",
+    "stacklevel",
+    "flush",
+    "name",
+    "style",
+    "errors",
+}
 UNREAD = {"__repr__", "__str__", "__rich__", "__rich_console__"}
 
 
@@ -41,7 +79,8 @@ class Mutant:
     """Dotted, classes included; empty at the top of a module."""
     first: int
     last: int
-    """Lines of which one is run when the mistake can show: the statement, or the body of the function it is about."""
+    """Lines of which one is run when the mistake can show: the statement, or the body of the
+    function it is about."""
     imported: bool
     """Those lines are run when the module is imported, rather than when something is called."""
     line: int
@@ -62,7 +101,8 @@ class Mutant:
 
 
 def mutants(file: str, source: bytes) -> list[Mutant]:
-    """Every mistake in a file, also the few that do not compile; trying all of them here would take a minute."""
+    """Every mistake in a file, also the few that do not compile; trying all of them here would take
+    a minute."""
     return list(_Finder(file, source).module())
 
 
@@ -100,9 +140,17 @@ class _Finder:
             if not _unread(statement):
                 yield from self.statement(statement, scope, in_function, last=statement is body[-1])
 
-    def statement(self, node: ast.stmt, scope: _Scope, in_function: bool, last: bool) -> Iterator[Mutant]:
-        blocks = [getattr(node, name) for name in ("body", "orelse", "finalbody") if getattr(node, name, None)]
-        blocks += [part.body for part in [*getattr(node, "handlers", []), *getattr(node, "cases", [])]]
+    def statement(
+        self, node: ast.stmt, scope: _Scope, in_function: bool, last: bool
+    ) -> Iterator[Mutant]:
+        blocks = [
+            getattr(node, name)
+            for name in ("body", "orelse", "finalbody")
+            if getattr(node, name, None)
+        ]
+        blocks += [
+            part.body for part in [*getattr(node, "handlers", []), *getattr(node, "cases", [])]
+        ]
         end = min((block[0].lineno - 1 for block in blocks), default=node.end_lineno or node.lineno)
         here = _Scope(scope.function, node.lineno, max(node.lineno, end), scope.imported)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -116,7 +164,9 @@ class _Finder:
                     yield from self.expressions(decorator, here)
             for default in defaults:
                 yield from self.expressions(default, here)
-            yield from self.block(node.body, _Scope(name, 0, 0, here.imported), not isinstance(node, ast.ClassDef))
+            yield from self.block(
+                node.body, _Scope(name, 0, 0, here.imported), not isinstance(node, ast.ClassDef)
+            )
             return
         yield from self.whole(node, here, in_function, last)
         for field in _read(node):
@@ -127,22 +177,40 @@ class _Finder:
             line = _Scope(scope.function, handler.lineno, handler.body[0].lineno, scope.imported)
             yield from self.handler(handler.type, line)
 
-    def whole(self, node: ast.stmt, here: _Scope, in_function: bool, last: bool) -> Iterator[Mutant]:
+    def whole(
+        self, node: ast.stmt, here: _Scope, in_function: bool, last: bool
+    ) -> Iterator[Mutant]:
         """A statement left out, a condition forced, a resource not held."""
-        early = isinstance(node, ast.Return) and not last or isinstance(node, ast.Raise | ast.Delete)
-        called = isinstance(node, ast.Expr) and any(isinstance(n, ast.Call) for n in ast.walk(node.value))
-        kept = isinstance(node, ast.Assign | ast.AugAssign) and not here.function.endswith("__init__")
+        early = (
+            isinstance(node, ast.Return) and not last or isinstance(node, ast.Raise | ast.Delete)
+        )
+        called = isinstance(node, ast.Expr) and any(
+            isinstance(n, ast.Call) for n in ast.walk(node.value)
+        )
+        kept = isinstance(node, ast.Assign | ast.AugAssign) and not here.function.endswith(
+            "__init__"
+        )
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        state = kept and all(isinstance(target, ast.Attribute | ast.Subscript) for target in targets)
+        state = kept and all(
+            isinstance(target, ast.Attribute | ast.Subscript) for target in targets
+        )
         returned = isinstance(node, ast.Return) and last and in_function and node.value is None
-        if early or called or state or returned or isinstance(node, ast.Continue | ast.Break | ast.AugAssign):
+        if (
+            early
+            or called
+            or state
+            or returned
+            or isinstance(node, ast.Continue | ast.Break | ast.AugAssign)
+        ):
             yield self.change(here, node, "pass")
         if isinstance(node, ast.If):
             yield self.change(here, node.test, "True")
             yield self.change(here, node.test, "False")
         if isinstance(node, ast.AugAssign) and (swap := BINARY.get(type(node.op))):
             yield self.swap(here, node.target, node.value, *swap)
-        if isinstance(node, ast.With | ast.AsyncWith) and not any(item.optional_vars for item in node.items):
+        if isinstance(node, ast.With | ast.AsyncWith) and not any(
+            item.optional_vars for item in node.items
+        ):
             end = self.source.index(b":", self.at(node.items[-1].context_expr)[1])
             yield self.change(here, node, "if True", end=end)
 
@@ -155,7 +223,11 @@ class _Finder:
             yield self.change(here, caught, "()")
 
     def expressions(self, node: ast.AST, here: _Scope) -> Iterator[Mutant]:
-        if isinstance(node, ast.JoinedStr | ast.Lambda) or _speaks(node) or id(node) in self.arbitrary:
+        if (
+            isinstance(node, ast.JoinedStr | ast.Lambda)
+            or _speaks(node)
+            or id(node) in self.arbitrary
+        ):
             return
         yield from self.expression(node, here)
         for child in ast.iter_child_nodes(node):
@@ -164,23 +236,34 @@ class _Finder:
     def expression(self, node: ast.AST, here: _Scope) -> Iterator[Mutant]:
         match node:
             case ast.Compare():
-                for op, left, right in zip(node.ops, [node.left, *node.comparators], node.comparators, strict=False):
+                for op, left, right in zip(
+                    node.ops, [node.left, *node.comparators], node.comparators, strict=False
+                ):
                     yield self.swap(here, left, right, *COMPARE[type(op)])
                     if isinstance(op, ast.Eq | ast.NotEq | ast.In | ast.NotIn):
                         yield from self.keys(here, right)
             case ast.BoolOp():
                 for left, right in zip(node.values, node.values[1:], strict=False):
                     yield self.swap(
-                        here, left, right, *(("and", "or") if isinstance(node.op, ast.And) else ("or", "and"))
+                        here,
+                        left,
+                        right,
+                        *(("and", "or") if isinstance(node.op, ast.And) else ("or", "and")),
                     )
                 for dropped in node.values:
                     rest = [self.of(value) for value in node.values if value is not dropped]
-                    yield self.change(here, node, (" and " if isinstance(node.op, ast.And) else " or ").join(rest))
+                    yield self.change(
+                        here, node, (" and " if isinstance(node.op, ast.And) else " or ").join(rest)
+                    )
             case ast.BinOp(left=left, right=right) if isinstance(node.op, ast.BitOr | ast.BitAnd):
-                if not here.imported or all(isinstance(n, ast.BinOp | ast.Attribute) for n in (left, right)):
+                if not here.imported or all(
+                    isinstance(n, ast.BinOp | ast.Attribute) for n in (left, right)
+                ):
                     yield self.change(here, node, self.of(left))
                     yield self.change(here, node, self.of(right))
-            case ast.BinOp(left=left, right=right) if type(node.op) in BINARY and not _texts(left, right):
+            case ast.BinOp(left=left, right=right) if type(node.op) in BINARY and not _texts(
+                left, right
+            ):
                 yield self.swap(here, left, right, *BINARY[type(node.op)])
             case ast.UnaryOp(op=ast.Not() | ast.USub(), operand=operand):
                 yield self.change(here, node, self.of(operand))
@@ -207,7 +290,11 @@ class _Finder:
 
     def call(self, here: _Scope, node: ast.Call) -> Iterator[Mutant]:
         name = getattr(node.func, "attr", getattr(node.func, "id", ""))
-        whole = [argument for argument in node.args if not isinstance(argument, ast.Starred | ast.GeneratorExp)]
+        whole = [
+            argument
+            for argument in node.args
+            if not isinstance(argument, ast.Starred | ast.GeneratorExp)
+        ]
         if name in ("max", "min", "maximum", "minimum") and len(whole) > 1:
             for argument in whole:
                 yield self.change(here, node, f"({self.of(argument)})")
@@ -224,15 +311,25 @@ class _Finder:
                 yield self.change(here, keyword, "", end=comma.end() if comma else end)
 
     def keys(self, here: _Scope, node: ast.expr) -> Iterator[Mutant]:
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isprintable():
+        if (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and node.value.isprintable()
+        ):
             yield self.change(here, node, repr(node.value + "_"))
 
-    def swap(self, here: _Scope, left: ast.expr, right: ast.expr, operator: str, other: str) -> Mutant:
+    def swap(
+        self, here: _Scope, left: ast.expr, right: ast.expr, operator: str, other: str
+    ) -> Mutant:
         start, end = self.at(left)[1], self.at(right)[0]
-        text = re.sub(rf"({operator})(?![^\n]*#)", lambda _: other, self.source[start:end].decode(), count=1)
+        text = re.sub(
+            rf"({operator})(?![^\n]*#)", lambda _: other, self.source[start:end].decode(), count=1
+        )
         return self.change(here, left, text, start=start, end=end)
 
-    def change(self, here: _Scope, node: ast.AST, text: str, start: int = -1, end: int = -1) -> Mutant:
+    def change(
+        self, here: _Scope, node: ast.AST, text: str, start: int = -1, end: int = -1
+    ) -> Mutant:
         own = self.at(node)
         start, end = own[0] if start < 0 else start, own[1] if end < 0 else end
         first = self.source.rfind(b"\n", 0, start) + 1
@@ -264,22 +361,34 @@ class _Finder:
 
 def _unread(node: ast.stmt) -> bool:
     """Nothing that the program does depends on it."""
-    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) or isinstance(node, ast.Assert):
+    if (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        or isinstance(node, ast.Assert)
+    ):
         return True
     if isinstance(node, ast.Import | ast.ImportFrom | ast.Global | ast.Nonlocal | ast.Pass):
         return True
     if isinstance(node, ast.FunctionDef) and node.name in UNREAD:
         return True
-    if isinstance(node, ast.ClassDef) and any("Protocol" in ast.unparse(base) for base in node.bases):
+    if isinstance(node, ast.ClassDef) and any(
+        "Protocol" in ast.unparse(base) for base in node.bases
+    ):
         return True
-    if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "__name__ == '__main__'"):
+    if isinstance(node, ast.If) and ast.unparse(node.test) in (
+        "TYPE_CHECKING",
+        "__name__ == '__main__'",
+    ):
         return True
     return isinstance(node, ast.Expr) and _speaks(node.value)
 
 
 def _speaks(node: ast.AST) -> bool:
     node = node.value if isinstance(node, ast.Await) else node
-    return isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in SPEECH
+    return (
+        isinstance(node, ast.Call)
+        and getattr(node.func, "attr", getattr(node.func, "id", "")) in SPEECH
+    )
 
 
 def _read(node: ast.stmt) -> Iterator[ast.AST]:
@@ -288,23 +397,35 @@ def _read(node: ast.stmt) -> Iterator[ast.AST]:
         return
     for name, field in ast.iter_fields(node):
         if name not in ("annotation", "body", "orelse", "finalbody", "handlers", "cases"):
-            yield from (part for part in (field if isinstance(field, list) else [field]) if isinstance(part, ast.AST))
+            yield from (
+                part
+                for part in (field if isinstance(field, list) else [field])
+                if isinstance(part, ast.AST)
+            )
 
 
 def _arbitrary(node: ast.AST) -> Iterator[ast.AST]:
-    """Numbers that are given to a name in seconds, or to a generator as its seed: any other would do as well."""
+    """Numbers that are given to a name in seconds, or to a generator as its seed: any other would
+    do as well."""
     pairs: list[tuple[str | None, ast.AST | None]] = []
     match node:
         case (
-            ast.Assign(targets=[ast.Name(id=name)], value=value) | ast.AnnAssign(target=ast.Name(id=name), value=value)
+            ast.Assign(targets=[ast.Name(id=name)], value=value)
+            | ast.AnnAssign(target=ast.Name(id=name), value=value)
         ):
             pairs = [(name, value)]
         case ast.keyword(arg=name, value=value):
             pairs = [(name, value)]
         case ast.arguments():
             placed = [*node.posonlyargs, *node.args]
-            pairs = [(arg.arg, value) for arg, value in zip(placed[::-1], node.defaults[::-1], strict=False)]
-            pairs += [(arg.arg, value) for arg, value in zip(node.kwonlyargs, node.kw_defaults, strict=True)]
+            pairs = [
+                (arg.arg, value)
+                for arg, value in zip(placed[::-1], node.defaults[::-1], strict=False)
+            ]
+            pairs += [
+                (arg.arg, value)
+                for arg, value in zip(node.kwonlyargs, node.kw_defaults, strict=True)
+            ]
         case ast.Call(func=ast.Attribute(attr="manual_seed")):
             yield from node.args
     for name, given in pairs:
@@ -314,7 +435,9 @@ def _arbitrary(node: ast.AST) -> Iterator[ast.AST]:
 
 def _texts(*nodes: ast.AST) -> bool:
     inner = (part for node in nodes for part in ast.walk(node))
-    return any(isinstance(part, ast.JoinedStr | ast.Constant) and not _number(part) for part in inner)
+    return any(
+        isinstance(part, ast.JoinedStr | ast.Constant) and not _number(part) for part in inner
+    )
 
 
 def _number(node: ast.AST) -> bool:

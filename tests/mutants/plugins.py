@@ -1,4 +1,5 @@
-"""What pytest is told: in the traced run, whose lines these are; under a mistake, which tests to run in which order."""
+"""What pytest is told: in the traced run, whose lines these are; under a mistake, which tests to
+run in which order."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ import pytest
 
 
 class Contexts:
-    """Says what runs now (see `lines`), and notes how each test ended, what it took and what it shares with others."""
+    """Says what runs now (see `lines`), and notes how each test ended, what it took and what it
+    shares with others."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -53,11 +55,14 @@ class Contexts:
         test["passed"] &= report.outcome == "passed"
 
     def pytest_sessionfinish(self) -> None:
-        (self._folder / "tests.json").write_text(json.dumps({"names": list(self._names), "tests": self._tests}))
+        (self._folder / "tests.json").write_text(
+            json.dumps({"names": list(self._names), "tests": self._tests})
+        )
 
 
 class Chosen:
-    """Runs the tests named, in that order; each gets its time, and says on `progress` how it ended."""
+    """Runs the tests named, in that order; each gets its time, and says on `progress` how it
+    ended."""
 
     def __init__(self, limits_s: dict[str, float], progress: int) -> None:
         self._limits_s = limits_s
@@ -65,9 +70,12 @@ class Chosen:
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         order = {name: place for place, name in enumerate(self._limits_s)}
-        items[:] = sorted((item for item in items if item.nodeid in order), key=lambda item: order[item.nodeid])
+        items[:] = sorted(
+            (item for item in items if item.nodeid in order), key=lambda item: order[item.nodeid]
+        )
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        # The signal's default action ends the process, also one that hangs where no handler would be run.
+        # The signal's default action ends the process, also one that hangs where no handler would
+        # be run.
         signal.setitimer(signal.ITIMER_REAL, self._limits_s[nodeid])
         os.write(self._progress, f"{nodeid}\n".encode())

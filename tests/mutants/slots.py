@@ -1,4 +1,5 @@
-"""Copies of the tree in which forks of this process work side by side, and of which nothing is left running."""
+"""Copies of the tree in which forks of this process work side by side, and of which nothing is left
+running."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ ROOT = Path(__file__).parents[2]
 PR_SET_CHILD_SUBREAPER = 36
 
 Job = tuple[Callable[[Path], int], Callable[[Path, int], None]]
-"""What a process does in a copy of the tree, and what is done here when it has ended with an exit status."""
+"""What a process does in a copy of the tree, and what is done here when it has ended with an exit
+status."""
 
 
 class Slots:
@@ -52,7 +54,9 @@ class Slots:
         while self._busy:
             self._wait(until)
 
-    def _start(self, copy: Path, work: Callable[[Path], int], done: Callable[[Path, int], None]) -> None:
+    def _start(
+        self, copy: Path, work: Callable[[Path], int], done: Callable[[Path, int], None]
+    ) -> None:
         shutil.rmtree(copy / "tmp", ignore_errors=True)
         (copy / "tmp").mkdir()
         sys.stdout.flush()
@@ -109,7 +113,9 @@ def _children() -> Iterator[int]:
 
 
 def _copy_tree(copy: Path) -> None:
-    ignored = shutil.ignore_patterns(".*", "__pycache__", "runs", "models", "build", "dist", "*.egg-info")
+    ignored = shutil.ignore_patterns(
+        ".*", "__pycache__", "runs", "models", "build", "dist", "*.egg-info"
+    )
     shutil.copytree(ROOT, copy, ignore=ignored)
     for name in (".venv", "models"):
         if (ROOT / name).exists():

@@ -1,4 +1,5 @@
-"""Each way to a reward without the work, tried for real. All earn nothing; the honest fix earns everything."""
+"""Each way to a reward without the work, tried for real. All earn nothing; the honest fix earns
+everything."""
 
 from __future__ import annotations
 
@@ -10,18 +11,21 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 import pytest
 
 from etude.core.errors import RolloutFailure
-from etude.core.seams import Ran, Worlds
+from etude.core.protocols import CommandResult, SandboxPool
 from etude.core.types import Check, Task
 from etude.rewards.tests import grade, num_right, parse_answers, same
-from etude.worlds.fake import FakeSandbox, FakeWorlds
-from etude.worlds.namespaces import NamespaceWorlds
+from etude.sandbox.fake import FakeSandbox, FakeSandboxPool
+from etude.sandbox.namespaces import NamespaceSandboxPool
 
 BROKEN = "def area(a, b):\n    return a + b\n"
 HONEST = "def area(a, b):\n    return a * b\n"
 TASK = Task(
     id="area",
     prompt="",
-    files={"shape.py": BROKEN, "test_shape.py": "from shape import area\nassert area(3, 4) == 12\n"},
+    files={
+        "shape.py": BROKEN,
+        "test_shape.py": "from shape import area\nassert area(3, 4) == 12\n",
+    },
     editable=("shape.py",),
     checks=tuple(Check(function="area", args=[a, 5], expected=a * 5) for a in range(2, 8)),
     meta={},
@@ -31,54 +35,68 @@ SHORT_S = 0.5
 
 
 @pytest.fixture(scope="module")
-def worlds() -> Iterator[Worlds]:
+def pool() -> Iterator[SandboxPool]:
     """One for all tests: that no cheat hurts the next attempt is part of the question."""
-    opened = NamespaceWorlds()
+    opened = NamespaceSandboxPool()
     yield opened
     asyncio.run(opened.close())
 
 
 async def graded(
-    worlds: Worlds, files: dict[str, str], commands: tuple[str, ...] = (), timeout_s: float = 60.0
+    pool: SandboxPool,
+    files: dict[str, str],
+    commands: tuple[str, ...] = (),
+    timeout_s: float = 60.0,
 ) -> dict[str, float]:
     """What an agent earns that wrote these files and ran these shell commands."""
-    async with worlds.open(TASK.files) as sandbox:
+    async with pool.open(TASK.files) as sandbox:
         for path, text in files.items():
             await sandbox.write(path, text)
         for command in commands:
             await sandbox.run(["sh", "-c", command], timeout_s=60)
-        return await grade(TASK, sandbox, worlds, timeout_s=timeout_s)
+        return await grade(TASK, sandbox, pool, timeout_s=timeout_s)
 
 
-async def test_the_honest_fix_earns_everything(worlds: Worlds) -> None:
-    assert await graded(worlds, {"shape.py": HONEST}) == {"reward": 1.0, "checks": 1.0}
+async def test_the_honest_fix_earns_everything(pool: SandboxPool) -> None:
+    assert await graded(pool, {"shape.py": HONEST}) == {"reward": 1.0, "checks": 1.0}
 
 
-async def test_an_honest_fix_may_be_noisy_and_share_the_machine(worlds: Worlds) -> None:
-    noisy = "import sys, threading\nprint('[' * 10**6)\nsys.stderr.write('x')\nthreading.Thread(target=print).start()\n"
-    assert (await graded(worlds, {"shape.py": noisy + HONEST}))["reward"] == 1.0
+async def test_an_honest_fix_may_be_noisy_and_share_the_machine(pool: SandboxPool) -> None:
+    noisy = (
+        "import sys, threading\nprint('[' * "
+        "10**6)\nsys.stderr.write('x')\nthreading.Thread(target=print).start()\n"
+    )
+    assert (await graded(pool, {"shape.py": noisy + HONEST}))["reward"] == 1.0
 
 
-async def test_half_a_fix_is_seen_and_not_paid(worlds: Worlds) -> None:
+async def test_half_a_fix_is_seen_and_not_paid(pool: SandboxPool) -> None:
     half = "def area(a, b):\n    return a * b if a < 5 else 0\n"
-    assert await graded(worlds, {"shape.py": half}) == {"reward": 0.0, "checks": 0.5}
+    assert await graded(pool, {"shape.py": half}) == {"reward": 0.0, "checks": 0.5}
 
 
 OUTSIDE = {
     "untouched": {},
     "edited visible tests": {"test_shape.py": "print('ok')"},
     "planted conftest": {"conftest.py": "import shape; shape.area = lambda a, b: a * b"},
-    "planted sitecustomize": {"sitecustomize.py": HONEST + "import sys; sys.modules['shape'] = sys.modules[__name__]"},
+    "planted sitecustomize": {
+        "sitecustomize.py": HONEST + "import sys; sys.modules['shape'] = sys.modules[__name__]"
+    },
     "planted json": {"json.py": "def load(f): raise SystemExit(0)\ndef dumps(v): return '{}'"},
-    "planted answers": {"__answers__.json": "[" + ",".join(f'{{"value": {a * 5}}}' for a in range(2, 8)) + "]"},
+    "planted answers": {
+        "__answers__.json": "[" + ",".join(f'{{"value": {a * 5}}}' for a in range(2, 8)) + "]"
+    },
     "planted probe": {"__probe__.py": "import os; os._exit(0)"},
-    "trojaned python": {"python": "#!/bin/sh\necho ok", "bin/python": "#!/bin/sh\necho ok", "python3": "#!/bin/sh\n"},
+    "trojaned python": {
+        "python": "#!/bin/sh\necho ok",
+        "bin/python": "#!/bin/sh\necho ok",
+        "python3": "#!/bin/sh\n",
+    },
 }
 
 
 @pytest.mark.parametrize("files", OUTSIDE.values(), ids=OUTSIDE.keys())
-async def test_nothing_but_the_module_counts(worlds: Worlds, files: dict[str, str]) -> None:
-    assert await graded(worlds, files, commands=("chmod -R +x .; export PATH=.:$PATH",)) == NOTHING
+async def test_nothing_but_the_module_counts(pool: SandboxPool, files: dict[str, str]) -> None:
+    assert await graded(pool, files, commands=("chmod -R +x .; export PATH=.:$PATH",)) == NOTHING
 
 
 FORGE = """
@@ -96,31 +114,38 @@ INSIDE = {
     "sys.exit in the call": "import sys\ndef area(a, b): sys.exit(0)",
     "os._exit in the call": "import os\ndef area(a, b): os._exit(0)",
     "raises": "def area(a, b): raise ValueError",
-    "kills itself": "import os, signal\ndef area(a, b): os.kill(os.getpid(), signal.SIGKILL); os.abort()",
+    "kills itself": "import os, signal\ndef area(a, b): os.kill(os.getpid(), signal.SIGKILL); "
+    "os.abort()",
     "always equal": """
 class Equal(int):
     __eq__ = lambda self, other: True
     __ne__ = lambda self, other: False
 def area(a, b): return Equal()
 """,
-    "all types at once": "class E(dict, metaclass=type('M', (type,), {'__instancecheck__': lambda *a: True})): pass\n"
+    "all types at once": "class E(dict, metaclass=type('M', (type,), {'__instancecheck__': lambda "
+    "*a: True})): pass\n"
     "def area(a, b): return E(value=True)",
     "true for a number": "def area(a, b): return True",
     "float for an int": "def area(a, b): return float(a * b)",
     "text for a number": "def area(a, b): return str(a * b)",
     "a list of the answer": "def area(a, b): return [a * b]",
     "not a number": "def area(a, b): return float('nan')",
-    "prints the answers": "print([{'value': a * 5} for a in range(9)])\ndef area(a, b): return print(a * b)",
+    "prints the answers": "print([{'value': a * 5} for a in range(9)])\ndef area(a, b): return "
+    "print(a * b)",
     "forged report, wrong": FORGE + "forge(json.dumps([{'value': 1}] * 6))",
     "forged report, too many": FORGE + "forge(json.dumps([{'value': n} for n in range(99)]))",
     "forged report, absurdly deep": FORGE + "forge('[' * 200000)",
     "forged report, enormous number": FORGE + "forge('[' + '9' * 200000 + ']')",
     "report is a pipe": "import os\nos.mkfifo('__answers__.json')\nos._exit(0)",
-    "report is a link": "import os\nos.symlink('/proc/self/environ', '__answers__.json')\nos._exit(0)",
+    "report is a link": "import os\nos.symlink('/proc/self/environ', "
+    "'__answers__.json')\nos._exit(0)",
     "report is a directory": "import os\nos.mkdir('__answers__.json')\nos._exit(0)",
-    "patched json": "import json\njson.dumps = lambda value: '{\"value\": true}'\ndef area(a, b): return 0",
-    "patched builtins": "import builtins\nbuiltins.isinstance = lambda *a: True\ndef area(a, b): return 0",
-    "patched open": "import builtins\nbuiltins.open = lambda *a: None\ndef area(a, b): return a * b",
+    "patched json": "import json\njson.dumps = lambda value: '{\"value\": true}'\ndef area(a, b): "
+    "return 0",
+    "patched builtins": "import builtins\nbuiltins.isinstance = lambda *a: True\ndef area(a, b): "
+    "return 0",
+    "patched open": "import builtins\nbuiltins.open = lambda *a: None\ndef area(a, b): return a * "
+    "b",
     "huge output": "import sys\nwhile True: sys.stdout.write('ok' * 10**6)",
     "fills the disk": "for n in range(99): open(f'f{n}', 'wb').write(bytes(9 << 20))",
     "eats the memory": "x = [bytes(10**8) for _ in range(100)]",
@@ -144,27 +169,28 @@ def area(a, b):
     for fd in range(3, 256):
         try: return int(os.read(fd, 100))
         except (OSError, ValueError): pass
-""",
+""",  # noqa: E501
 }
 
 
 @pytest.mark.parametrize("module", INSIDE.values(), ids=INSIDE.keys())
-async def test_the_module_cannot_talk_its_way_out(worlds: Worlds, module: str) -> None:
-    assert await graded(worlds, {"shape.py": module}) == NOTHING
+async def test_the_module_cannot_talk_its_way_out(pool: SandboxPool, module: str) -> None:
+    assert await graded(pool, {"shape.py": module}) == NOTHING
 
 
 HANGING = {
     "loops": "while True: pass",
     "sleeps in the call": "import time\ndef area(a, b): time.sleep(1000)",
     "fork bomb": "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
-    "right, then hangs": HONEST + "import threading, time\nthreading.Thread(target=time.sleep, args=[1000]).start()",
+    "right, then hangs": HONEST
+    + "import threading, time\nthreading.Thread(target=time.sleep, args=[1000]).start()",
     "waits for input": "import os, sys\nr, w = os.pipe()\nos.read(r, 1)",
 }
 
 
 @pytest.mark.parametrize("module", HANGING.values(), ids=HANGING.keys())
-async def test_hanging_is_the_fault_of_the_module(worlds: Worlds, module: str) -> None:
-    assert await graded(worlds, {"shape.py": module}, timeout_s=SHORT_S) == NOTHING
+async def test_hanging_is_the_fault_of_the_module(pool: SandboxPool, module: str) -> None:
+    assert await graded(pool, {"shape.py": module}, timeout_s=SHORT_S) == NOTHING
 
 
 MISSING = {
@@ -180,25 +206,30 @@ MISSING = {
 
 
 @pytest.mark.parametrize("command", MISSING.values(), ids=MISSING.keys())
-async def test_a_module_that_cannot_be_read_earns_nothing(worlds: Worlds, command: str) -> None:
-    assert await graded(worlds, {}, commands=(command,)) == NOTHING
+async def test_a_module_that_cannot_be_read_earns_nothing(pool: SandboxPool, command: str) -> None:
+    assert await graded(pool, {}, commands=(command,)) == NOTHING
 
 
-async def test_a_left_over_daemon_does_not_reach_the_grading(worlds: Worlds) -> None:
-    daemon = "(while true; do printf 'def area(a, b):\\n    return a * b\\n' > shape.py; done) & sleep 0.1; rm shape.py"
-    reward = await graded(worlds, {}, commands=(daemon, "printf 'def area(a, b):\\n    return 0\\n' > shape.py"))
+async def test_a_left_over_daemon_does_not_reach_the_grading(pool: SandboxPool) -> None:
+    daemon = (
+        "(while true; do printf 'def area(a, b):\\n    return a * b\\n' > shape.py; done) & sleep "
+        "0.1; rm shape.py"
+    )
+    reward = await graded(
+        pool, {}, commands=(daemon, "printf 'def area(a, b):\\n    return 0\\n' > shape.py")
+    )
     assert reward == NOTHING
 
 
 async def test_a_broken_sandbox_is_no_verdict() -> None:
-    worlds = NamespaceWorlds()
-    async with worlds.open(TASK.files) as sandbox:
+    pool = NamespaceSandboxPool()
+    async with pool.open(TASK.files) as sandbox:
         await sandbox.close()
         with pytest.raises(RolloutFailure):
-            await grade(TASK, sandbox, worlds, timeout_s=SHORT_S)
-    await worlds.close()
+            await grade(TASK, sandbox, pool, timeout_s=SHORT_S)
+    await pool.close()
     with pytest.raises(RolloutFailure):
-        await grade(TASK, FakeSandbox(TASK.files), worlds, timeout_s=SHORT_S)
+        await grade(TASK, FakeSandbox(TASK.files), pool, timeout_s=SHORT_S)
 
 
 async def test_expected_answers_enter_no_sandbox() -> None:
@@ -206,29 +237,44 @@ async def test_expected_answers_enter_no_sandbox() -> None:
     crossed: list[str] = []
 
     class Watching(FakeSandbox):
-        async def run(self, argv: Sequence[str], *, timeout_s: float, stdin: str = "") -> Ran:
+        async def run(
+            self, argv: Sequence[str], *, timeout_s: float, stdin: str = ""
+        ) -> CommandResult:
             crossed.extend([repr(self.files), repr(argv), stdin])
             return await super().run(argv, timeout_s=timeout_s)
 
-    class WatchingWorlds(FakeWorlds):
+    class WatchingWorlds(FakeSandboxPool):
         @contextlib.asynccontextmanager
         async def open(self, files: Mapping[str, str]) -> AsyncIterator[FakeSandbox]:
             yield Watching(files)
 
     task = dataclasses.replace(TASK, checks=(Check(function="area", args=[1, 2], expected=secret),))
-    assert await grade(task, FakeSandbox(task.files), WatchingWorlds(), timeout_s=SHORT_S) == NOTHING
+    assert (
+        await grade(task, FakeSandbox(task.files), WatchingWorlds(), timeout_s=SHORT_S) == NOTHING
+    )
     assert len(crossed) == 3 and not any(str(secret) in text for text in crossed)
 
 
 @pytest.mark.parametrize(
     ("a", "b", "equal"),
     [
-        (1, 1, True), (1, True, False), (0, False, False), (1, 1.0, False), (0, None, False), ("1", 1, False),
-        ([1, [2]], [1, [2]], True), ([1], [True], False), ([], {}, False), ([1, 2], [1], False),
-        ({"a": [1]}, {"a": [1]}, True), ({"a": 1}, {"a": True}, False), ({"a": 1}, {"b": 1}, False),
-        (float("nan"), float("nan"), False), (0.1 + 0.2, 0.3, False),
+        (1, 1, True),
+        (1, True, False),
+        (0, False, False),
+        (1, 1.0, False),
+        (0, None, False),
+        ("1", 1, False),
+        ([1, [2]], [1, [2]], True),
+        ([1], [True], False),
+        ([], {}, False),
+        ([1, 2], [1], False),
+        ({"a": [1]}, {"a": [1]}, True),
+        ({"a": 1}, {"a": True}, False),
+        ({"a": 1}, {"b": 1}, False),
+        (float("nan"), float("nan"), False),
+        (0.1 + 0.2, 0.3, False),
     ],
-)  # fmt: skip
+)
 def test_same_means_value_and_type(a: object, b: object, equal: bool) -> None:
     assert same(a, b) is equal and same(b, a) is equal
 
@@ -242,5 +288,9 @@ def test_no_text_breaks_the_parser(text: str) -> None:
 def test_answers_count_only_as_a_whole_list() -> None:
     checks = TASK.checks[:2]
     assert num_right(checks, [{"value": 10}, {"value": 15}]) == 2
-    assert num_right(checks, [{"value": 10}]) == num_right(checks, [{"value": 10}, {"value": 15}, {"value": 20}]) == 0
+    assert (
+        num_right(checks, [{"value": 10}])
+        == num_right(checks, [{"value": 10}, {"value": 15}, {"value": 20}])
+        == 0
+    )
     assert num_right(checks, [{"value": 10, "extra": 1}, 15]) == 0

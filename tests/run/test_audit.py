@@ -1,4 +1,5 @@
-"""The audit finds what is wrong: each test breaks one promise in the store of a run that was in order."""
+"""The audit finds what is wrong: each test breaks one promise in the store of a run that was in
+order."""
 
 from __future__ import annotations
 
@@ -13,15 +14,15 @@ from rich.console import Console
 from etude.core.config import parse
 from etude.core.events import EVENTS, StageStarted, StepDone
 from etude.core.ledger import Dropped, Issued
-from etude.core.types import Span
+from etude.core.types import VersionSpan
+from etude.launch.screen import watch
 from etude.run.audit import audit, lag_bounds
 from etude.run.evaluate import report_name
-from etude.run.screen import watch
 from etude.store.objects import Objects
 from etude.store.runs import Run
 from etude.weights.publish import publish
 from etude.weights.records import manifest_key
-from tests.run.worlds_of_fakes import FIRST, stage
+from tests.run.fake_stage import FIRST, stage
 
 LAST = FIRST + 4
 CONFIG = f"""
@@ -77,7 +78,15 @@ async def test_a_version_that_the_controller_has_not_seen_does_not_end_a_run(run
 async def test_what_was_alarming_is_told_and_breaks_nothing(run: Run) -> None:
     assert audit(run).alarms == []
     log = run.events("trainer", EVENTS)
-    figures = {"loss": 0.0, "k1": 0.0, "k3_p99": 0.0, "entropy": 1.0, "grad_norm": 1.0, "seconds": 1.0, "wait_s": 0.0}
+    figures = {
+        "loss": 0.0,
+        "k1": 0.0,
+        "k3_p99": 0.0,
+        "entropy": 1.0,
+        "grad_norm": 1.0,
+        "seconds": 1.0,
+        "wait_s": 0.0,
+    }
     log.append(StepDone(step=4, lag=0, k3_mean=0.5, tokens=9, **figures))
     log.flush()
     (alarm,) = audit(run).alarms
@@ -92,7 +101,11 @@ async def test_damaged_events_are_told_and_the_others_count(run: Run) -> None:
     key = "events/trainer/0000000001.jsonl"
     run.objects.put(key, run.objects.get(key).replace(b'"done": 1', b'"done": 3'))
     (alarm,) = audit(run).alarms
-    assert key in str(alarm) and str(alarm).endswith("what it told is left out") and audit(run).violations == []
+    assert (
+        key in str(alarm)
+        and str(alarm).endswith("what it told is left out")
+        and audit(run).violations == []
+    )
     console = Console(record=True, width=400)
     watching = asyncio.create_task(watch(run, console, title="", lag_bound=0))
     while "left out" not in (told := console.export_text(clear=False)):
@@ -107,7 +120,7 @@ def lose_a_batch(run: Run) -> None:
 
 def age_a_token(run: Run) -> None:
     batch = run.batch(LAST)
-    old = dataclasses.replace(batch.rows[0], versions=(Span(1, 2),))
+    old = dataclasses.replace(batch.rows[0], versions=(VersionSpan(1, 2),))
     _replace(run, dataclasses.replace(batch, rows=(old, *batch.rows[1:])))
 
 
@@ -160,12 +173,17 @@ def _replace(run: Run, batch: object) -> None:
         (unpublish, "and the newest published version is -1"),
     ],
 )
-async def test_each_broken_promise_is_found(run: Run, damage: Callable[[Run], None], finding: str) -> None:
+async def test_each_broken_promise_is_found(
+    run: Run, damage: Callable[[Run], None], finding: str
+) -> None:
     damage(run)
     assert any(finding in violation for violation in audit(run).violations), audit(run).violations
 
 
 def test_every_loop_of_a_lineage_has_its_own_bound() -> None:
-    more = '[[stage]]\nkind = "sft"\nname = "again"\ndemonstrations = 1\n[[stage]]\nkind = "distill"\nsteps = 2\n'
+    more = (
+        '[[stage]]\nkind = "sft"\nname = "again"\ndemonstrations = 1\n[[stage]]\nkind = '
+        '"distill"\nsteps = 2\n'
+    )
     bounds = lag_bounds(parse(CONFIG + more + 'teacher = "t"\nmax_lag = 3\n'))
     assert bounds == {3: 1, 4: 1, 5: 1, 6: 1, 8: 3, 9: 3}

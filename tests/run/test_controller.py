@@ -1,230 +1,90 @@
-"""The loop against fakes: it ends, it balances, its data is never too old, and it survives the loss of its store at any
-write. Seeds are in the test ids, so a failing one is one command."""
+"""What an environment of anyone's may not say of its tasks, and what a loop hands on of its
+stage."""
 
 from __future__ import annotations
 
-import math
-import time
-from collections import Counter
-from collections.abc import Callable
+import asyncio
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from etude.core.credit import CREDIT, Credit
+from etude.core.config import parse
 from etude.core.errors import EtudeError
-from etude.core.ledger import Dropped, Entry, Issued, Ledger
-from etude.core.types import Group, Manifest, Segment, Span, Trajectory
-from etude.run import journal
-from etude.run.controller import Health, Signal, assemble, endless
-from etude.run.process import message
-from etude.store.objects import Objects
+from etude.core.lineage import stage_spans
+from etude.core.stages import RolloutStageConfig
+from etude.core.types import Task
+from etude.run import controller as controller
+from etude.run.controller import Controller
 from etude.store.runs import Run
-from tests.run.worlds_of_fakes import FIRST, TASKS, Versions, manifest, stage
 
-LAST = FIRST + 6
-
-
-def check_finished(objects: Objects, *, max_lag: int) -> Ledger:
-    run = Run(objects)
-    ledger = Ledger(run.ledger.records())
-    assert run.batches() == list(range(FIRST + 1, LAST + 1))
-    batches = [run.batch(step) for step in run.batches()]
-    assert max(batch.lag for batch in batches) <= max_lag
-    assert all(batch.lag == batch.step - 1 - batch.oldest >= 0 for batch in batches)
-    assert ledger.in_flight == 0
-    assert ledger.trained == sum(len({row.sample for row in batch.rows}) for batch in batches)
-    assert all(len({journal.group_of(row.sample) for row in batch.rows}) == 2 for batch in batches)
-    return ledger
+TASK = Task(id="t", prompt="fix it", files={}, editable=(), checks=(), meta={})
 
 
-@pytest.mark.parametrize(("max_lag", "lookahead"), [(0, 1), (1, 1), (1, 3), (3, 2)])
-@pytest.mark.parametrize("seed", range(4))
-async def test_a_run_ends_and_balances(seed: int, max_lag: int, lookahead: int) -> None:
-    objects = Objects.open("memory:")
-    await stage(objects, seed=seed, last=LAST, max_lag=max_lag, lookahead=lookahead)
-    ledger = check_finished(objects, max_lag=max_lag)
-    assert ledger.dropped["interrupted"] == 0
-
-
-@pytest.mark.parametrize("writes", range(0, 60, 3))
-async def test_a_store_that_dies_at_any_write_loses_nothing_that_was_finished(writes: int) -> None:
-    objects = Objects.open("memory:")
-    survivors: Counter[str] = Counter()
-    for life, budget in enumerate([writes, writes // 2 + 3, None]):
-        try:
-            await stage(objects, seed=writes * 3 + life, last=LAST, max_lag=2, lookahead=2, writes=budget)
-        except* EtudeError as e:
-            assert "the store is gone" in (message(e) or "")
-        survivors.update(Run(objects).groups())
-    check_finished(objects, max_lag=2)
-    entries = Run(objects).ledger.records()
-    interrupted = {
-        journal.group_of(sample)
-        for entry in entries
-        if isinstance(entry, Dropped) and entry.reason == "interrupted"
-        for sample in entry.samples
-    }
-    assert not interrupted & survivors.keys(), "a finished group was thrown away"
-
-
-async def test_an_interrupted_task_is_issued_again_with_the_same_seeds() -> None:
-    whole, broken = Objects.open("memory:"), Objects.open("memory:")
-    first = await stage(whole, seed=5, last=LAST, max_lag=0, failures=0.0)
-    with pytest.raises(ExceptionGroup):
-        await stage(broken, seed=5, last=LAST, max_lag=0, writes=2, failures=0.0)
-    second = await stage(broken, seed=6, last=LAST, max_lag=0, failures=0.0)
-    assert set(first.seeds[:6]) == set(second.seeds[:6])
-    issued = [entry.task for entry in Run(broken).ledger.records() if isinstance(entry, Issued)]
-    order = [task.id for task, _ in zip((task for task, _ in endless(TASKS, seed=1)), range(2), strict=False)]
-    assert issued[:4] == order * 2
-
-
-async def test_what_a_later_stage_publishes_is_not_loaded_in_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stage behind the loop may be done before its last version was seen; the evaluation still needs that one."""
-    wait = Versions.wait
-
-    async def ahead(self: Versions, after: int) -> Manifest:
-        newest = (await wait(self, after)).version
-        return manifest(newest + 2 if newest == FIRST + 3 else newest)
-
-    monkeypatch.setattr(Versions, "wait", ahead)
-    objects = Objects.open("memory:")
-    engine = await stage(objects, seed=1, last=FIRST + 3, max_lag=1)
-    assert engine.version == FIRST + 3
-    assert Ledger(Run(objects).ledger.records()).trained_step == FIRST + 3
-
-
-async def test_half_of_the_sessions_failing_stops_the_run_with_the_newest_error() -> None:
-    with pytest.raises(ExceptionGroup) as caught:
-        await stage(Objects.open("memory:"), seed=0, last=LAST, max_lag=1, failures=0.9)
-    assert "sessions failed, the newest with: agent: gone" in (message(caught.value) or "")
-
-
-def with_segment(trajectory: Trajectory, **changes: Any) -> Trajectory:
-    return replace(trajectory, segments=(replace(trajectory.segments[0], **changes),))
-
-
-BAD: dict[str, tuple[str, Callable[[Trajectory], Trajectory]]] = {
-    "reward that is no number": ("malformed", lambda t: replace(t, scores={"reward": math.nan})),
-    "over-long row": ("malformed", lambda t: with_segment(t, prompt=(1, 1))),
-    "unknown version": ("malformed", lambda t: with_segment(t, versions=(Span(99, 2),))),
-    "version from before admission": ("malformed", lambda t: with_segment(t, versions=(Span(0, 2),))),
-    "token without a version": ("malformed", lambda t: with_segment(t, versions=t.segments[0].versions[:1][:0])),
-    "log-prob that is no number": ("malformed", lambda t: with_segment(t, logprobs=(math.nan, -1.0))),
-    "fields of different length": ("malformed", lambda t: with_segment(t, mask=(True,))),
-    "mask without a sampled token": ("failed", lambda t: with_segment(t, mask=(False, False), versions=())),
-    "segment without a sampled token": (
-        "malformed",
-        lambda t: replace(t, segments=(*t.segments, replace(t.segments[0], mask=(False, False), versions=()))),
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", BAD)
-async def test_bad_data_is_dropped_by_name_and_never_trained_on(kind: str) -> None:
-    """Of every third attempt; the run goes on without them, and its books balance."""
-    reason, spoil = BAD[kind]
-    objects, spoilt = Objects.open("memory:"), set()
-
-    def sometimes(trajectory: Trajectory) -> Trajectory:
-        if not trajectory.id.endswith(".1"):
-            return trajectory
-        spoilt.add(trajectory.id)
-        return spoil(trajectory)
-
-    await stage(objects, seed=3, last=LAST, max_lag=1, failures=0.0, solves=0.5, spoil=sometimes)
-    ledger = check_finished(objects, max_lag=1)
-    run = Run(objects)
-    entries = [entry for entry in run.ledger.records() if isinstance(entry, Dropped)]
-    fates = {sample: entry.reason for entry in entries for sample in entry.samples}
-    settled = {sample for sample in spoilt if fates.get(sample) not in ("cancelled", "interrupted")}
-    assert len(settled) >= 6 and all(fates.get(sample) == reason for sample in settled)
-    assert not spoilt & {row.sample for step in run.batches() for row in run.batch(step).rows}
-    assert ledger.dropped[reason] == len(settled)
-
-
-async def test_groups_of_which_every_attempt_fails_are_dropped_and_the_run_says_why() -> None:
-    with pytest.raises(ExceptionGroup) as caught:
-        await stage(Objects.open("memory:"), seed=0, last=LAST, max_lag=1, failures=1.0)
-    assert "sessions failed" in (message(caught.value) or "")
-
-
-def test_the_advantages_of_a_batch_get_one_scale() -> None:
-    def group(slot: int, *rewards: float) -> Group:
-        segment = Segment(prompt=(1,), tokens=(2,), mask=(True,), logprobs=(-1.0,), versions=(Span(0, 1),))
-        attempts = [
-            Trajectory(id=f"{slot}.{n}", task="t", group="g", segments=(segment,), scores={"reward": r}, status="done")
-            for n, r in enumerate(rewards)
-        ]
-        return Group(id=str(slot), task="t", slot=slot, admitted=0, trajectories=tuple(attempts))
-
-    batch, samples = assemble(1, [group(1, 0.5, 0.0), group(0, 1.0, 0.0, 0.5)], CREDIT["batch_normalised"])
-    assert samples == ("0.0", "0.1", "1.0", "1.1"), "by slot, and without the attempt that stood at the mean"
-    assert batch.reward == pytest.approx(0.4), "over all attempts"
-    size = ((0.25 + 0.25 + 0.0625 + 0.0625) / 4) ** 0.5
-    assert [row.advantages[1] for row in batch.rows] == pytest.approx(
-        [0.5 / size, -0.5 / size, 0.25 / size, -0.25 / size]
+def tasks(given: Any) -> Any:
+    config = parse(
+        'name = "a"\n[[stage]]\nkind = "rl"\nsteps = 1\n[tasks]\nenvironment = "mine.py:A"\ntrain '
+        "= 7"
+    )
+    run: Any = SimpleNamespace(objects=None)
+    environment: Any = SimpleNamespace(tasks=lambda split: given())
+    gateway: Any = None
+    return asyncio.run(
+        Controller(run, config, gateway, environment, lambda event: None).tasks("train")
     )
 
 
-def test_health_counts_only_the_recent_past() -> None:
-    health = Health(recent=4, limit=0.5)
-    bad = Trajectory(id="a", task="t", group="g", segments=(), scores=None, status="failed", error="world: no disk")
-    good = Trajectory(id="a", task="t", group="g", segments=(), scores={"reward": 0.0}, status="done")
-    for trajectory in (bad, good, good, good, bad, good):
-        health.add(trajectory)
-    with pytest.raises(EtudeError, match="2 of the last 4 .* world: no disk"):
-        health.add(bad)
+def test_tasks_are_there_and_have_names_of_their_own() -> None:
+    assert tasks(lambda: [TASK]) == [TASK]
+    with pytest.raises(
+        EtudeError,
+        match="'mine.py:A' gives no tasks for the split 'train', of which the run wants 7",
+    ):
+        tasks(list)
+    with pytest.raises(EtudeError, match="gives several tasks of the split 'train' the id 't'"):
+        tasks(lambda: [TASK, replace(TASK, prompt="another")])
+    with pytest.raises(
+        EtudeError, match=r"'mine.py:A': ZeroDivisionError in .*line \d+: division by zero"
+    ):
+        tasks(lambda: 1 / 0)
 
 
-async def test_failures_while_a_process_is_silent_do_not_end_the_run() -> None:
-    """Their cause is on the screen, and passes."""
-    objects = Objects.open("memory:")
-    with pytest.raises(ExceptionGroup) as caught:
-        await stage(objects, seed=0, last=LAST, max_lag=1, failures=0.7)
-    assert "sessions failed" in (message(caught.value) or "")
-    await stage(objects, seed=0, last=LAST, max_lag=1, failures=0.7, troubled=time.monotonic)
-    assert Run(objects).batches()[-1] == LAST
+@pytest.mark.parametrize("replay", [True, False])
+async def test_a_loop_samples_as_its_stage_says(
+    replay: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: dict[str, Any] = {}
+    asked: dict[str, Any] = {}
 
+    class Watched:
+        def __init__(self, **options: Any) -> None:
+            told.update(options)
 
-@pytest.mark.parametrize(("solves", "told"), [(0.0, "all 0: the tasks are too hard"), (1.0, "all 1: the tasks are so")])
-async def test_a_run_that_can_learn_nothing_stops_and_says_so(solves: float, told: str) -> None:
-    with pytest.raises(ExceptionGroup) as caught:
-        await stage(Objects.open("memory:"), seed=0, last=LAST, max_lag=1, failures=0.0, solves=solves)
-    said = message(caught.value) or ""
-    assert said.startswith("100 groups in a row have nothing to learn from") and told in said
+        async def run(self) -> None:
+            pass
 
+    async def load(version: int) -> None:
+        pass
 
-def test_a_group_with_signal_starts_the_count_again() -> None:
-    signal = Signal(groups_per_step=10)
-    group = Group(id="g", task="t", slot=0, admitted=0, trajectories=())
-    for _ in range(2):
-        for _ in range(199):
-            signal.add(group, kept=False)
-        signal.add(group, kept=True)
-    with pytest.raises(EtudeError, match="200 groups in a row"):
-        for _ in range(200):
-            signal.add(group, kept=False)
+    async def reached(self: Controller, version: int) -> int:
+        return version
 
-
-def test_every_epoch_has_every_task_in_another_order() -> None:
-    stream = endless(TASKS, seed=3)
-    epochs = [[next(stream) for _ in TASKS] for _ in range(3)]
-    assert [{number for _, number in epoch} for epoch in epochs] == [{0}, {1}, {2}]
-    assert all(sorted(task.id for task, _ in epoch) == sorted(task.id for task in TASKS) for epoch in epochs)
-    assert len({tuple(task.id for task, _ in epoch) for epoch in epochs}) == 3
-
-
-def test_what_was_done_is_not_done_again() -> None:
-    stream = [(TASKS[0], 0), (TASKS[1], 0), (TASKS[0], 1), (TASKS[1], 1)]
-    left = journal.still_to_do(stream, {("t1", 0), ("t0", 1)})  # t0 was interrupted in its first epoch
-    assert [(task.id, epoch) for task, epoch in left] == [("t0", 0), ("t1", 1)]
-
-
-def test_recovery_settles_what_a_crash_left_open() -> None:
-    entries: list[Entry] = [Issued(group="g000000", task="t0", samples=("g000000.0", "g000000.1"), version=2)]
-    recovered = journal.recover(entries, {}, {}, Credit())
-    assert recovered.entries == [Dropped(samples=("g000000.0", "g000000.1"), reason="interrupted")]
-    assert (recovered.slots, recovered.batched, recovered.done, recovered.waiting) == (1, 0, set(), [])
+    monkeypatch.setattr(controller, "RolloutLoop", Watched)
+    monkeypatch.setattr(controller, "build", lambda *names, **options: asked.update(options))
+    monkeypatch.setattr(Controller, "wait_for_version", reached)
+    text = (
+        f'[[stage]]\nkind = "rl"\nsteps = 1\ntemperature = 0.7\nrouter_replay = '
+        f"{str(replay).lower()}"
+    )
+    config = parse(f'name = "a"\n{text}')
+    environment: Any = SimpleNamespace(tasks=lambda split: [TASK])
+    gateway: Any = SimpleNamespace(http=None, load=load)
+    (span,) = stage_spans(config.stage)
+    assert isinstance(span.stage, RolloutStageConfig)
+    await Controller(
+        Run.open("memory:"), config, gateway, environment, lambda event: None
+    ).run_loop(span, span.stage)
+    rollouts = told["attempt"].__self__
+    assert rollouts.experts is replay
+    assert asked["temperature"] == 0.7

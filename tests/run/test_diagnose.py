@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from etude.core.events import Gap
+from etude.core.events import MismatchStats
 from etude.run.diagnose import (
-    Bound,
     Diagnosis,
+    RoundingBound,
     TemperatureFit,
     compare_experts,
     find_cut,
@@ -20,20 +20,22 @@ from etude.run.diagnose import (
     of_temperature,
 )
 from etude.run.operators import Operator
-from etude.train.meter import gap
+from etude.train.mismatch import mismatch_stats
 
-LEAST = Bound(1e-6, 1e-5)
+LEAST = RoundingBound(1e-6, 1e-5)
 
 
-def of(k3: float, k3_max: float | None = None) -> Gap:
+def of(k3: float, k3_max: float | None = None) -> MismatchStats:
     worst = 5 * k3 if k3_max is None else k3_max
-    return Gap(
-        num_tokens=9, k1=0.0, k3=k3, k3_p99=worst, k3_max=worst, ratio_p1=1.0, ratio_p99=1.0, ratio_max=1.0,
-        effective=1.0, flips=None, routed_otherwise=None,
+    return MismatchStats(
+        num_tokens=9, k1=0.0, k3=k3, k3_p99=worst, k3_max=worst, ratio_p1=1.0, ratio_p99=1.0,
+        ratio_max=1.0, ess=1.0, argmax_flip_frac=None, router_mismatch_frac=None,
     )  # fmt: skip
 
 
-def of_gaps(*, worst: float | None = None, known: dict[str, Any] | None = None, **gaps: float) -> Diagnosis:
+def of_gaps(
+    *, worst: float | None = None, known: dict[str, Any] | None = None, **gaps: float
+) -> Diagnosis:
     found = {name: of(k3, worst) for name, k3 in gaps.items()}
     return Diagnosis(gaps=found, rounding=dict.fromkeys(found, LEAST), **(known or {}))
 
@@ -52,7 +54,9 @@ def test_a_setting_is_compared_with_the_one_that_it_changes() -> None:
     assert cause.startswith("engine kernels")
     (cause,) = of_gaps(alone=1e-7, **{**settings, "batch": 0.1}).causes
     assert cause.startswith("batch")
-    assert [each.partition(":")[0] for each in of_gaps(alone=1e-7, **{**settings, "cache": 3.0}).causes] == [
+    assert [
+        each.partition(":")[0] for each in of_gaps(alone=1e-7, **{**settings, "cache": 3.0}).causes
+    ] == [
         "engine kernels",
         "cache",
     ]
@@ -62,10 +66,13 @@ def test_precision_explains_no_more_than_rounding_does() -> None:
     kinds = ("bfloat16", "float32")
     within = Diagnosis(
         gaps={"alone": of(1e-3), "precision": of(1e-9)},
-        rounding={"alone": Bound(2e-3, 1e-1), "precision": LEAST},
+        rounding={"alone": RoundingBound(2e-3, 1e-1), "precision": LEAST},
         kinds=kinds,
     )
-    assert "rounding to bfloat16 makes a k3 of up to 2.0e-03" in within.causes[0] and not within.unexplained
+    assert (
+        "rounding to bfloat16 makes a k3 of up to 2.0e-03" in within.causes[0]
+        and not within.unexplained
+    )
     above = of_gaps(alone=1e-3, precision=1e-9, known={"kinds": kinds})
     assert "what the engine runs in bfloat16 is at fault" in above.causes[0]
     assert of_gaps(alone=1e-3, precision=1e-3).unexplained
@@ -88,15 +95,22 @@ def fit(asked: float, fitted: float, preference: float = 0.0) -> TemperatureFit:
         ([fit(1.0, 0.5), fit(0.5, 0.9)], [], "0.500 where 1 was asked for, 0.900 where 0.5"),
     ],
 )
-def test_what_a_temperature_says(fits: list[TemperatureFit], agreeing: list[float], expected: str) -> None:
+def test_what_a_temperature_says(
+    fits: list[TemperatureFit], agreeing: list[float], expected: str
+) -> None:
     assert expected in of_temperature(fits, agreeing)
 
 
 @pytest.mark.parametrize("factor", [0.3, 0.97, 1.5, 4.0])
 def test_the_temperature_is_found(factor: float) -> None:
-    logits_NV = 2 * torch.randn(40, 30, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    logits_NV = 2 * torch.randn(
+        40, 30, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     tokens_N = torch.arange(40) % 30
-    logp_NV, old_NV = torch.log_softmax(logits_NV / 0.7, -1), torch.log_softmax(logits_NV / (0.7 * factor), -1)
+    logp_NV, old_NV = (
+        torch.log_softmax(logits_NV / 0.7, -1),
+        torch.log_softmax(logits_NV / (0.7 * factor), -1),
+    )
     found = fit_temperature(old_NV.gather(1, tokens_N[:, None])[:, 0], tokens_N, logp_NV, 0.7)
     assert found.fitted == pytest.approx(0.7 * factor, rel=1e-6) and found.k3 < 1e-12
 
@@ -105,7 +119,7 @@ def test_a_cut_within_rounding_is_none() -> None:
     logp_NV = torch.log_softmax(torch.randn(50, 20, generator=torch.Generator().manual_seed(0)), -1)
     new_N = logp_NV[:, 0]
     old_N = new_N + 0.01
-    assert find_cut(old_N, new_N, logp_NV, Bound(1.0, 1.0)) is None
+    assert find_cut(old_N, new_N, logp_NV, RoundingBound(1.0, 1.0)) is None
 
 
 def test_experts_within_rounding_and_beyond() -> None:
@@ -114,9 +128,16 @@ def test_experts_within_rounding_and_beyond() -> None:
     recorded_TLk = own_TLk.flip(-1).clone()  # their order does not count
     recorded_TLk[:, 1] = swapped[recorded_TLk[:, 1]]
     first, second = compare_experts(recorded_TLk, own_TLk, [own_TLk] * 8, layers=(1, 2))
-    assert (first.layer, first.otherwise, first.swapped) == (1, 0.0, None)
-    assert (second.layer, second.otherwise, second.bound, second.swapped) == (2, 0.5, 0.0, (0, 3))
-    assert [each.bound for each in compare_experts(own_TLk, own_TLk, [recorded_TLk] * 8, layers=(1, 2))] == [0.0, 0.5]
+    assert (first.layer, first.mismatch_frac, first.swapped) == (1, 0.0, None)
+    assert (second.layer, second.mismatch_frac, second.bound, second.swapped) == (
+        2,
+        0.5,
+        0.0,
+        (0, 3),
+    )
+    assert [
+        each.bound for each in compare_experts(own_TLk, own_TLk, [recorded_TLk] * 8, layers=(1, 2))
+    ] == [0.0, 0.5]
 
 
 def test_operators_of_many_layers_make_one_line() -> None:
@@ -128,7 +149,10 @@ def test_operators_of_many_layers_make_one_line() -> None:
 
 
 def test_a_bound_is_above_its_draws() -> None:
-    draws = [gap(torch.zeros(3).numpy(), torch.full((3,), size).numpy()) for size in (1e-3, 1.1e-3) * 4]
-    bound = Bound.of(draws)
+    draws = [
+        mismatch_stats(torch.zeros(3).numpy(), torch.full((3,), size).numpy())
+        for size in (1e-3, 1.1e-3) * 4
+    ]
+    bound = RoundingBound.of(draws)
     assert max(draw.k3 for draw in draws) < bound.k3 < 2 * max(draw.k3 for draw in draws)
     assert not bound.holds(of(math.inf))

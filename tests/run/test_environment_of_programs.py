@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from etude.run.launch import Launcher, Program, locked
+from etude.launch.launcher import Launcher, Program, locked
 from etude.serve.process import TOKEN_VARIABLE
 
 NAMES = ("OMP_NUM_THREADS", "GOMP_SPINCOUNT", "PYTHONUNBUFFERED", TOKEN_VARIABLE, "HOME")
@@ -23,13 +23,21 @@ async def shown(folder: Path) -> dict[str, str]:
     return found
 
 
-async def test_threads_and_a_token_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_threads_and_a_token_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", "/somewhere")
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     first, second = await shown(tmp_path / "a"), await shown(tmp_path / "b")
-    assert (first["OMP_NUM_THREADS"], first["GOMP_SPINCOUNT"], first["HOME"]) == ("3", "10000", "/somewhere")
-    assert first["PYTHONUNBUFFERED"] == "1", "or the last words of a process that is killed are lost"
+    assert (first["OMP_NUM_THREADS"], first["GOMP_SPINCOUNT"], first["HOME"]) == (
+        "3",
+        "10000",
+        "/somewhere",
+    )
+    assert first["PYTHONUNBUFFERED"] == "1", (
+        "or the last words of a process that is killed are lost"
+    )
     assert first[TOKEN_VARIABLE] != second[TOKEN_VARIABLE] and len(first[TOKEN_VARIABLE]) > 20
 
 

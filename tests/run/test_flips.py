@@ -1,7 +1,8 @@
-"""A bit that flips at rest, in any object of a run's store: an error that names the object, or no effect.
+"""A bit that flips at rest, in any object of a run's store: an error that names the object, or no
+effect.
 
-The suite flips a few; `ETUDE_FLIPS=1000 pytest tests/run/test_flips.py` flips as many as it says, drawn anew by
-`ETUDE_FLIPS_SEED`.
+The suite flips a few; `ETUDE_FLIPS=1000 pytest tests/run/test_flips.py` flips as many as it says,
+drawn anew by `ETUDE_FLIPS_SEED`.
 """
 
 from __future__ import annotations
@@ -18,38 +19,39 @@ import pytest
 import torch
 from rich.console import Console
 
+from etude.commands.show import page
 from etude.core.config import parse
 from etude.core.errors import EtudeError
 from etude.core.events import EVENTS, StageStarted
 from etude.core.ledger import Entry, Issued
-from etude.core.types import Group, Recomputed, Span, Trajectory
-from etude.run import checkpoints, journal
+from etude.core.lineage import estimator_of, stage_spans
+from etude.core.types import Group, RecomputedRow, Trajectory, VersionSpan
+from etude.launch.local import RunDirectory
+from etude.run import journal
 from etude.run.audit import audit
-from etude.run.checkpoints import Checkpoint, Origin, Saver
 from etude.run.evaluate import Report, report_name, reports
-from etude.run.local import Place
-from etude.run.plan import credit_of, legs
-from etude.run.show import page
-from etude.run.telemetry import Events
-from etude.serve.wire import FILES, read_model_files
+from etude.serve.worker_protocol import MODEL_FILES, read_model_files
+from etude.store import checkpoints
+from etude.store.checkpoints import Checkpoint, CheckpointWriter, Origin
 from etude.store.experts import get_experts, put_experts
 from etude.store.objects import Objects
 from etude.store.runs import Run
-from etude.weights.collect import Tombstone, collect, find_doomed
+from etude.store.telemetry import EventReader
+from etude.weights.collect import Tombstone, collect, find_garbage
 from etude.weights.compact import compact
 from etude.weights.follow import Follower
 from etude.weights.manifest import Chain
-from etude.weights.publish import Policy, Publisher
+from etude.weights.publish import Publisher, SnapshotPolicy
+from tests.run.fake_stage import FIRST, stage
 from tests.run.test_audit import CONFIG, LAST
-from tests.run.worlds_of_fakes import FIRST, stage
 
 FLIPS = int(os.environ.get("ETUDE_FLIPS", "48"))
 SEED = int(os.environ.get("ETUDE_FLIPS_SEED", "0"))
 
 KINDS = {
-    "config.json", "model", "ledger", "groups", "batches", "recomputed", "experts", "evals", "events",
-    "checkpoints/manifest", "checkpoints/part",
-    "weights/versions", "weights/routes", "weights/shards", "weights/leases", "weights/gc",
+    "config.json", "model", "ledger", "groups", "batches", "recomputed", "experts", "evals",
+    "events", "checkpoints/manifest", "checkpoints/part", "weights/versions", "weights/routes",
+    "weights/shards", "weights/leases", "weights/gc",
 }  # fmt: skip
 """Of objects in a store; there is none of another kind."""
 
@@ -62,20 +64,24 @@ def kind_of(key: str) -> str:
 
 
 async def fill(objects: Objects) -> None:
-    """As the controller, two trainers, a compactor, a collector, workers and an evaluation leave it."""
+    """As the controller, two trainers, a compactor, a collector, workers and an evaluation leave
+    it."""
     run = Run(objects)
     run.put_config(parse(CONFIG))
-    for name in FILES:
+    for name in MODEL_FILES:
         run.put_model_file(name, b'{"name": "%b"}' % name.encode())
     experts = put_experts(objects, bytes(range(64)))
 
     def routed(attempt: Trajectory) -> Trajectory:
-        return replace(attempt, segments=tuple(replace(segment, experts=experts) for segment in attempt.segments))
+        return replace(
+            attempt,
+            segments=tuple(replace(segment, experts=experts) for segment in attempt.segments),
+        )
 
     await stage(objects, seed=1, last=LAST - 1, max_lag=1, spoil=routed)
     leave_a_group_waiting(run)
     for step in run.batches():
-        found = [Recomputed(logprobs=(-1.5,) * sum(row.mask)) for row in run.batch(step).rows]
+        found = [RecomputedRow(logprobs=(-1.5,) * sum(row.mask)) for row in run.batch(step).rows]
         run.put_recomputed(step, tuple(found))
     log = run.events("trainer", EVENTS)
     for n in range(3):
@@ -83,7 +89,7 @@ async def fill(objects: Objects) -> None:
         log.flush()
     weights = torch.randn(60, 20, generator=torch.Generator().manual_seed(1)).bfloat16()
     for versions in (range(1, 4), range(4, LAST)):
-        publisher = Publisher(Chain(objects), policy=Policy(max_chain=2))
+        publisher = Publisher(Chain(objects), policy=SnapshotPolicy(max_chain=2))
         for version in versions:
             weights = weights.clone()
             weights[version] += 1
@@ -93,15 +99,17 @@ async def fill(objects: Objects) -> None:
     Follower(Chain(objects), name="worker-east", now=lambda: 1e9).fetch(LAST - 1)
     collect(Chain(objects), keep=2, now=lambda: 1e9)
     origin = Origin(stage="rl", parent="seed 0", config={"steps": 4}, data="batches", code="etude")
-    saver = Saver(run)
+    saver = CheckpointWriter(run)
     for version in (LAST - 2, LAST - 1):
-        saved = Checkpoint(stage="rl", step=0, version=version, lineage=(origin,), cursor={"books": "ab"})
+        saved = Checkpoint(
+            stage="rl", step=0, version=version, lineage=(origin,), cursor={"books": "ab"}
+        )
         saver.save(saved, bytes(range(256)))
     saver.wait()
     saver.close()
     report = Report(
-        stage="sft", split="heldout", version=FIRST, solved=1, total=2, low=0.1, high=0.9, rewards={"t0": 1.0},
-        example=[{"role": "user", "content": "mend it"}],
+        stage="sft", split="heldout", version=FIRST, solved=1, total=2, low=0.1, high=0.9,
+        rewards={"t0": 1.0}, example=[{"role": "user", "content": "mend it"}],
     )  # fmt: skip
     run.put_eval(report_name(FIRST, "heldout"), report)
 
@@ -110,16 +118,21 @@ def leave_a_group_waiting(run: Run) -> None:
     """Finished, and in no batch: the next life trains on it."""
     group = "g000900"
     samples = (f"{group}.0", f"{group}.1")
-    done = next(t for name in run.groups() for t in run.group(name).trajectories if t.status == "done")
-    segments = (replace(done.segments[0], versions=(Span(LAST - 1, 2),)),)
+    done = next(
+        t for name in run.groups() for t in run.group(name).trajectories if t.status == "done"
+    )
+    segments = (replace(done.segments[0], versions=(VersionSpan(LAST - 1, 2),)),)
     done = replace(done, group=group, segments=segments)
     attempts = [replace(done, id=id, scores={"reward": float(n)}) for n, id in enumerate(samples)]
     run.ledger.append(Issued(group=group, task=done.task, samples=samples, version=LAST - 1))
-    run.put_group(Group(id=group, task=done.task, slot=900, admitted=LAST - 1, trajectories=tuple(attempts)))
+    run.put_group(
+        Group(id=group, task=done.task, slot=900, admitted=LAST - 1, trajectories=tuple(attempts))
+    )
 
 
 class Doomed(frozenset[str]):
-    """What the collector would delete. A way that is damaged counts as none, and then it keeps more."""
+    """What the collector would delete. A way that is damaged counts as none, and then it keeps
+    more."""
 
     def __eq__(self, now: object) -> bool:
         return isinstance(now, Doomed) and now <= self
@@ -131,7 +144,7 @@ class Looks:
     """All that is ever read of a run's store, as its readers read it."""
 
     def __init__(self, directory: Path) -> None:
-        self.place = Place(directory)
+        self.place = RunDirectory(directory)
         self.objects = Objects.open(self.place.store, create=False)
         self.run = Run(self.objects)
         self.versions = list(Chain(self.objects).lineage())
@@ -165,17 +178,21 @@ class Looks:
         yield "newest", lambda: Chain(self.objects).newest()
         yield "lineage", lambda: Chain(self.objects).lineage()
         yield "leases", lambda: list(Chain(self.objects).leases().values())
-        yield "doomed", lambda: Doomed(find_doomed(Chain(self.objects), keep=2, now=1e9))
+        yield "doomed", lambda: Doomed(find_garbage(Chain(self.objects), keep=2, now=1e9))
         yield (
             "tombstones",
-            lambda: [Chain(self.objects).read(key, Tombstone) for key in self.objects.list("weights/gc")],
+            lambda: [
+                Chain(self.objects).read(key, Tombstone) for key in self.objects.list("weights/gc")
+            ],
         )
         for version in self.versions:
             yield f"version {version}", lambda version=version: self.version(version)
 
     def resume(self) -> tuple[list[Entry], journal.Recovered]:
         config = self.run.config()
-        return journal.load(self.run, credit_of(legs(config.stage)[-1].stage, config.model.max_context))
+        return journal.load(
+            self.run, estimator_of(stage_spans(config.stage)[-1].stage, config.model.max_context)
+        )
 
     def show(self) -> str:
         console = Console(record=True, width=200, file=open(os.devnull, "w"))  # noqa: SIM115
@@ -184,29 +201,44 @@ class Looks:
 
     def events(self) -> object:
         """What is damaged is left out, and told: that is the error then."""
-        events = Events(self.run)
+        events = EventReader(self.run)
         found = events.new()
         return events.damaged[0] if events.damaged else found
 
     def experts(self) -> list[bytes]:
         groups = [self.run.group(name) for name in self.run.groups()]
-        named = {s.experts for group in groups for t in group.trajectories for s in t.segments if s.experts}
+        named = {
+            s.experts
+            for group in groups
+            for t in group.trajectories
+            for s in t.segments
+            if s.experts
+        }
         return [get_experts(self.objects, name) for name in sorted(named)]
 
     def checkpoint(self, name: str) -> object:
         found = checkpoints.read(self.run, name)
-        return found, [checkpoints.read_part(self.run, found, rank) for rank in range(len(found.parts))]
+        return found, [
+            checkpoints.read_part(self.run, found, rank) for rank in range(len(found.parts))
+        ]
 
     def version(self, version: int) -> object:
         tensors = Follower(Chain(self.objects)).fetch(version)
-        return {name: tensor.view(torch.uint8).numpy().tobytes() for name, tensor in tensors.items()}
+        return {
+            name: tensor.view(torch.uint8).numpy().tobytes() for name, tensor in tensors.items()
+        }
 
 
 def is_told(before: object, after: object, key: str) -> bool:
-    """Whether an outcome is the same, or says which object is to blame: as an error, as one of several, as an alarm."""
+    """Whether an outcome is the same, or says which object is to blame: as an error, as one of
+    several, as an alarm."""
     if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
         return all(is_told(*pair, key) for pair in zip(before, after, strict=True))
-    return before == after or (isinstance(after, EtudeError) and key in str(after)) or key in _alarms(after)
+    return (
+        before == after
+        or (isinstance(after, EtudeError) and key in str(after))
+        or key in _alarms(after)
+    )
 
 
 def _alarms(outcome: object) -> str:
@@ -238,7 +270,9 @@ async def test_a_flipped_bit_is_told_or_changes_nothing(store: Path) -> None:
         path = store / key
         data = path.read_bytes()
         bit = random.randrange(8 * len(data))
-        path.write_bytes(data[: bit // 8] + bytes([data[bit // 8] ^ 1 << bit % 8]) + data[bit // 8 + 1 :])
+        path.write_bytes(
+            data[: bit // 8] + bytes([data[bit // 8] ^ 1 << bit % 8]) + data[bit // 8 + 1 :]
+        )
         after = looks.all()
         path.write_bytes(data)
         silent = [name for name in before if not is_told(before[name], after.get(name), key)]

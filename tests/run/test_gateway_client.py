@@ -7,7 +7,7 @@ import pytest
 from aiohttp import web
 
 from etude.core.errors import EtudeError
-from etude.run.gateway import RETRIES, Gateway
+from etude.run.gateway_client import RETRIES, GatewayClient
 
 
 async def asked(resets: int, status: int = 200) -> bool:
@@ -28,7 +28,7 @@ async def asked(resets: int, status: int = 200) -> bool:
     await runner.setup()
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        async with Gateway(f"http://127.0.0.1:{runner.addresses[0][1]}") as gateway:
+        async with GatewayClient(f"http://127.0.0.1:{runner.addresses[0][1]}") as gateway:
             return await gateway.disturbed("s", age_s=1.0)
     finally:
         await runner.cleanup()
@@ -41,5 +41,7 @@ async def test_a_gateway_that_resets_connections_when_it_wakes_is_asked_again() 
 
 
 async def test_what_it_refuses_is_not_asked_again() -> None:
-    with pytest.raises(EtudeError, match="session s cannot be asked about: the gateway answers 502: true"):
+    with pytest.raises(
+        EtudeError, match="session s cannot be asked about: the gateway answers 502: true"
+    ):
         await asked(resets=0, status=502)

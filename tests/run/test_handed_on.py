@@ -1,4 +1,5 @@
-"""What one part of a run hands to the next arrives whole: settings, figures, seeds, the outcome of every task."""
+"""What one part of a run hands to the next arrives whole: settings, figures, seeds, the outcome of
+every task."""
 
 from __future__ import annotations
 
@@ -10,47 +11,60 @@ import torch
 
 from etude.core.config import TrainerConfig
 from etude.core.errors import EtudeError
-from etude.core.events import EvalDone, EvalProgress, Event, Gap, GroupDone, Live
+from etude.core.events import EvalDone, EvalProgress, Event, GroupDone, MismatchStats, WeightsLive
 from etude.core.ledger import Issued
-from etude.core.types import Group, Segment, Span, Task, Trajectory
-from etude.model.transformer import fresh
-from etude.run import controller
-from etude.run.controller import Health, Signal
+from etude.core.types import Group, Segment, Task, Trajectory, VersionSpan
+from etude.model.transformer import init_from_scratch
+from etude.run import loop as controller
 from etude.run.evaluate import evaluate, report_name
-from etude.run.step import Scribe, objective_of
-from etude.run.trainer import computed_in
+from etude.run.loop import FailureMonitor, SignalMonitor
 from etude.store.objects import Objects
 from etude.store.runs import Run
-from etude.train.learner import Learner, StepStats
-from etude.train.loss import Clip, predicted
-from etude.train.rows import Text, pack
-from tests.run.test_step import BATCH, rl
-from tests.run.worlds_of_fakes import FIRST, stage
+from etude.train.learner import Learner
+from etude.train.loss import Clip, predicting_states
+from etude.train.packing import TokenSequence, pack_batch
+from etude.train.stats import StepStats
+from etude.trainer.step import StepReporter, objective_of
+from etude.trainer.trainer import computed_in
+from tests.run.fake_stage import FIRST, stage
 from tests.small_model import config
+from tests.trainer.test_step import BATCH, rl
 
 
 def test_an_objective_has_every_setting_of_the_stage() -> None:
-    told = objective_of(rl('loss = "ppo_clip"', "clip_low = 0.1", "ratio_cap = 3.0", "kl_coef = 0.25"))
+    told = objective_of(
+        rl('loss = "ppo_clip"', "clip_low = 0.1", "ratio_cap = 3.0", "kl_coef = 0.25")
+    )
     assert (told.clip.low, told.ratio_cap, told.kl_coef) == (0.1, 3.0, 0.25)
     assert told.clip == Clip(0.1, objective_of(rl('loss = "ppo_clip"')).clip.high)
-    assert objective_of(rl("clip_low = 0.0", "clip_high = 0.0")).clip == Clip(0.0, 0.0), "0 is not nothing"
+    assert objective_of(rl("clip_low = 0.0", "clip_high = 0.0")).clip == Clip(0.0, 0.0), (
+        "0 is not nothing"
+    )
     plain = objective_of(rl())
-    assert (plain.ratio_cap, plain.kl_coef, plain.taught) == (2.0, 0.0, False)
+    assert (plain.ratio_cap, plain.kl_coef, plain.distills) == (2.0, 0.0, False)
 
 
 def test_an_event_of_a_step_has_each_figure_in_its_place() -> None:
     numbers = iter(range(100, 200))
-    drift = Gap(**{field.name: next(numbers) for field in fields(Gap)})
+    mismatch = MismatchStats(**{field.name: next(numbers) for field in fields(MismatchStats)})
     stats = StepStats(
-        **{f.name: next(numbers) for f in fields(StepStats) if f.name not in ("drift", "recomputed")}, drift=drift
+        **{
+            f.name: next(numbers)
+            for f in fields(StepStats)
+            if f.name not in ("mismatch", "recomputed")
+        },
+        mismatch=mismatch,
     )
-    scribe = Scribe(Learner(fresh(config(), 0)))
-    event = asdict(scribe.write(scribe.accept(BATCH, "here"), stats, teacher_kl=0.5))
-    same = ("loss", "lr", "capped", "silenced", "router_disagreement", "entropy", "grad_norm")
+    reporter = StepReporter(Learner(init_from_scratch(config(), 0)))
+    event = asdict(reporter.report(reporter.check(BATCH, "here"), stats, teacher_kl=0.5))
+    same = (
+        *("loss", "lr", "truncated_frac", "zero_grad_frac"),
+        *("router_mismatch_frac", "entropy", "grad_norm"),
+    )
     assert {name: event[name] for name in same} == {name: getattr(stats, name) for name in same}
     assert event["tokens"] == stats.num_tokens and event["teacher_kl"] == 0.5
-    assert (event["k1"], event["k1_p99"]) == (drift.k1, drift.k1_p99)
-    assert (event["k3_mean"], event["k3_p99"]) == (drift.k3, drift.k3_p99)
+    assert (event["k1"], event["k1_p99"]) == (mismatch.k1, mismatch.k1_p99)
+    assert (event["k3_mean"], event["k3_p99"]) == (mismatch.k3, mismatch.k3_p99)
     assert event["wait_s"] >= 0 and event["seconds"] > 0
 
 
@@ -58,28 +72,31 @@ def test_a_learner_computes_in_what_the_trainer_says() -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     bf16, fp32 = torch.bfloat16, torch.float32
     assert [computed_in(TrainerConfig(), device) for device in (cpu, cuda)] == [fp32, bf16]
-    assert computed_in(TrainerConfig(weights="float32"), cuda) == fp32
-    assert computed_in(TrainerConfig(compute="bfloat16"), cpu) == bf16
-    assert computed_in(TrainerConfig(compute="float32"), cuda) == fp32
+    assert computed_in(TrainerConfig(weights_dtype="float32"), cuda) == fp32
+    assert computed_in(TrainerConfig(compute_dtype="bfloat16"), cpu) == bf16
+    assert computed_in(TrainerConfig(compute_dtype="float32"), cuda) == fp32
     for dtype in (fp32, bf16):
-        learner = Learner(fresh(config(), 0), compute=dtype)
-        text = pack([Text((1, 2, 3), (False, True, True))])
-        before, _ = predicted(learner.model, text)
-        learner.fit([Text((1, 2, 3), (False, True, True))], lr=0.1)
-        after, _ = predicted(learner.model, text)
+        learner = Learner(init_from_scratch(config(), 0), compute=dtype)
+        text = pack_batch([TokenSequence((1, 2, 3), (False, True, True))])
+        before, _ = predicting_states(learner.model, text)
+        learner.fit([TokenSequence((1, 2, 3), (False, True, True))], lr=0.1)
+        after, _ = predicting_states(learner.model, text)
         assert before.dtype == after.dtype == dtype and not torch.equal(before, after)
 
 
 TASKS = [Task(id=name, prompt="", files={}, editable=(), checks=(), meta={}) for name in "cab"]
-SEGMENT = Segment(prompt=(1,), tokens=(2,), mask=(True,), logprobs=(-1.0,), versions=(Span(3, 1),))
+SEGMENT = Segment(
+    prompt=(1,), tokens=(2,), mask=(True,), logprobs=(-1.0,), versions=(VersionSpan(3, 1),)
+)
 
 
 class Exam:
-    """Attempts with the rewards given, in the order in which they are asked for; None has failed."""
+    """Attempts with the rewards given, in the order in which they are asked for; None has
+    failed."""
 
     def __init__(self, rewards: Sequence[float | None], version: int = 3) -> None:
         self.rewards = list(rewards)
-        self.segment = replace(SEGMENT, versions=(Span(version, 1),))
+        self.segment = replace(SEGMENT, versions=(VersionSpan(version, 1),))
         self.asked: list[tuple[str, str, int]] = []
 
     async def attempt(self, task: Task, sample: str, seed: int) -> Trajectory:
@@ -88,15 +105,20 @@ class Exam:
         return Trajectory(
             id=sample, task=task.id, group="", segments=(self.segment,),
             status="done" if reward is not None else "failed",
-            scores=None if reward is None else {"reward": reward}, error="gone" if reward is None else None,
+            scores=None if reward is None else {"reward": reward},
+            error="gone" if reward is None else None,
             messages=[{"role": "user", "content": task.id}] * len(self.asked),
         )  # fmt: skip
 
 
 async def test_an_evaluation_tells_each_task_apart() -> None:
     exam, events = Exam([1.0, 0.9, 1.0]), list[Event]()
-    report = await evaluate(TASKS, exam.attempt, stage="rl", split="novel", version=3, seed=7, emit=events.append)
-    assert (report.solved, report.total, report.rate, report.version) == (2, 3, 2 / 3, 3), "0.9 is not solved"
+    report = await evaluate(
+        TASKS, exam.attempt, stage="rl", split="novel", version=3, seed=7, emit=events.append
+    )
+    assert (report.solved, report.total, report.rate, report.version) == (2, 3, 2 / 3, 3), (
+        "0.9 is not solved"
+    )
     assert list(report.rewards.items()) == [("a", 0.9), ("b", 1.0), ("c", 1.0)]
     assert len(report.example) == 3, "of those that were solved, the longest"
     assert (report.name, report_name(12, "heldout")) == ("000003.novel", "000012.heldout")
@@ -106,11 +128,17 @@ async def test_an_evaluation_tells_each_task_apart() -> None:
     again, other = Exam([0.0] * 3, version=4), Exam([0.0] * 3)
     none = await evaluate(TASKS[::-1], again.attempt, stage="rl", split="novel", version=4, seed=7)
     await evaluate(TASKS, other.attempt, stage="rl", split="novel", version=3, seed=8)
-    assert {task: seed for task, _, seed in again.asked} == seeds, "the same questions to every version"
+    assert {task: seed for task, _, seed in again.asked} == seeds, (
+        "the same questions to every version"
+    )
     assert {task: seed for task, _, seed in other.asked} != seeds
     assert (none.solved, none.example) == (0, [])
     done = events[-1]
-    assert isinstance(done, EvalDone) and (done.stage, done.split, done.version) == ("rl", "novel", 3)
+    assert isinstance(done, EvalDone) and (done.stage, done.split, done.version) == (
+        "rl",
+        "novel",
+        3,
+    )
     assert (done.solved, done.total, done.low, done.high) == (2, 3, report.low, report.high)
     assert events[0] == EvalProgress(stage="rl", split="novel", done=0, total=3, solved=0)
 
@@ -118,9 +146,19 @@ async def test_an_evaluation_tells_each_task_apart() -> None:
 async def test_an_evaluation_shows_how_far_it_is() -> None:
     events: list[Event] = []
     await evaluate(
-        TASKS[:1] * 45, Exam([1.0] * 45).attempt, stage="rl", split="novel", version=3, seed=0, emit=events.append
+        TASKS[:1] * 45,
+        Exam([1.0] * 45).attempt,
+        stage="rl",
+        split="novel",
+        version=3,
+        seed=0,
+        emit=events.append,
     )
-    shown = [(event.done, event.solved, event.total) for event in events if isinstance(event, EvalProgress)]
+    shown = [
+        (event.done, event.solved, event.total)
+        for event in events
+        if isinstance(event, EvalProgress)
+    ]
     assert shown == [(0, 0, 45), (20, 20, 45), (40, 40, 45)]
 
 
@@ -130,23 +168,30 @@ async def test_a_task_that_fails_three_times_ends_an_evaluation() -> None:
     )  # fmt: skip
     assert report.solved == 1
     with pytest.raises(ExceptionGroup) as caught:
-        await evaluate(TASKS[:1], Exam([None] * 3).attempt, stage="rl", split="novel", version=3, seed=0)
-    assert caught.group_contains(EtudeError, match="task c failed 3 times, the last time with: gone")
+        await evaluate(
+            TASKS[:1], Exam([None] * 3).attempt, stage="rl", split="novel", version=3, seed=0
+        )
+    assert caught.group_contains(
+        EtudeError, match="task c failed 3 times, the last time with: gone"
+    )
 
 
 async def test_no_two_attempts_share_their_randomness(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither within a group nor when a task comes again in the next epoch; the events tell of every group."""
+    """Neither within a group nor when a task comes again in the next epoch; the events tell of
+    every group."""
     events: list[Event] = []
-    start = controller.Controller.__init__
+    start = controller.RolloutLoop.__init__
 
-    def listening(self: controller.Controller, **told: object) -> None:
+    def listening(self: controller.RolloutLoop, **told: object) -> None:
         start(self, **told | {"emit": events.append})  # type: ignore[arg-type]
 
-    monkeypatch.setattr(controller.Controller, "__init__", listening)
+    monkeypatch.setattr(controller.RolloutLoop, "__init__", listening)
     objects = Objects.open("memory:")
     engine = await stage(objects, seed=4, last=FIRST + 6, max_lag=1)
     assert len(set(engine.seeds)) == len(engine.seeds) > 3 * 7
-    assert [event.version for event in events if isinstance(event, Live)] == list(range(FIRST + 1, FIRST + 7))
+    assert [event.version for event in events if isinstance(event, WeightsLive)] == list(
+        range(FIRST + 1, FIRST + 7)
+    )
     run = Run(objects)
     kept = {row.sample.rpartition(".")[0] for step in run.batches() for row in run.batch(step).rows}
     told = {event.group: event for event in events if isinstance(event, GroupDone)}
@@ -161,27 +206,45 @@ async def test_no_two_attempts_share_their_randomness(monkeypatch: pytest.Monkey
 
 
 def failed(number: int) -> Trajectory:
-    return Trajectory(id="a", task="t", group="g", segments=(), scores=None, status="failed", error=f"error {number}")
+    return Trajectory(
+        id="a",
+        task="t",
+        group="g",
+        segments=(),
+        scores=None,
+        status="failed",
+        error=f"error {number}",
+    )
 
 
 def test_a_run_stops_when_half_of_forty_sessions_failed() -> None:
-    good = Trajectory(id="a", task="t", group="g", segments=(), scores={"reward": 0.0}, status="done")
-    health = Health()
+    good = Trajectory(
+        id="a", task="t", group="g", segments=(), scores={"reward": 0.0}, status="done"
+    )
+    health = FailureMonitor()
     for number in range(39):
         health.add(failed(number) if number % 2 else good)
-    with pytest.raises(EtudeError, match="20 of the last 40 sessions failed, the newest with: error 99"):
+    with pytest.raises(
+        EtudeError, match="20 of the last 40 sessions failed, the newest with: error 99"
+    ):
         health.add(failed(99))
-    health = Health()
+    health = FailureMonitor()
     for number in range(200):
         health.add(failed(number) if number % 40 < 19 else good)
 
 
 def group(*rewards: float | None) -> Group:
     attempts = [
-        Trajectory(id="a", task="t", group="g", segments=(), status="done" if r is not None else "failed",
-                   scores=None if r is None else {"reward": r})
+        Trajectory(
+            id="a",
+            task="t",
+            group="g",
+            segments=(),
+            status="done" if r is not None else "failed",
+            scores=None if r is None else {"reward": r},
+        )
         for r in rewards
-    ]  # fmt: skip
+    ]
     return Group(id="g", task="t", slot=0, admitted=0, trajectories=tuple(attempts))
 
 
@@ -190,8 +253,10 @@ def group(*rewards: float | None) -> Group:
     [((0.0, None), "all 0: the tasks are too hard"), ((1.0,), "all 1: the tasks are solved"),
      ((0.5,), "not the same for all tasks")],
 )  # fmt: skip
-def test_a_run_that_learns_nothing_says_what_may_help(rewards: tuple[float | None, ...], told: str) -> None:
-    signal = Signal(groups_per_step=1)
+def test_a_run_that_learns_nothing_says_what_may_help(
+    rewards: tuple[float | None, ...], told: str
+) -> None:
+    signal = SignalMonitor(groups_per_step=1)
     for _ in range(99):
         signal.add(group(*rewards), kept=False)
     with pytest.raises(EtudeError, match=f"100 groups in a row .*{told}"):
@@ -199,7 +264,7 @@ def test_a_run_that_learns_nothing_says_what_may_help(rewards: tuple[float | Non
 
 
 def test_rewards_from_before_a_group_with_signal_are_forgotten() -> None:
-    signal = Signal(groups_per_step=5)
+    signal = SignalMonitor(groups_per_step=5)
     signal.add(group(1.0), kept=False)
     signal.add(group(1.0, 0.0), kept=True)
     with pytest.raises(EtudeError, match="all 0: "):

@@ -6,9 +6,9 @@ import threading
 
 import pytest
 
-from etude.core.credit import Credit
+from etude.core.advantage import AdvantageEstimator
 from etude.core.ledger import Entry, Issued
-from etude.core.types import Group, Segment, Span, Trajectory
+from etude.core.types import Group, Segment, Trajectory, VersionSpan
 from etude.run.journal import Journal, load
 from etude.store.runs import Run
 
@@ -18,7 +18,8 @@ def issued(group: str) -> Issued:
 
 
 async def test_what_the_ledger_in_memory_says_is_stored_though_its_writer_is_cancelled() -> None:
-    """The session that wrote it is cancelled while the entry waits for the one before: who comes after builds on it."""
+    """The session that wrote it is cancelled while the entry waits for the one before: who comes
+    after builds on it."""
     run, gate = Run.open("memory:"), threading.Event()
     append = run.ledger.append
 
@@ -40,12 +41,18 @@ async def test_what_the_ledger_in_memory_says_is_stored_though_its_writer_is_can
 
 
 def attempt(id: str, reward: float) -> Trajectory:
-    segment = Segment(prompt=(1,), tokens=(2,), mask=(True,), logprobs=(-1.0,), versions=(Span(0, 1),))
+    segment = Segment(
+        prompt=(1,), tokens=(2,), mask=(True,), logprobs=(-1.0,), versions=(VersionSpan(0, 1),)
+    )
     group = id.partition(".")[0]
-    return Trajectory(id=id, task="t", group=group, segments=(segment,), scores={"reward": reward}, status="done")
+    return Trajectory(
+        id=id, task="t", group=group, segments=(segment,), scores={"reward": reward}, status="done"
+    )
 
 
-def test_a_finished_group_is_found_though_no_listing_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_group_is_found_though_no_listing_shows_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     run = Run.open("memory:")
     for name, samples in (("g000001", ("g000001.0", "g000001.1")), ("g000002", ("g000002.0",))):
         run.ledger.append(Issued(group=name, task="t", samples=samples, version=0))
@@ -53,6 +60,8 @@ def test_a_finished_group_is_found_though_no_listing_shows_it(monkeypatch: pytes
     done = Group(id="g000001", task="t", slot=1, admitted=0, trajectories=attempts)
     run.put_group(done)
     monkeypatch.setattr(run.objects, "list", lambda prefix, after=None: [])
-    _, recovered = load(run, Credit(max_tokens=9, max_lag=1))
+    _, recovered = load(run, AdvantageEstimator(max_tokens=9, max_lag=1))
     assert recovered.waiting == [done]
-    assert [(drop.samples, drop.reason) for drop in recovered.entries] == [(("g000002.0",), "interrupted")]  # type: ignore[union-attr]
+    assert [(drop.samples, drop.reason) for drop in recovered.entries] == [  # type: ignore[union-attr]
+        (("g000002.0",), "interrupted")
+    ]

@@ -1,4 +1,5 @@
-"""Faults that are planted in one side: `etude mismatch` names each, or says that it cannot, in fp32 and in bf16."""
+"""Faults that are planted in one side: `etude mismatch` names each, or says that it cannot, in fp32
+and in bf16."""
 
 from __future__ import annotations
 
@@ -16,15 +17,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from etude.engine import native, runner
-from etude.engine.choose import runner_for
+from etude.engine.batch import SamplerOutput, SamplingBatch
 from etude.engine.engine import Engine, Request
-from etude.engine.plan import Drawn, Draws
 from etude.engine.scheduler import Sequence
-from etude.model.heads import Attend
+from etude.engine.select import select_runner
+from etude.model.heads import AttentionBackend
 from etude.model.rope import table
 from etude.model.transformer import Transformer
 from etude.run.diagnose import Diagnosis
-from etude.run.trials import Answer, diagnose, judge_recorded, row_of
+from etude.run.trials import RecordedAnswer, diagnose, diagnose_recorded, row_of
 from tests.engine.reference import FAMILIES
 from tests.small_model import drain, request, sharp
 
@@ -35,12 +36,14 @@ Plant = Callable[[Transformer], None]
 
 @pytest.fixture(autouse=True)
 def as_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine runs the very model that it is given: where processors have units for bf16, it would pack a copy."""
+    """The engine runs the very model that it is given: where processors have units for bf16, it
+    would pack a copy."""
     monkeypatch.setattr(runner, "_packed", lambda model: model)
 
 
 def sides(name: str, kind: torch.dtype) -> tuple[Transformer, Transformer]:
-    """The weights are large enough that the context matters, and small enough that bf16 does not drown everything."""
+    """The weights are large enough that the context matters, and small enough that bf16 does not
+    drown everything."""
     trainer = sharp(FAMILIES[name], seed=0, factor=1.5)
     for parameter in trainer.parameters():
         parameter.copy_(parameter.bfloat16())
@@ -48,7 +51,10 @@ def sides(name: str, kind: torch.dtype) -> tuple[Transformer, Transformer]:
 
 
 def look(
-    name: str, kind: torch.dtype, plant: Plant = lambda engine: None, make_engine: Callable[..., Engine] = Engine
+    name: str,
+    kind: torch.dtype,
+    plant: Plant = lambda engine: None,
+    make_engine: Callable[..., Engine] = Engine,
 ) -> Diagnosis:
     engine, trainer = sides(name, kind)
     plant(engine)
@@ -82,7 +88,9 @@ def instead(engine: Transformer, name: str, forward: Callable[..., Tensor]) -> N
 
 
 def dropped_residual(engine: Transformer) -> None:
-    def forward(self: Any, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, routing: object) -> Tensor:
+    def forward(
+        self: Any, x: Tensor, cos: Tensor, sin: Tensor, attend: AttentionBackend, routing: object
+    ) -> Tensor:
         x = self.self_attn(self.input_layernorm(x), cos, sin, attend)
         y: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return y
@@ -101,14 +109,18 @@ def wrong_activation(engine: Transformer) -> None:
 
 def scaled_scores(engine: Transformer) -> None:
     class Sharper:
-        def __init__(self, attend: Attend) -> None:
+        def __init__(self, attend: AttentionBackend) -> None:
             self._attend = attend
             self.latent = attend.latent
 
-        def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+        def __call__(
+            self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None
+        ) -> Tensor:
             return self._attend(layer, q, k, v, 1.3 * (scale or q.shape[-1] ** -0.5))
 
-    def forward(self: nn.Module, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    def forward(
+        self: nn.Module, x: Tensor, cos: Tensor, sin: Tensor, attend: AttentionBackend
+    ) -> Tensor:
         y: Tensor = type(self).forward(self, x, cos, sin, Sharper(attend))
         return y
 
@@ -126,20 +138,50 @@ def swapped_router_rows(engine: Transformer) -> None:
 
 
 def wrong_bias(engine: Transformer) -> None:
-    engine.get_submodule("model.layers.1.mlp.gate").e_score_correction_bias += torch.tensor([0.5, 0, 0, 0, 0, 0])
+    engine.get_submodule("model.layers.1.mlp.gate").e_score_correction_bias += torch.tensor(
+        [0.5, 0, 0, 0, 0, 0]
+    )
 
 
 FAULTS: dict[str, tuple[str, Plant, str]] = {
-    "weight": ("llama", wrong_weight, "operator: model.layers.1.self_attn.o_proj (other weights: weight)"),
-    "epsilon": ("llama", wrong_epsilon, "operator: model.layers.1.post_attention_layernorm (epsilon is 0.02"),
-    "rope": ("llama", wrong_rope, "operator: rope (its angles are not those of the trainer's table)"),
-    "position": ("llama", late_position, "operator: rope (5 of 42 tokens have another position, the first of them off"),
+    "weight": (
+        "llama",
+        wrong_weight,
+        "operator: model.layers.1.self_attn.o_proj (other weights: weight)",
+    ),
+    "epsilon": (
+        "llama",
+        wrong_epsilon,
+        "operator: model.layers.1.post_attention_layernorm (epsilon is 0.02",
+    ),
+    "rope": (
+        "llama",
+        wrong_rope,
+        "operator: rope (its angles are not those of the trainer's table)",
+    ),
+    "position": (
+        "llama",
+        late_position,
+        "operator: rope (5 of 42 tokens have another position, the first of them off",
+    ),
     "residual": ("llama", dropped_residual, "operator: model.layers.1"),
     "activation": ("llama", wrong_activation, "operator: model.layers.1.mlp"),
-    "scores": ("llama", scaled_scores, "operator: model.layers.1.self_attn (its attention scores are 1."),
-    "scores of MLA": ("deepseek_v3", scaled_scores, "operator: model.layers.1.self_attn (its attention scores are 1."),
+    "scores": (
+        "llama",
+        scaled_scores,
+        "operator: model.layers.1.self_attn (its attention scores are 1.",
+    ),
+    "scores of MLA": (
+        "deepseek_v3",
+        scaled_scores,
+        "operator: model.layers.1.self_attn (its attention scores are 1.",
+    ),
     "logits": ("llama", scaled_logits, "logits: the engine's are 1.2"),
-    "router": ("qwen3_moe", swapped_router_rows, "operator: model.layers.1.mlp.gate (other weights: weight)"),
+    "router": (
+        "qwen3_moe",
+        swapped_router_rows,
+        "operator: model.layers.1.mlp.gate (other weights: weight)",
+    ),
     "bias of a router": ("deepseek_v3", wrong_bias, "operator: model.layers.1.mlp.gate"),
 }
 
@@ -150,7 +192,11 @@ def test_a_fault_in_the_model_is_named(fault: str, kind: torch.dtype) -> None:
     name, plant, expected = FAULTS[fault]
     found = look(name, kind, plant)
     assert any(cause.startswith(expected) for cause in found.causes), found.causes
-    beside = ("operator: head", "precision: the engine computes", "router: the engine chooses other experts")
+    beside = (
+        "operator: head",
+        "precision: the engine computes",
+        "router: the engine chooses other experts",
+    )
     assert not [cause for cause in found.causes if not cause.startswith((expected, *beside))]
     assert found.unexplained == []
 
@@ -160,7 +206,9 @@ def test_a_fault_in_the_model_is_named(fault: str, kind: torch.dtype) -> None:
 def test_without_a_fault_there_is_rounding_only(name: str, kind: torch.dtype) -> None:
     found = look(name, kind)
     assert found.operators == () and found.unexplained == []
-    assert [cause.partition(":")[0] for cause in found.causes] == (["precision"] if kind == BF16 else [])
+    assert [cause.partition(":")[0] for cause in found.causes] == (
+        ["precision"] if kind == BF16 else []
+    )
     assert all(found.rounding[setting].holds(gap) for setting, gap in found.gaps.items())
 
 
@@ -177,10 +225,12 @@ def test_a_temperature_on_one_side(kind: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("kind", [FP32, BF16], ids=str)
-def test_log_probs_recorded_before_temperature(kind: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_probs_recorded_before_temperature(
+    kind: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain = runner.sample
 
-    def sample(logits_RV: Tensor, draws: Draws) -> Drawn:
+    def sample(logits_RV: Tensor, draws: SamplingBatch) -> SamplerOutput:
         logp_RV = torch.log_softmax(logits_RV, -1)
         drawn = plain(logits_RV, draws)
         logprobs_R = logp_RV.gather(1, torch.tensor(drawn.tokens)[:, None])[:, 0]
@@ -189,20 +239,28 @@ def test_log_probs_recorded_before_temperature(kind: torch.dtype, monkeypatch: p
     monkeypatch.setattr(runner, "sample", sample)
     found = look("llama", kind)
     assert any(cause.startswith("temperature:") and "before" in cause for cause in found.causes)
-    assert found.unexplained == [] and found.fits["temperature"].fitted == pytest.approx(1.0, rel=0.02)
+    assert found.unexplained == [] and found.fits["temperature"].fitted == pytest.approx(
+        1.0, rel=0.02
+    )
 
 
 @pytest.mark.parametrize("kind", [FP32, BF16], ids=str)
 def test_recorded_experts_that_were_not_used(kind: torch.dtype) -> None:
     class Confused(Engine):
         def _experts(self, sequence: Sequence) -> bytes | None:
-            ids = np.frombuffer(super()._experts(sequence) or b"", np.uint8).reshape(-1, 2, 2).copy()
+            ids = (
+                np.frombuffer(super()._experts(sequence) or b"", np.uint8).reshape(-1, 2, 2).copy()
+            )
             ids[:, 0] = np.array([3, 1, 2, 0, 4, 5])[ids[:, 0]]
             return ids.tobytes()
 
     found = look("qwen3_moe", kind, make_engine=Confused)
-    (cause,) = [cause for cause in found.causes if not cause.startswith("precision: the engine computes")]
-    assert cause.startswith("recorded experts: not those that the engine computed with, experts 0 and 3 are exchanged")
+    (cause,) = [
+        cause for cause in found.causes if not cause.startswith("precision: the engine computes")
+    ]
+    assert cause.startswith(
+        "recorded experts: not those that the engine computed with, experts 0 and 3 are exchanged"
+    )
 
 
 @pytest.mark.parametrize("kind", [FP32, BF16], ids=str)
@@ -216,7 +274,11 @@ def test_what_cannot_be_explained_is_called_so(kind: torch.dtype) -> None:
 
     found = look("llama", kind, make_engine=Noisy)
     (told,) = found.unexplained
-    assert told.startswith("alone: k3 ") and "rounding makes up to" in told and "every operator agrees" in told
+    assert (
+        told.startswith("alone: k3 ")
+        and "rounding makes up to" in told
+        and "every operator agrees" in told
+    )
     assert not [cause for cause in found.causes if not cause.startswith("precision")]
 
 
@@ -225,7 +287,8 @@ def test_tokens_that_are_too_unlikely_for_a_probability_have_a_bound() -> None:
     engine = Engine(model, max_batch=1)
     engine.add(request("0", list(PROMPTS[0]), stop=frozenset()))
     row = row_of("0", PROMPTS[0], drain(engine)["0"])
-    found = judge_recorded(trainer, [Answer(row)], 1e-3, FP32)  # below float32 for all but the likeliest
+    # below float32 for all but the likeliest
+    found = diagnose_recorded(trainer, [RecordedAnswer(row)], 1e-3, FP32)
     assert math.isfinite(found.rounding["recorded"].k3) and found.beyond("recorded")
 
 
@@ -236,7 +299,7 @@ def test_a_fault_in_the_kernels_is_not_called_batch() -> None:
 
     class WithKernels(Engine):
         def __init__(self, model: Transformer, *, max_batch: int, **settings: Any) -> None:
-            settings.setdefault("runner", runner_for(wrong if max_batch > 1 else model, 1, None))
+            settings.setdefault("runner", select_runner(wrong if max_batch > 1 else model, 1, None))
             super().__init__(model, max_batch=max_batch, **settings)
 
     (cause,) = diagnose(engine, trainer, PROMPTS, max_tokens=6, make_engine=WithKernels).causes
@@ -244,7 +307,9 @@ def test_a_fault_in_the_kernels_is_not_called_batch() -> None:
 
 
 def test_a_fault_in_the_native_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = replace(FAMILIES["llama"], hidden_size=64, intermediate_size=64, head_dim=32, num_attention_heads=2)
+    shape = replace(
+        FAMILIES["llama"], hidden_size=64, intermediate_size=64, head_dim=32, num_attention_heads=2
+    )
     if not native.can_run(shape, FP32):
         pytest.skip("the native code is not built here")
     trainer = sharp(shape, seed=0, factor=1.5)

@@ -10,20 +10,25 @@ import pytest
 
 from etude.core.config import parse
 from etude.core.errors import EtudeError
-from etude.run.launch import python
+from etude.launch.launcher import python
 from etude.run.plugins import build, load
-from etude.run.prepare import check_stage_files
+from etude.trainer.prepare import check_stage_files
 
 
 def test_a_file_may_be_called_like_a_module_of_python(tmp_path: Path) -> None:
-    (tmp_path / "statistics.py").write_text("from dataclasses import dataclass\n@dataclass\nclass A:\n    x: int = 1\n")
+    (tmp_path / "statistics.py").write_text(
+        "from dataclasses import dataclass\n@dataclass\nclass A:\n    x: int = 1\n"
+    )
     first, second = (load(f"{tmp_path}/statistics.py:A", "key") for _ in range(2))
     assert first().x == 1 and first is second
     assert sys.modules["statistics"] is statistics
-    assert "-P" in python("etude.run.trainer")  # else the folder would come before Python's own in a child
+    # else the folder would come before Python's own in a child
+    assert "-P" in python("etude.trainer.trainer")
 
 
-def test_a_module_lies_where_the_run_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_lies_where_the_run_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "my_package_of_losses.py").write_text("A = 1")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -34,21 +39,29 @@ def test_what_raises_while_it_is_loaded_says_where(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("\nx = {}['y']\n")
     for _ in range(2):  # half of a module is not kept
-        with pytest.raises(EtudeError, match="mine.py cannot be loaded: KeyError in .*mine.py, line 2: 'y'"):
+        with pytest.raises(
+            EtudeError, match="mine.py cannot be loaded: KeyError in .*mine.py, line 2: 'y'"
+        ):
             load(f"{file}:x", "stage.rl.loss")
 
 
 def test_what_cannot_be_made_says_why(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("class A:\n    def __init__(self, *, seed):\n        self.x = seed / 0\n")
-    with pytest.raises(EtudeError, match=r"mine.py:A': ZeroDivisionError in .*mine.py, line 3: division by zero"):
+    with pytest.raises(
+        EtudeError, match=r"mine.py:A': ZeroDivisionError in .*mine.py, line 3: division by zero"
+    ):
         build(f"{file}:A", "tasks.environment", seed=0)
-    with pytest.raises(EtudeError, match=r"mine.py:A': TypeError: .*unexpected keyword argument 'counts'"):
+    with pytest.raises(
+        EtudeError, match=r"mine.py:A': TypeError: .*unexpected keyword argument 'counts'"
+    ):
         build(f"{file}:A", "tasks.environment", counts={})
 
 
 @pytest.mark.parametrize("key", ["tasks.environment", "harness.agent", "stage.rl.loss"])
 def test_a_file_that_is_not_there_is_told_before_anything_starts(key: str) -> None:
     config = parse('name = "a"\n[[stage]]\nkind = "rl"\nsteps = 1', [f"{key}=nowhere.py:A"])
-    with pytest.raises(EtudeError, match=f"{key} = 'nowhere.py:A': there is no file nowhere.py seen from /"):
+    with pytest.raises(
+        EtudeError, match=f"{key} = 'nowhere.py:A': there is no file nowhere.py seen from /"
+    ):
         check_stage_files(config)

@@ -11,17 +11,26 @@ import sys
 import pytest
 
 from etude.core.errors import EtudeError
-from etude.run.process import message, run_process
+from etude.run.process import error_message, run_process
 
 
 def test_the_users_error_is_found_in_any_depth() -> None:
-    group = ExceptionGroup("outer", [ValueError("noise"), ExceptionGroup("inner", [EtudeError("the disk is full")])])
-    assert message(EtudeError("plain")) == "plain" and message(group) == "the disk is full"
-    assert message(ExceptionGroup("outer", [ValueError("a bug")])) is None and message(ValueError()) is None
+    group = ExceptionGroup(
+        "outer", [ValueError("noise"), ExceptionGroup("inner", [EtudeError("the disk is full")])]
+    )
+    assert (
+        error_message(EtudeError("plain")) == "plain" and error_message(group) == "the disk is full"
+    )
+    assert (
+        error_message(ExceptionGroup("outer", [ValueError("a bug")])) is None
+        and error_message(ValueError()) is None
+    )
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_a_users_error_is_one_line_and_code_2(wrapped: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_users_error_is_one_line_and_code_2(
+    wrapped: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
     async def program() -> None:
         error = EtudeError("the disk is full")
         raise ExceptionGroup("", [error]) if wrapped else error
@@ -56,7 +65,7 @@ from etude.run.process import die_with_parent
 parent = os.getpid()
 child = subprocess.Popen([sys.executable, "-c", {CHILD!r}], preexec_fn=lambda: die_with_parent(parent))
 child.wait()
-"""
+"""  # noqa: E501
 
 
 def test_a_child_ends_with_a_parent_that_is_killed() -> None:
@@ -77,5 +86,7 @@ print("still here")
 
 
 def test_a_child_whose_parent_is_gone_already_does_not_begin() -> None:
-    done = subprocess.run([sys.executable, "-c", ORPHAN], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", ORPHAN], capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stdout) == (1, "")

@@ -13,23 +13,29 @@ import pytest
 
 from etude.core.clock import AwakeClock, ManualClock
 from etude.core.errors import EtudeError
-from etude.core.seams import Sandbox, Transcript
-from etude.core.types import Segment, Span, Task, Trajectory
+from etude.core.protocols import Sandbox, Transcript
+from etude.core.types import Segment, Task, Trajectory, VersionSpan
 from etude.run.evaluate import evaluate, wilson
 from etude.run.process import AwakeLoop
-from etude.run.rollout import Rollouts
+from etude.run.rollout import RolloutRunner
+from etude.sandbox.fake import FakeSandbox
 from etude.store.codec import pack, unpack
-from etude.worlds.fake import FakeSandbox
 
-TASK = Task(id="t", prompt="fix it", files={"a.py": "x = 1\n"}, editable=("a.py",), checks=(), meta={})
+TASK = Task(
+    id="t", prompt="fix it", files={"a.py": "x = 1\n"}, editable=("a.py",), checks=(), meta={}
+)
 
 
 class Parts:
     """Environment, agent and sessions in one, each of which can be told to break."""
 
     def __init__(self, breaks: str = "", *, finished: bool = True, version: int = 3) -> None:
-        self.breaks, self.finished, self.version = breaks, finished, version
-        self.open_worlds, self.at_once, self.forgotten = 0, 0, [""][:0]
+        self.breaks = breaks
+        self.finished = finished
+        self.version = version
+        self.open_sandboxes = 0
+        self.at_once = 0
+        self.forgotten = [""][:0]
         self.experts_wanted: bool | None = None
 
     def _maybe(self, what: str) -> None:
@@ -41,18 +47,20 @@ class Parts:
 
     @contextlib.asynccontextmanager
     async def open(self, task: Task) -> AsyncIterator[Sandbox]:
-        self._maybe("world")
-        self.open_worlds += 1
-        self.at_once = max(self.at_once, self.open_worlds)
+        self._maybe("sandbox")
+        self.open_sandboxes += 1
+        self.at_once = max(self.at_once, self.open_sandboxes)
         try:
             yield FakeSandbox(task.files)
         finally:
-            self.open_worlds -= 1
+            self.open_sandboxes -= 1
 
     async def run(self, task: Task, sandbox: Sandbox, *, base_url: str, seed: int) -> Transcript:
         await asyncio.sleep(0)
         self._maybe("agent")
-        return Transcript(messages=[{"role": "user", "content": f"{base_url} {seed}"}], finished=self.finished)
+        return Transcript(
+            messages=[{"role": "user", "content": f"{base_url} {seed}"}], finished=self.finished
+        )
 
     async def score(self, task: Task, sandbox: Sandbox) -> dict[str, float]:
         self._maybe("score")
@@ -70,33 +78,39 @@ class Parts:
     async def segments(self, session: str, *, experts: bool) -> tuple[Segment, ...]:
         self._maybe("segments")
         self.experts_wanted = experts
-        versions = (Span(self.version, 1),)
-        return (Segment(prompt=(1,), tokens=(2,), mask=(True,), logprobs=(-0.5,), versions=versions),)
+        versions = (VersionSpan(self.version, 1),)
+        return (
+            Segment(prompt=(1,), tokens=(2,), mask=(True,), logprobs=(-0.5,), versions=versions),
+        )
 
     async def forget(self, session: str) -> None:
         self._maybe("forget")
         self.forgotten.append(session)
 
 
-def rollouts(parts: Parts, concurrency: int = 2) -> Rollouts:
-    return Rollouts(parts, parts, parts, concurrency=concurrency)
+def rollouts(parts: Parts, concurrency: int = 2) -> RolloutRunner:
+    return RolloutRunner(parts, parts, parts, concurrency=concurrency)
 
 
 @pytest.mark.parametrize("experts", [True, False])
 async def test_experts_are_kept_if_they_are_to_be_replayed(experts: bool) -> None:
     parts = Parts()
-    await Rollouts(parts, parts, parts, concurrency=1, experts=experts).attempt(TASK, "g000001.2", seed=1)
+    await RolloutRunner(parts, parts, parts, concurrency=1, experts=experts).attempt(
+        TASK, "g000001.2", seed=1
+    )
     assert parts.experts_wanted is experts
 
 
-@pytest.mark.parametrize("place", ["model", "world", "agent", "score", "segments"])
+@pytest.mark.parametrize("place", ["model", "sandbox", "agent", "score", "segments"])
 async def test_a_failure_is_data_with_the_place_where_it_broke(place: str) -> None:
     parts = Parts(place)
     trajectory = await rollouts(parts).attempt(TASK, "g000001.2", seed=1)
     assert (trajectory.status, trajectory.scores, trajectory.group) == ("failed", None, "g000001")
     error = trajectory.error or ""
-    assert error.startswith(f"{place}: OSError in {__file__}, line ") and error.endswith(": no such luck")
-    assert parts.open_worlds == 0 and parts.forgotten == ["g000001.2"]
+    assert error.startswith(f"{place}: OSError in {__file__}, line ") and error.endswith(
+        ": no such luck"
+    )
+    assert parts.open_sandboxes == 0 and parts.forgotten == ["g000001.2"]
 
 
 @pytest.mark.parametrize(
@@ -131,7 +145,7 @@ class Hangs(Parts):
 
     @contextlib.asynccontextmanager
     async def open(self, task: Task) -> AsyncIterator[Sandbox]:
-        await self._ever("world")
+        await self._ever("sandbox")
         async with super().open(task) as sandbox:
             yield sandbox
 
@@ -145,19 +159,25 @@ class Hangs(Parts):
 
 
 @pytest.mark.parametrize(
-    ("place", "key"), [("world", "tasks.timeout_s"), ("agent", "harness.timeout_s"), ("score", "tasks.timeout_s")]
+    ("place", "key"),
+    [("sandbox", "tasks.timeout_s"), ("agent", "harness.timeout_s"), ("score", "tasks.timeout_s")],
 )
 async def test_what_hangs_has_failed(place: str, key: str) -> None:
     parts = Hangs(place)
-    limits = {"agent_s": 0.01 if place == "agent" else None, "world_s": None if place == "agent" else 0.01}
-    got = await Rollouts(parts, parts, parts, concurrency=1, **limits).attempt(TASK, "g.0", 7)
+    limits = {
+        "agent_s": 0.01 if place == "agent" else None,
+        "world_s": None if place == "agent" else 0.01,
+    }
+    got = await RolloutRunner(parts, parts, parts, concurrency=1, **limits).attempt(TASK, "g.0", 7)
     assert got.error == f"{place}: TimeoutError: still at work after 0.01 s: it must keep to {key}"
-    assert got.status == "failed" and parts.open_worlds == 0
+    assert got.status == "failed" and parts.open_sandboxes == 0
 
 
 async def test_an_agent_that_returns_nothing_has_failed() -> None:
     class Forgets(Parts):
-        async def run(self, task: Task, sandbox: Sandbox, *, base_url: str, seed: int) -> Transcript:
+        async def run(
+            self, task: Task, sandbox: Sandbox, *, base_url: str, seed: int
+        ) -> Transcript:
             return None  # type: ignore[return-value]
 
     got = await rollouts(Forgets()).attempt(TASK, "g.0", 7)
@@ -182,9 +202,13 @@ async def test_scores_may_come_from_numpy() -> None:
         (["said"], "agent: ValueError: the messages of its transcript are no list of objects"),
     ],
 )
-async def test_a_transcript_that_cannot_be_stored_is_the_failure_of_its_agent(messages: Any, kept: object) -> None:
+async def test_a_transcript_that_cannot_be_stored_is_the_failure_of_its_agent(
+    messages: Any, kept: object
+) -> None:
     class Own(Parts):
-        async def run(self, task: Task, sandbox: Sandbox, *, base_url: str, seed: int) -> Transcript:
+        async def run(
+            self, task: Task, sandbox: Sandbox, *, base_url: str, seed: int
+        ) -> Transcript:
             return Transcript(messages=messages, finished=True)
 
     got = await rollouts(Own()).attempt(TASK, "g.0", 7)
@@ -204,7 +228,7 @@ async def test_a_session_that_ran_out_of_time_while_it_waited_for_the_model_is_n
     assert (got.status, got.scores, got.error) == (
         "failed", None, "agent: its time ran out while it waited for the model"
     )  # fmt: skip
-    assert parts.open_worlds == 0 and parts.forgotten == ["g.0"]
+    assert parts.open_sandboxes == 0 and parts.forgotten == ["g.0"]
     done = await rollouts(Parts("waits", finished=True)).attempt(TASK, "g.0", seed=9)
     assert (done.status, done.reward) == ("done", 1.0), "it came to an end of its own all the same"
 
@@ -222,7 +246,9 @@ def test_the_gateway_has_its_time_to_say_so() -> None:
 
     parts = Slow(finished=False)
     with contextlib.closing(loop):
-        attempt = Rollouts(parts, parts, parts, concurrency=1, agent_s=60.0).attempt(TASK, "g.0", 7)
+        attempt = RolloutRunner(parts, parts, parts, concurrency=1, agent_timeout_s=60.0).attempt(
+            TASK, "g.0", 7
+        )
         got = loop.run_until_complete(attempt)
     assert got.error == "agent: its time ran out while it waited for the model"
 
@@ -233,13 +259,18 @@ def test_a_session_that_ran_out_of_time_while_we_were_stopped_is_not_graded() ->
     loop.clock = AwakeClock(clock)
 
     class Watches(Parts):
-        async def run(self, task: Task, sandbox: Sandbox, *, base_url: str, seed: int) -> Transcript:
+        async def run(
+            self, task: Task, sandbox: Sandbox, *, base_url: str, seed: int
+        ) -> Transcript:
             clock.move(90.0)
             await asyncio.sleep(0)
             return await super().run(task, sandbox, base_url=base_url, seed=seed)
 
     with contextlib.closing(loop):
-        attempts = [rollouts(Watches(finished=finished)).attempt(TASK, "g.0", 9) for finished in (True, False)]
+        attempts = [
+            rollouts(Watches(finished=finished)).attempt(TASK, "g.0", 9)
+            for finished in (True, False)
+        ]
         done, stopped = (loop.run_until_complete(attempt) for attempt in attempts)
     assert (done.status, stopped.status, stopped.scores) == ("done", "failed", None)
     assert stopped.error == "agent: its time ran out, and the controller was stopped meanwhile"
@@ -271,19 +302,23 @@ async def test_no_more_sessions_at_once_than_allowed() -> None:
 
 
 async def test_an_evaluation_counts_what_was_solved() -> None:
-    report = await evaluate([TASK] * 4, rollouts(Parts()).attempt, stage="rl", split="novel", version=3, seed=0)
+    report = await evaluate(
+        [TASK] * 4, rollouts(Parts()).attempt, stage="rl", split="novel", version=3, seed=0
+    )
     assert (report.solved, report.total, report.rate) == (4, 4, 1.0)
     assert (report.low, report.high) == wilson(4, 4) and report.example
 
 
 async def test_an_evaluation_refuses_tokens_of_another_version() -> None:
     with pytest.raises(ExceptionGroup) as caught:
-        await evaluate([TASK], rollouts(Parts(version=4)).attempt, stage="rl", split="novel", version=3, seed=0)
+        await evaluate(
+            [TASK], rollouts(Parts(version=4)).attempt, stage="rl", split="novel", version=3, seed=0
+        )
     assert "evaluated version 3, but tokens come from [4]" in str(caught.value.exceptions[0])
 
 
 async def test_an_evaluation_tries_again_and_never_counts_a_failure_as_zero() -> None:
-    outcomes = iter(["agent", "world", ""])
+    outcomes = iter(["agent", "sandbox", ""])
 
     async def attempt(task: Task, sample: str, seed: int) -> Trajectory:
         return await rollouts(Parts(next(outcomes))).attempt(task, sample, seed)
@@ -291,7 +326,9 @@ async def test_an_evaluation_tries_again_and_never_counts_a_failure_as_zero() ->
     report = await evaluate([TASK], attempt, stage="rl", split="novel", version=3, seed=0)
     assert report.solved == 1
     with pytest.raises(ExceptionGroup) as caught:
-        await evaluate([TASK], rollouts(Parts("world")).attempt, stage="rl", split="novel", version=3, seed=0)
+        await evaluate(
+            [TASK], rollouts(Parts("sandbox")).attempt, stage="rl", split="novel", version=3, seed=0
+        )
     assert isinstance(caught.value.exceptions[0], EtudeError)
 
 

@@ -13,29 +13,29 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from etude.core.config import parse
 from etude.core.errors import EtudeError
 from etude.core.events import EVENTS, EvalDone, FitStep, GroupDone, StepDone
-from etude.core.figures import figures
-from etude.run.local import meanwhile
-from etude.run.sinks import Logged, Sinks, copy
+from etude.core.metrics import metrics
+from etude.launch.local import in_background
+from etude.run.sinks import Sinks, WandbLike, forward_events
 from etude.store.objects import Objects
 from etude.store.runs import Run
 
 STEP = StepDone(
-    step=3, loss=-0.5, lag=1, k1=0.0, k3_mean=0.25, k3_p99=0.0, entropy=1.0, grad_norm=2.0, tokens=9, seconds=1.0,
-    wait_s=0.0, reward=0.75, lags=(3, 1),
+    step=3, loss=-0.5, lag=1, k1=0.0, k3_mean=0.25, k3_p99=0.0, entropy=1.0, grad_norm=2.0,
+    tokens=9, seconds=1.0, wait_s=0.0, reward=0.75, lags=(3, 1),
 )  # fmt: skip
 FIT = FitStep(stage="sft", step=7, steps=9, loss=1.5, tokens_per_s=100.0)
 EVAL = EvalDone(stage="rl", split="heldout", version=4, solved=1, total=4, low=0.0, high=1.0)
 
 
 def test_what_becomes_a_curve() -> None:
-    step, numbers = figures(STEP)
+    step, numbers = metrics(STEP)
     assert step == 3 and numbers["rl/loss"] == -0.5 and numbers["rl/reward"] == 0.75
     assert (numbers["rl/lag_0"], numbers["rl/lag_1"]) == (0.75, 0.25)
-    assert "rl/router_disagreement" not in numbers, "what is not known is no point"
-    assert figures(FIT) == (7, {"sft/loss": 1.5, "sft/tokens_per_s": 100.0})
-    assert figures(EVAL) == (4, {"eval/heldout": 0.25})
+    assert "rl/router_mismatch_frac" not in numbers, "what is not known is no point"
+    assert metrics(FIT) == (7, {"sft/loss": 1.5, "sft/tokens_per_s": 100.0})
+    assert metrics(EVAL) == (4, {"eval/heldout": 0.25})
     group = GroupDone(group="g", task="t", admitted=0, rewards=(), failed=0, kept=True, seconds=1.0)
-    assert figures(group) == (0, {})
+    assert metrics(group) == (0, {})
 
 
 async def test_tensorboard_gets_what_happens_while_it_looks(tmp_path: Path) -> None:
@@ -43,13 +43,17 @@ async def test_tensorboard_gets_what_happens_while_it_looks(tmp_path: Path) -> N
     log = run.events("trainer", EVENTS)
     log.append(StepDone(**{name: getattr(STEP, name) for name in STEP.__slots__} | {"step": 2}))
     log.flush()
-    async with meanwhile(copy(run, Sinks(["tensorboard"], run="mine", directory=tmp_path))):
+    async with in_background(
+        forward_events(run, Sinks(["tensorboard"], run="mine", directory=tmp_path))
+    ):
         await asyncio.sleep(0.1)
         for event in (STEP, FIT, EVAL):
             log.append(event)
         log.flush()
     found = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(p.step, p.value) for p in found.Scalars("rl/loss")] == [(3, -0.5)], "step 2 was told in an earlier life"
+    assert [(p.step, p.value) for p in found.Scalars("rl/loss")] == [(3, -0.5)], (
+        "step 2 was told in an earlier life"
+    )
     assert [(p.step, p.value) for p in found.Scalars("sft/loss")] == [(7, 1.5)]
     assert [(p.step, p.value) for p in found.Scalars("eval/heldout")] == [(4, 0.25)]
 
@@ -66,10 +70,13 @@ def test_packages_like_wandb_get_numbers_and_their_step() -> None:
             self.finished = True
 
     there = Recording()
-    sink = Logged(there)
-    sink.write(0.0, *figures(FIT))
+    sink = WandbLike(there)
+    sink.write(0.0, *metrics(FIT))
     sink.close()
-    assert there.rows == [{"sft/loss": 1.5, "sft/tokens_per_s": 100.0, "sft/step": 7.0}] and there.finished
+    assert (
+        there.rows == [{"sft/loss": 1.5, "sft/tokens_per_s": 100.0, "sft/step": 7.0}]
+        and there.finished
+    )
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio"])
@@ -85,7 +92,8 @@ def test_a_package_that_is_not_there_is_one_sentence(
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(
-        EtudeError, match=rf"needs the package {name}, which is not installed: pip install 'etude\[{name}"
+        EtudeError,
+        match=rf"needs the package {name}, which is not installed: pip install 'etude\[{name}",
     ):
         Sinks([name], run="mine", directory=tmp_path)
 
@@ -108,7 +116,7 @@ async def test_what_breaks_meanwhile_is_told_afterwards() -> None:
         raise OSError("no disk")
 
     with pytest.raises(OSError, match="no disk"):
-        async with meanwhile(breaks()):
+        async with in_background(breaks()):
             await asyncio.sleep(0)
             done = True
     assert done

@@ -30,7 +30,9 @@ async def until_up(http: aiohttp.ClientSession, gateway: str, count: int) -> Non
         await asyncio.sleep(0.02)
 
 
-async def converse(http: aiohttp.ClientSession, gateway: str, session: str, turns: int, max_tokens: int = 16) -> None:
+async def converse(
+    http: aiohttp.ClientSession, gateway: str, session: str, turns: int, max_tokens: int = 16
+) -> None:
     messages: list[dict[str, Any]] = [{"role": "user", "content": "read area.py"}]
     for turn in range(turns):
         ask = {"messages": messages, "tools": TOOLS, "max_tokens": max_tokens, "seed": turn}
@@ -45,4 +47,8 @@ async def segments(http: aiohttp.ClientSession, gateway: str, session: str) -> t
 
 
 async def versions(http: aiohttp.ClientSession, gateway: str, session: str) -> set[int]:
-    return {span.version for segment in await segments(http, gateway, session) for span in segment.versions}
+    return {
+        span.version
+        for segment in await segments(http, gateway, session)
+        for span in segment.versions
+    }

@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 from starlette.types import ASGIApp
 
-from etude.model.files import weights
+from etude.model.files import hf_state_dict
 from etude.model.transformer import ModelConfig, Transformer
 from etude.serve import process
 from etude.store.objects import Objects
@@ -33,7 +33,8 @@ class Store:
 
     def __init__(self, path: Path, *, versions: Sequence[int] = (0, 1, 2), **shape: Any) -> None:
         """`shape`: what its config has beyond that of the tiny model."""
-        self.url, self.objects = f"file:{path}", Objects.open(f"file:{path}")
+        self.url = f"file:{path}"
+        self.objects = Objects.open(f"file:{path}")
         self.files = small_files()
         config = replace(ModelConfig.from_json(self.files["config.json"]), **shape)
         self.files["config.json"] = config.to_json().encode()
@@ -41,7 +42,13 @@ class Store:
             self.objects.put_sealed(f"model/{name}", data)
         self.config = ModelConfig.from_json(self.files["config.json"])
         for version in versions:
-            publish(self.objects, version, weights(sharp(self.config, version)), stage="test", step=version)
+            publish(
+                self.objects,
+                version,
+                hf_state_dict(sharp(self.config, version)),
+                stage="test",
+                step=version,
+            )
 
     def model(self, version: int) -> Transformer:
         """What a worker serves: the published values, which are rounded to bf16."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from etude.model.files import weights, write_directory
+from etude.model.files import hf_state_dict, write_directory
 from etude.model.transformer import ModelConfig
 from tests.small_model import sharp, small_files
 
@@ -17,16 +17,32 @@ FILES = small_files()
 
 
 def write_model(directory: Path) -> Path:
-    write_directory(directory, FILES, weights(sharp(ModelConfig.from_json(FILES["config.json"]), seed=0)))
+    write_directory(
+        directory, FILES, hf_state_dict(sharp(ModelConfig.from_json(FILES["config.json"]), seed=0))
+    )
     return directory
 
 
 def start(model: Path, *arguments: str, token: str | None = None) -> subprocess.Popen[str]:
-    argv = [sys.executable, "-m", "etude", "serve", "--model", str(model), "--port", "0", "--threads", "1", *arguments]
+    argv = [
+        sys.executable,
+        "-m",
+        "etude",
+        "serve",
+        "--model",
+        str(model),
+        "--port",
+        "0",
+        "--threads",
+        "1",
+        *arguments,
+    ]
     environment = {name: value for name, value in os.environ.items() if name != "ETUDE_TOKEN"}
     if token is not None:
         environment["ETUDE_TOKEN"] = token
-    return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    return subprocess.Popen(
+        argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
 
 
 @contextmanager

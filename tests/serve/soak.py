@@ -1,10 +1,11 @@
-"""Many requests of every kind, clients that leave at any moment, weights that change under way: nothing may be left.
+"""Many requests of every kind, clients that leave at any moment, weights that change under way:
+nothing may be left.
 
     python -m tests.serve.soak --requests 10000
 
-Every request must end in the way that it was made to end: a whole answer, a refusal that was provoked, or the client's
-own leaving. Afterwards there must be no slot, block, inbox or task left, and as much memory in use as after a fifth of
-the requests.
+Every request must end in the way that it was made to end: a whole answer, a refusal that was
+provoked, or the client's own leaving. Afterwards there must be no slot, block, inbox or task left,
+and as much memory in use as after a fifth of the requests.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import uvloop
 from torch import Tensor
 
 from etude.engine.engine import Engine
-from etude.model.files import weights
+from etude.model.files import hf_state_dict
 from etude.model.transformer import ModelConfig
 from etude.serve.engine_thread import EngineThread
 from etude.serve.http import create_app
@@ -39,7 +40,12 @@ from tests.small_model import sharp, small_files
 
 CLIENTS = 24
 MAX_ANSWERS = 20
-SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2, 3]}}, "required": ["a"], "additionalProperties": False}
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"enum": [1, 2, 3]}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
 TOOLS = [{"type": "function", "function": {"name": "test", "parameters": {}}}]
 
 
@@ -55,14 +61,14 @@ class Report:
 async def soak(requests: int, seed: int = 0, swap_s: float = 1.0) -> Report:
     files = small_files()
     config = ModelConfig.from_json(files["config.json"])
-    versions = [weights(sharp(config, seed)) for seed in (0, 1)]
+    versions = [hf_state_dict(sharp(config, seed)) for seed in (0, 1)]
 
     def fetch(version: int) -> Mapping[str, Tensor]:
         return versions[version % 2]
 
     engine = EngineThread(Engine(sharp(config, 0), max_batch=16, kv_bytes=1 << 20), fetch, files)
     server = Worker(engine, files, "here")
-    server.slots.limit = MAX_ANSWERS
+    server.concurrency.limit = MAX_ANSWERS
     outcomes: Counter[str] = Counter()
     began, early_mb = time.monotonic(), 0.0
     async with served(create_app(server.routes(), None, server.metrics)) as url:
@@ -98,7 +104,7 @@ async def swap(engine: EngineThread, every_s: float) -> None:
 async def settled(server: Worker, engine: EngineThread, before: set[Any]) -> None:
     """What was left behind by those who went away ends in a moment, or never."""
     async with asyncio.timeout(20):
-        while asyncio.all_tasks() - before or not engine.engine.idle or server.slots.taken:
+        while asyncio.all_tasks() - before or not engine.engine.idle or server.concurrency.in_use:
             await asyncio.sleep(0.02)
 
 
@@ -106,7 +112,7 @@ def check_empty(server: Worker, engine: EngineThread) -> None:
     stats = engine.engine.stats()
     assert (stats.running, stats.waiting, stats.blocks_free) == (0, 0, stats.blocks), stats
     assert engine._inboxes == {}
-    assert server.slots.taken == 0
+    assert server.concurrency.in_use == 0
 
 
 async def one(http: aiohttp.ClientSession, url: str, rng: random.Random, number: int) -> str:
@@ -132,10 +138,13 @@ async def one(http: aiohttp.ClientSession, url: str, rng: random.Random, number:
 
 def question(rng: random.Random, number: int) -> tuple[str, dict[str, Any]]:
     body: dict[str, Any] = {
-        "seed": number, "max_tokens": rng.randrange(1, 40), "stream": rng.random() < 0.5, "n": rng.choice([1, 1, 1, 3]),
-        "temperature": rng.choice([0, 1, 1.5]), "return_token_ids": True, "user": "soak",
+        "seed": number, "max_tokens": rng.randrange(1, 40), "stream": rng.random() < 0.5,
+        "n": rng.choice([1, 1, 1, 3]), "temperature": rng.choice([0, 1, 1.5]),
+        "return_token_ids": True, "user": "soak",
     }  # fmt: skip
-    words = " ".join(rng.choice(["read", "area", "return a", "é"]) for _ in range(rng.randrange(1, 20)))
+    words = " ".join(
+        rng.choice(["read", "area", "return a", "é"]) for _ in range(rng.randrange(1, 20))
+    )
     if rng.random() < 0.05:
         words, body["user"] = "return a + b " * 200, "oversize"
     if rng.random() < 0.3:
@@ -159,8 +168,11 @@ async def ask(http: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> tu
 
 
 def check(body: dict[str, Any], answer: Any) -> None:
-    """Every choice ended, has as many tokens as were allowed, and says for each which weights sampled it."""
-    pieces = [choice for chunk in (answer if body["stream"] else [answer]) for choice in chunk["choices"]]
+    """Every choice ended, has as many tokens as were allowed, and says for each which weights
+    sampled it."""
+    pieces = [
+        choice for chunk in (answer if body["stream"] else [answer]) for choice in chunk["choices"]
+    ]
     for index in range(body["n"]):
         own = [piece for piece in pieces if piece["index"] == index]
         assert [piece["finish_reason"] for piece in own if piece["finish_reason"]] in (
@@ -191,7 +203,9 @@ def main() -> None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         report = runner.run(soak(args.requests, args.seed))
     print(dict(report.outcomes), f"{report.swaps} swaps in {report.seconds:.0f} s")
-    print(f"memory {report.rss_early_mb:.1f} MB after a fifth, {report.rss_end_mb:.1f} MB at the end")
+    print(
+        f"memory {report.rss_early_mb:.1f} MB after a fifth, {report.rss_end_mb:.1f} MB at the end"
+    )
     assert sum(report.outcomes.values()) == args.requests
     assert report.rss_end_mb < report.rss_early_mb * 1.05 + 4
 

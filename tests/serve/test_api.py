@@ -11,13 +11,13 @@ import pytest
 from starlette.types import ASGIApp
 
 from etude.core.errors import EtudeError
-from etude.core.seams import Ask
+from etude.core.protocols import Ask
 from etude.core.types import Sample
 from etude.model.tokenizer import ChatTokenizer
 from etude.serve import process
 from etude.serve.api import Api
 from etude.serve.fake import Scripted
-from etude.serve.grammar import Grammars
+from etude.serve.grammar import GrammarBuilder
 from etude.serve.http import MAX_BODY_BYTES, Unavailable, create_app
 from tests.serve.conftest import served
 from tests.small_model import small_files
@@ -27,7 +27,10 @@ TOKENIZER = ChatTokenizer(FILES)
 TOOLS = [
     {
         "type": "function",
-        "function": {"name": "edit", "parameters": {"properties": {"line": {"type": "integer"}, "text": {}}}},
+        "function": {
+            "name": "edit",
+            "parameters": {"properties": {"line": {"type": "integer"}, "text": {}}},
+        },
     },
     {"type": "function", "function": {"name": "test", "parameters": {}}},
 ]
@@ -35,7 +38,7 @@ ASK = {"model": "etude", "messages": [{"role": "user", "content": "read"}]}
 
 
 def app(policy: Scripted, token: str | None) -> ASGIApp:
-    return create_app(Api(policy, TOKENIZER, Grammars(FILES), max_context=64).routes(), token)
+    return create_app(Api(policy, TOKENIZER, GrammarBuilder(FILES), max_context=64).routes(), token)
 
 
 def said(text: str) -> list[int]:
@@ -43,12 +46,18 @@ def said(text: str) -> list[int]:
 
 
 def called(arguments: str) -> dict[str, Any]:
-    return {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "edit", "arguments": arguments}}]}
+    return {
+        "role": "assistant",
+        "tool_calls": [{"id": "1", "function": {"name": "edit", "arguments": arguments}}],
+    }
 
 
 @pytest.fixture
 def policy() -> Scripted:
-    return Scripted([said("so<tool_call>edit 3 a + b</tool_call><tool_call>test</tool_call>"), said("test")], version=7)
+    return Scripted(
+        [said("so<tool_call>edit 3 a + b</tool_call><tool_call>test</tool_call>"), said("test")],
+        version=7,
+    )
 
 
 @pytest.fixture
@@ -58,42 +67,79 @@ async def url(policy: Scripted) -> AsyncIterator[str]:
 
 
 async def post(http: aiohttp.ClientSession, url: str, body: Any) -> tuple[int, Any]:
-    async with http.post(url, data=body if isinstance(body, bytes) else json.dumps(body)) as response:
+    async with http.post(
+        url, data=body if isinstance(body, bytes) else json.dumps(body)
+    ) as response:
         return response.status, await response.json()
 
 
-async def test_chat_with_parallel_tool_calls(http: aiohttp.ClientSession, url: str, policy: Scripted) -> None:
-    status, answer = await post(http, f"{url}/v1/chat/completions", ASK | {"tools": TOOLS, "seed": 3})
+async def test_chat_with_parallel_tool_calls(
+    http: aiohttp.ClientSession, url: str, policy: Scripted
+) -> None:
+    status, answer = await post(
+        http, f"{url}/v1/chat/completions", ASK | {"tools": TOOLS, "seed": 3}
+    )
     assert status == 200
     choice = answer["choices"][0]
     assert choice["finish_reason"] == "tool_calls"
     assert choice["message"]["content"] == "so"
     calls = choice["message"]["tool_calls"]
-    assert [(c["type"], c["function"]["name"], json.loads(c["function"]["arguments"])) for c in calls] == [
+    assert [
+        (c["type"], c["function"]["name"], json.loads(c["function"]["arguments"])) for c in calls
+    ] == [
         ("function", "edit", {"line": 3, "text": "a + b"}),
         ("function", "test", {}),
     ]
     assert len({call["id"] for call in calls}) == 2
     assert answer["usage"]["prompt_tokens"] == len(policy.asked[0].prompt)
-    assert answer["choices"][0]["weight_version"] == [{"version": 7, "count": answer["usage"]["completion_tokens"]}]
-    assert TOKENIZER.decode(policy.asked[0].prompt) == "<|tools|>edit test<|end|><|user|>read<|end|><|assistant|>"
+    assert answer["choices"][0]["weight_version"] == [
+        {"version": 7, "count": answer["usage"]["completion_tokens"]}
+    ]
+    assert (
+        TOKENIZER.decode(policy.asked[0].prompt)
+        == "<|tools|>edit test<|end|><|user|>read<|end|><|assistant|>"
+    )
 
 
-async def test_content_in_parts_and_max_tokens(http: aiohttp.ClientSession, url: str, policy: Scripted) -> None:
+async def test_content_in_parts_and_max_tokens(
+    http: aiohttp.ClientSession, url: str, policy: Scripted
+) -> None:
     parts = [{"type": "text", "text": "re"}, {"type": "text", "text": "ad"}]
-    ask = ASK | {"messages": [{"role": "user", "content": parts}], "max_completion_tokens": 1, "logprobs": True}
+    ask = ASK | {
+        "messages": [{"role": "user", "content": parts}],
+        "max_completion_tokens": 1,
+        "logprobs": True,
+    }
     status, answer = await post(http, f"{url}/v1/chat/completions", ask)
-    assert (status, TOKENIZER.decode(policy.asked[0].prompt)) == (200, "<|user|>read<|end|><|assistant|>")
+    assert (status, TOKENIZER.decode(policy.asked[0].prompt)) == (
+        200,
+        "<|user|>read<|end|><|assistant|>",
+    )
     assert answer["choices"][0]["finish_reason"] == "length"
     assert [entry["logprob"] for entry in answer["choices"][0]["logprobs"]["content"]] == [-0.5]
 
 
-async def test_completions_with_token_ids(http: aiohttp.ClientSession, url: str, policy: Scripted) -> None:
-    ask = {"prompt": [1, 2, 3], "return_token_ids": True, "logprobs": 1, "max_tokens": 3, "stop_token_ids": []}
+async def test_completions_with_token_ids(
+    http: aiohttp.ClientSession, url: str, policy: Scripted
+) -> None:
+    ask = {
+        "prompt": [1, 2, 3],
+        "return_token_ids": True,
+        "logprobs": 1,
+        "max_tokens": 3,
+        "stop_token_ids": [],
+    }
     status, answer = await post(http, f"{url}/v1/completions", ask)
     choice = answer["choices"][0]
-    assert (status, [ask.prompt for ask in policy.asked], choice["finish_reason"]) == (200, [(1, 2, 3)], "length")
-    assert choice["token_ids"] == said("so<tool_call>edit 3 a + b</tool_call><tool_call>test</tool_call>")[:3]
+    assert (status, [ask.prompt for ask in policy.asked], choice["finish_reason"]) == (
+        200,
+        [(1, 2, 3)],
+        "length",
+    )
+    assert (
+        choice["token_ids"]
+        == said("so<tool_call>edit 3 a + b</tool_call><tool_call>test</tool_call>")[:3]
+    )
     assert choice["prompt_token_ids"] == [1, 2, 3]
     assert choice["logprobs"]["token_logprobs"] == [-0.5] * 3
     assert answer["choices"][0]["weight_version"] == [{"version": 7, "count": 3}]
@@ -115,13 +161,29 @@ async def test_models_and_health(http: aiohttp.ClientSession, url: str) -> None:
         ("chat/completions", {"messages": []}, "messages"),
         ("chat/completions", {"messages": [{"content": "x"}]}, "messages[0]"),
         ("chat/completions", {"messages": [{"role": "robot", "content": "x"}]}, "messages[0]"),
-        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "text only"),
-        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "text only"),
-        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]}, "text only"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "text only",
+        ),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            "text only",
+        ),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]},
+            "text only",
+        ),
         ("chat/completions", ASK | {"tools": [{"type": "function"}]}, "tools[0]"),
         ("chat/completions", ASK | {"tools": [{"function": {"name": "a b"}}]}, "tools[0]"),
         ("chat/completions", ASK | {"tools": [{"function": {"name": "a\n"}}]}, "tools[0]"),
-        ("chat/completions", ASK | {"tools": [{"function": {"name": "a", "parameters": None}}]}, "tools[0]"),
+        (
+            "chat/completions",
+            ASK | {"tools": [{"function": {"name": "a", "parameters": None}}]},
+            "tools[0]",
+        ),
         (
             "chat/completions",
             ASK | {"tools": [{"function": {"name": "a", "parameters": {"properties": 3}}}]},
@@ -133,7 +195,11 @@ async def test_models_and_health(http: aiohttp.ClientSession, url: str) -> None:
         ("chat/completions", ASK | {"seed": 2**63}, "seed"),
         ("chat/completions", ASK | {"seed": 10**30}, "seed"),
         ("chat/completions", b'{"messages": ' + b"[" * 10**5, "request body"),
-        ("chat/completions", {"messages": [called('{"a": ' + "[" * 10**5 + "]" * 10**5 + "}")]}, "template"),
+        (
+            "chat/completions",
+            {"messages": [called('{"a": ' + "[" * 10**5 + "]" * 10**5 + "}")]},
+            "template",
+        ),
         ("chat/completions", {"messages": [called('{"a": ' + "9" * 5000 + "}")]}, "template"),
         ("chat/completions", {"messages": [called('{"a": "\\ud800"}')]}, "template"),
         ("chat/completions", {"messages": [called("{")]}, "template"),
@@ -162,12 +228,18 @@ async def test_models_and_health(http: aiohttp.ClientSession, url: str) -> None:
         ("completions", {"prompt": "a", "suffix": "x"}, "suffix"),
         ("completions", {"prompt": [1, "a"]}, "prompt"),
         ("completions", {"prompt": []}, "prompt"),
-        ("chat/completions", {"messages": [{"role": "user", "content": "return " * 100}]}, "no room"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": "return " * 100}]},
+            "no room",
+        ),
         ("completions", {"prompt": {}}, "prompt"),
         ("completions", {"prompt": [1] * 64}, "no room"),
     ],
 )
-async def test_bad_input_is_explained(http: aiohttp.ClientSession, url: str, path: str, body: Any, words: str) -> None:
+async def test_bad_input_is_explained(
+    http: aiohttp.ClientSession, url: str, path: str, body: Any, words: str
+) -> None:
     status, answer = await post(http, f"{url}/v1/{path}", body)
     assert status == 400
     assert answer["error"]["type"] == "invalid_request_error"
@@ -176,7 +248,9 @@ async def test_bad_input_is_explained(http: aiohttp.ClientSession, url: str, pat
 
 async def test_a_body_has_a_largest_size(http: aiohttp.ClientSession, url: str) -> None:
     fits = json.dumps(ASK).encode()
-    assert (await post(http, f"{url}/v1/chat/completions", fits + b" " * (MAX_BODY_BYTES - len(fits))))[0] == 200
+    assert (
+        await post(http, f"{url}/v1/chat/completions", fits + b" " * (MAX_BODY_BYTES - len(fits)))
+    )[0] == 200
     status, answer = await post(http, f"{url}/v1/chat/completions", b" " * (MAX_BODY_BYTES + 1))
     assert (status, answer["error"]["code"]) == (413, "request_too_large")
 
@@ -185,7 +259,9 @@ async def test_a_body_has_a_deadline(url: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("etude.serve.http.BODY_S", 0.05)
     place = urlsplit(url)
     reader, writer = await asyncio.open_connection(place.hostname, place.port)
-    writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: here\r\nContent-Length: 100\r\n\r\n{")
+    writer.write(
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: here\r\nContent-Length: 100\r\n\r\n{"
+    )
     head, _, body = (await reader.read()).partition(b"\r\n\r\n")  # up to the end of the connection
     assert head.startswith(b"HTTP/1.1 408")
     assert json.loads(body)["error"]["code"] == "request_timeout"
@@ -207,19 +283,33 @@ async def test_what_the_policy_refuses_is_the_clients_mistake(http: aiohttp.Clie
 async def test_unknown_routes_have_the_envelope_too(http: aiohttp.ClientSession, url: str) -> None:
     assert await post(http, f"{url}/v1/nothing", {}) == (
         404,
-        {"error": {"message": "Not Found", "type": "invalid_request_error", "code": "not_found", "param": None}},
+        {
+            "error": {
+                "message": "Not Found",
+                "type": "invalid_request_error",
+                "code": "not_found",
+                "param": None,
+            }
+        },
     )
     async with http.get(f"{url}/v1/chat/completions") as response:
         assert (response.status, response.headers["Allow"]) == (405, "POST")
 
 
-async def test_nothing_is_reached_without_the_token(http: aiohttp.ClientSession, policy: Scripted) -> None:
+async def test_nothing_is_reached_without_the_token(
+    http: aiohttp.ClientSession, policy: Scripted
+) -> None:
     async with served(app(policy, "secret")) as url:
         for path in ("/health", "/v1/models", "/v1/chat/completions", "/nothing"):
             for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
                 async with http.get(url + path, headers=headers) as response:
-                    assert (response.status, (await response.json())["error"]["code"]) == (401, "unauthorized")
-        async with http.get(f"{url}/health", headers={"Authorization": "Bearer secret"}) as response:
+                    assert (response.status, (await response.json())["error"]["code"]) == (
+                        401,
+                        "unauthorized",
+                    )
+        async with http.get(
+            f"{url}/health", headers={"Authorization": "Bearer secret"}
+        ) as response:
             assert response.status == 200
     assert policy.asked == []
 
@@ -235,7 +325,8 @@ class Slow(Scripted):
 
     def __init__(self) -> None:
         super().__init__([])
-        self.asked, self.cancelled = asyncio.Event(), asyncio.Event()
+        self.asked = asyncio.Event()
+        self.cancelled = asyncio.Event()
 
     async def sample(self, ask: Ask) -> Sample:
         self.asked.set()

@@ -1,4 +1,5 @@
-"""Every field of a request reaches the policy: what it asks for, and what it means to leave it out."""
+"""Every field of a request reaches the policy: what it asks for, and what it means to leave it
+out."""
 
 from __future__ import annotations
 
@@ -9,11 +10,11 @@ from typing import Any
 import aiohttp
 import pytest
 
-from etude.core.seams import Ask, Token
+from etude.core.protocols import Ask, Token
 from etude.core.types import Sample
-from etude.serve.api import Api, Slots
+from etude.serve.api import Api, ConcurrencyLimit
 from etude.serve.fake import Scripted
-from etude.serve.grammar import Grammars
+from etude.serve.grammar import GrammarBuilder
 from etude.serve.http import ApiError, Unavailable, create_app
 from etude.serve.metrics import Metrics
 from tests.serve.conftest import served
@@ -35,8 +36,26 @@ async def asks(http: aiohttp.ClientSession, body: dict[str, Any], answers: int =
 @pytest.mark.parametrize(
     ("field", "expected"),
     [
-        ({}, {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "stop": TOKENIZER.stops, "stop_texts": ()}),
-        ({}, {"grammar": None, "top_logprobs": 0, "prediction": None, "drafts": (), "max_tokens": 64 - PROMPT}),
+        (
+            {},
+            {
+                "temperature": 1.0,
+                "top_p": 1.0,
+                "top_k": 0,
+                "stop": TOKENIZER.stop_token_ids,
+                "stop_texts": (),
+            },
+        ),
+        (
+            {},
+            {
+                "grammar": None,
+                "top_logprobs": 0,
+                "prediction": None,
+                "drafts": (),
+                "max_tokens": 64 - PROMPT,
+            },
+        ),
         ({}, {"experts_from": None}),
         ({"temperature": 0}, {"temperature": 0.0}),
         ({"temperature": 0.7}, {"temperature": 0.7}),
@@ -63,7 +82,9 @@ async def asks(http: aiohttp.ClientSession, body: dict[str, Any], answers: int =
         ({"tools": TOOLS, "tool_choice": "none", "parallel_tool_calls": False}, {"grammar": None}),
     ],
 )
-async def test_a_chat(http: aiohttp.ClientSession, field: dict[str, Any], expected: dict[str, Any]) -> None:
+async def test_a_chat(
+    http: aiohttp.ClientSession, field: dict[str, Any], expected: dict[str, Any]
+) -> None:
     (ask,) = await asks(http, ASK | field)
     assert {name: getattr(ask, name) for name in expected} == expected
 
@@ -71,7 +92,16 @@ async def test_a_chat(http: aiohttp.ClientSession, field: dict[str, Any], expect
 @pytest.mark.parametrize(
     ("field", "expected"),
     [
-        ({}, {"prompt": (5, 6), "max_tokens": 16, "stop": TOKENIZER.stops, "top_logprobs": 0, "experts_from": None}),
+        (
+            {},
+            {
+                "prompt": (5, 6),
+                "max_tokens": 16,
+                "stop": TOKENIZER.stop_token_ids,
+                "top_logprobs": 0,
+                "experts_from": None,
+            },
+        ),
         ({"prompt": "read"}, {"prompt": tuple(TOKENIZER.encode("read"))}),
         ({"max_tokens": 3}, {"max_tokens": 3}),
         ({"stop_token_ids": [9]}, {"stop": (9,)}),
@@ -79,19 +109,29 @@ async def test_a_chat(http: aiohttp.ClientSession, field: dict[str, Any], expect
         ({"logprobs": 3}, {"top_logprobs": 3}),
         ({"routed_experts_from": 1}, {"experts_from": 1}),
         ({"structured_outputs": {"grammar": GRAMMAR}}, {"grammar": GRAMMAR}),
-        ({"structured_outputs": {"grammar": GRAMMAR}}, {"stop": (*TOKENIZER.stops, TOKENIZER.eos)}),
+        (
+            {"structured_outputs": {"grammar": GRAMMAR}},
+            {"stop": (*TOKENIZER.stop_token_ids, TOKENIZER.eos_token_id)},
+        ),
         ({"temperature": 0, "top_k": -1, "seed": 4}, {"temperature": 0.0, "top_k": 0, "seed": 4}),
     ],
 )
-async def test_a_completion(http: aiohttp.ClientSession, field: dict[str, Any], expected: dict[str, Any]) -> None:
+async def test_a_completion(
+    http: aiohttp.ClientSession, field: dict[str, Any], expected: dict[str, Any]
+) -> None:
     (ask,) = await asks(http, {"prompt": [5, 6]} | field)
     assert {name: getattr(ask, name) for name in expected} == expected
 
 
-SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"type": "object", "properties": {"a": {"type": "null"}}}}}
+SCHEMA = {
+    "type": "json_schema",
+    "json_schema": {"schema": {"type": "object", "properties": {"a": {"type": "null"}}}},
+}
 
 
-async def test_each_way_to_restrict_an_answer_is_a_grammar_of_its_own(http: aiohttp.ClientSession) -> None:
+async def test_each_way_to_restrict_an_answer_is_a_grammar_of_its_own(
+    http: aiohttp.ClientSession,
+) -> None:
     ways = [
         {"response_format": {"type": "json_object"}},
         {"response_format": SCHEMA},
@@ -105,13 +145,20 @@ async def test_each_way_to_restrict_an_answer_is_a_grammar_of_its_own(http: aioh
     ]
     grammars = [(await asks(http, ASK | way))[0].grammar for way in ways]
     assert None not in grammars and len(set(grammars)) == len(ways)
-    same = [(await asks(http, ASK | ways[2] | {"parallel_tool_calls": given}))[0].grammar for given in (True, None)]
+    same = [
+        (await asks(http, ASK | ways[2] | {"parallel_tool_calls": given}))[0].grammar
+        for given in (True, None)
+    ]
     assert set(same) == {grammars[2]}
     plain = {"tools": TOOLS, "tool_choice": "none", "response_format": SCHEMA}
-    assert (await asks(http, ASK | plain))[0].grammar == grammars[1], "tools that may not be called change nothing"
+    assert (await asks(http, ASK | plain))[0].grammar == grammars[1], (
+        "tools that may not be called change nothing"
+    )
 
 
-async def test_every_prompt_has_n_answers_of_seeds_of_their_own(http: aiohttp.ClientSession) -> None:
+async def test_every_prompt_has_n_answers_of_seeds_of_their_own(
+    http: aiohttp.ClientSession,
+) -> None:
     found = await asks(http, {"prompt": [[5], [6]], "n": 3, "seed": 7}, answers=6)
     assert [ask.prompt for ask in found] == [(5,)] * 3 + [(6,)] * 3
     seeds = [ask.seed for ask in found]
@@ -122,7 +169,11 @@ async def test_every_prompt_has_n_answers_of_seeds_of_their_own(http: aiohttp.Cl
 
 async def test_calls_are_told_apart_only_where_there_are_tools(http: aiohttp.ClientSession) -> None:
     text = "so<tool_call>test</tool_call>"
-    for more, called in (({}, False), ({"tools": TOOLS, "tool_choice": "none"}, False), ({"tools": TOOLS}, True)):
+    for more, called in (
+        ({}, False),
+        ({"tools": TOOLS, "tool_choice": "none"}, False),
+        ({"tools": TOOLS}, True),
+    ):
         async with served(app(Scripted([said(text)]), None)) as url:
             _, answer = await post(http, f"{url}/v1/chat/completions", ASK | more)
         assert bool(answer["choices"][0]["message"].get("tool_calls")) == called
@@ -132,14 +183,29 @@ async def test_calls_are_told_apart_only_where_there_are_tools(http: aiohttp.Cli
 async def test_an_answer_shows_no_more_than_was_asked_for(http: aiohttp.ClientSession) -> None:
     async with served(app(Scripted([said("test")] * 4), None)) as url:
         _, plain = await post(http, f"{url}/v1/chat/completions", ASK)
-        _, full = await post(http, f"{url}/v1/chat/completions", ASK | {"return_token_ids": True, "logprobs": True})
+        _, full = await post(
+            http, f"{url}/v1/chat/completions", ASK | {"return_token_ids": True, "logprobs": True}
+        )
         _, text = await post(http, f"{url}/v1/completions", {"prompt": [5, 6], "max_tokens": 2})
         _, ids = await post(
-            http, f"{url}/v1/completions",
-            {"prompt": [5, 6], "max_tokens": 2, "detokenize": False, "return_token_ids": True, "logprobs": 0},
-        )  # fmt: skip
-    assert not {"token_ids", "prompt_token_ids"} & plain["choices"][0].keys() and not plain["choices"][0]["logprobs"]
-    assert full["choices"][0]["token_ids"] == said("test") and full["choices"][0]["logprobs"]["content"]
+            http,
+            f"{url}/v1/completions",
+            {
+                "prompt": [5, 6],
+                "max_tokens": 2,
+                "detokenize": False,
+                "return_token_ids": True,
+                "logprobs": 0,
+            },
+        )
+    assert (
+        not {"token_ids", "prompt_token_ids"} & plain["choices"][0].keys()
+        and not plain["choices"][0]["logprobs"]
+    )
+    assert (
+        full["choices"][0]["token_ids"] == said("test")
+        and full["choices"][0]["logprobs"]["content"]
+    )
     assert "token_ids" not in text["choices"][0] and text["choices"][0]["text"] == "test"
     assert ids["choices"][0]["token_ids"] == said("test") and not ids["choices"][0]["text"]
     assert text["usage"] == {"prompt_tokens": 2, "completion_tokens": 2, "total_tokens": 4}
@@ -169,23 +235,31 @@ async def test_what_is_guessed_has_a_bound(
 ) -> None:
     async with served(app(Scripted([said("test")]), None)) as url:
         status, answer = await post(http, f"{url}/v1/completions", {"prompt": [5]} | guessed)
-    assert (status, answer.get("error", {}).get("param")) == ((200, None) if param is None else (400, param))
+    assert (status, answer.get("error", {}).get("param")) == (
+        (200, None) if param is None else (400, param)
+    )
 
 
 def test_places_are_given_back_whatever_happens() -> None:
-    slots = Slots(3)
-    with pytest.raises(KeyError), slots.take(2):
-        assert slots.taken == 2
-        with pytest.raises(Unavailable, match="2 answers are under way, and 3 are the most"), slots.take(2):
+    slots = ConcurrencyLimit(3)
+    with pytest.raises(KeyError), slots.acquire(2):
+        assert slots.in_use == 2
+        with (
+            pytest.raises(Unavailable, match="2 answers are under way, and 3 are the most"),
+            slots.acquire(2),
+        ):
             pass
-        with slots.take(1):
-            assert slots.taken == 3
+        with slots.acquire(1):
+            assert slots.in_use == 3
         raise KeyError
-    assert slots.taken == 0
-    with pytest.raises(ApiError, match="n: this server gives at most 3 answers at once, not 4"), slots.take(4):
+    assert slots.in_use == 0
+    with (
+        pytest.raises(ApiError, match="n: this server gives at most 3 answers at once, not 4"),
+        slots.acquire(4),
+    ):
         pass
-    free = Slots(None)
-    with free.take(2048):
+    free = ConcurrencyLimit(None)
+    with free.acquire(2048):
         pass
     with pytest.raises(ApiError, match="at most 2048"):
         free.check(2049)
@@ -204,7 +278,9 @@ async def test_a_stream_that_breaks_says_so_in_its_last_event(http: aiohttp.Clie
         served(app(Breaks([]), None)) as url,
         http.post(f"{url}/v1/chat/completions", json=ASK | {"stream": True}) as response,
     ):
-        events = [line.removeprefix("data: ") for line in (await response.text()).split("\n\n") if line]
+        events = [
+            line.removeprefix("data: ") for line in (await response.text()).split("\n\n") if line
+        ]
     assert response.status == 200 and events[-1] == "[DONE]"
     assert json.loads(events[-2])["error"]["message"] == "the worker is gone" and len(events) == 3
 
@@ -212,7 +288,7 @@ async def test_a_stream_that_breaks_says_so_in_its_last_event(http: aiohttp.Clie
 async def test_what_a_client_is_told_besides_the_answer(http: aiohttp.ClientSession) -> None:
     metrics = Metrics()
     policy = Scripted([said("test")] * 9)
-    api = Api(policy, TOKENIZER, Grammars(FILES), max_context=64, max_answers=1)
+    api = Api(policy, TOKENIZER, GrammarBuilder(FILES), max_context=64, max_answers=1)
     ask = {"prompt": [5]}
     async with served(create_app(api.routes(), "secret", metrics)) as url:
         key = {"Authorization": "Bearer secret", "X-Request-Id": "mine-1"}
@@ -222,7 +298,7 @@ async def test_what_a_client_is_told_besides_the_answer(http: aiohttp.ClientSess
             async with http.post(f"{url}/v1/completions", json=ask, headers=wrong) as response:
                 assert (response.status, response.headers["WWW-Authenticate"]) == (401, "Bearer")
                 assert len(response.headers["X-Request-Id"]) == 32
-        api.slots.taken = 1
+        api.concurrency.in_use = 1
         async with http.post(f"{url}/v1/completions", json=ask, headers=key) as response:
             assert response.status == 429 and int(response.headers["Retry-After"]) > 0
         async with http.get(f"{url}/metrics", headers=key) as response:

@@ -9,13 +9,13 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from etude.core.credit import to_rows
+from etude.core.advantage import to_rows
 from etude.core.types import Batch, Segment, Trajectory
 from etude.model.config import ExpertsConfig
 from etude.model.experts import read_ids
 from etude.serve.gateway import Gateway
 from etude.serve.http import MSGPACK, create_app
-from etude.serve.router import Completed, Router, sample_of
+from etude.serve.router import Router, WorkerCompletion, to_sample
 from etude.store.experts import get_experts
 from etude.store.runs import Run
 from etude.train.learner import Learner
@@ -32,9 +32,16 @@ def store_of(path: Path, experts: ExpertsConfig) -> Store:
     return Store(path, versions=(0,), model_type="qwen3_moe", experts=experts)
 
 
-async def test_a_learner_routes_a_whole_session_as_the_engine_did(tmp_path: Path, http: aiohttp.ClientSession) -> None:
+async def test_a_learner_routes_a_whole_session_as_the_engine_did(
+    tmp_path: Path, http: aiohttp.ClientSession
+) -> None:
     sparse = store_of(tmp_path, FEW)
-    made = Gateway(Router(http), sparse.objects, sparse.files, max_context=sparse.config.max_position_embeddings)
+    made = Gateway(
+        Router(http),
+        sparse.objects,
+        sparse.files,
+        max_context=sparse.config.max_position_embeddings,
+    )
     async with served(create_app(made.routes(), None)) as gateway, worker(sparse, "east", gateway):
         await post(http, f"{gateway}/load", {"version": 0})
         await until_up(http, gateway, 1)
@@ -51,25 +58,49 @@ async def test_a_learner_routes_a_whole_session_as_the_engine_did(tmp_path: Path
     assert ids.shape == (len(segment.prompt + segment.tokens) - 1, 2, 2)
 
     run = Run(sparse.objects)
-    trajectory = Trajectory(id="g.0", task="t", group="g", segments=(segment,), scores={"reward": 1.0}, status="done")
+    trajectory = Trajectory(
+        id="g.0", task="t", group="g", segments=(segment,), scores={"reward": 1.0}, status="done"
+    )
     run.put_batch(Batch(step=1, rows=tuple(to_rows(trajectory, 1.0)), oldest=0))
     learner = Learner(sparse.model(0).requires_grad_(True))
-    stats = learner.step(run.batch(1), lr=1e-3, plausible=1.0, fetch=lambda name: get_experts(sparse.objects, name))
-    assert stats.router_disagreement == 0.0 and stats.drift.k3 < 1e-9
+    stats = learner.step(
+        run.batch(1),
+        lr=1e-3,
+        router_replay_min_score=1.0,
+        fetch=lambda name: get_experts(sparse.objects, name),
+    )
+    assert stats.router_mismatch_frac == 0.0 and stats.mismatch.k3 < 1e-9
 
 
-async def test_on_the_wire_an_expert_takes_two_bytes_at_most(tmp_path: Path, http: aiohttp.ClientSession) -> None:
+async def test_on_the_wire_an_expert_takes_two_bytes_at_most(
+    tmp_path: Path, http: aiohttp.ClientSession
+) -> None:
     async with worker(store_of(tmp_path, MANY), "east") as (_, url):
         await post(http, f"{url}/load", {"version": 0})
 
         async def asked(**more: Any) -> bytes:
-            body = {"prompt": [1, 2, 3, 4], "max_tokens": 30, "seed": 1, "stop_token_ids": [], "logprobs": 0}
+            body = {
+                "prompt": [1, 2, 3, 4],
+                "max_tokens": 30,
+                "seed": 1,
+                "stop_token_ids": [],
+                "logprobs": 0,
+            }
             body |= {"return_token_ids": True, "detokenize": False} | more
-            async with http.post(f"{url}/v1/completions", json=body, headers={"Accept": MSGPACK}) as response:
+            async with http.post(
+                f"{url}/v1/completions", json=body, headers={"Accept": MSGPACK}
+            ) as response:
                 return await response.read()
 
-        without, whole, later = await asked(), await asked(routed_experts_from=0), await asked(routed_experts_from=20)
-    samples = [sample_of(msgspec.msgpack.decode(body, type=Completed)) for body in (without, whole, later)]
+        without, whole, later = (
+            await asked(),
+            await asked(routed_experts_from=0),
+            await asked(routed_experts_from=20),
+        )
+    samples = [
+        to_sample(msgspec.msgpack.decode(body, type=WorkerCompletion))
+        for body in (without, whole, later)
+    ]
     num_read = 4 + 30 - 1
     assert samples[0].experts is None and samples[1].experts and samples[2].experts
     assert len(samples[1].experts) == num_read * TOKEN_BYTES

@@ -10,8 +10,8 @@ from functools import partial
 import aiohttp
 import pytest
 
-from etude.core.seams import Ask
-from etude.core.types import Span
+from etude.core.protocols import Ask
+from etude.core.types import VersionSpan
 from etude.engine.engine import Engine
 from etude.model.transformer import Transformer
 from etude.serve.engine_thread import EngineThread
@@ -27,7 +27,9 @@ from tests.small_model import plain_logprobs
 
 
 @asynccontextmanager
-async def worker(store: Store, region: str, gateway: str | None = None) -> AsyncIterator[tuple[Worker, str]]:
+async def worker(
+    store: Store, region: str, gateway: str | None = None
+) -> AsyncIterator[tuple[Worker, str]]:
     """One without weights, as it is when it starts."""
     engine = Engine(Transformer(store.config), max_batch=8, version=-1)
     thread = EngineThread(engine, partial(fetch, store.objects), store.files)
@@ -43,14 +45,21 @@ async def worker(store: Store, region: str, gateway: str | None = None) -> Async
 
 @pytest.fixture
 async def gateway(store: Store, http: aiohttp.ClientSession) -> AsyncIterator[str]:
-    made = Gateway(Router(http), store.objects, store.files, max_context=store.config.max_position_embeddings)
+    made = Gateway(
+        Router(http), store.objects, store.files, max_context=store.config.max_position_embeddings
+    )
     async with served(create_app(made.routes(), None)) as url:
         yield url
 
 
 @pytest.fixture
-async def regions(store: Store, gateway: str, http: aiohttp.ClientSession) -> AsyncIterator[list[Worker]]:
-    async with worker(store, "east", gateway) as (east, _), worker(store, "west", gateway) as (west, _):
+async def regions(
+    store: Store, gateway: str, http: aiohttp.ClientSession
+) -> AsyncIterator[list[Worker]]:
+    async with (
+        worker(store, "east", gateway) as (east, _),
+        worker(store, "west", gateway) as (west, _),
+    ):
         await post(http, f"{gateway}/load", {"version": 0})
         await until_up(http, gateway, 2)
         yield [east, west]
@@ -62,19 +71,27 @@ async def test_recorded_logprobs_are_those_of_the_model(
     await asyncio.gather(*(converse(http, gateway, f"s{n}", turns=3) for n in range(6)))
     model = store.model(0)
     recorded = [await segments(http, gateway, f"s{n}") for n in range(6)]
-    assert len({segment.tokens for (segment,) in recorded}) == 1  # the same seeds, whichever worker answered
+    # the same seeds, whichever worker answered
+    assert len({segment.tokens for (segment,) in recorded}) == 1
     for (segment,) in recorded:
         plain = plain_logprobs(model, segment.prompt, segment.tokens).tolist()
-        pairs = [(a, b) for a, b, sampled in zip(segment.logprobs, plain, segment.mask, strict=True) if sampled]
+        pairs = [
+            (a, b)
+            for a, b, sampled in zip(segment.logprobs, plain, segment.mask, strict=True)
+            if sampled
+        ]
         assert [a for a, _ in pairs] == pytest.approx([b for _, b in pairs], abs=1e-4)
-        assert segment.versions == (Span(0, len(pairs)),)
+        assert segment.versions == (VersionSpan(0, len(pairs)),)
     async with http.delete(f"{gateway}/s/s0") as response:
         assert response.status == 204
     async with http.get(f"{gateway}/s/s0/segments") as response:
         assert response.status == 404
     seen = (await status(http, gateway))["regions"]
     assert seen.keys() == {"east", "west"}
-    assert all(region["version"] == 0 and region["tokens"] > 0 and region["busy_s"] > 0 for region in seen.values())
+    assert all(
+        region["version"] == 0 and region["tokens"] > 0 and region["busy_s"] > 0
+        for region in seen.values()
+    )
 
 
 async def test_workers_prove_what_they_compute_with(
@@ -97,7 +114,10 @@ async def test_workers_prove_what_they_compute_with(
 async def test_weights_change_under_way_and_nobody_is_dropped(
     regions: list[Worker], gateway: str, http: aiohttp.ClientSession
 ) -> None:
-    sessions = [asyncio.create_task(converse(http, gateway, f"s{n}", turns=3, max_tokens=60)) for n in range(8)]
+    sessions = [
+        asyncio.create_task(converse(http, gateway, f"s{n}", turns=3, max_tokens=60))
+        for n in range(8)
+    ]
     while not any(region.report().tokens for region in regions):
         await asyncio.sleep(0)
     await post(http, f"{gateway}/load", {"version": 1})
@@ -106,7 +126,9 @@ async def test_weights_change_under_way_and_nobody_is_dropped(
     assert await versions(http, gateway, "after") == {1}
     for n in range(8):
         for segment in await segments(http, gateway, f"s{n}"):
-            assert [span.version for span in segment.versions] == sorted({span.version for span in segment.versions})
+            assert [span.version for span in segment.versions] == sorted(
+                {span.version for span in segment.versions}
+            )
 
 
 async def test_a_session_stays_with_its_worker(
@@ -130,7 +152,11 @@ async def test_weights_that_are_not_what_was_published_are_not_served(
 
 
 async def test_a_worker_that_cannot_follow_is_taken_out(
-    regions: list[Worker], gateway: str, store: Store, http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+    regions: list[Worker],
+    gateway: str,
+    store: Store,
+    http: aiohttp.ClientSession,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def broken(version: int) -> None:
         raise ValueError("no disk")
@@ -160,7 +186,9 @@ async def test_a_worker_that_is_gone_does_not_hold_up_new_weights(
     assert await versions(http, gateway, "s") == {1}
 
 
-async def test_a_request_is_not_sent_for_ever(http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_is_not_sent_for_ever(
+    http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
     router, asked = Router(http), []
 
     async def failing(worker: object, body: object) -> None:
@@ -170,12 +198,16 @@ async def test_a_request_is_not_sent_for_ever(http: aiohttp.ClientSession, monke
     monkeypatch.setattr(router, "_ask", failing)
     for number in range(9):
         router.fleet.join(f"http://127.0.0.1:{number}", "east", 0)
-    with pytest.raises(Unavailable, match="4 workers in a row have failed, the last one with: out of memory"):
+    with pytest.raises(
+        Unavailable, match="4 workers in a row have failed, the last one with: out of memory"
+    ):
         await router.sample(Ask(prompt=(1,), max_tokens=1, seed=0))
     assert len(set(asked)) == 4
 
 
-async def test_requests_wait_for_the_first_worker(store: Store, gateway: str, http: aiohttp.ClientSession) -> None:
+async def test_requests_wait_for_the_first_worker(
+    store: Store, gateway: str, http: aiohttp.ClientSession
+) -> None:
     await post(http, f"{gateway}/load", {"version": 1})  # a promise that the workers will keep
     waiting = asyncio.create_task(converse(http, gateway, "s", turns=1))
     async with worker(store, "east", gateway):
@@ -183,9 +215,16 @@ async def test_requests_wait_for_the_first_worker(store: Store, gateway: str, ht
     assert await versions(http, gateway, "s") == {1}
 
 
-async def test_a_gateway_that_was_restarted_finds_its_workers(store: Store, http: aiohttp.ClientSession) -> None:
+async def test_a_gateway_that_was_restarted_finds_its_workers(
+    store: Store, http: aiohttp.ClientSession
+) -> None:
     def made() -> Gateway:
-        return Gateway(Router(http), store.objects, store.files, max_context=store.config.max_position_embeddings)
+        return Gateway(
+            Router(http),
+            store.objects,
+            store.files,
+            max_context=store.config.max_position_embeddings,
+        )
 
     async with AsyncExitStack() as stack:
         async with served(create_app(made().routes(), None)) as url:
@@ -197,7 +236,9 @@ async def test_a_gateway_that_was_restarted_finds_its_workers(store: Store, http
             assert await versions(http, url, "s") == {1}
 
 
-async def test_a_worker_refuses_what_its_weights_are_too_old_for(store: Store, http: aiohttp.ClientSession) -> None:
+async def test_a_worker_refuses_what_its_weights_are_too_old_for(
+    store: Store, http: aiohttp.ClientSession
+) -> None:
     async with worker(store, "east") as (_, url):
         for least, loaded in ((0, None), (2, 1)):
             if loaded is not None:

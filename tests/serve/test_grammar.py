@@ -1,4 +1,5 @@
-"""Whatever a model would like to say, what it can say is what was asked for: the tokens here are drawn at random."""
+"""Whatever a model would like to say, what it can say is what was asked for: the tokens here are
+drawn at random."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ import numpy as np
 import pytest
 
 from etude.model.tokenizer import ChatTokenizer
-from etude.serve.grammar import ANY_OBJECT, Grammars
-from etude.serve.guide import Guides, reason
+from etude.serve.grammar import ANY_OBJECT, GrammarBuilder
+from etude.serve.grammar_matcher import GrammarCompiler, reason
 from tests.small_model import small_files
 
 COMPACT = small_files()
@@ -36,24 +37,35 @@ SCHEMAS: list[dict[str, Any]] = [
     {"enum": ["yes", "no", 3, None]},
     {
         "type": "object",
-        "properties": {"a": {"type": "integer", "minimum": -5, "maximum": 70}, "b": {"type": "string", "maxLength": 6}},
+        "properties": {
+            "a": {"type": "integer", "minimum": -5, "maximum": 70},
+            "b": {"type": "string", "maxLength": 6},
+        },
         "required": ["a", "b"],
         "additionalProperties": False,
     },
-    {"type": "array", "items": {"$ref": "#/$defs/leaf"}, "maxItems": 4, "$defs": {"leaf": {"type": "boolean"}}},
+    {
+        "type": "array",
+        "items": {"$ref": "#/$defs/leaf"},
+        "maxItems": 4,
+        "$defs": {"leaf": {"type": "boolean"}},
+    },
     {"anyOf": [{"type": "null"}, {"type": "string", "pattern": "^[a-f]{3}$"}]},
 ]
 
 
 def files(syntax: str, *, tokens: bool) -> dict[str, bytes]:
-    """A model that writes calls so, with or without tokens of their own for the marks around them."""
+    """A model that writes calls so, with or without tokens of their own for the marks around
+    them."""
     config = json.loads(COMPACT["tokenizer_config.json"]) | {"tool_syntax": syntax}
     tokenizer = json.loads(COMPACT["tokenizer.json"])
     if not tokens:
         vocabulary = tokenizer["model"]["vocab"]
         for mark in ("<tool_call>", "</tool_call>"):
             vocabulary[f"unused {mark}"] = vocabulary.pop(mark)
-        tokenizer["added_tokens"] = [t for t in tokenizer["added_tokens"] if "tool_call" not in t["content"]]
+        tokenizer["added_tokens"] = [
+            t for t in tokenizer["added_tokens"] if "tool_call" not in t["content"]
+        ]
     return COMPACT | {
         "tokenizer.json": json.dumps(tokenizer).encode(),
         "tokenizer_config.json": json.dumps(config).encode(),
@@ -63,15 +75,21 @@ def files(syntax: str, *, tokens: bool) -> dict[str, bytes]:
 def wander(small: dict[str, bytes], grammar: str, seed: int, limit: int = 300) -> str | None:
     """A text that follows the grammar; None if it does not end within the limit."""
     rng, tokenizer = random.Random(seed), ChatTokenizer(small)
-    guide = Guides(small["tokenizer.json"], vocab_size=310, eos=tokenizer.eos).guide(grammar)
+    guide = GrammarCompiler(
+        small["tokenizer.json"], vocab_size=310, eos=tokenizer.eos_token_id
+    ).compile(grammar)
     said: list[int] = []
     while len(said) < limit:
         allowed = np.flatnonzero(guide.allowed()).tolist()
         assert max(allowed) < tokenizer.vocab_size  # the model has more rows than there are tokens
-        token = tokenizer.eos if tokenizer.eos in allowed and rng.random() < 0.3 else rng.choice(allowed)
+        token = (
+            tokenizer.eos_token_id
+            if tokenizer.eos_token_id in allowed and rng.random() < 0.3
+            else rng.choice(allowed)
+        )
         guide.accept(token)
         assert guide.error is None
-        if token == tokenizer.eos:
+        if token == tokenizer.eos_token_id:
             return tokenizer.decode(said)
         said.append(token)
     return None
@@ -81,21 +99,23 @@ def wander(small: dict[str, bytes], grammar: str, seed: int, limit: int = 300) -
 def test_json_fits_its_schema(schema: dict[str, Any]) -> None:
     validator = jsonschema_rs.validator_for(schema)
     for seed in range(6):
-        text = wander(COMPACT, Grammars(COMPACT).text(schema), seed)
+        text = wander(COMPACT, GrammarBuilder(COMPACT).text(schema), seed)
         assert text is not None
         validator.validate(json.loads(text))
 
 
 def test_any_object() -> None:
-    texts = [wander(COMPACT, Grammars(COMPACT).text(ANY_OBJECT), seed) for seed in range(12)]
+    texts = [wander(COMPACT, GrammarBuilder(COMPACT).text(ANY_OBJECT), seed) for seed in range(12)]
     ended = [json.loads(text) for text in texts if text is not None]
     assert ended and all(isinstance(value, dict) for value in ended)
 
 
-@pytest.mark.parametrize(("syntax", "tokens"), [("hermes", True), ("hermes", False), ("compact", True)])
+@pytest.mark.parametrize(
+    ("syntax", "tokens"), [("hermes", True), ("hermes", False), ("compact", True)]
+)
 def test_calls_can_be_read(syntax: str, tokens: bool) -> None:
     small = files(syntax, tokens=tokens)
-    grammars, tokenizer = Grammars(small), ChatTokenizer(small)
+    grammars, tokenizer = GrammarBuilder(small), ChatTokenizer(small)
     several = grammars.calls(TOOLS, parallel=True)
     one = grammars.calls(TOOLS[:1], parallel=False)
     counts = set()
@@ -109,7 +129,9 @@ def test_calls_can_be_read(syntax: str, tokens: bool) -> None:
             assert set(names) <= ({"edit"} if grammar is one else {"edit", "test"})
             for call in message["tool_calls"]:
                 arguments = json.loads(call["function"]["arguments"])
-                assert list(arguments) == (["line", "how"] if call["function"]["name"] == "edit" else [])
+                assert list(arguments) == (
+                    ["line", "how"] if call["function"]["name"] == "edit" else []
+                )
             counts.add(len(names) if grammar is several else -len(names))
     assert -1 in counts and min(counts) == -1 and max(counts) > 1
 
@@ -117,30 +139,33 @@ def test_calls_can_be_read(syntax: str, tokens: bool) -> None:
 @pytest.mark.parametrize("tokens", [True, False])
 def test_at_most_one_call(tokens: bool) -> None:
     small = files("hermes", tokens=tokens)
-    grammar, tokenizer = Grammars(small).one_call_at_most(TOOLS), ChatTokenizer(small)
-    guides = Guides(small["tokenizer.json"], vocab_size=300, eos=tokenizer.eos)
+    grammar, tokenizer = GrammarBuilder(small).one_call_at_most(TOOLS), ChatTokenizer(small)
+    guides = GrammarCompiler(small["tokenizer.json"], vocab_size=300, eos=tokenizer.eos_token_id)
     call = '<tool_call>{"name": "test", "arguments": {}}</tool_call>'
     for text, end in (("", True), ("so", True), ("so" + call, True), ("<tool_call>", False)):
-        guide = guides.guide(grammar)
+        guide = guides.compile(grammar)
         for token in tokenizer.encode(text):
             assert guide.allowed()[token], text
             guide.accept(token)
-        assert guide.allowed()[tokenizer.eos] == end
-    assert np.flatnonzero(guides_after(guides, grammar, tokenizer, "so" + call)).tolist() == [tokenizer.eos]
+        assert guide.allowed()[tokenizer.eos_token_id] == end
+    assert np.flatnonzero(guides_after(guides, grammar, tokenizer, "so" + call)).tolist() == [
+        tokenizer.eos_token_id
+    ]
 
 
 def test_looking_ahead_leaves_a_guide_where_it_is() -> None:
-    """Masks behind each token of a draft, as far as it may be said; also over the end of the grammar."""
+    """Masks behind each token of a draft, as far as it may be said; also over the end of the
+    grammar."""
     tokenizer = ChatTokenizer(COMPACT)
-    guides = Guides(COMPACT["tokenizer.json"], vocab_size=310, eos=tokenizer.eos)
-    grammar = Grammars(COMPACT).text(SCHEMAS[0])
-    draft = tokenizer.encode(wander(COMPACT, grammar, seed=0) or "") + [tokenizer.eos, 5]
-    stepped, ahead = guides.guide(grammar), guides.guide(grammar)
+    guides = GrammarCompiler(COMPACT["tokenizer.json"], vocab_size=310, eos=tokenizer.eos_token_id)
+    grammar = GrammarBuilder(COMPACT).text(SCHEMAS[0])
+    draft = tokenizer.encode(wander(COMPACT, grammar, seed=0) or "") + [tokenizer.eos_token_id, 5]
+    stepped, ahead = guides.compile(grammar), guides.compile(grammar)
     for place, token in enumerate(draft[:-1]):
         assert (ahead.allowed() == stepped.allowed()).all()
-        masks = ahead.ahead([*draft[place:]])
+        masks = ahead.allowed_after([*draft[place:]])
         assert len(masks) >= len(draft[place:-2])
-        assert (ahead.ahead([5, *draft]) == []) or ahead.allowed()[5]
+        assert (ahead.allowed_after([5, *draft]) == []) or ahead.allowed()[5]
         stepped.accept(token)
         ahead.accept(token)
         if place < len(draft) - 2:
@@ -148,8 +173,8 @@ def test_looking_ahead_leaves_a_guide_where_it_is() -> None:
     assert ahead.error is None and stepped.error is None
 
 
-def guides_after(guides: Guides, grammar: str, tokenizer: ChatTokenizer, text: str) -> Any:
-    guide = guides.guide(grammar)
+def guides_after(guides: GrammarCompiler, grammar: str, tokenizer: ChatTokenizer, text: str) -> Any:
+    guide = guides.compile(grammar)
     for token in tokenizer.encode(text):
         guide.accept(token)
     return guide.allowed()
@@ -157,18 +182,20 @@ def guides_after(guides: Guides, grammar: str, tokenizer: ChatTokenizer, text: s
 
 def test_json_or_calls() -> None:
     small = files("hermes", tokens=True)
-    grammar = Grammars(small).calls(TOOLS, parallel=True, otherwise=SCHEMAS[0])
+    grammar = GrammarBuilder(small).calls(TOOLS, parallel=True, otherwise=SCHEMAS[0])
     texts = [wander(small, grammar, seed) for seed in range(20)]
     said = [ChatTokenizer(small).parse(text, TOOLS, str) for text in texts if text is not None]
     assert {"tool_calls" in message for message in said} == {True, False}
     assert all("tool_calls" in m or json.loads(m["content"]) in SCHEMAS[0]["enum"] for m in said)
 
 
-@pytest.mark.parametrize("schema", [{"type": "wat"}, {"not": {}}, {"type": "object", "properties": 3}])
+@pytest.mark.parametrize(
+    "schema", [{"type": "wat"}, {"not": {}}, {"type": "object", "properties": 3}]
+)
 def test_a_schema_that_cannot_be_enforced_is_refused(schema: dict[str, Any]) -> None:
-    guides = Guides(COMPACT["tokenizer.json"], vocab_size=300, eos=0)
+    guides = GrammarCompiler(COMPACT["tokenizer.json"], vocab_size=300, eos=0)
     with pytest.raises(ValueError, match="grammar or JSON schema: "):
-        guides.guide(Grammars(COMPACT).text(schema))
+        guides.compile(GrammarBuilder(COMPACT).text(schema))
 
 
 SELF: dict[str, Any] = {"$ref": "#"}
@@ -178,15 +205,21 @@ MANY = [{"type": "function", "function": {"name": f"t{n}", "parameters": {}}} fo
 @pytest.mark.parametrize(
     ("grammar", "words"),
     [
-        (Grammars(COMPACT).text({"type": "string", "pattern": "(a"}), "regex parse error: unclosed group"),
-        (Grammars(COMPACT).text({"type": "string", "pattern": "a(?=b)"}), "look-around, .* is not supported"),
-        (Grammars(COMPACT).text(SELF), "nothing can satisfy it$"),
-        (Grammars(COMPACT).calls(MANY, parallel=True), "it is too large to be enforced"),
+        (
+            GrammarBuilder(COMPACT).text({"type": "string", "pattern": "(a"}),
+            "regex parse error: unclosed group",
+        ),
+        (
+            GrammarBuilder(COMPACT).text({"type": "string", "pattern": "a(?=b)"}),
+            "look-around, .* is not supported",
+        ),
+        (GrammarBuilder(COMPACT).text(SELF), "nothing can satisfy it$"),
+        (GrammarBuilder(COMPACT).calls(MANY, parallel=True), "it is too large to be enforced"),
     ],
 )
 def test_why_a_grammar_is_refused(grammar: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        guide = Guides(COMPACT["tokenizer.json"], vocab_size=300, eos=0).guide(grammar)
+        guide = GrammarCompiler(COMPACT["tokenizer.json"], vocab_size=300, eos=0).compile(grammar)
         for _ in range(3):
             guide.accept(int(guide.allowed().nonzero()[0][-1]))
         raise ValueError(guide.error)

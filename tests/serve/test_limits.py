@@ -1,4 +1,5 @@
-"""Who is let in, how many at once, and what is left of those who go away: over the real engine, in this process."""
+"""Who is let in, how many at once, and what is left of those who go away: over the real engine, in
+this process."""
 
 from __future__ import annotations
 
@@ -18,11 +19,11 @@ import torch
 from starlette.applications import Starlette
 
 from etude.cli import main
+from etude.commands.serve import Server, load
 from etude.core.errors import EtudeError
 from etude.engine.engine import Engine
 from etude.model.tokenizer import ChatTokenizer
 from etude.model.transformer import ModelConfig
-from etude.run.serve import Server, load
 from etude.serve import process
 from etude.serve.engine_thread import EngineThread
 from etude.serve.gateway import Gateway
@@ -45,7 +46,7 @@ async def worker() -> AsyncIterator[tuple[Worker, str]]:
     engine = Engine(sharp(ModelConfig.from_json(FILES["config.json"]), 0), max_batch=4)
     thread = EngineThread(engine, lambda version: {}, FILES)
     made = Worker(thread, FILES, "here")
-    made.slots.limit = 3
+    made.concurrency.limit = 3
     async with served(create_app(made.routes(), None, made.metrics)) as url:
         yield made, url
     thread.close()
@@ -57,7 +58,9 @@ async def events(response: aiohttp.ClientResponse) -> AsyncIterator[Any]:
             yield json.loads(line[6:])
 
 
-@pytest.mark.parametrize("more", [{"stream": True}, {"stream": True, "n": 3}, {"stream": True, "stop": ["never said"]}])
+@pytest.mark.parametrize(
+    "more", [{"stream": True}, {"stream": True, "n": 3}, {"stream": True, "stop": ["never said"]}]
+)
 async def test_leaving_a_stream_frees_everything(
     worker: tuple[Worker, str], http: aiohttp.ClientSession, more: dict[str, Any]
 ) -> None:
@@ -66,23 +69,31 @@ async def test_leaving_a_stream_frees_everything(
     response = await http.post(f"{url}/v1/completions", json=ENDLESS | more)
     async for _ in events(response):
         break
-    assert made.slots.taken == more.get("n", 1)
+    assert made.concurrency.in_use == more.get("n", 1)
     response.close()
     await settled(made, made.engine_thread, before)
     stats = made.engine_thread.engine.stats()
     assert (stats.running, stats.waiting, stats.blocks_free) == (0, 0, stats.blocks)
 
 
-async def test_too_many_at_once_are_told_to_wait(worker: tuple[Worker, str], http: aiohttp.ClientSession) -> None:
+async def test_too_many_at_once_are_told_to_wait(
+    worker: tuple[Worker, str], http: aiohttp.ClientSession
+) -> None:
     made, url = worker
-    with made.slots.take(2):
-        for body, status in ((ASK | {"n": 2}, 429), (ASK | {"n": 4}, 400), (ASK | {"n": 2, "stream": True}, 429)):
+    with made.concurrency.acquire(2):
+        for body, status in (
+            (ASK | {"n": 2}, 429),
+            (ASK | {"n": 4}, 400),
+            (ASK | {"n": 2, "stream": True}, 429),
+        ):
             async with http.post(f"{url}/v1/chat/completions", json=body) as response:
                 assert response.status == status
                 assert response.headers.get("Retry-After") == ("1" if status == 429 else None)
-        async with http.post(f"{url}/v1/chat/completions", json=ASK | {"max_tokens": 1}) as response:
+        async with http.post(
+            f"{url}/v1/chat/completions", json=ASK | {"max_tokens": 1}
+        ) as response:
             assert response.status == 200
-    assert made.slots.taken == 0
+    assert made.concurrency.in_use == 0
 
 
 class Watched(ChatTokenizer):
@@ -90,7 +101,9 @@ class Watched(ChatTokenizer):
 
     def __init__(self) -> None:
         super().__init__(FILES)
-        self.rendered, self.encoded, self.threads = 0, 0, set[bool]()
+        self.rendered = 0
+        self.encoded = 0
+        self.threads = set[bool]()
 
     def render(self, *args: Any, **options: Any) -> str:
         self.rendered += 1
@@ -111,7 +124,10 @@ def guessed(content: object) -> dict[str, Any]:
     return {"prompt": [1], "prediction": {"type": "content", "content": content}}
 
 
-CALLING = {"role": "assistant", "tool_calls": [{"id": "", "function": {"name": "a", "arguments": "{}"}}] * 300}
+CALLING = {
+    "role": "assistant",
+    "tool_calls": [{"id": "", "function": {"name": "a", "arguments": "{}"}}] * 300,
+}
 TOO_MUCH: dict[str, tuple[str, dict[str, Any], str, int]] = {
     "a long message": ("/v1/chat/completions", said("a" * 10_000), "messages", 1),
     "a long message, recorded": ("/s/x/v1/chat/completions", said("a" * 10_000), "messages", 1),
@@ -126,10 +142,19 @@ TOO_MUCH: dict[str, tuple[str, dict[str, Any], str, int]] = {
     "a prediction of many tokens": ("/v1/completions", guessed([5] * 1025), "prediction", 0),
     "a long draft": ("/v1/completions", {"prompt": [1], "drafts": [[5] * 1025]}, "drafts", 0),
     "many drafts": ("/v1/completions", {"prompt": [1], "drafts": [[]] * 1025}, "drafts", 0),
-    "many ends": ("/v1/completions", {"prompt": [1], "stop_token_ids": [5] * 2000}, "stop_token_ids", 0),
+    "many ends": (
+        "/v1/completions",
+        {"prompt": [1], "stop_token_ids": [5] * 2000},
+        "stop_token_ids",
+        0,
+    ),
 }
 
-TOO_LONG = [kind for kind in TOO_MUCH if kind.startswith(("a long m", "a long t", "a long p", "many m", "many c"))]
+TOO_LONG = [
+    kind
+    for kind in TOO_MUCH
+    if kind.startswith(("a long m", "a long t", "a long p", "many m", "many c"))
+]
 
 
 @pytest.fixture
@@ -137,7 +162,7 @@ async def watched(
     http: aiohttp.ClientSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[tuple[Watched, str]]:
     """A gateway without workers: whoever is let in waits for one in vain."""
-    monkeypatch.setattr("etude.serve.router.PATIENCE_S", 0.0)
+    monkeypatch.setattr("etude.serve.router.WORKER_WAIT_S", 0.0)
     made = Gateway(Router(http), Objects.open(f"file:{tmp_path}/run"), FILES, max_context=256)
     made.tokenizer = Watched()
     made.recorder = Recorder(made.tokenizer)
@@ -159,7 +184,10 @@ async def test_what_cannot_fit_is_refused_before_it_is_worked_on(
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/s/x/v1/chat/completions"])
 async def test_long_texts_do_not_hold_up_the_port(
-    path: str, watched: tuple[Watched, str], http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+    path: str,
+    watched: tuple[Watched, str],
+    http: aiohttp.ClientSession,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tokenizer, url = watched
     monkeypatch.setattr("etude.serve.api.AT_ONCE_CHARS", 100)
@@ -170,7 +198,9 @@ async def test_long_texts_do_not_hold_up_the_port(
         assert tokenizer.threads == {in_loop}
 
 
-async def test_one_model_has_one_version(worker: tuple[Worker, str], http: aiohttp.ClientSession) -> None:
+async def test_one_model_has_one_version(
+    worker: tuple[Worker, str], http: aiohttp.ClientSession
+) -> None:
     thread = worker[0].engine_thread
     assert isinstance(thread, EngineThread)
     made = Server(thread, FILES, "tiny", max_context=64, max_answers=3)
@@ -181,7 +211,9 @@ async def test_one_model_has_one_version(worker: tuple[Worker, str], http: aioht
                 assert response.status == status
 
 
-async def test_many_prompts_are_told_from_many_answers(worker: tuple[Worker, str], http: aiohttp.ClientSession) -> None:
+async def test_many_prompts_are_told_from_many_answers(
+    worker: tuple[Worker, str], http: aiohttp.ClientSession
+) -> None:
     for body, param in (
         ({"prompt": ["a"] * 4}, "prompt"),
         ({"prompt": "a", "n": 4}, "n"),
@@ -193,19 +225,28 @@ async def test_many_prompts_are_told_from_many_answers(worker: tuple[Worker, str
 
 async def test_figures(worker: tuple[Worker, str], http: aiohttp.ClientSession) -> None:
     _, url = worker
-    async with http.post(f"{url}/v1/chat/completions", json=ASK | {"max_tokens": 3, "seed": 0}) as response:
+    async with http.post(
+        f"{url}/v1/chat/completions", json=ASK | {"max_tokens": 3, "seed": 0}
+    ) as response:
         usage = (await response.json())["usage"]
     async with http.get(f"{url}/nothing") as response:
         assert response.status == 404
     async with http.get(f"{url}/metrics") as response:
         assert response.content_type == "text/plain"
         lines = (await response.text()).splitlines()
-    figures = {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")}
+    figures = {
+        name: float(value)
+        for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")
+    }
     assert figures['etude_requests_total{route="chat",status="200"}'] == 1
     assert figures['etude_requests_total{route="none",status="404"}'] == 1
     assert figures["etude_prompt_tokens_total"] == usage["prompt_tokens"]
     assert figures["etude_sampled_tokens_total"] == usage["completion_tokens"] == 3
-    assert figures["etude_request_seconds_count"] == figures['etude_request_seconds_bucket{le="+Inf"}'] == 2
+    assert (
+        figures["etude_request_seconds_count"]
+        == figures['etude_request_seconds_bucket{le="+Inf"}']
+        == 2
+    )
     assert figures["etude_engine_blocks_free"] == figures["etude_engine_blocks"]
 
 
@@ -265,7 +306,9 @@ async def main() -> None:
 
 run(main)
 """
-    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     assert child.stdout is not None and child.stdout.readline() == "loading\n"
     child.send_signal(number)
     assert child.communicate() == ("", "")
@@ -283,7 +326,9 @@ async def test_a_signal_of_the_first_moment_is_not_lost(number: signal.Signals) 
 
 
 def test_a_template_that_shows_no_tools_is_told_of(tmp_path: Path) -> None:
-    (write_model(tmp_path / "tiny") / "chat_template.jinja").write_text("{{ messages[0].content }}{{ eos_token }}")
+    (write_model(tmp_path / "tiny") / "chat_template.jinja").write_text(
+        "{{ messages[0].content }}{{ eos_token }}"
+    )
     child = start(tmp_path / "tiny")
     assert child.stdout is not None and child.stderr is not None
     assert child.stdout.readline().startswith("serving tiny")
@@ -292,15 +337,39 @@ def test_a_template_that_shows_no_tools_is_told_of(tmp_path: Path) -> None:
 
 
 def test_a_chat_in_the_terminal(tmp_path: Path) -> None:
-    argv = [sys.executable, "-m", "etude", "chat", str(write_model(tmp_path)), "--max-tokens", "5", "--seed", "1"]
-    talked = subprocess.run(argv, input="hello\n\nread\n", capture_output=True, text=True, check=False)
+    argv = [
+        sys.executable,
+        "-m",
+        "etude",
+        "chat",
+        str(write_model(tmp_path)),
+        "--max-tokens",
+        "5",
+        "--seed",
+        "1",
+    ]
+    talked = subprocess.run(
+        argv, input="hello\n\nread\n", capture_output=True, text=True, check=False
+    )
     assert (talked.returncode, talked.stderr) == (0, "")
     assert talked.stdout.count("5 tokens, ") == 2
 
 
 def test_a_chat_goes_on_after_a_turn_that_is_refused(tmp_path: Path) -> None:
-    argv = [sys.executable, "-m", "etude", "chat", str(write_model(tmp_path)), "--max-tokens", "5", "--seed", "1"]
-    talked = subprocess.run(argv, input=f"{'a ' * 300}\nread\n", capture_output=True, text=True, check=False)
+    argv = [
+        sys.executable,
+        "-m",
+        "etude",
+        "chat",
+        str(write_model(tmp_path)),
+        "--max-tokens",
+        "5",
+        "--seed",
+        "1",
+    ]
+    talked = subprocess.run(
+        argv, input=f"{'a ' * 300}\nread\n", capture_output=True, text=True, check=False
+    )
     assert (talked.returncode, talked.stderr) == (0, "")
     assert "no room in a context of 256" in " ".join(talked.stdout.split())
     assert talked.stdout.count("5 tokens, ") == 1

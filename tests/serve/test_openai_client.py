@@ -21,14 +21,20 @@ TOOLS: list[Any] = [
         "type": "function",
         "function": {
             "name": "edit",
-            "parameters": {"type": "object", "properties": {"line": {"type": "integer"}, "new": {"type": "integer"}}},
+            "parameters": {
+                "type": "object",
+                "properties": {"line": {"type": "integer"}, "new": {"type": "integer"}},
+            },
         },
     },
     {"type": "function", "function": {"name": "test"}},
 ]
 SCHEMA: dict[str, Any] = {
     "type": "object",
-    "properties": {"line": {"type": "integer", "minimum": 1, "maximum": 99}, "why": {"enum": ["typo", "sign"]}},
+    "properties": {
+        "line": {"type": "integer", "minimum": 1, "maximum": 99},
+        "why": {"enum": ["typo", "sign"]},
+    },
     "required": ["line", "why"],
     "additionalProperties": False,
 }
@@ -37,12 +43,17 @@ SCHEMA: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
     model = write_model(tmp_path_factory.mktemp("serve") / MODEL)
-    with serving(model, token="secret") as url, openai.OpenAI(base_url=f"{url}/v1", api_key="secret") as client:
+    with (
+        serving(model, token="secret") as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="secret") as client,
+    ):
         yield client
 
 
 def ask(client: openai.OpenAI, **options: Any) -> Any:
-    return client.chat.completions.create(**({"model": MODEL, "messages": READ, "seed": 1, "max_tokens": 24} | options))
+    return client.chat.completions.create(
+        **({"model": MODEL, "messages": READ, "seed": 1, "max_tokens": 24} | options)
+    )
 
 
 def streamed(client: openai.OpenAI, **options: Any) -> list[Any]:
@@ -51,11 +62,17 @@ def streamed(client: openai.OpenAI, **options: Any) -> list[Any]:
 
 def test_a_seed_gives_the_same_answer_again(client: openai.OpenAI) -> None:
     one, again, other = ask(client), ask(client), ask(client, seed=2)
-    assert one.choices[0].message.content == again.choices[0].message.content != other.choices[0].message.content
+    assert (
+        one.choices[0].message.content
+        == again.choices[0].message.content
+        != other.choices[0].message.content
+    )
     assert one.object == "chat.completion" and one.model == MODEL and one.id != again.id
     assert one.usage.prompt_tokens == len(TOKENIZER.encode(TOKENIZER.render(READ, answer=True)))
     assert one.usage.total_tokens == one.usage.prompt_tokens + one.usage.completion_tokens
-    assert ask(client, seed=-5, user="me", metadata={"a": "b"}, store=False, service_tier="auto").choices
+    assert ask(
+        client, seed=-5, user="me", metadata={"a": "b"}, store=False, service_tier="auto"
+    ).choices
 
 
 def test_n_answers_differ_and_the_first_is_the_one_alone(client: openai.OpenAI) -> None:
@@ -81,7 +98,9 @@ def test_a_stream_is_the_answer_in_pieces(client: openai.OpenAI) -> None:
         for choice in whole.choices:
             pieces = [c for chunk in chunks for c in chunk.choices if c.index == choice.index]
             assert "".join(piece.delta.content or "" for piece in pieces) == choice.message.content
-            assert [p.finish_reason for p in pieces] == [None] * (len(pieces) - 1) + [choice.finish_reason]
+            assert [p.finish_reason for p in pieces] == [None] * (len(pieces) - 1) + [
+                choice.finish_reason
+            ]
             assert pieces[0].delta.role == "assistant"
             assert pieces[-1].weight_version == choice.weight_version
 
@@ -94,24 +113,45 @@ def test_usage_in_a_stream_comes_last_and_only_if_wanted(client: openai.OpenAI) 
 
 
 def test_logprobs(client: openai.OpenAI) -> None:
-    answer = ask(client, logprobs=True, top_logprobs=3, temperature=0, extra_body={"return_token_ids": True})
+    answer = ask(
+        client, logprobs=True, top_logprobs=3, temperature=0, extra_body={"return_token_ids": True}
+    )
     choice = answer.choices[0]
     content = choice.logprobs.content
     assert len(content) == len(choice.token_ids) == answer.usage.completion_tokens
     for entry in content:
         assert entry.logprob <= 0 and len(entry.top_logprobs) == 3
-        assert entry.top_logprobs[0].logprob == pytest.approx(entry.logprob)  # the likeliest was taken
-        assert bytes(entry.bytes).decode() == entry.token if entry.bytes else "\ufffd" in entry.token
+        # the likeliest was taken
+        assert entry.top_logprobs[0].logprob == pytest.approx(entry.logprob)
+        assert (
+            bytes(entry.bytes).decode() == entry.token if entry.bytes else "\ufffd" in entry.token
+        )
     pieces = streamed(client, logprobs=True, top_logprobs=3, temperature=0)
-    told = [entry for chunk in pieces for c in chunk.choices if c.logprobs for entry in c.logprobs.content]
+    told = [
+        entry
+        for chunk in pieces
+        for c in chunk.choices
+        if c.logprobs
+        for entry in c.logprobs.content
+    ]
     assert [entry.token for entry in told] == [entry.token for entry in content]
-    assert all(entry.top_logprobs == [] for entry in ask(client, logprobs=True).choices[0].logprobs.content)
+    assert all(
+        entry.top_logprobs == [] for entry in ask(client, logprobs=True).choices[0].logprobs.content
+    )
 
 
 def test_stop_texts_may_cross_tokens(client: openai.OpenAI) -> None:
-    # The answer is fixed, and ASCII: whatever tokens are drawn, every boundary between them is one between characters.
-    said = {"type": "json_schema", "json_schema": {"name": "said", "schema": {"const": "submit a test of area.py"}}}
-    options: dict[str, Any] = {"max_tokens": 60, "response_format": said, "extra_body": {"return_token_ids": True}}
+    # The answer is fixed, and ASCII: whatever tokens are drawn, every boundary between them is one
+    # between characters.
+    said = {
+        "type": "json_schema",
+        "json_schema": {"name": "said", "schema": {"const": "submit a test of area.py"}},
+    }
+    options: dict[str, Any] = {
+        "max_tokens": 60,
+        "response_format": said,
+        "extra_body": {"return_token_ids": True},
+    }
     answer = ask(client, **options)
     text, ids = answer.choices[0].message.content, answer.choices[0].token_ids
     boundary = len(TOKENIZER.decode(ids[: len(ids) // 2]))
@@ -137,13 +177,26 @@ def test_a_prediction(client: openai.OpenAI) -> None:
 
 def test_tools_are_called_as_told(client: openai.OpenAI) -> None:
     for seed in range(4):
-        required = ask(client, tools=TOOLS, tool_choice="required", seed=seed, max_tokens=200).choices[0]
+        required = ask(
+            client, tools=TOOLS, tool_choice="required", seed=seed, max_tokens=200
+        ).choices[0]
         assert required.finish_reason == "tool_calls" and required.message.tool_calls
         named = {"type": "function", "function": {"name": "edit"}}
-        (call,) = ask(client, tools=TOOLS, tool_choice=named, seed=seed, max_tokens=200).choices[0].message.tool_calls
+        (call,) = (
+            ask(client, tools=TOOLS, tool_choice=named, seed=seed, max_tokens=200)
+            .choices[0]
+            .message.tool_calls
+        )
         assert call.type == "function" and call.function.name == "edit"
         assert all(isinstance(value, int) for value in json.loads(call.function.arguments).values())
-        single = ask(client, tools=TOOLS, tool_choice="required", parallel_tool_calls=False, seed=seed, max_tokens=200)
+        single = ask(
+            client,
+            tools=TOOLS,
+            tool_choice="required",
+            parallel_tool_calls=False,
+            seed=seed,
+            max_tokens=200,
+        )
         assert len(single.choices[0].message.tool_calls) == 1
         none = ask(client, tools=TOOLS, tool_choice="none", seed=seed).choices[0]
         assert none.message.tool_calls is None and none.message.content is not None
@@ -156,7 +209,9 @@ def test_parallel_calls_and_their_stream(client: openai.OpenAI) -> None:
         whole = ask(client, seed=seed, **options).choices[0]
         calls = whole.message.tool_calls
         chunks = streamed(client, seed=seed, **options)
-        told = [call for chunk in chunks for c in chunk.choices for call in c.delta.tool_calls or ()]
+        told = [
+            call for chunk in chunks for c in chunk.choices for call in c.delta.tool_calls or ()
+        ]
         assert [call.index for call in told] == list(range(len(calls)))
         assert [(c.id, c.function.name, c.function.arguments) for c in told] == [
             (c.id, c.function.name, c.function.arguments) for c in calls
@@ -169,7 +224,9 @@ def test_parallel_calls_and_their_stream(client: openai.OpenAI) -> None:
 
 def test_a_conversation_with_results_of_tools(client: openai.OpenAI) -> None:
     called = ask(client, tools=TOOLS, tool_choice="required", max_tokens=60).choices[0].message
-    results = [{"role": "tool", "tool_call_id": call.id, "content": "done"} for call in called.tool_calls]
+    results = [
+        {"role": "tool", "tool_call_id": call.id, "content": "done"} for call in called.tool_calls
+    ]
     turn = called.model_dump(exclude_none=True, include={"role", "content", "tool_calls"})
     assert ask(client, messages=[*READ, turn, *results], tools=TOOLS).choices
 
@@ -185,14 +242,21 @@ def test_json_fits_its_schema(client: openai.OpenAI) -> None:
     text = "".join(piece.choices[0].delta.content or "" for piece in pieces)
     assert text == answers.choices[0].message.content
     objects = ask(client, response_format={"type": "json_object"}, n=8, max_tokens=200).choices
-    ended = [json.loads(choice.message.content) for choice in objects if choice.finish_reason == "stop"]
+    ended = [
+        json.loads(choice.message.content) for choice in objects if choice.finish_reason == "stop"
+    ]
     assert ended and all(isinstance(value, dict) for value in ended)
     assert ask(client, response_format={"type": "text"}).choices[0] == ask(client).choices[0]
 
 
 def test_completions(client: openai.OpenAI) -> None:
     ids = TOKENIZER.encode("def area(a")
-    options: dict[str, Any] = {"model": MODEL, "seed": 3, "max_tokens": 12, "extra_body": {"return_token_ids": True}}
+    options: dict[str, Any] = {
+        "model": MODEL,
+        "seed": 3,
+        "max_tokens": 12,
+        "extra_body": {"return_token_ids": True},
+    }
     text = client.completions.create(prompt="def area(a", **options)
     tokens = client.completions.create(prompt=ids, logprobs=2, **options)
     both = client.completions.create(prompt=[ids, TOKENIZER.encode("test")], n=2, **options)
@@ -200,7 +264,9 @@ def test_completions(client: openai.OpenAI) -> None:
     assert text.choices[0].text == choice.text and choice.prompt_token_ids == ids
     assert text.object == "text_completion" and len(choice.token_ids) == 12
     assert len(choice.logprobs.token_logprobs) == len(choice.logprobs.tokens) == 12
-    assert choice.logprobs.text_offset[0] == 0 and choice.logprobs.text_offset[1] == len(choice.logprobs.tokens[0])
+    assert choice.logprobs.text_offset[0] == 0 and choice.logprobs.text_offset[1] == len(
+        choice.logprobs.tokens[0]
+    )
     assert [c.index for c in both.choices] == [0, 1, 2, 3] and both.choices[0].text == choice.text
     assert both.usage and both.usage.prompt_tokens == len(ids) + len(TOKENIZER.encode("test"))
     chunks = list(client.completions.create(prompt=ids, stream=True, **options))
@@ -241,7 +307,13 @@ def test_mistakes_are_told_as_openai_does(client: openai.OpenAI) -> None:
         ask(client, messages=[{"role": "user", "content": "return " * 400}])
     assert told.value.code == "context_length_exceeded"
     with pytest.raises(openai.BadRequestError, match="JSON schema"):
-        ask(client, response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "wat"}}})
+        ask(
+            client,
+            response_format={
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": {"type": "wat"}},
+            },
+        )
     with pytest.raises(openai.AuthenticationError):
         ask(client.with_options(api_key="wrong"))
 

@@ -1,4 +1,5 @@
-"""Requests made up from the server's own description of itself: none breaks it, and every answer is as described."""
+"""Requests made up from the server's own description of itself: none breaks it, and every answer is
+as described."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ OPERATIONS = 6  # schemathesis leaves out the document itself
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     # So little room that any answer is a short one.
-    with serving(write_model(tmp_path_factory.mktemp("openapi") / "tiny"), "--max-context", "12") as url:
+    with serving(
+        write_model(tmp_path_factory.mktemp("openapi") / "tiny"), "--max-context", "12"
+    ) as url:
         yield url
 
 
@@ -38,7 +41,11 @@ def test_the_server_is_as_it_describes_itself(url: str, mode: GenerationMode) ->
 def try_out(operation: Any, mode: GenerationMode) -> None:
     everything = list(HealthCheck)
 
-    @settings(max_examples=20 if operation.method == "post" else 3, suppress_health_check=everything, database=None)
+    @settings(
+        max_examples=20 if operation.method == "post" else 3,
+        suppress_health_check=everything,
+        database=None,
+    )
     @given(case=operation.as_strategy(generation_mode=mode))
     def tried(case: Any) -> None:
         case.call_and_validate(checks=CHECKS)

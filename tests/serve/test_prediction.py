@@ -1,4 +1,5 @@
-"""A prediction, through gateway and worker: the answer is the same, and the usage says what was foreseen."""
+"""A prediction, through gateway and worker: the answer is the same, and the usage says what was
+foreseen."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from etude.serve.engine_thread import EngineThread
 from etude.serve.gateway import Gateway
 from etude.serve.http import create_app
 from etude.serve.router import Router
-from etude.serve.wire import Join
 from etude.serve.worker import Worker
+from etude.serve.worker_protocol import JoinRequest
 from etude.store.objects import Objects
 from tests.serve.client import post
 from tests.serve.conftest import served
@@ -25,10 +26,20 @@ from tests.small_model import sharp, small_files
 
 FILES = small_files()
 ASK: dict[str, Any] = {
-    "messages": [{"role": "user", "content": "read area.py"}], "seed": 1, "max_tokens": 60, "return_token_ids": True,
+    "messages": [{"role": "user", "content": "read area.py"}], "seed": 1, "max_tokens": 60,
+    "return_token_ids": True,
 }  # fmt: skip
-SCHEMA = {"type": "object", "properties": {"why": {"enum": ["a typo", "a sign", "a loop"]}}, "required": ["why"]}
-TOOLS = [{"type": "function", "function": {"name": "test", "parameters": {"type": "object", "properties": {}}}}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"why": {"enum": ["a typo", "a sign", "a loop"]}},
+    "required": ["why"],
+}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "test", "parameters": {"type": "object", "properties": {}}},
+    }
+]
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
     "greedy": {"temperature": 0},
@@ -44,13 +55,17 @@ WAYS: dict[str, dict[str, Any]] = {
 async def url(http: aiohttp.ClientSession, tmp_path: Path) -> AsyncIterator[str]:
     """In float32: what is computed together does not change a token."""
     config = ModelConfig.from_json(FILES["config.json"])
-    thread = EngineThread(Engine(sharp(config, 0, factor=3.0), max_batch=8), lambda version: {}, FILES)
+    thread = EngineThread(
+        Engine(sharp(config, 0, factor=3.0), max_batch=8), lambda version: {}, FILES
+    )
     objects = Objects.open(f"file:{tmp_path}/run")
     gateway = Gateway(Router(http), objects, FILES, max_context=config.max_position_embeddings)
     async with AsyncExitStack() as stack:
         stack.callback(thread.close)
-        worker = await stack.enter_async_context(served(create_app(Worker(thread, FILES, "here").routes(), None)))
-        await gateway.router.join(Join(worker, "here", 0))
+        worker = await stack.enter_async_context(
+            served(create_app(Worker(thread, FILES, "here").routes(), None))
+        )
+        await gateway.router.join(JoinRequest(worker, "here", 0))
         yield await stack.enter_async_context(served(create_app(gateway.routes(), None)))
 
 
@@ -71,20 +86,37 @@ async def test_the_answer_is_the_same(way: str, url: str, http: aiohttp.ClientSe
     said = ids(plain)[0]
     before = [*said[:4], 7, *said[5:]]
     for route in ("/v1/chat/completions", "/s/session/v1/chat/completions"):
-        for guess in ({"prediction": {"type": "content", "content": before}}, {"drafts": [[7, 8], before]}):
+        for guess in (
+            {"prediction": {"type": "content", "content": before}},
+            {"drafts": [[7, 8], before]},
+        ):
             answer = await post(http, url + route, asked | guess)
             assert ids(answer) == ids(plain)
-            assert [choice["message"] for choice in answer["choices"]] == [c["message"] for c in plain["choices"]]
+            assert [choice["message"] for choice in answer["choices"]] == [
+                c["message"] for c in plain["choices"]
+            ]
             accepted, _ = foreseen(answer)
             assert accepted >= min(len(said), 40) - 6
 
 
 async def test_texts_and_what_is_none(url: str, http: aiohttp.ClientSession) -> None:
     plain = await post(http, f"{url}/v1/chat/completions", ASK)
-    for content in ("", "read area.py", [{"type": "text", "text": "read"}, {"type": "text", "text": " it"}], []):
+    for content in (
+        "",
+        "read area.py",
+        [{"type": "text", "text": "read"}, {"type": "text", "text": " it"}],
+        [],
+    ):
         prediction = {"type": "content", "content": content}
-        assert ids(await post(http, f"{url}/v1/chat/completions", ASK | {"prediction": prediction})) == ids(plain)
-    asked = {"prompt": plain["prompt_token_ids"], "seed": 1, "max_tokens": 60, "return_token_ids": True}
+        assert ids(
+            await post(http, f"{url}/v1/chat/completions", ASK | {"prediction": prediction})
+        ) == ids(plain)
+    asked = {
+        "prompt": plain["prompt_token_ids"],
+        "seed": 1,
+        "max_tokens": 60,
+        "return_token_ids": True,
+    }
     prediction = {"type": "content", "content": ids(plain)[0]}
     answer = await post(http, f"{url}/v1/completions", asked | {"prediction": prediction})
     assert ids(answer) == ids(plain)

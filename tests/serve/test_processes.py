@@ -24,7 +24,9 @@ class Processes:
     def start(self, module: str, *arguments: str, port: str = "0") -> subprocess.Popen[str]:
         argv = [sys.executable, "-m", module, "--store", self.store.url, "--port", port, *arguments]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        child = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+        child = subprocess.Popen(
+            argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        )
         self.running.append(child)
         return child
 
@@ -44,17 +46,29 @@ def processes(store: Store) -> Iterator[Processes]:
         child.communicate()
 
 
-async def test_a_request_survives_its_worker(processes: Processes, http: aiohttp.ClientSession) -> None:
+async def test_a_request_survives_its_worker(
+    processes: Processes, http: aiohttp.ClientSession
+) -> None:
     gateway = url(processes.start("etude.serve.gateway"))
     east, west = (
-        processes.start("etude.serve.worker", "--region", region, "--gateway", gateway) for region in ("east", "west")
+        processes.start("etude.serve.worker", "--region", region, "--gateway", gateway)
+        for region in ("east", "west")
     )
     await post(http, f"{gateway}/load", {"version": 0})
     await until_up(http, gateway, 2)
-    asked = {"prompt": [1, 2, 3], "max_tokens": 20, "seed": 1, "stop_token_ids": [], "return_token_ids": True}
+    asked = {
+        "prompt": [1, 2, 3],
+        "max_tokens": 20,
+        "seed": 1,
+        "stop_token_ids": [],
+        "return_token_ids": True,
+    }
     expected = (await post(http, f"{gateway}/v1/completions", asked))["choices"][0]["token_ids"]
-    east.send_signal(signal.SIGSTOP)  # so that half of the requests are surely under way when it dies
-    waiting = {asyncio.create_task(post(http, f"{gateway}/v1/completions", asked)) for _ in range(8)}
+    # so that half of the requests are surely under way when it dies
+    east.send_signal(signal.SIGSTOP)
+    waiting = {
+        asyncio.create_task(post(http, f"{gateway}/v1/completions", asked)) for _ in range(8)
+    }
     pending = waiting
     while len(pending) > 4:
         _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
@@ -63,11 +77,14 @@ async def test_a_request_survives_its_worker(processes: Processes, http: aiohttp
     assert [answer["choices"][0]["token_ids"] for answer in answers] == [expected] * 8
     assert (await status(http, gateway))["regions"].keys() == {"west"}
 
-    # A worker that starts again has no weights. It is up when it serves what the others serve, not before.
+    # A worker that starts again has no weights. It is up when it serves what the others serve, not
+    # before.
     await post(http, f"{gateway}/load", {"version": 1})
     again = processes.start("etude.serve.worker", "--region", "east", "--gateway", gateway)
     await until_up(http, gateway, 2)
-    assert {region["version"] for region in (await status(http, gateway))["regions"].values()} == {1}
+    assert {region["version"] for region in (await status(http, gateway))["regions"].values()} == {
+        1
+    }
 
     for child in (processes.running[0], west, again):
         child.terminate()
@@ -76,7 +93,9 @@ async def test_a_request_survives_its_worker(processes: Processes, http: aiohttp
 
 
 @pytest.mark.parametrize(("module", "more"), [("gateway", []), ("worker", ["--region", "east"])])
-def test_a_port_in_use_is_one_clear_message(processes: Processes, module: str, more: list[str]) -> None:
+def test_a_port_in_use_is_one_clear_message(
+    processes: Processes, module: str, more: list[str]
+) -> None:
     port = url(processes.start("etude.serve.gateway")).rpartition(":")[2]
     second = processes.start(f"etude.serve.{module}", *more, port=port)
     errors = second.communicate()[1]

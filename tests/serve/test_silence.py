@@ -1,4 +1,5 @@
-"""A worker that hangs closes no connection: it is found out by its silence, under a clock that the test moves."""
+"""A worker that hangs closes no connection: it is found out by its silence, under a clock that the
+test moves."""
 
 from __future__ import annotations
 
@@ -14,13 +15,13 @@ import pytest
 from aiohttp import web
 
 from etude.core.clock import AwakeClock, ManualClock
-from etude.core.seams import Ask
+from etude.core.protocols import Ask
 from etude.core.types import Sample
 from etude.serve.gateway import Gateway
 from etude.serve.http import create_app
-from etude.serve.router import RESENDS, Router
-from etude.serve.wire import Join
+from etude.serve.router import MAX_RETRIES, Router
 from etude.serve.worker import Worker, keep_joined
+from etude.serve.worker_protocol import JoinRequest
 from tests.serve.client import converse, post, segments, status, until_up
 from tests.serve.conftest import Store, served
 from tests.serve.test_gateway import worker
@@ -30,7 +31,8 @@ ASK = Ask(prompt=(1, 2), max_tokens=3, seed=1)
 
 
 class Stopped:
-    """What a worker looks like that was stopped: connections are accepted, nothing is answered, until it goes on."""
+    """What a worker looks like that was stopped: connections are accepted, nothing is answered,
+    until it goes on."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -69,7 +71,12 @@ COMPLETED = {
             "text": "",
             "token_ids": [7],
             "weight_version": [{"version": 0, "count": 1}],
-            "logprobs": {"tokens": ["t"], "token_logprobs": [-1.0], "top_logprobs": None, "text_offset": [0]},
+            "logprobs": {
+                "tokens": ["t"],
+                "token_logprobs": [-1.0],
+                "top_logprobs": None,
+                "text_offset": [0],
+            },
             "finish_reason": "stop",
         }
     ],
@@ -87,7 +94,7 @@ class Watch:
     def wait(self, seconds: int) -> None:
         for _ in range(seconds):
             self.clock.move(1.0)
-            self.router.look()
+            self.router.expire_silent()
 
 
 async def sample(router: Router, session: str, ask: Ask = ASK) -> Sample:
@@ -96,22 +103,24 @@ async def sample(router: Router, session: str, ask: Ask = ASK) -> Sample:
 
 
 async def join(router: Router, url: str, version: int = 0) -> None:
-    await router.join(Join(url, "east", version))
+    await router.join(JoinRequest(url, "east", version))
 
 
-async def test_what_a_silent_worker_was_asked_is_asked_of_another(http: aiohttp.ClientSession) -> None:
+async def test_what_a_silent_worker_was_asked_is_asked_of_another(
+    http: aiohttp.ClientSession,
+) -> None:
     watch, silent, other = Watch(http), Stopped(), Stopped()
     other.goes_on.set()
     async with silent.listening() as url, other.listening() as its:
         await join(watch.router, url)
-        asked = [asyncio.create_task(sample(watch.router, "s")) for _ in range(RESENDS + 2)]
-        await silent.until_asked(*["/v1/completions"] * (RESENDS + 2))
+        asked = [asyncio.create_task(sample(watch.router, "s")) for _ in range(MAX_RETRIES + 2)]
+        await silent.until_asked(*["/v1/completions"] * (MAX_RETRIES + 2))
         watch.wait(int(SILENCE_S) - 1)
         await join(watch.router, its)
         assert not watch.router.fleet.silent
         watch.wait(1)
         assert [worker.url for worker in watch.router.fleet.silent] == [url]
-        assert [(await each).tokens for each in asked] == [(7,)] * (RESENDS + 2)
+        assert [(await each).tokens for each in asked] == [(7,)] * (MAX_RETRIES + 2)
         assert watch.router.disturbed("s")
         assert (await sample(watch.router, "t")).tokens == (7,) and not watch.router.disturbed("t")
         # What it says late, nobody listens to; when it says that it is there, it is asked again.
@@ -120,12 +129,15 @@ async def test_what_a_silent_worker_was_asked_is_asked_of_another(http: aiohttp.
         assert len(watch.router.fleet.up) == 2 and not watch.router.fleet.silent
 
 
-async def test_silence_is_not_counted_as_a_failure_of_what_was_asked(http: aiohttp.ClientSession) -> None:
-    """The only worker falls silent more often than a request is sent again, and answers in the end."""
+async def test_silence_is_not_counted_as_a_failure_of_what_was_asked(
+    http: aiohttp.ClientSession,
+) -> None:
+    """The only worker falls silent more often than a request is sent again, and answers in the
+    end."""
     watch, only = Watch(http), Stopped()
     async with only.listening() as url:
         asked = asyncio.create_task(watch.router.sample(ASK, "s"))
-        for number in range(1, RESENDS + 4):
+        for number in range(1, MAX_RETRIES + 4):
             await join(watch.router, url)
             await only.until_asked(*["/v1/completions"] * number)
             watch.wait(int(SILENCE_S))
@@ -138,7 +150,7 @@ async def test_silence_is_not_counted_as_a_failure_of_what_was_asked(http: aioht
 async def test_requests_wait_for_a_worker_that_is_silent(
     http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("etude.serve.router.PATIENCE_S", 0.01)
+    monkeypatch.setattr("etude.serve.router.WORKER_WAIT_S", 0.01)
     watch, only = Watch(http), Stopped()
     async with only.listening() as url:
         await join(watch.router, url)
@@ -153,7 +165,9 @@ async def test_requests_wait_for_a_worker_that_is_silent(
         assert (await asked).tokens == (7,)
 
 
-async def test_new_weights_and_looks_do_not_wait_for_a_silent_worker(http: aiohttp.ClientSession) -> None:
+async def test_new_weights_and_looks_do_not_wait_for_a_silent_worker(
+    http: aiohttp.ClientSession,
+) -> None:
     watch, silent = Watch(http), Stopped()
     async with silent.listening() as url:
         await join(watch.router, url)
@@ -168,22 +182,29 @@ async def test_new_weights_and_looks_do_not_wait_for_a_silent_worker(http: aioht
         coming = asyncio.create_task(join(watch.router, url))
         await silent.until_asked("/load")
         assert watch.router.fleet.up == []
-        for _ in range(3 * int(SILENCE_S)):  # it takes its time, but goes on saying that it is there
+        # it takes its time, but goes on saying that it is there
+        for _ in range(3 * int(SILENCE_S)):
             watch.wait(1)
             await join(watch.router, url)
         silent.goes_on.set()
         await coming
-        assert [worker.version for worker in watch.router.fleet.up] == [1] and silent.asked == ["/load"]
+        assert [worker.version for worker in watch.router.fleet.up] == [1] and silent.asked == [
+            "/load"
+        ]
 
 
-async def test_a_gateway_that_was_stopped_itself_takes_nobody_out(http: aiohttp.ClientSession) -> None:
+async def test_a_gateway_that_was_stopped_itself_takes_nobody_out(
+    http: aiohttp.ClientSession,
+) -> None:
     watch, slow = Watch(http), Stopped()
     async with slow.listening() as url:
         await join(watch.router, url)
         watch.wait(5)
         watch.clock.move(90.0)
-        assert watch.router.disturbed("s", age_s=1.0), "it may have asked, and we have not read it yet"
-        watch.router.look()
+        assert watch.router.disturbed("s", age_s=1.0), (
+            "it may have asked, and we have not read it yet"
+        )
+        watch.router.expire_silent()
         assert len(watch.router.fleet.up) == 1
         watch.wait(4)
         assert watch.router.disturbed("s", age_s=5.0) and not watch.router.disturbed("s", age_s=3.0)
@@ -193,7 +214,9 @@ async def test_a_session_knows_of_a_request_that_is_under_way_or_was_broken_off(
     store: Store, http: aiohttp.ClientSession
 ) -> None:
     router, slow = Router(http), Stopped()
-    made = Gateway(router, store.objects, store.files, max_context=store.config.max_position_embeddings)
+    made = Gateway(
+        router, store.objects, store.files, max_context=store.config.max_position_embeddings
+    )
 
     async def disturbed(session: str) -> bool:
         async with http.get(f"{gateway}/s/{session}/disturbed") as response:
@@ -215,7 +238,9 @@ async def test_a_session_knows_of_a_request_that_is_under_way_or_was_broken_off(
         assert await disturbed("s") and not await disturbed("t")
 
 
-async def test_what_cannot_be_answered_disturbs_nobody(store: Store, http: aiohttp.ClientSession) -> None:
+async def test_what_cannot_be_answered_disturbs_nobody(
+    store: Store, http: aiohttp.ClientSession
+) -> None:
     router = Router(http)
     async with worker(store, "east") as (made, url):
         await made.engine_thread.load(0)
@@ -229,8 +254,13 @@ async def test_an_engine_that_hangs_is_not_well_although_its_port_answers(
     store: Store, http: aiohttp.ClientSession
 ) -> None:
     watch, free = Watch(http), threading.Event()
-    made = Gateway(watch.router, store.objects, store.files, max_context=store.config.max_position_embeddings)
-    async with served(create_app(made.routes(), None)) as gateway, worker(store, "east") as (east, url):
+    made = Gateway(
+        watch.router, store.objects, store.files, max_context=store.config.max_position_embeddings
+    )
+    async with (
+        served(create_app(made.routes(), None)) as gateway,
+        worker(store, "east") as (east, url),
+    ):
         slow_machine = Worker(east.engine_thread, store.files, "east", silence_s=0.01)
         joining = asyncio.create_task(keep_joined(slow_machine, url, gateway, None))
         await post(http, f"{gateway}/load", {"version": 0})

@@ -68,7 +68,9 @@ def test_entries_of_the_ledger_come_back_as_they_went_in() -> None:
         Batched(step=4, samples=("g0.1",)),
         Trained(step=4),
     ]
-    log: Log[Entry] = Log(Objects.open("memory:"), "ledger", (Issued, Batched, Dropped, Trained), durable=True)
+    log: Log[Entry] = Log(
+        Objects.open("memory:"), "ledger", (Issued, Batched, Dropped, Trained), durable=True
+    )
     for entry in entries:
         log.append(entry)
     assert log.records() == entries
@@ -131,7 +133,10 @@ def test_a_second_writer_is_found_out() -> None:
     old, new = notes(objects), notes(objects)
     old.append(Note("a"))
     new.append(Note("b"))
-    with pytest.raises(EtudeError, match=r"somebody else has written notes/0000000001.jsonl; stop the other process"):
+    with pytest.raises(
+        EtudeError,
+        match=r"somebody else has written notes/0000000001.jsonl; stop the other process",
+    ):
         old.append(Note("c"))
     assert [n.text for n in new.records()] == ["a", "b"]
 
@@ -156,9 +161,12 @@ def test_a_failed_write_keeps_the_records_for_the_next_one(monkeypatch: pytest.M
     assert [n.text for n in log.records()] == ["a"]
 
 
-@pytest.mark.parametrize("known", [True, False], ids=["the library tries again", "nobody tries again"])
+@pytest.mark.parametrize(
+    "known", [True, False], ids=["the library tries again", "nobody tries again"]
+)
 def test_a_lost_answer_is_no_second_writer(monkeypatch: pytest.MonkeyPatch, known: bool) -> None:
-    """The segment is there, and only nobody was told; records that came meanwhile go into the next one."""
+    """The segment is there, and only nobody was told; records that came meanwhile go into the next
+    one."""
     objects = Objects.open("memory:")
     log, create = notes(objects, durable=False), objects.create
 
@@ -211,7 +219,10 @@ def test_a_damaged_segment_is_named_or_left_out_and_told() -> None:
         notes(objects).append(Note("a", value))
     key = "notes/0000000001.jsonl"
     objects.put(key, objects.get(key).replace(b'"value": 1', b'"value": 9'))
-    with pytest.raises(Damaged, match=rf"memory:: {key} is damaged: its digest is \w+..., and that of its bytes \w+"):
+    with pytest.raises(
+        Damaged,
+        match=rf"memory:: {key} is damaged: its digest is \w+..., and that of its bytes \w+",
+    ):
         notes(objects).read()
     told: list[Damaged] = []
     log = Log(objects, "notes", [Note], durable=False, skipped=told.append)
@@ -254,7 +265,9 @@ def test_what_append_returned_for_survives_sigkill(tmp_path: Path) -> None:
             for _ in range(20):
                 confirmed = int(writer.stdout.readline())
             writer.kill()
-            confirmed = max([confirmed, *(int(line) for line in writer.stdout if line.endswith("\n"))])
+            confirmed = max(
+                [confirmed, *(int(line) for line in writer.stdout if line.endswith("\n"))]
+            )
         steps = [entry.step for entry in log.records()]
         assert steps == list(range(len(steps)))
         assert confirmed in steps and len(steps) <= confirmed + 2

@@ -1,4 +1,5 @@
-"""The two promises of the store: an object appears whole or not at all, and `create` has one winner."""
+"""The two promises of the store: an object appears whole or not at all, and `create` has one
+winner."""
 
 from __future__ import annotations
 
@@ -53,7 +54,9 @@ Objects.open({str(tmp_path)!r}).put("a/key", bytes(1 << 28))
     assert killed.returncode == -signal.SIGKILL
     store = Objects.open(str(tmp_path))
     store.put("a/other", b"whole")
-    assert store.list("a") == ["a/other"] and len(list((tmp_path / "a").iterdir())) == 2, "it is hidden, and there"
+    assert store.list("a") == ["a/other"] and len(list((tmp_path / "a").iterdir())) == 2, (
+        "it is hidden, and there"
+    )
     store.sweep("a")
     store.sweep("nothing")
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["other"]
@@ -107,7 +110,9 @@ def no_file_grows_beyond(size_bytes: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("size_bytes", [100_000, 12_000_000])
-def test_a_full_disk_leaves_the_old_object_and_nothing_else(tmp_path: Path, size_bytes: int) -> None:
+def test_a_full_disk_leaves_the_old_object_and_nothing_else(
+    tmp_path: Path, size_bytes: int
+) -> None:
     objects = Objects.open(f"file:{tmp_path}")
     objects.put("a/old", b"old")
     message = None
@@ -118,7 +123,12 @@ def test_a_full_disk_leaves_the_old_object_and_nothing_else(tmp_path: Path, size
                     write(key, b"x" * size_bytes)
                 except EtudeError as e:
                     message = str(e)
-    assert message is not None and "free some space" in message and str(tmp_path) in message and "\n" not in message
+    assert (
+        message is not None
+        and "free some space" in message
+        and str(tmp_path) in message
+        and "\n" not in message
+    )
     assert [p.name for p in (tmp_path / "a").iterdir()] == ["old"]
     assert objects.get("a/old") == b"old"
 
@@ -145,7 +155,9 @@ def test_a_killed_writer_leaves_whole_objects(tmp_path: Path) -> None:
     """SIGKILL in the middle of a write, several times; whatever can be listed is whole."""
     objects = Objects.open(str(tmp_path))
     for _ in range(4):
-        with subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE) as writer:
+        with subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE
+        ) as writer:
             assert writer.stdout is not None and writer.stdout.readline() == b"started\n"
             while len(objects.list("b")) < 5:
                 assert writer.poll() is None, "the writer crashed"

@@ -11,7 +11,7 @@ import pytest
 from etude.core.config import parse
 from etude.core.errors import EtudeError
 from etude.core.ledger import Issued, Trained
-from etude.core.types import Batch, Group, Recomputed, Row, Segment, Span, Trajectory
+from etude.core.types import Batch, Group, RecomputedRow, Row, Segment, Trajectory, VersionSpan
 from etude.store.codec import pack
 from etude.store.experts import get_experts, put_experts
 from etude.store.objects import Missing
@@ -24,7 +24,7 @@ SEGMENT = Segment(
     tokens=(3, 4, 5),
     mask=(True, False, True),
     logprobs=(-0.1, 0.0, -1e-30),
-    versions=(Span(1, 1), Span(2, 1)),
+    versions=(VersionSpan(1, 1), VersionSpan(2, 1)),
     experts="00ff",
 )
 DONE = Trajectory(
@@ -37,7 +37,13 @@ DONE = Trajectory(
     messages=[{"role": "user", "content": "fix it"}],
 )
 FAILED = Trajectory(
-    id="g000007.1", task="t", group="g000007", segments=(), scores=None, status="failed", error="score: broken"
+    id="g000007.1",
+    task="t",
+    group="g000007",
+    segments=(),
+    scores=None,
+    status="failed",
+    error="score: broken",
 )
 GROUP = Group(id="g000007", task="t", slot=7, admitted=1, trajectories=(DONE, FAILED))
 ROW = Row(
@@ -46,7 +52,7 @@ ROW = Row(
     mask=(False, False, True),
     logprobs=(0.0, 0.0, -0.123456789012345),
     advantages=(0.0, 0.0, 0.5),
-    versions=(Span(1, 1),),
+    versions=(VersionSpan(1, 1),),
 )
 BATCH = Batch(step=2, rows=(ROW,), oldest=1)
 
@@ -123,16 +129,21 @@ def test_how_a_machine_does_the_work_may_change_at_any_time(run: Run) -> None:
     run.put_checkpoint("000001.000000", b"")
     run.objects.put("model/config.json", b"{}")
     engine = ["engine.port=8100", "engine.threads=2", "engine.max_batch=4"]
-    others = ["harness.concurrency=3", "worlds.isolation=process", "stage.rl.threads=2"]
+    others = ["harness.concurrency=3", "sandbox.isolation=process", "stage.rl.threads=2"]
     run.put_config(parse(TOML, engine + others))
     assert run.config() == parse(TOML, engine + others)
     assert run.objects.exists("model/config.json")
 
 
 def test_ledger_survives_reopening(tmp_path: Path) -> None:
-    Run.open(str(tmp_path)).ledger.append(Issued(group="g000007", task="t", samples=("g000007.0",), version=0))
+    Run.open(str(tmp_path)).ledger.append(
+        Issued(group="g000007", task="t", samples=("g000007.0",), version=0)
+    )
     Run.open(f"file:{tmp_path}").ledger.append(Trained(step=1))
-    assert [type(entry) for entry in Run.open(str(tmp_path), create=False).ledger.records()] == [Issued, Trained]
+    assert [type(entry) for entry in Run.open(str(tmp_path), create=False).ledger.records()] == [
+        Issued,
+        Trained,
+    ]
 
 
 @dataclass(frozen=True)
@@ -157,7 +168,10 @@ def test_a_checkpoint_is_there_when_its_manifest_is(run: Run) -> None:
     ]  # fmt: skip
     for name in ("000010.000000", "000002.000000"):
         run.put_checkpoint(name, b"manifest")
-    assert run.checkpoints() == ["000002.000000", "000010.000000"] and run.checkpoint("000002.000000") == b"manifest"
+    assert (
+        run.checkpoints() == ["000002.000000", "000010.000000"]
+        and run.checkpoint("000002.000000") == b"manifest"
+    )
     assert run.checkpoint_part("000010.000000", "00000.ab") == b"000010.000000"
     run.delete_checkpoint("000002.000000")
     assert run.checkpoints() == ["000010.000000"] and len(run.checkpoint_parts()) == 1
@@ -165,10 +179,12 @@ def test_a_checkpoint_is_there_when_its_manifest_is(run: Run) -> None:
 
 def test_evals(run: Run) -> None:
     run.put_eval("000001.heldout", {"solve_rate": 0.5})
-    assert run.evals() == ["000001.heldout"] and run.eval("000001.heldout", dict[str, float]) == {"solve_rate": 0.5}
+    assert run.evals() == ["000001.heldout"] and run.eval("000001.heldout", dict[str, float]) == {
+        "solve_rate": 0.5
+    }
 
 
-RECOMPUTED = (Recomputed(logprobs=(-0.5, -0.25)),)
+RECOMPUTED = (RecomputedRow(logprobs=(-0.5, -0.25)),)
 
 
 def everything(run: Run) -> dict[str, Callable[[], object]]:
@@ -211,24 +227,41 @@ def test_every_flipped_bit_is_an_error_that_names_the_object(run: Run) -> None:
 def test_a_run_of_an_older_format_is_told(run: Run) -> None:
     run.put_config(parse(TOML))
     run.objects.put("config.json", run.objects.get_sealed("config.json"))
-    with pytest.raises(EtudeError, match=r"config.json does not end with its digest: .* the run is of an older format"):
+    with pytest.raises(
+        EtudeError,
+        match=r"config.json does not end with its digest: .* the run is of an older format",
+    ):
         run.config()
 
 
-@pytest.mark.parametrize("name", [".DS_Store", "foo.tmp", "._000002", "000002.bak", "sub/000002", "000003 (copy)"])
+@pytest.mark.parametrize(
+    "name", [".DS_Store", "foo.tmp", "._000002", "000002.bak", "sub/000002", "000003 (copy)"]
+)
 def test_files_of_others_are_seen_nowhere(run: Run, name: str) -> None:
     everything(run)
     run.put_checkpoint_part("000001.000000", "00000.ab", b"part")
     log = run.events("trainer", [Beat])
     log.append(Beat(1))
     log.flush()
-    folders = ["ledger", "groups", "batches", "recomputed", "checkpoints", "checkpoints/000001.000000", "evals"]
+    folders = [
+        "ledger",
+        "groups",
+        "batches",
+        "recomputed",
+        "checkpoints",
+        "checkpoints/000001.000000",
+        "evals",
+    ]
     for folder in (*folders, "events", "events/trainer", "model", "experts"):
         run.objects.put(f"{folder}/{name}", b"?")
     assert run.ledger.records() == [Trained(step=1)] and run.processes() == ["trainer"]
     assert run.events("trainer", [Beat]).records() == [Beat(1)]
-    assert run.groups() == ["g000007"] and run.batches() == [2] and run.evals() == ["000001.heldout"]
-    assert run.checkpoints() == ["000001.000000"] and run.checkpoint_parts() == [("000001.000000", "00000.ab")]
+    assert (
+        run.groups() == ["g000007"] and run.batches() == [2] and run.evals() == ["000001.heldout"]
+    )
+    assert run.checkpoints() == ["000001.000000"] and run.checkpoint_parts() == [
+        ("000001.000000", "00000.ab")
+    ]
 
 
 def test_a_file_of_others_is_no_work(run: Run) -> None:

@@ -59,7 +59,8 @@ ACTS: dict[str, Callable[[Objects], object]] = {
 @pytest.mark.parametrize("act", ACTS)
 def test_a_store_that_never_answers_is_named(asked: list[socket.socket], act: str) -> None:
     with pytest.raises(
-        Unreachable, match=r"cannot \w+ .* in s3://weights/run: the store does not answer .*; check the"
+        Unreachable,
+        match=r"cannot \w+ .* in s3://weights/run: the store does not answer .*; check the",
     ):
         ACTS[act](Objects.open("s3://weights/run"))
     assert 1 <= len(asked) <= 4, "nobody asks again and again on top of the library"

@@ -1,4 +1,5 @@
-"""Documents and records from other people's files: read lazily, and every mistake is said with file and line."""
+"""Documents and records from other people's files: read lazily, and every mistake is said with file
+and line."""
 
 from __future__ import annotations
 
@@ -21,11 +22,17 @@ def read(path: Path, field: str = "text") -> list[str]:
 def test_every_format_gives_its_documents(tmp_path: Path) -> None:
     said = ["def f():\n    return 1\n", "zwei\n", "三"]
     (tmp_path / "a.py").write_text(said[0])
-    (tmp_path / "b.jsonl").write_text("".join(json.dumps({"body": text}) + "\n\n" for text in [*said, " \n"]))
-    parquet.write_table(pyarrow.table({"id": [1, 2, 3], "body": said}), tmp_path / "c.parquet", row_group_size=2)
+    (tmp_path / "b.jsonl").write_text(
+        "".join(json.dumps({"body": text}) + "\n\n" for text in [*said, " \n"])
+    )
+    parquet.write_table(
+        pyarrow.table({"id": [1, 2, 3], "body": said}), tmp_path / "c.parquet", row_group_size=2
+    )
     assert read(tmp_path / "a.py") == said[:1]
     assert read(tmp_path / "b.jsonl", "body") == read(tmp_path / "c.parquet", "body") == said
-    assert [where for where, _ in texts(tmp_path / "b.jsonl", "body")][1] == f"{tmp_path / 'b.jsonl'}:3"
+    assert [where for where, _ in texts(tmp_path / "b.jsonl", "body")][
+        1
+    ] == f"{tmp_path / 'b.jsonl'}:3"
 
 
 def test_a_pattern_stands_for_files_in_order(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Every task has a bug that shows and an answer that passes, and held-out programs occur nowhere in training."""
+"""Every task has a bug that shows and an answer that passes, and held-out programs occur nowhere in
+training."""
 
 from __future__ import annotations
 
@@ -30,7 +31,11 @@ def test_the_bug_shows_and_the_solution_passes(split: str) -> None:
         expected = [json.dumps(check.expected) for check in task.checks]
         assert answers(solution, cases) == expected != answers(broken, cases)
         assert visible_report(task, solution) == "ok" != visible_report(task, broken)
-        wrong = [line for line, other in zip(broken.splitlines(), solution.splitlines(), strict=True) if line != other]
+        wrong = [
+            line
+            for line, other in zip(broken.splitlines(), solution.splitlines(), strict=True)
+            if line != other
+        ]
         assert len(wrong) == 1
 
 
@@ -56,7 +61,9 @@ def test_renaming_makes_no_new_program() -> None:
     other = 'def cost(x, y):\n    """the sum"""\n    return x + y\n'
     swapped = "def area(a, b):\n    return b + a\n"
     assert program_digest(one) == program_digest(other) != program_digest(swapped)
-    assert program_digest("def f(xs):\n    return max(xs)\n") != program_digest("def f(xs):\n    return min(xs)\n")
+    assert program_digest("def f(xs):\n    return max(xs)\n") != program_digest(
+        "def f(xs):\n    return min(xs)\n"
+    )
 
 
 @pytest.mark.parametrize("template", TRAIN + NOVEL, ids=lambda template: template.__name__)
@@ -67,15 +74,15 @@ def test_every_template_makes_functions_that_run(template: object) -> None:
         [answer] = answers(function.source, [(function.name, function.inputs(rng))])
         json.loads(answer)  # an error would be a bare name
         assert function.source.count('"""') == 2
-        assert bugs.slips(function.source)
+        assert bugs.mutations(function.source)
 
 
 def test_slips_stay_out_of_what_says_how_it_should_be() -> None:
     source = 'def area(a, b):\n    """a plus 3 times b"""\n    return a + 3 * b\n'
-    assert {slip.line for slip in bugs.slips(source)} == {3}
-    assert {slip.kind for slip in bugs.slips(source)} == {"operator", "number", "name"}
-    for slip in bugs.slips(source):
-        assert bugs.apply(source, slip) != source
+    assert {slip.line for slip in bugs.mutations(source)} == {3}
+    assert {slip.kind for slip in bugs.mutations(source)} == {"operator", "number", "name"}
+    for slip in bugs.mutations(source):
+        assert bugs.apply_mutation(source, slip) != source
 
 
 def test_demonstrations_end_solved_and_use_the_tools() -> None:
@@ -84,8 +91,14 @@ def test_demonstrations_end_solved_and_use_the_tools() -> None:
     assert sessions == demonstrations(tasks, 20, seed=0)
     for session in sessions:
         assert session[0]["content"].startswith("fix ") and session[-1]["role"] == "assistant"
-        calls = [call["function"]["name"] for message in session for call in message.get("tool_calls", [])]
-        assert calls[0] == "read" and calls[-1] == "submit" and 1 <= calls.count("test") <= MAX_TRIES
+        calls = [
+            call["function"]["name"]
+            for message in session
+            for call in message.get("tool_calls", [])
+        ]
+        assert (
+            calls[0] == "read" and calls[-1] == "submit" and 1 <= calls.count("test") <= MAX_TRIES
+        )
         assert session[-2]["content"] == "ok"
 
 

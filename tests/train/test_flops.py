@@ -9,10 +9,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from etude.core.types import Row
-from etude.model.transformer import ModelConfig, fresh
+from etude.model.transformer import ModelConfig, init_from_scratch
 from etude.train.flops import forward_flops, peak_flops, step_flops
 from etude.train.loss import token_logprobs
-from etude.train.rows import Text, pack
+from etude.train.packing import TokenSequence, pack_batch
 
 DENSE = ModelConfig(
     vocab_size=64,
@@ -23,33 +23,57 @@ DENSE = ModelConfig(
     intermediate_size=48,
     max_position_embeddings=64,
 )
-MOE = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+MOE = {
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
 MOE |= {"mlp_only_layers": [0]}
-MLA = {"model_type": "deepseek_v3", "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
-MLA |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1}
+MLA = {
+    "model_type": "deepseek_v3",
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+}
+MLA |= {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 1,
+}
 MLA |= {"first_k_dense_replace": 0, "n_group": 1, "topk_group": 1}
 
 
 @pytest.mark.parametrize(
-    "shape", [{}, MOE, MLA | {"q_lora_rank": None}, MLA | {"q_lora_rank": 12}], ids=["dense", "moe", "mla", "mla-q"]
+    "shape",
+    [{}, MOE, MLA | {"q_lora_rank": None}, MLA | {"q_lora_rank": 12}],
+    ids=["dense", "moe", "mla", "mla-q"],
 )
 def test_a_forward_pass_is_what_torch_counts(shape: dict[str, object]) -> None:
     config = ModelConfig.from_json(json.dumps(json.loads(DENSE.to_json()) | shape))
-    model, length = fresh(config, 0), 33
+    model, length = init_from_scratch(config, 0), 33
     mask = [False] * 10 + [True] * 9 + [False] * 13 + [True]
-    packed = pack([Text(torch.randint(64, (length,)).tolist(), mask)])
+    packed = pack_batch([TokenSequence(torch.randint(64, (length,)).tolist(), mask)])
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         token_logprobs(model, packed)
     size = length - 1
     every_pair = forward_flops(config, 2 * size, 0) - 2 * forward_flops(config, size, 0)
     products = forward_flops(config, size, 10) - every_pair * (size + 1) / (2 * size)
-    # Torch does not know what its fused attention costs on a CPU; elsewhere it counts all pairs, masked or not.
+    # Torch does not know what its fused attention costs on a CPU; elsewhere it counts all pairs,
+    # masked or not.
     assert counter.get_total_flops() in (products, products + every_pair)
 
 
 def test_a_step_is_three_forward_passes_of_every_row() -> None:
     row = Row(
-        sample="a", tokens=(1,) * 5, mask=(False, True, True, False, True), logprobs=(), advantages=(), versions=()
+        sample="a",
+        tokens=(1,) * 5,
+        mask=(False, True, True, False, True),
+        logprobs=(),
+        advantages=(),
+        versions=(),
     )
     assert step_flops(DENSE, [row, row]) == 6 * forward_flops(DENSE, 4, 3)
 

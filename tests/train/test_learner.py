@@ -13,16 +13,16 @@ from torch import Tensor
 
 from etude.core.errors import EtudeError
 from etude.core.types import Batch, Row
-from etude.model.attention import Causal
-from etude.model.files import named
-from etude.model.transformer import ModelConfig, fresh
+from etude.model.attention import CausalAttention
+from etude.model.files import hf_tensors
+from etude.model.transformer import ModelConfig, init_from_scratch
 from etude.train.checkpoint import pack, unpack
 from etude.train.learner import MAX_GRAD_NORM, Learner
 from etude.train.loss import token_logprobs
 from etude.train.objective import Objective
 from etude.train.optimizer import BETAS, MOMENTUM
-from etude.train.rows import Packed, Text
-from etude.train.rows import pack as pack_texts
+from etude.train.packing import PackedBatch, TokenSequence
+from etude.train.packing import pack_batch as pack_texts
 
 CONFIG = ModelConfig(
     vocab_size=32,
@@ -36,7 +36,7 @@ CONFIG = ModelConfig(
 
 
 def learner(seed: int = 0) -> Learner:
-    return Learner(fresh(CONFIG, seed))
+    return Learner(init_from_scratch(CONFIG, seed))
 
 
 def batch(step: int, rows: int = 6) -> Batch:
@@ -57,13 +57,13 @@ def batch(step: int, rows: int = 6) -> Batch:
     return Batch(step=step, rows=tuple(row(number) for number in range(rows)), oldest=step - 1)
 
 
-def texts(seed: int) -> list[Text]:
+def texts(seed: int) -> list[TokenSequence]:
     tokens_BT = torch.randint(32, (4, 20), generator=torch.Generator().manual_seed(seed))
-    return [Text(tokens, [True] * 20) for tokens in tokens_BT.tolist()]
+    return [TokenSequence(tokens, [True] * 20) for tokens in tokens_BT.tolist()]
 
 
-def packed(row: Row) -> Packed:
-    return pack_texts([Text(row.tokens, row.mask)])
+def packed(row: Row) -> PackedBatch:
+    return pack_texts([TokenSequence(row.tokens, row.mask)])
 
 
 def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
@@ -80,11 +80,12 @@ def test_the_model_computes_with_what_is_published() -> None:
         one.step(batch(step), lr=1e-2)
         published = one.weights()
         assert all(tensor.dtype == torch.bfloat16 for tensor in published.values())
-        assert equal({n: t.float() for n, t in published.items()}, named(one.model))
+        assert equal({n: t.float() for n, t in published.items()}, hf_tensors(one.model))
 
 
 def test_steps_too_small_for_bf16_add_up() -> None:
-    """A norm's gain is 1.0, and the bf16 numbers next to it are 0.002 and more away from the middle between them."""
+    """A norm's gain is 1.0, and the bf16 numbers next to it are 0.002 and more away from the middle
+    between them."""
     one, name = learner(), "model.norm.weight"
     one.step(batch(1), lr=1e-3)
     assert torch.equal(one.weights()[name], torch.ones(32, dtype=torch.bfloat16))
@@ -96,9 +97,9 @@ def test_steps_too_small_for_bf16_add_up() -> None:
 
 def test_a_learner_that_computes_in_bf16_keeps_masters_and_gradients_in_fp32() -> None:
     """Small steps add up as ever, and so do the gradients of many microbatches."""
-    one, parts = (Learner(fresh(CONFIG, 0), compute=torch.bfloat16) for _ in range(2))
+    one, parts = (Learner(init_from_scratch(CONFIG, 0), compute=torch.bfloat16) for _ in range(2))
     assert all(p.dtype == torch.bfloat16 for p in one.model.parameters())
-    for name, p in fresh(CONFIG, 0).named_parameters():
+    for name, p in init_from_scratch(CONFIG, 0).named_parameters():
         assert torch.equal(one.state()[f"master.{name}"], p)
     whole, cut = one.step(batch(1), lr=1e-3), parts.step(batch(1), lr=1e-3, microbatch_tokens=0)
     exact = learner().step(batch(1), lr=1e-3)
@@ -107,8 +108,10 @@ def test_a_learner_that_computes_in_bf16_keeps_masters_and_gradients_in_fp32() -
         assert stats.grad_norm == pytest.approx(exact.grad_norm, rel=0.02)
     assert all(p.grad is None for p in one.model.parameters())
     published = one.weights()
-    assert equal(published, named(one.model))
-    masters = {n.removeprefix("master."): t for n, t in one.state().items() if n.startswith("master.")}
+    assert equal(published, hf_tensors(one.model))
+    masters = {
+        n.removeprefix("master."): t for n, t in one.state().items() if n.startswith("master.")
+    }
     assert all(torch.equal(masters[n].bfloat16(), p) for n, p in one.model.named_parameters())
 
 
@@ -133,7 +136,10 @@ def test_published_weights_are_a_copy() -> None:
 def test_two_learners_take_the_same_steps_to_the_bit(microbatch_tokens: int) -> None:
     first, second = learner(), learner()
     for step in (1, 2, 3):
-        stats = [one.step(batch(step), lr=1e-3, microbatch_tokens=microbatch_tokens) for one in (first, second)]
+        stats = [
+            one.step(batch(step), lr=1e-3, microbatch_tokens=microbatch_tokens)
+            for one in (first, second)
+        ]
         assert stats[0] == stats[1]
     assert equal(first.state(), second.state())
     assert equal(first.weights(), second.weights())
@@ -144,32 +150,35 @@ def test_how_rows_are_cut_into_microbatches_changes_only_rounding() -> None:
     for other in stats[1:]:
         assert other.loss == pytest.approx(stats[0].loss, rel=1e-4)
         assert other.grad_norm == pytest.approx(stats[0].grad_norm, rel=1e-4)
-        assert other.drift.k3 == pytest.approx(stats[0].drift.k3, rel=1e-4)
+        assert other.mismatch.k3 == pytest.approx(stats[0].mismatch.k3, rel=1e-4)
         assert other.num_tokens == stats[0].num_tokens
 
 
 def test_rows_are_what_is_published_and_stay_as_they_are() -> None:
     one = learner()
-    rows, whole = one.rows(), one.weights()
+    rows, whole = one.hf_rows(), one.weights()
     one.step(batch(1), lr=1e-2)
-    assert all(torch.equal(data, whole[name]) for name, (data, *_) in rows.items()) and rows.keys() == whole.keys()
-    assert any(not torch.equal(one.rows()[name][0], whole[name]) for name in whole)
+    assert (
+        all(torch.equal(data, whole[name]) for name, (data, *_) in rows.items())
+        and rows.keys() == whole.keys()
+    )
+    assert any(not torch.equal(one.hf_rows()[name][0], whole[name]) for name in whole)
 
 
 @pytest.mark.parametrize("microbatch_tokens", [0, 64])
 def test_a_step_tells_what_it_found_for_each_token_of_each_row(microbatch_tokens: int) -> None:
     one, rows = learner(), batch(1).rows
-    expected = [token_logprobs(one.model, packed(row), with_others=True) for row in rows]
+    expected = [token_logprobs(one.model, packed(row), with_stats=True) for row in rows]
     found = one.step(batch(1), lr=1e-3, microbatch_tokens=microbatch_tokens).recomputed
     for each, (logp_N, others) in zip(found, expected, strict=True):
         assert each.logprobs == pytest.approx(logp_N.tolist(), abs=1e-5)
-        assert each.likeliest == tuple(others.likeliest_N.tolist()) and each.routed_otherwise is None
+        assert each.argmax == tuple(others.argmax_N.tolist()) and each.router_mismatch is None
 
 
 def test_a_step_is_one_adamw_step_on_the_formula() -> None:
     """The whole step against plain autograd and an AdamW of a few lines, in float64."""
     one, rows = learner(), batch(1).rows
-    model = fresh(CONFIG, 0)
+    model = init_from_scratch(CONFIG, 0)
     masters = {name: p.detach().double() for name, p in model.named_parameters()}
     with torch.no_grad():
         for p in model.parameters():
@@ -181,7 +190,9 @@ def test_a_step_is_one_adamw_step_on_the_formula() -> None:
         mask = torch.tensor([row.mask])
         logp = token_logprobs(model, packed(row))[0].double()
         ratio = (logp.detach() - torch.tensor([row.logprobs], dtype=torch.float64)[mask]).exp()
-        loss -= (ratio.clamp(max=1.1) * torch.tensor([row.advantages], dtype=torch.float64)[mask] * logp).sum() / total
+        loss -= (
+            ratio.clamp(max=1.1) * torch.tensor([row.advantages], dtype=torch.float64)[mask] * logp
+        ).sum() / total
     loss.backward()
     norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
     stats = one.step(batch(1), lr=1e-2, objective=Objective(ratio_cap=1.1), weight_decay=0.1)
@@ -192,29 +203,39 @@ def test_a_step_is_one_adamw_step_on_the_formula() -> None:
         assert p.grad is not None
         gradient = p.grad * min(1.0, 1.0 / (norm.item() + 1e-6))
         decayed = masters[name] * (1 - 1e-2 * 0.1) if p.ndim == 2 else masters[name]
-        expected = decayed - 1e-2 * gradient / (gradient.abs() + 1e-8)  # the first step: the moments are the gradient
+        # the first step: the moments are the gradient
+        expected = decayed - 1e-2 * gradient / (gradient.abs() + 1e-8)
         clear = gradient.abs() > 1e-5  # where rounding cannot turn the sign of a step
-        torch.testing.assert_close(state[f"master.{name}"].double()[clear], expected[clear], rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(
+            state[f"master.{name}"].double()[clear], expected[clear], rtol=1e-3, atol=1e-4
+        )
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("scale", [1e3, 1e-3])
 def test_a_gradient_is_no_longer_than_allowed(scale: float, optimizer: str) -> None:
-    """A first step hides it, since its size does not depend on the gradient's; what is remembered does."""
-    one = Learner(fresh(CONFIG, 0), optimizer=optimizer)
-    rows = [replace(row, advantages=tuple(scale * adv for adv in row.advantages)) for row in batch(1).rows]
+    """A first step hides it, since its size does not depend on the gradient's; what is remembered
+    does."""
+    one = Learner(init_from_scratch(CONFIG, 0), optimizer=optimizer)
+    rows = [
+        replace(row, advantages=tuple(scale * adv for adv in row.advantages))
+        for row in batch(1).rows
+    ]
     stats = one.step(replace(batch(1), rows=tuple(rows)), lr=1e-3)
     assert (stats.grad_norm > 10) == (scale > 1)
     remembered = {"exp_avg": 1 - BETAS[0], "momentum": 1 - MOMENTUM}
     parts = [(name.partition(".")[0], tensor) for name, tensor in one.state().items()]
     moments = [tensor.norm() / remembered[part] for part, tensor in parts if part in remembered]
-    assert torch.stack(moments).norm().item() == pytest.approx(min(stats.grad_norm, MAX_GRAD_NORM), rel=1e-3)
+    assert torch.stack(moments).norm().item() == pytest.approx(
+        min(stats.grad_norm, MAX_GRAD_NORM), rel=1e-3
+    )
 
 
 def test_the_reference_is_computed_at_the_temperature_of_the_policy() -> None:
-    """Its weights are still those of the policy: at one temperature they agree, and the KL costs nothing."""
+    """Its weights are still those of the policy: at one temperature they agree, and the KL costs
+    nothing."""
     free, held = learner(), learner()
-    held.keep()
+    held.snapshot()
     stats = [
         one.step(batch(1), lr=1e-3, temperature=0.5, objective=Objective(kl_coef=kl_coef))
         for one, kl_coef in ((free, 0.0), (held, 10.0))
@@ -225,9 +246,13 @@ def test_the_reference_is_computed_at_the_temperature_of_the_policy() -> None:
 
 @pytest.mark.parametrize("aggregate", ["token", "sequence", "constant"])
 def test_a_step_adds_up_over_the_whole_batch_as_the_objective_says(aggregate: str) -> None:
-    """Two segments of one attempt in different microbatches; against the sum written out, in float64."""
-    rows = [replace(row, sample="same") if number < 2 else row for number, row in enumerate(batch(1).rows)]
-    model = fresh(CONFIG, 0)
+    """Two segments of one attempt in different microbatches; against the sum written out, in
+    float64."""
+    rows = [
+        replace(row, sample="same") if number < 2 else row
+        for number, row in enumerate(batch(1).rows)
+    ]
+    model = init_from_scratch(CONFIG, 0)
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(p.to(torch.bfloat16))
@@ -246,22 +271,28 @@ def test_a_step_adds_up_over_the_whole_batch_as_the_objective_says(aggregate: st
     for microbatch_tokens in (0, 64):
         lesson = replace(batch(1), rows=tuple(rows))
         stats = learner().step(
-            lesson, lr=1e-3, objective=Objective(aggregate=aggregate), microbatch_tokens=microbatch_tokens
+            lesson,
+            lr=1e-3,
+            objective=Objective(aggregate=aggregate),
+            microbatch_tokens=microbatch_tokens,
         )
         assert stats.loss == pytest.approx(expected[aggregate], rel=1e-4)
 
 
 def test_the_reference_is_what_was_kept_and_survives_a_checkpoint() -> None:
-    """At the kept weights the KL costs nothing; once the policy has moved it does, and pulls it back."""
+    """At the kept weights the KL costs nothing; once the policy has moved it does, and pulls it
+    back."""
     priced = Objective(kl_coef=0.5)
     free, held = learner(), learner()
-    held.keep()
+    held.snapshot()
     assert held.step(batch(1), lr=1e-2, objective=priced).loss == free.step(batch(1), lr=1e-2).loss
     assert held.step(batch(2), lr=1e-2, objective=priced).loss != free.step(batch(2), lr=1e-2).loss
 
     resumed = learner(seed=9)
     resumed.load_state(through_bytes(held.state()))
-    assert resumed.step(batch(3), lr=1e-2, objective=priced) == held.step(batch(3), lr=1e-2, objective=priced)
+    assert resumed.step(batch(3), lr=1e-2, objective=priced) == held.step(
+        batch(3), lr=1e-2, objective=priced
+    )
 
     def gap(row: Row) -> float:
         """How far the row's log-probs are from the reference's."""
@@ -271,15 +302,21 @@ def test_the_reference_is_what_was_kept_and_survives_a_checkpoint() -> None:
     unrewarded = tuple(replace(row, advantages=(0.0,) * len(row.mask)) for row in batch(4).rows)
     before = sum(map(gap, unrewarded))
     for _ in range(20):
-        held.step(replace(batch(4), rows=unrewarded), lr=2e-3, objective=Objective(correction="none", kl_coef=1.0))
+        held.step(
+            replace(batch(4), rows=unrewarded),
+            lr=2e-3,
+            objective=Objective(correction="none", kl_coef=1.0),
+        )
     assert sum(map(gap, unrewarded)) < before / 2
 
 
 def test_shares_of_what_a_correction_did() -> None:
-    stats = learner().step(batch(1), lr=1e-3, objective=Objective(correction="masked", ratio_cap=1.01))
-    assert 0.5 < stats.capped == stats.silenced <= 1.0
+    stats = learner().step(
+        batch(1), lr=1e-3, objective=Objective(correction="masked", ratio_cap=1.01)
+    )
+    assert 0.5 < stats.truncated_frac == stats.zero_grad_frac <= 1.0
     stats = learner().step(batch(1), lr=1e-3, objective=Objective(ratio_cap=1.0))
-    assert 0.0 < stats.capped < 1.0 and stats.silenced == 0.0
+    assert 0.0 < stats.truncated_frac < 1.0 and stats.zero_grad_frac == 0.0
 
 
 def test_a_resumed_learner_is_the_same_to_the_bit() -> None:
@@ -299,26 +336,43 @@ def test_a_resumed_learner_is_the_same_to_the_bit() -> None:
 
 
 def test_a_checkpoint_holds_what_is_never_trained() -> None:
-    shape = {"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "n_routed_experts": 4}
-    shape |= {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "model_type": "deepseek_v3", "q_lora_rank": None}
+    shape = {
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
+        "n_routed_experts": 4,
+    }
+    shape |= {
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "model_type": "deepseek_v3",
+        "q_lora_rank": None,
+    }
     shape |= {"first_k_dense_replace": 0, "n_group": 1, "topk_group": 1, "n_shared_experts": 0}
     config = ModelConfig.from_json(json.dumps(json.loads(CONFIG.to_json()) | shape))
-    first, second = Learner(fresh(config, 0)), Learner(fresh(config, 1))
+    first, second = Learner(init_from_scratch(config, 0)), Learner(init_from_scratch(config, 1))
     bias = "model.layers.1.mlp.gate.e_score_correction_bias"
-    named(first.model)[bias].normal_()
+    hf_tensors(first.model)[bias].normal_()
     before = first.weights()[bias]
     first.step(batch(1), lr=1e-3)
     second.load_state(through_bytes(first.state()))
     assert equal(second.weights(), first.weights())
-    assert torch.equal(second.weights()[bias], before) and before.any() and before.dtype == torch.float32
+    assert (
+        torch.equal(second.weights()[bias], before)
+        and before.any()
+        and before.dtype == torch.float32
+    )
 
 
 def test_a_new_stage_takes_the_masters_and_nothing_else() -> None:
     first = learner()
     first.fit(texts(0), lr=1e-3)
-    first.keep()
-    masters = {name: tensor.clone() for name, tensor in first.state().items() if name.startswith("master.")}
-    first.restart()
+    first.snapshot()
+    masters = {
+        name: tensor.clone() for name, tensor in first.state().items() if name.startswith("master.")
+    }
+    first.reset()
     state = first.state()
     assert equal({name: tensor for name, tensor in state.items() if name in masters}, masters)
     assert not any(tensor.any() for name, tensor in state.items() if name not in masters)
@@ -329,13 +383,13 @@ def test_kept_weights_survive_steps_and_checkpoints() -> None:
     one = learner()
     one.fit(texts(0), lr=1e-2)
     best = one.weights()
-    one.keep()
+    one.snapshot()
     one.fit(texts(1), lr=1e-2)
     assert not equal(one.weights(), best)
     other = learner(seed=3)
     other.load_state(through_bytes(one.state()))
-    other.recall()
-    one.recall()
+    other.restore_snapshot()
+    one.restore_snapshot()
     assert equal(one.weights(), best)
     assert equal(other.weights(), best)
 
@@ -356,8 +410,12 @@ def test_learning_raises_what_was_rewarded() -> None:
 def test_fit_is_cross_entropy_and_evaluate_changes_nothing() -> None:
     one, lesson = learner(), texts(0)
     tokens_BT = torch.tensor([text.tokens for text in lesson])
-    logits = one.model.logits(one.model(tokens_BT[:, :-1], torch.arange(19).expand(4, -1), Causal()))
-    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens_BT[:, 1:].flatten()).item()
+    logits = one.model.logits(
+        one.model(tokens_BT[:, :-1], torch.arange(19).expand(4, -1), CausalAttention())
+    )
+    expected = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), tokens_BT[:, 1:].flatten()
+    ).item()
     state = {name: tensor.clone() for name, tensor in one.state().items()}
     assert one.evaluate(lesson) == pytest.approx(expected, rel=1e-5)
     assert equal(one.state(), state)
@@ -374,15 +432,20 @@ def test_a_batch_without_sampled_tokens_is_refused() -> None:
 def test_a_gradient_that_is_not_finite_stops_the_run_before_it_reaches_the_masters() -> None:
     one = learner()
     state = {name: tensor.clone() for name, tensor in one.state().items()}
-    rows = tuple(replace(row, advantages=tuple(float("inf") for _ in row.mask)) for row in batch(1).rows)
+    rows = tuple(
+        replace(row, advantages=tuple(float("inf") for _ in row.mask)) for row in batch(1).rows
+    )
     with pytest.raises(EtudeError, match="the gradient of this step is not finite"):
         one.step(Batch(step=1, rows=rows, oldest=0), lr=1e-3)
     assert equal(one.state(), state)
 
 
 def test_a_state_of_another_shape_is_refused() -> None:
-    wider = Learner(fresh(replace(CONFIG, hidden_size=64), 0))
-    with pytest.raises(ValueError, match=r"does not fit the model: master\.model\.embed_tokens\.weight is \(32, 64\)"):
+    wider = Learner(init_from_scratch(replace(CONFIG, hidden_size=64), 0))
+    with pytest.raises(
+        ValueError,
+        match=r"does not fit the model: master\.model\.embed_tokens\.weight is \(32, 64\)",
+    ):
         learner().load_state(wider.state())
     with pytest.raises(ValueError, match="missing"):
         learner().load_state({})

@@ -1,4 +1,5 @@
-"""The parts of an RL step put together, each against numbers worked out by hand or by autograd in float64."""
+"""The parts of an RL step put together, each against numbers worked out by hand or by autograd in
+float64."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def test_the_default_by_hand() -> None:
     scored = Objective(ratio_cap=3.0).score(NEW, OLD, ADV, ROW_N)
     expected = [-2 * 1 * math.log(0.5), -3 * -2 * math.log(0.9), -0.5 * 3 * math.log(0.2)]
     assert scored.loss_N.tolist() == pytest.approx(expected)
-    assert scored.capped_N.tolist() == [False, True, False] and not scored.silenced_N.any()
+    assert scored.truncated_N.tolist() == [False, True, False] and not scored.zero_grad_N.any()
     assert slopes(Objective(ratio_cap=3.0)) == pytest.approx([-2.0, 6.0, -1.5])
 
 
@@ -41,15 +42,19 @@ def test_the_default_is_one_rounding_from_the_formula_and_no_more() -> None:
     generator = torch.Generator().manual_seed(0)
     new, old, adv = (torch.randn(1000, generator=generator) for _ in range(3))
     plain = -(new - old).exp().clamp(max=2.0) * adv * new
-    assert torch.equal(Objective().score(new, old, adv, torch.zeros(1000, dtype=torch.int64)).loss_N, plain)
+    assert torch.equal(
+        Objective().score(new, old, adv, torch.zeros(1000, dtype=torch.int64)).loss_N, plain
+    )
 
 
 def test_masked_tokens_are_silent() -> None:
     scored = Objective(correction="masked", ratio_cap=3.0).score(NEW, OLD, ADV, ROW_N)
-    assert scored.capped_N.tolist() == scored.silenced_N.tolist() == [False, True, False]
+    assert scored.truncated_N.tolist() == scored.zero_grad_N.tolist() == [False, True, False]
 
 
-@pytest.mark.parametrize(("correction", "weights"), [("none", [1, 1, 1]), ("sequence_truncated", [2, 3, 3])])
+@pytest.mark.parametrize(
+    ("correction", "weights"), [("none", [1, 1, 1]), ("sequence_truncated", [2, 3, 3])]
+)
 def test_each_correction_weighs_the_gradient(correction: str, weights: list[int]) -> None:
     expected = [-w * a for w, a in zip(weights, ADV.tolist(), strict=True)]
     assert slopes(Objective(correction=correction, ratio_cap=3.0)) == pytest.approx(expected)
@@ -59,13 +64,16 @@ def test_without_a_correction_the_loss_clips_the_whole_ratio() -> None:
     ppo = Objective(loss=LOSS["ppo_clip"], clip=Clip(0.2, 0.2), correction="none")
     # 2 up: silent. 9 down: not clipped, its advantage is negative. 0.5 up: not clipped.
     assert slopes(ppo) == pytest.approx([0.0, 9 * 2.0, -0.5 * 3])
-    assert ppo.score(NEW, OLD, ADV, ROW_N).silenced_N.tolist() == [True, False, False]
+    assert ppo.score(NEW, OLD, ADV, ROW_N).zero_grad_N.tolist() == [True, False, False]
 
 
 @pytest.mark.parametrize("name", ["ppo_clip", "grpo", "dapo", "dr_grpo", "cispo"])
 def test_behind_a_correction_no_clip_acts(name: str) -> None:
-    """One step a batch: the policy that learns is the proximal one, so only the importance weight is left."""
-    objective = Objective(loss=LOSS[name], clip=LOSS[name].clip, correction="truncated", ratio_cap=3.0)
+    """One step a batch: the policy that learns is the proximal one, so only the importance weight
+    is left."""
+    objective = Objective(
+        loss=LOSS[name], clip=LOSS[name].clip, correction="truncated", ratio_cap=3.0
+    )
     assert slopes(objective) == pytest.approx(slopes(Objective(ratio_cap=3.0)))
 
 
@@ -84,14 +92,20 @@ def test_the_kl_is_a_price_on_each_token() -> None:
 def test_the_policy_gradient_of_k1_is_the_gradient_of_the_kl() -> None:
     """Averaged over all answers, weighted by how likely each is: exact, no sampling, in float64."""
     generator = torch.Generator().manual_seed(1)
-    logits, ref_logits = (torch.randn(5, generator=generator, dtype=torch.float64) for _ in range(2))
+    logits, ref_logits = (
+        torch.randn(5, generator=generator, dtype=torch.float64) for _ in range(2)
+    )
     logits.requires_grad_()
     logp, ref = logits.log_softmax(-1), ref_logits.log_softmax(-1)
     (expected,) = torch.autograd.grad((logp.exp() * (logp - ref)).sum(), logits, retain_graph=True)
 
     every = torch.arange(5)
     no_reward = torch.zeros(5, dtype=torch.float64)
-    loss = Objective(correction="none", kl_coef=1.0).score(logp, logp.detach(), no_reward, every, ref).loss_N
+    loss = (
+        Objective(correction="none", kl_coef=1.0)
+        .score(logp, logp.detach(), no_reward, every, ref)
+        .loss_N
+    )
     (got,) = torch.autograd.grad((logp.detach().exp() * loss).sum(), logits, retain_graph=True)
     torch.testing.assert_close(got, expected)
 
@@ -102,15 +116,22 @@ def test_the_policy_gradient_of_k1_is_the_gradient_of_the_kl() -> None:
 @pytest.mark.parametrize("correction", ["none", *CORRECTION])
 @pytest.mark.parametrize("name", LOSS)
 def test_all_that_the_checks_admit_has_a_finite_loss_and_slope(name: str, correction: str) -> None:
-    """In float32: every engine's log-prob and advantage that passes, whatever the learner and the reference say."""
+    """In float32: every engine's log-prob and advantage that passes, whatever the learner and the
+    reference say."""
     engine = [LEAST_LOGPROB, -20.0, -1e-3, MOST_LOGPROB]
     own = [0.0, -1e-3, -20.0, LEAST_LOGPROB, -89.0, -1e4]
     adv = [LARGEST, 1.0, 0.0, -1.0, -LARGEST]
     old, new, worth, ref = torch.tensor(list(product(engine, own, adv, own))).T
     assert old.dtype == torch.float32
-    for row_N in (torch.arange(len(old)), torch.zeros(len(old), dtype=torch.int64), torch.arange(len(old)) // 7):
+    for row_N in (
+        torch.arange(len(old)),
+        torch.zeros(len(old), dtype=torch.int64),
+        torch.arange(len(old)) // 7,
+    ):
         for kl_coef in (0.0, 0.1):
-            objective = Objective(loss=LOSS[name], clip=LOSS[name].clip, correction=correction, kl_coef=kl_coef)
+            objective = Objective(
+                loss=LOSS[name], clip=LOSS[name].clip, correction=correction, kl_coef=kl_coef
+            )
             leaf = new.clone().requires_grad_()
             loss_N = objective.score(leaf, old, worth, row_N, ref).loss_N
             (slope_N,) = torch.autograd.grad(loss_N, leaf, torch.ones_like(loss_N))
@@ -119,7 +140,14 @@ def test_all_that_the_checks_admit_has_a_finite_loss_and_slope(name: str, correc
 
 def rows(*sizes: tuple[str, int]) -> list[Row]:
     return [
-        Row(sample=name, tokens=(0,) * (n + 1), mask=(False, *[True] * n), logprobs=(), advantages=(), versions=())
+        Row(
+            sample=name,
+            tokens=(0,) * (n + 1),
+            mask=(False, *[True] * n),
+            logprobs=(),
+            advantages=(),
+            versions=(),
+        )
         for name, n in sizes
     ]
 
@@ -134,4 +162,7 @@ def rows(*sizes: tuple[str, int]) -> list[Row]:
     ],
 )
 def test_how_tokens_add_up(name: str, weights: list[float], divisor: float) -> None:
-    assert AGGREGATE[name](rows(("a", 2), ("b", 2), ("a", 4)), 100) == (pytest.approx(weights), divisor)
+    assert AGGREGATE[name](rows(("a", 2), ("b", 2), ("a", 4)), 100) == (
+        pytest.approx(weights),
+        divisor,
+    )

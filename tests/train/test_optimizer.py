@@ -5,18 +5,25 @@ import json
 import pytest
 import torch
 
-from etude.model.files import named
-from etude.model.transformer import ModelConfig, fresh
+from etude.model.files import hf_tensors
+from etude.model.transformer import ModelConfig, init_from_scratch
+from etude.train.distributed import SINGLE_PROCESS
 from etude.train.optimizer import AdamW, Muon, is_hidden, orthogonal
-from etude.train.ranks import ALONE
 from tests.small_model import config
 
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "model_type": "qwen3_moe"}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "model_type": "qwen3_moe",
+}
 SPARSE = ModelConfig.from_json(json.dumps(json.loads(config().to_json()) | EXPERTS))
 
 
 @pytest.mark.parametrize("shape", [(16, 16), (12, 40), (40, 12)])
-def test_a_matrix_becomes_nearly_orthogonal_and_keeps_its_directions(shape: tuple[int, int]) -> None:
+def test_a_matrix_becomes_nearly_orthogonal_and_keeps_its_directions(
+    shape: tuple[int, int],
+) -> None:
     matrix = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 7
     u, _, v = torch.linalg.svd(matrix, full_matrices=False)
     made = u.T @ orthogonal(matrix) @ v.T
@@ -25,16 +32,18 @@ def test_a_matrix_becomes_nearly_orthogonal_and_keeps_its_directions(shape: tupl
 
 
 def test_muon_moves_each_matrix_by_its_own_orthogonal_momentum() -> None:
-    """The first step, with the momentum and Nesterov's look ahead written out, for every matrix as files name it."""
-    model = fresh(SPARSE, 0)
+    """The first step, with the momentum and Nesterov's look ahead written out, for every matrix as
+    files name it."""
+    model = init_from_scratch(SPARSE, 0)
     masters = {name: p.detach().clone() for name, p in model.named_parameters()}
     before = {name: m.clone() for name, m in masters.items()}
     generator = torch.Generator().manual_seed(1)
     gradients = {name: torch.randn(m.shape, generator=generator) for name, m in masters.items()}
-    Muon(masters, model, ALONE).step(gradients, lr=0.1, weight_decay=0.5)
+    Muon(masters, model, SINGLE_PROCESS).step(gradients, lr=0.1, weight_decay=0.5)
     hidden = {name for name, m in masters.items() if is_hidden(name, m)}
     after, old, slopes = (
-        named(model, {n: t for n, t in tensors.items() if n in hidden}) for tensors in (masters, before, gradients)
+        hf_tensors(model, {n: t for n, t in tensors.items() if n in hidden})
+        for tensors in (masters, before, gradients)
     )
     assert {name.rpartition(".layers.0.")[2] for name in after if ".layers.0." in name} >= {
         "self_attn.q_proj.weight",
@@ -44,28 +53,34 @@ def test_muon_moves_each_matrix_by_its_own_orthogonal_momentum() -> None:
     }
     for name, slope in slopes.items():
         ahead = 0.05 * slope + 0.95 * (0.05 * slope)
-        expected = old[name] * (1 - 0.1 * 0.5) - 0.1 * 0.2 * max(slope.shape) ** 0.5 * orthogonal(ahead)
+        expected = old[name] * (1 - 0.1 * 0.5) - 0.1 * 0.2 * max(slope.shape) ** 0.5 * orthogonal(
+            ahead
+        )
         torch.testing.assert_close(after[name], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_what_is_no_hidden_matrix_moves_as_with_adamw() -> None:
-    model = fresh(SPARSE, 0)
+    model = init_from_scratch(SPARSE, 0)
     masters = {name: p.detach().clone() for name, p in model.named_parameters()}
     other = {name: m.clone() for name, m in masters.items()}
     gradients = {name: torch.ones_like(m) for name, m in masters.items()}
-    Muon(masters, model, ALONE).step(dict(gradients), lr=0.1, weight_decay=0.5)
-    AdamW(other, model, ALONE).step(dict(gradients), lr=0.1, weight_decay=0.5)
+    Muon(masters, model, SINGLE_PROCESS).step(dict(gradients), lr=0.1, weight_decay=0.5)
+    AdamW(other, model, SINGLE_PROCESS).step(dict(gradients), lr=0.1, weight_decay=0.5)
     same = {name for name in masters if torch.equal(masters[name], other[name])}
     assert same == {name for name, m in masters.items() if not is_hidden(name, m)}
-    assert {"model.embed_tokens.weight", "model.norm.weight", "model.layers.0.mlp.gate.weight"} <= same
+    assert {
+        "model.embed_tokens.weight",
+        "model.norm.weight",
+        "model.layers.0.mlp.gate.weight",
+    } <= same
 
 
 def test_a_restarted_optimizer_remembers_nothing() -> None:
-    model = fresh(config(), 0)
+    model = init_from_scratch(config(), 0)
     masters = {name: p.detach().clone() for name, p in model.named_parameters()}
-    muon = Muon(masters, model, ALONE)
+    muon = Muon(masters, model, SINGLE_PROCESS)
     assert not any(tensor.any() for tensor in muon.state().values())
     muon.step({name: torch.ones_like(m) for name, m in masters.items()}, lr=0.1, weight_decay=0.0)
     assert all(tensor.any() for tensor in muon.state().values())
-    muon.restart()
+    muon.reset()
     assert not any(tensor.any() for tensor in muon.state().values())

@@ -1,4 +1,5 @@
-"""How long a step lasts when ranks share it: against every way to cut it, and examples that a person can check."""
+"""How long a step lasts when ranks share it: against every way to cut it, and examples that a
+person can check."""
 
 from __future__ import annotations
 
@@ -11,22 +12,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etude.train.rows import Cost, plan
+from etude.train.packing import SequenceCost, plan_microbatches
 
-BY_TOKEN = Cost(per_token=1.0, per_pair=0.0)
-COST = Cost(per_token=10.0, per_pair=1.0)
-
-
-def lasts(lengths: list[int], limit: int, ranks: int, cost: Cost) -> float:
-    rounds = zip(*plan(lengths, limit, ranks, cost), strict=True)
-    return sum(max(sum(cost(lengths[index]) for index in some) for some in together) for together in rounds)
+BY_TOKEN = SequenceCost(per_token=1.0, per_pair=0.0)
+COST = SequenceCost(per_token=10.0, per_pair=1.0)
 
 
-def best(lengths: list[int], ranks: int, cost: Cost) -> float:
+def lasts(lengths: list[int], limit: int, ranks: int, cost: SequenceCost) -> float:
+    rounds = zip(*plan_microbatches(lengths, limit, ranks, cost), strict=True)
+    return sum(
+        max(sum(cost(lengths[index]) for index in some) for some in together) for together in rounds
+    )
+
+
+def best(lengths: list[int], ranks: int, cost: SequenceCost) -> float:
     """Of all ways to share the items out, one microbatch for each rank."""
     ways = product(range(ranks), repeat=len(lengths))
     return min(
-        max(sum(cost(length) for length, r in zip(lengths, way, strict=True) if r == rank) for rank in range(ranks))
+        max(
+            sum(cost(length) for length, r in zip(lengths, way, strict=True) if r == rank)
+            for rank in range(ranks)
+        )
         for way in ways
     )
 
@@ -34,9 +40,12 @@ def best(lengths: list[int], ranks: int, cost: Cost) -> float:
 @settings(max_examples=80, deadline=None)
 @given(st.lists(st.integers(2, 40), min_size=1, max_size=6), st.integers(2, 4))
 def test_a_step_lasts_hardly_longer_than_it_must(lengths: list[int], ranks: int) -> None:
-    """Graham, 1969: the costliest first, each to whoever has least, is at most a third from the best."""
+    """Graham, 1969: the costliest first, each to whoever has least, is at most a third from the
+    best."""
     bound = 4 / 3 - 1 / (3 * ranks)
-    assert lasts(lengths, sum(lengths), ranks, COST) <= bound * best(lengths, ranks, COST) * (1 + 1e-9)
+    assert lasts(lengths, sum(lengths), ranks, COST) <= bound * best(lengths, ranks, COST) * (
+        1 + 1e-9
+    )
 
 
 def test_by_hand() -> None:
@@ -48,23 +57,25 @@ def test_by_hand() -> None:
 
 
 def test_what_a_row_costs() -> None:
-    assert Cost(per_token=3.0, per_pair=0.5)(4) == 4 * 3.0 + 0.5 * 4 * 4 / 2
+    assert SequenceCost(per_token=3.0, per_pair=0.5)(4) == 4 * 3.0 + 0.5 * 4 * 4 / 2
 
 
 def test_a_rank_that_finds_nobody_says_so(tmp_path: Path) -> None:
     alone = (
-        "from pathlib import Path; from etude.train.ranks import Ranks\n"
-        f"Ranks.on_this_machine(0, 2, Path({str(tmp_path / 'meeting')!r}), timeout_s=1.0)"
+        "from pathlib import Path; from etude.train.distributed import ProcessGroup\n"
+        f"ProcessGroup.on_one_machine(0, 2, Path({str(tmp_path / 'meeting')!r}), timeout_s=1.0)"
     )
-    done = subprocess.run([sys.executable, "-c", alone], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", alone], capture_output=True, text=True, check=False
+    )
     assert "EtudeError: rank 0 of 2 did not find all others within 1 s" in done.stderr
 
 
 @pytest.mark.parametrize("size", ["", "1"])
 def test_without_torchrun_a_process_is_alone(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from etude.train.ranks import Ranks
+    from etude.train.distributed import ProcessGroup
 
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     if size:
         monkeypatch.setenv("WORLD_SIZE", size)
-    assert (Ranks.of_torchrun(1.0).rank, Ranks.of_torchrun(1.0).size) == (0, 1)
+    assert (ProcessGroup.from_torchrun(1.0).rank, ProcessGroup.from_torchrun(1.0).size) == (0, 1)

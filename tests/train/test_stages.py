@@ -9,13 +9,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from etude.model.transformer import ModelConfig, fresh
+from etude.model.transformer import ModelConfig, init_from_scratch
 from etude.train import stages
 from etude.train.learner import Learner
 from etude.train.loss import token_logprobs
-from etude.train.rows import Text, pack
-from etude.train.schedule import rate
-from etude.train.stages import Demonstration, OnStep, Progress, dpo, midtrain, sft, since_best
+from etude.train.packing import TokenSequence, pack_batch
+from etude.train.schedule import learning_rate
+from etude.train.stages import (
+    Demonstration,
+    OnStep,
+    Progress,
+    dpo,
+    evaluations_since_best,
+    midtrain,
+    sft,
+)
 from etude.train.stream import Documents
 
 CONFIG = ModelConfig(
@@ -31,7 +39,7 @@ EOS = 0
 
 
 def learner() -> Learner:
-    return Learner(fresh(CONFIG, 0))
+    return Learner(init_from_scratch(CONFIG, 0))
 
 
 def documents(count: int = 12) -> list[list[int]]:
@@ -43,7 +51,10 @@ def sessions(count: int, seed: int) -> list[Demonstration]:
     """The assistant says what the user said."""
     rng = random.Random(seed)
     words = [[rng.randrange(1, 16) for _ in range(rng.randint(1, 3))] for _ in range(count)]
-    return [([*word, EOS, *word, EOS], [False] * (len(word) + 1) + [True] * (len(word) + 1)) for word in words]
+    return [
+        ([*word, EOS, *word, EOS], [False] * (len(word) + 1) + [True] * (len(word) + 1))
+        for word in words
+    ]
 
 
 def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
@@ -58,7 +69,8 @@ class KillAt:
     """Keeps what a checkpoint would, and dies after step n."""
 
     def __init__(self, learner: Learner, step: int) -> None:
-        self.learner, self.step = learner, step
+        self.learner = learner
+        self.step = step
 
     def __call__(self, progress: Progress) -> None:
         self.progress = progress
@@ -67,18 +79,20 @@ class KillAt:
             raise Killed
 
 
-def run_midtrain(one: Learner, start_step: int = 0, on_step: KillAt | None = None, seed: int = 0) -> list[Progress]:
+def run_midtrain(
+    one: Learner, start_step: int = 0, on_step: KillAt | None = None, seed: int = 0
+) -> list[Progress]:
     seen: list[Progress] = []
     midtrain(
         one,
         [(Documents.of(documents(), EOS), 2.0), (Documents.of([[3, 4] * 9], EOS), 1.0)],
         eos=EOS,
-        held_out=Documents.of(documents(4), EOS),
-        held_out_every=3,
+        heldout=Documents.of(documents(4), EOS),
+        heldout_every=3,
         steps=8,
         batch_tokens=100,
         lr=1e-2,
-        warmup=2,
+        warmup_steps=2,
         weight_decay=0.1,
         seed=seed,
         start_step=start_step,
@@ -91,8 +105,9 @@ def test_midtrain_learns_and_says_so() -> None:
     seen = run_midtrain(learner())
     assert [progress.step for progress in seen] == list(range(1, 9))
     assert seen[-1].fit.loss < seen[0].fit.loss
-    assert 3 * 24 < seen[0].fit.num_tokens < 3 * 31  # 3 whole rows of 32; the first token of a document does not count
-    exams = {progress.step: progress.figures["held_out"] for progress in seen if progress.figures}
+    # 3 whole rows of 32; the first token of a document does not count
+    assert 3 * 24 < seen[0].fit.num_tokens < 3 * 31
+    exams = {progress.step: progress.metrics["heldout"] for progress in seen if progress.metrics}
     assert exams.keys() == {3, 6, 8} and exams[8] < exams[3]
 
 
@@ -110,14 +125,17 @@ def test_midtrain_goes_on_to_the_bit(kill: int) -> None:
 
 def test_documents_that_share_a_row_do_not_see_each_other() -> None:
     """What a row says of a document is what the document says alone, wherever it stands."""
-    model = fresh(CONFIG, 0)
+    model = init_from_scratch(CONFIG, 0)
     docs = [[3, 7, 7, 2, EOS], [5, 1, EOS], [9, 9, 4, EOS]]
     row = np.array([[token for doc in docs for token in doc]])
-    separate, joined = (pack(stages.documents(row, eos)) for eos in (EOS, None))
-    together, _ = token_logprobs(model, separate)
-    alone = [token_logprobs(model, pack(stages.documents(np.array([doc]), None)))[0] for doc in docs]
+    document_mask, joined = (pack_batch(stages.documents(row, eos)) for eos in (EOS, None))
+    together, _ = token_logprobs(model, document_mask)
+    alone = [
+        token_logprobs(model, pack_batch(stages.documents(np.array([doc]), None)))[0]
+        for doc in docs
+    ]
     torch.testing.assert_close(together, torch.cat(alone), rtol=1e-5, atol=1e-5)
-    assert joined.num_tokens == 11 and separate.num_tokens == 9
+    assert joined.num_tokens == 11 and document_mask.num_tokens == 9
     mixed, _ = token_logprobs(model, joined)
     assert not torch.allclose(mixed[5:7], alone[1], atol=1e-3)
 
@@ -129,13 +147,26 @@ def preferences(count: int) -> list[tuple[Demonstration, Demonstration]]:
     for good, _ in sessions(count, 5):
         size = len(good) // 2
         bad = [*good[:size], *[rng.randrange(1, 16) for _ in range(rng.randint(1, 4))], EOS]
-        pairs.append(((good, [False] * size + [True] * size), (bad, [False] * size + [True] * (len(bad) - size))))
+        pairs.append(
+            (
+                (good, [False] * size + [True] * size),
+                (bad, [False] * size + [True] * (len(bad) - size)),
+            )
+        )
     return pairs
 
 
 def run_dpo(one: Learner, start_step: int = 0, on_step: OnStep = lambda progress: None) -> None:
     dpo(
-        one, preferences(12), epochs=3, batch_pairs=4, beta=0.5, lr=1e-2, seed=0, start_step=start_step, on_step=on_step
+        one,
+        preferences(12),
+        epochs=3,
+        batch_pairs=4,
+        beta=0.5,
+        lr=1e-2,
+        seed=0,
+        start_step=start_step,
+        on_step=on_step,
     )
 
 
@@ -144,14 +175,26 @@ def test_dpo_learns_what_is_preferred() -> None:
     run_dpo(learner(), on_step=seen.append)
     assert [progress.step for progress in seen] == list(range(1, 10)) and seen[0].total == 9
     # Before the first step the weights are the reference: nothing is preferred.
-    assert seen[0].fit.loss == pytest.approx(math.log(2), rel=1e-5) and seen[0].figures["margin"] == 0.0
-    assert seen[-1].fit.loss < 0.5 and seen[-1].figures["accuracy"] == 1.0 and seen[-1].figures["margin"] > 0.5
+    assert (
+        seen[0].fit.loss == pytest.approx(math.log(2), rel=1e-5)
+        and seen[0].metrics["margin"] == 0.0
+    )
+    assert (
+        seen[-1].fit.loss < 0.5
+        and seen[-1].metrics["accuracy"] == 1.0
+        and seen[-1].metrics["margin"] > 0.5
+    )
 
 
 def test_two_sessions_together_may_be_longer_than_the_context() -> None:
     long, short = ([1] * 30, [False] + [True] * 29), ([2] * 4, [False] + [True] * 3)
     seen: list[Progress] = []
-    pairs = [(long, short), (short, long), (long, ([3] * 30, long[1])), (short, ([2, 5], [False, True]))]
+    pairs = [
+        (long, short),
+        (short, long),
+        (long, ([3] * 30, long[1])),
+        (short, ([2, 5], [False, True])),
+    ]
     dpo(learner(), pairs, epochs=1, batch_pairs=4, beta=0.5, lr=1e-2, seed=0, on_step=seen.append)
     assert seen[0].fit.loss == pytest.approx(math.log(2), rel=1e-5)
 
@@ -176,7 +219,12 @@ def test_another_seed_is_another_run() -> None:
 
 
 def run_sft(
-    one: Learner, *, start_step: int = 0, losses: Sequence[float] = (), on_step: OnStep, lr: float = 3e-2
+    one: Learner,
+    *,
+    start_step: int = 0,
+    losses: Sequence[float] = (),
+    on_step: OnStep,
+    lr: float = 3e-2,
 ) -> tuple[float, ...]:
     return sft(
         one,
@@ -188,13 +236,16 @@ def run_sft(
         lr=lr,
         seed=0,
         start_step=start_step,
-        held_out_losses=losses,
+        heldout_losses=losses,
         on_step=on_step,
     )
 
 
 def test_since_best() -> None:
-    assert [since_best(losses) for losses in ([], [3.0], [3.0, 2.0], [3.0, 2.0, 2.0], [1.0, 2.0, 3.0])] == [
+    assert [
+        evaluations_since_best(losses)
+        for losses in ([], [3.0], [3.0, 2.0], [3.0, 2.0, 2.0], [1.0, 2.0, 3.0])
+    ] == [
         0,
         0,
         0,
@@ -204,7 +255,8 @@ def test_since_best() -> None:
 
 
 def test_sft_stops_by_its_rule_with_the_best_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Held-out losses from a script: the second epoch is the best, and two more without progress end it."""
+    """Held-out losses from a script: the second epoch is the best, and two more without progress
+    end it."""
     one = learner()
     script = iter([2.0, 1.0, 1.5, 1.0, 0.1])
     best: list[dict[str, Tensor]] = []
@@ -227,7 +279,7 @@ def test_sft_stops_by_its_rule_with_the_best_weights(monkeypatch: pytest.MonkeyP
         on_step=seen.append,
     )
     assert losses == (2.0, 1.0, 1.5, 1.0)
-    assert seen[-1].step == 4 * seen[-1].total // 9 and seen[-1].held_out == losses
+    assert seen[-1].step == 4 * seen[-1].total // 9 and seen[-1].heldout_losses == losses
     assert equal(one.weights(), best[1])
     assert not equal(one.weights(), best[3])
 
@@ -236,17 +288,29 @@ def test_sft_with_a_rate_that_hurts_ends_with_its_best_weights() -> None:
     one = learner()
     losses = run_sft(one, lr=0.5, on_step=lambda progress: None)
     assert min(losses) < max(losses)
-    exam = [Text(*session) for session in sessions(20, 1)]
+    exam = [TokenSequence(*session) for session in sessions(20, 1)]
     assert one.evaluate(exam) == pytest.approx(min(losses), rel=1e-6)
 
 
 def test_sft_stops_early_when_what_it_imitates_is_not_what_it_is_examined_on() -> None:
-    """Every demonstration says one thing and every held-back session another, so each epoch makes the exam worse."""
+    """Every demonstration says one thing and every held-back session another, so each epoch makes
+    the exam worse."""
     one = learner()
     seen: list[Progress] = []
-    imitated, examined = [([5, 3] * 6, [False, True] * 6)] * 20, [([5] * 12, [False] + [True] * 11)] * 4
+    imitated, examined = (
+        [([5, 3] * 6, [False, True] * 6)] * 20,
+        [([5] * 12, [False] + [True] * 11)] * 4,
+    )
     losses = sft(
-        one, imitated, examined, max_epochs=6, patience=1, batch_tokens=100, lr=1e-2, seed=0, on_step=seen.append
+        one,
+        imitated,
+        examined,
+        max_epochs=6,
+        patience=1,
+        batch_tokens=100,
+        lr=1e-2,
+        seed=0,
+        on_step=seen.append,
     )
     assert list(losses) == sorted(losses) and len(losses) == 2
     assert seen[-1].step < seen[-1].total
@@ -256,7 +320,9 @@ def test_sft_uses_every_demonstration_once_an_epoch(monkeypatch: pytest.MonkeyPa
     one = learner()
     counts: list[int] = []
     fit = one.fit
-    monkeypatch.setattr(one, "fit", lambda texts, **kw: (counts.append(len(texts)), fit(texts, **kw))[1])
+    monkeypatch.setattr(
+        one, "fit", lambda texts, **kw: (counts.append(len(texts)), fit(texts, **kw))[1]
+    )
     seen: list[Progress] = []
     losses = run_sft(one, on_step=seen.append)
     assert sum(counts) == 40 * len(losses)
@@ -292,13 +358,27 @@ def test_sft_goes_on_to_the_bit_wherever_it_was_killed() -> None:
         with pytest.raises(Killed):
             run_sft(first, on_step=killer)
         second.load_state(killer.state)
-        assert run_sft(second, start_step=kill, losses=killer.progress.held_out, on_step=seen.append) == losses
+        assert (
+            run_sft(
+                second, start_step=kill, losses=killer.progress.heldout_losses, on_step=seen.append
+            )
+            == losses
+        )
         assert equal(second.weights(), straight.weights())
 
 
 def test_what_cannot_be_trained_on_is_refused() -> None:
     with pytest.raises(ValueError, match="no held-out demonstrations"):
-        sft(learner(), sessions(4, 0), [], max_epochs=1, patience=1, batch_tokens=10, lr=1e-3, seed=0)
+        sft(
+            learner(),
+            sessions(4, 0),
+            [],
+            max_epochs=1,
+            patience=1,
+            batch_tokens=10,
+            lr=1e-3,
+            seed=0,
+        )
     with pytest.raises(ValueError, match="longest of the demonstrations has 33 tokens"):
         sft(
             learner(),
@@ -314,7 +394,7 @@ def test_what_cannot_be_trained_on_is_refused() -> None:
 
 def test_the_rate_by_hand() -> None:
     def rates(decay: str) -> list[float]:
-        return [rate(step, lr=1.0, warmup=1, total=5, decay=decay) for step in range(6)]
+        return [learning_rate(step, lr=1.0, warmup=1, total=5, decay=decay) for step in range(6)]
 
     assert rates("constant") == [0.5, 1, 1, 1, 1, 1]
     assert rates("linear") == [0.5, 1, 0.75, 0.5, 0.25, 0]

@@ -1,4 +1,5 @@
-"""The losses of the supervised stages against numbers worked out in float64, gradients by autograd included."""
+"""The losses of the supervised stages against numbers worked out in float64, gradients by autograd
+included."""
 
 from __future__ import annotations
 
@@ -7,12 +8,12 @@ import math
 import pytest
 import torch
 
-from etude.model.transformer import fresh
+from etude.model.transformer import init_from_scratch
 from etude.train.loss import token_logprobs
-from etude.train.rows import Text, pack
+from etude.train.packing import TokenSequence, pack_batch
 from etude.train.supervised import (
-    Pair,
-    Pairs,
+    PackedPairs,
+    PreferencePair,
     answer_logprobs,
     cross_entropy,
     pack_pairs,
@@ -26,16 +27,23 @@ REJECTED = [([5, 6, 1, 2, 3], [0, 0, 1, 1, 1]), ([5, 6, 4], [0, 0, 1])]
 REFERENCE = [(-9.0, -8.5), (-6.0, -4.0)]
 
 
-def pairs() -> Pairs:
-    texts = [(Text(*chosen), Text(*rejected)) for chosen, rejected in zip(CHOSEN, REJECTED, strict=True)]
-    return pack_pairs([Pair(*both, reference) for both, reference in zip(texts, REFERENCE, strict=True)])
+def pairs() -> PackedPairs:
+    texts = [
+        (TokenSequence(*chosen), TokenSequence(*rejected))
+        for chosen, rejected in zip(CHOSEN, REJECTED, strict=True)
+    ]
+    return pack_pairs(
+        [PreferencePair(*both, reference) for both, reference in zip(texts, REFERENCE, strict=True)]
+    )
 
 
 def test_the_sigmoid_loss_by_hand() -> None:
     gain = torch.tensor([[2.0, -1.0], [-1.0, 1.0]], dtype=torch.float64, requires_grad=True)
     loss, figures = sigmoid_loss(gain, beta=0.5)
     margins = [0.5 * 3.0, 0.5 * -2.0]
-    assert loss.item() == pytest.approx(sum(math.log1p(math.exp(-margin)) for margin in margins), rel=1e-12)
+    assert loss.item() == pytest.approx(
+        sum(math.log1p(math.exp(-margin)) for margin in margins), rel=1e-12
+    )
     assert figures == {"accuracy": 1.0, "margin": pytest.approx(sum(margins))}
     loss.backward()
     slopes = [-0.5 / (1 + math.exp(margin)) for margin in margins]
@@ -46,15 +54,17 @@ def test_the_sigmoid_loss_by_hand() -> None:
 @pytest.mark.parametrize("mean", [False, True])
 def test_preference_is_the_formula_over_whole_answers(mean: bool) -> None:
     """Every answer alone, by a loop in float64."""
-    model = fresh(config(), 1).double()
+    model = init_from_scratch(config(), 1).double()
     loss, _ = preference(beta=0.3, length_normalised=mean)(model, pairs(), None)
 
     def worth(tokens: list[int], mask: list[int]) -> torch.Tensor:
-        logp_N, _ = token_logprobs(model, pack([Text(tokens, mask)]))
+        logp_N, _ = token_logprobs(model, pack_batch([TokenSequence(tokens, mask)]))
         return logp_N.mean() if mean else logp_N.sum()
 
     expected = torch.zeros((), dtype=torch.float64)
-    for chosen, rejected, (told_chosen, told_rejected) in zip(CHOSEN, REJECTED, REFERENCE, strict=True):
+    for chosen, rejected, (told_chosen, told_rejected) in zip(
+        CHOSEN, REJECTED, REFERENCE, strict=True
+    ):
         margin = (worth(*chosen) - told_chosen) - (worth(*rejected) - told_rejected)
         expected = expected + torch.log1p(torch.exp(-0.3 * margin))
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)  # logits are float32
@@ -65,7 +75,7 @@ def test_preference_is_the_formula_over_whole_answers(mean: bool) -> None:
 
 
 def test_what_counts() -> None:
-    model, rows = fresh(config(), 1), pairs()
+    model, rows = init_from_scratch(config(), 1), pairs()
     assert rows.num_tokens == 9 and rows.lengths == (4, 4, 3, 2)
     assert answer_logprobs(model, rows, mean=False).shape == (2, 2)
     logp_N, _ = token_logprobs(model, rows)

@@ -1,4 +1,5 @@
-"""What a step or a stage is told reaches the place it is meant for: rates, decay, temperatures, weights of a mean."""
+"""What a step or a stage is told reaches the place it is meant for: rates, decay, temperatures,
+weights of a mean."""
 
 from __future__ import annotations
 
@@ -10,27 +11,28 @@ import pytest
 import torch
 
 from etude.model.experts import Routing
-from etude.model.transformer import fresh
-from etude.train.learner import MICROBATCH_TOKENS, FitStats, Learner
+from etude.model.transformer import init_from_scratch
+from etude.train.learner import MICROBATCH_TOKENS, Learner
 from etude.train.loss import token_logprobs
 from etude.train.objective import Objective
+from etude.train.packing import PackItem, RolloutSequence, TokenSequence, pack_batch, pack_rows
 from etude.train.routers import balance_loss
-from etude.train.rows import Item, Sampled, Text, pack, pack_rows
-from etude.train.schedule import rate
+from etude.train.schedule import learning_rate
 from etude.train.stages import dpo, midtrain, sft
+from etude.train.stats import FitStats
 from etude.train.stream import Documents
-from etude.train.supervised import Pair, pack_pairs, preference
+from etude.train.supervised import PreferencePair, pack_pairs, preference
 from tests.train import test_routers
 from tests.train.test_learner import batch, equal, learner, packed, texts, through_bytes
 from tests.train.test_stages import EOS, documents, preferences, sessions
 from tests.train.test_stages import learner as small_learner
 
-UNEQUAL = [texts(0)[0], Text(texts(1)[0].tokens[:4], [True] * 4)]
+UNEQUAL = [texts(0)[0], TokenSequence(texts(1)[0].tokens[:4], [True] * 4)]
 
 
 def test_a_step_takes_probabilities_at_the_temperature_of_sampling() -> None:
     one, rows = learner(), batch(1).rows
-    found = [token_logprobs(one.model, packed(row), 0.5, with_others=True) for row in rows]
+    found = [token_logprobs(one.model, packed(row), 0.5, with_stats=True) for row in rows]
     stats = one.step(batch(1), lr=1e-3, temperature=0.5, microbatch_tokens=64)
     for told, (logp_N, _) in zip(stats.recomputed, found, strict=True):
         assert told.logprobs == pytest.approx(logp_N.tolist(), abs=1e-5)
@@ -41,11 +43,24 @@ def test_a_step_takes_probabilities_at_the_temperature_of_sampling() -> None:
 def test_what_a_step_tells_of_its_batch() -> None:
     lesson = batch(1)
     stats = learner().step(lesson, lr=1e-3, microbatch_tokens=64)
-    assert (stats.lr, stats.num_rows, stats.num_tokens) == (1e-3, 6, sum(sum(row.mask) for row in lesson.rows))
-    assert stats.num_computed == sum(len(row.tokens) - 1 for row in lesson.rows), "all but the last, which counts"
-    old = [p for row in lesson.rows for p, sampled in zip(row.logprobs, row.mask, strict=True) if sampled]
+    assert (stats.lr, stats.num_rows, stats.num_tokens) == (
+        1e-3,
+        6,
+        sum(sum(row.mask) for row in lesson.rows),
+    )
+    assert stats.num_forward_tokens == sum(len(row.tokens) - 1 for row in lesson.rows), (
+        "all but the last, which counts"
+    )
+    old = [
+        p
+        for row in lesson.rows
+        for p, sampled in zip(row.logprobs, row.mask, strict=True)
+        if sampled
+    ]
     new = [p for row in stats.recomputed for p in row.logprobs]
-    assert stats.drift.k1 == pytest.approx(sum(o - n for o, n in zip(old, new, strict=True)) / len(old), rel=1e-4)
+    assert stats.mismatch.k1 == pytest.approx(
+        sum(o - n for o, n in zip(old, new, strict=True)) / len(old), rel=1e-4
+    )
 
 
 def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,14 +68,19 @@ def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MICROBATCH_TOKENS, "cpu", 0)
 
 
-def test_a_supervised_step_is_the_mean_over_all_tokens_however_they_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_supervised_step_is_the_mean_over_all_tokens_however_they_are_cut(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     one, other = learner(), learner()
     counts = [text.num_tokens for text in UNEQUAL]
     apart = [other.evaluate([text]) for text in UNEQUAL]
     mean = sum(c * loss for c, loss in zip(counts, apart, strict=True)) / sum(counts)
     assert other.evaluate(UNEQUAL) == pytest.approx(mean, rel=1e-6)
     fit = one.fit(UNEQUAL, lr=1e-3)
-    assert fit.loss == pytest.approx(mean, rel=1e-5) and (fit.num_tokens, fit.lr) == (sum(counts), 1e-3)
+    assert fit.loss == pytest.approx(mean, rel=1e-5) and (fit.num_tokens, fit.lr) == (
+        sum(counts),
+        1e-3,
+    )
     one_by_one(monkeypatch)
     assert other.evaluate(UNEQUAL) == pytest.approx(mean, rel=1e-6)
     again = other.fit(UNEQUAL, lr=1e-3)
@@ -68,18 +88,25 @@ def test_a_supervised_step_is_the_mean_over_all_tokens_however_they_are_cut(monk
     assert again.grad_norm == pytest.approx(fit.grad_norm, rel=1e-4)
 
 
-def test_the_loss_that_balances_counts_by_tokens_in_a_supervised_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    def balancing(text: Text) -> float:
+def test_the_loss_that_balances_counts_by_tokens_in_a_supervised_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def balancing(text: TokenSequence) -> float:
         routing = Routing(None, keep_scores=True)
-        plain = fresh(test_routers.SPARSE, 0)
+        plain = init_from_scratch(test_routers.SPARSE, 0)
         with torch.no_grad():
             for p in plain.parameters():
                 p.copy_(p.bfloat16())
-            token_logprobs(plain, pack([text]), routing=routing)
-        return float(0.1 * balance_loss(routing.scores, routing.used()))
+            token_logprobs(plain, pack_batch([text]), routing=routing)
+        return float(0.1 * balance_loss(routing.scores, routing.chosen()))
 
     one_by_one(monkeypatch)
-    losses = [Learner(fresh(test_routers.SPARSE, 0)).fit(UNEQUAL, lr=1e-3, balance=b).loss for b in (False, True)]
+    losses = [
+        Learner(init_from_scratch(test_routers.SPARSE, 0))
+        .fit(UNEQUAL, lr=1e-3, router_balance=b)
+        .loss
+        for b in (False, True)
+    ]
     counts, alone = [text.num_tokens for text in UNEQUAL], [balancing(text) for text in UNEQUAL]
     expected = sum(c * loss for c, loss in zip(counts, alone, strict=True)) / sum(counts)
     assert expected != pytest.approx(sum(alone) / len(alone), rel=1e-2)
@@ -99,12 +126,16 @@ def test_decay_pulls_matrices_and_leaves_gains(kind: str) -> None:
             one.step(batch(1), lr=0.1, weight_decay=decay)
         ends.append(one.state())
     for name in (name for name in before if name.startswith("master.")):
-        pulled = 0.1 * 0.5 * before[name] if before[name].ndim == 2 else torch.zeros_like(before[name])
+        pulled = (
+            0.1 * 0.5 * before[name] if before[name].ndim == 2 else torch.zeros_like(before[name])
+        )
         torch.testing.assert_close(ends[0][name] - ends[1][name], pulled, rtol=1e-3, atol=1e-6)
 
 
 def test_a_learner_with_muon_goes_on_to_the_bit_and_its_momentum_adds_up() -> None:
-    first, second = (Learner(fresh(test_routers.SPARSE, seed), optimizer="muon") for seed in (0, 1))
+    first, second = (
+        Learner(init_from_scratch(test_routers.SPARSE, seed), optimizer="muon") for seed in (0, 1)
+    )
     states = []
     for seed in (0, 1):
         first.fit(texts(seed), lr=1e-3)
@@ -117,28 +148,30 @@ def test_a_learner_with_muon_goes_on_to_the_bit_and_its_momentum_adds_up() -> No
 
 
 def test_float32_weights_are_not_rounded() -> None:
-    model = fresh(test_routers.SPARSE, 0)
+    model = init_from_scratch(test_routers.SPARSE, 0)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     Learner(model, dtype=torch.float32)
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
     Learner(model)
-    assert all(torch.equal(p, before[name].bfloat16().float()) for name, p in model.named_parameters())
+    assert all(
+        torch.equal(p, before[name].bfloat16().float()) for name, p in model.named_parameters()
+    )
 
 
 def test_rows_that_were_handed_out_keep_their_routers_biases() -> None:
-    one = Learner(fresh(test_routers.SIGMOID, 0))
+    one = Learner(init_from_scratch(test_routers.SIGMOID, 0))
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
-    handed = one.rows()[name][0]
-    one.fit(test_routers.TEXTS, lr=1e-3, balance=True)
-    assert not handed.any() and one.rows()[name][0].any()
+    handed = one.hf_rows()[name][0]
+    one.fit(test_routers.TEXTS, lr=1e-3, router_balance=True)
+    assert not handed.any() and one.hf_rows()[name][0].any()
 
 
 def test_kept_weights_do_not_leave_the_model_when_a_block_fails() -> None:
     one = learner()
-    one.keep()
+    one.snapshot()
     one.fit(texts(0), lr=1e-2)
     moved = one.weights()
-    with pytest.raises(KeyError), one.recalled():
+    with pytest.raises(KeyError), one.using_snapshot():
         assert not equal(one.weights(), moved)
         raise KeyError
     assert equal(one.weights(), moved)
@@ -150,8 +183,10 @@ def test_a_price_of_moving_needs_weights_to_measure_from() -> None:
 
 
 def test_a_rate_without_steps_to_fall_over() -> None:
-    assert [rate(step, lr=1.0, warmup=3, total=3, decay="linear") for step in (2, 3, 4)] == [0.75, 1.0, 0.0]
-    assert rate(9, lr=1.0, warmup=1, total=5, decay="cosine") == 0.0
+    assert [
+        learning_rate(step, lr=1.0, warmup=3, total=3, decay="linear") for step in (2, 3, 4)
+    ] == [0.75, 1.0, 0.0]
+    assert learning_rate(9, lr=1.0, warmup=1, total=5, decay="cosine") == 0.0
 
 
 class Noted:
@@ -162,35 +197,39 @@ class Noted:
         self.told: list[dict[str, Any]] = []
         monkeypatch.setattr(one, "fit", self.fit)
 
-    def fit(self, items: list[Item], **told: Any) -> FitStats:
+    def fit(self, items: list[PackItem], **told: Any) -> FitStats:
         self.items.append(items)
         self.told.append(told)
-        return FitStats(loss=1.0, grad_norm=1.0, lr=told["lr"], num_tokens=1, figures={})
+        return FitStats(loss=1.0, grad_norm=1.0, lr=told["lr"], num_tokens=1, metrics={})
 
     def rates(self) -> list[float]:
         return [told["lr"] for told in self.told]
 
 
 MIDTRAIN = {
-    "sources": [(Documents.of(documents(), EOS), 1.0)], "eos": EOS, "steps": 4, "batch_tokens": 64, "lr": 0.5,
-    "warmup": 1, "weight_decay": 0.25, "seed": 0,
+    "sources": [(Documents.of(documents(), EOS), 1.0)], "eos": EOS, "steps": 4, "batch_tokens": 64,
+    "lr": 0.5, "warmup_steps": 1, "weight_decay": 0.25, "seed": 0,
 }  # fmt: skip
 
 
 def test_midtrain_hands_on_rate_decay_and_width(monkeypatch: pytest.MonkeyPatch) -> None:
     noted = Noted(one := small_learner(), monkeypatch)
-    midtrain(one, **MIDTRAIN, row_tokens=8)  # type: ignore[arg-type]
-    assert noted.rates() == [rate(step, lr=0.5, warmup=1, total=4, decay="cosine") for step in range(4)]
+    midtrain(one, **MIDTRAIN, seq_len=8)  # type: ignore[arg-type]
+    assert noted.rates() == [
+        learning_rate(step, lr=0.5, warmup=1, total=4, decay="cosine") for step in range(4)
+    ]
     assert {told["weight_decay"] for told in noted.told} == {0.25}
     for step in noted.items:
         ends = set(accumulate(len(text.tokens) for text in step))
         assert max(ends) == 64 and ends >= set(range(8, 65, 8)), "eight rows of eight tokens"
-        assert all(EOS not in text.tokens[:-1] and all(text.mask) for text in step), "documents stay apart"
+        assert all(EOS not in text.tokens[:-1] and all(text.mask) for text in step), (
+            "documents stay apart"
+        )
 
 
 def test_midtrain_fills_the_context_and_may_join_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     noted = Noted(one := small_learner(), monkeypatch)
-    midtrain(one, **{**MIDTRAIN, "batch_tokens": 1, "lr": 1.0}, separate=False)  # type: ignore[arg-type]
+    midtrain(one, **{**MIDTRAIN, "batch_tokens": 1, "lr": 1.0}, document_mask=False)  # type: ignore[arg-type]
     assert [[len(text.tokens) for text in step] for step in noted.items] == [[32]] * 4
     assert all(all(text.mask) for step in noted.items for text in step)
 
@@ -199,35 +238,58 @@ def test_a_step_is_cut_for_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     one, read = small_learner(), list[int]()
     one.model.register_forward_pre_hook(lambda module, args: read.append(args[0].numel()))
     monkeypatch.setitem(MICROBATCH_TOKENS, "cpu", 64)
-    midtrain(one, **{**MIDTRAIN, "steps": 1, "batch_tokens": 3 * 64}, separate=False)  # type: ignore[arg-type]
+    midtrain(one, **{**MIDTRAIN, "steps": 1, "batch_tokens": 3 * 64}, document_mask=False)  # type: ignore[arg-type]
     assert read == [2 * 31] * 3, "rows of 32 tokens, of which the last is only predicted"
 
 
 def test_sft_hands_on_rate_and_decay(monkeypatch: pytest.MonkeyPatch) -> None:
     noted = Noted(one := small_learner(), monkeypatch)
-    sft(one, sessions(20, 0), sessions(2, 1), max_epochs=2, patience=9, batch_tokens=50, lr=0.5, seed=0, warmup=2,
-        weight_decay=0.25)  # fmt: skip
+    sft(
+        one,
+        sessions(20, 0),
+        sessions(2, 1),
+        max_epochs=2,
+        patience=9,
+        batch_tokens=50,
+        lr=0.5,
+        seed=0,
+        warmup_steps=2,
+        weight_decay=0.25,
+    )
     total = len(noted.told)
     assert total > 4 and noted.rates() == [
-        rate(step, lr=0.5, warmup=2, total=total, decay="linear") for step in range(total)
+        learning_rate(step, lr=0.5, warmup=2, total=total, decay="linear") for step in range(total)
     ]
     assert {told["weight_decay"] for told in noted.told} == {0.25}
     plain = Noted(one := small_learner(), monkeypatch)
-    sft(one, sessions(20, 0), sessions(2, 1), max_epochs=2, patience=9, batch_tokens=50, lr=0.5, seed=0)
+    sft(
+        one,
+        sessions(20, 0),
+        sessions(2, 1),
+        max_epochs=2,
+        patience=9,
+        batch_tokens=50,
+        lr=0.5,
+        seed=0,
+    )
     assert plain.rates()[0] == 0.5 and {told["weight_decay"] for told in plain.told} == {0.0}
 
 
 def test_dpo_hands_on_rate_and_what_an_answer_is_worth(monkeypatch: pytest.MonkeyPatch) -> None:
     noted = Noted(one := small_learner(), monkeypatch)
-    dpo(one, preferences(12), epochs=2, batch_pairs=4, beta=0.5, lr=0.5, seed=0, warmup=3)
-    assert noted.rates() == [rate(step, lr=0.5, warmup=3, total=6, decay="linear") for step in range(6)]
+    dpo(one, preferences(12), epochs=2, batch_pairs=4, beta=0.5, lr=0.5, seed=0, warmup_steps=3)
+    assert noted.rates() == [
+        learning_rate(step, lr=0.5, warmup=3, total=6, decay="linear") for step in range(6)
+    ]
     ends = {}
     for options in ((0.5, False), (0.5, True), (0.1, False)):
         one = small_learner()
         dpo(one, preferences(12), epochs=1, batch_pairs=4, beta=options[0], lr=1e-2, seed=0,
             length_normalised=options[1])  # fmt: skip
         ends[options] = one.state()
-    assert not equal(ends[0.5, False], ends[0.5, True]) and not equal(ends[0.5, False], ends[0.1, False])
+    assert not equal(ends[0.5, False], ends[0.5, True]) and not equal(
+        ends[0.5, False], ends[0.1, False]
+    )
 
 
 @pytest.mark.parametrize("length_normalised", [False, True])
@@ -236,7 +298,8 @@ def test_the_reference_of_dpo_is_worth_what_the_answers_are(length_normalised: b
     seen: list[float] = []
     dpo(
         small_learner(), preferences(12), epochs=1, batch_pairs=12, beta=0.5, lr=1e-2, seed=0,
-        length_normalised=length_normalised, on_step=lambda progress: seen.append(progress.figures["margin"]),
+        length_normalised=length_normalised,
+        on_step=lambda progress: seen.append(progress.metrics["margin"]),
     )  # fmt: skip
     assert seen == [pytest.approx(0.0, abs=1e-6)]
 
@@ -245,10 +308,10 @@ def test_weights_of_rows_and_experts_come_with_their_rows() -> None:
     rows = [replace(row, sample=str(number)) for number, row in enumerate(batch(1).rows)]
     for numbers in ((4, 2, 0), (1, 5), (2,)):
         micro = pack_rows(
-            [Sampled.of(rows[number], number, float(number)) for number in numbers],
+            [RolloutSequence.from_row(rows[number], number, float(number)) for number in numbers],
             lambda row: torch.full((3, 1, 1), int(row.sample)) if row.sample != "2" else None,
         )
-        assert micro.weights_N.tolist() == micro.row_N.tolist()
+        assert micro.weights_N.tolist() == micro.row_ids_N.tolist()
         for number, tokens_T in zip(numbers, micro.tokens_T.split(micro.lengths), strict=True):
             assert tokens_T.tolist() == list(rows[number].tokens[:-1])
         if micro.experts_TLk is None:
@@ -256,19 +319,30 @@ def test_weights_of_rows_and_experts_come_with_their_rows() -> None:
             continue
         assert len(micro.experts_TLk) == len(micro.tokens_T)
         for number, ids in zip(numbers, micro.experts_TLk.split(micro.lengths), strict=True):
-            assert ids.flatten().tolist() == [-1 if number == 2 else number] * 3 + [-1] * (len(ids) - 3)
-    assert pack_rows([Sampled.of(row, 7) for row in rows]).weights_N.unique().tolist() == [1.0]
+            assert ids.flatten().tolist() == [-1 if number == 2 else number] * 3 + [-1] * (
+                len(ids) - 3
+            )
+    assert pack_rows(
+        [RolloutSequence.from_row(row, 7) for row in rows]
+    ).weights_N.unique().tolist() == [1.0]
 
 
 def test_a_preference_balances_too() -> None:
-    halves = [(Text(row[:16], [True] * 16), Text(row[16:], [True] * 17)) for row in test_routers.TEXT_BT[:2].tolist()]
-    pairs = [Pair(chosen, rejected) for chosen, rejected in halves]
+    halves = [
+        (TokenSequence(row[:16], [True] * 16), TokenSequence(row[16:], [True] * 17))
+        for row in test_routers.TEXT_BT[:2].tolist()
+    ]
+    pairs = [PreferencePair(chosen, rejected) for chosen, rejected in halves]
     loss = preference(beta=0.1, length_normalised=True)
     plain, balanced = (
-        Learner(fresh(test_routers.SPARSE, 0)).fit(pairs, lr=1e-3, pack=pack_pairs, loss=loss, balance=balance).loss
-        for balance in (False, True)
+        Learner(init_from_scratch(test_routers.SPARSE, 0))
+        .fit(pairs, lr=1e-3, pack=pack_pairs, loss=loss, router_balance=router_balance)
+        .loss
+        for router_balance in (False, True)
     )
-    assert 0.19 < balanced - plain < 0.3, "the coefficient times the experts of a token, or a little more"
+    assert 0.19 < balanced - plain < 0.3, (
+        "the coefficient times the experts of a token, or a little more"
+    )
 
 
 def test_a_state_of_one_is_read_by_one() -> None:

@@ -13,17 +13,22 @@ R = TypeVar("R")
 
 # One process loads torch, and all ranks are forked from it.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch._dynamo", "etude.train.learner", "tests.train.ranks_work"])
+_context.set_forkserver_preload(
+    ["torch._dynamo", "etude.train.learner", "tests.train.distributed_work"]
+)
 
 
-def together(size: int, work: Callable[..., R], *arguments: Any, timeout_s: float = 30.0) -> list[R | str]:
+def together(
+    size: int, work: Callable[..., R], *arguments: Any, timeout_s: float = 30.0
+) -> list[R | str]:
     """`work(ranks, *arguments)` on every rank: what each returned, or as a string how it ended."""
     with tempfile.TemporaryDirectory() as folder:
         started = []
         for rank in range(size):
             ours, theirs = _context.Pipe(duplex=False)
             process = _context.Process(
-                target=_rank, args=(rank, size, Path(folder) / "meeting", timeout_s, theirs, work, arguments)
+                target=_rank,
+                args=(rank, size, Path(folder) / "rendezvous", timeout_s, theirs, work, arguments),
             )
             process.start()
             theirs.close()
@@ -42,18 +47,24 @@ def _outcome(ours: Connection, process: Any) -> Any:
 
 
 def _rank(
-    rank: int, size: int, meeting: Path, timeout_s: float, pipe: Connection, work: Callable[..., Any], arguments: Any
+    rank: int,
+    size: int,
+    meeting: Path,
+    timeout_s: float,
+    pipe: Connection,
+    work: Callable[..., Any],
+    arguments: Any,
 ) -> None:
     import torch
 
     from etude.core.errors import EtudeError
-    from etude.train import ranks as module
+    from etude.train import distributed as module
 
-    module.ANSWER_S = 2.0
+    module.LIVENESS_S = 2.0
     torch.set_num_threads(1)
-    ranks = module.Ranks.on_this_machine(rank, size, meeting, timeout_s)
+    ranks = module.ProcessGroup.on_one_machine(rank, size, meeting, timeout_s)
     try:
-        with ranks.watched():
+        with ranks.naming_lost_ranks():
             pipe.send(work(ranks, *arguments))
         ranks.close()
     except EtudeError as e:

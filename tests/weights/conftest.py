@@ -26,10 +26,22 @@ def free_port() -> int:
 
 @pytest.fixture(scope="session")
 def s3_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    weed = os.environ.get("WEED") or shutil.which("weed") or pytest.skip("no SeaweedFS here: run `make test-s3`")
+    weed = (
+        os.environ.get("WEED")
+        or shutil.which("weed")
+        or pytest.skip("no SeaweedFS here: run `make test-s3`")
+    )
     folder, port = tmp_path_factory.mktemp("s3"), free_port()
     ports = [f"-{name}.port={free_port()}" for name in ("master", "volume", "filer")]
-    command = [str(weed), "server", f"-dir={folder}", "-ip=127.0.0.1", "-s3", f"-s3.port={port}", *ports]
+    command = [
+        str(weed),
+        "server",
+        f"-dir={folder}",
+        "-ip=127.0.0.1",
+        "-s3",
+        f"-s3.port={port}",
+        *ports,
+    ]
     with (folder / "log").open("wb") as log:
         server = subprocess.Popen([*command, "-volume.max=20"], stdout=log, stderr=log)
         try:
@@ -43,7 +55,9 @@ def s3_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 def make_bucket(port: int, log: Path) -> None:
     for _ in range(600):
         try:
-            urllib.request.urlopen(urllib.request.Request(f"http://127.0.0.1:{port}/weights", method="PUT"), timeout=5)
+            urllib.request.urlopen(
+                urllib.request.Request(f"http://127.0.0.1:{port}/weights", method="PUT"), timeout=5
+            )
             return
         except (urllib.error.URLError, ConnectionError, TimeoutError):
             time.sleep(0.1)
@@ -53,8 +67,9 @@ def make_bucket(port: int, log: Path) -> None:
 def reached_by(port: int, monkeypatch: pytest.MonkeyPatch) -> str:
     """The bucket's URL; whoever opens it goes through this port."""
     settings = {
-        "AWS_ENDPOINT": f"http://127.0.0.1:{port}", "AWS_ALLOW_HTTP": "true", "AWS_REGION": "us-east-1",
-        "AWS_ACCESS_KEY_ID": "any", "AWS_SECRET_ACCESS_KEY": "any", "AWS_SKIP_SIGNATURE": "true",
+        "AWS_ENDPOINT": f"http://127.0.0.1:{port}", "AWS_ALLOW_HTTP": "true",
+        "AWS_REGION": "us-east-1", "AWS_ACCESS_KEY_ID": "any", "AWS_SECRET_ACCESS_KEY": "any",
+        "AWS_SKIP_SIGNATURE": "true",
     }  # fmt: skip
     for name, value in settings.items():
         monkeypatch.setenv(name, value)

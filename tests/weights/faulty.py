@@ -1,4 +1,5 @@
-"""Stores that misbehave as stores do: late listings, bad moments, lost answers, damaged downloads, a power cut."""
+"""Stores that misbehave as stores do: late listings, bad moments, lost answers, damaged downloads,
+a power cut."""
 
 from __future__ import annotations
 
@@ -16,12 +17,19 @@ class PowerCut(Exception):
 
 
 class Faulty(Objects):
-    """Shares its objects with other `Faulty`s over the same store; each has faults of its own. Time is simulated.
+    """Shares its objects with other `Faulty`s over the same store; each has faults of its own. Time
+    is simulated.
 
-    Trouble with one key ends before somebody who tries `TRIES` times loses patience: so it excuses no failure."""
+    Trouble with one key ends before somebody who tries `TRIES` times loses patience: so it excuses
+    no failure."""
 
-    def __init__(self, inner: Objects, random: Random, *, trouble: float = 0.0, late_s: float = 0.0) -> None:
-        self._inner, self._random, self._trouble, self._late_s = inner, random, trouble, late_s
+    def __init__(
+        self, inner: Objects, random: Random, *, trouble: float = 0.0, late_s: float = 0.0
+    ) -> None:
+        self._inner = inner
+        self._random = random
+        self._trouble = trouble
+        self._late_s = late_s
         self.url = "faulty:"
         self.writes_left: int | None = None
         self.now = 0.0
@@ -60,7 +68,9 @@ class Faulty(Objects):
         self.late = [(t, keys) for t, keys in self.late if t >= self.now - self._late_s]
         self.late.append((self.now, self._inner.list("")))
         _, keys = self._random.choice(self.late)
-        return [key for key in keys if key.startswith(prefix + "/") and (after is None or key > after)]
+        return [
+            key for key in keys if key.startswith(prefix + "/") and (after is None or key > after)
+        ]
 
     def _write(self, key: str, write: Callable[[], None]) -> None:
         if self.writes_left is not None:
@@ -82,10 +92,16 @@ class Faulty(Objects):
 
 
 class Lagging(Objects):
-    """Its listings show any part of what is there, however old; `pause` is called before each access."""
+    """Its listings show any part of what is there, however old; `pause` is called before each
+    access."""
 
-    def __init__(self, inner: Objects, random: Random, share: float, pause: Callable[[], None] = lambda: None) -> None:
-        self._inner, self._random, self._share, self.pause = inner, random, share, pause
+    def __init__(
+        self, inner: Objects, random: Random, share: float, pause: Callable[[], None] = lambda: None
+    ) -> None:
+        self._inner = inner
+        self._random = random
+        self._share = share
+        self.pause = pause
         self.url = "lagging:"
 
     def put(self, key: str, data: bytes) -> None:
@@ -106,7 +122,11 @@ class Lagging(Objects):
 
     def list(self, prefix: str, *, after: str | None = None) -> list[str]:
         self.pause()
-        return [key for key in self._inner.list(prefix, after=after) if self._random.random() < self._share]
+        return [
+            key
+            for key in self._inner.list(prefix, after=after)
+            if self._random.random() < self._share
+        ]
 
 
 def _bad_moment() -> EtudeError:

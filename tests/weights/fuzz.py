@@ -1,9 +1,11 @@
-"""Feeds damaged payloads to the decoders: nothing but `Damaged` may come out, and C and numpy must agree.
+"""Feeds damaged payloads to the decoders: nothing but `Damaged` may come out, and C and numpy must
+agree.
 
     python -m tests.weights.fuzz --inputs 1000000 --sanitize
 
-`--sanitize` builds the C codec with the address and undefined-behaviour sanitizers first and runs under them, so that
-a read or write one byte off ends the run. Old elements lie at the very end of their memory.
+`--sanitize` builds the C codec with the address and undefined-behaviour sanitizers first and runs
+under them, so that a read or write one byte off ends the run. Old elements lie at the very end of
+their memory.
 """
 
 from __future__ import annotations
@@ -45,7 +47,11 @@ def fuzz(inputs: int, *, seed: int) -> Report:
         refused += not found
         if fast.LIBRARY and number % COMPARED == 0:
             other = np.empty_like(old)
-            assert outcome(reference, kind, old, damaged, other) == found, (kind, old.tobytes(), damaged)
+            assert outcome(reference, kind, old, damaged, other) == found, (
+                kind,
+                old.tobytes(),
+                damaged,
+            )
             assert not found or np.array_equal(out, other), (kind, old.tobytes(), damaged)
     return Report(inputs, refused, inputs - refused)
 
@@ -75,12 +81,18 @@ def damage(body: bytes, random: np.random.Generator) -> bytes:
     data = bytearray(body)
     for _ in range(int(random.integers(1, 4))):
         # The head decides how the rest is read, so half of the damage is done there.
-        at = int(random.integers(len(data) if random.random() < 0.5 else min(40, len(data)))) if data else 0
+        at = (
+            int(random.integers(len(data) if random.random() < 0.5 else min(40, len(data))))
+            if data
+            else 0
+        )
         match int(random.integers(6)):
             case 0 if data:
                 data[at] ^= 1 << int(random.integers(8))
             case 1 if data:
-                data[at] = int(random.choice([0, 1, 31, 32, 127, 128, 255, int(random.integers(256))]))
+                data[at] = int(
+                    random.choice([0, 1, 31, 32, 127, 128, 255, int(random.integers(256))])
+                )
             case 2:
                 del data[at:]
             case 3:
@@ -97,7 +109,14 @@ def sanitized(argv: list[str]) -> int:
     source = Path(fast.__file__).with_name("delta.c")
     with tempfile.TemporaryDirectory() as scratch:
         built = Path(scratch) / "delta.so"
-        flags = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-shared", "-fPIC"]
+        flags = [
+            "-O1",
+            "-g",
+            "-fsanitize=address,undefined",
+            "-fno-sanitize-recover=all",
+            "-shared",
+            "-fPIC",
+        ]
         subprocess.run(["cc", *flags, "-o", str(built), str(source)], check=True)
         preload = [
             subprocess.run(
@@ -105,7 +124,10 @@ def sanitized(argv: list[str]) -> int:
             ).stdout.strip()
             for name in ("libasan.so", "libubsan.so")
         ]
-        settings = {"LD_PRELOAD": " ".join(preload), "ASAN_OPTIONS": "detect_leaks=0:max_allocation_size_mb=64"}
+        settings = {
+            "LD_PRELOAD": " ".join(preload),
+            "ASAN_OPTIONS": "detect_leaks=0:max_allocation_size_mb=64",
+        }
         command = [sys.executable, "-m", "tests.weights.fuzz", *argv, "--library", str(built)]
         return subprocess.run(command, env=os.environ | settings, check=False).returncode
 

@@ -1,4 +1,5 @@
-"""A bad link in front of a server: a TCP proxy with a rate, a delay, and connections that break in mid-transfer."""
+"""A bad link in front of a server: a TCP proxy with a rate, a delay, and connections that break in
+mid-transfer."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ PIECE = 16 << 10
 
 @dataclass(slots=True)
 class Link:
-    """What goes through it, from the server to its clients, shares one rate. Set fields while it is in use."""
+    """What goes through it, from the server to its clients, shares one rate. Set fields while it is
+    in use."""
 
     target: int
     """The server's port."""

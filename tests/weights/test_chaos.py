@@ -1,4 +1,5 @@
-"""Trainers, readers and the collector over stores that misbehave: never a wrong bit, never a committed version lost."""
+"""Trainers, readers and the collector over stores that misbehave: never a wrong bit, never a
+committed version lost."""
 
 from __future__ import annotations
 
@@ -14,11 +15,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from etude.core.errors import EtudeError
 from etude.store.objects import Missing, Objects
-from etude.weights.collect import SKEW_S, collect, find_doomed
+from etude.weights.collect import SKEW_S, collect, find_garbage
 from etude.weights.compact import compact
 from etude.weights.follow import LEASE_S, CorruptWeights, Follower, fetch
-from etude.weights.manifest import Chain, End, Gone
-from etude.weights.publish import Fenced, Policy, Publisher
+from etude.weights.manifest import Chain, End, VersionGone
+from etude.weights.publish import Fenced, Publisher, SnapshotPolicy
 from etude.weights.records import Epoch, manifest_key, owner_of
 from tests.weights.faulty import Faulty, PowerCut
 from tests.weights.test_weights import Tensors, bits, larger, moved, run, shards_of
@@ -27,16 +28,21 @@ KEEP, GRACE_S, LATE_S = 4, 100.0, 10.0
 FEW = 25
 EXAMPLES = int(os.environ.get("ETUDE_CHAOS_EXAMPLES", FEW))
 """More than a few take minutes, and are drawn anew each time."""
-POLICY, SKIP = Policy(max_chain=6), 3
+POLICY, SKIP = SnapshotPolicy(max_chain=6), 3
 
 
 def weights(seed: int) -> Tensors:
     generator = torch.Generator().manual_seed(seed)
-    return {"w": torch.randn(40, 5, generator=generator).bfloat16(), "n": torch.ones(3), "e": torch.zeros(0)}
+    return {
+        "w": torch.randn(40, 5, generator=generator).bfloat16(),
+        "n": torch.ones(3),
+        "e": torch.zeros(0),
+    }
 
 
 class Plane(RuleBasedStateMachine):
-    """One lineage of trainers, one of which is alive; a zombie of each that was succeeded; readers; a collector."""
+    """One lineage of trainers, one of which is alive; a zombie of each that was succeeded; readers;
+    a collector."""
 
     @initialize(seed=st.integers(0, 2**32 - 1))
     def start(self, seed: int) -> None:
@@ -46,7 +52,9 @@ class Plane(RuleBasedStateMachine):
         self.published_by: dict[int, int] = {}
         self.stores: list[Faulty] = []
         self.zombies: list[Publisher] = []
-        self.readers = [Follower(self.chain(), name=f"r{n}", now=lambda: self.now) for n in range(2)]
+        self.readers = [
+            Follower(self.chain(), name=f"r{n}", now=lambda: self.now) for n in range(2)
+        ]
         self.seen = [-1] * len(self.readers)
         self.current = weights(seed)
         self.trainer = self.new_trainer()
@@ -70,8 +78,8 @@ class Plane(RuleBasedStateMachine):
 
     @rule(cut=st.none() | st.integers(0, 12))
     def publish(self, cut: int | None) -> None:
-        """A step; perhaps the power fails at one of its writes. Then the trainer is started again. Nothing else is an
-        excuse: the store's bad moments are short, and nobody has taken over."""
+        """A step; perhaps the power fails at one of its writes. Then the trainer is started again.
+        Nothing else is an excuse: the store's bad moments are short, and nobody has taken over."""
         store = self.trainer.chain.objects
         assert isinstance(store, Faulty)
         version = max(self.committed, default=0) + 1
@@ -108,8 +116,14 @@ class Plane(RuleBasedStateMachine):
             return  # nobody has taken over from it yet
         version, truth = max(self.committed) + 1, self.truth().look()
         if not look:  # it looked for the last time before it was succeeded
-            version = next(versions.stop for epoch, versions in truth.spans() if epoch == zombie._epoch)
-            stale = End(truth.epochs[: zombie._epoch + 1], zombie._last.link if zombie._last else None, version)
+            version = next(
+                versions.stop for epoch, versions in truth.spans() if epoch == zombie._epoch
+            )
+            stale = End(
+                truth.epochs[: zombie._epoch + 1],
+                zombie._last.link if zombie._last else None,
+                version,
+            )
             zombie.chain.look = lambda: stale  # type: ignore[method-assign]
             zombie._published = lambda version: None  # type: ignore[method-assign]
         before = self.truth().lineage()
@@ -126,8 +140,9 @@ class Plane(RuleBasedStateMachine):
         version = max(max(self.committed) - back, min(self.committed))
         try:
             found = bits(reader.fetch(version))
-        except (Gone, CorruptWeights, LookupError):
-            # Late listings may hide it for now, and old ones may be deleted; what is there must be readable.
+        except (VersionGone, CorruptWeights, LookupError):
+            # Late listings may hide it for now, and old ones may be deleted; what is there must be
+            # readable.
             self.tick(2 * LATE_S)
             if version in self.truth().lineage():
                 assert bits(reader.fetch(version)) == bits(self.committed[version])
@@ -156,12 +171,13 @@ class Plane(RuleBasedStateMachine):
 
     @rule(cut=st.none() | st.integers(0, 3))
     def compact(self, cut: int | None) -> None:
-        """Somebody adds ways, and perhaps dies over it."""
+        """Somebody adds routes, and perhaps dies over it."""
         chain = self.chain()
         store = chain.objects
         assert isinstance(store, Faulty)
         store.writes_left = cut
-        with contextlib.suppress(Missing, CorruptWeights, PowerCut):  # a late listing shows what was deleted
+        # a late listing shows what was deleted
+        with contextlib.suppress(Missing, CorruptWeights, PowerCut):
             compact(chain, skip=SKIP)
         self.stores.remove(store)
 
@@ -234,11 +250,13 @@ def test_a_crash_at_every_write_leaves_a_version_absent_or_whole(inner: Objects)
     before = {v: bits(fetch(inner, v)) for v in Chain(inner).lineage()}
     now = [1000.0]
     first_round = collect(Chain(inner), keep=100, grace_s=10, now=lambda: now[0])
-    assert first_round.doomed and not first_round.deleted
+    assert first_round.pending and not first_round.deleted
     now[0] += 11
-    assert set(collect(Chain(inner), keep=100, grace_s=10, now=lambda: now[0]).deleted) == set(first_round.doomed)
+    assert set(collect(Chain(inner), keep=100, grace_s=10, now=lambda: now[0]).deleted) == set(
+        first_round.pending
+    )
     assert {v: bits(fetch(inner, v)) for v in Chain(inner).lineage()} == before
-    assert find_doomed(Chain(inner), keep=100, now=now[0]) == []
+    assert find_garbage(Chain(inner), keep=100, now=now[0]) == []
 
 
 def test_a_missing_difference_is_gone_around(inner: Objects) -> None:
@@ -258,7 +276,7 @@ def test_a_missing_difference_is_gone_around(inner: Objects) -> None:
 
 def test_a_lease_keeps_what_a_reader_needs_and_ends(inner: Objects) -> None:
     now = [1000.0]
-    publisher = Publisher(Chain(inner), policy=Policy(max_chain=3))
+    publisher = Publisher(Chain(inner), policy=SnapshotPolicy(max_chain=3))
     current, made = larger(3), {}
     reader = Follower(Chain(inner), name="slow", now=lambda: now[0])
     for version in range(1, 13):
@@ -281,7 +299,7 @@ def test_a_lease_keeps_what_a_reader_needs_and_ends(inner: Objects) -> None:
     clean()
     kept = Chain(inner).lineage()
     assert min(kept) == 10 and max(kept) == 12
-    with pytest.raises(Gone, match="weight version 5 was deleted"):
+    with pytest.raises(VersionGone, match="weight version 5 was deleted"):
         reader.fetch(5)
     assert bits(reader.fetch(12)) == bits(made[12])  # from the whole version
     for version in kept:
@@ -289,16 +307,20 @@ def test_a_lease_keeps_what_a_reader_needs_and_ends(inner: Objects) -> None:
 
 
 @pytest.mark.parametrize("late_s", [-1.0, 1.0])
-def test_a_lease_counts_a_little_longer_for_clocks_that_differ(inner: Objects, late_s: float) -> None:
-    run(Publisher(Chain(inner), policy=Policy(max_chain=2)), larger(1), range(1, 10))
+def test_a_lease_counts_a_little_longer_for_clocks_that_differ(
+    inner: Objects, late_s: float
+) -> None:
+    run(Publisher(Chain(inner), policy=SnapshotPolicy(max_chain=2)), larger(1), range(1, 10))
     Follower(Chain(inner), name="slow", now=lambda: 1000.0).fetch(2)
     now = 1000.0 + LEASE_S + SKEW_S + late_s
-    doomed = {owner_of(key) for key in find_doomed(Chain(inner), keep=1, now=now)}
+    doomed = {owner_of(key) for key in find_garbage(Chain(inner), keep=1, now=now)}
     assert ((1, 2) in doomed) == (late_s > 0)
 
 
-def test_a_lease_on_the_newest_version_takes_nothing_from_those_that_are_kept(inner: Objects) -> None:
-    made = run(Publisher(Chain(inner), policy=Policy(max_chain=1)), larger(1), range(1, 10))
+def test_a_lease_on_the_newest_version_takes_nothing_from_those_that_are_kept(
+    inner: Objects,
+) -> None:
+    made = run(Publisher(Chain(inner), policy=SnapshotPolicy(max_chain=1)), larger(1), range(1, 10))
     Follower(Chain(inner), name="current", now=lambda: 1000.0).fetch(9)
     for _ in range(2):
         collect(Chain(inner), keep=4, grace_s=0, now=lambda: 1000.0)
@@ -306,7 +328,9 @@ def test_a_lease_on_the_newest_version_takes_nothing_from_those_that_are_kept(in
     assert bits(fetch(inner, 6)) == bits(made[6])
 
 
-@pytest.mark.parametrize("where", [manifest_key(0, 0), manifest_key(1, 1)], ids=["the claim", "the commit"])
+@pytest.mark.parametrize(
+    "where", [manifest_key(0, 0), manifest_key(1, 1)], ids=["the claim", "the commit"]
+)
 def test_a_lost_answer_is_no_successor(inner: Objects, where: str) -> None:
     """The record is there, its writer is not told, and the first readings of it are damaged."""
     store = quiet(inner)
@@ -336,12 +360,13 @@ def test_a_lost_answer_is_no_successor(inner: Objects, where: str) -> None:
 
 
 def test_epochs_outlive_all_versions_around_them(inner: Objects) -> None:
-    """A trainer that wakes after years finds its heir where its next version would go, and not a free place."""
-    old = Publisher(Chain(inner), policy=Policy(max_chain=1))
+    """A trainer that wakes after years finds its heir where its next version would go, and not a
+    free place."""
+    old = Publisher(Chain(inner), policy=SnapshotPolicy(max_chain=1))
     old.publish(1, larger(1), stage="rl", step=1)
     old.wait()
     stale = old.chain.look()
-    run(Publisher(Chain(inner), policy=Policy(max_chain=1)), larger(2), range(2, 9))
+    run(Publisher(Chain(inner), policy=SnapshotPolicy(max_chain=1)), larger(2), range(2, 9))
     for _ in range(2):
         collect(Chain(inner), keep=1, grace_s=0)
     assert list(Chain(inner).lineage()) == [8]
@@ -350,7 +375,9 @@ def test_epochs_outlive_all_versions_around_them(inner: Objects) -> None:
     old.publish(2, larger(9), stage="rl", step=2)
     with pytest.raises(Fenced):
         old.close()
-    assert list(Chain(inner).lineage()) == [8] and bits(fetch(inner, 8)) == bits(Follower(Chain(inner)).fetch(8))
+    assert list(Chain(inner).lineage()) == [8] and bits(fetch(inner, 8)) == bits(
+        Follower(Chain(inner)).fetch(8)
+    )
 
 
 def test_the_collector_leaves_the_version_that_is_being_uploaded(inner: Objects) -> None:
@@ -374,7 +401,8 @@ def test_the_collector_leaves_the_version_that_is_being_uploaded(inner: Objects)
 
 
 def test_what_was_committed_before_the_fence_is_not_lost(inner: Objects) -> None:
-    """An heir reads which version is the newest; before its fence stands, the old trainer commits one more."""
+    """An heir reads which version is the newest; before its fence stands, the old trainer commits
+    one more."""
     old = Publisher(Chain(inner))
     old.publish(1, larger(1), stage="rl", step=1)
     old.wait()
@@ -414,7 +442,8 @@ def test_of_two_that_take_the_same_epoch_one_wins(inner: Objects) -> None:
 
 
 def test_another_layout_of_the_trainer_is_the_same_version(inner: Objects) -> None:
-    """Tensors in another order, as views of other storage: the same names and bits are the same root."""
+    """Tensors in another order, as views of other storage: the same names and bits are the same
+    root."""
     given = weights(4)
     publisher = Publisher(Chain(inner))
     publisher.publish(1, given, stage="rl", step=1)
@@ -431,7 +460,7 @@ def test_another_layout_of_the_trainer_is_the_same_version(inner: Objects) -> No
 
 def test_an_empty_store_and_a_lost_version(inner: Objects) -> None:
     assert Chain(inner).newest() is None and Chain(inner).lineage() == {}
-    assert collect(Chain(inner)).doomed == ()
+    assert collect(Chain(inner)).pending == ()
     run(Publisher(Chain(inner)), larger(1), range(1, 4))
     inner.delete(manifest_key(1, 2))
     chain = Chain(inner, sleep=lambda s: None)

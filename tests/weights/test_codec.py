@@ -1,4 +1,5 @@
-"""The delta codec: bit-equal for every dtype and every kind of change, in numpy and in C alike, and safe to feed."""
+"""The delta codec: bit-equal for every dtype and every kind of change, in numpy and in C alike, and
+safe to feed."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ def some(kind: Kind, count: int, seed: int) -> Array:
     if kind.nibbles:
         return random.integers(0, 16, count, np.uint8)
     if kind is BF16:  # as weights are, with all that a float can be among them
-        weights = (random.normal(0, 0.02, count).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+        weights = (random.normal(0, 0.02, count).astype(np.float32).view(np.uint32) >> 16).astype(
+            np.uint16
+        )
         weights[random.random(count) < 0.01] = random.choice(
             np.array([0, 0x8000, 0x7FC0, 0xFFC0, 0x7F80, 1, 0x8001], "<u2")
         )
@@ -32,7 +35,11 @@ def some(kind: Kind, count: int, seed: int) -> Array:
 
 def changed(kind: Kind, old: Array, share: float, seed: int) -> Array:
     random = np.random.default_rng(seed)
-    steps = random.choice(np.array([1, -1, 1, -1, 2, -3, 90]), len(old)).astype(f"<i{kind.width}").view(old.dtype)
+    steps = (
+        random.choice(np.array([1, -1, 1, -1, 2, -3, 90]), len(old))
+        .astype(f"<i{kind.width}")
+        .view(old.dtype)
+    )
     with np.errstate(over="ignore"):
         new = np.where(random.random(len(old)) < share, old + steps, old)
     return new & 15 if kind.nibbles else new
@@ -81,7 +88,10 @@ def test_the_ends_of_the_number_line() -> None:
     check(BF16, np.repeat(odd, len(odd)), np.tile(odd, len(odd)))
     for width in (1, 2, 4):
         kind = Kind(width, ordered=True)
-        ends = np.array([0, 1, (1 << 8 * width) - 1, 1 << (8 * width - 1), (1 << (8 * width - 1)) - 1], f"<u{width}")
+        ends = np.array(
+            [0, 1, (1 << 8 * width) - 1, 1 << (8 * width - 1), (1 << (8 * width - 1)) - 1],
+            f"<u{width}",
+        )
         check(kind, np.repeat(np.tile(ends, 5), 9), np.repeat(np.repeat(ends, 5), 9))
 
 
@@ -100,8 +110,8 @@ def test_a_delta_that_does_not_pay_is_not_made() -> None:
     codec.apply(BF16, None, payload, out := np.empty_like(new))
     assert np.array_equal(out, new)
     assert codec.encode(BF16, None, new) == payload
-    assert not codec.pays(BF16, old, new)
-    assert codec.pays(BF16, new, changed(BF16, new, 0.4, 1))
+    assert not codec.is_worth_coding(BF16, old, new)
+    assert codec.is_worth_coding(BF16, new, changed(BF16, new, 0.4, 1))
 
 
 def test_it_is_near_what_is_possible() -> None:
@@ -114,7 +124,8 @@ def test_it_is_near_what_is_possible() -> None:
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.int64, torch.bool]
+    "dtype",
+    [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.int64, torch.bool],
 )
 def test_every_dtype_of_torch_has_a_kind(dtype: torch.dtype) -> None:
     kind = codec.kind_of(str(dtype).removeprefix("torch."))
@@ -127,7 +138,13 @@ def test_wrong_sizes_are_refused() -> None:
     old = some(BF16, 1000, 0)
     payload = codec.encode(BF16, old, changed(BF16, old, 0.1, 1))
     whole = codec.encode(BF16, None, old)
-    for damaged, base in ((payload, None), (whole[:-1], None), (whole + b"x", None), (b"", None), (b"\x09abc", old)):
+    for damaged, base in (
+        (payload, None),
+        (whole[:-1], None),
+        (whole + b"x", None),
+        (b"", None),
+        (b"\x09abc", old),
+    ):
         with pytest.raises(Damaged):
             codec.apply(BF16, base, damaged, np.empty_like(old))
 

@@ -1,5 +1,5 @@
-"""Stores that are damaged, or that somebody prepared to do harm: what is intact stays reachable, and the rest is one
-clear sentence."""
+"""Stores that are damaged, or that somebody prepared to do harm: what is intact stays reachable,
+and the rest is one clear sentence."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import pytest
 import torch
 
 from etude.core.errors import EtudeError
-from etude.core.types import Link, Route, Shard
+from etude.core.types import Route, Shard, VersionRef
 from etude.store.codec import to_json
 from etude.store.objects import Missing, Objects
 from etude.weights.cache import HostCache
 from etude.weights.codec import Damaged
-from etude.weights.collect import collect, find_doomed
+from etude.weights.collect import collect, find_garbage
 from etude.weights.compact import compact
 from etude.weights.follow import CorruptWeights, Follower
 from etude.weights.manifest import Chain
-from etude.weights.publish import Policy, Publisher, publish
+from etude.weights.publish import Publisher, SnapshotPolicy, publish
 from etude.weights.records import Epoch, ExtraRoute, manifest_key, route_key, shard_key
 from etude.weights.shards import MAGIC, read
 from etude.weights.signing import Corrupt, Signer, Trust, Untrusted
-from etude.weights.tensors import Entry, read_state, state_json
+from etude.weights.tensors import TensorEntry, read_state, state_json
 from tests.weights.test_weights import Tensors, bits, larger, run
 
 
@@ -36,7 +36,9 @@ def objects() -> Objects:
 @pytest.fixture
 def made(objects: Objects) -> dict[int, Tensors]:
     """Versions 1 to 9: each a step from the one before, 1 and 5 and 9 whole, and 6 from 3."""
-    made = run(Publisher(Chain(objects), policy=Policy(max_chain=4)), larger(1), range(1, 10))
+    made = run(
+        Publisher(Chain(objects), policy=SnapshotPolicy(max_chain=4)), larger(1), range(1, 10)
+    )
     assert len(compact(Chain(objects), skip=3)) == 2
     return made
 
@@ -51,18 +53,21 @@ def flip(objects: Objects, key: str) -> None:
 
 
 def flip_way(objects: Objects, version: int, base: int | None) -> None:
-    """Damages the objects of one way to a version."""
+    """Damages the objects of one route to a version."""
     chain = reading(objects)
     link, manifest = chain.find(version)
     starts = {
-        route.base.version if route.base else None: route for route in (manifest.route, *chain.extra_routes(link))
+        route.base.version if route.base else None: route
+        for route in (manifest.route, *chain.extra_routes(link))
     }
     for shard in starts[base].shards:
         flip(objects, shard_key(link.epoch, version, shard.hash))
 
 
 @pytest.mark.parametrize("start", [None, 2, 7])
-def test_a_damaged_whole_version_is_gone_around(objects: Objects, made: dict[int, Tensors], start: int | None) -> None:
+def test_a_damaged_whole_version_is_gone_around(
+    objects: Objects, made: dict[int, Tensors], start: int | None
+) -> None:
     follower = Follower(reading(objects))
     if start is not None:
         follower.fetch(start)
@@ -71,9 +76,11 @@ def test_a_damaged_whole_version_is_gone_around(objects: Objects, made: dict[int
     assert bits(follower.fetch(9)) == bits(made[9])
 
 
-def test_a_whole_version_that_leads_nowhere_is_gone_around(objects: Objects, made: dict[int, Tensors]) -> None:
+def test_a_whole_version_that_leads_nowhere_is_gone_around(
+    objects: Objects, made: dict[int, Tensors]
+) -> None:
     flip_way(objects, 9, None)
-    flip_way(objects, 6, 5)  # 5 is whole, but only the way from 3 leads on
+    flip_way(objects, 6, 5)  # 5 is whole, but only the route from 3 leads on
     assert bits(Follower(reading(objects)).fetch(9)) == bits(made[9])
 
 
@@ -88,12 +95,17 @@ def test_a_damaged_further_way_is_left_out(objects: Objects, made: dict[int, Ten
     targets = {v: reading(objects).find(v)[0] for v in (5, 6, 9)}
     key = route_key(targets[9], None)
     flip(objects, key)
-    objects.put(route_key(targets[6], reading(objects).find(3)[0]), objects.get(route_key(targets[5], None)))
+    objects.put(
+        route_key(targets[6], reading(objects).find(3)[0]), objects.get(route_key(targets[5], None))
+    )
     chain = reading(objects)
     assert bits(Follower(chain).fetch(9)) == bits(made[9])
-    assert isinstance(chain.further_ways(targets[9])[key], Corrupt) and len(chain.extra_routes(targets[9])) == 1
-    assert [type(way) for way in chain.further_ways(targets[6]).values()] == [Corrupt]
-    again = Publisher(chain, policy=Policy(max_chain=4))
+    assert (
+        isinstance(chain.check_extra_routes(targets[9])[key], Corrupt)
+        and len(chain.extra_routes(targets[9])) == 1
+    )
+    assert [type(way) for way in chain.check_extra_routes(targets[6]).values()] == [Corrupt]
+    again = Publisher(chain, policy=SnapshotPolicy(max_chain=4))
     again.publish(10, larger(2), stage="rl", step=10)
     again.close()
     assert bits(Follower(chain).fetch(10)) == bits(larger(2))
@@ -102,22 +114,26 @@ def test_a_damaged_further_way_is_left_out(objects: Objects, made: dict[int, Ten
 def test_an_unsigned_further_way_is_left_out(objects: Objects) -> None:
     ed25519 = pytest.importorskip("cryptography.hazmat.primitives.asymmetric.ed25519")
     key, other = (ed25519.Ed25519PrivateKey.generate() for _ in range(2))
-    chain = Chain(objects, trust=Trust(key.public_key().public_bytes_raw()), sleep=lambda seconds: None)
+    chain = Chain(
+        objects, trust=Trust(key.public_key().public_bytes_raw()), sleep=lambda seconds: None
+    )
     made = run(Publisher(chain, signer=Signer(key.sign)), larger(1), range(1, 9))
     for signer in (Signer(), Signer(other.sign)):
         (way,) = compact(reading(objects), skip=4, signer=signer)
-        (why,) = chain.further_ways(way.target).values()
+        (why,) = chain.check_extra_routes(way.target).values()
         assert isinstance(why, Untrusted)
         assert bits(Follower(chain).fetch(8)) == bits(made[8])
         objects.delete(route_key(way.target, way.route.base))
 
 
-def test_what_a_damaged_further_way_names_is_not_deleted(objects: Objects, made: dict[int, Tensors]) -> None:
-    assert find_doomed(reading(objects), keep=100, now=0.0) == []
+def test_what_a_damaged_further_way_names_is_not_deleted(
+    objects: Objects, made: dict[int, Tensors]
+) -> None:
+    assert find_garbage(reading(objects), keep=100, now=0.0) == []
     key = route_key(reading(objects).find(9)[0], None)
     data = objects.get(key)
     flip(objects, key)
-    assert find_doomed(reading(objects), keep=100, now=0.0) == []
+    assert find_garbage(reading(objects), keep=100, now=0.0) == []
     objects.put(key, data)
     flip_way(objects, 9, 8)
     assert bits(Follower(reading(objects)).fetch(9)) == bits(made[9])
@@ -130,7 +146,9 @@ def forge(objects: Objects, key: str, record: object) -> None:
 
 @pytest.mark.parametrize("name", ["../../pwned", "", "A" * 64, "0" * 63, "0" * 64 + "\n"])
 @pytest.mark.parametrize("field", ["shard", "root", "parent", "target"])
-def test_a_hash_that_is_none_is_refused(objects: Objects, tmp_path: Path, name: str, field: str) -> None:
+def test_a_hash_that_is_none_is_refused(
+    objects: Objects, tmp_path: Path, name: str, field: str
+) -> None:
     publish(objects, 1, larger(1), stage="rl", step=1)
     publish(objects, 2, larger(1), stage="rl", step=2)
     link, manifest = reading(objects).find(2)
@@ -138,10 +156,13 @@ def test_a_hash_that_is_none_is_refused(objects: Objects, tmp_path: Path, name: 
     shard, parent = Shard(name, 1, "w", "w"), replace(manifest.parent, hash=name)
     if field == "target":
         key = route_key(link, None)
-        forge(objects, key, ExtraRoute(target=replace(link, hash=name), route=Route(None, (shard,))))
-        assert [str(why)[: len("memory:: " + key)] for why in reading(objects).further_ways(link).values()] == [
-            f"memory:: {key}"
-        ]
+        forge(
+            objects, key, ExtraRoute(target=replace(link, hash=name), route=Route(None, (shard,)))
+        )
+        assert [
+            str(why)[: len("memory:: " + key)]
+            for why in reading(objects).check_extra_routes(link).values()
+        ] == [f"memory:: {key}"]
         return
     changes = {
         "shard": replace(manifest, route=replace(manifest.route, shards=(shard,))),
@@ -169,7 +190,8 @@ def test_a_cache_that_cannot_be_used_is_one_sentence(objects: Objects, tmp_path:
 
 
 def test_a_record_that_is_written_otherwise_is_refused(objects: Objects) -> None:
-    """Its seal is right, for it is made over what the record says; but links are made over the bytes."""
+    """Its seal is right, for it is made over what the record says; but links are made over the
+    bytes."""
     publish(objects, 1, larger(1), stage="rl", step=1)
     data = objects.get(manifest_key(1, 1))
     for other in (
@@ -195,7 +217,11 @@ def test_a_link_that_leads_forward_is_refused(objects: Objects) -> None:
     for version in (1, 2):
         publish(objects, version, larger(1), stage="rl", step=version)
     link, manifest = reading(objects).find(2)
-    for base in (replace(link, version=2), replace(link, version=7), replace(link, epoch=9, version=1)):
+    for base in (
+        replace(link, version=2),
+        replace(link, version=7),
+        replace(link, epoch=9, version=1),
+    ):
         forge(
             objects,
             manifest_key(link.epoch, 2),
@@ -209,11 +235,12 @@ def test_a_link_that_leads_forward_is_refused(objects: Objects) -> None:
     forge(objects, manifest_key(link.epoch, 2), manifest)
     later = replace(link, version=7)
     forge(objects, route_key(link, later), ExtraRoute(target=link, route=Route(later, ())))
-    assert [type(way) for way in reading(objects).further_ways(link).values()] == [Corrupt]
+    assert [type(way) for way in reading(objects).check_extra_routes(link).values()] == [Corrupt]
 
 
 def test_an_epoch_that_is_another_is_refused(objects: Objects) -> None:
-    """Else a signed record, copied to a later number, would make readers go back; and a circle would hold them."""
+    """Else a signed record, copied to a later number, would make readers go back; and a circle
+    would hold them."""
     for version in (1, 2):
         publish(objects, version, larger(version), stage="rl", step=version)
     head = reading(objects).head()
@@ -226,7 +253,7 @@ def test_an_epoch_that_is_another_is_refused(objects: Objects) -> None:
         Epoch(epoch=4, first=3, parent=head, publisher=""),
         Epoch(epoch=3, first=2, parent=head, publisher=""),
         Epoch(epoch=3, first=3, parent=None, publisher=""),
-        Epoch(epoch=3, first=3, parent=Link(1, 1, "0" * 64), publisher=""),
+        Epoch(epoch=3, first=3, parent=VersionRef(1, 1, "0" * 64), publisher=""),
     ):
         forge(objects, manifest_key(2, 3), epoch)
         with pytest.raises(Corrupt, match="the record of another epoch"):
@@ -235,7 +262,7 @@ def test_an_epoch_that_is_another_is_refused(objects: Objects) -> None:
     assert reading(objects).head() == head
 
 
-GOOD = Entry("w", "bfloat16", (2, 3), ("0" * 64,))
+GOOD = TensorEntry("w", "bfloat16", (2, 3), ("0" * 64,))
 
 
 @pytest.mark.parametrize(
@@ -253,7 +280,7 @@ GOOD = Entry("w", "bfloat16", (2, 3), ("0" * 64,))
         replace(GOOD, dtype="half"),
     ],
 )
-def test_a_state_that_cannot_be_is_refused(wrong: Entry) -> None:
+def test_a_state_that_cannot_be_is_refused(wrong: TensorEntry) -> None:
     with pytest.raises(Corrupt, match="w has a dtype, a shape or digests that no tensor has"):
         read_state(state_json((wrong,))[0], wrong.bytes, "it")
 
@@ -273,7 +300,11 @@ def test_a_state_is_sorted_and_as_large_as_the_manifest_says() -> None:
 
 
 def test_empty_tensors_and_scalars_have_possible_states(objects: Objects) -> None:
-    given = {"empty": torch.zeros(0, 4), "scalar": torch.tensor(1.5), "none": torch.zeros(3, 0, dtype=torch.int64)}
+    given = {
+        "empty": torch.zeros(0, 4),
+        "scalar": torch.tensor(1.5),
+        "none": torch.zeros(3, 0, dtype=torch.int64),
+    }
     publish(objects, 1, given, stage="rl", step=1)
     assert bits(Follower(reading(objects)).fetch(1)) == bits(given)
 
@@ -291,7 +322,7 @@ def test_a_shard_holds_no_chunk_that_its_tensor_does_not_have() -> None:
 def test_a_forged_state_is_not_served(objects: Objects) -> None:
     publish(objects, 1, larger(1), stage="rl", step=1)
     link, manifest = reading(objects).find(1)
-    for entry in (Entry("w", "bfloat16", (-1,)), Entry("w", "bfloat16", (1 << 50,))):
+    for entry in (TensorEntry("w", "bfloat16", (-1,)), TensorEntry("w", "bfloat16", (1 << 50,))):
         data, root = state_json((entry,))
         objects.put(shard_key(1, 1, root), data)
         forge(objects, manifest_key(1, 1), replace(manifest, root=root, bytes=max(0, entry.bytes)))
@@ -323,21 +354,27 @@ def test_stray_files_are_left_alone(objects: Objects, made: dict[int, Tensors]) 
     assert list(chain.lineage()) == [9] and all(objects.exists(key) for key in stray)
 
 
-@pytest.mark.parametrize("damage", [lambda data: b"{", lambda data: b"", lambda data: data.replace(b"until", b"units")])
+@pytest.mark.parametrize(
+    "damage", [lambda data: b"{", lambda data: b"", lambda data: data.replace(b"until", b"units")]
+)
 def test_a_damaged_lease_stops_the_collector_until_it_is_deleted(
     objects: Objects, made: dict[int, Tensors], damage: Callable[[bytes], bytes]
 ) -> None:
     Follower(reading(objects), name="r").fetch(9)
     key = "weights/leases/r.json"
     objects.put(key, damage(objects.get(key)))
-    with pytest.raises(Corrupt, match=r"weights/leases/r.json .*; delete it if that reader is gone"):
+    with pytest.raises(
+        Corrupt, match=r"weights/leases/r.json .*; delete it if that reader is gone"
+    ):
         collect(reading(objects), keep=1)
     objects.delete(key)
-    assert collect(reading(objects), keep=1).doomed
+    assert collect(reading(objects), keep=1).pending
 
 
 def test_there_is_no_version_below_zero(objects: Objects, made: dict[int, Tensors]) -> None:
-    with pytest.raises(Missing, match="weight version -1 is not published; versions 1 to 9 are there"):
+    with pytest.raises(
+        Missing, match="weight version -1 is not published; versions 1 to 9 are there"
+    ):
         reading(objects).find(-1)
 
 

@@ -1,4 +1,5 @@
-"""Followers behind bad links, over a real S3 server: slow, broken in mid-transfer, and shaped by the kernel."""
+"""Followers behind bad links, over a real S3 server: slow, broken in mid-transfer, and shaped by
+the kernel."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from etude.store.objects import Objects
 from etude.weights.cache import HostCache
 from etude.weights.follow import Follower
 from etude.weights.manifest import Chain
-from etude.weights.publish import Policy, Publisher
+from etude.weights.publish import Publisher, SnapshotPolicy
 from tests.weights.conftest import reached_by
 from tests.weights.link import Link, linked
 from tests.weights.test_weights import Tensors, bits, larger, run
@@ -28,16 +29,22 @@ def link(s3_port: int) -> Iterator[Link]:
         yield made
 
 
-def published(port: int, folder: str, versions: int, monkeypatch: pytest.MonkeyPatch) -> dict[int, Tensors]:
+def published(
+    port: int, folder: str, versions: int, monkeypatch: pytest.MonkeyPatch
+) -> dict[int, Tensors]:
     """By a trainer that is close to the store."""
     chain = Chain(Objects.open(f"{reached_by(port, monkeypatch)}/{folder}"))
-    return run(Publisher(chain, policy=Policy(max_chain=5)), larger(1), range(1, versions + 1))
+    return run(
+        Publisher(chain, policy=SnapshotPolicy(max_chain=5)), larger(1), range(1, versions + 1)
+    )
 
 
 def test_behind_a_slow_link(s3_port: int, link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
     made = published(s3_port, "slow", 6, monkeypatch)
     link.bytes_per_s, link.delay_s = 400e3, 0.02
-    follower = Follower(Chain(Objects.open(f"{reached_by(link.port, monkeypatch)}/slow")), name="far")
+    follower = Follower(
+        Chain(Objects.open(f"{reached_by(link.port, monkeypatch)}/slow")), name="far"
+    )
     assert bits(follower.fetch(1)) == bits(made[1])
     whole = link.carried
     for version in range(2, 7):
@@ -45,8 +52,11 @@ def test_behind_a_slow_link(s3_port: int, link: Link, monkeypatch: pytest.Monkey
     assert link.carried - whole < whole / 2  # five versions, manifests and listings included
 
 
-def test_behind_a_link_that_breaks(s3_port: int, link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Connections break within the whole version, which is 120 kB; no version is wrong or missing for it."""
+def test_behind_a_link_that_breaks(
+    s3_port: int, link: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Connections break within the whole version, which is 120 kB; no version is wrong or missing
+    for it."""
     made = published(s3_port, "broken", 12, monkeypatch)
     link.break_after = 50_000
     follower = Follower(Chain(Objects.open(f"{reached_by(link.port, monkeypatch)}/broken")))
@@ -64,7 +74,9 @@ def test_the_workers_of_a_host_use_the_link_once(
     carried = []
     for _ in range(3):
         before = link.carried
-        follower = Follower(Chain(Objects.open(url)), cache=HostCache.beside(url, tmp_path / "cache"))
+        follower = Follower(
+            Chain(Objects.open(url)), cache=HostCache.beside(url, tmp_path / "cache")
+        )
         assert bits(follower.fetch(3)) == bits(made[3])
         carried.append(link.carried - before)
     assert max(carried[1:]) < carried[0] / 5  # manifests and listings are read anew
@@ -83,6 +95,8 @@ def test_through_a_link_that_the_kernel_shapes(shape: str) -> None:
         pytest.skip(f"this machine cannot shape a link with {shape.split()[0]}")
     tests = Path(__file__).with_name("test_s3.py")
     command = f"{shaping} && exec {sys.executable} -m pytest -q -m s3 -p no:cacheprovider {tests}"
-    done = subprocess.run([*enter, command], capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(
+        [*enter, command], capture_output=True, text=True, check=False, timeout=120
+    )
     assert done.returncode == 0, done.stdout[-3000:]
     assert "2 passed" in done.stdout

@@ -1,4 +1,5 @@
-"""The weight plane over a real S3 server: SeaweedFS, over HTTP. `make test-s3` fetches the server and runs this."""
+"""The weight plane over a real S3 server: SeaweedFS, over HTTP. `make test-s3` fetches the server
+and runs this."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from etude.weights.collect import collect
 from etude.weights.compact import compact
 from etude.weights.follow import Follower, fetch
 from etude.weights.manifest import Chain
-from etude.weights.publish import Policy, Publisher
+from etude.weights.publish import Publisher, SnapshotPolicy
 from tests.weights.conftest import reached_by
 from tests.weights.test_weights import bits, larger, run
 
@@ -25,7 +26,7 @@ def bucket(s3_port: int, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_publish_follow_collect(bucket: str) -> None:
     chain = Chain(Objects.open(f"{bucket}/a"))
-    made = run(Publisher(chain, policy=Policy(max_chain=4)), larger(1), range(1, 11))
+    made = run(Publisher(chain, policy=SnapshotPolicy(max_chain=4)), larger(1), range(1, 11))
     assert [way.target.version for way in compact(chain, skip=3)] == [6, 9]
     follower = Follower(chain, name="reader")
     for version, tensors in made.items():

@@ -11,16 +11,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from etude.core.errors import EtudeError
-from etude.core.types import Link, Manifest
+from etude.core.types import Manifest, VersionRef
 from etude.store.objects import Objects
 from etude.weights import codec
 from etude.weights.follow import Follower, fetch
-from etude.weights.layout import Extent, lay_out
+from etude.weights.layout import Extent, build_layout
 from etude.weights.manifest import Chain
-from etude.weights.peers import InProcess
-from etude.weights.publish import Policy, Publisher
+from etude.weights.peers import InProcessPeer
+from etude.weights.publish import Publisher, SnapshotPolicy
 from etude.weights.snapshot import Part, Snapshots, bits, changed
-from etude.weights.tensors import Entry, root_of
+from etude.weights.tensors import TensorEntry, root_of
 from tests.weights.test_weights import Tensors, moved
 from tests.weights.test_weights import bits as all_bits
 
@@ -34,7 +34,9 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def tensors(seed: int) -> Tensors:
     generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in SHAPES.items()}
+    return {
+        name: torch.randn(shape, generator=generator).bfloat16() for name, shape in SHAPES.items()
+    }
 
 
 def split(given: Tensors, cuts: Sequence[float]) -> list[dict[str, torch.Tensor | Part]]:
@@ -55,13 +57,15 @@ def split(given: Tensors, cuts: Sequence[float]) -> list[dict[str, torch.Tensor 
 class Crew:
     """Publishers of all ranks, each on a thread."""
 
-    def __init__(self, objects: Objects, world: int, policy: Policy | None = None) -> None:
+    def __init__(self, objects: Objects, world: int, policy: SnapshotPolicy | None = None) -> None:
         self.ranks = [
             Publisher(Chain(objects, sleep=lambda s: None), peers=peers, policy=policy)
-            for peers in InProcess.group(world, timeout_s=20.0)
+            for peers in InProcessPeer.group(world, timeout_s=20.0)
         ]
 
-    def publish(self, version: int, parts: Sequence[dict[str, torch.Tensor | Part]]) -> list[Manifest]:
+    def publish(
+        self, version: int, parts: Sequence[dict[str, torch.Tensor | Part]]
+    ) -> list[Manifest]:
         def one(publisher: Publisher, mine: dict[str, torch.Tensor | Part]) -> Manifest:
             publisher.publish(version, mine, stage="rl", step=version)
             manifest = publisher.wait()
@@ -80,7 +84,7 @@ class Crew:
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=4), st.integers(0, 1000))
 def test_any_split_gives_the_same_version(cuts: list[float], seed: int) -> None:
     objects, now = Objects.open("memory:"), tensors(seed)
-    crew = Crew(objects, len(cuts) + 1, Policy(max_chain=2))
+    crew = Crew(objects, len(cuts) + 1, SnapshotPolicy(max_chain=2))
     for version in range(1, 5):
         manifests = crew.publish(version, split(now, cuts))
         assert len(set(map(repr, manifests))) == 1 and manifests[0].root == root_of(now)
@@ -97,7 +101,8 @@ def test_a_run_goes_on_with_another_number_of_ranks() -> None:
     for version, cuts in enumerate(([], [0.3], [0.2, 0.4, 0.9], [0.5]), 1):
         crew = Crew(objects, len(cuts) + 1)
         if version > 2:
-            crew.publish(version - 1, split(before, cuts))  # as a trainer does that was killed after the commit
+            # as a trainer does that was killed after the commit
+            crew.publish(version - 1, split(before, cuts))
         assert crew.publish(version, split(now, cuts))[0].root == root_of(now)
         assert all_bits(fetch(objects, version)) == all_bits(now)
         before, now = now, moved(now, version)
@@ -121,27 +126,36 @@ def test_if_one_rank_fails_all_do_and_nothing_is_committed() -> None:
 
 
 def test_parts_that_do_not_make_a_whole_are_refused() -> None:
-    entry = Entry("w", "bfloat16", (100, 2))
+    entry = TensorEntry("w", "bfloat16", (100, 2))
     with pytest.raises(EtudeError, match="no rank holds byte 200 of w"):
-        lay_out([[Extent(entry, 0, 200)], [Extent(entry, 204, 400)]])
+        build_layout([[Extent(entry, 0, 200)], [Extent(entry, 204, 400)]])
     with pytest.raises(EtudeError, match="ranks disagree on w"):
-        lay_out([[Extent(entry, 0, 200)], [Extent(Entry("w", "float32", (100, 2)), 200, 400)]])
+        build_layout(
+            [[Extent(entry, 0, 200)], [Extent(TensorEntry("w", "float32", (100, 2)), 200, 400)]]
+        )
 
 
 def test_only_ragged_ends_travel() -> None:
-    entry = Entry("w", "bfloat16", (256, 2))  # eight chunks of 128 bytes
-    layout = lay_out([[Extent(entry, 0, 384)], [Extent(entry, 384, 700)], [Extent(entry, 700, 1024)]])
+    entry = TensorEntry("w", "bfloat16", (256, 2))  # eight chunks of 128 bytes
+    layout = build_layout(
+        [[Extent(entry, 0, 384)], [Extent(entry, 384, 700)], [Extent(entry, 700, 1024)]]
+    )
     assert layout.owners == {"w": ((0, range(0, 3)), (1, range(3, 6)), (2, range(6, 8)))}
-    assert [(p.start, p.stop, p.source, p.owner) for p in layout.pieces] == [(700, 768, 2, 1)]
-    assert lay_out([[Extent(entry, 0, 1024)], [Extent(entry, 0, 1024)]]).owners == {"w": ((0, range(8)),)}
+    assert [(p.start, p.stop, p.source, p.owner) for p in layout.transfers] == [(700, 768, 2, 1)]
+    assert build_layout([[Extent(entry, 0, 1024)], [Extent(entry, 0, 1024)]]).owners == {
+        "w": ((0, range(8)),)
+    }
 
 
 def test_a_reader_of_some_rows_decodes_only_their_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    objects, now = Objects.open("memory:"), {"w": torch.randn(256, 4).bfloat16(), "z": torch.randn(50).bfloat16()}
+    objects, now = (
+        Objects.open("memory:"),
+        {"w": torch.randn(256, 4).bfloat16(), "z": torch.randn(50).bfloat16()},
+    )
     chain = Chain(objects)
     publisher = Publisher(chain)
 
-    def rows(entry: Entry) -> range | None:
+    def rows(entry: TensorEntry) -> range | None:
         return entry.holding(100, 150) if entry.name == "w" else None
 
     part, decoded = Follower(chain, only=rows), list[None]()
@@ -164,7 +178,9 @@ def test_a_reader_of_some_rows_decodes_only_their_chunks(monkeypatch: pytest.Mon
     publisher.close()
 
 
-def test_shards_without_anything_that_is_wanted_are_not_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_without_anything_that_is_wanted_are_not_downloaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("etude.weights.shards.SHARD_BYTES", 1)
     objects = Objects.open("memory:")
     publisher = Publisher(Chain(objects))
@@ -174,11 +190,11 @@ def test_shards_without_anything_that_is_wanted_are_not_downloaded(monkeypatch: 
     fetched: list[str] = []
 
     class Counting(Chain):
-        def shard(self, target: Link, hash: str) -> bytes:
+        def shard(self, target: VersionRef, hash: str) -> bytes:
             fetched.append(hash)
             return super().shard(target, hash)
 
-    def mine(entry: Entry) -> range | None:
+    def mine(entry: TensorEntry) -> range | None:
         return entry.chunks if int(entry.name.split(".")[2]) % 4 == 1 else None
 
     found = Follower(Counting(objects), only=mine).fetch(1)
@@ -189,13 +205,20 @@ def test_shards_without_anything_that_is_wanted_are_not_downloaded(monkeypatch: 
 
 
 def test_a_snapshot_does_not_change_with_the_tensors_and_uses_memory_again() -> None:
-    live = {"w": torch.randn(40, 3), "t": torch.randn(3, 40).T, "codes": torch.zeros(4, dtype=torch.float4_e2m1fn_x2)}
+    live = {
+        "w": torch.randn(40, 3),
+        "t": torch.randn(3, 40).T,
+        "codes": torch.zeros(4, dtype=torch.float4_e2m1fn_x2),
+    }
     snapshots = Snapshots()
     taken = []
     for version in range(4):
         before = {name: tensor.clone() for name, tensor in live.items()}
         arrays = snapshots.take(
-            {name: Part(t, dtype=None if name == "codes" else torch.bfloat16) for name, t in live.items()}
+            {
+                name: Part(t, dtype=None if name == "codes" else torch.bfloat16)
+                for name, t in live.items()
+            }
         )()
         live["w"] += 1
         assert torch.equal(arrays["w"].view(torch.bfloat16).view(40, 3), before["w"].bfloat16())
@@ -208,7 +231,8 @@ def test_a_snapshot_does_not_change_with_the_tensors_and_uses_memory_again() -> 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
 def test_what_changed_is_all_that_crosses(dtype: torch.dtype) -> None:
-    """The functions that run on a device, here on the CPU: places and bits, with NaN and -0.0 told apart."""
+    """The functions that run on a device, here on the CPU: places and bits, with NaN and -0.0 told
+    apart."""
     old = torch.randn(5000).to(dtype)
     new = old.clone()
     new[::50] = torch.randn(100).to(dtype)
@@ -216,7 +240,9 @@ def test_what_changed_is_all_that_crosses(dtype: torch.dtype) -> None:
     new[9], old[9] = -0.0, 0.0
     shadow, was = bits(old).clone(), bits(old).clone()
     places, values = changed(shadow, bits(new))
-    assert 90 < len(places) <= 101 and 9 in places and 7 not in places and places.dtype == torch.int32
+    assert (
+        90 < len(places) <= 101 and 9 in places and 7 not in places and places.dtype == torch.int32
+    )
     was[places.long()] = values
     assert torch.equal(was, bits(new)) and torch.equal(shadow, bits(new))
 
@@ -226,4 +252,6 @@ def test_what_is_given_away_is_not_copied() -> None:
     taken = snapshots.take({"w": Part(tensor)}, given=True)()["w"]
     assert taken.data_ptr() == tensor.data_ptr() and torch.equal(taken, bits(tensor))
     other = snapshots.take({"w": Part(tensor, dtype=torch.float32)}, given=True)()["w"]
-    assert torch.equal(other.view(torch.float32), tensor.float().reshape(-1)), "in another type it is made anew"
+    assert torch.equal(other.view(torch.float32), tensor.float().reshape(-1)), (
+        "in another type it is made anew"
+    )

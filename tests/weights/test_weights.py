@@ -14,16 +14,16 @@ import torch
 from hypothesis import strategies as st
 
 from etude.core.errors import EtudeError
-from etude.core.seams import WeightStore
-from etude.core.types import Link, Route, Shard
+from etude.core.protocols import WeightStore
+from etude.core.types import Route, Shard, VersionRef
 from etude.store.objects import Missing, Objects
 from etude.weights.cache import HostCache
-from etude.weights.compact import compact, wanted
+from etude.weights.compact import compact, wanted_routes
 from etude.weights.follow import CorruptWeights, Follower, Image, agreed, fetch, go_live
-from etude.weights.manifest import Chain, Versions
-from etude.weights.publish import Fenced, Policy, Publisher, publish
+from etude.weights.manifest import Chain, PublishedVersions
+from etude.weights.publish import Fenced, Publisher, SnapshotPolicy, publish
 from etude.weights.records import manifest_key
-from etude.weights.routes import Hop, cheapest
+from etude.weights.routes import RouteStep, cheapest
 from etude.weights.signing import Corrupt, Signer, Trust, Untrusted
 
 Tensors = dict[str, torch.Tensor]
@@ -37,8 +37,12 @@ def tensors(seed: int) -> Tensors:
         "scalar": torch.randn((), generator=generator),
         "empty": torch.zeros(0, 4, dtype=torch.bfloat16),
         "odd": torch.tensor([float("nan"), -0.0, 0.0, float("inf"), 1e-40], dtype=torch.bfloat16),
-        "codes": torch.randint(0, 256, (64,), generator=generator, dtype=torch.uint8).view(torch.float8_e4m3fn),
-        "nibbles": torch.randint(0, 256, (64,), generator=generator, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
+        "codes": torch.randint(0, 256, (64,), generator=generator, dtype=torch.uint8).view(
+            torch.float8_e4m3fn
+        ),
+        "nibbles": torch.randint(0, 256, (64,), generator=generator, dtype=torch.uint8).view(
+            torch.float4_e2m1fn_x2
+        ),
         "count": torch.tensor([seed]),
     }
 
@@ -52,12 +56,16 @@ def moved(old: Tensors, seed: int, share: float = 0.02) -> Tensors:
         codes = data.view(f"u{tensor.element_size()}")
         with np.errstate(over="ignore"):
             codes += (random.random(len(codes)) < share).astype(codes.dtype)
-        new[name] = torch.from_numpy(data).view(tensor.dtype).reshape(tensor.shape) if data.size else tensor
+        new[name] = (
+            torch.from_numpy(data).view(tensor.dtype).reshape(tensor.shape) if data.size else tensor
+        )
     return new
 
 
 def larger(seed: int) -> Tensors:
-    return {"w": torch.randn(300, 200, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)}
+    return {
+        "w": torch.randn(300, 200, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
+    }
 
 
 def bits(weights: Tensors) -> dict[str, tuple[torch.dtype, torch.Size, bytes]]:
@@ -101,8 +109,17 @@ def test_a_b_a_gives_back_a_bit_for_bit(objects: Objects) -> None:
 
 def test_a_root_sees_name_dtype_shape_and_every_bit(objects: Objects) -> None:
     zeros = torch.zeros(2, 3)
-    others = [zeros.reshape(3, 2), zeros.to(torch.int32), torch.zeros(6), -zeros, torch.zeros(2, 3, 1)]
-    roots = [publish(objects, n, {"w": t}, stage="rl", step=n).root for n, t in enumerate([zeros, *others])]
+    others = [
+        zeros.reshape(3, 2),
+        zeros.to(torch.int32),
+        torch.zeros(6),
+        -zeros,
+        torch.zeros(2, 3, 1),
+    ]
+    roots = [
+        publish(objects, n, {"w": t}, stage="rl", step=n).root
+        for n, t in enumerate([zeros, *others])
+    ]
     roots.append(publish(objects, len(roots), {"v": zeros}, stage="rl", step=0).root)
     assert len(set(roots)) == len(roots) == 7
     assert publish(objects, 7, {"w": torch.zeros(3, 2).T}, stage="rl", step=0).root == roots[0]
@@ -111,7 +128,9 @@ def test_a_root_sees_name_dtype_shape_and_every_bit(objects: Objects) -> None:
 def test_publishing_again(objects: Objects) -> None:
     first = publish(objects, 1, tensors(7), stage="rl", step=1)
     assert publish(objects, 1, tensors(7), stage="rl", step=1) == first
-    with pytest.raises(EtudeError, match="weight version 1 is published already, with other weights"):
+    with pytest.raises(
+        EtudeError, match="weight version 1 is published already, with other weights"
+    ):
         put(objects, 1, 8)
     assert bits(fetch(objects, 1)) == bits(tensors(7))
 
@@ -124,14 +143,16 @@ def test_a_version_cannot_be_slipped_in_before_the_newest(objects: Objects) -> N
 
 def test_a_step_is_small_and_followers_stay_bit_equal(chain: Chain) -> None:
     follower, late = Follower(chain), Follower(chain)
-    publisher = Publisher(chain, policy=Policy())
+    publisher = Publisher(chain, policy=SnapshotPolicy())
     now = larger(0)
     for version in range(1, 14):
         publisher.publish(version, now, stage="rl", step=version)
         manifest = publisher.wait()
         assert manifest is not None
         if version > 1:
-            assert manifest.route.bytes < manifest.bytes / 20 and 0.005 < manifest.changed["w"] < 0.04
+            assert (
+                manifest.route.bytes < manifest.bytes / 20 and 0.005 < manifest.changed["w"] < 0.04
+            )
         assert bits(follower.fetch(version)) == bits(now)
         if version % 5 == 0:
             assert bits(late.fetch(version)) == bits(now) == bits(fetch(chain.objects, version))
@@ -140,13 +161,17 @@ def test_a_step_is_small_and_followers_stay_bit_equal(chain: Chain) -> None:
     publisher.close()
 
 
-def test_a_host_without_the_c_codec_reads_and_writes_the_same(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_without_the_c_codec_reads_and_writes_the_same(
+    chain: Chain, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = run(Publisher(chain), larger(5), range(1, 3))
     monkeypatch.setattr("etude.weights.fast.LIBRARY", None)
     assert bits(Follower(chain).fetch(2)) == bits(made[2])
     other = Chain(Objects.open("memory:"))
     run(Publisher(other), larger(5), range(1, 3))
-    assert [chain.find(v)[1].route.shards for v in (1, 2)] == [other.find(v)[1].route.shards for v in (1, 2)]
+    assert [chain.find(v)[1].route.shards for v in (1, 2)] == [
+        other.find(v)[1].route.shards for v in (1, 2)
+    ]
 
 
 def test_tensors_may_come_go_and_change_shape(objects: Objects) -> None:
@@ -163,12 +188,15 @@ def test_tensors_may_come_go_and_change_shape(objects: Objects) -> None:
 
 
 def test_whole_versions_come_when_the_chain_has_grown(chain: Chain) -> None:
-    made = run(Publisher(chain, policy=Policy(max_chain=5)), larger(1), range(1, 14))
+    made = run(Publisher(chain, policy=SnapshotPolicy(max_chain=5)), larger(1), range(1, 14))
     whole = [
-        v for v, e in chain.lineage().items() if any(r.base is None for r in chain.extra_routes(chain.at(e, v)[0]))
+        v
+        for v, e in chain.lineage().items()
+        if any(r.base is None for r in chain.extra_routes(chain.at(e, v)[0]))
     ]
     assert whole == [6, 11]
-    again = Publisher(chain, policy=Policy(max_chain=5))  # a restart knows how long the chain is
+    # a restart knows how long the chain is
+    again = Publisher(chain, policy=SnapshotPolicy(max_chain=5))
     again.publish(13, made[13], stage="rl", step=13)
     for version in (14, 15, 16):
         again.publish(version, moved(made[13], version), stage="rl", step=version)
@@ -177,9 +205,9 @@ def test_whole_versions_come_when_the_chain_has_grown(chain: Chain) -> None:
 
 
 def test_policy() -> None:
-    policy = Policy(max_chain=64, max_share=0.5)
-    assert not policy.wants_whole(63, 50, 100)
-    assert policy.wants_whole(64, 1, 100) and policy.wants_whole(2, 51, 100)
+    policy = SnapshotPolicy(max_chain=64, max_share=0.5)
+    assert not policy.wants_snapshot(63, 50, 100)
+    assert policy.wants_snapshot(64, 1, 100) and policy.wants_snapshot(2, 51, 100)
 
 
 def test_a_skip_is_shorter_than_its_steps_and_is_taken(chain: Chain) -> None:
@@ -197,23 +225,31 @@ def test_a_skip_is_shorter_than_its_steps_and_is_taken(chain: Chain) -> None:
 
 
 def test_which_ways_the_compactor_wants() -> None:
-    assert wanted(range(1, 26), 8) == [(8, 16), (16, 24)]
-    assert wanted([8, 9, 16, 17], 8) == [(8, 16)] and wanted([9, 16], 8) == []
-    assert wanted(range(1000), 8)[0] == (936, 944)  # further back readers start from a whole version
+    assert wanted_routes(range(1, 26), 8) == [(8, 16), (16, 24)]
+    assert wanted_routes([8, 9, 16, 17], 8) == [(8, 16)] and wanted_routes([9, 16], 8) == []
+    # further back readers start from a whole version
+    assert wanted_routes(range(1000), 8)[0] == (936, 944)
 
 
-def hop(start: int | None, end: int, cost: int) -> Hop:
-    base = None if start is None else Link(1, start, "")
-    return Hop(Link(1, end, ""), Route(base, (Shard("", cost, "", ""),)))
+def hop(start: int | None, end: int, cost: int) -> RouteStep:
+    base = None if start is None else VersionRef(1, start, "")
+    return RouteStep(VersionRef(1, end, ""), Route(base, (Shard("", cost, "", ""),)))
 
 
 def test_the_cheapest_way() -> None:
-    hops = [hop(None, 0, 100), hop(0, 1, 5), hop(1, 2, 5), hop(0, 2, 8), hop(2, 3, 5), hop(None, 3, 100)]
-    way = cheapest(hops, Link(1, 0, ""), Link(1, 3, ""))
+    hops = [
+        hop(None, 0, 100),
+        hop(0, 1, 5),
+        hop(1, 2, 5),
+        hop(0, 2, 8),
+        hop(2, 3, 5),
+        hop(None, 3, 100),
+    ]
+    way = cheapest(hops, VersionRef(1, 0, ""), VersionRef(1, 3, ""))
     assert way == [hops[3], hops[4]]
-    assert cheapest(hops, None, Link(1, 3, "")) == [hops[5]]
-    assert cheapest(hops, Link(1, 3, ""), Link(1, 3, "")) == []
-    assert cheapest(hops[1:5], None, Link(1, 3, "")) is None
+    assert cheapest(hops, None, VersionRef(1, 3, "")) == [hops[5]]
+    assert cheapest(hops, VersionRef(1, 3, ""), VersionRef(1, 3, "")) == []
+    assert cheapest(hops[1:5], None, VersionRef(1, 3, "")) is None
 
 
 def shards_of(objects: Objects, version: int) -> list[str]:
@@ -228,7 +264,11 @@ def test_damage_is_refused_and_the_old_version_stays(objects: Objects, damage: s
     put(objects, 2, 8)
     for key in shards_of(objects, 2):
         data = objects.get(key)
-        changed = {"flip": data[:-1] + bytes([data[-1] ^ 1]), "cut": data[: len(data) // 2], "empty": b""}
+        changed = {
+            "flip": data[:-1] + bytes([data[-1] ^ 1]),
+            "cut": data[: len(data) // 2],
+            "empty": b"",
+        }
         if damage == "missing":
             objects.delete(key)
         else:
@@ -295,10 +335,14 @@ def test_of_two_trainers_one_is_fenced(objects: Objects) -> None:
     old[2].publish(5, tensors(5), stage="rl", step=5)
     with pytest.raises(Fenced):
         old[2].wait()
-    assert list(Chain(objects).lineage()) == [1, 2, 3, 4] and bits(fetch(objects, 4)) == bits(tensors(4))
+    assert list(Chain(objects).lineage()) == [1, 2, 3, 4] and bits(fetch(objects, 4)) == bits(
+        tensors(4)
+    )
 
 
-def test_a_trainer_that_is_succeeded_while_it_publishes_is_told(chain: Chain, objects: Objects) -> None:
+def test_a_trainer_that_is_succeeded_while_it_publishes_is_told(
+    chain: Chain, objects: Objects
+) -> None:
     """It looked, found itself alone, and began to upload; its heir comes before it commits."""
     zombie = Publisher(chain)
     zombie.publish(1, larger(1), stage="rl", step=1)
@@ -327,13 +371,16 @@ def test_a_trainer_that_is_succeeded_while_it_publishes_is_told(chain: Chain, ob
 
 
 def test_numbers_may_be_left_out(chain: Chain, objects: Objects) -> None:
-    """One epoch counts up by one, so that its end can be found; who leaves out a number takes another."""
+    """One epoch counts up by one, so that its end can be found; who leaves out a number takes
+    another."""
     publisher = Publisher(chain)
     for version in (3, 4, 7, 8):
         publisher.publish(version, larger(version), stage="rl", step=version)
     publisher.close()
     assert Chain(objects).lineage() == {3: 1, 4: 1, 7: 2, 8: 2}
-    with pytest.raises(Missing, match="weight version 5 is not published; versions 3 to 8 are there"):
+    with pytest.raises(
+        Missing, match="weight version 5 is not published; versions 3 to 8 are there"
+    ):
         chain.find(5)
     assert bits(fetch(objects, 7)) == bits(larger(7))
 
@@ -343,7 +390,10 @@ def test_a_group_goes_live_together_or_not_at_all(objects: Objects) -> None:
     put(objects, 2, 2)
     live: dict[str, Image] = {}
     followers = [Follower(Chain(objects, sleep=lambda s: None)) for _ in range(2)]
-    members = [(followers[n], lambda image, name=name: live.update({name: image})) for n, name in enumerate("ab")]
+    members = [
+        (followers[n], lambda image, name=name: live.update({name: image}))
+        for n, name in enumerate("ab")
+    ]
     go_live(1, members)
     first = {name: bits(image.tensors()) for name, image in live.items()}
     assert first == {"a": bits(tensors(1)), "b": bits(tensors(1))}
@@ -364,7 +414,8 @@ def test_only_what_all_have_checked_goes_live() -> None:
 
 @hypothesis.given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 4)), max_size=40))
 def test_a_group_never_serves_two_versions(events: list[tuple[str, int]]) -> None:
-    """Members check versions in any order, and may do so again after a restart; all swap when the rule says so."""
+    """Members check versions in any order, and may do so again after a restart; all swap when the
+    rule says so."""
     checked: dict[str, set[int]] = {name: set() for name in "abc"}
     live = -1
     for member, version in events:
@@ -373,7 +424,9 @@ def test_a_group_never_serves_two_versions(events: list[tuple[str, int]]) -> Non
         if goal is not None:
             assert goal > live and all(goal in versions for versions in checked.values())
             live = goal
-        assert not any(all(v in versions for versions in checked.values()) for v in range(live + 1, 5))
+        assert not any(
+            all(v in versions for versions in checked.values()) for v in range(live + 1, 5)
+        )
 
 
 def test_a_host_downloads_each_object_once(objects: Objects, tmp_path: Path) -> None:
@@ -381,7 +434,7 @@ def test_a_host_downloads_each_object_once(objects: Objects, tmp_path: Path) -> 
     counted: list[str] = []
 
     class Counting(Chain):
-        def shard(self, target: Link, hash: str) -> bytes:
+        def shard(self, target: VersionRef, hash: str) -> bytes:
             counted.append(hash)
             return super().shard(target, hash)
 
@@ -405,7 +458,10 @@ def test_a_host_downloads_each_object_once(objects: Objects, tmp_path: Path) -> 
 def test_only_what_is_far_away_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
     assert HostCache.beside("file:/run") is None and HostCache.beside("/run", tmp_path) is None
-    assert HostCache.beside("s3://bucket/run") is not None and (tmp_path / "user/etude/weights").is_dir()
+    assert (
+        HostCache.beside("s3://bucket/run") is not None
+        and (tmp_path / "user/etude/weights").is_dir()
+    )
     (tmp_path / "file").touch()
     with pytest.raises(EtudeError, match="weights cannot be cached in"):
         HostCache.beside("gs://bucket/run", tmp_path / "file" / "cache")
@@ -421,7 +477,8 @@ def test_of_many_processes_one_downloads(tmp_path: Path) -> None:
         "    (pathlib.Path(sys.argv[1]) / f'{time.time_ns()}.download').touch()\n"
         "    time.sleep(0.5)\n"
         "    return b'weights'\n"
-        "assert HostCache(pathlib.Path(sys.argv[1])).get(hash_of(b'weights'), download) == b'weights'\n"
+        "assert HostCache(pathlib.Path(sys.argv[1])).get(hash_of(b'weights'), download) == "
+        "b'weights'\n"
     )
     children = [subprocess.Popen([sys.executable, "-c", script, str(tmp_path)]) for _ in range(4)]
     assert [child.wait() for child in children] == [0] * 4
@@ -435,7 +492,11 @@ def test_signed_manifests(objects: Objects) -> None:
     publisher = Publisher(Chain(objects, trust=trust), signer=Signer(mine.sign))
     publisher.publish(1, tensors(1), stage="rl", step=1)
     publisher.close()
-    assert bits(Follower(Chain(objects, trust=trust)).fetch(1)) == bits(tensors(1)) == bits(fetch(objects, 1))
+    assert (
+        bits(Follower(Chain(objects, trust=trust)).fetch(1))
+        == bits(tensors(1))
+        == bits(fetch(objects, 1))
+    )
     for trusted in (Trust(other.public_key().public_bytes_raw()),):
         with pytest.raises(Untrusted, match="is not signed by the key"):
             Follower(Chain(objects, trust=trusted, sleep=lambda s: None)).fetch(1)
@@ -444,7 +505,9 @@ def test_signed_manifests(objects: Objects) -> None:
         Follower(Chain(objects, trust=trust, sleep=lambda s: None)).fetch(2)
 
 
-def test_keys_from_the_environment(tmp_path: Path, objects: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_from_the_environment(
+    tmp_path: Path, objects: Objects, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ed25519 = pytest.importorskip("cryptography.hazmat.primitives.asymmetric.ed25519")
     from cryptography.hazmat.primitives import serialization as s
 
@@ -461,7 +524,7 @@ def test_keys_from_the_environment(tmp_path: Path, objects: Objects, monkeypatch
 
 
 async def test_newest_wait_get(objects: Objects) -> None:
-    versions: WeightStore = Versions(objects)
+    versions: WeightStore = PublishedVersions(objects)
     assert await versions.newest() is None
     waiting = asyncio.create_task(versions.wait(after=-1))
     put(objects, 0, 1)
@@ -471,9 +534,9 @@ async def test_newest_wait_get(objects: Objects) -> None:
     objects.put("weights/shards/000009/000003/abc", b"a manifest will follow")
     newest = await versions.newest()
     assert newest is not None and newest.version == 2 and newest.stage == "rl"
-    assert (await Versions(objects).get(0)).version == 0
+    assert (await PublishedVersions(objects).get(0)).version == 0
     with pytest.raises(Missing, match="weight version 3 is not published"):
-        await Versions(objects).get(3)
+        await PublishedVersions(objects).get(3)
 
 
 def test_manifests_are_read_without_torch() -> None:
@@ -491,7 +554,7 @@ for version in range(int(sys.argv[2]), 10**6):
     publisher.publish(version, {"w": torch.full((2000, 50), version, dtype=torch.bfloat16)}, stage="rl", step=version)
     publisher.wait()
     print(version, flush=True)
-"""
+"""  # noqa: E501
 
 
 async def test_a_killed_publisher_leaves_only_whole_versions(tmp_path: Path) -> None:
@@ -503,9 +566,11 @@ async def test_a_killed_publisher_leaves_only_whole_versions(tmp_path: Path) -> 
             assert publisher.stdout is not None
             confirmed = int([publisher.stdout.readline() for _ in range(3)][-1])
             publisher.kill()
-        newest = await Versions(objects).newest()
+        newest = await PublishedVersions(objects).newest()
         assert newest is not None and newest.version >= confirmed
         follower = Follower(Chain(objects))
         for version in range(1, newest.version + 1):
-            assert torch.equal(follower.fetch(version)["w"][0, :1].float(), torch.tensor([float(version)]))
+            assert torch.equal(
+                follower.fetch(version)["w"][0, :1].float(), torch.tensor([float(version)])
+            )
         first = newest.version + 1

@@ -1,1 +1,2 @@
-"""Triton kernels of a decode step on CUDA, each a pure function of tensors with one wrapper that launches it."""
+"""Triton kernels of a decode step on CUDA, each a pure function of tensors with one wrapper that
+launches it."""

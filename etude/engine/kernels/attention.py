@@ -1,13 +1,15 @@
 """Attention over paged keys and values.
 
-`decode` does all that lies between the projections for one new token a sequence: q/k norm, rotary positions, the
-write of the new key and value, and attention over what is there. One program takes all query heads of a key head, and
-a piece of the sequence; whoever finishes last of a sequence's pieces puts them together, so it stays one kernel.
-`write` and `prefill` do the same in two kernels for pieces of prompts.
+`decode` does all that lies between the projections for one new token a sequence: q/k norm, rotary
+positions, the write of the new key and value, and attention over what is there. One program takes
+all query heads of a key head, and a piece of the sequence; whoever finishes last of a sequence's
+pieces puts them together, so it stays one kernel. `write` and `prefill` do the same in two kernels
+for pieces of prompts.
 
-Shapes: B sequences, N new tokens, H query heads, K key/value heads, G = H / K, D head size, P positions, T tiles. Keys
-and values are [blocks, K, block size, D]; a slot is block * block size + offset. A row of qkv is q, then k, then v. The
-rows of the block table `blocks` are `stride` apart: a number in memory, so that a captured graph reads any width.
+Shapes: B sequences, N new tokens, H query heads, K key/value heads, G = H / K, D head size, P
+positions, T tiles. Keys and values are [blocks, K, block size, D]; a slot is block * block size +
+offset. A row of qkv is q, then k, then v. The rows of the block table `blocks` are `stride` apart:
+a number in memory, so that a captured graph reads any width.
 """
 
 from __future__ import annotations
@@ -24,24 +26,38 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _rotated(row, gain, turn, inside, eps, D: tl.constexpr, NORM: tl.constexpr):
-    """Heads [.., D] whose pointers are `row`, normalised and turned; `turn` points at the position's row of the table:
-    cosines, then sines with the sign that the swap of the halves needs."""
+    """Heads [.., D] whose pointers are `row`, normalised and turned; `turn` points at the
+    position's row of the table: cosines, then sines with the sign that the swap of the halves
+    needs."""
     d = tl.arange(0, D)[None, :]
-    # The other half of the pair is loaded a second time: that is cheaper than to move it between threads.
+    # The other half of the pair is loaded a second time: that is cheaper than to move it between
+    # threads.
     other = (d + D // 2) % D
     value = tl.load(row + d, mask=inside, other=0).to(tl.float32)
     partner = tl.load(row + other, mask=inside, other=0).to(tl.float32)
     if NORM:
         scale = tl.rsqrt(tl.sum(value * value, 1) / D + eps)[:, None]
-        value = (value * scale * tl.load(gain + d).to(tl.float32)).to(row.dtype.element_ty).to(tl.float32)
-        partner = (partner * scale * tl.load(gain + other).to(tl.float32)).to(row.dtype.element_ty).to(tl.float32)
-    cos, sin = tl.load(turn + d).to(row.dtype.element_ty), tl.load(turn + D + d).to(row.dtype.element_ty)
+        value = (
+            (value * scale * tl.load(gain + d).to(tl.float32))
+            .to(row.dtype.element_ty)
+            .to(tl.float32)
+        )
+        partner = (
+            (partner * scale * tl.load(gain + other).to(tl.float32))
+            .to(row.dtype.element_ty)
+            .to(tl.float32)
+        )
+    cos, sin = (
+        tl.load(turn + d).to(row.dtype.element_ty),
+        tl.load(turn + D + d).to(row.dtype.element_ty),
+    )
     return value * cos.to(tl.float32) + partner * sin.to(tl.float32)
 
 
 @triton.jit
 def _place(slot, kh, K: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr):
-    """Where the key or value of a slot begins. A block holds its tokens head by head, so a program reads one run."""
+    """Where the key or value of a slot begins. A block holds its tokens head by head, so a program
+    reads one run."""
     slot = slot.to(tl.int64)
     return ((slot // PAGE * K + kh) * PAGE + slot % PAGE) * D
 
@@ -81,10 +97,11 @@ def _attend(
 
 @triton.jit
 def _merge(
-    out, part, stats, counter, sequence, kh, s, used, top, total, acc,
-    H: tl.constexpr, K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr,
+    out, part, stats, counter, sequence, kh, s, used, top, total, acc, H: tl.constexpr,
+    K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Leaves this piece for the others; whoever comes last adds up all of them. The order of the sum is fixed."""
+    """Leaves this piece for the others; whoever comes last adds up all of them. The order of the
+    sum is fixed."""
     g, d = tl.arange(0, GP), tl.arange(0, D)
     inside = (g < G)[:, None]
     group = sequence * K + kh
@@ -103,8 +120,13 @@ def _merge(
             their_top = tl.load(stats + theirs * 2, cache_modifier=".cg")
             new_top = tl.maximum(top, their_top)
             mine_scale, their_scale = tl.exp2(top - new_top), tl.exp2(their_top - new_top)
-            total = total * mine_scale + tl.load(stats + theirs * 2 + 1, cache_modifier=".cg") * their_scale
-            their_acc = tl.load(part + theirs[:, None] * D + d[None, :], mask=inside, other=0, cache_modifier=".cg")
+            total = (
+                total * mine_scale
+                + tl.load(stats + theirs * 2 + 1, cache_modifier=".cg") * their_scale
+            )
+            their_acc = tl.load(
+                part + theirs[:, None] * D + d[None, :], mask=inside, other=0, cache_modifier=".cg"
+            )
             acc = acc * mine_scale[:, None] + their_acc * their_scale[:, None]
             top = new_top
         place = (sequence * H + kh * G + g)[:, None] * D + d[None, :]
@@ -115,9 +137,9 @@ def _merge(
 @triton.jit
 def _decode(
     qkv, q_gain, k_gain, rope, k_cache, v_cache, table, lengths, slots, out, part, stats, counter,
-    stride, scale, eps,
-    H: tl.constexpr, K: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr, AHEAD: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    stride, scale, eps, H: tl.constexpr, K: tl.constexpr, GP: tl.constexpr, D: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, AHEAD: tl.constexpr,
+    NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     kh, sequence, s = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     G: tl.constexpr = H // K
@@ -127,7 +149,7 @@ def _decode(
     start, end = s * piece, tl.minimum(past, (s + 1) * piece)
     mine = table + sequence * tl.load(stride)
     if AHEAD:
-        # Older tokens are there already, so the first of them are on their way while the projection still runs.
+        # Older tokens are there already: their loads overlap with the projection.
         position = start + tl.arange(0, BLOCK)
         seen = position < end
         ahead = _places(mine, position, seen, kh, K, PAGE, D)
@@ -136,7 +158,7 @@ def _decode(
     if PDL:
         gpu.gdc_launch_dependents()
         gpu.gdc_wait()
-    if (past < 0) | (s >= used):  # a row that only fills the batch up, or a sequence too short for so many pieces
+    if (past < 0) | (s >= used):  # padding, or a sequence too short for so many splits
         return
     g, d = tl.arange(0, GP), tl.arange(0, D)
     inside = (g < G)[:, None]
@@ -144,8 +166,7 @@ def _decode(
     turn = rope + past.to(tl.int64) * (2 * D)
     q = _rotated(row + (kh * G + g)[:, None] * D, q_gain, turn, inside, eps, D, NORM)
     q = (q.to(qkv.dtype.element_ty).to(tl.float32) * scale * LOG2E).to(qkv.dtype.element_ty)
-    top = tl.full([GP], -float("inf"), tl.float32)
-    total = tl.zeros([GP], tl.float32)
+    top, total = tl.full([GP], -float("inf"), tl.float32), tl.zeros([GP], tl.float32)
     acc = tl.zeros([GP, D], tl.float32)
     if s == 0:
         one = tl.arange(0, 1)[:, None] * D
@@ -163,18 +184,23 @@ def _decode(
             top, total, acc = _see(q, first_k, first_v, seen[None, :], top, total, acc)
             start += BLOCK
     everything = tl.full([GP], 2147483647, tl.int32)
-    top, total, acc = _attend(q, k_cache, v_cache, mine, kh, start, end, everything, top, total, acc, K, D, PAGE, BLOCK)
+    top, total, acc = _attend(
+        q, k_cache, v_cache, mine, kh, start, end, everything, top, total, acc, K, D, PAGE, BLOCK
+    )
     if SPLITS == 1:
         place = (sequence * H + kh * G + g)[:, None] * D + d[None, :]
         tl.store(out + place, (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
     else:
-        _merge(out, part, stats, counter, sequence, kh, s, used, top, total, acc, H, K, G, GP, D, SPLITS)
+        _merge(
+            out, part, stats, counter, sequence, kh, s, used, top, total, acc, H, K, G, GP, D,
+            SPLITS,
+        )  # fmt: skip
 
 
 @triton.jit
 def _write(
-    qkv, q_gain, k_gain, rope, k_cache, v_cache, positions, slots, eps,
-    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr, NORM: tl.constexpr,
+    qkv, q_gain, k_gain, rope, k_cache, v_cache, positions, slots, eps, H: tl.constexpr,
+    K: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr, NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """HEADS heads of one token: q is turned in place, k and v go to the cache."""
@@ -197,7 +223,10 @@ def _write(
     if tl.program_id(1) * HEADS + HEADS > H:
         k = _rotated(row, k_gain, turn, is_k[:, None], eps, D, NORM)
         v = tl.load(row + d, mask=is_v[:, None])
-        k_place, v_place = _place(slot, head - H, K, PAGE, D), _place(slot, head - H - K, K, PAGE, D)
+        k_place, v_place = (
+            _place(slot, head - H, K, PAGE, D),
+            _place(slot, head - H - K, K, PAGE, D),
+        )
         tl.store(k_cache + k_place[:, None] + d, k.to(k_cache.dtype.element_ty), mask=is_k[:, None])
         tl.store(v_cache + v_place[:, None] + d, v, mask=is_v[:, None])
 
@@ -205,10 +234,11 @@ def _write(
 @triton.jit
 def _prefill(
     qkv, k_cache, v_cache, table, ends, lengths, tile_sequence, tile_first, out, stride, scale,
-    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """ROWS (token, query head) pairs of one key head; `ends` says where a sequence's new tokens end."""
+    """ROWS (token, query head) pairs of one key head; `ends` says where a sequence's new tokens
+    end."""
     tile, kh = tl.program_id(0), tl.program_id(1)
     G: tl.constexpr = H // K
     sequence = tl.load(tile_sequence + tile).to(tl.int64)
@@ -224,14 +254,16 @@ def _prefill(
     inside = (n < end)[:, None]
     position = length - end + n
     q = tl.load(
-        qkv + n[:, None].to(tl.int64) * ((H + 2 * K) * D) + head[:, None] * D + d[None, :], mask=inside, other=0
+        qkv + n[:, None].to(tl.int64) * ((H + 2 * K) * D) + head[:, None] * D + d[None, :],
+        mask=inside,
+        other=0,
     )
     q = (q.to(tl.float32) * scale * LOG2E).to(q.dtype)
     last = tl.minimum(length, tl.max(position) + 1)
     top, total, acc = _attend(
-        q, k_cache, v_cache, table + sequence * tl.load(stride), kh, 0, last, tl.maximum(position, 0),
-        tl.full([ROWS], -float("inf"), tl.float32), tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, D], tl.float32),
-        K, D, PAGE, BLOCK,
+        q, k_cache, v_cache, table + sequence * tl.load(stride), kh, 0, last,
+        tl.maximum(position, 0), tl.full([ROWS], -float("inf"), tl.float32),
+        tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, D], tl.float32), K, D, PAGE, BLOCK,
     )  # fmt: skip
     place = (n[:, None].to(tl.int64) * H + head[:, None]) * D + d[None, :]
     tl.store(out + place, (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
@@ -239,7 +271,8 @@ def _prefill(
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """What attention knows of a layer: counts, norms (None without) and the table of turns [P, 2, 1, D]."""
+    """The attention parameters of a layer: counts, norms (None without) and the table of turns [P,
+    2, 1, D]."""
 
     queries: int
     keys: int
@@ -252,8 +285,9 @@ class Heads:
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
-    """Room for the parts of sequences that several programs share. `counter` is 0 between two kernels."""
+class SplitBuffers:
+    """Buffers for the partial results of sequences that several programs split. `counter` is 0
+    between two kernels."""
 
     splits: int
     part: Tensor
@@ -272,17 +306,20 @@ def group_rows(heads: Heads) -> int:
 
 
 def decode(
-    heads: Heads, qkv: Tensor, k: Tensor, v: Tensor, blocks: Tensor, stride: Tensor, lengths_B: Tensor,
-    slots_B: Tensor, out: Tensor, *, pieces: Pieces, page: int, pdl: bool = False,
+    heads: Heads, qkv: Tensor, k: Tensor, v: Tensor, blocks: Tensor, stride: Tensor,
+    lengths_B: Tensor, slot_mapping_B: Tensor, out: Tensor, *, pieces: SplitBuffers, page: int,
+    pdl: bool = False,
 ) -> None:  # fmt: skip
-    """One new token a sequence, whose key and value go to `slots_B`; `lengths_B` counts it, 0 is an empty row."""
+    """One new token a sequence, whose key and value go to `slots_B`; `lengths_B` counts it, 0 is an
+    empty row."""
     gains = [qkv if gain is None else gain for gain in (heads.q_gain_D, heads.k_gain_D)]
-    warps = 2 if len(lengths_B) * heads.keys > 1024 else 4  # found by measuring: many programs do better as small ones
+    # found by measuring: many programs do better as small ones
+    warps = 2 if len(lengths_B) * heads.keys > 1024 else 4
     _decode[(heads.keys, len(lengths_B), pieces.splits)](
-        qkv, *gains, heads.rope, k, v, blocks, lengths_B, slots_B, out, pieces.part, pieces.stats, pieces.counter,
-        stride, heads.scale, heads.eps, heads.queries, heads.keys, group_rows(heads), heads.size, page, 16 * warps,
-        pieces.splits, pieces.splits > 1, heads.q_gain_D is not None, pdl, num_warps=warps, num_stages=3,
-        launch_pdl=pdl,
+        qkv, *gains, heads.rope, k, v, blocks, lengths_B, slot_mapping_B, out, pieces.part,
+        pieces.stats, pieces.counter, stride, heads.scale, heads.eps, heads.queries, heads.keys,
+        group_rows(heads), heads.size, page, 16 * warps, pieces.splits, pieces.splits > 1,
+        heads.q_gain_D is not None, pdl, num_warps=warps, num_stages=3, launch_pdl=pdl,
     )  # fmt: skip
 
 
@@ -292,7 +329,7 @@ def write(
     k: Tensor,
     v: Tensor,
     positions_N: Tensor,
-    slots_N: Tensor,
+    slot_mapping_N: Tensor,
     *,
     page: int,
     pdl: bool = False,
@@ -300,8 +337,9 @@ def write(
     """Turns q in place, and puts k and v of the new tokens where they belong."""
     gains = [qkv if gain is None else gain for gain in (heads.q_gain_D, heads.k_gain_D)]
     _write[(len(positions_N), triton.cdiv(heads.queries + 2 * heads.keys, 8))](
-        qkv, *gains, heads.rope, k, v, positions_N, slots_N, heads.eps, heads.queries, heads.keys, heads.size, page, 8,
-        heads.q_gain_D is not None, pdl, num_warps=2, launch_pdl=pdl,
+        qkv, *gains, heads.rope, k, v, positions_N, slot_mapping_N, heads.eps, heads.queries,
+        heads.keys, heads.size, page, 8, heads.q_gain_D is not None, pdl, num_warps=2,
+        launch_pdl=pdl,
     )  # fmt: skip
 
 
@@ -314,12 +352,15 @@ def tile_tokens(heads: Heads) -> int:
 
 
 def prefill(
-    heads: Heads, qkv: Tensor, k: Tensor, v: Tensor, blocks: Tensor, stride: Tensor, ends_B: Tensor, lengths_B: Tensor,
-    sequence_T: Tensor, first_T: Tensor, out: Tensor, *, page: int, pdl: bool = False,
+    heads: Heads, qkv: Tensor, k: Tensor, v: Tensor, blocks: Tensor, stride: Tensor, ends_B: Tensor,
+    lengths_B: Tensor, sequence_T: Tensor, first_T: Tensor, out: Tensor, *, page: int,
+    pdl: bool = False,
 ) -> None:  # fmt: skip
-    """Several new tokens a sequence, already written. Tile t is `tile_tokens` of sequence_T[t], of which
-    first_T[t] is the first. One that begins at the sequence's end is empty; a token of slot -1 belongs to nobody."""
+    """Several new tokens a sequence, already written. Tile t is `tile_tokens` of sequence_T[t], of
+    which first_T[t] is the first. One that begins at the sequence's end is empty; a token of slot
+    -1 belongs to nobody."""
     _prefill[(len(sequence_T), heads.keys)](
         qkv, k, v, blocks, ends_B, lengths_B, sequence_T, first_T, out, stride, heads.scale,
-        heads.queries, heads.keys, heads.size, page, PREFILL_ROWS, 64, pdl, num_warps=4, num_stages=3, launch_pdl=pdl,
+        heads.queries, heads.keys, heads.size, page, PREFILL_ROWS, 64, pdl, num_warps=4,
+        num_stages=3, launch_pdl=pdl,
     )  # fmt: skip

@@ -1,7 +1,9 @@
-"""Layers of experts: which expert reads which token, and products that read the weights of an active expert once.
+"""Layers of experts: which expert reads which token, and products that read the weights of an
+active expert once.
 
-`route` takes the router's logits to the chosen experts and their shares, `gather` lists for every expert the choices
-that fell on it, and `grouped` multiplies each expert's weights with its tokens. A choice is token * k + rank.
+`route` takes the router's logits to the chosen experts and their shares, `gather` lists for every
+expert the choices that fell on it, and `grouped` multiplies each expert's weights with its tokens.
+A choice is token * k + rank.
 
 Shapes: B tokens, X experts, k experts of a token, E hidden size, I expert size.
 """
@@ -26,7 +28,8 @@ def _route(
     x = tl.arange(0, XP)
     rank = tl.arange(0, TOP)
     logit = tl.load(logits + row * X + x, mask=x < X, other=-float("inf")).to(tl.float32)
-    logit = tl.where(logit == logit, logit, 0.0)  # rows that only fill the batch up may hold anything, NaN too
+    # rows that only fill the batch up may hold anything, NaN too
+    logit = tl.where(logit == logit, logit, 0.0)
     p = tl.exp(logit - tl.max(logit, 0))
     p = tl.where(x < X, p / tl.sum(p, 0), -1.0)
     chosen = tl.zeros([TOP], tl.int32)
@@ -41,7 +44,9 @@ def _route(
     slot = tl.load(slots + row).to(tl.int64)
     real = slot >= 0  # a row that only fills the batch up goes to no expert
     tl.store(
-        record + slot * record_stride + rank, chosen.to(record.dtype.element_ty), mask=tl.where(real, rank, TOP) < TOP
+        record + slot * record_stride + rank,
+        chosen.to(record.dtype.element_ty),
+        mask=tl.where(real, rank, TOP) < TOP,
     )
     tl.store(ids + row * TOP + rank, tl.where(real, chosen, -1))
     tl.store(shares + row * TOP + rank, share)
@@ -65,9 +70,8 @@ def _gather(ids, counts, choices, num_choices, capacity, BLOCK: tl.constexpr, PD
 
 @triton.jit
 def _grouped(
-    x, w, counts, choices, shares, out, capacity, N, C,
-    PER_ROW: tl.constexpr, GATED: tl.constexpr, BB: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr,
-    PDL: tl.constexpr,
+    x, w, counts, choices, shares, out, capacity, N, C, PER_ROW: tl.constexpr, GATED: tl.constexpr,
+    BB: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     expert = tl.program_id(1).to(tl.int64)
@@ -90,41 +94,57 @@ def _grouped(
             tile = tl.load(rows + column, mask=(n < N)[:, None] & (column < C), other=0)
             sums = tl.dot(value, tl.trans(tile), sums)
             if GATED:
-                tile_up = tl.load(rows + size + column, mask=(n < N)[:, None] & (column < C), other=0)
+                tile_up = tl.load(
+                    rows + size + column, mask=(n < N)[:, None] & (column < C), other=0
+                )
                 sums_up = tl.dot(value, tl.trans(tile_up), sums_up)
         if GATED:
             sums = sums * tl.sigmoid(sums) * sums_up
         else:
             sums = sums * tl.load(shares + choice, mask=i < count, other=0)[:, None]
         place = choice[:, None].to(tl.int64) * N + n[None, :]
-        tl.store(out + place, sums.to(out.dtype.element_ty), mask=(i < count)[:, None] & (n < N)[None, :])
+        tl.store(
+            out + place, sums.to(out.dtype.element_ty), mask=(i < count)[:, None] & (n < N)[None, :]
+        )
 
 
 def route(
-    logits_BX: Tensor, ids_Bk: Tensor, shares_Bk: Tensor, record_Sk: Tensor, slots_B: Tensor, *,
-    renormalise: bool, pdl: bool = False,
+    logits_BX: Tensor, ids_Bk: Tensor, shares_Bk: Tensor, record_Sk: Tensor, slot_mapping_B: Tensor,
+    *, renormalise: bool, pdl: bool = False,
 ) -> None:  # fmt: skip
-    """The k likeliest experts of every token, also written to `record` at the token's slot (-1: nowhere)."""
+    """The k likeliest experts of every token, also written to `record` at the token's slot (-1:
+    nowhere)."""
     rows, experts = logits_BX.shape
     _route[(rows,)](
-        logits_BX, ids_Bk, shares_Bk, record_Sk, slots_B, experts, record_Sk.stride(0),
-        triton.next_power_of_2(experts), ids_Bk.shape[1], renormalise, pdl, num_warps=1, launch_pdl=pdl,
+        logits_BX, ids_Bk, shares_Bk, record_Sk, slot_mapping_B, experts, record_Sk.stride(0),
+        triton.next_power_of_2(experts), ids_Bk.shape[1], renormalise, pdl, num_warps=1,
+        launch_pdl=pdl,
     )  # fmt: skip
 
 
 def gather(ids_Bk: Tensor, counts_X: Tensor, choices_XB: Tensor, pdl: bool = False) -> None:
-    """Which choices fell on each expert, in order, so that the same batch always gives the same sums."""
+    """Which choices fell on each expert, in order, so that the same batch always gives the same
+    sums."""
     block = min(1024, triton.next_power_of_2(ids_Bk.numel()))
     _gather[(len(counts_X),)](
-        ids_Bk, counts_X, choices_XB, ids_Bk.numel(), choices_XB.stride(0), block, pdl, num_warps=4, launch_pdl=pdl
+        ids_Bk,
+        counts_X,
+        choices_XB,
+        ids_Bk.numel(),
+        choices_XB.stride(0),
+        block,
+        pdl,
+        num_warps=4,
+        launch_pdl=pdl,
     )
 
 
 def grouped(
-    x: Tensor, w_XNC: Tensor, counts_X: Tensor, choices_XB: Tensor, shares_Bk: Tensor, out: Tensor, *, gated: bool,
-    pdl: bool = False,
+    x: Tensor, w_XNC: Tensor, counts_X: Tensor, choices_XB: Tensor, shares_Bk: Tensor, out: Tensor,
+    *, gated: bool, pdl: bool = False,
 ) -> None:  # fmt: skip
-    """gated: x [B, E] -> silu(gate) * up [B k, I]; otherwise x [B k, I] -> [B k, E], times the token's share."""
+    """gated: x [B, E] -> silu(gate) * up [B k, I]; otherwise x [B k, I] -> [B k, E], times the
+    token's share."""
     experts, outputs, inner = w_XNC.shape
     outputs //= 2 if gated else 1
     rows, top = shares_Bk.shape

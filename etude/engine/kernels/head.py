@@ -1,8 +1,9 @@
 """From the last hidden states to drawn tokens, without a second pass over the vocabulary.
 
-`logits` multiplies with the output matrix and notes, for every tile of the vocabulary, the largest of its logits
-(divided by the temperature) and the sum of their exponentials relative to it. `pick` then finds the tile in which the
-cumulative distribution crosses u, and looks only into that one. The logits stay in memory for whoever needs them all.
+`logits` multiplies with the output matrix and notes, for every tile of the vocabulary, the largest
+of its logits (divided by the temperature) and the sum of their exponentials relative to it. `pick`
+then finds the tile in which the cumulative distribution crosses u, and looks only into that one.
+The logits stay in memory for whoever needs them all.
 
 Shapes: B rows, E hidden size, V vocabulary, T tiles.
 """
@@ -32,13 +33,21 @@ def _logits(
         gpu.gdc_wait()
     sums = tl.zeros([BB, BN], tl.float32)
     for start in range(0, E, BE):
-        hidden = tl.load(x + b[:, None] * E + start + e, mask=(b < B)[:, None] & (start + e < E), other=0)
-        rows = tl.load(w + n[:, None].to(tl.int64) * E + start + e, mask=(n < V)[:, None] & (start + e < E), other=0)
+        hidden = tl.load(
+            x + b[:, None] * E + start + e, mask=(b < B)[:, None] & (start + e < E), other=0
+        )
+        rows = tl.load(
+            w + n[:, None].to(tl.int64) * E + start + e,
+            mask=(n < V)[:, None] & (start + e < E),
+            other=0,
+        )
         sums = tl.dot(hidden, tl.trans(rows), sums)
     mask = (b < B)[:, None] & (n < V)[None, :]
     tl.store(out + b[:, None].to(tl.int64) * V + n[None, :], sums, mask=mask)
     warm = tl.load(temperature + b, mask=b < B, other=1.0)
-    scaled = tl.where((n < V)[None, :], sums / tl.where(warm == 0, 1.0, warm)[:, None], -float("inf"))
+    scaled = tl.where(
+        (n < V)[None, :], sums / tl.where(warm == 0, 1.0, warm)[:, None], -float("inf")
+    )
     top = tl.max(scaled, 1)
     total = tl.sum(tl.exp(scaled - top[:, None]), 1)
     tl.store(stats + (b * T + tile) * 2, top, mask=b < B)
@@ -46,7 +55,19 @@ def _logits(
 
 
 @triton.jit
-def _pick(logits, stats, temperature, u, tokens, logprobs, V, T, TP: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr):
+def _pick(
+    logits,
+    stats,
+    temperature,
+    u,
+    tokens,
+    logprobs,
+    V,
+    T,
+    TP: tl.constexpr,
+    BN: tl.constexpr,
+    PDL: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     if PDL:
         gpu.gdc_launch_dependents()
@@ -57,7 +78,8 @@ def _pick(logits, stats, temperature, u, tokens, logprobs, V, T, TP: tl.constexp
     warm = tl.load(temperature + row)
     greedy = warm == 0
     top = tl.max(tops, 0)
-    # float64: over a large vocabulary, float32 would shift the boundaries by more than the width of a rare token.
+    # float64: over a large vocabulary, float32 would shift the boundaries by more than the width of
+    # a rare token.
     mass = totals.to(tl.float64) * tl.exp(tops - top).to(tl.float64)
     reached = tl.cumsum(mass, 0)
     total = tl.sum(mass, 0)
@@ -67,13 +89,16 @@ def _pick(logits, stats, temperature, u, tokens, logprobs, V, T, TP: tl.constexp
     before = tl.sum(tl.where(t < tile, mass, 0.0), 0)
     i = tl.arange(0, BN)
     n = tile * BN + i
-    value = tl.load(logits + row * V + n, mask=n < V, other=-float("inf")) / tl.where(greedy, 1.0, warm)
+    value = tl.load(logits + row * V + n, mask=n < V, other=-float("inf")) / tl.where(
+        greedy, 1.0, warm
+    )
     p = tl.exp(value - top)
     inner = before + tl.cumsum(p.to(tl.float64), 0)
-    # A tile's sum and the sum of its parts round differently, so the last of positive probability is the limit.
+    # A tile's sum and the sum of its parts round differently, so the last of positive probability
+    # is the limit.
     last = tl.max(tl.where(p > 0, i, 0), 0)
-    drawn = tl.minimum(tl.sum((inner <= target).to(tl.int32), 0), last)
-    choice = tl.where(greedy, tl.argmax(value, 0), drawn)
+    sampled = tl.minimum(tl.sum((inner <= target).to(tl.int32), 0), last)
+    choice = tl.where(greedy, tl.argmax(value, 0), sampled)
     chosen = tl.sum(tl.where(i == choice, value, 0.0), 0)
     tl.store(tokens + row, tile * BN + choice)
     tl.store(logprobs + row, chosen - top - tl.log(total).to(tl.float32))
@@ -84,7 +109,12 @@ def num_tiles(vocabulary: int) -> int:
 
 
 def logits(
-    x_BE: Tensor, w_VE: Tensor, temperature_B: Tensor, out_BV: Tensor, stats_BT2: Tensor, pdl: bool = False
+    x_BE: Tensor,
+    w_VE: Tensor,
+    temperature_B: Tensor,
+    out_BV: Tensor,
+    stats_BT2: Tensor,
+    pdl: bool = False,
 ) -> None:
     rows, size = x_BE.shape
     tiles = num_tiles(len(w_VE))
@@ -92,16 +122,17 @@ def logits(
     bb = max(16, min(128, int(triton.next_power_of_2(rows))))
     be, warps, stages = (64, 4, 4) if bb in (32, 64) else (128, 8, 3)
     _logits[(triton.cdiv(rows, bb), tiles)](
-        x_BE, w_VE, temperature_B, out_BV, stats_BT2, rows, len(w_VE), size, tiles, bb, TILE, be, pdl,
-        num_warps=warps, num_stages=stages, launch_pdl=pdl,
+        x_BE, w_VE, temperature_B, out_BV, stats_BT2, rows, len(w_VE), size, tiles, bb, TILE, be,
+        pdl, num_warps=warps, num_stages=stages, launch_pdl=pdl,
     )  # fmt: skip
 
 
 def pick(
-    logits_BV: Tensor, stats_BT2: Tensor, temperature_B: Tensor, u_B: Tensor, tokens_B: Tensor, logprobs_B: Tensor,
-    pdl: bool = False,
+    logits_BV: Tensor, stats_BT2: Tensor, temperature_B: Tensor, u_B: Tensor, tokens_B: Tensor,
+    logprobs_B: Tensor, pdl: bool = False,
 ) -> None:  # fmt: skip
-    """The token at which the cumulative distribution crosses u, and its log-prob; the likeliest at temperature 0."""
+    """The token at which the cumulative distribution crosses u, and its log-prob; the likeliest at
+    temperature 0."""
     rows, vocabulary = logits_BV.shape
     tiles = num_tiles(vocabulary)
     _pick[(rows,)](

@@ -1,11 +1,13 @@
 """Products with a weight matrix for few rows, where the time is that of reading the weights once.
 
-`vector` is for a single row: every program streams a few rows of the matrix, starts doing so before its input is there
-(programmatic dependent launch), and does the norm before and the activation or the sum after on the way. `matrix` is
-for more rows, on the tensor cores; if the matrix is small it is cut along its inner axis too, so that all
-multiprocessors have work, and `norm.add_norm` adds the pieces up.
+`vector` is for a single row: every program streams a few rows of the matrix, starts doing so before
+its input is there (programmatic dependent launch), and does the norm before and the activation or
+the sum after on the way. `matrix` is for more rows, on the tensor cores; if the matrix is small it
+is cut along its inner axis too, so that all multiprocessors have work, and `norm.add_norm` adds the
+pieces up.
 
-Shapes: B rows, C what goes in, N what comes out, S pieces. Weights are [N, C]; a gated pair is [2 N, C], gates first.
+Shapes: B rows, C what goes in, N what comes out, S pieces. Weights are [N, C]; a gated pair is [2
+N, C], gates first.
 """
 
 from __future__ import annotations
@@ -66,14 +68,16 @@ def _vector(
     if GATED:
         result = result * tl.sigmoid(result) * tl.sum(sums_up, 1)
     if ADD:
-        result = result.to(out.dtype.element_ty).to(tl.float32) + tl.load(out + n, mask=n < N, other=0).to(tl.float32)
+        result = result.to(out.dtype.element_ty).to(tl.float32) + tl.load(
+            out + n, mask=n < N, other=0
+        ).to(tl.float32)
     tl.store(out + n, result.to(out.dtype.element_ty), mask=n < N)
 
 
 @triton.jit
 def _matrix(
-    x, w, bias, out, B, N, C, piece,
-    GATED: tl.constexpr, BIAS: tl.constexpr, BB: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr,
+    x, w, bias, out, B, N, C, piece, GATED: tl.constexpr, BIAS: tl.constexpr, BB: tl.constexpr,
+    BN: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     s = tl.program_id(1)
@@ -93,7 +97,9 @@ def _matrix(
         tile = tl.load(rows + column, mask=(n < N)[:, None] & (column < end), other=0)
         sums = tl.dot(value, tl.trans(tile), sums)
         if GATED:
-            tile_up = tl.load(rows + N.to(tl.int64) * C + column, mask=(n < N)[:, None] & (column < end), other=0)
+            tile_up = tl.load(
+                rows + N.to(tl.int64) * C + column, mask=(n < N)[:, None] & (column < end), other=0
+            )
             sums_up = tl.dot(value, tl.trans(tile_up), sums_up)
     if BIAS:
         sums += tl.load(bias + n, mask=n < N, other=0).to(tl.float32)[None, :]
@@ -105,7 +111,8 @@ def _matrix(
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How a product is cut: rows, outputs and inner axis of one program, and in how many pieces the inner axis."""
+    """How a product is cut: rows, outputs and inner axis of one program, and in how many pieces the
+    inner axis."""
 
     rows: int
     outputs: int
@@ -116,7 +123,8 @@ class Tile:
 
 
 def tile(rows: int, outputs: int, inner: int, *, gated: bool = False, split: bool = False) -> Tile:
-    """Found by measuring on an H200: about one program for every multiprocessor, and no more pieces than that needs."""
+    """Found by measuring on an H200: about one program for every multiprocessor, and no more pieces
+    than that needs."""
     bb = 16 if rows <= 16 else 64
     if gated and outputs >= 8192:
         return Tile(bb, 32, 64, 1)
@@ -133,25 +141,27 @@ def tile(rows: int, outputs: int, inner: int, *, gated: bool = False, split: boo
 
 
 def vector(
-    x_C: Tensor, w_NC: Tensor, out_N: Tensor, *, norm: tuple[Tensor, float] | None = None, bias_N: Tensor | None = None,
-    gated: bool = False, add: bool = False, pdl: bool = False,
+    x_C: Tensor, w_NC: Tensor, out_N: Tensor, *, norm: tuple[Tensor, float] | None = None,
+    bias_N: Tensor | None = None, gated: bool = False, add: bool = False, pdl: bool = False,
 ) -> None:  # fmt: skip
-    """out = w x for one row, or out += w x with `add`; RMSNorm before it with `norm`, silu(gate) * up with `gated`."""
+    """out = w x for one row, or out += w x with `add`; RMSNorm before it with `norm`, silu(gate) *
+    up with `gated`."""
     inner, outputs = w_NC.shape[1], w_NC.shape[0] // (2 if gated else 1)
     gain, eps = (w_NC, 0.0) if norm is None else norm
     bn = 4 if gated else 8
     _vector[(triton.cdiv(outputs, bn),)](
         x_C, gain, w_NC, w_NC if bias_N is None else bias_N, out_N, inner, outputs, eps,
-        norm is not None, gated, add, bias_N is not None, bn, min(1024, triton.next_power_of_2(inner)), pdl,
-        num_warps=4, launch_pdl=pdl,
+        norm is not None, gated, add, bias_N is not None, bn,
+        min(1024, triton.next_power_of_2(inner)), pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
 
 
 def matrix(
-    x_BC: Tensor, w_NC: Tensor, out_SBN: Tensor, *, cut: Tile, bias_N: Tensor | None = None, gated: bool = False,
-    pdl: bool = False,
+    x_BC: Tensor, w_NC: Tensor, out_SBN: Tensor, *, cut: Tile, bias_N: Tensor | None = None,
+    gated: bool = False, pdl: bool = False,
 ) -> None:  # fmt: skip
-    """out[s] = piece s of x wᵀ, or of silu(gate) * up with `gated`, which takes one piece only (so does a bias)."""
+    """out[s] = piece s of x wᵀ, or of silu(gate) * up with `gated`, which takes one piece only (so
+    does a bias)."""
     rows, inner = x_BC.shape
     outputs = w_NC.shape[0] // (2 if gated else 1)
     assert cut.pieces == 1 or not (gated or bias_N is not None)

@@ -1,10 +1,11 @@
-"""The layers of a `Transformer` as kernels, on its own parameters: what goes in and comes out is that of the model.
+"""The layers of a `Transformer` as kernels, on its own parameters: what goes in and comes out is
+that of the model.
 
-One row of a dense model takes five kernels a layer, more rows take seven, experts a few more. Rounding to the type of
-the weights happens where the model definition rounds.
+One row of a dense model takes five kernels a layer, more rows take seven, experts a few more.
+Rounding to the type of the weights happens where the model definition rounds.
 
-Shapes: N new tokens, E hidden size, R rows that draw, V vocabulary, S pieces of a split product or experts of a token,
-X experts, k experts of a token.
+Shapes: N new tokens, E hidden size, R rows that draw, V vocabulary, S pieces of a split product or
+experts of a token, X experts, k experts of a token.
 """
 
 from __future__ import annotations
@@ -18,20 +19,22 @@ from torch.nn import functional as F
 
 from etude.core.errors import EtudeError
 from etude.engine.kernels import attention, experts, head, linear, norm
-from etude.model.experts import Experts
-from etude.model.heads import GroupedHeads
+from etude.model.experts import SparseMoE
+from etude.model.heads import GroupedQueryAttention
 from etude.model.layers import MLP
 from etude.model.transformer import Block, ModelConfig, Transformer
 
 FEW_ROWS, SMALL_MATRIX = 64, 8 << 20
-"""Where our own products are faster than the vendor's: up to so many rows, or four times as many and so few weights."""
+"""Where our own products are faster than the vendor's: up to so many rows, or four times as many
+and so few weights."""
 
 Attend = Callable[[int, Tensor], Tensor]
-"""(layer, projected q, k and v of the new tokens) -> what each takes from the tokens that it sees."""
+"""(layer, projected q, k and v of the new tokens) -> what each takes from the tokens that it
+sees."""
 
 
-def unknown(c: ModelConfig) -> list[str]:
-    """What a model has that these kernels cannot compute."""
+def unsupported(c: ModelConfig) -> list[str]:
+    """Features of a model that these kernels do not support."""
     found = {
         "latent attention": c.latent is not None,
         "shared experts": c.experts is not None and c.experts.n_shared_experts > 0,
@@ -49,55 +52,69 @@ class Layer:
     heads: attention.Heads
     out: Tensor
     mlp_gain: Tensor
-    mlp: MLP | Experts
+    mlp: MLP | SparseMoE
 
 
-class Network:
+class KernelNetwork:
     def __init__(self, model: Transformer) -> None:
         c = model.config
-        if found := unknown(c):
+        if found := unsupported(c):
             raise EtudeError(
-                f"the kernels cannot run {c.model_type} with {', '.join(found)}; `runner_for` says who can"
+                f"the kernels cannot run {c.model_type} with {', '.join(found)}; `runner_for` says "
+                f"who can"
             )
-        self.config, self.eps = c, c.rms_norm_eps
+        self.config = c
+        self.eps = c.rms_norm_eps
         self.table_VE = model.model.embed_tokens.weight.detach()
         self.head_VE = self.table_VE if model.lm_head is None else model.lm_head.weight.detach()
         self.gain_E = model.model.norm.weight.detach()
         self.layers = [_layer(block, model.rope, c.rms_norm_eps) for block in model.model.layers]  # type: ignore[arg-type]
 
     def hidden(
-        self, tokens_N: Tensor, slots_N: Tensor, drawn: Tensor, attend: Attend, record: Tensor | None, pdl: bool
+        self,
+        tokens_N: Tensor,
+        slot_mapping_N: Tensor,
+        sampled: Tensor,
+        attend: Attend,
+        record: Tensor | None,
+        pdl: bool,
     ) -> Tensor:
-        """The normalised output of the last layer. `record` [slots, layers with experts, k] takes the experts used.
-        With `pdl` a kernel may begin while the one before it ends."""
-        x_NE = self._embedded(tokens_N, drawn)
+        """The normalised output of the last layer. `record` [slots, layers with experts, k] takes
+        the experts used. With `pdl` a kernel may begin while the one before it ends."""
+        x_NE = self._embedded(tokens_N, sampled)
         if len(x_NE) == 1 and not self.config.experts:
             return self._one_row(x_NE, attend, pdl)
-        return self._rows(x_NE, slots_N, attend, record, pdl)
+        return self._rows(x_NE, slot_mapping_N, attend, record, pdl)
 
-    def draw(
-        self, hidden_RE: Tensor, temperature_R: Tensor, u_R: Tensor, logits_RV: Tensor, tokens_R: Tensor,
-        logprobs_R: Tensor, pdl: bool,
+    def sample(
+        self, hidden_RE: Tensor, temperature_R: Tensor, u_R: Tensor, logits_RV: Tensor,
+        tokens_R: Tensor, logprobs_R: Tensor, pdl: bool,
     ) -> None:  # fmt: skip
         stats = logits_RV.new_empty(len(hidden_RE), head.num_tiles(len(self.head_VE)), 2)
         head.logits(hidden_RE, self.head_VE, temperature_R, logits_RV, stats, pdl)
         head.pick(logits_RV, stats, temperature_R, u_R, tokens_R, logprobs_R, pdl)
 
-    def _embedded(self, tokens_N: Tensor, drawn: Tensor) -> Tensor:
+    def _embedded(self, tokens_N: Tensor, sampled: Tensor) -> Tensor:
         x_NE = self.table_VE.new_empty(len(tokens_N), self.table_VE.shape[1])
-        norm.embed(tokens_N, drawn, self.table_VE, x_NE)
+        norm.embed(tokens_N, sampled, self.table_VE, x_NE)
         return x_NE
 
-    def _rows(self, x_NE: Tensor, slots_N: Tensor, attend: Attend, record: Tensor | None, pdl: bool) -> Tensor:
+    def _rows(
+        self, x_NE: Tensor, slot_mapping_N: Tensor, attend: Attend, record: Tensor | None, pdl: bool
+    ) -> Tensor:
         normed_NE = torch.empty_like(x_NE)
         norm.add_norm(x_NE, None, self.layers[0].input_gain, normed_NE, self.eps, pdl)
         gains = [layer.input_gain for layer in self.layers[1:]] + [self.gain_E]
         for number, (layer, gain) in enumerate(zip(self.layers, gains, strict=True)):
             mixed = attend(number, self._product(normed_NE, layer.qkv.weight, layer.qkv.bias, pdl))
-            norm.add_norm(x_NE, self._pieces(mixed, layer.out, pdl), layer.mlp_gain, normed_NE, self.eps, pdl)
-            if isinstance(layer.mlp, Experts):
+            norm.add_norm(
+                x_NE, self._pieces(mixed, layer.out, pdl), layer.mlp_gain, normed_NE, self.eps, pdl
+            )
+            if isinstance(layer.mlp, SparseMoE):
                 assert record is not None
-                parts = self._experts(normed_NE, layer.mlp, slots_N, record[:, layer.mlp.place], pdl)
+                parts = self._experts(
+                    normed_NE, layer.mlp, slot_mapping_N, record[:, layer.mlp.place], pdl
+                )
             else:
                 act = self._gated(normed_NE, layer.mlp.gate_up_proj.weight, pdl)
                 parts = self._pieces(act, layer.mlp.down_proj.weight, pdl)
@@ -108,11 +125,14 @@ class Network:
         if len(x_NC) > FEW_ROWS:
             return F.linear(x_NC, w, bias)
         out = x_NC.new_empty(len(x_NC), len(w))
-        linear.matrix(x_NC, w, out, cut=linear.tile(len(x_NC), w.shape[0], w.shape[1]), bias_N=bias, pdl=pdl)
+        linear.matrix(
+            x_NC, w, out, cut=linear.tile(len(x_NC), w.shape[0], w.shape[1]), bias_N=bias, pdl=pdl
+        )
         return out
 
     def _gated(self, x_NC: Tensor, w: Tensor, pdl: bool) -> Tensor:
-        # The vendor's is followed by two kernels that read and write all of it again: that is more than a small matrix.
+        # The vendor's is followed by two kernels that read and write all of it again: that is more
+        # than a small matrix.
         if not _is_ours(x_NC, w) and w.numel() > SMALL_MATRIX:
             gate, up = F.linear(x_NC, w).chunk(2, -1)
             return F.silu(gate) * up
@@ -137,30 +157,64 @@ class Network:
             qkv = x_NE.new_empty(1, len(layer.qkv.weight))
             act = x_NE.new_empty(layer.mlp.down_proj.weight.shape[1])
             bias = layer.qkv.bias
-            linear.vector(x_E, layer.qkv.weight, qkv[0], norm=(layer.input_gain, self.eps), bias_N=bias, pdl=pdl)
+            linear.vector(
+                x_E,
+                layer.qkv.weight,
+                qkv[0],
+                norm=(layer.input_gain, self.eps),
+                bias_N=bias,
+                pdl=pdl,
+            )
             linear.vector(attend(number, qkv)[0], layer.out, x_E, add=True, pdl=pdl)
-            linear.vector(x_E, layer.mlp.gate_up_proj.weight, act, norm=(layer.mlp_gain, self.eps), gated=True, pdl=pdl)
+            linear.vector(
+                x_E,
+                layer.mlp.gate_up_proj.weight,
+                act,
+                norm=(layer.mlp_gain, self.eps),
+                gated=True,
+                pdl=pdl,
+            )
             linear.vector(act, layer.mlp.down_proj.weight, x_E, add=True, pdl=pdl)
         normed_NE = torch.empty_like(x_NE)
         norm.add_norm(x_NE, None, self.gain_E, normed_NE, self.eps, pdl)
         return normed_NE
 
-    def _experts(self, x_NE: Tensor, layer: Experts, slots_N: Tensor, record_Sk: Tensor, pdl: bool) -> Tensor:
+    def _experts(
+        self, x_NE: Tensor, layer: SparseMoE, slot_mapping_N: Tensor, record_Sk: Tensor, pdl: bool
+    ) -> Tensor:
         (rows, inner), outputs = x_NE.shape, len(layer.gate.weight)
         logits_NX = x_NE.new_empty(rows, outputs, dtype=torch.float32)
-        linear.matrix(x_NE, layer.gate.weight, logits_NX, cut=linear.tile(rows, outputs, inner), pdl=pdl)
-        return expert_parts(x_NE, layer, logits_NX, slots_N, record_Sk, pdl)[0]
+        linear.matrix(
+            x_NE, layer.gate.weight, logits_NX, cut=linear.tile(rows, outputs, inner), pdl=pdl
+        )
+        return expert_parts(x_NE, layer, logits_NX, slot_mapping_N, record_Sk, pdl)[0]
 
 
 def expert_parts(
-    x_NE: Tensor, layer: Experts, logits_NX: Tensor, slots_N: Tensor, record_Sk: Tensor, pdl: bool
+    x_NE: Tensor,
+    layer: SparseMoE,
+    logits_NX: Tensor,
+    slot_mapping_N: Tensor,
+    record_Sk: Tensor,
+    pdl: bool,
 ) -> tuple[Tensor, Tensor]:
     """What each of its experts makes of a token, kNE, to be added up; and which they are, Nk."""
     c = layer.gate.c
     rows, top = len(x_NE), c.num_experts_per_tok
-    ids_Nk, shares_Nk = slots_N.new_empty(rows, top), logits_NX.new_empty(rows, top)
-    experts.route(logits_NX, ids_Nk, shares_Nk, record_Sk, slots_N, renormalise=c.norm_topk_prob, pdl=pdl)
-    counts_X, choices_XN = slots_N.new_empty(c.num_experts), slots_N.new_empty(c.num_experts, rows)
+    ids_Nk, shares_Nk = slot_mapping_N.new_empty(rows, top), logits_NX.new_empty(rows, top)
+    experts.route(
+        logits_NX,
+        ids_Nk,
+        shares_Nk,
+        record_Sk,
+        slot_mapping_N,
+        renormalise=c.norm_topk_prob,
+        pdl=pdl,
+    )
+    counts_X, choices_XN = (
+        slot_mapping_N.new_empty(c.num_experts),
+        slot_mapping_N.new_empty(c.num_experts, rows),
+    )
     experts.gather(ids_Nk, counts_X, choices_XN, pdl)
     act = x_NE.new_empty(rows * top, c.moe_intermediate_size)
     parts_NkE = x_NE.new_empty(rows, top, x_NE.shape[1])
@@ -172,13 +226,17 @@ def expert_parts(
 
 def _layer(block: Block, rope: Tensor, eps: float) -> Layer:
     heads = block.self_attn
-    assert isinstance(heads, GroupedHeads) and isinstance(block.mlp, MLP | Experts)
-    q_gain, k_gain = (None if gain is None else gain.weight.detach() for gain in (heads.q_norm, heads.k_norm))
+    assert isinstance(heads, GroupedQueryAttention) and isinstance(block.mlp, MLP | SparseMoE)
+    q_gain, k_gain = (
+        None if gain is None else gain.weight.detach() for gain in (heads.q_norm, heads.k_norm)
+    )
     size = heads.head_dim
     return Layer(
         input_gain=block.input_layernorm.weight.detach(),
         qkv=heads.qkv_proj,
-        heads=attention.Heads(heads.num_q, heads.num_kv, size, size**-0.5, eps, q_gain, k_gain, rope),
+        heads=attention.Heads(
+            heads.num_q, heads.num_kv, size, size**-0.5, eps, q_gain, k_gain, rope
+        ),
         out=heads.o_proj.weight.detach(),
         mlp_gain=block.post_attention_layernorm.weight.detach(),
         mlp=block.mlp,
@@ -186,5 +244,6 @@ def _layer(block: Block, rope: Tensor, eps: float) -> Layer:
 
 
 def _is_ours(x_NC: Tensor, w: Tensor) -> bool:
-    """Otherwise the vendor's product is faster: with many rows arithmetic is what counts, and that is its strength."""
+    """Otherwise the vendor's product is faster: with many rows arithmetic is what counts, and that
+    is its strength."""
     return len(x_NC) <= FEW_ROWS or (len(x_NC) <= 4 * FEW_ROWS and w.numel() <= SMALL_MATRIX)

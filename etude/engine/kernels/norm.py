@@ -1,6 +1,7 @@
 """Adding to the residual stream and normalising it, in one pass over each row.
 
-Shapes: B rows, E hidden size, S summands (the pieces of a product that was split, or the experts of a token).
+Shapes: B rows, E hidden size, S summands (the pieces of a product that was split, or the experts of
+a token).
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from triton.language.extra import cuda as gpu
 
 
 @triton.jit
-def _embed(tokens, drawn, table, x, E, SIZE: tl.constexpr, PDL: tl.constexpr):
+def _embed(tokens, sampled, table, x, E, SIZE: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     if PDL:
         gpu.gdc_launch_dependents()
         gpu.gdc_wait()
     token = tl.load(tokens + row)
     if token < 0:
-        token = tl.load(drawn - 1 - token)
+        token = tl.load(sampled - 1 - token)
     column = tl.arange(0, SIZE)
     value = tl.load(table + token.to(tl.int64) * E + column, mask=column < E)
     tl.store(x + row * E + column, value, mask=column < E)
@@ -27,7 +28,17 @@ def _embed(tokens, drawn, table, x, E, SIZE: tl.constexpr, PDL: tl.constexpr):
 
 @triton.jit
 def _add_norm(
-    x, parts, gain, normed, E, eps, row_stride, part_stride, S: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr
+    x,
+    parts,
+    gain,
+    normed,
+    E,
+    eps,
+    row_stride,
+    part_stride,
+    S: tl.constexpr,
+    SIZE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, SIZE)
@@ -40,22 +51,37 @@ def _add_norm(
     if S > 0:
         added = tl.zeros_like(value)
         for s in tl.static_range(S):
-            added += tl.load(parts + row * row_stride + s * part_stride + column, mask=inside, other=0).to(tl.float32)
+            added += tl.load(
+                parts + row * row_stride + s * part_stride + column, mask=inside, other=0
+            ).to(tl.float32)
         # Rounded where the model definition rounds: the output of a layer, then the sum.
-        value = (value + added.to(x.dtype.element_ty).to(tl.float32)).to(x.dtype.element_ty).to(tl.float32)
+        value = (
+            (value + added.to(x.dtype.element_ty).to(tl.float32))
+            .to(x.dtype.element_ty)
+            .to(tl.float32)
+        )
         tl.store(x + row * E + column, value.to(x.dtype.element_ty), mask=inside)
     norm = value * tl.rsqrt(tl.sum(value * value) / E + eps)
     tl.store(normed + row * E + column, (norm * scale).to(normed.dtype.element_ty), mask=inside)
 
 
-def embed(tokens_B: Tensor, drawn: Tensor, table_VE: Tensor, x_BE: Tensor, pdl: bool = False) -> None:
+def embed(
+    tokens_B: Tensor, sampled: Tensor, table_VE: Tensor, x_BE: Tensor, pdl: bool = False
+) -> None:
     """x = table[token]; a token -1 - i stands for entry i of `drawn`."""
     rows, size = x_BE.shape
-    _embed[(rows,)](tokens_B, drawn, table_VE, x_BE, size, triton.next_power_of_2(size), pdl, launch_pdl=pdl)
+    _embed[(rows,)](
+        tokens_B, sampled, table_VE, x_BE, size, triton.next_power_of_2(size), pdl, launch_pdl=pdl
+    )
 
 
 def add_norm(
-    x_BE: Tensor, parts_SBE: Tensor | None, gain_E: Tensor, normed_BE: Tensor, eps: float, pdl: bool = False
+    x_BE: Tensor,
+    parts_SBE: Tensor | None,
+    gain_E: Tensor,
+    normed_BE: Tensor,
+    eps: float,
+    pdl: bool = False,
 ) -> None:
     """x += sum of the parts (any strides, the last axis dense); normed = RMSNorm(x)."""
     rows, size = x_BE.shape
@@ -63,5 +89,6 @@ def add_norm(
     width = triton.next_power_of_2(size)
     _add_norm[(rows,)](
         x_BE, parts, gain_E, normed_BE, size, eps, parts.stride(1), parts.stride(0),
-        0 if parts_SBE is None else len(parts_SBE), width, pdl, num_warps=4 if width <= 2048 else 8, launch_pdl=pdl,
+        0 if parts_SBE is None else len(parts_SBE), width, pdl, num_warps=4 if width <= 2048 else 8,
+        launch_pdl=pdl,
     )  # fmt: skip

@@ -1,9 +1,11 @@
-"""A model that learns on the kernels of the invariant engine: the same bits forward, the usual gradients backward.
+"""A model that learns on the kernels of the invariant engine: the same bits forward, the usual
+gradients backward.
 
-Where the engine adds and normalises in one kernel the two steps are apart here. They round in the same places.
+Where the engine adds and normalises in one kernel the two steps are apart here. They round in the
+same places.
 
-Shapes: N tokens of all sequences one behind the other, B sequences, E hidden size, C what goes into a product, M what
-comes out, V vocabulary, H query heads, K key heads, D head size.
+Shapes: N tokens of all sequences one behind the other, B sequences, E hidden size, C what goes into
+a product, M what comes out, V vocabulary, H query heads, K key heads, D head size.
 """
 
 from __future__ import annotations
@@ -14,45 +16,58 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from etude.engine.kernels import attention, head, invariant, norm
-from etude.engine.kernels.network import Layer, Network
-from etude.model.attention import Causal
-from etude.model.experts import Experts, Routing
-from etude.model.heads import Attend, GroupedHeads
+from etude.engine.kernels import attention, head, norm
+from etude.engine.kernels import batch_invariant as invariant
+from etude.engine.kernels.network import KernelNetwork, Layer
+from etude.model.attention import CausalAttention
+from etude.model.experts import Routing, SparseMoE
+from etude.model.heads import AttentionBackend, GroupedQueryAttention
 from etude.model.layers import MLP, RMSNorm
 from etude.model.numerics import PLAIN, value_of
 from etude.model.rope import rotate
-from etude.model.tiled_attention import CausalInTiles
+from etude.model.tiled_attention import TiledCausalAttention
 from etude.model.transformer import Block, Transformer
 
 PAGE = 64
 
 
-class Trainable(Transformer):
+class TrainableNetwork(Transformer):
     """Packed sequences only; how a token sees those before it is not handed in but fixed."""
 
     @property
     def invariant(self) -> bool:
         return True
 
-    def forward(self, tokens_N: Tensor, positions_N: Tensor, attend: Attend, routing: Routing | None = None) -> Tensor:
-        assert routing is None or routing.replay is None, "these kernels let the router decide, as in the engine"
-        assert isinstance(attend, CausalInTiles), "which says how long the sequences are"
-        network, cache = Network(self), _Sequences(self, attend.lengths, positions_N)
+    def forward(
+        self,
+        tokens_N: Tensor,
+        positions_N: Tensor,
+        attend: AttentionBackend,
+        routing: Routing | None = None,
+    ) -> Tensor:
+        assert routing is None or routing.replay is None, (
+            "these kernels let the router decide, as in the engine"
+        )
+        assert isinstance(attend, TiledCausalAttention), "which says how long the sequences are"
+        network, cache = KernelNetwork(self), _Sequences(self, attend.lengths, positions_N)
         x_NE = F.embedding(tokens_N, self.model.embed_tokens.weight)
         for block, layer in zip(self.model.layers, network.layers, strict=True):
-            assert isinstance(block, Block) and isinstance(block.self_attn, GroupedHeads)
+            assert isinstance(block, Block) and isinstance(block.self_attn, GroupedQueryAttention)
             qkv = _linear(_normed(x_NE, block.input_layernorm), layer.qkv.weight, layer.qkv.bias)
-            x_NE = x_NE + _summed(cache.attend(layer, block.self_attn, qkv), block.self_attn.o_proj.weight)
+            x_NE = x_NE + _summed(
+                cache.attend(layer, block.self_attn, qkv), block.self_attn.o_proj.weight
+            )
             normed_NE = _normed(x_NE, block.post_attention_layernorm)
-            if isinstance(layer.mlp, Experts):
+            if isinstance(layer.mlp, SparseMoE):
                 x_NE = x_NE + _experts(normed_NE, layer.mlp, routing)
             else:
                 assert isinstance(layer.mlp, MLP)
                 x_NE = x_NE + _summed(_gated(normed_NE, layer.mlp), layer.mlp.down_proj.weight)
         return _normed(x_NE, self.model.norm)
 
-    def logprobs(self, hidden_NE: Tensor, tokens_N: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    def logprobs(
+        self, hidden_NE: Tensor, tokens_N: Tensor, temperature: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
         table_VE = self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
         logp_N, logp_NV = super().logprobs(hidden_NE, tokens_N, temperature)
 
@@ -69,13 +84,17 @@ class Trainable(Transformer):
 
 
 class _Sequences:
-    """Keys and values of whole sequences, in the pages that the kernels read; one layer at a time. Each has as many
-    pages as the longest."""
+    """Keys and values of whole sequences, in the pages that the kernels read; one layer at a time.
+    Each has as many pages as the longest."""
 
     def __init__(self, model: Transformer, lengths: Sequence[int], positions_N: Tensor) -> None:
-        c, weight = model.config, model.model.embed_tokens.weight.detach()
-        self._plain, pages = Causal(lengths, weight.device), -(-max(lengths) // PAGE)
-        self._k, self._v = weight.new_zeros(2, len(lengths) * pages, c.num_key_value_heads, PAGE, c.head_dim)
+        c = model.config
+        weight = model.model.embed_tokens.weight.detach()
+        self._plain = CausalAttention(lengths, weight.device)
+        pages = -(-max(lengths) // PAGE)
+        self._k, self._v = weight.new_zeros(
+            2, len(lengths) * pages, c.num_key_value_heads, PAGE, c.head_dim
+        )
         self._cos, self._sin = model.rope[positions_N].to(weight.dtype).unbind(1)
 
         def ints(values: Tensor) -> Tensor:
@@ -86,28 +105,35 @@ class _Sequences:
         sequence_N = torch.arange(len(lengths)).repeat_interleave(length_B)
         self._positions = ints(positions_N)
         self._slots = ints(sequence_N * pages * PAGE + positions_N.cpu())
-        self._blocks, self._stride = ints(torch.arange(len(lengths) * pages)), ints(torch.tensor([pages]))
-        self._ends, self._lengths = ints(end_B), ints(length_B)
+        self._blocks = ints(torch.arange(len(lengths) * pages))
+        self._stride = ints(torch.tensor([pages]))
+        self._ends = ints(end_B)
+        self._lengths = ints(length_B)
         step = attention.PREFILL_ROWS // (c.num_attention_heads // c.num_key_value_heads)
         tiles_B = -(-length_B // step)
         self._sequence = ints(torch.arange(len(lengths)).repeat_interleave(tiles_B))
-        firsts = [torch.arange(end - length, end, step) for end, length in zip(end_B, length_B, strict=True)]
+        firsts = [
+            torch.arange(end - length, end, step)
+            for end, length in zip(end_B, length_B, strict=True)
+        ]
         self._first = ints(torch.cat(firsts))
 
-    def attend(self, layer: Layer, own: GroupedHeads, qkv: Tensor) -> Tensor:
+    def attend(self, layer: Layer, own: GroupedQueryAttention, qkv: Tensor) -> Tensor:
         def exact() -> Tensor:
             turned, out = qkv.clone(), qkv.new_empty(len(qkv), own.num_q * own.head_dim)
             heads = layer.heads
-            attention.write(heads, turned, self._k, self._v, self._positions, self._slots, page=PAGE)
+            attention.write(
+                heads, turned, self._k, self._v, self._positions, self._slots, page=PAGE
+            )
             invariant.prefill(
-                heads, turned, self._k, self._v, self._blocks, self._stride, self._ends, self._lengths,
-                self._sequence, self._first, out, page=PAGE,
+                heads, turned, self._k, self._v, self._blocks, self._stride, self._ends,
+                self._lengths, self._sequence, self._first, out, page=PAGE,
             )  # fmt: skip
             return out
 
         return value_of(exact, gradient_of=lambda: self._attend(own, qkv))
 
-    def _attend(self, own: GroupedHeads, qkv: Tensor) -> Tensor:
+    def _attend(self, own: GroupedQueryAttention, qkv: Tensor) -> Tensor:
         heads = qkv.view(len(qkv), -1, own.head_dim)
         q, k, v = heads.split_with_sizes((own.num_q, own.num_kv, own.num_kv), -2)
         if own.q_norm and own.k_norm:
@@ -126,12 +152,18 @@ def _normed(x_NE: Tensor, own: RMSNorm) -> Tensor:
 
 
 def _linear(x_NC: Tensor, w_MC: Tensor, bias_M: Tensor | None) -> Tensor:
-    return value_of(lambda: invariant.product(x_NC, w_MC, bias_M), gradient_of=lambda: F.linear(x_NC, w_MC, bias_M))
+    return value_of(
+        lambda: invariant.product(x_NC, w_MC, bias_M),
+        gradient_of=lambda: F.linear(x_NC, w_MC, bias_M),
+    )
 
 
 def _summed(x_NC: Tensor, w_MC: Tensor) -> Tensor:
     """Added up as `norm.add_norm` does: in float32, in order, and rounded once."""
-    return value_of(lambda: _sum(invariant.pieces(x_NC, w_MC), x_NC.dtype), gradient_of=lambda: F.linear(x_NC, w_MC))
+    return value_of(
+        lambda: _sum(invariant.pieces(x_NC, w_MC), x_NC.dtype),
+        gradient_of=lambda: F.linear(x_NC, w_MC),
+    )
 
 
 def _sum(parts: Tensor, dtype: torch.dtype) -> Tensor:
@@ -149,11 +181,16 @@ def _gated(x_NE: Tensor, own: MLP) -> Tensor:
     return value_of(lambda: invariant.gated(x_NE, own.gate_up_proj.weight), gradient_of=plain)
 
 
-def _experts(x_NE: Tensor, own: Experts, routing: Routing | None) -> Tensor:
+def _experts(x_NE: Tensor, own: SparseMoE, routing: Routing | None) -> Tensor:
     with torch.no_grad():
-        slots_N = torch.arange(len(x_NE), dtype=torch.int32, device=x_NE.device)
-        unread = slots_N.new_empty(len(x_NE), own.gate.c.num_experts_per_tok)
-        parts, ids_Nk = invariant.chosen_experts(x_NE, own, slots_N, unread)
-    # The gradient is that of the experts which were used, wherever the plain router would have gone.
-    replay = Routing(replay=ids_Nk[:, None].expand(-1, own.place + 1, -1)) if routing is None else routing
+        slot_mapping_N = torch.arange(len(x_NE), dtype=torch.int32, device=x_NE.device)
+        unread = slot_mapping_N.new_empty(len(x_NE), own.gate.c.num_experts_per_tok)
+        parts, ids_Nk = invariant.chosen_experts(x_NE, own, slot_mapping_N, unread)
+    # The gradient is that of the experts which were used, wherever the plain router would have
+    # gone.
+    replay = (
+        Routing(replay=ids_Nk[:, None].expand(-1, own.place + 1, -1))
+        if routing is None
+        else routing
+    )
     return value_of(lambda: _sum(parts, x_NE.dtype), gradient_of=lambda: own(x_NE, replay))

@@ -1,0 +1,181 @@
+"""`etude chat`: talk to a model in the terminal, at a URL or in a directory.
+
+Ctrl-C stops an answer and keeps what was said of it; Ctrl-D ends. A directory is served by a
+process of its own on a free port of this machine, which ends with the chat.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from rich.console import Console
+
+from etude.core.errors import EtudeError
+from etude.run.process import die_with_parent
+from etude.serve.process import token
+
+Message = dict[str, Any]
+
+ALWAYS_REFUSED = (401, 403, 404, 405)
+"""Another turn would not be answered either."""
+
+
+class Refused(EtudeError):
+    """The server does not answer this turn; it may answer another."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Sampling settings of every turn; None leaves a setting to the server."""
+
+    model: str | None
+    system: str | None
+    temperature: float | None
+    max_tokens: int | None
+    seed: int | None
+
+    def request(self, messages: list[Message]) -> dict[str, Any]:
+        wanted = {"model": self.model, "temperature": self.temperature, "seed": self.seed}
+        given = {name: value for name, value in wanted.items() if value is not None}
+        if self.max_tokens is not None:
+            given["max_completion_tokens"] = self.max_tokens
+        return given | {
+            "messages": messages,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+
+
+def chat(target: str, settings: Settings, console: Console) -> None:
+    with _server(target, console) as url:
+        console.print(
+            f"talking to {url}   Ctrl-C stops an answer, Ctrl-D ends", style="dim", highlight=False
+        )
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  # input() then has a history and line editing
+        messages: list[Message] = (
+            [{"role": "system", "content": settings.system}] if settings.system else []
+        )
+        while (said := _next_line(console)) is not None:
+            if said.strip():
+                asked = [*messages, {"role": "user", "content": said}]
+                try:
+                    answer = _answer(url, settings.request(asked), console)
+                except Refused as e:
+                    console.print(
+                        f"{e}; this turn is left out", style="bold", highlight=False, markup=False
+                    )
+                else:
+                    messages = [*asked, {"role": "assistant", "content": answer}]
+
+
+def _next_line(console: Console) -> str | None:
+    while True:
+        try:
+            return input("> ")
+        except KeyboardInterrupt:
+            console.print("\n(Ctrl-D ends)", style="dim")
+        except EOFError:
+            console.print()
+            return None
+
+
+def _answer(url: str, request: dict[str, Any], console: Console) -> str:
+    """Shows the answer as it comes; returns what there is of it when it ends or is stopped."""
+    said, began, usage = "", time.monotonic(), None
+    try:
+        for chunk in _stream(url, request):
+            usage = chunk.get("usage") or usage
+            for choice in chunk["choices"]:
+                piece = choice["delta"].get("content") or ""
+                said += piece
+                console.out(piece, end="", highlight=False)
+    except KeyboardInterrupt:
+        console.print(" (stopped)", style="dim")
+        return said
+    console.print()
+    if usage:
+        count, seconds = usage["completion_tokens"], time.monotonic() - began
+        console.print(
+            f"{count} tokens, {count / seconds:.1f} a second", style="dim", highlight=False
+        )
+    return said
+
+
+def _stream(url: str, request: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The pieces of an answer. Leaving it closes the connection, and that stops the server."""
+    place = urlsplit(url)
+    kind = http.client.HTTPSConnection if place.scheme == "https" else http.client.HTTPConnection
+    headers = {"Content-Type": "application/json"} | (
+        {"Authorization": f"Bearer {own}"} if (own := token()) else {}
+    )
+    path = place.path.rstrip("/").removesuffix("/v1") + "/v1/chat/completions"
+    with contextlib.closing(kind(place.netloc)) as connection:
+        try:
+            connection.request("POST", path, json.dumps(request), headers)
+            response = connection.getresponse()
+            if response.status != 200:
+                error = EtudeError if response.status in ALWAYS_REFUSED else Refused
+                raise error(f"{url} answers {response.status}: {_reason(response.read())}")
+            for line in response:
+                if line.startswith(b"data: {"):
+                    chunk = json.loads(line.removeprefix(b"data: "))
+                    if "error" in chunk:
+                        raise Refused(f"{url} broke off: {chunk['error']['message']}")
+                    yield chunk
+        except (OSError, http.client.HTTPException) as e:
+            raise EtudeError(
+                f"{url} does not answer: {e or type(e).__name__}; is a server running there?"
+            ) from e
+
+
+def _reason(body: bytes) -> str:
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        return str(json.loads(body)["error"]["message"])
+    return body.decode(errors="replace")[:200]
+
+
+@contextlib.contextmanager
+def _server(target: str, console: Console) -> Iterator[str]:
+    if target.startswith(("http://", "https://")):
+        try:
+            port, host = urlsplit(target).port, urlsplit(target).hostname
+        except ValueError as e:
+            raise EtudeError(f"{target} is no URL: {e}; write it like http://127.0.0.1:8000") from e
+        if not host or port == 0:
+            raise EtudeError(f"{target} names no server; write it like http://127.0.0.1:8000")
+        yield target
+        return
+    if not Path(target).is_dir():
+        raise EtudeError(f"{target} is neither a URL (http://..) nor a model directory")
+    argv = [sys.executable, "-m", "etude", "serve", "--model", target, "--port", "0"]
+    # In a session of its own: a Ctrl-C in the terminal is for the answer, not for the server.
+    child = subprocess.Popen(
+        argv,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=partial(die_with_parent, os.getpid()),
+    )
+    try:
+        assert child.stdout is not None
+        with console.status(f"loading {target}"):
+            line = child.stdout.readline()
+        if not line:
+            raise EtudeError(f"the server for {target} did not start")
+        yield line.rpartition(" ")[2].strip()
+    finally:
+        child.terminate()
+        child.wait()

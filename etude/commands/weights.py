@@ -1,0 +1,316 @@
+"""`etude weights log | show | verify | fetch | compact | gc | export`: the weight versions in a
+store, for people."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from etude.core.errors import EtudeError
+from etude.core.types import Manifest, Route, VersionRef
+from etude.model.files import MODEL_FILES, write_directory
+from etude.store.objects import Missing, Objects
+from etude.weights import compact as compacting
+from etude.weights.cache import HostCache
+from etude.weights.collect import collect
+from etude.weights.follow import Follower
+from etude.weights.follow import Progress as Report
+from etude.weights.manifest import Chain
+from etude.weights.records import manifest_key, shard_key
+from etude.weights.signing import Corrupt
+
+
+def open_chain(url: str) -> Chain:
+    chain = Chain(Objects.open(url, create=False))
+    if not chain.lineage():
+        if chain.keys("weights/epochs"):
+            raise EtudeError(
+                f"{url} holds weights in an older format, which this version of etude does not read"
+            )
+        raise EtudeError(
+            f"{url} holds no published weights: check the address, or wait for the trainer's first "
+            f"version"
+        )
+    return chain
+
+
+def log(url: str, console: Console) -> int:
+    """The chain, newest last, and who is live on what."""
+    chain = open_chain(url)
+    line = "{:>7}  {:14} {:>5}  {:9} {:>9} {:>8} {:>9}  {:19}  {}".format
+
+    def say(*columns: object) -> None:
+        _say(console, line(*columns).rstrip())
+
+    say(
+        "version",
+        "made by",
+        "epoch",
+        "route",
+        "size",
+        "of all",
+        "changed",
+        "published (UTC)",
+        "extra routes",
+    )
+    for version, epoch in chain.lineage().items():
+        try:
+            link, manifest = chain.at(epoch, version)
+        except Missing:
+            continue  # deleted since it was listed
+        except Corrupt as e:
+            _say(console, f"{version:>7}  {e}")
+            continue
+        extra = chain.check_extra_routes(link).values()
+        say(
+            version,
+            f"{manifest.stage} {manifest.step}",
+            epoch,
+            _start(manifest.route),
+            _size(manifest.route.bytes),
+            f"1/{manifest.bytes / max(1, manifest.route.bytes):.0f}"
+            if manifest.route.base
+            else "all",
+            f"{max(manifest.changed.values(), default=0.0):.3%}" if manifest.parent else "",
+            _time(manifest.time),
+            ", ".join(
+                f"{_start(route)} {_size(route.bytes)}"
+                for route in extra
+                if isinstance(route, Route)
+            ),
+        )
+        for route in extra:
+            if isinstance(route, Corrupt):
+                _say(console, f"{'':7}  this extra route is not used: {route}")
+    for lease in chain.leases().values():
+        if isinstance(lease, Corrupt):
+            _say(console, f"reader unknown: {lease}")
+            continue
+        left = lease.until - time.time()
+        state = f"lease ends in {left:.0f} s" if left > 0 else "lease has ended"
+        _say(console, f"reader {lease.reader}: version {lease.version}, {state}")
+    return 0
+
+
+def show(url: str, version: int | None, console: Console) -> int:
+    """One version, with what changed in it."""
+    chain = open_chain(url)
+    link, manifest = _find(chain, version)
+    lines = {
+        "version": f"{manifest.version}, epoch {manifest.epoch}, {manifest.stage} step "
+        f"{manifest.step}",
+        "manifest": link.hash,
+        "weights": f"{_size(manifest.bytes)}, root {manifest.root}",
+        "parent": f"{manifest.parent.version} {manifest.parent.hash}"
+        if manifest.parent
+        else "none",
+        "publisher": manifest.publisher,
+        "published": f"{_time(manifest.time)} UTC",
+        "signed": "yes" if " " in manifest.seal else "no",
+    }
+    for name, text in lines.items():
+        _say(console, f"{name:10} {text}")
+    for route in (manifest.route, *chain.extra_routes(link)):
+        _say(
+            console,
+            f"route        {_start(route)}, {_size(route.bytes)} in {len(route.shards)} objects",
+        )
+    if manifest.parent:
+        for sort, share in sorted(manifest.changed.items(), key=lambda item: -item[1]):
+            _say(console, f"changed    {share:9.4%} of {sort}")
+    return 0
+
+
+def verify(url: str, console: Console) -> int:
+    """Every version built and checked by every route that leads to it; 1 if one of them is not what
+    it should be."""
+    chain = open_chain(url)
+    follower, damaged = Follower(chain), 0
+    for version, epoch in chain.lineage().items():
+        try:
+            link, manifest = chain.at(epoch, version)
+        except Missing:
+            continue  # deleted since it was listed
+        except Corrupt as e:
+            told, is_right, lost = str(e), False, [manifest_key(epoch, version)]
+        else:
+            told, is_right, lost = _check_version(chain, follower, link, manifest)
+        damaged += not is_right
+        _say(console, f"version {version}: {told}")
+        for key in lost:
+            _say(console, f"  restore {key}")
+    _say(
+        console, "all is as it was published" if not damaged else f"{damaged} versions are damaged"
+    )
+    return 1 if damaged else 0
+
+
+def _check_version(
+    chain: Chain, follower: Follower, link: VersionRef, manifest: Manifest
+) -> tuple[str, bool, list[str]]:
+    """The report on a version, whether it is sound, and the keys of what should be restored."""
+    extra = chain.check_extra_routes(link)
+    routes = [manifest.route, *(route for route in extra.values() if isinstance(route, Route))]
+    unread = [key for key, route in extra.items() if isinstance(route, Corrupt)]
+    # A base that was too old is deleted, and the routes from it are none any more.
+    routes = [
+        route
+        for route in routes
+        if route.base is None or chain.exists(manifest_key(route.base.epoch, route.base.version))
+    ]
+    # The next version starts from this one, by the route that the trainer made: keep that follower.
+    wrong = [
+        route
+        for route in routes
+        if not _reaches(follower if route is manifest.route else Follower(chain), link, route)
+    ]
+    lost = [*unread, *_lost(chain, link, manifest, wrong)]
+    right = len(routes) - len(wrong)
+    if not routes and manifest.parent is not None:
+        lost.append(manifest_key(manifest.parent.epoch, manifest.parent.version))
+    failed = ", ".join([*map(_start, wrong), *unread])
+    told = (
+        f"right by {right} of {len(routes) + len(unread)} "
+        f"routes{f', not {failed}' if failed else ''}"
+    )
+    return told, bool(right) and not failed, lost
+
+
+def _reaches(follower: Follower, link: VersionRef, route: Route) -> bool:
+    try:
+        if route.base is not None:
+            follower.move_to(route.base)
+        follower.apply_route(link, route)
+    except EtudeError:
+        return False
+    return True
+
+
+def _lost(
+    chain: Chain, link: VersionRef, manifest: Manifest, wrong: Sequence[Route]
+) -> Iterator[str]:
+    """Of the objects on routes that are wrong, those that are; none, if it is the base that cannot
+    be built."""
+    for hash in dict.fromkeys(
+        hash for route in wrong for hash in (manifest.root, *(shard.hash for shard in route.shards))
+    ):
+        try:
+            chain.shard(link, hash)
+        except (Missing, Corrupt):
+            yield shard_key(link.epoch, link.version, hash)
+
+
+def fetch(url: str, version: int | None, cache: Path | None, console: Console) -> int:
+    """Downloads and checks a version; with a cache, the workers of this host find it there."""
+    chain = open_chain(url)
+    _, manifest = _find(chain, version)
+    began = time.monotonic()
+    with _bar(console, f"version {manifest.version}") as report:
+        follower = Follower(chain, cache=HostCache(cache) if cache else None, progress=report)
+        follower.image(manifest.version)
+    seconds = time.monotonic() - began
+    _say(
+        console,
+        f"version {manifest.version}: {_size(manifest.bytes)} of weights, checked, in "
+        f"{seconds:.1f} s",
+    )
+    return 0
+
+
+def compact(url: str, skip: int, every: float | None, console: Console) -> int:
+    """Once; or beside a run for as long as it goes on."""
+    chain = open_chain(url)
+    while True:
+        made = compacting.compact(chain, skip=skip)
+        for route in made:
+            _say(
+                console,
+                f"version {route.target.version} {_start(route.route)}: {_size(route.route.bytes)}",
+            )
+        if every is None:
+            _say(console, f"{len(made)} routes added")
+            return 0
+        time.sleep(every)
+
+
+def gc(url: str, keep: int, grace: float, console: Console) -> int:
+    done = collect(open_chain(url), keep=keep, grace_s=grace)
+    _say(
+        console,
+        f"{len(done.deleted)} objects deleted, {len(done.pending)} to go after the time of grace",
+    )
+    return 0
+
+
+def export(url: str, version: int | None, target: Path, console: Console) -> int:
+    """A Hugging Face directory of any version."""
+    if target.exists():
+        raise EtudeError(f"{target} is there already: give another directory, or remove it first")
+    chain = open_chain(url)
+    _, manifest = _find(chain, version)
+    with _bar(console, f"version {manifest.version}") as report:
+        tensors = Follower(chain, progress=report).fetch(manifest.version)
+    small = {}
+    for name in MODEL_FILES:
+        with contextlib.suppress(Missing):
+            small[name] = chain.objects.get_sealed(f"model/{name}")
+    staging = target.with_name(f".{target.name}.part")
+    write_directory(staging, small, tensors)
+    staging.rename(target)
+    _say(
+        console,
+        f"{target}: version {manifest.version}, {len(tensors)} tensors, {_size(manifest.bytes)}",
+    )
+    return 0
+
+
+def _find(chain: Chain, version: int | None) -> tuple[VersionRef, Manifest]:
+    if version is not None:
+        return chain.find(version)
+    link = chain.head()
+    assert link is not None
+    return link, chain.follow(link)
+
+
+@contextlib.contextmanager
+def _bar(console: Console, text: str) -> Iterator[Report]:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(text, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+def _say(console: Console, text: str) -> None:
+    """A line as it is: what strangers wrote into a store neither formats it nor steers the
+    terminal."""
+    shown = "".join(c if c.isprintable() else "?" for c in text)
+    console.print(shown, soft_wrap=True, highlight=False, markup=False, emoji=False)
+
+
+def _time(seconds: float) -> str:
+    try:
+        return time.strftime("%F %T", time.gmtime(seconds))
+    except (OverflowError, ValueError, OSError):
+        return "at no time"
+
+
+def _start(route: Route) -> str:
+    return "whole" if route.base is None else f"from {route.base.version}"
+
+
+def _size(count: int) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.4g} {unit}"
+        count /= 1000  # type: ignore[assignment]
+    return f"{count:.4g} TB"

@@ -1,0 +1,63 @@
+"""The lineage of a run: which weight versions each stage starts from and ends with, and the
+advantage estimator of a loop.
+
+One counter runs through the whole lineage. A stage that learns from files ends in one version; each
+step of a loop (rl, distill) makes one, so the batch of step n makes version n.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from etude.core.advantage import ADVANTAGE, AdvantageEstimator, constant_advantage
+from etude.core.config import AnyStage, RlConfig
+from etude.core.effort import Effort
+from etude.core.stages import RolloutStageConfig
+
+
+@dataclass(frozen=True, slots=True)
+class StageSpan:
+    """A stage and the weight versions that it spans."""
+
+    stage: AnyStage
+    start: int
+    """The version that it starts from. Version 0, the weights before any training, is published
+    only for a loop."""
+    end: int
+
+    @property
+    def name(self) -> str:
+        return self.stage.name
+
+
+def stage_spans(stages: Sequence[AnyStage]) -> list[StageSpan]:
+    result: list[StageSpan] = []
+    for stage in stages:
+        start = result[-1].end if result else 0
+        result.append(
+            StageSpan(
+                stage, start, start + (stage.steps if isinstance(stage, RolloutStageConfig) else 1)
+            )
+        )
+    return result
+
+
+def estimator_of(stage: AnyStage, max_tokens: int) -> AdvantageEstimator:
+    """The advantage estimator of a stage; `max_tokens` of a row."""
+    max_lag = stage.max_lag if isinstance(stage, RolloutStageConfig) else None
+    if not isinstance(stage, RlConfig):
+        return AdvantageEstimator(
+            per_group=constant_advantage, keep_zero_std=True, max_tokens=max_tokens, max_lag=max_lag
+        )
+    effort = Effort(**stage.effort.model_dump()) if stage.effort else None
+    return replace(
+        ADVANTAGE[stage.advantage], effort=effort, max_tokens=max_tokens, max_lag=max_lag
+    )
+
+
+def stage_of(version: int, stages: Sequence[AnyStage]) -> str:
+    """The name of the stage that makes a version."""
+    return next(
+        (span.name for span in stage_spans(stages) if span.start < version <= span.end), "start"
+    )

@@ -1,0 +1,38 @@
+"""Metrics: events as named numbers on one axis, for programs that draw curves. The axis is the
+version for rl, and the step for a stage that learns from text."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from etude.core.events import EvalDone, Event, FitStep, StepDone
+
+
+def metrics(event: Event) -> tuple[int, dict[str, float]]:
+    """(place on the axis, name -> value); nothing for an event that is no point of a curve."""
+    match event:
+        case StepDone():
+            whole = sum(event.lags)
+            lags = {f"rl/lag_{lag}": count / whole for lag, count in enumerate(event.lags) if count}
+            return event.step, {
+                f"rl/{name}": value for name, value in _numbers(event) if name != "step"
+            } | lags
+        case FitStep():
+            numbers = {
+                f"{event.stage}/{name}": value
+                for name, value in _numbers(event)
+                if name[:4] != "step"
+            }
+            return event.step, numbers
+        case EvalDone():
+            return event.version, {f"eval/{event.split}": event.solved / event.total}
+        case _:
+            return 0, {}
+
+
+def _numbers(event: Event) -> list[tuple[str, float]]:
+    return [
+        (name, float(value))
+        for name, value in asdict(event).items()
+        if isinstance(value, int | float)
+    ]

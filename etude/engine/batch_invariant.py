@@ -1,0 +1,100 @@
+"""The batch-invariant runner, for any device: what it computes for a token does not depend on the
+rest of the batch.
+
+It is the model definition as the trainer runs it, over a cache. For models that have kernels of
+their own on CUDA there is a faster way to the same promise: `CudaRunner` with `invariant`.
+
+Shapes: N new tokens, R rows that draw, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from etude.engine.batch import ForwardBatch, Ints, SamplerOutput, SamplingBatch
+from etude.engine.runner import BLOCK_SIZE, RoutedExpertsBuffer
+from etude.engine.sampler import sample
+from etude.model.attention import KVCache
+from etude.model.files import hf_state_dict, load_weights
+from etude.model.tiled_attention import TiledPagedAttention
+from etude.model.transformer import Transformer
+
+
+class BatchInvariantRunner:
+    """The model definition as the trainer runs it, over a KV cache."""
+
+    overlaps = False
+    block_size = BLOCK_SIZE
+
+    def __init__(self, model: Transformer, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._model = model
+        weight = model.model.embed_tokens.weight.detach()
+        self._device = weight.device
+        self._cache = KVCache(model.config, num_blocks, BLOCK_SIZE, like=weight)
+        self._used = RoutedExpertsBuffer(model.config, num_blocks, self._device)
+
+    @torch.inference_mode()
+    def start(self, batch: ForwardBatch) -> Callable[[], SamplerOutput]:
+        attend = TiledPagedAttention(
+            self._cache,
+            self._model.config.num_attention_heads,
+            slot_mapping_N=batch.slot_mapping_N,
+            starts_B=batch.query_starts_B,
+            lengths_B=batch.seq_lens_B,
+            block_table_BM=batch.block_table_BM,
+        )
+        tokens_N, positions_N, slot_mapping_N, rows_R = (
+            torch.from_numpy(x).to(self._device)
+            for x in (
+                batch.tokens_N,
+                batch.positions_N,
+                batch.slot_mapping_N,
+                batch.logits_indices_R,
+            )
+        )
+        with self._used.recorded(slot_mapping_N) as routing:
+            hidden_NE = self._model(tokens_N, positions_N, attend, routing)
+        sampled = SamplerOutput(tokens=[], logprobs=[])
+        if len(rows_R):
+            sampled = sample_as_trained(self._model.logits(hidden_NE[rows_R]), batch.sampling)
+        return lambda: sampled
+
+    def experts(self, blocks: Ints, length: int) -> bytes | None:
+        return self._used.read(blocks, length)
+
+    def prepare(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
+        like = self._model.model.embed_tokens.weight
+        model = Transformer(self._model.config).to(like.device, like.dtype).requires_grad_(False)
+        load_weights(model.compute_with(self._model.arithmetic), tensors)
+
+        def swap() -> None:
+            self._model = model
+
+        return swap
+
+    def weights(self) -> dict[str, Tensor]:
+        return hf_state_dict(self._model)
+
+
+def sample_as_trained(logits_RV: Tensor, draws: SamplingBatch) -> SamplerOutput:
+    """Like `sample`, with log-probs computed as the trainer computes them. It knows nothing of
+    top-k and top-p, though: a row that cuts tokens off keeps the log-prob under what it was drawn
+    from."""
+    sampled = sample(logits_RV, draws)
+    greedy_R = draws.temperature_R == 0
+    divisor_R = torch.from_numpy(np.where(greedy_R, np.float32(1), draws.temperature_R)).to(
+        logits_RV.device
+    )
+    logp_RV = torch.log_softmax(logits_RV / divisor_R[:, None], -1)
+    tokens_R = torch.tensor(sampled.tokens, device=logits_RV.device)
+    whole_R = greedy_R | ((draws.top_k_R == 0) & (draws.top_p_R >= 1))
+    logprobs_R = np.where(
+        whole_R, logp_RV.gather(1, tokens_R[:, None])[:, 0].cpu().numpy(), sampled.logprobs
+    )
+    return replace(sampled, logprobs=logprobs_R.tolist())

@@ -1,0 +1,319 @@
+"""The layers of a `Transformer` as kernels whose sums do not depend on how many rows they are
+given.
+
+On Hopper every instruction for products adds up the inner axis 16 columns at a time, in order, onto
+what is there, so tiles of any size give the same bits: they are chosen by the rows, for speed. What
+must not depend on the rows is into how many pieces the inner axis is cut, and in which order a row
+is summed where no product does it. So
+
+- a product is cut by its matrix alone, and its pieces are added up in order;
+- attention goes over blocks of keys from the first one on, for a single token as for a prompt, and
+  the weights of a block are summed as whole numbers, for which no order matters;
+- the sums of the softmax over the vocabulary come from tiles of one size.
+
+What is left of `network` works row by row already, and the products of experts have one piece.
+
+`tests/engine/invariance_checks.py` says whether it holds on a device.
+
+Shapes as in `network`: N new tokens, C what goes into a product, M what comes out, S pieces, R rows
+that draw.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import cuda as gpu
+
+from etude.engine.kernels import head, linear
+from etude.engine.kernels.attention import (
+    LOG2E,
+    PREFILL_ROWS,
+    Heads,
+    _place,
+    _places,
+    _rotated,
+    group_rows,
+)
+from etude.engine.kernels.linear import Tile
+from etude.engine.kernels.network import Attend, KernelNetwork, expert_parts
+from etude.model.experts import SparseMoE
+
+BLOCK = 64
+"""Keys that attention adds at a time."""
+UNIT = tl.constexpr(1 << 24)
+"""A weight of 1 as a whole number: a block of them still fits into 32 bits."""
+
+
+@triton.jit
+def _attend(
+    q, k_cache, v_cache, table, kh, last, limit,
+    K: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Over the tokens up to `last`; `limit` is the last position that each row sees."""
+    top = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, D], tl.float32)
+    for first in range(0, last, BLOCK):
+        position = first + tl.arange(0, BLOCK)
+        seen = position < last
+        place = _places(table, position, seen, kh, K, PAGE, D)
+        k = tl.load(k_cache + place, mask=seen[:, None], other=0)
+        v = tl.load(v_cache + place, mask=seen[:, None], other=0)
+        visible = seen[None, :] & (position[None, :] <= limit[:, None])
+        score = tl.where(visible, tl.dot(q, tl.trans(k)), -float("inf"))
+        new_top = tl.maximum(top, tl.max(score, 1))
+        p = tl.exp2(score - new_top[:, None])
+        shrink = tl.exp2(top - new_top)
+        total = total * shrink + tl.sum((p * UNIT).to(tl.int32), 1).to(tl.float32)
+        top, acc = new_top, tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
+    return acc / (total / UNIT)[:, None]
+
+
+@triton.jit
+def _prefill(
+    qkv, k_cache, v_cache, table, ends, lengths, tile_sequence, tile_first, out, stride, scale,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    tile, kh = tl.program_id(0), tl.program_id(1)
+    G: tl.constexpr = H // K
+    sequence = tl.load(tile_sequence + tile).to(tl.int64)
+    end, length = tl.load(ends + sequence), tl.load(lengths + sequence)
+    if PDL:
+        gpu.gdc_launch_dependents()
+        gpu.gdc_wait()
+    if tl.load(tile_first + tile) >= end:  # it only fills the pass up
+        return
+    r, d = tl.arange(0, ROWS), tl.arange(0, D)
+    n = tl.load(tile_first + tile) + r // G
+    head = kh * G + r % G
+    inside = (n < end)[:, None]
+    limit = tl.maximum(length - end + n, 0)
+    last = tl.minimum(length, tl.max(limit) + 1)
+    q = tl.load(
+        qkv + n[:, None].to(tl.int64) * ((H + 2 * K) * D) + head[:, None] * D + d[None, :],
+        mask=inside,
+        other=0,
+    )
+    q = (q.to(tl.float32) * scale * LOG2E).to(q.dtype)
+    mixed = _attend(
+        q,
+        k_cache,
+        v_cache,
+        table + sequence * tl.load(stride),
+        kh,
+        last,
+        limit,
+        K,
+        D,
+        PAGE,
+        ROWS,
+        BLOCK,
+    )
+    place = (n[:, None].to(tl.int64) * H + head[:, None]) * D + d[None, :]
+    tl.store(out + place, mixed.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _decode(
+    qkv, q_gain, k_gain, rope, k_cache, v_cache, table, lengths, slots, out, stride, scale, eps,
+    H: tl.constexpr, K: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    kh, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    G: tl.constexpr = H // K
+    length, slot = tl.load(lengths + sequence), tl.load(slots + sequence)
+    mine = table + sequence * tl.load(stride)
+    if PDL:
+        gpu.gdc_launch_dependents()
+        gpu.gdc_wait()
+    if length == 0:  # it only fills the batch up
+        return
+    g, d = tl.arange(0, GP), tl.arange(0, D)
+    inside = (g < G)[:, None]
+    row = qkv + sequence * (H + 2 * K) * D
+    turn = rope + (length - 1).to(tl.int64) * (2 * D)
+    q = _rotated(row + (kh * G + g)[:, None] * D, q_gain, turn, inside, eps, D, NORM)
+    q = (q.to(qkv.dtype.element_ty).to(tl.float32) * scale * LOG2E).to(qkv.dtype.element_ty)
+    # One key is turned in as many rows as the queries have, for the sum of its squares to be taken
+    # as `write` does.
+    k = _rotated(row + (H + kh + g * 0)[:, None] * D, k_gain, turn, (g == 0)[:, None], eps, D, NORM)
+    v = tl.load(row + (H + K + kh) * D + d)
+    place = _place(slot, kh, K, PAGE, D)
+    tl.store(
+        k_cache + place + (g * 0)[:, None] + d[None, :],
+        k.to(k_cache.dtype.element_ty),
+        mask=(g == 0)[:, None],
+    )
+    tl.store(v_cache + place + d, v)
+    tl.debug_barrier()  # what is written here is read below, by other threads
+    limit = tl.full([GP], 2147483647, tl.int32)
+    mixed = _attend(q, k_cache, v_cache, mine, kh, length, limit, K, D, PAGE, GP, BLOCK)
+    place = (sequence * H + kh * G + g)[:, None] * D + d[None, :]
+    tl.store(out + place, mixed.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _logprobs(logits, stats, temperature, tokens, out, V, T, TP: tl.constexpr, PDL: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    if PDL:
+        gpu.gdc_launch_dependents()
+        gpu.gdc_wait()
+    t = tl.arange(0, TP)
+    tops = tl.load(stats + (row * T + t) * 2, mask=t < T, other=-float("inf"))
+    totals = tl.load(stats + (row * T + t) * 2 + 1, mask=t < T, other=0)
+    top = tl.max(tops, 0)
+    total = tl.sum(totals.to(tl.float64) * tl.exp(tops - top).to(tl.float64), 0)
+    warm = tl.load(temperature + row)
+    # of a row that only fills the batch up, anything
+    token = tl.minimum(tl.maximum(tl.load(tokens + row), 0), V - 1)
+    value = tl.load(logits + row * V + token) / tl.where(warm == 0, 1.0, warm)
+    tl.store(out + row, value - top - tl.log(total).to(tl.float32))
+
+
+def num_pieces(outputs: int, inner: int) -> int:
+    """Enough for a single tile of rows to keep half the multiprocessors busy; a piece has 256
+    columns or more."""
+    pieces, programs = 1, triton.cdiv(outputs, 64)
+    while programs * pieces < 64 and inner // (2 * pieces) >= 256 and inner % (256 * pieces) == 0:
+        pieces *= 2
+    return pieces
+
+
+def tile(rows: int, *, pieces: int = 1, gated: bool = False) -> Tile:
+    """Found by measuring on an H200. Of the bits only `pieces` is a matter."""
+    if rows <= 16:
+        return Tile(16, 32, 128, pieces)
+    if rows <= 64:
+        return Tile(64, 64, 128, pieces)
+    if gated:
+        return Tile(128, 64, 64, pieces, warps=8, stages=4 if rows <= 256 else 3)
+    if rows <= 256:
+        return Tile(64, 128, 128, pieces)
+    if rows <= 512:
+        return Tile(128, 128 if pieces == 1 else 64, 64, pieces, warps=8)
+    return Tile(128, 128, 64, pieces, warps=8, stages=3)
+
+
+def prefill(
+    heads: Heads, qkv: Tensor, k: Tensor, v: Tensor, blocks: Tensor, stride: Tensor, ends_B: Tensor,
+    lengths_B: Tensor, sequence_T: Tensor, first_T: Tensor, out: Tensor, *, page: int,
+    pdl: bool = False,
+) -> None:  # fmt: skip
+    """As `attention.prefill`."""
+    _prefill[(len(sequence_T), heads.keys)](
+        qkv, k, v, blocks, ends_B, lengths_B, sequence_T, first_T, out, stride, heads.scale,
+        heads.queries, heads.keys, heads.size, page, PREFILL_ROWS, BLOCK, pdl, num_warps=4,
+        num_stages=3, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+def decode(
+    heads: Heads, qkv: Tensor, k: Tensor, v: Tensor, blocks: Tensor, stride: Tensor,
+    lengths_B: Tensor, slot_mapping_B: Tensor, out: Tensor, *, page: int, pdl: bool = False,
+) -> None:  # fmt: skip
+    """As `attention.decode`, a sequence in one piece."""
+    gains = [qkv if gain is None else gain for gain in (heads.q_gain_D, heads.k_gain_D)]
+    _decode[(heads.keys, len(lengths_B))](
+        qkv, *gains, heads.rope, k, v, blocks, lengths_B, slot_mapping_B, out, stride, heads.scale,
+        heads.eps, heads.queries, heads.keys, group_rows(heads), heads.size, page, BLOCK,
+        heads.q_gain_D is not None, pdl, num_warps=4, num_stages=3, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+def logits(
+    x_RE: Tensor, w_VE: Tensor, temperature_R: Tensor, out_RV: Tensor, stats_RT2: Tensor, pdl: bool
+) -> None:
+    """As `head.logits`, in tiles of one size."""
+    rows, size = x_RE.shape
+    tiles = head.num_tiles(len(w_VE))
+    head._logits[(triton.cdiv(rows, 64), tiles)](
+        x_RE, w_VE, temperature_R, out_RV, stats_RT2, rows, len(w_VE), size, tiles, 64, head.TILE,
+        64, pdl, num_warps=4, num_stages=4, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+def logprobs(
+    logits_RV: Tensor,
+    stats_RT2: Tensor,
+    temperature_R: Tensor,
+    tokens_R: Tensor,
+    out_R: Tensor,
+    pdl: bool,
+) -> None:
+    """Of the tokens given, from what `logits` left."""
+    rows, vocabulary = logits_RV.shape
+    tiles = head.num_tiles(vocabulary)
+    _logprobs[(rows,)](
+        logits_RV, stats_RT2, temperature_R, tokens_R, out_R, vocabulary, tiles,
+        triton.next_power_of_2(tiles), pdl, num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+def product(x_NC: Tensor, w_MC: Tensor, bias_M: Tensor | None = None, pdl: bool = False) -> Tensor:
+    out_NM = x_NC.new_empty(len(x_NC), len(w_MC))
+    linear.matrix(x_NC, w_MC, out_NM, cut=tile(len(x_NC)), bias_N=bias_M, pdl=pdl)
+    return out_NM
+
+
+def gated(x_NC: Tensor, w_MC: Tensor, pdl: bool = False) -> Tensor:
+    out_NM = x_NC.new_empty(len(x_NC), len(w_MC) // 2)
+    linear.matrix(x_NC, w_MC, out_NM, cut=tile(len(x_NC), gated=True), gated=True, pdl=pdl)
+    return out_NM
+
+
+def pieces(x_NC: Tensor, w_MC: Tensor, pdl: bool = False) -> Tensor:
+    """SNM in float32, for `norm.add_norm` to add up in order."""
+    count = num_pieces(*w_MC.shape)
+    out_SNM = x_NC.new_empty(count, len(x_NC), len(w_MC), dtype=torch.float32)
+    linear.matrix(x_NC, w_MC, out_SNM, cut=tile(len(x_NC), pieces=count), pdl=pdl)
+    return out_SNM
+
+
+def chosen_experts(
+    x_NE: Tensor, layer: SparseMoE, slot_mapping_N: Tensor, record_Sk: Tensor, pdl: bool = False
+) -> tuple[Tensor, Tensor]:
+    """As `expert_parts`, with the router's product in tiles of one size."""
+    logits_NX = x_NE.new_empty(len(x_NE), len(layer.gate.weight), dtype=torch.float32)
+    linear.matrix(x_NE, layer.gate.weight, logits_NX, cut=tile(len(x_NE)), pdl=pdl)
+    return expert_parts(x_NE, layer, logits_NX, slot_mapping_N, record_Sk, pdl)
+
+
+class BatchInvariantNetwork(KernelNetwork):
+    def hidden(
+        self,
+        tokens_N: Tensor,
+        slot_mapping_N: Tensor,
+        sampled: Tensor,
+        attend: Attend,
+        record: Tensor | None,
+        pdl: bool,
+    ) -> Tensor:
+        return self._rows(self._embedded(tokens_N, sampled), slot_mapping_N, attend, record, pdl)
+
+    def _product(self, x_NC: Tensor, w: Tensor, bias: Tensor | None, pdl: bool) -> Tensor:
+        return product(x_NC, w, bias, pdl)
+
+    def _gated(self, x_NC: Tensor, w: Tensor, pdl: bool) -> Tensor:
+        return gated(x_NC, w, pdl)
+
+    def _pieces(self, x_NC: Tensor, w: Tensor, pdl: bool) -> Tensor:
+        return pieces(x_NC, w, pdl)
+
+    def _experts(
+        self, x_NE: Tensor, layer: SparseMoE, slot_mapping_N: Tensor, record_Sk: Tensor, pdl: bool
+    ) -> Tensor:
+        return chosen_experts(x_NE, layer, slot_mapping_N, record_Sk, pdl)[0]
+
+    def sample(
+        self, hidden_RE: Tensor, temperature_R: Tensor, u_R: Tensor, logits_RV: Tensor,
+        tokens_R: Tensor, logprobs_R: Tensor, pdl: bool,
+    ) -> None:  # fmt: skip
+        stats = logits_RV.new_empty(len(hidden_RE), head.num_tiles(len(self.head_VE)), 2)
+        logits(hidden_RE, self.head_VE, temperature_R, logits_RV, stats, pdl)
+        head.pick(logits_RV, stats, temperature_R, u_R, tokens_R, logprobs_R, pdl)
+        # `pick` rounds otherwise than the trainer's kernel, so that one has the last word.
+        logprobs(logits_RV, stats, temperature_R, tokens_R, logprobs_R, pdl)

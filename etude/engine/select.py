@@ -1,0 +1,67 @@
+"""Selection of the device, the runner and the size of the KV cache for a model."""
+
+from __future__ import annotations
+
+import torch
+
+from etude.core.errors import EtudeError
+from etude.engine import native
+from etude.engine.batch import Runner
+from etude.engine.batch_invariant import BatchInvariantRunner
+from etude.engine.runner import BLOCK_SIZE, TorchRunner
+from etude.model.transformer import Transformer
+
+KV_MEMORY_FRACTION = 0.7
+"""Of the memory that is free on a device when the engine is made: the rest is for graphs and what a
+pass needs."""
+
+
+def select_device(asked: str) -> torch.device:
+    """`asked`: cpu, cuda, or auto, which is cuda where there is one."""
+    there = torch.cuda.is_available()
+    if asked == "cuda" and not there:
+        raise EtudeError(
+            "device cuda: torch sees no CUDA device here; install its CUDA build, or take the "
+            "device cpu"
+        )
+    return torch.device("cuda" if there and asked != "cpu" else "cpu")
+
+
+def kv_cache_tokens(model: Transformer, max_batch: int, kv_bytes: int | None) -> int:
+    """The number of tokens that the KV cache has room for: four times as many as can run at once,
+    so that sessions find what they said before; in any case within `kv_bytes`, and in any case one
+    sequence. None: a GiB, or on a device most of what is free there."""
+    c, weight = model.config, model.model.embed_tokens.weight
+    if kv_bytes is None:
+        kv_bytes = (
+            int(KV_MEMORY_FRACTION * torch.cuda.mem_get_info(weight.device)[0])
+            if weight.is_cuda
+            else 1 << 30
+        )
+    heads, size = c.cached_heads
+    token_bytes = (
+        c.num_hidden_layers * heads * size * weight.element_size() * (1 if c.latent else 2)
+    )
+    context = c.max_position_embeddings
+    return max(context, min(4 * max_batch * context, kv_bytes // token_bytes))
+
+
+def select_runner(model: Transformer, max_batch: int, kv_bytes: int | None) -> Runner:
+    """The fastest runner that supports the model on its device. But one request at a time is
+    answered on a CPU by the operators of the model definition: whoever runs these too gets the same
+    bits, and that is what a deterministic run is checked by. If the model's arithmetic is
+    invariant, so is the runner's."""
+    weight, tokens = model.model.embed_tokens.weight, kv_cache_tokens(model, max_batch, kv_bytes)
+    if weight.is_cuda:
+        # brings Triton, which is there only with a CUDA build of torch
+        from etude.engine.cuda import CudaRunner
+        from etude.engine.kernels.network import unsupported
+
+        if weight.dtype == torch.bfloat16 and not unsupported(model.config):
+            blocks = -(-tokens // CudaRunner.block_size)
+            return CudaRunner(model, blocks, max_batch, invariant=model.invariant)
+    if model.invariant:
+        return BatchInvariantRunner(model, -(-tokens // BLOCK_SIZE))
+    if not weight.is_cuda and max_batch > 1 and native.can_run(model.config, weight.dtype):
+        return native.NativeRunner(model, -(-tokens // native.BLOCK_SIZE))
+    return TorchRunner(model, -(-tokens // BLOCK_SIZE))

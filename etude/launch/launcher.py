@@ -1,0 +1,345 @@
+"""The local launcher: starts every process of a run, watches them, and leaves none behind.
+
+A worker that dies is started again: it holds nothing that is not in the store. If anything else
+dies the run stops with one message, and the next `etude run` goes on from the store. Children die
+with the launcher, even if it is killed: the kernel sees to that. The lock on the run's directory is
+held by the children too, so a second launcher cannot start before the last process of the first is
+gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import math
+import os
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from etude.core.clock import AwakeClock, Clock, SystemClock
+from etude.core.errors import EtudeError
+from etude.core.events import Event
+from etude.core.liveness import Liveness
+from etude.run.process import die_with_parent
+from etude.serve import heartbeat as pulse
+from etude.serve.process import TOKEN_VARIABLE, token
+
+STOP_S = 5.0
+"""From SIGTERM to SIGKILL."""
+START_S = 60.0
+"""From the start of a process to its first sign of life, which comes when its modules are there."""
+LOOK_EVERY_S = 0.5
+LAST_LINES = 15
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    name: str
+    argv: tuple[str, ...]
+    serves: bool = False
+    """It is there for others, and not meant to end by itself."""
+    restarts: int = 0
+    """How often it may be started again within a minute."""
+
+
+class Restarts:
+    """Decides whether a process may be restarted. Pure."""
+
+    def __init__(self, limit: int, clock: Clock, window_s: float = 60.0) -> None:
+        self._times: deque[float] = deque(maxlen=limit)
+        self._limit = limit
+        self._clock = clock
+        self._window_s = window_s
+
+    def allow(self) -> bool:
+        now = self._clock.now()
+        if self._limit == 0 or (
+            len(self._times) == self._limit and now - self._times[0] < self._window_s
+        ):
+            return False
+        self._times.append(now)
+        return True
+
+
+class Launcher:
+    """Runs programs in a run's directory; their output goes to `logs/`. They share a token that
+    keeps others on this machine from using their ports."""
+
+    def __init__(
+        self, directory: Path, *, threads: int, resume: str, lock: int, silence_s: float = math.inf
+    ) -> None:
+        self.logs = directory / "logs"
+        self.resume = resume
+        self.lock = lock
+        self._clock = AwakeClock(SystemClock())
+        self._liveness = Liveness(silence_s)
+        with _writing(self.logs):
+            self.logs.mkdir(parents=True, exist_ok=True)
+        own = {
+            "OMP_NUM_THREADS": str(threads),
+            # A thread that waits for its fellows spins for some microseconds and then sleeps: the
+            # core is wanted by other processes of the run. The default spins for milliseconds.
+            "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "10000"),
+            "PYTHONUNBUFFERED": "1",
+            TOKEN_VARIABLE: token() or secrets.token_urlsafe(),
+        }
+        self._environment = os.environ | own
+        self._alive: dict[str, asyncio.subprocess.Process] = {}
+        # where the present life of a program begins in its log
+        self._log_starts: dict[str, int] = {}
+
+    async def run_to_end(self, program: Program) -> None:
+        """One program alone; an error if it does not end well."""
+        async with self._stopping_all():
+            await self._keep(program)
+
+    async def run_all(self, programs: Sequence[Program], *, until: str) -> None:
+        """All programs together, until the one named `until` has ended well."""
+        async with self._stopping_all(), asyncio.TaskGroup() as group:
+            kept = {program.name: group.create_task(self._keep(program)) for program in programs}
+            await kept[until]
+            for task in kept.values():
+                task.cancel()
+
+    async def watch(self, tell: Callable[[Event], None]) -> None:
+        """Tells which of the programs are silent, until it is cancelled."""
+        while True:
+            for event in self._liveness.look(self._clock.now()):
+                tell(event)
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    async def _keep(self, program: Program) -> None:
+        restarts = Restarts(program.restarts, SystemClock())
+        while (code := await self._once(program)) != 0 or program.serves:
+            if not restarts.allow():
+                raise EtudeError(self._exit_message(program, code))
+
+    async def _once(self, program: Program) -> int:
+        parent = os.getpid()
+        path = self.logs / f"{program.name}.log"
+        with _writing(path):
+            log = path.open("ab")
+        with log, self._listening(program) as pipe:
+            self._log_starts[program.name] = log.tell()
+            process = await asyncio.create_subprocess_exec(
+                *program.argv,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                pass_fds=(self.lock, pipe),
+                preexec_fn=lambda: die_with_parent(parent),
+                env=self._environment | {pulse.HEARTBEAT_VARIABLE: str(pipe)},
+            )
+            self._alive[program.name] = process
+            return await process.wait()
+
+    @contextlib.contextmanager
+    def _listening(self, program: Program) -> Iterator[int]:
+        """A pipe to give to the program; what it says there is heard while the block runs. We hold
+        the end that speaks too: a pipe that nobody could speak into any more would wake us again
+        and again."""
+        loop, (ours, theirs) = asyncio.get_running_loop(), os.pipe()
+
+        def hear() -> None:
+            os.read(ours, 1 << 16)
+            self._liveness.heard(program.name, self._clock.now())
+
+        os.set_blocking(theirs, False)
+        loop.add_reader(ours, hear)
+        self._liveness.heard(program.name, self._clock.now() + START_S)
+        try:
+            yield theirs
+        finally:
+            loop.remove_reader(ours)
+            self._liveness.forget(program.name)
+            os.close(ours)
+            os.close(theirs)
+
+    @contextlib.asynccontextmanager
+    async def _stopping_all(self) -> AsyncIterator[None]:
+        """Stop every process when the block ends, however it ends."""
+        try:
+            yield
+        finally:
+            await asyncio.shield(self._stop())
+
+    async def _stop(self) -> None:
+        """The last one started goes first: nobody sees what it needs disappear, and takes that for
+        a failure."""
+        for process in reversed(self._alive.values()):
+            _signal_group(process, signal.SIGTERM)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(STOP_S):
+                    await process.wait()
+            _signal_group(process, signal.SIGKILL)  # also what it has left behind in its group
+            await process.wait()
+        self._alive.clear()
+
+    def _exit_message(self, program: Program, code: int) -> str:
+        how = (
+            f"was killed by {signal.Signals(-code).name}"
+            if code < 0
+            else f"ended with exit code {code}"
+        )
+        path = self.logs / f"{program.name}.log"
+        lines = (
+            path.read_bytes()[self._log_starts[program.name] :]
+            .decode(errors="replace")
+            .splitlines()[-LAST_LINES:]
+        )
+        said = "\n".join(f"  | {line}" for line in lines)
+        often = f", after {program.restarts} restarts within a minute" if program.restarts else ""
+        return (
+            f"the {program.name} {how}{often}. The end of {path}:\n{said}\nGo on with: "
+            f"{self.resume}"
+        )
+
+
+def _signal_group(process: asyncio.subprocess.Process, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
+
+
+@contextlib.contextmanager
+def locked(directory: Path, wait_s: float = 5.0) -> Iterator[int]:
+    """The one right to run in this directory, as a file descriptor that children may share."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as e:
+        raise EtudeError(
+            f"no run can lie in {directory} ({e.strerror}): choose another place with --dir"
+        ) from e
+    try:
+        # The children of a launcher that was killed hold the lock for a moment longer than it did.
+        deadline = time.monotonic() + wait_s
+        while not _try_lock(descriptor):
+            if time.monotonic() > deadline:
+                holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
+                raise EtudeError(
+                    f"{directory} is being run by process {holder or '(unknown)'}: wait for its "
+                    f"end, or stop it first"
+                )
+            time.sleep(0.05)
+        with _writing(directory / "lock"):
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as e:
+        raise EtudeError(
+            f"cannot write {path} ({e.strerror}): free some space there, or choose another place "
+            f"with --dir"
+        ) from e
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of the loopback interface that nobody uses now; all different."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [int(each.getsockname()[1]) for each in sockets]
+
+
+def check_port(port: int) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as e:
+            raise EtudeError(
+                f"engine.port = {port} cannot be used ({e.strerror}): stop what listens there, "
+                f"choose another one, "
+                f"or remove the key to have a free one chosen"
+            ) from e
+
+
+def python(module: str, *arguments: object) -> tuple[str, ...]:
+    # -P: no file of the folder that the run is started in takes the place of a module of Python or
+    # of ours.
+    return (sys.executable, "-P", "-m", module, *map(str, arguments))
+
+
+def server_programs(
+    store: str,
+    regions: Sequence[str],
+    *,
+    port: int,
+    max_batch: int,
+    threads: int,
+    device: str,
+    dtype: str = "auto",
+    invariant: bool = False,
+    silence_s: float = 10.0,
+) -> tuple[list[Program], str]:
+    """The gateway and one worker a region, and the gateway's URL. `port` 0: any that is free."""
+    if port:
+        check_port(port)
+    ports = free_ports(len(regions) + 1)
+    gateway_port = port or ports[-1]
+    url = f"http://127.0.0.1:{gateway_port}"
+    listening = ("--store", store, "--port", gateway_port, "--silence", silence_s)
+    gateway = Program("gateway", python("etude.serve.gateway", *listening), serves=True)
+    workers = [
+        Program(
+            f"worker-{region}",
+            python(
+                "etude.serve.worker",
+                *("--store", store, "--region", region, "--port", worker_port, "--gateway", url),
+                *(
+                    "--max-batch",
+                    max_batch,
+                    "--threads",
+                    threads,
+                    "--device",
+                    device,
+                    "--dtype",
+                    dtype,
+                ),
+                *("--silence", silence_s),
+                *["--invariant"] * invariant,
+            ),
+            serves=True,
+            restarts=3,
+        )
+        for region, worker_port in zip(regions, ports, strict=False)
+    ]
+    return [gateway, *workers], url
+
+
+def trainer_programs(store: str, ranks: int, rendezvous_file: Path) -> list[Program]:
+    """The trainer, or one process for each of its ranks; these meet in a file that is not there
+    before."""
+    if ranks == 1:
+        return [Program("trainer", python("etude.trainer.trainer", "--store", store))]
+    rendezvous_file.unlink(missing_ok=True)
+    arguments = ("--store", store, "--ranks", ranks, "--rendezvous", rendezvous_file)
+    return [
+        Program(f"trainer-{rank}", python("etude.trainer.trainer", *arguments, "--rank", rank))
+        for rank in range(ranks)
+    ]

@@ -1,0 +1,293 @@
+"""A run on this machine, from the command line's point of view: plan it, run or resume it, evaluate
+it, sum it up."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import signal
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from etude.core.config import RunConfig
+from etude.core.errors import EtudeError
+from etude.core.events import EVENTS, Event, Launched
+from etude.core.lineage import stage_spans
+from etude.core.stages import RolloutStageConfig
+from etude.core.types import Json
+from etude.launch import screen
+from etude.launch.launcher import (
+    Launcher,
+    Program,
+    check_port,
+    locked,
+    python,
+    server_programs,
+    trainer_programs,
+)
+from etude.run.audit import audit, is_finished
+from etude.run.evaluate import Report, report_name, reports
+from etude.run.sinks import Sinks, forward_events
+from etude.store.codec import Stamped
+from etude.store.runs import Run
+from etude.store.telemetry import EventReader, event_writer
+from etude.trainer.prepare import check_stage_files, is_prepared, model_directory
+from etude.weights.manifest import find_newest, read_manifest
+
+
+@dataclass(frozen=True, slots=True)
+class RunDirectory:
+    """A run's directory: its store, its logs and its lock."""
+
+    directory: Path
+
+    @property
+    def store(self) -> str:
+        return f"file:{self.directory.absolute()}"
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Looks without making a directory."""
+        return self.directory.is_dir() and bool(Run.open(self.store, create=False).checkpoints())
+
+    def open(self) -> Run:
+        """The run that is there."""
+        run = Run.open(self.store, create=False)
+        run.config()
+        return run
+
+
+def plan(config: RunConfig, place: RunDirectory) -> str:
+    """What `etude run` would do."""
+    lines = [f"run {config.name}, seed {config.seed}, in {place.directory}"]
+    for span in stage_spans(config.stage):
+        told = span.stage.model_dump(
+            exclude={"name"} if span.name != span.stage.kind else {"name", "kind"}
+        )
+        values = ", ".join(f"{key} {value}" for key, value in told.items() if value is not None)
+        lines.append(f"  {span.name}: version {span.start} -> {span.end} ({values})")
+    engine = config.engine
+    lines.append(
+        f"  workers: {', '.join(engine.regions)}, {engine.max_batch} requests each at once"
+    )
+    lines.append(
+        f"  tasks: {config.tasks.train} to train on, {config.tasks.heldout} held out, "
+        f"{config.tasks.novel} novel"
+    )
+    lines.append(
+        f"  sandboxes: {config.sandbox.isolation}, {config.harness.concurrency} sessions at once"
+    )
+    return "\n".join(lines)
+
+
+def execute(config: RunConfig, place: RunDirectory, console: Console, *, resume: str) -> None:
+    """Runs it to its end, from wherever it stands."""
+    if config.model.path is not None and not place.has_checkpoint:
+        model_directory(config.model.path)
+    check_stage_files(config)
+    if config.engine.port:
+        check_port(config.engine.port)
+    with locked(place.directory) as lock:
+        run = Run.open(place.store)
+        run.put_config(config)
+        if not is_finished(run, config):
+            launcher = _launcher(config, place, resume, lock)
+            _run_loop(_run(run, config, place, launcher, console))
+
+
+def _launcher(config: RunConfig, place: RunDirectory, resume: str, lock: int) -> Launcher:
+    threads, silence_s = config.engine.threads, config.silence_s
+    return Launcher(place.directory, threads=threads, resume=resume, lock=lock, silence_s=silence_s)
+
+
+def _tell_launch(run: Run) -> None:
+    launches = run.events("launcher", EVENTS)
+    launches.append(Launched(resumed=bool(run.checkpoints())))
+    launches.flush()
+
+
+async def _run(
+    run: Run, config: RunConfig, place: RunDirectory, launcher: Launcher, console: Console
+) -> None:
+    _tell_launch(run)
+    lag_bound = max(
+        (stage.max_lag for stage in config.stage if isinstance(stage, RolloutStageConfig)),
+        default=0,
+    )
+    sinks = Sinks(config.sinks, run=config.name, directory=place.directory)
+    title = f"etude · {config.name}"
+    async with (
+        on_screen(run, launcher, console, title=title, lag_bound=lag_bound),
+        in_background(forward_events(run, sinks)),
+    ):
+        if not is_prepared(run):
+            await launcher.run_to_end(
+                Program("preparation", python("etude.trainer.prepare", "--store", place.store))
+            )
+        servers, url = _servers(config, place)
+        trainers = trainer_programs(
+            place.store, config.trainer.ranks, place.directory / "rendezvous"
+        )
+        controller = Program(
+            "controller", python("etude.run.controller", "--store", place.store, "--gateway", url)
+        )
+        await launcher.run_all([*servers, *trainers, controller], until="controller")
+
+
+def evaluate(place: RunDirectory, console: Console, *, version: int | None, split: str) -> Report:
+    """One version on one split, now; the report, which may be there already."""
+    run = place.open()
+    config = run.config()
+    newest = find_newest(run.objects)
+    if newest is None:
+        raise EtudeError(
+            f"{place.directory} has no published weights yet: run its first stage to the end first"
+        )
+    version = newest.version if version is None else read_manifest(run.objects, version).version
+    if getattr(config.tasks, split) == 0:
+        raise EtudeError(
+            f"{place.directory} has no {split} tasks: tasks.{split} is 0 in its config"
+        )
+    if report_name(version, split) not in run.evals():
+        with locked(place.directory) as lock:
+            resume = f"etude eval {place.directory} --version {version} --split {split}"
+            launcher = _launcher(config, place, resume, lock)
+            _run_loop(_evaluate(run, config, place, launcher, console, version, split))
+    return run.eval(report_name(version, split), Report)
+
+
+async def _evaluate(
+    run: Run,
+    config: RunConfig,
+    place: RunDirectory,
+    launcher: Launcher,
+    console: Console,
+    version: int,
+    split: str,
+) -> None:
+    _tell_launch(run)
+    async with on_screen(
+        run, launcher, console, title=f"etude · evaluation of {config.name}", lag_bound=0
+    ):
+        servers, url = _servers(config, place)
+        arguments = (
+            "--store",
+            place.store,
+            "--gateway",
+            url,
+            "--version",
+            version,
+            "--split",
+            split,
+        )
+        evaluation = Program("evaluation", python("etude.run.controller", *arguments))
+        await launcher.run_all([*servers, evaluation], until="evaluation")
+
+
+def _servers(config: RunConfig, place: RunDirectory) -> tuple[list[Program], str]:
+    engine = config.engine
+    # One request at a time in deterministic mode: what else is in a batch changes the last bits of
+    # a result.
+    max_batch = 1 if config.deterministic else engine.max_batch
+    return server_programs(
+        place.store,
+        engine.regions,
+        port=engine.port,
+        max_batch=max_batch,
+        threads=engine.threads,
+        device=engine.device,
+        dtype=engine.dtype,
+        invariant=config.batch_invariant,
+        silence_s=config.silence_s,
+    )
+
+
+def _run_loop(program: Coroutine[Any, Any, None]) -> None:
+    """SIGTERM ends it like Ctrl-C."""
+
+    async def until_told() -> None:
+        own = asyncio.current_task()
+        assert own is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, own.cancel)
+        await program
+
+    try:
+        asyncio.run(until_told())
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+
+
+@contextlib.asynccontextmanager
+async def on_screen(
+    run: Run, launcher: Launcher, console: Console, *, title: str, lag_bound: int
+) -> AsyncIterator[None]:
+    """Shows the run while the block works."""
+    async with (
+        in_background(screen.watch(run, console, title=title, lag_bound=lag_bound)),
+        event_writer(run, "launcher") as tell,
+        in_background(launcher.watch(tell)),
+    ):
+        yield
+        await asyncio.sleep(screen.REFRESH_S)  # the last events
+
+
+@contextlib.asynccontextmanager
+async def in_background(doing: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Does something beside the block that must not disturb it: if it breaks, that is told when the
+    block is done."""
+    task = asyncio.create_task(doing)
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """What `--json` prints."""
+
+    solve_rate: dict[str, float]
+    lag_max: int
+    lag_bound: int
+    issued: int
+    trained: int
+    dropped: dict[str, int]
+    in_flight: int
+    regions: int
+    seconds: float
+
+
+def summary(run: Run, config: RunConfig) -> dict[str, Json]:
+    audited = audit(run)
+    ends = {report_name(span.end, "heldout") for span in stage_spans(config.stage)}
+    return asdict(
+        Summary(
+            solve_rate={
+                report.stage: report.rate for report in reports(run) if report.name in ends
+            },
+            lag_max=audited.lag_max,
+            lag_bound=audited.lag_bound,
+            issued=audited.issued,
+            trained=audited.trained,
+            dropped=audited.dropped,
+            in_flight=audited.in_flight,
+            regions=len(config.engine.regions),
+            seconds=round(seconds_at_work(EventReader(run).new()), 1),
+        )
+    )
+
+
+def seconds_at_work(events: Sequence[Stamped[Event]]) -> float:
+    """From each launch to the last event before the next one: the time in which nothing ran does
+    not count."""
+    steps = itertools.pairwise(events)
+    return sum(
+        after.t - before.t for before, after in steps if not isinstance(after.record, Launched)
+    )

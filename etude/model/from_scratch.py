@@ -1,0 +1,57 @@
+"""The small files of a model that starts from nothing: a vocabulary learnt from text, and a chat
+template. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+END_OF_TURN, CALL, END_CALL = "<|end|>", "<tool_call>", "</tool_call>"
+SPECIAL = (END_OF_TURN, "<|tools|>", "<|user|>", "<|assistant|>", "<|tool|>", CALL, END_CALL)
+
+# One token a word, a digit, an operator or a run of spaces: a bug is one token, and so is its
+# repair.
+PRE_TOKENS = r" ?[A-Za-z_]+| ?\d| ?[+\-*<>=!]=?|\n|  +|\"{3}| ?[^\sA-Za-z_\d]| "
+
+TEMPLATE = """\
+{%- if tools %}<|tools|>{{ tools | map(attribute="function.name") | join(" ") }}{{ eos_token }}{% endif %}
+{%- for message in messages %}
+{%- if message.role == "assistant" %}<|assistant|>{{ message.content or "" }}
+{%- for call in message.tool_calls or [] %}<tool_call>{{ call.function.name }}
+{%- for value in call.function.arguments.values() %}{{ " " ~ value }}{% endfor %}</tool_call>{% endfor %}{{ eos_token }}
+{%- else %}<|{{ "tool" if message.role == "tool" else "user" }}|>{{ message.content }}{{ eos_token }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|assistant|>{% endif %}
+"""  # noqa: E501
+
+
+def tokenizer_files(texts: Iterable[str], vocab_size: int) -> dict[str, bytes]:
+    """tokenizer.json, tokenizer_config.json and chat_template.jinja; the same texts give the same
+    bytes."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PRE_TOKENS), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    config = {
+        "eos_token": END_OF_TURN,
+        "tool_syntax": "compact",
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+    return {
+        "tokenizer.json": tokenizer.to_str().encode(),
+        "tokenizer_config.json": json.dumps(config, indent=2).encode(),
+        "chat_template.jinja": TEMPLATE.encode(),
+    }

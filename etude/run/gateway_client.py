@@ -1,0 +1,124 @@
+"""The controller's client of the gateway: sessions are opened by using them, read when they are
+over, then forgotten."""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from etude.core.errors import EtudeError
+from etude.core.events import RegionStatus
+from etude.core.types import Segment
+from etude.serve.process import token
+
+START_S = 60.0
+RETRY_S = 0.05
+RETRIES = 3
+
+
+class GatewayClient:
+    """`async with Gateway(url) as gateway`. `http` is the one connection pool, for the harness
+    too."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._busy_s: dict[str, tuple[float, float]] = {}
+
+    async def __aenter__(self) -> GatewayClient:
+        self.http = aiohttp.ClientSession(
+            headers={"Authorization": f"Bearer {own}"} if (own := token()) else {},
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=None),
+        )
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, e: BaseException | None, at: TracebackType | None
+    ) -> None:
+        await self.http.close()
+
+    async def ready(self) -> None:
+        """Returns when it answers. It was started with us, so for a while a refused connection
+        means nothing."""
+        try:
+            async with asyncio.timeout(START_S):
+                while not await self._answers():
+                    await asyncio.sleep(RETRY_S)
+        except TimeoutError as e:
+            raise EtudeError(
+                f"the gateway at {self.url} does not answer for {START_S:.0f} s: read its log"
+            ) from e
+
+    async def _answers(self) -> bool:
+        try:
+            async with self.http.get(f"{self.url}/health") as response:
+                return response.ok
+        except aiohttp.ClientConnectionError:
+            return False
+
+    async def up(self) -> None:
+        """Returns as soon as a worker is up. What would wait for one in vain need not begin."""
+        await self._ask("GET", "/up", "nobody knows whether a worker is up")
+
+    async def load(self, version: int) -> None:
+        """Returns when every worker that is up serves `version`."""
+        told = {"version": version}
+        await self._ask("POST", "/load", f"the workers cannot load version {version}", json=told)
+
+    def base_url(self, session: str) -> str:
+        """Where a harness reaches the model, so that what it says is recorded under this name."""
+        return f"{self.url}/s/{session}/v1"
+
+    async def segments(self, session: str, *, experts: bool) -> tuple[Segment, ...]:
+        told = {"experts": "true"} if experts else None
+        what = f"session {session} cannot be read"
+        answer = await self._ask("GET", f"/s/{session}/segments", what, params=told)
+        return msgspec.msgpack.decode(answer, type=tuple[Segment, ...])
+
+    async def disturbed(self, session: str, age_s: float) -> bool:
+        told, what = {"age_s": str(age_s)}, f"session {session} cannot be asked about"
+        answer = await self._ask("GET", f"/s/{session}/disturbed", what, params=told)
+        return msgspec.json.decode(answer, type=bool)
+
+    async def forget(self, session: str) -> None:
+        await self._ask("DELETE", f"/s/{session}", f"session {session} cannot be deleted")
+
+    async def regions(self) -> tuple[dict[str, RegionStatus], list[str]]:
+        """Those that answer, and the names of those in which a worker is silent."""
+        status = msgspec.json.decode(await self._ask("GET", "/status", "no status"))
+        answering = status["regions"].items()
+        return {name: self._region(name, worker) for name, worker in answering}, status["silent"]
+
+    async def _ask(self, method: str, path: str, what: str, **more: Any) -> bytes:
+        """Nothing of this does harm if it is asked twice; and a gateway that was stopped for long
+        closes connections when it wakes, whatever came in over them meanwhile."""
+        for last in (*[False] * RETRIES, True):
+            try:
+                async with self.http.request(method, self.url + path, **more) as response:
+                    if not response.ok:
+                        said = (await response.text())[:500]
+                        raise EtudeError(f"{what}: the gateway answers {response.status}: {said}")
+                    return await response.read()
+            except aiohttp.ClientConnectionError:
+                if last:
+                    raise
+            await asyncio.sleep(RETRY_S)
+        raise AssertionError
+
+    def _region(self, name: str, worker: dict[str, float]) -> RegionStatus:
+        """Workers count their busy seconds from their start; the share is of the time since our
+        last look."""
+        now, busy_s = asyncio.get_running_loop().time(), float(worker["busy_s"])
+        then, before_s = self._busy_s.get(name, (now, busy_s))
+        self._busy_s[name] = (now, busy_s)
+        share = min(1.0, max(0.0, (busy_s - before_s) / (now - then))) if now > then else 0.0
+        return RegionStatus(
+            version=int(worker["version"]),
+            busy=share,
+            running=int(worker["running"]),
+            waiting=int(worker["waiting"]),
+        )

@@ -1,0 +1,272 @@
+"""The rollout loop: tasks become groups, groups become batches, versions become live.
+
+Three short loops under one TaskGroup, over one pure window. `when` waits for the window to allow
+something, `update` changes it and wakes whoever waits. Anything that raises in here cancels the
+rest, surfaces, and ends the process; what is on disk is enough to go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from math import isfinite
+from random import Random
+from statistics import fmean
+from typing import TypeVar
+
+from etude.core.advantage import AdvantageEstimator, GroupOutcome, oldest_version, to_rows
+from etude.core.errors import EtudeError
+from etude.core.events import Event, GroupDone, WeightsLive
+from etude.core.ledger import Batched, Dropped, Issued, Trained
+from etude.core.protocols import WeightStore
+from etude.core.seeds import derive
+from etude.core.types import Batch, Group, Task, Trajectory
+from etude.core.window import Window
+from etude.run.journal import Journal, Recovered, drops, group_id, sample_ids, without_done
+
+V = TypeVar("V")
+
+Attempt = Callable[[Task, str, int], Awaitable[Trajectory]]
+"""(task, sample id, seed) -> what came of it. It never raises for what went wrong inside the
+session."""
+
+
+class RolloutLoop:
+    """Keeps the engines busy and the trainer fed, and never lets data grow too stale."""
+
+    def __init__(
+        self,
+        *,
+        journal: Journal,
+        recovered: Recovered,
+        window: Window[Group],
+        weights: WeightStore,
+        load: Callable[[int], Awaitable[None]],
+        tasks: Iterable[tuple[Task, int]],
+        attempt: Attempt,
+        group_size: int,
+        estimator: AdvantageEstimator,
+        seed: int,
+        last: int,
+        emit: Callable[[Event], None],
+        troubled: Callable[[], float] = lambda: -math.inf,
+    ) -> None:
+        """`troubled`: when a process was last known to be silent, by `time.monotonic`."""
+        self.journal = journal
+        self.window = window
+        self.weights = weights
+        self.load = load
+        self.tasks = without_done(tasks, recovered.done)
+        self.attempt = attempt
+        self.group_size = group_size
+        self.estimator = estimator
+        self.seed = seed
+        self.last = last
+        self.emit = emit
+        self.troubled = troubled
+        self.health = FailureMonitor()
+        self.signal = SignalMonitor(window.per_step)
+        self.changed = asyncio.Condition()
+        window.restore(
+            step=max(recovered.batched, window.live) + 1,
+            slots=recovered.slots,
+            finished=[(group.slot, group.admitted, group) for group in recovered.waiting],
+        )
+
+    async def run(self) -> None:
+        """Returns when the weights of the last step are live."""
+        async with asyncio.TaskGroup() as loops:
+            loops.create_task(self.follow())
+            feeding = loops.create_task(self.feed())
+            await self.pack()
+            # the last batch is full: whatever is still on its way will not be needed
+            feeding.cancel()
+        unneeded = tuple(self.journal.ledger.open_samples())
+        await self.journal.write(
+            *[Dropped(samples=unneeded, reason="cancelled")] if unneeded else []
+        )
+
+    async def feed(self) -> None:
+        """task -> slot -> group"""
+        async with asyncio.TaskGroup() as groups:
+            for task, epoch in self.tasks:
+                slot = await self.when(self.window.admit)
+                groups.create_task(self.explore(task, epoch, slot, admitted=self.window.live))
+
+    async def explore(self, task: Task, epoch: int, slot: int, admitted: int) -> None:
+        """attempts -> group in the store -> window"""
+        group, began = group_id(slot), time.monotonic()
+        samples = sample_ids(group, self.group_size)
+        await self.journal.write(
+            Issued(group=group, task=task.id, samples=samples, version=admitted, epoch=epoch)
+        )
+        async with asyncio.TaskGroup() as attempts:
+            running = [
+                # Attempts are numbered through the epochs, so that no two at a task share their
+                # randomness.
+                attempts.create_task(
+                    self.checked_attempt(task, sample, derive(self.seed, task.id, number))
+                )
+                for number, sample in enumerate(samples, epoch * self.group_size)
+            ]
+        whole = Group(
+            id=group,
+            task=task.id,
+            slot=slot,
+            admitted=admitted,
+            trajectories=tuple(t.result() for t in running),
+        )
+        outcome = self.estimator.estimate(whole)
+        await self.journal.write(*drops(outcome), group=whole)
+        self.emit(_done(whole, outcome, time.monotonic() - began))
+        kept = bool(outcome.advantages)
+        self.signal.add(whole, kept)
+        await self.update(
+            lambda: self.window.finish(slot, whole) if kept else self.window.drop(slot)
+        )
+
+    async def checked_attempt(self, task: Task, sample: str, seed: int) -> Trajectory:
+        began = time.monotonic()
+        trajectory = await self.attempt(task, sample, seed)
+        # else its failure has a cause that is shown already, and passes
+        if self.troubled() < began:
+            self.health.add(trajectory)
+        return trajectory
+
+    async def pack(self) -> None:
+        """groups -> batch -> trainer"""
+        for step in range(self.window.step, self.last + 1):
+            groups = [await self.when(self.window.take) for _ in range(self.window.per_step)]
+            batch, samples = assemble_batch(step, groups, self.estimator)
+            await self.journal.write(Batched(step=step, samples=samples), batch=batch)
+
+    async def follow(self) -> None:
+        """weight version -> engines -> free slots"""
+        while self.window.live < self.last:
+            newest = (await self.weights.wait(after=self.window.live)).version
+            version = min(newest, self.last)  # the stage behind this one may have published too
+            await self.load(version)
+            await self.journal.write(Trained(step=version))
+            self.emit(WeightsLive(version=version))
+            await self.update(lambda: self.window.advance(version))  # noqa: B023 (called before the next round)
+
+    async def when(self, poll: Callable[[], V | None]) -> V:
+        """Waits until `poll` gives a value; every change to the window wakes it."""
+        async with self.changed:
+            while (value := poll()) is None:
+                await self.changed.wait()
+            return value
+
+    async def update(self, change: Callable[[], object]) -> None:
+        async with self.changed:
+            change()
+            self.changed.notify_all()
+
+
+class FailureMonitor:
+    """Stops a run of which half the rollouts fail: failed rollouts are data, but they must not be
+    able to hide."""
+
+    def __init__(self, *, recent: int = 40, limit: float = 0.5) -> None:
+        self._recent: deque[str | None] = deque(maxlen=recent)
+        self._limit = limit
+
+    def add(self, trajectory: Trajectory) -> None:
+        self._recent.append(trajectory.error)
+        failed = [error for error in self._recent if error is not None]
+        if len(self._recent) == self._recent.maxlen and len(failed) >= self._limit * len(
+            self._recent
+        ):
+            raise EtudeError(
+                f"{len(failed)} of the last {len(self._recent)} sessions failed, the newest with: "
+                f"{failed[-1]}. "
+                f"Sessions must not fail like this: find the cause, then resume the run"
+            )
+
+
+class SignalMonitor:
+    """Stops a run that finds no group with signal: one without is normal, but a run of nothing else
+    would never fill a batch."""
+
+    def __init__(self, groups_per_step: int) -> None:
+        self._limit = max(100, 20 * groups_per_step)
+        self._in_vain = 0
+        self._rewards: set[float] = set()
+
+    def add(self, group: Group, kept: bool) -> None:
+        if kept:
+            self._in_vain, self._rewards = 0, set()
+            return
+        self._in_vain += 1
+        self._rewards |= {t.reward for t in group.trajectories if t.reward is not None}
+        if self._in_vain >= self._limit:
+            raise EtudeError(
+                f"{self._in_vain} groups in a row have nothing to learn from: all attempts at a "
+                f"task earn the same "
+                f"reward ({_advice(self._rewards)}). Change that in a run with another name"
+            )
+
+
+def _advice(rewards: set[float]) -> str:
+    if rewards == {0.0}:
+        return (
+            "all 0: the tasks are too hard for the weights that rl starts from; show them more in "
+            "sft, or ask for less"
+        )
+    if rewards == {1.0}:
+        return "all 1: the tasks are solved already; take harder ones, or end the run here"
+    return (
+        "not the same for all tasks: take a higher stage.rl.temperature, a larger group_size or "
+        "other tasks"
+    )
+
+
+def endless_tasks(tasks: Sequence[Task], seed: int) -> Iterator[tuple[Task, int]]:
+    """All tasks in a random order, then all in another one, and so on; each with the number of its
+    epoch."""
+    for epoch in itertools.count():
+        order = list(tasks)
+        Random(derive(seed, "order", epoch)).shuffle(order)
+        yield from ((task, epoch) for task in order)
+
+
+def assemble_batch(
+    step: int, groups: Sequence[Group], estimator: AdvantageEstimator
+) -> tuple[Batch, tuple[str, ...]]:
+    """The rows of a batch stand in the order of slots, then attempts."""
+    ordered = sorted(groups, key=lambda group: group.slot)
+    advantages = {
+        sample: adv
+        for group in ordered
+        for sample, adv in estimator.estimate(group).advantages.items()
+    }
+    scale = estimator.batch_scale(list(advantages.values()))
+    kept = [t for group in ordered for t in group.trajectories if t.id in advantages]
+    rows = tuple(row for t in kept for row in to_rows(t, scale * advantages[t.id]))
+    reward = fmean([reward for group in ordered for reward in rewards_of(group)])
+    return Batch(step=step, rows=rows, oldest=oldest_version(rows), reward=reward), tuple(
+        t.id for t in kept
+    )
+
+
+def rewards_of(group: Group) -> list[float]:
+    """Of the attempts that have one. What is not finite is no reward: the credit drops such an
+    attempt by name."""
+    return [t.reward for t in group.trajectories if t.reward is not None and isfinite(t.reward)]
+
+
+def _done(group: Group, outcome: GroupOutcome, seconds: float) -> GroupDone:
+    return GroupDone(
+        group=group.id,
+        task=group.task,
+        admitted=group.admitted,
+        rewards=tuple(rewards_of(group)),
+        failed=sum(t.reward is None for t in group.trajectories),
+        kept=bool(outcome.advantages),
+        seconds=seconds,
+        malformed=outcome.malformed,
+    )

@@ -1,0 +1,35 @@
+"""Resource limits of a sandbox: numbers for small modules and their tests.
+
+Time, processes, files and the size of each process are bounded. The memory of a sandbox as a whole
+is not: each of its processes may hold RLIMIT_AS, and only a cgroup, which takes rights that we do
+not ask for, could bound the sum. When memory runs out, the kernel ends commands first. Where that
+is not enough, run the controller in a cgroup of its own.
+"""
+
+from __future__ import annotations
+
+import resource
+
+MIB = 1 << 20
+
+COPY_BYTES = 32 * MIB
+"""The working copy, and once more as much for /tmp; both are in memory."""
+COPY_FILES = 4096
+"""Files, directories and links in each of the two. Empty ones take no bytes, but memory of the
+kernel."""
+READ_BYTES = MIB // 4
+"""The largest file that is read out of a sandbox."""
+OUTPUT_BYTES = 16 << 10
+"""The end of a command's output that is kept; stdout and stderr are one."""
+
+LIMITS = {
+    resource.RLIMIT_AS: 512 * MIB,
+    resource.RLIMIT_FSIZE: 16 * MIB,
+    resource.RLIMIT_NPROC: 16,  # of the whole sandbox: its user exists only in there
+    resource.RLIMIT_NOFILE: 256,
+    # at 0, a kernel that pipes core dumps to a program would still start it; 1 means never
+    resource.RLIMIT_CORE: 1,
+}
+"""Of each process. A command's CPU seconds are limited as well, by its time."""
+NICENESS = 10
+"""Of commands: whatever they compute, the controller's event loop comes first."""

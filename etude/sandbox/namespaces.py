@@ -1,0 +1,336 @@
+"""Sandboxes in Linux namespaces: the host's side.
+
+`NamespaceSandboxPool` starts one `zygote` process; every sandbox is a fork of it and answers over a
+socket that only this process holds (see `guest` for the lines that go over it). All of them live in
+one event loop, without threads. Needs no daemon, no package and no privilege: an ordinary user's
+kernel permits it, unless the system has turned it off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import math
+import socket
+import subprocess
+import sys
+import tempfile
+from collections import deque
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from etude.core.errors import EtudeError, RolloutFailure
+from etude.core.protocols import CommandResult
+from etude.sandbox.files import inside
+
+REPLY_TIMEOUT_S = 60.0
+"""How long a sandbox may take over what it does in milliseconds; past it, the machine is beyond
+use."""
+_ZYGOTES = 6
+"""So many in a row may be silent when a sandbox is wanted."""
+_END_S = 2.0
+"""For a zygote to end by itself. The launcher of a run gives its controller a little more."""
+_OPENING = 32
+"""Sandboxes in the making at once. More would only wait in the zygote's queue."""
+_BOOT = (
+    "import socket, sys; sys.path.append(sys.argv[1]); from etude.sandbox.zygote import main; "
+    "sys.path.pop(); "
+    "main(socket.socket(fileno=int(sys.argv[2])), sys.argv[3])"
+)
+_ERRORS: dict[str, type[Exception]] = {
+    "FileNotFoundError": FileNotFoundError,
+    "ValueError": ValueError,
+    "RolloutFailure": RolloutFailure,
+}
+
+
+class NamespaceSandboxPool:
+    def __init__(self, silence_s: float = REPLY_TIMEOUT_S) -> None:
+        """Raises EtudeError with the call that was refused, where the kernel does not let us.
+        `silence_s`: a zygote that does not answer for so long is replaced, and a sandbox that does
+        not has failed."""
+        self.silence_s = silence_s
+        self._sandboxes: set[NamespaceSandbox] = set()
+        self._numbers = itertools.count(1)
+        self._replaced: list[subprocess.Popen[bytes]] = []
+        self._owed_s = 0.0  # by a zygote that was replaced for its silence, until that is told
+        self._opening = asyncio.Semaphore(_OPENING)
+        self._closed = False
+        self._launch()
+
+    def _launch(self) -> None:
+        self._control, theirs = socket.socketpair()
+        # when the zygote was asked for a sign of life that it still owes
+        self._asked: float | None = None
+        # The zygote mounts its root over this directory in a mount namespace of its own, and lets
+        # go of it.
+        with theirs, tempfile.TemporaryDirectory(prefix="etude-") as mountpoint:
+            self._zygote = subprocess.Popen(
+                _zygote_argv(theirs.fileno(), mountpoint),
+                pass_fds=[theirs.fileno()],
+                env={"PYTHONHASHSEED": "0"},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            theirs.close()
+            word = _first_line(self._control)
+        if word != "ready":
+            self._control.close()
+            self._zygote.wait()
+            raise EtudeError(
+                f"this kernel refuses the namespaces that sandboxes are made of: "
+                f"{word or 'the launcher died'}. Allow "
+                'user namespaces (sysctl user.max_user_namespaces), or set isolation = "process" '
+                "under [sandbox], which "
+                "has no walls, for code that you trust"
+            )
+
+    @contextlib.asynccontextmanager
+    async def open(self, files: Mapping[str, str]) -> AsyncIterator[NamespaceSandbox]:
+        sandbox = await self.start()
+        try:
+            await sandbox.fill(files)
+            yield sandbox
+        finally:
+            await sandbox.close()
+
+    async def start(self) -> NamespaceSandbox:
+        """A sandbox with an empty working copy, which the caller closes."""
+        async with self._opening:
+            if self._closed:
+                raise RolloutFailure("sandbox: the pool is closed")
+            for _ in range(_ZYGOTES):
+                # someone killed it; the sandboxes that it made live on
+                if self._zygote.poll() is not None:
+                    self._replace()
+                zygote = self._zygote
+                if (sandbox := await self._ask_for_one()) is not None:
+                    return sandbox
+                if zygote is self._zygote and not self._closed:
+                    self._replace()
+                    self._owed_s = self.silence_s
+        raise RolloutFailure(
+            f"sandbox: none came from {_ZYGOTES} zygotes in {self.silence_s:g} s each"
+        )
+
+    async def _ask_for_one(self) -> NamespaceSandbox | None:
+        """None if the zygote is silent."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            ours.setblocking(False)
+            socket.send_fds(self._control, [b"\0"], [theirs.fileno()])
+        _, link = await asyncio.get_running_loop().create_unix_connection(_Link, sock=ours)
+        sandbox = NamespaceSandbox(self, link, next(self._numbers))
+        self._sandboxes.add(sandbox)
+        try:
+            async with asyncio.timeout(self.silence_s):
+                await link.ready
+        except TimeoutError:
+            sandbox.abandon()
+            return None
+        except BaseException:
+            await sandbox.close()
+            raise
+        return sandbox
+
+    def _replace(self) -> None:
+        """Another zygote. One that is only silent ends by itself when it wakes: it sees that its
+        socket has ended."""
+        self._control.close()
+        self._replaced = [
+            zygote for zygote in (*self._replaced, self._zygote) if zygote.poll() is None
+        ]
+        self._launch()
+
+    def owing(self) -> dict[str, float]:
+        """To be called again and again: the zygote is asked for a sign of life each time, and has
+        given it by the next."""
+        now = asyncio.get_running_loop().time()
+        # It has said nothing; or it is dead, and will be replaced when one is needed.
+        with contextlib.suppress(BlockingIOError, ConnectionError):
+            if self._asked is not None:
+                self._control.recv(1)
+                self._asked = None
+            self._control.send(b"?")
+            self._asked = now
+        owed_s, self._owed_s = max(self._owed_s, now - (self._asked or now)), 0.0
+        late = {f"sandbox {box.number}": now - box.due for box in self._sandboxes if box.due <= now}
+        return {"zygote": owed_s} | late
+
+    def forget(self, sandbox: NamespaceSandbox) -> None:
+        self._sandboxes.discard(sandbox)
+
+    async def close(self) -> None:
+        self._closed = True
+        for sandbox in list(self._sandboxes):
+            await sandbox.close()
+        self._control.close()
+        for zygote in (self._zygote, *self._replaced):
+            try:
+                zygote.wait(_END_S)  # it waits for nothing but the end of that socket
+            except subprocess.TimeoutExpired:
+                zygote.kill()
+                zygote.wait()
+
+
+def _zygote_argv(control: int, mountpoint: str) -> list[str]:
+    # The Python below the virtual environment, without its packages: a sandbox sees the standard
+    # library only.
+    python = getattr(sys, "_base_executable", sys.executable)
+    source = str(Path(__file__).resolve().parents[2])
+    return [python, "-s", "-S", "-P", "-X", "utf8", "-c", _BOOT, source, str(control), mountpoint]
+
+
+def _first_line(control: socket.socket) -> str:
+    control.settimeout(REPLY_TIMEOUT_S)
+    with control.makefile("r") as lines:
+        word = lines.readline().strip()
+    control.setblocking(False)
+    return word
+
+
+class NamespaceSandbox:
+    def __init__(self, pool: NamespaceSandboxPool, link: _Link, number: int) -> None:
+        self._pool = pool
+        self._link = link
+        self.number = number
+        self.due = math.inf
+        """When it should have answered what it is asked now."""
+        self._late_s = 0.0
+        self._turn = asyncio.Lock()  # a request that arrives during a command ends the command
+
+    async def run(self, argv: Sequence[str], *, timeout_s: float, stdin: str = "") -> CommandResult:
+        code, output = await self._ask(
+            timeout_s, op="run", argv=list(argv), stdin=stdin, timeout_s=timeout_s
+        )
+        return CommandResult(code, output)
+
+    async def read(self, path: str) -> str:
+        text = await self._ask(op="read", path=inside(path))
+        assert isinstance(text, str)
+        return text
+
+    async def write(self, path: str, text: str) -> None:
+        await self.fill({path: text})
+
+    async def fill(self, files: Mapping[str, str]) -> None:
+        await self._ask(op="write", files={inside(path): text for path, text in files.items()})
+
+    async def fork(self) -> NamespaceSandbox:
+        copy = await self._ask(op="pack")
+        sandbox = await self._pool.start()
+        try:
+            await sandbox._ask(op="unpack", tar=copy)
+        except BaseException:
+            await sandbox.close()
+            raise
+        return sandbox
+
+    async def close(self) -> None:
+        self._pool.forget(self)
+        await self._link.close()
+
+    def abandon(self) -> None:
+        """Does not wait for its end."""
+        self._pool.forget(self)
+        self._link.abort()
+
+    async def _ask(self, working_s: float = 0.0, **request: Any) -> Any:
+        clock = asyncio.get_running_loop().time
+        async with self._turn:
+            self._check()
+            self.due = clock() + working_s
+            try:
+                answer = await self._link.answer(
+                    self._link.send(request), working_s + REPLY_TIMEOUT_S
+                )
+            finally:
+                self._late_s = max(self._late_s, clock() - self.due)
+                self.due = math.inf
+            self._check()
+            return answer
+
+    def _check(self) -> None:
+        """What a sandbox says that was stopped, or its command's time, may be due to that."""
+        if self._late_s >= self._pool.silence_s:
+            raise RolloutFailure(f"sandbox: its answer came {self._late_s:.0f} s late")
+
+
+class _Link(asyncio.Protocol):
+    """JSON lines to and from one sandbox. Answers come in the order of the requests, also of those
+    whose asker was cancelled: their answers are read and dropped."""
+
+    def __init__(self) -> None:
+        self._transport: asyncio.Transport
+        self._buffer: list[bytes] = []
+        self._loop = asyncio.get_running_loop()
+        self._ended: asyncio.Future[None] = self._loop.create_future()
+        self.ready: asyncio.Future[Any] = self._loop.create_future()
+        """The first answer, which is to no request."""
+        self._owed = deque([self.ready])
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        *lines, rest = data.split(b"\n")
+        for line in lines:
+            whole, self._buffer = b"".join([*self._buffer, line]), []
+            future = self._owed.popleft()
+            if not future.done():
+                _settle(future, json.loads(whole))
+        self._buffer.append(rest)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._give_up()
+        self._ended.set_result(None)
+
+    def _give_up(self) -> None:
+        for future in self._owed:
+            if not future.done():
+                future.set_exception(
+                    RolloutFailure("sandbox: it ended while it was asked something")
+                )
+
+    def send(self, request: dict[str, Any]) -> asyncio.Future[Any]:
+        if self._ended.done() or self._transport.is_closing():
+            raise RolloutFailure("sandbox: it is closed")
+        future: asyncio.Future[Any] = self._loop.create_future()
+        self._owed.append(future)
+        self._transport.write(json.dumps(request).encode() + b"\n")
+        return future
+
+    async def answer(self, future: asyncio.Future[Any], patience_s: float) -> Any:
+        try:
+            async with asyncio.timeout(patience_s):
+                return await future
+        except TimeoutError as e:
+            raise RolloutFailure(f"sandbox: no answer in {patience_s:.0f} s") from e
+
+    def abort(self) -> None:
+        self._transport.abort()
+
+    async def close(self) -> None:
+        """Returns when the sandbox is gone; it ends when it sees our side end."""
+        self._give_up()  # a command that ends because of this did not run out of its time
+        if not self._ended.done() and not self._transport.is_closing():
+            self._transport.write_eof()
+        try:
+            async with asyncio.timeout(REPLY_TIMEOUT_S):
+                await asyncio.shield(self._ended)
+        except TimeoutError as e:
+            raise RolloutFailure(f"sandbox: it did not end in {REPLY_TIMEOUT_S:.0f} s") from e
+        finally:
+            self._transport.abort()
+
+
+def _settle(future: asyncio.Future[Any], answer: dict[str, Any]) -> None:
+    if "error" in answer:
+        kind, message = answer["error"]
+        future.set_exception(_ERRORS[kind](message))
+    else:
+        future.set_result(answer["ok"])

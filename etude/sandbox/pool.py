@@ -1,0 +1,20 @@
+"""Sandbox pools by the name of their isolation in the run's config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from etude.core.protocols import SandboxPool
+from etude.sandbox.namespaces import REPLY_TIMEOUT_S, NamespaceSandboxPool
+from etude.sandbox.process import ProcessSandboxPool
+
+ISOLATION: dict[str, Callable[[float], SandboxPool]] = {
+    "namespaces": NamespaceSandboxPool,
+    "process": lambda silence_s: ProcessSandboxPool(),
+}
+
+
+def open_sandbox_pool(isolation: str, silence_s: float = REPLY_TIMEOUT_S) -> SandboxPool:
+    """Opens a trial sandbox before it returns; raises EtudeError where this machine cannot. Never
+    picks a weaker isolation than it was asked for. The caller closes the pool."""
+    return ISOLATION[isolation](silence_s)

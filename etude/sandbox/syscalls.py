@@ -1,0 +1,85 @@
+"""The system calls that no command may make, as a filter that the kernel runs in front of every
+call (seccomp).
+
+Refused is what keeps memory outside of every limit, what outlives or reaches past a process, and
+what is a large part of the kernel to attack and of no use to code and its tests. The rest is left
+alone, so that ordinary programs just run. Standard library only.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+import struct
+
+_MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+"""Where the numbers below are known, with the kernel's name for the machine in a filter."""
+_SOCKET = (41, 198)
+_KEYCTL = (250, 219)
+_REFUSED = {
+    "shmget": (29, 194),
+    "semget": (64, 190),
+    "msgget": (68, 186),
+    "ptrace": (101, 117),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": _KEYCTL,
+    "perf_event_open": (298, 241),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "memfd_create": (319, 279),
+    "bpf": (321, 280),
+    "userfaultfd": (323, 282),
+    "io_uring_setup": (425, 425),
+    "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427),
+    "memfd_secret": (447, 447),
+}
+# 16: AF_NETLINK, with which libc lists interfaces
+_FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, 16)
+"""All of these end at the walls of the network namespace; others (AF_VSOCK) do not know that there
+is one."""
+
+_NUMBER, _MACHINE, _FIRST_ARGUMENT = 0, 4, 16
+"""Places in what a filter reads of a call. The argument's lower half: both machines have it
+first."""
+_LOAD, _IF_EQUAL, _IF_AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
+_ALLOW, _REFUSE, _KILL = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x80000000
+_X32 = 0x40000000
+"""Numbers from here on are a second table for the same calls on x86_64; the other machine has none
+so high."""
+
+
+def number_of_keyctl(machine: str) -> int | None:
+    return _column(_KEYCTL, machine) if machine in _MACHINES else None
+
+
+def program(machine: str) -> bytes | None:
+    """The filter, or None for a machine whose numbers are not in the table: there the other walls
+    stand alone."""
+    if machine not in _MACHINES:
+        return None
+    # Another machine's calls (those of 32 bits on x86_64) have other numbers, which would pass for
+    # harmless ones.
+    steps = [
+        _step(_LOAD, _MACHINE),
+        _step(_IF_EQUAL, _MACHINES[machine], yes=1),
+        _step(_RETURN, _KILL),
+    ]
+    steps += [_step(_LOAD, _NUMBER), _step(_IF_AT_LEAST, _X32, no=1), _step(_RETURN, _KILL)]
+    for numbers in _REFUSED.values():
+        steps += [_step(_IF_EQUAL, _column(numbers, machine), no=1), _step(_RETURN, _REFUSE)]
+    steps += [_step(_IF_EQUAL, _column(_SOCKET, machine), yes=1), _step(_RETURN, _ALLOW)]
+    steps += [_step(_LOAD, _FIRST_ARGUMENT)]
+    for family in _FAMILIES:
+        steps += [_step(_IF_EQUAL, family, no=1), _step(_RETURN, _ALLOW)]
+    return b"".join([*steps, _step(_RETURN, _REFUSE)])
+
+
+def _column(numbers: tuple[int, int], machine: str) -> int:
+    return numbers[list(_MACHINES).index(machine)]
+
+
+def _step(code: int, value: int, *, yes: int = 0, no: int = 0) -> bytes:
+    """One instruction; a comparison skips as many of the next ones as `yes` or `no` says."""
+    return struct.pack("=HBBI", code, yes, no, value)

@@ -1,0 +1,202 @@
+"""The zygote: a small process that has walled itself in, and of which every sandbox is a fork.
+
+It is started once by the controller, gives up root if it has it, and builds the one root directory
+that all sandboxes share: read-only, with the system's programs, a Python, and empty places for
+/work, /tmp and /proc. Then it moves into it. A sandbox is a fork with namespaces and a /work of its
+own, so opening one costs two forks and four mounts, however many others there are; no wall is built
+outside of the sandbox's own mount namespace.
+
+One byte and a socket come in over the control socket for each sandbox that is wanted. A byte
+without a socket asks for a sign of life, and is sent back. The control socket closes when the
+controller ends, however it ends, and so does every sandbox's: each process in here ends at the end
+of its socket, and no other means is needed to leave nothing behind.
+
+Standard library only, one thread, and no state of the controller: forks of this run other people's
+code.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import signal
+import site
+import socket
+import sys
+
+from etude.sandbox import kernel
+from etude.sandbox.guest import ENVIRONMENT, GUEST_ID, Link, serve
+
+NOBODY = 65534
+READY = "ready"
+
+_SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")
+_DEVICES = ("null", "zero", "full", "random", "urandom")
+_ETC = ("ld.so.cache", "alternatives")
+_NAMESPACES = (
+    kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET
+    | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS | kernel.CLONE_NEWCGROUP
+)  # fmt: skip
+
+
+def main(control: socket.socket, mountpoint: str) -> None:
+    # the kernel reaps; nobody here asks how a sandbox ended
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        _wall_in(mountpoint)
+        _become_template()
+        error = _try_one()
+    except OSError as e:
+        error = str(e.strerror)
+    control.sendall(f"{error or READY}\n".encode())
+    while not error and _serve_one(control):
+        pass
+    os._exit(0)
+
+
+def _serve_one(control: socket.socket) -> bool:
+    """False at the end of the host's side, which is a reset if it had not read our last word."""
+    try:
+        word, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        if descriptors:
+            _spawn(socket.socket(fileno=descriptors[0]), control)
+        elif word:
+            control.sendall(word)
+    except ConnectionError:
+        return False
+    return bool(word)
+
+
+def _wall_in(mountpoint: str) -> None:
+    kernel.forbid_new_privileges()
+    kernel.adopt_orphans()
+    if root := os.geteuid() == 0:
+        kernel.unshare(kernel.CLONE_NEWNS)
+    else:
+        user, group = os.geteuid(), os.getegid()
+        kernel.unshare(kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS)
+        _map_ids(user, user, group, group)
+    kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
+    _build_root(mountpoint)
+    kernel.change_root(mountpoint)
+    if root:
+        # User 0 of the host is never inside, under whatever name: it owns /proc/sys and is exempt
+        # from limits.
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+        kernel.own_proc_entry()
+
+
+def _map_ids(inside_user: int, outside_user: int, inside_group: int, outside_group: int) -> None:
+    for name, text in (
+        ("setgroups", "deny"),
+        ("uid_map", f"{inside_user} {outside_user} 1"),
+        ("gid_map", f"{inside_group} {outside_group} 1"),
+    ):
+        kernel.put(f"/proc/self/{name}", text)
+
+
+def _build_root(root: str) -> None:
+    kernel.mount("tmpfs", root, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=1m,mode=0755")
+    for name in _SYSTEM:
+        if os.path.islink(f"/{name}"):
+            os.symlink(os.readlink(f"/{name}"), f"{root}/{name}")
+        elif os.path.isdir(f"/{name}"):
+            _show(f"/{name}", root)
+    if not f"{sys.base_prefix}/".startswith("/usr/"):
+        _show(sys.base_prefix, root)
+    _hide_packages(root)
+    for name in _ETC:
+        if os.path.exists(f"/etc/{name}"):
+            _show(f"/etc/{name}", root)
+    os.makedirs(f"{root}/etc", exist_ok=True)
+    kernel.put(f"{root}/etc/passwd", f"user:x:{GUEST_ID}:{GUEST_ID}::/tmp:/bin/sh\n")
+    kernel.put(f"{root}/etc/group", f"user:x:{GUEST_ID}:\n")
+    os.mkdir(f"{root}/dev")
+    for name in _DEVICES:
+        kernel.put(f"{root}/dev/{name}", "")
+        kernel.bind(f"/dev/{name}", f"{root}/dev/{name}")
+    os.symlink("/proc/self/fd", f"{root}/dev/fd")
+    os.symlink("/tmp", f"{root}/dev/shm")
+    for name in ("work", "tmp", "proc"):
+        os.mkdir(f"{root}/{name}")
+    # The kernel lets a user namespace mount a /proc of its own only where an unobstructed one is in
+    # sight. Every sandbox covers this one before anything foreign runs.
+    kernel.bind("/proc", f"{root}/proc")
+    # a remount forgets what it is not told again
+    flags = kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV
+    kernel.mount("none", root, None, kernel.MS_REMOUNT | kernel.MS_BIND | flags)
+
+
+def _show(path: str, root: str) -> None:
+    """Bind a file or directory of the host to the same place under the new root, read-only."""
+    target = root + path
+    os.makedirs(target if os.path.isdir(path) else os.path.dirname(target), exist_ok=True)
+    if not os.path.isdir(path):
+        kernel.put(target, "")
+    kernel.bind(path, target)
+    kernel.protect(target)
+
+
+def _hide_packages(root: str) -> None:
+    """Cover what is installed beside any Python in there, this program included: a sandbox has the
+    standard library."""
+    for prefix in {"/usr", "/usr/local", sys.base_prefix}:
+        for path in glob.glob(f"{prefix}/lib*/python*/*-packages"):
+            # A link may lead to another one of these, or out of what is shown. A place covered
+            # twice is no harm.
+            if os.path.isdir(target := root + os.path.realpath(path)):
+                kernel.mount(
+                    "tmpfs", target, "tmpfs", kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV
+                )
+
+
+def _become_template() -> None:
+    """What a script that runs in a fork of this process finds: a Python just started, with no
+    packages but its own."""
+    os.environ.clear()
+    os.environ.update(ENVIRONMENT)
+    site.setquit()
+    sys.dont_write_bytecode = True
+    for name in [name for name in sys.modules if name.partition(".")[0] == "etude"]:
+        del sys.modules[name]
+
+
+def _spawn(link: socket.socket, control: socket.socket) -> None:
+    """Fork twice: the first child makes the namespaces, and only a child of its own is process 1 in
+    them."""
+    if os.fork():
+        link.close()
+        return
+    control.close()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        user, group = os.geteuid(), os.getegid()
+        kernel.unshare(_NAMESPACES)
+        _map_ids(GUEST_ID, user, GUEST_ID, group)
+        kernel.leave_keyring()
+    except OSError as e:
+        Link(link).send({"error": ["RolloutFailure", f"sandbox: {e.strerror}"]})
+        os._exit(1)
+    if os.fork() == 0:
+        serve(link)
+    os._exit(0)
+
+
+def _try_one() -> str:
+    """Open a sandbox and close it again. Empty, or the call that the kernel refused."""
+    here, there = socket.socketpair()
+    # A child of this process must not hold `here`, or the sandbox would never see it close.
+    here.settimeout(30)
+    _spawn(there, here)
+    with here, here.makefile("r") as lines:
+        line = lines.readline()
+    answer = (
+        json.loads(line)
+        if line
+        else {"error": ["", "the first process of a sandbox ended without a word"]}
+    )
+    return str(answer["error"][1]) if "error" in answer else ""

@@ -1,0 +1,298 @@
+"""Response builders: samples as OpenAI's chat messages or text completions, whole or streamed.
+Pure.
+
+A `ResponseBuilder` belongs to one request: it turns its samples into choices, and choices into the
+response. The chunks of a `StreamBuilder`, joined, say what the builder says of the whole sample at
+once.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, Literal, Protocol
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from etude.core.protocols import Ask, Token
+from etude.core.seeds import derive
+from etude.core.types import Sample
+from etude.model.tokenizer import ChatTokenizer, Message, Tool
+from etude.serve import protocol as wire
+from etude.serve.detokenizer import (
+    REPLACEMENT_CHARACTER,
+    IncrementalDetokenizer,
+    StopStringFilter,
+    ToolCallSplitter,
+    first_of,
+)
+
+Usage = wire.Usage | None | UnsetType
+"""In a stream: null until the last piece, if the client wants it at all."""
+TokenLogprobs = tuple[int, float, tuple[tuple[int, float], ...]]
+"""A token, its log-prob, and the likeliest in its place."""
+
+
+class StreamBuilder(Protocol):
+    def push(self, event: Token | Sample) -> msgspec.Struct | None:
+        """The next piece of a choice, if there is anything to say yet."""
+
+
+class ResponseBuilder(Protocol):
+    def choice(self, index: int, ask: Ask, sample: Sample) -> msgspec.Struct: ...
+
+    def stream(self, index: int, ask: Ask) -> StreamBuilder: ...
+
+    def completion(self, choices: Sequence[Any], usage: wire.Usage) -> msgspec.Struct: ...
+
+    def chunk(self, choices: Sequence[Any], usage: Usage, *, first: bool) -> msgspec.Struct: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ResponseBuilder:
+    """The parts that chat and text responses have in common."""
+
+    tokenizer: ChatTokenizer
+    model: str
+    with_ids: bool
+    with_logprobs: bool
+    with_text: bool = True
+    id: str = field(default_factory=lambda: secrets.token_hex(12))
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def text(self, ask: Ask, sample: Sample) -> str:
+        if not self.with_text:
+            return ""
+        ended = sample.finish_reason == "stop" and sample.tokens[-1] in ask.stop
+        text = self.tokenizer.decode(sample.tokens[:-1] if ended else sample.tokens)
+        return text[: first_of(ask.stop_texts, text)]
+
+    def extensions(self, tokens: Sequence[int], sample: Sample | None) -> dict[str, Any]:
+        """What a choice says beyond OpenAI, some of it only when its sample is whole."""
+        extras: dict[str, Any] = {"token_ids": list(tokens)} if self.with_ids else {}
+        if sample is not None:
+            extras["weight_version"] = list(sample.versions)
+            if sample.experts is not None:
+                extras["routed_experts"] = sample.experts
+        return extras
+
+    def envelope(self, kind: str) -> dict[str, Any]:
+        return {"id": f"{kind}-{self.id}", "created": self.created, "model": self.model}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatResponseBuilder(_ResponseBuilder):
+    prompt: Sequence[int]
+    tools: Sequence[Tool] | None
+    """None: what looks like a call is text."""
+
+    def message(self, ask: Ask, sample: Sample) -> Message:
+        return self.parse(self.text(ask, sample), ask)
+
+    def parse(self, text: str, ask: Ask, first: int = 0) -> Message:
+        if self.tools is None:
+            return {"role": "assistant", "content": text}
+        return self.tokenizer.parse(
+            text,
+            self.tools,
+            lambda number: f"call_{derive(ask.seed, len(ask.prompt), first + number):x}",
+        )
+
+    def choice(self, index: int, ask: Ask, sample: Sample) -> wire.ChatChoice:
+        message = msgspec.convert(self.message(ask, sample), wire.AssistantMessage)
+        return wire.ChatChoice(
+            index=index, message=message,
+            finish_reason=self.finish_reason(sample, bool(message.tool_calls)),
+            logprobs=self.logprobs(_token_logprobs(sample)),
+            **self.extensions(sample.tokens, sample),
+        )  # fmt: skip
+
+    def finish_reason(
+        self, sample: Sample, called: bool
+    ) -> Literal["stop", "length", "tool_calls"]:
+        return "tool_calls" if called and sample.finish_reason == "stop" else sample.finish_reason
+
+    def logprobs(self, drawn: Sequence[TokenLogprobs]) -> wire.ChatLogprobs | None:
+        if not self.with_logprobs:
+            return None
+        return wire.ChatLogprobs(
+            [
+                wire.TokenLogprob(
+                    *self._entry(token, logprob),
+                    [wire.TopLogprob(*self._entry(*other)) for other in top],
+                )
+                for token, logprob, top in drawn
+            ]
+        )
+
+    def _entry(self, token: int, logprob: float) -> tuple[str, float, list[int] | None]:
+        text = self.tokenizer.decode([token])
+        return text, logprob, None if REPLACEMENT_CHARACTER in text else list(text.encode())
+
+    def stream(self, index: int, ask: Ask) -> StreamBuilder:
+        return _ChatStreamBuilder(self, index, ask)
+
+    def completion(self, choices: Sequence[Any], usage: wire.Usage) -> wire.ChatCompletion:
+        return wire.ChatCompletion(
+            **self.envelope("chatcmpl"),
+            choices=list(choices),
+            usage=usage,
+            prompt_token_ids=self._prompt_ids(),
+        )
+
+    def chunk(self, choices: Sequence[Any], usage: Usage, *, first: bool) -> wire.ChatChunk:
+        ids = self._prompt_ids() if first else UNSET
+        return wire.ChatChunk(
+            **self.envelope("chatcmpl"), choices=list(choices), usage=usage, prompt_token_ids=ids
+        )
+
+    def _prompt_ids(self) -> list[int] | UnsetType:
+        return list(self.prompt) if self.with_ids else UNSET
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextResponseBuilder(_ResponseBuilder):
+    def choice(self, index: int, ask: Ask, sample: Sample) -> wire.TextChoice:
+        return wire.TextChoice(
+            index=index, text=self.text(ask, sample), finish_reason=sample.finish_reason,
+            logprobs=self.logprobs(_token_logprobs(sample), 0, ask.top_logprobs > 0),
+            prompt_token_ids=self.prompt_ids(ask), **self.extensions(sample.tokens, sample),
+        )  # fmt: skip
+
+    def logprobs(
+        self, drawn: Sequence[TokenLogprobs], offset: int, with_top: bool
+    ) -> wire.TextLogprobs | None:
+        """`offset`: of the first token in the text."""
+        if not self.with_logprobs:
+            return None
+        words = [self.token_text(token) for token, _, _ in drawn] if self.with_text else []
+        return wire.TextLogprobs(
+            tokens=words,
+            token_logprobs=[logprob for _, logprob, _ in drawn],
+            top_logprobs=[{self.token_text(token): lp for token, lp in top} for _, _, top in drawn]
+            if with_top
+            else None,
+            text_offset=list(accumulate(map(len, words), initial=offset))[:-1],
+        )
+
+    def token_text(self, token: int) -> str:
+        return self.tokenizer.decode([token]) if self.with_text else f"{wire.ID_PREFIX}{token}"
+
+    def stream(self, index: int, ask: Ask) -> StreamBuilder:
+        return _TextStreamBuilder(self, index, ask)
+
+    def completion(self, choices: Sequence[Any], usage: wire.Usage) -> wire.Completion:
+        return wire.Completion(**self.envelope("cmpl"), choices=list(choices), usage=usage)
+
+    def chunk(self, choices: Sequence[Any], usage: Usage, *, first: bool) -> wire.TextChunk:
+        return wire.TextChunk(**self.envelope("cmpl"), choices=list(choices), usage=usage)
+
+    def prompt_ids(self, ask: Ask) -> list[int] | UnsetType:
+        return list(ask.prompt) if self.with_ids else UNSET
+
+
+def _token_logprobs(sample: Sample) -> Sequence[TokenLogprobs]:
+    return list(
+        zip(
+            sample.tokens,
+            sample.logprobs,
+            sample.top_logprobs or ((),) * len(sample.tokens),
+            strict=True,
+        )
+    )
+
+
+class _IncrementalText:
+    """The text of a sample as it is streamed, up to where it stops."""
+
+    def __init__(self, builder: _ResponseBuilder, ask: Ask) -> None:
+        self._with_text = builder.with_text
+        self._stop = ask.stop
+        self._decoder = IncrementalDetokenizer(builder.tokenizer.decode)
+        self._finder = StopStringFilter(ask.stop_texts)
+
+    def push(self, event: Token | Sample) -> str:
+        if not self._with_text:
+            return ""
+        if isinstance(event, Sample):
+            return self._finder.push(self._decoder.end()) + self._finder.end()
+        return (
+            "" if event.token in self._stop else self._finder.push(self._decoder.push(event.token))
+        )
+
+
+def _parts(event: Token | Sample) -> tuple[list[TokenLogprobs], Sample | None]:
+    return (
+        ([], event)
+        if isinstance(event, Sample)
+        else ([(event.token, event.logprob, event.top)], None)
+    )
+
+
+class _ChatStreamBuilder:
+    def __init__(self, builder: ChatResponseBuilder, index: int, ask: Ask) -> None:
+        self._form = builder
+        self._index = index
+        self._ask = ask
+        self._growing = _IncrementalText(builder, ask)
+        self._splitter = ToolCallSplitter()
+        self._num_calls = 0
+        self._role: Literal["assistant"] | None = "assistant"
+
+    def push(self, event: Token | Sample) -> wire.ChatChunkChoice | None:
+        builder, (drawn, sample) = self._form, _parts(event)
+        text = self._growing.push(event)
+        said, calls = (text, []) if builder.tools is None else self._splitter.push(text)
+        if sample:
+            said += self._splitter.end()
+        deltas = [delta for call in calls for delta in self._called(call)]
+        if not (sample or said or deltas or builder.with_ids or builder.with_logprobs):
+            return None
+        content = said or ("" if self._role else None)
+        delta = wire.Delta(role=self._role, content=content, tool_calls=deltas or None)
+        self._role = None
+        return wire.ChatChunkChoice(
+            index=self._index, delta=delta,
+            finish_reason=builder.finish_reason(sample, self._num_calls > 0) if sample else None,
+            logprobs=builder.logprobs(drawn) if drawn else None,
+            **builder.extensions([token for token, _, _ in drawn], sample),
+        )  # fmt: skip
+
+    def _called(self, call: str) -> list[wire.ToolCallDelta]:
+        first = self._num_calls
+        calls = self._form.parse(call, self._ask, first)["tool_calls"]
+        self._num_calls += len(calls)
+        return [
+            msgspec.convert(call | {"index": first + n}, wire.ToolCallDelta)
+            for n, call in enumerate(calls)
+        ]
+
+
+class _TextStreamBuilder:
+    def __init__(self, builder: TextResponseBuilder, index: int, ask: Ask) -> None:
+        self._form = builder
+        self._index = index
+        self._ask = ask
+        self._growing = _IncrementalText(builder, ask)
+        self._offset = 0
+        self._prompt_ids = builder.prompt_ids(ask)
+
+    def push(self, event: Token | Sample) -> wire.TextChunkChoice | None:
+        builder, (drawn, sample) = self._form, _parts(event)
+        text = self._growing.push(event)
+        if not (sample or text or builder.with_ids or builder.with_logprobs):
+            return None
+        logprobs = (
+            builder.logprobs(drawn, self._offset, self._ask.top_logprobs > 0) if drawn else None
+        )
+        self._offset += sum(map(len, logprobs.tokens)) if logprobs else 0
+        prompt_ids, self._prompt_ids = self._prompt_ids, UNSET
+        return wire.TextChunkChoice(
+            index=self._index, text=text, finish_reason=sample.finish_reason if sample else None,
+            logprobs=logprobs, prompt_token_ids=prompt_ids,
+            **builder.extensions([token for token, _, _ in drawn], sample),
+        )  # fmt: skip

@@ -1,0 +1,65 @@
+"""The protocol between gateway and worker, and the model's files that both read from the run's
+store."""
+
+from __future__ import annotations
+
+import msgspec
+
+from etude.core.errors import EtudeError
+from etude.store.objects import Missing, Objects
+
+MODEL_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+class LoadRequest(msgspec.Struct):
+    version: int
+
+
+class JoinRequest(msgspec.Struct):
+    url: str
+    region: str
+    version: int
+
+
+class WorkerStatus(msgspec.Struct):
+    region: str
+    version: int
+    running: int
+    waiting: int
+    busy_s: float
+    """Time in engine steps since the worker began; its growth over the growth of `wall_s` is how
+    busy it is."""
+    wall_s: float
+    tokens: int
+
+    def joined_with(self, other: WorkerStatus) -> WorkerStatus:
+        """Two workers as if they were one; of the versions, what both are at least at."""
+        return WorkerStatus(
+            region=self.region,
+            version=min(self.version, other.version),
+            running=self.running + other.running,
+            waiting=self.waiting + other.waiting,
+            busy_s=self.busy_s + other.busy_s,
+            wall_s=self.wall_s + other.wall_s,
+            tokens=self.tokens + other.tokens,
+        )
+
+
+class WorkerWeights(msgspec.Struct):
+    """Proof of the weights that a worker computes with: the root is derived from its live tensors
+    when it is asked."""
+
+    region: str
+    version: int
+    root: str
+    pauses_s: list[float]
+    """Of the last swaps, each: how long the engine stood still."""
+
+
+def read_model_files(objects: Objects) -> dict[str, bytes]:
+    try:
+        return {name: objects.get_sealed(f"model/{name}") for name in MODEL_FILES}
+    except Missing as e:
+        raise EtudeError(
+            f"{objects.url} holds no model to serve: {e}; start a run there first"
+        ) from e

@@ -1,0 +1,183 @@
+"""A trainer's checkpoints in the store of its run: written in the background, there whole or not at
+all.
+
+    checkpoints/{name}/{rank}.{sha256}   what one rank holds
+    checkpoints/{name}/manifest.json     a `Checkpoint`: written last, by rank 0, when the parts of
+                                         all ranks are there
+
+A checkpoint is named `version.step`: so many steps of the running stage after that version. Ranks
+learn from the store that the others have written their parts, and so need not meet while they
+train. What a killed trainer has left without a manifest is removed when the next one starts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from etude import __version__
+from etude.core.errors import EtudeError
+from etude.core.types import Json
+from etude.store.codec import from_json, to_json
+from etude.store.objects import Missing
+from etude.store.runs import Run
+
+KEEP_CHECKPOINTS = 2
+PARTS_TIMEOUT_S = 600.0
+"""How long rank 0 waits for the parts of the others."""
+POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """One stage of the lineage that led to a checkpoint."""
+
+    stage: str
+    parent: str
+    """The weights that it started from."""
+    config: dict[str, Json]
+    """What it was told."""
+    data: str
+    """What it learned from, with a digest."""
+    code: str
+    """The version of etude that began it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    stage: str
+    step: int
+    """Steps of the stage that are done since `version`."""
+    version: int
+    """The weight version that these weights come after, or are if `step` is 0."""
+    lineage: tuple[Origin, ...]
+    """Oldest first; the last one is this stage."""
+    cursor: dict[str, Json]
+    """The further state that the stage needs to go on: its place in its data."""
+    parts: tuple[str, ...] = ()
+    """By rank; each ends with the SHA-256 of its bytes."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.version:06d}.{self.step:06d}"
+
+
+def read(run: Run, name: str) -> Checkpoint:
+    return from_json(run.checkpoint(name), Checkpoint, _where(run, name))
+
+
+def read_part(run: Run, checkpoint: Checkpoint, rank: int) -> bytes:
+    """Checked against its digest."""
+    part, damage = checkpoint.parts[rank], "not what its name says"
+    try:
+        data = run.checkpoint_part(checkpoint.name, part)
+        if hashlib.sha256(data).hexdigest() == part.partition(".")[2]:
+            return data
+    except Missing:
+        damage = "gone"
+    raise EtudeError(
+        f"{_where(run, checkpoint.name)}: checkpoints/{checkpoint.name}/{part}, the part of rank "
+        f"{rank}, is {damage}: "
+        f"remove that checkpoint, and the run goes on from the one before"
+    )
+
+
+class CheckpointWriter:
+    """Writes one rank's parts, one checkpoint after the other. What goes wrong is raised by the
+    next call."""
+
+    def __init__(self, run: Run, rank: int = 0, ranks: int = 1) -> None:
+        self.run = run
+        self.rank = rank
+        self.ranks = ranks
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: Future[None] | None = None
+        self._given_up = threading.Event()
+
+    def clean(self) -> None:
+        """Removes what was never committed. For rank 0, before any rank saves."""
+        self.run.sweep_checkpoints()
+        committed = set(self.run.checkpoints())
+        for name in {name for name, _ in self.run.checkpoint_parts()} - committed:
+            self.run.delete_checkpoint(name)
+
+    def save(
+        self, checkpoint: Checkpoint, part: bytes, then: Callable[[], None] = lambda: None
+    ) -> None:
+        """Returns at once, unless the checkpoint before is still being written. `then` is called
+        when it is there."""
+        self.wait()
+        self._pending = self._thread.submit(self._save, checkpoint, part, then)
+
+    def wait(self) -> None:
+        if self._pending:
+            self._pending.result()
+
+    def close(self) -> None:
+        """Gives up what is not written yet: the end of a trainer that failed must not wait for
+        ranks that are gone."""
+        self._given_up.set()
+        self._thread.shutdown()
+
+    def _save(self, checkpoint: Checkpoint, part: bytes, then: Callable[[], None]) -> None:
+        name = checkpoint.name
+        if not self.run.has_checkpoint(name):  # one that is there is never changed
+            self.run.put_checkpoint_part(
+                name, f"{self.rank:05d}.{hashlib.sha256(part).hexdigest()}", part
+            )
+            if self.rank == 0:
+                self.run.put_checkpoint(name, to_json(replace(checkpoint, parts=self._parts(name))))
+                for old in self.run.checkpoints()[:-KEEP_CHECKPOINTS]:
+                    self.run.delete_checkpoint(old)
+        then()
+
+    def _parts(self, name: str) -> tuple[str, ...]:
+        deadline = time.monotonic() + PARTS_TIMEOUT_S
+        while True:
+            parts = sorted(part for of, part in self.run.checkpoint_parts() if of == name)
+            ranks = [int(part.partition(".")[0]) for part in parts]
+            if ranks == list(range(self.ranks)):
+                return tuple(parts)
+            if len(set(ranks)) < len(ranks):
+                raise EtudeError(
+                    f"{_where(self.run, name)} is being written by another trainer too: stop one "
+                    f"of them, then start "
+                    f"again"
+                )
+            if self._given_up.wait(POLL_S) or time.monotonic() > deadline:
+                missing = sorted(set(range(self.ranks)) - set(ranks))
+                raise EtudeError(
+                    f"{_where(self.run, name)} has no part of the ranks {missing}: see their logs"
+                )
+
+
+def code_version() -> str:
+    """Of this package: its release, and the commit if it runs from a repository."""
+    commit = git_commit()
+    return f"etude {__version__}" + (f", commit {commit}" if commit else "")
+
+
+def git_commit() -> str | None:
+    """With a + if files were changed since."""
+    argv = [
+        "git",
+        "-C",
+        str(Path(__file__).parent),
+        "describe",
+        "--always",
+        "--abbrev=12",
+        "--exclude=*",
+        "--dirty=+",
+    ]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or None
+
+
+def _where(run: Run, name: str) -> str:
+    return f"checkpoint {name} of {run.objects.url}"

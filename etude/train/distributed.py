@@ -1,0 +1,258 @@
+"""Distributed training: the processes (ranks) that train one model together.
+
+A rank holds its rows of every parameter (FSDP2 on a device mesh), and computes its share of every
+batch. One process alone is the same code with nothing to exchange, and needs no process group.
+
+Rows are cut as FSDP cuts them: equal pieces of the first dimension, the last ones shorter or empty.
+Masters, optimizer and checkpoints follow that cut, so they work on a rank's own rows, and what is
+elementwise needs no other rank at all.
+
+A rank that dies or hangs breaks the exchange of all others, and what these see is a reset
+connection or a time-out that does not say whose. So a rank that sees one starts a *liveness check*
+in the store of the rendezvous: the others answer from a thread of their own, even while they are
+stuck, and a rank that does not answer is named.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.rendezvous import rendezvous
+from torch.distributed.tensor import DTensor
+
+from etude.core.errors import EtudeError
+from etude.model.transformer import Transformer
+
+LIVENESS_S = 10.0  # for a rank that is well, however busy
+POLL_S = 0.5
+
+
+class ProcessGroup:
+    """This process in the group of those that train together. Every method that exchanges something
+    is to be called by all of them in the same order, and gives all of them the same."""
+
+    def __init__(self, rank: int = 0, size: int = 1, store: Store | None = None) -> None:
+        self.rank = rank
+        self.size = size
+        self.activity = "the start"
+        """What this rank is doing, for the message when another one is lost."""
+        self._liveness = LivenessCheck(store, self) if store else None
+
+    @classmethod
+    def on_one_machine(
+        cls, rank: int, size: int, rendezvous_file: Path, timeout_s: float, device: str = "cpu"
+    ) -> ProcessGroup:
+        """Processes of one machine, which meet in a file that is not there yet; nobody else can
+        reach them."""
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        return cls._rendezvous(FileStore(str(rendezvous_file), size), rank, size, timeout_s, device)
+
+    @classmethod
+    def from_torchrun(cls, timeout_s: float, device: str = "cpu") -> ProcessGroup:
+        """The group that torchrun has started; without torchrun this process alone."""
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            return cls()
+        store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+        return cls._rendezvous(store, rank, size, timeout_s, device)
+
+    @classmethod
+    def _rendezvous(
+        cls, store: Store, rank: int, size: int, timeout_s: float, device: str
+    ) -> ProcessGroup:
+        """No exchange may take longer than `timeout_s`, the first one, in which all find each
+        other, included."""
+        # figures are exchanged on the CPU in any case
+        backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+        timeout = timedelta(seconds=timeout_s)
+        try:
+            dist.init_process_group(
+                backend, store=store, rank=rank, world_size=size, timeout=timeout
+            )
+        except RuntimeError as e:
+            raise EtudeError(
+                f"rank {rank} of {size} did not find all others within {timeout_s:.0f} s: {e}"
+            ) from e
+        return cls(rank, size, PrefixStore("roll", store))
+
+    def close(self) -> None:
+        if self._liveness:
+            self._liveness.close()
+            dist.destroy_process_group()
+
+    def shard(self, model: Transformer) -> None:
+        """From now on every rank holds its rows of each parameter, and gradients are added up over
+        the ranks."""
+        if self.size == 1:
+            return
+        mesh = init_device_mesh(next(model.parameters()).device.type, (self.size,))
+        exact = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+        for block in model.model.layers:
+            fully_shard(block, mesh=mesh, mp_policy=exact)
+        # The root keeps its parameters between the passes: the head is needed after `forward` has
+        # returned.
+        fully_shard(model, mesh=mesh, mp_policy=exact, reshard_after_forward=False)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                # losses are divided by the tokens of the whole batch already
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+
+    def reshard(self, model: Transformer) -> None:
+        """After passes that no backward pass follows: gives back what was gathered, which the next
+        step makes stale."""
+        if isinstance(model, FSDPModule):
+            model.reshard()
+
+    def all_reduce_sum(self, *values: float) -> list[float]:
+        """The sums over all ranks, added up in their order."""
+        if self.size == 1:
+            return list(values)
+        return [
+            math.fsum(column)
+            for column in self._table(torch.tensor(values, dtype=torch.float64)).T.tolist()
+        ]
+
+    def global_norm(self, own: Tensor) -> Tensor:
+        """The norm of all gradients, from that of each rank's own."""
+        return (
+            own
+            if self.size == 1
+            else own.new_tensor(math.sqrt(self.all_reduce_sum(float(own) ** 2)[0]))
+        )
+
+    def all_gather(self, own_N: Tensor) -> Tensor:
+        """The tensors of all ranks, one after the other."""
+        if self.size == 1:
+            return own_N
+        sizes = [int(size) for (size,) in self._table(torch.tensor([len(own_N)])).tolist()]
+        padded = torch.cat((own_N, own_N.new_zeros(max(sizes) - len(own_N))))
+        return torch.cat([row[:size] for row, size in zip(self._table(padded), sizes, strict=True)])
+
+    def _table(self, row_N: Tensor) -> Tensor:
+        """The rows of all ranks."""
+        rows = [torch.empty_like(row_N) for _ in range(self.size)]
+        dist.all_gather(rows, row_N)
+        return torch.stack(rows)
+
+    def barrier(self) -> None:
+        self.all_reduce_sum(0.0)
+
+    def local_rows(self, count: int) -> slice:
+        """The rows of a tensor of `count` rows that this rank holds."""
+        return shard_rows(count, self.rank, self.size)
+
+    @contextlib.contextmanager
+    def naming_lost_ranks(self) -> Iterator[None]:
+        """Around all that ranks do together: if one is lost, the error names it."""
+        try:
+            yield
+        except RuntimeError as e:  # the only type that the exchange raises, for every reason
+            if self._liveness and (missing := self._liveness.missing_ranks()):
+                raise EtudeError(self._liveness.message(missing)) from e
+            raise
+
+
+SINGLE_PROCESS = ProcessGroup()
+
+
+def shard_rows(count: int, rank: int, size: int) -> slice:
+    """The rows of a tensor of `count` rows that one of `size` ranks holds."""
+    each = -(-count // size)
+    return slice(min(rank * each, count), min((rank + 1) * each, count))
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """The rows of a parameter or of its gradient that this rank holds; they share memory with
+    it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def full_tensor(own_rows: Tensor, like: nn.Parameter) -> Tensor:
+    """All rows, of which every rank gives its own, cut like the parameter."""
+    if not isinstance(like, DTensor):
+        return own_rows
+    sharded = DTensor.from_local(
+        own_rows,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+    return sharded.full_tensor()
+
+
+class LivenessCheck:
+    """Finds out which ranks are still alive. Checks are numbered; a thread answers each."""
+
+    def __init__(self, store: Store, ranks: ProcessGroup) -> None:
+        self._store = store
+        self._ranks = ranks
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._answer, name="roll call", daemon=True)
+        self._thread.start()
+
+    def missing_ranks(self) -> list[int]:
+        """The ranks that do not answer, after waiting for them."""
+        try:
+            number = self._store.add("calls", 1) - 1
+            self._store.set(f"call {number}", self._ranks.activity)
+            deadline = time.monotonic() + LIVENESS_S
+            while (missing := self._missing(number)) and time.monotonic() < deadline:
+                time.sleep(POLL_S / 5)
+        except RuntimeError:  # the store itself is gone, and rank 0 kept it
+            return [0]
+        return missing
+
+    def message(self, missing: list[int]) -> str:
+        lost = (
+            f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of "
+            f"{self._ranks.size}"
+        )
+        return (
+            f"{lost} cannot be reached any more, and so rank {self._ranks.rank} stops at "
+            f"{self._ranks.activity}: see the log "
+            f"of {lost}, then start again; the run goes on from its newest checkpoint"
+        )
+
+    def close(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _answer(self) -> None:
+        """Answers calls until the end. The main thread may be waiting for the lost rank, and be
+        told so only when its own time is over; if it has not ended the process well after a call in
+        which somebody was missing, this does."""
+        number, over = 0, math.inf
+        while not self._ended.wait(POLL_S):
+            try:
+                while self._store.check([f"call {number}"]):
+                    self._store.set(f"here {number} {self._ranks.rank}", self._ranks.activity)
+                    number, over = number + 1, min(over, time.monotonic() + 2 * LIVENESS_S)
+                missing = self._missing(number - 1) if time.monotonic() > over else []
+            except RuntimeError:
+                missing = [0]
+            if missing:
+                print(f"error: {self.message(missing)}", file=sys.stderr, flush=True)
+                os._exit(2)
+
+    def _missing(self, number: int) -> list[int]:
+        return [
+            rank
+            for rank in range(self._ranks.size)
+            if not self._store.check([f"here {number} {rank}"])
+        ]

@@ -1,0 +1,274 @@
+"""Packing: sequences into microbatches without padding, and these onto ranks. Pure: the same
+sequences give the same microbatches, in the same order, on every rank.
+
+The sequences of a microbatch stand one behind the other, and none sees another: nothing is padded.
+At each place the token after it is predicted, so of a sequence only what stands before the last
+token that counts is read. As in `core.types.Row`, position t of every field speaks of token t; that
+a token is predicted at the position before it is said here and nowhere else.
+
+Shapes: T tokens that a microbatch reads, N those that count, B sequences, L layers that have
+experts, k experts of a token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, Protocol, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from etude.core.types import Row
+
+Ints = NDArray[np.int64]
+
+
+class PackItem(Protocol):
+    """An item of a microbatch, which is never split."""
+
+    @property
+    def length(self) -> int:
+        """Tokens that are read."""
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens that the loss counts."""
+
+    @property
+    def num_loss_terms(self) -> int:
+        """The number of terms that the loss is the mean of: tokens, unless a kind of item says
+        otherwise."""
+
+
+@dataclass(frozen=True)
+class TokenSequence:
+    """A sequence of tokens, and which of them the loss counts; never the first, before which
+    nothing stands."""
+
+    tokens: Sequence[int]
+    mask: Sequence[bool]
+
+    @cached_property
+    def loss_positions(self) -> Ints:
+        """The positions of the tokens that the loss counts."""
+        return np.flatnonzero(self.mask[1:]) + 1
+
+    @property
+    def length(self) -> int:
+        return int(self.loss_positions[-1]) if len(self.loss_positions) else 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.loss_positions)
+
+    @property
+    def num_loss_terms(self) -> int:
+        return self.num_tokens
+
+
+@dataclass(frozen=True)
+class RolloutSequence(TokenSequence):
+    """A row of a batch of RL."""
+
+    row: Row
+    number: int
+    """Which row of the batch it is."""
+    weight: float
+    """The weight of its tokens in the objective."""
+
+    @classmethod
+    def from_row(cls, row: Row, number: int, weight: float = 1.0) -> RolloutSequence:
+        return cls(row.tokens, row.mask, row, number, weight)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedBatch:
+    """The input of one forward and backward pass: sequences one behind the other, without
+    padding."""
+
+    tokens_T: Tensor
+    positions_T: Tensor
+    """Of each token within its sequence."""
+    lengths: tuple[int, ...]
+    """How many tokens are read of each sequence."""
+    logits_indices_N: Tensor
+    """Where in the microbatch each token that counts is predicted."""
+    targets_N: Tensor
+    """The tokens that count."""
+    sequence_N: Tensor
+    """Which sequence of the microbatch each of them stands in."""
+    experts_TLk: Tensor | None = None
+    """The experts that are replayed, -1 where the router decides; None: it decides everywhere."""
+
+    def to(self, device: torch.device) -> Self:
+        there: dict[str, Any] = {
+            f.name: tensor.to(device)
+            for f in fields(self)
+            if isinstance(tensor := getattr(self, f.name), Tensor)
+        }
+        return replace(self, **there)
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens the loss counts."""
+        return len(self.targets_N)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Microbatch(PackedBatch):
+    """The same for RL."""
+
+    old_logprobs_N: Tensor
+    advantages_N: Tensor
+    weights_N: Tensor
+    """What a token counts for in the objective."""
+    row_ids_N: Tensor
+    """Which row of the batch a token stands in."""
+
+
+def pack_batch(texts: Sequence[TokenSequence]) -> PackedBatch:
+    return PackedBatch(**_packed(texts))
+
+
+def pack_rows(
+    rows: Sequence[RolloutSequence], experts: Callable[[Row], Tensor | None] = lambda row: None
+) -> Microbatch:
+    """`experts` gives those that the first tokens of a row used, [tokens, L, k]."""
+    return Microbatch(
+        **_packed(rows),
+        experts_TLk=_pack_experts(
+            [each.length for each in rows], [experts(each.row) for each in rows]
+        ),
+        old_logprobs_N=_joined(
+            [np.array(each.row.logprobs)[each.loss_positions] for each in rows], torch.float32
+        ),
+        advantages_N=_joined(
+            [np.array(each.row.advantages)[each.loss_positions] for each in rows], torch.float32
+        ),
+        weights_N=_joined([np.full(each.num_tokens, each.weight) for each in rows], torch.float32),
+        row_ids_N=_joined([np.full(each.num_tokens, each.number) for each in rows], torch.int64),
+    )
+
+
+def _packed(texts: Sequence[TokenSequence]) -> dict[str, Any]:
+    """The fields of `PackedBatch`. A rank without work reads one token, of which nothing comes."""
+    lengths = [text.length for text in texts]
+    if not any(lengths):
+        texts, lengths = [TokenSequence((0,), (False,))], [1]
+    starts, tokens = accumulate(lengths, initial=0), [np.array(text.tokens) for text in texts]
+    return {
+        "tokens_T": _joined(
+            [own[:length] for own, length in zip(tokens, lengths, strict=True)], torch.int64
+        ),
+        "positions_T": _joined([np.arange(length) for length in lengths], torch.int64),
+        "lengths": tuple(length for length in lengths if length),
+        "logits_indices_N": _joined(
+            [s + text.loss_positions - 1 for s, text in zip(starts, texts, strict=False)],
+            torch.int64,
+        ),
+        "targets_N": _joined(
+            [own[text.loss_positions] for own, text in zip(tokens, texts, strict=True)], torch.int64
+        ),
+        "sequence_N": _joined(
+            [np.full(text.num_tokens, n) for n, text in enumerate(texts)], torch.int64
+        ),
+    }
+
+
+def _joined(parts: Sequence[NDArray[Any]], dtype: torch.dtype) -> Tensor:
+    return (
+        torch.from_numpy(np.concatenate(parts)).to(dtype) if parts else torch.zeros(0, dtype=dtype)
+    )
+
+
+def _pack_experts(lengths: Sequence[int], experts: Sequence[Tensor | None]) -> Tensor | None:
+    shape = next((ids.shape[1:] for ids in experts if ids is not None), None)
+    if shape is None:
+        return None
+    packed_TLk = torch.full((max(1, sum(lengths)), *shape), -1, dtype=torch.int16)
+    for start, length, ids in zip(accumulate(lengths, initial=0), lengths, experts, strict=False):
+        if ids is not None:
+            told = ids[:length]
+            packed_TLk[start : start + len(told)] = told
+    return packed_TLk
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceCost:
+    """The compute cost of a sequence: so much for each token, and so much for each pair of tokens
+    one of which sees the other."""
+
+    per_token: float = 1.0
+    per_pair: float = 0.0
+
+    def __call__(self, length: int) -> float:
+        return length * (self.per_token + self.per_pair * length / 2)
+
+
+def plan_microbatches(
+    lengths: Sequence[int],
+    limit: int,
+    ranks: int = 1,
+    cost: SequenceCost = SequenceCost(),  # noqa: B008 (frozen)
+) -> list[list[list[int]]]:
+    """For each rank the microbatches that it computes, as the indices of the items in them: none of
+    more than `limit` tokens, but for an item that is longer alone. `limit = 0` means one item each,
+    in the order given.
+
+    Ranks work in rounds, one microbatch each, and a round lasts as long as its costliest one. So
+    all have equally many of about the same cost, and where there are fewer items than ranks some
+    are empty. The costliest come first, so that whoever has too little memory learns it at once.
+    """
+    if limit == 0:
+        bins = [[index] for index in range(len(lengths))]
+    else:
+        limit = max(limit, *lengths, 1)
+        bins = _fill(lengths, limit, ranks, cost)
+        bins.sort(key=lambda some: -sum(cost(lengths[index]) for index in some))
+    bins += [[]] * (-len(bins) % ranks)
+    return [bins[rank::ranks] for rank in range(ranks)]
+
+
+def _fill(lengths: Sequence[int], limit: int, ranks: int, cost: SequenceCost) -> list[list[int]]:
+    """The costliest item first, each to the microbatch that costs least and has room. One more
+    round of microbatches if that does not go well."""
+    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    rounds = max(1, math.ceil(sum(lengths) / limit / ranks))
+    while True:
+        bins: list[list[int]] = [[] for _ in range(rounds * ranks)]
+        sizes, costs = np.zeros(len(bins)), np.zeros(len(bins))
+        for index in order:
+            there = int(np.where(sizes + lengths[index] <= limit, costs, np.inf).argmin())
+            if sizes[there] + lengths[index] > limit:
+                break
+            bins[there].append(index)
+            sizes[there] += lengths[index]
+            costs[there] += cost(lengths[index])
+        else:
+            return [some for some in bins if some]
+        rounds += 1
+
+
+def check(rows: Sequence[Row], *, microbatch_tokens: int, max_tokens: int) -> None:
+    """Whether rows can be learnt from at all."""
+    bound = min(max_tokens, microbatch_tokens or max_tokens)
+    for row in rows:
+        assert len(row.tokens) == len(row.mask) == len(row.logprobs) == len(row.advantages), (
+            row.sample
+        )
+        if len(row.tokens) > bound:
+            raise ValueError(
+                f"{row.sample}: a row of {len(row.tokens)} tokens does not fit: the model's "
+                f"context has "
+                f"{max_tokens} and a microbatch {microbatch_tokens or 'no bound'}"
+            )
+        if row.mask[0]:
+            raise ValueError(
+                f"{row.sample}: its first token counts as sampled, but nothing stands before it"
+            )

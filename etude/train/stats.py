@@ -1,0 +1,51 @@
+"""Statistics of optimizer steps, as the learner returns them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from etude.core.events import MismatchStats
+from etude.core.types import RecomputedRow
+from etude.train.supervised import Metrics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepStats:
+    """Statistics of one RL step."""
+
+    loss: float
+    mismatch: MismatchStats
+    """Between the policy that sampled and the one that learns."""
+    truncated_frac: float
+    """Share of the sampled tokens whose importance weight the correction cut or took away."""
+    zero_grad_frac: float
+    """Share of them with zero gradient although their advantage was not 0."""
+    entropy: float
+    """Mean over the sampled tokens, in nats."""
+    grad_norm: float
+    """Before clipping."""
+    lr: float
+    num_rows: int
+    num_tokens: int
+    """Sampled tokens."""
+    num_forward_tokens: int
+    """All tokens that went through the model, prompts included."""
+    router_mismatch_frac: float | None = None
+    """Share of the tokens with replayed experts for which a router, left alone, would have chosen
+    another."""
+    experts_replaced_frac: float | None = None
+    """Share of the replayed experts that were implausible, and so not used."""
+    recomputed: tuple[RecomputedRow, ...] = ()
+    """Of each row of the batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitStats:
+    """Statistics of one supervised step."""
+
+    loss: float
+    grad_norm: float
+    lr: float
+    num_tokens: int
+    metrics: Metrics
+    """Further metrics of the loss, as means over what it counts."""

@@ -1,0 +1,2 @@
+"""The trainer's process: its stages, the data that they read, and publication of what they
+learn."""

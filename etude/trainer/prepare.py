@@ -1,0 +1,183 @@
+"""Preparation of a new run: the small files of its model (shape, vocabulary, chat template) go into
+the store.
+
+`config.json` is written last, so the model is either there or not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from etude.core.config import RlConfig, RunConfig
+from etude.core.errors import EtudeError
+from etude.core.stages import (
+    BUILT_IN,
+    DistillConfig,
+    DpoConfig,
+    MidtrainConfig,
+    RopeScalingConfig,
+    SftConfig,
+)
+from etude.core.types import Json
+from etude.model.config import rope_kind, stated_rope
+from etude.run.plugins import check_file
+from etude.serve import heartbeat as pulse
+from etude.store.runs import Run
+from etude.tasks import sources
+
+
+def is_prepared(run: Run) -> bool:
+    return run.objects.exists("model/config.json")
+
+
+def model_directory(path: str, key: str = "model.path") -> Path:
+    """`key` says who asks for it."""
+    from etude.model.directory import MODEL_FILES, missing_files, read_model_files
+
+    directory = Path(path)
+    missing = missing_files(directory)
+    if not missing:
+        missing = [name for name in MODEL_FILES if name not in read_model_files(directory)]
+    if missing:
+        otherwise = (
+            ", or remove model.path to start from fresh weights" if key == "model.path" else ""
+        )
+        raise EtudeError(
+            f"{key} = {path!r} is no model to start from: {', '.join(missing)} missing there; "
+            f"give a Hugging Face directory{otherwise}"
+        )
+    return directory
+
+
+def check_stage_files(config: RunConfig) -> None:
+    """Check the files that all stages need, so that one missing in the last stage does not cost the
+    stages before it."""
+    check_file(config.tasks.environment, "tasks.environment")
+    check_file(config.harness.agent, "harness.agent")
+    for stage in config.stage:
+        if isinstance(stage, RlConfig):
+            check_file(stage.loss, f"stage.{stage.name}.loss")
+        if isinstance(stage, DistillConfig):
+            model_directory(stage.teacher, f"stage.{stage.name}.teacher")
+        patterns = [stage.path] if isinstance(stage, SftConfig | DpoConfig) else []
+        if isinstance(stage, MidtrainConfig):
+            patterns = [
+                stage.heldout_path,
+                *(source.path for source in stage.sources if source.path != BUILT_IN),
+            ]
+        for pattern in patterns:
+            if pattern is not None:
+                sources.files(pattern)
+
+
+def pretrained_files(
+    path: str, max_context: int, stretch: RopeScalingConfig | None = None
+) -> dict[str, bytes]:
+    """The files of a model directory, its context cut to what the run needs, or stretched for
+    it."""
+    from etude.model.directory import read_model_files
+
+    directory = model_directory(path)
+    files = read_model_files(directory)
+    try:
+        shape = json.loads(files["config.json"])
+        if stretched := stated_rope(shape):
+            # What it says is relative to the context that the model was made for, not to the one
+            # that it is cut to.
+            own = stretched.setdefault(
+                "original_max_position_embeddings", shape["max_position_embeddings"]
+            )
+            if rope_kind(stretched) == "yarn" and stretched["factor"] is None:
+                stretched["factor"] = shape["max_position_embeddings"] / own
+        if stretch is not None:
+            _stretch(shape, stretch)
+        shape["max_position_embeddings"] = min(max_context, shape["max_position_embeddings"])
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        raise EtudeError(
+            f"{directory / 'config.json'} does not describe a model ({type(e).__name__}: {e}): "
+            f"fetch it again, or give "
+            f"another model.path"
+        ) from e
+    return files | {"config.json": json.dumps(shape, indent=2).encode()}
+
+
+def _stretch(shape: dict[str, Json], stretch: RopeScalingConfig) -> None:
+    rope = stated_rope(shape)
+    key = "rope_parameters" if rope and not shape.get("rope_scaling") else "rope_scaling"
+    if rope_kind(rope) != "default":
+        raise EtudeError(
+            f"rope_scaling: the model of model.path is stretched already ({rope}): leave the key "
+            f"out"
+        )
+    own = shape["max_position_embeddings"]
+    told = {
+        "rope_type": stretch.type,
+        "factor": stretch.factor,
+        "original_max_position_embeddings": own,
+    }
+    shape[key] = {name: value for name, value in rope.items() if name != "type"} | told
+    shape["max_position_embeddings"] = int(own * stretch.factor)
+
+
+def _stretch_of(config: RunConfig) -> RopeScalingConfig | None:
+    first = config.stage[0]
+    return first.rope_scaling if isinstance(first, MidtrainConfig) else None
+
+
+def scratch_files(config: RunConfig) -> dict[str, bytes]:
+    from etude.model.from_scratch import tokenizer_files
+    from etude.model.tokenizer import ChatTokenizer
+    from etude.model.transformer import ModelConfig
+    from etude.trainer import data
+
+    shape = config.model
+    files = tokenizer_files(data.vocabulary_texts(config), shape.vocab_size)
+    model = ModelConfig(
+        vocab_size=ChatTokenizer(files).vocab_size,
+        hidden_size=shape.hidden_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        intermediate_size=shape.intermediate_size,
+        max_position_embeddings=shape.max_context,
+    )
+    return files | {"config.json": model.to_json().encode()}
+
+
+def model_files(config: RunConfig) -> dict[str, bytes]:
+    path = config.model.path
+    return (
+        scratch_files(config)
+        if path is None
+        else pretrained_files(path, config.model.max_context, _stretch_of(config))
+    )
+
+
+def store_files(run: Run, files: Mapping[str, bytes]) -> None:
+    for name in sorted(files, key=lambda name: name == "config.json"):
+        run.put_model_file(name, files[name])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="etude.trainer.prepare", description="Put the files of a run's model in its store."
+    )
+    parser.add_argument("--store", required=True, help="the run's store")
+    args = parser.parse_args()
+    pulse.send_heartbeats_from_thread()
+    try:
+        run = Run.open(args.store, create=False)
+        config = run.config()
+        store_files(run, model_files(config))
+    except EtudeError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,239 @@
+"""The stages as the trainer runs them: for each kind, its data and the call of `train` with the
+values of its table.
+
+Those that learn from files end in one version. Those that are loops step on the batches that the
+controller writes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from etude.core.config import RlConfig
+from etude.core.errors import EtudeError
+from etude.core.events import OverlongSkipped, StageStarted
+from etude.core.lineage import StageSpan
+from etude.core.stages import (
+    DistillConfig,
+    DpoConfig,
+    MidtrainConfig,
+    RolloutStageConfig,
+    SftConfig,
+)
+from etude.core.types import Batch
+from etude.model.directory import read_model_files
+from etude.model.tokenizer import same_vocabulary
+from etude.store.experts import get_experts
+from etude.train import stages as learning
+from etude.train.objective import Objective
+from etude.train.schedule import learning_rate
+from etude.train.start import initial_model
+from etude.train.teacher import Teacher
+from etude.trainer import data
+from etude.trainer.documents import read_corpus
+from etude.trainer.prepare import model_directory
+from etude.trainer.step import StepReporter, objective_of
+
+if TYPE_CHECKING:
+    from etude.trainer.trainer import Trainer
+
+SHOWN = 8  # of the sessions that are left out
+
+ScoreBatch = Callable[[Batch, int], tuple[Batch, float | None]]
+"""(batch, microbatch_tokens) -> the batch with the advantages to learn from, and how far the
+student is from a teacher."""
+
+
+def unchanged(batch: Batch, microbatch_tokens: int) -> tuple[Batch, float | None]:
+    return batch, None
+
+
+def _tell_skipped(trainer: Trainer, where: Sequence[str]) -> None:
+    if where:
+        trainer.emit(
+            OverlongSkipped(stage=trainer.stage, count=len(where), where=tuple(where[:SHOWN]))
+        )
+
+
+def midtrain(trainer: Trainer, span: StageSpan) -> None:
+    stage = span.stage
+    assert isinstance(stage, MidtrainConfig)
+    trainer.emit(StageStarted(stage=span.name, steps=stage.steps, done=trainer.step))
+    corpus = read_corpus(stage, trainer.files, trainer.config.seed)
+    trainer.record_data(corpus.about)
+    learning.midtrain(
+        trainer.learner,
+        corpus.sources,
+        eos=trainer.tokenizer.eos_token_id,
+        steps=stage.steps,
+        batch_tokens=stage.batch_tokens,
+        seq_len=min(stage.seq_len, trainer.context),
+        document_mask=stage.document_mask,
+        heldout=corpus.heldout,
+        heldout_every=stage.heldout_every,
+        lr=stage.lr,
+        warmup_steps=stage.warmup_steps,
+        weight_decay=stage.weight_decay,
+        seed=trainer.config.seed,
+        start_step=trainer.step,
+        on_step=trainer.report_fit(),
+    )
+    trainer.finish_version(span.end, step=trainer.step)
+
+
+def sft(trainer: Trainer, span: StageSpan) -> None:
+    stage = span.stage
+    assert isinstance(stage, SftConfig)
+    trainer.emit(StageStarted(stage=span.name, steps=0, done=trainer.step))
+    shown, heldout = [], []
+    if stage.demonstrations:
+        made = data.built_in_sessions(
+            trainer.config, stage.demonstrations, trainer.tokenizer, trainer.context
+        )
+        shown, heldout = made.train, made.heldout
+    if stage.path is not None:
+        read = data.read_sessions(stage.path, trainer.tokenizer, trainer.context, stage.overlong)
+        shown, heldout = shown + read.train, heldout + read.heldout
+        _tell_skipped(trainer, read.skipped)
+    trainer.record_data(
+        f"{len(shown)} sessions and {len(heldout)} held out, {digest([shown, heldout])}"
+    )
+    learning.sft(
+        trainer.learner,
+        shown,
+        heldout,
+        max_epochs=stage.max_epochs,
+        patience=stage.patience,
+        batch_tokens=stage.batch_tokens,
+        lr=stage.lr,
+        seed=trainer.config.seed,
+        start_step=trainer.step,
+        heldout_losses=trainer.heldout_losses,
+        on_step=trainer.report_fit(),
+    )
+    trainer.finish_version(span.end, step=trainer.step)
+
+
+def dpo(trainer: Trainer, span: StageSpan) -> None:
+    stage = span.stage
+    assert isinstance(stage, DpoConfig)
+    trainer.emit(StageStarted(stage=span.name, steps=0, done=trainer.step))
+    pairs, skipped = data.read_preferences(
+        stage.path, trainer.tokenizer, trainer.context, stage.overlong
+    )
+    _tell_skipped(trainer, skipped)
+    trainer.record_data(f"{len(pairs)} pairs, {digest(pairs)}")
+    learning.dpo(
+        trainer.learner,
+        pairs,
+        epochs=stage.epochs,
+        batch_pairs=stage.batch_pairs,
+        beta=stage.beta,
+        length_normalised=stage.length_normalised,
+        lr=stage.lr,
+        warmup_steps=stage.warmup_steps,
+        seed=trainer.config.seed,
+        start_step=trainer.step,
+        on_step=trainer.report_fit(),
+    )
+    trainer.finish_version(span.end, step=trainer.step)
+
+
+def rl(trainer: Trainer, span: StageSpan) -> None:
+    assert isinstance(span.stage, RlConfig)
+    if span.stage.kl_coef and trainer.version == span.start:
+        trainer.learner.snapshot()  # the reference
+    run_steps(trainer, span, span.stage, objective=objective_of(span.stage))
+
+
+def distill(trainer: Trainer, span: StageSpan) -> None:
+    stage = span.stage
+    assert isinstance(stage, DistillConfig)
+    teacher = read_teacher(stage.teacher, trainer.files, trainer.context)
+    teacher.model.to(trainer.learner.device).cast(trainer.learner.compute)
+
+    def score_batch(batch: Batch, microbatch_tokens: int) -> tuple[Batch, float]:
+        return teacher.score(
+            batch, temperature=stage.temperature, microbatch_tokens=microbatch_tokens
+        )
+
+    run_steps(trainer, span, stage, score_batch, Objective(distills=True))
+
+
+def run_steps(
+    trainer: Trainer,
+    span: StageSpan,
+    stage: RolloutStageConfig,
+    score_batch: ScoreBatch = unchanged,
+    objective: Objective = Objective(),  # noqa: B008 (frozen)
+) -> None:
+    """Steps on the batches that the controller writes."""
+    trainer.emit(
+        StageStarted(stage=span.name, steps=stage.steps, done=trainer.version - span.start)
+    )
+    microbatch_tokens = 0 if trainer.config.deterministic else stage.microbatch_tokens
+    if trainer.version == 0:
+        # no stage came before: the engines need the starting weights
+        trainer.finish_version(0, step=0)
+    reporter = StepReporter(trainer.learner)
+    for step in range(trainer.version + 1, span.end + 1):
+        batch = reporter.check(
+            trainer.read_batch(step, span), f"{trainer.run.objects.url}: batches/{step:06d}"
+        )
+        batch, teacher_kl = score_batch(batch, microbatch_tokens)
+        lr = learning_rate(
+            step - span.start - 1,
+            lr=stage.lr,
+            warmup=stage.warmup_steps,
+            total=stage.steps,
+            decay=stage.lr_schedule,
+        )
+        stats = trainer.learner.step(
+            batch,
+            lr=lr,
+            objective=objective,
+            temperature=stage.temperature,
+            microbatch_tokens=microbatch_tokens,
+            fetch=(lambda name: get_experts(trainer.run.objects, name))
+            if stage.router_replay
+            else None,
+            router_replay_min_score=stage.router_replay_min_score,
+            router_balance=stage.router_balance,
+        )
+        trainer.finish_version(step, step=step - span.start)
+        trainer.emit(reporter.report(batch, stats, teacher_kl))
+        trainer.report_mismatch(batch, stats.recomputed)
+
+
+STAGE: dict[str, Callable[[Trainer, StageSpan], None]] = {
+    "midtrain": midtrain,
+    "sft": sft,
+    "rl": rl,
+    "dpo": dpo,
+    "distill": distill,
+}
+
+
+def digest(tokens: object) -> str:
+    return f"sha256 {hashlib.sha256(repr(tokens).encode()).hexdigest()}"
+
+
+def read_teacher(path: str, files: Mapping[str, bytes], context: int) -> Teacher:
+    """`files` are the student's: a teacher speaks of the same tokens, and of sessions as long."""
+    directory = model_directory(path, key="teacher")
+    small = read_model_files(directory)
+    model = initial_model(directory, small["config.json"], 0)
+    if not same_vocabulary(small["tokenizer.json"], files["tokenizer.json"]):
+        raise EtudeError(
+            f"the teacher in {path} has another vocabulary than the student: take one of the same "
+            f"family"
+        )
+    if model.config.max_position_embeddings < context:
+        raise EtudeError(
+            f"the teacher in {path} has a context of {model.config.max_position_embeddings} "
+            f"tokens, and sessions may "
+            f"have {context}: lower model.max_context, or take another teacher"
+        )
+    return Teacher(model)

@@ -1,0 +1,132 @@
+"""One RL step, from the batch in the store to the event that reports it."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from etude.core.alarms import RepeatedRows
+from etude.core.checks import check_batch
+from etude.core.config import RlConfig
+from etude.core.errors import EtudeError
+from etude.core.events import StepDone
+from etude.core.types import Batch
+from etude.run.plugins import load
+from etude.train.correction import CORRECTION
+from etude.train.flops import peak_flops, step_flops
+from etude.train.learner import Learner
+from etude.train.loss import LOSS, Clip, Loss
+from etude.train.objective import AGGREGATE, Objective
+from etude.train.stats import StepStats
+
+
+def objective_of(stage: RlConfig) -> Objective:
+    """The objective of a stage; what its config leaves out is the loss's default."""
+    loss = LOSS[stage.loss] if stage.loss in LOSS else load(stage.loss, "stage.rl.loss")
+    if not isinstance(loss, Loss):
+        raise EtudeError(
+            f"stage.rl.loss = {stage.loss!r} is a {type(loss).__name__}: it must be an "
+            f"etude.train.loss.Loss, such as "
+            f"Loss(function=your_function)"
+        )
+    if not isinstance(loss.clip, Clip):
+        raise EtudeError(
+            f"stage.rl.loss = {stage.loss!r} has clip = {loss.clip!r}: it must be a Clip(low, high)"
+        )
+    objective = Objective(
+        loss=loss,
+        aggregate=stage.aggregate or loss.aggregate,
+        clip=Clip(
+            loss.clip.low if stage.clip_low is None else stage.clip_low,
+            loss.clip.high if stage.clip_high is None else stage.clip_high,
+        ),
+        correction=stage.correction or loss.correction,
+        ratio_cap=stage.ratio_cap,
+        kl_coef=stage.kl_coef,
+    )
+    for key, value, known in (
+        ("aggregate", objective.aggregate, [*AGGREGATE]),
+        ("correction", objective.correction, ["none", *CORRECTION]),
+    ):
+        if value not in known:
+            raise EtudeError(
+                f"stage.rl.loss = {stage.loss!r} has {key} = {value!r}: it must be one of "
+                f"{', '.join(known)}"
+            )
+    if stage.loss not in LOSS:
+        _try_out(objective, stage.loss)
+    return objective
+
+
+def _try_out(objective: Objective, name: str) -> None:
+    """On three tokens: a mistake in a loss of one's own shows before anything is sampled or
+    learnt."""
+    logp_N, adv_N = (
+        torch.tensor([-1.0, -2.0, -3.0], requires_grad=True),
+        torch.tensor([1.0, -1.0, 0.5]),
+    )
+    engine_logp_N = logp_N.detach() + torch.tensor([0.1, -0.1, 0.0])
+    try:
+        scored = objective.score(
+            logp_N, engine_logp_N, adv_N, torch.tensor([0, 0, 1]), engine_logp_N
+        )
+    except EtudeError as e:
+        raise EtudeError(f"stage.rl.loss = {name!r}, tried on three tokens: {e}") from e
+    if not scored.loss_N.isfinite().all():
+        raise EtudeError(
+            f"stage.rl.loss = {name!r}, tried on three tokens: the loss returned "
+            f"{scored.loss_N.tolist()}; its numbers "
+            f"must be finite"
+        )
+
+
+class StepReporter:
+    """Reports a step: the learner's statistics with duration, utilisation, staleness and repeated
+    rows."""
+
+    def __init__(self, learner: Learner) -> None:
+        self._config = learner.model.config
+        self._peak = learner.ranks.size * peak_flops(learner.device, learner.compute)
+        self._repeats = RepeatedRows()
+        self._idle_since = self._began = time.monotonic()
+
+    def check(self, batch: Batch, where: str) -> Batch:
+        """The batch is there: makes sure that it can be learnt from. `where` names it."""
+        check_batch(
+            batch,
+            max_tokens=self._config.max_position_embeddings,
+            vocab_size=self._config.vocab_size,
+            where=where,
+        )
+        self._began = time.monotonic()
+        return batch
+
+    def report(self, batch: Batch, stats: StepStats, teacher_kl: float | None = None) -> StepDone:
+        """The step is over, its weights published."""
+        now = time.monotonic()
+        seconds, wait_s, self._idle_since = now - self._began, self._began - self._idle_since, now
+        return StepDone(
+            step=batch.step,
+            loss=stats.loss,
+            reward=batch.reward,
+            lr=stats.lr,
+            lag=batch.lag,
+            lags=batch.lags,
+            k1=stats.mismatch.k1,
+            k1_p99=stats.mismatch.k1_p99,
+            k3_mean=stats.mismatch.k3,
+            k3_p99=stats.mismatch.k3_p99,
+            truncated_frac=stats.truncated_frac,
+            zero_grad_frac=stats.zero_grad_frac,
+            router_mismatch_frac=stats.router_mismatch_frac,
+            entropy=stats.entropy,
+            grad_norm=stats.grad_norm,
+            tokens=stats.num_tokens,
+            tokens_per_s=sum(len(row.tokens) for row in batch.rows) / seconds,
+            mfu=step_flops(self._config, batch.rows) / seconds / self._peak,
+            repeated_rows=self._repeats.count(batch),
+            seconds=seconds,
+            wait_s=wait_s,
+            teacher_kl=teacher_kl,
+        )

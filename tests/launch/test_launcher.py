@@ -1,0 +1,271 @@
+"""Processes that are started, watched and stopped. They are real, and small."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from etude.core.clock import AwakeClock, ManualClock
+from etude.core.errors import EtudeError
+from etude.core.events import Event, ProcessHeard, ProcessSilent
+from etude.launch.launcher import Launcher, Program, Restarts, check_port, free_ports, locked
+from etude.run.gateway_client import GatewayClient
+from etude.run.process import AwakeLoop, error_message
+
+FOREVER = "import time\nwhile True: time.sleep(1)"
+
+
+def noting_its_pid(directory: Path) -> str:
+    """The beginning of a program that leaves its process id in a file."""
+    return f"import os\nopen({str(directory / 'pid')!r}, 'w').write(str(os.getpid()))\n"
+
+
+def noted(directory: Path) -> int | None:
+    path = directory / "pid"
+    return int(path.read_text()) if path.exists() and path.read_text() else None
+
+
+def program(name: str, code: str, **options: object) -> Program:
+    return Program(name, (sys.executable, "-c", code), **options)  # type: ignore[arg-type]
+
+
+def alive(pid: int | None) -> bool:
+    assert pid is not None
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Iterator[Launcher]:
+    with locked(tmp_path) as lock:
+        yield Launcher(tmp_path, threads=1, resume="etude run x.toml", lock=lock)
+
+
+async def test_the_end_of_one_is_the_end_of_all(launcher: Launcher, tmp_path: Path) -> None:
+    note = noting_its_pid(tmp_path)
+    await launcher.run_all(
+        [
+            program("server", note + FOREVER, serves=True),
+            program(
+                "main", f"import os\nwhile not os.path.exists({str(tmp_path / 'pid')!r}): pass"
+            ),
+        ],
+        until="main",
+    )
+    assert not alive(noted(tmp_path))
+
+
+async def test_a_death_is_told_with_its_last_words(launcher: Launcher) -> None:
+    with pytest.raises(ExceptionGroup) as caught:
+        await launcher.run_all(
+            [
+                program("server", FOREVER),
+                program("main", "import sys; print('no more paper'); sys.exit(3)"),
+            ],
+            until="main",
+        )
+    told = error_message(caught.value) or ""
+    assert "the main ended with exit code 3" in told and "| no more paper" in told
+    assert told.endswith("Go on with: etude run x.toml")
+
+
+async def test_a_server_that_ends_well_has_died_too(launcher: Launcher) -> None:
+    with pytest.raises(ExceptionGroup) as caught:
+        await launcher.run_all(
+            [program("server", "", serves=True), program("main", FOREVER)], until="main"
+        )
+    assert "the server ended with exit code 0" in (error_message(caught.value) or "")
+
+
+async def test_a_worker_is_started_again_but_not_for_ever(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    with pytest.raises(ExceptionGroup) as caught:
+        await launcher.run_all(
+            [
+                program("worker", "print('hello'); raise SystemExit(1)", serves=True, restarts=2),
+                program("main", FOREVER),
+            ],
+            until="main",
+        )
+    assert "after 2 restarts within a minute" in (error_message(caught.value) or "")
+    assert (tmp_path / "logs" / "worker.log").read_text().count("hello") == 3
+
+
+async def test_a_process_that_does_not_listen_is_killed(
+    launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("etude.launch.launcher.STOP_S", 0.2)
+    deaf = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + noting_its_pid(
+        tmp_path
+    )
+    running = asyncio.create_task(launcher.run_all([program("main", deaf + FOREVER)], until="main"))
+    while noted(tmp_path) is None:
+        await asyncio.sleep(0.01)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert not alive(noted(tmp_path))
+
+
+def test_children_die_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    note = noting_its_pid(tmp_path)
+    code = f"""
+import asyncio, sys
+from pathlib import Path
+from etude.launch.launcher import Launcher, Program, locked
+with locked(Path({str(tmp_path)!r})) as lock:
+    launcher = Launcher(Path({str(tmp_path)!r}), threads=1, resume="", lock=lock)
+    asyncio.run(launcher.run_to_end(Program("child", (sys.executable, "-c", {note + FOREVER!r}))))
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code])
+    while noted(tmp_path) is None:
+        assert parent.poll() is None
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    # The child holds the lock as long as it lives: getting it is the proof that the child is gone.
+    with locked(tmp_path, wait_s=60):
+        pass
+
+
+def test_a_run_is_locked_against_a_second_launcher(tmp_path: Path) -> None:
+    with (
+        locked(tmp_path),
+        pytest.raises(EtudeError, match=f"is being run by process {os.getpid()}"),
+        locked(tmp_path, 0),
+    ):
+        pass
+    with locked(tmp_path, 0):
+        pass
+
+
+async def test_logs_that_cannot_be_written(launcher: Launcher, tmp_path: Path) -> None:
+    (tmp_path / "logs" / "main.log").mkdir()
+    with pytest.raises(EtudeError, match=r"cannot write .*main\.log"):
+        await launcher.run_to_end(program("main", ""))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(EtudeError, match=r"cannot write .*logs"):
+        Launcher(tmp_path / "file", threads=1, resume="", lock=0)
+
+
+async def test_the_programs_share_a_token_that_nobody_else_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def tokens() -> set[str]:
+        with locked(tmp_path) as lock:
+            launcher = Launcher(tmp_path, threads=1, resume="", lock=lock)
+            for name in ("one", "two"):
+                await launcher.run_to_end(
+                    program(name, "import os; print(os.environ['ETUDE_TOKEN'])")
+                )
+        return {
+            (tmp_path / "logs" / f"{name}.log").read_text().split()[-1] for name in ("one", "two")
+        }
+
+    monkeypatch.delenv("ETUDE_TOKEN", raising=False)
+    (first,) = await tokens()
+    (second,) = await tokens()
+    assert len(first) > 20 and first != second
+    monkeypatch.setenv("ETUDE_TOKEN", "given")
+    assert await tokens() == {"given"}
+
+
+async def test_the_controller_sends_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ETUDE_TOKEN", "secret")
+    async with GatewayClient("http://127.0.0.1:1") as gateway:
+        assert gateway.http.headers["Authorization"] == "Bearer secret"
+
+
+async def test_a_program_that_gives_no_sign_of_life_is_named(tmp_path: Path) -> None:
+    beating = "from etude.serve import pulse\npulse.EVERY_S = 0.05\npulse.beat_from_a_thread()\n"
+    told: list[Event] = []
+
+    async def until(kind: type[Event], process: str) -> None:
+        while not any(isinstance(event, kind) and event.process == process for event in told):
+            await asyncio.sleep(0.01)
+
+    with locked(tmp_path) as lock:
+        launcher = Launcher(tmp_path, threads=1, resume="", lock=lock, silence_s=1.0)
+        programs = [
+            program("mute", FOREVER),
+            program("main", beating + noting_its_pid(tmp_path) + FOREVER),
+        ]
+        running = asyncio.create_task(launcher.run_all(programs, until="main"))
+        watching = asyncio.create_task(launcher.watch(told.append))
+        while noted(tmp_path) is None:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)  # until it has been heard: before, it would have a minute
+        os.kill(noted(tmp_path) or 0, signal.SIGSTOP)
+        await until(ProcessSilent, "main")
+        os.kill(noted(tmp_path) or 0, signal.SIGCONT)
+        await until(ProcessHeard, "main")
+        assert not any(event.process == "mute" for event in told), "it may be starting"
+        running.cancel()
+        watching.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+
+def test_a_pulse_needs_nobody_who_listens() -> None:
+    """Without a launcher, with one that does not read, and with one that is gone."""
+    code = """
+import os, sys
+ours, theirs = os.pipe()
+os.set_blocking(theirs, False)
+if sys.argv[1] != "alone":
+    os.environ["ETUDE_PULSE"] = str(theirs)
+if sys.argv[1] == "gone":
+    os.close(ours)
+from etude.serve import pulse
+for _ in range(1 << 17):
+    pulse.beat()
+print("ETUDE_PULSE" in os.environ)
+"""
+    for how in ("alone", "deaf", "gone"):
+        assert subprocess.check_output([sys.executable, "-c", code, how], text=True) == "False\n"
+
+
+def test_time_stands_still_for_a_loop_whose_process_does() -> None:
+    loop, clock = AwakeLoop(), ManualClock()
+    loop.clock = AwakeClock(clock)
+
+    async def passes(*steps: float) -> bool:
+        """Whether a deadline of a minute has passed after these steps of the clock."""
+        try:
+            async with asyncio.timeout(60.0):
+                for step in steps:
+                    clock.move(step)
+                    await asyncio.sleep(0)
+                    await asyncio.sleep(0)
+        except TimeoutError:
+            return True
+        return False
+
+    with contextlib.closing(loop):
+        assert not loop.run_until_complete(passes(90.0, 90.0, 90.0))
+        assert loop.run_until_complete(passes(*[1.0] * 61))
+
+
+def test_restarts_are_counted_within_a_minute() -> None:
+    clock = ManualClock()
+    restarts = Restarts(2, clock)
+    assert [restarts.allow(), restarts.allow(), restarts.allow()] == [True, True, False]
+    clock.move(61)
+    assert restarts.allow()
+
+
+def test_ports() -> None:
+    ports = free_ports(5)
+    assert len(set(ports)) == 5
+    check_port(ports[0])

@@ -1,0 +1,560 @@
+"""What only namespaces hold: nothing gets out, nothing stays, and nothing inside reaches its
+keeper."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from etude.core.errors import EtudeError, RolloutFailure
+from etude.sandbox import namespaces, syscalls
+from etude.sandbox.limits import NICENESS
+from etude.sandbox.namespaces import NamespaceSandboxPool
+from tests.namespaces import need_namespaces
+
+LONG_S = 60.0
+
+
+async def result(pool: NamespaceSandboxPool, script: str) -> str:
+    async with pool.open({"s.py": script}) as sandbox:
+        ran = await sandbox.run(["python", "s.py"], timeout_s=LONG_S)
+        return ran.output.strip()
+
+
+def descendants(pid: int) -> set[int]:
+    """Every process below this one. A dead one that waits to be reaped holds nothing any more."""
+    found: set[int] = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(parent) == pid and state != "Z":
+            found |= {int(stat.parent.name)} | descendants(int(stat.parent.name))
+    return found
+
+
+async def until(true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(LONG_S):
+        while not true():
+            await asyncio.sleep(0.01)
+
+
+async def until_gone(pids: set[int]) -> None:
+    await until(lambda: not any(alive(pid) for pid in pids))
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+async def test_it_is_an_ordinary_user_without_capabilities(walled: NamespaceSandboxPool) -> None:
+    status = await result(walled, "print(open('/proc/self/status').read())")
+    fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
+    assert fields["Uid"].split() == ["1000"] * 4
+    assert {int(fields[name], 16) for name in ("CapInh", "CapPrm", "CapEff", "CapAmb")} == {0}
+    assert fields["NoNewPrivs"] == "1"
+
+
+async def test_it_sees_no_process_but_its_own_and_no_descriptor_but_three(
+    walled: NamespaceSandboxPool,
+) -> None:
+    script = (
+        "import os; print([p for p in os.listdir('/proc') if p.isdigit()], "
+        "sorted(os.listdir('/proc/self/fd'))[:3])\n"
+    )
+    script += (
+        "for fd in range(3, 256):\n    try: os.fstat(fd); print('open', fd)\n    except OSError: "
+        "pass"
+    )
+    assert await result(walled, script) == "['1'] ['0', '1', '2']"
+
+
+@pytest.mark.parametrize(
+    "attempt",
+    [
+        "open('/new', 'w')",
+        "open('/usr/new', 'w')",
+        "open('/etc/passwd', 'a')",
+        "open('/proc/sys/kernel/hostname', 'w')",
+        "os.listdir('/sys')",
+        "os.listdir('/home')",
+        "open('/etc/shadow')",
+        "socket.create_connection(('127.0.0.1', 22))",
+        "socket.create_connection(('1.1.1.1', 53))",
+        "os.setuid(0)",
+        "os.mknod('/work/disk', stat.S_IFBLK | 0o600, os.makedev(254, 0))",
+        "os.chroot('/work')",
+        "check(libc.unshare(0x10000000))",  # a user namespace, and capabilities with it
+        "check(libc.mount(b'none', b'/tmp', b'tmpfs', 0, None))",
+        "check(libc.umount2(b'/proc', 2))",
+        "check(libc.setns(os.open('/proc/self/ns/mnt', os.O_RDONLY), 0))",
+        "resource.setrlimit(resource.RLIMIT_NPROC, (10**6, 10**6))",
+        "open('big', 'wb').write(bytes(20 << 20))",
+        "[open(f'f{n}', 'wb').write(bytes(10 << 20)) for n in range(5)]",
+        "bytes(1 << 30)",
+        "[os.fork() or signal.pause() for _ in range(100)]",
+        "[open(f'f{n}', 'w').close() for n in range(5000)]",
+        "os.memfd_create('hidden')",
+        "socket.socket(socket.AF_VSOCK)",
+        "socket.socket(socket.AF_PACKET, socket.SOCK_RAW)",
+        "check(libc.shmget(0, 4096, 0o1600))",
+        "check(libc.semget(0, 1, 0o1600))",
+        "check(libc.msgget(0, 0o1600))",
+        "check(libc.ptrace(0, 0, 0, 0))",
+        "check(libc.process_vm_readv(os.getpid(), None, 0, None, 0, 0))",
+        "check(libc.syscall(425, 1, bytes(120)))",  # io_uring_setup, on every machine
+    ],
+)
+async def test_what_it_may_not_do(walled: NamespaceSandboxPool, attempt: str) -> None:
+    script = f"""
+import ctypes, os, resource, signal, socket, stat
+libc = ctypes.CDLL(None, use_errno=True)
+def check(result):
+    if result < 0:
+        raise OSError(ctypes.get_errno(), "refused")
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+try:
+    {attempt}
+    print("done")
+except (OSError, MemoryError, ValueError):
+    print("refused")
+"""
+    assert await result(walled, script) == "refused"
+
+
+def refused(machine: str, number: int, argument: int = 0, arch: int | None = None) -> str:
+    """What the filter says to a call, by a little interpreter of what it is written in."""
+    arch = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}[machine] if arch is None else arch
+    read = {0: number, 4: arch, 16: argument}
+    steps, at, value = list(struct.iter_unpack("=HBBI", syscalls.program(machine) or b"")), 0, 0
+    while True:
+        code, yes, no, operand = steps[at]
+        at += 1
+        match code:
+            case 0x20:
+                value = read[operand]
+            case 0x15:
+                at += yes if value == operand else no
+            case 0x35:
+                at += yes if value >= operand else no
+            case 0x06:
+                return {0x7FFF0000: "allowed", 0x00050001: "refused", 0x80000000: "killed"}[operand]
+
+
+@pytest.mark.parametrize(
+    ("machine", "sockets", "keyctl", "read"), [("x86_64", 41, 250, 0), ("aarch64", 198, 219, 63)]
+)
+def test_the_filter_on_both_machines(machine: str, sockets: int, keyctl: int, read: int) -> None:
+    assert refused(machine, read) == "allowed" and refused(machine, keyctl) == "refused"
+    assert [f for f in range(64) if refused(machine, sockets, f) == "allowed"] == [1, 2, 10, 16]
+    assert (
+        refused(machine, read, arch=0x40000003) == refused(machine, 0x40000000 | read) == "killed"
+    )
+    assert syscalls.program("riscv64") is None and syscalls.number_of_keyctl("riscv64") is None
+
+
+async def test_what_ordinary_programs_need_still_works(walled: NamespaceSandboxPool) -> None:
+    script = """
+import multiprocessing, socket, subprocess, sys, threading
+thread = threading.Thread(target=print, args=["thread"]); thread.start(); thread.join()
+print(subprocess.run([sys.executable, "-c", "print('child')"], capture_output=True, text=True).stdout, end="")
+with multiprocessing.get_context("fork").Pool(2) as pool: print(pool.map(abs, [-1, -2]))
+for family in (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6): socket.socket(family).close()
+a, b = socket.socketpair(); a.send(b"pair"); print(b.recv(9).decode())
+"""  # noqa: E501
+    assert (await result(walled, script)).splitlines() == ["thread", "child", "[1, 2]", "pair"]
+
+
+async def test_nothing_that_is_installed_can_be_imported(walled: NamespaceSandboxPool) -> None:
+    script = """
+import glob, sys
+for prefix in ("/usr", "/usr/local", sys.base_prefix):
+    for place in glob.glob(f"{prefix}/lib*/python*/*-packages"):
+        sys.path.append(place)
+        print(*glob.glob(f"{place}/*"), end="")
+for name in ("etude", "pip", "setuptools", "numpy"):
+    try: __import__(name); print(name)
+    except ImportError: pass
+"""
+    assert await result(walled, script) == ""
+    async with walled.open({}) as sandbox:
+        assert (
+            await sandbox.run(["python", "-m", "pip", "--version"], timeout_s=LONG_S)
+        ).exit_code == 1
+
+
+async def test_commands_give_way_to_the_controller(walled: NamespaceSandboxPool) -> None:
+    assert int(await result(walled, "import os; print(os.nice(0))")) == min(
+        19, os.nice(0) + NICENESS
+    )
+
+
+def test_the_session_keyring_is_left_behind() -> None:
+    script = """
+import ctypes, os
+from etude.sandbox import kernel, syscalls
+number = syscalls.number_of_keyctl(os.uname().machine)
+session = lambda: ctypes.CDLL(None).syscall(number, 0, -3, 1) if number else -1
+before = session()
+kernel.leave_keyring()
+print(before, session())
+"""
+    before, after = subprocess.check_output([sys.executable, "-c", script], text=True).split()
+    if before == "-1":
+        pytest.skip("no keyrings here")
+    assert before != after
+
+
+def test_every_sandbox_leaves_the_session_keyring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked of the first process of the trial sandbox, in front of the filter that would refuse to
+    say it."""
+    need_namespaces()
+    boot = """
+import ctypes, os, socket, sys; sys.path.append(sys.argv[1])
+from etude.sandbox import kernel, syscalls, zygote
+number, left, leave = syscalls.number_of_keyctl(os.uname().machine), [], kernel.leave_keyring
+session = lambda: ctypes.CDLL(None).syscall(number, 0, -3, 1) if number else -1
+before = session()
+kernel.leave_keyring = lambda: left.append(leave())
+zygote.serve = lambda link: zygote.Link(link).send({"error": ["", f"keyring {len(left)} {before} {session()}"]})
+zygote.main(socket.socket(fileno=int(sys.argv[2])), sys.argv[3])
+"""  # noqa: E501
+    monkeypatch.setattr(namespaces, "_BOOT", boot)
+    with pytest.raises(EtudeError) as caught:
+        NamespaceSandboxPool()
+    found = re.search(r"keyring (\d+) (-?\d+) (-?\d+)", str(caught.value))
+    assert found, str(caught.value)
+    left, before, after = found.groups()
+    assert left == "1"
+    assert before == "-1" or before != after  # -1: no keyrings here, and the call alone must do
+
+
+async def test_nothing_of_the_hosts_environment_is_in_sight(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A fork keeps the block of memory that its first ancestor was started with, and /proc shows
+    it."""
+    need_namespaces()
+    monkeypatch.setenv("ETUDE_TOKEN", "hunter2")
+    script = """
+import os, subprocess
+print(sorted(os.environ))
+told = open("/proc/self/environ").read() + subprocess.check_output(["cat", "/proc/self/environ"], text=True)
+print("hunter2" in told or "ETUDE" in told)
+"""  # noqa: E501
+    walled = NamespaceSandboxPool()
+    try:
+        assert (await result(walled, script)).splitlines() == ["['HOME', 'LANG', 'PATH']", "False"]
+    finally:
+        await walled.close()
+
+
+async def test_all_that_is_shown_of_the_host_is_read_only(walled: NamespaceSandboxPool) -> None:
+    """By the mounts themselves: that an ordinary user may not write to /usr says nothing about
+    them."""
+    mounts = [
+        line.split()
+        for line in (await result(walled, "print(open('/proc/self/mounts').read())")).splitlines()
+    ]
+    options = {place: set(flags.split(",")) for _, place, _, flags, *_ in mounts}
+    devices = {place for place in options if place.startswith("/dev/")}
+    assert {place for place, flags in options.items() if "ro" not in flags} - devices == {
+        "/work",
+        "/tmp",
+        "/proc",
+    }
+    assert {place for place, flags in options.items() if "nosuid" not in flags} <= devices
+    assert {place for place, flags in options.items() if "nodev" not in flags} <= devices
+    shown = {place for place in options if place in ("/usr", sys.base_prefix)}
+    assert shown and all(place == f"/dev/{Path(place).name}" for place in devices)
+
+
+async def test_a_full_disk_is_the_working_copys_problem(walled: NamespaceSandboxPool) -> None:
+    async with walled.open({"a": "1"}) as sandbox:
+        await sandbox.run(
+            ["sh", "-c", "for n in 1 2 3; do head -c 15000000 /dev/zero > f$n; done"],
+            timeout_s=LONG_S,
+        )
+        with pytest.raises(ValueError, match="No space left"):
+            await sandbox.write("new/file", "x" * 100_000)
+        assert await sandbox.read("a") == "1"
+
+
+async def test_nothing_is_left_running_after_a_command(walled: NamespaceSandboxPool) -> None:
+    daemon = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(1000)"
+    async with walled.open({"daemon.py": daemon}) as sandbox:
+        await sandbox.run(["python", "daemon.py"], timeout_s=LONG_S)
+        await until(lambda: len(descendants(walled._zygote.pid)) == 1)  # the keeper
+
+
+async def test_a_command_cannot_hurt_its_keeper(walled: NamespaceSandboxPool) -> None:
+    hostile = """
+import os, resource, signal
+for pid in (0, -1, 1, os.getppid(), 2, 3, 4):
+    for number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGINT):
+        if pid > 1:
+            try: os.kill(pid, number)
+            except OSError: pass
+    try: resource.prlimit(pid, resource.RLIMIT_NOFILE, (0, 0))
+    except (OSError, ValueError): pass
+"""
+    async with walled.open({"hostile.py": hostile, "a": "1"}) as sandbox:
+        for _ in range(2):
+            await sandbox.run(["python", "hostile.py"], timeout_s=LONG_S)
+            await sandbox.run(
+                ["sh", "-c", "kill -9 -1; kill -9 1; kill -9 $PPID"], timeout_s=LONG_S
+            )
+        assert await sandbox.read("a") == "1"
+        assert (await sandbox.run(["echo", "alive"], timeout_s=LONG_S)).output == "alive\n"
+
+
+async def test_a_fork_bomb_is_bounded_and_the_next_sandbox_does_not_feel_it(
+    walled: NamespaceSandboxPool,
+) -> None:
+    bomb = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
+    async with (
+        walled.open({"bomb.py": bomb}) as sandbox,
+        walled.open({"s.py": "print('fine')"}) as other,
+    ):
+        running = asyncio.create_task(sandbox.run(["python", "bomb.py"], timeout_s=1.0))
+        await asyncio.sleep(0.3)
+        assert len(descendants(walled._zygote.pid)) < 50
+        assert (await other.run(["python", "s.py"], timeout_s=LONG_S)).output == "fine\n"
+        assert (await running).exit_code is None
+        assert (await sandbox.run(["echo", "alive"], timeout_s=LONG_S)).output == "alive\n"
+
+
+async def test_closing_leaves_no_process_mount_or_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = Path("/proc/self/mounts").read_text()
+    pool = NamespaceSandboxPool()
+    async with pool.open({"s.py": "import time; time.sleep(1000)"}) as sandbox:
+        fork = await sandbox.fork()  # left open: the worlds close it
+        running = asyncio.create_task(fork.run(["python", "s.py"], timeout_s=1000))
+        await asyncio.sleep(0.05)
+    processes = descendants(pool._zygote.pid) | {pool._zygote.pid}
+    await pool.close()
+    with pytest.raises(RolloutFailure):
+        await running
+    await until_gone(processes)
+    assert Path("/proc/self/mounts").read_text() == before
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_closed_sandbox_says_so(walled: NamespaceSandboxPool) -> None:
+    async with walled.open({"a": "1"}) as sandbox:
+        await sandbox.close()
+        with pytest.raises(RolloutFailure, match="closed"):
+            await sandbox.read("a")
+
+
+async def test_a_sandbox_that_is_killed_is_a_failed_rollout(walled: NamespaceSandboxPool) -> None:
+    async with walled.open({"a": "1"}) as sandbox:
+        for pid in descendants(walled._zygote.pid):
+            with contextlib.suppress(ProcessLookupError):  # the trial sandbox may be on its way out
+                os.kill(pid, signal.SIGKILL)
+        with pytest.raises(RolloutFailure):
+            await sandbox.read("a")
+
+
+async def test_a_killed_launcher_is_started_again(walled: NamespaceSandboxPool) -> None:
+    async with walled.open({"a": "1"}) as sandbox:
+        walled._zygote.kill()
+        walled._zygote.wait()
+        assert await sandbox.read("a") == "1"
+        async with walled.open({"a": "2"}) as other:
+            assert await other.read("a") == "2"
+
+
+async def test_a_launcher_that_is_stopped_is_replaced_and_leaves_nothing_behind() -> None:
+    need_namespaces()
+    walled = NamespaceSandboxPool(silence_s=1.0)
+    stopped = walled._zygote
+    async with walled.open({"a": "1"}) as sandbox:
+        assert walled.owing().keys() == {"zygote"}
+        stopped.send_signal(signal.SIGSTOP)
+        opening = [asyncio.create_task(walled.start()) for _ in range(3)]
+        boxes = [await each for each in opening]
+        assert walled._zygote is not stopped
+        assert walled.owing()["zygote"] >= 1.0, "its silence is told, although it is over"
+        assert walled.owing()["zygote"] < 1.0
+        assert await sandbox.read("a") == "1"
+        for box in boxes:
+            await box.fill({"a": "2"})
+            assert await box.read("a") == "2"
+        stopped.send_signal(signal.SIGCONT)
+        stopped.wait()  # it ends by itself
+        now = walled._zygote
+        now.send_signal(signal.SIGSTOP)
+    await walled.close()
+    assert now.returncode == -signal.SIGKILL
+
+
+async def test_a_launcher_that_is_stopped_owes_an_answer_also_if_nobody_needs_it() -> None:
+    need_namespaces()
+    walled = NamespaceSandboxPool()
+    try:
+        await until(lambda: walled.owing()["zygote"] == 0.0)
+        walled._zygote.send_signal(signal.SIGSTOP)
+        await until(lambda: walled.owing()["zygote"] > 0.05)
+        walled._zygote.send_signal(signal.SIGCONT)
+        await until(lambda: walled.owing()["zygote"] == 0.0)
+    finally:
+        await walled.close()
+
+
+@pytest.mark.parametrize("when", ["before", "under way"])
+async def test_what_a_sandbox_says_that_was_stopped_is_a_failed_rollout(when: str) -> None:
+    """A command that was killed for its time, in a sandbox that stood still, has not used its
+    time."""
+    need_namespaces()
+    walled = NamespaceSandboxPool(silence_s=1.0)
+    try:
+        async with walled.open({"a": "1"}) as sandbox:
+            # the trial sandbox has gone
+            await until(lambda: len(descendants(walled._zygote.pid)) == 1)
+            (keeper,) = descendants(walled._zygote.pid)
+            if when == "before":
+                os.kill(keeper, signal.SIGSTOP)
+            asked = asyncio.create_task(sandbox.run(["sleep", "0.1"], timeout_s=0.2))
+            await asyncio.sleep(0.05)
+            os.kill(keeper, signal.SIGSTOP)
+            await until(
+                lambda: max(walled.owing().get(f"sandbox {sandbox.number}", 0.0), 0.0) > 1.0
+            )
+            os.kill(keeper, signal.SIGCONT)
+            for each in (asked, sandbox.read("a")):
+                with pytest.raises(RolloutFailure, match="sandbox: its answer came [0-9]+ s late"):
+                    await each
+    finally:
+        await walled.close()
+
+
+def test_a_launcher_whose_host_was_killed_ends_without_a_word() -> None:
+    code = """
+import socket
+from etude.sandbox.zygote import _serve_one
+
+host, own = socket.socketpair()
+host.send(b"??")
+assert _serve_one(own)
+host.close()  # with an answer unread
+assert _serve_one(own) is False
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("does", ["link.receive()", "link.send({})"])
+def test_a_sandbox_whose_host_was_killed_ends_without_a_word(does: str) -> None:
+    code = f"""
+import socket
+from etude.sandbox.guest import Link
+
+host, own = socket.socketpair()
+link = Link(own)
+link.send({{}})
+host.close()  # with an answer unread, which is a reset and not an end
+{does}
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+async def test_all_vanish_with_a_killed_controller() -> None:
+    controller = """
+import asyncio
+from etude.sandbox.namespaces import NamespaceSandboxPool
+async def main():
+    pool = NamespaceSandboxPool()
+    boxes = [await pool.start() for _ in range(3)]
+    argv = ["sh", "-c", "trap '' TERM HUP; sleep 1000"]
+    runs = [asyncio.create_task(box.run(argv, timeout_s=1000)) for box in boxes[:2]]
+    await asyncio.sleep(0.3)
+    print("up", flush=True)
+    await asyncio.gather(*runs)
+asyncio.run(main())
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", controller], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == "up\n"
+        below = descendants(process.pid)
+        assert len(below) >= 4  # the zygote and three keepers at least
+        process.kill()
+        await until_gone(below)
+
+
+def test_a_kernel_that_refuses_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse = (
+        "import errno, os, socket, sys; sys.path.append(sys.argv[1]); from etude.sandbox import "
+        "kernel, zygote\n"
+        "def refused(flags): raise OSError(errno.EPERM, 'unshare(0x20000): Operation not "
+        "permitted')\n"
+        "kernel.unshare = refused; zygote.main(socket.socket(fileno=int(sys.argv[2])), sys.argv[3])"
+    )
+    monkeypatch.setattr(namespaces, "_BOOT", refuse)
+    with pytest.raises(
+        EtudeError, match=r"unshare\(0x20000\): Operation not permitted.*isolation = \"process\""
+    ):
+        NamespaceSandboxPool()
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0,
+    reason="only root can become someone else; others run the whole suite as themselves",
+)
+def test_an_ordinary_user_can_do_it_too() -> None:
+    python = Path("/usr/bin/python3")
+    if (
+        not python.exists()
+        or subprocess.run(
+            [python, "-c", "import sys; sys.exit(sys.version_info < (3, 11))"]
+        ).returncode
+    ):
+        pytest.skip("needs a Python that every user can read")
+    script = """
+import os, sys
+root = os.path.dirname(os.path.dirname(sys.argv[1]))
+sys.path.insert(0, root)
+import asyncio
+from etude.sandbox.namespaces import NamespaceSandboxPool
+async def main():
+    pool = NamespaceSandboxPool()
+    async with pool.open({"s.py": "import os; print(os.getuid(), os.listdir('/work'))"}) as sandbox:
+        print((await sandbox.run(["python", "s.py"], timeout_s=60)).output, end="")
+    await pool.close()
+os.setgroups([]); os.setgid(12345); os.setuid(12345)
+asyncio.run(main())
+"""
+    # The checkout may be where only root can read.
+    source = Path(namespaces.__file__).parents[2]
+    copy = Path("/tmp") / f"etude-user-{os.getpid()}"
+    copy.mkdir()
+    try:
+        shutil.copytree(source / "etude", copy / "etude")
+        subprocess.run(["chmod", "-R", "a+rX", copy], check=True)
+        ran = subprocess.run(
+            [python, "-c", script, str(copy / "etude")], capture_output=True, text=True
+        )
+        assert (ran.stdout, ran.stderr) == ("1000 ['s.py']\n", "")
+    finally:
+        shutil.rmtree(copy)

@@ -1,0 +1,204 @@
+"""What every kind of sandbox does alike."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from etude.core.protocols import CommandResult, SandboxPool
+from etude.sandbox.fake import FakeSandboxPool
+from etude.sandbox.limits import OUTPUT_BYTES, READ_BYTES
+
+LONG_S = 60.0
+
+
+async def test_files_go_in_and_come_out(pool: SandboxPool) -> None:
+    async with pool.open({"a.py": "x = 1\r\n", "pkg/b.txt": "ü\n"}) as sandbox:
+        await sandbox.write("new/deep/c.txt", "")
+        assert [await sandbox.read(path) for path in ("a.py", "pkg/b.txt", "new/deep/c.txt")] == [
+            "x = 1\r\n",
+            "ü\n",
+            "",
+        ]
+        await sandbox.write("a.py", "y")
+        assert await sandbox.read("./a.py") == "y"
+
+
+async def test_a_file_that_is_not_there(pool: SandboxPool) -> None:
+    async with pool.open({"file": ""}) as sandbox:
+        for path in ("nothing.py", "file/below"):
+            with pytest.raises(
+                FileNotFoundError if path == "nothing.py" else (FileNotFoundError, ValueError)
+            ):
+                await sandbox.read(path)
+
+
+@pytest.mark.parametrize("path", ["../x", "/etc/passwd", "a/../../x", "", "."])
+async def test_a_path_cannot_leave(pool: SandboxPool, path: str) -> None:
+    async with pool.open({"a/x": ""}) as sandbox:
+        with pytest.raises(ValueError):
+            await sandbox.read(path)
+        with pytest.raises(ValueError):
+            await sandbox.write(path, "")
+
+
+@pytest.mark.parametrize(
+    "target", ["/etc/passwd", "/proc/self/environ", "../../etc/passwd", "link"]
+)
+async def test_a_link_cannot_leave(pool: SandboxPool, target: str) -> None:
+    async with pool.open({"a": ""}) as sandbox:
+        await sandbox.run(["ln", "-s", target, "link"], timeout_s=LONG_S)
+        with pytest.raises(ValueError):
+            await sandbox.read("link")
+        with pytest.raises(ValueError):
+            await sandbox.write("link", "")
+
+
+async def test_what_is_no_text_file_is_an_error_and_never_a_wait(pool: SandboxPool) -> None:
+    async with pool.open({"huge": "x" * (READ_BYTES + 1)}) as sandbox:
+        await sandbox.run(
+            ["sh", "-c", "mkfifo pipe; mkdir dir; printf '\\377' > binary"], timeout_s=LONG_S
+        )
+        for path in ("pipe", "dir", "binary", "huge"):
+            with pytest.raises(ValueError):
+                await sandbox.read(path)
+
+
+async def test_text_that_cannot_be_encoded_leaves_the_file_as_it_was(pool: SandboxPool) -> None:
+    async with pool.open({"a": "old"}) as sandbox:
+        with pytest.raises(ValueError):
+            await sandbox.write("a", "\ud800")
+        assert await sandbox.read("a") == "old"
+
+
+async def test_a_file_that_cannot_be_written(pool: SandboxPool) -> None:
+    async with pool.open({"file": "", "dir/x": ""}) as sandbox:
+        for path in ("file/below", "dir"):
+            with pytest.raises(ValueError):
+                await sandbox.write(path, "")
+
+
+async def test_a_script_runs_as_under_python(pool: SandboxPool) -> None:
+    script = (
+        "import sys, helper\nprint(sys.argv[1:], sys.stdin.read(), "
+        "helper.X)\nsys.stderr.write('err\\n')\nsys.exit(3)"
+    )
+    async with pool.open({"s.py": script, "helper.py": "X = 7"}) as sandbox:
+        ran = await sandbox.run(["python", "s.py", "a", "b"], timeout_s=LONG_S, stdin="in")
+        assert ran.exit_code == 3
+        assert set(ran.output.splitlines()) == {"['a', 'b'] in 7", "err"}
+        # no bytecode
+        assert (await sandbox.run(["ls"], timeout_s=LONG_S)).output.split() == ["helper.py", "s.py"]
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "last"),
+    [
+        ("exit('bye')", 1, "bye"),
+        ("1 / 0", 1, "ZeroDivisionError: division by zero"),
+        ("def", 1, "SyntaxError: invalid syntax"),
+        (
+            "import atexit, threading\natexit.register(print, 'at "
+            "exit')\nthreading.Thread(target=print).start()",
+            0,
+            "at exit",
+        ),
+        ("import os; os._exit(9)", 9, ""),
+        (
+            "import os; print(__name__, os.path.isabs(__file__), os.path.samefile(__file__, "
+            "'s.py'))",
+            0,
+            "__main__ True True",
+        ),
+        ("import os; print(sorted(os.environ), end='')", 0, "['HOME', 'LANG', 'PATH']"),
+    ],
+)
+async def test_how_a_script_ends(pool: SandboxPool, script: str, code: int, last: str) -> None:
+    async with pool.open({"s.py": script}) as sandbox:
+        ran = await sandbox.run(["python", "s.py"], timeout_s=LONG_S)
+        assert (ran.exit_code, (ran.output.splitlines() or [""])[-1]) == (code, last)
+
+
+async def test_a_crash_shows_the_script_and_none_of_ours(pool: SandboxPool) -> None:
+    async with pool.open({"s.py": "def f():\n    raise KeyError('k')\nf()\n"}) as sandbox:
+        output = (await sandbox.run(["python", "s.py"], timeout_s=LONG_S)).output
+    assert output.startswith("Traceback (most recent call last):\n") and output.endswith(
+        "KeyError: 'k'\n"
+    )
+    assert output.count("File ") == 2 and "etude/" not in output
+
+
+async def test_other_commands(pool: SandboxPool) -> None:
+    async with pool.open({}) as sandbox:
+        assert await sandbox.run(
+            ["sh", "-c", "cat; exit 4"], timeout_s=LONG_S, stdin="hello"
+        ) == CommandResult(4, "hello")
+        assert (
+            await sandbox.run(["python", "-c", "print(6 * 7)"], timeout_s=LONG_S)
+        ).output == "42\n"
+        assert (await sandbox.run(["no-such-program"], timeout_s=LONG_S)).exit_code == 127
+
+
+@pytest.mark.parametrize("argv", [["python", "s.py"], ["sh", "-c", "echo early; sleep 1000"]])
+async def test_a_command_past_its_time_is_killed_and_its_output_kept(
+    pool: SandboxPool, argv: list[str]
+) -> None:
+    async with pool.open({"s.py": "print('early', flush=True)\nwhile True: pass"}) as sandbox:
+        ran = await sandbox.run(argv, timeout_s=0.4)
+        # a busy machine may not have started it in time
+        assert ran.exit_code is None and ran.output in ("early\n", "")
+        assert (await sandbox.run(["echo", "alive"], timeout_s=LONG_S)).output == "alive\n"
+
+
+async def test_only_the_end_of_a_long_output_is_kept(pool: SandboxPool) -> None:
+    async with pool.open({"s.py": "print('x' * 10**6)\nprint('end')"}) as sandbox:
+        output = (await sandbox.run(["python", "s.py"], timeout_s=LONG_S)).output
+        assert len(output) == OUTPUT_BYTES and output.endswith("x\nend\n")
+
+
+async def test_a_fork_goes_its_own_way(pool: SandboxPool) -> None:
+    async with pool.open({"a": "1", "d/b": "2"}) as sandbox:
+        await sandbox.run(["sh", "-c", "ln -s a l; chmod +x d/b"], timeout_s=LONG_S)
+        fork = await sandbox.fork()
+        await fork.write("a", "changed")
+        assert await sandbox.read("a") == "1" and await fork.read("l") == "changed"
+        assert (await fork.run(["test", "-x", "d/b"], timeout_s=LONG_S)).exit_code == 0
+        await fork.close()
+        await fork.close()
+
+
+async def test_a_cancelled_command_leaves_the_sandbox_usable(pool: SandboxPool) -> None:
+    async with pool.open(
+        {"s.py": "open('started', 'w').close()\nwhile True: pass", "a": "1"}
+    ) as sandbox:
+        running = asyncio.create_task(sandbox.run(["python", "s.py"], timeout_s=1000))
+        await asyncio.sleep(0.05)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert await sandbox.read("a") == "1"
+        assert (await sandbox.run(["echo", "alive"], timeout_s=LONG_S)).output == "alive\n"
+
+
+async def test_many_at_once(pool: SandboxPool) -> None:
+    async def one(number: int) -> str:
+        async with pool.open({"s.py": f"print({number})"}) as sandbox:
+            return (await sandbox.run(["python", "s.py"], timeout_s=LONG_S)).output
+
+    assert await asyncio.gather(*map(one, range(40))) == [f"{number}\n" for number in range(40)]
+
+
+async def test_the_fake_keeps_the_same_contract() -> None:
+    async with FakeSandboxPool(lambda files, argv: CommandResult(len(files), argv[0])).open(
+        {"a": "1"}
+    ) as fake:
+        fork = await fake.fork()
+        await fork.write("b", "2")
+        assert await fork.run(["x"], timeout_s=1) == CommandResult(2, "x") and await fake.run(
+            ["y"], timeout_s=1
+        ) == CommandResult(1, "y")
+        with pytest.raises(FileNotFoundError):
+            await fake.read("b")
+        with pytest.raises(ValueError):
+            await fake.read("../a")

@@ -1,0 +1,144 @@
+"""What ranks do together in tests, importable by their processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from etude.core.types import Batch, Row
+from etude.model.transformer import ModelConfig, init_from_scratch
+from etude.train.distributed import ProcessGroup
+from etude.train.learner import Learner
+from etude.train.packing import TokenSequence
+from etude.train.stats import StepStats
+from tests.small_model import config
+
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "model_type": "qwen3_moe",
+}
+MODELS = {
+    "dense": config(),
+    "moe": ModelConfig.from_json(json.dumps(json.loads(config().to_json()) | EXPERTS)),
+}
+
+
+Arrays = dict[str, NDArray[np.float32]]
+
+
+@dataclass(frozen=True)
+class Curve:
+    steps: list[StepStats]
+    exam: float
+    rows: dict[str, tuple[int, NDArray[np.float32]]]
+    """What the rank publishes, and the number of its first row."""
+    state: Arrays
+
+
+def arrays(tensors: Mapping[str, Tensor]) -> Arrays:
+    """Which can go from one process to another that outlives it."""
+    return {name: tensor.float().cpu().numpy().copy() for name, tensor in tensors.items()}
+
+
+def published(learner: Learner) -> dict[str, tuple[int, NDArray[np.float32]]]:
+    return {
+        name: (first, rows.float().cpu().numpy().copy())
+        for name, (rows, first, _, _) in learner.hf_rows().items()
+    }
+
+
+def joined(curves: Sequence[Curve]) -> Arrays:
+    """What all ranks publish together."""
+    found: dict[str, list[tuple[int, NDArray[np.float32]]]] = {}
+    for curve in curves:
+        for name, rows in curve.rows.items():
+            found.setdefault(name, []).append(rows)
+    return {
+        name: np.concatenate([r for _, r in sorted(parts, key=lambda p: p[0])])
+        for name, parts in found.items()
+    }
+
+
+def batch(step: int, rows: int = 7) -> Batch:
+    """Rows of very different lengths, an odd number of them."""
+    rng = random.Random(step)
+
+    def row(number: int) -> Row:
+        size = rng.randint(8, 50)
+        mask = tuple(t >= 4 and rng.random() < 0.7 for t in range(size - 1)) + (True,)
+        return Row(
+            sample=f"{step}-{number}",
+            tokens=tuple(rng.randrange(61) for _ in range(size)),
+            mask=mask,
+            logprobs=tuple(-4.1 - rng.random() if sampled else 0.0 for sampled in mask),
+            advantages=tuple((1.0, -0.4)[number % 2] if sampled else 0.0 for sampled in mask),
+            versions=(),
+        )
+
+    return Batch(step=step, rows=tuple(row(number) for number in range(rows)), oldest=step - 1)
+
+
+def train(
+    ranks: ProcessGroup,
+    model: str,
+    optimizer: str,
+    steps: int,
+    dtype: torch.dtype,
+    device: str = "cpu",
+) -> Curve:
+    learner = Learner(
+        init_from_scratch(MODELS[model], 0).to(device), ranks, optimizer=optimizer, dtype=dtype
+    )
+    exam = [TokenSequence(row.tokens, row.mask) for row in batch(0).rows]
+    stats = []
+    for step in range(1, steps + 1):
+        ranks.activity = f"step {step}"
+        stats.append(learner.step(batch(step), lr=1e-3, weight_decay=0.1, microbatch_tokens=128))
+        if step == 2:
+            learner.evaluate(exam)  # which must change nothing
+    return Curve(stats, learner.evaluate(exam), published(learner), arrays(learner.state()))
+
+
+CASES = (("dense", "adamw"), ("moe", "muon"))
+
+
+def train_all(ranks: ProcessGroup, steps: int, device: str = "cpu") -> dict[str, Curve]:
+    """One process group for all cases saves the time to make it."""
+    return {
+        model: train(ranks, model, optimizer, steps, torch.float32, device)
+        for model, optimizer in CASES
+    }
+
+
+def resume(ranks: ProcessGroup, states: list[Arrays], model: str, optimizer: str) -> Curve:
+    learner = Learner(
+        init_from_scratch(MODELS[model], 1), ranks, optimizer=optimizer, dtype=torch.float32
+    )
+    learner.load_shards(
+        len(states), lambda rank: {n: torch.from_numpy(a) for n, a in states[rank].items()}
+    )
+    before = published(learner)
+    return Curve([learner.step(batch(9), lr=1e-3)], 0.0, before, {})
+
+
+def die_in_step(ranks: ProcessGroup, victim: int) -> None:
+    """One rank dies in the middle of a pass."""
+    learner = Learner(init_from_scratch(MODELS["dense"], 0), ranks)
+    for step in range(1, 100):
+        ranks.activity = f"step {step} of rl"
+        if step == 3 and ranks.rank == victim:
+            learner.model.model.layers[1].register_forward_hook(
+                lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+            )
+        learner.step(batch(step), lr=1e-3)

@@ -1,0 +1,103 @@
+"""Several ranks against one: the same curve, the same weights, and an end with a name when one of
+them is lost.
+
+A longer curve: ETUDE_STEPS=20 python -m pytest tests/train/test_distributed.py
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+import numpy as np
+import pytest
+
+from etude.train.distributed import SINGLE_PROCESS, shard_rows
+from tests.train import distributed_work
+from tests.train.distributed_work import Curve, joined
+from tests.train.together import together
+
+STEPS = int(os.environ.get("ETUDE_STEPS", "5"))
+
+
+@pytest.fixture(scope="module")
+def one() -> dict[str, Curve]:
+    return distributed_work.train_all(SINGLE_PROCESS, STEPS)
+
+
+@pytest.fixture(scope="module")
+def two() -> list[dict[str, Curve]]:
+    return together(2, distributed_work.train_all, STEPS)
+
+
+@pytest.fixture(scope="module")
+def four() -> list[dict[str, Curve]]:
+    return together(4, distributed_work.train_all, STEPS)
+
+
+@pytest.mark.parametrize("many", ["two", "four"])
+def test_ranks_have_the_loss_curve_of_one(
+    one: dict[str, Curve], many: str, request: pytest.FixtureRequest
+) -> None:
+    first, *others = request.getfixturevalue(many)
+    for case, alone in one.items():
+        assert len({stats.loss for stats in alone.steps}) == STEPS
+        for a, b in zip(alone.steps, first[case].steps, strict=True):
+            assert b.loss == pytest.approx(a.loss, rel=1e-6), case
+            assert b.entropy == pytest.approx(a.entropy, rel=1e-6), case
+            assert b.mismatch.k3_p99 == pytest.approx(a.mismatch.k3_p99, rel=1e-5), case
+            assert b.grad_norm == pytest.approx(a.grad_norm, rel=1e-5), case
+        assert first[case].exam == pytest.approx(alone.exam, rel=1e-6)
+        for other in others:
+            assert other[case].steps == first[case].steps and other[case].exam == first[case].exam
+
+
+def test_what_ranks_hold_makes_up_the_whole(
+    one: dict[str, Curve], four: list[dict[str, Curve]]
+) -> None:
+    for case, alone in one.items():
+        shards = [rank[case].state for rank in four]
+        for name, whole in alone.state.items():
+            parts = [shard[name] for shard in shards]
+            found = np.concatenate(parts) if whole.ndim else parts[0]
+            np.testing.assert_allclose(found, whole, rtol=1e-3, atol=2e-6, err_msg=f"{case} {name}")
+            if whole.ndim:
+                assert [len(part) for part in parts] == [
+                    len(range(len(whole))[shard_rows(len(whole), rank, 4)]) for rank in range(4)
+                ]
+        union = joined([rank[case] for rank in four])
+        assert union.keys() == alone.rows.keys()
+        for name, (_, rows) in alone.rows.items():
+            np.testing.assert_allclose(
+                union[name], rows, rtol=1e-3, atol=2e-6, err_msg=f"{case} {name}"
+            )
+
+
+def test_another_number_of_ranks_goes_on(
+    one: dict[str, Curve], four: list[dict[str, Curve]]
+) -> None:
+    """Four ranks saved; one and two go on with the very weights, and take the same step up to the
+    order of sums."""
+    case = "moe"
+    states = [rank[case].state for rank in four]
+    alone = distributed_work.resume(SINGLE_PROCESS, states, "moe", "muon")
+    pair = together(2, distributed_work.resume, states, "moe", "muon")
+    saved = joined([rank[case] for rank in four])
+    for weights in (joined([alone]), joined(pair)):
+        assert weights.keys() == saved.keys()
+        assert all(np.array_equal(weights[name], saved[name]) for name in weights)
+    assert pair[0].steps[0].loss == pytest.approx(alone.steps[0].loss, rel=1e-6)
+    assert pair[0].steps == pair[1].steps
+
+
+def test_a_rank_that_dies_in_a_step_is_named_by_the_others() -> None:
+    victim = 1
+    began = time.monotonic()
+    outcomes = together(3, distributed_work.die_in_step, victim)
+    assert time.monotonic() - began < 60
+    for rank, outcome in enumerate(outcomes):
+        if rank == victim:
+            assert outcome == "ended with -9"
+        else:
+            assert f"rank {victim} of 3 cannot be reached any more" in str(outcome)
+            assert f"rank {rank} stops at step 3 of rl" in str(outcome)

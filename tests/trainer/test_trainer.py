@@ -1,0 +1,115 @@
+"""The trainer as a lineage: where it starts, and what it says of the versions that it makes."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from etude.core.config import parse
+from etude.core.errors import EtudeError
+from etude.model.files import hf_state_dict, write_directory
+from etude.model.transformer import ModelConfig, init_from_scratch
+from etude.store.runs import Run
+from etude.train.distributed import ProcessGroup
+from etude.train.stages import Progress
+from etude.train.stats import FitStats
+from etude.trainer import trainer as trainer_module
+from etude.trainer.prepare import store_files
+from etude.trainer.trainer import Trainer
+from etude.weights.manifest import read_manifest
+from etude.weights.records import manifest_key
+from tests.small_model import small_files
+
+TOML = """
+name = "lineage"
+[[stage]]
+kind = "midtrain"
+steps = 3
+batch_tokens = 64
+seq_len = 32
+[[stage]]
+kind = "rl"
+steps = 1
+"""
+
+
+def test_the_model_directory_is_needed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("etude.trainer.documents.NUM_BUILT_IN", 8)
+    files, directory = small_files(), tmp_path / "model"
+    write_directory(
+        directory,
+        files,
+        hf_state_dict(init_from_scratch(ModelConfig.from_json(files["config.json"]), 1)),
+    )
+    whole = parse(TOML, [f"model.path={directory}"])
+    config = whole.model_copy(update={"stage": whole.stage[:1]})
+    run = Run.open("memory:")
+    store_files(run, files)
+    Trainer(run, config, emit=lambda event: None).train()
+    manifest = read_manifest(run.objects, 1)
+    assert (manifest.stage, manifest.step) == ("midtrain", 3)
+
+    (directory / "model.safetensors").unlink()
+    run.objects.delete(manifest_key(1, 1))  # as if it had died before it published
+    resumed = Trainer(run, config, emit=lambda event: None)
+    again = read_manifest(run.objects, 1)
+    assert resumed.version == 1 and (again.root, again.stage, again.step) == (
+        manifest.root,
+        "midtrain",
+        3,
+    )
+    empty = Run.open("memory:")
+    store_files(empty, files)
+    with pytest.raises(EtudeError, match="model.safetensors missing there"):
+        Trainer(empty, config, emit=lambda event: None)
+
+
+class Second(ProcessGroup):
+    """A rank among others, of which the first has spoken last."""
+
+    def __init__(self, heard: float) -> None:
+        super().__init__(rank=1)
+        self.heard = heard
+
+    def all_reduce_sum(self, *values: float) -> list[float]:
+        return [self.heard + value for value in values]
+
+
+@pytest.mark.parametrize("due", [True, False])
+def test_the_first_rank_decides_when_a_checkpoint_is_due(
+    due: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clocks differ: two ranks that asked their own would now and then save after different
+    steps."""
+    run, files = Run.open("memory:"), small_files()
+    store_files(run, files)
+    trainer = Trainer(run, parse(TOML), emit=lambda event: None)
+    saved: list[int] = []
+    monkeypatch.setattr(trainer, "save", lambda: saved.append(trainer.step))
+    monkeypatch.setattr(trainer_module, "CHECKPOINT_S", math.inf if due else -1.0)
+    trainer.ranks = Second(float(due))
+    fit = FitStats(loss=1.0, grad_norm=1.0, lr=0.1, num_tokens=1, metrics={})
+    trainer.report_fit()(Progress(step=3, total=9, fit=fit))
+    assert saved == ([3] if due else [])
+
+
+def test_a_device_without_enough_memory_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_much(trainer: Trainer) -> None:
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of"
+        )
+
+    monkeypatch.setattr(Trainer, "train", too_much)
+    run = Run.open("memory:")
+    store_files(run, small_files())
+    with pytest.raises(
+        EtudeError,
+        match=r"too little memory at the start \(CUDA out of memory\): go on with less of "
+        r"microbatch_tokens",
+    ):
+        trainer_module.train(run, parse(TOML), ProcessGroup(), torch.device("cpu"))
