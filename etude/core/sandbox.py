@@ -1,0 +1,137 @@
+"""Sandboxes: what a task asks for, and what an agent and a grader can do in one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What one sandbox may use. None: as much as its backend gives by default."""
+
+    cpus: float | None = None
+    memory_bytes: int | None = None
+    disk_bytes: int | None = None
+    processes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repository:
+    """A git repository at one commit, checked out as the working copy, without its history."""
+
+    url: str
+    commit: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """A server beside the agent, such as a database, reached by its name within the sandbox."""
+
+    name: str
+    image: str
+    argv: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    port: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SandboxSpec:
+    """The machine that a task is done in. A backend that cannot give all of it refuses, and says
+    which part; it never gives something weaker."""
+
+    image: str = ""
+    """By name and digest; empty: the Python of the host, read-only."""
+    files: Mapping[str, str | bytes] = field(default_factory=dict)
+    """Path -> content, put into the working copy last."""
+    repository: Repository | None = None
+    services: tuple[Service, ...] = ()
+    network: tuple[str, ...] = ()
+    """Hosts that it may reach; none by default."""
+    limits: Limits = Limits()
+    user: str = ""
+    """Whose rights commands have; empty: an ordinary user of the backend's choice."""
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class CommandResult:
+    """The result of a command. `exit_code` is None if it was killed for running past its time."""
+
+    exit_code: int | None
+    output: str
+    """Of stdout and stderr together; bytes that are not UTF-8 appear as replacement characters."""
+
+
+class Process(Protocol):
+    """A process in a sandbox. It lives until it ends, is killed, or its sandbox is closed."""
+
+    async def read(self) -> bytes:
+        """The output that came since the last call, as soon as there is any; empty at its end."""
+
+    async def write(self, data: bytes) -> None:
+        """To its standard input. Empty data ends that."""
+
+    async def wait(self) -> int:
+        """Its exit code, once it has ended."""
+
+    async def kill(self) -> None:
+        """Kills it and all processes that it started. May be called twice."""
+
+
+class Sandbox(Protocol):
+    """A working copy in a machine of its own, with no network unless its spec says so. Everything
+    the agent does happens in here."""
+
+    async def run(
+        self,
+        argv: Sequence[str],
+        *,
+        timeout_s: float,
+        stdin: str | bytes = "",
+        cwd: str = ".",
+        env: Mapping[str, str] | None = None,
+    ) -> CommandResult:
+        """Runs a command to its end. Processes that it leaves behind in the background are killed
+        with it; `start` is for those that are to live on."""
+
+    async def start(
+        self,
+        argv: Sequence[str],
+        *,
+        cwd: str = ".",
+        env: Mapping[str, str] | None = None,
+        pty: bool = False,
+    ) -> Process:
+        """Starts a command that goes on beside the next ones. With `pty` it has a terminal."""
+
+    async def read(self, path: str) -> str:
+        """Raises FileNotFoundError, or ValueError for a path that leaves the working copy or a file
+        that is not text."""
+
+    async def read_bytes(self, path: str) -> bytes: ...
+
+    async def write(self, path: str, content: str | bytes) -> None: ...
+
+    async def diff(self) -> str:
+        """What changed in the working copy since it was opened, as a unified diff."""
+
+    async def fork(self) -> Sandbox:
+        """Another sandbox whose working copy starts as this one's is now."""
+
+    async def close(self) -> None:
+        """Kills every process in it and removes its files. May be called twice."""
+
+
+class SandboxPool(Protocol):
+    """A pool that sandboxes are opened from."""
+
+    def open(self, spec: SandboxSpec) -> AbstractAsyncContextManager[Sandbox]:
+        """A fresh sandbox as the spec says; closed on every way out."""
+
+    def owing(self) -> dict[str, float]:
+        """The processes behind the sandboxes that owe an answer, and for how many seconds each."""
+
+    async def close(self) -> None: ...
