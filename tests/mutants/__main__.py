@@ -41,6 +41,7 @@ PACKAGES = (
     "core",
     "engine",
     "harness",
+    "launch",
     "model",
     "rewards",
     "run",
@@ -48,6 +49,7 @@ PACKAGES = (
     "store",
     "tasks",
     "train",
+    "trainer",
     "weights",
     "sandbox",
 )
