@@ -23,7 +23,7 @@ class Vowels:
     """An Environment: what there is to do, where it is done, and what it was worth."""
 
     def __init__(self, pool: SandboxPool, *, counts: Mapping[str, int], seed: int) -> None:
-        self.worlds = pool
+        self.pool = pool
         self.counts = counts
 
     def tasks(self, split: str) -> Sequence[Task]:
@@ -40,7 +40,7 @@ class Vowels:
         ]
 
     def open(self, task: Task) -> AbstractAsyncContextManager[Sandbox]:
-        return self.worlds.open(task.files)
+        return self.pool.open(task.files)
 
     async def score(self, task: Task, sandbox: Sandbox) -> dict[str, float]:
         song = await sandbox.read("song.txt")

@@ -165,8 +165,8 @@ class Hangs(Parts):
 async def test_what_hangs_has_failed(place: str, key: str) -> None:
     parts = Hangs(place)
     limits = {
-        "agent_s": 0.01 if place == "agent" else None,
-        "world_s": None if place == "agent" else 0.01,
+        "agent_timeout_s": 0.01 if place == "agent" else None,
+        "sandbox_timeout_s": None if place == "agent" else 0.01,
     }
     got = await RolloutRunner(parts, parts, parts, concurrency=1, **limits).attempt(TASK, "g.0", 7)
     assert got.error == f"{place}: TimeoutError: still at work after 0.01 s: it must keep to {key}"

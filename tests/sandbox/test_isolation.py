@@ -347,7 +347,7 @@ async def test_closing_leaves_no_process_mount_or_file(
     before = Path("/proc/self/mounts").read_text()
     pool = NamespaceSandboxPool()
     async with pool.open({"s.py": "import time; time.sleep(1000)"}) as sandbox:
-        fork = await sandbox.fork()  # left open: the worlds close it
+        fork = await sandbox.fork()  # left open: the pool closes it
         running = asyncio.create_task(fork.run(["python", "s.py"], timeout_s=1000))
         await asyncio.sleep(0.05)
     processes = descendants(pool._zygote.pid) | {pool._zygote.pid}
