@@ -18,6 +18,7 @@ import gzip
 import hashlib
 import importlib
 import io
+import itertools
 import json
 import os
 import random
@@ -120,15 +121,16 @@ class Coverage:
     def tests_for(self, mutant: Mutant) -> dict[str, float]:
         """The tests that run a mutant's line, the quickest first, with what each takes in
         seconds."""
-        file, span = mutant.file.removeprefix("etude/"), range(mutant.first, mutant.last + 1)
-        if file in WALLED:
-            file, span = STARTS, range(1, 1 << 20)
+        file, span = mutant.file.removeprefix("etude/"), set(range(mutant.first, mutant.last + 1))
+        walled = file in WALLED
+        if walled:
+            file = STARTS
         found = {}
         for name, run in self.files.items():
             hit = {
                 context
                 for context, of in run["lines"].items()
-                if not set(span).isdisjoint(of.get(file, ()))
+                if (file in of if walled else not span.isdisjoint(of.get(file, ())))
             }
             called = {
                 context
@@ -374,6 +376,12 @@ def options() -> argparse.Namespace:
     parser.add_argument(
         "--again", action="store_true", help="try the survivors in the file of results once more"
     )
+    parser.add_argument(
+        "--tests-s",
+        type=float,
+        default=float("inf"),
+        help="of each mutant's tests only the quickest, which take so many seconds together",
+    )
     parser.add_argument("--trace", action="store_true", help="only run the tests traced")
     return parser.parse_args()
 
@@ -416,7 +424,7 @@ def main() -> int:
                 )
                 return 0
             chosen = draw(args.only, args.count, args.seed, coverage)
-            slots.run(trials(chosen, coverage, results, report, args.again), until)
+            slots.run(trials(chosen, coverage, results, report, args.again, args.tests_s), until)
     print(summary([results[mutant.key] for mutant in chosen if mutant.key in results], reasons))
     return 0
 
@@ -427,17 +435,23 @@ def trials(
     results: dict[Key, Result],
     report: Callable[[Result], None],
     again: bool,
+    tests_s: float,
 ) -> Iterator[Job]:
     for mutant in chosen:
         before = results.get(mutant.key)
         if before and before.outcome != "partial" and (before.caught or not again):
             continue
-        if tests := coverage.tests_for(mutant):
+        if tests := _quickest(coverage.tests_for(mutant), tests_s):
             yield trial(
                 mutant, tests, before.tests if before and before.outcome == "partial" else 0, report
             )
         else:
             report(_result(mutant, "not run"))
+
+
+def _quickest(tests: dict[str, float], seconds: float) -> dict[str, float]:
+    ends = itertools.accumulate(tests.values())
+    return {name: tests[name] for name, end in zip(tests, ends, strict=True) if end <= seconds}
 
 
 def _read(path: Path) -> dict[Key, Result]:
