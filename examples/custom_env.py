@@ -14,8 +14,8 @@ from typing import Any
 
 import aiohttp
 
-from etude.core.protocols import Sandbox, SandboxPool, Transcript
-from etude.core.types import Task
+from etude.core.protocols import Sandbox, SandboxPool
+from etude.core.types import Attempt, Part, Score, Task, Transcript
 from etude.sandbox.fake import FakeSandboxPool
 
 
@@ -23,7 +23,7 @@ class Vowels:
     """An Environment: what there is to do, where it is done, and what it was worth."""
 
     def __init__(self, pool: SandboxPool, *, counts: Mapping[str, int], seed: int) -> None:
-        self.worlds = pool
+        self.pool = pool
         self.counts = counts
 
     def tasks(self, split: str) -> Sequence[Task]:
@@ -40,13 +40,14 @@ class Vowels:
         ]
 
     def open(self, task: Task) -> AbstractAsyncContextManager[Sandbox]:
-        return self.worlds.open(task.files)
+        return self.pool.open(task.files)
 
-    async def score(self, task: Task, sandbox: Sandbox) -> dict[str, float]:
+    async def score(self, task: Task, sandbox: Sandbox, attempt: Attempt) -> Score:
         song = await sandbox.read("song.txt")
         vowels = sum(letter in "aeiou" for letter in song.lower())
         # Solved (reward 1) is a song of which half are vowels; on the way there, every one counts.
-        return {"reward": min(1.0, 2 * vowels / max(1, len(song))), "length": float(len(song))}
+        reward = min(1.0, 2 * vowels / max(1, len(song)))
+        return Score(reward, parts=(Part("vowels", vowels, evidence=song),))
 
 
 class Singer:
@@ -76,7 +77,9 @@ async def try_it() -> None:
     for song in ("", "rhythm", "sing", "aeiou"):
         async with environment.open(task) as sandbox:
             await sandbox.write("song.txt", song)
-            print(f"{song!r} earns {(await environment.score(task, sandbox))['reward']:.2f}")
+            attempt = Attempt(transcript=Transcript(messages=[], finished=True), segments=())
+            score = await environment.score(task, sandbox, attempt)
+            print(f"{song!r} earns {score.reward:.2f}")
 
 
 if __name__ == "__main__":

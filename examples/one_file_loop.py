@@ -87,7 +87,7 @@ class Agent:
         session = Session()
         messages: list[Message] = [{"role": "user", "content": task.prompt}]
         text = tokenizer.render(messages, SCHEMAS, answer=True)
-        async with self.worlds.open(task.files) as sandbox:
+        async with self.pool.open(task.files) as sandbox:
             tools = Tools(task, sandbox)
             for turn in range(self.max_turns):
                 session.read(tokenizer.encode(text))
@@ -107,7 +107,8 @@ class Agent:
                     tokenizer, messages, replies, ended=said[-1] == tokenizer.eos_token_id
                 )
                 messages += replies
-            session.reward = (await grade(task, sandbox, self.worlds, timeout_s=GRADE_S))["reward"]
+            score = await grade(task, sandbox, self.pool, timeout_s=GRADE_S)
+            session.reward = score.reward
         return session
 
     @torch.inference_mode()

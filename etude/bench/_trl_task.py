@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from etude.core.protocols import Sandbox, SandboxPool, Transcript
-from etude.core.types import Task
+from etude.core.protocols import Sandbox, SandboxPool
+from etude.core.types import Attempt, Score, Task, Transcript
 from etude.sandbox.fake import FakeSandbox
 
 STEPS = 20
@@ -61,8 +61,8 @@ class Sentences:
         # nothing is executed, and the other side has no sandboxes either
         yield FakeSandbox(task.files)
 
-    async def score(self, task: Task, sandbox: Sandbox) -> dict[str, float]:
-        return {"reward": reward(await sandbox.read("answer"))}
+    async def score(self, task: Task, sandbox: Sandbox, attempt: Attempt) -> Score:
+        return Score(reward(await sandbox.read("answer")))
 
 
 class Writer:

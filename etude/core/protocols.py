@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-from etude.core.types import Json, Manifest, Sample, Task
+from etude.core.types import Attempt, Manifest, Sample, Score, Task, Transcript
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,15 +109,6 @@ class Policy(Protocol):
         """Returns when every token sampled from now on comes from `version` or newer."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Transcript:
-    """A session as the harness saw it."""
-
-    messages: list[dict[str, Json]]
-    finished: bool
-    """False if the agent ran out of turns or time of its own."""
-
-
 class Agent(Protocol):
     """A harness. It reaches the model only through an OpenAI-compatible URL, so anyone's harness is
     one."""
@@ -128,14 +119,13 @@ class Agent(Protocol):
 
 
 class Environment(Protocol):
-    """An environment: its tasks, the sandbox of each, and the scores of attempts."""
+    """An environment: its tasks, the sandbox of each, and the score of an attempt."""
 
     def tasks(self, split: str) -> Sequence[Task]: ...
 
     def open(self, task: Task) -> AbstractAsyncContextManager[Sandbox]: ...
 
-    async def score(self, task: Task, sandbox: Sandbox) -> dict[str, float]:
-        """Named, finite scores; `reward` is the one that is trained on."""
+    async def score(self, task: Task, sandbox: Sandbox, attempt: Attempt) -> Score: ...
 
 
 class WeightStore(Protocol):

@@ -2,8 +2,8 @@
 
 Token-level fields of a `Segment` and a `Row` run in parallel: position i of every field speaks of
 token i. A rollout is a chain of segments: rewriting the history (a summary, a compaction) ends one
-segment and opens the next, and the one reward of the trajectory credits every sampled token of all
-of them.
+segment and opens the next. The one reward of the trajectory goes to every sampled token of all of
+them; a `Credit` adds to some.
 
 Plain dataclasses of the standard library, so that the trainer and the engine can import them on a
 bare CUDA image; `store.objects` gives them a wire format.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal
 
 Json = Any
@@ -131,6 +132,69 @@ class Segment:
     the trainer reads them."""
 
 
+def turns(segment: Segment) -> list[range]:
+    """The places in `segment.tokens` of each answer of the model: its unbroken runs of sampled
+    tokens. Between two answers something always stands."""
+    edges = [
+        place
+        for place, (before, now) in enumerate(pairwise((False, *segment.mask, False)))
+        if before != now
+    ]
+    return [range(begin, end) for begin, end in zip(edges[::2], edges[1::2], strict=True)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transcript:
+    """A session as the harness saw it."""
+
+    messages: list[dict[str, Json]]
+    finished: bool
+    """False if the agent ran out of turns or time of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """A session that is over, for the environment to score: the conversation, and the tokens that
+    the model read and said."""
+
+    transcript: Transcript
+    segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One component of a score, with its evidence for people to read; no model ever sees that."""
+
+    name: str
+    value: float
+    evidence: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """A process reward: what one segment of an attempt, or one turn of it, was worth."""
+
+    value: float
+    segment: int
+    turn: int | None = None
+    """Counted from 0 (`turns`). None: every sampled token of the segment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What an attempt was worth. Every number in it is finite."""
+
+    reward: float
+    """What is trained on; a task counts as solved at 1."""
+    parts: tuple[Part, ...] = ()
+    """What else was measured, by names that differ."""
+    flags: tuple[str, ...] = ()
+    """What somebody should look at, such as a suspected cheat; nothing is computed from them."""
+    credit: tuple[Credit, ...] = ()
+    """Process rewards; those that cover the same token add up. None: the reward speaks for all
+    tokens alike."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
     """One attempt at one task, whole."""
@@ -139,8 +203,8 @@ class Trajectory:
     task: str
     group: str
     segments: tuple[Segment, ...]
-    scores: dict[str, float] | None
-    """Named and finite; None if and only if the status is `failed`."""
+    score: Score | None
+    """None if and only if the status is `failed`."""
     status: Status
     error: str | None = None
     """For `failed`: the boundary that broke, and how."""
@@ -150,7 +214,7 @@ class Trajectory:
 
     @property
     def reward(self) -> float | None:
-        return None if self.scores is None else self.scores["reward"]
+        return None if self.score is None else self.score.reward
 
     @property
     def num_sampled(self) -> int:

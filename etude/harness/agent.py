@@ -13,9 +13,9 @@ import json
 import aiohttp
 
 from etude.core.errors import RolloutFailure
-from etude.core.protocols import Sandbox, Transcript
+from etude.core.protocols import Sandbox
 from etude.core.seeds import derive
-from etude.core.types import Json, Task
+from etude.core.types import Json, Task, Transcript
 from etude.harness.tools import SCHEMAS, SUBMIT, Tools
 
 NUDGE = "call a tool"

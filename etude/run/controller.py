@@ -28,7 +28,7 @@ from etude.core.window import Window
 from etude.run import journal
 from etude.run.evaluate import evaluate, report_name
 from etude.run.gateway_client import GatewayClient
-from etude.run.loop import Attempt, RolloutLoop, endless_tasks
+from etude.run.loop import RolloutLoop, RunAttempt, endless_tasks
 from etude.run.plugins import build, load
 from etude.run.process import run_process
 from etude.run.rollout import RolloutRunner
@@ -139,7 +139,7 @@ class Controller:
             troubled=lambda: self.trouble.last(time.monotonic()),
         ).run()
 
-    def rollouts(self, *, temperature: float, experts: bool = False) -> Attempt:
+    def rollouts(self, *, temperature: float, experts: bool = False) -> RunAttempt:
         """`experts`: the trainer will replay them."""
         harness = self.config.harness
         agent: Agent = build(

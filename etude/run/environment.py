@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 
 from etude.core.protocols import Sandbox, SandboxPool
-from etude.core.types import Task
+from etude.core.types import Attempt, Score, Task
 from etude.rewards.tests import grade
 from etude.tasks.factory import Split, make_tasks
 
@@ -32,5 +32,5 @@ class CodeRepair:
     def open(self, task: Task) -> AbstractAsyncContextManager[Sandbox]:
         return self._pool.open(task.files)
 
-    async def score(self, task: Task, sandbox: Sandbox) -> dict[str, float]:
+    async def score(self, task: Task, sandbox: Sandbox, attempt: Attempt) -> Score:
         return await grade(task, sandbox, self._pool, timeout_s=self._timeout_s)

@@ -17,7 +17,7 @@ from etude.core.errors import EtudeError
 from etude.core.events import EvalDone, EvalProgress, Event
 from etude.core.seeds import derive
 from etude.core.types import Json, Task, Trajectory
-from etude.run.loop import Attempt
+from etude.run.loop import RunAttempt
 from etude.store.runs import Run
 
 TRIES = 3
@@ -70,7 +70,7 @@ def reports(run: Run) -> list[Report]:
 
 async def evaluate(
     tasks: Sequence[Task],
-    attempt: Attempt,
+    attempt: RunAttempt,
     *,
     stage: str,
     split: str,
@@ -130,7 +130,7 @@ async def evaluate(
     )
 
 
-async def _persistent(attempt: Attempt, task: Task, sample: str, seed: int) -> Trajectory:
+async def _persistent(attempt: RunAttempt, task: Task, sample: str, seed: int) -> Trajectory:
     for _ in range(TRIES):
         trajectory = await attempt(task, sample, seed)
         if trajectory.reward is not None:

@@ -30,7 +30,7 @@ from etude.run.journal import Journal, Recovered, drops, group_id, sample_ids, w
 
 V = TypeVar("V")
 
-Attempt = Callable[[Task, str, int], Awaitable[Trajectory]]
+RunAttempt = Callable[[Task, str, int], Awaitable[Trajectory]]
 """(task, sample id, seed) -> what came of it. It never raises for what went wrong inside the
 session."""
 
@@ -47,7 +47,7 @@ class RolloutLoop:
         weights: WeightStore,
         load: Callable[[int], Awaitable[None]],
         tasks: Iterable[tuple[Task, int]],
-        attempt: Attempt,
+        attempt: RunAttempt,
         group_size: int,
         estimator: AdvantageEstimator,
         seed: int,

@@ -7,13 +7,26 @@ import asyncio
 import contextlib
 import json
 import math
+from collections import Counter
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from numbers import Real
 from typing import Protocol
 
 from etude.core.errors import RolloutFailure, boundary
-from etude.core.protocols import Agent, Environment, Transcript
-from etude.core.types import Json, Segment, Task, Trajectory
+from etude.core.protocols import Agent, Environment
+from etude.core.types import (
+    Attempt,
+    Credit,
+    Json,
+    Part,
+    Score,
+    Segment,
+    Task,
+    Trajectory,
+    Transcript,
+    turns,
+)
 from etude.run.process import stopped_since
 
 
@@ -69,7 +82,7 @@ class RolloutRunner:
                     task=task.id,
                     group=_group(sample),
                     segments=(),
-                    scores=None,
+                    score=None,
                     status="failed",
                     error=str(e),
                 )
@@ -95,16 +108,17 @@ class RolloutRunner:
             async with boundary("agent"):
                 if not transcript.finished:
                     await self._check_time(sample, began)
+            async with boundary("segments"):
+                segments = await self.sessions.segments(sample, experts=self.experts)
             async with boundary("score"), _at_most(self._sandbox_timeout_s, "tasks.timeout_s"):
-                scores = _checked(await self.environment.score(task, sandbox))
-        async with boundary("segments"):
-            segments = await self.sessions.segments(sample, experts=self.experts)
+                attempt = Attempt(transcript=transcript, segments=segments)
+                score = _checked(await self.environment.score(task, sandbox, attempt), segments)
         return Trajectory(
             id=sample,
             task=task.id,
             group=_group(sample),
             segments=segments,
-            scores=scores,
+            score=score,
             status="done" if transcript.finished else "timeout",
             messages=messages,
         )
@@ -131,21 +145,52 @@ async def _at_most(seconds: float | None, key: str) -> AsyncIterator[None]:
         raise TimeoutError(f"still at work after {seconds:g} s: it must keep to {key}") from e
 
 
-def _checked(scores: dict[str, float]) -> dict[str, float]:
-    """An environment that cannot say what an attempt was worth has failed; the attempt has no
-    reward then, not 0."""
-    if not isinstance(scores, dict):
+def _checked(score: Score, segments: tuple[Segment, ...]) -> Score:
+    """The score in plain numbers and text, which can be stored. An environment that cannot say what
+    an attempt was worth has failed; the attempt has no reward then, not 0."""
+    if not isinstance(score, Score):
         raise ValueError(
-            f"the environment gave {scores!r}: it must give named numbers, such as {{'reward': "
-            f"1.0}}"
+            f"the environment gave {score!r}: score() must return a Score, such as "
+            f"Score(reward=1.0)"
         )
-    if wrong := {name: score for name, score in scores.items() if not isinstance(score, Real)}:
-        raise ValueError(f"the environment gave scores that are no numbers: {wrong}")
-    if "reward" not in scores:
-        raise ValueError(f"the environment gave no reward, only {sorted(scores)}")
-    if wrong := {name: score for name, score in scores.items() if not math.isfinite(score)}:
-        raise ValueError(f"the environment gave scores that are not finite: {wrong}")
-    return {name: float(score) for name, score in scores.items()}
+    for what, given, kind in (("parts", score.parts, Part), ("credit", score.credit, Credit)):
+        if strangers := [each for each in given if not isinstance(each, kind)]:
+            raise ValueError(
+                f"the {what} of the score hold {strangers[0]!r}: each must be a {kind.__name__}"
+            )
+    if twice := [name for name, n in Counter(part.name for part in score.parts).items() if n > 1]:
+        raise ValueError(f"several parts of the score are called {twice[0]!r}: names must differ")
+    return Score(
+        reward=_number("the reward", score.reward),
+        parts=tuple(
+            Part(
+                part.name,
+                _number(f"the part {part.name!r} of the score", part.value),
+                part.evidence.encode(errors="replace").decode(),
+            )
+            for part in score.parts
+        ),
+        flags=tuple(map(str, score.flags)),
+        credit=tuple(_credit(credit, segments) for credit in score.credit),
+    )
+
+
+def _credit(credit: Credit, segments: tuple[Segment, ...]) -> Credit:
+    where = f"segment {credit.segment}"
+    if credit.segment not in range(len(segments)):
+        raise ValueError(f"a credit is for {where}, and the attempt has {len(segments)}, from 0 on")
+    if credit.turn is not None:
+        where = f"turn {credit.turn} of {where}"
+        count = len(turns(segments[credit.segment]))
+        if credit.turn not in range(count):
+            raise ValueError(f"a credit is for {where}, which has {count}, from 0 on")
+    return replace(credit, value=_number(f"the credit for {where}", credit.value))
+
+
+def _number(what: str, value: object) -> float:
+    if not isinstance(value, Real) or not math.isfinite(value):
+        raise ValueError(f"{what} is {value!r}: it must be a finite number")
+    return float(value)
 
 
 def _messages(transcript: Transcript) -> list[dict[str, Json]]:

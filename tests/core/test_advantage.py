@@ -25,6 +25,7 @@ from etude.core.effort import Effort
 from etude.core.types import (
     Batch,
     Group,
+    Score,
     Segment,
     Trajectory,
     VersionSpan,
@@ -52,7 +53,7 @@ def group(*rewards: float | None) -> Group:
             task="t",
             group="g",
             segments=(segment(),),
-            scores=None if reward is None else {"reward": reward},
+            score=None if reward is None else Score(reward),
             status="failed" if reward is None else "done",
         )
         for i, reward in enumerate(rewards)
@@ -136,7 +137,7 @@ def test_a_failed_attempt_is_no_zero_and_changes_nothing_for_the_others(
 def test_an_attempt_that_said_nothing_is_left_out() -> None:
     full = group(1.0, 0.0)
     silent = Trajectory(
-        id="g.2", task="t", group="g", segments=(), scores={"reward": 0.0}, status="timeout"
+        id="g.2", task="t", group="g", segments=(), score=Score(0.0), status="timeout"
     )
     outcome = AdvantageEstimator().estimate(
         replace(full, trajectories=(*full.trajectories, silent))
@@ -222,7 +223,7 @@ def test_rows_credit_the_sampled_tokens_of_every_segment() -> None:
         task="t",
         group="g",
         segments=(segment(4), segment(3)),
-        scores={"reward": 1.0},
+        score=Score(1.0),
         status="done",
     )
     first, second = to_rows(trajectory, 0.5)

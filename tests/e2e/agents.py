@@ -8,8 +8,8 @@ from typing import Any
 
 import aiohttp
 
-from etude.core.protocols import Sandbox, Transcript
-from etude.core.types import Task
+from etude.core.protocols import Sandbox
+from etude.core.types import Task, Transcript
 
 WAIT_S = 8.0
 

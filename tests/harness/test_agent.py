@@ -13,8 +13,8 @@ import pytest
 from aiohttp import web
 
 from etude.core.errors import RolloutFailure
-from etude.core.protocols import Agent, CommandResult, Transcript
-from etude.core.types import Task
+from etude.core.protocols import Agent, CommandResult
+from etude.core.types import Task, Transcript
 from etude.harness.agent import NUDGE, CodingAgent, parse_arguments, turn_seed
 from etude.harness.tools import SCHEMAS, Tools, report
 from etude.sandbox.fake import FakeSandbox

@@ -12,7 +12,7 @@ from random import Random
 from etude.core.advantage import AdvantageEstimator
 from etude.core.errors import EtudeError
 from etude.core.ledger import Trained
-from etude.core.types import Group, Manifest, Route, Segment, Task, Trajectory, version_spans
+from etude.core.types import Group, Manifest, Route, Score, Segment, Task, Trajectory, version_spans
 from etude.core.window import Window
 from etude.run import journal
 from etude.run.loop import RolloutLoop, endless_tasks
@@ -118,7 +118,7 @@ class Engine:
                 task=task.id,
                 group=group,
                 segments=(),
-                scores=None,
+                score=None,
                 status="failed",
                 error="agent: gone",
             )
@@ -135,7 +135,7 @@ class Engine:
             task=task.id,
             group=group,
             segments=(segment,),
-            scores={"reward": reward},
+            score=Score(reward),
             status="done",
         )
         return self.spoil(whole)

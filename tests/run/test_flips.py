@@ -25,7 +25,7 @@ from etude.core.errors import EtudeError
 from etude.core.events import EVENTS, StageStarted
 from etude.core.ledger import Entry, Issued
 from etude.core.lineage import estimator_of, stage_spans
-from etude.core.types import Group, RecomputedRow, Trajectory, VersionSpan
+from etude.core.types import Group, RecomputedRow, Score, Trajectory, VersionSpan
 from etude.launch.local import RunDirectory
 from etude.run import journal
 from etude.run.audit import audit
@@ -123,7 +123,7 @@ def leave_a_group_waiting(run: Run) -> None:
     )
     segments = (replace(done.segments[0], versions=(VersionSpan(LAST - 1, 2),)),)
     done = replace(done, group=group, segments=segments)
-    attempts = [replace(done, id=id, scores={"reward": float(n)}) for n, id in enumerate(samples)]
+    attempts = [replace(done, id=id, score=Score(float(n))) for n, id in enumerate(samples)]
     run.ledger.append(Issued(group=group, task=done.task, samples=samples, version=LAST - 1))
     run.put_group(
         Group(id=group, task=done.task, slot=900, admitted=LAST - 1, trajectories=tuple(attempts))

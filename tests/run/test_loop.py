@@ -15,7 +15,7 @@ import pytest
 from etude.core.advantage import ADVANTAGE, AdvantageEstimator
 from etude.core.errors import EtudeError
 from etude.core.ledger import Dropped, Entry, Issued, Ledger
-from etude.core.types import Group, Manifest, Segment, Trajectory, VersionSpan
+from etude.core.types import Group, Manifest, Score, Segment, Trajectory, VersionSpan
 from etude.run import journal
 from etude.run.loop import FailureMonitor, SignalMonitor, assemble_batch, endless_tasks
 from etude.run.process import error_message
@@ -117,7 +117,7 @@ def with_segment(trajectory: Trajectory, **changes: Any) -> Trajectory:
 
 
 BAD: dict[str, tuple[str, Callable[[Trajectory], Trajectory]]] = {
-    "reward that is no number": ("malformed", lambda t: replace(t, scores={"reward": math.nan})),
+    "reward that is no number": ("malformed", lambda t: replace(t, score=Score(math.nan))),
     "over-long row": ("malformed", lambda t: with_segment(t, prompt=(1, 1))),
     "unknown version": ("malformed", lambda t: with_segment(t, versions=(VersionSpan(99, 2),))),
     "version from before admission": (
@@ -186,7 +186,7 @@ def test_the_advantages_of_a_batch_get_one_scale() -> None:
                 task="t",
                 group="g",
                 segments=(segment,),
-                scores={"reward": r},
+                score=Score(r),
                 status="done",
             )
             for n, r in enumerate(rewards)
@@ -213,13 +213,11 @@ def test_health_counts_only_the_recent_past() -> None:
         task="t",
         group="g",
         segments=(),
-        scores=None,
+        score=None,
         status="failed",
         error="world: no disk",
     )
-    good = Trajectory(
-        id="a", task="t", group="g", segments=(), scores={"reward": 0.0}, status="done"
-    )
+    good = Trajectory(id="a", task="t", group="g", segments=(), score=Score(0.0), status="done")
     for trajectory in (bad, good, good, good, bad, good):
         health.add(trajectory)
     with pytest.raises(EtudeError, match="2 of the last 4 .* world: no disk"):
