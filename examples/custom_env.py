@@ -14,7 +14,8 @@ from typing import Any
 
 import aiohttp
 
-from etude.core.protocols import Sandbox, SandboxPool, Transcript
+from etude.core.protocols import Transcript
+from etude.core.sandbox import Sandbox, SandboxPool, SandboxSpec
 from etude.core.types import Task
 from etude.sandbox.fake import FakeSandboxPool
 
@@ -23,7 +24,7 @@ class Vowels:
     """An Environment: what there is to do, where it is done, and what it was worth."""
 
     def __init__(self, pool: SandboxPool, *, counts: Mapping[str, int], seed: int) -> None:
-        self.worlds = pool
+        self.pool = pool
         self.counts = counts
 
     def tasks(self, split: str) -> Sequence[Task]:
@@ -40,7 +41,7 @@ class Vowels:
         ]
 
     def open(self, task: Task) -> AbstractAsyncContextManager[Sandbox]:
-        return self.worlds.open(task.files)
+        return self.pool.open(SandboxSpec(files=task.files))
 
     async def score(self, task: Task, sandbox: Sandbox) -> dict[str, float]:
         song = await sandbox.read("song.txt")

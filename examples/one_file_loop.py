@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from etude.core.config import RlConfig, RunConfig, parse
-from etude.core.protocols import SandboxPool
+from etude.core.sandbox import SandboxPool, SandboxSpec
 from etude.core.seeds import derive
 from etude.core.types import Task
 from etude.engine.sampler import inverse_cdf
@@ -87,7 +87,7 @@ class Agent:
         session = Session()
         messages: list[Message] = [{"role": "user", "content": task.prompt}]
         text = tokenizer.render(messages, SCHEMAS, answer=True)
-        async with self.worlds.open(task.files) as sandbox:
+        async with self.pool.open(SandboxSpec(files=task.files)) as sandbox:
             tools = Tools(task, sandbox)
             for turn in range(self.max_turns):
                 session.read(tokenizer.encode(text))
@@ -107,7 +107,7 @@ class Agent:
                     tokenizer, messages, replies, ended=said[-1] == tokenizer.eos_token_id
                 )
                 messages += replies
-            session.reward = (await grade(task, sandbox, self.worlds, timeout_s=GRADE_S))["reward"]
+            session.reward = (await grade(task, sandbox, self.pool, timeout_s=GRADE_S))["reward"]
         return session
 
     @torch.inference_mode()

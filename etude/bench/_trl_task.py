@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from etude.core.protocols import Sandbox, SandboxPool, Transcript
+from etude.core.protocols import Transcript
+from etude.core.sandbox import Sandbox, SandboxPool
 from etude.core.types import Task
 from etude.sandbox.fake import FakeSandbox
 

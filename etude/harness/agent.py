@@ -13,7 +13,8 @@ import json
 import aiohttp
 
 from etude.core.errors import RolloutFailure
-from etude.core.protocols import Sandbox, Transcript
+from etude.core.protocols import Transcript
+from etude.core.sandbox import Sandbox
 from etude.core.seeds import derive
 from etude.core.types import Json, Task
 from etude.harness.tools import SCHEMAS, SUBMIT, Tools

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 from pathlib import PurePosixPath
 
-from etude.core.protocols import Sandbox, SandboxPool
+from etude.core.sandbox import Sandbox, SandboxPool, SandboxSpec
 from etude.core.types import Check, Json, Task
 
 _PROBE, _ANSWERS = "__probe__.py", "__answers__.json"
@@ -54,7 +54,7 @@ async def grade(
         edited = {path: await sandbox.read(path) for path in task.editable}
     except (FileNotFoundError, ValueError):
         return _scores(0, task)
-    async with pool.open({**task.files, **edited, _PROBE: _PROBE_TEXT}) as fresh:
+    async with pool.open(SandboxSpec(files={**task.files, **edited, _PROBE: _PROBE_TEXT})) as fresh:
         questions = [[check.function, check.args] for check in task.checks]
         stdin = json.dumps([module_name(task.editable[0]), questions])
         ran = await fresh.run(["python", _PROBE], timeout_s=timeout_s, stdin=stdin)

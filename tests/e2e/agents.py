@@ -8,7 +8,8 @@ from typing import Any
 
 import aiohttp
 
-from etude.core.protocols import Sandbox, Transcript
+from etude.core.protocols import Transcript
+from etude.core.sandbox import Sandbox
 from etude.core.types import Task
 
 WAIT_S = 8.0

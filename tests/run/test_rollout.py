@@ -13,7 +13,8 @@ import pytest
 
 from etude.core.clock import AwakeClock, ManualClock
 from etude.core.errors import EtudeError
-from etude.core.protocols import Sandbox, Transcript
+from etude.core.protocols import Transcript
+from etude.core.sandbox import Sandbox
 from etude.core.types import Segment, Task, Trajectory, VersionSpan
 from etude.run.evaluate import evaluate, wilson
 from etude.run.process import AwakeLoop
