@@ -14,7 +14,7 @@ from typing import Any
 
 import aiohttp
 
-from etude.core.protocols import Sandbox, SandboxPool
+from etude.core.sandbox import Sandbox, SandboxPool, SandboxSpec
 from etude.core.types import Attempt, Part, Score, Task, Transcript
 from etude.sandbox.fake import FakeSandboxPool
 
@@ -40,7 +40,7 @@ class Vowels:
         ]
 
     def open(self, task: Task) -> AbstractAsyncContextManager[Sandbox]:
-        return self.pool.open(task.files)
+        return self.pool.open(SandboxSpec(files=task.files))
 
     async def score(self, task: Task, sandbox: Sandbox, attempt: Attempt) -> Score:
         song = await sandbox.read("song.txt")

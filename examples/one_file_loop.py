@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from etude.core.config import RlConfig, RunConfig, parse
-from etude.core.protocols import SandboxPool
+from etude.core.sandbox import SandboxPool, SandboxSpec
 from etude.core.seeds import derive
 from etude.core.types import Task
 from etude.engine.sampler import inverse_cdf
@@ -87,7 +87,7 @@ class Agent:
         session = Session()
         messages: list[Message] = [{"role": "user", "content": task.prompt}]
         text = tokenizer.render(messages, SCHEMAS, answer=True)
-        async with self.pool.open(task.files) as sandbox:
+        async with self.pool.open(SandboxSpec(files=task.files)) as sandbox:
             tools = Tools(task, sandbox)
             for turn in range(self.max_turns):
                 session.read(tokenizer.encode(text))

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from etude.core.protocols import Sandbox, SandboxPool
+from etude.core.sandbox import Sandbox, SandboxPool
 from etude.core.types import Attempt, Score, Task, Transcript
 from etude.sandbox.fake import FakeSandbox
 

@@ -38,7 +38,8 @@ from etude.core.config import parse
 from etude.core.errors import EtudeError
 from etude.core.events import EVENTS, Event, PublishStarted, StepDone, WeightsLive
 from etude.core.lineage import stage_spans
-from etude.core.protocols import Environment, Sandbox
+from etude.core.protocols import Environment
+from etude.core.sandbox import Sandbox
 from etude.core.types import Attempt, Manifest, Score, Task
 from etude.launch.launcher import Launcher, Program, locked, python, server_programs
 from etude.run.controller import open_controller

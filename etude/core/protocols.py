@@ -3,52 +3,13 @@ fake, and no caller ever asks which one it has."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
+from etude.core.sandbox import Sandbox
 from etude.core.types import Attempt, Manifest, Sample, Score, Task, Transcript
-
-
-@dataclass(frozen=True, slots=True)
-class CommandResult:
-    """The result of a command. `exit_code` is None if it was killed for running past its time."""
-
-    exit_code: int | None
-    output: str
-
-
-class Sandbox(Protocol):
-    """A working copy in a machine of its own, with no network. Everything the agent does happens in
-    here."""
-
-    async def run(
-        self, argv: Sequence[str], *, timeout_s: float, stdin: str = ""
-    ) -> CommandResult: ...
-
-    async def read(self, path: str) -> str:
-        """Raises FileNotFoundError, or ValueError for a path that leaves the working copy."""
-
-    async def write(self, path: str, text: str) -> None: ...
-
-    async def fork(self) -> Sandbox:
-        """Another sandbox whose working copy starts as this one's is now."""
-
-    async def close(self) -> None:
-        """Kills every process in it and removes its files. May be called twice."""
-
-
-class SandboxPool(Protocol):
-    """A pool that sandboxes are opened from."""
-
-    def open(self, files: Mapping[str, str]) -> AbstractAsyncContextManager[Sandbox]:
-        """A fresh sandbox that holds just these files; closed on every way out."""
-
-    def owing(self) -> dict[str, float]:
-        """The processes behind the sandboxes that owe an answer, and for how many seconds each."""
-
-    async def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ import json
 import aiohttp
 
 from etude.core.errors import RolloutFailure
-from etude.core.protocols import Sandbox
+from etude.core.sandbox import Sandbox
 from etude.core.seeds import derive
 from etude.core.types import Json, Task, Transcript
 from etude.harness.tools import SCHEMAS, SUBMIT, Tools

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import PurePosixPath
 from typing import Any
 
-from etude.core.protocols import CommandResult, Sandbox
+from etude.core.sandbox import CommandResult, Sandbox
 from etude.core.types import Json, Task
 
 SUBMIT = "submit"

@@ -16,7 +16,7 @@ import json
 import reprlib
 from pathlib import PurePosixPath
 
-from etude.core.protocols import Sandbox, SandboxPool
+from etude.core.sandbox import Sandbox, SandboxPool, SandboxSpec
 from etude.core.types import Check, Json, Part, Score, Task
 
 _PROBE, _ANSWERS = "__probe__.py", "__answers__.json"
@@ -55,7 +55,7 @@ async def grade(task: Task, sandbox: Sandbox, pool: SandboxPool, *, timeout_s: f
         edited = {path: await sandbox.read(path) for path in task.editable}
     except (FileNotFoundError, ValueError) as e:
         return _worthless(f"the module cannot be read: {e}")
-    async with pool.open({**task.files, **edited, _PROBE: _PROBE_TEXT}) as fresh:
+    async with pool.open(SandboxSpec(files={**task.files, **edited, _PROBE: _PROBE_TEXT})) as fresh:
         questions = [[check.function, check.args] for check in task.checks]
         stdin = json.dumps([module_name(task.editable[0]), questions])
         ran = await fresh.run(["python", _PROBE], timeout_s=timeout_s, stdin=stdin)

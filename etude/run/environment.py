@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 
-from etude.core.protocols import Sandbox, SandboxPool
+from etude.core.sandbox import Sandbox, SandboxPool, SandboxSpec
 from etude.core.types import Attempt, Score, Task
 from etude.rewards.tests import grade
 from etude.tasks.factory import Split, make_tasks
@@ -30,7 +30,7 @@ class CodeRepair:
         return make_tasks(SPLITS[split], self._counts[split], self._seed)
 
     def open(self, task: Task) -> AbstractAsyncContextManager[Sandbox]:
-        return self._pool.open(task.files)
+        return self._pool.open(SandboxSpec(files=task.files))
 
     async def score(self, task: Task, sandbox: Sandbox, attempt: Attempt) -> Score:
         return await grade(task, sandbox, self._pool, timeout_s=self._timeout_s)

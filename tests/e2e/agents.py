@@ -8,7 +8,7 @@ from typing import Any
 
 import aiohttp
 
-from etude.core.protocols import Sandbox
+from etude.core.sandbox import Sandbox
 from etude.core.types import Task, Transcript
 
 WAIT_S = 8.0

@@ -13,11 +13,12 @@ import pytest
 from aiohttp import web
 
 from etude.core.errors import RolloutFailure
-from etude.core.protocols import Agent, CommandResult
+from etude.core.protocols import Agent
+from etude.core.sandbox import CommandResult
 from etude.core.types import Task, Transcript
 from etude.harness.agent import NUDGE, CodingAgent, parse_arguments, turn_seed
 from etude.harness.tools import SCHEMAS, Tools, report
-from etude.sandbox.fake import FakeSandbox
+from etude.sandbox.fake import FakeSandbox, Files
 
 MODULE = "def area(a, b):\n    return a + b\n"
 TASK = Task(
@@ -92,7 +93,7 @@ async def play(
         return await agent.run(TASK, box, base_url=url, seed=7), requests
 
 
-def passes_when_fixed(files: dict[str, str], argv: Any) -> CommandResult:
+def passes_when_fixed(files: Files, argv: Any) -> CommandResult:
     fixed = "a * b" in files["shape.py"]
     return CommandResult(0, "ok\n") if fixed else CommandResult(1, "area(3, 4) -> 7, not 12\n")
 
@@ -198,7 +199,7 @@ async def test_a_wrong_call_is_answered_and_changes_nothing(
 
 async def test_out_of_time_keeps_what_was_said() -> None:
     class Slow(FakeSandbox):
-        async def run(self, argv: Any, *, timeout_s: float, stdin: str = "") -> CommandResult:
+        async def run(self, argv: Any, **how: Any) -> CommandResult:
             await asyncio.Event().wait()
             raise AssertionError
 
@@ -209,7 +210,7 @@ async def test_out_of_time_keeps_what_was_said() -> None:
 
 async def test_a_sandbox_that_breaks_is_a_failed_rollout() -> None:
     class Broken(FakeSandbox):
-        async def run(self, argv: Any, *, timeout_s: float, stdin: str = "") -> CommandResult:
+        async def run(self, argv: Any, **how: Any) -> CommandResult:
             raise RolloutFailure("sandbox: gone")
 
     with pytest.raises(RolloutFailure, match="gone"):
@@ -271,7 +272,7 @@ def test_schemas_are_in_order_and_small() -> None:
 
 async def test_someone_elses_timeout_is_not_the_end_of_the_session() -> None:
     class Late(FakeSandbox):
-        async def run(self, argv: Any, *, timeout_s: float, stdin: str = "") -> CommandResult:
+        async def run(self, argv: Any, **how: Any) -> CommandResult:
             raise TimeoutError("of the sandbox")
 
     with pytest.raises(TimeoutError):

@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from etude.core.errors import RolloutFailure
-from etude.core.protocols import CommandResult
+from etude.core.sandbox import CommandResult
 from etude.harness.agent import NUDGE, CodingAgent, gave_up
 from etude.harness.tools import Tools
 from etude.sandbox.fake import FakeSandbox
@@ -73,9 +73,7 @@ async def test_the_visible_tests_have_their_time() -> None:
     told: list[tuple[Sequence[str], float]] = []
 
     class Noting(FakeSandbox):
-        async def run(
-            self, argv: Sequence[str], *, timeout_s: float, stdin: str = ""
-        ) -> CommandResult:
+        async def run(self, argv: Sequence[str], *, timeout_s: float, **how: Any) -> CommandResult:
             told.append((argv, timeout_s))
             return CommandResult(None, "")
 

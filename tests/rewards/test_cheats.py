@@ -6,12 +6,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any
 
 import pytest
 
 from etude.core.errors import RolloutFailure
-from etude.core.protocols import CommandResult, SandboxPool
+from etude.core.sandbox import CommandResult, SandboxPool, SandboxSpec
 from etude.core.types import Check, Score, Task
 from etude.rewards.tests import grade, parse_answers, same, verdict
 from etude.sandbox.fake import FakeSandbox, FakeSandboxPool
@@ -49,7 +50,7 @@ async def graded(
     timeout_s: float = 60.0,
 ) -> Score:
     """What an agent earns that wrote these files and ran these shell commands."""
-    async with pool.open(TASK.files) as sandbox:
+    async with pool.open(SandboxSpec(files=TASK.files)) as sandbox:
         for path, text in files.items():
             await sandbox.write(path, text)
         for command in commands:
@@ -240,7 +241,7 @@ async def test_a_left_over_daemon_does_not_reach_the_grading(pool: SandboxPool) 
 
 async def test_a_broken_sandbox_is_no_verdict() -> None:
     pool = NamespaceSandboxPool()
-    async with pool.open(TASK.files) as sandbox:
+    async with pool.open(SandboxSpec(files=TASK.files)) as sandbox:
         await sandbox.close()
         with pytest.raises(RolloutFailure):
             await grade(TASK, sandbox, pool, timeout_s=SHORT_S)
@@ -255,15 +256,15 @@ async def test_expected_answers_enter_no_sandbox() -> None:
 
     class Watching(FakeSandbox):
         async def run(
-            self, argv: Sequence[str], *, timeout_s: float, stdin: str = ""
+            self, argv: Sequence[str], *, timeout_s: float, stdin: str | bytes = "", **more: Any
         ) -> CommandResult:
-            crossed.extend([repr(self.files), repr(argv), stdin])
+            crossed.extend([repr(self.files), repr(argv), repr(stdin)])
             return await super().run(argv, timeout_s=timeout_s)
 
     class WatchingWorlds(FakeSandboxPool):
         @contextlib.asynccontextmanager
-        async def open(self, files: Mapping[str, str]) -> AsyncIterator[FakeSandbox]:
-            yield Watching(files)
+        async def open(self, spec: SandboxSpec) -> AsyncIterator[FakeSandbox]:
+            yield Watching(spec.files)
 
     task = dataclasses.replace(TASK, checks=(Check(function="area", args=[1, 2], expected=secret),))
     score = await grade(task, FakeSandbox(task.files), WatchingWorlds(), timeout_s=SHORT_S)

@@ -13,7 +13,7 @@ import pytest
 
 from etude.core.clock import AwakeClock, ManualClock
 from etude.core.errors import EtudeError
-from etude.core.protocols import Sandbox
+from etude.core.sandbox import Sandbox
 from etude.core.types import (
     Attempt,
     Credit,
