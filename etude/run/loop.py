@@ -239,18 +239,24 @@ def assemble_batch(
 ) -> tuple[Batch, tuple[str, ...]]:
     """The rows of a batch stand in the order of slots, then attempts."""
     ordered = sorted(groups, key=lambda group: group.slot)
-    advantages = {
-        sample: adv
-        for group in ordered
-        for sample, adv in estimator.estimate(group).advantages.items()
-    }
-    scale = estimator.batch_scale(list(advantages.values()))
-    kept = [t for group in ordered for t in group.trajectories if t.id in advantages]
-    rows = tuple(row for t in kept for row in to_rows(t, scale * advantages[t.id]))
-    reward = fmean([reward for group in ordered for reward in rewards_of(group)])
-    return Batch(step=step, rows=rows, oldest=oldest_version(rows), reward=reward), tuple(
-        t.id for t in kept
+    outcomes = [estimator.estimate(group) for group in ordered]
+    scale = estimator.batch_scale(
+        [advantage for outcome in outcomes for advantage in outcome.distinct_advantages()]
     )
+    kept = [
+        (t, outcome)
+        for group, outcome in zip(ordered, outcomes, strict=True)
+        for t in group.trajectories
+        if t.id in outcome.advantages
+    ]
+    rows = tuple(
+        row
+        for t, outcome in kept
+        for row in to_rows(t, outcome.advantages[t.id], outcome.credit.get(t.id, ()), scale=scale)
+    )
+    reward = fmean([reward for group in ordered for reward in rewards_of(group)])
+    batch = Batch(step=step, rows=rows, oldest=oldest_version(rows), reward=reward)
+    return batch, tuple(t.id for t, _ in kept)
 
 
 def rewards_of(group: Group) -> list[float]:
