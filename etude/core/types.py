@@ -24,8 +24,6 @@ Status = Literal["done", "timeout", "failed"]
 own and was graded as it stood. `failed`: infrastructure broke; there is no score, and no statistic
 may count it as a zero."""
 
-Source = Literal["simulated", "production"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
@@ -196,6 +194,31 @@ class Score:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """What an attempt used, as far as it was recorded."""
+
+    prompt_tokens: int = 0
+    """Read by the model: at each call, all tokens before the answer."""
+    sampled_tokens: int = 0
+    seconds: float = 0.0
+    """From its start to its end."""
+    calls: int = 0
+    """Answers of the model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Feedback:
+    """A word on a trajectory that came later, such as a merge or a user's thumb; kept beside it
+    (`store.feedback`)."""
+
+    kind: str
+    value: float
+    time: float
+    """Seconds since 1970."""
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
     """One attempt at one task, whole."""
 
@@ -210,7 +233,11 @@ class Trajectory:
     """For `failed`: the boundary that broke, and how."""
     messages: list[dict[str, Json]] = field(default_factory=list)
     """The conversation as the harness saw it, for people to read; the trainer never looks."""
-    source: Source = "simulated"
+    source: str = ""
+    """Where the task came from: the environment, as the configuration names it."""
+    policy: str = ""
+    """Who acted: the run whose weights these were; segments say which versions of them."""
+    cost: Cost = Cost()
 
     @property
     def reward(self) -> float | None:

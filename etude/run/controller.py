@@ -157,6 +157,8 @@ class Controller:
             agent,
             self.gateway,
             concurrency=harness.concurrency,
+            source=self.config.tasks.environment,
+            policy=self.config.name,
             experts=experts,
             agent_timeout_s=harness.timeout_s + AGENT_GRACE_S,
             sandbox_timeout_s=self.config.tasks.timeout_s,

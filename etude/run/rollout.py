@@ -17,6 +17,7 @@ from etude.core.errors import RolloutFailure, boundary
 from etude.core.protocols import Agent, Environment
 from etude.core.types import (
     Attempt,
+    Cost,
     Credit,
     Json,
     Part,
@@ -57,16 +58,22 @@ class RolloutRunner:
         sessions: SessionRecorder,
         *,
         concurrency: int,
+        source: str = "",
+        policy: str = "",
         experts: bool = False,
         agent_timeout_s: float | None = None,
         sandbox_timeout_s: float | None = None,
     ) -> None:
-        """`agent_timeout_s`, `sandbox_timeout_s`: an agent, or an environment that opens a sandbox
+        """`source`, `policy`: as of a `Trajectory`.
+
+        `agent_timeout_s`, `sandbox_timeout_s`: an agent, or an environment that opens a sandbox
         or scores, has failed if it is still at work then, so that one which hangs cannot hold up a
         run."""
         self.environment = environment
         self.agent = agent
         self.sessions = sessions
+        self.source = source
+        self.policy = policy
         self.experts = experts
         self._agent_timeout_s = agent_timeout_s
         self._sandbox_timeout_s = sandbox_timeout_s
@@ -74,26 +81,32 @@ class RolloutRunner:
 
     async def attempt(self, task: Task, sample: str, seed: int) -> Trajectory:
         async with self._room:
+            began = asyncio.get_running_loop().time()
+            trajectory = Trajectory(
+                id=sample,
+                task=task.id,
+                group=_group(sample),
+                segments=(),
+                score=None,
+                status="failed",
+                source=self.source,
+                policy=self.policy,
+            )
             try:
-                return await self._attempt(task, sample, seed)
+                trajectory = await self._attempt(task, seed, trajectory)
             except RolloutFailure as e:
-                return Trajectory(
-                    id=sample,
-                    task=task.id,
-                    group=_group(sample),
-                    segments=(),
-                    score=None,
-                    status="failed",
-                    error=str(e),
-                )
+                trajectory = replace(trajectory, error=str(e))
             finally:
                 # Recording that nobody will read: if it cannot be thrown away now, the gateway's
                 # end does it.
                 with contextlib.suppress(RolloutFailure):
                     async with boundary("forget"):
                         await self.sessions.forget(sample)
+            seconds = asyncio.get_running_loop().time() - began
+            return replace(trajectory, cost=_cost(trajectory.segments, seconds))
 
-    async def _attempt(self, task: Task, sample: str, seed: int) -> Trajectory:
+    async def _attempt(self, task: Task, seed: int, started: Trajectory) -> Trajectory:
+        sample = started.id
         async with boundary("model"):
             await self.sessions.up()
         began = asyncio.get_running_loop().time()
@@ -113,10 +126,8 @@ class RolloutRunner:
             async with boundary("score"), _at_most(self._sandbox_timeout_s, "tasks.timeout_s"):
                 attempt = Attempt(transcript=transcript, segments=segments)
                 score = _checked(await self.environment.score(task, sandbox, attempt), segments)
-        return Trajectory(
-            id=sample,
-            task=task.id,
-            group=_group(sample),
+        return replace(
+            started,
             segments=segments,
             score=score,
             status="done" if transcript.finished else "timeout",
@@ -191,6 +202,16 @@ def _number(what: str, value: object) -> float:
     if not isinstance(value, Real) or not math.isfinite(value):
         raise ValueError(f"{what} is {value!r}: it must be a finite number")
     return float(value)
+
+
+def _cost(segments: tuple[Segment, ...], seconds: float) -> Cost:
+    answers = [(segment, answer) for segment in segments for answer in turns(segment)]
+    return Cost(
+        prompt_tokens=sum(len(segment.prompt) + answer.start for segment, answer in answers),
+        sampled_tokens=sum(len(answer) for _, answer in answers),
+        seconds=seconds,
+        calls=len(answers),
+    )
 
 
 def _messages(transcript: Transcript) -> list[dict[str, Json]]:

@@ -16,6 +16,7 @@ from etude.core.errors import EtudeError
 from etude.core.sandbox import Sandbox
 from etude.core.types import (
     Attempt,
+    Cost,
     Credit,
     Part,
     Score,
@@ -215,6 +216,41 @@ async def test_what_hangs_has_failed(place: str, key: str) -> None:
     got = await RolloutRunner(parts, parts, parts, concurrency=1, **limits).attempt(TASK, "g.0", 7)
     assert got.error == f"{place}: TimeoutError: still at work after 0.01 s: it must keep to {key}"
     assert got.status == "failed" and parts.open_sandboxes == 0
+
+
+def test_a_trajectory_says_where_it_came_from_and_what_it_cost() -> None:
+    loop, clock = AwakeLoop(), ManualClock()
+    loop.clock = AwakeClock(clock)
+
+    class TwoTurns(Parts):
+        async def score(self, task: Task, sandbox: Sandbox, attempt: Attempt) -> Score:
+            clock.move(1.5)
+            return await super().score(task, sandbox, attempt)
+
+        async def segments(self, session: str, *, experts: bool) -> tuple[Segment, ...]:
+            first = Segment(
+                prompt=(1, 2, 3),
+                tokens=(4, 5, 6, 7),
+                mask=(True, True, False, True),
+                logprobs=(-1.0, -1.0, 0.0, -1.0),
+                versions=(VersionSpan(3, 3),),
+            )
+            return (first, *await super().segments(session, experts=experts))
+
+    with contextlib.closing(loop):
+        done, failed = (
+            loop.run_until_complete(
+                RolloutRunner(
+                    parts, parts, parts, concurrency=1, source="env.py:Own", policy="mine"
+                ).attempt(TASK, "g.0", 7)
+            )
+            for parts in (TwoTurns(), TwoTurns("score"))
+        )
+    # its calls read 3 and 6 tokens of the first segment, and the prompt of the second
+    assert done.cost == Cost(prompt_tokens=3 + 6 + 1, sampled_tokens=4, seconds=1.5, calls=3)
+    assert failed.status == "failed" and failed.cost == Cost(seconds=1.5)
+    for each in (done, failed):
+        assert (each.source, each.policy) == ("env.py:Own", "mine")
 
 
 async def test_an_agent_that_returns_nothing_has_failed() -> None:
