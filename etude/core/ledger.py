@@ -90,6 +90,12 @@ class Ledger:
         """Issued, and neither batched nor dropped yet."""
         return [sample for sample, state in self._state.items() if state == "open"]
 
+    def fate(self, sample: str) -> int | str | None:
+        """What became of a sample that was issued: the step of its batch, or why it was dropped;
+        None while it is open."""
+        state = self._state[sample]
+        return None if state == "open" else state
+
     def apply(self, entry: Entry) -> None:
         match entry:
             case Issued():

@@ -258,6 +258,8 @@ class Group:
     admitted: int
     """The weight version that was live when the group was given its slot: no token of it is
     older."""
+    stage: str = ""
+    """The one that it was made for."""
     trajectories: tuple[Trajectory, ...]
 
 

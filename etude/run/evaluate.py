@@ -77,7 +77,9 @@ async def evaluate(
     version: int,
     seed: int,
     emit: Callable[[Event], None] = lambda event: None,
+    keep: Callable[[Trajectory], object] = lambda trajectory: None,
 ) -> Report:
+    """`keep` is handed every attempt that counts."""
     outcomes: list[Trajectory] = []
 
     async def solve(task: Task) -> None:
@@ -87,18 +89,15 @@ async def evaluate(
             )
         )
         _check_version(outcomes[-1], version)
+        keep(outcomes[-1])
         if len(outcomes) % REPORT_EVERY == 0:
-            emit(
-                EvalProgress(
-                    stage=stage,
-                    split=split,
-                    done=len(outcomes),
-                    total=len(tasks),
-                    solved=_solved(outcomes),
-                )
-            )
+            emit(progress())
 
-    emit(EvalProgress(stage=stage, split=split, done=0, total=len(tasks), solved=0))
+    def progress() -> EvalProgress:
+        done, solved = len(outcomes), _solved(outcomes)
+        return EvalProgress(stage=stage, split=split, done=done, total=len(tasks), solved=solved)
+
+    emit(progress())
     async with asyncio.TaskGroup() as group:
         for task in tasks:
             group.create_task(solve(task))

@@ -50,6 +50,7 @@ class RolloutLoop:
         attempt: RunAttempt,
         group_size: int,
         estimator: AdvantageEstimator,
+        stage: str,
         seed: int,
         last: int,
         emit: Callable[[Event], None],
@@ -64,6 +65,7 @@ class RolloutLoop:
         self.attempt = attempt
         self.group_size = group_size
         self.estimator = estimator
+        self.stage = stage
         self.seed = seed
         self.last = last
         self.emit = emit
@@ -87,7 +89,7 @@ class RolloutLoop:
             feeding.cancel()
         unneeded = tuple(self.journal.ledger.open_samples())
         await self.journal.write(
-            *[Dropped(samples=unneeded, reason="cancelled")] if unneeded else []
+            *[Dropped(samples=unneeded, reason="cancelled")] if unneeded else [], flush=True
         )
 
     async def feed(self) -> None:
@@ -118,6 +120,7 @@ class RolloutLoop:
             task=task.id,
             slot=slot,
             admitted=admitted,
+            stage=self.stage,
             trajectories=tuple(t.result() for t in running),
         )
         outcome = self.estimator.estimate(whole)

@@ -5,6 +5,7 @@
     ledger/N.jsonl           what became of every sample
     events/{process}/N.jsonl what each process did, for people and the dashboard
     groups/{id}              finished groups, whole
+    rollouts/                one row for every rollout, in Parquet (`store.rollouts`)
     batches/{step}           what each step reads; made once, never changed
     recomputed/{step}        what the trainer found for each token of a batch, row by row
     experts/{digest}         routed experts of recorded sessions (`store.experts`)
@@ -15,8 +16,8 @@
     weights/                 published versions (the package `weights` knows the rest)
 
 A batch is written once; a second, different one is refused. So is another config, as soon as there
-is work in the store. Every object ends with its digest (`store.codec`), unless its name is one or
-the weight plane has its own way. Files that others put among these (a desktop's, an editor's) are
+is work in the store. Every object ends with its digest (`store.codec`), unless its name is one, it
+holds its own (Parquet), or the weight plane has its own way. Files that others put among these (a desktop's, an editor's) are
 not seen: a name that is not of our form is not ours.
 """
 

@@ -158,8 +158,8 @@ async def stage(
     rng, estimator = Random(seed), AdvantageEstimator(max_tokens=3, max_lag=max_lag)
     run = Run(Mortal(objects, writes))
     entries, recovered = journal.load(run, estimator)
-    book = journal.Journal(run, entries)
-    await book.write(*recovered.entries)
+    book = journal.Journal(run, entries, recovered.unlisted)
+    await book.write(*recovered.entries, flush=True)
     newest = max([FIRST, *(entry.step for entry in entries if isinstance(entry, Trained))])
     # A trainer that lives on while the controller is dead: some of the batches that are there have
     # been trained.
@@ -179,6 +179,7 @@ async def stage(
         attempt=engine.attempt,
         group_size=3,
         estimator=estimator,
+        stage="rl",
         seed=1,
         last=last,
         emit=lambda event: None,

@@ -35,6 +35,7 @@ from etude.store import checkpoints
 from etude.store.checkpoints import Checkpoint, CheckpointWriter, Origin
 from etude.store.experts import get_experts, put_experts
 from etude.store.objects import Objects
+from etude.store.rollouts import RolloutLog
 from etude.store.runs import Run
 from etude.store.telemetry import EventReader
 from etude.weights.collect import Tombstone, collect, find_garbage
@@ -50,8 +51,8 @@ SEED = int(os.environ.get("ETUDE_FLIPS_SEED", "0"))
 
 KINDS = {
     "config.json", "model", "ledger", "groups", "batches", "recomputed", "experts", "evals",
-    "events", "checkpoints/manifest", "checkpoints/part", "weights/versions", "weights/routes",
-    "weights/shards", "weights/leases", "weights/gc",
+    "rollouts", "events", "checkpoints/manifest", "checkpoints/part", "weights/versions",
+    "weights/routes", "weights/shards", "weights/leases", "weights/gc",
 }  # fmt: skip
 """Of objects in a store; there is none of another kind."""
 
@@ -167,6 +168,7 @@ class Looks:
         yield "audit", lambda: audit(run)
         yield "show", self.show
         yield "reports", lambda: reports(run)
+        yield "rollouts", lambda: RolloutLog(self.objects).rows()
         yield "events", self.events
         yield "experts", self.experts
         for step in run.batches():

@@ -20,6 +20,7 @@ from etude.run import journal
 from etude.run.loop import FailureMonitor, SignalMonitor, assemble_batch, endless_tasks
 from etude.run.process import error_message
 from etude.store.objects import Objects
+from etude.store.rollouts import RolloutLog
 from etude.store.runs import Run
 from tests.run.fake_stage import FIRST, TASKS, Versions, manifest, stage
 
@@ -36,6 +37,10 @@ def check_finished(objects: Objects, *, max_lag: int) -> Ledger:
     assert ledger.in_flight == 0
     assert ledger.trained == sum(len({row.sample for row in batch.rows}) for batch in batches)
     assert all(len({journal.group_of(row.sample) for row in batch.rows}) == 2 for batch in batches)
+    rows = RolloutLog(objects).rows()
+    stored = [t.id for name in run.groups() for t in run.group(name).trajectories]
+    assert sorted(row.id for row in rows) == sorted(stored), "one row for every rollout"
+    assert all(ledger.fate(row.id) == (row.step or row.dropped) for row in rows)
     return ledger
 
 
@@ -69,6 +74,22 @@ async def test_a_store_that_dies_at_any_write_loses_nothing_that_was_finished(wr
         for sample in entry.samples
     }
     assert not interrupted & survivors.keys(), "a finished group was thrown away"
+
+
+async def test_rows_that_are_lost_are_written_again() -> None:
+    objects = Objects.open("memory:")
+    await stage(objects, seed=3, last=LAST, max_lag=1)
+    before = RolloutLog(objects).rows()
+    assert {row.stage for row in before} == {"rl"}
+    assert {row.object for row in before} == {f"groups/{name}" for name in Run(objects).groups()}
+    for key in objects.list("rollouts"):
+        objects.delete(key)
+    await stage(objects, seed=3, last=LAST, max_lag=1)
+    again = RolloutLog(objects).rows()
+    assert sorted(again, key=lambda row: row.id) == sorted(before, key=lambda row: row.id)
+    files = objects.list("rollouts")
+    await stage(objects, seed=3, last=LAST, max_lag=1)
+    assert objects.list("rollouts") == files, "and what is there is not written again"
 
 
 async def test_an_interrupted_task_is_issued_again_with_the_same_seeds() -> None:
