@@ -31,16 +31,13 @@ class Vowels:
             Task(
                 id=f"{split}-{n}",
                 prompt=f"sing {n}",
-                files={"song.txt": ""},
-                editable=("song.txt",),
-                checks=(),
-                meta={},
+                sandbox=SandboxSpec(files={"song.txt": ""}),
             )
             for n in range(self.counts[split])
         ]
 
     def open(self, task: Task) -> AbstractAsyncContextManager[Sandbox]:
-        return self.pool.open(SandboxSpec(files=task.files))
+        return self.pool.open(task.sandbox)
 
     async def score(self, task: Task, sandbox: Sandbox, attempt: Attempt) -> Score:
         song = await sandbox.read("song.txt")
@@ -61,7 +58,7 @@ class Singer:
         self.sampling = {"model": "etude", "max_tokens": max_tokens, "temperature": temperature}
 
     async def run(self, task: Task, sandbox: Sandbox, *, base_url: str, seed: int) -> Transcript:
-        messages: list[dict[str, Any]] = [{"role": "user", "content": task.prompt}]
+        messages = task.opening
         body = {**self.sampling, "messages": messages, "seed": seed}
         async with self.http.post(f"{base_url}/chat/completions", json=body) as response:
             response.raise_for_status()

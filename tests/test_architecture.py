@@ -57,6 +57,7 @@ EDGES: dict[str, set[str]] = {
     "run.operators": {"model"},
     "bench": MIDDLE | {"commands", "launch", "run", "trainer"},
     "dash": {"store"},
+    "rewards": {"tasks.repair"},
     "engine": {"model"},
     "train": {"model"},
     "weights": {"store"},

@@ -11,10 +11,12 @@ bare CUDA image; `store.objects` gives them a wire format.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal
+
+from etude.core.sandbox import SandboxSpec
 
 Json = Any
 """A value that JSON can say: None, bool, int, float, str, list, dict."""
@@ -26,31 +28,31 @@ may count it as a zero."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
-    """One hidden test case: call `function` with `args`. The answer that is `expected` never enters
-    any sandbox."""
-
-    function: str
-    args: list[Json]
-    expected: Json
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """A task that can be graded. The agent sees `prompt` and `files`; only the grader reads
-    `checks`."""
+    """A task as its agent sees it. How it is graded, its environment knows."""
 
     id: str
-    prompt: str
-    files: dict[str, str]
-    """The working copy: path -> text."""
-    editable: tuple[str, ...]
-    """The files that the grader takes over from the agent's sandbox; everything else it takes from
-    `files`."""
-    checks: tuple[Check, ...]
-    meta: dict[str, str]
-    """Where the task came from: `template`, `bug`, `difficulty`, `program` (digest of the correct
-    program)."""
+    prompt: str = ""
+    """What the user says first."""
+    messages: tuple[dict[str, Json], ...] = ()
+    """Or the whole conversation that the session begins with, as in OpenAI's API: exactly one of
+    the two is given."""
+    sandbox: SandboxSpec = SandboxSpec()
+    """Where it is done."""
+    meta: Mapping[str, Json] = field(default_factory=dict)
+    """What else there is to say of it, such as where it came from. Agents can read it."""
+
+    def __post_init__(self) -> None:
+        if bool(self.prompt) == bool(self.messages):
+            given = "both" if self.prompt else "neither"
+            raise ValueError(f"task {self.id!r} has {given} of prompt and messages: give one")
+
+    @property
+    def opening(self) -> list[dict[str, Json]]:
+        """The messages that the session begins with."""
+        return [dict(message) for message in self.messages] or [
+            {"role": "user", "content": self.prompt}
+        ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ class CodingAgent:
         self._sampling = {"model": "etude", "max_tokens": max_tokens, "temperature": temperature}
 
     async def run(self, task: Task, sandbox: Sandbox, *, base_url: str, seed: int) -> Transcript:
-        messages: list[Message] = [{"role": "user", "content": task.prompt}]
+        messages: list[Message] = task.opening
         tools = Tools(task, sandbox)
         finished = False
         try:

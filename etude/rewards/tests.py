@@ -1,7 +1,7 @@
 """The verdict on an attempt: do the hidden questions get the right answers?
 
-Only the text of the editable files is taken from the agent's sandbox. It is put over the pristine
-files of the task in a fresh sandbox, where a probe calls the module and writes down what it
+Only the text of the module is taken from the agent's sandbox. It is put over the pristine files of
+the task in a fresh sandbox, where a probe calls the module and writes down what it
 answers. The expected answers never enter any sandbox: they are compared out here. The module shares
 a process with the probe and can forge whatever the probe writes, but to forge the right answers it
 must compute them, and that is the task.
@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import json
 import reprlib
+from dataclasses import replace
 from pathlib import PurePosixPath
 
-from etude.core.sandbox import Sandbox, SandboxPool, SandboxSpec
-from etude.core.types import Check, Json, Part, Score, Task
+from etude.core.sandbox import Sandbox, SandboxPool
+from etude.core.types import Json, Part, Score
+from etude.tasks.repair import Check, RepairTask
 
 _PROBE, _ANSWERS = "__probe__.py", "__answers__.json"
 _SHOWN = 5
@@ -47,17 +49,21 @@ with open({_ANSWERS!r}, "w") as file:
 """
 
 
-async def grade(task: Task, sandbox: Sandbox, pool: SandboxPool, *, timeout_s: float) -> Score:
+async def grade(
+    repair: RepairTask, sandbox: Sandbox, pool: SandboxPool, *, timeout_s: float
+) -> Score:
     """The reward is 1.0 if every check is answered right, else 0.0; the part `checks` is the share
     of right answers, and its evidence says which ones are wrong."""
-    assert task.checks, f"task {task.id} asks nothing"
+    assert repair.checks, f"task {repair.task.id} asks nothing"
     try:
-        edited = {path: await sandbox.read(path) for path in task.editable}
+        edited = await sandbox.read(repair.module)
     except (FileNotFoundError, ValueError) as e:
         return _worthless(f"the module cannot be read: {e}")
-    async with pool.open(SandboxSpec(files={**task.files, **edited, _PROBE: _PROBE_TEXT})) as fresh:
-        questions = [[check.function, check.args] for check in task.checks]
-        stdin = json.dumps([module_name(task.editable[0]), questions])
+    spec = repair.task.sandbox
+    files = {**spec.files, repair.module: edited, _PROBE: _PROBE_TEXT}
+    async with pool.open(replace(spec, files=files)) as fresh:
+        questions = [[check.function, check.args] for check in repair.checks]
+        stdin = json.dumps([module_name(repair.module), questions])
         ran = await fresh.run(["python", _PROBE], timeout_s=timeout_s, stdin=stdin)
         if ran.exit_code is None:
             return _worthless(f"the module was still at work after {timeout_s:g} s")
@@ -66,7 +72,7 @@ async def grade(task: Task, sandbox: Sandbox, pool: SandboxPool, *, timeout_s: f
         except (FileNotFoundError, ValueError) as e:
             said = ran.output.strip().splitlines() or [""]
             return _worthless(f"the module gave no answers ({e}); its last words: {said[-1][:200]}")
-    return verdict(task.checks, answers)
+    return verdict(repair.checks, answers)
 
 
 def module_name(path: str) -> str:

@@ -17,8 +17,8 @@
 
 A batch is written once; a second, different one is refused. So is another config, as soon as there
 is work in the store. Every object ends with its digest (`store.codec`), unless its name is one, it
-holds its own (Parquet), or the weight plane has its own way. Files that others put among these (a desktop's, an editor's) are
-not seen: a name that is not of our form is not ours.
+holds its own (Parquet), or the weight plane has its own way. Files that others put among these (a
+desktop's, an editor's) are not seen: a name that is not of our form is not ours.
 """
 
 from __future__ import annotations

@@ -57,9 +57,7 @@ async def test_every_group_has_a_difference() -> None:
             return Score(0.0, (Part("checks", 0.5),))
 
     coin = Alternating(Environment())  # type: ignore[arg-type]
-    tasks = [
-        Task(id=name, prompt="", files={}, editable=(), checks=(), meta={}) for name in "aabbaa"
-    ]
+    tasks = [Task(id=name, prompt="go") for name in "aabbaa"]
     scores = [await coin.score(task, None, None) for task in tasks]  # type: ignore[arg-type]
     assert [score.reward for score in scores] == [1, 0, 1, 0, 1, 0]
     assert scores[0].parts == (Part("checks", 0.5),)

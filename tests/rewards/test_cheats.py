@@ -13,24 +13,30 @@ import pytest
 
 from etude.core.errors import RolloutFailure
 from etude.core.sandbox import CommandResult, SandboxPool, SandboxSpec
-from etude.core.types import Check, Score, Task
+from etude.core.types import Score, Task
 from etude.rewards.tests import grade, parse_answers, same, verdict
 from etude.sandbox.fake import FakeSandbox, FakeSandboxPool
 from etude.sandbox.namespaces import NamespaceSandboxPool
+from etude.tasks.repair import Check, RepairTask
 
 BROKEN = "def area(a, b):\n    return a + b\n"
 HONEST = "def area(a, b):\n    return a * b\n"
-TASK = Task(
-    id="area",
-    prompt="",
-    files={
-        "shape.py": BROKEN,
-        "test_shape.py": "from shape import area\nassert area(3, 4) == 12\n",
-    },
-    editable=("shape.py",),
+REPAIR = RepairTask(
+    task=Task(
+        id="area",
+        prompt="fix shape.py",
+        sandbox=SandboxSpec(
+            files={
+                "shape.py": BROKEN,
+                "test_shape.py": "from shape import area\nassert area(3, 4) == 12\n",
+            }
+        ),
+    ),
+    module="shape.py",
+    solution=HONEST,
     checks=tuple(Check(function="area", args=[a, 5], expected=a * 5) for a in range(2, 8)),
-    meta={},
 )
+SPEC = REPAIR.task.sandbox
 NOTHING = (0.0, 0.0)
 SHORT_S = 0.5
 
@@ -50,12 +56,12 @@ async def graded(
     timeout_s: float = 60.0,
 ) -> Score:
     """What an agent earns that wrote these files and ran these shell commands."""
-    async with pool.open(SandboxSpec(files=TASK.files)) as sandbox:
+    async with pool.open(SPEC) as sandbox:
         for path, text in files.items():
             await sandbox.write(path, text)
         for command in commands:
             await sandbox.run(["sh", "-c", command], timeout_s=60)
-        return await grade(TASK, sandbox, pool, timeout_s=timeout_s)
+        return await grade(REPAIR, sandbox, pool, timeout_s=timeout_s)
 
 
 def worth(score: Score) -> tuple[float, float]:
@@ -241,13 +247,13 @@ async def test_a_left_over_daemon_does_not_reach_the_grading(pool: SandboxPool) 
 
 async def test_a_broken_sandbox_is_no_verdict() -> None:
     pool = NamespaceSandboxPool()
-    async with pool.open(SandboxSpec(files=TASK.files)) as sandbox:
+    async with pool.open(SPEC) as sandbox:
         await sandbox.close()
         with pytest.raises(RolloutFailure):
-            await grade(TASK, sandbox, pool, timeout_s=SHORT_S)
+            await grade(REPAIR, sandbox, pool, timeout_s=SHORT_S)
     await pool.close()
     with pytest.raises(RolloutFailure):
-        await grade(TASK, FakeSandbox(TASK.files), pool, timeout_s=SHORT_S)
+        await grade(REPAIR, FakeSandbox(SPEC.files), pool, timeout_s=SHORT_S)
 
 
 async def test_expected_answers_enter_no_sandbox() -> None:
@@ -261,13 +267,14 @@ async def test_expected_answers_enter_no_sandbox() -> None:
             crossed.extend([repr(self.files), repr(argv), repr(stdin)])
             return await super().run(argv, timeout_s=timeout_s)
 
-    class WatchingWorlds(FakeSandboxPool):
+    class WatchingPool(FakeSandboxPool):
         @contextlib.asynccontextmanager
         async def open(self, spec: SandboxSpec) -> AsyncIterator[FakeSandbox]:
             yield Watching(spec.files)
 
-    task = dataclasses.replace(TASK, checks=(Check(function="area", args=[1, 2], expected=secret),))
-    score = await grade(task, FakeSandbox(task.files), WatchingWorlds(), timeout_s=SHORT_S)
+    checks = (Check(function="area", args=[1, 2], expected=secret),)
+    hidden = dataclasses.replace(REPAIR, checks=checks)
+    score = await grade(hidden, FakeSandbox(SPEC.files), WatchingPool(), timeout_s=SHORT_S)
     assert worth(score) == NOTHING
     assert len(crossed) == 3 and not any(str(secret) in text for text in crossed)
 
@@ -303,7 +310,7 @@ def test_no_text_breaks_the_parser(text: str) -> None:
 
 
 def test_answers_count_only_as_a_whole_list() -> None:
-    checks = TASK.checks[:2]
+    checks = REPAIR.checks[:2]
     right = [{"value": 10}, {"value": 15}]
     assert worth(verdict(checks, right)) == (1.0, 1.0)
     for answers in ([{"value": 10}], [*right, {"value": 20}], [{"value": 10, "extra": 1}, 15]):

@@ -89,7 +89,7 @@ async def dawdle(rng: Random, most: int) -> None:
         await asyncio.sleep(0)
 
 
-TASKS = [Task(id=f"t{n}", prompt="", files={}, editable=(), checks=(), meta={}) for n in range(7)]
+TASKS = [Task(id=f"t{n}", prompt="go") for n in range(7)]
 
 
 @dataclass

@@ -20,7 +20,7 @@ from etude.run.controller import Controller
 from etude.store.rollouts import RolloutLog
 from etude.store.runs import Run
 
-TASK = Task(id="t", prompt="fix it", files={}, editable=(), checks=(), meta={})
+TASK = Task(id="t", prompt="fix it")
 
 
 def tasks(given: Any) -> Any:

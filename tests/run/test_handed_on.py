@@ -84,7 +84,7 @@ def test_a_learner_computes_in_what_the_trainer_says() -> None:
         assert before.dtype == after.dtype == dtype and not torch.equal(before, after)
 
 
-TASKS = [Task(id=name, prompt="", files={}, editable=(), checks=(), meta={}) for name in "cab"]
+TASKS = [Task(id=name, prompt="go") for name in "cab"]
 SEGMENT = Segment(
     prompt=(1,), tokens=(2,), mask=(True,), logprobs=(-1.0,), versions=(VersionSpan(3, 1),)
 )

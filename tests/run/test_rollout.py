@@ -13,7 +13,7 @@ import pytest
 
 from etude.core.clock import AwakeClock, ManualClock
 from etude.core.errors import EtudeError
-from etude.core.sandbox import Sandbox
+from etude.core.sandbox import Sandbox, SandboxSpec
 from etude.core.types import (
     Attempt,
     Cost,
@@ -32,9 +32,7 @@ from etude.run.rollout import RolloutRunner
 from etude.sandbox.fake import FakeSandbox
 from etude.store.codec import pack, unpack
 
-TASK = Task(
-    id="t", prompt="fix it", files={"a.py": "x = 1\n"}, editable=("a.py",), checks=(), meta={}
-)
+TASK = Task(id="t", prompt="fix it", sandbox=SandboxSpec(files={"a.py": "x = 1\n"}))
 
 
 class Parts:
@@ -63,7 +61,7 @@ class Parts:
         self.open_sandboxes += 1
         self.at_once = max(self.at_once, self.open_sandboxes)
         try:
-            yield FakeSandbox(task.files)
+            yield FakeSandbox(task.sandbox.files)
         finally:
             self.open_sandboxes -= 1
 
