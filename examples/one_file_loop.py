@@ -10,7 +10,7 @@ The real system does the same with many requests at a time, several processes an
 travel while sessions run. In deterministic mode, where it may do none of that, it must produce the
 losses of this file to the bit: tests/test_oracle.py. So this file shares with it what is being
 learnt (model, tokenizer, tasks, tools, grading) and has its own, simplest version of everything
-that learns: the session's tokens, the decoding, the credit, the loss, the step.
+that learns: the session's tokens, the decoding, the advantages, the loss, the step.
 """
 
 from __future__ import annotations

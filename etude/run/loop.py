@@ -263,8 +263,8 @@ def assemble_batch(
 
 
 def rewards_of(group: Group) -> list[float]:
-    """Of the attempts that have one. What is not finite is no reward: the credit drops such an
-    attempt by name."""
+    """Of the attempts that have one. What is not finite is no reward: the estimator drops such
+    an attempt by name."""
     return [t.reward for t in group.trajectories if t.reward is not None and isfinite(t.reward)]
 
 
