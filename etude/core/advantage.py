@@ -142,16 +142,16 @@ class AdvantageEstimator:
         malformed = {t.id: why for t in said if (why := self._fault(t, group.admitted))}
         attempts = [t for t in said if t.id not in malformed]
         worth = [self._net_reward(t) for t in attempts]
-        credited = (
+        values = (
             self.per_group(worth) if self.keep_zero_std or differ(worth) else [0.0] * len(worth)
         )
-        if not all(map(math.isfinite, credited)):
+        if not all(map(math.isfinite, values)):
             malformed |= {
-                t.id: f"the advantages of its group are not finite: {credited}" for t in attempts
+                t.id: f"the advantages of its group are not finite: {values}" for t in attempts
             }
-            attempts, credited = [], []
+            attempts, values = [], []
         credit = centered_credit(attempts) if self.use_credit else {}
-        advantages = {t.id: adv for t, adv in zip(attempts, credited, strict=True)}
+        advantages = {t.id: advantage for t, advantage in zip(attempts, values, strict=True)}
         taught = {id for id, advantage in advantages.items() if advantage != 0.0 or id in credit}
         return GroupOutcome(
             advantages={id: adv for id, adv in advantages.items() if id in taught},
