@@ -188,7 +188,11 @@ async def test_the_controller_sends_the_token(monkeypatch: pytest.MonkeyPatch) -
 
 
 async def test_a_program_that_gives_no_sign_of_life_is_named(tmp_path: Path) -> None:
-    beating = "from etude.serve import pulse\npulse.EVERY_S = 0.05\npulse.beat_from_a_thread()\n"
+    beating = (
+        "from etude.serve import heartbeat\n"
+        "heartbeat.HEARTBEAT_S = 0.05\n"
+        "heartbeat.send_heartbeats_from_thread()\n"
+    )
     told: list[Event] = []
 
     async def until(kind: type[Event], process: str) -> None:
@@ -217,7 +221,7 @@ async def test_a_program_that_gives_no_sign_of_life_is_named(tmp_path: Path) -> 
             await running
 
 
-def test_a_pulse_needs_nobody_who_listens() -> None:
+def test_a_heartbeat_needs_nobody_who_listens() -> None:
     """Without a launcher, with one that does not read, and with one that is gone."""
     code = """
 import os, sys
@@ -227,9 +231,9 @@ if sys.argv[1] != "alone":
     os.environ["ETUDE_PULSE"] = str(theirs)
 if sys.argv[1] == "gone":
     os.close(ours)
-from etude.serve import pulse
+from etude.serve import heartbeat
 for _ in range(1 << 17):
-    pulse.beat()
+    heartbeat.send_heartbeat()
 print("ETUDE_PULSE" in os.environ)
 """
     for how in ("alone", "deaf", "gone"):

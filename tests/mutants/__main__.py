@@ -41,6 +41,7 @@ PACKAGES = (
     "core",
     "engine",
     "harness",
+    "launch",
     "model",
     "rewards",
     "run",
@@ -48,6 +49,7 @@ PACKAGES = (
     "store",
     "tasks",
     "train",
+    "trainer",
     "weights",
     "sandbox",
 )
@@ -395,6 +397,7 @@ def main() -> int:
         if found.is_file()
     ]
     results = _read(args.out)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder, args.out.open("a") as file:
 
         def report(result: Result) -> None:

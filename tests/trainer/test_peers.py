@@ -19,7 +19,7 @@ WORLD = 3
 
 RANK = """
 import sys, torch, torch.distributed as dist
-from etude.trainer.peers import Distributed
+from etude.trainer.peers import TorchPeer
 from etude.store.objects import Objects
 from etude.weights import codec
 from etude.weights.manifest import Chain
@@ -28,7 +28,7 @@ from etude.weights.snapshot import Part
 codec.CHUNK = 64
 rank, world, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 dist.init_process_group("gloo", store=dist.FileStore(folder + ".meeting", world), rank=rank, world_size=world)
-peers = Distributed(timeout_s=30)
+peers = TorchPeer(timeout_s=30)
 others = range(world)
 assert peers.all_to_all([b"%d to %d" % (rank, to) for to in others]) == [b"%d to %d" % (r, rank) for r in others]
 assert peers.all_to_all([b"x" * (to * rank) for to in others]) == [b"x" * (r * rank) for r in others]
