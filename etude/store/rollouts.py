@@ -16,7 +16,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 
 import msgspec
 import pyarrow
@@ -67,34 +67,23 @@ class RolloutRow:
     """The object in the store that holds all of it."""
 
 
-_STRINGS = pyarrow.list_(pyarrow.string())
-_INTEGERS = pyarrow.list_(pyarrow.int64())
-_PARTS = pyarrow.map_(pyarrow.string(), pyarrow.float64())
+_TYPES = {
+    "str": pyarrow.string(),
+    "Status": pyarrow.string(),
+    "int": pyarrow.int64(),
+    "float": pyarrow.float64(),
+    "tuple[str, ...]": pyarrow.list_(pyarrow.string()),
+    "tuple[int, ...]": pyarrow.list_(pyarrow.int64()),
+    "dict[str, float]": pyarrow.map_(pyarrow.string(), pyarrow.float64()),
+}
 SCHEMA = pyarrow.schema(
     [
-        pyarrow.field("id", pyarrow.string(), nullable=False),
-        pyarrow.field("task", pyarrow.string(), nullable=False),
-        pyarrow.field("kind", pyarrow.string(), nullable=False),
-        pyarrow.field("group", pyarrow.string(), nullable=False),
-        pyarrow.field("slot", pyarrow.int64()),
-        pyarrow.field("stage", pyarrow.string(), nullable=False),
-        pyarrow.field("step", pyarrow.int64()),
-        pyarrow.field("dropped", pyarrow.string()),
-        pyarrow.field("status", pyarrow.string(), nullable=False),
-        pyarrow.field("error", pyarrow.string()),
-        pyarrow.field("reward", pyarrow.float64()),
-        pyarrow.field("parts", _PARTS, nullable=False),
-        pyarrow.field("flags", _STRINGS, nullable=False),
-        pyarrow.field("length", pyarrow.int64(), nullable=False),
-        pyarrow.field("turns", pyarrow.int64(), nullable=False),
-        pyarrow.field("versions", _INTEGERS, nullable=False),
-        pyarrow.field("prompt_tokens", pyarrow.int64(), nullable=False),
-        pyarrow.field("sampled_tokens", pyarrow.int64(), nullable=False),
-        pyarrow.field("seconds", pyarrow.float64(), nullable=False),
-        pyarrow.field("calls", pyarrow.int64(), nullable=False),
-        pyarrow.field("source", pyarrow.string(), nullable=False),
-        pyarrow.field("policy", pyarrow.string(), nullable=False),
-        pyarrow.field("object", pyarrow.string()),
+        pyarrow.field(
+            field.name,
+            _TYPES[str(field.type).removesuffix(" | None")],
+            nullable=str(field.type).endswith(" | None"),
+        )
+        for field in fields(RolloutRow)
     ]
 )
 
@@ -214,7 +203,7 @@ _DIGEST = re.compile(rb"blake3\x18@([0-9a-f]{64})")
 def _encode(rows: Sequence[RolloutRow]) -> bytes:
     table = pyarrow.Table.from_pylist([asdict(row) for row in rows], schema=SCHEMA)
     file = io.BytesIO()
-    with parquet.ParquetWriter(file, SCHEMA, compression="zstd", store_schema=False) as writer:
+    with parquet.ParquetWriter(file, SCHEMA, store_schema=False) as writer:
         writer.write_table(table)
         writer.add_key_value_metadata({"blake3": _BLANK.decode()})
     data = file.getvalue()

@@ -263,6 +263,8 @@ def test_credit_by_hand() -> None:
     pair = with_credit(
         group(1.0, 0.0), (Credit(0.9, 0, turn=0), Credit(0.3, 0, turn=1)), (Credit(0.0, 0),)
     )
+    outcome = AdvantageEstimator().estimate(pair)
+    assert outcome.distinct_advantages() == pytest.approx([0.5 + 0.5, 0.5 - 0.1, -0.5 - 0.4])
     batch, samples = assemble_batch(3, [pair], AdvantageEstimator())
     assert samples == ("g.0", "g.1")
     solved, failed = (row.advantages for row in batch.rows)

@@ -79,6 +79,7 @@ async def test_a_store_that_dies_at_any_write_loses_nothing_that_was_finished(wr
 async def test_rows_that_are_lost_are_written_again() -> None:
     objects = Objects.open("memory:")
     await stage(objects, seed=3, last=LAST, max_lag=1)
+    assert len(objects.list("rollouts")) <= LAST - FIRST + 1, "one for each batch, and the end"
     before = RolloutLog(objects).rows()
     assert {row.stage for row in before} == {"rl"}
     assert {row.object for row in before} == {f"groups/{name}" for name in Run(objects).groups()}

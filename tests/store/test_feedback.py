@@ -66,6 +66,6 @@ def test_feedback_needs_a_trajectory_and_a_number(run: Run) -> None:
 def test_a_flipped_bit_is_found(run: Run) -> None:
     add_feedback(run, "g000001.0", THUMB)
     (key,) = run.objects.list("feedback")
-    run.objects.put(key, run.objects.get(key).replace(b"-1.0", b"+1.0"))
+    run.objects.put(key, run.objects.get(key).replace(b"-1.0", b"-2.0"))
     with pytest.raises(Damaged, match=key):
         read_feedback(run, "g000001.0")

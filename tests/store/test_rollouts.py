@@ -100,6 +100,8 @@ def test_other_tools_read_the_files() -> None:
     RolloutLog(objects).append(group_rows(GROUP))
     table = parquet.read_table(io.BytesIO(objects.get("rollouts/0000000000.parquet")))
     assert table.column_names == [field.name for field in fields(RolloutRow)] == SCHEMA.names
+    optional = {field.name for field in table.schema if field.nullable}
+    assert optional == {"slot", "step", "dropped", "error", "reward", "object"}
     assert table.column("parts").to_pylist() == [[("checks", 0.25), ("style", 1.0)], []]
     assert table.column("reward").to_pylist() == [0.5, None]
 
