@@ -14,8 +14,8 @@ from typing import Any
 
 import aiohttp
 
-from etude.core.protocols import Sandbox, SandboxPool, Transcript
-from etude.core.types import Task
+from etude.core.sandbox import Sandbox, SandboxPool, SandboxSpec
+from etude.core.types import Attempt, Part, Score, Task, Transcript
 from etude.sandbox.fake import FakeSandboxPool
 
 
@@ -31,22 +31,20 @@ class Vowels:
             Task(
                 id=f"{split}-{n}",
                 prompt=f"sing {n}",
-                files={"song.txt": ""},
-                editable=("song.txt",),
-                checks=(),
-                meta={},
+                sandbox=SandboxSpec(files={"song.txt": ""}),
             )
             for n in range(self.counts[split])
         ]
 
     def open(self, task: Task) -> AbstractAsyncContextManager[Sandbox]:
-        return self.pool.open(task.files)
+        return self.pool.open(task.sandbox)
 
-    async def score(self, task: Task, sandbox: Sandbox) -> dict[str, float]:
+    async def score(self, task: Task, sandbox: Sandbox, attempt: Attempt) -> Score:
         song = await sandbox.read("song.txt")
         vowels = sum(letter in "aeiou" for letter in song.lower())
         # Solved (reward 1) is a song of which half are vowels; on the way there, every one counts.
-        return {"reward": min(1.0, 2 * vowels / max(1, len(song))), "length": float(len(song))}
+        reward = min(1.0, 2 * vowels / max(1, len(song)))
+        return Score(reward, parts=(Part("vowels", vowels, evidence=song),))
 
 
 class Singer:
@@ -60,7 +58,7 @@ class Singer:
         self.sampling = {"model": "etude", "max_tokens": max_tokens, "temperature": temperature}
 
     async def run(self, task: Task, sandbox: Sandbox, *, base_url: str, seed: int) -> Transcript:
-        messages: list[dict[str, Any]] = [{"role": "user", "content": task.prompt}]
+        messages = task.opening
         body = {**self.sampling, "messages": messages, "seed": seed}
         async with self.http.post(f"{base_url}/chat/completions", json=body) as response:
             response.raise_for_status()
@@ -76,7 +74,9 @@ async def try_it() -> None:
     for song in ("", "rhythm", "sing", "aeiou"):
         async with environment.open(task) as sandbox:
             await sandbox.write("song.txt", song)
-            print(f"{song!r} earns {(await environment.score(task, sandbox))['reward']:.2f}")
+            attempt = Attempt(transcript=Transcript(messages=[], finished=True), segments=())
+            score = await environment.score(task, sandbox, attempt)
+            print(f"{song!r} earns {score.reward:.2f}")
 
 
 if __name__ == "__main__":

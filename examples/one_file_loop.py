@@ -10,7 +10,7 @@ The real system does the same with many requests at a time, several processes an
 travel while sessions run. In deterministic mode, where it may do none of that, it must produce the
 losses of this file to the bit: tests/test_oracle.py. So this file shares with it what is being
 learnt (model, tokenizer, tasks, tools, grading) and has its own, simplest version of everything
-that learns: the session's tokens, the decoding, the credit, the loss, the step.
+that learns: the session's tokens, the decoding, the advantages, the loss, the step.
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ import torch
 from torch import Tensor
 
 from etude.core.config import RlConfig, RunConfig, parse
-from etude.core.protocols import SandboxPool
+from etude.core.sandbox import SandboxPool
 from etude.core.seeds import derive
-from etude.core.types import Task
 from etude.engine.sampler import inverse_cdf
 from etude.harness.agent import NUDGE, parse_arguments
 from etude.harness.tools import SCHEMAS, SUBMIT, Tools
@@ -41,6 +40,7 @@ from etude.rewards.tests import grade
 from etude.sandbox.pool import open_sandbox_pool
 from etude.store.runs import Run
 from etude.tasks.factory import make_tasks
+from etude.tasks.repair import RepairTask
 from etude.train.schedule import learning_rate
 from etude.trainer.prepare import model_files, store_files
 from etude.trainer.trainer import Trainer
@@ -82,13 +82,13 @@ class Agent:
     max_tokens: int
     temperature: float
 
-    async def attempt(self, task: Task, seed: int) -> Session:
+    async def attempt(self, repair: RepairTask, seed: int) -> Session:
         tokenizer, context = self.tokenizer, self.model.config.max_position_embeddings
         session = Session()
-        messages: list[Message] = [{"role": "user", "content": task.prompt}]
+        messages: list[Message] = repair.task.opening
         text = tokenizer.render(messages, SCHEMAS, answer=True)
-        async with self.pool.open(task.files) as sandbox:
-            tools = Tools(task, sandbox)
+        async with self.pool.open(repair.task.sandbox) as sandbox:
+            tools = Tools(repair.task, sandbox)
             for turn in range(self.max_turns):
                 session.read(tokenizer.encode(text))
                 assert len(session.tokens) < context, (
@@ -107,7 +107,8 @@ class Agent:
                     tokenizer, messages, replies, ended=said[-1] == tokenizer.eos_token_id
                 )
                 messages += replies
-            session.reward = (await grade(task, sandbox, self.pool, timeout_s=GRADE_S))["reward"]
+            score = await grade(repair, sandbox, self.pool, timeout_s=GRADE_S)
+            session.reward = score.reward
         return session
 
     @torch.inference_mode()
@@ -169,7 +170,7 @@ def behind(
     ]
 
 
-def tasks_forever(tasks: Sequence[Task], seed: int) -> Iterator[tuple[Task, int]]:
+def tasks_forever(tasks: Sequence[RepairTask], seed: int) -> Iterator[tuple[RepairTask, int]]:
     """All tasks in random order, again and again, each with the number of times that it was seen
     before."""
     epoch = 0
@@ -230,10 +231,11 @@ async def train(c: RunConfig, rl: RlConfig, pool: SandboxPool) -> list[float]:
         batch: list[Session] = []
         rewards: list[float] = []
         while len(batch) < rl.groups_per_step * rl.group_size:
-            task, epoch = next(stream)
+            repair, epoch = next(stream)
             numbers = range(epoch * rl.group_size, (epoch + 1) * rl.group_size)
             group = [
-                await agent.attempt(task, derive(c.seed, task.id, number)) for number in numbers
+                await agent.attempt(repair, derive(c.seed, repair.task.id, number))
+                for number in numbers
             ]
             rewards += [session.reward for session in group]
             if center(group):

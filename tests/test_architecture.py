@@ -57,6 +57,7 @@ EDGES: dict[str, set[str]] = {
     "run.operators": {"model"},
     "bench": MIDDLE | {"commands", "launch", "run", "trainer"},
     "dash": {"store"},
+    "rewards": {"tasks.repair"},
     "engine": {"model"},
     "train": {"model"},
     "weights": {"store"},
@@ -74,6 +75,7 @@ OUTSIDE: dict[str, set[str]] = {
     "core.schema": {"pydantic"},
     "core.stages": {"pydantic"},
     "store": {"obstore", "msgspec", "blake3"},
+    "store.rollouts": {"pyarrow"},
     "weights": TORCH | {"blake3"},
     "weights.signing": {"cryptography"},
     "bench": {"torch", "numpy", "zstandard"},
@@ -105,7 +107,7 @@ OUTSIDE: dict[str, set[str]] = {
 
 # What only an extra installs: it is imported where it is used, and its absence is one clear
 # sentence.
-OPTIONAL = {"cryptography", "pyarrow", "tensorboard", "wandb", "trackio"}
+OPTIONAL = {"cryptography", "tensorboard", "wandb", "trackio"}
 
 # What nobody has to install: triton comes with a CUDA build of torch, the others are what
 # benchmarks compare with.

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from etude.core.protocols import Sandbox, SandboxPool, Transcript
-from etude.core.types import Task
+from etude.core.sandbox import Sandbox, SandboxPool, SandboxSpec
+from etude.core.types import Attempt, Score, Task, Transcript
 from etude.sandbox.fake import FakeSandbox
 
 STEPS = 20
@@ -45,24 +45,17 @@ class Sentences:
     def tasks(self, split: str) -> Sequence[Task]:
         prompts = PROMPTS[: self._counts[split]]
         return [
-            Task(
-                id=f"{split}-{n}",
-                prompt=prompt,
-                files={"answer": ""},
-                editable=("answer",),
-                checks=(),
-                meta={},
-            )
+            Task(id=f"{split}-{n}", prompt=prompt, sandbox=SandboxSpec(files={"answer": ""}))
             for n, prompt in enumerate(prompts)
         ]
 
     @asynccontextmanager
     async def open(self, task: Task) -> AsyncIterator[Sandbox]:
         # nothing is executed, and the other side has no sandboxes either
-        yield FakeSandbox(task.files)
+        yield FakeSandbox(task.sandbox.files)
 
-    async def score(self, task: Task, sandbox: Sandbox) -> dict[str, float]:
-        return {"reward": reward(await sandbox.read("answer"))}
+    async def score(self, task: Task, sandbox: Sandbox, attempt: Attempt) -> Score:
+        return Score(reward(await sandbox.read("answer")))
 
 
 class Writer:
@@ -73,7 +66,7 @@ class Writer:
         self._sampling = {"model": "etude", "max_tokens": max_tokens, "temperature": temperature}
 
     async def run(self, task: Task, sandbox: Sandbox, *, base_url: str, seed: int) -> Transcript:
-        messages: list[dict[str, Any]] = [{"role": "user", "content": task.prompt}]
+        messages = task.opening
         body = {**self._sampling, "messages": messages, "seed": seed}
         async with self._http.post(f"{base_url}/chat/completions", json=body) as response:
             response.raise_for_status()

@@ -29,7 +29,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -38,8 +38,9 @@ from etude.core.config import parse
 from etude.core.errors import EtudeError
 from etude.core.events import EVENTS, Event, PublishStarted, StepDone, WeightsLive
 from etude.core.lineage import stage_spans
-from etude.core.protocols import Environment, Sandbox
-from etude.core.types import Manifest, Task
+from etude.core.protocols import Environment
+from etude.core.sandbox import Sandbox
+from etude.core.types import Attempt, Manifest, Score, Task
 from etude.launch.launcher import Launcher, Program, locked, python, server_programs
 from etude.run.controller import open_controller
 from etude.run.gateway_client import GatewayClient
@@ -102,10 +103,10 @@ class Alternating:
         self._inner = inner
         self._attempts = Counter[str]()
 
-    async def score(self, task: Task, sandbox: Sandbox) -> dict[str, float]:
-        scores = await self._inner.score(task, sandbox)
+    async def score(self, task: Task, sandbox: Sandbox, attempt: Attempt) -> Score:
+        score = await self._inner.score(task, sandbox, attempt)
         self._attempts[task.id] += 1
-        return scores | {"reward": float(self._attempts[task.id] % 2)}
+        return replace(score, reward=float(self._attempts[task.id] % 2))
 
 
 def run(model: str | None = None, steps: int = STEPS) -> dict[str, float]:

@@ -4,7 +4,13 @@ add an entry to `ADVANTAGE`.
     reward less effort      what an attempt was worth, and what it cost (`core.effort`; nothing by
                             default)
     within a group          attempts are each other's baseline
+    process rewards         what an environment credits to turns or segments, less the mean of all
+                            credits of the group, is added for their tokens (nothing by default)
     across a batch          one scale for the advantages of all its groups
+
+The advantage of a token is that of its attempt, plus the centered credits that cover it. Credits
+are centered over the group because a constant one says nothing about which turn was better: it
+changes no token's advantage. A token that no credit covers has the advantage of its attempt.
 
 An attempt whose reward is None broke in infrastructure: it gets no advantage and changes no
 statistic of the others. Advantages follow from the group alone, so that recovery and audit can work
@@ -15,12 +21,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
+from statistics import fmean
 
 from etude.core.checks import LARGEST, row_fault
 from etude.core.effort import Effort
-from etude.core.types import Group, Row, Trajectory, expand_spans
+from etude.core.types import Credit, Group, Row, Segment, Trajectory, expand_spans, turns
 
 GroupAdvantages = Callable[[Sequence[float]], list[float]]
 """The rewards of a group -> an advantage for each attempt; 0 is nothing to learn."""
@@ -96,12 +103,23 @@ class GroupOutcome:
     on."""
 
     advantages: dict[str, float]
-    """Those that teach something."""
+    """Those that teach something. 0 only for one that learns from its credits alone."""
+    credit: dict[str, tuple[Credit, ...]] = field(default_factory=dict)
+    """Centered, of those among them that have some which is not 0."""
     failed: tuple[str, ...] = ()
     """No score, or not a word from the policy."""
     malformed: dict[str, str] = field(default_factory=dict)
     """Those that cannot be trained on, and why."""
     no_signal: tuple[str, ...] = ()
+
+    def distinct_advantages(self) -> list[float]:
+        """What the scale of a batch follows from: the advantage of each attempt, or those that its
+        credits make of it."""
+        return [
+            advantage + credit.value if credit else advantage
+            for id, advantage in self.advantages.items()
+            for credit in self.credit.get(id, (None,))
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +129,8 @@ class AdvantageEstimator:
     effort: Effort | None = None
     keep_zero_std: bool = False
     """Also where all attempts were worth the same."""
+    use_credit: bool = True
+    """Whether process rewards count."""
     max_tokens: int | None = None
     """Of a row; None: any number."""
     max_lag: int | None = None
@@ -122,20 +142,23 @@ class AdvantageEstimator:
         malformed = {t.id: why for t in said if (why := self._fault(t, group.admitted))}
         attempts = [t for t in said if t.id not in malformed]
         worth = [self._net_reward(t) for t in attempts]
-        credited = (
+        values = (
             self.per_group(worth) if self.keep_zero_std or differ(worth) else [0.0] * len(worth)
         )
-        if not all(map(math.isfinite, credited)):
+        if not all(map(math.isfinite, values)):
             malformed |= {
-                t.id: f"the advantages of its group are not finite: {credited}" for t in attempts
+                t.id: f"the advantages of its group are not finite: {values}" for t in attempts
             }
-            attempts, credited = [], []
-        pairs = list(zip(attempts, credited, strict=True))
+            attempts, values = [], []
+        credit = centered_credit(attempts) if self.use_credit else {}
+        advantages = {t.id: advantage for t, advantage in zip(attempts, values, strict=True)}
+        taught = {id for id, advantage in advantages.items() if advantage != 0.0 or id in credit}
         return GroupOutcome(
-            advantages={attempt.id: advantage for attempt, advantage in pairs if advantage != 0.0},
+            advantages={id: adv for id, adv in advantages.items() if id in taught},
+            credit=credit,
             failed=tuple(t.id for t in group.trajectories if t.id not in heard),
             malformed=malformed,
-            no_signal=tuple(attempt.id for attempt, advantage in pairs if advantage == 0.0),
+            no_signal=tuple(id for id in advantages if id not in taught),
         )
 
     def _net_reward(self, trajectory: Trajectory) -> float:
@@ -146,6 +169,8 @@ class AdvantageEstimator:
         assert trajectory.reward is not None
         if not abs(trajectory.reward) <= LARGEST:  # nor if it is no number
             return f"its reward is {trajectory.reward}"
+        if wrong := [c.value for c in _credits(trajectory) if not abs(c.value) <= LARGEST]:
+            return f"a credit of it is {wrong[0]}"
         newest = admitted + self.max_lag if self.max_lag is not None else 1 << 62
         faults = (
             row_fault(row, oldest=admitted, newest=newest, max_tokens=self.max_tokens)
@@ -163,9 +188,29 @@ ADVANTAGE: dict[str, AdvantageEstimator] = {
 }
 
 
-def to_rows(trajectory: Trajectory, advantage: float) -> list[Row]:
-    """One row a segment; the one advantage of the trajectory goes to every sampled token of all of
-    them."""
+def centered_credit(attempts: Sequence[Trajectory]) -> dict[str, tuple[Credit, ...]]:
+    """By attempt, its credits less the mean of all credits of all attempts; without those that are
+    0 then, and empty if they all are the same."""
+    values = [credit.value for attempt in attempts for credit in _credits(attempt)]
+    if not differ(values):
+        return {}
+    mean = fmean(values)
+    centered = {
+        t.id: tuple(replace(c, value=c.value - mean) for c in _credits(t) if c.value != mean)
+        for t in attempts
+    }
+    return {id: credits for id, credits in centered.items() if credits}
+
+
+def _credits(trajectory: Trajectory) -> tuple[Credit, ...]:
+    return () if trajectory.score is None else trajectory.score.credit
+
+
+def to_rows(
+    trajectory: Trajectory, advantage: float, credit: Sequence[Credit] = (), *, scale: float = 1.0
+) -> list[Row]:
+    """One row a segment. The one advantage of the trajectory goes to every sampled token of all of
+    them; credits add to that of the tokens they cover. All are multiplied by `scale`."""
     return [
         Row(
             sample=trajectory.id,
@@ -173,13 +218,29 @@ def to_rows(trajectory: Trajectory, advantage: float) -> list[Row]:
             mask=(False,) * len(segment.prompt) + segment.mask,
             logprobs=(0.0,) * len(segment.prompt) + segment.logprobs,
             advantages=(0.0,) * len(segment.prompt)
-            + tuple(advantage if sampled else 0.0 for sampled in segment.mask),
+            + _token_advantages(
+                segment,
+                scale * advantage,
+                [replace(c, value=scale * c.value) for c in credit if c.segment == number],
+            ),
             versions=segment.versions,
             regions=segment.regions,
             experts=segment.experts,
         )
-        for segment in trajectory.segments
+        for number, segment in enumerate(trajectory.segments)
     ]
+
+
+def _token_advantages(
+    segment: Segment, advantage: float, credits: Sequence[Credit]
+) -> tuple[float, ...]:
+    tokens = [advantage if sampled else 0.0 for sampled in segment.mask]
+    answers = turns(segment) if credits else []
+    for credit in credits:
+        for answer in answers if credit.turn is None else [answers[credit.turn]]:
+            for place in answer:
+                tokens[place] += credit.value
+    return tuple(tokens)
 
 
 def oldest_version(rows: Sequence[Row]) -> int:

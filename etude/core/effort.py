@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from etude.core.types import Trajectory
+from etude.core.types import Trajectory, turns
 
 
 def concave(x: float, *, k: float, q: float) -> float:
@@ -51,11 +51,7 @@ class Effort:
 
 
 def num_turns(trajectory: Trajectory) -> int:
-    """Unbroken runs of sampled tokens: between two answers something always stands."""
-    masks = [(False, *segment.mask) for segment in trajectory.segments]
-    return sum(
-        now and not before for mask in masks for before, now in zip(mask, mask[1:], strict=False)
-    )
+    return sum(len(turns(segment)) for segment in trajectory.segments)
 
 
 def num_calls(trajectory: Trajectory) -> int:

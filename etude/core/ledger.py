@@ -16,12 +16,15 @@ from typing import Literal
 Reason = Literal["failed", "malformed", "no_signal", "interrupted", "cancelled"]
 """Why a sample is not trained on.
 
-failed       infrastructure broke during the session, or it has no sampled token: there is nothing
-to learn from malformed    the attempt cannot be trained on: a number that is not finite, an
-over-long row, an unknown version, ... no_signal    all attempts of the group earned the same
-reward: the advantage of each is zero interrupted  the run was stopped or killed while the session
-was in flight; its task is issued again cancelled    the run reached its last step and did not need
-the sample any more
+    failed       infrastructure broke during the session, or it has no sampled token: there is
+                 nothing to learn from
+    malformed    the attempt cannot be trained on: a number that is not finite, an over-long row, an
+                 unknown version, ...
+    no_signal    the advantage of each of its tokens is zero: all attempts of the group earned the
+                 same reward, say
+    interrupted  the run was stopped or killed while the session was in flight; its task is issued
+                 again
+    cancelled    the run reached its last step and did not need the sample any more
 """
 
 
@@ -86,6 +89,12 @@ class Ledger:
     def open_samples(self) -> list[str]:
         """Issued, and neither batched nor dropped yet."""
         return [sample for sample, state in self._state.items() if state == "open"]
+
+    def fate(self, sample: str) -> int | str | None:
+        """What became of a sample that was issued: the step of its batch, or why it was dropped;
+        None while it is open."""
+        state = self._state[sample]
+        return None if state == "open" else state
 
     def apply(self, entry: Entry) -> None:
         match entry:

@@ -48,7 +48,11 @@ def estimator_of(stage: AnyStage, max_tokens: int) -> AdvantageEstimator:
     max_lag = stage.max_lag if isinstance(stage, RolloutStageConfig) else None
     if not isinstance(stage, RlConfig):
         return AdvantageEstimator(
-            per_group=constant_advantage, keep_zero_std=True, max_tokens=max_tokens, max_lag=max_lag
+            per_group=constant_advantage,
+            keep_zero_std=True,
+            use_credit=False,
+            max_tokens=max_tokens,
+            max_lag=max_lag,
         )
     effort = Effort(**stage.effort.model_dump()) if stage.effort else None
     return replace(

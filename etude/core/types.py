@@ -2,8 +2,8 @@
 
 Token-level fields of a `Segment` and a `Row` run in parallel: position i of every field speaks of
 token i. A rollout is a chain of segments: rewriting the history (a summary, a compaction) ends one
-segment and opens the next, and the one reward of the trajectory credits every sampled token of all
-of them.
+segment and opens the next. The one reward of the trajectory goes to every sampled token of all of
+them; a `Credit` adds to some.
 
 Plain dataclasses of the standard library, so that the trainer and the engine can import them on a
 bare CUDA image; `store.objects` gives them a wire format.
@@ -11,9 +11,12 @@ bare CUDA image; `store.objects` gives them a wire format.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal
+
+from etude.core.sandbox import SandboxSpec
 
 Json = Any
 """A value that JSON can say: None, bool, int, float, str, list, dict."""
@@ -23,35 +26,33 @@ Status = Literal["done", "timeout", "failed"]
 own and was graded as it stood. `failed`: infrastructure broke; there is no score, and no statistic
 may count it as a zero."""
 
-Source = Literal["simulated", "production"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
-    """One hidden test case: call `function` with `args`. The answer that is `expected` never enters
-    any sandbox."""
-
-    function: str
-    args: list[Json]
-    expected: Json
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """A task that can be graded. The agent sees `prompt` and `files`; only the grader reads
-    `checks`."""
+    """A task as its agent sees it. How it is graded, its environment knows."""
 
     id: str
-    prompt: str
-    files: dict[str, str]
-    """The working copy: path -> text."""
-    editable: tuple[str, ...]
-    """The files that the grader takes over from the agent's sandbox; everything else it takes from
-    `files`."""
-    checks: tuple[Check, ...]
-    meta: dict[str, str]
-    """Where the task came from: `template`, `bug`, `difficulty`, `program` (digest of the correct
-    program)."""
+    prompt: str = ""
+    """What the user says first."""
+    messages: tuple[dict[str, Json], ...] = ()
+    """Or the whole conversation that the session begins with, as in OpenAI's API: exactly one of
+    the two is given."""
+    sandbox: SandboxSpec = SandboxSpec()
+    """Where it is done."""
+    meta: Mapping[str, Json] = field(default_factory=dict)
+    """What else there is to say of it, such as where it came from. Agents can read it."""
+
+    def __post_init__(self) -> None:
+        if bool(self.prompt) == bool(self.messages):
+            given = "both" if self.prompt else "neither"
+            raise ValueError(f"task {self.id!r} has {given} of prompt and messages: give one")
+
+    @property
+    def opening(self) -> list[dict[str, Json]]:
+        """The messages that the session begins with."""
+        return [dict(message) for message in self.messages] or [
+            {"role": "user", "content": self.prompt}
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +132,94 @@ class Segment:
     the trainer reads them."""
 
 
+def turns(segment: Segment) -> list[range]:
+    """The places in `segment.tokens` of each answer of the model: its unbroken runs of sampled
+    tokens. Between two answers something always stands."""
+    edges = [
+        place
+        for place, (before, now) in enumerate(pairwise((False, *segment.mask, False)))
+        if before != now
+    ]
+    return [range(begin, end) for begin, end in zip(edges[::2], edges[1::2], strict=True)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transcript:
+    """A session as the harness saw it."""
+
+    messages: list[dict[str, Json]]
+    finished: bool
+    """False if the agent ran out of turns or time of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """A session that is over, for the environment to score: the conversation, and the tokens that
+    the model read and said."""
+
+    transcript: Transcript
+    segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One component of a score, with its evidence for people to read; no model ever sees that."""
+
+    name: str
+    value: float
+    evidence: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """A process reward: what one segment of an attempt, or one turn of it, was worth."""
+
+    value: float
+    segment: int
+    turn: int | None = None
+    """Counted from 0 (`turns`). None: every sampled token of the segment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What an attempt was worth. Every number in it is finite."""
+
+    reward: float
+    """What is trained on; a task counts as solved at 1."""
+    parts: tuple[Part, ...] = ()
+    """What else was measured, by names that differ."""
+    flags: tuple[str, ...] = ()
+    """What somebody should look at, such as a suspected cheat; nothing is computed from them."""
+    credit: tuple[Credit, ...] = ()
+    """Process rewards; those that cover the same token add up. None: the reward speaks for all
+    tokens alike."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """What an attempt used, as far as it was recorded."""
+
+    prompt_tokens: int = 0
+    """Read by the model: at each call, all tokens before the answer."""
+    sampled_tokens: int = 0
+    seconds: float = 0.0
+    """From its start to its end."""
+    calls: int = 0
+    """Answers of the model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Feedback:
+    """A word on a trajectory that came later, such as a merge or a user's thumb; kept beside it
+    (`store.feedback`)."""
+
+    kind: str
+    value: float
+    time: float
+    """Seconds since 1970."""
+    text: str = ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
     """One attempt at one task, whole."""
@@ -139,18 +228,22 @@ class Trajectory:
     task: str
     group: str
     segments: tuple[Segment, ...]
-    scores: dict[str, float] | None
-    """Named and finite; None if and only if the status is `failed`."""
+    score: Score | None
+    """None if and only if the status is `failed`."""
     status: Status
     error: str | None = None
     """For `failed`: the boundary that broke, and how."""
     messages: list[dict[str, Json]] = field(default_factory=list)
     """The conversation as the harness saw it, for people to read; the trainer never looks."""
-    source: Source = "simulated"
+    source: str = ""
+    """Where the task came from: the environment, as the configuration names it."""
+    policy: str = ""
+    """Who acted: the run whose weights these were; segments say which versions of them."""
+    cost: Cost = Cost()
 
     @property
     def reward(self) -> float | None:
-        return None if self.scores is None else self.scores["reward"]
+        return None if self.score is None else self.score.reward
 
     @property
     def num_sampled(self) -> int:
@@ -167,6 +260,8 @@ class Group:
     admitted: int
     """The weight version that was live when the group was given its slot: no token of it is
     older."""
+    stage: str = ""
+    """The one that it was made for."""
     trajectories: tuple[Trajectory, ...]
 
 

@@ -13,9 +13,9 @@ import json
 import aiohttp
 
 from etude.core.errors import RolloutFailure
-from etude.core.protocols import Sandbox, Transcript
+from etude.core.sandbox import Sandbox
 from etude.core.seeds import derive
-from etude.core.types import Json, Task
+from etude.core.types import Json, Task, Transcript
 from etude.harness.tools import SCHEMAS, SUBMIT, Tools
 
 NUDGE = "call a tool"
@@ -46,7 +46,7 @@ class CodingAgent:
         self._sampling = {"model": "etude", "max_tokens": max_tokens, "temperature": temperature}
 
     async def run(self, task: Task, sandbox: Sandbox, *, base_url: str, seed: int) -> Transcript:
-        messages: list[Message] = [{"role": "user", "content": task.prompt}]
+        messages: list[Message] = task.opening
         tools = Tools(task, sandbox)
         finished = False
         try:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import PurePosixPath
 from typing import Any
 
-from etude.core.protocols import CommandResult, Sandbox
+from etude.core.sandbox import CommandResult, Sandbox
 from etude.core.types import Json, Task
 
 SUBMIT = "submit"
@@ -20,7 +20,12 @@ class Tools:
     def __init__(self, task: Task, sandbox: Sandbox, *, test_timeout_s: float = 10.0) -> None:
         self._sandbox = sandbox
         self._test_timeout_s = test_timeout_s
-        self._module = task.editable[0]
+        if "module" not in task.meta:
+            raise ValueError(
+                f"task {task.id!r} has no meta['module']: the built-in agent works on the file "
+                f"that is named there; say so in the task, or bring an agent of your own"
+            )
+        self._module = str(task.meta["module"])
         path = PurePosixPath(self._module)
         self._test_file = str(path.with_name(f"test_{path.name}"))
 

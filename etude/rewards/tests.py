@@ -1,7 +1,7 @@
 """The verdict on an attempt: do the hidden questions get the right answers?
 
-Only the text of the editable files is taken from the agent's sandbox. It is put over the pristine
-files of the task in a fresh sandbox, where a probe calls the module and writes down what it
+Only the text of the module is taken from the agent's sandbox. It is put over the pristine files of
+the task in a fresh sandbox, where a probe calls the module and writes down what it
 answers. The expected answers never enter any sandbox: they are compared out here. The module shares
 a process with the probe and can forge whatever the probe writes, but to forge the right answers it
 must compute them, and that is the task.
@@ -13,12 +13,17 @@ our side raises.
 from __future__ import annotations
 
 import json
+import reprlib
+from dataclasses import replace
 from pathlib import PurePosixPath
 
-from etude.core.protocols import Sandbox, SandboxPool
-from etude.core.types import Check, Json, Task
+from etude.core.sandbox import Sandbox, SandboxPool
+from etude.core.types import Json, Part, Score
+from etude.tasks.repair import Check, RepairTask
 
 _PROBE, _ANSWERS = "__probe__.py", "__answers__.json"
+_SHOWN = 5
+"""Wrong answers that the evidence shows."""
 
 _PROBE_TEXT = f"""\
 import importlib, json, sys
@@ -45,26 +50,29 @@ with open({_ANSWERS!r}, "w") as file:
 
 
 async def grade(
-    task: Task, sandbox: Sandbox, pool: SandboxPool, *, timeout_s: float
-) -> dict[str, float]:
-    """`reward` is 1.0 if every check is answered right, else 0.0; `checks` is the share of right
-    answers."""
-    assert task.checks, f"task {task.id} asks nothing"
+    repair: RepairTask, sandbox: Sandbox, pool: SandboxPool, *, timeout_s: float
+) -> Score:
+    """The reward is 1.0 if every check is answered right, else 0.0; the part `checks` is the share
+    of right answers, and its evidence says which ones are wrong."""
+    assert repair.checks, f"task {repair.task.id} asks nothing"
     try:
-        edited = {path: await sandbox.read(path) for path in task.editable}
-    except (FileNotFoundError, ValueError):
-        return _scores(0, task)
-    async with pool.open({**task.files, **edited, _PROBE: _PROBE_TEXT}) as fresh:
-        questions = [[check.function, check.args] for check in task.checks]
-        stdin = json.dumps([module_name(task.editable[0]), questions])
+        edited = await sandbox.read(repair.module)
+    except (FileNotFoundError, ValueError) as e:
+        return _worthless(f"the module cannot be read: {e}")
+    spec = repair.task.sandbox
+    files = {**spec.files, repair.module: edited, _PROBE: _PROBE_TEXT}
+    async with pool.open(replace(spec, files=files)) as fresh:
+        questions = [[check.function, check.args] for check in repair.checks]
+        stdin = json.dumps([module_name(repair.module), questions])
         ran = await fresh.run(["python", _PROBE], timeout_s=timeout_s, stdin=stdin)
         if ran.exit_code is None:
-            return _scores(0, task)
+            return _worthless(f"the module was still at work after {timeout_s:g} s")
         try:
             answers = parse_answers(await fresh.read(_ANSWERS))
-        except (FileNotFoundError, ValueError):
-            return _scores(0, task)
-    return _scores(num_right(task.checks, answers), task)
+        except (FileNotFoundError, ValueError) as e:
+            said = ran.output.strip().splitlines() or [""]
+            return _worthless(f"the module gave no answers ({e}); its last words: {said[-1][:200]}")
+    return verdict(repair.checks, answers)
 
 
 def module_name(path: str) -> str:
@@ -83,13 +91,37 @@ def parse_answers(text: str) -> list[Json]:
     return answers
 
 
-def num_right(checks: tuple[Check, ...], answers: list[Json]) -> int:
+def verdict(checks: tuple[Check, ...], answers: list[Json]) -> Score:
     if len(answers) != len(checks):
-        return 0
-    return sum(
-        same(answer, {"value": check.expected})
-        for answer, check in zip(answers, checks, strict=True)
-    )
+        return _worthless(f"{len(answers)} answers came to {len(checks)} questions")
+    wrong = [
+        (check, answer)
+        for check, answer in zip(checks, answers, strict=True)
+        if not same(answer, {"value": check.expected})
+    ]
+    right = len(checks) - len(wrong)
+    evidence = [
+        f"{right} of {len(checks)} checks passed",
+        *(f"wrong: {_told(check, answer)}" for check, answer in wrong[:_SHOWN]),
+        *([f"and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else []),
+    ]
+    return Score(float(not wrong), (Part("checks", right / len(checks), "\n".join(evidence)),))
+
+
+def _told(check: Check, answer: Json) -> str:
+    """What came of a check. What was expected is left out: whoever shows this to a model by mistake
+    does not give the answers away."""
+    call = f"{check.function}({', '.join(map(reprlib.repr, check.args))})"
+    match answer:
+        case {"value": value}:
+            return f"{call} gave {reprlib.repr(value)}"
+        case {"error": error}:
+            return f"{call} raised {reprlib.repr(error)}"
+    return f"{call} gave no answer, but {reprlib.repr(answer)}"
+
+
+def _worthless(evidence: str) -> Score:
+    return Score(0.0, (Part("checks", 0.0, evidence),))
 
 
 def same(a: Json, b: Json) -> bool:
@@ -101,7 +133,3 @@ def same(a: Json, b: Json) -> bool:
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
     return bool(a == b)
-
-
-def _scores(right: int, task: Task) -> dict[str, float]:
-    return {"reward": float(right == len(task.checks)), "checks": right / len(task.checks)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from etude.core.stages import RolloutStageConfig
 from etude.core.types import Batch, Group, expand_spans
 from etude.run.evaluate import report_name
 from etude.run.journal import drops, group_of
+from etude.store.rollouts import RolloutLog, RolloutRow
 from etude.store.runs import Run
 from etude.store.telemetry import EventReader
 from etude.weights.manifest import find_newest
@@ -78,6 +80,7 @@ def audit(run: Run) -> Audit:
     violations += _check_batches(entries, batches, groups, bounds)
     violations += _check_versions(run, entries, config, version)
     violations += _check_drops(entries, groups, config)
+    violations += _check_rollouts(RolloutLog(run.objects).rows(), entries, ledger, groups, finished)
     if finished and ledger.in_flight:
         violations.append(f"the run is finished, and {ledger.in_flight} samples are in flight")
     return Audit(
@@ -226,6 +229,48 @@ def _check_drops(
                 for sample in entry.samples
                 if group_of(sample) in groups
             )
+
+
+def _check_rollouts(
+    rows: list[RolloutRow],
+    entries: list[Entry],
+    ledger: Ledger,
+    groups: dict[str, Group],
+    finished: bool,
+) -> Iterator[str]:
+    """Every settled sample of a stored group has one row, which says what the ledger says."""
+    trained = [row for row in rows if row.kind == "train"]
+    counts = Counter(row.id for row in trained)
+    issued = {sample for entry in entries if isinstance(entry, Issued) for sample in entry.samples}
+    yield from (f"{id} has {count} rows" for id, count in counts.items() if count > 1)
+    for row in trained:
+        told = row.dropped if row.step is None else row.step
+        if row.id not in issued:
+            yield f"{row.id} has a row, and was never issued"
+        elif (fate := ledger.fate(row.id)) != told:
+            yield f"the row of {row.id} says {told!r}, and the ledger {fate!r}"
+    settled = _listed_by_now(entries, finished)
+    due = {
+        t.id
+        for group in groups.values()
+        if all(t.id in settled for t in group.trajectories)
+        for t in group.trajectories
+    }
+    if missing := sorted(due - counts.keys()):
+        yield f"{len(missing)} settled samples have no row, for example {missing[0]}"
+
+
+def _listed_by_now(entries: list[Entry], finished: bool) -> set[str]:
+    """The samples that were settled when rows were last known to be written: those of one batch are
+    there before the next one is. In a finished run all are."""
+    batches = [number for number, entry in enumerate(entries) if isinstance(entry, Batched)]
+    end = len(entries) if finished else batches[-2] + 1 if len(batches) > 1 else 0
+    return {
+        sample
+        for entry in entries[:end]
+        if isinstance(entry, Batched | Dropped)
+        for sample in entry.samples
+    }
 
 
 def _estimator(group: Group, config: RunConfig) -> AdvantageEstimator:

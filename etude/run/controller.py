@@ -23,16 +23,17 @@ from etude.core.lineage import StageSpan, estimator_of, stage_of, stage_spans
 from etude.core.liveness import DisturbanceTracker
 from etude.core.protocols import Agent, Environment
 from etude.core.stages import RolloutStageConfig
-from etude.core.types import Group, Task
+from etude.core.types import Group, Task, Trajectory
 from etude.core.window import Window
 from etude.run import journal
 from etude.run.evaluate import evaluate, report_name
 from etude.run.gateway_client import GatewayClient
-from etude.run.loop import Attempt, RolloutLoop, endless_tasks
+from etude.run.loop import RolloutLoop, RunAttempt, endless_tasks
 from etude.run.plugins import build, load
 from etude.run.process import run_process
 from etude.run.rollout import RolloutRunner
 from etude.sandbox.pool import open_sandbox_pool
+from etude.store.rollouts import RolloutLog
 from etude.store.runs import Run
 from etude.store.telemetry import Emit, event_writer
 from etude.weights.manifest import PublishedVersions
@@ -91,15 +92,19 @@ class Controller:
         if getattr(self.config.tasks, split) == 0 or name in self.run.evals():
             return
         await self.gateway.load(version)
+        stage = stage_of(version, self.config.stage)
+        attempts: list[Trajectory] = []
         report = await evaluate(
             await self.tasks(split),
             self.rollouts(temperature=self.config.eval.temperature),
-            stage=stage_of(version, self.config.stage),
+            stage=stage,
             split=split,
             version=version,
             seed=self.config.seed,
             emit=self.emit,
+            keep=attempts.append,
         )
+        RolloutLog(self.run.objects).put_evaluation(name, attempts, stage=stage, split=split)
         self.run.put_eval(name, report)
 
     async def run_loop(self, span: StageSpan, stage: RolloutStageConfig) -> None:
@@ -109,8 +114,8 @@ class Controller:
             # a later loop has begun: this one was brought to its end before, and what is open is
             # not its own
             return
-        records = journal.Journal(self.run, entries)
-        await records.write(*recovered.entries)
+        records = journal.Journal(self.run, entries, recovered.unlisted)
+        await records.write(*recovered.entries, flush=True)
         tasks = await self.tasks("train")
         # later stages may have published too
         live = min(await self.wait_for_version(span.start), span.end)
@@ -133,13 +138,14 @@ class Controller:
             attempt=self.rollouts(temperature=stage.temperature, experts=stage.router_replay),
             group_size=stage.group_size,
             estimator=estimator,
+            stage=span.name,
             seed=self.config.seed,
             last=span.end,
             emit=self.emit,
             troubled=lambda: self.trouble.last(time.monotonic()),
         ).run()
 
-    def rollouts(self, *, temperature: float, experts: bool = False) -> Attempt:
+    def rollouts(self, *, temperature: float, experts: bool = False) -> RunAttempt:
         """`experts`: the trainer will replay them."""
         harness = self.config.harness
         agent: Agent = build(
@@ -157,6 +163,8 @@ class Controller:
             agent,
             self.gateway,
             concurrency=harness.concurrency,
+            source=self.config.tasks.environment,
+            policy=self.config.name,
             experts=experts,
             agent_timeout_s=harness.timeout_s + AGENT_GRACE_S,
             sandbox_timeout_s=self.config.tasks.timeout_s,

@@ -6,16 +6,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 
-from etude.core.protocols import Sandbox, SandboxPool
-from etude.core.types import Task
+from etude.core.sandbox import Sandbox, SandboxPool
+from etude.core.types import Attempt, Score, Task
 from etude.rewards.tests import grade
 from etude.tasks.factory import Split, make_tasks
+from etude.tasks.repair import RepairTask
 
 SPLITS: dict[str, Split] = {"train": "train", "heldout": "heldout", "novel": "novel"}
 
 
 class CodeRepair:
-    """A `core.protocols.Environment`."""
+    """A `core.protocols.Environment`. What grades a task stays in here, by the task's id."""
 
     def __init__(
         self, pool: SandboxPool, *, counts: Mapping[str, int], seed: int, timeout_s: float = 20.0
@@ -25,12 +26,16 @@ class CodeRepair:
         self._counts = counts
         self._seed = seed
         self._timeout_s = timeout_s
+        self._repairs: dict[str, RepairTask] = {}
 
     def tasks(self, split: str) -> Sequence[Task]:
-        return make_tasks(SPLITS[split], self._counts[split], self._seed)
+        repairs = make_tasks(SPLITS[split], self._counts[split], self._seed)
+        self._repairs |= {repair.task.id: repair for repair in repairs}
+        return [repair.task for repair in repairs]
 
     def open(self, task: Task) -> AbstractAsyncContextManager[Sandbox]:
-        return self._pool.open(task.files)
+        return self._pool.open(task.sandbox)
 
-    async def score(self, task: Task, sandbox: Sandbox) -> dict[str, float]:
-        return await grade(task, sandbox, self._pool, timeout_s=self._timeout_s)
+    async def score(self, task: Task, sandbox: Sandbox, attempt: Attempt) -> Score:
+        repair = self._repairs[task.id]
+        return await grade(repair, sandbox, self._pool, timeout_s=self._timeout_s)

@@ -17,7 +17,7 @@ from etude.core.errors import EtudeError
 from etude.core.events import EvalDone, EvalProgress, Event
 from etude.core.seeds import derive
 from etude.core.types import Json, Task, Trajectory
-from etude.run.loop import Attempt
+from etude.run.loop import RunAttempt
 from etude.store.runs import Run
 
 TRIES = 3
@@ -70,14 +70,16 @@ def reports(run: Run) -> list[Report]:
 
 async def evaluate(
     tasks: Sequence[Task],
-    attempt: Attempt,
+    attempt: RunAttempt,
     *,
     stage: str,
     split: str,
     version: int,
     seed: int,
     emit: Callable[[Event], None] = lambda event: None,
+    keep: Callable[[Trajectory], object] = lambda trajectory: None,
 ) -> Report:
+    """`keep` is handed every attempt that counts."""
     outcomes: list[Trajectory] = []
 
     async def solve(task: Task) -> None:
@@ -87,18 +89,15 @@ async def evaluate(
             )
         )
         _check_version(outcomes[-1], version)
+        keep(outcomes[-1])
         if len(outcomes) % REPORT_EVERY == 0:
-            emit(
-                EvalProgress(
-                    stage=stage,
-                    split=split,
-                    done=len(outcomes),
-                    total=len(tasks),
-                    solved=_solved(outcomes),
-                )
-            )
+            emit(progress())
 
-    emit(EvalProgress(stage=stage, split=split, done=0, total=len(tasks), solved=0))
+    def progress() -> EvalProgress:
+        done, solved = len(outcomes), _solved(outcomes)
+        return EvalProgress(stage=stage, split=split, done=done, total=len(tasks), solved=solved)
+
+    emit(progress())
     async with asyncio.TaskGroup() as group:
         for task in tasks:
             group.create_task(solve(task))
@@ -130,7 +129,7 @@ async def evaluate(
     )
 
 
-async def _persistent(attempt: Attempt, task: Task, sample: str, seed: int) -> Trajectory:
+async def _persistent(attempt: RunAttempt, task: Task, sample: str, seed: int) -> Trajectory:
     for _ in range(TRIES):
         trajectory = await attempt(task, sample, seed)
         if trajectory.reward is not None:

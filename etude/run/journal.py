@@ -1,9 +1,10 @@
-"""The controller's journal: groups, batches and ledger entries, written in the order in which they
-happened.
+"""The controller's journal: groups, batches, ledger entries and the rows of rollouts, written in
+the order in which they happened.
 
 What a crash leaves unsaid is worked out again by `recover` from what is there, because whatever an
 entry speaks of is written before it: a group before the entries that settle its samples, a batch
-before the entry that says so.
+before the entry that says so. The rows of a group come last of all: a group that is settled and has
+none was written just before a crash, and gets them at the next start.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from etude.core.advantage import AdvantageEstimator, GroupOutcome
 from etude.core.ledger import Batched, Dropped, Entry, Issued, Ledger
 from etude.core.types import Batch, Group, Task
 from etude.store.objects import Missing
+from etude.store.rollouts import RolloutLog, RolloutRow, group_rows
 from etude.store.runs import Run
 
 
@@ -27,27 +29,61 @@ class Journal:
     an entry never overtakes the one that it depends on, even if whoever wrote it was cancelled
     meanwhile."""
 
-    def __init__(self, run: Run, entries: Iterable[Entry]) -> None:
+    def __init__(self, run: Run, entries: Iterable[Entry], unlisted: Iterable[Group] = ()) -> None:
+        """`unlisted`: groups that are stored and have no rows yet."""
         self.ledger = Ledger(entries)
         self._run = run
+        self._rollouts = RolloutLog(run.objects)
+        self._unlisted = {group.id: group_rows(group) for group in unlisted}
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="journal")
 
     async def write(
-        self, *entries: Entry, group: Group | None = None, batch: Batch | None = None
+        self,
+        *entries: Entry,
+        group: Group | None = None,
+        batch: Batch | None = None,
+        flush: bool = False,
     ) -> None:
-        """Returns when everything is stored."""
+        """Returns when everything is stored. `flush`: with the rows of all groups that are settled
+        by now; with a batch they are written in any case."""
         for entry in entries:
             self.ledger.apply(entry)
+        if group is not None:
+            self._unlisted[group.id] = group_rows(group)
+        rows = self._settled() if flush or batch is not None else []
         loop = asyncio.get_running_loop()
-        await asyncio.shield(loop.run_in_executor(self._writer, self._store, entries, group, batch))
+        await asyncio.shield(
+            loop.run_in_executor(self._writer, self._store, entries, group, batch, rows)
+        )
 
-    def _store(self, entries: tuple[Entry, ...], group: Group | None, batch: Batch | None) -> None:
+    def _settled(self) -> list[RolloutRow]:
+        """The rows that can be written now, with what became of each sample."""
+        settled = []
+        for group, rows in list(self._unlisted.items()):
+            fates = [self.ledger.fate(row.id) for row in rows]
+            if None not in fates:
+                settled += [_with_fate(row, fate) for row, fate in zip(rows, fates, strict=True)]
+                del self._unlisted[group]
+        return settled
+
+    def _store(
+        self,
+        entries: tuple[Entry, ...],
+        group: Group | None,
+        batch: Batch | None,
+        rows: list[RolloutRow],
+    ) -> None:
         if group is not None:
             self._run.put_group(group)
         if batch is not None:
             self._run.put_batch(batch)
         if entries:
             self._run.ledger.append(*entries)
+        self._rollouts.append(rows)
+
+
+def _with_fate(row: RolloutRow, fate: int | str | None) -> RolloutRow:
+    return replace(row, step=fate) if isinstance(fate, int) else replace(row, dropped=fate)
 
 
 def group_id(slot: int) -> str:
@@ -87,6 +123,8 @@ class Recovered:
     """Groups that were ever issued."""
     batched: int
     """The last step that has a batch; 0 if none has."""
+    unlisted: list[Group]
+    """Stored, and without rows of their rollouts."""
 
 
 def unrecorded(entries: Iterable[Entry], steps: Iterable[int]) -> list[int]:
@@ -100,9 +138,10 @@ def recover(
     batches: Mapping[int, Batch],
     finished: Mapping[str, Group],
     estimator: AdvantageEstimator,
+    listed: Container[str] = (),
 ) -> Recovered:
-    """`batches`: the unrecorded ones. `finished`: every stored group that has open samples (others
-    do no harm)."""
+    """`batches`: the unrecorded ones. `finished`: every stored group that has open samples, or no
+    rows (others do no harm). `listed`: the groups that have rows."""
     made: list[Entry] = [
         Batched(step=step, samples=tuple(dict.fromkeys(row.sample for row in batch.rows)))
         for step, batch in sorted(batches.items())
@@ -120,12 +159,7 @@ def recover(
         waiting += [finished[group]] if outcome.advantages else []
 
     all_entries = [*entries, *made]
-    interruptions = [
-        entry
-        for entry in all_entries
-        if isinstance(entry, Dropped) and entry.reason == "interrupted"
-    ]
-    interrupted = {group_of(sample) for entry in interruptions for sample in entry.samples}
+    interrupted = _interrupted(all_entries)
     issued = [entry for entry in entries if isinstance(entry, Issued)]
     return Recovered(
         entries=made,
@@ -133,19 +167,33 @@ def recover(
         done={(entry.task, entry.epoch) for entry in issued if entry.group not in interrupted},
         slots=len(issued),
         batched=max((entry.step for entry in all_entries if isinstance(entry, Batched)), default=0),
+        unlisted=[group for name, group in sorted(finished.items()) if name not in listed],
     )
+
+
+def _interrupted(entries: Iterable[Entry]) -> set[str]:
+    """The groups that a stop cut short."""
+    return {
+        group_of(sample)
+        for entry in entries
+        if isinstance(entry, Dropped) and entry.reason == "interrupted"
+        for sample in entry.samples
+    }
 
 
 def load(run: Run, estimator: AdvantageEstimator) -> tuple[list[Entry], Recovered]:
     """The entries on disk, and what follows from them and from the rest of the store."""
     entries = run.ledger.records()
     batches = {step: run.batch(step) for step in unrecorded(entries, run.batches())}
+    listed = RolloutLog(run.objects).groups()
+    issued = {entry.group for entry in entries if isinstance(entry, Issued)}
+    opened = {group_of(sample) for sample in Ledger(entries).open_samples()}
     finished: dict[str, Group] = {}
-    for name in {group_of(sample) for sample in Ledger(entries).open_samples()}:
+    for name in opened | issued - listed - _interrupted(entries):
         # asked by its name: a listing may be late, and its sessions would be lost
         with contextlib.suppress(Missing):
             finished[name] = run.group(name)
-    return entries, recover(entries, batches, finished, estimator)
+    return entries, recover(entries, batches, finished, estimator, listed)
 
 
 def without_done(

@@ -30,7 +30,7 @@ from etude.run.journal import Journal, Recovered, drops, group_id, sample_ids, w
 
 V = TypeVar("V")
 
-Attempt = Callable[[Task, str, int], Awaitable[Trajectory]]
+RunAttempt = Callable[[Task, str, int], Awaitable[Trajectory]]
 """(task, sample id, seed) -> what came of it. It never raises for what went wrong inside the
 session."""
 
@@ -47,9 +47,10 @@ class RolloutLoop:
         weights: WeightStore,
         load: Callable[[int], Awaitable[None]],
         tasks: Iterable[tuple[Task, int]],
-        attempt: Attempt,
+        attempt: RunAttempt,
         group_size: int,
         estimator: AdvantageEstimator,
+        stage: str,
         seed: int,
         last: int,
         emit: Callable[[Event], None],
@@ -64,6 +65,7 @@ class RolloutLoop:
         self.attempt = attempt
         self.group_size = group_size
         self.estimator = estimator
+        self.stage = stage
         self.seed = seed
         self.last = last
         self.emit = emit
@@ -87,7 +89,7 @@ class RolloutLoop:
             feeding.cancel()
         unneeded = tuple(self.journal.ledger.open_samples())
         await self.journal.write(
-            *[Dropped(samples=unneeded, reason="cancelled")] if unneeded else []
+            *[Dropped(samples=unneeded, reason="cancelled")] if unneeded else [], flush=True
         )
 
     async def feed(self) -> None:
@@ -118,6 +120,7 @@ class RolloutLoop:
             task=task.id,
             slot=slot,
             admitted=admitted,
+            stage=self.stage,
             trajectories=tuple(t.result() for t in running),
         )
         outcome = self.estimator.estimate(whole)
@@ -239,23 +242,29 @@ def assemble_batch(
 ) -> tuple[Batch, tuple[str, ...]]:
     """The rows of a batch stand in the order of slots, then attempts."""
     ordered = sorted(groups, key=lambda group: group.slot)
-    advantages = {
-        sample: adv
-        for group in ordered
-        for sample, adv in estimator.estimate(group).advantages.items()
-    }
-    scale = estimator.batch_scale(list(advantages.values()))
-    kept = [t for group in ordered for t in group.trajectories if t.id in advantages]
-    rows = tuple(row for t in kept for row in to_rows(t, scale * advantages[t.id]))
-    reward = fmean([reward for group in ordered for reward in rewards_of(group)])
-    return Batch(step=step, rows=rows, oldest=oldest_version(rows), reward=reward), tuple(
-        t.id for t in kept
+    outcomes = [estimator.estimate(group) for group in ordered]
+    scale = estimator.batch_scale(
+        [advantage for outcome in outcomes for advantage in outcome.distinct_advantages()]
     )
+    kept = [
+        (t, outcome)
+        for group, outcome in zip(ordered, outcomes, strict=True)
+        for t in group.trajectories
+        if t.id in outcome.advantages
+    ]
+    rows = tuple(
+        row
+        for t, outcome in kept
+        for row in to_rows(t, outcome.advantages[t.id], outcome.credit.get(t.id, ()), scale=scale)
+    )
+    reward = fmean([reward for group in ordered for reward in rewards_of(group)])
+    batch = Batch(step=step, rows=rows, oldest=oldest_version(rows), reward=reward)
+    return batch, tuple(t.id for t, _ in kept)
 
 
 def rewards_of(group: Group) -> list[float]:
-    """Of the attempts that have one. What is not finite is no reward: the credit drops such an
-    attempt by name."""
+    """Of the attempts that have one. What is not finite is no reward: the estimator drops such
+    an attempt by name."""
     return [t.reward for t in group.trajectories if t.reward is not None and isfinite(t.reward)]
 
 

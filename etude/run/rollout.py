@@ -7,13 +7,27 @@ import asyncio
 import contextlib
 import json
 import math
+from collections import Counter
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from numbers import Real
 from typing import Protocol
 
 from etude.core.errors import RolloutFailure, boundary
-from etude.core.protocols import Agent, Environment, Transcript
-from etude.core.types import Json, Segment, Task, Trajectory
+from etude.core.protocols import Agent, Environment
+from etude.core.types import (
+    Attempt,
+    Cost,
+    Credit,
+    Json,
+    Part,
+    Score,
+    Segment,
+    Task,
+    Trajectory,
+    Transcript,
+    turns,
+)
 from etude.run.process import stopped_since
 
 
@@ -44,16 +58,22 @@ class RolloutRunner:
         sessions: SessionRecorder,
         *,
         concurrency: int,
+        source: str = "",
+        policy: str = "",
         experts: bool = False,
         agent_timeout_s: float | None = None,
         sandbox_timeout_s: float | None = None,
     ) -> None:
-        """`agent_timeout_s`, `sandbox_timeout_s`: an agent, or an environment that opens a sandbox
+        """`source`, `policy`: as of a `Trajectory`.
+
+        `agent_timeout_s`, `sandbox_timeout_s`: an agent, or an environment that opens a sandbox
         or scores, has failed if it is still at work then, so that one which hangs cannot hold up a
         run."""
         self.environment = environment
         self.agent = agent
         self.sessions = sessions
+        self.source = source
+        self.policy = policy
         self.experts = experts
         self._agent_timeout_s = agent_timeout_s
         self._sandbox_timeout_s = sandbox_timeout_s
@@ -61,26 +81,32 @@ class RolloutRunner:
 
     async def attempt(self, task: Task, sample: str, seed: int) -> Trajectory:
         async with self._room:
+            began = asyncio.get_running_loop().time()
+            trajectory = Trajectory(
+                id=sample,
+                task=task.id,
+                group=_group(sample),
+                segments=(),
+                score=None,
+                status="failed",
+                source=self.source,
+                policy=self.policy,
+            )
             try:
-                return await self._attempt(task, sample, seed)
+                trajectory = await self._attempt(task, seed, trajectory)
             except RolloutFailure as e:
-                return Trajectory(
-                    id=sample,
-                    task=task.id,
-                    group=_group(sample),
-                    segments=(),
-                    scores=None,
-                    status="failed",
-                    error=str(e),
-                )
+                trajectory = replace(trajectory, error=str(e))
             finally:
                 # Recording that nobody will read: if it cannot be thrown away now, the gateway's
                 # end does it.
                 with contextlib.suppress(RolloutFailure):
                     async with boundary("forget"):
                         await self.sessions.forget(sample)
+            seconds = asyncio.get_running_loop().time() - began
+            return replace(trajectory, cost=_cost(trajectory.segments, seconds))
 
-    async def _attempt(self, task: Task, sample: str, seed: int) -> Trajectory:
+    async def _attempt(self, task: Task, seed: int, started: Trajectory) -> Trajectory:
+        sample = started.id
         async with boundary("model"):
             await self.sessions.up()
         began = asyncio.get_running_loop().time()
@@ -95,16 +121,15 @@ class RolloutRunner:
             async with boundary("agent"):
                 if not transcript.finished:
                     await self._check_time(sample, began)
+            async with boundary("segments"):
+                segments = await self.sessions.segments(sample, experts=self.experts)
             async with boundary("score"), _at_most(self._sandbox_timeout_s, "tasks.timeout_s"):
-                scores = _checked(await self.environment.score(task, sandbox))
-        async with boundary("segments"):
-            segments = await self.sessions.segments(sample, experts=self.experts)
-        return Trajectory(
-            id=sample,
-            task=task.id,
-            group=_group(sample),
+                attempt = Attempt(transcript=transcript, segments=segments)
+                score = _checked(await self.environment.score(task, sandbox, attempt), segments)
+        return replace(
+            started,
             segments=segments,
-            scores=scores,
+            score=score,
             status="done" if transcript.finished else "timeout",
             messages=messages,
         )
@@ -131,21 +156,62 @@ async def _at_most(seconds: float | None, key: str) -> AsyncIterator[None]:
         raise TimeoutError(f"still at work after {seconds:g} s: it must keep to {key}") from e
 
 
-def _checked(scores: dict[str, float]) -> dict[str, float]:
-    """An environment that cannot say what an attempt was worth has failed; the attempt has no
-    reward then, not 0."""
-    if not isinstance(scores, dict):
+def _checked(score: Score, segments: tuple[Segment, ...]) -> Score:
+    """The score in plain numbers and text, which can be stored. An environment that cannot say what
+    an attempt was worth has failed; the attempt has no reward then, not 0."""
+    if not isinstance(score, Score):
         raise ValueError(
-            f"the environment gave {scores!r}: it must give named numbers, such as {{'reward': "
-            f"1.0}}"
+            f"the environment gave {score!r}: score() must return a Score, such as "
+            f"Score(reward=1.0)"
         )
-    if wrong := {name: score for name, score in scores.items() if not isinstance(score, Real)}:
-        raise ValueError(f"the environment gave scores that are no numbers: {wrong}")
-    if "reward" not in scores:
-        raise ValueError(f"the environment gave no reward, only {sorted(scores)}")
-    if wrong := {name: score for name, score in scores.items() if not math.isfinite(score)}:
-        raise ValueError(f"the environment gave scores that are not finite: {wrong}")
-    return {name: float(score) for name, score in scores.items()}
+    for what, given, kind in (("parts", score.parts, Part), ("credit", score.credit, Credit)):
+        if strangers := [each for each in given if not isinstance(each, kind)]:
+            raise ValueError(
+                f"the {what} of the score hold {strangers[0]!r}: each must be a {kind.__name__}"
+            )
+    if twice := [name for name, n in Counter(part.name for part in score.parts).items() if n > 1]:
+        raise ValueError(f"several parts of the score are called {twice[0]!r}: names must differ")
+    return Score(
+        reward=_number("the reward", score.reward),
+        parts=tuple(
+            Part(
+                part.name,
+                _number(f"the part {part.name!r} of the score", part.value),
+                part.evidence.encode(errors="replace").decode(),
+            )
+            for part in score.parts
+        ),
+        flags=tuple(map(str, score.flags)),
+        credit=tuple(_credit(credit, segments) for credit in score.credit),
+    )
+
+
+def _credit(credit: Credit, segments: tuple[Segment, ...]) -> Credit:
+    where = f"segment {credit.segment}"
+    if credit.segment not in range(len(segments)):
+        raise ValueError(f"a credit is for {where}, and the attempt has {len(segments)}, from 0 on")
+    if credit.turn is not None:
+        where = f"turn {credit.turn} of {where}"
+        count = len(turns(segments[credit.segment]))
+        if credit.turn not in range(count):
+            raise ValueError(f"a credit is for {where}, which has {count}, from 0 on")
+    return replace(credit, value=_number(f"the credit for {where}", credit.value))
+
+
+def _number(what: str, value: object) -> float:
+    if not isinstance(value, Real) or not math.isfinite(value):
+        raise ValueError(f"{what} is {value!r}: it must be a finite number")
+    return float(value)
+
+
+def _cost(segments: tuple[Segment, ...], seconds: float) -> Cost:
+    answers = [(segment, answer) for segment in segments for answer in turns(segment)]
+    return Cost(
+        prompt_tokens=sum(len(segment.prompt) + answer.start for segment, answer in answers),
+        sampled_tokens=sum(len(answer) for _, answer in answers),
+        seconds=seconds,
+        calls=len(answers),
+    )
 
 
 def _messages(transcript: Transcript) -> list[dict[str, Json]]:

@@ -6,13 +6,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
-from etude.core.protocols import CommandResult
-from etude.sandbox.files import inside
+from etude.core.errors import EtudeError
+from etude.core.sandbox import CommandResult, Process, SandboxSpec
+from etude.sandbox.files import inside, inside_directory, to_bytes
+from etude.sandbox.spec import check_env, check_spec
 
-Respond = Callable[[dict[str, str], Sequence[str]], CommandResult]
+Files = dict[str, str | bytes]
+Respond = Callable[[Files, Sequence[str]], CommandResult]
 
 
-def silent(files: dict[str, str], argv: Sequence[str]) -> CommandResult:
+def silent(files: Files, argv: Sequence[str]) -> CommandResult:
     """The command that does nothing and succeeds."""
     return CommandResult(0, "")
 
@@ -22,8 +25,9 @@ class FakeSandboxPool:
         self._respond = respond
 
     @contextlib.asynccontextmanager
-    async def open(self, files: Mapping[str, str]) -> AsyncIterator[FakeSandbox]:
-        sandbox = FakeSandbox(files, self._respond)
+    async def open(self, spec: SandboxSpec) -> AsyncIterator[FakeSandbox]:
+        check_spec(spec, backend="fake", gives=())
+        sandbox = FakeSandbox(spec.files, self._respond)
         try:
             yield sandbox
         finally:
@@ -36,23 +40,49 @@ class FakeSandboxPool:
 
 
 class FakeSandbox:
-    def __init__(self, files: Mapping[str, str], respond: Respond = silent) -> None:
-        self.files = {inside(path): text for path, text in files.items()}
+    def __init__(self, files: Mapping[str, str | bytes], respond: Respond = silent) -> None:
+        self.files: Files = {inside(path): content for path, content in files.items()}
         self.commands: list[tuple[str, ...]] = []
         self._respond = respond
 
-    async def run(self, argv: Sequence[str], *, timeout_s: float, stdin: str = "") -> CommandResult:
+    async def run(
+        self,
+        argv: Sequence[str],
+        *,
+        timeout_s: float,
+        stdin: str | bytes = "",
+        cwd: str = ".",
+        env: Mapping[str, str] | None = None,
+    ) -> CommandResult:
+        inside_directory(cwd)
+        check_env(env or {})
         self.commands.append(tuple(argv))
         return self._respond(self.files, argv)
 
+    async def start(
+        self,
+        argv: Sequence[str],
+        *,
+        cwd: str = ".",
+        env: Mapping[str, str] | None = None,
+        pty: bool = False,
+    ) -> Process:
+        raise EtudeError("fake sandboxes have no background processes")
+
     async def read(self, path: str) -> str:
+        return (await self.read_bytes(path)).decode()
+
+    async def read_bytes(self, path: str) -> bytes:
         plain = inside(path)
         if plain not in self.files:
             raise FileNotFoundError(path)
-        return self.files[plain]
+        return to_bytes(self.files[plain])
 
-    async def write(self, path: str, text: str) -> None:
-        self.files[inside(path)] = text
+    async def write(self, path: str, content: str | bytes) -> None:
+        self.files[inside(path)] = content
+
+    async def diff(self) -> str:
+        raise EtudeError("fake sandboxes do not know what has changed")
 
     async def fork(self) -> FakeSandbox:
         return FakeSandbox(self.files, self._respond)

@@ -4,11 +4,13 @@ asks.
 It finishes the walls (mounts of its own over the shared root), then answers one JSON line with one
 JSON line, in order:
 
-    {"op": "write", "files": {path: text}}                       {"ok": null}
-    {"op": "read", "path": path}                                 {"ok": text}
-    {"op": "run", "argv": [...], "stdin": text, "timeout_s": s}  {"ok": [code or null, output]}
-    {"op": "pack"} and {"op": "unpack", "tar": base64}           the whole working copy, out and in
-    what cannot be done                                          {"error": [kind, message]}
+    {"op": "write", "files": {path: content}}           {"ok": null}
+    {"op": "read", "path": path}                        {"ok": content}
+    {"op": "run", "argv": [...], "stdin": content, ...} {"ok": [code or null, output]}
+    {"op": "pack"} and {"op": "unpack", "tar": content} the whole working copy, out and in
+    what cannot be done                                 {"error": [kind, message]}
+
+Contents are in base64.
 
 This process is trusted, what it runs is not, and they never meet: each command is process 1 of a
 PID namespace below this one, with a /proc of its own, without capabilities, without the calls that
@@ -127,8 +129,8 @@ class Guest:
         self._own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY)
 
     def op_write(self, files: dict[str, str]) -> None:
-        for path, text in files.items():
-            data = text.encode()
+        for path, content in files.items():
+            data = base64.b64decode(content)
             try:
                 os.makedirs(os.path.dirname(f"{WORK}/{path}"), exist_ok=True)
                 with self._open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as file:
@@ -147,7 +149,7 @@ class Guest:
             raise ValueError(f"{path} cannot be read: {e.strerror}") from e
         if len(data) > READ_BYTES:
             raise ValueError(f"{path} is larger than {READ_BYTES} bytes")
-        return data.decode()
+        return base64.b64encode(data).decode()
 
     def _open(self, path: str, flags: int) -> io.FileIO:
         try:
@@ -175,18 +177,20 @@ class Guest:
             # made by `op_pack`, and there is nothing else in here
             packed.extractall(WORK, filter="fully_trusted")
 
-    def op_run(self, argv: list[str], stdin: str, timeout_s: float) -> tuple[int | None, str]:
-        data = stdin.encode()
+    def op_run(
+        self, argv: list[str], stdin: str, timeout_s: float, cwd: str, env: dict[str, str]
+    ) -> tuple[int | None, str]:
+        directory = self._directory(cwd)
         source, output = os.memfd_create("stdin"), os.memfd_create("output")
         broken, breaks = os.pipe()
         try:
-            os.pwrite(source, data, 0)
+            os.pwrite(source, base64.b64decode(stdin), 0)
             kernel.join_pid_namespace(self._own_pids)
             kernel.unshare(kernel.CLONE_NEWPID)
             child = os.fork()
             if child == 0:
                 try:
-                    _become(argv, source, output, breaks, timeout_s)
+                    _become(argv, env, directory, (source, output), breaks, timeout_s)
                 finally:
                     os._exit(127)
             os.close(breaks)
@@ -200,8 +204,14 @@ class Guest:
         except OSError as e:
             raise RolloutFailure(f"a command could not be run: {e}") from e
         finally:
-            for descriptor in (source, output, broken):
+            for descriptor in (directory, source, output, broken):
                 os.close(descriptor)
+
+    def _directory(self, path: str) -> int:
+        try:
+            return kernel.open_beneath(self._work, path, os.O_PATH | os.O_DIRECTORY)
+        except OSError as e:
+            raise ValueError(f"{path} is not a directory of the working copy") from e
 
     def _wait(self, child: int, deadline: float) -> int | None:
         """The exit status (minus the signal, if one ended it), or None when it was killed: for its
@@ -225,7 +235,14 @@ def _mode(flags: int) -> str:
     return "w" if flags & os.O_WRONLY else "r"
 
 
-def _become(argv: list[str], source: int, output: int, breaks: int, timeout_s: float) -> NoReturn:
+def _become(
+    argv: list[str],
+    env: dict[str, str],
+    directory: int,
+    streams: tuple[int, int],
+    breaks: int,
+    timeout_s: float,
+) -> NoReturn:
     """Turn this fork into the command."""
     try:
         kernel.unshare(kernel.CLONE_NEWNS)
@@ -235,9 +252,10 @@ def _become(argv: list[str], source: int, output: int, breaks: int, timeout_s: f
             resource.setrlimit(limit, (value, value))
         os.nice(NICENESS)
         kernel.drop_capabilities()
-        os.dup2(source, 0)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
+        os.fchdir(directory)
+        os.dup2(streams[0], 0)
+        os.dup2(streams[1], 1)
+        os.dup2(streams[1], 2)
         kernel.filter_calls()
     except OSError as e:
         os.write(breaks, str(e).encode())
@@ -246,11 +264,12 @@ def _become(argv: list[str], source: int, output: int, breaks: int, timeout_s: f
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     if argv[0] in ("python", "python3"):
-        if len(argv) > 1 and not argv[1].startswith("-"):
+        # Variables may change how a Python starts, and this one has started.
+        if len(argv) > 1 and not argv[1].startswith("-") and not env:
             _run_script(argv[1:])
         argv = [sys.executable, "-B", *argv[1:]]
     try:
-        os.execvpe(argv[0], argv, ENVIRONMENT)
+        os.execvpe(argv[0], argv, {**ENVIRONMENT, **env})
     except OSError as e:
         os.write(2, f"{argv[0]}: {e.strerror}\n".encode())
     os._exit(127)

@@ -9,6 +9,7 @@ kernel permits it, unless the system has turned it off.
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import itertools
 import json
@@ -23,8 +24,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from etude.core.errors import EtudeError, RolloutFailure
-from etude.core.protocols import CommandResult
-from etude.sandbox.files import inside
+from etude.core.sandbox import CommandResult, Process, SandboxSpec
+from etude.sandbox.files import inside, inside_directory, to_bytes
+from etude.sandbox.spec import check_env, check_spec
 
 REPLY_TIMEOUT_S = 60.0
 """How long a sandbox may take over what it does in milliseconds; past it, the machine is beyond
@@ -90,15 +92,16 @@ class NamespaceSandboxPool:
             )
 
     @contextlib.asynccontextmanager
-    async def open(self, files: Mapping[str, str]) -> AsyncIterator[NamespaceSandbox]:
-        sandbox = await self.start()
+    async def open(self, spec: SandboxSpec) -> AsyncIterator[NamespaceSandbox]:
+        check_spec(spec, backend="namespaces", gives=())
+        sandbox = await self.start(spec.env)
         try:
-            await sandbox.fill(files)
+            await sandbox.fill(spec.files)
             yield sandbox
         finally:
             await sandbox.close()
 
-    async def start(self) -> NamespaceSandbox:
+    async def start(self, env: Mapping[str, str] | None = None) -> NamespaceSandbox:
         """A sandbox with an empty working copy, which the caller closes."""
         async with self._opening:
             if self._closed:
@@ -108,7 +111,7 @@ class NamespaceSandboxPool:
                 if self._zygote.poll() is not None:
                     self._replace()
                 zygote = self._zygote
-                if (sandbox := await self._ask_for_one()) is not None:
+                if (sandbox := await self._ask_for_one(env or {})) is not None:
                     return sandbox
                 if zygote is self._zygote and not self._closed:
                     self._replace()
@@ -117,14 +120,14 @@ class NamespaceSandboxPool:
             f"sandbox: none came from {_ZYGOTES} zygotes in {self.silence_s:g} s each"
         )
 
-    async def _ask_for_one(self) -> NamespaceSandbox | None:
+    async def _ask_for_one(self, env: Mapping[str, str]) -> NamespaceSandbox | None:
         """None if the zygote is silent."""
         ours, theirs = socket.socketpair()
         with theirs:
             ours.setblocking(False)
             socket.send_fds(self._control, [b"\0"], [theirs.fileno()])
         _, link = await asyncio.get_running_loop().create_unix_connection(_Link, sock=ours)
-        sandbox = NamespaceSandbox(self, link, next(self._numbers))
+        sandbox = NamespaceSandbox(self, link, next(self._numbers), env)
         self._sandboxes.add(sandbox)
         try:
             async with asyncio.timeout(self.silence_s):
@@ -194,35 +197,68 @@ def _first_line(control: socket.socket) -> str:
 
 
 class NamespaceSandbox:
-    def __init__(self, pool: NamespaceSandboxPool, link: _Link, number: int) -> None:
+    def __init__(
+        self, pool: NamespaceSandboxPool, link: _Link, number: int, env: Mapping[str, str]
+    ) -> None:
         self._pool = pool
         self._link = link
         self.number = number
+        self._env = env
         self.due = math.inf
         """When it should have answered what it is asked now."""
         self._late_s = 0.0
         self._turn = asyncio.Lock()  # a request that arrives during a command ends the command
 
-    async def run(self, argv: Sequence[str], *, timeout_s: float, stdin: str = "") -> CommandResult:
+    async def run(
+        self,
+        argv: Sequence[str],
+        *,
+        timeout_s: float,
+        stdin: str | bytes = "",
+        cwd: str = ".",
+        env: Mapping[str, str] | None = None,
+    ) -> CommandResult:
+        check_env(env or {})
         code, output = await self._ask(
-            timeout_s, op="run", argv=list(argv), stdin=stdin, timeout_s=timeout_s
+            timeout_s,
+            op="run",
+            argv=list(argv),
+            stdin=_encode(stdin),
+            timeout_s=timeout_s,
+            cwd=inside_directory(cwd),
+            env={**self._env, **(env or {})},
         )
         return CommandResult(code, output)
 
+    async def start(
+        self,
+        argv: Sequence[str],
+        *,
+        cwd: str = ".",
+        env: Mapping[str, str] | None = None,
+        pty: bool = False,
+    ) -> Process:
+        raise EtudeError("namespaces sandboxes have no background processes")
+
     async def read(self, path: str) -> str:
-        text = await self._ask(op="read", path=inside(path))
-        assert isinstance(text, str)
-        return text
+        return (await self.read_bytes(path)).decode()
 
-    async def write(self, path: str, text: str) -> None:
-        await self.fill({path: text})
+    async def read_bytes(self, path: str) -> bytes:
+        return base64.b64decode(await self._ask(op="read", path=inside(path)))
 
-    async def fill(self, files: Mapping[str, str]) -> None:
-        await self._ask(op="write", files={inside(path): text for path, text in files.items()})
+    async def write(self, path: str, content: str | bytes) -> None:
+        await self.fill({path: content})
+
+    async def fill(self, files: Mapping[str, str | bytes]) -> None:
+        encoded = {inside(path): _encode(content) for path, content in files.items()}
+        await self._ask(op="write", files=encoded)
+
+    async def diff(self) -> str:
+        raise EtudeError("namespaces sandboxes do not know what has changed")
 
     async def fork(self) -> NamespaceSandbox:
         copy = await self._ask(op="pack")
-        sandbox = await self._pool.start()
+        sandbox = await self._pool.start(self._env)
         try:
             await sandbox._ask(op="unpack", tar=copy)
         except BaseException:
@@ -258,6 +294,10 @@ class NamespaceSandbox:
         """What a sandbox says that was stopped, or its command's time, may be due to that."""
         if self._late_s >= self._pool.silence_s:
             raise RolloutFailure(f"sandbox: its answer came {self._late_s:.0f} s late")
+
+
+def _encode(content: str | bytes) -> str:
+    return base64.b64encode(to_bytes(content)).decode()
 
 
 class _Link(asyncio.Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from etude.core.protocols import SandboxPool
+from etude.core.sandbox import SandboxPool
 from etude.sandbox.namespaces import REPLY_TIMEOUT_S, NamespaceSandboxPool
 from etude.sandbox.process import ProcessSandboxPool
 

@@ -18,18 +18,21 @@ import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
-from etude.core.protocols import CommandResult
-from etude.sandbox.files import inside
+from etude.core.errors import EtudeError
+from etude.core.sandbox import CommandResult, Process, SandboxSpec
+from etude.sandbox.files import inside, inside_directory, to_bytes
 from etude.sandbox.limits import OUTPUT_BYTES, READ_BYTES
+from etude.sandbox.spec import check_env, check_spec
 
 
 class ProcessSandboxPool:
     @contextlib.asynccontextmanager
-    async def open(self, files: Mapping[str, str]) -> AsyncIterator[ProcessSandbox]:
-        sandbox = ProcessSandbox(_new_directory())
+    async def open(self, spec: SandboxSpec) -> AsyncIterator[ProcessSandbox]:
+        check_spec(spec, backend="process", gives=())
+        sandbox = ProcessSandbox(_new_directory(), spec.env)
         try:
-            for path, text in files.items():
-                await sandbox.write(path, text)
+            for path, content in spec.files.items():
+                await sandbox.write(path, content)
             yield sandbox
         finally:
             await sandbox.close()
@@ -47,20 +50,32 @@ def _new_directory() -> Path:
 
 
 class ProcessSandbox:
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, env: Mapping[str, str]) -> None:
         self._root = root
+        self._env = env
 
-    async def run(self, argv: Sequence[str], *, timeout_s: float, stdin: str = "") -> CommandResult:
+    async def run(
+        self,
+        argv: Sequence[str],
+        *,
+        timeout_s: float,
+        stdin: str | bytes = "",
+        cwd: str = ".",
+        env: Mapping[str, str] | None = None,
+    ) -> CommandResult:
+        check_env(env or {})
+        directory = self._directory(cwd)
         environment = {"PATH": os.defpath, "HOME": str(self._root), "LANG": "C.UTF-8"}
+        environment |= {**self._env, **(env or {})}
         python = [sys.executable, "-s", "-B"] if argv[0] in ("python", "python3") else [argv[0]]
         with tempfile.TemporaryFile() as source, tempfile.TemporaryFile() as output:
-            source.write(stdin.encode())
+            source.write(to_bytes(stdin))
             source.seek(0)
             try:
                 process = await asyncio.create_subprocess_exec(
                     *python,
                     *argv[1:],
-                    cwd=self._root,
+                    cwd=directory,
                     env=environment,
                     stdin=source,
                     stdout=output,
@@ -81,9 +96,22 @@ class ProcessSandbox:
             output.seek(max(0, output.seek(0, os.SEEK_END) - OUTPUT_BYTES))
             return CommandResult(code, output.read().decode(errors="replace"))
 
+    async def start(
+        self,
+        argv: Sequence[str],
+        *,
+        cwd: str = ".",
+        env: Mapping[str, str] | None = None,
+        pty: bool = False,
+    ) -> Process:
+        raise EtudeError("process sandboxes have no background processes")
+
     async def read(self, path: str) -> str:
+        return (await self.read_bytes(path)).decode()
+
+    async def read_bytes(self, path: str) -> bytes:
         try:
-            descriptor = os.open(self._inside(path), os.O_RDONLY | os.O_NONBLOCK)
+            descriptor = os.open(self._inside(inside(path)), os.O_RDONLY | os.O_NONBLOCK)
         except (FileNotFoundError, NotADirectoryError) as e:
             raise FileNotFoundError(path) from e
         except OSError as e:
@@ -95,10 +123,10 @@ class ProcessSandbox:
             data = file.read(READ_BYTES + 1)
         if len(data) > READ_BYTES:
             raise ValueError(f"{path} is larger than {READ_BYTES} bytes")
-        return data.decode()
+        return data
 
-    async def write(self, path: str, text: str) -> None:
-        target, data = self._inside(path), text.encode()
+    async def write(self, path: str, content: str | bytes) -> None:
+        target, data = self._inside(inside(path)), to_bytes(content)
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(data)
@@ -107,17 +135,26 @@ class ProcessSandbox:
 
     def _inside(self, path: str) -> Path:
         try:
-            target = (self._root / inside(path)).resolve()
+            target = (self._root / path).resolve()
         except (OSError, RuntimeError) as e:  # links in a circle
             raise ValueError(f"{path} cannot be read: {e}") from e
         if not target.is_relative_to(self._root):
             raise ValueError(f"{path} leaves the working copy")
         return target
 
+    def _directory(self, path: str) -> Path:
+        directory = self._inside(inside_directory(path))
+        if not directory.is_dir():
+            raise ValueError(f"{path} is not a directory of the working copy")
+        return directory
+
+    async def diff(self) -> str:
+        raise EtudeError("process sandboxes do not know what has changed")
+
     async def fork(self) -> ProcessSandbox:
         root = _new_directory()
         shutil.copytree(self._root, root, symlinks=True, dirs_exist_ok=True)
-        return ProcessSandbox(root)
+        return ProcessSandbox(root, self._env)
 
     async def close(self) -> None:
         shutil.rmtree(self._root, ignore_errors=True)

@@ -102,15 +102,7 @@ class Log(Generic[R]):
 
     def end(self, start: int = 0) -> int:
         """The number of the first segment from `start` on that is not there."""
-        # A listing may be late, have gaps and show what others have put there: it only saves
-        # questions.
-        if not self._objects.exists(self._key(start)):
-            return start
-        listed = set(self._objects.list(self.name, after=self._key(start)))
-        start += 1
-        while self._key(start) in listed or self._objects.exists(self._key(start)):
-            start += 1
-        return start
+        return first_free(self._objects, self.name, self._key, start)
 
     def _read(self, number: int) -> list[Stamped[R]]:
         key = self._key(number)
@@ -126,3 +118,15 @@ class Log(Generic[R]):
 
     def _key(self, number: int) -> str:
         return f"{self.name}/{number:010d}.jsonl"
+
+
+def first_free(objects: Objects, folder: str, key: Callable[[int], str], start: int = 0) -> int:
+    """The first number from `start` on whose key is free. Only the keys before it are in use."""
+    # A listing may be late, have gaps and show what others have put there: it only saves questions.
+    if not objects.exists(key(start)):
+        return start
+    listed = set(objects.list(folder, after=key(start)))
+    start += 1
+    while key(start) in listed or objects.exists(key(start)):
+        start += 1
+    return start

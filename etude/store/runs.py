@@ -5,18 +5,20 @@
     ledger/N.jsonl           what became of every sample
     events/{process}/N.jsonl what each process did, for people and the dashboard
     groups/{id}              finished groups, whole
+    rollouts/                one row for every rollout, in Parquet (`store.rollouts`)
     batches/{step}           what each step reads; made once, never changed
     recomputed/{step}        what the trainer found for each token of a batch, row by row
     experts/{digest}         routed experts of recorded sessions (`store.experts`)
+    feedback/{trajectory}/   what was said of a trajectory later (`store.feedback`)
     checkpoints/{name}/      the trainer's state: what each rank holds, and manifest.json, which is
                              written last
     evals/{name}.json        held-out scores
     weights/                 published versions (the package `weights` knows the rest)
 
 A batch is written once; a second, different one is refused. So is another config, as soon as there
-is work in the store. Every object ends with its digest (`store.codec`), unless its name is one or
-the weight plane has its own way. Files that others put among these (a desktop's, an editor's) are
-not seen: a name that is not of our form is not ours.
+is work in the store. Every object ends with its digest (`store.codec`), unless its name is one, it
+holds its own (Parquet), or the weight plane has its own way. Files that others put among these (a
+desktop's, an editor's) are not seen: a name that is not of our form is not ours.
 """
 
 from __future__ import annotations

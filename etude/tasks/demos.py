@@ -17,15 +17,15 @@ from random import Random
 from typing import Any
 
 from etude.core.seeds import derive
-from etude.core.types import Task
 from etude.tasks import bugs
+from etude.tasks.repair import RepairTask
 
 Message = dict[str, Any]
 MAX_TRIES = 2
 SKILL = 0.25
 
 
-def demonstrations(tasks: Sequence[Task], count: int, seed: int) -> list[list[Message]]:
+def demonstrations(tasks: Sequence[RepairTask], count: int, seed: int) -> list[list[Message]]:
     """`count` solved sessions as chat messages, of tasks drawn from `tasks`."""
     rng = Random(derive("demonstrations", seed))
     sessions: list[list[Message]] = []
@@ -35,10 +35,10 @@ def demonstrations(tasks: Sequence[Task], count: int, seed: int) -> list[list[Me
     return sessions
 
 
-def attempt(task: Task, rng: Random) -> list[Message] | None:
+def attempt(task: RepairTask, rng: Random) -> list[Message] | None:
     """One session of the scripted worker; None if its repairs all failed."""
-    original = task.files[task.editable[0]]
-    session: list[Message] = [{"role": "user", "content": task.prompt}]
+    original = task.broken
+    session: list[Message] = task.task.opening
     _turn(session, [("read", {}, numbered(original))])
     tried: bugs.Mutation | None = None
     for _ in range(MAX_TRIES):
@@ -57,11 +57,9 @@ def attempt(task: Task, rng: Random) -> list[Message] | None:
     return None
 
 
-def repair(task: Task) -> bugs.Mutation:
+def repair(task: RepairTask) -> bugs.Mutation:
     """The one line that differs from the solution, as it should be."""
-    pairs = zip(
-        task.files[task.editable[0]].splitlines(), task.meta["solution"].splitlines(), strict=True
-    )
+    pairs = zip(task.broken.splitlines(), task.solution.splitlines(), strict=True)
     return next(
         bugs.Mutation("repair", line, right)
         for line, (wrong, right) in enumerate(pairs, start=1)
@@ -81,14 +79,12 @@ def numbered(text: str) -> str:
     return "\n".join(f"{number} {line}" for number, line in enumerate(text.splitlines(), start=1))
 
 
-def visible_report(task: Task, module: str) -> str:
+def visible_report(task: RepairTask, module: str) -> str:
     """What `test` would say. The module is one of our own programs with one token changed, so it
     may run here."""
-    path = task.editable[0]
-    name = path.removesuffix(".py")
     scope: dict[str, Any] = {}
     # without its import: the module's names are in the scope
-    test = task.files[f"test_{name}.py"].split("\n", 1)[1]
+    test = task.visible_tests.split("\n", 1)[1]
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         try:

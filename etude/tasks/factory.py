@@ -16,9 +16,11 @@ from collections.abc import Iterator, Sequence
 from random import Random
 from typing import Any, Literal
 
+from etude.core.sandbox import SandboxSpec
 from etude.core.seeds import derive
-from etude.core.types import Check, Task
+from etude.core.types import Task
 from etude.tasks import bugs, templates
+from etude.tasks.repair import Check, RepairTask
 from etude.tasks.templates import Function
 
 Split = Literal["train", "heldout", "novel"]
@@ -82,18 +84,18 @@ def functions(split: Split, rng: Random) -> Iterator[Function]:
             yield function
 
 
-def make_tasks(split: Split, count: int, seed: int) -> list[Task]:
+def make_tasks(split: Split, count: int, seed: int) -> list[RepairTask]:
     """`count` different tasks. The same arguments give the same tasks."""
     rng = Random(derive("tasks", split, seed))
     source = functions(split, rng)
-    tasks: dict[str, Task] = {}
+    tasks: dict[str, RepairTask] = {}
     while len(tasks) < count:
-        if (task := _make_task(source, rng, split)) is not None:
-            tasks.setdefault(task.id, task)
+        if (made := _make_task(source, rng, split)) is not None:
+            tasks.setdefault(made.task.id, made)
     return list(tasks.values())
 
 
-def _make_task(source: Iterator[Function], rng: Random, split: Split) -> Task | None:
+def _make_task(source: Iterator[Function], rng: Random, split: Split) -> RepairTask | None:
     """One task, or None if the bug that was drawn cannot be told from the correct module by its
     answers."""
     module = [next(source)]
@@ -113,29 +115,26 @@ def _make_task(source: Iterator[Function], rng: Random, split: Split) -> Task | 
         for (name, args), answer in zip(cases[:visible], values, strict=False)
     )
     name = module[0].name
+    path = f"{name}.py"
+    test = TEST.format(module=name, functions=", ".join(f.name for f in module), cases=f"[{shown}]")
     digest = hashlib.blake2b((broken + "\0" + correct).encode(), digest_size=6).hexdigest()
-    return Task(
+    task = Task(
         id=f"{split}-{digest}",
-        prompt=f"fix {name}.py",
-        files={
-            f"{name}.py": broken,
-            f"test_{name}.py": TEST.format(
-                module=name, functions=", ".join(f.name for f in module), cases=f"[{shown}]"
-            ),
-        },
-        editable=(f"{name}.py",),
-        checks=tuple(
-            Check(function=f, args=args, expected=answer)
-            for (f, args), answer in zip(cases[visible:], values[visible:], strict=True)
-        ),
+        prompt=f"fix {path}",
+        sandbox=SandboxSpec(files={path: broken, f"test_{path}": test}),
         meta={
+            "module": path,
             "template": "+".join(f.template for f in module),
             "bug": slip.kind,
             "difficulty": "hard" if len(module) > 1 else module[0].difficulty,
             "program": " ".join(program_digest(f.source) for f in module),
-            "solution": correct,
         },
     )
+    checks = tuple(
+        Check(function=f, args=args, expected=answer)
+        for (f, args), answer in zip(cases[visible:], values[visible:], strict=True)
+    )
+    return RepairTask(task=task, module=path, solution=correct, checks=checks)
 
 
 def answers(source: str, cases: Sequence[tuple[str, list[Any]]]) -> list[str]:

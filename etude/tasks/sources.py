@@ -94,13 +94,9 @@ def _read_text(path: Path) -> str:
 
 def _rows(path: Path, field: str) -> Iterator[tuple[str, Record]]:
     """(file, row) of a Parquet file, a batch of rows in memory at a time."""
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ModuleNotFoundError as e:
-        raise EtudeError(
-            f"{path} is Parquet, which needs pyarrow: pip install 'etude[parquet]'"
-        ) from e
+    import pyarrow  # here, because most runs read none
+    from pyarrow import parquet
+
     try:
         with parquet.ParquetFile(path) as file:
             if field not in file.schema_arrow.names:

@@ -7,7 +7,7 @@ import pytest
 from etude.bench.publish import CONFIG, Alternating, Seen, metrics
 from etude.core.config import parse
 from etude.core.events import Event, PublishStarted, WeightsLive
-from etude.core.types import Manifest, Route, Shard, Task
+from etude.core.types import Manifest, Part, Route, Score, Shard, Task
 from etude.store.codec import Stamped
 from tests.bench.test_loop_figures import step
 
@@ -53,16 +53,14 @@ async def test_every_group_has_a_difference() -> None:
     class Environment:
         tasks = open = None
 
-        async def score(self, task: Task, sandbox: object) -> dict[str, float]:
-            return {"reward": 0.0, "checks": 0.5}
+        async def score(self, task: Task, sandbox: object, attempt: object) -> Score:
+            return Score(0.0, (Part("checks", 0.5),))
 
     coin = Alternating(Environment())  # type: ignore[arg-type]
-    tasks = [
-        Task(id=name, prompt="", files={}, editable=(), checks=(), meta={}) for name in "aabbaa"
-    ]
-    scores = [await coin.score(task, None) for task in tasks]  # type: ignore[arg-type]
-    assert [score["reward"] for score in scores] == [1, 0, 1, 0, 1, 0]
-    assert scores[0]["checks"] == 0.5
+    tasks = [Task(id=name, prompt="go") for name in "aabbaa"]
+    scores = [await coin.score(task, None, None) for task in tasks]  # type: ignore[arg-type]
+    assert [score.reward for score in scores] == [1, 0, 1, 0, 1, 0]
+    assert scores[0].parts == (Part("checks", 0.5),)
 
 
 def test_its_run_is_valid() -> None:

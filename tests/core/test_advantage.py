@@ -7,6 +7,8 @@ from dataclasses import replace
 from statistics import stdev
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from etude.core.advantage import (
     ADVANTAGE,
@@ -24,13 +26,17 @@ from etude.core.advantage import (
 from etude.core.effort import Effort
 from etude.core.types import (
     Batch,
+    Credit,
     Group,
+    Score,
     Segment,
     Trajectory,
     VersionSpan,
     expand_spans,
+    turns,
     version_spans,
 )
+from etude.run.loop import assemble_batch
 
 
 def segment(first_version: int = 1) -> Segment:
@@ -52,7 +58,7 @@ def group(*rewards: float | None) -> Group:
             task="t",
             group="g",
             segments=(segment(),),
-            scores=None if reward is None else {"reward": reward},
+            score=None if reward is None else Score(reward),
             status="failed" if reward is None else "done",
         )
         for i, reward in enumerate(rewards)
@@ -136,7 +142,7 @@ def test_a_failed_attempt_is_no_zero_and_changes_nothing_for_the_others(
 def test_an_attempt_that_said_nothing_is_left_out() -> None:
     full = group(1.0, 0.0)
     silent = Trajectory(
-        id="g.2", task="t", group="g", segments=(), scores={"reward": 0.0}, status="timeout"
+        id="g.2", task="t", group="g", segments=(), score=Score(0.0), status="timeout"
     )
     outcome = AdvantageEstimator().estimate(
         replace(full, trajectories=(*full.trajectories, silent))
@@ -222,7 +228,7 @@ def test_rows_credit_the_sampled_tokens_of_every_segment() -> None:
         task="t",
         group="g",
         segments=(segment(4), segment(3)),
-        scores={"reward": 1.0},
+        score=Score(1.0),
         status="done",
     )
     first, second = to_rows(trajectory, 0.5)
@@ -235,6 +241,105 @@ def test_rows_credit_the_sampled_tokens_of_every_segment() -> None:
     assert oldest_version([first, second]) == 3
     batch = Batch(step=6, rows=(first, second), oldest=3)
     assert batch.lag == 2 and batch.lags == (2, 3, 1)  # versions 4, 5, 5 and 3, 4, 4 on top of 5
+
+
+def with_credit(group: Group, *credit: tuple[Credit, ...]) -> Group:
+    """The group, its attempts credited one by one."""
+    attempts = [
+        replace(t, score=replace(t.score, credit=some) if t.score else None)
+        for t, some in zip(group.trajectories, credit, strict=True)
+    ]
+    return replace(group, trajectories=tuple(attempts))
+
+
+def test_turns_are_unbroken_runs_of_sampled_tokens() -> None:
+    assert turns(segment()) == [range(0, 1), range(2, 4)]
+    assert turns(replace(segment(), mask=(False, True, True, False))) == [range(1, 3)]
+    assert turns(replace(segment(), mask=(False,) * 4)) == []
+
+
+def test_credit_by_hand() -> None:
+    """Of three credits with the mean 0.4, the first turn of a solved attempt has most."""
+    pair = with_credit(
+        group(1.0, 0.0), (Credit(0.9, 0, turn=0), Credit(0.3, 0, turn=1)), (Credit(0.0, 0),)
+    )
+    outcome = AdvantageEstimator().estimate(pair)
+    assert outcome.distinct_advantages() == pytest.approx([0.5 + 0.5, 0.5 - 0.1, -0.5 - 0.4])
+    batch, samples = assemble_batch(3, [pair], AdvantageEstimator())
+    assert samples == ("g.0", "g.1")
+    solved, failed = (row.advantages for row in batch.rows)
+    assert solved == pytest.approx((0, 0, 0.5 + 0.5, 0, 0.5 - 0.1, 0.5 - 0.1))
+    assert failed == pytest.approx((0, 0, -0.5 - 0.4, 0, -0.5 - 0.4, -0.5 - 0.4))
+
+
+def test_credits_of_the_same_token_add_up_and_others_have_none() -> None:
+    one = with_credit(group(1.0, 0.0), (Credit(3.0, 0), Credit(0.0, 0, turn=1)), ())
+    batch, _ = assemble_batch(3, [one], AdvantageEstimator())
+    # the mean is 1.5
+    assert batch.rows[0].advantages == (0, 0, 0.5 + 1.5, 0, 0.5, 0.5)
+    assert batch.rows[1].advantages == (0, 0, -0.5, 0, -0.5, -0.5)
+
+
+def test_an_attempt_is_trained_on_for_its_credits_alone() -> None:
+    same = with_credit(group(1.0, 1.0, 1.0), (Credit(1.0, 0, turn=0),), (Credit(0.0, 0),), ())
+    outcome = AdvantageEstimator().estimate(same)
+    assert outcome.advantages == {"g.0": 0.0, "g.1": 0.0} and outcome.no_signal == ("g.2",)
+    batch, _ = assemble_batch(3, [same], ADVANTAGE["reinforce_plus_plus_baseline"])
+    assert [row.advantages for row in batch.rows] == [(0, 0, 1, 0, 0, 0), (0, 0, -1, 0, -1, -1)]
+
+
+def test_a_failed_or_malformed_attempt_has_no_say_in_the_mean_of_credits() -> None:
+    some = with_credit(
+        group(1.0, None, 0.0, 0.0), (Credit(1.0, 0),), (), (Credit(0.0, 0),), (Credit(1e300, 0),)
+    )
+    outcome = AdvantageEstimator().estimate(some)
+    assert outcome.malformed == {"g.3": "a credit of it is 1e+300"}
+    assert outcome.credit == {"g.0": (Credit(0.5, 0),), "g.2": (Credit(-0.5, 0),)}
+
+
+def test_where_a_teacher_judges_credits_do_not_count() -> None:
+    some = with_credit(group(1.0, 0.0), (Credit(1.0, 0),), (Credit(0.0, 0),))
+    estimator = AdvantageEstimator(
+        per_group=constant_advantage, keep_zero_std=True, use_credit=False
+    )
+    assert estimator.estimate(some) == estimator.estimate(group(1.0, 0.0))
+
+
+places = st.lists(st.sampled_from([None, 0, 1]), max_size=4)
+rewards = st.lists(st.floats(-2, 2), min_size=2, max_size=5)
+
+
+@given(rewards, st.data(), st.floats(-10, 10), st.sampled_from(sorted(ADVANTAGE)))
+def test_a_constant_credit_changes_no_bit(
+    values: list[float], data: st.DataObject, constant: float, name: str
+) -> None:
+    plain = group(*values)
+    credits = [
+        tuple(Credit(constant, 0, turn) for turn in data.draw(places)) for _ in plain.trajectories
+    ]
+    estimator, same = ADVANTAGE[name], with_credit(plain, *credits)
+    assert estimator.estimate(same) == estimator.estimate(plain)
+    if estimator.estimate(plain).advantages:
+        assert assemble_batch(3, [same], estimator) == assemble_batch(3, [plain], estimator)
+
+
+@given(st.lists(places, min_size=2, max_size=5), st.data(), st.integers(-8, 8))
+def test_only_differences_between_credits_count(
+    where: list[list[int | None]], data: st.DataObject, shift: int
+) -> None:
+    """Centered credits add up to nothing, and a shift of all changes none."""
+    plain = group(*map(float, range(len(where))))
+    values = st.integers(-8, 8).map(float)
+    credits = [tuple(Credit(data.draw(values), 0, turn) for turn in some) for some in where]
+    moved = [tuple(replace(c, value=c.value + shift) for c in some) for some in credits]
+    some, others = (
+        AdvantageEstimator().estimate(with_credit(plain, *each)) for each in (credits, moved)
+    )
+    centered = [credit.value for each in some.credit.values() for credit in each]
+    assert sum(centered) == pytest.approx(0.0, abs=1e-9)
+    assert centered == pytest.approx(
+        [credit.value for each in others.credit.values() for credit in each], abs=1e-9
+    )
 
 
 def test_spans_and_back() -> None:

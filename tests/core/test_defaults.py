@@ -18,7 +18,6 @@ from etude.core.effort import Effort
 # Where leaving a field out means something else than nothing.
 MEANT = {
     ("MismatchStats", "k1_p99"): math.nan,  # unknown, and not small
-    ("Trajectory", "source"): "simulated",
     ("Ask", "temperature"): 1.0,  # the policy's own distribution
     ("Ask", "top_p"): 1.0,
 }
@@ -33,6 +32,13 @@ def defaults(module: ModuleType) -> dict[tuple[str, str], object]:
             elif field.default_factory is not dataclasses.MISSING:
                 found[name, field.name] = field.default_factory()
     return found
+
+
+def is_nothing(value: object) -> bool:
+    """Also a record of which every field is."""
+    if not dataclasses.is_dataclass(value):
+        return not value
+    return all(is_nothing(getattr(value, field.name)) for field in dataclasses.fields(value))
 
 
 LATER = {
@@ -70,10 +76,10 @@ def test_what_is_left_out_is_nothing(module: ModuleType) -> None:
         if place in MEANT:
             assert repr(default) == repr(MEANT[place]), place
         else:
-            assert not default, place
+            assert is_nothing(default), place
 
 
-def test_effort_is_free_and_credit_is_plain_unless_told_otherwise() -> None:
+def test_effort_is_free_and_advantages_are_plain_unless_told_otherwise() -> None:
     free = Effort(scale=1.0)
     assert (free.k, free.q, free.tokens, free.calls, free.turns) == (1.0, 0.5, 0.0, 0.0, 0.0)
     plain = AdvantageEstimator()
@@ -83,3 +89,4 @@ def test_effort_is_free_and_credit_is_plain_unless_told_otherwise() -> None:
         and plain.effort is None
     )
     assert not plain.keep_zero_std and plain.max_tokens is None and plain.max_lag is None
+    assert plain.use_credit, "what an environment credits counts, unless a stage says otherwise"

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from etude.core.effort import Effort, concave, num_calls, num_turns
-from etude.core.types import Segment, Trajectory
+from etude.core.types import Score, Segment, Trajectory
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_what_an_attempt_used() -> None:
         task="t",
         group="g",
         segments=(first, second),
-        scores={"reward": 1.0},
+        score=Score(1.0),
         status="done",
         messages=messages,
     )

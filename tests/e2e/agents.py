@@ -8,8 +8,8 @@ from typing import Any
 
 import aiohttp
 
-from etude.core.protocols import Sandbox, Transcript
-from etude.core.types import Task
+from etude.core.sandbox import Sandbox
+from etude.core.types import Task, Transcript
 
 WAIT_S = 8.0
 
@@ -22,7 +22,7 @@ class Impatient:
         self._sampling = {"model": "etude", "max_tokens": max_tokens, "temperature": temperature}
 
     async def run(self, task: Task, sandbox: Sandbox, *, base_url: str, seed: int) -> Transcript:
-        messages: list[dict[str, Any]] = [{"role": "user", "content": task.prompt}]
+        messages = task.opening
         for turn in range(3):
             body = {**self._sampling, "messages": messages, "seed": seed + turn}
             try:

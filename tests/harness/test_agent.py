@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -13,20 +14,19 @@ import pytest
 from aiohttp import web
 
 from etude.core.errors import RolloutFailure
-from etude.core.protocols import Agent, CommandResult, Transcript
-from etude.core.types import Task
+from etude.core.protocols import Agent
+from etude.core.sandbox import CommandResult, SandboxSpec
+from etude.core.types import Task, Transcript
 from etude.harness.agent import NUDGE, CodingAgent, parse_arguments, turn_seed
 from etude.harness.tools import SCHEMAS, Tools, report
-from etude.sandbox.fake import FakeSandbox
+from etude.sandbox.fake import FakeSandbox, Files
 
 MODULE = "def area(a, b):\n    return a + b\n"
 TASK = Task(
     id="t",
     prompt="fix area",
-    files={"shape.py": MODULE, "test_shape.py": ""},
-    editable=("shape.py",),
-    checks=(),
-    meta={},
+    sandbox=SandboxSpec(files={"shape.py": MODULE, "test_shape.py": ""}),
+    meta={"module": "shape.py"},
 )
 Answer = dict[str, Any]
 LONG_S = 60.0
@@ -88,11 +88,11 @@ async def play(
         aiohttp.ClientSession() as session,
     ):
         agent: Agent = CodingAgent(session, max_turns=max_turns, max_tokens=50, timeout_s=timeout_s)
-        box = sandbox or FakeSandbox(TASK.files)
+        box = sandbox or FakeSandbox(TASK.sandbox.files)
         return await agent.run(TASK, box, base_url=url, seed=7), requests
 
 
-def passes_when_fixed(files: dict[str, str], argv: Any) -> CommandResult:
+def passes_when_fixed(files: Files, argv: Any) -> CommandResult:
     fixed = "a * b" in files["shape.py"]
     return CommandResult(0, "ok\n") if fixed else CommandResult(1, "area(3, 4) -> 7, not 12\n")
 
@@ -103,7 +103,7 @@ async def test_a_whole_session() -> None:
         says(("edit", '{"line": 2, "text": "return a * b"}'), content="a product"),
         says(("test", "{}"), ("submit", "{}")),
     ]
-    sandbox = FakeSandbox(TASK.files, passes_when_fixed)
+    sandbox = FakeSandbox(TASK.sandbox.files, passes_when_fixed)
     transcript, requests = await play(answers, sandbox)
     assert transcript.finished
     assert sandbox.files["shape.py"] == "def area(a, b):\n    return a * b\n"
@@ -142,11 +142,11 @@ async def test_what_a_request_says() -> None:
 
 
 async def test_calls_after_submit_are_not_made() -> None:
-    sandbox = FakeSandbox(TASK.files)
+    sandbox = FakeSandbox(TASK.sandbox.files)
     transcript, _ = await play(
         [says(("submit", "{}"), ("edit", '{"line": 1, "text": "x"}'))], sandbox
     )
-    assert transcript.finished and sandbox.files == TASK.files
+    assert transcript.finished and sandbox.files == TASK.sandbox.files
 
 
 async def test_an_answer_without_a_call_is_nudged_and_costs_a_turn() -> None:
@@ -191,29 +191,29 @@ async def test_two_answers_in_a_row_without_a_call_end_the_session() -> None:
 async def test_a_wrong_call_is_answered_and_changes_nothing(
     call: tuple[str, str], content: str
 ) -> None:
-    sandbox = FakeSandbox(TASK.files)
+    sandbox = FakeSandbox(TASK.sandbox.files)
     transcript, _ = await play([says(call), says(("submit", "{}"))], sandbox)
-    assert transcript.messages[2]["content"] == content and sandbox.files == TASK.files
+    assert transcript.messages[2]["content"] == content and sandbox.files == TASK.sandbox.files
 
 
 async def test_out_of_time_keeps_what_was_said() -> None:
     class Slow(FakeSandbox):
-        async def run(self, argv: Any, *, timeout_s: float, stdin: str = "") -> CommandResult:
+        async def run(self, argv: Any, **how: Any) -> CommandResult:
             await asyncio.Event().wait()
             raise AssertionError
 
-    transcript, _ = await play([says(("test", "{}"))], Slow(TASK.files), timeout_s=0.5)
+    transcript, _ = await play([says(("test", "{}"))], Slow(TASK.sandbox.files), timeout_s=0.5)
     assert not transcript.finished
     assert transcript.messages[0] == {"role": "user", "content": "fix area"}
 
 
 async def test_a_sandbox_that_breaks_is_a_failed_rollout() -> None:
     class Broken(FakeSandbox):
-        async def run(self, argv: Any, *, timeout_s: float, stdin: str = "") -> CommandResult:
+        async def run(self, argv: Any, **how: Any) -> CommandResult:
             raise RolloutFailure("sandbox: gone")
 
     with pytest.raises(RolloutFailure, match="gone"):
-        await play([says(("test", "{}"))], Broken(TASK.files))
+        await play([says(("test", "{}"))], Broken(TASK.sandbox.files))
 
 
 async def test_an_http_error_is_a_failed_rollout_with_status_and_body() -> None:
@@ -223,7 +223,7 @@ async def test_an_http_error_is_a_failed_rollout_with_status_and_body() -> None:
     ):
         agent = CodingAgent(session, max_turns=1, max_tokens=1, timeout_s=LONG_S)
         with pytest.raises(RolloutFailure, match="503: no engine is live"):
-            await agent.run(TASK, FakeSandbox(TASK.files), base_url=url, seed=0)
+            await agent.run(TASK, FakeSandbox(TASK.sandbox.files), base_url=url, seed=0)
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_report_is_one_line(ran: CommandResult, line: str) -> None:
     ],
 )
 async def test_edit_keeps_the_indentation(line: int, text: str, module: str) -> None:
-    sandbox = FakeSandbox(TASK.files)
+    sandbox = FakeSandbox(TASK.sandbox.files)
     assert await Tools(TASK, sandbox).edit(line, text) == "ok"
     assert sandbox.files["shape.py"] == module
 
@@ -271,13 +271,30 @@ def test_schemas_are_in_order_and_small() -> None:
 
 async def test_someone_elses_timeout_is_not_the_end_of_the_session() -> None:
     class Late(FakeSandbox):
-        async def run(self, argv: Any, *, timeout_s: float, stdin: str = "") -> CommandResult:
+        async def run(self, argv: Any, **how: Any) -> CommandResult:
             raise TimeoutError("of the sandbox")
 
     with pytest.raises(TimeoutError):
-        await play([says(("test", "{}"))], Late(TASK.files))
+        await play([says(("test", "{}"))], Late(TASK.sandbox.files))
 
 
 @pytest.mark.parametrize("text", ["", "{", "[" * 10**5, "9" * 5000])
 def test_arguments_that_cannot_be_read_are_none(text: str) -> None:
     assert parse_arguments(text) is None
+
+
+async def test_a_session_begins_with_the_messages_of_its_task() -> None:
+    said = ({"role": "system", "content": "be brief"}, {"role": "user", "content": "fix area"})
+    task = replace(TASK, prompt="", messages=said)
+    async with (
+        model(lambda body: says(("submit", "{}"))) as (url, requests),
+        aiohttp.ClientSession() as session,
+    ):
+        agent = CodingAgent(session, max_turns=2, max_tokens=9, timeout_s=LONG_S, temperature=1.0)
+        await agent.run(task, FakeSandbox(TASK.sandbox.files), base_url=url, seed=0)
+    assert requests[0]["messages"] == list(said)
+
+
+def test_a_task_that_names_no_module_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"task 't' has no meta\['module'\]"):
+        Tools(replace(TASK, meta={}), FakeSandbox({}))

@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from etude.core.errors import RolloutFailure
-from etude.core.protocols import CommandResult
+from etude.core.sandbox import CommandResult
 from etude.harness.agent import NUDGE, CodingAgent, gave_up
 from etude.harness.tools import Tools
 from etude.sandbox.fake import FakeSandbox
@@ -24,7 +24,7 @@ async def test_settings_reach_the_model() -> None:
         aiohttp.ClientSession() as session,
     ):
         agent = CodingAgent(session, max_turns=1, max_tokens=9, timeout_s=60.0, temperature=0.25)
-        await agent.run(TASK, FakeSandbox(TASK.files), base_url=url, seed=1)
+        await agent.run(TASK, FakeSandbox(TASK.sandbox.files), base_url=url, seed=1)
     assert (requests[0]["temperature"], requests[0]["max_tokens"]) == (0.25, 9)
 
 
@@ -42,7 +42,7 @@ async def test_a_session_that_fills_the_context_ends_as_it_stands(
     answers = iter([says(("test", "{}")), web.Response(status=status, text=text)])
     async with model(lambda request: next(answers)) as (url, _), aiohttp.ClientSession() as session:
         agent = CodingAgent(session, max_turns=9, max_tokens=9, timeout_s=60.0)
-        work = agent.run(TASK, FakeSandbox(TASK.files), base_url=url, seed=1)
+        work = agent.run(TASK, FakeSandbox(TASK.sandbox.files), base_url=url, seed=1)
         if ends:
             transcript = await work
             assert not transcript.finished and len(transcript.messages) == 3
@@ -65,7 +65,7 @@ async def test_every_call_waits_as_long_as_it_is_told(monkeypatch: pytest.Monkey
     ):
         agent = CodingAgent(session, max_turns=1, max_tokens=9, timeout_s=60.0, tool_delay_s=0.125)
         monkeypatch.setattr("etude.harness.agent.asyncio.sleep", noted)
-        await agent.run(TASK, FakeSandbox(TASK.files), base_url=url, seed=1)
+        await agent.run(TASK, FakeSandbox(TASK.sandbox.files), base_url=url, seed=1)
     assert slept.count(0.125) == 2
 
 
@@ -73,13 +73,11 @@ async def test_the_visible_tests_have_their_time() -> None:
     told: list[tuple[Sequence[str], float]] = []
 
     class Noting(FakeSandbox):
-        async def run(
-            self, argv: Sequence[str], *, timeout_s: float, stdin: str = ""
-        ) -> CommandResult:
+        async def run(self, argv: Sequence[str], *, timeout_s: float, **how: Any) -> CommandResult:
             told.append((argv, timeout_s))
             return CommandResult(None, "")
 
-    box = Noting(TASK.files)
+    box = Noting(TASK.sandbox.files)
     assert await Tools(TASK, box).call("test", {}) == "timeout"
     await Tools(TASK, box, test_timeout_s=3.0).call("test", {})
     assert told == [(["python", "test_shape.py"], 10.0), (["python", "test_shape.py"], 3.0)]

@@ -6,31 +6,38 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any
 
 import pytest
 
 from etude.core.errors import RolloutFailure
-from etude.core.protocols import CommandResult, SandboxPool
-from etude.core.types import Check, Task
-from etude.rewards.tests import grade, num_right, parse_answers, same
+from etude.core.sandbox import CommandResult, SandboxPool, SandboxSpec
+from etude.core.types import Score, Task
+from etude.rewards.tests import grade, parse_answers, same, verdict
 from etude.sandbox.fake import FakeSandbox, FakeSandboxPool
 from etude.sandbox.namespaces import NamespaceSandboxPool
+from etude.tasks.repair import Check, RepairTask
 
 BROKEN = "def area(a, b):\n    return a + b\n"
 HONEST = "def area(a, b):\n    return a * b\n"
-TASK = Task(
-    id="area",
-    prompt="",
-    files={
-        "shape.py": BROKEN,
-        "test_shape.py": "from shape import area\nassert area(3, 4) == 12\n",
-    },
-    editable=("shape.py",),
+REPAIR = RepairTask(
+    task=Task(
+        id="area",
+        prompt="fix shape.py",
+        sandbox=SandboxSpec(
+            files={
+                "shape.py": BROKEN,
+                "test_shape.py": "from shape import area\nassert area(3, 4) == 12\n",
+            }
+        ),
+    ),
+    module="shape.py",
+    solution=HONEST,
     checks=tuple(Check(function="area", args=[a, 5], expected=a * 5) for a in range(2, 8)),
-    meta={},
 )
-NOTHING = {"reward": 0.0, "checks": 0.0}
+SPEC = REPAIR.task.sandbox
+NOTHING = (0.0, 0.0)
 SHORT_S = 0.5
 
 
@@ -47,18 +54,25 @@ async def graded(
     files: dict[str, str],
     commands: tuple[str, ...] = (),
     timeout_s: float = 60.0,
-) -> dict[str, float]:
+) -> Score:
     """What an agent earns that wrote these files and ran these shell commands."""
-    async with pool.open(TASK.files) as sandbox:
+    async with pool.open(SPEC) as sandbox:
         for path, text in files.items():
             await sandbox.write(path, text)
         for command in commands:
             await sandbox.run(["sh", "-c", command], timeout_s=60)
-        return await grade(TASK, sandbox, pool, timeout_s=timeout_s)
+        return await grade(REPAIR, sandbox, pool, timeout_s=timeout_s)
+
+
+def worth(score: Score) -> tuple[float, float]:
+    """The reward, and the share of checks that passed."""
+    (part,) = score.parts
+    assert part.name == "checks" and part.evidence
+    return score.reward, part.value
 
 
 async def test_the_honest_fix_earns_everything(pool: SandboxPool) -> None:
-    assert await graded(pool, {"shape.py": HONEST}) == {"reward": 1.0, "checks": 1.0}
+    assert worth(await graded(pool, {"shape.py": HONEST})) == (1.0, 1.0)
 
 
 async def test_an_honest_fix_may_be_noisy_and_share_the_machine(pool: SandboxPool) -> None:
@@ -66,12 +80,19 @@ async def test_an_honest_fix_may_be_noisy_and_share_the_machine(pool: SandboxPoo
         "import sys, threading\nprint('[' * "
         "10**6)\nsys.stderr.write('x')\nthreading.Thread(target=print).start()\n"
     )
-    assert (await graded(pool, {"shape.py": noisy + HONEST}))["reward"] == 1.0
+    assert worth(await graded(pool, {"shape.py": noisy + HONEST})) == (1.0, 1.0)
 
 
 async def test_half_a_fix_is_seen_and_not_paid(pool: SandboxPool) -> None:
     half = "def area(a, b):\n    return a * b if a < 5 else 0\n"
-    assert await graded(pool, {"shape.py": half}) == {"reward": 0.0, "checks": 0.5}
+    score = await graded(pool, {"shape.py": half})
+    assert worth(score) == (0.0, 0.5)
+    assert score.parts[0].evidence.splitlines() == [
+        "3 of 6 checks passed",
+        "wrong: area(5, 5) gave 0",
+        "wrong: area(6, 5) gave 0",
+        "wrong: area(7, 5) gave 0",
+    ]
 
 
 OUTSIDE = {
@@ -96,7 +117,10 @@ OUTSIDE = {
 
 @pytest.mark.parametrize("files", OUTSIDE.values(), ids=OUTSIDE.keys())
 async def test_nothing_but_the_module_counts(pool: SandboxPool, files: dict[str, str]) -> None:
-    assert await graded(pool, files, commands=("chmod -R +x .; export PATH=.:$PATH",)) == NOTHING
+    assert (
+        worth(await graded(pool, files, commands=("chmod -R +x .; export PATH=.:$PATH",)))
+        == NOTHING
+    )
 
 
 FORGE = """
@@ -175,7 +199,7 @@ def area(a, b):
 
 @pytest.mark.parametrize("module", INSIDE.values(), ids=INSIDE.keys())
 async def test_the_module_cannot_talk_its_way_out(pool: SandboxPool, module: str) -> None:
-    assert await graded(pool, {"shape.py": module}) == NOTHING
+    assert worth(await graded(pool, {"shape.py": module})) == NOTHING
 
 
 HANGING = {
@@ -190,7 +214,7 @@ HANGING = {
 
 @pytest.mark.parametrize("module", HANGING.values(), ids=HANGING.keys())
 async def test_hanging_is_the_fault_of_the_module(pool: SandboxPool, module: str) -> None:
-    assert await graded(pool, {"shape.py": module}, timeout_s=SHORT_S) == NOTHING
+    assert worth(await graded(pool, {"shape.py": module}, timeout_s=SHORT_S)) == NOTHING
 
 
 MISSING = {
@@ -207,7 +231,7 @@ MISSING = {
 
 @pytest.mark.parametrize("command", MISSING.values(), ids=MISSING.keys())
 async def test_a_module_that_cannot_be_read_earns_nothing(pool: SandboxPool, command: str) -> None:
-    assert await graded(pool, {}, commands=(command,)) == NOTHING
+    assert worth(await graded(pool, {}, commands=(command,))) == NOTHING
 
 
 async def test_a_left_over_daemon_does_not_reach_the_grading(pool: SandboxPool) -> None:
@@ -215,21 +239,21 @@ async def test_a_left_over_daemon_does_not_reach_the_grading(pool: SandboxPool) 
         "(while true; do printf 'def area(a, b):\\n    return a * b\\n' > shape.py; done) & sleep "
         "0.1; rm shape.py"
     )
-    reward = await graded(
+    score = await graded(
         pool, {}, commands=(daemon, "printf 'def area(a, b):\\n    return 0\\n' > shape.py")
     )
-    assert reward == NOTHING
+    assert worth(score) == NOTHING
 
 
 async def test_a_broken_sandbox_is_no_verdict() -> None:
     pool = NamespaceSandboxPool()
-    async with pool.open(TASK.files) as sandbox:
+    async with pool.open(SPEC) as sandbox:
         await sandbox.close()
         with pytest.raises(RolloutFailure):
-            await grade(TASK, sandbox, pool, timeout_s=SHORT_S)
+            await grade(REPAIR, sandbox, pool, timeout_s=SHORT_S)
     await pool.close()
     with pytest.raises(RolloutFailure):
-        await grade(TASK, FakeSandbox(TASK.files), pool, timeout_s=SHORT_S)
+        await grade(REPAIR, FakeSandbox(SPEC.files), pool, timeout_s=SHORT_S)
 
 
 async def test_expected_answers_enter_no_sandbox() -> None:
@@ -238,20 +262,20 @@ async def test_expected_answers_enter_no_sandbox() -> None:
 
     class Watching(FakeSandbox):
         async def run(
-            self, argv: Sequence[str], *, timeout_s: float, stdin: str = ""
+            self, argv: Sequence[str], *, timeout_s: float, stdin: str | bytes = "", **more: Any
         ) -> CommandResult:
-            crossed.extend([repr(self.files), repr(argv), stdin])
+            crossed.extend([repr(self.files), repr(argv), repr(stdin)])
             return await super().run(argv, timeout_s=timeout_s)
 
-    class WatchingWorlds(FakeSandboxPool):
+    class WatchingPool(FakeSandboxPool):
         @contextlib.asynccontextmanager
-        async def open(self, files: Mapping[str, str]) -> AsyncIterator[FakeSandbox]:
-            yield Watching(files)
+        async def open(self, spec: SandboxSpec) -> AsyncIterator[FakeSandbox]:
+            yield Watching(spec.files)
 
-    task = dataclasses.replace(TASK, checks=(Check(function="area", args=[1, 2], expected=secret),))
-    assert (
-        await grade(task, FakeSandbox(task.files), WatchingWorlds(), timeout_s=SHORT_S) == NOTHING
-    )
+    checks = (Check(function="area", args=[1, 2], expected=secret),)
+    hidden = dataclasses.replace(REPAIR, checks=checks)
+    score = await grade(hidden, FakeSandbox(SPEC.files), WatchingPool(), timeout_s=SHORT_S)
+    assert worth(score) == NOTHING
     assert len(crossed) == 3 and not any(str(secret) in text for text in crossed)
 
 
@@ -286,11 +310,22 @@ def test_no_text_breaks_the_parser(text: str) -> None:
 
 
 def test_answers_count_only_as_a_whole_list() -> None:
-    checks = TASK.checks[:2]
-    assert num_right(checks, [{"value": 10}, {"value": 15}]) == 2
-    assert (
-        num_right(checks, [{"value": 10}])
-        == num_right(checks, [{"value": 10}, {"value": 15}, {"value": 20}])
-        == 0
-    )
-    assert num_right(checks, [{"value": 10, "extra": 1}, 15]) == 0
+    checks = REPAIR.checks[:2]
+    right = [{"value": 10}, {"value": 15}]
+    assert worth(verdict(checks, right)) == (1.0, 1.0)
+    for answers in ([{"value": 10}], [*right, {"value": 20}], [{"value": 10, "extra": 1}, 15]):
+        assert worth(verdict(checks, answers)) == NOTHING
+
+
+def test_the_evidence_says_what_was_wrong_and_never_what_is_right() -> None:
+    secret = 987654321
+    checks = tuple(Check(function="area", args=[n], expected=secret) for n in range(8))
+    answers = [{"value": secret}, {"value": [1] * 10**6}, {"error": "ValueError"}, "x", *[{}] * 4]
+    told = verdict(checks, answers).parts[0].evidence
+    assert told.splitlines()[:4] == [
+        "1 of 8 checks passed",
+        "wrong: area(1) gave [1, 1, 1, 1, 1, 1, ...]",
+        "wrong: area(2) raised 'ValueError'",
+        "wrong: area(3) gave no answer, but 'x'",
+    ]
+    assert told.endswith("and 2 more") and str(secret) not in told

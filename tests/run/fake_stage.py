@@ -12,7 +12,7 @@ from random import Random
 from etude.core.advantage import AdvantageEstimator
 from etude.core.errors import EtudeError
 from etude.core.ledger import Trained
-from etude.core.types import Group, Manifest, Route, Segment, Task, Trajectory, version_spans
+from etude.core.types import Group, Manifest, Route, Score, Segment, Task, Trajectory, version_spans
 from etude.core.window import Window
 from etude.run import journal
 from etude.run.loop import RolloutLoop, endless_tasks
@@ -89,7 +89,7 @@ async def dawdle(rng: Random, most: int) -> None:
         await asyncio.sleep(0)
 
 
-TASKS = [Task(id=f"t{n}", prompt="", files={}, editable=(), checks=(), meta={}) for n in range(7)]
+TASKS = [Task(id=f"t{n}", prompt="go") for n in range(7)]
 
 
 @dataclass
@@ -118,7 +118,7 @@ class Engine:
                 task=task.id,
                 group=group,
                 segments=(),
-                scores=None,
+                score=None,
                 status="failed",
                 error="agent: gone",
             )
@@ -135,7 +135,7 @@ class Engine:
             task=task.id,
             group=group,
             segments=(segment,),
-            scores={"reward": reward},
+            score=Score(reward),
             status="done",
         )
         return self.spoil(whole)
@@ -158,8 +158,8 @@ async def stage(
     rng, estimator = Random(seed), AdvantageEstimator(max_tokens=3, max_lag=max_lag)
     run = Run(Mortal(objects, writes))
     entries, recovered = journal.load(run, estimator)
-    book = journal.Journal(run, entries)
-    await book.write(*recovered.entries)
+    book = journal.Journal(run, entries, recovered.unlisted)
+    await book.write(*recovered.entries, flush=True)
     newest = max([FIRST, *(entry.step for entry in entries if isinstance(entry, Trained))])
     # A trainer that lives on while the controller is dead: some of the batches that are there have
     # been trained.
@@ -179,6 +179,7 @@ async def stage(
         attempt=engine.attempt,
         group_size=3,
         estimator=estimator,
+        stage="rl",
         seed=1,
         last=last,
         emit=lambda event: None,

@@ -19,6 +19,7 @@ from etude.launch.screen import watch
 from etude.run.audit import audit, lag_bounds
 from etude.run.evaluate import report_name
 from etude.store.objects import Objects
+from etude.store.rollouts import RolloutLog
 from etude.store.runs import Run
 from etude.weights.publish import publish
 from etude.weights.records import manifest_key
@@ -114,6 +115,17 @@ async def test_damaged_events_are_told_and_the_others_count(run: Run) -> None:
     assert key in told
 
 
+async def test_a_run_that_was_killed_before_its_last_rows_is_in_order(run: Run) -> None:
+    run.objects.delete(f"evals/{report_name(LAST, 'novel')}.json")
+    files = run.objects.list("rollouts")
+    run.objects.delete(files[-1])
+    assert audit(run).violations == []
+    for key in files[-3:-1]:
+        run.objects.delete(key)
+    (violation,) = audit(run).violations
+    assert "settled samples have no row" in violation
+
+
 def lose_a_batch(run: Run) -> None:
     run.objects.delete("batches/000004")
 
@@ -154,6 +166,28 @@ def unpublish(run: Run) -> None:
     run.objects.delete(manifest_key(1, LAST))
 
 
+def lose_the_rows(run: Run) -> None:
+    for key in run.objects.list("rollouts"):
+        run.objects.delete(key)
+
+
+def repeat_a_row(run: Run) -> None:
+    log = RolloutLog(run.objects)
+    log.append(log.rows()[:1])
+
+
+def invent_a_row(run: Run) -> None:
+    log = RolloutLog(run.objects)
+    log.append([dataclasses.replace(log.rows()[0], id="g999999.0")])
+
+
+def contradict_the_ledger(run: Run) -> None:
+    log = RolloutLog(run.objects)
+    rows = [dataclasses.replace(row, step=None, dropped="failed") for row in log.rows()]
+    lose_the_rows(run)
+    RolloutLog(run.objects).append(rows)
+
+
 def _replace(run: Run, batch: object) -> None:
     run.objects.delete(f"batches/{LAST:06d}")
     run.put_batch(batch)  # type: ignore[arg-type]
@@ -171,6 +205,10 @@ def _replace(run: Run, batch: object) -> None:
         (settle_twice, "cannot become 'failed'"),
         (lose_the_checkpoint, "the newest checkpoint is of version -1"),
         (unpublish, "and the newest published version is -1"),
+        (lose_the_rows, "settled samples have no row, for example g000"),
+        (repeat_a_row, " has 2 rows"),
+        (invent_a_row, "g999999.0 has a row, and was never issued"),
+        (contradict_the_ledger, " says 'failed', and the ledger 3"),
     ],
 )
 async def test_each_broken_promise_is_found(

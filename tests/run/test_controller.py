@@ -14,12 +14,13 @@ from etude.core.config import parse
 from etude.core.errors import EtudeError
 from etude.core.lineage import stage_spans
 from etude.core.stages import RolloutStageConfig
-from etude.core.types import Task
+from etude.core.types import Score, Task, Trajectory
 from etude.run import controller as controller
 from etude.run.controller import Controller
+from etude.store.rollouts import RolloutLog
 from etude.store.runs import Run
 
-TASK = Task(id="t", prompt="fix it", files={}, editable=(), checks=(), meta={})
+TASK = Task(id="t", prompt="fix it")
 
 
 def tasks(given: Any) -> Any:
@@ -88,3 +89,30 @@ async def test_a_loop_samples_as_its_stage_says(
     rollouts = told["attempt"].__self__
     assert rollouts.experts is replay
     assert asked["temperature"] == 0.7
+
+
+async def test_an_evaluation_leaves_one_row_for_each_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def attempt(task: Task, sample: str, seed: int) -> Trajectory:
+        group = sample.rpartition(".")[0]
+        score = Score(float(task.id == "b"))
+        return Trajectory(
+            id=sample, task=task.id, group=group, segments=(), score=score, status="done"
+        )
+
+    async def load(version: int) -> None:
+        pass
+
+    monkeypatch.setattr(Controller, "rollouts", lambda self, *, temperature: attempt)
+    config = parse('name = "a"\n[[stage]]\nkind = "rl"\nsteps = 1\n[tasks]\nnovel = 2')
+    environment: Any = SimpleNamespace(
+        tasks=lambda split: [replace(TASK, id=id) for id in ("b", "a")]
+    )
+    gateway: Any = SimpleNamespace(load=load)
+    run = Run.open("memory:")
+    await Controller(run, config, gateway, environment, lambda event: None).evaluate(1, "novel")
+    rows = RolloutLog(run.objects).rows()
+    assert [(row.task, row.kind, row.stage, row.reward) for row in rows] == [
+        ("a", "novel", "rl", 0.0),
+        ("b", "novel", "rl", 1.0),
+    ]
+    assert run.evals() == ["000001.novel"]

@@ -25,7 +25,7 @@ from etude.core.errors import EtudeError
 from etude.core.events import EVENTS, StageStarted
 from etude.core.ledger import Entry, Issued
 from etude.core.lineage import estimator_of, stage_spans
-from etude.core.types import Group, RecomputedRow, Trajectory, VersionSpan
+from etude.core.types import Group, RecomputedRow, Score, Trajectory, VersionSpan
 from etude.launch.local import RunDirectory
 from etude.run import journal
 from etude.run.audit import audit
@@ -35,6 +35,7 @@ from etude.store import checkpoints
 from etude.store.checkpoints import Checkpoint, CheckpointWriter, Origin
 from etude.store.experts import get_experts, put_experts
 from etude.store.objects import Objects
+from etude.store.rollouts import RolloutLog
 from etude.store.runs import Run
 from etude.store.telemetry import EventReader
 from etude.weights.collect import Tombstone, collect, find_garbage
@@ -50,8 +51,8 @@ SEED = int(os.environ.get("ETUDE_FLIPS_SEED", "0"))
 
 KINDS = {
     "config.json", "model", "ledger", "groups", "batches", "recomputed", "experts", "evals",
-    "events", "checkpoints/manifest", "checkpoints/part", "weights/versions", "weights/routes",
-    "weights/shards", "weights/leases", "weights/gc",
+    "rollouts", "events", "checkpoints/manifest", "checkpoints/part", "weights/versions",
+    "weights/routes", "weights/shards", "weights/leases", "weights/gc",
 }  # fmt: skip
 """Of objects in a store; there is none of another kind."""
 
@@ -123,7 +124,7 @@ def leave_a_group_waiting(run: Run) -> None:
     )
     segments = (replace(done.segments[0], versions=(VersionSpan(LAST - 1, 2),)),)
     done = replace(done, group=group, segments=segments)
-    attempts = [replace(done, id=id, scores={"reward": float(n)}) for n, id in enumerate(samples)]
+    attempts = [replace(done, id=id, score=Score(float(n))) for n, id in enumerate(samples)]
     run.ledger.append(Issued(group=group, task=done.task, samples=samples, version=LAST - 1))
     run.put_group(
         Group(id=group, task=done.task, slot=900, admitted=LAST - 1, trajectories=tuple(attempts))
@@ -167,6 +168,7 @@ class Looks:
         yield "audit", lambda: audit(run)
         yield "show", self.show
         yield "reports", lambda: reports(run)
+        yield "rollouts", lambda: RolloutLog(self.objects).rows()
         yield "events", self.events
         yield "experts", self.experts
         for step in run.batches():

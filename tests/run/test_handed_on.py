@@ -13,7 +13,7 @@ from etude.core.config import TrainerConfig
 from etude.core.errors import EtudeError
 from etude.core.events import EvalDone, EvalProgress, Event, GroupDone, MismatchStats, WeightsLive
 from etude.core.ledger import Issued
-from etude.core.types import Group, Segment, Task, Trajectory, VersionSpan
+from etude.core.types import Group, Score, Segment, Task, Trajectory, VersionSpan
 from etude.model.transformer import init_from_scratch
 from etude.run import loop as controller
 from etude.run.evaluate import evaluate, report_name
@@ -84,7 +84,7 @@ def test_a_learner_computes_in_what_the_trainer_says() -> None:
         assert before.dtype == after.dtype == dtype and not torch.equal(before, after)
 
 
-TASKS = [Task(id=name, prompt="", files={}, editable=(), checks=(), meta={}) for name in "cab"]
+TASKS = [Task(id=name, prompt="go") for name in "cab"]
 SEGMENT = Segment(
     prompt=(1,), tokens=(2,), mask=(True,), logprobs=(-1.0,), versions=(VersionSpan(3, 1),)
 )
@@ -105,7 +105,7 @@ class Exam:
         return Trajectory(
             id=sample, task=task.id, group="", segments=(self.segment,),
             status="done" if reward is not None else "failed",
-            scores=None if reward is None else {"reward": reward},
+            score=None if reward is None else Score(reward),
             error="gone" if reward is None else None,
             messages=[{"role": "user", "content": task.id}] * len(self.asked),
         )  # fmt: skip
@@ -211,16 +211,14 @@ def failed(number: int) -> Trajectory:
         task="t",
         group="g",
         segments=(),
-        scores=None,
+        score=None,
         status="failed",
         error=f"error {number}",
     )
 
 
 def test_a_run_stops_when_half_of_forty_sessions_failed() -> None:
-    good = Trajectory(
-        id="a", task="t", group="g", segments=(), scores={"reward": 0.0}, status="done"
-    )
+    good = Trajectory(id="a", task="t", group="g", segments=(), score=Score(0.0), status="done")
     health = FailureMonitor()
     for number in range(39):
         health.add(failed(number) if number % 2 else good)
@@ -241,7 +239,7 @@ def group(*rewards: float | None) -> Group:
             group="g",
             segments=(),
             status="done" if r is not None else "failed",
-            scores=None if r is None else {"reward": r},
+            score=None if r is None else Score(r),
         )
         for r in rewards
     ]

@@ -8,7 +8,7 @@ import pytest
 
 from etude.core.advantage import AdvantageEstimator
 from etude.core.ledger import Entry, Issued
-from etude.core.types import Group, Segment, Trajectory, VersionSpan
+from etude.core.types import Group, Score, Segment, Trajectory, VersionSpan
 from etude.run.journal import Journal, load
 from etude.store.runs import Run
 
@@ -46,7 +46,7 @@ def attempt(id: str, reward: float) -> Trajectory:
     )
     group = id.partition(".")[0]
     return Trajectory(
-        id=id, task="t", group=group, segments=(segment,), scores={"reward": reward}, status="done"
+        id=id, task="t", group=group, segments=(segment,), score=Score(reward), status="done"
     )
 
 

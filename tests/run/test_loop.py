@@ -15,11 +15,12 @@ import pytest
 from etude.core.advantage import ADVANTAGE, AdvantageEstimator
 from etude.core.errors import EtudeError
 from etude.core.ledger import Dropped, Entry, Issued, Ledger
-from etude.core.types import Group, Manifest, Segment, Trajectory, VersionSpan
+from etude.core.types import Group, Manifest, Score, Segment, Trajectory, VersionSpan
 from etude.run import journal
 from etude.run.loop import FailureMonitor, SignalMonitor, assemble_batch, endless_tasks
 from etude.run.process import error_message
 from etude.store.objects import Objects
+from etude.store.rollouts import RolloutLog
 from etude.store.runs import Run
 from tests.run.fake_stage import FIRST, TASKS, Versions, manifest, stage
 
@@ -36,6 +37,10 @@ def check_finished(objects: Objects, *, max_lag: int) -> Ledger:
     assert ledger.in_flight == 0
     assert ledger.trained == sum(len({row.sample for row in batch.rows}) for batch in batches)
     assert all(len({journal.group_of(row.sample) for row in batch.rows}) == 2 for batch in batches)
+    rows = RolloutLog(objects).rows()
+    stored = [t.id for name in run.groups() for t in run.group(name).trajectories]
+    assert sorted(row.id for row in rows) == sorted(stored), "one row for every rollout"
+    assert all(ledger.fate(row.id) == (row.step or row.dropped) for row in rows)
     return ledger
 
 
@@ -69,6 +74,23 @@ async def test_a_store_that_dies_at_any_write_loses_nothing_that_was_finished(wr
         for sample in entry.samples
     }
     assert not interrupted & survivors.keys(), "a finished group was thrown away"
+
+
+async def test_rows_that_are_lost_are_written_again() -> None:
+    objects = Objects.open("memory:")
+    await stage(objects, seed=3, last=LAST, max_lag=1)
+    assert len(objects.list("rollouts")) <= LAST - FIRST + 1, "one for each batch, and the end"
+    before = RolloutLog(objects).rows()
+    assert {row.stage for row in before} == {"rl"}
+    assert {row.object for row in before} == {f"groups/{name}" for name in Run(objects).groups()}
+    for key in objects.list("rollouts"):
+        objects.delete(key)
+    await stage(objects, seed=3, last=LAST, max_lag=1)
+    again = RolloutLog(objects).rows()
+    assert sorted(again, key=lambda row: row.id) == sorted(before, key=lambda row: row.id)
+    files = objects.list("rollouts")
+    await stage(objects, seed=3, last=LAST, max_lag=1)
+    assert objects.list("rollouts") == files, "and what is there is not written again"
 
 
 async def test_an_interrupted_task_is_issued_again_with_the_same_seeds() -> None:
@@ -117,7 +139,7 @@ def with_segment(trajectory: Trajectory, **changes: Any) -> Trajectory:
 
 
 BAD: dict[str, tuple[str, Callable[[Trajectory], Trajectory]]] = {
-    "reward that is no number": ("malformed", lambda t: replace(t, scores={"reward": math.nan})),
+    "reward that is no number": ("malformed", lambda t: replace(t, score=Score(math.nan))),
     "over-long row": ("malformed", lambda t: with_segment(t, prompt=(1, 1))),
     "unknown version": ("malformed", lambda t: with_segment(t, versions=(VersionSpan(99, 2),))),
     "version from before admission": (
@@ -186,7 +208,7 @@ def test_the_advantages_of_a_batch_get_one_scale() -> None:
                 task="t",
                 group="g",
                 segments=(segment,),
-                scores={"reward": r},
+                score=Score(r),
                 status="done",
             )
             for n, r in enumerate(rewards)
@@ -213,13 +235,11 @@ def test_health_counts_only_the_recent_past() -> None:
         task="t",
         group="g",
         segments=(),
-        scores=None,
+        score=None,
         status="failed",
         error="world: no disk",
     )
-    good = Trajectory(
-        id="a", task="t", group="g", segments=(), scores={"reward": 0.0}, status="done"
-    )
+    good = Trajectory(id="a", task="t", group="g", segments=(), score=Score(0.0), status="done")
     for trajectory in (bad, good, good, good, bad, good):
         health.add(trajectory)
     with pytest.raises(EtudeError, match="2 of the last 4 .* world: no disk"):

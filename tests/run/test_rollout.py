@@ -13,17 +13,26 @@ import pytest
 
 from etude.core.clock import AwakeClock, ManualClock
 from etude.core.errors import EtudeError
-from etude.core.protocols import Sandbox, Transcript
-from etude.core.types import Segment, Task, Trajectory, VersionSpan
+from etude.core.sandbox import Sandbox, SandboxSpec
+from etude.core.types import (
+    Attempt,
+    Cost,
+    Credit,
+    Part,
+    Score,
+    Segment,
+    Task,
+    Trajectory,
+    Transcript,
+    VersionSpan,
+)
 from etude.run.evaluate import evaluate, wilson
 from etude.run.process import AwakeLoop
 from etude.run.rollout import RolloutRunner
 from etude.sandbox.fake import FakeSandbox
 from etude.store.codec import pack, unpack
 
-TASK = Task(
-    id="t", prompt="fix it", files={"a.py": "x = 1\n"}, editable=("a.py",), checks=(), meta={}
-)
+TASK = Task(id="t", prompt="fix it", sandbox=SandboxSpec(files={"a.py": "x = 1\n"}))
 
 
 class Parts:
@@ -37,6 +46,7 @@ class Parts:
         self.at_once = 0
         self.forgotten = [""][:0]
         self.experts_wanted: bool | None = None
+        self.scored: Attempt | None = None
 
     def _maybe(self, what: str) -> None:
         if self.breaks == what:
@@ -51,7 +61,7 @@ class Parts:
         self.open_sandboxes += 1
         self.at_once = max(self.at_once, self.open_sandboxes)
         try:
-            yield FakeSandbox(task.files)
+            yield FakeSandbox(task.sandbox.files)
         finally:
             self.open_sandboxes -= 1
 
@@ -62,9 +72,10 @@ class Parts:
             messages=[{"role": "user", "content": f"{base_url} {seed}"}], finished=self.finished
         )
 
-    async def score(self, task: Task, sandbox: Sandbox) -> dict[str, float]:
+    async def score(self, task: Task, sandbox: Sandbox, attempt: Attempt) -> Score:
         self._maybe("score")
-        return {"reward": 1.0}
+        self.scored = attempt
+        return Score(1.0)
 
     async def up(self) -> None:
         self._maybe("model")
@@ -105,7 +116,7 @@ async def test_experts_are_kept_if_they_are_to_be_replayed(experts: bool) -> Non
 async def test_a_failure_is_data_with_the_place_where_it_broke(place: str) -> None:
     parts = Parts(place)
     trajectory = await rollouts(parts).attempt(TASK, "g000001.2", seed=1)
-    assert (trajectory.status, trajectory.scores, trajectory.group) == ("failed", None, "g000001")
+    assert (trajectory.status, trajectory.score, trajectory.group) == ("failed", None, "g000001")
     error = trajectory.error or ""
     assert error.startswith(f"{place}: OSError in {__file__}, line ") and error.endswith(
         ": no such luck"
@@ -113,20 +124,52 @@ async def test_a_failure_is_data_with_the_place_where_it_broke(place: str) -> No
     assert parts.open_sandboxes == 0 and parts.forgotten == ["g000001.2"]
 
 
+async def test_a_score_is_given_for_the_transcript_and_the_tokens() -> None:
+    parts = Parts()
+    got = await rollouts(parts).attempt(TASK, "g.0", 7)
+    assert parts.scored is not None and parts.scored.segments == got.segments != ()
+    assert parts.scored.transcript.messages == got.messages
+
+
 @pytest.mark.parametrize(
-    ("scores", "told"),
+    ("score", "told"),
     [
-        ({"reward": math.nan}, "scores that are not finite: {'reward': nan}"),
-        ({"reward": 1.0, "style": math.inf}, "scores that are not finite: {'style': inf}"),
-        ({"style": 1.0}, "gave no reward, only ['style']"),
-        ({"reward": "1.0"}, "scores that are no numbers: {'reward': '1.0'}"),
-        (1.0, "gave 1.0: it must give named numbers"),
+        (Score(math.nan), "the reward is nan: it must be a finite number"),
+        (Score("1.0"), "the reward is '1.0': it must be a finite number"),  # type: ignore[arg-type]
+        (
+            Score(1.0, (Part("style", math.inf),)),
+            "the part 'style' of the score is inf: it must be a finite number",
+        ),
+        (
+            Score(1.0, (Part("style", 1.0), Part("style", 2.0))),
+            "several parts of the score are called 'style': names must differ",
+        ),
+        (Score(1.0, ({"style": 1.0},)), "hold {'style': 1.0}: each must be a Part"),  # type: ignore[arg-type]
+        (
+            Score(1.0, credit=(Credit(1.0, 1),)),
+            "a credit is for segment 1, and the attempt has 1, from 0 on",
+        ),
+        (
+            Score(1.0, credit=(Credit(1.0, -1),)),
+            "a credit is for segment -1, and the attempt has 1, from 0 on",
+        ),
+        (
+            Score(1.0, credit=(Credit(1.0, 0, turn=0), Credit(1.0, 0, turn=1))),
+            "a credit is for turn 1 of segment 0, which has 1, from 0 on",
+        ),
+        (
+            Score(1.0, credit=(Credit(math.nan, 0, turn=0),)),
+            "the credit for turn 0 of segment 0 is nan: it must be a finite number",
+        ),
+        (Score(1.0, credit=(0.5,)), "hold 0.5: each must be a Credit"),  # type: ignore[arg-type]
+        ({"reward": 1.0}, "gave {'reward': 1.0}: score() must return a Score"),
+        (1.0, "gave 1.0: score() must return a Score, such as Score(reward=1.0)"),
     ],
 )
-async def test_a_score_that_says_nothing_is_a_failure_and_no_zero(scores: Any, told: str) -> None:
+async def test_a_score_that_says_nothing_is_a_failure_and_no_zero(score: Any, told: str) -> None:
     class Confused(Parts):
-        async def score(self, task: Task, sandbox: Sandbox) -> Any:
-            return scores
+        async def score(self, task: Task, sandbox: Sandbox, attempt: Attempt) -> Any:
+            return score
 
     got = await rollouts(Confused()).attempt(TASK, "g.0", 7)
     assert (got.status, got.reward) == ("failed", None)
@@ -153,9 +196,9 @@ class Hangs(Parts):
         await self._ever("agent")
         return await super().run(task, sandbox, base_url=base_url, seed=seed)
 
-    async def score(self, task: Task, sandbox: Sandbox) -> dict[str, float]:
+    async def score(self, task: Task, sandbox: Sandbox, attempt: Attempt) -> Score:
         await self._ever("score")
-        return await super().score(task, sandbox)
+        return await super().score(task, sandbox, attempt)
 
 
 @pytest.mark.parametrize(
@@ -173,6 +216,41 @@ async def test_what_hangs_has_failed(place: str, key: str) -> None:
     assert got.status == "failed" and parts.open_sandboxes == 0
 
 
+def test_a_trajectory_says_where_it_came_from_and_what_it_cost() -> None:
+    loop, clock = AwakeLoop(), ManualClock()
+    loop.clock = AwakeClock(clock)
+
+    class TwoTurns(Parts):
+        async def score(self, task: Task, sandbox: Sandbox, attempt: Attempt) -> Score:
+            clock.move(1.5)
+            return await super().score(task, sandbox, attempt)
+
+        async def segments(self, session: str, *, experts: bool) -> tuple[Segment, ...]:
+            first = Segment(
+                prompt=(1, 2, 3),
+                tokens=(4, 5, 6, 7),
+                mask=(True, True, False, True),
+                logprobs=(-1.0, -1.0, 0.0, -1.0),
+                versions=(VersionSpan(3, 3),),
+            )
+            return (first, *await super().segments(session, experts=experts))
+
+    with contextlib.closing(loop):
+        done, failed = (
+            loop.run_until_complete(
+                RolloutRunner(
+                    parts, parts, parts, concurrency=1, source="env.py:Own", policy="mine"
+                ).attempt(TASK, "g.0", 7)
+            )
+            for parts in (TwoTurns(), TwoTurns("score"))
+        )
+    # its calls read 3 and 6 tokens of the first segment, and the prompt of the second
+    assert done.cost == Cost(prompt_tokens=3 + 6 + 1, sampled_tokens=4, seconds=1.5, calls=3)
+    assert failed.status == "failed" and failed.cost == Cost(seconds=1.5)
+    for each in (done, failed):
+        assert (each.source, each.policy) == ("env.py:Own", "mine")
+
+
 async def test_an_agent_that_returns_nothing_has_failed() -> None:
     class Forgets(Parts):
         async def run(
@@ -187,11 +265,17 @@ async def test_an_agent_that_returns_nothing_has_failed() -> None:
 
 async def test_scores_may_come_from_numpy() -> None:
     class Computed(Parts):
-        async def score(self, task: Task, sandbox: Sandbox) -> dict[str, float]:
-            return {"reward": np.float32(0.5)}  # type: ignore[dict-item]
+        async def score(self, task: Task, sandbox: Sandbox, attempt: Attempt) -> Score:
+            half: Any = np.float32(0.5)
+            evidence = "half a pair: \ud800"
+            parts: Any = [Part("half", half, evidence)]
+            return Score(half, parts, ("odd",), (Credit(half, 0, turn=0),))
 
     got = await rollouts(Computed()).attempt(TASK, "g.0", 7)
     assert type(got.reward) is float and unpack(pack(got), Trajectory, "here") == got
+    assert got.score == Score(
+        0.5, (Part("half", 0.5, "half a pair: ?"),), ("odd",), (Credit(0.5, 0, turn=0),)
+    )
 
 
 @pytest.mark.parametrize(
@@ -225,7 +309,7 @@ async def test_a_session_is_graded_as_it_stands(finished: bool, status: str) -> 
 async def test_a_session_that_ran_out_of_time_while_it_waited_for_the_model_is_not_graded() -> None:
     parts = Parts("waits", finished=False)
     got = await rollouts(parts).attempt(TASK, "g.0", seed=9)
-    assert (got.status, got.scores, got.error) == (
+    assert (got.status, got.score, got.error) == (
         "failed", None, "agent: its time ran out while it waited for the model"
     )  # fmt: skip
     assert parts.open_sandboxes == 0 and parts.forgotten == ["g.0"]
@@ -272,7 +356,7 @@ def test_a_session_that_ran_out_of_time_while_we_were_stopped_is_not_graded() ->
             for finished in (True, False)
         ]
         done, stopped = (loop.run_until_complete(attempt) for attempt in attempts)
-    assert (done.status, stopped.status, stopped.scores) == ("done", "failed", None)
+    assert (done.status, stopped.status, stopped.score) == ("done", "failed", None)
     assert stopped.error == "agent: its time ran out, and the controller was stopped meanwhile"
 
 

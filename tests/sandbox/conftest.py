@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from etude.core.protocols import SandboxPool
+from etude.core.sandbox import SandboxPool
 from etude.sandbox.namespaces import NamespaceSandboxPool
 from etude.sandbox.pool import open_sandbox_pool
 from tests.namespaces import need_namespaces

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from etude.core.errors import EtudeError, RolloutFailure
+from etude.core.sandbox import SandboxSpec
 from etude.sandbox import namespaces, syscalls
 from etude.sandbox.limits import NICENESS
 from etude.sandbox.namespaces import NamespaceSandboxPool
@@ -28,7 +29,7 @@ LONG_S = 60.0
 
 
 async def result(pool: NamespaceSandboxPool, script: str) -> str:
-    async with pool.open({"s.py": script}) as sandbox:
+    async with pool.open(SandboxSpec(files={"s.py": script})) as sandbox:
         ran = await sandbox.run(["python", "s.py"], timeout_s=LONG_S)
         return ran.output.strip()
 
@@ -193,7 +194,7 @@ for name in ("etude", "pip", "setuptools", "numpy"):
     except ImportError: pass
 """
     assert await result(walled, script) == ""
-    async with walled.open({}) as sandbox:
+    async with walled.open(SandboxSpec()) as sandbox:
         assert (
             await sandbox.run(["python", "-m", "pip", "--version"], timeout_s=LONG_S)
         ).exit_code == 1
@@ -286,7 +287,7 @@ async def test_all_that_is_shown_of_the_host_is_read_only(walled: NamespaceSandb
 
 
 async def test_a_full_disk_is_the_working_copys_problem(walled: NamespaceSandboxPool) -> None:
-    async with walled.open({"a": "1"}) as sandbox:
+    async with walled.open(SandboxSpec(files={"a": "1"})) as sandbox:
         await sandbox.run(
             ["sh", "-c", "for n in 1 2 3; do head -c 15000000 /dev/zero > f$n; done"],
             timeout_s=LONG_S,
@@ -298,7 +299,7 @@ async def test_a_full_disk_is_the_working_copys_problem(walled: NamespaceSandbox
 
 async def test_nothing_is_left_running_after_a_command(walled: NamespaceSandboxPool) -> None:
     daemon = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(1000)"
-    async with walled.open({"daemon.py": daemon}) as sandbox:
+    async with walled.open(SandboxSpec(files={"daemon.py": daemon})) as sandbox:
         await sandbox.run(["python", "daemon.py"], timeout_s=LONG_S)
         await until(lambda: len(descendants(walled._zygote.pid)) == 1)  # the keeper
 
@@ -314,7 +315,7 @@ for pid in (0, -1, 1, os.getppid(), 2, 3, 4):
     try: resource.prlimit(pid, resource.RLIMIT_NOFILE, (0, 0))
     except (OSError, ValueError): pass
 """
-    async with walled.open({"hostile.py": hostile, "a": "1"}) as sandbox:
+    async with walled.open(SandboxSpec(files={"hostile.py": hostile, "a": "1"})) as sandbox:
         for _ in range(2):
             await sandbox.run(["python", "hostile.py"], timeout_s=LONG_S)
             await sandbox.run(
@@ -329,8 +330,8 @@ async def test_a_fork_bomb_is_bounded_and_the_next_sandbox_does_not_feel_it(
 ) -> None:
     bomb = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
     async with (
-        walled.open({"bomb.py": bomb}) as sandbox,
-        walled.open({"s.py": "print('fine')"}) as other,
+        walled.open(SandboxSpec(files={"bomb.py": bomb})) as sandbox,
+        walled.open(SandboxSpec(files={"s.py": "print('fine')"})) as other,
     ):
         running = asyncio.create_task(sandbox.run(["python", "bomb.py"], timeout_s=1.0))
         await asyncio.sleep(0.3)
@@ -346,7 +347,7 @@ async def test_closing_leaves_no_process_mount_or_file(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = Path("/proc/self/mounts").read_text()
     pool = NamespaceSandboxPool()
-    async with pool.open({"s.py": "import time; time.sleep(1000)"}) as sandbox:
+    async with pool.open(SandboxSpec(files={"s.py": "import time; time.sleep(1000)"})) as sandbox:
         fork = await sandbox.fork()  # left open: the pool closes it
         running = asyncio.create_task(fork.run(["python", "s.py"], timeout_s=1000))
         await asyncio.sleep(0.05)
@@ -360,14 +361,14 @@ async def test_closing_leaves_no_process_mount_or_file(
 
 
 async def test_a_closed_sandbox_says_so(walled: NamespaceSandboxPool) -> None:
-    async with walled.open({"a": "1"}) as sandbox:
+    async with walled.open(SandboxSpec(files={"a": "1"})) as sandbox:
         await sandbox.close()
         with pytest.raises(RolloutFailure, match="closed"):
             await sandbox.read("a")
 
 
 async def test_a_sandbox_that_is_killed_is_a_failed_rollout(walled: NamespaceSandboxPool) -> None:
-    async with walled.open({"a": "1"}) as sandbox:
+    async with walled.open(SandboxSpec(files={"a": "1"})) as sandbox:
         for pid in descendants(walled._zygote.pid):
             with contextlib.suppress(ProcessLookupError):  # the trial sandbox may be on its way out
                 os.kill(pid, signal.SIGKILL)
@@ -376,11 +377,11 @@ async def test_a_sandbox_that_is_killed_is_a_failed_rollout(walled: NamespaceSan
 
 
 async def test_a_killed_launcher_is_started_again(walled: NamespaceSandboxPool) -> None:
-    async with walled.open({"a": "1"}) as sandbox:
+    async with walled.open(SandboxSpec(files={"a": "1"})) as sandbox:
         walled._zygote.kill()
         walled._zygote.wait()
         assert await sandbox.read("a") == "1"
-        async with walled.open({"a": "2"}) as other:
+        async with walled.open(SandboxSpec(files={"a": "2"})) as other:
             assert await other.read("a") == "2"
 
 
@@ -388,7 +389,7 @@ async def test_a_launcher_that_is_stopped_is_replaced_and_leaves_nothing_behind(
     need_namespaces()
     walled = NamespaceSandboxPool(silence_s=1.0)
     stopped = walled._zygote
-    async with walled.open({"a": "1"}) as sandbox:
+    async with walled.open(SandboxSpec(files={"a": "1"})) as sandbox:
         assert walled.owing().keys() == {"zygote"}
         stopped.send_signal(signal.SIGSTOP)
         opening = [asyncio.create_task(walled.start()) for _ in range(3)]
@@ -428,7 +429,7 @@ async def test_what_a_sandbox_says_that_was_stopped_is_a_failed_rollout(when: st
     need_namespaces()
     walled = NamespaceSandboxPool(silence_s=1.0)
     try:
-        async with walled.open({"a": "1"}) as sandbox:
+        async with walled.open(SandboxSpec(files={"a": "1"})) as sandbox:
             # the trial sandbox has gone
             await until(lambda: len(descendants(walled._zygote.pid)) == 1)
             (keeper,) = descendants(walled._zygote.pid)
@@ -536,10 +537,12 @@ import os, sys
 root = os.path.dirname(os.path.dirname(sys.argv[1]))
 sys.path.insert(0, root)
 import asyncio
+from etude.core.sandbox import SandboxSpec
 from etude.sandbox.namespaces import NamespaceSandboxPool
 async def main():
     pool = NamespaceSandboxPool()
-    async with pool.open({"s.py": "import os; print(os.getuid(), os.listdir('/work'))"}) as sandbox:
+    script = "import os; print(os.getuid(), os.listdir('/work'))"
+    async with pool.open(SandboxSpec(files={"s.py": script})) as sandbox:
         print((await sandbox.run(["python", "s.py"], timeout_s=60)).output, end="")
     await pool.close()
 os.setgroups([]); os.setgid(12345); os.setuid(12345)

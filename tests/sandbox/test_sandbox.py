@@ -6,15 +6,39 @@ import asyncio
 
 import pytest
 
-from etude.core.protocols import CommandResult, SandboxPool
+from etude.core.errors import EtudeError
+from etude.core.sandbox import CommandResult, SandboxPool, SandboxSpec, Service
 from etude.sandbox.fake import FakeSandboxPool
 from etude.sandbox.limits import OUTPUT_BYTES, READ_BYTES
+from etude.sandbox.pool import open_sandbox_pool
+from tests.namespaces import need_namespaces
 
 LONG_S = 60.0
 
 
+@pytest.mark.parametrize(
+    ("part", "spec"),
+    [
+        ("image", SandboxSpec(image="python@sha256:0")),
+        ("services", SandboxSpec(services=(Service(name="db", image="postgres", port=5432),))),
+        ("network", SandboxSpec(network=("pypi.org",))),
+    ],
+)
+@pytest.mark.parametrize("backend", ["namespaces", "process", "fake"])
+async def test_what_a_backend_cannot_give_is_refused_by_name(
+    backend: str, part: str, spec: SandboxSpec
+) -> None:
+    if backend == "namespaces":
+        need_namespaces()
+    pool = FakeSandboxPool() if backend == "fake" else open_sandbox_pool(backend)
+    with pytest.raises(EtudeError, match=f"^{backend} sandboxes cannot give.*: {part}\\. "):
+        async with pool.open(spec):
+            pass
+    await pool.close()
+
+
 async def test_files_go_in_and_come_out(pool: SandboxPool) -> None:
-    async with pool.open({"a.py": "x = 1\r\n", "pkg/b.txt": "ü\n"}) as sandbox:
+    async with pool.open(SandboxSpec(files={"a.py": "x = 1\r\n", "pkg/b.txt": "ü\n"})) as sandbox:
         await sandbox.write("new/deep/c.txt", "")
         assert [await sandbox.read(path) for path in ("a.py", "pkg/b.txt", "new/deep/c.txt")] == [
             "x = 1\r\n",
@@ -26,7 +50,7 @@ async def test_files_go_in_and_come_out(pool: SandboxPool) -> None:
 
 
 async def test_a_file_that_is_not_there(pool: SandboxPool) -> None:
-    async with pool.open({"file": ""}) as sandbox:
+    async with pool.open(SandboxSpec(files={"file": ""})) as sandbox:
         for path in ("nothing.py", "file/below"):
             with pytest.raises(
                 FileNotFoundError if path == "nothing.py" else (FileNotFoundError, ValueError)
@@ -36,7 +60,7 @@ async def test_a_file_that_is_not_there(pool: SandboxPool) -> None:
 
 @pytest.mark.parametrize("path", ["../x", "/etc/passwd", "a/../../x", "", "."])
 async def test_a_path_cannot_leave(pool: SandboxPool, path: str) -> None:
-    async with pool.open({"a/x": ""}) as sandbox:
+    async with pool.open(SandboxSpec(files={"a/x": ""})) as sandbox:
         with pytest.raises(ValueError):
             await sandbox.read(path)
         with pytest.raises(ValueError):
@@ -47,7 +71,7 @@ async def test_a_path_cannot_leave(pool: SandboxPool, path: str) -> None:
     "target", ["/etc/passwd", "/proc/self/environ", "../../etc/passwd", "link"]
 )
 async def test_a_link_cannot_leave(pool: SandboxPool, target: str) -> None:
-    async with pool.open({"a": ""}) as sandbox:
+    async with pool.open(SandboxSpec(files={"a": ""})) as sandbox:
         await sandbox.run(["ln", "-s", target, "link"], timeout_s=LONG_S)
         with pytest.raises(ValueError):
             await sandbox.read("link")
@@ -56,7 +80,7 @@ async def test_a_link_cannot_leave(pool: SandboxPool, target: str) -> None:
 
 
 async def test_what_is_no_text_file_is_an_error_and_never_a_wait(pool: SandboxPool) -> None:
-    async with pool.open({"huge": "x" * (READ_BYTES + 1)}) as sandbox:
+    async with pool.open(SandboxSpec(files={"huge": "x" * (READ_BYTES + 1)})) as sandbox:
         await sandbox.run(
             ["sh", "-c", "mkfifo pipe; mkdir dir; printf '\\377' > binary"], timeout_s=LONG_S
         )
@@ -66,14 +90,14 @@ async def test_what_is_no_text_file_is_an_error_and_never_a_wait(pool: SandboxPo
 
 
 async def test_text_that_cannot_be_encoded_leaves_the_file_as_it_was(pool: SandboxPool) -> None:
-    async with pool.open({"a": "old"}) as sandbox:
+    async with pool.open(SandboxSpec(files={"a": "old"})) as sandbox:
         with pytest.raises(ValueError):
             await sandbox.write("a", "\ud800")
         assert await sandbox.read("a") == "old"
 
 
 async def test_a_file_that_cannot_be_written(pool: SandboxPool) -> None:
-    async with pool.open({"file": "", "dir/x": ""}) as sandbox:
+    async with pool.open(SandboxSpec(files={"file": "", "dir/x": ""})) as sandbox:
         for path in ("file/below", "dir"):
             with pytest.raises(ValueError):
                 await sandbox.write(path, "")
@@ -84,7 +108,7 @@ async def test_a_script_runs_as_under_python(pool: SandboxPool) -> None:
         "import sys, helper\nprint(sys.argv[1:], sys.stdin.read(), "
         "helper.X)\nsys.stderr.write('err\\n')\nsys.exit(3)"
     )
-    async with pool.open({"s.py": script, "helper.py": "X = 7"}) as sandbox:
+    async with pool.open(SandboxSpec(files={"s.py": script, "helper.py": "X = 7"})) as sandbox:
         ran = await sandbox.run(["python", "s.py", "a", "b"], timeout_s=LONG_S, stdin="in")
         assert ran.exit_code == 3
         assert set(ran.output.splitlines()) == {"['a', 'b'] in 7", "err"}
@@ -115,13 +139,15 @@ async def test_a_script_runs_as_under_python(pool: SandboxPool) -> None:
     ],
 )
 async def test_how_a_script_ends(pool: SandboxPool, script: str, code: int, last: str) -> None:
-    async with pool.open({"s.py": script}) as sandbox:
+    async with pool.open(SandboxSpec(files={"s.py": script})) as sandbox:
         ran = await sandbox.run(["python", "s.py"], timeout_s=LONG_S)
         assert (ran.exit_code, (ran.output.splitlines() or [""])[-1]) == (code, last)
 
 
 async def test_a_crash_shows_the_script_and_none_of_ours(pool: SandboxPool) -> None:
-    async with pool.open({"s.py": "def f():\n    raise KeyError('k')\nf()\n"}) as sandbox:
+    async with pool.open(
+        SandboxSpec(files={"s.py": "def f():\n    raise KeyError('k')\nf()\n"})
+    ) as sandbox:
         output = (await sandbox.run(["python", "s.py"], timeout_s=LONG_S)).output
     assert output.startswith("Traceback (most recent call last):\n") and output.endswith(
         "KeyError: 'k'\n"
@@ -130,7 +156,7 @@ async def test_a_crash_shows_the_script_and_none_of_ours(pool: SandboxPool) -> N
 
 
 async def test_other_commands(pool: SandboxPool) -> None:
-    async with pool.open({}) as sandbox:
+    async with pool.open(SandboxSpec()) as sandbox:
         assert await sandbox.run(
             ["sh", "-c", "cat; exit 4"], timeout_s=LONG_S, stdin="hello"
         ) == CommandResult(4, "hello")
@@ -144,7 +170,9 @@ async def test_other_commands(pool: SandboxPool) -> None:
 async def test_a_command_past_its_time_is_killed_and_its_output_kept(
     pool: SandboxPool, argv: list[str]
 ) -> None:
-    async with pool.open({"s.py": "print('early', flush=True)\nwhile True: pass"}) as sandbox:
+    async with pool.open(
+        SandboxSpec(files={"s.py": "print('early', flush=True)\nwhile True: pass"})
+    ) as sandbox:
         ran = await sandbox.run(argv, timeout_s=0.4)
         # a busy machine may not have started it in time
         assert ran.exit_code is None and ran.output in ("early\n", "")
@@ -152,13 +180,15 @@ async def test_a_command_past_its_time_is_killed_and_its_output_kept(
 
 
 async def test_only_the_end_of_a_long_output_is_kept(pool: SandboxPool) -> None:
-    async with pool.open({"s.py": "print('x' * 10**6)\nprint('end')"}) as sandbox:
+    async with pool.open(
+        SandboxSpec(files={"s.py": "print('x' * 10**6)\nprint('end')"})
+    ) as sandbox:
         output = (await sandbox.run(["python", "s.py"], timeout_s=LONG_S)).output
         assert len(output) == OUTPUT_BYTES and output.endswith("x\nend\n")
 
 
 async def test_a_fork_goes_its_own_way(pool: SandboxPool) -> None:
-    async with pool.open({"a": "1", "d/b": "2"}) as sandbox:
+    async with pool.open(SandboxSpec(files={"a": "1", "d/b": "2"})) as sandbox:
         await sandbox.run(["sh", "-c", "ln -s a l; chmod +x d/b"], timeout_s=LONG_S)
         fork = await sandbox.fork()
         await fork.write("a", "changed")
@@ -170,7 +200,7 @@ async def test_a_fork_goes_its_own_way(pool: SandboxPool) -> None:
 
 async def test_a_cancelled_command_leaves_the_sandbox_usable(pool: SandboxPool) -> None:
     async with pool.open(
-        {"s.py": "open('started', 'w').close()\nwhile True: pass", "a": "1"}
+        SandboxSpec(files={"s.py": "open('started', 'w').close()\nwhile True: pass", "a": "1"})
     ) as sandbox:
         running = asyncio.create_task(sandbox.run(["python", "s.py"], timeout_s=1000))
         await asyncio.sleep(0.05)
@@ -183,7 +213,7 @@ async def test_a_cancelled_command_leaves_the_sandbox_usable(pool: SandboxPool) 
 
 async def test_many_at_once(pool: SandboxPool) -> None:
     async def one(number: int) -> str:
-        async with pool.open({"s.py": f"print({number})"}) as sandbox:
+        async with pool.open(SandboxSpec(files={"s.py": f"print({number})"})) as sandbox:
             return (await sandbox.run(["python", "s.py"], timeout_s=LONG_S)).output
 
     assert await asyncio.gather(*map(one, range(40))) == [f"{number}\n" for number in range(40)]
@@ -191,7 +221,7 @@ async def test_many_at_once(pool: SandboxPool) -> None:
 
 async def test_the_fake_keeps_the_same_contract() -> None:
     async with FakeSandboxPool(lambda files, argv: CommandResult(len(files), argv[0])).open(
-        {"a": "1"}
+        SandboxSpec(files={"a": "1"})
     ) as fake:
         fork = await fake.fork()
         await fork.write("b", "2")

@@ -10,7 +10,7 @@ import aiohttp
 import msgspec
 
 from etude.core.advantage import to_rows
-from etude.core.types import Batch, Segment, Trajectory
+from etude.core.types import Batch, Score, Segment, Trajectory
 from etude.model.config import ExpertsConfig
 from etude.model.experts import read_ids
 from etude.serve.gateway import Gateway
@@ -59,7 +59,7 @@ async def test_a_learner_routes_a_whole_session_as_the_engine_did(
 
     run = Run(sparse.objects)
     trajectory = Trajectory(
-        id="g.0", task="t", group="g", segments=(segment,), scores={"reward": 1.0}, status="done"
+        id="g.0", task="t", group="g", segments=(segment,), score=Score(1.0), status="done"
     )
     run.put_batch(Batch(step=1, rows=tuple(to_rows(trajectory, 1.0)), oldest=0))
     learner = Learner(sparse.model(0).requires_grad_(True))

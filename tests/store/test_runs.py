@@ -11,7 +11,16 @@ import pytest
 from etude.core.config import parse
 from etude.core.errors import EtudeError
 from etude.core.ledger import Issued, Trained
-from etude.core.types import Batch, Group, RecomputedRow, Row, Segment, Trajectory, VersionSpan
+from etude.core.types import (
+    Batch,
+    Group,
+    RecomputedRow,
+    Row,
+    Score,
+    Segment,
+    Trajectory,
+    VersionSpan,
+)
 from etude.store.codec import pack
 from etude.store.experts import get_experts, put_experts
 from etude.store.objects import Missing
@@ -32,7 +41,7 @@ DONE = Trajectory(
     task="t",
     group="g000007",
     segments=(SEGMENT,),
-    scores={"reward": 1.0},
+    score=Score(1.0),
     status="done",
     messages=[{"role": "user", "content": "fix it"}],
 )
@@ -41,7 +50,7 @@ FAILED = Trajectory(
     task="t",
     group="g000007",
     segments=(),
-    scores=None,
+    score=None,
     status="failed",
     error="score: broken",
 )

@@ -20,13 +20,13 @@ SPLITS = ("train", "heldout", "novel")
 
 def programs(split: str) -> set[str]:
     tasks = make_tasks(split, 400 if split != "train" else 800, seed=0)  # type: ignore[arg-type]
-    return {digest for task in tasks for digest in task.meta["program"].split()}
+    return {digest for made in tasks for digest in made.task.meta["program"].split()}
 
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_the_bug_shows_and_the_solution_passes(split: str) -> None:
     for task in make_tasks(split, 60, seed=3):  # type: ignore[arg-type]
-        broken, solution = task.files[task.editable[0]], task.meta["solution"]
+        broken, solution = task.broken, task.solution
         cases = [(check.function, check.args) for check in task.checks]
         expected = [json.dumps(check.expected) for check in task.checks]
         assert answers(solution, cases) == expected != answers(broken, cases)
@@ -41,11 +41,11 @@ def test_the_bug_shows_and_the_solution_passes(split: str) -> None:
 
 def test_tasks_are_different_and_repeat_from_their_seed() -> None:
     tasks = make_tasks("train", 300, seed=1)
-    assert len({task.id for task in tasks}) == 300
+    assert len({made.task.id for made in tasks}) == 300
     assert tasks == make_tasks("train", 300, seed=1)
     assert tasks != make_tasks("train", 300, seed=2)
-    assert len({task.meta["bug"] for task in tasks}) >= 5
-    assert {task.meta["difficulty"] for task in tasks} == {"easy", "medium", "hard"}
+    assert len({made.task.meta["bug"] for made in tasks}) >= 5
+    assert {made.task.meta["difficulty"] for made in tasks} == {"easy", "medium", "hard"}
 
 
 def test_held_out_programs_occur_nowhere_in_training() -> None:

@@ -1,0 +1,226 @@
+"""One compact row for every rollout, in Parquet files that any tool can read.
+
+    rollouts/{number:010d}.parquet           those of training, written when their group is settled
+    rollouts/{version:06d}.{split}.parquet   those of one evaluation
+
+A row is what can be said of a rollout without its tokens, and where those are. It follows from the
+group and the ledger: a folder that is lost or damaged may be deleted, and the next start of the run
+writes the rows of training again.
+
+Another tool would stumble over bytes behind the end of a Parquet file. So the digest of a file
+stands within, among the metadata in its footer; it is that of the file with zeros in its place.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+
+import msgspec
+import pyarrow
+from blake3 import blake3
+from pyarrow import parquet
+
+from etude.core.errors import EtudeError
+from etude.core.types import Group, Status, Trajectory, turns
+from etude.store.codec import Damaged
+from etude.store.log import first_free
+from etude.store.objects import Objects
+
+FOLDER = "rollouts"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutRow:
+    """What there is to say of one rollout."""
+
+    id: str
+    task: str
+    kind: str
+    """The split that the task is of: `train`, or that of an evaluation."""
+    group: str
+    slot: int | None
+    stage: str
+    step: int | None = None
+    """The one that trained on it."""
+    dropped: str | None = None
+    """Why none did (`core.ledger.Reason`)."""
+    status: Status
+    error: str | None
+    reward: float | None
+    parts: dict[str, float]
+    flags: tuple[str, ...]
+    length: int
+    """Tokens of all segments, prompts included."""
+    turns: int
+    versions: tuple[int, ...]
+    """The weight versions that its tokens were sampled from."""
+    prompt_tokens: int
+    sampled_tokens: int
+    seconds: float
+    calls: int
+    source: str
+    policy: str
+    object: str | None
+    """The object in the store that holds all of it."""
+
+
+_TYPES = {
+    "str": pyarrow.string(),
+    "Status": pyarrow.string(),
+    "int": pyarrow.int64(),
+    "float": pyarrow.float64(),
+    "tuple[str, ...]": pyarrow.list_(pyarrow.string()),
+    "tuple[int, ...]": pyarrow.list_(pyarrow.int64()),
+    "dict[str, float]": pyarrow.map_(pyarrow.string(), pyarrow.float64()),
+}
+SCHEMA = pyarrow.schema(
+    [
+        pyarrow.field(
+            field.name,
+            _TYPES[str(field.type).removesuffix(" | None")],
+            nullable=str(field.type).endswith(" | None"),
+        )
+        for field in fields(RolloutRow)
+    ]
+)
+
+
+def group_rows(group: Group) -> list[RolloutRow]:
+    """Of a finished group, before it is settled."""
+    return [
+        _row(t, kind="train", stage=group.stage, slot=group.slot, object=f"groups/{group.id}")
+        for t in group.trajectories
+    ]
+
+
+def _row(
+    t: Trajectory, *, kind: str, stage: str, slot: int | None = None, object: str | None = None
+) -> RolloutRow:
+    return RolloutRow(
+        id=t.id,
+        task=t.task,
+        kind=kind,
+        group=t.group,
+        slot=slot,
+        stage=stage,
+        status=t.status,
+        error=t.error,
+        reward=t.reward,
+        parts={part.name: part.value for part in t.score.parts} if t.score else {},
+        flags=t.score.flags if t.score else (),
+        length=sum(len(segment.prompt) + len(segment.tokens) for segment in t.segments),
+        turns=sum(len(turns(segment)) for segment in t.segments),
+        versions=tuple(
+            sorted({span.version for segment in t.segments for span in segment.versions})
+        ),
+        prompt_tokens=t.cost.prompt_tokens,
+        sampled_tokens=t.cost.sampled_tokens,
+        seconds=t.cost.seconds,
+        calls=t.cost.calls,
+        source=t.source,
+        policy=t.policy,
+        object=object,
+    )
+
+
+class RolloutLog:
+    """The rows of a run: one writer, any number of readers. A file is never changed."""
+
+    def __init__(self, objects: Objects) -> None:
+        self._objects = objects
+        self._number: int | None = None  # of the file to write next
+
+    def append(self, rows: Sequence[RolloutRow]) -> None:
+        """Rows of training, as one file; none if there are none."""
+        if not rows:
+            return
+        if self._number is None:
+            self._number = self._end()
+        key, data = _key(self._number), _encode(rows)
+        if not self._objects.create(key, data) and self._objects.get(key) != data:
+            raise EtudeError(
+                f"{self._objects.url}: somebody else has written {key}; stop the other process "
+                f"that works on this run, then start again"
+            )
+        self._number += 1
+
+    def put_evaluation(
+        self, name: str, trajectories: Iterable[Trajectory], *, stage: str, split: str
+    ) -> None:
+        """Rows of one evaluation. `name` is that of its report, which is written after them: until
+        it is there the evaluation is repeated, and so are they."""
+        by_task = sorted(trajectories, key=lambda t: t.task)
+        rows = [_row(t, kind=split, stage=stage) for t in by_task]
+        self._objects.put(f"{FOLDER}/{name}.parquet", _encode(rows))
+
+    def rows(self) -> list[RolloutRow]:
+        """All rows: those of training in the order of their files, then those of evaluations."""
+        listed = self._objects.list(FOLDER)
+        evaluations = [
+            key for key in listed if re.fullmatch(rf"{FOLDER}/\d{{6,}}\.\w+\.parquet", key)
+        ]
+        return [
+            msgspec.convert(row | {"parts": dict(row["parts"])}, RolloutRow)
+            for key in [*self._keys(), *evaluations]
+            for row in self._table(key).to_pylist()
+        ]
+
+    def groups(self) -> set[str]:
+        """The groups whose rows are there."""
+        return {
+            group
+            for key in self._keys()
+            for group in self._table(key, ["group"]).column("group").to_pylist()
+        }
+
+    def _keys(self) -> list[str]:
+        return [_key(number) for number in range(self._end())]
+
+    def _end(self) -> int:
+        return first_free(self._objects, FOLDER, _key)
+
+    def _table(self, key: str, columns: list[str] | None = None) -> pyarrow.Table:
+        data = self._objects.get(key)
+        try:
+            _check(data)
+            return parquet.read_table(io.BytesIO(data), columns=columns)
+        except (ValueError, OSError, pyarrow.ArrowException) as e:
+            raise Damaged(
+                f"{self._objects.url}: {key} is damaged ({e}): bring it back from a copy, or "
+                f"delete the folder {FOLDER}/, and the next start of the run writes the rows of "
+                f"training again"
+            ) from e
+
+
+_BLANK = b"0" * 64
+_DIGEST = re.compile(rb"blake3\x18@([0-9a-f]{64})")
+"""A key and its value as a Parquet footer spells them."""
+
+
+def _encode(rows: Sequence[RolloutRow]) -> bytes:
+    table = pyarrow.Table.from_pylist([asdict(row) for row in rows], schema=SCHEMA)
+    file = io.BytesIO()
+    with parquet.ParquetWriter(file, SCHEMA, store_schema=False) as writer:
+        writer.write_table(table)
+        writer.add_key_value_metadata({"blake3": _BLANK.decode()})
+    data = file.getvalue()
+    before, blank, after = data.rpartition(_BLANK)
+    assert blank
+    return before + blake3(data).hexdigest().encode() + after
+
+
+def _check(data: bytes) -> None:
+    """Raises ValueError if it is not what was written."""
+    found = list(_DIGEST.finditer(data))
+    if not found:
+        raise ValueError("there is no digest in its footer")
+    begin, end = found[-1].span(1)
+    if blake3(data[:begin] + _BLANK + data[end:]).hexdigest().encode() != data[begin:end]:
+        raise ValueError("its digest is another")
+
+
+def _key(number: int) -> str:
+    return f"{FOLDER}/{number:010d}.parquet"
