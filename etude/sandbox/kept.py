@@ -98,7 +98,8 @@ class KeptProcess:
         self._late = late
 
     async def read(self) -> bytes:
-        data = await self._while_kept(self._streams.read())
+        while (data := self._streams.take()) is None:
+            await self._while_kept(self._streams.readable())
         if not data:  # its end, unless it is that of the whole sandbox
             await self._while_kept(self.keeper.sign())
         return data

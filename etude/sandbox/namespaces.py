@@ -1,9 +1,9 @@
 """Sandboxes in Linux namespaces: the host's side.
 
 `NamespaceSandboxPool` starts one `zygote` process; every sandbox is a fork of it and answers over a
-socket that only this process holds (see `guest` for the lines that go over it). All of them live in
-one event loop, without threads. Needs no daemon, no package and no privilege: an ordinary user's
-kernel permits it, unless the system has turned it off.
+socket that only this process holds (`link`; see `guest` for the lines that go over it). All of them
+live in one event loop, without threads. Needs no daemon, no package and no privilege: an ordinary
+user's kernel permits it, unless the system has turned it off.
 """
 
 from __future__ import annotations
@@ -12,17 +12,15 @@ import asyncio
 import base64
 import contextlib
 import itertools
-import json
 import math
 import os
 import socket
 import subprocess
 import sys
 import tempfile
-from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from etude.core.errors import EtudeError, RolloutFailure
 from etude.core.sandbox import CommandResult, Limits, Process, SandboxSpec
@@ -30,13 +28,11 @@ from etude.sandbox.diff import unified_diff
 from etude.sandbox.files import inside, inside_directory, to_bytes
 from etude.sandbox.kept import Keeper, KeptProcess
 from etude.sandbox.limits import COPY_BYTES, MAX_PROCESSES, files_in
+from etude.sandbox.link import REPLY_TIMEOUT_S, Link
 from etude.sandbox.spec import check_env, check_spec, opening_tree
 from etude.sandbox.streams import Streams
 from etude.sandbox.tree import FILE, Entry, Tree, known
 
-REPLY_TIMEOUT_S = 60.0
-"""How long a sandbox may take over what it does in milliseconds; past it, the machine is beyond
-use."""
 _ZYGOTES = 6
 """So many in a row may be silent when a sandbox is wanted."""
 _END_S = 2.0
@@ -50,11 +46,6 @@ _BOOT = (
     "sys.path.pop(); "
     "main(socket.socket(fileno=int(sys.argv[2])), sys.argv[3])"
 )
-_ERRORS: dict[str, type[Exception]] = {
-    "FileNotFoundError": FileNotFoundError,
-    "ValueError": ValueError,
-    "RolloutFailure": RolloutFailure,
-}
 
 
 class NamespaceSandboxPool:
@@ -150,7 +141,7 @@ class NamespaceSandboxPool:
             ours.setblocking(False)
             socket.send_fds(self._control, [b"\0"], [theirs.fileno()])
         _, link = await asyncio.get_running_loop().create_unix_connection(
-            lambda: _Link(ours), sock=ours
+            lambda: Link(ours), sock=ours
         )
         sandbox = NamespaceSandbox(self, link, next(self._numbers), spec, before)
         self._sandboxes.add(sandbox)
@@ -229,7 +220,7 @@ class NamespaceSandbox:
     def __init__(
         self,
         pool: NamespaceSandboxPool,
-        link: _Link,
+        link: Link,
         number: int,
         spec: SandboxSpec,
         before: Tree,
@@ -404,91 +395,3 @@ class NamespaceSandbox:
 
 def _encode(content: str | bytes) -> str:
     return base64.b64encode(to_bytes(content)).decode()
-
-
-class _Link(asyncio.Protocol):
-    """JSON lines to and from one sandbox. Answers come in the order of the requests, also of those
-    whose asker was cancelled: their answers are read and dropped."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self._transport: asyncio.Transport
-        self._buffer: list[bytes] = []
-        self._loop = asyncio.get_running_loop()
-        self._ended: asyncio.Future[None] = self._loop.create_future()
-        self.ready: asyncio.Future[Any] = self._loop.create_future()
-        """The first answer, which is to no request."""
-        self._owed = deque([self.ready])
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-
-    def data_received(self, data: bytes) -> None:
-        *lines, rest = data.split(b"\n")
-        for line in lines:
-            whole, self._buffer = b"".join([*self._buffer, line]), []
-            future = self._owed.popleft()
-            if not future.done():
-                _settle(future, json.loads(whole))
-        self._buffer.append(rest)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._give_up()
-        self._ended.set_result(None)
-
-    def _give_up(self) -> None:
-        for future in self._owed:
-            if not future.done():
-                future.set_exception(
-                    RolloutFailure("sandbox: it ended while it was asked something")
-                )
-
-    def send(self, request: dict[str, Any]) -> asyncio.Future[Any]:
-        if self._ended.done() or self._transport.is_closing():
-            raise RolloutFailure("sandbox: it is closed")
-        future: asyncio.Future[Any] = self._loop.create_future()
-        self._owed.append(future)
-        self._transport.write(json.dumps(request).encode() + b"\n")
-        return future
-
-    async def send_socket(self, descriptor: socket.socket) -> None:
-        """Ahead of the request that it belongs to, with a blank, which JSON may begin with."""
-        if self._transport.get_write_buffer_size():  # of a request that was cancelled
-            await self.answer(self.send({"op": "write", "files": {}}), REPLY_TIMEOUT_S)
-        if self._ended.done() or self._transport.is_closing():
-            raise RolloutFailure("sandbox: it is closed")
-        try:
-            socket.send_fds(self._connection, [b" "], [descriptor.fileno()])
-        except OSError as e:
-            raise RolloutFailure(f"sandbox: it ended: {e.strerror}") from e
-
-    async def answer(self, future: asyncio.Future[Any], patience_s: float) -> Any:
-        try:
-            async with asyncio.timeout(patience_s):
-                return await future
-        except TimeoutError as e:
-            raise RolloutFailure(f"sandbox: no answer in {patience_s:.0f} s") from e
-
-    def abort(self) -> None:
-        self._transport.abort()
-
-    async def close(self) -> None:
-        """Returns when the sandbox is gone; it ends when it sees our side end."""
-        self._give_up()  # a command that ends because of this did not run out of its time
-        if not self._ended.done() and not self._transport.is_closing():
-            self._transport.write_eof()
-        try:
-            async with asyncio.timeout(REPLY_TIMEOUT_S):
-                await asyncio.shield(self._ended)
-        except TimeoutError as e:
-            raise RolloutFailure(f"sandbox: it did not end in {REPLY_TIMEOUT_S:.0f} s") from e
-        finally:
-            self._transport.abort()
-
-
-def _settle(future: asyncio.Future[Any], answer: dict[str, Any]) -> None:
-    if "error" in answer:
-        kind, message = answer["error"]
-        future.set_exception(_ERRORS[kind](message))
-    else:
-        future.set_result(answer["ok"])

@@ -54,11 +54,14 @@ os._exit(127)
 class ProcessSandboxPool:
     """A `core.sandbox.SandboxPool`."""
 
+    def __init__(self) -> None:
+        self._sandboxes: set[ProcessSandbox] = set()
+
     @contextlib.asynccontextmanager
     async def open(self, spec: SandboxSpec) -> AsyncIterator[ProcessSandbox]:
         check_spec(spec, backend="process", gives={"repository"})
         before = await opening_tree(spec, max_bytes=_COPY_BYTES, max_entries=_COPY_FILES)
-        sandbox = ProcessSandbox(_new_directory(), spec.env, before)
+        sandbox = ProcessSandbox(self._sandboxes, spec.env, before)
         try:
             sandbox.fill(before)
             yield sandbox
@@ -70,19 +73,19 @@ class ProcessSandboxPool:
         return {}
 
     async def close(self) -> None:
-        """Nothing is shared between sandboxes, so there is nothing to close."""
-
-
-def _new_directory() -> Path:
-    return Path(tempfile.mkdtemp(prefix="etude-")).resolve()
+        for sandbox in list(self._sandboxes):
+            await sandbox.close()
 
 
 class ProcessSandbox:
     """A `core.sandbox.Sandbox` in a temporary directory."""
 
-    def __init__(self, root: Path, env: Mapping[str, str], before: Tree) -> None:
-        """`before`: what the working copy is compared with."""
-        self._root = root
+    def __init__(self, opened: set[ProcessSandbox], env: Mapping[str, str], before: Tree) -> None:
+        """`opened`: where it is found as long as it is open. `before`: what the working copy is
+        compared with."""
+        self._root = Path(tempfile.mkdtemp(prefix="etude-")).resolve()
+        self._opened = opened
+        self._opened.add(self)
         self._env = env
         self._before = before
         self._processes: set[OrdinaryProcess] = set()
@@ -242,7 +245,7 @@ class ProcessSandbox:
         copy = await asyncio.to_thread(
             tree.pack, self._open, max_bytes=_COPY_BYTES, max_entries=_COPY_FILES
         )
-        forked = ProcessSandbox(_new_directory(), self._env, self._before)
+        forked = ProcessSandbox(self._opened, self._env, self._before)
         try:
             await asyncio.to_thread(tree.unpack, copy, str(forked._root))
         except BaseException:
@@ -254,6 +257,7 @@ class ProcessSandbox:
         if self._closed:
             return
         self._closed = True
+        self._opened.discard(self)
         for process in list(self._processes):
             process.close()
             await process.kill()
@@ -287,7 +291,8 @@ class OrdinaryProcess:
         return code
 
     async def read(self) -> bytes:
-        data = await self._streams.read()
+        while (data := self._streams.take()) is None:
+            await self._streams.readable()
         self._check()
         return data
 

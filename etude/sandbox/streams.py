@@ -32,19 +32,24 @@ class Streams:
         for descriptor in self._open:
             os.set_blocking(descriptor, False)
 
-    async def read(self) -> bytes:
-        """The output that came since the last call, as soon as there is any; empty at its end."""
-        async with self._reading:
-            while self._output in self._open:
-                try:
-                    return os.read(self._output, _CHUNK)
-                except BlockingIOError:
-                    loop = asyncio.get_running_loop()
-                    await self._ready(self._output, loop.add_reader, loop.remove_reader)
-                except OSError:  # a terminal that no process holds any more
-                    return b""
+    def take(self) -> bytes | None:
+        """The output that came since the last call; empty at its end, None if there is none yet."""
+        if self._output not in self._open:
             rest, self._rest = self._rest, b""
             return rest
+        try:
+            return os.read(self._output, _CHUNK)
+        except BlockingIOError:
+            return None
+        except OSError:  # a terminal that no process holds any more
+            return b""
+
+    async def readable(self) -> None:
+        """Takes nothing, so nothing is lost with a reader that is cancelled."""
+        async with self._reading:
+            if self._output in self._open:
+                loop = asyncio.get_running_loop()
+                await self._ready(self._output, loop.add_reader, loop.remove_reader)
 
     async def write(self, data: bytes) -> None:
         """What nothing will read any more is dropped."""

@@ -41,6 +41,10 @@ def running(word: str) -> set[int]:
     return found
 
 
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 async def read_all(process: Process) -> bytes:
     async with asyncio.timeout(LONG_S):
         output = b""
@@ -70,6 +74,31 @@ async def test_output_comes_before_the_end_and_input_goes_in(pool: SandboxPool) 
         assert await process.read() == b""
         await process.kill()
         await process.write(b"nobody reads this")
+
+
+async def test_a_reader_that_gives_up_loses_nothing(pool: SandboxPool) -> None:
+    script = "import time\nfor n in range(300):\n    print(n, flush=True); time.sleep(0.001)"
+    async with pool.open(SandboxSpec(files={"s.py": script})) as sandbox:
+        process = await sandbox.start(["python", "s.py"])
+        output, data = b"", None
+        while data != b"":
+            data = None
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.0015):
+                    data = await process.read()
+            output += data or b""
+        assert output.split() == [str(n).encode() for n in range(300)]
+
+
+async def test_two_readers_share_the_output(pool: SandboxPool) -> None:
+    async with pool.open(SandboxSpec()) as sandbox:
+        process = await sandbox.start(["cat"])
+        readers = [asyncio.create_task(process.read()) for _ in range(2)]
+        await asyncio.sleep(0.05)
+        await process.write(b"x")
+        await process.write(b"")
+        async with asyncio.timeout(LONG_S):
+            assert sorted([await each for each in readers]) == [b"", b"x"]
 
 
 async def test_bytes_pass_as_they_are_and_input_has_an_end(pool: SandboxPool) -> None:
@@ -269,6 +298,17 @@ while True:
         await process.kill()
 
 
+async def test_closing_a_pool_closes_what_is_open(pool: SandboxPool) -> None:
+    seconds = unique_sleep()
+    async with pool.open(SandboxSpec()) as sandbox:
+        fork = await sandbox.fork()
+        for box in (sandbox, fork):
+            await box.start(["sleep", seconds])
+        await until(lambda: len(running(seconds)) == 2)
+        await pool.close()
+        assert not running(seconds)
+
+
 async def test_many_starts_leave_nothing_behind(pool: SandboxPool) -> None:
     def held() -> int:
         return len(os.listdir("/proc/self/fd"))
@@ -434,9 +474,11 @@ async def test_a_process_of_a_sandbox_that_was_killed_says_so(walled: NamespaceS
         assert await read_until(process, b"\n") == b"first\n"
         pending = [asyncio.create_task(process.read())]
         await asyncio.sleep(0.05)
-        for pid in descendants(walled._zygote.pid):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        zygote = walled._zygote.pid
+        for pid in descendants(zygote):  # its first process; the kernel ends the others
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                if parent(pid) == zygote:
+                    os.kill(pid, signal.SIGKILL)
         for each in (*pending, process.wait(), process.read(), process.write(b"x")):
             with pytest.raises(RolloutFailure, match="sandbox: "):
                 await each
