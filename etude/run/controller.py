@@ -57,7 +57,7 @@ class Controller:
         emit: Emit,
         owing: Callable[[], dict[str, float]] = dict,
     ) -> None:
-        """`owing`: as of `core.protocols.SandboxPool`."""
+        """`owing`: as of `core.sandbox.SandboxPool`."""
         self.run = run
         self.config = config
         self.gateway = gateway

@@ -3,13 +3,17 @@ files and argv."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
-from etude.core.errors import EtudeError
-from etude.core.sandbox import CommandResult, Process, SandboxSpec
+from etude.core.errors import RolloutFailure
+from etude.core.sandbox import CommandResult, SandboxSpec
+from etude.sandbox.diff import unified_diff
 from etude.sandbox.files import inside, inside_directory, to_bytes
-from etude.sandbox.spec import check_env, check_spec
+from etude.sandbox.limits import COPY_BYTES, COPY_FILES
+from etude.sandbox.spec import check_env, check_spec, opening_tree
+from etude.sandbox.tree import FILE, Entry, Tree
 
 Files = dict[str, str | bytes]
 Respond = Callable[[Files, Sequence[str]], CommandResult]
@@ -21,13 +25,19 @@ def silent(files: Files, argv: Sequence[str]) -> CommandResult:
 
 
 class FakeSandboxPool:
+    """A `core.sandbox.SandboxPool`. Nothing runs in its sandboxes, so any limits hold."""
+
     def __init__(self, respond: Respond = silent) -> None:
         self._respond = respond
 
     @contextlib.asynccontextmanager
     async def open(self, spec: SandboxSpec) -> AsyncIterator[FakeSandbox]:
-        check_spec(spec, backend="fake", gives=())
-        sandbox = FakeSandbox(spec.files, self._respond)
+        limits = ("cpus", "memory_bytes", "disk_bytes", "processes")
+        check_spec(spec, backend="fake", gives={"repository", "user"}, limits=limits)
+        size = spec.limits.disk_bytes or COPY_BYTES
+        before = await opening_tree(spec, max_bytes=size, max_entries=COPY_FILES)
+        files = {path: entry.content or b"" for path, entry in before.items()}
+        sandbox = FakeSandbox({**files, **spec.files}, self._respond)
         try:
             yield sandbox
         finally:
@@ -40,10 +50,14 @@ class FakeSandboxPool:
 
 
 class FakeSandbox:
+    """A `core.sandbox.Sandbox`. Its files have neither modes nor links."""
+
     def __init__(self, files: Mapping[str, str | bytes], respond: Respond = silent) -> None:
         self.files: Files = {inside(path): content for path, content in files.items()}
         self.commands: list[tuple[str, ...]] = []
         self._respond = respond
+        self._before = _tree(self.files)
+        self._processes: list[FakeProcess] = []
 
     async def run(
         self,
@@ -54,10 +68,7 @@ class FakeSandbox:
         cwd: str = ".",
         env: Mapping[str, str] | None = None,
     ) -> CommandResult:
-        inside_directory(cwd)
-        check_env(env or {})
-        self.commands.append(tuple(argv))
-        return self._respond(self.files, argv)
+        return self._answer(argv, cwd, env)
 
     async def start(
         self,
@@ -66,8 +77,21 @@ class FakeSandbox:
         cwd: str = ".",
         env: Mapping[str, str] | None = None,
         pty: bool = False,
-    ) -> Process:
-        raise EtudeError("fake sandboxes have no background processes")
+    ) -> FakeProcess:
+        """Its output is there at once. An exit code of None: it goes on until it is killed."""
+        process = FakeProcess(self._answer(argv, cwd, env))
+        self._processes.append(process)
+        return process
+
+    def _answer(
+        self, argv: Sequence[str], cwd: str, env: Mapping[str, str] | None
+    ) -> CommandResult:
+        check_env(env or {})
+        directory = inside_directory(cwd)
+        if directory != "." and not any(path.startswith(f"{directory}/") for path in self.files):
+            raise ValueError(f"{cwd} is not a directory of the working copy")
+        self.commands.append(tuple(argv))
+        return self._respond(self.files, argv)
 
     async def read(self, path: str) -> str:
         return (await self.read_bytes(path)).decode()
@@ -79,12 +103,57 @@ class FakeSandbox:
         return to_bytes(self.files[plain])
 
     async def write(self, path: str, content: str | bytes) -> None:
+        to_bytes(content)  # text that cannot be encoded is no text for a file
         self.files[inside(path)] = content
 
     async def diff(self) -> str:
-        raise EtudeError("fake sandboxes do not know what has changed")
+        now = _tree(self.files)
+        changed: dict[str, Entry | None] = {
+            path: entry for path, entry in now.items() if self._before.get(path) != entry
+        }
+        return unified_diff(self._before, changed | dict.fromkeys(self._before.keys() - now.keys()))
 
     async def fork(self) -> FakeSandbox:
-        return FakeSandbox(self.files, self._respond)
+        forked = FakeSandbox(self.files, self._respond)
+        forked._before = self._before
+        return forked
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        for process in self._processes:
+            process.close()
+
+
+class FakeProcess:
+    """A `core.sandbox.Process` that has said all it has to say, and notes what it is told."""
+
+    def __init__(self, answer: CommandResult) -> None:
+        self.written = b""
+        self._output = answer.output.encode()
+        self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        if answer.exit_code is not None:
+            self._ended.set_result(answer.exit_code)
+
+    async def read(self) -> bytes:
+        output, self._output = self._output, b""
+        if not output:
+            await self.wait()
+        return output
+
+    async def write(self, data: bytes) -> None:
+        self.written += data
+
+    async def wait(self) -> int:
+        return await asyncio.shield(self._ended)
+
+    async def kill(self) -> None:
+        if not self._ended.done():
+            self._ended.set_result(-9)
+
+    def close(self) -> None:
+        if not self._ended.done():
+            self._ended.set_exception(RolloutFailure("sandbox: it is closed"))
+            self._ended.exception()  # it need not be of interest to anybody
+
+
+def _tree(files: Files) -> Tree:
+    return {path: Entry(FILE, to_bytes(content)) for path, content in files.items()}

@@ -4,28 +4,28 @@ asks.
 It finishes the walls (mounts of its own over the shared root), then answers one JSON line with one
 JSON line, in order:
 
-    {"op": "write", "files": {path: content}}           {"ok": null}
-    {"op": "read", "path": path}                        {"ok": content}
-    {"op": "run", "argv": [...], "stdin": content, ...} {"ok": [code or null, output]}
-    {"op": "pack"} and {"op": "unpack", "tar": content} the whole working copy, out and in
-    what cannot be done                                 {"error": [kind, message]}
+    {"op": "write", "files": {path: [mode, content]}}    {"ok": null}
+    {"op": "read", "path": path}                         {"ok": content}
+    {"op": "run", "argv": [...], "stdin": content, ...}  {"ok": [code or null, output]}
+    {"op": "start", "argv": [...], "pty": bool, ...}     {"ok": null}
+    {"op": "changes", "before": {path: [...]}}           {"ok": {path: [mode, content] or null}}
+    {"op": "pack"} and {"op": "unpack", "tar": content}  the whole working copy, out and in
+    {"op": "limit", ...}                                 {"ok": null}
+    what cannot be done                                  {"error": [kind, message]}
 
-Contents are in base64.
+Contents are in base64. With "start" comes a socket, which belongs to that process: back over it go
+the host's ends of its streams, and from then on it is the business of a keeper (see `keep`).
 
-This process is trusted, what it runs is not, and they never meet: each command is process 1 of a
-PID namespace below this one, with a /proc of its own, without capabilities, without the calls that
-`syscalls` refuses, and without any descriptor but its three. It cannot name this process, so it
-cannot signal, trace or starve it; and when it ends, the kernel ends all that it left running.
-
-`python FILE ...` does not start a Python: the fork of this process already is one. Standard library
-only.
+This process and the keepers are trusted, what they run is not, and they never meet (see `command`).
+Standard library only.
 """
 
 from __future__ import annotations
 
-import atexit
 import base64
+import contextlib
 import errno
+import fcntl
 import gc
 import io
 import json
@@ -36,26 +36,29 @@ import select
 import signal
 import socket
 import stat
-import sys
-import tarfile
+import struct
+import termios
 import time
-import traceback
-import types
 from typing import Any, NoReturn
 
 from etude.core.errors import RolloutFailure
-from etude.sandbox import kernel
-from etude.sandbox.limits import COPY_BYTES, COPY_FILES, LIMITS, NICENESS, OUTPUT_BYTES, READ_BYTES
+from etude.sandbox import kernel, tree
+from etude.sandbox.command import HIDDEN, Command, spawn
+from etude.sandbox.limits import (
+    COPY_BYTES,
+    COPY_FILES,
+    LIMITS,
+    OUTPUT_BYTES,
+    READ_BYTES,
+    TERMINAL_SIZE,
+)
 
 GUEST_ID = 1000
-ENVIRONMENT = {
-    "PATH": f"{sys.base_prefix}/bin:/usr/local/bin:/usr/bin:/bin",
-    "HOME": "/tmp",
-    "LANG": "C.UTF-8",
-}
 WORK = "/work"
+TERMINALS = "/dev/pts"
 
-_HIDDEN = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
+_UNLOCK_TERMINAL, _OPEN_PEER = 0x40045431, 0x5441  # ioctls that `termios` has no names for
+_MAX_TERMINALS = 16
 
 
 class Link:
@@ -64,9 +67,13 @@ class Link:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._buffer = b""
+        self._descriptors: list[int] = []
 
     def fileno(self) -> int:
         return self._connection.fileno()
+
+    def close(self) -> None:
+        self._connection.close()
 
     def waiting(self) -> bool:
         """Whether another whole request has arrived already."""
@@ -75,20 +82,36 @@ class Link:
     def receive(self) -> Any:
         while not self.waiting():
             try:
-                chunk = self._connection.recv(1 << 16)
+                chunk, descriptors, _, _ = socket.recv_fds(self._connection, 1 << 16, 1)
             except ConnectionError:  # the host was killed before it had read our last answer
-                chunk = b""
+                chunk, descriptors = b"", []
             if not chunk:
-                os._exit(0)
+                end()
             self._buffer += chunk
+            self._descriptors += descriptors
         line, self._buffer = self._buffer.split(b"\n", 1)
         return json.loads(line)
+
+    def take_socket(self) -> socket.socket:
+        """The one that came with the request under way: those of later ones may be here, too."""
+        return socket.socket(fileno=self._descriptors.pop(0))
 
     def send(self, answer: dict[str, Any]) -> None:
         try:
             self._connection.sendall(json.dumps(answer).encode() + b"\n")
         except ConnectionError:
-            os._exit(0)
+            end()
+
+
+def end() -> NoReturn:
+    """End as the last process of the sandbox: when the host sees it, nothing in there is left. The
+    kernel would kill the others as well, but only after it has closed our socket."""
+    if os.getpid() == 1:
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.kill(-1, signal.SIGKILL)  # to process 1, all there are is this sandbox
+            while True:
+                os.waitpid(-1, 0)
+    os._exit(0)
 
 
 def serve(connection: socket.socket) -> NoReturn:
@@ -102,6 +125,7 @@ def serve(connection: socket.socket) -> NoReturn:
     gc.freeze()  # a collection in a command would copy every page that it shares with this process
     while True:
         request = link.receive()
+        _reap()
         try:
             answer = {"ok": getattr(guest, "op_" + request.pop("op"))(**request)}
         except FileNotFoundError as e:
@@ -113,31 +137,62 @@ def serve(connection: socket.socket) -> NoReturn:
         link.send(answer)
 
 
+def _reap() -> None:
+    """Keepers that have ended, and what a killed one left: orphans come to the first process."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
 class Guest:
+    """The working copy, and the commands in it."""
+
     def __init__(self, link: Link) -> None:
         self._link = link
-        kernel.mount("proc", "/proc", "proc", _HIDDEN)
-        for path in (WORK, "/tmp"):
-            options = f"size={COPY_BYTES},nr_inodes={COPY_FILES},mode=0755"
-            kernel.mount("tmpfs", path, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, options)
+        self._copy_bytes = COPY_BYTES
+        self._copy_files = COPY_FILES
+        self._limits = dict(LIMITS)
+        kernel.mount("proc", "/proc", "proc", HIDDEN)
+        self._mount_copies()
         # No namespaces below for what runs here: they would give it capabilities again, and with
         # them a far larger part of the kernel to attack.
         kernel.put("/proc/sys/user/max_user_namespaces", "0")
         socket.sethostname("localhost")
+        kernel.raise_loopback()
         os.chdir(WORK)
         self._work = os.open(WORK, os.O_PATH | os.O_DIRECTORY)
         self._own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY)
 
-    def op_write(self, files: dict[str, str]) -> None:
-        for path, content in files.items():
+    def _mount_copies(self, more_flags: int = 0) -> None:
+        flags = kernel.MS_NOSUID | kernel.MS_NODEV | more_flags
+        options = f"size={self._copy_bytes},nr_inodes={self._copy_files},mode=0755"
+        for path in (WORK, "/tmp"):
+            kernel.mount("tmpfs", path, "tmpfs", flags, options)
+
+    def op_limit(self, disk_bytes: int, disk_files: int, processes: int) -> None:
+        self._copy_bytes = disk_bytes
+        self._copy_files = disk_files
+        self._limits[resource.RLIMIT_NPROC] = processes
+        self._mount_copies(kernel.MS_REMOUNT)
+
+    def op_write(self, files: dict[str, tuple[int, str]]) -> None:
+        for path, (mode, content) in files.items():
             data = base64.b64decode(content)
             try:
                 os.makedirs(os.path.dirname(f"{WORK}/{path}"), exist_ok=True)
-                with self._open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as file:
-                    if file.write(data) < len(data):
-                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                if mode == tree.LINK:
+                    os.symlink(data, os.fsencode(f"{WORK}/{path}"))
+                else:
+                    self._write(path, mode, data)
             except OSError as e:
                 raise ValueError(f"{path} cannot be written: {e.strerror}") from e
+
+    def _write(self, path: str, mode: int, data: bytes) -> None:
+        with self._open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as file:
+            if mode == tree.EXECUTABLE:
+                os.fchmod(file.fileno(), 0o755)
+            if file.write(data) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def op_read(self, path: str) -> str:
         try:
@@ -149,7 +204,7 @@ class Guest:
             raise ValueError(f"{path} cannot be read: {e.strerror}") from e
         if len(data) > READ_BYTES:
             raise ValueError(f"{path} is larger than {READ_BYTES} bytes")
-        return base64.b64encode(data).decode()
+        return _encode(data)
 
     def _open(self, path: str, flags: int) -> io.FileIO:
         try:
@@ -166,37 +221,45 @@ class Guest:
             raise ValueError(f"{path} is not a plain file")
         return file
 
+    def _directory(self, path: str) -> int:
+        try:
+            return kernel.open_beneath(self._work, path, os.O_PATH | os.O_DIRECTORY)
+        except OSError as e:
+            raise ValueError(f"{path} is not a directory of the working copy") from e
+
+    def _opener(self, path: str, flags: int) -> int:
+        return kernel.open_beneath(self._work, path, flags)
+
+    def op_changes(self, before: dict[str, list[Any]]) -> dict[str, Any]:
+        known = {path: tuple(each) for path, each in before.items()}
+        changed = tree.changes(
+            self._opener, known, file_bytes=READ_BYTES, max_entries=self._copy_files
+        )
+        return {
+            path: entry and [entry.mode, None if entry.content is None else _encode(entry.content)]
+            for path, entry in changed.items()
+        }
+
     def op_pack(self) -> str:
-        buffer = io.BytesIO()
-        with tarfile.open(fileobj=buffer, mode="w") as tar:
-            tar.add(WORK, arcname=".")
-        return base64.b64encode(buffer.getvalue()).decode()
+        return _encode(
+            tree.pack(self._opener, max_bytes=self._copy_bytes, max_entries=self._copy_files)
+        )
 
     def op_unpack(self, tar: str) -> None:
-        with tarfile.open(fileobj=io.BytesIO(base64.b64decode(tar))) as packed:
-            # made by `op_pack`, and there is nothing else in here
-            packed.extractall(WORK, filter="fully_trusted")
+        tree.unpack(base64.b64decode(tar), WORK)
 
     def op_run(
         self, argv: list[str], stdin: str, timeout_s: float, cwd: str, env: dict[str, str]
     ) -> tuple[int | None, str]:
         directory = self._directory(cwd)
         source, output = os.memfd_create("stdin"), os.memfd_create("output")
-        broken, breaks = os.pipe()
+        limits = {**self._limits, resource.RLIMIT_CPU: math.ceil(timeout_s) + 1}
+        command = Command(argv, env, directory, source, output, False, limits)
         try:
             os.pwrite(source, base64.b64decode(stdin), 0)
-            kernel.join_pid_namespace(self._own_pids)
-            kernel.unshare(kernel.CLONE_NEWPID)
-            child = os.fork()
-            if child == 0:
-                try:
-                    _become(argv, env, directory, (source, output), breaks, timeout_s)
-                finally:
-                    os._exit(127)
-            os.close(breaks)
+            child, broken = spawn(command, self._own_pids)
             code = self._wait(child, time.monotonic() + timeout_s)
-            if reason := os.read(broken, 1000):
-                raise OSError(reason.decode())
+            _raise_if_broken(broken)
             size = os.fstat(output).st_size
             return code, os.pread(output, OUTPUT_BYTES, max(0, size - OUTPUT_BYTES)).decode(
                 errors="replace"
@@ -204,14 +267,8 @@ class Guest:
         except OSError as e:
             raise RolloutFailure(f"a command could not be run: {e}") from e
         finally:
-            for descriptor in (directory, source, output, broken):
+            for descriptor in (directory, source, output):
                 os.close(descriptor)
-
-    def _directory(self, path: str) -> int:
-        try:
-            return kernel.open_beneath(self._work, path, os.O_PATH | os.O_DIRECTORY)
-        except OSError as e:
-            raise ValueError(f"{path} is not a directory of the working copy") from e
 
     def _wait(self, child: int, deadline: float) -> int | None:
         """The exit status (minus the signal, if one ended it), or None when it was killed: for its
@@ -224,92 +281,108 @@ class Guest:
         left = 0.0 if self._link.waiting() else max(0.0, deadline - time.monotonic())
         ended = any(descriptor == handle for descriptor, _ in poll.poll(math.ceil(left * 1000)))
         os.close(handle)
-        if not ended:
-            os.kill(child, signal.SIGKILL)
-        # Process 1 of a namespace is not reaped before every other process in it is gone.
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        code = _reaped(child, kill=not ended)
         return code if ended else None
+
+    def op_start(self, argv: list[str], cwd: str, env: dict[str, str], pty: bool) -> None:
+        with self._link.take_socket() as control:
+            opened = [self._directory(cwd)]
+            try:
+                opened += _open_terminal() if pty else _open_pipes()
+                directory, source, output, *theirs = opened
+                socket.send_fds(control, [b"\0"], theirs)
+                kernel.join_pid_namespace(self._own_pids)
+                if os.fork() == 0:
+                    self._link.close()
+                    for descriptor in theirs:
+                        os.close(descriptor)
+                    command = Command(argv, env, directory, source, output, pty, self._limits)
+                    keep(control, command, self._own_pids)
+            finally:
+                for descriptor in set(opened):
+                    os.close(descriptor)
+
+
+def keep(control: socket.socket, command: Command, own_pids: int) -> NoReturn:
+    """Be the keeper of a process that lives on between commands.
+
+    A "?" from the host is answered with a "?" and a newline; "k", or the end of its side, kills the
+    process and all below it. The last word is a line with its exit status, or "!" and why it could
+    not be started."""
+    try:
+        child, broken = spawn(command, own_pids)
+        for descriptor in {command.directory, command.source, command.output}:
+            os.close(descriptor)
+        _attend(control, child)
+        code = _reaped(child, kill=True)
+        _raise_if_broken(broken)
+        control.sendall(b"%d\n" % code)
+    except ConnectionError:  # the host has gone
+        pass
+    except OSError as e:
+        control.sendall(f"!a process could not be started: {e}\n".encode())
+    finally:
+        os._exit(0)
+
+
+def _attend(control: socket.socket, child: int) -> None:
+    """Until the child has ended, or is to end."""
+    handle = os.pidfd_open(child)
+    poll = select.poll()
+    poll.register(handle, select.POLLIN)
+    poll.register(control, select.POLLIN)
+    while True:
+        ready = {descriptor for descriptor, _ in poll.poll()}
+        if handle in ready:
+            return
+        try:
+            word = control.recv(64)
+            if not word or b"k" in word:
+                return
+            control.sendall(b"?\n" * len(word))
+        except ConnectionError:
+            return
+
+
+def _reaped(child: int, *, kill: bool) -> int:
+    """Its exit status. Process 1 of a namespace is not reaped before every other process in it is
+    gone."""
+    if kill:
+        os.kill(child, signal.SIGKILL)  # without effect on one that has ended
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def _raise_if_broken(broken: int) -> None:
+    reason = os.read(broken, 1000)
+    os.close(broken)
+    if reason:
+        raise OSError(reason.decode())
+
+
+def _open_pipes() -> tuple[int, int, int, int]:
+    """Standard input and output of a process, and the host's ends of both. What nobody reads fills
+    the pipe, and then the process waits."""
+    source, into = os.pipe()
+    out_of, output = os.pipe()
+    return source, output, out_of, into
+
+
+def _open_terminal() -> tuple[int, int, int]:
+    """The same as a terminal of this sandbox alone, whose other end is one."""
+    if not os.path.exists(f"{TERMINALS}/ptmx"):  # most never need it, and it is much of the kernel
+        options = f"newinstance,ptmxmode=0666,mode=0600,max={_MAX_TERMINALS}"
+        flags = kernel.MS_NOSUID | kernel.MS_NOEXEC
+        kernel.mount("devpts", TERMINALS, "devpts", flags, options)
+    master = os.open(f"{TERMINALS}/ptmx", os.O_RDWR | os.O_NOCTTY)
+    fcntl.ioctl(master, _UNLOCK_TERMINAL, struct.pack("=i", 0))
+    peer = fcntl.ioctl(master, _OPEN_PEER, os.O_RDWR | os.O_NOCTTY)
+    fcntl.ioctl(peer, termios.TIOCSWINSZ, TERMINAL_SIZE)
+    return peer, peer, master
+
+
+def _encode(data: bytes) -> str:
+    return base64.b64encode(data).decode()
 
 
 def _mode(flags: int) -> str:
     return "w" if flags & os.O_WRONLY else "r"
-
-
-def _become(
-    argv: list[str],
-    env: dict[str, str],
-    directory: int,
-    streams: tuple[int, int],
-    breaks: int,
-    timeout_s: float,
-) -> NoReturn:
-    """Turn this fork into the command."""
-    try:
-        kernel.unshare(kernel.CLONE_NEWNS)
-        kernel.mount("proc", "/proc", "proc", _HIDDEN)
-        kernel.put("/proc/self/oom_score_adj", "1000")  # when memory runs out, this goes first
-        for limit, value in {**LIMITS, resource.RLIMIT_CPU: math.ceil(timeout_s) + 1}.items():
-            resource.setrlimit(limit, (value, value))
-        os.nice(NICENESS)
-        kernel.drop_capabilities()
-        os.fchdir(directory)
-        os.dup2(streams[0], 0)
-        os.dup2(streams[1], 1)
-        os.dup2(streams[1], 2)
-        kernel.filter_calls()
-    except OSError as e:
-        os.write(breaks, str(e).encode())
-        os._exit(1)
-    os.closerange(3, 1 << 20)
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):
-        signal.signal(number, signal.SIG_DFL)
-    if argv[0] in ("python", "python3"):
-        # Variables may change how a Python starts, and this one has started.
-        if len(argv) > 1 and not argv[1].startswith("-") and not env:
-            _run_script(argv[1:])
-        argv = [sys.executable, "-B", *argv[1:]]
-    try:
-        os.execvpe(argv[0], argv, {**ENVIRONMENT, **env})
-    except OSError as e:
-        os.write(2, f"{argv[0]}: {e.strerror}\n".encode())
-    os._exit(127)
-
-
-def _run_script(argv: list[str]) -> NoReturn:
-    """What `python SCRIPT ...` does, from the first line of the script to the exit status."""
-    script = argv[0]
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    sys.argv = argv
-    sys.path[:] = [os.path.dirname(os.path.abspath(script)), *sys.path]
-    main = types.ModuleType("__main__")
-    main.__dict__.update(__file__=os.path.abspath(script), __builtins__=__builtins__)
-    sys.modules["__main__"] = main
-    code = 0
-    try:
-        with open(script, "rb") as file:
-            program = compile(file.read(), script, "exec")
-        exec(program, main.__dict__)
-    except SystemExit as e:
-        code = _exit_status(e.code)
-    # the interpreter's own last resort, which this function stands in for
-    except BaseException as e:
-        frame = e.__traceback__
-        while frame and frame.tb_frame.f_code.co_filename == __file__:
-            frame = frame.tb_next
-        traceback.print_exception(e.with_traceback(frame))
-        code = 1
-    if threading := sys.modules.get("threading"):
-        threading._shutdown()
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            stream.flush()
-    os._exit(code)
-
-
-def _exit_status(code: object) -> int:
-    if code is None or isinstance(code, int):
-        return (code or 0) & 0xFF
-    print(code, file=sys.stderr)
-    return 1

@@ -7,7 +7,9 @@ Only the standard library: this runs in the zygote, in front of every wall that 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
+import socket
 import struct
 
 from etude.sandbox import syscalls
@@ -30,6 +32,7 @@ _RESOLVE_NO_XDEV, _RESOLVE_NO_MAGICLINKS, _RESOLVE_BENEATH = 0x01, 0x02, 0x08
 _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 4, 22, 36, 38
 _SECCOMP_MODE_FILTER = 2
 _KEYCTL_JOIN_SESSION_KEYRING = 1
+_SIOCSIFFLAGS, _IFF_UP, _IFF_RUNNING = 0x8914, 0x1, 0x40
 # newer than the split of the tables: the same on every architecture
 _SYS_openat2, _SYS_mount_setattr = 437, 442
 
@@ -100,7 +103,7 @@ def open_beneath(directory: int, path: str, flags: int, mode: int = 0) -> int:
     resolve = _RESOLVE_BENEATH | _RESOLVE_NO_MAGICLINKS | _RESOLVE_NO_XDEV
     how = struct.pack("=QQQ", flags | os.O_CLOEXEC, mode if flags & os.O_CREAT else 0, resolve)
     return _check(
-        _libc.syscall(_SYS_openat2, directory, path.encode(), how, len(how)), f"openat2({path})"
+        _libc.syscall(_SYS_openat2, directory, os.fsencode(path), how, len(how)), f"openat2({path})"
     )
 
 
@@ -121,6 +124,16 @@ def _prctl(option: int, value: int, name: str, address: int = 0) -> None:
         _libc.prctl(option, ctypes.c_ulong(value), ctypes.c_ulong(address), zero, zero),
         f"prctl({name})",
     )
+
+
+def raise_loopback() -> None:
+    """Let the processes of this network namespace reach each other, and nothing else."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        request = struct.pack("=16sH22x", b"lo", _IFF_UP | _IFF_RUNNING)
+        try:
+            fcntl.ioctl(any_socket, _SIOCSIFFLAGS, request)
+        except OSError as e:
+            raise OSError(e.errno, f"ioctl(lo): {e.strerror}") from e
 
 
 def forbid_new_privileges() -> None:

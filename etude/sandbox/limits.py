@@ -9,6 +9,7 @@ is not enough, run the controller in a cgroup of its own.
 from __future__ import annotations
 
 import resource
+import struct
 
 MIB = 1 << 20
 
@@ -17,6 +18,7 @@ COPY_BYTES = 32 * MIB
 COPY_FILES = 4096
 """Files, directories and links in each of the two. Empty ones take no bytes, but memory of the
 kernel."""
+MAX_PROCESSES = 16
 READ_BYTES = MIB // 4
 """The largest file that is read out of a sandbox."""
 OUTPUT_BYTES = 16 << 10
@@ -25,11 +27,18 @@ OUTPUT_BYTES = 16 << 10
 LIMITS = {
     resource.RLIMIT_AS: 512 * MIB,
     resource.RLIMIT_FSIZE: 16 * MIB,
-    resource.RLIMIT_NPROC: 16,  # of the whole sandbox: its user exists only in there
+    resource.RLIMIT_NPROC: MAX_PROCESSES,  # of the whole sandbox: its user exists only in there
     resource.RLIMIT_NOFILE: 256,
     # at 0, a kernel that pipes core dumps to a program would still start it; 1 means never
     resource.RLIMIT_CORE: 1,
 }
 """Of each process. A command's CPU seconds are limited as well, by its time."""
+TERMINAL_SIZE = struct.pack("=4H", 24, 80, 0, 0)
+"""Rows and columns of a terminal, as the kernel takes them."""
 NICENESS = 10
 """Of commands: whatever they compute, the controller's event loop comes first."""
+
+
+def files_in(copy_bytes: int) -> int:
+    """Files, directories and links that a working copy of this size may have."""
+    return max(COPY_FILES, copy_bytes * COPY_FILES // COPY_BYTES)

@@ -1,9 +1,9 @@
 """Sandboxes in Linux namespaces: the host's side.
 
 `NamespaceSandboxPool` starts one `zygote` process; every sandbox is a fork of it and answers over a
-socket that only this process holds (see `guest` for the lines that go over it). All of them live in
-one event loop, without threads. Needs no daemon, no package and no privilege: an ordinary user's
-kernel permits it, unless the system has turned it off.
+socket that only this process holds (`link`; see `guest` for the lines that go over it). All of them
+live in one event loop, without threads. Needs no daemon, no package and no privilege: an ordinary
+user's kernel permits it, unless the system has turned it off.
 """
 
 from __future__ import annotations
@@ -12,29 +12,33 @@ import asyncio
 import base64
 import contextlib
 import itertools
-import json
 import math
+import os
 import socket
 import subprocess
 import sys
 import tempfile
-from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from etude.core.errors import EtudeError, RolloutFailure
-from etude.core.sandbox import CommandResult, Process, SandboxSpec
+from etude.core.sandbox import CommandResult, Limits, Process, SandboxSpec
+from etude.sandbox.diff import unified_diff
 from etude.sandbox.files import inside, inside_directory, to_bytes
-from etude.sandbox.spec import check_env, check_spec
+from etude.sandbox.kept import Keeper, KeptProcess
+from etude.sandbox.limits import COPY_BYTES, MAX_PROCESSES, files_in
+from etude.sandbox.link import REPLY_TIMEOUT_S, Link
+from etude.sandbox.spec import check_env, check_spec, opening_tree
+from etude.sandbox.streams import Streams
+from etude.sandbox.tree import FILE, Entry, Tree, known
 
-REPLY_TIMEOUT_S = 60.0
-"""How long a sandbox may take over what it does in milliseconds; past it, the machine is beyond
-use."""
 _ZYGOTES = 6
 """So many in a row may be silent when a sandbox is wanted."""
 _END_S = 2.0
 """For a zygote to end by itself. The launcher of a run gives its controller a little more."""
+_USER = "user"
+"""What commands are called in a sandbox."""
 _OPENING = 32
 """Sandboxes in the making at once. More would only wait in the zygote's queue."""
 _BOOT = (
@@ -42,14 +46,11 @@ _BOOT = (
     "sys.path.pop(); "
     "main(socket.socket(fileno=int(sys.argv[2])), sys.argv[3])"
 )
-_ERRORS: dict[str, type[Exception]] = {
-    "FileNotFoundError": FileNotFoundError,
-    "ValueError": ValueError,
-    "RolloutFailure": RolloutFailure,
-}
 
 
 class NamespaceSandboxPool:
+    """A `core.sandbox.SandboxPool`."""
+
     def __init__(self, silence_s: float = REPLY_TIMEOUT_S) -> None:
         """Raises EtudeError with the call that was refused, where the kernel does not let us.
         `silence_s`: a zygote that does not answer for so long is replaced, and a sandbox that does
@@ -93,16 +94,29 @@ class NamespaceSandboxPool:
 
     @contextlib.asynccontextmanager
     async def open(self, spec: SandboxSpec) -> AsyncIterator[NamespaceSandbox]:
-        check_spec(spec, backend="namespaces", gives=())
-        sandbox = await self.start(spec.env)
+        gives = {"repository", "user"} if spec.user == _USER else {"repository"}
+        check_spec(spec, backend="namespaces", gives=gives, limits=("disk_bytes", "processes"))
+        size = spec.limits.disk_bytes or COPY_BYTES
+        before = await opening_tree(spec, max_bytes=size, max_entries=files_in(size))
+        sandbox = await self.start(spec, before)
         try:
-            await sandbox.fill(spec.files)
+            await sandbox.fill(before)
             yield sandbox
         finally:
             await sandbox.close()
 
-    async def start(self, env: Mapping[str, str] | None = None) -> NamespaceSandbox:
+    async def start(self, spec: SandboxSpec, before: Tree) -> NamespaceSandbox:
         """A sandbox with an empty working copy, which the caller closes."""
+        sandbox = await self._start(spec, before)
+        if spec.limits != Limits():
+            try:
+                await sandbox.limit(spec.limits)
+            except BaseException:
+                await sandbox.close()
+                raise
+        return sandbox
+
+    async def _start(self, spec: SandboxSpec, before: Tree) -> NamespaceSandbox:
         async with self._opening:
             if self._closed:
                 raise RolloutFailure("sandbox: the pool is closed")
@@ -111,7 +125,7 @@ class NamespaceSandboxPool:
                 if self._zygote.poll() is not None:
                     self._replace()
                 zygote = self._zygote
-                if (sandbox := await self._ask_for_one(env or {})) is not None:
+                if (sandbox := await self._ask_for_one(spec, before)) is not None:
                     return sandbox
                 if zygote is self._zygote and not self._closed:
                     self._replace()
@@ -120,14 +134,16 @@ class NamespaceSandboxPool:
             f"sandbox: none came from {_ZYGOTES} zygotes in {self.silence_s:g} s each"
         )
 
-    async def _ask_for_one(self, env: Mapping[str, str]) -> NamespaceSandbox | None:
+    async def _ask_for_one(self, spec: SandboxSpec, before: Tree) -> NamespaceSandbox | None:
         """None if the zygote is silent."""
         ours, theirs = socket.socketpair()
         with theirs:
             ours.setblocking(False)
             socket.send_fds(self._control, [b"\0"], [theirs.fileno()])
-        _, link = await asyncio.get_running_loop().create_unix_connection(_Link, sock=ours)
-        sandbox = NamespaceSandbox(self, link, next(self._numbers), env)
+        _, link = await asyncio.get_running_loop().create_unix_connection(
+            lambda: Link(ours), sock=ours
+        )
+        sandbox = NamespaceSandbox(self, link, next(self._numbers), spec, before)
         self._sandboxes.add(sandbox)
         try:
             async with asyncio.timeout(self.silence_s):
@@ -162,6 +178,8 @@ class NamespaceSandboxPool:
             self._asked = now
         owed_s, self._owed_s = max(self._owed_s, now - (self._asked or now)), 0.0
         late = {f"sandbox {box.number}": now - box.due for box in self._sandboxes if box.due <= now}
+        for box in self._sandboxes:
+            late |= box.keepers_owing()
         return {"zygote": owed_s} | late
 
     def forget(self, sandbox: NamespaceSandbox) -> None:
@@ -197,13 +215,24 @@ def _first_line(control: socket.socket) -> str:
 
 
 class NamespaceSandbox:
+    """A `core.sandbox.Sandbox`, by the socket of its first process."""
+
     def __init__(
-        self, pool: NamespaceSandboxPool, link: _Link, number: int, env: Mapping[str, str]
+        self,
+        pool: NamespaceSandboxPool,
+        link: Link,
+        number: int,
+        spec: SandboxSpec,
+        before: Tree,
     ) -> None:
+        """`before`: what the working copy is compared with."""
         self._pool = pool
         self._link = link
         self.number = number
-        self._env = env
+        self._spec = spec
+        self._before = before
+        self._processes: dict[int, Keeper] = {}
+        self._process_numbers = itertools.count(1)
         self.due = math.inf
         """When it should have answered what it is asked now."""
         self._late_s = 0.0
@@ -226,7 +255,7 @@ class NamespaceSandbox:
             stdin=_encode(stdin),
             timeout_s=timeout_s,
             cwd=inside_directory(cwd),
-            env={**self._env, **(env or {})},
+            env={**self._spec.env, **(env or {})},
         )
         return CommandResult(code, output)
 
@@ -238,7 +267,50 @@ class NamespaceSandbox:
         env: Mapping[str, str] | None = None,
         pty: bool = False,
     ) -> Process:
-        raise EtudeError("namespaces sandboxes have no background processes")
+        check_env(env or {})
+        variables = {**({"TERM": "xterm"} if pty else {}), **self._spec.env, **(env or {})}
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        try:
+            with theirs:
+                await self._ask(
+                    op="start",
+                    descriptor=theirs,
+                    argv=list(argv),
+                    cwd=inside_directory(cwd),
+                    env=variables,
+                    pty=pty,
+                )
+            descriptors = socket.recv_fds(ours, 1, 2)[1]
+        except BaseException:
+            ours.close()
+            raise
+        return await self._keep(ours, descriptors)
+
+    async def _keep(self, control: socket.socket, descriptors: list[int]) -> KeptProcess:
+        output = descriptors[0]
+        source = descriptors[1] if len(descriptors) > 1 else os.dup(output)
+        streams = Streams(output, source, terminal=len(descriptors) == 1)
+        number = next(self._process_numbers)
+
+        def ended() -> None:
+            streams.finish()
+            self._processes.pop(number, None)
+
+        keeper = self._processes[number] = Keeper(ended)
+        # without a wait in it, for a socket that is connected already
+        await asyncio.get_running_loop().create_unix_connection(lambda: keeper, sock=control)
+        return KeptProcess(keeper, streams, self._pool.silence_s, self._answered_late)
+
+    def keepers_owing(self) -> dict[str, float]:
+        return {
+            f"sandbox {self.number} process {number}": owed_s
+            for number, keeper in self._processes.items()
+            if (owed_s := keeper.owed_s()) > 0.0
+        }
+
+    def _answered_late(self, seconds: float) -> None:
+        self._late_s = max(self._late_s, seconds)
 
     async def read(self, path: str) -> str:
         return (await self.read_bytes(path)).decode()
@@ -247,18 +319,33 @@ class NamespaceSandbox:
         return base64.b64decode(await self._ask(op="read", path=inside(path)))
 
     async def write(self, path: str, content: str | bytes) -> None:
-        await self.fill({path: content})
+        await self.fill({inside(path): Entry(FILE, to_bytes(content))})
 
-    async def fill(self, files: Mapping[str, str | bytes]) -> None:
-        encoded = {inside(path): _encode(content) for path, content in files.items()}
+    async def fill(self, files: Tree) -> None:
+        encoded = {path: [mode, _encode(content or b"")] for path, (mode, content) in files.items()}
         await self._ask(op="write", files=encoded)
 
+    async def limit(self, limits: Limits) -> None:
+        size = limits.disk_bytes or COPY_BYTES
+        processes = limits.processes or MAX_PROCESSES
+        # the first process of the sandbox is one of its user's, too
+        await self._ask(
+            op="limit", disk_bytes=size, disk_files=files_in(size), processes=processes + 1
+        )
+
     async def diff(self) -> str:
-        raise EtudeError("namespaces sandboxes do not know what has changed")
+        answer = await self._ask(op="changes", before=known(self._before))
+        changed = {
+            path: Entry(each[0], None if each[1] is None else base64.b64decode(each[1]))
+            if each
+            else None
+            for path, each in answer.items()
+        }
+        return await asyncio.to_thread(unified_diff, self._before, changed)
 
     async def fork(self) -> NamespaceSandbox:
         copy = await self._ask(op="pack")
-        sandbox = await self._pool.start(self._env)
+        sandbox = await self._pool.start(self._spec, self._before)
         try:
             await sandbox._ask(op="unpack", tar=copy)
         except BaseException:
@@ -268,19 +355,29 @@ class NamespaceSandbox:
 
     async def close(self) -> None:
         self._pool.forget(self)
+        self._close_processes()
         await self._link.close()
 
     def abandon(self) -> None:
         """Does not wait for its end."""
         self._pool.forget(self)
+        self._close_processes()
         self._link.abort()
 
-    async def _ask(self, working_s: float = 0.0, **request: Any) -> Any:
+    def _close_processes(self) -> None:
+        for keeper in list(self._processes.values()):
+            keeper.close()
+
+    async def _ask(
+        self, working_s: float = 0.0, descriptor: socket.socket | None = None, **request: Any
+    ) -> Any:
         clock = asyncio.get_running_loop().time
         async with self._turn:
             self._check()
             self.due = clock() + working_s
             try:
+                if descriptor is not None:
+                    await self._link.send_socket(descriptor)
                 answer = await self._link.answer(
                     self._link.send(request), working_s + REPLY_TIMEOUT_S
                 )
@@ -298,79 +395,3 @@ class NamespaceSandbox:
 
 def _encode(content: str | bytes) -> str:
     return base64.b64encode(to_bytes(content)).decode()
-
-
-class _Link(asyncio.Protocol):
-    """JSON lines to and from one sandbox. Answers come in the order of the requests, also of those
-    whose asker was cancelled: their answers are read and dropped."""
-
-    def __init__(self) -> None:
-        self._transport: asyncio.Transport
-        self._buffer: list[bytes] = []
-        self._loop = asyncio.get_running_loop()
-        self._ended: asyncio.Future[None] = self._loop.create_future()
-        self.ready: asyncio.Future[Any] = self._loop.create_future()
-        """The first answer, which is to no request."""
-        self._owed = deque([self.ready])
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-
-    def data_received(self, data: bytes) -> None:
-        *lines, rest = data.split(b"\n")
-        for line in lines:
-            whole, self._buffer = b"".join([*self._buffer, line]), []
-            future = self._owed.popleft()
-            if not future.done():
-                _settle(future, json.loads(whole))
-        self._buffer.append(rest)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._give_up()
-        self._ended.set_result(None)
-
-    def _give_up(self) -> None:
-        for future in self._owed:
-            if not future.done():
-                future.set_exception(
-                    RolloutFailure("sandbox: it ended while it was asked something")
-                )
-
-    def send(self, request: dict[str, Any]) -> asyncio.Future[Any]:
-        if self._ended.done() or self._transport.is_closing():
-            raise RolloutFailure("sandbox: it is closed")
-        future: asyncio.Future[Any] = self._loop.create_future()
-        self._owed.append(future)
-        self._transport.write(json.dumps(request).encode() + b"\n")
-        return future
-
-    async def answer(self, future: asyncio.Future[Any], patience_s: float) -> Any:
-        try:
-            async with asyncio.timeout(patience_s):
-                return await future
-        except TimeoutError as e:
-            raise RolloutFailure(f"sandbox: no answer in {patience_s:.0f} s") from e
-
-    def abort(self) -> None:
-        self._transport.abort()
-
-    async def close(self) -> None:
-        """Returns when the sandbox is gone; it ends when it sees our side end."""
-        self._give_up()  # a command that ends because of this did not run out of its time
-        if not self._ended.done() and not self._transport.is_closing():
-            self._transport.write_eof()
-        try:
-            async with asyncio.timeout(REPLY_TIMEOUT_S):
-                await asyncio.shield(self._ended)
-        except TimeoutError as e:
-            raise RolloutFailure(f"sandbox: it did not end in {REPLY_TIMEOUT_S:.0f} s") from e
-        finally:
-            self._transport.abort()
-
-
-def _settle(future: asyncio.Future[Any], answer: dict[str, Any]) -> None:
-    if "error" in answer:
-        kind, message = answer["error"]
-        future.set_exception(_ERRORS[kind](message))
-    else:
-        future.set_result(answer["ok"])

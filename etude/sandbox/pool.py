@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from etude.core.sandbox import SandboxPool
-from etude.sandbox.namespaces import REPLY_TIMEOUT_S, NamespaceSandboxPool
+from etude.sandbox.link import REPLY_TIMEOUT_S
+from etude.sandbox.namespaces import NamespaceSandboxPool
 from etude.sandbox.process import ProcessSandboxPool
 
 ISOLATION: dict[str, Callable[[float], SandboxPool]] = {

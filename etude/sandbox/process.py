@@ -9,30 +9,61 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import shutil
 import signal
 import stat
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Mapping, Sequence
+import termios
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 
-from etude.core.errors import EtudeError
-from etude.core.sandbox import CommandResult, Process, SandboxSpec
+from etude.core.errors import RolloutFailure
+from etude.core.sandbox import CommandResult, SandboxSpec
+from etude.sandbox import tree
+from etude.sandbox.diff import unified_diff
 from etude.sandbox.files import inside, inside_directory, to_bytes
-from etude.sandbox.limits import OUTPUT_BYTES, READ_BYTES
-from etude.sandbox.spec import check_env, check_spec
+from etude.sandbox.limits import OUTPUT_BYTES, READ_BYTES, TERMINAL_SIZE
+from etude.sandbox.spec import check_env, check_spec, opening_tree
+from etude.sandbox.streams import Streams
+from etude.sandbox.tree import FILE, LINK, Entry, Tree
+
+_COPY_BYTES = 1 << 30
+_COPY_FILES = 100_000
+"""The largest working copy that is opened, forked or compared."""
+_SHIM = """
+import ctypes, fcntl, os, signal, sys, termios
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with its host
+if os.getppid() != int(sys.argv[1]):
+    os._exit(1)
+for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGTSTP):
+    signal.signal(number, signal.SIG_DFL)  # a host in the background ignores them
+if sys.argv[2] == "pty":
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+try:
+    os.execvp(sys.argv[3], sys.argv[3:])
+except OSError as e:
+    print(f"{sys.argv[3]}: {e.strerror}", file=sys.stderr, flush=True)
+os._exit(127)
+"""
+"""What a process in the background is first: Python 3.11 cannot do this between fork and exec."""
 
 
 class ProcessSandboxPool:
+    """A `core.sandbox.SandboxPool`."""
+
+    def __init__(self) -> None:
+        self._sandboxes: set[ProcessSandbox] = set()
+
     @contextlib.asynccontextmanager
     async def open(self, spec: SandboxSpec) -> AsyncIterator[ProcessSandbox]:
-        check_spec(spec, backend="process", gives=())
-        sandbox = ProcessSandbox(_new_directory(), spec.env)
+        check_spec(spec, backend="process", gives={"repository"})
+        before = await opening_tree(spec, max_bytes=_COPY_BYTES, max_entries=_COPY_FILES)
+        sandbox = ProcessSandbox(self._sandboxes, spec.env, before)
         try:
-            for path, content in spec.files.items():
-                await sandbox.write(path, content)
+            sandbox.fill(before)
             yield sandbox
         finally:
             await sandbox.close()
@@ -42,17 +73,23 @@ class ProcessSandboxPool:
         return {}
 
     async def close(self) -> None:
-        """Nothing is shared between sandboxes, so there is nothing to close."""
-
-
-def _new_directory() -> Path:
-    return Path(tempfile.mkdtemp(prefix="etude-")).resolve()
+        for sandbox in list(self._sandboxes):
+            await sandbox.close()
 
 
 class ProcessSandbox:
-    def __init__(self, root: Path, env: Mapping[str, str]) -> None:
-        self._root = root
+    """A `core.sandbox.Sandbox` in a temporary directory."""
+
+    def __init__(self, opened: set[ProcessSandbox], env: Mapping[str, str], before: Tree) -> None:
+        """`opened`: where it is found as long as it is open. `before`: what the working copy is
+        compared with."""
+        self._root = Path(tempfile.mkdtemp(prefix="etude-")).resolve()
+        self._opened = opened
+        self._opened.add(self)
         self._env = env
+        self._before = before
+        self._processes: set[OrdinaryProcess] = set()
+        self._closed = False
 
     async def run(
         self,
@@ -63,18 +100,13 @@ class ProcessSandbox:
         cwd: str = ".",
         env: Mapping[str, str] | None = None,
     ) -> CommandResult:
-        check_env(env or {})
-        directory = self._directory(cwd)
-        environment = {"PATH": os.defpath, "HOME": str(self._root), "LANG": "C.UTF-8"}
-        environment |= {**self._env, **(env or {})}
-        python = [sys.executable, "-s", "-B"] if argv[0] in ("python", "python3") else [argv[0]]
+        environment, directory = self._environment(env), self._directory(cwd)
         with tempfile.TemporaryFile() as source, tempfile.TemporaryFile() as output:
             source.write(to_bytes(stdin))
             source.seek(0)
             try:
                 process = await asyncio.create_subprocess_exec(
-                    *python,
-                    *argv[1:],
+                    *_with_python(argv),
                     cwd=directory,
                     env=environment,
                     stdin=source,
@@ -90,8 +122,7 @@ class ProcessSandbox:
             except TimeoutError:
                 code = None
             finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+                _kill(process.pid)
                 await process.wait()
             output.seek(max(0, output.seek(0, os.SEEK_END) - OUTPUT_BYTES))
             return CommandResult(code, output.read().decode(errors="replace"))
@@ -103,8 +134,46 @@ class ProcessSandbox:
         cwd: str = ".",
         env: Mapping[str, str] | None = None,
         pty: bool = False,
-    ) -> Process:
-        raise EtudeError("process sandboxes have no background processes")
+    ) -> OrdinaryProcess:
+        if self._closed:
+            raise RolloutFailure("sandbox: it is closed")
+        environment, directory = self._environment(env), self._directory(cwd)
+        if pty:
+            environment = {"TERM": "xterm", **environment}
+            ours, source = os.openpty()
+            fcntl.ioctl(source, termios.TIOCSWINSZ, TERMINAL_SIZE)
+            output, theirs = os.dup(source), (ours, os.dup(ours))
+        else:
+            source, into = os.pipe()
+            out_of, output = os.pipe()
+            theirs = (out_of, into)
+        streams = Streams(*theirs, terminal=pty)
+        shim = [sys.executable, "-I", "-S", "-c", _SHIM, str(os.getpid()), "pty" if pty else ""]
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *shim,
+                *_with_python(argv),
+                cwd=directory,
+                env=environment,
+                stdin=source,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        except BaseException:
+            streams.close()
+            raise
+        finally:
+            os.close(source)
+            os.close(output)
+        started = OrdinaryProcess(process, streams, self._processes.discard)
+        self._processes.add(started)
+        return started
+
+    def _environment(self, env: Mapping[str, str] | None) -> dict[str, str]:
+        check_env(env or {})
+        plain = {"PATH": os.defpath, "HOME": str(self._root), "LANG": "C.UTF-8"}
+        return {**plain, **self._env, **(env or {})}
 
     async def read(self, path: str) -> str:
         return (await self.read_bytes(path)).decode()
@@ -126,12 +195,24 @@ class ProcessSandbox:
         return data
 
     async def write(self, path: str, content: str | bytes) -> None:
-        target, data = self._inside(inside(path)), to_bytes(content)
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(data)
-        except OSError as e:
-            raise ValueError(f"{path} cannot be written: {e.strerror}") from e
+        self.fill({inside(path): Entry(FILE, to_bytes(content))})
+
+    def fill(self, files: Tree) -> None:
+        for path, (mode, content) in files.items():
+            assert content is not None
+            try:
+                if mode == LINK:
+                    place = self._root / path
+                    place.parent.mkdir(parents=True, exist_ok=True)
+                    os.symlink(content, os.fsencode(place))
+                    continue
+                target = self._inside(path)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(content)
+                if mode != FILE:
+                    target.chmod(stat.S_IMODE(mode))
+            except OSError as e:
+                raise ValueError(f"{path} cannot be written: {e.strerror}") from e
 
     def _inside(self, path: str) -> Path:
         try:
@@ -148,13 +229,129 @@ class ProcessSandbox:
             raise ValueError(f"{path} is not a directory of the working copy")
         return directory
 
+    def _open(self, path: str, flags: int) -> int:
+        return os.open(self._root / path, flags)
+
     async def diff(self) -> str:
-        raise EtudeError("process sandboxes do not know what has changed")
+        return await asyncio.to_thread(self._diff)
+
+    def _diff(self) -> str:
+        changed = tree.changes(
+            self._open, tree.known(self._before), file_bytes=READ_BYTES, max_entries=_COPY_FILES
+        )
+        return unified_diff(self._before, changed)
 
     async def fork(self) -> ProcessSandbox:
-        root = _new_directory()
-        shutil.copytree(self._root, root, symlinks=True, dirs_exist_ok=True)
-        return ProcessSandbox(root, self._env)
+        copy = await asyncio.to_thread(
+            tree.pack, self._open, max_bytes=_COPY_BYTES, max_entries=_COPY_FILES
+        )
+        forked = ProcessSandbox(self._opened, self._env, self._before)
+        try:
+            await asyncio.to_thread(tree.unpack, copy, str(forked._root))
+        except BaseException:
+            await forked.close()
+            raise
+        return forked
 
     async def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._opened.discard(self)
+        for process in list(self._processes):
+            process.close()
+            await process.kill()
+        while strays := _strays(self._root):
+            for pid in strays:
+                _kill(pid)
+            await asyncio.sleep(0.01)
         shutil.rmtree(self._root, ignore_errors=True)
+
+
+class OrdinaryProcess:
+    """A `core.sandbox.Process`, with the processes below it as far as they can be found."""
+
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        streams: Streams,
+        forget: Callable[[OrdinaryProcess], None],
+    ) -> None:
+        self._process = process
+        self._streams = streams
+        self._forget = forget
+        self._ended = asyncio.ensure_future(self._end())
+        self._closed = False
+
+    async def _end(self) -> int:
+        code = await self._process.wait()
+        _kill(self._process.pid)  # what it leaves behind in its group
+        self._streams.finish()
+        self._forget(self)
+        return code
+
+    async def read(self) -> bytes:
+        while (data := self._streams.take()) is None:
+            await self._streams.readable()
+        self._check()
+        return data
+
+    async def write(self, data: bytes) -> None:
+        self._check()
+        await self._streams.write(data)
+
+    async def wait(self) -> int:
+        code = await asyncio.shield(self._ended)
+        self._check()
+        return code
+
+    async def kill(self) -> None:
+        if not self._ended.done():
+            for pid in [self._process.pid, *_below(self._process.pid)]:
+                _kill(pid)
+            await asyncio.shield(self._ended)
+
+    def close(self) -> None:
+        """From now on, its end is that of the sandbox."""
+        self._closed = True
+
+    def _check(self) -> None:
+        if self._closed:
+            raise RolloutFailure("sandbox: it is closed")
+
+
+def _with_python(argv: Sequence[str]) -> list[str]:
+    python = [sys.executable, "-s", "-B"] if argv[0] in ("python", "python3") else [argv[0]]
+    return [*python, *argv[1:]]
+
+
+def _kill(pid: int) -> None:
+    """A process, and the group that it leads if it does."""
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(pid, signal.SIGKILL)
+
+
+def _below(pid: int) -> list[int]:
+    """The processes that descend from this one by living parents."""
+    parents = {}
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = status.read_text(errors="replace").rpartition(")")[2].split()
+            parents[int(status.parent.name)] = int(fields[1])
+    found, new = set[int](), {pid}
+    while new := {child for child, parent in parents.items() if parent in new} - found:
+        found |= new
+    return list(found)
+
+
+def _strays(root: Path) -> list[int]:
+    """The processes that have this working copy as their home, or are in it."""
+    home = os.fsencode(f"HOME={root}")
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            at_home = home in (entry / "environ").read_bytes().split(b"\0")
+            if at_home or Path(os.readlink(entry / "cwd")).is_relative_to(root):
+                found.append(int(entry.name))
+    return found

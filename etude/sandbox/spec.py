@@ -7,6 +7,9 @@ from dataclasses import fields
 
 from etude.core.errors import EtudeError
 from etude.core.sandbox import Limits, SandboxSpec
+from etude.sandbox.files import inside, to_bytes
+from etude.sandbox.repository import read_commit
+from etude.sandbox.tree import FILE, Entry, Tree
 
 
 def check_spec(
@@ -32,6 +35,16 @@ def check_spec(
             "Take it out of the task's SandboxSpec, or choose another isolation under [sandbox]"
         )
     check_env(spec.env)
+
+
+async def opening_tree(spec: SandboxSpec, *, max_bytes: int, max_entries: int) -> Tree:
+    """What the working copy holds at first: the repository, and the files over it."""
+    found: dict[str, Entry] = {}
+    if spec.repository:
+        found = await read_commit(spec.repository, max_bytes=max_bytes, max_entries=max_entries)
+    return found | {
+        inside(path): Entry(FILE, to_bytes(content)) for path, content in spec.files.items()
+    }
 
 
 def check_env(env: Mapping[str, str]) -> None:

@@ -16,6 +16,9 @@ _MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 """Where the numbers below are known, with the kernel's name for the machine in a filter."""
 _SOCKET = (41, 198)
 _KEYCTL = (250, 219)
+_IOCTL = (16, 29)
+_REFUSED_IOCTLS = {"TIOCSTI": 0x5412, "TIOCLINUX": 0x541C, "TIOCSETD": 0x5423}
+"""Of terminals: typing for others, the console, and other line disciplines."""
 _REFUSED = {
     "shmget": (29, 194),
     "semget": (64, 190),
@@ -40,8 +43,8 @@ _FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, 16)
 """All of these end at the walls of the network namespace; others (AF_VSOCK) do not know that there
 is one."""
 
-_NUMBER, _MACHINE, _FIRST_ARGUMENT = 0, 4, 16
-"""Places in what a filter reads of a call. The argument's lower half: both machines have it
+_NUMBER, _MACHINE, _FIRST_ARGUMENT, _SECOND_ARGUMENT = 0, 4, 16, 24
+"""Places in what a filter reads of a call. An argument's lower half: both machines have it
 first."""
 _LOAD, _IF_EQUAL, _IF_AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
 _ALLOW, _REFUSE, _KILL = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x80000000
@@ -69,6 +72,11 @@ def program(machine: str) -> bytes | None:
     steps += [_step(_LOAD, _NUMBER), _step(_IF_AT_LEAST, _X32, no=1), _step(_RETURN, _KILL)]
     for numbers in _REFUSED.values():
         steps += [_step(_IF_EQUAL, _column(numbers, machine), no=1), _step(_RETURN, _REFUSE)]
+    ioctls = [_step(_LOAD, _SECOND_ARGUMENT)]
+    for request in _REFUSED_IOCTLS.values():
+        ioctls += [_step(_IF_EQUAL, request, no=1), _step(_RETURN, _REFUSE)]
+    ioctls += [_step(_RETURN, _ALLOW)]
+    steps += [_step(_IF_EQUAL, _column(_IOCTL, machine), no=len(ioctls)), *ioctls]
     steps += [_step(_IF_EQUAL, _column(_SOCKET, machine), yes=1), _step(_RETURN, _ALLOW)]
     steps += [_step(_LOAD, _FIRST_ARGUMENT)]
     for family in _FAMILIES:

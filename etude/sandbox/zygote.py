@@ -26,7 +26,8 @@ import socket
 import sys
 
 from etude.sandbox import kernel
-from etude.sandbox.guest import ENVIRONMENT, GUEST_ID, Link, serve
+from etude.sandbox.command import ENVIRONMENT
+from etude.sandbox.guest import GUEST_ID, TERMINALS, Link, serve
 
 NOBODY = 65534
 READY = "ready"
@@ -115,12 +116,16 @@ def _build_root(root: str) -> None:
     os.makedirs(f"{root}/etc", exist_ok=True)
     kernel.put(f"{root}/etc/passwd", f"user:x:{GUEST_ID}:{GUEST_ID}::/tmp:/bin/sh\n")
     kernel.put(f"{root}/etc/group", f"user:x:{GUEST_ID}:\n")
+    kernel.put(f"{root}/etc/hosts", "127.0.0.1 localhost\n::1 localhost\n")
+    kernel.put(f"{root}/etc/nsswitch.conf", "hosts: files\n")
     os.mkdir(f"{root}/dev")
     for name in _DEVICES:
         kernel.put(f"{root}/dev/{name}", "")
         kernel.bind(f"/dev/{name}", f"{root}/dev/{name}")
     os.symlink("/proc/self/fd", f"{root}/dev/fd")
     os.symlink("/tmp", f"{root}/dev/shm")
+    os.mkdir(root + TERMINALS)  # a sandbox mounts its own there
+    os.symlink("pts/ptmx", f"{root}/dev/ptmx")
     for name in ("work", "tmp", "proc"):
         os.mkdir(f"{root}/{name}")
     # The kernel lets a user namespace mount a /proc of its own only where an unobstructed one is in

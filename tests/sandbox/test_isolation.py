@@ -13,6 +13,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import termios
 from collections.abc import Callable
 from pathlib import Path
 
@@ -118,6 +119,7 @@ async def test_it_sees_no_process_but_its_own_and_no_descriptor_but_three(
         "check(libc.semget(0, 1, 0o1600))",
         "check(libc.msgget(0, 0o1600))",
         "check(libc.ptrace(0, 0, 0, 0))",
+        "os.openpty()",
         "check(libc.process_vm_readv(os.getpid(), None, 0, None, 0, 0))",
         "check(libc.syscall(425, 1, bytes(120)))",  # io_uring_setup, on every machine
     ],
@@ -139,10 +141,12 @@ except (OSError, MemoryError, ValueError):
     assert await result(walled, script) == "refused"
 
 
-def refused(machine: str, number: int, argument: int = 0, arch: int | None = None) -> str:
+def refused(
+    machine: str, number: int, argument: int = 0, arch: int | None = None, second: int = 0
+) -> str:
     """What the filter says to a call, by a little interpreter of what it is written in."""
     arch = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}[machine] if arch is None else arch
-    read = {0: number, 4: arch, 16: argument}
+    read = {0: number, 4: arch, 16: argument, 24: second}
     steps, at, value = list(struct.iter_unpack("=HBBI", syscalls.program(machine) or b"")), 0, 0
     while True:
         code, yes, no, operand = steps[at]
@@ -159,10 +163,19 @@ def refused(machine: str, number: int, argument: int = 0, arch: int | None = Non
 
 
 @pytest.mark.parametrize(
-    ("machine", "sockets", "keyctl", "read"), [("x86_64", 41, 250, 0), ("aarch64", 198, 219, 63)]
+    ("machine", "sockets", "keyctl", "read", "ioctl"),
+    [("x86_64", 41, 250, 0, 16), ("aarch64", 198, 219, 63, 29)],
 )
-def test_the_filter_on_both_machines(machine: str, sockets: int, keyctl: int, read: int) -> None:
+def test_the_filter_on_both_machines(
+    machine: str, sockets: int, keyctl: int, read: int, ioctl: int
+) -> None:
     assert refused(machine, read) == "allowed" and refused(machine, keyctl) == "refused"
+    ioctls = {request: refused(machine, ioctl, second=request) for request in range(0x5400, 0x5460)}
+    assert [request for request, said in ioctls.items() if said != "allowed"] == [
+        termios.TIOCSTI,
+        termios.TIOCLINUX,
+        termios.TIOCSETD,
+    ]
     assert [f for f in range(64) if refused(machine, sockets, f) == "allowed"] == [1, 2, 10, 16]
     assert (
         refused(machine, read, arch=0x40000003) == refused(machine, 0x40000000 | read) == "killed"
@@ -392,14 +405,14 @@ async def test_a_launcher_that_is_stopped_is_replaced_and_leaves_nothing_behind(
     async with walled.open(SandboxSpec(files={"a": "1"})) as sandbox:
         assert walled.owing().keys() == {"zygote"}
         stopped.send_signal(signal.SIGSTOP)
-        opening = [asyncio.create_task(walled.start()) for _ in range(3)]
+        opening = [asyncio.create_task(walled.start(SandboxSpec(), {})) for _ in range(3)]
         boxes = [await each for each in opening]
         assert walled._zygote is not stopped
         assert walled.owing()["zygote"] >= 1.0, "its silence is told, although it is over"
         assert walled.owing()["zygote"] < 1.0
         assert await sandbox.read("a") == "1"
         for box in boxes:
-            await box.fill({"a": "2"})
+            await box.write("a", "2")
             assert await box.read("a") == "2"
         stopped.send_signal(signal.SIGCONT)
         stopped.wait()  # it ends by itself
@@ -483,10 +496,11 @@ host.close()  # with an answer unread, which is a reset and not an end
 async def test_all_vanish_with_a_killed_controller() -> None:
     controller = """
 import asyncio
+from etude.core.sandbox import SandboxSpec
 from etude.sandbox.namespaces import NamespaceSandboxPool
 async def main():
     pool = NamespaceSandboxPool()
-    boxes = [await pool.start() for _ in range(3)]
+    boxes = [await pool.start(SandboxSpec(), {}) for _ in range(3)]
     argv = ["sh", "-c", "trap '' TERM HUP; sleep 1000"]
     runs = [asyncio.create_task(box.run(argv, timeout_s=1000)) for box in boxes[:2]]
     await asyncio.sleep(0.3)

@@ -7,9 +7,10 @@ import asyncio
 import pytest
 
 from etude.core.errors import EtudeError
-from etude.core.sandbox import CommandResult, SandboxPool, SandboxSpec, Service
+from etude.core.sandbox import CommandResult, Limits, SandboxPool, SandboxSpec, Service
 from etude.sandbox.fake import FakeSandboxPool
-from etude.sandbox.limits import OUTPUT_BYTES, READ_BYTES
+from etude.sandbox.limits import MIB, OUTPUT_BYTES, READ_BYTES
+from etude.sandbox.namespaces import NamespaceSandboxPool
 from etude.sandbox.pool import open_sandbox_pool
 from tests.namespaces import need_namespaces
 
@@ -25,7 +26,7 @@ LONG_S = 60.0
     ],
 )
 @pytest.mark.parametrize("backend", ["namespaces", "process", "fake"])
-async def test_what_a_backend_cannot_give_is_refused_by_name(
+async def test_what_no_backend_can_give_is_refused_by_name(
     backend: str, part: str, spec: SandboxSpec
 ) -> None:
     if backend == "namespaces":
@@ -35,6 +36,27 @@ async def test_what_a_backend_cannot_give_is_refused_by_name(
         async with pool.open(spec):
             pass
     await pool.close()
+
+
+@pytest.mark.parametrize(
+    ("backend", "limits", "parts"),
+    [
+        ("namespaces", Limits(cpus=1.0, memory_bytes=1, processes=1), "cpus, limits.memory_bytes"),
+        ("process", Limits(disk_bytes=1, processes=1), "disk_bytes, limits.processes"),
+    ],
+)
+async def test_a_limit_that_cannot_be_held_is_refused_by_name(
+    backend: str, limits: Limits, parts: str
+) -> None:
+    if backend == "namespaces":
+        need_namespaces()
+    pool = open_sandbox_pool(backend)
+    with pytest.raises(EtudeError, match=f"^{backend} sandboxes cannot give.*: limits.{parts}\\. "):
+        async with pool.open(SandboxSpec(limits=limits)):
+            pass
+    await pool.close()
+    async with FakeSandboxPool().open(SandboxSpec(limits=limits)):
+        pass
 
 
 async def test_files_go_in_and_come_out(pool: SandboxPool) -> None:
@@ -217,6 +239,112 @@ async def test_many_at_once(pool: SandboxPool) -> None:
             return (await sandbox.run(["python", "s.py"], timeout_s=LONG_S)).output
 
     assert await asyncio.gather(*map(one, range(40))) == [f"{number}\n" for number in range(40)]
+
+
+@pytest.fixture(params=["real", "fake"])
+def any_pool(request: pytest.FixtureRequest, pool: SandboxPool) -> SandboxPool:
+    return pool if request.param == "real" else FakeSandboxPool()
+
+
+async def test_bytes_go_in_and_come_out(any_pool: SandboxPool) -> None:
+    data = bytes(range(256))
+    async with any_pool.open(SandboxSpec(files={"a": data, "t": "ü"})) as sandbox:
+        assert (
+            await sandbox.read_bytes("a") == data and await sandbox.read_bytes("t") == b"\xc3\xbc"
+        )
+        with pytest.raises(ValueError):
+            await sandbox.read("a")
+        await sandbox.write("b", data * 2)
+        assert await sandbox.read_bytes("b") == data * 2
+        with pytest.raises(FileNotFoundError):
+            await sandbox.read_bytes("c")
+
+
+async def test_stdin_is_bytes(pool: SandboxPool) -> None:
+    data = bytes(range(256)) * 1000
+    async with pool.open(SandboxSpec()) as sandbox:
+        ran = await sandbox.run(["sh", "-c", "cat > copy"], timeout_s=LONG_S, stdin=data)
+        assert ran.exit_code == 0
+        assert await sandbox.read_bytes("copy") == data
+
+
+async def test_a_command_has_its_directory_and_environment(pool: SandboxPool) -> None:
+    spec = SandboxSpec(
+        files={"d/e/s.py": "import os; print(os.path.basename(os.getcwd()), os.environ['A'])"},
+        env={"A": "of the spec", "HOME": "/nowhere"},
+    )
+    async with pool.open(spec) as sandbox:
+        for env, output in (
+            (None, "e of the spec\n"),
+            ({"A": "of the command"}, "e of the command\n"),
+        ):
+            ran = await sandbox.run(["python", "s.py"], timeout_s=LONG_S, cwd="./d/e", env=env)
+            assert ran.output == output
+        names = await sandbox.run(["env"], timeout_s=LONG_S, env={"PYTHONPATH": "x"})
+        assert sorted(line.partition("=")[0] for line in names.output.splitlines()) == [
+            "A",
+            "HOME",
+            "LANG",
+            "PATH",
+            "PYTHONPATH",
+        ]
+        fork = await sandbox.fork()
+        ran = await fork.run(["sh", "-c", "echo $A"], timeout_s=LONG_S)
+        assert ran.output == "of the spec\n"
+        await fork.close()
+
+
+async def test_a_directory_or_variable_that_cannot_be(any_pool: SandboxPool) -> None:
+    async with any_pool.open(SandboxSpec(files={"d/a": ""})) as sandbox:
+        for cwd in ("/", "..", "d/..", "nothing", "d/a", ""):
+            with pytest.raises(ValueError):
+                await sandbox.run(["true"], timeout_s=LONG_S, cwd=cwd)
+        for name in ("", "A=B", "A\0"):
+            with pytest.raises(ValueError, match="name of an environment variable"):
+                await sandbox.run(["true"], timeout_s=LONG_S, env={name: "1"})
+        assert (await sandbox.run(["true"], timeout_s=LONG_S, cwd="d")).exit_code == 0
+    with pytest.raises(ValueError, match="name of an environment variable"):
+        async with any_pool.open(SandboxSpec(env={"A=B": ""})):
+            pass
+
+
+async def test_a_directory_that_is_a_link_out_is_none(pool: SandboxPool) -> None:
+    async with pool.open(SandboxSpec()) as sandbox:
+        await sandbox.run(["ln", "-s", "/", "root"], timeout_s=LONG_S)
+        with pytest.raises(ValueError):
+            await sandbox.run(["true"], timeout_s=LONG_S, cwd="root")
+
+
+async def test_limits_of_disk_and_processes(walled: NamespaceSandboxPool) -> None:
+    limits = Limits(disk_bytes=64 * MIB, processes=3)
+    fill = "for n in $(seq 8); do head -c 10000000 /dev/zero > f$n || exit 1; done"
+    count = """
+import os, time
+children = 0
+try:
+    while True:
+        if os.fork() == 0: time.sleep(1000)
+        children += 1
+except OSError: print(1 + children)
+"""
+    async with walled.open(SandboxSpec(files={"s.py": count}, limits=limits)) as sandbox:
+        for box in (sandbox, fork := await sandbox.fork()):
+            assert (await box.run(["python", "s.py"], timeout_s=LONG_S)).output == "3\n"
+            assert (await box.run(["sh", "-c", fill], timeout_s=LONG_S)).exit_code == 1
+            sizes = await box.run(["sh", "-c", "cat f* | wc -c"], timeout_s=LONG_S)
+            assert 60_000_000 < int(sizes.output) <= 64 * MIB
+        await fork.close()
+    async with walled.open(SandboxSpec(limits=Limits(disk_bytes=MIB))) as sandbox:
+        with pytest.raises(ValueError, match="No space left"):
+            await sandbox.write("a", bytes(2 * MIB))
+
+
+async def test_the_users_name(walled: NamespaceSandboxPool) -> None:
+    async with walled.open(SandboxSpec(user="user")) as sandbox:
+        assert (await sandbox.run(["id", "-un"], timeout_s=LONG_S)).output == "user\n"
+    with pytest.raises(EtudeError, match=r"cannot give.*: user\."):
+        async with walled.open(SandboxSpec(user="root")):
+            pass
 
 
 async def test_the_fake_keeps_the_same_contract() -> None:

@@ -1,0 +1,143 @@
+"""A command in a sandbox: from a fork of the sandbox's first process to the program it becomes.
+
+Each is process 1 of a PID namespace below its keeper's, with a /proc of its own, without
+capabilities, without the calls that `syscalls` refuses, and without any descriptor but its three.
+It cannot name its keeper, so it cannot signal, trace or starve it; and when it ends, the kernel
+ends all that it left running.
+
+`python FILE ...` does not start a Python: the fork already is one. Standard library only.
+"""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import os
+import resource
+import signal
+import sys
+import termios
+import traceback
+import types
+from typing import NamedTuple, NoReturn
+
+from etude.sandbox import kernel
+from etude.sandbox.limits import NICENESS
+
+ENVIRONMENT = {
+    "PATH": f"{sys.base_prefix}/bin:/usr/local/bin:/usr/bin:/bin",
+    "HOME": "/tmp",
+    "LANG": "C.UTF-8",
+}
+HIDDEN = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
+
+
+class Command(NamedTuple):
+    """What is to be run, by descriptors that are open in the fork it will be."""
+
+    argv: list[str]
+    env: dict[str, str]
+    """Beside those of `ENVIRONMENT`."""
+    directory: int
+    source: int
+    output: int
+    terminal: bool
+    limits: dict[int, int]
+
+
+def spawn(command: Command, own_pids: int) -> tuple[int, int]:
+    """The process, and a pipe that says why it could not become the command, if so. `own_pids`: the
+    PID namespace of the caller, since the one of its last child may be gone."""
+    kernel.join_pid_namespace(own_pids)
+    kernel.unshare(kernel.CLONE_NEWPID)
+    broken, breaks = os.pipe()
+    try:
+        child = os.fork()
+        if child == 0:
+            try:
+                _become(command, breaks)
+            finally:
+                os._exit(127)
+    except OSError:
+        os.close(broken)
+        raise
+    finally:
+        os.close(breaks)
+    return child, broken
+
+
+def _become(command: Command, breaks: int) -> NoReturn:
+    """Turn this fork into the command."""
+    argv, env = command.argv, command.env
+    try:
+        kernel.unshare(kernel.CLONE_NEWNS)
+        kernel.mount("proc", "/proc", "proc", HIDDEN)
+        kernel.put("/proc/self/oom_score_adj", "1000")  # when memory runs out, this goes first
+        for limit, value in command.limits.items():
+            resource.setrlimit(limit, (value, value))
+        os.nice(NICENESS)
+        kernel.drop_capabilities()
+        os.fchdir(command.directory)
+        os.dup2(command.source, 0)
+        os.dup2(command.output, 1)
+        os.dup2(command.output, 2)
+        if command.terminal:
+            os.setsid()
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        kernel.filter_calls()
+    except OSError as e:
+        os.write(breaks, str(e).encode())
+        os._exit(1)
+    os.closerange(3, 1 << 20)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_DFL)
+    if argv[0] in ("python", "python3"):
+        # Variables may change how a Python starts, and this one has started.
+        if len(argv) > 1 and not argv[1].startswith("-") and not env:
+            _run_script(argv[1:])
+        argv = [sys.executable, "-B", *argv[1:]]
+    try:
+        os.execvpe(argv[0], argv, {**ENVIRONMENT, **env})
+    except OSError as e:
+        os.write(2, f"{argv[0]}: {e.strerror}\n".encode())
+    os._exit(127)
+
+
+def _run_script(argv: list[str]) -> NoReturn:
+    """What `python SCRIPT ...` does, from the first line of the script to the exit status."""
+    script = argv[0]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    sys.argv = argv
+    sys.path[:] = [os.path.dirname(os.path.abspath(script)), *sys.path]
+    main = types.ModuleType("__main__")
+    main.__dict__.update(__file__=os.path.abspath(script), __builtins__=__builtins__)
+    sys.modules["__main__"] = main
+    code = 0
+    try:
+        with open(script, "rb") as file:
+            program = compile(file.read(), script, "exec")
+        exec(program, main.__dict__)
+    except SystemExit as e:
+        code = _exit_status(e.code)
+    # the interpreter's own last resort, which this function stands in for
+    except BaseException as e:
+        frame = e.__traceback__
+        while frame and frame.tb_frame.f_code.co_filename == __file__:
+            frame = frame.tb_next
+        traceback.print_exception(e.with_traceback(frame))
+        code = 1
+    if threading := sys.modules.get("threading"):
+        threading._shutdown()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    os._exit(code)
+
+
+def _exit_status(code: object) -> int:
+    if code is None or isinstance(code, int):
+        return (code or 0) & 0xFF
+    print(code, file=sys.stderr)
+    return 1

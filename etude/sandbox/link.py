@@ -1,0 +1,108 @@
+"""The host's end of the socket of one sandbox in namespaces."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections import deque
+from typing import Any, cast
+
+from etude.core.errors import RolloutFailure
+
+REPLY_TIMEOUT_S = 60.0
+"""How long a sandbox may take over what it does in milliseconds; past it, the machine is beyond
+use."""
+_ERRORS: dict[str, type[Exception]] = {
+    "FileNotFoundError": FileNotFoundError,
+    "ValueError": ValueError,
+    "RolloutFailure": RolloutFailure,
+}
+
+
+class Link(asyncio.Protocol):
+    """JSON lines to and from one sandbox. Answers come in the order of the requests, also of those
+    whose asker was cancelled: their answers are read and dropped."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._transport: asyncio.Transport
+        self._buffer: list[bytes] = []
+        self._loop = asyncio.get_running_loop()
+        self._ended: asyncio.Future[None] = self._loop.create_future()
+        self.ready: asyncio.Future[Any] = self._loop.create_future()
+        """The first answer, which is to no request."""
+        self._owed = deque([self.ready])
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        *lines, rest = data.split(b"\n")
+        for line in lines:
+            whole, self._buffer = b"".join([*self._buffer, line]), []
+            future = self._owed.popleft()
+            if not future.done():
+                _settle(future, json.loads(whole))
+        self._buffer.append(rest)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._give_up()
+        self._ended.set_result(None)
+
+    def _give_up(self) -> None:
+        for future in self._owed:
+            if not future.done():
+                future.set_exception(
+                    RolloutFailure("sandbox: it ended while it was asked something")
+                )
+
+    def send(self, request: dict[str, Any]) -> asyncio.Future[Any]:
+        if self._ended.done() or self._transport.is_closing():
+            raise RolloutFailure("sandbox: it is closed")
+        future: asyncio.Future[Any] = self._loop.create_future()
+        self._owed.append(future)
+        self._transport.write(json.dumps(request).encode() + b"\n")
+        return future
+
+    async def send_socket(self, descriptor: socket.socket) -> None:
+        """Ahead of the request that it belongs to, with a blank, which JSON may begin with."""
+        if self._transport.get_write_buffer_size():  # of a request that was cancelled
+            await self.answer(self.send({"op": "write", "files": {}}), REPLY_TIMEOUT_S)
+        if self._ended.done() or self._transport.is_closing():
+            raise RolloutFailure("sandbox: it is closed")
+        try:
+            socket.send_fds(self._connection, [b" "], [descriptor.fileno()])
+        except OSError as e:
+            raise RolloutFailure(f"sandbox: it ended: {e.strerror}") from e
+
+    async def answer(self, future: asyncio.Future[Any], patience_s: float) -> Any:
+        try:
+            async with asyncio.timeout(patience_s):
+                return await future
+        except TimeoutError as e:
+            raise RolloutFailure(f"sandbox: no answer in {patience_s:.0f} s") from e
+
+    def abort(self) -> None:
+        self._transport.abort()
+
+    async def close(self) -> None:
+        """Returns when the sandbox is gone; it ends when it sees our side end."""
+        self._give_up()  # a command that ends because of this did not run out of its time
+        if not self._ended.done() and not self._transport.is_closing():
+            self._transport.write_eof()
+        try:
+            async with asyncio.timeout(REPLY_TIMEOUT_S):
+                await asyncio.shield(self._ended)
+        except TimeoutError as e:
+            raise RolloutFailure(f"sandbox: it did not end in {REPLY_TIMEOUT_S:.0f} s") from e
+        finally:
+            self._transport.abort()
+
+
+def _settle(future: asyncio.Future[Any], answer: dict[str, Any]) -> None:
+    if "error" in answer:
+        kind, message = answer["error"]
+        future.set_exception(_ERRORS[kind](message))
+    else:
+        future.set_result(answer["ok"])

@@ -1,0 +1,156 @@
+"""A commit of a git repository as a tree of files, without its history.
+
+The repository may be anyone's. Its objects are read by two commands of git that only read objects,
+from a git directory of our own: no configuration, hook, filter, attribute or replacement of the
+repository has any effect, nothing is fetched, and no program but git is run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from etude.core.errors import EtudeError
+from etude.core.sandbox import Repository
+from etude.sandbox.files import inside
+from etude.sandbox.tree import EXECUTABLE, FILE, LINK, Entry
+
+_SUBMODULE = 0o160000
+
+
+async def read_commit(
+    repository: Repository, *, max_bytes: int, max_entries: int
+) -> dict[str, Entry]:
+    """Its files and links; the places of submodules stay empty. EtudeError if there is no such
+    commit, or if it is too large to be a working copy."""
+    name = f"repository {repository.url} at {repository.commit}"
+    if not re.fullmatch(r"[0-9a-f]{40}", repository.commit):
+        raise EtudeError(f"{name}: give the commit by its full id, 40 lower-case hex digits")
+    if shutil.which("git") is None:
+        raise EtudeError(f"{name}: this needs git, which is not installed on this machine")
+    objects = _objects(repository.url)
+    with tempfile.TemporaryDirectory(prefix="etude-git-") as scratch:
+        git = _Git(Path(scratch), objects, name)
+        await git.run("init", "--quiet", "--bare", "--template=", scratch)
+        listed = _parse_listing(
+            await git.run("ls-tree", "-r", "-z", "-l", "--full-tree", repository.commit), name
+        )
+        size = sum(each[2] for each in listed.values())
+        if len(listed) > max_entries or size > max_bytes:
+            raise EtudeError(
+                f"{name}: {len(listed)} files with {size} bytes do not fit into a working copy of "
+                f"{max_entries} and {max_bytes}; raise limits.disk_bytes of the task's SandboxSpec"
+            )
+        wanted = "".join(f"{blob}\n" for _, blob, _ in listed.values())
+        answer = await git.run("cat-file", "--batch", stdin=wanted.encode())
+    contents = _parse_blobs(answer, name)
+    return {
+        path: Entry(mode, content)
+        for (path, (mode, _, _)), content in zip(listed.items(), contents, strict=True)
+    }
+
+
+def _objects(url: str) -> Path:
+    """Where the objects of a local repository are."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("", "file") or parts.netloc not in ("", "localhost"):
+        raise EtudeError(
+            f"repository {url}: only a path or file:// URL of this machine is read; clone it first"
+        )
+    place = Path(unquote(parts.path) if parts.scheme else url)
+    for objects in (place / "objects", place / ".git" / "objects"):
+        if objects.is_dir():
+            return objects.resolve()
+    raise EtudeError(f"repository {url}: there is no git repository")
+
+
+class _Git:
+    def __init__(self, directory: Path, objects: Path, name: str) -> None:
+        self._name = name
+        self._directory = directory
+        self._env = {
+            "PATH": os.environ.get("PATH", os.defpath),
+            "HOME": str(directory),
+            "LC_ALL": "C",
+            "GIT_DIR": str(directory),
+            "GIT_ALTERNATE_OBJECT_DIRECTORIES": _quoted(objects),
+            "GIT_CONFIG_NOSYSTEM": "1",
+            "GIT_CONFIG_SYSTEM": os.devnull,
+            "GIT_CONFIG_GLOBAL": os.devnull,
+            "GIT_ATTR_NOSYSTEM": "1",
+            "GIT_NO_REPLACE_OBJECTS": "1",
+            "GIT_NO_LAZY_FETCH": "1",
+            "GIT_ALLOW_PROTOCOL": "none",
+            "GIT_TERMINAL_PROMPT": "0",
+        }
+
+    async def run(self, *argv: str, stdin: bytes = b"") -> bytes:
+        process = await asyncio.create_subprocess_exec(
+            "git",
+            *argv,
+            cwd=self._directory,
+            env=self._env,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        try:
+            out, err = await process.communicate(stdin)
+        except BaseException:
+            process.kill()
+            await process.wait()
+            raise
+        if process.returncode:
+            lines = err.decode(errors="replace").strip().splitlines() or ["it failed"]
+            raise EtudeError(f"{self._name}: git {argv[0]}: {lines[-1]}")
+        return out
+
+
+def _quoted(path: Path) -> str:
+    """In a list of directories with colons between them."""
+    escaped = str(path).replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
+def _parse_listing(listing: bytes, name: str) -> dict[str, tuple[int, str, int]]:
+    """Path -> mode, blob and size. A tree is whatever its author wrote: a path that git itself
+    would refuse is refused."""
+    found: dict[str, tuple[int, str, int]] = {}
+    for line in listing.split(b"\0")[:-1]:
+        described, _, raw = line.partition(b"\t")
+        mode, _, blob, size = described.decode().split()
+        path = os.fsdecode(raw)
+        kind = int(mode, 8)
+        if kind == _SUBMODULE:
+            continue
+        try:
+            plain = inside(path)
+        except ValueError:
+            plain = ""
+        if plain != path or ".git" in path.lower().split("/"):
+            raise EtudeError(f"{name}: {path!r} is no path for a working copy")
+        if not size.isdecimal():
+            raise EtudeError(f"{name}: the object of {path!r} is missing or broken")
+        if kind != LINK:
+            kind = EXECUTABLE if kind & 0o100 else FILE
+        found[path] = (kind, blob, int(size))
+    return found
+
+
+def _parse_blobs(answer: bytes, name: str) -> list[bytes]:
+    """What `cat-file --batch` says: a line with id, kind and size, the content, a newline."""
+    blobs: list[bytes] = []
+    at = 0
+    while at < len(answer):
+        end = answer.index(b"\n", at)
+        kind, _, size = answer[at:end].decode().partition(" ")[2].partition(" ")
+        if kind != "blob":
+            raise EtudeError(f"{name}: object {answer[at:end].decode()} is missing or broken")
+        blobs.append(answer[end + 1 : end + 1 + int(size)])
+        at = end + 1 + int(size) + 1
+    return blobs
