@@ -11,9 +11,10 @@ bare CUDA image; `store.objects` gives them a wire format.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from etude.core.sampling import SamplingSpan, VersionSpan
 
 Json = Any
 """A value that JSON can say: None, bool, int, float, str, list, dict."""
@@ -52,31 +53,6 @@ class Task:
     meta: dict[str, str]
     """Where the task came from: `template`, `bug`, `difficulty`, `program` (digest of the correct
     program)."""
-
-
-@dataclass(frozen=True, slots=True)
-class VersionSpan:
-    """`count` consecutive sampled tokens that one weight version produced."""
-
-    version: int
-    count: int
-
-
-def version_spans(versions: Iterable[int]) -> tuple[VersionSpan, ...]:
-    """Run-length form of one version per sampled token."""
-    runs: list[list[int]] = []
-    for version in versions:
-        if runs and runs[-1][0] == version:
-            runs[-1][1] += 1
-        else:
-            runs.append([version, 1])
-    return tuple(VersionSpan(version, count) for version, count in runs)
-
-
-def expand_spans(runs: Iterable[VersionSpan]) -> Iterator[int]:
-    """One version per sampled token, back from the run-length form."""
-    for run in runs:
-        yield from [run.version] * run.count
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +101,8 @@ class Segment:
     """Over the sampled tokens, in order."""
     regions: tuple[RegionSpan, ...] = ()
     """Likewise."""
+    sampling: tuple[SamplingSpan, ...] = ()
+    """Over the sampled tokens, in order."""
     experts: str | None = None
     """The object in the store that says which experts the first tokens (of prompt and tokens
     together) were routed to. A name only: the ids themselves are larger than all the rest, and only
@@ -182,6 +160,8 @@ class Row:
     advantages: tuple[float, ...]
     versions: tuple[VersionSpan, ...]
     regions: tuple[RegionSpan, ...] = ()
+    sampling: tuple[SamplingSpan, ...] = ()
+    """What each sampled token was drawn with; empty: what its stage says."""
     experts: str | None = None
     """As in `Segment`."""
 

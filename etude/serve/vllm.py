@@ -43,7 +43,8 @@ from torch import Tensor
 
 from etude.core.errors import EtudeError
 from etude.core.protocols import Ask, Token
-from etude.core.types import Sample, VersionSpan, expand_spans, version_spans
+from etude.core.sampling import VersionSpan, expand_spans, version_spans
+from etude.core.types import Sample
 from etude.model.config import ModelConfig
 from etude.model.files import check_fit, write_directory
 from etude.model.tokenizer import ChatTokenizer

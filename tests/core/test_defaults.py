@@ -40,6 +40,7 @@ LATER = {
     ("FitStep", "metrics"),
     ("MismatchStats", "k1_p99"),
     ("GroupDone", "malformed"),
+    ("GroupDone", "untrainable"),
     *(
         ("StepDone", name)
         for name in (

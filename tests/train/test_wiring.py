@@ -23,7 +23,7 @@ from etude.train.stats import FitStats
 from etude.train.stream import Documents
 from etude.train.supervised import PreferencePair, pack_pairs, preference
 from tests.train import test_routers
-from tests.train.test_learner import batch, equal, learner, packed, texts, through_bytes
+from tests.train.test_learner import batch, equal, learner, texts, through_bytes
 from tests.train.test_stages import EOS, documents, preferences, sessions
 from tests.train.test_stages import learner as small_learner
 
@@ -32,7 +32,8 @@ UNEQUAL = [texts(0)[0], TokenSequence(texts(1)[0].tokens[:4], [True] * 4)]
 
 def test_a_step_takes_probabilities_at_the_temperature_of_sampling() -> None:
     one, rows = learner(), batch(1).rows
-    found = [token_logprobs(one.model, packed(row), 0.5, with_stats=True) for row in rows]
+    sequences = [RolloutSequence.from_row(row, 0, temperature=0.5) for row in rows]
+    found = [token_logprobs(one.model, pack_rows([s]), with_stats=True) for s in sequences]
     stats = one.step(batch(1), lr=1e-3, temperature=0.5, microbatch_tokens=64)
     for told, (logp_N, _) in zip(stats.recomputed, found, strict=True):
         assert told.logprobs == pytest.approx(logp_N.tolist(), abs=1e-5)
