@@ -72,6 +72,7 @@ max_tokens = 24
 [engine]
 regions = ["east", "west"]
 max_batch = 4
+device = "auto"
 [[stage]]
 kind = "rl"
 steps = {steps}
@@ -119,14 +120,7 @@ def run(model: str | None = None, steps: int = STEPS) -> dict[str, float]:
         work = Run.open(scratch)
         work.put_config(config)
         launcher = Launcher(Path(scratch), threads=1, resume="etude bench publish", lock=lock)
-        servers, url = server_programs(
-            f"file:{scratch}",
-            REGIONS,
-            port=0,
-            max_batch=config.engine.max_batch,
-            threads=1,
-            device="auto",
-        )
+        servers, url = server_programs(f"file:{scratch}", config.engine)
         store = ("--store", f"file:{scratch}")
         trainer = Program("trainer", python("etude.trainer.trainer", *store))
         controller = Program("controller", python("etude.bench.publish", *store, "--gateway", url))

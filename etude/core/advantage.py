@@ -27,7 +27,8 @@ from statistics import fmean
 
 from etude.core.checks import LARGEST, row_fault
 from etude.core.effort import Effort
-from etude.core.types import Credit, Group, Row, Segment, Trajectory, expand_spans, turns
+from etude.core.sampling import expand_spans
+from etude.core.types import Credit, Group, Row, Segment, Trajectory, turns
 
 GroupAdvantages = Callable[[Sequence[float]], list[float]]
 """The rewards of a group -> an advantage for each attempt; 0 is nothing to learn."""
@@ -110,6 +111,8 @@ class GroupOutcome:
     """No score, or not a word from the policy."""
     malformed: dict[str, str] = field(default_factory=dict)
     """Those that cannot be trained on, and why."""
+    untrainable: dict[str, str] = field(default_factory=dict)
+    """Those that were sampled in a way that the trainer cannot recompute: the parameters' names."""
     no_signal: tuple[str, ...] = ()
 
     def distinct_advantages(self) -> list[float]:
@@ -139,8 +142,13 @@ class AdvantageEstimator:
     def estimate(self, group: Group) -> GroupOutcome:
         said = [t for t in group.trajectories if t.reward is not None and t.num_sampled]
         heard = {t.id for t in said}
-        malformed = {t.id: why for t in said if (why := self._fault(t, group.admitted))}
-        attempts = [t for t in said if t.id not in malformed]
+        untrainable = {t.id: names for t in said if (names := untrainable_params(t))}
+        malformed = {
+            t.id: why
+            for t in said
+            if t.id not in untrainable and (why := self._fault(t, group.admitted))
+        }
+        attempts = [t for t in said if t.id not in malformed and t.id not in untrainable]
         worth = [self._net_reward(t) for t in attempts]
         values = (
             self.per_group(worth) if self.keep_zero_std or differ(worth) else [0.0] * len(worth)
@@ -158,6 +166,7 @@ class AdvantageEstimator:
             credit=credit,
             failed=tuple(t.id for t in group.trajectories if t.id not in heard),
             malformed=malformed,
+            untrainable=untrainable,
             no_signal=tuple(id for id in advantages if id not in taught),
         )
 
@@ -225,6 +234,7 @@ def to_rows(
             ),
             versions=segment.versions,
             regions=segment.regions,
+            sampling=segment.sampling,
             experts=segment.experts,
         )
         for number, segment in enumerate(trajectory.segments)
@@ -241,6 +251,13 @@ def _token_advantages(
             for place in answer:
                 tokens[place] += credit.value
     return tuple(tokens)
+
+
+def untrainable_params(trajectory: Trajectory) -> str | None:
+    """The names of the sampling parameters that keep an attempt from being trained on."""
+    spans = [span for segment in trajectory.segments for span in segment.sampling]
+    names = dict.fromkeys(names for span in spans if (names := span.params.untrainable))
+    return ", ".join(names) or None
 
 
 def oldest_version(rows: Sequence[Row]) -> int:

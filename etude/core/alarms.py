@@ -12,6 +12,7 @@ import hashlib
 import math
 from array import array
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from etude.core.events import (
@@ -79,7 +80,11 @@ class Alarms:
                     "repeats": _repeated(event),
                 }
             case GroupDone():
-                found = {"malformed": _malformed(event), "reward": self._saturated(event)}
+                found = {
+                    "malformed": _malformed(event),
+                    "sampling": _untrainable(event),
+                    "reward": self._saturated(event),
+                }
         begun = [
             alarm for name, alarm in found.items() if alarm is not None and name not in self.active
         ]
@@ -155,16 +160,28 @@ def _repeated(event: StepDone) -> Alarm | None:
 def _malformed(event: GroupDone) -> Alarm | None:
     if not event.malformed:
         return None
-    sample, why = next(iter(event.malformed.items()))
     return Alarm(
         "malformed",
-        f"{sample}: {why}"
-        + (
-            f" (and {len(event.malformed) - 1} more of its group)"
-            if len(event.malformed) > 1
-            else ""
-        ),
+        _first(event.malformed),
         "the attempt was dropped; mend the environment, harness or worker that it comes from",
+    )
+
+
+def _untrainable(event: GroupDone) -> Alarm | None:
+    if not event.untrainable:
+        return None
+    return Alarm(
+        "sampling",
+        _first({id: f"sampled with {names}" for id, names in event.untrainable.items()}),
+        "the trainer cannot recompute such tokens, so the attempt was dropped; have the harness "
+        "set no sampling parameter but the temperature, and that above 0",
+    )
+
+
+def _first(found: Mapping[str, str]) -> str:
+    sample, why = next(iter(found.items()))
+    return f"{sample}: {why}" + (
+        f" (and {len(found) - 1} more of its group)" if len(found) > 1 else ""
     )
 
 

@@ -30,16 +30,13 @@ def row_fault(
     """The first thing that is wrong with a row, or None. Its tokens may come from versions `oldest`
     to `newest`."""
     sizes = [len(field) for field in (row.tokens, row.mask, row.logprobs, row.advantages)]
-    num_sampled, num_versions = sum(row.mask), sum(span.count for span in row.versions)
-    runs = [span.count for span in row.versions] + [span.count for span in row.regions]
-    strangers = [span.version for span in row.versions if not oldest <= span.version <= newest]
     if len(set(sizes)) > 1:
         return "tokens, mask, log-probs and advantages have {}, {}, {} and {} entries".format(
             *sizes
         )
     if max_tokens is not None and len(row.tokens) > max_tokens:
         return f"it has {len(row.tokens)} tokens, and the context {max_tokens}"
-    if num_sampled == 0:
+    if not any(row.mask):
         return "no token of it was sampled"
     if row.mask[0]:
         return "its first token counts as sampled, but nothing stands before it"
@@ -63,20 +60,37 @@ def row_fault(
             f"its advantage is {largest:g}, and no gradient can be computed with more than "
             f"{LARGEST:g}"
         )
-    if min(runs, default=1) < 1:
-        return f"{min(runs)} tokens are said to come from one weight version or region"
-    if num_versions != num_sampled:
-        return f"{num_sampled} tokens were sampled, and {num_versions} have a weight version"
-    if row.regions and sum(span.count for span in row.regions) != num_sampled:
-        return (
-            f"{num_sampled} tokens were sampled, and {sum(span.count for span in row.regions)} "
-            f"have a region"
-        )
+    return _span_fault(row, oldest, newest)
+
+
+def _span_fault(row: Row, oldest: int, newest: int) -> str | None:
+    """What is wrong with the origin of a row's tokens."""
+    num_sampled = sum(row.mask)
+    counts = {
+        "a weight version": [span.count for span in row.versions],
+        "a region": [span.count for span in row.regions],
+        "sampling parameters": [span.count for span in row.sampling],
+    }
+    strangers = [span.version for span in row.versions if not oldest <= span.version <= newest]
+    for origin, runs in counts.items():
+        if min(runs, default=1) < 1:
+            return f"{min(runs)} tokens are said to have {origin} in common"
+        # Only the version must be known of every row.
+        if sum(runs) != num_sampled and (runs or origin == "a weight version"):
+            return f"{num_sampled} tokens were sampled, and {sum(runs)} have {origin}"
     if strangers:
         return (
             f"a token comes from version {strangers[0]}, and only {oldest} to {newest} can have "
             f"made it"
         )
+    for span in row.sampling:
+        if not 0 <= span.params.temperature < math.inf:
+            return f"a token was drawn at temperature {span.params.temperature}"
+        if span.params.untrainable is not None:
+            return (
+                f"a token was drawn with {span.params.untrainable}, which the trainer cannot "
+                f"recompute"
+            )
     return None
 
 

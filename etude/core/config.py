@@ -116,6 +116,9 @@ class EngineConfig(Config):
     """The device of the workers; auto: on a CUDA device if there is one, in bf16. On the CPU they
     compute in fp32, and their log-probs are nearest to those of a trainer that computes there
     too."""
+    vllm: dict[Name, str] = {}
+    """Regions whose worker has a vLLM server compute instead of our engine, with the server's URL
+    (docs/serve.md)."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Where the gateway listens, on the loopback interface; 0 chooses a free one. Requests carry
     the token in ETUDE_TOKEN; if that is not set, every launch makes a token of its own."""
@@ -126,6 +129,15 @@ class EngineConfig(Config):
         if len(set(regions)) < len(regions):
             raise ValueError("two regions have the same name")
         return regions
+
+    @model_validator(mode="after")
+    def _vllm_regions(self) -> EngineConfig:
+        if unknown := sorted(self.vllm.keys() - set(self.regions)):
+            raise ValueError(
+                f"vllm names {unknown[0]}, which is not one of the regions "
+                f"{', '.join(self.regions)}"
+            )
+        return self
 
 
 class TrainerConfig(Config):
@@ -322,6 +334,11 @@ class RunConfig(Config):
             self.engine.threads,
             *(stage.threads for stage in self.stage if isinstance(stage, RlConfig)),
         }
+        if self.engine.vllm and (self.batch_invariant or self.deterministic):
+            raise ValueError(
+                "a vLLM server promises nothing about its bits: leave out engine.vllm, or "
+                "batch_invariant and deterministic"
+            )
         if self.batch_invariant and len(threads) > 1:
             # A product that several threads share is added up in another order than one that a
             # single thread takes.
@@ -348,7 +365,7 @@ class RunConfig(Config):
 
 OPERATIONAL: dict[str, set[str]] = {
     "": {"sinks", "silence_s"},
-    "engine": {"port", "threads", "max_batch", "device"},
+    "engine": {"port", "threads", "max_batch", "device", "vllm"},
     "tasks": {"timeout_s"},
     "harness": {"concurrency"},
     "trainer": {"device", "ranks", "timeout_s"},

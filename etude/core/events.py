@@ -196,6 +196,8 @@ class GroupDone:
     seconds: float
     malformed: dict[str, str] = field(default_factory=dict)
     """Attempts that cannot be trained on, and why."""
+    untrainable: dict[str, str] = field(default_factory=dict)
+    """Attempts that were sampled with parameters that the trainer cannot recompute, and which."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,13 +13,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-Reason = Literal["failed", "malformed", "no_signal", "interrupted", "cancelled"]
+Reason = Literal["failed", "malformed", "sampling", "no_signal", "interrupted", "cancelled"]
 """Why a sample is not trained on.
 
     failed       infrastructure broke during the session, or it has no sampled token: there is
                  nothing to learn from
     malformed    the attempt cannot be trained on: a number that is not finite, an over-long row, an
                  unknown version, ...
+    sampling     it was sampled in a way that the trainer cannot recompute; the parameters are named
     no_signal    the advantage of each of its tokens is zero: all attempts of the group earned the
                  same reward, say
     interrupted  the run was stopped or killed while the session was in flight; its task is issued
@@ -51,6 +52,12 @@ class Batched:
 class Dropped:
     samples: tuple[str, ...]
     reason: Reason
+    detail: str = ""
+
+    @property
+    def label(self) -> str:
+        """What it is counted under: the reason, with its detail if there is one."""
+        return f"{self.reason} ({self.detail})" if self.detail else self.reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,8 +121,8 @@ class Ledger:
                 self._settle(entry.samples, entry.step)
                 self._batched[entry.step] = entry.samples
             case Dropped():
-                self._settle(entry.samples, entry.reason)
-                self.dropped[entry.reason] += len(entry.samples)
+                self._settle(entry.samples, entry.label)
+                self.dropped[entry.label] += len(entry.samples)
             case Trained():
                 if entry.step < self.trained_step:
                     raise Unbalanced(f"step {entry.step} is trained after step {self.trained_step}")

@@ -6,11 +6,9 @@ Frozen dataclasses of the standard library, so that the engine can import them o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from typing import Literal
-
-from etude.core.types import VersionSpan
 
 Priority = Literal["interactive", "standard", "batch"]
 """Who is served first: people who wait, ordinary requests, then work that may wait."""
@@ -60,6 +58,31 @@ def sampling_spans(spans: Iterable[SamplingSpan]) -> tuple[SamplingSpan, ...]:
             span = SamplingSpan(span.params, joined.pop().count + span.count)
         joined.append(span)
     return tuple(joined)
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """`count` consecutive sampled tokens that one weight version produced."""
+
+    version: int
+    count: int
+
+
+def version_spans(versions: Iterable[int]) -> tuple[VersionSpan, ...]:
+    """Run-length form of one version per sampled token."""
+    runs: list[list[int]] = []
+    for version in versions:
+        if runs and runs[-1][0] == version:
+            runs[-1][1] += 1
+        else:
+            runs.append([version, 1])
+    return tuple(VersionSpan(version, count) for version, count in runs)
+
+
+def expand_spans(runs: Iterable[VersionSpan]) -> Iterator[int]:
+    """One version per sampled token, back from the run-length form."""
+    for run in runs:
+        yield from [run.version] * run.count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -169,6 +169,8 @@ class RolloutStageConfig(StageConfig):
     """How the rate falls to 0 by the last step, if it does: what a run ends on is then less of a
     random walk."""
     temperature: Positive = 1.0
+    """What the built-in agent samples at. A harness may send another one with any request: the
+    trainer recomputes each token at the temperature that it was drawn at."""
     microbatch_tokens: Count = 8192
     """Tokens of one forward and backward pass; for memory only, the step does not depend on it."""
     router_replay: bool = True

@@ -11,11 +11,12 @@ bare CUDA image; `store.objects` gives them a wire format.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal
 
+from etude.core.sampling import SamplingSpan, VersionSpan
 from etude.core.sandbox import SandboxSpec
 
 Json = Any
@@ -53,31 +54,6 @@ class Task:
         return [dict(message) for message in self.messages] or [
             {"role": "user", "content": self.prompt}
         ]
-
-
-@dataclass(frozen=True, slots=True)
-class VersionSpan:
-    """`count` consecutive sampled tokens that one weight version produced."""
-
-    version: int
-    count: int
-
-
-def version_spans(versions: Iterable[int]) -> tuple[VersionSpan, ...]:
-    """Run-length form of one version per sampled token."""
-    runs: list[list[int]] = []
-    for version in versions:
-        if runs and runs[-1][0] == version:
-            runs[-1][1] += 1
-        else:
-            runs.append([version, 1])
-    return tuple(VersionSpan(version, count) for version, count in runs)
-
-
-def expand_spans(runs: Iterable[VersionSpan]) -> Iterator[int]:
-    """One version per sampled token, back from the run-length form."""
-    for run in runs:
-        yield from [run.version] * run.count
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +102,8 @@ class Segment:
     """Over the sampled tokens, in order."""
     regions: tuple[RegionSpan, ...] = ()
     """Likewise."""
+    sampling: tuple[SamplingSpan, ...] = ()
+    """Over the sampled tokens, in order."""
     experts: str | None = None
     """The object in the store that says which experts the first tokens (of prompt and tokens
     together) were routed to. A name only: the ids themselves are larger than all the rest, and only
@@ -277,6 +255,8 @@ class Row:
     advantages: tuple[float, ...]
     versions: tuple[VersionSpan, ...]
     regions: tuple[RegionSpan, ...] = ()
+    sampling: tuple[SamplingSpan, ...] = ()
+    """What each sampled token was drawn with; empty: what its stage says."""
     experts: str | None = None
     """As in `Segment`."""
 

@@ -25,7 +25,8 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from etude.core.types import Sample, version_spans
+from etude.core.sampling import version_spans
+from etude.core.types import Sample
 from etude.engine.blocks import BlockManager, BlockTable
 from etude.engine.speculate import MAX_DRAFT_TOKENS, Drafter
 

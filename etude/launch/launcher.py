@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from etude.core.clock import AwakeClock, Clock, SystemClock
+from etude.core.config import EngineConfig
 from etude.core.errors import EtudeError
 from etude.core.events import Event
 from etude.core.liveness import Liveness
@@ -285,49 +286,27 @@ def python(module: str, *arguments: object) -> tuple[str, ...]:
     return (sys.executable, "-P", "-m", module, *map(str, arguments))
 
 
-def server_programs(
-    store: str,
-    regions: Sequence[str],
-    *,
-    port: int,
-    max_batch: int,
-    threads: int,
-    device: str,
-    dtype: str = "auto",
-    invariant: bool = False,
-    silence_s: float = 10.0,
-) -> tuple[list[Program], str]:
-    """The gateway and one worker a region, and the gateway's URL. `port` 0: any that is free."""
-    if port:
-        check_port(port)
-    ports = free_ports(len(regions) + 1)
-    gateway_port = port or ports[-1]
+def server_programs(store: str, engine: EngineConfig) -> tuple[list[Program], str]:
+    """The gateway and one worker a region, and the gateway's URL. They read the rest of their
+    settings from the store."""
+    if engine.port:
+        check_port(engine.port)
+    *ports, free = free_ports(len(engine.regions) + 1)
+    gateway_port = engine.port or free
     url = f"http://127.0.0.1:{gateway_port}"
-    listening = ("--store", store, "--port", gateway_port, "--silence", silence_s)
+    listening = ("--store", store, "--port", gateway_port)
     gateway = Program("gateway", python("etude.serve.gateway", *listening), serves=True)
     workers = [
         Program(
             f"worker-{region}",
             python(
                 "etude.serve.worker",
-                *("--store", store, "--region", region, "--port", worker_port, "--gateway", url),
-                *(
-                    "--max-batch",
-                    max_batch,
-                    "--threads",
-                    threads,
-                    "--device",
-                    device,
-                    "--dtype",
-                    dtype,
-                ),
-                *("--silence", silence_s),
-                *["--invariant"] * invariant,
+                *("--store", store, "--region", region, "--port", port, "--gateway", url),
             ),
             serves=True,
             restarts=3,
         )
-        for region, worker_port in zip(regions, ports, strict=False)
+        for region, port in zip(engine.regions, ports, strict=True)
     ]
     return [gateway, *workers], url
 

@@ -129,7 +129,7 @@ async def _run(
             await launcher.run_to_end(
                 Program("preparation", python("etude.trainer.prepare", "--store", place.store))
             )
-        servers, url = _servers(config, place)
+        servers, url = server_programs(place.store, config.engine)
         trainers = trainer_programs(
             place.store, config.trainer.ranks, place.directory / "rendezvous"
         )
@@ -174,7 +174,7 @@ async def _evaluate(
     async with on_screen(
         run, launcher, console, title=f"etude · evaluation of {config.name}", lag_bound=0
     ):
-        servers, url = _servers(config, place)
+        servers, url = server_programs(place.store, config.engine)
         arguments = (
             "--store",
             place.store,
@@ -187,24 +187,6 @@ async def _evaluate(
         )
         evaluation = Program("evaluation", python("etude.run.controller", *arguments))
         await launcher.run_all([*servers, evaluation], until="evaluation")
-
-
-def _servers(config: RunConfig, place: RunDirectory) -> tuple[list[Program], str]:
-    engine = config.engine
-    # One request at a time in deterministic mode: what else is in a batch changes the last bits of
-    # a result.
-    max_batch = 1 if config.deterministic else engine.max_batch
-    return server_programs(
-        place.store,
-        engine.regions,
-        port=engine.port,
-        max_batch=max_batch,
-        threads=engine.threads,
-        device=engine.device,
-        dtype=engine.dtype,
-        invariant=config.batch_invariant,
-        silence_s=config.silence_s,
-    )
 
 
 def _run_loop(program: Coroutine[Any, Any, None]) -> None:

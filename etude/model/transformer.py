@@ -110,15 +110,15 @@ class Transformer(nn.Module):
         return self.model.norm(x)  # type: ignore[no-any-return]
 
     def logprobs(
-        self, hidden_NE: Tensor, tokens_N: Tensor, temperature: float = 1.0
+        self, hidden_NE: Tensor, tokens_N: Tensor, temperature_N: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Of the token after each hidden state; and of every token that could have stood there
-        (NV)."""
+        (NV). `temperature_N`: what each is drawn at; None: all at 1."""
         logits_NV = self.logits(hidden_NE)
-        if temperature != 1.0:
-            # By a tensor, since on CUDA a plain number would be multiplied by its inverse, which
-            # rounds otherwise.
-            logits_NV = logits_NV / torch.full_like(logits_NV[:1, :1], temperature)
+        if temperature_N is not None:
+            # A tensor also where all are equal: on CUDA a plain number would be multiplied by its
+            # inverse, which rounds otherwise.
+            logits_NV = logits_NV / temperature_N[:, None]
         logp_NV = torch.log_softmax(logits_NV, dim=-1)
         # `gather` would say the same, but its gradient is not compiled without a tensor as large as
         # all logits.

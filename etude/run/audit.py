@@ -11,8 +11,9 @@ from etude.core.alarms import Alarm, Alarms
 from etude.core.config import RunConfig
 from etude.core.ledger import Batched, Dropped, Entry, Issued, Ledger, Trained, Unbalanced
 from etude.core.lineage import estimator_of, stage_spans
+from etude.core.sampling import expand_spans
 from etude.core.stages import RolloutStageConfig
-from etude.core.types import Batch, Group, expand_spans
+from etude.core.types import Batch, Group
 from etude.run.evaluate import report_name
 from etude.run.journal import drops, group_of
 from etude.store.rollouts import RolloutLog, RolloutRow
@@ -211,17 +212,17 @@ def _check_drops(
             f"{len(strangers)} stored samples were never issued, for example {sorted(strangers)[0]}"
         )
     due = {
-        (sample, drop.reason)
+        (sample, drop.label)
         for group in groups.values()
         for drop in drops(_estimator(group, config).estimate(group))
         for sample in drop.samples
     }
     for entry in entries:
-        if isinstance(entry, Dropped) and entry.reason in ("failed", "malformed", "no_signal"):
+        if isinstance(entry, Dropped) and entry.reason not in ("interrupted", "cancelled"):
             yield from (
-                f"{sample} was dropped as {entry.reason}, and its group does not bear that out"
+                f"{sample} was dropped as {entry.label}, and its group does not bear that out"
                 for sample in entry.samples
-                if (sample, entry.reason) not in due
+                if (sample, entry.label) not in due
             )
         if isinstance(entry, Dropped) and entry.reason == "interrupted":
             yield from (

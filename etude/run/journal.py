@@ -100,9 +100,16 @@ def sample_ids(group: str, count: int) -> tuple[str, ...]:
 
 def drops(outcome: GroupOutcome) -> list[Dropped]:
     """The entries for the samples of a finished group that will not be trained on."""
+    by_params: defaultdict[str, list[str]] = defaultdict(list)
+    for sample, names in outcome.untrainable.items():
+        by_params[names].append(sample)
     entries = [
         Dropped(samples=outcome.failed, reason="failed"),
         Dropped(samples=tuple(outcome.malformed), reason="malformed"),
+        *(
+            Dropped(samples=tuple(samples), reason="sampling", detail=names)
+            for names, samples in by_params.items()
+        ),
         Dropped(samples=outcome.no_signal, reason="no_signal"),
     ]
     return [entry for entry in entries if entry.samples]

@@ -12,7 +12,7 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from math import isfinite
 from random import Random
 from statistics import fmean
@@ -127,7 +127,7 @@ class RolloutLoop:
         await self.journal.write(*drops(outcome), group=whole)
         self.emit(_done(whole, outcome, time.monotonic() - began))
         kept = bool(outcome.advantages)
-        self.signal.add(whole, kept)
+        self.signal.add(whole, kept, outcome.untrainable)
         await self.update(
             lambda: self.window.finish(slot, whole) if kept else self.window.drop(slot)
         )
@@ -200,12 +200,21 @@ class SignalMonitor:
         self._in_vain = 0
         self._rewards: set[float] = set()
 
-    def add(self, group: Group, kept: bool) -> None:
+    def add(self, group: Group, kept: bool, untrainable: Mapping[str, str]) -> None:
+        """`untrainable`: attempts that the trainer cannot recompute, and the parameters that they
+        were sampled with."""
         if kept:
             self._in_vain, self._rewards = 0, set()
             return
         self._in_vain += 1
         self._rewards |= {t.reward for t in group.trajectories if t.reward is not None}
+        if self._in_vain >= self._limit and untrainable:
+            raise EtudeError(
+                f"{self._in_vain} groups in a row have nothing to learn from: their attempts are "
+                f"sampled with {next(iter(untrainable.values()))}, which the trainer cannot "
+                f"recompute. Have the harness set no sampling parameter but the temperature, and "
+                f"that above 0, then resume the run"
+            )
         if self._in_vain >= self._limit:
             raise EtudeError(
                 f"{self._in_vain} groups in a row have nothing to learn from: all attempts at a "
@@ -278,4 +287,5 @@ def _done(group: Group, outcome: GroupOutcome, seconds: float) -> GroupDone:
         kept=bool(outcome.advantages),
         seconds=seconds,
         malformed=outcome.malformed,
+        untrainable=outcome.untrainable,
     )

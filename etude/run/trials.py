@@ -47,7 +47,7 @@ from etude.run.diagnose import (
 from etude.run.operators import different_operators
 from etude.train.loss import predicting_states
 from etude.train.mismatch import measure_mismatch, mismatch_stats, router_mismatch
-from etude.train.packing import TokenSequence, pack_batch
+from etude.train.packing import RolloutSequence, pack_rows
 
 MakeEngine = Callable[..., Engine]
 Prompt = tuple[int, ...]
@@ -166,7 +166,8 @@ class MismatchTrials:
         old_N, tokens_N = recorded(rows)
         if is_first or name == "temperature":
             logp_NV = torch.cat([each.logp_NV for each in found])
-            self._fits[name] = fit_temperature(old_N, tokens_N, logp_NV, temperature)
+            asked = mean_temperature(answers, temperature)
+            self._fits[name] = fit_temperature(old_N, tokens_N, logp_NV, asked)
             if is_first:
                 self._likeliest = logp_NV.argmax(-1).tolist()
                 self._cut = find_cut(old_N, new_N, logp_NV, bound)
@@ -207,7 +208,7 @@ class MismatchTrials:
         replay: bool,
     ) -> list[Recomputation]:
         """Settings that gave the same tokens share their draws."""
-        rows = tuple((answer.row.tokens, answer.row.mask) for answer in answers)
+        rows = tuple((each.row.tokens, each.row.mask, each.row.sampling) for each in answers)
         key = (rows, temperature, kind, replay)
         if key not in self._draws:
             self._progress(f"the trainer's model rounds at random, {NUM_DRAWS} times")
@@ -345,10 +346,12 @@ class _ForcedTokens:
 def recompute(
     model: Transformer, answer: RecordedAnswer, temperature: float, *, replay: bool = False
 ) -> Recomputation:
-    """As the trainer does it; `replay`: with the experts that were recorded."""
+    """As the trainer does it; `temperature`: of a row that does not say what it was sampled with;
+    `replay`: with the experts that were recorded."""
     routing = Routing(_replay(answer) if replay else None) if model.config.experts else None
-    states = predicting_states(model, pack_batch([_text(answer)]), routing)
-    logp_N, logp_NV = model.logprobs(*states, temperature)
+    packed = pack_rows([_sequence(answer, temperature)])
+    states = predicting_states(model, packed, routing)
+    logp_N, logp_NV = model.logprobs(*states, packed.temperature_N)
     return Recomputation(
         logp_N=logp_N, logp_NV=logp_NV, used_TLk=routing.chosen() if routing else None
     )
@@ -362,7 +365,7 @@ def draw(
     replay: bool,
 ) -> Recomputation:
     """With random rounding, and log-probs taken as the engine's sampler does."""
-    packed = pack_batch([_text(answer) for answer in answers])
+    packed = pack_rows([_sequence(answer, temperature) for answer in answers])
     routing = None
     if model.config.experts:
         routing = Routing(torch.cat([_replay(answer) for answer in answers]) if replay else None)
@@ -370,7 +373,9 @@ def draw(
         hidden_TE = model(
             packed.tokens_T, packed.positions_T, StepwiseCausal(packed.lengths), routing
         )
-        logits_NV = model.logits(hidden_TE[packed.logits_indices_N]) / torch.tensor(temperature)
+        logits_NV = model.logits(hidden_TE[packed.logits_indices_N])
+        if packed.temperature_N is not None:
+            logits_NV = logits_NV / packed.temperature_N[:, None]
         p_NV = torch.softmax(logits_NV, -1)
         # What is too unlikely for a probability in float32 no engine draws, but at another
         # temperature it may have.
@@ -421,15 +426,23 @@ def _answer(name: str, prompt: Prompt, sample: Sample, model: Transformer) -> Re
     return RecordedAnswer(row_of(name, prompt, sample), experts)
 
 
-def _text(answer: RecordedAnswer) -> TokenSequence:
-    return TokenSequence(answer.row.tokens, answer.row.mask)
+def mean_temperature(answers: Sequence[RecordedAnswer], default: float) -> float:
+    """The temperature of the answers, or the geometric mean of several: what is fitted is a factor
+    on all of them."""
+    found = np.concatenate([_sequence(answer, default).temperatures for answer in answers])
+    first = float(found[0])
+    return first if (found == first).all() else float(np.exp(np.log(found).mean()))
+
+
+def _sequence(answer: RecordedAnswer, temperature: float = 1.0) -> RolloutSequence:
+    return RolloutSequence.from_row(answer.row, 0, temperature=temperature)
 
 
 def _replay(answer: RecordedAnswer) -> Tensor:
     """Of all tokens that are read; -1 where nothing was recorded."""
     ids_TLk = answer.experts_TLk
     assert ids_TLk is not None
-    length = _text(answer).length
+    length = _sequence(answer).length
     rest = ids_TLk.new_full((max(0, length - len(ids_TLk)), *ids_TLk.shape[1:]), -1)
     return torch.cat((ids_TLk[:length], rest))
 
@@ -442,7 +455,7 @@ def _used(each: Recomputation) -> Tensor:
 def _recomputed(answer: RecordedAnswer, found: Recomputation) -> RecomputedRow:
     otherwise = None
     if answer.experts_TLk is not None and found.used_TLk is not None:
-        places_N = _text(answer).loss_positions - 1
+        places_N = _sequence(answer).loss_positions - 1
         both = (ids_TLk.numpy()[places_N] for ids_TLk in (_replay(answer), found.used_TLk))
         otherwise = tuple(router_mismatch(*both).tolist())
     return RecomputedRow(

@@ -22,8 +22,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from etude.core.protocols import Ask, Policy, Token
+from etude.core.sampling import expand_spans
 from etude.core.seeds import derive
-from etude.core.types import Sample, expand_spans
+from etude.core.types import Sample
 from etude.model.tokenizer import ChatTokenizer, Message
 from etude.serve import protocol as wire
 from etude.serve.grammar import ANY_OBJECT, GrammarBuilder

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterable, Sequence
 
 from etude.core.protocols import Ask, Token
-from etude.core.types import Sample, VersionSpan
+from etude.core.sampling import VersionSpan
+from etude.core.types import Sample
 from etude.serve.api import as_stream
 
 

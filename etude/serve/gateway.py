@@ -64,6 +64,7 @@ from etude.serve.router import Router, SessionPolicy
 from etude.serve.worker_protocol import JoinRequest, LoadRequest, read_model_files
 from etude.store.experts import put_experts
 from etude.store.objects import Objects
+from etude.store.runs import Run
 
 
 class Gateway(Api):
@@ -179,12 +180,11 @@ async def serve_gateway(
     port: int,
     host: str = "127.0.0.1",
     version: int = -1,
-    silence_s: float = 10.0,
 ) -> None:
     token = process.token()
     listener = process.bind(host, port, token)
-    objects = Objects.open(store_url, create=False)
-    files = read_model_files(objects)
+    run = Run.open(store_url, create=False)
+    files = read_model_files(run.objects)
     max_context = json.loads(files["config.json"])["max_position_embeddings"]
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     # As many connections as there are requests, and no limit on their time: a worker that dies
@@ -194,8 +194,8 @@ async def serve_gateway(
         aiohttp.ClientTimeout(total=None, sock_connect=5.0),
     )
     async with aiohttp.ClientSession(headers=headers, connector=connector, timeout=patient) as http:
-        router = Router(http, version, silence_s)
-        gateway = Gateway(router, objects, files, max_context=max_context)
+        router = Router(http, version, run.config().silence_s)
+        gateway = Gateway(router, run.objects, files, max_context=max_context)
         async with process.serving(
             create_app(gateway.routes(), token, gateway.metrics), listener
         ) as running:
@@ -206,27 +206,18 @@ async def serve_gateway(
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m etude.serve.gateway", description="One URL in front of all workers."
+        prog="python -m etude.serve.gateway",
+        description="One URL in front of all workers of a run.",
     )
-    parser.add_argument(
-        "--store", required=True, help="the run's store; the model's files lie under model/"
-    )
+    parser.add_argument("--store", required=True, help="the run's store")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument(
         "--version", type=int, default=-1, help="the oldest weights that may answer"
     )
-    parser.add_argument(
-        "--silence",
-        type=float,
-        default=10.0,
-        help="seconds after which a silent worker is taken out",
-    )
     a = parser.parse_args()
     process.run(
-        lambda: serve_gateway(
-            store_url=a.store, port=a.port, host=a.host, version=a.version, silence_s=a.silence
-        )
+        lambda: serve_gateway(store_url=a.store, port=a.port, host=a.host, version=a.version)
     )
 
 

@@ -2,7 +2,11 @@
 
     VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model DIR --port 8000 \\
         --enable-scale-out --logprobs-mode processed_logprobs
-    python -m etude.serve.worker --store RUN --region east --port 8101 --vllm http://127.0.0.1:8000
+
+and in the run's file, for each region that has one:
+
+    [engine.vllm]
+    east = "http://127.0.0.1:8000"
 
 Nothing in vLLM is changed. `/inference/v1/generate` takes and gives token ids, with log-probs, with
 the version of the weights behind every token, and with routed experts if the server was started to
@@ -43,7 +47,8 @@ from torch import Tensor
 
 from etude.core.errors import EtudeError
 from etude.core.protocols import Ask, Token
-from etude.core.types import Sample, VersionSpan, expand_spans, version_spans
+from etude.core.sampling import VersionSpan, expand_spans, version_spans
+from etude.core.types import Sample
 from etude.model.config import ModelConfig
 from etude.model.files import check_fit, write_directory
 from etude.model.tokenizer import ChatTokenizer

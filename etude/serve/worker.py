@@ -24,6 +24,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
+from etude.core.config import RunConfig
 from etude.core.errors import EtudeError
 from etude.engine.engine import Engine
 from etude.engine.select import select_device
@@ -37,7 +38,7 @@ from etude.serve.grammar import GrammarBuilder
 from etude.serve.http import ApiError, Unavailable, create_app, read, respond
 from etude.serve.vllm import VllmServer, connect
 from etude.serve.worker_protocol import LoadRequest, WorkerStatus, WorkerWeights, read_model_files
-from etude.store.objects import Objects
+from etude.store.runs import Run
 from etude.weights.cache import HostCache
 from etude.weights.follow import Follower
 from etude.weights.manifest import Chain
@@ -149,23 +150,20 @@ async def keep_joined(worker: Worker, url: str, gateway_url: str, token: str | N
 
 @contextlib.asynccontextmanager
 async def own_engine(
-    files: Mapping[str, bytes],
-    fetch: FetchWeights,
-    max_batch: int,
-    device: str,
-    dtype: str,
-    invariant: bool,
+    files: Mapping[str, bytes], fetch: FetchWeights, config: RunConfig
 ) -> AsyncIterator[EngineThread]:
     exit_on_engine_failure()
-    place = select_device(device)
+    device = select_device(config.engine.device)
     # Published weights are bf16. A processor computes with them in fp32, as the trainer does on it.
-    usual = torch.bfloat16 if place.type == "cuda" else torch.float32
+    usual = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = usual if config.engine.dtype == "auto" else getattr(torch, config.engine.dtype)
     model = Transformer(ModelConfig.from_json(files["config.json"])).requires_grad_(False)
-    model = model.to(place, usual if dtype == "auto" else getattr(torch, dtype))
-    if invariant:
+    model = model.to(device, dtype)
+    if config.batch_invariant:
         model.compute_with(INVARIANT)
-    # One request at a time is how a deterministic run is served: then nothing may depend on what
-    # was asked before.
+    # One request at a time in deterministic mode: what else is in a batch changes the last bits of
+    # a result, and nothing may depend on what was asked before.
+    max_batch = 1 if config.deterministic else config.engine.max_batch
     engine = EngineThread(
         Engine(model, max_batch=max_batch, version=-1, prefix_cache=max_batch > 1), fetch, files
     )
@@ -175,24 +173,26 @@ async def own_engine(
 
 async def serve_worker(
     *, store_url: str, region: str, port: int, host: str = "127.0.0.1",
-    gateway_url: str | None = None, version: int | None = None, max_batch: int = 32,
-    threads: int = 1, device: str = "auto", dtype: str = "auto", cache: Path | None = None,
-    vllm: str | None = None, invariant: bool = False, silence_s: float = 10.0,
+    gateway_url: str | None = None, version: int | None = None, cache: Path | None = None,
+    overrides: Mapping[str, object] | None = None,
 ) -> None:  # fmt: skip
-    torch.set_num_threads(threads)
+    """Settings are those of the run. `overrides`: keys of `[engine]` that are otherwise for this
+    process."""
     token = process.token()
     listener = process.bind(host, port, token)
-    objects = Objects.open(store_url, create=False)
-    files = read_model_files(objects)
+    run = Run.open(store_url, create=False)
+    config = run.config()
+    config = config.model_copy(
+        update={"engine": config.engine.model_copy(update=dict(overrides or {}))}
+    )
+    torch.set_num_threads(config.engine.threads)
+    files = read_model_files(run.objects)
     fetch = Follower(
-        Chain(objects), name=f"{region}-{port}", cache=HostCache.beside(store_url, cache)
+        Chain(run.objects), name=f"{region}-{port}", cache=HostCache.beside(store_url, cache)
     ).fetch
-    async with (
-        connect(vllm, fetch, files)
-        if vllm
-        else own_engine(files, fetch, max_batch, device, dtype, invariant) as engine
-    ):
-        worker = Worker(engine, files, region, silence_s)
+    vllm = config.engine.vllm.get(region)
+    async with connect(vllm, fetch, files) if vllm else own_engine(files, fetch, config) as engine:
+        worker = Worker(engine, files, region, config.silence_s)
         if version is not None:
             await engine.load(version)
         async with process.serving(
@@ -207,11 +207,11 @@ async def serve_worker(
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m etude.serve.worker", description="Serves a model from a run's store."
+        prog="python -m etude.serve.worker",
+        description="A worker of a run. Its settings are those of the run's configuration; an "
+        "option of the engine that is given here holds for this worker alone.",
     )
-    parser.add_argument(
-        "--store", required=True, help="the run's store; the model's files lie under model/"
-    )
+    parser.add_argument("--store", required=True, help="the run's store")
     parser.add_argument("--region", required=True)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--host", default="127.0.0.1")
@@ -219,29 +219,15 @@ def main() -> None:
     parser.add_argument(
         "--version", type=int, help="weights to load at once; otherwise the gateway says which"
     )
-    parser.add_argument("--max-batch", type=int, default=32)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument(
-        "--device",
-        choices=("auto", "cpu", "cuda"),
-        default="auto",
-        help="auto: cuda if there is one",
-    )
-    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
     parser.add_argument(
         "--cache", type=Path, help="where this host's workers keep what one of them has downloaded"
     )
-    parser.add_argument(
-        "--vllm", metavar="URL", help="a vLLM server that computes instead of our engine"
-    )
-    parser.add_argument("--invariant", action="store_true", help="the same bits in every batch")
-    parser.add_argument(
-        "--silence",
-        type=float,
-        default=10.0,
-        help="a step that takes ten times as many seconds hangs",
-    )
+    own = parser.add_argument_group("in place of the run's [engine]")
+    own.add_argument("--max-batch", type=int)
+    own.add_argument("--threads", type=int)
+    own.add_argument("--device", choices=("auto", "cpu", "cuda"), help="auto: cuda if there is one")
     a = parser.parse_args()
+    given = {"max_batch": a.max_batch, "threads": a.threads, "device": a.device}
     process.run(
         lambda: serve_worker(
             store_url=a.store,
@@ -250,14 +236,8 @@ def main() -> None:
             host=a.host,
             gateway_url=a.gateway,
             version=a.version,
-            max_batch=a.max_batch,
-            threads=a.threads,
-            device=a.device,
-            dtype=a.dtype,
             cache=a.cache,
-            vllm=a.vllm,
-            invariant=a.invariant,
-            silence_s=a.silence,
+            overrides={key: value for key, value in given.items() if value is not None},
         )
     )
 

@@ -10,7 +10,8 @@ Shapes: N tokens, V vocabulary, E hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import NamedTuple
 
@@ -32,14 +33,14 @@ class TokenStats(NamedTuple):
     argmax_N: Tensor
 
 
-Part = Callable[[Transformer, Tensor, Tensor, float, bool], tuple[Tensor, TokenStats]]
+Part = Callable[[Transformer, Tensor, Tensor, Tensor | None, bool], tuple[Tensor, TokenStats]]
 
 
 def head_logprobs(
     model: Transformer,
     hidden_NE: Tensor,
     tokens_N: Tensor,
-    temperature: float = 1.0,
+    temperature_N: Tensor | None = None,
     *,
     with_stats: bool = False,
 ) -> tuple[Tensor, TokenStats]:
@@ -48,7 +49,10 @@ def head_logprobs(
     most = MAX_FUSED_LOGITS if model.fused else MAX_LOGITS[hidden_NE.device.type]
     size = max(1, most // model.config.vocab_size)
     if len(tokens_N) <= size:
-        return part(model, hidden_NE, tokens_N, temperature, with_stats)
+        return part(model, hidden_NE, tokens_N, temperature_N, with_stats)
+    temperatures: Iterable[Tensor | None] = (
+        itertools.repeat(None) if temperature_N is None else torch.split(temperature_N, size)
+    )
     parts = [
         checkpoint(
             part,
@@ -60,8 +64,8 @@ def head_logprobs(
             use_reentrant=False,
             preserve_rng_state=False,
         )
-        for hidden, tokens in zip(
-            torch.split(hidden_NE, size), torch.split(tokens_N, size), strict=True
+        for hidden, tokens, temperature in zip(
+            torch.split(hidden_NE, size), torch.split(tokens_N, size), temperatures, strict=False
         )
     ]
     logps, others = zip(*parts, strict=True)
@@ -74,9 +78,13 @@ def _fused_part() -> Part:
 
 
 def _part(
-    model: Transformer, hidden_NE: Tensor, tokens_N: Tensor, temperature: float, with_stats: bool
+    model: Transformer,
+    hidden_NE: Tensor,
+    tokens_N: Tensor,
+    temperature_N: Tensor | None,
+    with_stats: bool,
 ) -> tuple[Tensor, TokenStats]:
-    logp_N, logp_NV = model.logprobs(hidden_NE, tokens_N, temperature)
+    logp_N, logp_NV = model.logprobs(hidden_NE, tokens_N, temperature_N)
     if not with_stats:
         return logp_N, TokenStats(logp_N.new_zeros(0), tokens_N.new_zeros(0))
     with torch.no_grad():

@@ -114,14 +114,15 @@ class Learner:
         router_replay_min_score: float = 0.0,
         router_balance: bool = False,
     ) -> StepStats:
-        """One step of RL. `microbatch_tokens = 0`: row after row in their order, deterministic. An
-        objective with a `kl_coef` takes the snapshot for its reference. `fetch` reads the experts
-        that a row names; without it none are replayed. `router_replay_min_score`, `router_balance`:
-        see `routers`."""
+        """One step of RL. `temperature` is that of rows which do not say what they were sampled
+        with. `microbatch_tokens = 0`: row after row in their order, deterministic. An objective
+        with a `kl_coef` takes the snapshot for its reference. `fetch` reads the experts that a row
+        names; without it none are replayed. `router_replay_min_score`, `router_balance`: see
+        `routers`."""
         routers = RouterTracker(
             self.model, min_score=router_replay_min_score, router_balance=router_balance
         )
-        rows, divisor = self._weighed(batch, objective.aggregate, microbatch_tokens)
+        rows, divisor = self._weighed(batch, objective.aggregate, microbatch_tokens, temperature)
         num_tokens = sum(row.num_tokens for row in rows)
         mine = self._share(
             rows, partial(pack_rows, experts=self._experts(fetch)), microbatch_tokens
@@ -129,14 +130,13 @@ class Learner:
         references: Iterable[Tensor | None] = itertools.repeat(None)
         if objective.kl_coef:
             mine = list(mine)
-            references = self._reference(mine, temperature)
+            references = self._reference(mine)
         # on the device: nothing is waited for before the last microbatch is under way
         sums, seen = [], []
         for micro, ref_logp_N in zip(mine, references, strict=False):
             summed, columns_N5 = self._backward(
-                micro, routers, objective, ref_logp_N,
-                temperature=temperature, num_tokens=num_tokens, divisor=divisor,
-            )  # fmt: skip
+                micro, routers, objective, ref_logp_N, num_tokens=num_tokens, divisor=divisor
+            )
             sums.append(summed)
             seen.append(columns_N5)
         routers.end_step(self.ranks)
@@ -174,14 +174,13 @@ class Learner:
         objective: Objective,
         ref_logp_N: Tensor | None,
         *,
-        temperature: float,
         num_tokens: int,
         divisor: float,
     ) -> tuple[Tensor, Tensor]:
         """Add the gradient of one microbatch; return its sums and the columns of its tokens to
         report."""
         routing = routers.begin_microbatch(micro)
-        logp_N, others = token_logprobs(self.model, micro, temperature, routing, with_stats=True)
+        logp_N, others = token_logprobs(self.model, micro, routing, with_stats=True)
         scored = objective.score(
             logp_N, micro.old_logprobs_N, micro.advantages_N, micro.row_ids_N, ref_logp_N
         )
@@ -205,17 +204,8 @@ class Learner:
         )
         return summed, torch.stack([column.double() for column in columns], 1)
 
-    def _packed(
-        self, rows: Sequence[RolloutSequence], fetch: Callable[[str], bytes] | None
-    ) -> Microbatch:
-        """A microbatch of rows, with the experts that they replay."""
-        experts = self.model.config.experts
-        return pack_rows(
-            rows, lambda row: experts_to_replay(row, experts, fetch) if fetch else None
-        )
-
     def _weighed(
-        self, batch: Batch, aggregate: str, microbatch_tokens: int
+        self, batch: Batch, aggregate: str, microbatch_tokens: int, temperature: float
     ) -> tuple[list[RolloutSequence], float]:
         """The rows of a batch, and what the weighted sum of their tokens' losses is divided by."""
         context = self.model.config.max_position_embeddings
@@ -227,7 +217,7 @@ class Learner:
             )
         check(batch.rows, microbatch_tokens=microbatch_tokens, max_tokens=context)
         return [
-            RolloutSequence.from_row(row, n, w)
+            RolloutSequence.from_row(row, n, w, temperature)
             for n, (row, w) in enumerate(zip(batch.rows, weights, strict=True))
         ], divisor
 
@@ -280,13 +270,13 @@ class Learner:
         return -total / sum(text.num_tokens for text in texts)
 
     @torch.no_grad()
-    def _reference(self, microbatches: Sequence[Microbatch], temperature: float) -> list[Tensor]:
+    def _reference(self, microbatches: Sequence[Microbatch]) -> list[Tensor]:
         """The log-probs under the kept weights."""
         assert self._snapshot, (
             "a kl_coef needs a reference: keep() the weights that the stage starts from"
         )
         with self.using_snapshot():
-            return [token_logprobs(self.model, micro, temperature)[0] for micro in microbatches]
+            return [token_logprobs(self.model, micro)[0] for micro in microbatches]
 
     def weights(self) -> dict[str, Tensor]:
         """Of a learner alone: a copy of the tensors to publish, the very values that the next

@@ -140,18 +140,18 @@ LOSS: dict[str, Loss] = {
 def token_logprobs(
     model: Transformer,
     packed: PackedBatch,
-    temperature: float = 1.0,
     routing: Routing | None = None,
     *,
     with_stats: bool = False,
 ) -> tuple[Tensor, TokenStats]:
-    """For each token that counts: its log-prob, and if it is wanted what could have stood there.
+    """For each token that counts: its log-prob at the temperature it was drawn at, and if it is
+    wanted what could have stood there.
 
     Only positions that predict a counted token reach the head: every other token costs no logits
     and gets no gradient.
     """
     hidden_NE, tokens_N = predicting_states(model, packed, routing)
-    return head_logprobs(model, hidden_NE, tokens_N, temperature, with_stats=with_stats)
+    return head_logprobs(model, hidden_NE, tokens_N, packed.temperature_N, with_stats=with_stats)
 
 
 def predicting_states(

@@ -81,10 +81,24 @@ class RolloutSequence(TokenSequence):
     """Which row of the batch it is."""
     weight: float
     """The weight of its tokens in the objective."""
+    temperature: float
+    """What its tokens were drawn at, if the row does not say."""
 
     @classmethod
-    def from_row(cls, row: Row, number: int, weight: float = 1.0) -> RolloutSequence:
-        return cls(row.tokens, row.mask, row, number, weight)
+    def from_row(
+        cls, row: Row, number: int, weight: float = 1.0, temperature: float = 1.0
+    ) -> RolloutSequence:
+        return cls(row.tokens, row.mask, row, number, weight, temperature)
+
+    @property
+    def temperatures(self) -> NDArray[np.float64]:
+        """What each of the tokens that count was drawn at."""
+        if not self.row.sampling:
+            return np.full(self.num_tokens, self.temperature)
+        spans = self.row.sampling
+        return np.repeat(
+            [span.params.temperature for span in spans], [span.count for span in spans]
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +117,8 @@ class PackedBatch:
     """The tokens that count."""
     sequence_N: Tensor
     """Which sequence of the microbatch each of them stands in."""
+    temperature_N: Tensor | None = None
+    """What each of them was drawn at; None: all at 1."""
     experts_TLk: Tensor | None = None
     """The experts that are replayed, -1 where the router decides; None: it decides everywhere."""
 
@@ -140,8 +156,11 @@ def pack_rows(
     rows: Sequence[RolloutSequence], experts: Callable[[Row], Tensor | None] = lambda row: None
 ) -> Microbatch:
     """`experts` gives those that the first tokens of a row used, [tokens, L, k]."""
+    temperatures = [each.temperatures for each in rows]
+    is_plain = all((own == 1).all() for own in temperatures)
     return Microbatch(
         **_packed(rows),
+        temperature_N=None if is_plain else _joined(temperatures, torch.float32),
         experts_TLk=_pack_experts(
             [each.length for each in rows], [experts(each.row) for each in rows]
         ),

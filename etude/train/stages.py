@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from etude.core.stages import DpoConfig, MidtrainConfig, SftConfig
 from etude.train.learner import MICROBATCH_TOKENS, Learner
 from etude.train.packing import TokenSequence, plan_microbatches
 from etude.train.schedule import learning_rate
@@ -57,38 +58,34 @@ def _ignore(progress: Progress) -> None: ...
 
 def midtrain(
     learner: Learner,
+    stage: MidtrainConfig,
     sources: Sequence[tuple[Documents, float]],
+    heldout: Documents | None = None,
     *,
     eos: int,
-    steps: int,
-    batch_tokens: int,
-    lr: float,
-    warmup_steps: int,
-    weight_decay: float,
     seed: int,
-    seq_len: int | None = None,
-    document_mask: bool = True,
-    heldout: Documents | None = None,
-    heldout_every: int = 100,
     start_step: int = 0,
     on_step: OnStep = _ignore,
 ) -> None:
-    """Next-token prediction on (documents, weight) sources; documents are packed into rows of
-    `seq_len` (None: the model's whole context), and with `document_mask` do not see each other
-    there."""
-    width = seq_len or learner.model.config.max_position_embeddings
+    """Next-token prediction on (documents, weight) sources, packed into rows of `stage.seq_len`, or
+    of the model's context if that is shorter."""
+    width = min(stage.seq_len, learner.model.config.max_position_embeddings)
     mix = SourceMix(sources, width=width, seed=seed)
-    num_rows, ends = max(1, batch_tokens // width), eos if document_mask else None
+    num_rows, ends = max(1, stage.batch_tokens // width), eos if stage.document_mask else None
     heldout_rows = _heldout_rows(heldout, width, ends) if heldout and len(heldout.ends_D) else []
-    for step in range(start_step, steps):
+    for step in range(start_step, stage.steps):
+        rate = learning_rate(
+            step, lr=stage.lr, warmup=stage.warmup_steps, total=stage.steps, decay="cosine"
+        )
         fit = learner.fit(
             documents(mix.rows(step * num_rows, num_rows), ends),
-            lr=learning_rate(step, lr=lr, warmup=warmup_steps, total=steps, decay="cosine"),
-            weight_decay=weight_decay,
+            lr=rate,
+            weight_decay=stage.weight_decay,
         )
-        due = heldout_rows and ((step + 1) % heldout_every == 0 or step + 1 == steps)
+        done = step + 1
+        due = heldout_rows and (done % stage.heldout_every == 0 or done == stage.steps)
         metrics = {"heldout": learner.evaluate(heldout_rows)} if due else {}
-        on_step(Progress(step=step + 1, total=steps, fit=fit, metrics=metrics))
+        on_step(Progress(step=done, total=stage.steps, fit=fit, metrics=metrics))
 
 
 def documents(tokens_BT: NDArray[np.int64], eos: int | None) -> list[TokenSequence]:
@@ -113,39 +110,33 @@ def _heldout_rows(heldout: Documents, width: int, eos: int | None) -> list[Token
 
 def sft(
     learner: Learner,
+    stage: SftConfig,
     demonstrations: Sequence[Demonstration],
     heldout: Sequence[Demonstration],
     *,
-    max_epochs: int,
-    patience: int,
-    batch_tokens: int,
-    lr: float,
     seed: int,
-    warmup_steps: int = 0,
-    weight_decay: float = 0.0,
     start_step: int = 0,
     heldout_losses: Sequence[float] = (),
     on_step: OnStep = _ignore,
 ) -> tuple[float, ...]:
     """Imitation of what the assistant said, until the loss on held-out demonstrations has not
-    fallen for `patience` epochs; the learner ends with the weights of the best epoch. Returns the
-    held-out loss of every epoch."""
+    fallen for `stage.patience` epochs; the learner ends with the weights of the best epoch. Returns
+    the held-out loss of every epoch."""
     _check(demonstrations, heldout, learner.model.config.max_position_embeddings)
     num_tokens = sum(len(tokens) for tokens, _ in demonstrations)
     # no step without a session
-    steps_per_epoch = min(len(demonstrations), max(1, round(num_tokens / batch_tokens)))
-    total = max_epochs * steps_per_epoch
+    steps_per_epoch = min(len(demonstrations), max(1, round(num_tokens / stage.batch_tokens)))
+    total = stage.max_epochs * steps_per_epoch
     texts, heldout_rows = (
         [TokenSequence(*session) for session in some] for some in (demonstrations, heldout)
     )
     losses, step = list(heldout_losses), start_step
-    while step < total and evaluations_since_best(losses) < patience:
+    while step < total and evaluations_since_best(losses) < stage.patience:
         epoch, part = divmod(step, steps_per_epoch)
         chosen = np.array_split(shuffled(len(demonstrations), seed, epoch), steps_per_epoch)[part]
         fit = learner.fit(
             [texts[i] for i in chosen],
-            lr=learning_rate(step, lr=lr, warmup=warmup_steps, total=total, decay="linear"),
-            weight_decay=weight_decay,
+            lr=learning_rate(step, lr=stage.lr, warmup=0, total=total, decay="linear"),
         )
         step += 1
         if step % steps_per_epoch == 0:
@@ -159,15 +150,10 @@ def sft(
 
 def dpo(
     learner: Learner,
+    stage: DpoConfig,
     pairs: Sequence[Preference],
     *,
-    epochs: int,
-    batch_pairs: int,
-    beta: float,
-    lr: float,
     seed: int,
-    length_normalised: bool = False,
-    warmup_steps: int = 0,
     start_step: int = 0,
     on_step: OnStep = _ignore,
 ) -> None:
@@ -183,20 +169,18 @@ def dpo(
                 PreferencePair(TokenSequence(*chosen), TokenSequence(*rejected))
                 for chosen, rejected in pairs
             ],
-            length_normalised,
+            stage.length_normalised,
         )
-    steps_per_epoch = max(1, round(len(pairs) / batch_pairs))
-    total = epochs * steps_per_epoch
-    loss = preference(beta=beta, length_normalised=length_normalised)
+    steps_per_epoch = max(1, round(len(pairs) / stage.batch_pairs))
+    total = stage.epochs * steps_per_epoch
+    loss = preference(beta=stage.beta, length_normalised=stage.length_normalised)
     for step in range(start_step, total):
         epoch, part = divmod(step, steps_per_epoch)
         chosen = np.array_split(shuffled(len(pairs), seed, epoch), steps_per_epoch)[part].tolist()
-        fit = learner.fit(
-            [judged[i] for i in chosen],
-            lr=learning_rate(step, lr=lr, warmup=warmup_steps, total=total, decay="linear"),
-            pack=pack_pairs,
-            loss=loss,
+        rate = learning_rate(
+            step, lr=stage.lr, warmup=stage.warmup_steps, total=total, decay="linear"
         )
+        fit = learner.fit([judged[i] for i in chosen], lr=rate, pack=pack_pairs, loss=loss)
         on_step(Progress(step=step + 1, total=total, fit=fit, metrics=fit.metrics))
 
 

@@ -23,7 +23,7 @@ import torch
 from etude.core.types import Batch, Row
 from etude.model.transformer import Transformer
 from etude.train.loss import token_logprobs
-from etude.train.packing import TokenSequence, pack_batch, plan_microbatches
+from etude.train.packing import RolloutSequence, pack_rows, plan_microbatches
 
 
 class Teacher:
@@ -34,14 +34,18 @@ class Teacher:
         self, batch: Batch, *, temperature: float, microbatch_tokens: int
     ) -> tuple[Batch, float]:
         """The batch with the teacher's advantages, and an estimate of the KL of student to teacher
-        a token. Both are compared at the temperature that the student was sampled with."""
+        a token. Both are compared at the temperature that each token was drawn at; `temperature`
+        is that of rows which do not say."""
         rows, total, num_tokens = list(batch.rows), 0.0, 0
-        texts = [TokenSequence(row.tokens, row.mask) for row in rows]
+        texts = [
+            RolloutSequence.from_row(row, number, temperature=temperature)
+            for number, row in enumerate(rows)
+        ]
         device = next(self.model.parameters()).device
         for some in plan_microbatches([text.length for text in texts], microbatch_tokens)[0]:
-            packed = pack_batch([texts[index] for index in some]).to(device)
+            packed = pack_rows([texts[index] for index in some]).to(device)
             with torch.no_grad():
-                scores = iter(token_logprobs(self.model, packed, temperature)[0].tolist())
+                scores = iter(token_logprobs(self.model, packed)[0].tolist())
             for index in some:
                 rows[index] = with_teacher_advantages(
                     rows[index], list(islice(scores, texts[index].num_tokens))

@@ -1,5 +1,5 @@
-"""The stages as the trainer runs them: for each kind, its data and the call of `train` with the
-values of its table.
+"""The stages as the trainer runs them: for each kind, its data and the call of `train` with its
+table.
 
 Those that learn from files end in one version. Those that are loops step on the batches that the
 controller writes.
@@ -65,17 +65,10 @@ def midtrain(trainer: Trainer, span: StageSpan) -> None:
     trainer.record_data(corpus.about)
     learning.midtrain(
         trainer.learner,
+        stage,
         corpus.sources,
+        corpus.heldout,
         eos=trainer.tokenizer.eos_token_id,
-        steps=stage.steps,
-        batch_tokens=stage.batch_tokens,
-        seq_len=min(stage.seq_len, trainer.context),
-        document_mask=stage.document_mask,
-        heldout=corpus.heldout,
-        heldout_every=stage.heldout_every,
-        lr=stage.lr,
-        warmup_steps=stage.warmup_steps,
-        weight_decay=stage.weight_decay,
         seed=trainer.config.seed,
         start_step=trainer.step,
         on_step=trainer.report_fit(),
@@ -102,12 +95,9 @@ def sft(trainer: Trainer, span: StageSpan) -> None:
     )
     learning.sft(
         trainer.learner,
+        stage,
         shown,
         heldout,
-        max_epochs=stage.max_epochs,
-        patience=stage.patience,
-        batch_tokens=stage.batch_tokens,
-        lr=stage.lr,
         seed=trainer.config.seed,
         start_step=trainer.step,
         heldout_losses=trainer.heldout_losses,
@@ -127,13 +117,8 @@ def dpo(trainer: Trainer, span: StageSpan) -> None:
     trainer.record_data(f"{len(pairs)} pairs, {digest(pairs)}")
     learning.dpo(
         trainer.learner,
+        stage,
         pairs,
-        epochs=stage.epochs,
-        batch_pairs=stage.batch_pairs,
-        beta=stage.beta,
-        length_normalised=stage.length_normalised,
-        lr=stage.lr,
-        warmup_steps=stage.warmup_steps,
         seed=trainer.config.seed,
         start_step=trainer.step,
         on_step=trainer.report_fit(),

@@ -15,7 +15,8 @@ import torch
 from etude.cli import main
 from etude.commands.mismatch import to_judge, trainer_copy
 from etude.core.config import parse
-from etude.core.types import Batch, Row, Sample, VersionSpan, version_spans
+from etude.core.sampling import SamplingParams, SamplingSpan, VersionSpan, version_spans
+from etude.core.types import Batch, Row, Sample
 from etude.engine.engine import Engine, Request
 from etude.model.config import ModelConfig
 from etude.model.experts import read_ids
@@ -162,9 +163,11 @@ def record(
     step: int = 2,
     shape: ModelConfig | None = None,
     change: Callable[[Sample], Sample] = lambda sample: sample,
+    sampling: tuple[SamplingSpan, ...] = (),
     **asked: Any,
 ) -> None:
-    """A run whose last batch was sampled at temperature 0.5 by the weights that it trained."""
+    """A run whose last batch was sampled at temperature 0.5 by the weights that it trained.
+    `sampling`: what its rows say about that."""
     run, small = Run.open(f"file:{path}"), small_files()
     run.put_config(parse(text))
     shape = replace(shape or config(), vocab_size=300, max_position_embeddings=256)
@@ -179,7 +182,8 @@ def record(
         )
         sample = change(replace(drain(engine)[str(number)], versions=(VersionSpan(step - 1, 20),)))
         experts = None if sample.experts is None else put_experts(run.objects, sample.experts)
-        rows.append(replace(row_of(str(number), prompt, sample), experts=experts))
+        row = row_of(str(number), prompt, sample)
+        rows.append(replace(row, experts=experts, sampling=sampling))
     run.put_batch(Batch(step=step, rows=tuple(rows), oldest=step - 1))
 
 
@@ -217,6 +221,18 @@ def test_a_batch_that_was_sampled_at_another_temperature(
         "are those of temperature 0.800, the trainer computes at 0.5" in cause
         and recorded["unexplained"] == []
     )
+
+
+def test_a_batch_whose_rows_say_how_they_were_sampled(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The stage's temperature is another one, and explains nothing."""
+    spans = (SamplingSpan(SamplingParams(temperature=0.8), 20),)
+    record(tmp_path, RL, temperature=0.8, sampling=spans)
+    recorded = judged(tmp_path, capsys)["recorded"]
+    assert recorded["all"]["k3"] <= recorded["rounding"]["recorded"]["k3"] < 1e-9
+    assert recorded["causes"] == recorded["unexplained"] == []
+    assert recorded["fits"]["recorded"]["asked"] == 0.8
 
 
 def test_a_batch_with_experts_that_were_not_used(

@@ -24,6 +24,13 @@ from etude.core.advantage import (
     unit_std,
 )
 from etude.core.effort import Effort
+from etude.core.sampling import (
+    SamplingParams,
+    SamplingSpan,
+    VersionSpan,
+    expand_spans,
+    version_spans,
+)
 from etude.core.types import (
     Batch,
     Credit,
@@ -31,10 +38,7 @@ from etude.core.types import (
     Score,
     Segment,
     Trajectory,
-    VersionSpan,
-    expand_spans,
     turns,
-    version_spans,
 )
 from etude.run.loop import assemble_batch
 
@@ -195,6 +199,30 @@ def test_a_statistic_that_is_not_finite_drops_the_group_by_name() -> None:
         all("not finite" in why for why in outcome.malformed.values())
         and len(outcome.malformed) == 3
     )
+
+
+def sampled_with(group: Group, number: int, **params: float) -> Group:
+    """The attempt with its last two tokens drawn that way."""
+    attempts = list(group.trajectories)
+    spans = (SamplingSpan(SamplingParams(), 1), SamplingSpan(SamplingParams(**params), 2))  # type: ignore[arg-type]
+    segments = (segment(), replace(segment(), sampling=spans))
+    attempts[number] = replace(attempts[number], segments=segments)
+    return replace(group, trajectories=tuple(attempts))
+
+
+def test_an_attempt_that_cannot_be_recomputed_is_named_and_changes_nothing_for_the_others() -> None:
+    cut = sampled_with(group(1.0, 1.0, 0.0, 1.0), 1, top_p=0.9, top_k=5)
+    outcome = AdvantageEstimator().estimate(sampled_with(cut, 3, temperature=0.0))
+    assert outcome.advantages == {"g.0": 0.5, "g.2": -0.5} and outcome.malformed == {}
+    assert outcome.untrainable == {"g.1": "top_p, top_k", "g.3": "temperature 0"}
+
+
+def test_a_temperature_is_trained_on_and_goes_with_the_row() -> None:
+    warm = sampled_with(group(1.0, 0.0), 0, temperature=0.5)
+    outcome = AdvantageEstimator().estimate(warm)
+    assert outcome.advantages == {"g.0": 0.5, "g.1": -0.5} and outcome.untrainable == {}
+    plain, ours = to_rows(warm.trajectories[0], 0.5)
+    assert plain.sampling == () and ours.sampling == warm.trajectories[0].segments[1].sampling
 
 
 def test_rows_that_are_too_long_or_of_unknown_versions_are_named() -> None:

@@ -14,7 +14,8 @@ from etude.core.events import (
     StageStarted,
     StepDone,
 )
-from etude.core.types import Batch, Row, VersionSpan
+from etude.core.sampling import VersionSpan
+from etude.core.types import Batch, Row
 
 STEP = StepDone(
     step=1, loss=0.1, lag=0, k1=0.0, k3_mean=1e-4, k3_p99=0.0, entropy=1.0, grad_norm=1.0, tokens=9,
@@ -94,6 +95,15 @@ def test_a_reward_that_has_nowhere_to_go() -> None:
 def test_malformed_attempts_are_shown_with_the_reason() -> None:
     (alarm,) = Alarms().apply(replace(GROUP, malformed={"g.1": "its reward is nan", "g.2": "x"}))
     assert alarm.what == "g.1: its reward is nan (and 1 more of its group)"
+
+
+def test_attempts_that_cannot_be_recomputed_are_shown_with_the_parameters() -> None:
+    alarms = Alarms()
+    (alarm,) = alarms.apply(replace(GROUP, untrainable={"g.1": "top_p", "g.2": "grammar"}))
+    assert alarm.name == "sampling" and alarm.what == (
+        "g.1: sampled with top_p (and 1 more of its group)"
+    )
+    assert alarms.apply(GROUP) == [] and alarms.active == {}
 
 
 def test_a_payload_that_repeats() -> None:

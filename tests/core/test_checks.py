@@ -10,7 +10,8 @@ import pytest
 
 from etude.core.checks import check_batch
 from etude.core.errors import EtudeError
-from etude.core.types import Batch, RegionSpan, Row, VersionSpan
+from etude.core.sampling import SamplingParams, SamplingSpan, VersionSpan
+from etude.core.types import Batch, RegionSpan, Row
 
 ROW = Row(
     sample="g.0",
@@ -20,6 +21,10 @@ ROW = Row(
     advantages=(0.0, 0.5, 0.5),
     versions=(VersionSpan(3, 1), VersionSpan(4, 1)),
 )
+
+
+def drawn(count: int, **params: Any) -> SamplingSpan:
+    return SamplingSpan(SamplingParams(**params), count)
 
 
 def check(*rows: Row, oldest: int = 3) -> None:
@@ -32,7 +37,7 @@ def check(*rows: Row, oldest: int = 3) -> None:
 
 
 def test_a_good_batch_passes() -> None:
-    check(ROW, ROW)
+    check(ROW, replace(ROW, sampling=(drawn(1, temperature=0.5), drawn(1))))
 
 
 @pytest.mark.parametrize(
@@ -58,11 +63,11 @@ def test_a_good_batch_passes() -> None:
         ({"versions": (VersionSpan(3, 1),)}, "2 tokens were sampled, and 1 have a weight version"),
         (
             {"versions": (VersionSpan(3, 3), VersionSpan(4, -1))},
-            "-1 tokens are said to come from one weight version or region",
+            "-1 tokens are said to have a weight version in common",
         ),
         (
             {"regions": (RegionSpan("east", 3), RegionSpan("west", -1))},
-            "-1 tokens are said to come from one weight version",
+            "-1 tokens are said to have a region in common",
         ),
         ({"regions": (RegionSpan("east", 1),)}, "2 tokens were sampled, and 1 have a region"),
         (
@@ -70,6 +75,21 @@ def test_a_good_batch_passes() -> None:
             "a token comes from version 5, and only 3 to 4 can have made it",
         ),
         ({"versions": (VersionSpan(2, 2),)}, "a token comes from version 2"),
+        (
+            {"sampling": (drawn(3), drawn(-1))},
+            "-1 tokens are said to have sampling parameters in common",
+        ),
+        ({"sampling": (drawn(1),)}, "2 tokens were sampled, and 1 have sampling parameters"),
+        (
+            {"sampling": (drawn(1), drawn(1, temperature=math.inf))},
+            "a token was drawn at temperature inf",
+        ),
+        ({"sampling": (drawn(2, temperature=-1.0),)}, "a token was drawn at temperature -1.0"),
+        (
+            {"sampling": (drawn(1), drawn(1, top_p=0.9))},
+            "a token was drawn with top_p, which the trainer cannot recompute",
+        ),
+        ({"sampling": (drawn(2, temperature=0.0),)}, "a token was drawn with temperature 0"),
     ],
 )
 def test_each_fault_is_named_with_its_row(change: dict[str, Any], told: str) -> None:

@@ -549,3 +549,16 @@ def test_every_old_key_is_gone_and_every_new_one_is_there() -> None:
     for old, new in OLD_KEYS.items():
         assert old.rpartition(".")[2] not in known - {"weights"} and new.rpartition(".")[2] in known
     assert set(OLD_ESTIMATORS.values()) == set(ADVANTAGE)
+
+
+def test_a_vllm_server_belongs_to_a_region_and_promises_no_bits() -> None:
+    base = (
+        'name = "a"\n{top}\n[engine]\nregions = ["east"]\nvllm = {{{region} = "http://h:1"}}\n'
+        + ('[[stage]]\nkind = "rl"\nsteps = 1\nmax_lag = 0\n')
+    )
+    assert parse(base.format(top="", region="east")).engine.vllm == {"east": "http://h:1"}
+    with pytest.raises(EtudeError, match="vllm names west, which is not one of the regions east"):
+        parse(base.format(top="", region="west"))
+    for top in ("deterministic = true", "batch_invariant = true"):
+        with pytest.raises(EtudeError, match="promises nothing about its bits"):
+            parse(base.format(top=top, region="east"))

@@ -46,6 +46,7 @@ LATER = {
     ("FitStep", "metrics"),
     ("MismatchStats", "k1_p99"),
     ("GroupDone", "malformed"),
+    ("GroupDone", "untrainable"),
     *(
         ("StepDone", name)
         for name in (

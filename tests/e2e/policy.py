@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from etude.core.config import RunConfig, parse
+from etude.core.stages import SftConfig
 from etude.model.files import write_directory
 from etude.model.tokenizer import ChatTokenizer
 from etude.model.transformer import ModelConfig, init_from_scratch
@@ -48,16 +49,16 @@ def write_policy(directory: Path, run: RunConfig, *, epochs: int = 8) -> None:
     ]
     learner = Learner(init_from_scratch(ModelConfig.from_json(files["config.json"]), seed=0))
     # Held out is what it learns: it shall know these tasks by heart, not well.
-    sft(
-        learner,
-        sessions,
-        sessions[:4],
+    stage = SftConfig(
+        kind="sft",
+        name="sft",
+        demonstrations=60,
         max_epochs=epochs,
         patience=epochs,
         batch_tokens=640,
         lr=5e-3,
-        seed=0,
     )
+    sft(learner, stage, sessions, sessions[:4], seed=0)
     write_directory(directory, files, learner.weights())
 
 

@@ -114,11 +114,12 @@ def trained(model: Transformer, sessions: Sessions, rng: Random) -> dict[str, Bi
             [False] * len(sessions[id][0].prompt) + [True] * len(sessions[id][1].tokens)
             for id in group
         ]
-        packed = pack_batch([TokenSequence(*each) for each in zip(rows, masks, strict=True)]).to(
-            device
-        )
+        packed = pack_batch([TokenSequence(*each) for each in zip(rows, masks, strict=True)])
+        temperature_N = torch.full((packed.num_tokens,), TEMPERATURE)
         with torch.no_grad():
-            logp_N, _ = token_logprobs(model, packed, TEMPERATURE)
+            logp_N, _ = token_logprobs(
+                model, replace(packed, temperature_N=temperature_N).to(device)
+            )
         parts = logp_N.cpu().split([sum(mask) for mask in masks])
         found |= {id: bits(part) for id, part in zip(group, parts, strict=True)}
     return found

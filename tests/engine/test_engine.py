@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from etude.core.types import Sample, VersionSpan, expand_spans
+from etude.core.sampling import VersionSpan, expand_spans
+from etude.core.types import Sample
 from etude.engine.batch import ForwardBatch
 from etude.engine.engine import Engine, FinishedRequest, Request, StreamedToken
 from etude.engine.runner import BLOCK_SIZE, TorchRunner, _packed

@@ -121,7 +121,9 @@ def test_a_trainable_model_on_kernels_has_the_values_and_gradients_of_the_plain_
     for kind in (Transformer, TrainableNetwork):
         model = kind(MODELS[name])
         model.load_state_dict(sharp(MODELS[name], seed=3, factor=2.0).state_dict())
-        logp_N, _ = token_logprobs(model, packed, temperature=0.7)
+        logp_N, _ = token_logprobs(
+            model, replace(packed, temperature_N=torch.full((packed.num_tokens,), 0.7))
+        )
         (logp_N * torch.arange(len(logp_N))).sum().backward()
         found.append((logp_N, {key: p.grad for key, p in model.named_parameters()}))
     (plain_N, plain), (ours_N, ours) = found

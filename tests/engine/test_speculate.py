@@ -13,7 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.core.types import Sample, expand_spans
+from etude.core.sampling import expand_spans
+from etude.core.types import Sample
 from etude.engine.batch import ForwardBatch, SamplerOutput
 from etude.engine.engine import Engine, FinishedRequest, Request, StreamedToken
 from etude.engine.runner import BLOCK_SIZE, TorchRunner

@@ -13,7 +13,8 @@ from etude.core.config import TrainerConfig
 from etude.core.errors import EtudeError
 from etude.core.events import EvalDone, EvalProgress, Event, GroupDone, MismatchStats, WeightsLive
 from etude.core.ledger import Issued
-from etude.core.types import Group, Score, Segment, Task, Trajectory, VersionSpan
+from etude.core.sampling import VersionSpan
+from etude.core.types import Group, Score, Segment, Task, Trajectory
 from etude.model.transformer import init_from_scratch
 from etude.run import loop as controller
 from etude.run.evaluate import evaluate, report_name
@@ -256,15 +257,22 @@ def test_a_run_that_learns_nothing_says_what_may_help(
 ) -> None:
     signal = SignalMonitor(groups_per_step=1)
     for _ in range(99):
-        signal.add(group(*rewards), kept=False)
+        signal.add(group(*rewards), kept=False, untrainable={})
     with pytest.raises(EtudeError, match=f"100 groups in a row .*{told}"):
-        signal.add(group(*rewards), kept=False)
+        signal.add(group(*rewards), kept=False, untrainable={})
+
+
+def test_a_run_whose_harness_cannot_be_trained_on_says_so() -> None:
+    signal = SignalMonitor(groups_per_step=1)
+    with pytest.raises(EtudeError, match="100 groups .* sampled with top_p, which the trainer"):
+        for _ in range(100):
+            signal.add(group(1.0, 0.0), kept=False, untrainable={"a": "top_p"})
 
 
 def test_rewards_from_before_a_group_with_signal_are_forgotten() -> None:
     signal = SignalMonitor(groups_per_step=5)
-    signal.add(group(1.0), kept=False)
-    signal.add(group(1.0, 0.0), kept=True)
+    signal.add(group(1.0), kept=False, untrainable={})
+    signal.add(group(1.0, 0.0), kept=True, untrainable={})
     with pytest.raises(EtudeError, match="all 0: "):
         for _ in range(100):
-            signal.add(group(0.0), kept=False)
+            signal.add(group(0.0), kept=False, untrainable={})

@@ -15,7 +15,8 @@ import pytest
 from etude.core.advantage import ADVANTAGE, AdvantageEstimator
 from etude.core.errors import EtudeError
 from etude.core.ledger import Dropped, Entry, Issued, Ledger
-from etude.core.types import Group, Manifest, Score, Segment, Trajectory, VersionSpan
+from etude.core.sampling import SamplingParams, SamplingSpan, VersionSpan
+from etude.core.types import Group, Manifest, Score, Segment, Trajectory
 from etude.run import journal
 from etude.run.loop import FailureMonitor, SignalMonitor, assemble_batch, endless_tasks
 from etude.run.process import error_message
@@ -159,6 +160,14 @@ BAD: dict[str, tuple[str, Callable[[Trajectory], Trajectory]]] = {
         "failed",
         lambda t: with_segment(t, mask=(False, False), versions=()),
     ),
+    "tokens drawn with top_p": (
+        "sampling (top_p)",
+        lambda t: with_segment(t, sampling=(SamplingSpan(SamplingParams(top_p=0.9), 2),)),
+    ),
+    "sampling parameters of too few tokens": (
+        "malformed",
+        lambda t: with_segment(t, sampling=(SamplingSpan(SamplingParams(), 1),)),
+    ),
     "segment without a sampled token": (
         "malformed",
         lambda t: replace(
@@ -184,7 +193,7 @@ async def test_bad_data_is_dropped_by_name_and_never_trained_on(kind: str) -> No
     ledger = check_finished(objects, max_lag=1)
     run = Run(objects)
     entries = [entry for entry in run.ledger.records() if isinstance(entry, Dropped)]
-    fates = {sample: entry.reason for entry in entries for sample in entry.samples}
+    fates = {sample: entry.label for entry in entries for sample in entry.samples}
     settled = {sample for sample in spoilt if fates.get(sample) not in ("cancelled", "interrupted")}
     assert len(settled) >= 6 and all(fates.get(sample) == reason for sample in settled)
     assert not spoilt & {row.sample for step in run.batches() for row in run.batch(step).rows}
@@ -273,11 +282,11 @@ def test_a_group_with_signal_starts_the_count_again() -> None:
     group = Group(id="g", task="t", slot=0, admitted=0, trajectories=())
     for _ in range(2):
         for _ in range(199):
-            signal.add(group, kept=False)
-        signal.add(group, kept=True)
+            signal.add(group, kept=False, untrainable={})
+        signal.add(group, kept=True, untrainable={})
     with pytest.raises(EtudeError, match="200 groups in a row"):
         for _ in range(200):
-            signal.add(group, kept=False)
+            signal.add(group, kept=False, untrainable={})
 
 
 def test_every_epoch_has_every_task_in_another_order() -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from etude.core.clock import AwakeClock, ManualClock
 from etude.core.errors import EtudeError
+from etude.core.sampling import VersionSpan
 from etude.core.sandbox import Sandbox, SandboxSpec
 from etude.core.types import (
     Attempt,
@@ -24,7 +25,6 @@ from etude.core.types import (
     Task,
     Trajectory,
     Transcript,
-    VersionSpan,
 )
 from etude.run.evaluate import evaluate, wilson
 from etude.run.process import AwakeLoop

@@ -12,10 +12,12 @@ import aiohttp
 import pytest
 from starlette.types import ASGIApp
 
+from etude.core.config import parse
 from etude.model.files import hf_state_dict
 from etude.model.transformer import ModelConfig, Transformer
 from etude.serve import process
 from etude.store.objects import Objects
+from etude.store.runs import Run
 from etude.weights.publish import publish
 from tests.small_model import sharp, small_files
 
@@ -28,6 +30,16 @@ async def served(app: ASGIApp, port: int = 0) -> AsyncIterator[str]:
         yield url
 
 
+RUN = """
+name = "tiny"
+[engine]
+regions = ["east", "west"]
+[[stage]]
+kind = "rl"
+steps = 1
+"""
+
+
 class Store:
     """A run's store with a tiny model in a few versions."""
 
@@ -35,6 +47,7 @@ class Store:
         """`shape`: what its config has beyond that of the tiny model."""
         self.url = f"file:{path}"
         self.objects = Objects.open(f"file:{path}")
+        Run(self.objects).put_config(parse(RUN))
         self.files = small_files()
         config = replace(ModelConfig.from_json(self.files["config.json"]), **shape)
         self.files["config.json"] = config.to_json().encode()

@@ -12,7 +12,8 @@ import msgspec
 import pytest
 
 from etude.core.protocols import Ask, Token
-from etude.core.types import Sample, VersionSpan
+from etude.core.sampling import VersionSpan
+from etude.core.types import Sample
 from etude.model.tokenizer import ChatTokenizer
 from etude.serve import protocol as wire
 from etude.serve.detokenizer import (

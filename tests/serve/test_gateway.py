@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from etude.core.protocols import Ask
-from etude.core.types import VersionSpan
+from etude.core.sampling import VersionSpan
 from etude.engine.engine import Engine
 from etude.model.transformer import Transformer
 from etude.serve.engine_thread import EngineThread

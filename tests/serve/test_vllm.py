@@ -27,7 +27,8 @@ from torch import Tensor
 from etude.core.errors import EtudeError
 from etude.core.events import MismatchStats
 from etude.core.protocols import Ask
-from etude.core.types import Sample, Segment, expand_spans
+from etude.core.sampling import expand_spans
+from etude.core.types import Sample, Segment
 from etude.model.files import build_model, read_directory
 from etude.model.transformer import Transformer
 from etude.serve.gateway import Gateway

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -138,6 +140,10 @@ def test_a_ratio_that_overflows_gives_a_weight_that_is_finite(name: str) -> None
     assert weights.isfinite().all()
 
 
+def at_temperature(packed: PackedBatch, temperature: float) -> PackedBatch:
+    return replace(packed, temperature_N=torch.full((packed.num_tokens,), temperature).double())
+
+
 def test_token_logprobs_are_those_of_the_plain_softmax_before_each_token() -> None:
     model = init_from_scratch(CONFIG, 0).double()
     hidden = model(TOKENS_BT, torch.arange(6).expand(2, -1), CausalAttention())
@@ -146,7 +152,7 @@ def test_token_logprobs_are_those_of_the_plain_softmax_before_each_token() -> No
         plain[b, t - 1, TOKENS_BT[b, t]].item() for b in range(2) for t in range(6) if MASK_BT[b, t]
     ]
     logp_N, (entropy_N, likeliest_N) = token_logprobs(
-        model, packed(TOKENS_BT, MASK_BT), 0.7, with_stats=True
+        model, at_temperature(packed(TOKENS_BT, MASK_BT), 0.7), with_stats=True
     )
     assert logp_N.tolist() == pytest.approx(expected, rel=1e-5)
     entropies = -(plain.exp() * plain).sum(-1)
@@ -192,7 +198,7 @@ def test_the_head_in_parts_gives_the_same_with_its_gradients(
         monkeypatch.setitem(MAX_LOGITS, "cpu", max_logits)
         model = init_from_scratch(CONFIG, 0).double()
         logp_N, (entropy_N, likeliest_N) = token_logprobs(
-            model, packed(TOKENS_BT, MASK_BT), 0.7, with_stats=True
+            model, at_temperature(packed(TOKENS_BT, MASK_BT), 0.7), with_stats=True
         )
         (logp_N * torch.arange(5)).sum().backward()
         return [

@@ -9,7 +9,8 @@ import torch
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from etude.core.errors import EtudeError
-from etude.core.types import Batch, Row, VersionSpan
+from etude.core.sampling import VersionSpan
+from etude.core.types import Batch, Row
 from etude.engine.engine import Engine
 from etude.model.attention import CausalAttention
 from etude.model.config import ExpertsConfig, LatentConfig, ModelConfig

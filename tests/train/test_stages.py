@@ -3,12 +3,14 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from etude.core.stages import DpoConfig, MidtrainConfig, SftConfig
 from etude.model.transformer import ModelConfig, init_from_scratch
 from etude.train import stages
 from etude.train.learner import Learner
@@ -40,6 +42,18 @@ EOS = 0
 
 def learner() -> Learner:
     return Learner(init_from_scratch(CONFIG, 0))
+
+
+def midtrain_stage(**table: Any) -> MidtrainConfig:
+    return MidtrainConfig.model_validate({"kind": "midtrain", **table})
+
+
+def sft_stage(**table: Any) -> SftConfig:
+    return SftConfig.model_validate({"kind": "sft", "demonstrations": 1, **table})
+
+
+def dpo_stage(**table: Any) -> DpoConfig:
+    return DpoConfig.model_validate({"kind": "dpo", "path": "-", "warmup_steps": 0, **table})
 
 
 def documents(count: int = 12) -> list[list[int]]:
@@ -85,15 +99,10 @@ def run_midtrain(
     seen: list[Progress] = []
     midtrain(
         one,
+        midtrain_stage(steps=8, heldout_every=3, batch_tokens=100, lr=1e-2, warmup_steps=2),
         [(Documents.of(documents(), EOS), 2.0), (Documents.of([[3, 4] * 9], EOS), 1.0)],
+        Documents.of(documents(4), EOS),
         eos=EOS,
-        heldout=Documents.of(documents(4), EOS),
-        heldout_every=3,
-        steps=8,
-        batch_tokens=100,
-        lr=1e-2,
-        warmup_steps=2,
-        weight_decay=0.1,
         seed=seed,
         start_step=start_step,
         on_step=on_step or seen.append,
@@ -159,11 +168,8 @@ def preferences(count: int) -> list[tuple[Demonstration, Demonstration]]:
 def run_dpo(one: Learner, start_step: int = 0, on_step: OnStep = lambda progress: None) -> None:
     dpo(
         one,
+        dpo_stage(epochs=3, batch_pairs=4, beta=0.5, lr=1e-2),
         preferences(12),
-        epochs=3,
-        batch_pairs=4,
-        beta=0.5,
-        lr=1e-2,
         seed=0,
         start_step=start_step,
         on_step=on_step,
@@ -195,7 +201,8 @@ def test_two_sessions_together_may_be_longer_than_the_context() -> None:
         (long, ([3] * 30, long[1])),
         (short, ([2, 5], [False, True])),
     ]
-    dpo(learner(), pairs, epochs=1, batch_pairs=4, beta=0.5, lr=1e-2, seed=0, on_step=seen.append)
+    stage = dpo_stage(batch_pairs=4, beta=0.5, lr=1e-2)
+    dpo(learner(), stage, pairs, seed=0, on_step=seen.append)
     assert seen[0].fit.loss == pytest.approx(math.log(2), rel=1e-5)
 
 
@@ -228,12 +235,9 @@ def run_sft(
 ) -> tuple[float, ...]:
     return sft(
         one,
+        sft_stage(max_epochs=6, patience=1, batch_tokens=100, lr=lr),
         sessions(40, 0),
         sessions(20, 1),
-        max_epochs=6,
-        patience=1,
-        batch_tokens=100,
-        lr=lr,
         seed=0,
         start_step=start_step,
         heldout_losses=losses,
@@ -269,12 +273,9 @@ def test_sft_stops_by_its_rule_with_the_best_weights(monkeypatch: pytest.MonkeyP
     seen: list[Progress] = []
     losses = sft(
         one,
+        sft_stage(max_epochs=9, batch_tokens=100, lr=1e-2),
         sessions(40, 0),
         sessions(4, 1),
-        max_epochs=9,
-        patience=2,
-        batch_tokens=100,
-        lr=1e-2,
         seed=0,
         on_step=seen.append,
     )
@@ -303,12 +304,9 @@ def test_sft_stops_early_when_what_it_imitates_is_not_what_it_is_examined_on() -
     )
     losses = sft(
         one,
+        sft_stage(max_epochs=6, patience=1, batch_tokens=100, lr=1e-2),
         imitated,
         examined,
-        max_epochs=6,
-        patience=1,
-        batch_tokens=100,
-        lr=1e-2,
         seed=0,
         on_step=seen.append,
     )
@@ -335,12 +333,9 @@ def test_sft_takes_no_step_without_a_session() -> None:
     seen: list[Progress] = []
     sft(
         learner(),
+        sft_stage(max_epochs=1, batch_tokens=2),
         [session] * 3,
         [session],
-        max_epochs=1,
-        patience=1,
-        batch_tokens=2,
-        lr=1e-3,
         seed=0,
         on_step=seen.append,
     )
@@ -369,27 +364,9 @@ def test_sft_goes_on_to_the_bit_wherever_it_was_killed() -> None:
 
 def test_what_cannot_be_trained_on_is_refused() -> None:
     with pytest.raises(ValueError, match="no held-out demonstrations"):
-        sft(
-            learner(),
-            sessions(4, 0),
-            [],
-            max_epochs=1,
-            patience=1,
-            batch_tokens=10,
-            lr=1e-3,
-            seed=0,
-        )
+        sft(learner(), sft_stage(), sessions(4, 0), [], seed=0)
     with pytest.raises(ValueError, match="longest of the demonstrations has 33 tokens"):
-        sft(
-            learner(),
-            [([1] * 33, [True] * 33)],
-            sessions(1, 0),
-            max_epochs=1,
-            patience=1,
-            batch_tokens=10,
-            lr=1e-3,
-            seed=0,
-        )
+        sft(learner(), sft_stage(), [([1] * 33, [True] * 33)], sessions(1, 0), seed=0)
 
 
 def test_the_rate_by_hand() -> None:

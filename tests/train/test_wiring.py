@@ -23,8 +23,16 @@ from etude.train.stats import FitStats
 from etude.train.stream import Documents
 from etude.train.supervised import PreferencePair, pack_pairs, preference
 from tests.train import test_routers
-from tests.train.test_learner import batch, equal, learner, packed, texts, through_bytes
-from tests.train.test_stages import EOS, documents, preferences, sessions
+from tests.train.test_learner import batch, equal, learner, texts, through_bytes
+from tests.train.test_stages import (
+    EOS,
+    documents,
+    dpo_stage,
+    midtrain_stage,
+    preferences,
+    sessions,
+    sft_stage,
+)
 from tests.train.test_stages import learner as small_learner
 
 UNEQUAL = [texts(0)[0], TokenSequence(texts(1)[0].tokens[:4], [True] * 4)]
@@ -32,7 +40,8 @@ UNEQUAL = [texts(0)[0], TokenSequence(texts(1)[0].tokens[:4], [True] * 4)]
 
 def test_a_step_takes_probabilities_at_the_temperature_of_sampling() -> None:
     one, rows = learner(), batch(1).rows
-    found = [token_logprobs(one.model, packed(row), 0.5, with_stats=True) for row in rows]
+    sequences = [RolloutSequence.from_row(row, 0, temperature=0.5) for row in rows]
+    found = [token_logprobs(one.model, pack_rows([s]), with_stats=True) for s in sequences]
     stats = one.step(batch(1), lr=1e-3, temperature=0.5, microbatch_tokens=64)
     for told, (logp_N, _) in zip(stats.recomputed, found, strict=True):
         assert told.logprobs == pytest.approx(logp_N.tolist(), abs=1e-5)
@@ -206,15 +215,15 @@ class Noted:
         return [told["lr"] for told in self.told]
 
 
-MIDTRAIN = {
-    "sources": [(Documents.of(documents(), EOS), 1.0)], "eos": EOS, "steps": 4, "batch_tokens": 64,
-    "lr": 0.5, "warmup_steps": 1, "weight_decay": 0.25, "seed": 0,
-}  # fmt: skip
+def run_midtrain(one: Learner, **table: Any) -> None:
+    usual = {"steps": 4, "batch_tokens": 64, "lr": 0.5, "warmup_steps": 1, "weight_decay": 0.25}
+    sources = [(Documents.of(documents(), EOS), 1.0)]
+    midtrain(one, midtrain_stage(**(usual | table)), sources, eos=EOS, seed=0)
 
 
 def test_midtrain_hands_on_rate_decay_and_width(monkeypatch: pytest.MonkeyPatch) -> None:
     noted = Noted(one := small_learner(), monkeypatch)
-    midtrain(one, **MIDTRAIN, seq_len=8)  # type: ignore[arg-type]
+    run_midtrain(one, seq_len=8)
     assert noted.rates() == [
         learning_rate(step, lr=0.5, warmup=1, total=4, decay="cosine") for step in range(4)
     ]
@@ -229,7 +238,7 @@ def test_midtrain_hands_on_rate_decay_and_width(monkeypatch: pytest.MonkeyPatch)
 
 def test_midtrain_fills_the_context_and_may_join_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     noted = Noted(one := small_learner(), monkeypatch)
-    midtrain(one, **{**MIDTRAIN, "batch_tokens": 1, "lr": 1.0}, document_mask=False)  # type: ignore[arg-type]
+    run_midtrain(one, batch_tokens=1, lr=1.0, document_mask=False)
     assert [[len(text.tokens) for text in step] for step in noted.items] == [[32]] * 4
     assert all(all(text.mask) for step in noted.items for text in step)
 
@@ -238,54 +247,34 @@ def test_a_step_is_cut_for_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     one, read = small_learner(), list[int]()
     one.model.register_forward_pre_hook(lambda module, args: read.append(args[0].numel()))
     monkeypatch.setitem(MICROBATCH_TOKENS, "cpu", 64)
-    midtrain(one, **{**MIDTRAIN, "steps": 1, "batch_tokens": 3 * 64}, document_mask=False)  # type: ignore[arg-type]
+    run_midtrain(one, steps=1, batch_tokens=3 * 64, document_mask=False)
     assert read == [2 * 31] * 3, "rows of 32 tokens, of which the last is only predicted"
 
 
-def test_sft_hands_on_rate_and_decay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sft_hands_on_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     noted = Noted(one := small_learner(), monkeypatch)
-    sft(
-        one,
-        sessions(20, 0),
-        sessions(2, 1),
-        max_epochs=2,
-        patience=9,
-        batch_tokens=50,
-        lr=0.5,
-        seed=0,
-        warmup_steps=2,
-        weight_decay=0.25,
-    )
+    stage = sft_stage(max_epochs=2, patience=9, batch_tokens=50, lr=0.5)
+    sft(one, stage, sessions(20, 0), sessions(2, 1), seed=0)
     total = len(noted.told)
     assert total > 4 and noted.rates() == [
-        learning_rate(step, lr=0.5, warmup=2, total=total, decay="linear") for step in range(total)
+        learning_rate(step, lr=0.5, warmup=0, total=total, decay="linear") for step in range(total)
     ]
-    assert {told["weight_decay"] for told in noted.told} == {0.25}
-    plain = Noted(one := small_learner(), monkeypatch)
-    sft(
-        one,
-        sessions(20, 0),
-        sessions(2, 1),
-        max_epochs=2,
-        patience=9,
-        batch_tokens=50,
-        lr=0.5,
-        seed=0,
-    )
-    assert plain.rates()[0] == 0.5 and {told["weight_decay"] for told in plain.told} == {0.0}
+    assert noted.rates()[0] == 0.5 and all("weight_decay" not in told for told in noted.told)
 
 
 def test_dpo_hands_on_rate_and_what_an_answer_is_worth(monkeypatch: pytest.MonkeyPatch) -> None:
     noted = Noted(one := small_learner(), monkeypatch)
-    dpo(one, preferences(12), epochs=2, batch_pairs=4, beta=0.5, lr=0.5, seed=0, warmup_steps=3)
+    stage = dpo_stage(epochs=2, batch_pairs=4, beta=0.5, lr=0.5, warmup_steps=3)
+    dpo(one, stage, preferences(12), seed=0)
     assert noted.rates() == [
         learning_rate(step, lr=0.5, warmup=3, total=6, decay="linear") for step in range(6)
     ]
     ends = {}
     for options in ((0.5, False), (0.5, True), (0.1, False)):
         one = small_learner()
-        dpo(one, preferences(12), epochs=1, batch_pairs=4, beta=options[0], lr=1e-2, seed=0,
-            length_normalised=options[1])  # fmt: skip
+        beta, length_normalised = options
+        stage = dpo_stage(batch_pairs=4, beta=beta, lr=1e-2, length_normalised=length_normalised)
+        dpo(one, stage, preferences(12), seed=0)
         ends[options] = one.state()
     assert not equal(ends[0.5, False], ends[0.5, True]) and not equal(
         ends[0.5, False], ends[0.1, False]
@@ -297,10 +286,12 @@ def test_the_reference_of_dpo_is_worth_what_the_answers_are(length_normalised: b
     """At the first step nothing has moved: whatever an answer is worth, no pair is preferred."""
     seen: list[float] = []
     dpo(
-        small_learner(), preferences(12), epochs=1, batch_pairs=12, beta=0.5, lr=1e-2, seed=0,
-        length_normalised=length_normalised,
+        small_learner(),
+        dpo_stage(batch_pairs=12, beta=0.5, lr=1e-2, length_normalised=length_normalised),
+        preferences(12),
+        seed=0,
         on_step=lambda progress: seen.append(progress.metrics["margin"]),
-    )  # fmt: skip
+    )
     assert seen == [pytest.approx(0.0, abs=1e-6)]
 
 

@@ -66,18 +66,19 @@ class TrainableNetwork(Transformer):
         return _normed(x_NE, self.model.norm)
 
     def logprobs(
-        self, hidden_NE: Tensor, tokens_N: Tensor, temperature: float = 1.0
+        self, hidden_NE: Tensor, tokens_N: Tensor, temperature_N: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         table_VE = self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
-        logp_N, logp_NV = super().logprobs(hidden_NE, tokens_N, temperature)
+        logp_N, logp_NV = super().logprobs(hidden_NE, tokens_N, temperature_N)
+        if temperature_N is None:
+            temperature_N = torch.ones(len(hidden_NE), device=hidden_NE.device)
 
         def exact() -> Tensor:
-            warm_N = torch.full((len(hidden_NE),), temperature, device=hidden_NE.device)
             logits_NV = hidden_NE.new_empty(len(hidden_NE), len(table_VE), dtype=torch.float32)
             stats = logits_NV.new_empty(len(hidden_NE), head.num_tiles(len(table_VE)), 2)
-            invariant.logits(hidden_NE, table_VE, warm_N, logits_NV, stats, pdl=False)
-            out_N = torch.empty_like(warm_N)
-            invariant.logprobs(logits_NV, stats, warm_N, tokens_N.int(), out_N, pdl=False)
+            invariant.logits(hidden_NE, table_VE, temperature_N, logits_NV, stats, pdl=False)
+            out_N = torch.empty_like(temperature_N)
+            invariant.logprobs(logits_NV, stats, temperature_N, tokens_N.int(), out_N, pdl=False)
             return out_N
 
         return value_of(exact, gradient_of=lambda: logp_N), logp_NV

@@ -1,0 +1,152 @@
+"""A worker has the settings of its run, but for those that it was started with."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from etude.core.config import RunConfig, parse
+from etude.serve import gateway, worker
+from etude.store.runs import Run
+from tests.serve.conftest import Store
+
+RUN = """
+name = "mine"
+silence_s = 7.0
+{top}
+[engine]
+regions = ["east"]
+max_batch = 5
+{engine}
+[[stage]]
+kind = "rl"
+steps = 1
+max_lag = 0
+"""
+
+
+class Stop(Exception):
+    pass
+
+
+def store_of(path: Path, run: RunConfig) -> Store:
+    store = Store(path / "run")
+    Run(store.objects).put_config(run)
+    # A model is made for a config: another one takes its file away.
+    store.objects.put_sealed("model/config.json", store.files["config.json"])
+    return store
+
+
+def config(top: str = "", engine: str = "") -> RunConfig:
+    return parse(RUN.format(top=top, engine=engine))
+
+
+async def engine_of(
+    store: Store, run: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Any, dict[str, Any]]:
+    """The model and the settings that the engine is made with."""
+    made: list[tuple[Any, dict[str, Any]]] = []
+
+    def make(model: Any, **settings: Any) -> None:
+        made.append((model, settings))
+        raise Stop
+
+    monkeypatch.setattr(worker, "Engine", make)
+    monkeypatch.setattr(worker, "exit_on_engine_failure", lambda: None)
+    with pytest.raises(Stop):
+        async with worker.own_engine(store.files, lambda version: {}, run):
+            pass
+    return made[0]
+
+
+async def test_an_engine_is_made_as_the_run_says(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, settings = await engine_of(store, config(), monkeypatch)
+    assert settings == {"max_batch": 5, "version": -1, "prefix_cache": True}
+    assert not model.invariant and next(model.parameters()).dtype == torch.float32
+    model, _ = await engine_of(store, config(engine='dtype = "bfloat16"'), monkeypatch)
+    assert next(model.parameters()).dtype == torch.bfloat16
+    model, _ = await engine_of(store, config(top="batch_invariant = true"), monkeypatch)
+    assert model.invariant
+
+
+async def test_a_deterministic_run_is_served_one_request_at_a_time(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, settings = await engine_of(store, config(top="deterministic = true"), monkeypatch)
+    assert settings == {"max_batch": 1, "version": -1, "prefix_cache": False}
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [([], (5, 1, "cpu")), (["--max-batch", "9", "--threads", "2"], (9, 2, "cpu"))],
+)
+def test_what_a_worker_is_started_with_goes_before_the_run(
+    tmp_path: Path,
+    flags: list[str],
+    expected: tuple[int, int, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store, seen, threads = store_of(tmp_path, config()), list[RunConfig](), list[int]()
+
+    @asynccontextmanager
+    async def own_engine(
+        files: Mapping[str, bytes], fetch: object, run: RunConfig
+    ) -> AsyncIterator[None]:
+        seen.append(run)
+        raise Stop
+        yield
+
+    monkeypatch.setattr(worker, "own_engine", own_engine)
+    monkeypatch.setattr(worker.torch, "set_num_threads", threads.append)
+    arguments = ["--store", store.url, "--region", "east", "--port", "0", *flags]
+    monkeypatch.setattr(sys, "argv", ["worker", *arguments])
+    with pytest.raises(Stop):
+        worker.main()
+    ((run,), engine) = seen, seen[0].engine
+    assert (engine.max_batch, engine.threads, engine.device) == expected
+    assert run.silence_s == 7.0 and threads == [expected[1]]
+
+
+def test_a_region_with_a_vllm_server_connects_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = config(engine='vllm = {east = "http://127.0.0.1:8000"}')
+    store, urls = store_of(tmp_path, run), list[str]()
+
+    @asynccontextmanager
+    async def connect(url: str, fetch: object, files: object) -> AsyncIterator[None]:
+        urls.append(url)
+        raise Stop
+        yield
+
+    monkeypatch.setattr(worker, "connect", connect)
+    monkeypatch.setattr(
+        sys, "argv", ["worker", "--store", store.url, "--region", "east", "--port", "0"]
+    )
+    with pytest.raises(Stop):
+        worker.main()
+    assert urls == ["http://127.0.0.1:8000"]
+
+
+def test_the_gateway_takes_a_worker_for_silent_when_the_run_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, told = store_of(tmp_path, config()), list[tuple[int, float]]()
+
+    def router(http: object, version: int, silence_s: float) -> None:
+        told.append((version, silence_s))
+        raise Stop
+
+    monkeypatch.setattr(gateway, "Router", router)
+    monkeypatch.setattr(sys, "argv", ["gateway", "--store", store.url, "--port", "0"])
+    with pytest.raises(Stop):
+        gateway.main()
+    assert told == [(-1, 7.0)]
