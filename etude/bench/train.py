@@ -37,7 +37,8 @@ from functools import partial
 import torch
 
 from etude.bench import _plain_decoder
-from etude.core.types import Batch, Row, version_spans
+from etude.core.sampling import version_spans
+from etude.core.types import Batch, Row
 from etude.model.config import ModelConfig
 from etude.model.transformer import Transformer, init_from_scratch
 from etude.train.flops import matrix_flops, step_flops

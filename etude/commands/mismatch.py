@@ -21,8 +21,9 @@ from etude.core.config import RunConfig
 from etude.core.errors import EtudeError
 from etude.core.events import MismatchMeasured, MismatchStats
 from etude.core.lineage import stage_spans
+from etude.core.sampling import expand_spans
 from etude.core.stages import RolloutStageConfig
-from etude.core.types import Json, RecomputedRow, Row, expand_spans
+from etude.core.types import Json, RecomputedRow, Row
 from etude.model.experts import read_ids
 from etude.model.files import build_model
 from etude.model.numerics import INVARIANT

@@ -20,7 +20,8 @@ from itertools import chain
 
 from etude.core.checks import LARGEST, row_fault
 from etude.core.effort import Effort
-from etude.core.types import Group, Row, Trajectory, expand_spans
+from etude.core.sampling import expand_spans
+from etude.core.types import Group, Row, Trajectory
 
 GroupAdvantages = Callable[[Sequence[float]], list[float]]
 """The rewards of a group -> an advantage for each attempt; 0 is nothing to learn."""

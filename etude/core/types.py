@@ -11,9 +11,10 @@ bare CUDA image; `store.objects` gives them a wire format.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from etude.core.sampling import VersionSpan
 
 Json = Any
 """A value that JSON can say: None, bool, int, float, str, list, dict."""
@@ -55,58 +56,11 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class VersionSpan:
-    """`count` consecutive sampled tokens that one weight version produced."""
-
-    version: int
-    count: int
-
-
-def version_spans(versions: Iterable[int]) -> tuple[VersionSpan, ...]:
-    """Run-length form of one version per sampled token."""
-    runs: list[list[int]] = []
-    for version in versions:
-        if runs and runs[-1][0] == version:
-            runs[-1][1] += 1
-        else:
-            runs.append([version, 1])
-    return tuple(VersionSpan(version, count) for version, count in runs)
-
-
-def expand_spans(runs: Iterable[VersionSpan]) -> Iterator[int]:
-    """One version per sampled token, back from the run-length form."""
-    for run in runs:
-        yield from [run.version] * run.count
-
-
-@dataclass(frozen=True, slots=True)
 class RegionSpan:
     """`count` consecutive sampled tokens that one region produced."""
 
     region: str
     count: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """A policy's answer to one prompt: exact token ids, and for each the log-prob under the
-    distribution that it was drawn from and the weight version that computed it."""
-
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    versions: tuple[VersionSpan, ...]
-    finish_reason: Literal["stop", "length"]
-    region: str = ""
-    """Where it was sampled, if there are regions."""
-    experts: bytes | None = None
-    """Of a sparse model, from the position on that was asked for: the experts that each token was
-    routed to, prompt included; the last token was never read and has none."""
-    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
-    """For each token the likeliest in its place with their log-probs, if that was asked for."""
-    accepted_draft_tokens: int = 0
-    rejected_draft_tokens: int = 0
-    """Tokens of drafts (see `Ask.prediction`) that turned out to be the ones sampled, and that did
-    not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

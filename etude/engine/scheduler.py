@@ -20,15 +20,16 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from etude.core.types import Sample, version_spans
+from etude.core.sampling import Priority, Request, Sample, version_spans
 from etude.engine.blocks import BlockManager, BlockTable
 from etude.engine.speculate import MAX_DRAFT_TOKENS, Drafter
 
+PRIORITIES = get_args(Priority)
 TopLogprobs = tuple[tuple[int, float], ...]
 
 
@@ -45,43 +46,21 @@ class Constraint(Protocol):
         """The token was drawn."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    id: str
-    prompt: tuple[int, ...]
-    max_tokens: int
-    temperature: float
-    seed: int
-    stop: frozenset[int]
-    top_p: float = 1.0
-    top_k: int = 0
-    priority: int = 0
-    stream: bool = False
-    top_logprobs: int = 0
-    constraint: Constraint | None = None
-    stop_check: Callable[[int], bool] | None = None
-    """Told every token as it is drawn; True makes it the last."""
-    experts_from: int | None = 0
-    """The first position whose routed experts are reported; None: none are."""
-    prediction: tuple[int, ...] | None = None
-    """What the answer may look like. It changes nothing but the time that the answer takes."""
-    drafts: tuple[tuple[int, ...], ...] = ()
-    """More texts that the answer may repeat: it begins anywhere in them."""
-
-    @property
-    def speculates(self) -> bool:
-        return self.prediction is not None or bool(self.drafts)
-
-
 @dataclass(slots=True, eq=False)
 class Sequence:
     """A request under way. `tokens` is the prompt and what was drawn so far; behind them there may
     be tokens that are drawn by passes that were started and not yet read back."""
 
     request: Request
+    id: str
     arrival: int
     uniforms: NDArray[np.float64]
     tokens: list[int]
+    stream: bool = False
+    """Every token is reported as soon as it is drawn."""
+    constraint: Constraint | None = None
+    stop_check: Callable[[int], bool] | None = None
+    """Told every token as it is drawn; True makes it the last."""
     drafter: Drafter | None = None
     draft: list[int] = field(default_factory=list)
     """What the pass that is being planned reads behind the tokens."""
@@ -107,7 +86,7 @@ class Sequence:
 
     @property
     def schedule_order(self) -> tuple[int, int]:
-        return -self.request.priority, self.arrival
+        return PRIORITIES.index(self.request.priority), self.arrival
 
     @property
     def num_sampled_tokens(self) -> int:
@@ -123,7 +102,9 @@ class Sequence:
         """Nothing to do before the pending token is known: it is the last, or says what may
         follow."""
         return self.num_pending > 0 and (
-            self.num_sampled_tokens == len(self.uniforms) or self.request.constraint is not None
+            self.num_sampled_tokens == len(self.uniforms)
+            or self.constraint is not None
+            or self.request.params.reads_history
         )
 
     def append(self, token: int, logprob: float, version: int, top: TopLogprobs) -> None:
@@ -133,10 +114,11 @@ class Sequence:
         self.versions.append(version)
         if self.request.top_logprobs:
             self.top_logprobs.append(top)
-        if self.request.constraint is not None:
-            self.request.constraint.accept(token)
-        ends = self.request.stop_check
-        self.stopped = token in self.request.stop or (ends is not None and ends(token))
+        if self.constraint is not None:
+            self.constraint.accept(token)
+        self.stopped = token in self.request.stop_token_ids or (
+            self.stop_check is not None and self.stop_check(token)
+        )
 
     def rollback(self, count: int) -> None:
         """So many pending tokens were drawn behind wrong ones. The keys and values of those will be
@@ -180,7 +162,7 @@ class Scheduler:
         insort(self.waiting, sequence, key=_schedule_order)
 
     def find(self, id: str) -> Sequence | None:
-        return next((s for s in (*self.running, *self.waiting) if s.request.id == id), None)
+        return next((s for s in (*self.running, *self.waiting) if s.id == id), None)
 
     def release(self, sequence: Sequence) -> None:
         """Release a sequence that is finished or aborted."""
@@ -265,7 +247,7 @@ class Scheduler:
     def _preempt_for_priority(self) -> None:
         while self.waiting and self.running:
             first, last = self.waiting[0], self.running[-1]
-            if first.request.priority <= last.request.priority or self._can_admit(first):
+            if first.schedule_order[0] >= last.schedule_order[0] or self._can_admit(first):
                 return
             self._preempt(last)
 

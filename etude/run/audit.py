@@ -10,8 +10,9 @@ from etude.core.alarms import Alarm, Alarms
 from etude.core.config import RunConfig
 from etude.core.ledger import Batched, Dropped, Entry, Issued, Ledger, Trained, Unbalanced
 from etude.core.lineage import estimator_of, stage_spans
+from etude.core.sampling import expand_spans
 from etude.core.stages import RolloutStageConfig
-from etude.core.types import Batch, Group, expand_spans
+from etude.core.types import Batch, Group
 from etude.run.evaluate import report_name
 from etude.run.journal import drops, group_of
 from etude.store.runs import Run

@@ -1,9 +1,9 @@
 """The OpenAI-compatible API over a `Policy`: chat completions with tools, completions with text or
 token ids.
 
-A request becomes asks, one for each choice that it wants; the policy answers them with samples; a
-form shows those as chat or as text, whole or as they come. What goes beyond OpenAI is in
-`protocol.py`.
+An HTTP request becomes sampling requests, one for each choice that it wants; the policy answers
+them with samples; a builder shows those as chat or as text, whole or as they come. What goes beyond
+OpenAI is in `protocol.py`.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 import msgspec
 from msgspec import UNSET
-from starlette.requests import Request
+from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from etude.core.protocols import Ask, Policy, Token
+from etude.core.protocols import Policy
+from etude.core.sampling import Request, Sample, SamplingParams, Token, expand_spans
 from etude.core.seeds import derive
-from etude.core.types import Sample, expand_spans
 from etude.model.tokenizer import ChatTokenizer, Message
 from etude.serve import protocol as wire
 from etude.serve.grammar import ANY_OBJECT, GrammarBuilder
@@ -117,16 +117,16 @@ class Api:
             Route("/openapi.json", self.openapi),
         ]
 
-    async def chat(self, request: Request) -> Response:
-        asked = await read_chat(request, self.max_context)
+    async def chat(self, http: HttpRequest) -> Response:
+        asked = await read_chat(http, self.max_context)
         with template_errors():
             size = sum(len(message.get("content") or "") for message in asked.messages)
             text = await in_thread_if_long(
                 size, lambda: self.tokenizer.render(asked.messages, asked.tools or (), answer=True)
             )
             (prompt,) = await self.encode([text], "messages")
-        builder, asks = await self.chat_request(asked, prompt)
-        return await self._answer(request, asked, builder, asks)
+        builder, requests = await self.chat_request(asked, prompt)
+        return await self._answer(http, asked, builder, requests)
 
     async def encode(self, texts: Sequence[str], param: str, contexts: int = 1) -> list[list[int]]:
         """Texts that cannot fit are refused before they are encoded, which may take long."""
@@ -142,7 +142,7 @@ class Api:
 
     async def chat_request(
         self, asked: wire.ChatRequest, prompt: Sequence[int]
-    ) -> tuple[ChatResponseBuilder, list[Ask]]:
+    ) -> tuple[ChatResponseBuilder, list[Request]]:
         may_call = asked.tools and asked.tool_choice != "none"
         builder = ChatResponseBuilder(
             tokenizer=self.tokenizer, model=self._model_name(asked), prompt=prompt,
@@ -150,11 +150,11 @@ class Api:
             tools=asked.tools if may_call else None,
         )  # fmt: skip
         limit = asked.max_completion_tokens or asked.max_tokens or self.max_context
-        asks = await self._asks(
-            asked, [prompt], limit, stop=self.tokenizer.stop_token_ids,
+        requests = await self._requests(
+            asked, [prompt], limit, stop_token_ids=self.tokenizer.stop_token_ids,
             grammar=self._grammar(asked), top_logprobs=asked.top_logprobs or 0,
         )  # fmt: skip
-        return builder, asks
+        return builder, requests
 
     def _grammar(self, asked: wire.ChatRequest) -> str | None:
         schema: Mapping[str, Any] | None = None
@@ -175,8 +175,8 @@ class Api:
                 return None if parallel else self._grammars.one_call_at_most(tools)
         return None if schema is None else self._grammars.text(schema)
 
-    async def completions(self, request: Request) -> Response:
-        asked = await read(request, wire.CompletionRequest)
+    async def completions(self, http: HttpRequest) -> Response:
+        asked = await read(http, wire.CompletionRequest)
         if asked.echo:
             raise ApiError(
                 "echo: the prompt is not repeated; leave it out, and put your prompt first",
@@ -188,19 +188,22 @@ class Api:
             with_ids=bool(asked.return_token_ids), with_logprobs=asked.logprobs is not None,
             with_text=asked.detokenize is not False,
         )  # fmt: skip
-        stop = (
+        stops = (
             self.tokenizer.stop_token_ids
             if asked.stop_token_ids is None
             else tuple(asked.stop_token_ids)
         )
         grammar = asked.structured_outputs.grammar if asked.structured_outputs else None
-        asks = await self._asks(
+        if grammar is not None:
+            stops = (*stops, self.tokenizer.eos_token_id)
+        requests = await self._requests(
             asked, await self._prompts(asked), asked.max_tokens or COMPLETION_TOKENS,
-            grammar=grammar, stop=stop if grammar is None else (*stop, self.tokenizer.eos_token_id),
-            top_logprobs=asked.logprobs or 0,
+            grammar=grammar, stop_token_ids=stops, top_logprobs=asked.logprobs or 0,
         )  # fmt: skip
-        asks = [replace(ask, experts_from=asked.routed_experts_from) for ask in asks]
-        return await self._answer(request, asked, builder, asks)
+        requests = [
+            replace(request, experts_from=asked.routed_experts_from) for request in requests
+        ]
+        return await self._answer(http, asked, builder, requests)
 
     async def _prompts(self, asked: wire.CompletionRequest) -> Sequence[Sequence[int]]:
         prompt = [asked.prompt] if isinstance(asked.prompt, str) else asked.prompt
@@ -217,10 +220,10 @@ class Api:
             param="prompt",
         )
 
-    async def _asks(
+    async def _requests(
         self, asked: wire.Sampling, prompts: Sequence[Sequence[int]], limit: int, *,
-        stop: tuple[int, ...], grammar: str | None, top_logprobs: int,
-    ) -> list[Ask]:  # fmt: skip
+        stop_token_ids: tuple[int, ...], grammar: str | None, top_logprobs: int,
+    ) -> list[Request]:  # fmt: skip
         if asked.stream_options is not None and not asked.stream:
             raise ApiError("stream_options: only with stream", param="stream_options")
         for prompt in prompts:
@@ -243,17 +246,15 @@ class Api:
                 f"{param}: prediction and drafts are more than {most} tokens together", param=param
             )
         seed = secrets.randbits(63) if asked.seed is None else asked.seed % SEEDS
-        stops = (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ())
+        params = sampling_params(asked, grammar)
+        stop = (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ())
         return [
-            Ask(
+            Request(
                 prompt=prompt,
                 max_tokens=min(limit, self.max_context - len(prompt)),
+                params=params,
+                stop_token_ids=stop_token_ids,
                 stop=stop,
-                temperature=1.0 if asked.temperature is None else asked.temperature,
-                stop_texts=stops,
-                top_p=1.0 if asked.top_p is None else asked.top_p,
-                top_k=max(asked.top_k or 0, 0),
-                grammar=grammar,
                 top_logprobs=top_logprobs,
                 seed=seed if number == 0 else derive(seed, number),
                 prediction=prediction,
@@ -276,29 +277,35 @@ class Api:
         return tuple((await self.encode([content], "prediction", GUESSED_CONTEXTS))[0])
 
     async def _answer(
-        self, request: Request, asked: wire.Sampling, builder: ResponseBuilder, asks: Sequence[Ask]
+        self,
+        http: HttpRequest,
+        asked: wire.Sampling,
+        builder: ResponseBuilder,
+        requests: Sequence[Request],
     ) -> Response:
         if asked.stream:
-            return EventStream(lambda send_event: self._stream(send_event, asked, builder, asks))
-        with self.concurrency.acquire(len(asks)):
-            samples = await cancel_on_disconnect(
-                request, gather([self.sample(self.policy, ask) for ask in asks])
+            return EventStream(
+                lambda send_event: self._stream(send_event, asked, builder, requests)
             )
-        return respond_negotiated(request, self.completion(builder, asks, samples))
+        with self.concurrency.acquire(len(requests)):
+            samples = await cancel_on_disconnect(
+                http, gather([self.sample(self.policy, request) for request in requests])
+            )
+        return respond_negotiated(http, self.completion(builder, requests, samples))
 
-    async def sample(self, policy: Policy, ask: Ask) -> Sample:
+    async def sample(self, policy: Policy, request: Request) -> Sample:
         try:
-            return await policy.sample(ask)
+            return await policy.sample(request)
         except ValueError as e:
             raise ApiError(str(e)) from e
 
     def completion(
-        self, builder: ResponseBuilder, asks: Sequence[Ask], samples: Sequence[Sample]
+        self, builder: ResponseBuilder, requests: Sequence[Request], samples: Sequence[Sample]
     ) -> msgspec.Struct:
-        usage = self._usage(asks, samples)
+        usage = self._usage(requests, samples)
         choices = [
-            builder.choice(n, ask, sample)
-            for n, (ask, sample) in enumerate(zip(asks, samples, strict=True))
+            builder.choice(n, request, sample)
+            for n, (request, sample) in enumerate(zip(requests, samples, strict=True))
         ]
         return builder.completion(choices, usage)
 
@@ -307,16 +314,20 @@ class Api:
         send_event: SendEvent,
         asked: wire.Sampling,
         builder: ResponseBuilder,
-        asks: Sequence[Ask],
+        requests: Sequence[Request],
     ) -> None:
-        with self.concurrency.acquire(len(asks)):
+        with self.concurrency.acquire(len(requests)):
             await self.stream_choices(
-                send_event, asked, builder, asks, [self.policy.stream(ask) for ask in asks]
+                send_event,
+                asked,
+                builder,
+                requests,
+                [self.policy.stream(request) for request in requests],
             )
 
     async def stream_choices(
         self, send_event: SendEvent, asked: wire.Sampling, builder: ResponseBuilder,
-        asks: Sequence[Ask], streams: Sequence[AsyncIterator[Token | Sample]],
+        requests: Sequence[Request], streams: Sequence[AsyncIterator[Token | Sample]],
     ) -> None:  # fmt: skip
         """The choices side by side, each piece as it comes."""
         with_usage = bool(asked.stream_options and asked.stream_options.include_usage)
@@ -324,7 +335,7 @@ class Api:
 
         async def one(index: int) -> Sample:
             nonlocal first
-            follower = builder.stream(index, asks[index])
+            follower = builder.stream(index, requests[index])
             async with aclosing(streams[index]) as events:  # type: ignore[type-var]
                 async for event in events:
                     if (choice := follower.push(event)) is not None:
@@ -335,20 +346,23 @@ class Api:
             return event
 
         try:
-            samples = await gather([one(index) for index in range(len(asks))])
+            samples = await gather([one(index) for index in range(len(requests))])
         except ValueError as e:
             raise ApiError(str(e)) from e
-        usage = self._usage(asks, samples)
+        usage = self._usage(requests, samples)
         if with_usage:
             await send_event(builder.chunk([], usage, first=False))
 
-    def _usage(self, asks: Sequence[Ask], samples: Sequence[Sample]) -> wire.Usage:
+    def _usage(self, requests: Sequence[Request], samples: Sequence[Sample]) -> wire.Usage:
         """Choices of one prompt count it once."""
-        read = sum(len(prompt) for prompt in {id(ask.prompt): ask.prompt for ask in asks}.values())
+        read = sum(
+            len(prompt)
+            for prompt in {id(request.prompt): request.prompt for request in requests}.values()
+        )
         sampled = sum(len(sample.tokens) for sample in samples)
         self.metrics.count_tokens(read, sampled)
         usage = wire.Usage(read, sampled, read + sampled)
-        if any(ask.speculates for ask in asks):
+        if any(request.speculates for request in requests):
             accepted, rejected = (
                 sum(sample.accepted_draft_tokens for sample in samples),
                 sum(sample.rejected_draft_tokens for sample in samples),
@@ -374,11 +388,11 @@ class Api:
     def check_version(self, least: int) -> None:
         """Whoever has weights refuses here what they are too old for."""
 
-    async def models(self, request: Request) -> Response:
+    async def models(self, http: HttpRequest) -> Response:
         return respond(wire.Models([self._card()]))
 
-    async def get_model(self, request: Request) -> Response:
-        self._check_model(request.path_params["model"])
+    async def get_model(self, http: HttpRequest) -> Response:
+        self._check_model(http.path_params["model"])
         return respond(self._card())
 
     def _card(self) -> wire.Model:
@@ -386,18 +400,29 @@ class Api:
             id=self.model, created=self.metrics.started, max_model_len=self.max_context
         )
 
-    async def health(self, request: Request) -> Response:
+    async def health(self, http: HttpRequest) -> Response:
         return respond(wire.Health())
 
-    async def show_metrics(self, request: Request) -> Response:
+    async def show_metrics(self, http: HttpRequest) -> Response:
         return Response(self.metrics.text(self.gauges()), media_type="text/plain; version=0.0.4")
 
     def gauges(self) -> dict[str, float]:
         """What there is to see now, by name."""
         return {"answers_under_way": self.concurrency.in_use}
 
-    async def openapi(self, request: Request) -> Response:
+    async def openapi(self, http: HttpRequest) -> Response:
         return respond(document())
+
+
+def sampling_params(asked: wire.Sampling, grammar: str | None) -> SamplingParams:
+    """The parameters that a request gives, by their names; what it leaves out is the default."""
+    given = {
+        field.name: value
+        for field in fields(SamplingParams)
+        if (value := getattr(asked, field.name, None)) is not None
+    }
+    given["top_k"] = max(given.get("top_k", 0), 0)
+    return SamplingParams(**given, grammar=grammar)
 
 
 async def as_stream(sample: Sample) -> AsyncIterator[Token | Sample]:
@@ -425,8 +450,8 @@ def template_errors() -> Iterator[None]:
         ) from e
 
 
-async def read_chat(request: Request, max_context: int) -> wire.ChatRequest:
-    asked = await read(request, wire.ChatRequest)
+async def read_chat(http: HttpRequest, max_context: int) -> wire.ChatRequest:
+    asked = await read(http, wire.ChatRequest)
     for place, values, shape in (
         ("messages", asked.messages, wire.ChatMessage),
         ("tools", asked.tools or [], wire.Tool),

@@ -26,9 +26,8 @@ from statistics import median
 
 from torch import Tensor
 
-from etude.core.protocols import Ask, Token
-from etude.core.types import Sample
-from etude.engine.engine import Engine, FinishedRequest, Request
+from etude.core.sampling import Request, Sample, Token
+from etude.engine.engine import Engine, FinishedRequest
 from etude.engine.engine import StreamedToken as Drawn
 from etude.model.tokenizer import ChatTokenizer
 from etude.serve.detokenizer import IncrementalDetokenizer, StopStringFilter
@@ -86,16 +85,16 @@ class EngineThread:
         began = self._began
         return 0.0 if began is None else time.monotonic() - began
 
-    async def sample(self, ask: Ask) -> Sample:
-        matcher = await self._guide(ask)
-        with self._submitted(ask, matcher, stream=False) as inbox:
+    async def sample(self, request: Request) -> Sample:
+        matcher = await self._guide(request)
+        with self._submitted(request, matcher, stream=False) as inbox:
             sample = await inbox.get()
         assert isinstance(sample, Sample)
         return _checked(sample, matcher)
 
-    async def stream(self, ask: Ask) -> AsyncIterator[Event]:
-        matcher = await self._guide(ask)
-        with self._submitted(ask, matcher, stream=True) as inbox:
+    async def stream(self, request: Request) -> AsyncIterator[Event]:
+        matcher = await self._guide(request)
+        with self._submitted(request, matcher, stream=True) as inbox:
             while isinstance(event := await inbox.get(), Token):
                 yield event
         yield _checked(event, matcher)
@@ -140,48 +139,39 @@ class EngineThread:
 
     @contextmanager
     def _submitted(
-        self, ask: Ask, matcher: GrammarMatcher | None, *, stream: bool
+        self, request: Request, matcher: GrammarMatcher | None, *, stream: bool
     ) -> Iterator[Inbox]:
         """Whoever leaves before the answer is whole has the engine forget it."""
-        request = Request(
-            id=str(next(self._ids)),
-            prompt=ask.prompt,
-            max_tokens=ask.max_tokens,
-            temperature=ask.temperature,
-            top_p=ask.top_p,
-            top_k=ask.top_k,
-            seed=ask.seed,
-            stop=frozenset(ask.stop),
-            constraint=matcher,
-            stream=stream,
-            top_logprobs=ask.top_logprobs,
-            experts_from=ask.experts_from,
-            prediction=ask.prediction,
-            drafts=ask.drafts,
-            stop_check=StopStringChecker(self.tokenizer, ask.stop_texts)
-            if ask.stop_texts
-            else None,
-        )
         if self.engine.version < 0:
             raise Unavailable(
                 "this worker has no weights yet; ask again when it has joined the gateway"
             )
         self.engine.check(request)
-        inbox = self._inboxes[request.id] = Inbox()
-        self._between_steps.put(partial(self.engine.add, request))
+        id = str(next(self._ids))
+        stop_check = StopStringChecker(self.tokenizer, request.stop) if request.stop else None
+        inbox = self._inboxes[id] = Inbox()
+        self._between_steps.put(
+            partial(
+                self.engine.add,
+                request,
+                id,
+                stream=stream,
+                constraint=matcher,
+                stop_check=stop_check,
+            )  # fmt: skip
+        )
         try:
             yield inbox
         finally:
-            if self._inboxes.pop(request.id, None) is not None:
-                self._between_steps.put(partial(self.engine.abort, request.id))
+            if self._inboxes.pop(id, None) is not None:
+                self._between_steps.put(partial(self.engine.abort, id))
 
-    async def _guide(self, ask: Ask) -> GrammarMatcher | None:
+    async def _guide(self, request: Request) -> GrammarMatcher | None:
         """Making one takes from a millisecond to a second."""
-        return (
-            None
-            if ask.grammar is None
-            else await asyncio.to_thread(self._guides.compile, ask.grammar)
-        )
+        grammar = request.params.grammar
+        if grammar is None:
+            return None
+        return await asyncio.to_thread(self._guides.compile, grammar)
 
     @cached_property
     def _guides(self) -> GrammarCompiler:

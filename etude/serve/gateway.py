@@ -40,7 +40,7 @@ from dataclasses import replace
 
 import aiohttp
 import msgspec
-from starlette.requests import Request
+from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -91,42 +91,42 @@ class Gateway(Api):
         ]
         return own + super().routes()
 
-    async def recorded_chat(self, request: Request) -> Response:
-        session: str = request.path_params["session"]
+    async def recorded_chat(self, http: HttpRequest) -> Response:
+        session: str = http.path_params["session"]
         with self.router.under_way(session):
-            return await self._recorded_chat(request, session)
+            return await self._recorded_chat(http, session)
 
-    async def _recorded_chat(self, request: Request, session: str) -> Response:
-        asked = await read_chat(request, self.max_context)
+    async def _recorded_chat(self, http: HttpRequest, session: str) -> Response:
+        asked = await read_chat(http, self.max_context)
         with template_errors():
             draft = self.recorder.partial_prompt(session, asked.messages, asked.tools or ())
             prompt = draft.complete(*await self.encode([draft.text], "messages"))
-        builder, asks = await self.chat_request(asked, prompt.tokens)
-        asks = [replace(ask, experts_from=prompt.routed.num_tokens) for ask in asks]
+        builder, requests = await self.chat_request(asked, prompt.tokens)
+        requests = [replace(request, experts_from=prompt.routed.num_tokens) for request in requests]
         policy = SessionPolicy(self.router, session)
         samples = await cancel_on_disconnect(
-            request, gather([self.sample(policy, ask) for ask in asks])
+            http, gather([self.sample(policy, request) for request in requests])
         )
-        for ask, sample in zip(asks, samples, strict=True):
-            self.recorder.record(session, prompt, sample, builder.message(ask, sample))
+        for request, sample in zip(requests, samples, strict=True):
+            self.recorder.record(session, prompt, sample, builder.message(request, sample))
         if not asked.stream:
-            return respond(self.completion(builder, asks, samples))
+            return respond(self.completion(builder, requests, samples))
         # What is recorded is what the client was given, so nothing is given before it is whole.
         return EventStream(
             lambda send_event: self.stream_choices(
-                send_event, asked, builder, asks, [as_stream(sample) for sample in samples]
+                send_event, asked, builder, requests, [as_stream(sample) for sample in samples]
             )
         )
 
-    async def segments(self, request: Request) -> Response:
-        session: str = request.path_params["session"]
+    async def segments(self, http: HttpRequest) -> Response:
+        session: str = http.path_params["session"]
         try:
             segments, experts = self.recorder.segments(session), self.recorder.experts(session)
         except KeyError as e:
             raise ApiError(
                 f"session {session!r} has no recorded answer", status=404, code="unknown_session"
             ) from e
-        if request.query_params.get("experts") == "true":
+        if http.query_params.get("experts") == "true":
             names = await asyncio.to_thread(
                 lambda: [put_experts(self.objects, ids) if ids else None for ids in experts]
             )
@@ -135,41 +135,41 @@ class Gateway(Api):
             )
         return Response(msgspec.msgpack.encode(segments), media_type=MSGPACK)
 
-    async def forget(self, request: Request) -> Response:
-        session: str = request.path_params["session"]
+    async def forget(self, http: HttpRequest) -> Response:
+        session: str = http.path_params["session"]
         self.recorder.forget(session)
         self.router.forget(session)
         return Response(status_code=204)
 
-    async def disturbed(self, request: Request) -> Response:
-        session, age = request.path_params["session"], request.query_params.get("age_s", "inf")
+    async def disturbed(self, http: HttpRequest) -> Response:
+        session, age = http.path_params["session"], http.query_params.get("age_s", "inf")
         try:
             return respond(self.router.disturbed(session, float(age)))
         except ValueError as e:
             raise ApiError(f"age_s is {age!r}: it must be a number", param="age_s") from e
 
-    async def load(self, request: Request) -> Response:
-        asked = await read(request, LoadRequest)
+    async def load(self, http: HttpRequest) -> Response:
+        asked = await read(http, LoadRequest)
         await self.router.load(asked.version)
         return respond(LoadRequest(version=self.router.fleet.live))
 
-    async def join(self, request: Request) -> Response:
-        await self.router.join(await read(request, JoinRequest))
+    async def join(self, http: HttpRequest) -> Response:
+        await self.router.join(await read(http, JoinRequest))
         return respond(LoadRequest(version=self.router.fleet.live))
 
-    async def up(self, request: Request) -> Response:
-        await request.body()
-        await cancel_on_disconnect(request, self.router.up())
+    async def up(self, http: HttpRequest) -> Response:
+        await http.body()
+        await cancel_on_disconnect(http, self.router.up())
         return Response(status_code=204)
 
-    async def status(self, request: Request) -> Response:
+    async def status(self, http: HttpRequest) -> Response:
         fleet, regions = self.router.fleet, await self.router.regions()
         silent = sorted({worker.region for worker in fleet.silent})
         return respond(
             {"version": fleet.live, "up": len(fleet.up), "regions": regions, "silent": silent}
         )
 
-    async def weights(self, request: Request) -> Response:
+    async def weights(self, http: HttpRequest) -> Response:
         return respond(await self.router.weights())
 
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from etude.core.types import VersionSpan
+from etude.core.sampling import VersionSpan
 
 MAX_TOP = 20
 """Most alternatives that are shown for a token."""

@@ -26,7 +26,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
-from etude.core.types import RegionSpan, Sample, Segment, VersionSpan, expand_spans, version_spans
+from etude.core.sampling import Sample, VersionSpan, expand_spans, version_spans
+from etude.core.types import RegionSpan, Segment
 from etude.model.tokenizer import ChatTokenizer, Message, Tool
 
 

@@ -21,8 +21,7 @@ import msgspec
 
 from etude.core.clock import AwakeClock, SystemClock
 from etude.core.fleet import Fleet, Worker
-from etude.core.protocols import Ask, Token
-from etude.core.types import Sample
+from etude.core.sampling import Request, Sample, Token
 from etude.serve import protocol as wire
 from etude.serve.api import as_stream
 from etude.serve.http import MSGPACK, ApiError, ClientDisconnected, Unavailable
@@ -77,9 +76,9 @@ class Router:
         # of what waits for an answer of this worker
         self._limits: dict[Worker, set[asyncio.Timeout]] = {}
 
-    async def sample(self, ask: Ask, session: str = "") -> Sample:
+    async def sample(self, request: Request, session: str = "") -> Sample:
         requests = self._requests.get(session, SessionRequests())
-        asked, failures = worker_request(ask), 0
+        asked, failures = worker_request(request), 0
         while failures <= MAX_RETRIES:
             requests.disturbed |= not self.fleet.up
             worker = await self._pick(session)
@@ -137,10 +136,10 @@ class Router:
             for limit in self._limits.pop(worker, ()):
                 limit.reschedule(0.0)
 
-    async def stream(self, ask: Ask, session: str = "") -> AsyncIterator[Token | Sample]:
+    async def stream(self, request: Request, session: str = "") -> AsyncIterator[Token | Sample]:
         """Only when it is whole: the worker may die before, and another one would have to begin
         again."""
-        async for event in as_stream(await self.sample(ask, session)):
+        async for event in as_stream(await self.sample(request, session)):
             yield event
 
     async def load(self, version: int) -> None:
@@ -278,27 +277,27 @@ class Router:
         ]
 
 
-def worker_request(ask: Ask) -> dict[str, Any]:
+def worker_request(request: Request) -> dict[str, Any]:
     """A sampling request as a worker reads it. Defaults are left out: most requests are plain."""
     asked: dict[str, Any] = {
-        "prompt": ask.prompt, "max_tokens": ask.max_tokens, "temperature": ask.temperature,
-        "seed": ask.seed, "stop_token_ids": ask.stop, "return_token_ids": True,
-        "logprobs": ask.top_logprobs, "detokenize": False,
+        "prompt": request.prompt, "max_tokens": request.max_tokens, "seed": request.seed,
+        "temperature": request.params.temperature, "stop_token_ids": request.stop_token_ids,
+        "return_token_ids": True, "logprobs": request.top_logprobs, "detokenize": False,
     }  # fmt: skip
-    if ask.top_p != 1.0:
-        asked["top_p"] = ask.top_p
-    if ask.top_k:
-        asked["top_k"] = ask.top_k
-    if ask.stop_texts:
-        asked["stop"] = ask.stop_texts
-    if ask.experts_from is not None:
-        asked["routed_experts_from"] = ask.experts_from
-    if ask.grammar is not None:
-        asked["structured_outputs"] = {"grammar": ask.grammar}
-    if ask.prediction is not None:
-        asked["prediction"] = {"type": "content", "content": ask.prediction}
-    if ask.drafts:
-        asked["drafts"] = ask.drafts
+    if request.params.top_p != 1.0:
+        asked["top_p"] = request.params.top_p
+    if request.params.top_k:
+        asked["top_k"] = request.params.top_k
+    if request.stop:
+        asked["stop"] = request.stop
+    if request.experts_from is not None:
+        asked["routed_experts_from"] = request.experts_from
+    if request.params.grammar is not None:
+        asked["structured_outputs"] = {"grammar": request.params.grammar}
+    if request.prediction is not None:
+        asked["prediction"] = {"type": "content", "content": request.prediction}
+    if request.drafts:
+        asked["drafts"] = request.drafts
     return asked
 
 
@@ -337,11 +336,11 @@ class SessionPolicy:
     router: Router
     session: str
 
-    async def sample(self, ask: Ask) -> Sample:
-        return await self.router.sample(ask, self.session)
+    async def sample(self, request: Request) -> Sample:
+        return await self.router.sample(request, self.session)
 
-    def stream(self, ask: Ask) -> AsyncIterator[Token | Sample]:
-        return self.router.stream(ask, self.session)
+    def stream(self, request: Request) -> AsyncIterator[Token | Sample]:
+        return self.router.stream(request, self.session)
 
     async def load(self, version: int) -> None:
         await self.router.load(version)

@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from etude.core.events import MismatchedToken, MismatchMeasured, MismatchStats
-from etude.core.types import RecomputedRow, Row, expand_spans
+from etude.core.sampling import expand_spans
+from etude.core.types import RecomputedRow, Row
 
 Floats = NDArray[np.float64]
 Key = TypeVar("Key", bound=Hashable)

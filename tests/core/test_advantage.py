@@ -22,15 +22,8 @@ from etude.core.advantage import (
     unit_std,
 )
 from etude.core.effort import Effort
-from etude.core.types import (
-    Batch,
-    Group,
-    Segment,
-    Trajectory,
-    VersionSpan,
-    expand_spans,
-    version_spans,
-)
+from etude.core.sampling import VersionSpan, expand_spans, version_spans
+from etude.core.types import Batch, Group, Segment, Trajectory
 
 
 def segment(first_version: int = 1) -> Segment:

@@ -14,7 +14,8 @@ from etude.core.events import (
     StageStarted,
     StepDone,
 )
-from etude.core.types import Batch, Row, VersionSpan
+from etude.core.sampling import VersionSpan
+from etude.core.types import Batch, Row
 
 STEP = StepDone(
     step=1, loss=0.1, lag=0, k1=0.0, k3_mean=1e-4, k3_p99=0.0, entropy=1.0, grad_norm=1.0, tokens=9,

@@ -10,7 +10,8 @@ import pytest
 
 from etude.core.checks import check_batch
 from etude.core.errors import EtudeError
-from etude.core.types import Batch, RegionSpan, Row, VersionSpan
+from etude.core.sampling import VersionSpan
+from etude.core.types import Batch, RegionSpan, Row
 
 ROW = Row(
     sample="g.0",

@@ -11,7 +11,7 @@ import torch
 os.environ["TRITON_INTERPRET"] = "1"  # before triton defines its own functions
 pytest.importorskip("triton", reason="triton is not installed")
 
-from etude.core.types import Sample
+from etude.core.sampling import Sample
 from etude.engine import cuda
 from etude.engine.engine import Engine
 from etude.engine.kernels.trainable import TrainableNetwork
@@ -20,7 +20,7 @@ from etude.model.transformer import ModelConfig, Transformer
 from etude.train.loss import token_logprobs
 from etude.train.packing import TokenSequence, pack_batch
 from tests.engine import kernel_checks
-from tests.small_model import drain, request, sharp
+from tests.small_model import add, drain, request, sharp
 
 SMALL = ModelConfig(
     model_type="qwen3",
@@ -70,7 +70,7 @@ def test_an_engine_on_kernels_says_what_the_model_says(
     for runner in (cuda.CudaRunner(model, num_blocks=12, max_batch=3, invariant=invariant), None):
         engine = Engine(model, max_batch=3, max_batched_tokens=9, runner=runner)
         for each in requests:
-            engine.add(each)
+            add(engine, each)
         found.append(drain(engine))
     ours, reference = found
     assert ours.keys() == reference.keys()
@@ -87,7 +87,7 @@ def test_drafts_on_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda.CudaRunner, "block_size", 8)
     model = sharp(SMALL, seed=3, factor=4.0)
     plain = [
-        request(str(i), [5 + i, 9, 20], max_tokens=8, temperature=i / 2, stop=frozenset())
+        request(str(i), [5 + i, 9, 20], max_tokens=8, temperature=i / 2, stop_token_ids=())
         for i in range(3)
     ]
     found: list[dict[str, Sample]] = []
@@ -96,12 +96,9 @@ def test_drafts_on_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         for each in plain:
             if found and each.id != "1":
                 answer = found[0][each.id].tokens
-                each = replace(
-                    each,
-                    prediction=(*answer[:4], 60, *answer[5:]),
-                    top_k=150 if each.id == "2" else 0,
-                )
-            engine.add(each)
+                params = replace(each.params, top_k=150 if each.id == "2" else 0)
+                each = replace(each, prediction=(*answer[:4], 60, *answer[5:]), params=params)
+            add(engine, each)
         found.append(drain(engine))
     expected, drafted = found
     for id, sample in drafted.items():

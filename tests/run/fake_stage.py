@@ -12,7 +12,8 @@ from random import Random
 from etude.core.advantage import AdvantageEstimator
 from etude.core.errors import EtudeError
 from etude.core.ledger import Trained
-from etude.core.types import Group, Manifest, Route, Segment, Task, Trajectory, version_spans
+from etude.core.sampling import version_spans
+from etude.core.types import Group, Manifest, Route, Segment, Task, Trajectory
 from etude.core.window import Window
 from etude.run import journal
 from etude.run.loop import RolloutLoop, endless_tasks

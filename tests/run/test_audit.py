@@ -14,7 +14,7 @@ from rich.console import Console
 from etude.core.config import parse
 from etude.core.events import EVENTS, StageStarted, StepDone
 from etude.core.ledger import Dropped, Issued
-from etude.core.types import VersionSpan
+from etude.core.sampling import VersionSpan
 from etude.launch.screen import watch
 from etude.run.audit import audit, lag_bounds
 from etude.run.evaluate import report_name

@@ -25,7 +25,8 @@ from etude.core.errors import EtudeError
 from etude.core.events import EVENTS, StageStarted
 from etude.core.ledger import Entry, Issued
 from etude.core.lineage import estimator_of, stage_spans
-from etude.core.types import Group, RecomputedRow, Trajectory, VersionSpan
+from etude.core.sampling import VersionSpan
+from etude.core.types import Group, RecomputedRow, Trajectory
 from etude.launch.local import RunDirectory
 from etude.run import journal
 from etude.run.audit import audit

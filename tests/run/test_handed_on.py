@@ -13,7 +13,8 @@ from etude.core.config import TrainerConfig
 from etude.core.errors import EtudeError
 from etude.core.events import EvalDone, EvalProgress, Event, GroupDone, MismatchStats, WeightsLive
 from etude.core.ledger import Issued
-from etude.core.types import Group, Segment, Task, Trajectory, VersionSpan
+from etude.core.sampling import VersionSpan
+from etude.core.types import Group, Segment, Task, Trajectory
 from etude.model.transformer import init_from_scratch
 from etude.run import loop as controller
 from etude.run.evaluate import evaluate, report_name

@@ -8,7 +8,8 @@ import pytest
 
 from etude.core.advantage import AdvantageEstimator
 from etude.core.ledger import Entry, Issued
-from etude.core.types import Group, Segment, Trajectory, VersionSpan
+from etude.core.sampling import VersionSpan
+from etude.core.types import Group, Segment, Trajectory
 from etude.run.journal import Journal, load
 from etude.store.runs import Run
 

@@ -15,7 +15,8 @@ import pytest
 from etude.core.advantage import ADVANTAGE, AdvantageEstimator
 from etude.core.errors import EtudeError
 from etude.core.ledger import Dropped, Entry, Issued, Ledger
-from etude.core.types import Group, Manifest, Segment, Trajectory, VersionSpan
+from etude.core.sampling import VersionSpan
+from etude.core.types import Group, Manifest, Segment, Trajectory
 from etude.run import journal
 from etude.run.loop import FailureMonitor, SignalMonitor, assemble_batch, endless_tasks
 from etude.run.process import error_message

@@ -14,7 +14,8 @@ import pytest
 from etude.core.clock import AwakeClock, ManualClock
 from etude.core.errors import EtudeError
 from etude.core.protocols import Sandbox, Transcript
-from etude.core.types import Segment, Task, Trajectory, VersionSpan
+from etude.core.sampling import VersionSpan
+from etude.core.types import Segment, Task, Trajectory
 from etude.run.evaluate import evaluate, wilson
 from etude.run.process import AwakeLoop
 from etude.run.rollout import RolloutRunner

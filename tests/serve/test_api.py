@@ -11,8 +11,7 @@ import pytest
 from starlette.types import ASGIApp
 
 from etude.core.errors import EtudeError
-from etude.core.protocols import Ask
-from etude.core.types import Sample
+from etude.core.sampling import Request, Sample
 from etude.model.tokenizer import ChatTokenizer
 from etude.serve import process
 from etude.serve.api import Api
@@ -269,8 +268,8 @@ async def test_a_body_has_a_deadline(url: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 class Refusing(Scripted):
-    async def sample(self, ask: Ask) -> Sample:
-        raise ValueError(f"temperature must not be {ask.temperature}")
+    async def sample(self, ask: Request) -> Sample:
+        raise ValueError(f"temperature must not be {ask.params.temperature}")
 
 
 async def test_what_the_policy_refuses_is_the_clients_mistake(http: aiohttp.ClientSession) -> None:
@@ -328,7 +327,7 @@ class Slow(Scripted):
         self.asked = asyncio.Event()
         self.cancelled = asyncio.Event()
 
-    async def sample(self, ask: Ask) -> Sample:
+    async def sample(self, ask: Request) -> Sample:
         self.asked.set()
         try:
             await asyncio.Event().wait()
@@ -347,7 +346,7 @@ async def test_a_client_that_goes_away_cancels_its_request(http: aiohttp.ClientS
 
 
 class Gone(Scripted):
-    async def sample(self, ask: Ask) -> Sample:
+    async def sample(self, ask: Request) -> Sample:
         raise Unavailable("nobody is up")
 
 

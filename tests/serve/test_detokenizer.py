@@ -11,8 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from etude.core.protocols import Ask, Token
-from etude.core.types import Sample, VersionSpan
+from etude.core.sampling import Request, Sample, Token, VersionSpan
 from etude.model.tokenizer import ChatTokenizer
 from etude.serve import protocol as wire
 from etude.serve.detokenizer import (
@@ -175,12 +174,12 @@ def test_what_is_streamed_is_what_is_answered_at_once(seed: int, kind: str) -> N
     rng = random.Random(seed)
     stops = ("b", "日本") if seed % 3 == 0 else ()
     sample = stopped(random_tokens(rng), stops)
-    ask = Ask(
+    ask = Request(
         prompt=(1, 2),
         max_tokens=99,
         seed=seed,
-        stop=(TOKENIZER.eos_token_id,),
-        stop_texts=stops,
+        stop_token_ids=(TOKENIZER.eos_token_id,),
+        stop=stops,
         top_logprobs=2,
     )
     shown: dict[str, Any] = {

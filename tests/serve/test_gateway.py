@@ -10,8 +10,7 @@ from functools import partial
 import aiohttp
 import pytest
 
-from etude.core.protocols import Ask
-from etude.core.types import VersionSpan
+from etude.core.sampling import Request, VersionSpan
 from etude.engine.engine import Engine
 from etude.model.transformer import Transformer
 from etude.serve.engine_thread import EngineThread
@@ -201,7 +200,7 @@ async def test_a_request_is_not_sent_for_ever(
     with pytest.raises(
         Unavailable, match="4 workers in a row have failed, the last one with: out of memory"
     ):
-        await router.sample(Ask(prompt=(1,), max_tokens=1, seed=0))
+        await router.sample(Request(prompt=(1,), max_tokens=1, seed=0))
     assert len(set(asked)) == 4
 
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from etude.core.types import RegionSpan, Sample, Segment, VersionSpan, expand_spans
+from etude.core.sampling import Sample, VersionSpan, expand_spans
+from etude.core.types import RegionSpan, Segment
 from etude.model.tokenizer import ChatTokenizer, Message, Tool
 from etude.serve.recorder import Prompt, Recorder
 from tests.small_model import small_files

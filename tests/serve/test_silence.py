@@ -15,8 +15,7 @@ import pytest
 from aiohttp import web
 
 from etude.core.clock import AwakeClock, ManualClock
-from etude.core.protocols import Ask
-from etude.core.types import Sample
+from etude.core.sampling import Request, Sample
 from etude.serve.gateway import Gateway
 from etude.serve.http import create_app
 from etude.serve.router import MAX_RETRIES, Router
@@ -27,7 +26,7 @@ from tests.serve.conftest import Store, served
 from tests.serve.test_gateway import worker
 
 SILENCE_S = 10.0
-ASK = Ask(prompt=(1, 2), max_tokens=3, seed=1)
+ASK = Request(prompt=(1, 2), max_tokens=3, seed=1)
 
 
 class Stopped:
@@ -97,7 +96,7 @@ class Watch:
             self.router.expire_silent()
 
 
-async def sample(router: Router, session: str, ask: Ask = ASK) -> Sample:
+async def sample(router: Router, session: str, ask: Request = ASK) -> Sample:
     with router.under_way(session):
         return await router.sample(ask, session)
 

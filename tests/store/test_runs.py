@@ -11,7 +11,8 @@ import pytest
 from etude.core.config import parse
 from etude.core.errors import EtudeError
 from etude.core.ledger import Issued, Trained
-from etude.core.types import Batch, Group, RecomputedRow, Row, Segment, Trajectory, VersionSpan
+from etude.core.sampling import VersionSpan
+from etude.core.types import Batch, Group, RecomputedRow, Row, Segment, Trajectory
 from etude.store.codec import pack
 from etude.store.experts import get_experts, put_experts
 from etude.store.objects import Missing

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from etude.core.types import Batch, Row, VersionSpan
+from etude.core.sampling import VersionSpan
+from etude.core.types import Batch, Row
 from etude.model.attention import CausalAttention
 from etude.model.transformer import Transformer, init_from_scratch
 from etude.train.learner import Learner

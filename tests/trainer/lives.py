@@ -15,7 +15,8 @@ from pathlib import Path
 from etude.core.config import RunConfig, parse
 from etude.core.errors import EtudeError
 from etude.core.events import Event, FitStep, StepDone
-from etude.core.types import Batch, Row, version_spans
+from etude.core.sampling import version_spans
+from etude.core.types import Batch, Row
 from etude.model.files import hf_state_dict, write_directory
 from etude.model.transformer import ModelConfig
 from etude.store.checkpoints import read

@@ -12,7 +12,8 @@ import torch
 from etude.core.config import RunConfig, parse
 from etude.core.errors import EtudeError
 from etude.core.events import Event, StepDone
-from etude.core.types import Batch, Row, VersionSpan
+from etude.core.sampling import VersionSpan
+from etude.core.types import Batch, Row
 from etude.model.files import hf_state_dict, write_directory
 from etude.model.transformer import ModelConfig
 from etude.store.runs import Run

@@ -12,7 +12,8 @@ import pytest
 
 from etude.core.config import RlConfig, parse
 from etude.core.errors import EtudeError
-from etude.core.types import Batch, Row, VersionSpan
+from etude.core.sampling import VersionSpan
+from etude.core.types import Batch, Row
 from etude.model.transformer import init_from_scratch
 from etude.store.objects import Objects
 from etude.store.runs import Run
