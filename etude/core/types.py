@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from etude.core.sampling import VersionSpan
+from etude.core.sampling import SamplingSpan, VersionSpan
 
 Json = Any
 """A value that JSON can say: None, bool, int, float, str, list, dict."""
@@ -25,6 +25,10 @@ own and was graded as it stood. `failed`: infrastructure broke; there is no scor
 may count it as a zero."""
 
 Source = Literal["simulated", "production"]
+
+SegmentKind = Literal["turns", "summary", "subagent"]
+"""Why a harness opened a context: to go on with the conversation, to have it summed up, or for an
+agent that works for another one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,10 +83,15 @@ class Segment:
     """Over the sampled tokens, in order."""
     regions: tuple[RegionSpan, ...] = ()
     """Likewise."""
+    sampling: tuple[SamplingSpan, ...] = ()
+    """Over the sampled tokens, in order."""
     experts: str | None = None
     """The object in the store that says which experts the first tokens (of prompt and tokens
     together) were routed to. A name only: the ids themselves are larger than all the rest, and only
     the trainer reads them."""
+    kind: SegmentKind = "turns"
+    parent: int | None = None
+    """The index of the segment that it goes on from; None for the first of a session."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,9 @@
 
     POST   /v1/chat/completions                 like any OpenAI server; not recorded
     POST   /s/{session}/v1/chat/completions     the same, recorded: a harness is given
-                                                /s/{session}/v1 as its base URL
+                                                /s/{session}/v1 as its base URL. Header
+                                                `X-Etude-Segment: summary` or `subagent`: what the
+                                                context is for, if the request opens one
     GET    /s/{session}/segments                the session so far, as msgpack of tuple[Segment,
                                                 ...]; `?experts=true`
                                                 puts the routed experts into the store first, and
@@ -37,6 +39,7 @@ import asyncio
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import cast, get_args
 
 import aiohttp
 import msgspec
@@ -44,6 +47,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
+from etude.core.types import SegmentKind
 from etude.model.tokenizer import ChatTokenizer
 from etude.serve import heartbeat as pulse
 from etude.serve import process
@@ -64,6 +68,8 @@ from etude.serve.router import Router, SessionPolicy
 from etude.serve.worker_protocol import JoinRequest, LoadRequest, read_model_files
 from etude.store.experts import put_experts
 from etude.store.objects import Objects
+
+SEGMENT_HEADER = "X-Etude-Segment"
 
 
 class Gateway(Api):
@@ -97,6 +103,7 @@ class Gateway(Api):
             return await self._recorded_chat(http, session)
 
     async def _recorded_chat(self, http: HttpRequest, session: str) -> Response:
+        kind = segment_kind(http)
         asked = await read_chat(http, self.max_context)
         with template_errors():
             draft = self.recorder.partial_prompt(session, asked.messages, asked.tools or ())
@@ -108,7 +115,8 @@ class Gateway(Api):
             http, gather([self.sample(policy, request) for request in requests])
         )
         for request, sample in zip(requests, samples, strict=True):
-            self.recorder.record(session, prompt, sample, builder.message(request, sample))
+            message = builder.message(request, sample)
+            self.recorder.record(session, prompt, sample, message, request.params, kind)
         if not asked.stream:
             return respond(self.completion(builder, requests, samples))
         # What is recorded is what the client was given, so nothing is given before it is whole.
@@ -171,6 +179,15 @@ class Gateway(Api):
 
     async def weights(self, http: HttpRequest) -> Response:
         return respond(await self.router.weights())
+
+
+def segment_kind(http: HttpRequest) -> SegmentKind:
+    """What a harness says of the segment that its request opens, if it opens one."""
+    kind = http.headers.get(SEGMENT_HEADER, "turns")
+    if kind not in get_args(SegmentKind):
+        kinds = ", ".join(get_args(SegmentKind))
+        raise ApiError(f"{SEGMENT_HEADER} is {kind[:200]!r}: it must be one of {kinds}")
+    return cast(SegmentKind, kind)
 
 
 async def serve_gateway(

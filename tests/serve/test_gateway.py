@@ -10,7 +10,7 @@ from functools import partial
 import aiohttp
 import pytest
 
-from etude.core.sampling import Request, VersionSpan
+from etude.core.sampling import Request, SamplingParams, VersionSpan
 from etude.engine.engine import Engine
 from etude.model.transformer import Transformer
 from etude.serve.engine_thread import EngineThread
@@ -91,6 +91,34 @@ async def test_recorded_logprobs_are_those_of_the_model(
         region["version"] == 0 and region["tokens"] > 0 and region["busy_s"] > 0
         for region in seen.values()
     )
+
+
+async def test_a_harness_says_what_a_context_is_for(
+    regions: list[Worker], gateway: str, http: aiohttp.ClientSession
+) -> None:
+    url = f"{gateway}/s/s/v1/chat/completions"
+    for text, temperature, header in (
+        ("read area.py", 1.0, {}),
+        ("sum it up", 0.5, {"X-Etude-Segment": "summary"}),
+        ("help", 1.0, {"X-Etude-Segment": "subagent"}),
+    ):
+        body = {"messages": [{"role": "user", "content": text}], "temperature": temperature}
+        async with http.post(url, json=body | {"max_tokens": 4}, headers=header) as response:
+            assert response.status == 200
+    recorded = await segments(http, gateway, "s")
+    assert [(segment.kind, segment.parent) for segment in recorded] == [
+        ("turns", None),
+        ("summary", 0),
+        ("subagent", 1),
+    ]
+    assert [(span.params, span.count) for segment in recorded for span in segment.sampling] == [
+        (SamplingParams(temperature=temperature), len(segment.tokens))
+        for segment, temperature in zip(recorded, (1.0, 0.5, 1.0), strict=True)
+    ]
+    async with http.post(url, json=body, headers={"X-Etude-Segment": "dream"}) as response:
+        assert response.status == 400
+        told = (await response.json())["error"]["message"]
+    assert "X-Etude-Segment" in told and "turns, summary, subagent" in told
 
 
 async def test_workers_prove_what_they_compute_with(
