@@ -16,6 +16,7 @@ waited for.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -32,7 +33,7 @@ from etude.engine.select import select_runner
 from etude.engine.speculate import Drafter
 from etude.model.transformer import Transformer
 
-__all__ = ["Constraint", "Engine", "FinishedRequest", "Stats", "StreamedToken"]
+__all__ = ["Constraint", "Engine", "ExpiredRequest", "FinishedRequest", "Stats", "StreamedToken"]
 
 _Row = tuple[int, float, list[tuple[int, float]]]
 """A token that was drawn, its log-prob, and the likeliest in its place."""
@@ -53,6 +54,11 @@ class StreamedToken:
 class FinishedRequest:
     id: str
     sample: Sample
+
+
+@dataclass(frozen=True, slots=True)
+class ExpiredRequest:
+    id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,9 +192,11 @@ class Engine:
     def add(
         self, request: Request, id: str, *, stream: bool = False,
         constraint: Constraint | None = None, stop_check: Callable[[int], bool] | None = None,
+        deadline: float = math.inf,
     ) -> None:  # fmt: skip
         """`id`: what events call it by. `constraint` and `stop_check`: the request's grammar and
-        its stop texts, by whoever knows the tokenizer."""
+        its stop texts, by whoever knows the tokenizer. `deadline`: by the clock of whoever calls
+        `expire`."""
         self.check(request)
         limit = min(request.max_tokens, self.max_context - len(request.prompt))
         sequence = Sequence(
@@ -200,6 +208,7 @@ class Engine:
             stream=stream,
             constraint=constraint,
             stop_check=stop_check,
+            deadline=deadline,
         )
         if request.speculates:
             sequence.drafter = Drafter(
@@ -212,6 +221,10 @@ class Engine:
         mistake."""
         if sequence := self._scheduler.find(id):
             self._scheduler.release(sequence)
+
+    def expire(self, now: float) -> list[ExpiredRequest]:
+        """Forgets the requests whose deadline has passed."""
+        return [ExpiredRequest(sequence.id) for sequence in self._scheduler.expire(now)]
 
     def prepare_weights(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
         """The slow part of putting in new weights. Any thread may do it while the engine runs;

@@ -7,8 +7,9 @@ tensor, no clock.
 A sequence that is decoding takes part in every pass, so a long prompt never stalls the others: it
 is read in pieces, within what `max_batched_tokens` leaves. A request is admitted when there are
 blocks for all that it has to read. If blocks run out later, the last in rank gives up its own and
-waits; it loses no token, only the work of reading them again. Rank is priority, then arrival. A
-waiting request of higher priority takes the place of a running one at once.
+waits; it loses no token, only the work of reading them again. Rank is the class of priority
+(interactive, standard, batch), then arrival. A waiting request of a higher class takes the place of
+a running one at once. A request whose deadline has passed is released wherever it is.
 
 A sequence with a drafter may compute draft tokens behind its last token, and sample behind each of
 them. Drafts take what is left when every other sequence has got what it needs to go on: no sequence
@@ -17,6 +18,7 @@ is preempted for them, and prompts keep half of the room.
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -61,6 +63,8 @@ class Sequence:
     constraint: Constraint | None = None
     stop_check: Callable[[int], bool] | None = None
     """Told every token as it is drawn; True makes it the last."""
+    deadline: float = math.inf
+    """When nobody wants the answer any more, by the clock of whoever calls `expire`."""
     drafter: Drafter | None = None
     draft: list[int] = field(default_factory=list)
     """What the pass that is being planned reads behind the tokens."""
@@ -174,6 +178,13 @@ class Scheduler:
             self.blocks.free(sequence.block_table)
             sequence.block_table = None
             self.running.remove(sequence)
+
+    def expire(self, now: float) -> list[Sequence]:
+        """Release the sequences whose deadline has passed, and name them."""
+        expired = [each for each in (*self.running, *self.waiting) if each.deadline <= now]
+        for sequence in expired:
+            self.release(sequence)
+        return expired
 
     def stop_sharing(self) -> None:
         """Stop sharing what running sequences compute from now on: the weights have changed."""

@@ -27,6 +27,7 @@ from etude.core.seeds import derive
 from etude.model.tokenizer import ChatTokenizer, Message
 from etude.serve import protocol as wire
 from etude.serve.grammar import ANY_OBJECT, GrammarBuilder
+from etude.serve.headers import Scheduling, read_scheduling
 from etude.serve.http import (
     ApiError,
     EventStream,
@@ -118,6 +119,7 @@ class Api:
         ]
 
     async def chat(self, http: HttpRequest) -> Response:
+        scheduling = read_scheduling(http.headers)
         asked = await read_chat(http, self.max_context)
         with template_errors():
             size = sum(len(message.get("content") or "") for message in asked.messages)
@@ -125,7 +127,7 @@ class Api:
                 size, lambda: self.tokenizer.render(asked.messages, asked.tools or (), answer=True)
             )
             (prompt,) = await self.encode([text], "messages")
-        builder, requests = await self.chat_request(asked, prompt)
+        builder, requests = await self.chat_request(asked, prompt, scheduling)
         return await self._answer(http, asked, builder, requests)
 
     async def encode(self, texts: Sequence[str], param: str, contexts: int = 1) -> list[list[int]]:
@@ -141,7 +143,7 @@ class Api:
         )
 
     async def chat_request(
-        self, asked: wire.ChatRequest, prompt: Sequence[int]
+        self, asked: wire.ChatRequest, prompt: Sequence[int], scheduling: Scheduling
     ) -> tuple[ChatResponseBuilder, list[Request]]:
         may_call = asked.tools and asked.tool_choice != "none"
         builder = ChatResponseBuilder(
@@ -151,7 +153,7 @@ class Api:
         )  # fmt: skip
         limit = asked.max_completion_tokens or asked.max_tokens or self.max_context
         requests = await self._requests(
-            asked, [prompt], limit, stop_token_ids=self.tokenizer.stop_token_ids,
+            asked, [prompt], limit, scheduling, stop_token_ids=self.tokenizer.stop_token_ids,
             grammar=self._grammar(asked), top_logprobs=asked.top_logprobs or 0,
         )  # fmt: skip
         return builder, requests
@@ -176,6 +178,7 @@ class Api:
         return None if schema is None else self._grammars.text(schema)
 
     async def completions(self, http: HttpRequest) -> Response:
+        scheduling = read_scheduling(http.headers)
         asked = await read(http, wire.CompletionRequest)
         if asked.echo:
             raise ApiError(
@@ -197,7 +200,7 @@ class Api:
         if grammar is not None:
             stops = (*stops, self.tokenizer.eos_token_id)
         requests = await self._requests(
-            asked, await self._prompts(asked), asked.max_tokens or COMPLETION_TOKENS,
+            asked, await self._prompts(asked), asked.max_tokens or COMPLETION_TOKENS, scheduling,
             grammar=grammar, stop_token_ids=stops, top_logprobs=asked.logprobs or 0,
         )  # fmt: skip
         requests = [
@@ -221,7 +224,8 @@ class Api:
         )
 
     async def _requests(
-        self, asked: wire.Sampling, prompts: Sequence[Sequence[int]], limit: int, *,
+        self, asked: wire.Sampling, prompts: Sequence[Sequence[int]], limit: int,
+        scheduling: Scheduling, *,
         stop_token_ids: tuple[int, ...], grammar: str | None, top_logprobs: int,
     ) -> list[Request]:  # fmt: skip
         if asked.stream_options is not None and not asked.stream:
@@ -246,7 +250,7 @@ class Api:
                 f"{param}: prediction and drafts are more than {most} tokens together", param=param
             )
         seed = secrets.randbits(63) if asked.seed is None else asked.seed % SEEDS
-        params = sampling_params(asked, grammar)
+        params, deadline_s = sampling_params(asked, grammar), scheduling.deadline_s()
         stop = (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ())
         return [
             Request(
@@ -259,6 +263,8 @@ class Api:
                 seed=seed if number == 0 else derive(seed, number),
                 prediction=prediction,
                 drafts=drafts,
+                priority=scheduling.priority,
+                deadline_s=deadline_s,
             )
             for prompt in map(tuple, prompts)
             for number in range(asked.n or 1)

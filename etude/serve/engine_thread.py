@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import os
 import queue
 import threading
@@ -27,16 +28,16 @@ from statistics import median
 from torch import Tensor
 
 from etude.core.sampling import Request, Sample, Token
-from etude.engine.engine import Engine, FinishedRequest
-from etude.engine.engine import StreamedToken as Drawn
+from etude.engine.engine import Engine, ExpiredRequest, FinishedRequest, StreamedToken
 from etude.model.tokenizer import ChatTokenizer
 from etude.serve.detokenizer import IncrementalDetokenizer, StopStringFilter
 from etude.serve.grammar_matcher import GrammarCompiler, GrammarMatcher
-from etude.serve.http import Unavailable
+from etude.serve.http import DeadlineExceeded, Unavailable
 
 FetchWeights = Callable[[int], Mapping[str, Tensor]]
 Event = Token | Sample
-Inbox = asyncio.Queue[Event]
+Inbox = asyncio.Queue[Event | None]
+"""None: the deadline of the request has passed."""
 
 
 class EngineThread:
@@ -86,16 +87,18 @@ class EngineThread:
         return 0.0 if began is None else time.monotonic() - began
 
     async def sample(self, request: Request) -> Sample:
+        deadline = _deadline(request)
         matcher = await self._guide(request)
-        with self._submitted(request, matcher, stream=False) as inbox:
-            sample = await inbox.get()
+        with self._submitted(request, matcher, deadline, stream=False) as inbox:
+            sample = await _next(inbox)
         assert isinstance(sample, Sample)
         return _checked(sample, matcher)
 
     async def stream(self, request: Request) -> AsyncIterator[Event]:
+        deadline = _deadline(request)
         matcher = await self._guide(request)
-        with self._submitted(request, matcher, stream=True) as inbox:
-            while isinstance(event := await inbox.get(), Token):
+        with self._submitted(request, matcher, deadline, stream=True) as inbox:
+            while isinstance(event := await _next(inbox), Token):
                 yield event
         yield _checked(event, matcher)
 
@@ -139,7 +142,7 @@ class EngineThread:
 
     @contextmanager
     def _submitted(
-        self, request: Request, matcher: GrammarMatcher | None, *, stream: bool
+        self, request: Request, matcher: GrammarMatcher | None, deadline: float, *, stream: bool
     ) -> Iterator[Inbox]:
         """Whoever leaves before the answer is whole has the engine forget it."""
         if self.engine.version < 0:
@@ -158,6 +161,7 @@ class EngineThread:
                 stream=stream,
                 constraint=matcher,
                 stop_check=stop_check,
+                deadline=deadline,
             )  # fmt: skip
         )
         try:
@@ -179,12 +183,13 @@ class EngineThread:
             self._tokenizer_json, vocab_size=self.engine.vocab_size, eos=self.tokenizer.eos_token_id
         )
 
-    def _deliver(self, events: list[tuple[str, Event]]) -> None:
+    def _deliver(self, events: list[tuple[str, Event | None]]) -> None:
         for id, event in events:
             if (inbox := self._inboxes.get(id)) is not None:
                 inbox.put_nowait(event)
-                if isinstance(event, Sample):
+                if not isinstance(event, Token):
                     del self._inboxes[id]
+                if isinstance(event, Sample):
                     self.num_tokens += len(event.tokens)
 
     def _run(self) -> None:
@@ -201,7 +206,8 @@ class EngineThread:
             self._began = time.monotonic()
             act()
         self._began = began = time.monotonic()
-        events = [(event.id, _told(event)) for event in self.engine.step()]
+        done = [*self.engine.expire(began), *self.engine.step()]
+        events = [(event.id, _told(event)) for event in done]
         self.busy_s += time.monotonic() - began
         if events:
             self._loop.call_soon_threadsafe(self._deliver, events)
@@ -221,11 +227,25 @@ class StopStringChecker:
         return self._finder.found
 
 
-def _told(event: Drawn | FinishedRequest) -> Event:
+def _told(event: StreamedToken | FinishedRequest | ExpiredRequest) -> Event | None:
     """What the loop is to know of an event of the engine."""
-    if isinstance(event, FinishedRequest):
-        return event.sample
-    return Token(event.token, event.logprob, event.version, event.top)
+    match event:
+        case ExpiredRequest():
+            return None
+        case FinishedRequest():
+            return event.sample
+        case StreamedToken():
+            return Token(event.token, event.logprob, event.version, event.top)
+
+
+async def _next(inbox: Inbox) -> Event:
+    if (event := await inbox.get()) is None:
+        raise DeadlineExceeded()
+    return event
+
+
+def _deadline(request: Request) -> float:
+    return math.inf if request.deadline_s is None else time.monotonic() + request.deadline_s
 
 
 def _checked(sample: Sample, matcher: GrammarMatcher | None) -> Sample:

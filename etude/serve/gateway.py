@@ -39,7 +39,6 @@ import asyncio
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import cast, get_args
 
 import aiohttp
 import msgspec
@@ -47,12 +46,12 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from etude.core.types import SegmentKind
 from etude.model.tokenizer import ChatTokenizer
 from etude.serve import heartbeat as pulse
 from etude.serve import process
 from etude.serve.api import Api, as_stream, read_chat, template_errors
 from etude.serve.grammar import GrammarBuilder
+from etude.serve.headers import read_scheduling, read_segment_kind
 from etude.serve.http import (
     MSGPACK,
     ApiError,
@@ -68,8 +67,6 @@ from etude.serve.router import Router, SessionPolicy
 from etude.serve.worker_protocol import JoinRequest, LoadRequest, read_model_files
 from etude.store.experts import put_experts
 from etude.store.objects import Objects
-
-SEGMENT_HEADER = "X-Etude-Segment"
 
 
 class Gateway(Api):
@@ -103,12 +100,12 @@ class Gateway(Api):
             return await self._recorded_chat(http, session)
 
     async def _recorded_chat(self, http: HttpRequest, session: str) -> Response:
-        kind = segment_kind(http)
+        scheduling, kind = read_scheduling(http.headers), read_segment_kind(http.headers)
         asked = await read_chat(http, self.max_context)
         with template_errors():
             draft = self.recorder.partial_prompt(session, asked.messages, asked.tools or ())
             prompt = draft.complete(*await self.encode([draft.text], "messages"))
-        builder, requests = await self.chat_request(asked, prompt.tokens)
+        builder, requests = await self.chat_request(asked, prompt.tokens, scheduling)
         requests = [replace(request, experts_from=prompt.routed.num_tokens) for request in requests]
         policy = SessionPolicy(self.router, session)
         samples = await cancel_on_disconnect(
@@ -179,15 +176,6 @@ class Gateway(Api):
 
     async def weights(self, http: HttpRequest) -> Response:
         return respond(await self.router.weights())
-
-
-def segment_kind(http: HttpRequest) -> SegmentKind:
-    """What a harness says of the segment that its request opens, if it opens one."""
-    kind = http.headers.get(SEGMENT_HEADER, "turns")
-    if kind not in get_args(SegmentKind):
-        kinds = ", ".join(get_args(SegmentKind))
-        raise ApiError(f"{SEGMENT_HEADER} is {kind[:200]!r}: it must be one of {kinds}")
-    return cast(SegmentKind, kind)
 
 
 async def serve_gateway(

@@ -14,7 +14,7 @@ import hmac
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -63,6 +63,15 @@ class Unavailable(ApiError):
         super().__init__(message, status=status, code=code)
 
 
+class DeadlineExceeded(ApiError):
+    """The time that the client gave the answer has passed; nothing of it is computed any more."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the deadline of this request has passed", status=408, code="deadline_exceeded"
+        )
+
+
 class ClientDisconnected(ApiError):
     """The client closed the connection."""
 
@@ -95,7 +104,7 @@ def error_response(error: ApiError) -> Response:
         response.headers["Retry-After"] = str(RETRY_AFTER_S)
     if error.status == 401:
         response.headers["WWW-Authenticate"] = "Bearer"
-    if error.status == 408:
+    if error.code == "request_timeout":
         # the rest of the body could still come, byte by byte
         response.headers["Connection"] = "close"
     return response
@@ -130,6 +139,18 @@ async def _body(request: Request) -> bytearray:
         message = f"request body: not whole after {BODY_S:g} s"
         raise ApiError(message, status=408, code="request_timeout") from e
     return body
+
+
+@contextlib.asynccontextmanager
+async def deadline(seconds: float | None) -> AsyncIterator[None]:
+    """Ends the block when so many seconds have passed, if it has not ended before."""
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            yield
+    except TimeoutError as e:
+        if limit.expired():
+            raise DeadlineExceeded() from e
+        raise
 
 
 async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:

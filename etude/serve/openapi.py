@@ -9,11 +9,13 @@ know.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
 from etude import __version__
+from etude.core.sampling import Priority
+from etude.serve import headers
 from etude.serve import protocol as wire
 
 REQUESTS: dict[str, tuple[type, type, type, str]] = {
@@ -38,11 +40,31 @@ ALWAYS = {401: "no token, or a wrong one"}
 ASKING = {
     400: "a request that cannot be answered; the message says why",
     404: "another model than the one that is served",
-    408: "a body that did not come in time",
+    408: "a body that did not come in time, or a deadline that has passed",
     413: "a body that is too large",
     429: "too many answers are under way; see Retry-After",
     503: "nobody can answer now; see Retry-After",
 }
+
+
+SCHEDULING = [
+    {
+        "name": headers.PRIORITY,
+        "in": "header",
+        "description": "who is served first; standard if it is left out",
+        "schema": {"type": "string", "enum": list(get_args(Priority))},
+    },
+    {
+        "name": headers.DEADLINE_S,
+        "in": "header",
+        "description": "seconds after which nobody wants the answer any more",
+        "schema": {
+            "type": "number",
+            "exclusiveMinimum": 0,
+            "maximum": headers.MAX_DEADLINE_S,
+        },
+    },
+]
 
 
 @cache
@@ -97,7 +119,8 @@ def _asking(body: type, answer: type, chunk: type, text: str) -> dict[str, Any]:
     }
     content = {**_json(_ref(answer)), "text/event-stream": {"schema": event}}
     return _answers(text, content, ASKING) | {
-        "requestBody": {"required": True, "content": _json(_ref(body))}
+        "parameters": SCHEDULING,
+        "requestBody": {"required": True, "content": _json(_ref(body))},
     }
 
 

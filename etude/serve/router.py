@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -24,7 +24,15 @@ from etude.core.fleet import Fleet, Worker
 from etude.core.sampling import Request, Sample, Token
 from etude.serve import protocol as wire
 from etude.serve.api import as_stream
-from etude.serve.http import MSGPACK, ApiError, ClientDisconnected, Unavailable
+from etude.serve.headers import DEADLINE_S, PRIORITY
+from etude.serve.http import (
+    MSGPACK,
+    ApiError,
+    ClientDisconnected,
+    DeadlineExceeded,
+    Unavailable,
+    deadline,
+)
 from etude.serve.worker_protocol import JoinRequest, WorkerStatus, WorkerWeights
 
 WORKER_WAIT_S = 20.0
@@ -77,13 +85,17 @@ class Router:
         self._limits: dict[Worker, set[asyncio.Timeout]] = {}
 
     async def sample(self, request: Request, session: str = "") -> Sample:
+        async with deadline(request.deadline_s):
+            return await self._sample(request, session)
+
+    async def _sample(self, request: Request, session: str) -> Sample:
         requests = self._requests.get(session, SessionRequests())
-        asked, failures = worker_request(request), 0
+        began, failures = self._clock.now(), 0
         while failures <= MAX_RETRIES:
             requests.disturbed |= not self.fleet.up
             worker = await self._pick(session)
             try:
-                sample = await self._ask(worker, asked | {"min_weight_version": self.fleet.live})
+                sample = await self._ask(worker, _left(request, self._clock.now() - began))
                 # A worker that was taken out meanwhile may have gone on with weights that are too
                 # old by now.
                 if self.fleet.knows(worker):
@@ -210,8 +222,14 @@ class Router:
         async with self._changed:
             self._changed.notify_all()
 
-    async def _ask(self, worker: Worker, asked: dict[str, Any]) -> Sample:
-        status, body = await self._post(worker, "/v1/completions", asked)
+    async def _ask(self, worker: Worker, request: Request) -> Sample:
+        asked = worker_request(request) | {"min_weight_version": self.fleet.live}
+        headers: dict[str, str] = {PRIORITY: request.priority}
+        if request.deadline_s is not None:
+            headers[DEADLINE_S] = str(request.deadline_s)
+        status, body = await self._post(worker, "/v1/completions", asked, headers)
+        if status == 408:
+            raise DeadlineExceeded()
         if 400 <= status < 500:
             raise ValueError(_message(body))
         if status != 200:
@@ -231,11 +249,13 @@ class Router:
         worker.version = max(worker.version, version)
         return None
 
-    async def _post(self, worker: Worker, path: str, value: object) -> tuple[int, bytes]:
-        body, headers = msgspec.json.encode(value), {"Accept": MSGPACK}
+    async def _post(
+        self, worker: Worker, path: str, value: object, headers: Mapping[str, str] | None = None
+    ) -> tuple[int, bytes]:
+        body, all_headers = msgspec.json.encode(value), {"Accept": MSGPACK, **(headers or {})}
         async with (
             self._while_heard(worker, path),
-            self._http.post(worker.url + path, data=body, headers=headers) as response,
+            self._http.post(worker.url + path, data=body, headers=all_headers) as response,
         ):
             return response.status, await response.read()
 
@@ -275,6 +295,15 @@ class Router:
             for told in await asyncio.gather(*map(ask, self.fleet.workers))
             for answer in told
         ]
+
+
+def _left(request: Request, elapsed_s: float) -> Request:
+    """The request as it is after so many seconds."""
+    if request.deadline_s is None:
+        return request
+    if request.deadline_s <= elapsed_s:
+        raise DeadlineExceeded()
+    return replace(request, deadline_s=request.deadline_s - elapsed_s)
 
 
 def worker_request(request: Request) -> dict[str, Any]:

@@ -49,7 +49,7 @@ from etude.model.files import check_fit, write_directory
 from etude.model.tokenizer import ChatTokenizer
 from etude.serve.api import as_stream
 from etude.serve.detokenizer import IncrementalDetokenizer, StopStringFilter
-from etude.serve.http import ApiError, Unavailable
+from etude.serve.http import ApiError, Unavailable, deadline
 
 LOGPROBS_MODE = "processed_logprobs"
 KEEPALIVE_S = 2.0
@@ -144,6 +144,10 @@ class VllmServer:
             raise ValueError(
                 "grammars are not passed on to vLLM: serve this model with our own engine"
             )
+        async with deadline(request.deadline_s):
+            return await self._sample(request)
+
+    async def _sample(self, request: Request) -> Sample:
         await self._open.wait()
         with self._busy():
             answer = await self._call(

@@ -3,6 +3,7 @@ log-probs."""
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ import torch
 
 from etude.core.sampling import Sample, VersionSpan, expand_spans
 from etude.engine.batch import ForwardBatch
-from etude.engine.engine import Engine, FinishedRequest, StreamedToken
+from etude.engine.engine import Engine, ExpiredRequest, FinishedRequest, StreamedToken
 from etude.engine.runner import BLOCK_SIZE, TorchRunner, _packed
 from etude.engine.sampler import inverse_cdf, uniforms
 from etude.model.attention import KVCache, PagedAttention
@@ -298,6 +299,23 @@ def test_priority_goes_first(model: Transformer) -> None:
         finished += [event.id for event in engine.step() if isinstance(event, FinishedRequest)]
     assert finished == ["3", "1", "2"]
     assert engine.stats().preemptions == 1
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_what_is_late_is_dropped_and_the_others_go_on(model: Transformer, overlaps: bool) -> None:
+    runner = TorchRunner(model, 40)
+    engine = Engine(model, max_batch=2, runner=Overlapping(runner) if overlaps else runner)
+    asked = [request(id, [4, 2, int(id)], stop_token_ids=()) for id in "123"]
+    for each, deadline in zip(asked, (10.0, math.inf, 10.0), strict=True):
+        engine.add(each, each.id, deadline=deadline)
+    for _ in range(4):
+        assert engine.expire(9.0) == [] and engine.step() == []
+    assert engine.expire(10.0) == [ExpiredRequest("1"), ExpiredRequest("3")]
+    done = drain(engine)
+    assert done.keys() == {"2"}
+    check(model, asked[1], done["2"])
+    stats = engine.stats()
+    assert (stats.blocks_free, stats.running, stats.waiting) == (stats.blocks, 0, 0)
 
 
 def test_the_rows_of_a_swap_of_seats_stay_apart(model: Transformer) -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -138,3 +140,26 @@ def test_what_is_not_read_back_yet_is_counted() -> None:
         s.num_pending += 1
         assert s.num_sampled_tokens == pending
     assert scheduler.schedule(version=0) == ([], 0)  # the second is the last
+
+
+def test_what_is_late_is_released_wherever_it_is() -> None:
+    blocks = BlockManager(8, SIZE, reuse=False)
+    scheduler = Scheduler(blocks, max_batch=2, max_batched_tokens=100)
+    made = [sequence(id, 5) for id in range(4)]
+    for each, deadline in zip(made, (5.0, math.inf, 6.0, 5.0), strict=True):
+        each.deadline = deadline
+        scheduler.add(each)
+    advance(scheduler)
+    assert ([s.id for s in scheduler.running], blocks.num_free) == (["0", "1"], 4)
+    assert scheduler.expire(4.9) == []
+    assert scheduler.expire(5.0) == [made[0], made[3]]
+    assert ([s.id for s in scheduler.running], blocks.num_free) == (["1"], 6)
+    assert [s.id for s in scheduler.waiting] == ["2"]
+    assert made[0].incarnation == 1, "what a pass under way draws for it is ignored"
+
+
+def test_the_classes_of_priority_in_order() -> None:
+    scheduler = Scheduler(BlockManager(100, SIZE), max_batch=1, max_batched_tokens=100)
+    for id, priority in enumerate(("batch", "standard", "interactive", "standard")):
+        scheduler.add(sequence(id, 3, priority=priority))
+    assert [s.id for s in scheduler.waiting] == ["2", "1", "3", "0"]

@@ -3,6 +3,7 @@ of an answer."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +14,7 @@ from etude.core.sampling import Request, Sample, SamplingParams
 from etude.engine.engine import Engine
 from etude.model.transformer import ModelConfig
 from etude.serve.engine_thread import EngineThread
-from etude.serve.http import Unavailable
+from etude.serve.http import DeadlineExceeded, Unavailable
 from tests.serve.test_api import FILES
 from tests.small_model import sharp
 
@@ -51,8 +52,24 @@ async def test_the_engine_is_asked_what_was_asked(monkeypatch: pytest.MonkeyPatc
         assert first is full and second is plain and id != other_id
         assert told["stop_check"] is not None and told["constraint"] is not None
         assert not told["stream"]
-        assert told_beside == {"stream": True, "stop_check": None, "constraint": None}
+        assert told_beside == {
+            "stream": True, "stop_check": None, "constraint": None, "deadline": math.inf
+        }  # fmt: skip
         assert isinstance(streamed[-1], Sample) and len(streamed) == 1 + len(streamed[-1].tokens)
+
+
+async def test_a_deadline_ends_an_answer_and_leaves_nothing_behind() -> None:
+    with thread() as one:
+        late = Request(prompt=(5,), max_tokens=50, seed=1, deadline_s=1e-9)
+        with pytest.raises(DeadlineExceeded):
+            await one.sample(late)
+        with pytest.raises(DeadlineExceeded):
+            [event async for event in one.stream(late)]
+        assert not one._inboxes and one.engine.idle
+        stats = one.engine.stats()
+        assert stats.blocks_free == stats.blocks
+        in_time = Request(prompt=(5,), max_tokens=2, seed=1, deadline_s=600.0)
+        assert len((await one.sample(in_time)).tokens) == 2
 
 
 async def test_a_worker_without_weights_says_so() -> None:
