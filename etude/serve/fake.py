@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterable, Sequence
 
 from etude.core.sampling import Request, Sample, Token, VersionSpan
-from etude.serve.api import as_stream
+from etude.serve.answerer import as_stream
 
 
 class Scripted:

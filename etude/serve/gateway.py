@@ -28,8 +28,9 @@
 
     python -m etude.serve.gateway --store RUN --port 8100
 
-Between the gateway and the workers go token ids both ways, and every request carries its own
-randomness. So a request whose worker dies, or falls silent, is simply sent to another one.
+Between the gateway and the workers go token ids both ways (`POST /generate`), and every request
+carries its own randomness. So a request whose worker dies, or falls silent, is simply sent to
+another one.
 """
 
 from __future__ import annotations
@@ -37,52 +38,60 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
+from functools import wraps
 
 import aiohttp
-import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from etude.model.tokenizer import ChatTokenizer
+from etude.core.sampling import Request, Sample, Token
+from etude.core.types import SegmentKind
+from etude.model.tokenizer import ChatTokenizer, Message, Tool
 from etude.serve import heartbeat as pulse
 from etude.serve import process
-from etude.serve.api import Api, as_stream, read_chat, template_errors
+from etude.serve.answerer import PolicyAnswerer, ServedModel, Show, as_stream, template_errors
+from etude.serve.dialects import public_routes, session_routes
 from etude.serve.grammar import GrammarBuilder
-from etude.serve.headers import read_scheduling, read_segment_kind
+from etude.serve.headers import read_segment_kind
 from etude.serve.http import (
-    MSGPACK,
     ApiError,
-    EventStream,
     cancel_on_disconnect,
     create_app,
     gather,
     read,
     respond,
+    respond_packed,
 )
-from etude.serve.recorder import Recorder
-from etude.serve.router import Router, SessionPolicy
+from etude.serve.recorder import Prompt, Recorder
+from etude.serve.router import Router
 from etude.serve.worker_protocol import JoinRequest, LoadRequest, read_model_files
 from etude.store.experts import put_experts
 from etude.store.objects import Objects
 
 
-class Gateway(Api):
+class Gateway:
+    """The public API over all workers, the same for sessions that are recorded, and the routes by
+    which workers join and weights change."""
+
     def __init__(
         self, router: Router, objects: Objects, files: Mapping[str, bytes], *, max_context: int
     ) -> None:
-        super().__init__(
-            router, ChatTokenizer(files), GrammarBuilder(files), max_context=max_context
-        )
         self.router = router
         self.objects = objects
-        self.recorder = Recorder(self.tokenizer)
+        self.model = ServedModel(
+            tokenizer=ChatTokenizer(files),
+            grammars=GrammarBuilder(files),
+            max_context=max_context,
+        )
+        self.recorder = Recorder(self.model.tokenizer)
 
     def routes(self) -> list[Route]:
-        own = [
-            Route("/s/{session}/v1/chat/completions", self.recorded_chat, methods=["POST"]),
+        plain = PolicyAnswerer(self.model, self.router)
+        return [
+            *map(self._session_route, session_routes(self.model, self._session_answerer)),
             Route("/s/{session}/segments", self.segments),
             Route("/s/{session}/disturbed", self.disturbed),
             Route("/s/{session}", self.forget, methods=["DELETE"]),
@@ -91,37 +100,23 @@ class Gateway(Api):
             Route("/up", self.up),
             Route("/status", self.status),
             Route("/weights", self.weights),
+            *public_routes(self.model, lambda http: plain, dict),
         ]
-        return own + super().routes()
 
-    async def recorded_chat(self, http: HttpRequest) -> Response:
-        session: str = http.path_params["session"]
-        with self.router.under_way(session):
-            return await self._recorded_chat(http, session)
+    def _session_answerer(self, http: HttpRequest) -> SessionAnswerer:
+        session, kind = http.path_params["session"], read_segment_kind(http.headers)
+        return SessionAnswerer(self.model, self.router, self.recorder, session, kind)
 
-    async def _recorded_chat(self, http: HttpRequest, session: str) -> Response:
-        scheduling, kind = read_scheduling(http.headers), read_segment_kind(http.headers)
-        asked = await read_chat(http, self.max_context)
-        with template_errors():
-            draft = self.recorder.partial_prompt(session, asked.messages, asked.tools or ())
-            prompt = draft.complete(*await self.encode([draft.text], "messages"))
-        builder, requests = await self.chat_request(asked, prompt.tokens, scheduling)
-        requests = [replace(request, experts_from=prompt.routed.num_tokens) for request in requests]
-        policy = SessionPolicy(self.router, session)
-        samples = await cancel_on_disconnect(
-            http, gather([self.sample(policy, request) for request in requests])
-        )
-        for request, sample in zip(requests, samples, strict=True):
-            message = builder.message(request, sample)
-            self.recorder.record(session, prompt, sample, message, request.params, kind)
-        if not asked.stream:
-            return respond(self.completion(builder, requests, samples))
-        # What is recorded is what the client was given, so nothing is given before it is whole.
-        return EventStream(
-            lambda send_event: self.stream_choices(
-                send_event, asked, builder, requests, [as_stream(sample) for sample in samples]
-            )
-        )
+    def _session_route(self, route: Route) -> Route:
+        """From the first byte of its body to its answer a request is under way."""
+
+        @wraps(route.endpoint)
+        async def endpoint(http: HttpRequest) -> Response:
+            with self.router.under_way(http.path_params["session"]):
+                response: Response = await route.endpoint(http)
+                return response
+
+        return Route("/s/{session}" + route.path, endpoint, methods=list(route.methods or ()))
 
     async def segments(self, http: HttpRequest) -> Response:
         session: str = http.path_params["session"]
@@ -138,7 +133,7 @@ class Gateway(Api):
             segments = tuple(
                 replace(s, experts=name) for s, name in zip(segments, names, strict=True)
             )
-        return Response(msgspec.msgpack.encode(segments), media_type=MSGPACK)
+        return respond_packed(segments)
 
     async def forget(self, http: HttpRequest) -> Response:
         session: str = http.path_params["session"]
@@ -178,6 +173,52 @@ class Gateway(Api):
         return respond(await self.router.weights())
 
 
+class SessionAnswerer:
+    """Answers one request of a session: its prompt goes on from what was recorded, and what is
+    answered is recorded."""
+
+    def __init__(
+        self, model: ServedModel, router: Router, recorder: Recorder, session: str,
+        kind: SegmentKind,
+    ) -> None:  # fmt: skip
+        self._model = model
+        self._router = router
+        self._recorder = recorder
+        self._session = session
+        self._kind = kind
+        self._prompt: Prompt | None = None
+
+    async def prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[int, ...]:
+        with template_errors():
+            draft = self._recorder.partial_prompt(self._session, messages, tools)
+            self._prompt = draft.complete(*await self._model.encode([draft.text], "messages"))
+        return self._prompt.tokens
+
+    async def sample(self, requests: Sequence[Request], show: Show) -> list[Sample]:
+        prompt = self._prompt
+        assert prompt is not None
+        samples = await gather(
+            [
+                self._router.sample(
+                    replace(request, experts_from=prompt.routed.num_tokens), self._session
+                )
+                for request in requests
+            ]
+        )
+        for request, sample in zip(requests, samples, strict=True):
+            message = show(request, sample)
+            self._recorder.record(
+                self._session, prompt, sample, message, request.params, self._kind
+            )
+        return samples
+
+    async def stream(
+        self, requests: Sequence[Request], show: Show
+    ) -> list[AsyncIterator[Token | Sample]]:
+        """What is recorded is what the client was given, so nothing is given before it is whole."""
+        return [as_stream(sample) for sample in await self.sample(requests, show)]
+
+
 async def serve_gateway(
     *,
     store_url: str,
@@ -191,7 +232,7 @@ async def serve_gateway(
     objects = Objects.open(store_url, create=False)
     files = read_model_files(objects)
     max_context = json.loads(files["config.json"])["max_position_embeddings"]
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    headers = process.authorization(token)
     # As many connections as there are requests, and no limit on their time: a worker that dies
     # closes its connections.
     connector, patient = (
@@ -202,7 +243,7 @@ async def serve_gateway(
         router = Router(http, version, silence_s)
         gateway = Gateway(router, objects, files, max_context=max_context)
         async with process.serving(
-            create_app(gateway.routes(), token, gateway.metrics), listener
+            create_app(gateway.routes(), token, gateway.model.metrics), listener
         ) as running:
             print(f"gateway at {process.url_of(listener)}", flush=True)
             async with process.meanwhile(router.watch(), pulse.send_heartbeats()):

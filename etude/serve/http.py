@@ -15,7 +15,7 @@ import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 from starlette.applications import Starlette
@@ -26,7 +26,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from etude.serve.metrics import Metrics
-from etude.serve.protocol import Error, ErrorResponse
+from etude.serve.process import authorization
 
 MAX_BODY_BYTES = 8 << 20
 BODY_S = 60.0
@@ -37,6 +37,19 @@ MSGPACK = "application/msgpack"
 REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 T = TypeVar("T")
+Decode = Callable[..., Any]
+"""`msgspec.json.decode`, or `msgspec.msgpack.decode`."""
+
+
+class Error(msgspec.Struct):
+    message: str
+    type: str
+    code: str
+    param: str | None = None
+
+
+class ErrorResponse(msgspec.Struct):
+    error: Error
 
 
 class ApiError(Exception):
@@ -85,12 +98,9 @@ def respond(value: object, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
-def respond_negotiated(request: Request, value: object) -> Response:
-    """In MessagePack for whoever accepts nothing else, as our own gateway does: bytes then travel
-    as bytes."""
-    if request.headers.get("accept") == MSGPACK:
-        return Response(msgspec.msgpack.encode(value), media_type=MSGPACK)
-    return respond(value)
+def respond_packed(value: object) -> Response:
+    """In MessagePack, for our own processes: bytes travel as bytes."""
+    return Response(msgspec.msgpack.encode(value), media_type=MSGPACK)
 
 
 def error_body(error: ApiError) -> ErrorResponse:
@@ -110,10 +120,10 @@ def error_response(error: ApiError) -> Response:
     return response
 
 
-async def read(request: Request, type: type[T]) -> T:
+async def read(request: Request, type: type[T], decode: Decode = msgspec.json.decode) -> T:
     """The body of a request, or 400 with the place that is wrong."""
     try:
-        return msgspec.json.decode(await _body(request), type=type)
+        return cast(T, decode(await _body(request), type=type))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
         raise ApiError(f"request body: {e}", param=_param(str(e))) from e
 
@@ -285,7 +295,7 @@ def with_request_ids(app: ASGIApp) -> ASGIApp:
 
 def requiring_token(app: ASGIApp, token: str) -> ASGIApp:
     """Nothing behind it is reached without the token."""
-    expected = f"Bearer {token}".encode()
+    expected = authorization(token)["Authorization"].encode()
 
     async def check(scope: Scope, receive: Receive, send: Send) -> None:
         given = dict(scope.get("headers", ())).get(b"authorization", b"")

@@ -10,11 +10,11 @@ harness added since is rendered, encoded and put behind it:
                                                                   context)
 
 A history that does not go on from anything recorded (a summary, a compaction, a sub-agent) opens a
-new segment. Its parent is the newest one before it, and its kind is what the harness says. So does
-one that the template shows in another way than it was recorded, as those do that drop the reasoning
-of earlier turns: a model must see, and be trained on, what its template means it to see. Segments
-carry the text that their tokens stand for, and so every turn is compared with the rendering of the
-turn before it.
+new segment. So does one that the template shows in another way than it was recorded, as those do
+that drop the reasoning of earlier turns: a model must see, and be trained on, what its template
+means it to see. Segments carry the text that their tokens stand for, and so every turn is compared
+with the rendering of the turn before it. A segment's parent is the newest one before it, and its
+kind is what the harness says of the request that opens it.
 
 The experts of a sparse model are recorded once for each token: a turn reports those of the tokens
 that no turn before it has reported. What a token was routed to when it was first read is what the

@@ -11,10 +11,10 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import aiohttp
 import msgspec
@@ -22,18 +22,21 @@ import msgspec
 from etude.core.clock import AwakeClock, SystemClock
 from etude.core.fleet import Fleet, Worker
 from etude.core.sampling import Request, Sample, Token
-from etude.serve import protocol as wire
-from etude.serve.api import as_stream
-from etude.serve.headers import DEADLINE_S, PRIORITY
+from etude.serve.answerer import as_stream
 from etude.serve.http import (
-    MSGPACK,
     ApiError,
     ClientDisconnected,
     DeadlineExceeded,
     Unavailable,
     deadline,
 )
-from etude.serve.worker_protocol import JoinRequest, WorkerStatus, WorkerWeights
+from etude.serve.worker_protocol import (
+    GenerateRequest,
+    JoinRequest,
+    LoadRequest,
+    WorkerStatus,
+    WorkerWeights,
+)
 
 WORKER_WAIT_S = 20.0
 """How long a request waits for a worker to come up before it fails. For one that is silent it waits
@@ -59,11 +62,6 @@ class SessionRequests:
     pending: int = 0
     disturbed: bool = False
     """One of them took longer than its worker would have, if that had been well."""
-
-
-class WorkerCompletion(msgspec.Struct):
-    choices: tuple[wire.TextChoice]
-    usage: wire.Usage
 
 
 class Router:
@@ -213,7 +211,7 @@ class Router:
                 async with asyncio.timeout(WORKER_WAIT_S):
                     await self.up()
             except TimeoutError as e:
-                if not self.fleet.silent:
+                if not (self.fleet.silent or self.fleet.up):
                     raise Unavailable(f"no worker came up within {WORKER_WAIT_S:.0f} s") from e
             if (worker := self.fleet.pick(session)) is not None:
                 return worker
@@ -223,24 +221,23 @@ class Router:
             self._changed.notify_all()
 
     async def _ask(self, worker: Worker, request: Request) -> Sample:
-        asked = worker_request(request) | {"min_weight_version": self.fleet.live}
-        headers: dict[str, str] = {PRIORITY: request.priority}
-        if request.deadline_s is not None:
-            headers[DEADLINE_S] = str(request.deadline_s)
-        status, body = await self._post(worker, "/v1/completions", asked, headers)
+        asked = GenerateRequest(request, min_weight_version=self.fleet.live)
+        status, body = await self._post(worker, "/generate", msgspec.msgpack.encode(asked))
         if status == 408:
             raise DeadlineExceeded()
         if 400 <= status < 500:
             raise ValueError(_message(body))
         if status != 200:
             raise WorkerFailed(_message(body))
-        return to_sample(msgspec.msgpack.decode(body, type=WorkerCompletion))
+        return msgspec.msgpack.decode(body, type=Sample)
 
     async def _load_on(self, worker: Worker, version: int) -> str | None:
         """Load a version on a worker; returns why, if it says that it cannot. One that is gone says
         nothing: it is taken out, and loads what was promised when it joins again."""
         try:
-            status, body = await self._post(worker, "/load", {"version": version})
+            status, body = await self._post(
+                worker, "/load", msgspec.json.encode(LoadRequest(version))
+            )
         except WorkerFailed:
             self.fleet.leave(worker)
             return None
@@ -249,13 +246,10 @@ class Router:
         worker.version = max(worker.version, version)
         return None
 
-    async def _post(
-        self, worker: Worker, path: str, value: object, headers: Mapping[str, str] | None = None
-    ) -> tuple[int, bytes]:
-        body, all_headers = msgspec.json.encode(value), {"Accept": MSGPACK, **(headers or {})}
+    async def _post(self, worker: Worker, path: str, body: bytes) -> tuple[int, bytes]:
         async with (
             self._while_heard(worker, path),
-            self._http.post(worker.url + path, data=body, headers=all_headers) as response,
+            self._http.post(worker.url + path, data=body) as response,
         ):
             return response.status, await response.read()
 
@@ -306,70 +300,7 @@ def _left(request: Request, elapsed_s: float) -> Request:
     return replace(request, deadline_s=request.deadline_s - elapsed_s)
 
 
-def worker_request(request: Request) -> dict[str, Any]:
-    """A sampling request as a worker reads it. Defaults are left out: most requests are plain."""
-    asked: dict[str, Any] = {
-        "prompt": request.prompt, "max_tokens": request.max_tokens, "seed": request.seed,
-        "temperature": request.params.temperature, "stop_token_ids": request.stop_token_ids,
-        "return_token_ids": True, "logprobs": request.top_logprobs, "detokenize": False,
-    }  # fmt: skip
-    if request.params.top_p != 1.0:
-        asked["top_p"] = request.params.top_p
-    if request.params.top_k:
-        asked["top_k"] = request.params.top_k
-    if request.stop:
-        asked["stop"] = request.stop
-    if request.experts_from is not None:
-        asked["routed_experts_from"] = request.experts_from
-    if request.params.grammar is not None:
-        asked["structured_outputs"] = {"grammar": request.params.grammar}
-    if request.prediction is not None:
-        asked["prediction"] = {"type": "content", "content": request.prediction}
-    if request.drafts:
-        asked["drafts"] = request.drafts
-    return asked
-
-
-def to_sample(completed: WorkerCompletion) -> Sample:
-    choice, guessed = completed.choices[0], completed.usage.completion_tokens_details
-    assert choice.logprobs and choice.token_ids and choice.weight_version  # they were asked for
-    return Sample(
-        tokens=tuple(choice.token_ids),
-        logprobs=tuple(choice.logprobs.token_logprobs),
-        versions=tuple(choice.weight_version),
-        finish_reason=choice.finish_reason,
-        experts=choice.routed_experts or None,
-        top_logprobs=tuple(
-            tuple(
-                (int(word.removeprefix(wire.ID_PREFIX)), logprob)
-                for word, logprob in others.items()
-            )
-            for others in choice.logprobs.top_logprobs or ()
-        ),
-        accepted_draft_tokens=guessed.accepted_prediction_tokens if guessed else 0,
-        rejected_draft_tokens=guessed.rejected_prediction_tokens if guessed else 0,
-    )
-
-
 def _message(body: bytes) -> str:
     with suppress(ValueError, KeyError, TypeError):
         return str(json.loads(body)["error"]["message"])
     return body.decode(errors="replace")[:200]
-
-
-@dataclass(frozen=True, slots=True)
-class SessionPolicy:
-    """A policy for one session: its requests go to one worker as long as that is up (session
-    affinity)."""
-
-    router: Router
-    session: str
-
-    async def sample(self, request: Request) -> Sample:
-        return await self.router.sample(request, self.session)
-
-    def stream(self, request: Request) -> AsyncIterator[Token | Sample]:
-        return self.router.stream(request, self.session)
-
-    async def load(self, version: int) -> None:
-        await self.router.load(version)

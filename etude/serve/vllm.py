@@ -47,7 +47,7 @@ from etude.core.sampling import Request, Sample, Token, VersionSpan, expand_span
 from etude.model.config import ModelConfig
 from etude.model.files import check_fit, write_directory
 from etude.model.tokenizer import ChatTokenizer
-from etude.serve.api import as_stream
+from etude.serve.answerer import as_stream
 from etude.serve.detokenizer import IncrementalDetokenizer, StopStringFilter
 from etude.serve.http import ApiError, Unavailable, deadline
 

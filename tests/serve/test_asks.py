@@ -12,13 +12,11 @@ import aiohttp
 import pytest
 
 from etude.core.sampling import Request, Sample, Token
-from etude.serve.api import Api, ConcurrencyLimit
+from etude.serve.answerer import ConcurrencyLimit
 from etude.serve.fake import Scripted
-from etude.serve.grammar import GrammarBuilder
-from etude.serve.http import ApiError, Unavailable, create_app
-from etude.serve.metrics import Metrics
+from etude.serve.http import ApiError, Unavailable
 from tests.serve.conftest import served
-from tests.serve.test_api import ASK, FILES, TOKENIZER, TOOLS, app, post, said
+from tests.serve.test_api import ASK, TOKENIZER, TOOLS, app, post, said, served_model
 
 GRAMMAR = '%llguidance {}\nstart: "yes"'
 PROMPT = len(TOKENIZER.encode("<|user|>read<|end|><|assistant|>"))
@@ -204,7 +202,6 @@ async def test_an_answer_shows_no_more_than_was_asked_for(http: aiohttp.ClientSe
             {
                 "prompt": [5, 6],
                 "max_tokens": 2,
-                "detokenize": False,
                 "return_token_ids": True,
                 "logprobs": 0,
             },
@@ -218,7 +215,7 @@ async def test_an_answer_shows_no_more_than_was_asked_for(http: aiohttp.ClientSe
         and full["choices"][0]["logprobs"]["content"]
     )
     assert "token_ids" not in text["choices"][0] and text["choices"][0]["text"] == "test"
-    assert ids["choices"][0]["token_ids"] == said("test") and not ids["choices"][0]["text"]
+    assert ids["choices"][0]["token_ids"] == said("test") and ids["choices"][0]["text"]
     assert text["usage"] == {"prompt_tokens": 2, "completion_tokens": 2, "total_tokens": 4}
 
 
@@ -297,11 +294,9 @@ async def test_a_stream_that_breaks_says_so_in_its_last_event(http: aiohttp.Clie
 
 
 async def test_what_a_client_is_told_besides_the_answer(http: aiohttp.ClientSession) -> None:
-    metrics = Metrics()
-    policy = Scripted([said("test")] * 9)
-    api = Api(policy, TOKENIZER, GrammarBuilder(FILES), max_context=64, max_answers=1)
+    policy, model = Scripted([said("test")] * 9), served_model(concurrency=ConcurrencyLimit(1))
     ask = {"prompt": [5]}
-    async with served(create_app(api.routes(), "secret", metrics)) as url:
+    async with served(app(policy, "secret", model)) as url:
         key = {"Authorization": "Bearer secret", "X-Request-Id": "mine-1"}
         async with http.post(f"{url}/v1/completions", json=ask, headers=key) as response:
             assert response.status == 200 and response.headers["X-Request-Id"] == "mine-1"
@@ -309,11 +304,11 @@ async def test_what_a_client_is_told_besides_the_answer(http: aiohttp.ClientSess
             async with http.post(f"{url}/v1/completions", json=ask, headers=wrong) as response:
                 assert (response.status, response.headers["WWW-Authenticate"]) == (401, "Bearer")
                 assert len(response.headers["X-Request-Id"]) == 32
-        api.concurrency.in_use = 1
+        model.concurrency.in_use = 1
         async with http.post(f"{url}/v1/completions", json=ask, headers=key) as response:
             assert response.status == 429 and int(response.headers["Retry-After"]) > 0
         async with http.get(f"{url}/metrics", headers=key) as response:
             assert "\netude_answers_under_way 1\n" in await response.text()
     assert len(policy.asked) == 1
-    text = metrics.text({})
+    text = model.metrics.text({})
     assert 'status="200"' in text and 'status="401"' in text and 'status="429"' in text

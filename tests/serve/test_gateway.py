@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
 import aiohttp
+import msgspec
 import pytest
 
 from etude.core.sampling import Request, SamplingParams, VersionSpan
@@ -18,6 +19,7 @@ from etude.serve.gateway import Gateway
 from etude.serve.http import Unavailable, create_app
 from etude.serve.router import Router, WorkerFailed
 from etude.serve.worker import Worker, keep_joined
+from etude.serve.worker_protocol import GenerateRequest
 from etude.weights.follow import fetch
 from etude.weights.manifest import read_manifest
 from tests.serve.client import converse, post, segments, status, until_up, versions
@@ -270,9 +272,9 @@ async def test_a_worker_refuses_what_its_weights_are_too_old_for(
         for least, loaded in ((0, None), (2, 1)):
             if loaded is not None:
                 await post(http, f"{url}/load", {"version": loaded})
-            async with http.post(
-                f"{url}/v1/completions", json={"prompt": [1], "min_weight_version": least}
-            ) as response:
+            asked = GenerateRequest(Request(prompt=(1,), max_tokens=1, seed=0), least)
+            body = msgspec.msgpack.encode(asked)
+            async with http.post(f"{url}/generate", data=body) as response:
                 assert response.status == 503
 
 

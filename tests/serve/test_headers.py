@@ -9,11 +9,13 @@ import pytest
 
 from etude.core.sampling import Request, Sample
 from etude.serve.fake import Scripted
-from etude.serve.http import DeadlineExceeded
+from etude.serve.http import DeadlineExceeded, create_app
 from etude.serve.router import Router
+from etude.serve.worker import Worker
 from etude.serve.worker_protocol import JoinRequest
 from tests.serve.conftest import served
-from tests.serve.test_api import ASK, app, said
+from tests.serve.test_api import ASK, FILES, app, said
+from tests.serve.test_generate import FakeEngine
 from tests.serve.test_silence import Stopped, Watch, join
 
 PATHS = [("chat/completions", ASK), ("completions", {"prompt": [5]})]
@@ -89,18 +91,19 @@ async def test_a_deadline_passes_while_a_worker_hangs(http: aiohttp.ClientSessio
 
 async def test_a_worker_is_told_what_is_left(http: aiohttp.ClientSession) -> None:
     """The first worker falls silent after ten seconds; the second has ten seconds less."""
-    watch, stopped, policy = Watch(http), Stopped(), Scripted([said("test")])
-    async with stopped.listening() as first, served(app(policy, None)) as second:
+    watch, stopped, engine = Watch(http), Stopped(), FakeEngine()
+    other = Worker(engine, FILES, "west")  # type: ignore[arg-type]
+    async with stopped.listening() as first, served(create_app(other.routes(), None)) as second:
         await join(watch.router, first)
         request = Request(prompt=(1,), max_tokens=4, seed=0, priority="batch", deadline_s=600.0)
         sampling = asyncio.create_task(watch.router.sample(request))
-        await stopped.until_asked("/v1/completions")
+        await stopped.until_asked("/generate")
         watch.wait(5)
         await watch.router.join(JoinRequest(second, "west", 0))
         for _ in range(6):
             watch.wait(1)
             await watch.router.join(JoinRequest(second, "west", 0))
         await sampling
-    (asked,) = policy.asked
+    (asked,) = engine.asked
     assert asked.priority == "batch"
     assert asked.deadline_s == pytest.approx(600.0 - 11.0, abs=2.0)

@@ -21,7 +21,6 @@ from msgspec import UNSET, UnsetType
 from etude.core.sampling import Request, Sample, Token
 from etude.core.seeds import derive
 from etude.model.tokenizer import ChatTokenizer, Message, Tool
-from etude.serve import protocol as wire
 from etude.serve.detokenizer import (
     REPLACEMENT_CHARACTER,
     IncrementalDetokenizer,
@@ -29,6 +28,7 @@ from etude.serve.detokenizer import (
     ToolCallSplitter,
     first_of,
 )
+from etude.serve.openai import types as wire
 
 Usage = wire.Usage | None | UnsetType
 """In a stream: null until the last piece, if the client wants it at all."""
@@ -42,6 +42,9 @@ class StreamBuilder(Protocol):
 
 
 class ResponseBuilder(Protocol):
+    def message(self, request: Request, sample: Sample) -> Message:
+        """The answer as a message of a conversation."""
+
     def choice(self, index: int, request: Request, sample: Sample) -> msgspec.Struct: ...
 
     def stream(self, index: int, request: Request) -> StreamBuilder: ...
@@ -59,13 +62,10 @@ class _ResponseBuilder:
     model: str
     with_ids: bool
     with_logprobs: bool
-    with_text: bool = True
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
     def text(self, request: Request, sample: Sample) -> str:
-        if not self.with_text:
-            return ""
         ended = sample.finish_reason == "stop" and sample.tokens[-1] in request.stop_token_ids
         text = self.tokenizer.decode(sample.tokens[:-1] if ended else sample.tokens)
         return text[: first_of(request.stop, text)]
@@ -155,6 +155,9 @@ class ChatResponseBuilder(_ResponseBuilder):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextResponseBuilder(_ResponseBuilder):
+    def message(self, request: Request, sample: Sample) -> Message:
+        return {"role": "assistant", "content": self.text(request, sample)}
+
     def choice(self, index: int, request: Request, sample: Sample) -> wire.TextChoice:
         return wire.TextChoice(
             index=index, text=self.text(request, sample), finish_reason=sample.finish_reason,
@@ -168,18 +171,14 @@ class TextResponseBuilder(_ResponseBuilder):
         """`offset`: of the first token in the text."""
         if not self.with_logprobs:
             return None
-        words = [self.token_text(token) for token, _, _ in drawn] if self.with_text else []
+        text = [self.tokenizer.decode([token]) for token, _, _ in drawn]
+        tops = [{self.tokenizer.decode([token]): lp for token, lp in top} for _, _, top in drawn]
         return wire.TextLogprobs(
-            tokens=words,
+            tokens=text,
             token_logprobs=[logprob for _, logprob, _ in drawn],
-            top_logprobs=[{self.token_text(token): lp for token, lp in top} for _, _, top in drawn]
-            if with_top
-            else None,
-            text_offset=list(accumulate(map(len, words), initial=offset))[:-1],
+            top_logprobs=tops if with_top else None,
+            text_offset=list(accumulate(map(len, text), initial=offset))[:-1],
         )
-
-    def token_text(self, token: int) -> str:
-        return self.tokenizer.decode([token]) if self.with_text else f"{wire.ID_PREFIX}{token}"
 
     def stream(self, index: int, request: Request) -> StreamBuilder:
         return _TextStreamBuilder(self, index, request)
@@ -209,14 +208,11 @@ class _IncrementalText:
     """The text of a sample as it is streamed, up to where it stops."""
 
     def __init__(self, builder: _ResponseBuilder, request: Request) -> None:
-        self._with_text = builder.with_text
         self._stop = request.stop_token_ids
         self._decoder = IncrementalDetokenizer(builder.tokenizer.decode)
         self._finder = StopStringFilter(request.stop)
 
     def push(self, event: Token | Sample) -> str:
-        if not self._with_text:
-            return ""
         if isinstance(event, Sample):
             return self._finder.push(self._decoder.end()) + self._finder.end()
         return (
