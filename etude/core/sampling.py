@@ -30,6 +30,8 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     """0: any token may be drawn."""
+    min_p: float = 0.0
+    """Only tokens at least so likely, compared with the likeliest, are drawn."""
     grammar: str | None = None
     """What the answer must follow, in the notation of llguidance."""
 
@@ -43,6 +45,8 @@ class SamplingParams:
             raise ValueError(f"top_p must be above 0 and at most 1, not {self.top_p}")
         if self.top_k < 0:
             raise ValueError(f"top_k must be 0 or more, not {self.top_k}")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p must be from 0 to 1, not {self.min_p}")
 
     @cached_property
     def filters(self) -> tuple[str, ...]:

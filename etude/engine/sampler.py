@@ -85,12 +85,19 @@ def _first_above(sums_RC: Tensor, u_R: Tensor) -> Tensor:
 
 def cuts_off(params: SamplingParams) -> bool:
     """Whether unlikely tokens are taken out. The likeliest is in any case."""
-    return params.temperature != 0 and (params.top_k > 0 or bool(np.float32(params.top_p) < 1))
+    return params.temperature != 0 and (
+        params.top_k > 0 or bool(np.float32(params.top_p) < 1) or params.min_p > 0
+    )
 
 
 def filtered(p_V: Tensor, params: SamplingParams) -> Tensor:
-    """The distribution without the tokens that are cut off."""
-    return filter_top_k_top_p(p_V, params.top_k, float(np.float32(params.top_p)))
+    """The distribution without the tokens that are cut off, by min-p before top-k and top-p, as in
+    vLLM."""
+    if params.min_p > 0:
+        p_V = torch.where(p_V >= params.min_p * p_V.max(), p_V, 0.0)
+        p_V = p_V / p_V.sum()
+    top_p = float(np.float32(params.top_p))
+    return filter_top_k_top_p(p_V, params.top_k, top_p) if params.top_k or top_p < 1 else p_V
 
 
 def filter_top_k_top_p(p_V: Tensor, top_k: int, top_p: float) -> Tensor:

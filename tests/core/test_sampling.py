@@ -15,6 +15,7 @@ from etude.core.sampling import SamplingParams, SamplingSpan, sampling_spans
         ({"temperature": 0.7}, (), None),
         ({"temperature": 0.0}, (), "temperature 0"),
         ({"top_p": 0.9}, ("top_p",), "top_p"),
+        ({"min_p": 0.1}, ("min_p",), "min_p"),
         ({"top_k": 5, "grammar": "start: /a/"}, ("top_k", "grammar"), "top_k, grammar"),
     ],
 )

@@ -415,6 +415,9 @@ def test_ends(model: Transformer) -> None:
         ([1], {"top_p": 0.0}, "top_p"),
         ([1], {"top_p": float("nan")}, "top_p"),
         ([1], {"top_k": -1}, "top_k"),
+        ([1], {"min_p": -0.1}, "min_p"),
+        ([1], {"min_p": 1.1}, "min_p"),
+        ([1], {"min_p": float("nan")}, "min_p"),
         ([1], {"max_tokens": 60}, "memory for"),
     ],
 )

@@ -20,6 +20,7 @@ from etude.model.transformer import ModelConfig, Transformer
 from etude.train.loss import token_logprobs
 from etude.train.packing import TokenSequence, pack_batch
 from tests.engine import kernel_checks
+from tests.engine.test_sampling_params import check_on_kernels
 from tests.small_model import add, drain, request, sharp
 
 SMALL = ModelConfig(
@@ -125,3 +126,13 @@ def test_a_trainable_model_on_kernels_has_the_values_and_gradients_of_the_plain_
     assert ours_N.tolist() == pytest.approx(plain_N.tolist(), abs=1e-4)
     for key, grad in plain.items():
         assert torch.allclose(ours[key], grad, rtol=1e-3, atol=1e-4 * float(grad.abs().max())), key
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_sampling_parameters_on_kernels(invariant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "PREFILL_GRAPH_SIZES", (16,))
+    monkeypatch.setattr(cuda, "DRAFT_GRAPH_SIZES", (16,))
+    monkeypatch.setattr(cuda.CudaRunner, "block_size", 8)
+    check_on_kernels(
+        sharp(SMALL, seed=3, factor=4.0), monkeypatch, max_tokens=4, invariant=invariant
+    )

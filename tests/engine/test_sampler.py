@@ -61,6 +61,16 @@ def test_cuts_by_hand() -> None:
     assert {one(logits, u, top_p=1e-6)[0] for u in every} == {1}
     # Top-p is a share of what top-k leaves: 4/9, 3/9, 2/9.
     assert {one(logits, u, top_p=0.7, top_k=3)[0] for u in every} == {1, 3}
+    # At least 0.6 times as likely as the likeliest: 4/7 and 3/7 are left.
+    assert dict(one(logits, u, min_p=0.6) for u in every) == pytest.approx(
+        {1: np.log(4 / 7), 3: np.log(3 / 7)}
+    )
+    assert {one(logits, u, min_p=1.0)[0] for u in every} == {1}
+    # Min-p comes first: of the 9/9 that it leaves, 4/9 and 3/9 make up 0.7.
+    assert {one(logits, u, min_p=0.4, top_p=0.7)[0] for u in every} == {1, 3}
+    assert one(logits, 0.99, min_p=1.0, temperature=0.0) == (1, pytest.approx(np.log(0.4)))
+    # After the temperature: at 1/2 the odds are squared, 9/16 is less than 0.6.
+    assert {one(logits, u, min_p=0.6, temperature=0.5)[0] for u in every} == {1}
     allowed = {0: np.array([True, False, False, True])}
     assert dict(one(logits, u, allowed=allowed) for u in every) == pytest.approx(
         {0: np.log(1 / 4), 3: np.log(3 / 4)}

@@ -70,6 +70,8 @@ def said_of(request: Request) -> dict[str, Any]:
         ({"temperature": 0.7}, {"temperature": 0.7}),
         ({"top_p": 0.5}, {"top_p": 0.5}),
         ({"top_k": 5}, {"top_k": 5}),
+        ({}, {"min_p": 0.0}),
+        ({"min_p": 0.25}, {"min_p": 0.25}),
         ({"top_k": -1}, {"top_k": 0}),
         ({"seed": 3}, {"seed": 3}),
         ({"seed": -1}, {"seed": 2**63 - 1}),

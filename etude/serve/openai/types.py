@@ -66,6 +66,7 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     top_p: Fraction | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31)] | None = None
     """0 and -1: all of them."""
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     seed: Seed | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     stop: StopText | Annotated[list[StopText], Meta(max_length=MAX_STOPS)] | None = None
@@ -90,7 +91,6 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     frequency_penalty: Zero | None = None
     presence_penalty: Zero | None = None
     repetition_penalty: One | None = None
-    min_p: Zero | None = None
     logit_bias: Annotated[dict[str, float], Meta(max_length=0)] | None = None
 
 
