@@ -3,11 +3,17 @@ the engine."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
 
-from etude.core.types import Sample
-from etude.engine.engine import Engine, FinishedRequest, Request
+from etude.core.sampling import Request, Sample, SamplingParams
+from etude.engine.engine import Engine, FinishedRequest
+from etude.engine.scheduler import Constraint, Sequence
 from etude.model.attention import CausalAttention
 from etude.model.from_scratch import tokenizer_files
 from etude.model.transformer import ModelConfig, Transformer, init_from_scratch
@@ -61,14 +67,52 @@ def plain_logprobs(
     return logprobs[range(len(prompt) - 1, row.shape[1] - 1), tokens]
 
 
-def request(id: str, prompt: list[int], **options: object) -> Request:
-    defaults: dict[str, object] = {
+PARAMS = {field.name for field in fields(SamplingParams)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked(Request):
+    """A request with all that an engine is told beside it."""
+
+    id: str
+    stream: bool = False
+    constraint: Constraint | None = None
+    stop_check: Callable[[int], bool] | None = None
+
+    @property
+    def temperature(self) -> float:
+        return self.params.temperature
+
+
+def request(id: str, prompt: list[int], **options: Any) -> Asked:
+    """A request to an engine; sampling parameters by their names too."""
+    params = {name: options.pop(name) for name in PARAMS & set(options)}
+    defaults: dict[str, Any] = {
         "max_tokens": 20,
-        "temperature": 1.0,
         "seed": int(id),
-        "stop": frozenset({0}),
+        "stop_token_ids": (0,),
+        "experts_from": 0,
     }
-    return Request(id=id, prompt=tuple(prompt), **(defaults | options))  # type: ignore[arg-type]
+    given = defaults | options
+    return Asked(id=id, prompt=tuple(prompt), params=SamplingParams(**params), **given)
+
+
+def add(engine: Engine, asked: Asked) -> None:
+    engine.add(
+        asked,
+        asked.id,
+        stream=asked.stream,
+        constraint=asked.constraint,
+        stop_check=asked.stop_check,
+    )
+
+
+def in_sequence(asked: Asked, arrival: int, limit: int, **options: Any) -> Sequence:
+    """The request as a scheduler holds it."""
+    return Sequence(
+        asked, asked.id, arrival, np.zeros(limit), tokens=list(asked.prompt), stream=asked.stream,
+        constraint=asked.constraint, stop_check=asked.stop_check, **options,
+    )  # fmt: skip
 
 
 def drain(engine: Engine) -> dict[str, Sample]:

@@ -50,9 +50,9 @@ from torch import Tensor
 
 from etude.bench.engine import model_directory
 from etude.core.errors import EtudeError
-from etude.core.types import Sample
+from etude.core.sampling import Request, Sample, SamplingParams
 from etude.engine.batch import ForwardBatch, Ints, Runner, SamplerOutput
-from etude.engine.engine import Engine, FinishedRequest, Request
+from etude.engine.engine import Engine, FinishedRequest
 from etude.engine.select import select_runner
 from etude.model.config import ModelConfig
 from etude.model.files import build_model, read_directory
@@ -63,6 +63,7 @@ MOST = 100
 SUFFIXES = (".py", ".ts", ".tsx", ".js", ".go", ".rs", ".c", ".h", ".java")
 PLAIN_TOKENS = 64
 CHECKED = 256
+GREEDY = SamplingParams(temperature=0.0)
 
 Tokens = tuple[int, ...]
 Encode = Callable[[str], Sequence[int]]
@@ -206,14 +207,13 @@ def write(
     engine = Engine(model, max_batch=max(2, len(answers)), max_batched_tokens=1024, runner=knowing)
     for number, (prompt, answer) in enumerate(answers):
         asked = Request(
-            id=str(number),
             prompt=prompt,
             max_tokens=len(answer),
-            temperature=0.0,
             seed=0,
-            stop=frozenset(),
+            params=GREEDY,
+            prediction=predictions[number] if predictions else None,
         )
-        engine.add(replace(asked, prediction=predictions[number]) if predictions else asked)
+        engine.add(asked, str(number))
     began = time.perf_counter()
     said = {event.id: event.sample for event in _events(engine)}
     seconds = time.perf_counter() - began
@@ -317,9 +317,7 @@ def on_cuda(name: str = "qwen3-0.6b") -> dict[str, float]:
 
 
 def really_said(model: Transformer, runner: Runner, prompt: Tokens) -> dict[str, float]:
-    asked = Request(
-        id="0", prompt=prompt, max_tokens=CHECKED, temperature=0.0, seed=0, stop=frozenset()
-    )
+    asked = Request(prompt=prompt, max_tokens=CHECKED, seed=0, params=GREEDY)
     plain = _said(model, runner, asked)
     guess = (*plain.tokens[: CHECKED // 2], 0, *plain.tokens[CHECKED // 2 + 1 :])
     drafted = _said(model, runner, replace(asked, prediction=guess))
@@ -330,7 +328,7 @@ def really_said(model: Transformer, runner: Runner, prompt: Tokens) -> dict[str,
 
 def _said(model: Transformer, runner: Runner, asked: Request) -> Sample:
     engine = Engine(model, max_batch=2, max_batched_tokens=1024, prefix_cache=False, runner=runner)
-    engine.add(asked)
+    engine.add(asked, "0")
     (done,) = _events(engine)
     return done.sample
 

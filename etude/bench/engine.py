@@ -39,7 +39,8 @@ import numpy as np
 import torch
 
 from etude.core.errors import EtudeError
-from etude.engine.engine import Engine, Request
+from etude.core.sampling import Request
+from etude.engine.engine import Engine
 from etude.model.files import build_model, hf_state_dict, read_directory, write_directory
 from etude.model.transformer import ModelConfig, Transformer, init_from_scratch
 
@@ -166,20 +167,9 @@ def random_tokens(seed: int, rows: int, length: int) -> list[list[int]]:
 def answer(model: Transformer, prompts: list[list[int]]) -> None:
     engine = Engine(model, max_batch=max(2, len(prompts)))
     for number, prompt in enumerate(prompts):
-        engine.add(ask(str(number), prompt, NEW))
+        engine.add(Request(prompt=tuple(prompt), max_tokens=NEW, seed=0), str(number))
     while not engine.idle:
         engine.step()
-
-
-def ask(id: str, prompt: list[int], max_tokens: int) -> Request:
-    return Request(
-        id=id,
-        prompt=tuple(prompt),
-        max_tokens=max_tokens,
-        temperature=1.0,
-        seed=0,
-        stop=frozenset(),
-    )
 
 
 def ttft_cached_share(model: Transformer) -> float:
@@ -196,7 +186,7 @@ def ttft_cached_share(model: Transformer) -> float:
 
 def time_to_one_token(engine: Engine, prompt: list[int]) -> float:
     began = time.perf_counter()
-    engine.add(ask("0", prompt, 1))
+    engine.add(Request(prompt=tuple(prompt), max_tokens=1, seed=0), "0")
     while not engine.idle:
         engine.step()
     return time.perf_counter() - began

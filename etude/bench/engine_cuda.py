@@ -34,9 +34,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from etude.core.sampling import Request
 from etude.engine.batch import ForwardBatch, Ints, SamplerOutput
 from etude.engine.cuda import CudaRunner
-from etude.engine.engine import Engine, FinishedRequest, Request
+from etude.engine.engine import Engine, FinishedRequest
 from etude.model.config import ExpertsConfig, ModelConfig
 from etude.model.rope import table
 from etude.model.transformer import Transformer
@@ -163,16 +164,8 @@ def serve(engine: Engine, counting: CountingRunner, batch: int, num_tokens: int)
     def add(new: int) -> None:
         nonlocal added
         prompt = tuple(rng.integers(0, vocabulary, PROMPT).tolist())
-        engine.add(
-            Request(
-                id=str(added),
-                prompt=prompt,
-                max_tokens=new,
-                temperature=1.0,
-                seed=added,
-                stop=frozenset(),
-            )
-        )
+        request = Request(prompt=prompt, max_tokens=new, seed=added, experts_from=0)
+        engine.add(request, str(added))
         added += 1
 
     for i in range(batch):

@@ -18,7 +18,8 @@ from collections.abc import Callable
 
 import torch
 
-from etude.engine.engine import Engine, Request
+from etude.core.sampling import Request
+from etude.engine.engine import Engine
 from etude.model.numerics import INVARIANT, PLAIN
 from etude.model.transformer import ModelConfig, Transformer, init_from_scratch
 
@@ -88,7 +89,7 @@ def on_cpu() -> Rate:
             model.compute_with(INVARIANT if invariant else PLAIN), max_batch=max(2, batch)
         )
         for number in range(batch):
-            engine.add(_request(model, number))
+            engine.add(_request(model, number), str(number))
         began = time.perf_counter()
         while not engine.idle:
             engine.step()
@@ -99,14 +100,7 @@ def on_cpu() -> Rate:
 
 def _request(model: Transformer, number: int) -> Request:
     prompt = tuple((number * 31 + place * 7) % model.config.vocab_size for place in range(PROMPT))
-    return Request(
-        id=str(number),
-        prompt=prompt,
-        max_tokens=NEW,
-        temperature=1.0,
-        seed=number,
-        stop=frozenset(),
-    )
+    return Request(prompt=prompt, max_tokens=NEW, seed=number)
 
 
 if __name__ == "__main__":

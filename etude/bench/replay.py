@@ -30,9 +30,10 @@ import torch
 from torch import Tensor
 
 from etude.core.advantage import dr_grpo
+from etude.core.sampling import Request, Sample
 from etude.core.seeds import derive
-from etude.core.types import Batch, Row, Sample
-from etude.engine.engine import Engine, FinishedRequest, Request
+from etude.core.types import Batch, Row
+from etude.engine.engine import Engine, FinishedRequest
 from etude.model.config import ExpertsConfig, ModelConfig
 from etude.model.files import load_weights
 from etude.model.numerics import INVARIANT
@@ -153,16 +154,8 @@ def sampled(
         max_batched_tokens=len(asked) * (PROMPT_DIGITS + 2),
     )
     for number, prompt in enumerate(asked):
-        engine.add(
-            Request(
-                id=str(number),
-                prompt=prompt,
-                max_tokens=1,
-                temperature=1.0,
-                seed=derive(seed, number),
-                stop=frozenset(),
-            )  # fmt: skip
-        )
+        request = Request(prompt=prompt, max_tokens=1, seed=derive(seed, number), experts_from=0)
+        engine.add(request, str(number))
     samples: dict[str, Sample] = {}
     while not engine.idle:
         samples |= {

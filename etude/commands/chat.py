@@ -24,7 +24,7 @@ from rich.console import Console
 
 from etude.core.errors import EtudeError
 from etude.run.process import die_with_parent
-from etude.serve.process import token
+from etude.serve.process import authorization, token
 
 Message = dict[str, Any]
 
@@ -118,9 +118,7 @@ def _stream(url: str, request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The pieces of an answer. Leaving it closes the connection, and that stops the server."""
     place = urlsplit(url)
     kind = http.client.HTTPSConnection if place.scheme == "https" else http.client.HTTPConnection
-    headers = {"Content-Type": "application/json"} | (
-        {"Authorization": f"Bearer {own}"} if (own := token()) else {}
-    )
+    headers = {"Content-Type": "application/json"} | authorization(token())
     path = place.path.rstrip("/").removesuffix("/v1") + "/v1/chat/completions"
     with contextlib.closing(kind(place.netloc)) as connection:
         try:

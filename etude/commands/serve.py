@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from starlette.types import ASGIApp
 from torch import Tensor
 
 from etude.core.errors import EtudeError
@@ -18,10 +19,11 @@ from etude.model.files import build_model, read_directory
 from etude.model.numerics import INVARIANT
 from etude.model.transformer import Transformer
 from etude.serve import process
-from etude.serve.api import Api
+from etude.serve.answerer import ConcurrencyLimit, PolicyAnswerer, ServedModel
+from etude.serve.dialects import public_routes
 from etude.serve.engine_thread import EngineThread, exit_on_engine_failure
 from etude.serve.grammar import GrammarBuilder
-from etude.serve.http import Unavailable, create_app
+from etude.serve.http import create_app
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -45,35 +47,21 @@ class Options:
     invariant: bool
 
 
-class Server(Api):
-    def __init__(
-        self,
-        engine: EngineThread,
-        files: Mapping[str, bytes],
-        name: str,
-        *,
-        max_context: int,
-        max_answers: int,
-    ) -> None:
-        super().__init__(
-            engine,
-            engine.tokenizer,
-            GrammarBuilder(files),
-            max_context=max_context,
-            model=name,
-            max_answers=max_answers,
-        )
-        self._engine = engine
-
-    def gauges(self) -> dict[str, float]:
-        return super().gauges() | self._engine.gauges()
-
-    def check_version(self, least: int) -> None:
-        if self._engine.version < least:
-            raise Unavailable(
-                f"this server has version {self._engine.version} only, and the request wants "
-                f"{least}"
-            )
+def create_server(
+    engine: EngineThread, files: Mapping[str, bytes], name: str, token: str | None, *,
+    max_context: int, max_answers: int,
+) -> ASGIApp:  # fmt: skip
+    """The public API over one engine."""
+    model = ServedModel(
+        tokenizer=engine.tokenizer,
+        grammars=GrammarBuilder(files),
+        max_context=max_context,
+        name=name,
+        concurrency=ConcurrencyLimit(max_answers),
+    )
+    answerer = PolicyAnswerer(model, engine)
+    routes = public_routes(model, lambda http: answerer, engine.gauges)
+    return create_app(routes, token, model.metrics)
 
 
 def serve(options: Options) -> None:
@@ -98,10 +86,11 @@ async def _serve(options: Options) -> None:
         raise EtudeError(
             f"--max-context {options.max_context}: the longest context of {name} is {longest}"
         )
-    server = Server(
+    server = create_server(
         engine,
         files,
         name,
+        token,
         max_context=options.max_context or longest,
         max_answers=options.max_answers,
     )
@@ -113,9 +102,7 @@ async def _serve(options: Options) -> None:
             file=sys.stderr,
             flush=True,
         )
-    async with process.serving(
-        create_app(server.routes(), token, server.metrics), listener
-    ) as running:
+    async with process.serving(server, listener) as running:
         print(f"serving {name} at {process.url_of(listener)}", flush=True)
         await running
     engine.close()

@@ -5,65 +5,21 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
 from typing import Protocol
 
+from etude.core.sampling import Request, Sample, Token
 from etude.core.sandbox import Sandbox
-from etude.core.types import Attempt, Manifest, Sample, Score, Task, Transcript
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
-    """One sampling request to a policy, with all the randomness of its answer: any policy with the
-    same weights, asked the same, answers the same."""
-
-    prompt: tuple[int, ...]
-    max_tokens: int
-    seed: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    """0: any token may be drawn."""
-    stop: tuple[int, ...] = ()
-    """Tokens that end the answer, and are the last of it."""
-    stop_texts: tuple[str, ...] = ()
-    """Texts that end the answer: its last token is the one that completes such a text."""
-    grammar: str | None = None
-    """What the answer must follow, in the notation of llguidance."""
-    top_logprobs: int = 0
-    experts_from: int | None = None
-    """The first position whose routed experts are wanted, if any are: whoever asks may know those
-    before it."""
-    prediction: tuple[int, ...] | None = None
-    """What the answer may look like: where that is right the answer comes faster. It is the same
-    answer in any case."""
-    drafts: tuple[tuple[int, ...], ...] = ()
-    """More texts that the answer may repeat parts of, used in the same way."""
-
-    @property
-    def speculates(self) -> bool:
-        return self.prediction is not None or bool(self.drafts)
-
-
-@dataclass(frozen=True, slots=True)
-class Token:
-    """A sampled token on its way, before the sample that it belongs to is whole."""
-
-    token: int
-    logprob: float
-    version: int
-    top: tuple[tuple[int, float], ...] = ()
-    """The likeliest tokens in its place with their log-probs, as many as were asked for."""
+from etude.core.types import Attempt, Manifest, Score, Task, Transcript
 
 
 class Policy(Protocol):
     """A model that can be sampled from, token ids in and token ids out, and that can move to newer
     weights."""
 
-    async def sample(self, ask: Ask) -> Sample:
+    async def sample(self, request: Request) -> Sample:
         """Raises ValueError for what can never be answered."""
 
-    def stream(self, ask: Ask) -> AsyncIterator[Token | Sample]:
+    def stream(self, request: Request) -> AsyncIterator[Token | Sample]:
         """The tokens one by one, then the sample that they make, once."""
 
     async def load(self, version: int) -> None:

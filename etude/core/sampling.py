@@ -8,38 +8,68 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Literal
 
 Priority = Literal["interactive", "standard", "batch"]
 """Who is served first: people who wait, ordinary requests, then work that may wait."""
+MIN_TEMPERATURE = 1e-3
+"""Short of 0, which is the likeliest token: logits divided by less overflow, and nothing can be
+drawn from that."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How the next token is drawn. The names are those of vLLM's and OpenAI's APIs; every default
-    leaves the model's own distribution as it is."""
+    """How the next token is drawn. The names are those of vLLM's and OpenAI's APIs, by which they
+    are read from a request and passed on to vLLM; every default leaves the model's own distribution
+    as it is. A new parameter is a field here, its range in `check`, and its effect in
+    `engine.sampler`."""
 
     temperature: float = 1.0
     """0: the likeliest token."""
     top_p: float = 1.0
     top_k: int = 0
     """0: any token may be drawn."""
+    min_p: float = 0.0
+    """Only tokens at least so likely, compared with the likeliest, are drawn."""
     grammar: str | None = None
     """What the answer must follow, in the notation of llguidance."""
+
+    def check(self) -> None:
+        """Raises ValueError for a value that nothing can be drawn with."""
+        if self.temperature != 0 and not MIN_TEMPERATURE <= self.temperature < float("inf"):
+            raise ValueError(
+                f"temperature must be 0 or at least {MIN_TEMPERATURE}, not {self.temperature}"
+            )
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be above 0 and at most 1, not {self.top_p}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be 0 or more, not {self.top_k}")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p must be from 0 to 1, not {self.min_p}")
+
+    @cached_property
+    def filters(self) -> tuple[str, ...]:
+        """The names of the parameters, other than the temperature, that change the
+        distribution."""
+        return tuple(
+            field.name
+            for field in fields(self)
+            if field.name != "temperature" and getattr(self, field.name) != field.default
+        )
+
+    @property
+    def reads_history(self) -> bool:
+        """The distribution depends on the tokens before it, and so cannot be known before they
+        are."""
+        return self.grammar is not None
 
     @property
     def untrainable(self) -> str | None:
         """Why the trainer cannot recompute the probability of a token that was drawn this way: the
         names of the parameters, or None if it can. The trainer knows logits and temperature; what
         cuts the distribution off, or depends on what was said before, it does not know."""
-        if self.temperature == 0:
-            return "temperature 0"
-        changed = [
-            field.name
-            for field in fields(self)
-            if field.name != "temperature" and getattr(self, field.name) != field.default
-        ]
-        return ", ".join(changed) or None
+        return "temperature 0" if self.temperature == 0 else ", ".join(self.filters) or None
 
 
 @dataclass(frozen=True, slots=True)

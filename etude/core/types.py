@@ -27,6 +27,10 @@ Status = Literal["done", "timeout", "failed"]
 own and was graded as it stood. `failed`: infrastructure broke; there is no score, and no statistic
 may count it as a zero."""
 
+SegmentKind = Literal["turns", "summary", "subagent"]
+"""Why a harness opened a context: to go on with the conversation, to have it summed up, or for an
+agent that works for another one."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
@@ -65,28 +69,6 @@ class RegionSpan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """A policy's answer to one prompt: exact token ids, and for each the log-prob under the
-    distribution that it was drawn from and the weight version that computed it."""
-
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    versions: tuple[VersionSpan, ...]
-    finish_reason: Literal["stop", "length"]
-    region: str = ""
-    """Where it was sampled, if there are regions."""
-    experts: bytes | None = None
-    """Of a sparse model, from the position on that was asked for: the experts that each token was
-    routed to, prompt included; the last token was never read and has none."""
-    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
-    """For each token the likeliest in its place with their log-probs, if that was asked for."""
-    accepted_draft_tokens: int = 0
-    rejected_draft_tokens: int = 0
-    """Tokens of drafts (see `Ask.prediction`) that turned out to be the ones sampled, and that did
-    not."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
     """One unbroken token context of a session, exactly as the engine saw it."""
 
@@ -108,6 +90,9 @@ class Segment:
     """The object in the store that says which experts the first tokens (of prompt and tokens
     together) were routed to. A name only: the ids themselves are larger than all the rest, and only
     the trainer reads them."""
+    kind: SegmentKind = "turns"
+    parent: int | None = None
+    """The index of the segment that it goes on from; None for the first of a session."""
 
 
 def turns(segment: Segment) -> list[range]:

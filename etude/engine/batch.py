@@ -15,13 +15,15 @@ Shapes: N new tokens, B sequences, M blocks of the longest of them, R places whe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
+
+from etude.core.sampling import SamplingParams
 
 Ints = NDArray[np.int64]
 """Everything that indexes is int64, which is what torch wants on a CPU; a device copies it to what
@@ -30,25 +32,29 @@ it likes."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingBatch:
-    """The sampling parameters of the R rows of a batch."""
+    """The sampling parameters of the R rows of a batch. A sampler makes the arrays that it needs of
+    them."""
 
-    temperature_R: NDArray[np.float32]
-    """0: the likeliest token."""
-    top_p_R: NDArray[np.float32]
-    top_k_R: Ints
-    """0: no limit."""
+    params_R: list[SamplingParams]
     u_R: NDArray[np.float64]
     """Uniform in [0, 1): all the randomness there is. The token is the inverse of the cumulative
     distribution at u."""
     token_masks: Mapping[int, NDArray[np.bool_]] = field(default_factory=dict)
     """Row -> mask over the vocabulary, for the rows that are constrained."""
+    histories: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    """Row -> the prompt and all that was drawn before, for the rows whose parameters read them."""
     num_top_logprobs: int = 0
     """How many of the likeliest tokens of every row to report."""
 
     @property
+    def temperature_R(self) -> NDArray[np.float32]:
+        """0: the likeliest token."""
+        return np.array([params.temperature for params in self.params_R], dtype=np.float32)
+
+    @property
     def is_unfiltered(self) -> bool:
-        """No row cuts off any token."""
-        return not self.token_masks and not self.top_k_R.any() and bool((self.top_p_R >= 1).all())
+        """Nothing but the temperature changes the distribution of any row."""
+        return not self.token_masks and not any(params.filters for params in self.params_R)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from etude.engine.batch import ForwardBatch, Ints, SamplerOutput, SamplingBatch
 from etude.engine.runner import BLOCK_SIZE, RoutedExpertsBuffer
-from etude.engine.sampler import sample
+from etude.engine.sampler import cuts_off, sample
 from etude.model.attention import KVCache
 from etude.model.files import hf_state_dict, load_weights
 from etude.model.tiled_attention import TiledPagedAttention
@@ -83,17 +83,16 @@ class BatchInvariantRunner:
 
 
 def sample_as_trained(logits_RV: Tensor, draws: SamplingBatch) -> SamplerOutput:
-    """Like `sample`, with log-probs computed as the trainer computes them. It knows nothing of
-    top-k and top-p, though: a row that cuts tokens off keeps the log-prob under what it was drawn
-    from."""
+    """Like `sample`, with log-probs computed as the trainer computes them. It cuts no token off,
+    though: a row that does keeps the log-prob under what it was drawn from."""
     sampled = sample(logits_RV, draws)
-    greedy_R = draws.temperature_R == 0
-    divisor_R = torch.from_numpy(np.where(greedy_R, np.float32(1), draws.temperature_R)).to(
+    temperature_R = draws.temperature_R
+    divisor_R = torch.from_numpy(np.where(temperature_R == 0, np.float32(1), temperature_R)).to(
         logits_RV.device
     )
     logp_RV = torch.log_softmax(logits_RV / divisor_R[:, None], -1)
     tokens_R = torch.tensor(sampled.tokens, device=logits_RV.device)
-    whole_R = greedy_R | ((draws.top_k_R == 0) & (draws.top_p_R >= 1))
+    whole_R = [not cuts_off(params) for params in draws.params_R]
     logprobs_R = np.where(
         whole_R, logp_RV.gather(1, tokens_R[:, None])[:, 0].cpu().numpy(), sampled.logprobs
     )

@@ -16,6 +16,7 @@ waited for.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -23,22 +24,19 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from etude.core.types import Sample
+from etude.core.sampling import Request, Sample, SamplingParams
 from etude.engine.batch import ForwardBatch, Runner, SamplerOutput, SamplingBatch
 from etude.engine.blocks import BlockManager
 from etude.engine.sampler import uniforms
-from etude.engine.scheduler import Constraint, Request, Scheduler, Sequence
+from etude.engine.scheduler import Constraint, Scheduler, Sequence
 from etude.engine.select import select_runner
 from etude.engine.speculate import Drafter
 from etude.model.transformer import Transformer
 
-__all__ = ["Constraint", "Engine", "FinishedRequest", "Request", "Stats", "StreamedToken"]
+__all__ = ["Constraint", "Engine", "ExpiredRequest", "FinishedRequest", "Stats", "StreamedToken"]
 
 _Row = tuple[int, float, list[tuple[int, float]]]
 """A token that was drawn, its log-prob, and the likeliest in its place."""
-MIN_TEMPERATURE = 1e-3
-"""Short of 0, which is the likeliest token: logits divided by less overflow, and nothing can be
-drawn from that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +54,11 @@ class StreamedToken:
 class FinishedRequest:
     id: str
     sample: Sample
+
+
+@dataclass(frozen=True, slots=True)
+class ExpiredRequest:
+    id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,14 +178,9 @@ class Engine:
             )
         if request.max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, not {request.max_tokens}")
-        if request.temperature != 0 and not MIN_TEMPERATURE <= request.temperature < float("inf"):
-            raise ValueError(
-                f"temperature must be 0 or at least {MIN_TEMPERATURE}, not {request.temperature}"
-            )
-        if not 0 < request.top_p <= 1:
-            raise ValueError(f"top_p must be above 0 and at most 1, not {request.top_p}")
-        if request.top_k < 0 or request.top_logprobs < 0:
-            raise ValueError("top_k and top_logprobs must be 0 or more")
+        if request.top_logprobs < 0:
+            raise ValueError(f"top_logprobs must be 0 or more, not {request.top_logprobs}")
+        request.params.check()
         needed = self._blocks.num_blocks_for(len(prompt) + min(request.max_tokens, room))
         if needed > self._blocks.num_blocks:
             most = self._blocks.num_blocks * self._blocks.block_size
@@ -191,14 +189,26 @@ class Engine:
                 f"memory for"
             )
 
-    def add(self, request: Request) -> None:
+    def add(
+        self, request: Request, id: str, *, stream: bool = False,
+        constraint: Constraint | None = None, stop_check: Callable[[int], bool] | None = None,
+        deadline: float = math.inf,
+    ) -> None:  # fmt: skip
+        """`id`: what events call it by. `constraint` and `stop_check`: the request's grammar and
+        its stop texts, by whoever knows the tokenizer. `deadline`: by the clock of whoever calls
+        `expire`."""
         self.check(request)
         limit = min(request.max_tokens, self.max_context - len(request.prompt))
         sequence = Sequence(
             request,
+            id,
             next(self._arrivals),
             uniforms(request.seed, limit),
             tokens=list(request.prompt),
+            stream=stream,
+            constraint=constraint,
+            stop_check=stop_check,
+            deadline=deadline,
         )
         if request.speculates:
             sequence.drafter = Drafter(
@@ -211,6 +221,10 @@ class Engine:
         mistake."""
         if sequence := self._scheduler.find(id):
             self._scheduler.release(sequence)
+
+    def expire(self, now: float) -> list[ExpiredRequest]:
+        """Forgets the requests whose deadline has passed."""
+        return [ExpiredRequest(sequence.id) for sequence in self._scheduler.expire(now)]
 
     def prepare_weights(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
         """The slow part of putting in new weights. Any thread may do it while the engine runs;
@@ -295,8 +309,8 @@ class Engine:
             num_accepted += token == expected
             top = tuple(likeliest[: request.top_logprobs])
             sequence.append(token, logprob, version, top)
-            if request.stream:
-                events.append(StreamedToken(request.id, token, logprob, version, top))
+            if sequence.stream:
+                events.append(StreamedToken(sequence.id, token, logprob, version, top))
             if sequence.finish_reason or token != expected:
                 break
         sequence.rollback(len(rows) - num_taken)
@@ -310,7 +324,7 @@ class Engine:
     def _finish(self, sequence: Sequence) -> FinishedRequest:
         experts = self._experts(sequence)
         self._scheduler.release(sequence)
-        return FinishedRequest(sequence.request.id, sequence.sample(experts))
+        return FinishedRequest(sequence.id, sequence.sample(experts))
 
     def _experts(self, sequence: Sequence) -> bytes | None:
         # the last token was drawn, not read
@@ -372,22 +386,28 @@ def new_tokens(sequence: Sequence, count: int) -> list[int]:
 def sampling_batch(drawing: list[Sequence]) -> SamplingBatch:
     """The sampling parameters of a batch: for every sequence as many rows as its draft has tokens,
     and one more."""
-    rows: list[tuple[Request, float]] = []
+    params: list[SamplingParams] = []
+    u: list[float] = []
     allowed: dict[int, NDArray[np.bool_]] = {}
+    histories: dict[int, list[int]] = {}
     for sequence in drawing:
-        request, begin = sequence.request, sequence.num_sampled_tokens
-        if (constraint := request.constraint) is not None:
+        first, count, begin = len(params), 1 + len(sequence.draft), sequence.num_sampled_tokens
+        if (constraint := sequence.constraint) is not None:
             # Behind a token that is not allowed nothing need be: it cannot be drawn, so nobody will
             # look there.
             allowed |= enumerate(
-                [constraint.allowed(), *constraint.allowed_after(sequence.draft)], len(rows)
+                [constraint.allowed(), *constraint.allowed_after(sequence.draft)], first
             )
-        rows += [(request, u) for u in sequence.uniforms[begin : begin + 1 + len(sequence.draft)]]
+        if sequence.request.params.reads_history:
+            histories |= {
+                first + number: sequence.tokens + sequence.draft[:number] for number in range(count)
+            }
+        params += [sequence.request.params] * count
+        u += sequence.uniforms[begin : begin + count].tolist()
     return SamplingBatch(
-        temperature_R=np.array([request.temperature for request, _ in rows], dtype=np.float32),
-        top_p_R=np.array([request.top_p for request, _ in rows], dtype=np.float32),
-        top_k_R=np.array([request.top_k for request, _ in rows], dtype=np.int64),
-        u_R=np.array([u for _, u in rows], dtype=np.float64),
+        params_R=params,
+        u_R=np.array(u, dtype=np.float64),
         token_masks=allowed,
-        num_top_logprobs=max((request.top_logprobs for request, _ in rows), default=0),
+        histories=histories,
+        num_top_logprobs=max((sequence.request.top_logprobs for sequence in drawing), default=0),
     )

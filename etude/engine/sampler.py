@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
+from etude.core.sampling import SamplingParams
 from etude.engine.batch import SamplerOutput, SamplingBatch
 
 CHUNK = 512
@@ -35,17 +36,15 @@ def sample(logits_RV: Tensor, sampling: SamplingBatch) -> SamplerOutput:
     1."""
     for row, allowed_V in sampling.token_masks.items():
         logits_RV[row].masked_fill_(~torch.from_numpy(allowed_V).to(logits_RV.device), -torch.inf)
-    greedy_R = sampling.temperature_R == 0
-    divisor_R = np.where(greedy_R, np.float32(1), sampling.temperature_R)
+    temperature_R = sampling.temperature_R
+    greedy_R = temperature_R == 0
+    divisor_R = np.where(greedy_R, np.float32(1), temperature_R)
     if (divisor_R != 1).any():
         logits_RV = logits_RV / torch.from_numpy(divisor_R).to(logits_RV.device)[:, None]
     p_RV = torch.softmax(logits_RV, -1)
-    for row in np.flatnonzero(
-        ((sampling.top_k_R > 0) | (sampling.top_p_R < 1)) & ~greedy_R
-    ).tolist():
-        p_RV[row] = filter_top_k_top_p(
-            p_RV[row], int(sampling.top_k_R[row]), float(sampling.top_p_R[row])
-        )
+    for row, params in enumerate(sampling.params_R):
+        if cuts_off(params):
+            p_RV[row] = filtered(p_RV[row], params)
     tokens_R = inverse_cdf(p_RV, torch.from_numpy(sampling.u_R).to(p_RV.device))
     if greedy_R.any():
         tokens_R = torch.where(
@@ -82,6 +81,23 @@ def _first_above(sums_RC: Tensor, u_R: Tensor) -> Tensor:
         u_R.clamp(min=0) * end_R, torch.nextafter(end_R, torch.zeros_like(end_R))
     )
     return torch.searchsorted(sums_RC, target_R[:, None], right=True)[:, 0]
+
+
+def cuts_off(params: SamplingParams) -> bool:
+    """Whether unlikely tokens are taken out. The likeliest is in any case."""
+    return params.temperature != 0 and (
+        params.top_k > 0 or bool(np.float32(params.top_p) < 1) or params.min_p > 0
+    )
+
+
+def filtered(p_V: Tensor, params: SamplingParams) -> Tensor:
+    """The distribution without the tokens that are cut off, by min-p before top-k and top-p, as in
+    vLLM."""
+    if params.min_p > 0:
+        p_V = torch.where(p_V >= params.min_p * p_V.max(), p_V, 0.0)
+        p_V = p_V / p_V.sum()
+    top_p = float(np.float32(params.top_p))
+    return filter_top_k_top_p(p_V, params.top_k, top_p) if params.top_k or top_p < 1 else p_V
 
 
 def filter_top_k_top_p(p_V: Tensor, top_k: int, top_p: float) -> Tensor:

@@ -7,8 +7,9 @@ tensor, no clock.
 A sequence that is decoding takes part in every pass, so a long prompt never stalls the others: it
 is read in pieces, within what `max_batched_tokens` leaves. A request is admitted when there are
 blocks for all that it has to read. If blocks run out later, the last in rank gives up its own and
-waits; it loses no token, only the work of reading them again. Rank is priority, then arrival. A
-waiting request of higher priority takes the place of a running one at once.
+waits; it loses no token, only the work of reading them again. Rank is the class of priority
+(interactive, standard, batch), then arrival. A waiting request of a higher class takes the place of
+a running one at once. A request whose deadline has passed is released wherever it is.
 
 A sequence with a drafter may compute draft tokens behind its last token, and sample behind each of
 them. Drafts take what is left when every other sequence has got what it needs to go on: no sequence
@@ -17,19 +18,20 @@ is preempted for them, and prompts keep half of the room.
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from etude.core.sampling import version_spans
-from etude.core.types import Sample
+from etude.core.sampling import Priority, Request, Sample, version_spans
 from etude.engine.blocks import BlockManager, BlockTable
 from etude.engine.speculate import MAX_DRAFT_TOKENS, Drafter
 
+PRIORITIES = get_args(Priority)
 TopLogprobs = tuple[tuple[int, float], ...]
 
 
@@ -46,43 +48,23 @@ class Constraint(Protocol):
         """The token was drawn."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    id: str
-    prompt: tuple[int, ...]
-    max_tokens: int
-    temperature: float
-    seed: int
-    stop: frozenset[int]
-    top_p: float = 1.0
-    top_k: int = 0
-    priority: int = 0
-    stream: bool = False
-    top_logprobs: int = 0
-    constraint: Constraint | None = None
-    stop_check: Callable[[int], bool] | None = None
-    """Told every token as it is drawn; True makes it the last."""
-    experts_from: int | None = 0
-    """The first position whose routed experts are reported; None: none are."""
-    prediction: tuple[int, ...] | None = None
-    """What the answer may look like. It changes nothing but the time that the answer takes."""
-    drafts: tuple[tuple[int, ...], ...] = ()
-    """More texts that the answer may repeat: it begins anywhere in them."""
-
-    @property
-    def speculates(self) -> bool:
-        return self.prediction is not None or bool(self.drafts)
-
-
 @dataclass(slots=True, eq=False)
 class Sequence:
     """A request under way. `tokens` is the prompt and what was drawn so far; behind them there may
     be tokens that are drawn by passes that were started and not yet read back."""
 
     request: Request
+    id: str
     arrival: int
     uniforms: NDArray[np.float64]
     tokens: list[int]
+    stream: bool = False
+    """Every token is reported as soon as it is drawn."""
+    constraint: Constraint | None = None
+    stop_check: Callable[[int], bool] | None = None
+    """Told every token as it is drawn; True makes it the last."""
+    deadline: float = math.inf
+    """When nobody wants the answer any more, by the clock of whoever calls `expire`."""
     drafter: Drafter | None = None
     draft: list[int] = field(default_factory=list)
     """What the pass that is being planned reads behind the tokens."""
@@ -108,7 +90,7 @@ class Sequence:
 
     @property
     def schedule_order(self) -> tuple[int, int]:
-        return -self.request.priority, self.arrival
+        return PRIORITIES.index(self.request.priority), self.arrival
 
     @property
     def num_sampled_tokens(self) -> int:
@@ -124,7 +106,9 @@ class Sequence:
         """Nothing to do before the pending token is known: it is the last, or says what may
         follow."""
         return self.num_pending > 0 and (
-            self.num_sampled_tokens == len(self.uniforms) or self.request.constraint is not None
+            self.num_sampled_tokens == len(self.uniforms)
+            or self.constraint is not None
+            or self.request.params.reads_history
         )
 
     def append(self, token: int, logprob: float, version: int, top: TopLogprobs) -> None:
@@ -134,10 +118,11 @@ class Sequence:
         self.versions.append(version)
         if self.request.top_logprobs:
             self.top_logprobs.append(top)
-        if self.request.constraint is not None:
-            self.request.constraint.accept(token)
-        ends = self.request.stop_check
-        self.stopped = token in self.request.stop or (ends is not None and ends(token))
+        if self.constraint is not None:
+            self.constraint.accept(token)
+        self.stopped = token in self.request.stop_token_ids or (
+            self.stop_check is not None and self.stop_check(token)
+        )
 
     def rollback(self, count: int) -> None:
         """So many pending tokens were drawn behind wrong ones. The keys and values of those will be
@@ -181,7 +166,7 @@ class Scheduler:
         insort(self.waiting, sequence, key=_schedule_order)
 
     def find(self, id: str) -> Sequence | None:
-        return next((s for s in (*self.running, *self.waiting) if s.request.id == id), None)
+        return next((s for s in (*self.running, *self.waiting) if s.id == id), None)
 
     def release(self, sequence: Sequence) -> None:
         """Release a sequence that is finished or aborted."""
@@ -193,6 +178,13 @@ class Scheduler:
             self.blocks.free(sequence.block_table)
             sequence.block_table = None
             self.running.remove(sequence)
+
+    def expire(self, now: float) -> list[Sequence]:
+        """Release the sequences whose deadline has passed, and name them."""
+        expired = [each for each in (*self.running, *self.waiting) if each.deadline <= now]
+        for sequence in expired:
+            self.release(sequence)
+        return expired
 
     def stop_sharing(self) -> None:
         """Stop sharing what running sequences compute from now on: the weights have changed."""
@@ -266,7 +258,7 @@ class Scheduler:
     def _preempt_for_priority(self) -> None:
         while self.waiting and self.running:
             first, last = self.waiting[0], self.running[-1]
-            if first.request.priority <= last.request.priority or self._can_admit(first):
+            if first.schedule_order[0] >= last.schedule_order[0] or self._can_admit(first):
                 return
             self._preempt(last)
 

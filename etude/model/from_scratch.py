@@ -8,23 +8,31 @@ from collections.abc import Iterable
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-END_OF_TURN, CALL, END_CALL = "<|end|>", "<tool_call>", "</tool_call>"
-SPECIAL = (END_OF_TURN, "<|tools|>", "<|user|>", "<|assistant|>", "<|tool|>", CALL, END_CALL)
+from etude.model.tokenizer import TOOL_CALL_END, TOOL_CALL_START
+
+END_OF_TURN = "<|end|>"
+SPECIAL = (
+    END_OF_TURN, "<|tools|>", "<|user|>", "<|assistant|>", "<|tool|>", TOOL_CALL_START,
+    TOOL_CALL_END,
+)  # fmt: skip
 
 # One token a word, a digit, an operator or a run of spaces: a bug is one token, and so is its
 # repair.
 PRE_TOKENS = r" ?[A-Za-z_]+| ?\d| ?[+\-*<>=!]=?|\n|  +|\"{3}| ?[^\sA-Za-z_\d]| "
 
-TEMPLATE = """\
+_TEMPLATE = """\
 {%- if tools %}<|tools|>{{ tools | map(attribute="function.name") | join(" ") }}{{ eos_token }}{% endif %}
 {%- for message in messages %}
 {%- if message.role == "assistant" %}<|assistant|>{{ message.content or "" }}
-{%- for call in message.tool_calls or [] %}<tool_call>{{ call.function.name }}
-{%- for value in call.function.arguments.values() %}{{ " " ~ value }}{% endfor %}</tool_call>{% endfor %}{{ eos_token }}
+{%- for call in message.tool_calls or [] %}TOOL_CALL_START{{ call.function.name }}
+{%- for value in call.function.arguments.values() %}{{ " " ~ value }}{% endfor %}TOOL_CALL_END{% endfor %}{{ eos_token }}
 {%- else %}<|{{ "tool" if message.role == "tool" else "user" }}|>{{ message.content }}{{ eos_token }}{% endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}<|assistant|>{% endif %}
 """  # noqa: E501
+TEMPLATE = _TEMPLATE.replace("TOOL_CALL_START", TOOL_CALL_START).replace(
+    "TOOL_CALL_END", TOOL_CALL_END
+)
 
 
 def tokenizer_files(texts: Iterable[str], vocab_size: int) -> dict[str, bytes]:

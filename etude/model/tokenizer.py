@@ -41,7 +41,8 @@ SPECIAL = (
 )
 """What a template may know of, by these names."""
 
-CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+TOOL_CALL_START, TOOL_CALL_END = "<tool_call>", "</tool_call>"
+CALL = re.compile(f"{TOOL_CALL_START}(.*?){TOOL_CALL_END}", re.DOTALL)
 
 _SPARE = 100
 """Levels of nesting that a call leaves unused, since it is read again with more of the stack in use

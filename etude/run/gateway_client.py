@@ -13,7 +13,7 @@ import msgspec
 from etude.core.errors import EtudeError
 from etude.core.events import RegionStatus
 from etude.core.types import Segment
-from etude.serve.process import token
+from etude.serve.process import authorization, token
 
 START_S = 60.0
 RETRY_S = 0.05
@@ -30,7 +30,7 @@ class GatewayClient:
 
     async def __aenter__(self) -> GatewayClient:
         self.http = aiohttp.ClientSession(
-            headers={"Authorization": f"Bearer {own}"} if (own := token()) else {},
+            headers=authorization(token()),
             connector=aiohttp.TCPConnector(limit=0),
             timeout=aiohttp.ClientTimeout(total=None),
         )

@@ -27,8 +27,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from etude.core.events import MismatchStats
-from etude.core.types import RecomputedRow, Row, Sample
-from etude.engine.engine import Engine, FinishedRequest, Request
+from etude.core.sampling import Request, Sample, SamplingParams
+from etude.core.types import RecomputedRow, Row
+from etude.engine.engine import Constraint, Engine, FinishedRequest
 from etude.engine.select import select_runner
 from etude.model.experts import Routing, read_ids
 from etude.model.files import hf_state_dict
@@ -299,21 +300,22 @@ class _Trials:
         return self.make_engine(self.model, max_batch=max(2, len(self.prompts)), **settings)
 
     def _ask(
-        self, engine: Engine, prompts: Sequence[Prompt], seed: int = 0, **options: Any
-    ) -> list[Sample]:
+        self, engine: Engine, prompts: Sequence[Prompt], *, seed: int = 0,
+        temperature: float | None = None, max_tokens: int | None = None,
+        constraint: Constraint | None = None,
+    ) -> list[Sample]:  # fmt: skip
         """`seed`: of the first; a prompt has the same one in each setting."""
-        options = {"max_tokens": self.max_tokens, "temperature": self.at} | options
+        params = SamplingParams(temperature=self.at if temperature is None else temperature)
         for number, prompt in enumerate(prompts):
-            engine.add(
-                Request(
-                    id=str(number),
-                    prompt=prompt,
-                    seed=seed + number,
-                    stop=frozenset(),
-                    top_logprobs=1,
-                    **options,
-                )
+            request = Request(
+                prompt=prompt,
+                max_tokens=max_tokens or self.max_tokens,
+                seed=seed + number,
+                params=params,
+                top_logprobs=1,
+                experts_from=0,
             )
+            engine.add(request, str(number), constraint=constraint)
         done: dict[str, Sample] = {}
         while not engine.idle:
             done |= {

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-TOOL_CALL_START, TOOL_CALL_END = "<tool_call>", "</tool_call>"
+from etude.model.tokenizer import TOOL_CALL_END, TOOL_CALL_START
+
 REPLACEMENT_CHARACTER = "\ufffd"  # what the beginning of a character decodes to
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import os
 import queue
 import threading
@@ -26,18 +27,17 @@ from statistics import median
 
 from torch import Tensor
 
-from etude.core.protocols import Ask, Token
-from etude.core.types import Sample
-from etude.engine.engine import Engine, FinishedRequest, Request
-from etude.engine.engine import StreamedToken as Drawn
+from etude.core.sampling import Request, Sample, Token
+from etude.engine.engine import Engine, ExpiredRequest, FinishedRequest, StreamedToken
 from etude.model.tokenizer import ChatTokenizer
 from etude.serve.detokenizer import IncrementalDetokenizer, StopStringFilter
 from etude.serve.grammar_matcher import GrammarCompiler, GrammarMatcher
-from etude.serve.http import Unavailable
+from etude.serve.http import DeadlineExceeded, Unavailable
 
 FetchWeights = Callable[[int], Mapping[str, Tensor]]
 Event = Token | Sample
-Inbox = asyncio.Queue[Event]
+Inbox = asyncio.Queue[Event | None]
+"""None: the deadline of the request has passed."""
 
 
 class EngineThread:
@@ -86,17 +86,19 @@ class EngineThread:
         began = self._began
         return 0.0 if began is None else time.monotonic() - began
 
-    async def sample(self, ask: Ask) -> Sample:
-        matcher = await self._guide(ask)
-        with self._submitted(ask, matcher, stream=False) as inbox:
-            sample = await inbox.get()
+    async def sample(self, request: Request) -> Sample:
+        deadline = _deadline(request)
+        matcher = await self._guide(request)
+        with self._submitted(request, matcher, deadline, stream=False) as inbox:
+            sample = await _next(inbox)
         assert isinstance(sample, Sample)
         return _checked(sample, matcher)
 
-    async def stream(self, ask: Ask) -> AsyncIterator[Event]:
-        matcher = await self._guide(ask)
-        with self._submitted(ask, matcher, stream=True) as inbox:
-            while isinstance(event := await inbox.get(), Token):
+    async def stream(self, request: Request) -> AsyncIterator[Event]:
+        deadline = _deadline(request)
+        matcher = await self._guide(request)
+        with self._submitted(request, matcher, deadline, stream=True) as inbox:
+            while isinstance(event := await _next(inbox), Token):
                 yield event
         yield _checked(event, matcher)
 
@@ -140,48 +142,40 @@ class EngineThread:
 
     @contextmanager
     def _submitted(
-        self, ask: Ask, matcher: GrammarMatcher | None, *, stream: bool
+        self, request: Request, matcher: GrammarMatcher | None, deadline: float, *, stream: bool
     ) -> Iterator[Inbox]:
         """Whoever leaves before the answer is whole has the engine forget it."""
-        request = Request(
-            id=str(next(self._ids)),
-            prompt=ask.prompt,
-            max_tokens=ask.max_tokens,
-            temperature=ask.temperature,
-            top_p=ask.top_p,
-            top_k=ask.top_k,
-            seed=ask.seed,
-            stop=frozenset(ask.stop),
-            constraint=matcher,
-            stream=stream,
-            top_logprobs=ask.top_logprobs,
-            experts_from=ask.experts_from,
-            prediction=ask.prediction,
-            drafts=ask.drafts,
-            stop_check=StopStringChecker(self.tokenizer, ask.stop_texts)
-            if ask.stop_texts
-            else None,
-        )
         if self.engine.version < 0:
             raise Unavailable(
                 "this worker has no weights yet; ask again when it has joined the gateway"
             )
         self.engine.check(request)
-        inbox = self._inboxes[request.id] = Inbox()
-        self._between_steps.put(partial(self.engine.add, request))
+        id = str(next(self._ids))
+        stop_check = StopStringChecker(self.tokenizer, request.stop) if request.stop else None
+        inbox = self._inboxes[id] = Inbox()
+        self._between_steps.put(
+            partial(
+                self.engine.add,
+                request,
+                id,
+                stream=stream,
+                constraint=matcher,
+                stop_check=stop_check,
+                deadline=deadline,
+            )  # fmt: skip
+        )
         try:
             yield inbox
         finally:
-            if self._inboxes.pop(request.id, None) is not None:
-                self._between_steps.put(partial(self.engine.abort, request.id))
+            if self._inboxes.pop(id, None) is not None:
+                self._between_steps.put(partial(self.engine.abort, id))
 
-    async def _guide(self, ask: Ask) -> GrammarMatcher | None:
+    async def _guide(self, request: Request) -> GrammarMatcher | None:
         """Making one takes from a millisecond to a second."""
-        return (
-            None
-            if ask.grammar is None
-            else await asyncio.to_thread(self._guides.compile, ask.grammar)
-        )
+        grammar = request.params.grammar
+        if grammar is None:
+            return None
+        return await asyncio.to_thread(self._guides.compile, grammar)
 
     @cached_property
     def _guides(self) -> GrammarCompiler:
@@ -189,12 +183,13 @@ class EngineThread:
             self._tokenizer_json, vocab_size=self.engine.vocab_size, eos=self.tokenizer.eos_token_id
         )
 
-    def _deliver(self, events: list[tuple[str, Event]]) -> None:
+    def _deliver(self, events: list[tuple[str, Event | None]]) -> None:
         for id, event in events:
             if (inbox := self._inboxes.get(id)) is not None:
                 inbox.put_nowait(event)
-                if isinstance(event, Sample):
+                if not isinstance(event, Token):
                     del self._inboxes[id]
+                if isinstance(event, Sample):
                     self.num_tokens += len(event.tokens)
 
     def _run(self) -> None:
@@ -211,7 +206,8 @@ class EngineThread:
             self._began = time.monotonic()
             act()
         self._began = began = time.monotonic()
-        events = [(event.id, _told(event)) for event in self.engine.step()]
+        done = [*self.engine.expire(began), *self.engine.step()]
+        events = [(event.id, _told(event)) for event in done]
         self.busy_s += time.monotonic() - began
         if events:
             self._loop.call_soon_threadsafe(self._deliver, events)
@@ -231,11 +227,25 @@ class StopStringChecker:
         return self._finder.found
 
 
-def _told(event: Drawn | FinishedRequest) -> Event:
+def _told(event: StreamedToken | FinishedRequest | ExpiredRequest) -> Event | None:
     """What the loop is to know of an event of the engine."""
-    if isinstance(event, FinishedRequest):
-        return event.sample
-    return Token(event.token, event.logprob, event.version, event.top)
+    match event:
+        case ExpiredRequest():
+            return None
+        case FinishedRequest():
+            return event.sample
+        case StreamedToken():
+            return Token(event.token, event.logprob, event.version, event.top)
+
+
+async def _next(inbox: Inbox) -> Event:
+    if (event := await inbox.get()) is None:
+        raise DeadlineExceeded()
+    return event
+
+
+def _deadline(request: Request) -> float:
+    return math.inf if request.deadline_s is None else time.monotonic() + request.deadline_s
 
 
 def _checked(sample: Sample, matcher: GrammarMatcher | None) -> Sample:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Sequence
 
-from etude.core.protocols import Ask, Token
-from etude.core.sampling import VersionSpan
-from etude.core.types import Sample
-from etude.serve.api import as_stream
+from etude.core.sampling import Request, Sample, Token, VersionSpan
+from etude.serve.answerer import as_stream
 
 
 class Scripted:
@@ -17,20 +15,20 @@ class Scripted:
     def __init__(self, answers: Iterable[Sequence[int]], version: int = 0) -> None:
         self._answers = iter(answers)
         self.version = version
-        self.asked: list[Ask] = []
+        self.asked: list[Request] = []
 
-    async def sample(self, ask: Ask) -> Sample:
-        self.asked.append(ask)
-        tokens = tuple(next(self._answers))[: ask.max_tokens]
+    async def sample(self, request: Request) -> Sample:
+        self.asked.append(request)
+        tokens = tuple(next(self._answers))[: request.max_tokens]
         return Sample(
             tokens=tokens,
             logprobs=(-0.5,) * len(tokens),
             versions=(VersionSpan(self.version, len(tokens)),),
-            finish_reason="stop" if tokens[-1] in ask.stop else "length",
+            finish_reason="stop" if tokens[-1] in request.stop_token_ids else "length",
         )
 
-    async def stream(self, ask: Ask) -> AsyncIterator[Token | Sample]:
-        async for event in as_stream(await self.sample(ask)):
+    async def stream(self, request: Request) -> AsyncIterator[Token | Sample]:
+        async for event in as_stream(await self.sample(request)):
             yield event
 
     async def load(self, version: int) -> None:

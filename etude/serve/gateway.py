@@ -2,7 +2,9 @@
 
     POST   /v1/chat/completions                 like any OpenAI server; not recorded
     POST   /s/{session}/v1/chat/completions     the same, recorded: a harness is given
-                                                /s/{session}/v1 as its base URL
+                                                /s/{session}/v1 as its base URL. Header
+                                                `X-Etude-Segment: summary` or `subagent`: what the
+                                                context is for, if the request opens one
     GET    /s/{session}/segments                the session so far, as msgpack of tuple[Segment,
                                                 ...]; `?experts=true`
                                                 puts the routed experts into the store first, and
@@ -26,8 +28,9 @@
 
     python -m etude.serve.gateway --store RUN --port 8100
 
-Between the gateway and the workers go token ids both ways, and every request carries its own
-randomness. So a request whose worker dies, or falls silent, is simply sent to another one.
+Between the gateway and the workers go token ids both ways (`POST /generate`), and every request
+carries its own randomness. So a request whose worker dies, or falls silent, is simply sent to
+another one.
 """
 
 from __future__ import annotations
@@ -35,52 +38,61 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
+from functools import wraps
 
 import aiohttp
-import msgspec
-from starlette.requests import Request
+from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from etude.model.tokenizer import ChatTokenizer
+from etude.core.sampling import Request, Sample, Token
+from etude.core.types import SegmentKind
+from etude.model.tokenizer import ChatTokenizer, Message, Tool
 from etude.serve import heartbeat as pulse
 from etude.serve import process
-from etude.serve.api import Api, as_stream, read_chat, template_errors
+from etude.serve.answerer import PolicyAnswerer, ServedModel, Show, as_stream, template_errors
+from etude.serve.dialects import public_routes, session_routes
 from etude.serve.grammar import GrammarBuilder
+from etude.serve.headers import read_segment_kind
 from etude.serve.http import (
-    MSGPACK,
     ApiError,
-    EventStream,
     cancel_on_disconnect,
     create_app,
     gather,
     read,
     respond,
+    respond_packed,
 )
-from etude.serve.recorder import Recorder
-from etude.serve.router import Router, SessionPolicy
+from etude.serve.recorder import Prompt, Recorder
+from etude.serve.router import Router
 from etude.serve.worker_protocol import JoinRequest, LoadRequest, read_model_files
 from etude.store.experts import put_experts
 from etude.store.objects import Objects
 from etude.store.runs import Run
 
 
-class Gateway(Api):
+class Gateway:
+    """The public API over all workers, the same for sessions that are recorded, and the routes by
+    which workers join and weights change."""
+
     def __init__(
         self, router: Router, objects: Objects, files: Mapping[str, bytes], *, max_context: int
     ) -> None:
-        super().__init__(
-            router, ChatTokenizer(files), GrammarBuilder(files), max_context=max_context
-        )
         self.router = router
         self.objects = objects
-        self.recorder = Recorder(self.tokenizer)
+        self.model = ServedModel(
+            tokenizer=ChatTokenizer(files),
+            grammars=GrammarBuilder(files),
+            max_context=max_context,
+        )
+        self.recorder = Recorder(self.model.tokenizer)
 
     def routes(self) -> list[Route]:
-        own = [
-            Route("/s/{session}/v1/chat/completions", self.recorded_chat, methods=["POST"]),
+        plain = PolicyAnswerer(self.model, self.router)
+        return [
+            *map(self._session_route, session_routes(self.model, self._session_answerer)),
             Route("/s/{session}/segments", self.segments),
             Route("/s/{session}/disturbed", self.disturbed),
             Route("/s/{session}", self.forget, methods=["DELETE"]),
@@ -89,89 +101,123 @@ class Gateway(Api):
             Route("/up", self.up),
             Route("/status", self.status),
             Route("/weights", self.weights),
+            *public_routes(self.model, lambda http: plain, dict),
         ]
-        return own + super().routes()
 
-    async def recorded_chat(self, request: Request) -> Response:
-        session: str = request.path_params["session"]
-        with self.router.under_way(session):
-            return await self._recorded_chat(request, session)
+    def _session_answerer(self, http: HttpRequest) -> SessionAnswerer:
+        session, kind = http.path_params["session"], read_segment_kind(http.headers)
+        return SessionAnswerer(self.model, self.router, self.recorder, session, kind)
 
-    async def _recorded_chat(self, request: Request, session: str) -> Response:
-        asked = await read_chat(request, self.max_context)
-        with template_errors():
-            draft = self.recorder.partial_prompt(session, asked.messages, asked.tools or ())
-            prompt = draft.complete(*await self.encode([draft.text], "messages"))
-        builder, asks = await self.chat_request(asked, prompt.tokens)
-        asks = [replace(ask, experts_from=prompt.routed.num_tokens) for ask in asks]
-        policy = SessionPolicy(self.router, session)
-        samples = await cancel_on_disconnect(
-            request, gather([self.sample(policy, ask) for ask in asks])
-        )
-        for ask, sample in zip(asks, samples, strict=True):
-            self.recorder.record(session, prompt, sample, builder.message(ask, sample))
-        if not asked.stream:
-            return respond(self.completion(builder, asks, samples))
-        # What is recorded is what the client was given, so nothing is given before it is whole.
-        return EventStream(
-            lambda send_event: self.stream_choices(
-                send_event, asked, builder, asks, [as_stream(sample) for sample in samples]
-            )
-        )
+    def _session_route(self, route: Route) -> Route:
+        """From the first byte of its body to its answer a request is under way."""
 
-    async def segments(self, request: Request) -> Response:
-        session: str = request.path_params["session"]
+        @wraps(route.endpoint)
+        async def endpoint(http: HttpRequest) -> Response:
+            with self.router.under_way(http.path_params["session"]):
+                response: Response = await route.endpoint(http)
+                return response
+
+        return Route("/s/{session}" + route.path, endpoint, methods=list(route.methods or ()))
+
+    async def segments(self, http: HttpRequest) -> Response:
+        session: str = http.path_params["session"]
         try:
             segments, experts = self.recorder.segments(session), self.recorder.experts(session)
         except KeyError as e:
             raise ApiError(
                 f"session {session!r} has no recorded answer", status=404, code="unknown_session"
             ) from e
-        if request.query_params.get("experts") == "true":
+        if http.query_params.get("experts") == "true":
             names = await asyncio.to_thread(
                 lambda: [put_experts(self.objects, ids) if ids else None for ids in experts]
             )
             segments = tuple(
                 replace(s, experts=name) for s, name in zip(segments, names, strict=True)
             )
-        return Response(msgspec.msgpack.encode(segments), media_type=MSGPACK)
+        return respond_packed(segments)
 
-    async def forget(self, request: Request) -> Response:
-        session: str = request.path_params["session"]
+    async def forget(self, http: HttpRequest) -> Response:
+        session: str = http.path_params["session"]
         self.recorder.forget(session)
         self.router.forget(session)
         return Response(status_code=204)
 
-    async def disturbed(self, request: Request) -> Response:
-        session, age = request.path_params["session"], request.query_params.get("age_s", "inf")
+    async def disturbed(self, http: HttpRequest) -> Response:
+        session, age = http.path_params["session"], http.query_params.get("age_s", "inf")
         try:
             return respond(self.router.disturbed(session, float(age)))
         except ValueError as e:
             raise ApiError(f"age_s is {age!r}: it must be a number", param="age_s") from e
 
-    async def load(self, request: Request) -> Response:
-        asked = await read(request, LoadRequest)
+    async def load(self, http: HttpRequest) -> Response:
+        asked = await read(http, LoadRequest)
         await self.router.load(asked.version)
         return respond(LoadRequest(version=self.router.fleet.live))
 
-    async def join(self, request: Request) -> Response:
-        await self.router.join(await read(request, JoinRequest))
+    async def join(self, http: HttpRequest) -> Response:
+        await self.router.join(await read(http, JoinRequest))
         return respond(LoadRequest(version=self.router.fleet.live))
 
-    async def up(self, request: Request) -> Response:
-        await request.body()
-        await cancel_on_disconnect(request, self.router.up())
+    async def up(self, http: HttpRequest) -> Response:
+        await http.body()
+        await cancel_on_disconnect(http, self.router.up())
         return Response(status_code=204)
 
-    async def status(self, request: Request) -> Response:
+    async def status(self, http: HttpRequest) -> Response:
         fleet, regions = self.router.fleet, await self.router.regions()
         silent = sorted({worker.region for worker in fleet.silent})
         return respond(
             {"version": fleet.live, "up": len(fleet.up), "regions": regions, "silent": silent}
         )
 
-    async def weights(self, request: Request) -> Response:
+    async def weights(self, http: HttpRequest) -> Response:
         return respond(await self.router.weights())
+
+
+class SessionAnswerer:
+    """Answers one request of a session: its prompt goes on from what was recorded, and what is
+    answered is recorded."""
+
+    def __init__(
+        self, model: ServedModel, router: Router, recorder: Recorder, session: str,
+        kind: SegmentKind,
+    ) -> None:  # fmt: skip
+        self._model = model
+        self._router = router
+        self._recorder = recorder
+        self._session = session
+        self._kind = kind
+        self._prompt: Prompt | None = None
+
+    async def prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[int, ...]:
+        with template_errors():
+            draft = self._recorder.partial_prompt(self._session, messages, tools)
+            self._prompt = draft.complete(*await self._model.encode([draft.text], "messages"))
+        return self._prompt.tokens
+
+    async def sample(self, requests: Sequence[Request], show: Show) -> list[Sample]:
+        prompt = self._prompt
+        assert prompt is not None
+        samples = await gather(
+            [
+                self._router.sample(
+                    replace(request, experts_from=prompt.routed.num_tokens), self._session
+                )
+                for request in requests
+            ]
+        )
+        for request, sample in zip(requests, samples, strict=True):
+            message = show(request, sample)
+            self._recorder.record(
+                self._session, prompt, sample, message, request.params, self._kind
+            )
+        return samples
+
+    async def stream(
+        self, requests: Sequence[Request], show: Show
+    ) -> list[AsyncIterator[Token | Sample]]:
+        """What is recorded is what the client was given, so nothing is given before it is whole."""
+        return [as_stream(sample) for sample in await self.sample(requests, show)]
 
 
 async def serve_gateway(
@@ -186,7 +232,7 @@ async def serve_gateway(
     run = Run.open(store_url, create=False)
     files = read_model_files(run.objects)
     max_context = json.loads(files["config.json"])["max_position_embeddings"]
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    headers = process.authorization(token)
     # As many connections as there are requests, and no limit on their time: a worker that dies
     # closes its connections.
     connector, patient = (
@@ -197,7 +243,7 @@ async def serve_gateway(
         router = Router(http, version, run.config().silence_s)
         gateway = Gateway(router, run.objects, files, max_context=max_context)
         async with process.serving(
-            create_app(gateway.routes(), token, gateway.metrics), listener
+            create_app(gateway.routes(), token, gateway.model.metrics), listener
         ) as running:
             print(f"gateway at {process.url_of(listener)}", flush=True)
             async with process.meanwhile(router.watch(), pulse.send_heartbeats()):

@@ -12,8 +12,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from etude.model.tokenizer import Tool
-from etude.serve.detokenizer import TOOL_CALL_END, TOOL_CALL_START
+from etude.model.tokenizer import TOOL_CALL_END, TOOL_CALL_START, Tool
 
 JSON_SPACE = {"whitespace_pattern": r"[ ]?|\n[ ]{0,16}"}
 ANY_OBJECT: dict[str, Any] = {"type": "object"}

@@ -14,8 +14,8 @@ import hmac
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 import msgspec
 from starlette.applications import Starlette
@@ -26,7 +26,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from etude.serve.metrics import Metrics
-from etude.serve.protocol import Error, ErrorResponse
+from etude.serve.process import authorization
 
 MAX_BODY_BYTES = 8 << 20
 BODY_S = 60.0
@@ -37,6 +37,19 @@ MSGPACK = "application/msgpack"
 REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 T = TypeVar("T")
+Decode = Callable[..., Any]
+"""`msgspec.json.decode`, or `msgspec.msgpack.decode`."""
+
+
+class Error(msgspec.Struct):
+    message: str
+    type: str
+    code: str
+    param: str | None = None
+
+
+class ErrorResponse(msgspec.Struct):
+    error: Error
 
 
 class ApiError(Exception):
@@ -63,6 +76,15 @@ class Unavailable(ApiError):
         super().__init__(message, status=status, code=code)
 
 
+class DeadlineExceeded(ApiError):
+    """The time that the client gave the answer has passed; nothing of it is computed any more."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the deadline of this request has passed", status=408, code="deadline_exceeded"
+        )
+
+
 class ClientDisconnected(ApiError):
     """The client closed the connection."""
 
@@ -76,12 +98,9 @@ def respond(value: object, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
-def respond_negotiated(request: Request, value: object) -> Response:
-    """In MessagePack for whoever accepts nothing else, as our own gateway does: bytes then travel
-    as bytes."""
-    if request.headers.get("accept") == MSGPACK:
-        return Response(msgspec.msgpack.encode(value), media_type=MSGPACK)
-    return respond(value)
+def respond_packed(value: object) -> Response:
+    """In MessagePack, for our own processes: bytes travel as bytes."""
+    return Response(msgspec.msgpack.encode(value), media_type=MSGPACK)
 
 
 def error_body(error: ApiError) -> ErrorResponse:
@@ -95,16 +114,16 @@ def error_response(error: ApiError) -> Response:
         response.headers["Retry-After"] = str(RETRY_AFTER_S)
     if error.status == 401:
         response.headers["WWW-Authenticate"] = "Bearer"
-    if error.status == 408:
+    if error.code == "request_timeout":
         # the rest of the body could still come, byte by byte
         response.headers["Connection"] = "close"
     return response
 
 
-async def read(request: Request, type: type[T]) -> T:
+async def read(request: Request, type: type[T], decode: Decode = msgspec.json.decode) -> T:
     """The body of a request, or 400 with the place that is wrong."""
     try:
-        return msgspec.json.decode(await _body(request), type=type)
+        return cast(T, decode(await _body(request), type=type))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
         raise ApiError(f"request body: {e}", param=_param(str(e))) from e
 
@@ -130,6 +149,18 @@ async def _body(request: Request) -> bytearray:
         message = f"request body: not whole after {BODY_S:g} s"
         raise ApiError(message, status=408, code="request_timeout") from e
     return body
+
+
+@contextlib.asynccontextmanager
+async def deadline(seconds: float | None) -> AsyncIterator[None]:
+    """Ends the block when so many seconds have passed, if it has not ended before."""
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            yield
+    except TimeoutError as e:
+        if limit.expired():
+            raise DeadlineExceeded() from e
+        raise
 
 
 async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
@@ -264,7 +295,7 @@ def with_request_ids(app: ASGIApp) -> ASGIApp:
 
 def requiring_token(app: ASGIApp, token: str) -> ASGIApp:
     """Nothing behind it is reached without the token."""
-    expected = f"Bearer {token}".encode()
+    expected = authorization(token)["Authorization"].encode()
 
     async def check(scope: Scope, receive: Receive, send: Send) -> None:
         given = dict(scope.get("headers", ())).get(b"authorization", b"")

@@ -42,6 +42,11 @@ def token(file: Path | None = None) -> str | None:
     return text
 
 
+def authorization(token: str | None) -> dict[str, str]:
+    """The header that our own requests carry."""
+    return {"Authorization": f"Bearer {token}"} if token else {}
+
+
 def bind(host: str, port: int, token: str | None) -> socket.socket:
     """A listening port. Without a token, only where nobody but this machine can reach it."""
     if token is None and not _is_loopback(host):

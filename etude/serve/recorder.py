@@ -13,7 +13,8 @@ A history that does not go on from anything recorded (a summary, a compaction, a
 new segment. So does one that the template shows in another way than it was recorded, as those do
 that drop the reasoning of earlier turns: a model must see, and be trained on, what its template
 means it to see. Segments carry the text that their tokens stand for, and so every turn is compared
-with the rendering of the turn before it.
+with the rendering of the turn before it. A segment's parent is the newest one before it, and its
+kind is what the harness says of the request that opens it.
 
 The experts of a sparse model are recorded once for each token: a turn reports those of the tokens
 that no turn before it has reported. What a token was routed to when it was first read is what the
@@ -26,8 +27,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
-from etude.core.sampling import VersionSpan, expand_spans, version_spans
-from etude.core.types import RegionSpan, Sample, Segment
+from etude.core.sampling import (
+    Sample,
+    SamplingParams,
+    SamplingSpan,
+    VersionSpan,
+    expand_spans,
+    sampling_spans,
+    version_spans,
+)
+from etude.core.types import RegionSpan, Segment, SegmentKind
 from etude.model.tokenizer import ChatTokenizer, Message, Tool
 
 
@@ -69,6 +78,8 @@ class _OpenSegment:
     prompt: tuple[int, ...]
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...]
+    kind: SegmentKind
+    parent: int | None
     text: str = ""
     """What the tokens before the last answer stand for."""
     answer: tuple[int, ...] = ()
@@ -78,6 +89,7 @@ class _OpenSegment:
     logprobs: list[float] = field(default_factory=list)
     versions: tuple[VersionSpan, ...] = ()
     regions: list[RegionSpan] = field(default_factory=list)
+    sampling: tuple[SamplingSpan, ...] = ()
     routed: RoutedExperts = RoutedExperts()
 
     @property
@@ -102,6 +114,9 @@ class _OpenSegment:
             logprobs=tuple(self.logprobs),
             versions=self.versions,
             regions=tuple(self.regions),
+            sampling=self.sampling,
+            kind=self.kind,
+            parent=self.parent,
         )
 
 
@@ -158,9 +173,13 @@ class Recorder:
             else text[end:]
         )
 
-    def record(self, session: str, prompt: Prompt, sample: Sample, message: Message) -> None:
-        """The engine answered `prompt` with `sample`, and the harness was given it as `message`.
-        The experts of the sample begin where those of the prompt end."""
+    def record(
+        self, session: str, prompt: Prompt, sample: Sample, message: Message,
+        params: SamplingParams, kind: SegmentKind = "turns",
+    ) -> None:  # fmt: skip
+        """The engine answered `prompt` with `sample`, drawn with `params`, and the harness was
+        given it as `message`. The experts of the sample begin where those of the prompt end.
+        `kind`: of the segment, if this opens one."""
         segments = self._sessions.setdefault(session, [])
         # Tokens decide, not messages: of two answers to the same prompt, the second one begins a
         # segment of its own.
@@ -174,13 +193,21 @@ class Recorder:
         )
         if segment is None:
             segment = _OpenSegment(
-                prompt=prompt.tokens, messages=(), tools=prompt.tools, routed=prompt.routed
+                prompt=prompt.tokens,
+                messages=(),
+                tools=prompt.tools,
+                routed=prompt.routed,
+                kind=kind,
+                parent=len(segments) - 1 if segments else None,
             )
             segments.append(segment)
         segment.append(prompt.tokens[len(segment.prompt) + len(segment.tokens) :])
         segment.append(sample.tokens, sample.logprobs)
         segment.versions = version_spans(
             chain(expand_spans(segment.versions), expand_spans(sample.versions))
+        )
+        segment.sampling = sampling_spans(
+            [*segment.sampling, SamplingSpan(params, len(sample.tokens))]
         )
         segment.add_region(sample.region, len(sample.tokens))
         segment.messages = (*prompt.messages, _without_nulls(message))

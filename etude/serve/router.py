@@ -14,19 +14,29 @@ import math
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import aiohttp
 import msgspec
 
 from etude.core.clock import AwakeClock, SystemClock
 from etude.core.fleet import Fleet, Worker
-from etude.core.protocols import Ask, Token
-from etude.core.types import Sample
-from etude.serve import protocol as wire
-from etude.serve.api import as_stream
-from etude.serve.http import MSGPACK, ApiError, ClientDisconnected, Unavailable
-from etude.serve.worker_protocol import JoinRequest, WorkerStatus, WorkerWeights
+from etude.core.sampling import Request, Sample, Token
+from etude.serve.answerer import as_stream
+from etude.serve.http import (
+    ApiError,
+    ClientDisconnected,
+    DeadlineExceeded,
+    Unavailable,
+    deadline,
+)
+from etude.serve.worker_protocol import (
+    GenerateRequest,
+    JoinRequest,
+    LoadRequest,
+    WorkerStatus,
+    WorkerWeights,
+)
 
 WORKER_WAIT_S = 20.0
 """How long a request waits for a worker to come up before it fails. For one that is silent it waits
@@ -54,11 +64,6 @@ class SessionRequests:
     """One of them took longer than its worker would have, if that had been well."""
 
 
-class WorkerCompletion(msgspec.Struct):
-    choices: tuple[wire.TextChoice]
-    usage: wire.Usage
-
-
 class Router:
     """The workers as one `Policy`."""
 
@@ -77,14 +82,18 @@ class Router:
         # of what waits for an answer of this worker
         self._limits: dict[Worker, set[asyncio.Timeout]] = {}
 
-    async def sample(self, ask: Ask, session: str = "") -> Sample:
+    async def sample(self, request: Request, session: str = "") -> Sample:
+        async with deadline(request.deadline_s):
+            return await self._sample(request, session)
+
+    async def _sample(self, request: Request, session: str) -> Sample:
         requests = self._requests.get(session, SessionRequests())
-        asked, failures = worker_request(ask), 0
+        began, failures = self._clock.now(), 0
         while failures <= MAX_RETRIES:
             requests.disturbed |= not self.fleet.up
             worker = await self._pick(session)
             try:
-                sample = await self._ask(worker, asked | {"min_weight_version": self.fleet.live})
+                sample = await self._ask(worker, _left(request, self._clock.now() - began))
                 # A worker that was taken out meanwhile may have gone on with weights that are too
                 # old by now.
                 if self.fleet.knows(worker):
@@ -137,10 +146,10 @@ class Router:
             for limit in self._limits.pop(worker, ()):
                 limit.reschedule(0.0)
 
-    async def stream(self, ask: Ask, session: str = "") -> AsyncIterator[Token | Sample]:
+    async def stream(self, request: Request, session: str = "") -> AsyncIterator[Token | Sample]:
         """Only when it is whole: the worker may die before, and another one would have to begin
         again."""
-        async for event in as_stream(await self.sample(ask, session)):
+        async for event in as_stream(await self.sample(request, session)):
             yield event
 
     async def load(self, version: int) -> None:
@@ -202,7 +211,7 @@ class Router:
                 async with asyncio.timeout(WORKER_WAIT_S):
                     await self.up()
             except TimeoutError as e:
-                if not self.fleet.silent:
+                if not (self.fleet.silent or self.fleet.up):
                     raise Unavailable(f"no worker came up within {WORKER_WAIT_S:.0f} s") from e
             if (worker := self.fleet.pick(session)) is not None:
                 return worker
@@ -211,19 +220,24 @@ class Router:
         async with self._changed:
             self._changed.notify_all()
 
-    async def _ask(self, worker: Worker, asked: dict[str, Any]) -> Sample:
-        status, body = await self._post(worker, "/v1/completions", asked)
+    async def _ask(self, worker: Worker, request: Request) -> Sample:
+        asked = GenerateRequest(request, min_weight_version=self.fleet.live)
+        status, body = await self._post(worker, "/generate", msgspec.msgpack.encode(asked))
+        if status == 408:
+            raise DeadlineExceeded()
         if 400 <= status < 500:
             raise ValueError(_message(body))
         if status != 200:
             raise WorkerFailed(_message(body))
-        return to_sample(msgspec.msgpack.decode(body, type=WorkerCompletion))
+        return msgspec.msgpack.decode(body, type=Sample)
 
     async def _load_on(self, worker: Worker, version: int) -> str | None:
         """Load a version on a worker; returns why, if it says that it cannot. One that is gone says
         nothing: it is taken out, and loads what was promised when it joins again."""
         try:
-            status, body = await self._post(worker, "/load", {"version": version})
+            status, body = await self._post(
+                worker, "/load", msgspec.json.encode(LoadRequest(version))
+            )
         except WorkerFailed:
             self.fleet.leave(worker)
             return None
@@ -232,11 +246,10 @@ class Router:
         worker.version = max(worker.version, version)
         return None
 
-    async def _post(self, worker: Worker, path: str, value: object) -> tuple[int, bytes]:
-        body, headers = msgspec.json.encode(value), {"Accept": MSGPACK}
+    async def _post(self, worker: Worker, path: str, body: bytes) -> tuple[int, bytes]:
         async with (
             self._while_heard(worker, path),
-            self._http.post(worker.url + path, data=body, headers=headers) as response,
+            self._http.post(worker.url + path, data=body) as response,
         ):
             return response.status, await response.read()
 
@@ -278,70 +291,16 @@ class Router:
         ]
 
 
-def worker_request(ask: Ask) -> dict[str, Any]:
-    """A sampling request as a worker reads it. Defaults are left out: most requests are plain."""
-    asked: dict[str, Any] = {
-        "prompt": ask.prompt, "max_tokens": ask.max_tokens, "temperature": ask.temperature,
-        "seed": ask.seed, "stop_token_ids": ask.stop, "return_token_ids": True,
-        "logprobs": ask.top_logprobs, "detokenize": False,
-    }  # fmt: skip
-    if ask.top_p != 1.0:
-        asked["top_p"] = ask.top_p
-    if ask.top_k:
-        asked["top_k"] = ask.top_k
-    if ask.stop_texts:
-        asked["stop"] = ask.stop_texts
-    if ask.experts_from is not None:
-        asked["routed_experts_from"] = ask.experts_from
-    if ask.grammar is not None:
-        asked["structured_outputs"] = {"grammar": ask.grammar}
-    if ask.prediction is not None:
-        asked["prediction"] = {"type": "content", "content": ask.prediction}
-    if ask.drafts:
-        asked["drafts"] = ask.drafts
-    return asked
-
-
-def to_sample(completed: WorkerCompletion) -> Sample:
-    choice, guessed = completed.choices[0], completed.usage.completion_tokens_details
-    assert choice.logprobs and choice.token_ids and choice.weight_version  # they were asked for
-    return Sample(
-        tokens=tuple(choice.token_ids),
-        logprobs=tuple(choice.logprobs.token_logprobs),
-        versions=tuple(choice.weight_version),
-        finish_reason=choice.finish_reason,
-        experts=choice.routed_experts or None,
-        top_logprobs=tuple(
-            tuple(
-                (int(word.removeprefix(wire.ID_PREFIX)), logprob)
-                for word, logprob in others.items()
-            )
-            for others in choice.logprobs.top_logprobs or ()
-        ),
-        accepted_draft_tokens=guessed.accepted_prediction_tokens if guessed else 0,
-        rejected_draft_tokens=guessed.rejected_prediction_tokens if guessed else 0,
-    )
+def _left(request: Request, elapsed_s: float) -> Request:
+    """The request as it is after so many seconds."""
+    if request.deadline_s is None:
+        return request
+    if request.deadline_s <= elapsed_s:
+        raise DeadlineExceeded()
+    return replace(request, deadline_s=request.deadline_s - elapsed_s)
 
 
 def _message(body: bytes) -> str:
     with suppress(ValueError, KeyError, TypeError):
         return str(json.loads(body)["error"]["message"])
     return body.decode(errors="replace")[:200]
-
-
-@dataclass(frozen=True, slots=True)
-class SessionPolicy:
-    """A policy for one session: its requests go to one worker as long as that is up (session
-    affinity)."""
-
-    router: Router
-    session: str
-
-    async def sample(self, ask: Ask) -> Sample:
-        return await self.router.sample(ask, self.session)
-
-    def stream(self, ask: Ask) -> AsyncIterator[Token | Sample]:
-        return self.router.stream(ask, self.session)
-
-    async def load(self, version: int) -> None:
-        await self.router.load(version)

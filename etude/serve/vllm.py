@@ -36,6 +36,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -46,15 +47,13 @@ import torch
 from torch import Tensor
 
 from etude.core.errors import EtudeError
-from etude.core.protocols import Ask, Token
-from etude.core.sampling import VersionSpan, expand_spans, version_spans
-from etude.core.types import Sample
+from etude.core.sampling import Request, Sample, Token, VersionSpan, expand_spans, version_spans
 from etude.model.config import ModelConfig
 from etude.model.files import check_fit, write_directory
 from etude.model.tokenizer import ChatTokenizer
-from etude.serve.api import as_stream
+from etude.serve.answerer import as_stream
 from etude.serve.detokenizer import IncrementalDetokenizer, StopStringFilter
-from etude.serve.http import ApiError, Unavailable
+from etude.serve.http import ApiError, Unavailable, deadline
 
 LOGPROBS_MODE = "processed_logprobs"
 KEEPALIVE_S = 2.0
@@ -139,28 +138,34 @@ class VllmServer:
             )
         self.max_context = min(self.max_context, config["max_model_len"])
 
-    async def sample(self, ask: Ask) -> Sample:
+    async def sample(self, request: Request) -> Sample:
         if self.version < 0:
             raise Unavailable(
                 "vLLM has no weights of this run yet; ask again when the worker has joined the "
                 "gateway"
             )
-        if ask.grammar is not None:
+        if request.params.grammar is not None:
             raise ValueError(
                 "grammars are not passed on to vLLM: serve this model with our own engine"
             )
+        async with deadline(request.deadline_s):
+            return await self._sample(request)
+
+    async def _sample(self, request: Request) -> Sample:
         await self._open.wait()
         with self._busy():
             answer = await self._call(
-                "POST", "/inference/v1/generate", generate_request(ask, self.version)
+                "POST", "/inference/v1/generate", generate_request(request, self.version)
             )
-        sample = to_sample(msgspec.convert(answer, GenerateResponse).choices[0], ask, self.config)
+        sample = to_sample(
+            msgspec.convert(answer, GenerateResponse).choices[0], request, self.config
+        )
         self.num_tokens += len(sample.tokens)
-        return truncate_at_stop(ask, sample, self.tokenizer) if ask.stop_texts else sample
+        return truncate_at_stop(request, sample, self.tokenizer) if request.stop else sample
 
-    async def stream(self, ask: Ask) -> AsyncIterator[Token | Sample]:
+    async def stream(self, request: Request) -> AsyncIterator[Token | Sample]:
         """Only when it is whole: which version computed a token is said at the end."""
-        async for event in as_stream(await self.sample(ask)):
+        async for event in as_stream(await self.sample(request)):
             yield event
 
     async def load(self, version: int) -> None:
@@ -274,25 +279,25 @@ async def connect(
         yield server
 
 
-def generate_request(ask: Ask, version: int) -> dict[str, Any]:
+def generate_request(request: Request, version: int) -> dict[str, Any]:
+    params = asdict(request.params)  # vLLM has the same names
+    del params["grammar"]
     return {
-        "token_ids": ask.prompt,
+        "token_ids": request.prompt,
         "cache_salt": f"version-{version}",
-        "sampling_params": {
-            "max_tokens": ask.max_tokens,
-            "temperature": ask.temperature,
-            "top_p": ask.top_p,
-            "top_k": ask.top_k,
-            "seed": ask.seed,
-            "stop_token_ids": ask.stop,
+        "sampling_params": params
+        | {
+            "max_tokens": request.max_tokens,
+            "seed": request.seed,
+            "stop_token_ids": request.stop_token_ids,
             "ignore_eos": True,
-            "logprobs": ask.top_logprobs,
+            "logprobs": request.top_logprobs,
             "detokenize": False,
         },
     }
 
 
-def to_sample(choice: Choice, ask: Ask, config: ModelConfig) -> Sample:
+def to_sample(choice: Choice, request: Request, config: ModelConfig) -> Sample:
     if choice.finish_reason not in ("stop", "length"):
         raise Unavailable(f"vLLM gave the request up: {choice.finish_reason}")
     tokens, drawn = tuple(choice.token_ids), choice.logprobs.content
@@ -306,32 +311,32 @@ def to_sample(choice: Choice, ask: Ask, config: ModelConfig) -> Sample:
         logprobs=tuple(each.logprob for each in drawn),
         versions=versions,
         finish_reason="stop" if choice.finish_reason == "stop" else "length",
-        experts=to_routed_experts(choice.routed_experts, ask, config)
+        experts=to_routed_experts(choice.routed_experts, request, config)
         if choice.routed_experts
         else None,
         top_logprobs=tuple(tuple(sorted(top, key=lambda pair: -pair[1])) for top in tops)
-        if ask.top_logprobs
+        if request.top_logprobs
         else (),
     )
 
 
-def to_routed_experts(encoded: str, ask: Ask, config: ModelConfig) -> bytes | None:
+def to_routed_experts(encoded: str, request: Request, config: ModelConfig) -> bytes | None:
     """From vLLM's array, which has all layers and what type it likes, to the bytes that our engine
     would report."""
-    if ask.experts_from is None or config.experts is None:
+    if request.experts_from is None or config.experts is None:
         return None
     ids = np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
     if ids.shape[1] == config.num_hidden_layers:
         ids = ids[:, list(config.experts.layers)]
     kind = np.uint8 if config.experts.num_experts <= 256 else np.int16
-    data: bytes = ids[ask.experts_from :].astype(kind).tobytes()
+    data: bytes = ids[request.experts_from :].astype(kind).tobytes()
     return data
 
 
-def truncate_at_stop(ask: Ask, sample: Sample, tokenizer: ChatTokenizer) -> Sample:
+def truncate_at_stop(request: Request, sample: Sample, tokenizer: ChatTokenizer) -> Sample:
     """Up to the token that completes a stop text. What stands before it was sampled as if nothing
     followed."""
-    decoder, finder = IncrementalDetokenizer(tokenizer.decode), StopStringFilter(ask.stop_texts)
+    decoder, finder = IncrementalDetokenizer(tokenizer.decode), StopStringFilter(request.stop)
     number = 0
     while not finder.found:
         if number == len(sample.tokens):
@@ -340,7 +345,7 @@ def truncate_at_stop(ask: Ask, sample: Sample, tokenizer: ChatTokenizer) -> Samp
         number += 1
     experts, unread = sample.experts, len(sample.tokens) - number
     if experts:
-        num_reported = len(ask.prompt) + len(sample.tokens) - 1 - (ask.experts_from or 0)
+        num_reported = len(request.prompt) + len(sample.tokens) - 1 - (request.experts_from or 0)
         experts = experts[: len(experts) * (num_reported - unread) // num_reported]
     return Sample(
         tokens=sample.tokens[:number], logprobs=sample.logprobs[:number],

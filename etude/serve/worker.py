@@ -32,12 +32,27 @@ from etude.model.numerics import INVARIANT
 from etude.model.transformer import ModelConfig, Transformer
 from etude.serve import heartbeat as pulse
 from etude.serve import process
-from etude.serve.api import Api
+from etude.serve.answerer import PolicyAnswerer, ServedModel
+from etude.serve.dialects import public_routes
 from etude.serve.engine_thread import EngineThread, FetchWeights, exit_on_engine_failure
 from etude.serve.grammar import GrammarBuilder
-from etude.serve.http import ApiError, Unavailable, create_app, read, respond
+from etude.serve.http import (
+    ApiError,
+    Unavailable,
+    cancel_on_disconnect,
+    create_app,
+    read,
+    respond,
+    respond_packed,
+)
 from etude.serve.vllm import VllmServer, connect
-from etude.serve.worker_protocol import LoadRequest, WorkerStatus, WorkerWeights, read_model_files
+from etude.serve.worker_protocol import (
+    GenerateRequest,
+    LoadRequest,
+    WorkerStatus,
+    WorkerWeights,
+    read_model_files,
+)
 from etude.store.runs import Run
 from etude.weights.cache import HostCache
 from etude.weights.follow import Follower
@@ -50,8 +65,9 @@ STEP_SILENCES = 10
 silent: the first one compiles, and a long prompt on a slow machine is no fault."""
 
 
-class Worker(Api):
-    """`engine`: ours, or somebody else's behind the same protocol."""
+class Worker:
+    """An engine behind the public API, `/generate` for the gateway, and the routes by which it is
+    told what to load. `engine`: ours, or somebody else's behind the same protocol."""
 
     def __init__(
         self,
@@ -60,24 +76,43 @@ class Worker(Api):
         region: str,
         silence_s: float = math.inf,
     ) -> None:
-        super().__init__(
-            engine, engine.tokenizer, GrammarBuilder(files), max_context=engine.max_context
+        self.model = ServedModel(
+            tokenizer=engine.tokenizer,
+            grammars=GrammarBuilder(files),
+            max_context=engine.max_context,
         )
         self.engine_thread = engine
         self.region = region
         self._step_s = STEP_SILENCES * silence_s
 
     def routes(self) -> list[Route]:
-        own = [
+        answerer = PolicyAnswerer(self.model, self.engine_thread)
+        return [
+            Route("/generate", self.generate, methods=["POST"]),
             Route("/load", self.load, methods=["POST"]),
             Route("/status", self.status),
             Route("/weights", self.weights),
+            *public_routes(self.model, lambda http: answerer, self.gauges),
         ]
-        return super().routes() + own
 
-    async def load(self, request: HttpRequest) -> Response:
+    async def generate(self, http: HttpRequest) -> Response:
+        """What a gateway asks: one sampling request, token ids both ways."""
+        asked = await read(http, GenerateRequest, msgspec.msgpack.decode)
+        if self.version < asked.min_weight_version:
+            raise Unavailable(
+                f"this worker serves version {self.version}, and the request wants "
+                f"{asked.min_weight_version} or newer"
+            )
+        try:
+            sample = await cancel_on_disconnect(http, self.engine_thread.sample(asked.request))
+        except ValueError as e:
+            raise ApiError(str(e)) from e
+        self.model.metrics.count_tokens(len(asked.request.prompt), len(sample.tokens))
+        return respond_packed(sample)
+
+    async def load(self, http: HttpRequest) -> Response:
         """Answers when the version is live."""
-        asked = await read(request, LoadRequest)
+        asked = await read(http, LoadRequest)
         try:
             await self.engine_thread.load(asked.version)
         except (EtudeError, ValueError) as e:
@@ -86,10 +121,10 @@ class Worker(Api):
             ) from e
         return respond(LoadRequest(version=self.version))
 
-    async def status(self, request: HttpRequest) -> Response:
+    async def status(self, http: HttpRequest) -> Response:
         return respond(self.report())
 
-    async def weights(self, request: HttpRequest) -> Response:
+    async def weights(self, http: HttpRequest) -> Response:
         version, tensors = await self.engine_thread.weights()
         root = await asyncio.to_thread(root_of, tensors)
         pauses_s = list(self.engine_thread.pauses_s)
@@ -119,20 +154,14 @@ class Worker(Api):
         )
 
     def gauges(self) -> dict[str, float]:
-        return super().gauges() | self.engine_thread.gauges()
-
-    def check_version(self, least: int) -> None:
-        if self.version < least:
-            raise Unavailable(
-                f"this worker serves version {self.version}, and the request wants {least} or newer"
-            )
+        return self.engine_thread.gauges()
 
 
 async def keep_joined(worker: Worker, url: str, gateway_url: str, token: str | None) -> None:
     """Tells the gateway again and again that this worker is there: it may have been restarted and
     know of nobody. The gateway answers when the worker is up, having told it to load what is
     missing."""
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    headers = process.authorization(token)
     # No word waits for the answer to the last one: the gateway counts the time between them.
     short = aiohttp.ClientTimeout(total=HEARTBEAT_S)
     async with aiohttp.ClientSession(headers=headers, timeout=short) as session:
@@ -196,7 +225,7 @@ async def serve_worker(
         if version is not None:
             await engine.load(version)
         async with process.serving(
-            create_app(worker.routes(), token, worker.metrics), listener
+            create_app(worker.routes(), token, worker.model.metrics), listener
         ) as running:
             url = process.url_of(listener)
             print(f"worker {region} at {url}", flush=True)

@@ -6,9 +6,18 @@ from __future__ import annotations
 import msgspec
 
 from etude.core.errors import EtudeError
+from etude.core.sampling import Request
+from etude.model.directory import MODEL_FILES
 from etude.store.objects import Missing, Objects
 
-MODEL_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+class GenerateRequest(msgspec.Struct):
+    """The body of `POST /generate`, in MessagePack; the answer is a `core.sampling.Sample`."""
+
+    request: Request
+    min_weight_version: int
+    """A worker with older weights refuses (503): what the gateway promised holds even if it is
+    wrong about a worker."""
 
 
 class LoadRequest(msgspec.Struct):

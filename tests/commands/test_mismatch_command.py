@@ -15,9 +15,16 @@ import torch
 from etude.cli import main
 from etude.commands.mismatch import to_judge, trainer_copy
 from etude.core.config import parse
-from etude.core.sampling import SamplingParams, SamplingSpan, VersionSpan, version_spans
-from etude.core.types import Batch, Row, Sample
-from etude.engine.engine import Engine, Request
+from etude.core.sampling import (
+    Request,
+    Sample,
+    SamplingParams,
+    SamplingSpan,
+    VersionSpan,
+    version_spans,
+)
+from etude.core.types import Batch, Row
+from etude.engine.engine import Engine
 from etude.model.config import ModelConfig
 from etude.model.experts import read_ids
 from etude.model.files import hf_state_dict, write_directory
@@ -30,7 +37,7 @@ from etude.store.runs import Run
 from etude.trainer.prepare import store_files
 from etude.weights.publish import publish
 from tests.engine.reference import FAMILIES
-from tests.small_model import config, drain, request, sharp, small_files
+from tests.small_model import add, config, drain, request, sharp, small_files
 
 PROMPTS = [tuple(1 + (i * n) % 59 for i in range(1, 20 + 9 * n)) for n in range(1, 5)]
 
@@ -83,8 +90,9 @@ def test_another_weight_in_one_matrix() -> None:
 @pytest.mark.parametrize("top_p", [0.8, 0.93])
 def test_top_p_on_one_side_only(top_p: float) -> None:
     class Cutting(Engine):
-        def add(self, request: Request) -> None:
-            super().add(replace(request, top_p=top_p))
+        def add(self, request: Request, id: str, **told: Any) -> None:
+            params = replace(request.params, top_p=top_p)
+            super().add(replace(request, params=params), id, **told)
 
     found = look(model(), model(), Cutting)
     assert found.cut is not None and found.cut.top_p == pytest.approx(top_p, abs=0.02)
@@ -177,8 +185,9 @@ def record(
         publish(run.objects, version, hf_state_dict(policy), stage="rl", step=version)
     engine, rows = Engine(policy, max_batch=1), []
     for number, prompt in enumerate(PROMPTS):
-        engine.add(
-            request(str(number), list(prompt), stop=frozenset(), **({"temperature": 0.5} | asked))
+        add(
+            engine,
+            request(str(number), list(prompt), stop_token_ids=(), **({"temperature": 0.5} | asked)),
         )
         sample = change(replace(drain(engine)[str(number)], versions=(VersionSpan(step - 1, 20),)))
         experts = None if sample.experts is None else put_experts(run.objects, sample.experts)
@@ -270,7 +279,7 @@ def test_what_stands_behind_the_last_sampled_token_changes_nothing() -> None:
     """A session may end with what a tool said."""
     one, tail = model("qwen3_moe"), (7, 8, 9)
     engine = Engine(one, max_batch=1)
-    engine.add(request("0", list(PROMPTS[0]), max_tokens=8))
+    add(engine, request("0", list(PROMPTS[0]), max_tokens=8))
     sample = drain(engine)["0"]
     assert sample.experts is not None and one.config.experts is not None
     row, experts = (
@@ -312,7 +321,7 @@ def test_the_command_on_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     publish(run.objects, 0, hf_state_dict(policy), stage="rl", step=0)
     engine, rows = Engine(policy, max_batch=4), []
     for number, prompt in enumerate(PROMPTS):
-        engine.add(request(str(number), list(prompt), top_p=0.7, stop=frozenset()))
+        add(engine, request(str(number), list(prompt), top_p=0.7, stop_token_ids=()))
         rows.append(row_of(str(number), prompt, drain(engine)[str(number)]))
     run.put_batch(Batch(step=1, rows=tuple(rows), oldest=0))
     assert main(["mismatch", str(tmp_path), "--tokens", "2", "--json"]) == 0

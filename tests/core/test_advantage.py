@@ -31,15 +31,7 @@ from etude.core.sampling import (
     expand_spans,
     version_spans,
 )
-from etude.core.types import (
-    Batch,
-    Credit,
-    Group,
-    Score,
-    Segment,
-    Trajectory,
-    turns,
-)
+from etude.core.types import Batch, Credit, Group, Score, Segment, Trajectory, turns
 from etude.run.loop import assemble_batch
 
 

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from etude.core import events, ledger, types
+from etude.core import events, ledger, sampling, types
 from etude.core import protocols as seams
 from etude.core.advantage import AdvantageEstimator, dr_grpo
 from etude.core.effort import Effort
@@ -18,8 +18,11 @@ from etude.core.effort import Effort
 # Where leaving a field out means something else than nothing.
 MEANT = {
     ("MismatchStats", "k1_p99"): math.nan,  # unknown, and not small
-    ("Ask", "temperature"): 1.0,  # the policy's own distribution
-    ("Ask", "top_p"): 1.0,
+    ("Segment", "kind"): "turns",
+    ("SamplingParams", "temperature"): 1.0,  # the policy's own distribution
+    ("SamplingParams", "top_p"): 1.0,
+    ("Request", "params"): sampling.SamplingParams(),
+    ("Request", "priority"): "standard",
 }
 
 
@@ -71,7 +74,7 @@ def test_older_logs_can_be_read() -> None:
     assert defaults(events).keys() == LATER
 
 
-@pytest.mark.parametrize("module", [events, ledger, seams, types])
+@pytest.mark.parametrize("module", [events, ledger, sampling, seams, types])
 def test_what_is_left_out_is_nothing(module: ModuleType) -> None:
     for place, default in defaults(module).items():
         if place in MEANT:

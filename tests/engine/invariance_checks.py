@@ -17,15 +17,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from etude.core.types import Sample
+from etude.core.sampling import Request, Sample
 from etude.engine.batch import ForwardBatch, Ints, Runner, SamplerOutput
 from etude.engine.batch_invariant import BatchInvariantRunner
-from etude.engine.engine import Engine, FinishedRequest, Request
+from etude.engine.engine import Engine, FinishedRequest
 from etude.model.config import ExpertsConfig, LatentConfig, ModelConfig
 from etude.model.numerics import INVARIANT
 from etude.model.transformer import Transformer, init_from_scratch
 from etude.train.loss import token_logprobs
 from etude.train.packing import TokenSequence, pack_batch
+from tests.small_model import Asked, add, request
 
 Bits = NDArray[np.int32]
 Sessions = dict[str, tuple[Request, Sample]]
@@ -56,13 +57,14 @@ class Watching:
         return self._runner.start(plan)
 
 
-def random_request(rng: Random, id: int, scale: int = 1) -> Request:
+def random_request(rng: Random, id: int, scale: int = 1) -> Asked:
     """Many begin alike, so that later ones find what earlier ones left."""
     shared, own = rng.randrange(70 * scale), rng.randrange(1, 20 * scale)
     prompt = [1 + i % 7 for i in range(shared)] + [rng.randrange(1, 60) for _ in range(own)]
-    return Request(
-        id=str(id), prompt=tuple(prompt), max_tokens=rng.randrange(1, 9 * scale),
-        temperature=TEMPERATURE, seed=id, stop=frozenset(), priority=rng.choice((0, 0, 0, 1)),
+    priority = rng.choice(("standard", "standard", "standard", "interactive"))
+    return request(
+        str(id), prompt, max_tokens=rng.randrange(1, 9 * scale), temperature=TEMPERATURE,
+        stop_token_ids=(), priority=priority,
     )  # fmt: skip
 
 
@@ -75,7 +77,7 @@ def serve(
     engine = Engine(
         model, max_batch=max_batch, max_batched_tokens=max_batched_tokens, runner=runner
     )
-    asked: dict[str, Request] = {}
+    asked: dict[str, Asked] = {}
     done: dict[str, Sample] = {}
     while len(runner.seen) < compositions or not engine.idle:
         while (
@@ -85,7 +87,7 @@ def serve(
         ):
             new = random_request(rng, len(asked), scale)
             asked[new.id] = new
-            engine.add(new)
+            add(engine, new)
         if asked and rng.random() < 0.02:
             engine.abort(rng.choice(list(asked)))
         done |= {
@@ -95,8 +97,8 @@ def serve(
     return {id: (asked[id], sample) for id, sample in done.items()}
 
 
-def alone(engine: Engine, asked: Request) -> Sample:
-    engine.add(asked)
+def alone(engine: Engine, asked: Asked) -> Sample:
+    add(engine, asked)
     while True:
         for event in engine.step():
             if isinstance(event, FinishedRequest):

@@ -17,14 +17,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from etude.engine.cuda import CudaRunner
-from etude.engine.engine import Engine, FinishedRequest, Request
+from etude.engine.engine import Engine, FinishedRequest
 from etude.engine.kernels import attention, experts, head, linear, norm
 from etude.model.attention import CausalAttention
 from etude.model.config import ExpertsConfig, LatentConfig, ModelConfig
 from etude.model.experts import Routing
 from etude.model.files import hf_state_dict
 from etude.model.transformer import init_from_scratch
-from tests.small_model import drain, request, sharp
+from tests.small_model import add, drain, request, sharp
 
 
 @dataclass
@@ -397,31 +397,30 @@ def check_engine(experts: ExpertsConfig | None) -> dict[str, float]:
     requests = {}
     for i in range(40):
         own = torch.randint(0, 5000, (1 + 17 * i,)).tolist()
-        request = Request(
-            id=str(i), prompt=tuple((prefix if i % 3 == 0 else []) + own), max_tokens=5 + i,
-            temperature=(i % 4) / 2, seed=i, stop=frozenset(), top_k=7 if i == 9 else 0,
+        asked = requests[str(i)] = request(
+            str(i), (prefix if i % 3 == 0 else []) + own, max_tokens=5 + i,
+            temperature=(i % 4) / 2, stop_token_ids=(), top_k=7 if i == 9 else 0,
             top_p=0.9 if i == 10 else 1.0,
         )  # fmt: skip
-        engine.add(request)
-        requests[request.id] = request
+        add(engine, asked)
     exact = copy.deepcopy(model).double()
     differences = []
     while not engine.idle:
         for event in engine.step():
             if not isinstance(event, FinishedRequest) or event.id in ("9", "10"):
                 continue
-            request, sample = requests[event.id], event.sample
-            row = torch.tensor([request.prompt + sample.tokens], device="cuda")
+            asked, sample = requests[event.id], event.sample
+            row = torch.tensor([asked.prompt + sample.tokens], device="cuda")
             routing = None
             if experts and sample.experts:
                 used = torch.frombuffer(bytearray(sample.experts), dtype=torch.uint8)
                 routing = Routing(used.view(1, row.shape[1] - 1, len(experts.layers), -1).cuda())
             positions = torch.arange(row.shape[1] - 1, device="cuda")[None]
             logits = exact.logits(exact(row[:, :-1], positions, CausalAttention(), routing))[
-                0, len(request.prompt) - 1 :
+                0, len(asked.prompt) - 1 :
             ]
-            expected = torch.log_softmax(logits / (request.temperature or 1.0), -1)
-            expected = expected.gather(1, row[0, len(request.prompt) :, None])[:, 0].cpu()
+            expected = torch.log_softmax(logits / (asked.temperature or 1.0), -1)
+            expected = expected.gather(1, row[0, len(asked.prompt) :, None])[:, 0].cpu()
             differences.append((torch.tensor(sample.logprobs) - expected).abs())
     assert len(differences) == 38
     return {
@@ -460,8 +459,9 @@ def check_operators() -> dict[str, float]:
     for device in ("cpu", "cuda"):
         engine = Engine(model.to(device), max_batch=4, max_batched_tokens=20)
         for i in range(6):
-            engine.add(
-                request(str(i), [5, 9, 20] * (1 + 3 * i), max_tokens=5 + i, temperature=i % 2)
+            add(
+                engine,
+                request(str(i), [5, 9, 20] * (1 + 3 * i), max_tokens=5 + i, temperature=i % 2),
             )
         found.append(drain(engine))
     differences = []

@@ -12,15 +12,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from etude.core.types import Sample
+from etude.core.sampling import Sample, SamplingParams
 from etude.engine.batch import ForwardBatch, Ints, SamplerOutput
-from etude.engine.engine import Request
 from etude.engine.runner import TorchRunner
 from etude.engine.sampler import uniforms
 from etude.model.attention import CausalAttention
 from etude.model.config import ExpertsConfig, LatentConfig, ModelConfig
 from etude.model.experts import Routing
 from etude.model.transformer import Transformer
+from tests.small_model import Asked
 
 SHAPE = {
     "vocab_size": 61,
@@ -54,27 +54,35 @@ def plain_logits(model: Transformer, tokens: tuple[int, ...]) -> tuple[Tensor, T
     return model.logits(hidden)[0], routing.chosen() if routing else None
 
 
-def check(model: Transformer, asked: Request, sample: Sample) -> None:
+def distribution(logits_V: Tensor, params: SamplingParams) -> Tensor:
+    """What the next token is drawn from, in float64; without top-p and masks."""
+    p_V = torch.softmax(logits_V.double() / (params.temperature or 1.0), -1)
+    if not params.temperature:
+        return p_V
+    p_V = torch.where(p_V >= params.min_p * p_V.max(), p_V, 0.0)
+    if params.top_k:
+        p_V = torch.where(p_V >= p_V.sort().values[-params.top_k], p_V, 0.0)
+    return p_V / p_V.sum()
+
+
+def check(model: Transformer, asked: Asked, sample: Sample) -> None:
     """Every token is the one that the request's own number picks, and has the log-prob that it has
     there."""
     begin = len(asked.prompt)
     logits, experts = plain_logits(model, (asked.prompt + sample.tokens)[:-1])
     numbers = uniforms(asked.seed, len(sample.tokens))
     for place, (token, logprob) in enumerate(zip(sample.tokens, sample.logprobs, strict=True)):
-        p = torch.softmax(logits[begin - 1 + place].double() / (asked.temperature or 1.0), -1)
-        if asked.top_k and asked.temperature:
-            p = torch.where(p >= p.sort().values[-asked.top_k], p, 0.0)
-            p /= p.sum()
+        p = distribution(logits[begin - 1 + place], asked.params)
         if asked.temperature == 0:
             assert token == int(p.argmax())
         else:
             assert token == int(torch.searchsorted(p.cumsum(0), numbers[place], right=True))
         assert logprob == pytest.approx(float(p[token].log()), abs=1e-4)
-    ends = sample.tokens[-1] in asked.stop
+    ends = sample.tokens[-1] in asked.stop_token_ids
     room = model.config.max_position_embeddings - begin
     assert sample.finish_reason == ("stop" if ends else "length")
     assert ends or len(sample.tokens) == min(asked.max_tokens, room)
-    assert not asked.stop & set(sample.tokens[:-1])
+    assert not set(asked.stop_token_ids) & set(sample.tokens[:-1])
     if experts is None:
         assert sample.experts is None
     else:

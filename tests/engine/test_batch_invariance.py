@@ -8,9 +8,10 @@ from random import Random
 import pytest
 import torch
 
-from etude.core.types import Batch, Row, Sample
+from etude.core.sampling import Sample
+from etude.core.types import Batch, Row
 from etude.engine.batch_invariant import BatchInvariantRunner
-from etude.engine.engine import Engine, FinishedRequest, Request
+from etude.engine.engine import Engine, FinishedRequest
 from etude.model.files import hf_state_dict
 from etude.model.numerics import INVARIANT, PLAIN
 from etude.model.transformer import Transformer
@@ -27,7 +28,7 @@ from tests.engine.invariance_checks import (
     trained,
 )
 from tests.engine.reference import FAMILIES
-from tests.small_model import drain, request, sharp
+from tests.small_model import Asked, add, drain, request, sharp
 
 COMPOSITIONS = 1000
 
@@ -55,7 +56,7 @@ def test_nor_in_bf16(name: str) -> None:
     engine = Engine(model, max_batch=6, max_batched_tokens=16)
     asked = [random_request(rng, id) for id in range(12)]
     for each in asked:
-        engine.add(each)
+        add(engine, each)
     done = drain(engine)
     sessions = {each.id: (each, done[each.id]) for each in asked}
     by_itself = Engine(model, max_batch=1, prefix_cache=False)
@@ -69,7 +70,7 @@ def test_otherwise_bits_do_depend_on_it() -> None:
     engine = Engine(model, max_batch=6, max_batched_tokens=16)
     asked = [random_request(rng, id) for id in range(12)]
     for each in asked:
-        engine.add(each)
+        add(engine, each)
     done = drain(engine)
     sessions = {each.id: (each, done[each.id]) for each in asked}
     assert differing(sessions, trained(model, sessions, rng)) > 0
@@ -83,9 +84,9 @@ def test_across_a_swap_of_weights(name: str) -> None:
 
     def run(company: int) -> Sample:
         engine = Engine(small(name), max_batch=4, max_batched_tokens=11)
-        engine.add(request("0", [5, 9, 20] * 9, max_tokens=12, stop=frozenset()))
+        add(engine, request("0", [5, 9, 20] * 9, max_tokens=12, stop_token_ids=()))
         for id in range(1, 1 + company):
-            engine.add(request(str(id), [3, id, 4] * 5 * id, max_tokens=3, stop=frozenset()))
+            add(engine, request(str(id), [3, id, 4] * 5 * id, max_tokens=3, stop_token_ids=()))
         done: dict[str, Sample] = {}
         while not engine.idle:
             done |= {
@@ -93,7 +94,7 @@ def test_across_a_swap_of_weights(name: str) -> None:
                 for event in engine.step()
                 if isinstance(event, FinishedRequest)
             }
-            running = next((s for s in engine._scheduler.running if s.request.id == "0"), None)
+            running = next((s for s in engine._scheduler.running if s.id == "0"), None)
             if engine.version == 0 and running and len(running.logprobs) == 5:
                 engine.load_weights(1, other)
         return done["0"]
@@ -102,7 +103,7 @@ def test_across_a_swap_of_weights(name: str) -> None:
     assert first == second and [span.count for span in first.versions] == [5, 7]
 
 
-def row(asked: Request, sample: Sample) -> Row:
+def row(asked: Asked, sample: Sample) -> Row:
     blank, count = len(asked.prompt), len(sample.tokens)
     return Row(
         sample=asked.id,
@@ -120,7 +121,7 @@ def test_a_step_on_fresh_samples_finds_no_drift() -> None:
     engine = Engine(model, max_batch=4, max_batched_tokens=16)
     asked = [random_request(rng, id) for id in range(8)]
     for each in asked:
-        engine.add(each)
+        add(engine, each)
     done = drain(engine)
     rows = tuple(row(each, done[each.id]) for each in asked)
     stats = learner.step(

@@ -3,6 +3,7 @@ log-probs."""
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
@@ -10,17 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-from etude.core.sampling import VersionSpan, expand_spans
-from etude.core.types import Sample
+from etude.core.sampling import Sample, VersionSpan, expand_spans
 from etude.engine.batch import ForwardBatch
-from etude.engine.engine import Engine, FinishedRequest, Request, StreamedToken
+from etude.engine.engine import Engine, ExpiredRequest, FinishedRequest, StreamedToken
 from etude.engine.runner import BLOCK_SIZE, TorchRunner, _packed
 from etude.engine.sampler import inverse_cdf, uniforms
 from etude.model.attention import KVCache, PagedAttention
 from etude.model.files import hf_state_dict
 from etude.model.transformer import Transformer
 from tests.engine.reference import FAMILIES, OnlyEven, Overlapping, check
-from tests.small_model import drain, request, sharp
+from tests.small_model import Asked, add, drain, request, sharp
 
 
 def engine_with(
@@ -30,9 +30,9 @@ def engine_with(
     return Engine(model, runner=Overlapping(runner) if overlaps else runner, **options)  # type: ignore[arg-type]
 
 
-def alone(model: Transformer, asked: Request) -> Sample:
+def alone(model: Transformer, asked: Asked) -> Sample:
     engine = Engine(model, max_batch=1)
-    engine.add(asked)
+    add(engine, asked)
     return drain(engine)[asked.id]
 
 
@@ -42,15 +42,16 @@ def any_model(request: pytest.FixtureRequest) -> Transformer:
     return sharp(FAMILIES[request.param], seed=0, factor=3.0)
 
 
-def some_request(id: int, rng: random.Random) -> Request:
+def some_request(id: int, rng: random.Random) -> Asked:
     """Many begin alike, some long, some short; all ways to sample."""
     common = [rng.randrange(2)] * rng.choice((0, 20, 40, 90))
     own = [rng.randrange(61) for _ in range(rng.randrange(1, 40))]
     return request(
         str(id), common + own, max_tokens=rng.randrange(1, 30), seed=rng.randrange(99),
-        priority=rng.choice((0, 0, 1)), temperature=rng.choice((0.0, 0.7, 1.0, 1.0)),
+        priority=rng.choice(("standard", "standard", "interactive")),
+        temperature=rng.choice((0.0, 0.7, 1.0, 1.0)),
         top_k=rng.choice((0, 0, 5)), stream=rng.random() < 0.3,
-        stop=frozenset(rng.sample(range(61), 2)),
+        stop_token_ids=tuple(rng.sample(range(61), 2)),
     )  # fmt: skip
 
 
@@ -64,9 +65,9 @@ def test_what_watches_a_request_may_end_it(any_model: Transformer, overlaps: boo
         told.append(token)
         return len(told) == 3
 
-    plain = request("1", [5, 9, 20], max_tokens=10, stop=frozenset())
+    plain = request("1", [5, 9, 20], max_tokens=10, stop_token_ids=())
     engine = engine_with(any_model, overlaps=overlaps, max_batch=2)
-    engine.add(replace(plain, stop_check=third))
+    add(engine, replace(plain, stop_check=third))
     sample = drain(engine)["1"]
     assert sample.finish_reason == "stop" and list(sample.tokens) == told == list(
         alone(any_model, plain).tokens[:3]
@@ -91,7 +92,7 @@ def test_random_schedules(any_model: Transformer, seed: int, overlaps: bool) -> 
     waiting, done, streamed, aborted = list(asked.values()), {}, {}, set()
     while waiting or not engine.idle:
         if waiting and rng.random() < 0.5:
-            engine.add(waiting.pop())
+            add(engine, waiting.pop())
         if rng.random() < 0.02:
             aborted.add(id := rng.choice(list(asked)))
             engine.abort(id)
@@ -112,7 +113,7 @@ def test_random_schedules(any_model: Transformer, seed: int, overlaps: bool) -> 
     assert stats.cached_tokens > 0
 
 
-def replayed(versions: list[Transformer], asked: Request, sample: Sample) -> torch.Tensor:
+def replayed(versions: list[Transformer], asked: Asked, sample: Sample) -> torch.Tensor:
     """Log-probs at each token of a sample, by a plain loop: each with the weights that the sample
     says it had, over the keys and values that the weights before them made."""
     row, num_read, found = asked.prompt + sample.tokens, 0, []
@@ -149,7 +150,7 @@ def test_random_swaps(overlaps: bool) -> None:
     done: dict[str, Sample] = {}
     for step in range(200):
         if step % 2 == 0 and step < 24:
-            engine.add(asked[step // 2])
+            add(engine, asked[step // 2])
         if step in (9, 40):
             engine.load_weights(
                 engine.version + 1, hf_state_dict(versions[engine.version + 1], torch.float32)
@@ -190,8 +191,8 @@ def test_a_swap_drops_nobody_and_every_token_says_its_version(
 ) -> None:
     engine = Engine(model, max_batch=2, version=4)
     for id in ("1", "2", "3"):
-        engine.add(request(id, [5, 6, 7], stop=frozenset()))
-    before = alone(model, request("1", [5, 6, 7], stop=frozenset()))
+        add(engine, request(id, [5, 6, 7], stop_token_ids=()))
+    before = alone(model, request("1", [5, 6, 7], stop_token_ids=()))
     for _ in range(6):
         assert engine.step() == []
     engine.load_weights(9, other_weights)
@@ -201,7 +202,7 @@ def test_a_swap_drops_nobody_and_every_token_says_its_version(
     assert done["1"].tokens[6:] != before.tokens[6:]
     assert done["2"].versions == (VersionSpan(4, 6), VersionSpan(9, 14))
     assert done["3"].versions == (VersionSpan(9, 20),)  # it waited
-    check(other_model, request("3", [5, 6, 7], stop=frozenset()), done["3"])
+    check(other_model, request("3", [5, 6, 7], stop_token_ids=()), done["3"])
 
 
 @pytest.mark.parametrize("max_batch", [1, 2])
@@ -233,17 +234,17 @@ def test_old_weights_leave_nothing_behind(
     later."""
     engine = Engine(model, max_batch=2)
     old, mixed = [7] * 40, [8] * 40
-    engine.add(request("1", old))
+    add(engine, request("1", old))
     drain(engine)
-    engine.add(request("2", mixed, stop=frozenset()))
+    add(engine, request("2", mixed, stop_token_ids=()))
     engine.step()
     engine.load_weights(1, other_weights)
     drain(engine)
     for id, prompt in (("3", old), ("4", mixed)):
-        engine.add(request(id, prompt))
+        add(engine, request(id, prompt))
         check(other_model, request(id, prompt), drain(engine)[id])
     assert engine.stats().cached_tokens == 0
-    engine.add(request("5", old))  # the new weights have read it by now
+    add(engine, request("5", old))  # the new weights have read it by now
     check(other_model, request("5", old), drain(engine)["5"])
     assert engine.stats().cached_tokens == 2 * BLOCK_SIZE
 
@@ -264,35 +265,35 @@ def test_samples_of_one_prompt_share_its_blocks(model: Transformer) -> None:
     engine = Engine(model, max_batch=8, runner=runner)
     prompt = [1] * (3 * BLOCK_SIZE) + [2]
     for id in range(4):
-        engine.add(request(str(id), prompt, stop=frozenset(), max_tokens=10))
+        add(engine, request(str(id), prompt, stop_token_ids=(), max_tokens=10))
     done = drain(engine)
     first = runner.plans[0]
     assert len(first.tokens_N) == len(prompt) + 3
     assert len({*first.block_table_BM[:, :3].flatten()}) == 3
     assert len({*first.block_table_BM[:, 3]}) == 4
     for id, sample in done.items():
-        check(model, request(id, prompt, stop=frozenset(), max_tokens=10), sample)
+        check(model, request(id, prompt, stop_token_ids=(), max_tokens=10), sample)
     assert len({sample.tokens for sample in done.values()}) > 1
 
 
 def test_a_long_prompt_does_not_stall_the_others(model: Transformer) -> None:
     runner = Watched(model)
     engine = Engine(model, max_batch=2, runner=runner, max_batched_tokens=8)
-    engine.add(request("1", [3, 4], stop=frozenset()))
+    add(engine, request("1", [3, 4], stop_token_ids=()))
     engine.step()
-    engine.add(request("2", [5] * 50, stop=frozenset(), max_tokens=3))
+    add(engine, request("2", [5] * 50, stop_token_ids=(), max_tokens=3))
     done = drain(engine)
     # 7 of 50 in each pass, beside the other
     assert [len(plan.tokens_N) for plan in runner.plans[1:9]] == [8] * 7 + [2]
-    check(model, request("2", [5] * 50, stop=frozenset(), max_tokens=3), done["2"])
-    check(model, request("1", [3, 4], stop=frozenset()), done["1"])
+    check(model, request("2", [5] * 50, stop_token_ids=(), max_tokens=3), done["2"])
+    check(model, request("1", [3, 4], stop_token_ids=()), done["1"])
 
 
 def test_priority_goes_first(model: Transformer) -> None:
     engine = Engine(model, max_batch=1)
     finished: list[str] = []
-    for id, priority in (("1", 0), ("2", 0), ("3", 5)):
-        engine.add(request(id, [4, 2], stop=frozenset(), priority=priority))
+    for id, priority in (("1", "standard"), ("2", "standard"), ("3", "interactive")):
+        add(engine, request(id, [4, 2], stop_token_ids=(), priority=priority))
         engine.step()
     while not engine.idle:
         finished += [event.id for event in engine.step() if isinstance(event, FinishedRequest)]
@@ -300,15 +301,32 @@ def test_priority_goes_first(model: Transformer) -> None:
     assert engine.stats().preemptions == 1
 
 
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_what_is_late_is_dropped_and_the_others_go_on(model: Transformer, overlaps: bool) -> None:
+    runner = TorchRunner(model, 40)
+    engine = Engine(model, max_batch=2, runner=Overlapping(runner) if overlaps else runner)
+    asked = [request(id, [4, 2, int(id)], stop_token_ids=()) for id in "123"]
+    for each, deadline in zip(asked, (10.0, math.inf, 10.0), strict=True):
+        engine.add(each, each.id, deadline=deadline)
+    for _ in range(4):
+        assert engine.expire(9.0) == [] and engine.step() == []
+    assert engine.expire(10.0) == [ExpiredRequest("1"), ExpiredRequest("3")]
+    done = drain(engine)
+    assert done.keys() == {"2"}
+    check(model, asked[1], done["2"])
+    stats = engine.stats()
+    assert (stats.blocks_free, stats.running, stats.waiting) == (stats.blocks, 0, 0)
+
+
 def test_the_rows_of_a_swap_of_seats_stay_apart(model: Transformer) -> None:
     """Sequences end in another order than they came, so others move to their rows."""
     engine = Engine(model, max_batch=6)
     asked = [
-        request(str(i), [i + 1] * (4 * i + 1), stop=frozenset(), max_tokens=3 + 5 * (i * 5 % 6))
+        request(str(i), [i + 1] * (4 * i + 1), stop_token_ids=(), max_tokens=3 + 5 * (i * 5 % 6))
         for i in range(6)
     ]
     for each in asked:
-        engine.add(each)
+        add(engine, each)
     done = drain(engine)
     for each in asked:
         check(model, each, done[each.id])
@@ -318,20 +336,20 @@ def test_the_rows_of_a_swap_of_seats_stay_apart(model: Transformer) -> None:
 def test_constraints_are_obeyed(model: Transformer, overlaps: bool) -> None:
     engine = engine_with(model, overlaps=overlaps, max_batch=3)
     constraint = OnlyEven()
-    engine.add(request("1", [3], constraint=constraint, stop=frozenset(), max_tokens=12))
-    engine.add(request("2", [3], stop=frozenset(), max_tokens=12))
+    add(engine, request("1", [3], constraint=constraint, stop_token_ids=(), max_tokens=12))
+    add(engine, request("2", [3], stop_token_ids=(), max_tokens=12))
     done = drain(engine)
     assert constraint.seen == list(done["1"].tokens)
     assert all(token % 2 == 0 for token in constraint.seen)
     assert constraint.seen[2::3] == [6] * 4
     assert done["1"].logprobs[2::3] == (0.0,) * 4  # there was no choice
-    check(model, request("2", [3], stop=frozenset(), max_tokens=12), done["2"])
+    check(model, request("2", [3], stop_token_ids=(), max_tokens=12), done["2"])
 
 
 def test_the_likeliest_tokens_are_told(model: Transformer) -> None:
     engine = Engine(model, max_batch=2)
-    engine.add(request("1", [3], top_logprobs=3, stop=frozenset(), max_tokens=4, temperature=0.0))
-    engine.add(request("2", [3], stop=frozenset(), max_tokens=4))
+    add(engine, request("1", [3], top_logprobs=3, stop_token_ids=(), max_tokens=4, temperature=0.0))
+    add(engine, request("2", [3], stop_token_ids=(), max_tokens=4))
     done = drain(engine)
     assert done["2"].top_logprobs == ()
     for token, logprob, top in zip(
@@ -345,7 +363,7 @@ def test_the_likeliest_tokens_are_told(model: Transformer) -> None:
 def test_an_aborted_request_gives_its_place_back(model: Transformer) -> None:
     engine = Engine(model, max_batch=2)
     for id in ("1", "2", "3", "4"):
-        engine.add(request(id, [int(id)] * 3, stop=frozenset()))
+        add(engine, request(id, [int(id)] * 3, stop_token_ids=()))
     engine.step()
     engine.step()
     assert (engine.num_running, engine.num_waiting) == (2, 2)
@@ -356,7 +374,7 @@ def test_an_aborted_request_gives_its_place_back(model: Transformer) -> None:
     done = drain(engine)
     assert done.keys() == {"2", "4"}
     for id, sample in done.items():
-        check(model, request(id, [int(id)] * 3, stop=frozenset()), sample)
+        check(model, request(id, [int(id)] * 3, stop_token_ids=()), sample)
 
 
 def test_the_seed_is_the_only_randomness(model: Transformer) -> None:
@@ -366,17 +384,17 @@ def test_the_seed_is_the_only_randomness(model: Transformer) -> None:
 
 
 def test_ends(model: Transformer) -> None:
-    full = alone(model, request("1", [2, 7], stop=frozenset(), max_tokens=8))
+    full = alone(model, request("1", [2, 7], stop_token_ids=(), max_tokens=8))
     assert (len(full.tokens), full.finish_reason) == (8, "length")
-    stopped = alone(model, request("1", [2, 7], stop=frozenset({full.tokens[2]}), max_tokens=8))
+    stopped = alone(model, request("1", [2, 7], stop_token_ids=(full.tokens[2],), max_tokens=8))
     assert (stopped.tokens, stopped.finish_reason) == (full.tokens[:3], "stop")
     # The context is full before max_tokens; a stop token within the prompt means nothing.
-    tight = alone(model, request("1", [2] * 60, stop=frozenset(), max_tokens=8))
+    tight = alone(model, request("1", [2] * 60, stop_token_ids=(), max_tokens=8))
     assert (len(tight.tokens), tight.finish_reason) == (4, "length")
     assert (
         len(
             alone(
-                model, request("1", [2], stop=frozenset({2}), max_tokens=3, temperature=0.0)
+                model, request("1", [2], stop_token_ids=(2,), max_tokens=3, temperature=0.0)
             ).tokens
         )
         >= 1
@@ -397,6 +415,9 @@ def test_ends(model: Transformer) -> None:
         ([1], {"top_p": 0.0}, "top_p"),
         ([1], {"top_p": float("nan")}, "top_p"),
         ([1], {"top_k": -1}, "top_k"),
+        ([1], {"min_p": -0.1}, "min_p"),
+        ([1], {"min_p": 1.1}, "min_p"),
+        ([1], {"min_p": float("nan")}, "min_p"),
         ([1], {"max_tokens": 60}, "memory for"),
     ],
 )
@@ -405,7 +426,7 @@ def test_what_cannot_be_served_is_refused(
 ) -> None:
     engine = engine_with(model, 2, max_batch=1)
     with pytest.raises(ValueError, match=message):
-        engine.add(request("1", prompt, **options))
+        add(engine, request("1", prompt, **options))
     assert engine.idle
     assert engine.step() == []
 
@@ -418,7 +439,7 @@ def test_one_row_is_the_plain_loop_bit_for_bit(model: Transformer) -> None:
     for turn in range(3):
         for name in said:
             id = str(10 * turn + name)
-            engine.add(request(id, said[name], max_tokens=5, stop=frozenset()))
+            add(engine, request(id, said[name], max_tokens=5, stop_token_ids=()))
             sampled = drain(engine)[id]
             tokens, logprobs, num_read = list(said[name]), [], 0
             cache = KVCache(model.config, 1, 64, like=model.rope)
@@ -452,8 +473,9 @@ def test_packed_matrices_give_the_same_bits(family: str, monkeypatch: pytest.Mon
         engine = engine_with(model, max_batch=4)
         for version in (1, 2):
             for id in range(3):
-                engine.add(
-                    request(str(id), [id + 5] * (3 + 7 * id), stop=frozenset(), max_tokens=9)
+                add(
+                    engine,
+                    request(str(id), [id + 5] * (3 + 7 * id), stop_token_ids=(), max_tokens=9),
                 )
             samples.append(drain(engine))
             engine.load_weights(version, hf_state_dict(after))

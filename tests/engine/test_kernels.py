@@ -11,7 +11,7 @@ import torch
 os.environ["TRITON_INTERPRET"] = "1"  # before triton defines its own functions
 pytest.importorskip("triton", reason="triton is not installed")
 
-from etude.core.types import Sample
+from etude.core.sampling import Sample
 from etude.engine import cuda
 from etude.engine.engine import Engine
 from etude.engine.kernels.trainable import TrainableNetwork
@@ -20,7 +20,8 @@ from etude.model.transformer import ModelConfig, Transformer
 from etude.train.loss import token_logprobs
 from etude.train.packing import TokenSequence, pack_batch
 from tests.engine import kernel_checks
-from tests.small_model import drain, request, sharp
+from tests.engine.test_sampling_params import check_on_kernels
+from tests.small_model import add, drain, request, sharp
 
 SMALL = ModelConfig(
     model_type="qwen3",
@@ -70,7 +71,7 @@ def test_an_engine_on_kernels_says_what_the_model_says(
     for runner in (cuda.CudaRunner(model, num_blocks=12, max_batch=3, invariant=invariant), None):
         engine = Engine(model, max_batch=3, max_batched_tokens=9, runner=runner)
         for each in requests:
-            engine.add(each)
+            add(engine, each)
         found.append(drain(engine))
     ours, reference = found
     assert ours.keys() == reference.keys()
@@ -87,7 +88,7 @@ def test_drafts_on_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda.CudaRunner, "block_size", 8)
     model = sharp(SMALL, seed=3, factor=4.0)
     plain = [
-        request(str(i), [5 + i, 9, 20], max_tokens=8, temperature=i / 2, stop=frozenset())
+        request(str(i), [5 + i, 9, 20], max_tokens=8, temperature=i / 2, stop_token_ids=())
         for i in range(3)
     ]
     found: list[dict[str, Sample]] = []
@@ -96,12 +97,9 @@ def test_drafts_on_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         for each in plain:
             if found and each.id != "1":
                 answer = found[0][each.id].tokens
-                each = replace(
-                    each,
-                    prediction=(*answer[:4], 60, *answer[5:]),
-                    top_k=150 if each.id == "2" else 0,
-                )
-            engine.add(each)
+                params = replace(each.params, top_k=150 if each.id == "2" else 0)
+                each = replace(each, prediction=(*answer[:4], 60, *answer[5:]), params=params)
+            add(engine, each)
         found.append(drain(engine))
     expected, drafted = found
     for id, sample in drafted.items():
@@ -130,3 +128,13 @@ def test_a_trainable_model_on_kernels_has_the_values_and_gradients_of_the_plain_
     assert ours_N.tolist() == pytest.approx(plain_N.tolist(), abs=1e-4)
     for key, grad in plain.items():
         assert torch.allclose(ours[key], grad, rtol=1e-3, atol=1e-4 * float(grad.abs().max())), key
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_sampling_parameters_on_kernels(invariant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "PREFILL_GRAPH_SIZES", (16,))
+    monkeypatch.setattr(cuda, "DRAFT_GRAPH_SIZES", (16,))
+    monkeypatch.setattr(cuda.CudaRunner, "block_size", 8)
+    check_on_kernels(
+        sharp(SMALL, seed=3, factor=4.0), monkeypatch, max_tokens=4, invariant=invariant
+    )

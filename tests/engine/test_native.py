@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from etude.core.isa import Isa
-from etude.core.types import Sample
+from etude.core.sampling import Sample
 from etude.engine import native
-from etude.engine.engine import Engine, Request
+from etude.engine.engine import Engine
 from etude.engine.native import LIBRARY, NativeRunner, can_run
 from etude.engine.runner import TorchRunner
 from etude.engine.select import select_runner
 from etude.model.config import ExpertsConfig
 from etude.model.files import hf_state_dict
 from etude.model.transformer import ModelConfig, Transformer
-from tests.small_model import drain, plain_logprobs, request, sharp
+from tests.small_model import Asked, add, drain, plain_logprobs, request, sharp
 
 pytestmark = pytest.mark.skipif(
     LIBRARY is None, reason="native.c is not built: there was no compiler"
@@ -71,7 +71,7 @@ def model(name: str, seed: int = 3, dtype: torch.dtype = torch.float32) -> Trans
     return made.to(dtype)
 
 
-def requests() -> list[Request]:
+def requests() -> list[Asked]:
     """From 6 to 75 tokens, some of them with the same beginning, some greedy."""
     return [
         request(str(i), [5 + i // 2, 9, 20] * (2 + 3 * i), max_tokens=4 + 3 * i, temperature=i % 3)
@@ -79,9 +79,9 @@ def requests() -> list[Request]:
     ]
 
 
-def answers(engine: Engine, asked: list[Request]) -> dict[str, Sample]:
+def answers(engine: Engine, asked: list[Asked]) -> dict[str, Sample]:
     for each in asked:
-        engine.add(each)
+        add(engine, each)
     return drain(engine)
 
 

@@ -3,7 +3,6 @@ out by hand."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from etude.engine.blocks import BlockManager
@@ -11,7 +10,7 @@ from etude.engine.scheduler import Scheduler, Sequence
 from etude.engine.speculate import Drafter
 from tests.engine.reference import OnlyEven
 from tests.engine.test_scheduler import SIZE, advance, sequence
-from tests.small_model import request
+from tests.small_model import in_sequence, request
 
 
 def guessing(id: int, prompt: int, limit: int, prediction: int = 200) -> Sequence:
@@ -19,11 +18,11 @@ def guessing(id: int, prompt: int, limit: int, prediction: int = 200) -> Sequenc
     fits."""
     asked = request(str(id), [5] * prompt, max_tokens=limit)
     drafter = Drafter(asked.prompt, limit, [5] * prediction)
-    return Sequence(asked, id, np.zeros(limit), tokens=list(asked.prompt), drafter=drafter)
+    return in_sequence(asked, id, limit, drafter=drafter)
 
 
 def names(sequences: list[Sequence]) -> list[str]:
-    return [sequence.request.id for sequence in sequences]
+    return [sequence.id for sequence in sequences]
 
 
 @pytest.mark.parametrize(("told", "made"), [(1, 5), (4, 5), (5, 5), (6, 6)])
@@ -54,7 +53,7 @@ def test_only_a_higher_priority_takes_a_place_and_only_as_many_as_it_needs() -> 
     scheduler.add(sequence(2, 3))
     advance(scheduler)
     assert (names(scheduler.running), scheduler.num_preempted) == (["0", "1"], 0), "an equal waits"
-    scheduler.add(sequence(3, 3, priority=1))
+    scheduler.add(sequence(3, 3, priority="interactive"))
     advance(scheduler)
     assert (names(scheduler.running), names(scheduler.waiting)) == (["3", "0"], ["1", "2"])
     assert scheduler.num_preempted == 1
@@ -65,7 +64,7 @@ def test_a_priority_takes_no_place_while_there_is_one() -> None:
     scheduler = Scheduler(BlockManager(100, SIZE), max_batch=2, max_batched_tokens=100)
     scheduler.add(sequence(0, 3))
     advance(scheduler)
-    scheduler.add(sequence(1, 3, priority=1))
+    scheduler.add(sequence(1, 3, priority="interactive"))
     advance(scheduler)
     assert (names(scheduler.running), scheduler.num_preempted) == (["1", "0"], 0)
 
@@ -96,9 +95,7 @@ def test_what_is_released_gives_back_what_it_had() -> None:
 def test_what_was_known_is_counted_apart_from_what_is_read() -> None:
     scheduler = Scheduler(BlockManager(100, SIZE), max_batch=4, max_batched_tokens=100)
     asked = [5] * 10
-    first, second = (
-        Sequence(request(str(n), asked), n, np.zeros(8), tokens=list(asked)) for n in range(2)
-    )
+    first, second = (in_sequence(request(str(n), asked), n, 8) for n in range(2))
     scheduler.add(first)
     advance(scheduler)
     assert (scheduler.num_prompt_tokens, scheduler.num_cached_tokens) == (10, 0)
@@ -110,9 +107,7 @@ def test_what_was_known_is_counted_apart_from_what_is_read() -> None:
 def test_after_new_weights_nothing_is_shared_with_what_was_read_before() -> None:
     scheduler = Scheduler(BlockManager(100, SIZE), max_batch=4, max_batched_tokens=100)
     asked = [5] * 10
-    first, second = (
-        Sequence(request(str(n), asked), n, np.zeros(8), tokens=list(asked)) for n in range(2)
-    )
+    first, second = (in_sequence(request(str(n), asked), n, 8) for n in range(2))
     scheduler.add(first)
     advance(scheduler)
     scheduler.stop_sharing()
@@ -124,7 +119,7 @@ def test_after_new_weights_nothing_is_shared_with_what_was_read_before() -> None
 
 def test_who_follows_a_grammar_waits_until_its_token_is_known() -> None:
     free, bound = sequence(0, 3), sequence(1, 3)
-    bound.request = request("1", [2] * 3, constraint=OnlyEven())
+    bound.constraint = OnlyEven()
     for each in (free, bound):
         each.num_pending = 1
     assert (free.blocked, bound.blocked) == (False, True)
@@ -197,11 +192,11 @@ def test_a_sample_says_how_much_was_guessed_right() -> None:
 
 def test_an_answer_ends_by_a_token_or_by_who_listens_to_it() -> None:
     for options, ends in (
-        ({"stop": frozenset({8})}, True),
+        ({"stop_token_ids": (8,)}, True),
         ({"stop_check": lambda token: token == 8}, True),
         ({}, False),
     ):
-        each = Sequence(request("0", [1], **options), 0, np.zeros(5), tokens=[1])
+        each = in_sequence(request("0", [1], **options), 0, 5)
         each.num_pending = 1
         each.append(8, -1.0, 0, ())
         assert (each.stopped, each.finish_reason) == ((True, "stop") if ends else (False, None))

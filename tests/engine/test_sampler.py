@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -7,27 +9,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from etude.core.sampling import SamplingParams
 from etude.engine.batch import SamplerOutput, SamplingBatch
 from etude.engine.sampler import CHUNK, filter_top_k_top_p, inverse_cdf, sample, uniforms
 
 
-def drawn(logits_RV: Tensor, u: list[float], **options: object) -> SamplerOutput:
-    rows = len(u)
-    how = {"temperature": 1.0, "top_p": 1.0, "top_k": 0} | options
-    return sample(
-        logits_RV.clone(),
-        SamplingBatch(
-            temperature_R=np.full(rows, how["temperature"], np.float32),
-            top_p_R=np.full(rows, how["top_p"], np.float32),
-            top_k_R=np.full(rows, how["top_k"], np.int64),
-            u_R=np.array(u),
-            token_masks=how.get("allowed", {}),
-            num_top_logprobs=how.get("top", 0),
-        ),
+def drawn(logits_RV: Tensor, u: list[float], **options: Any) -> SamplerOutput:
+    allowed, top = options.pop("allowed", {}), options.pop("top", 0)
+    batch = SamplingBatch(
+        params_R=[SamplingParams(**options)] * len(u),
+        u_R=np.array(u),
+        token_masks=allowed,
+        num_top_logprobs=top,
     )
+    return sample(logits_RV.clone(), batch)
 
 
-def one(logits: list[float], u: float, **options: object) -> tuple[int, float]:
+def one(logits: list[float], u: float, **options: Any) -> tuple[int, float]:
     result = drawn(torch.tensor([logits]), [u], **options)
     return result.tokens[0], result.logprobs[0]
 
@@ -63,6 +61,16 @@ def test_cuts_by_hand() -> None:
     assert {one(logits, u, top_p=1e-6)[0] for u in every} == {1}
     # Top-p is a share of what top-k leaves: 4/9, 3/9, 2/9.
     assert {one(logits, u, top_p=0.7, top_k=3)[0] for u in every} == {1, 3}
+    # At least 0.6 times as likely as the likeliest: 4/7 and 3/7 are left.
+    assert dict(one(logits, u, min_p=0.6) for u in every) == pytest.approx(
+        {1: np.log(4 / 7), 3: np.log(3 / 7)}
+    )
+    assert {one(logits, u, min_p=1.0)[0] for u in every} == {1}
+    # Min-p comes first: of the 9/9 that it leaves, 4/9 and 3/9 make up 0.7.
+    assert {one(logits, u, min_p=0.4, top_p=0.7)[0] for u in every} == {1, 3}
+    assert one(logits, 0.99, min_p=1.0, temperature=0.0) == (1, pytest.approx(np.log(0.4)))
+    # After the temperature: at 1/2 the odds are squared, 9/16 is less than 0.6.
+    assert {one(logits, u, min_p=0.6, temperature=0.5)[0] for u in every} == {1}
     allowed = {0: np.array([True, False, False, True])}
     assert dict(one(logits, u, allowed=allowed) for u in every) == pytest.approx(
         {0: np.log(1 / 4), 3: np.log(3 / 4)}
@@ -121,18 +129,16 @@ def test_frequencies_follow_the_distribution() -> None:
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
     generator = torch.Generator().manual_seed(0)
     logits_RV, u_R = torch.randn(8, 30, generator=generator), uniforms(2, 8)
-    how = {
-        "temperature_R": np.array([0.0, 0.5, 1.0, 2.0] * 2, np.float32),
-        "top_p_R": np.array([1.0, 1.0, 0.6, 0.9] * 2, np.float32),
-        "top_k_R": np.array([0, 3, 0, 4] * 2),
-        "u_R": u_R,
-    }
-    together = sample(logits_RV, SamplingBatch(**how))
+    params_R = [
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.5, top_k=3),
+        SamplingParams(top_p=0.6),
+        SamplingParams(temperature=2.0, top_p=0.9, top_k=4),
+    ] * 2
+    together = sample(logits_RV, SamplingBatch(params_R=params_R, u_R=u_R))
     for row in range(8):
-        single = sample(
-            logits_RV[row : row + 1],
-            SamplingBatch(**{name: values[row : row + 1] for name, values in how.items()}),
-        )
+        one_row = SamplingBatch(params_R=params_R[row : row + 1], u_R=u_R[row : row + 1])
+        single = sample(logits_RV[row : row + 1], one_row)
         assert (single.tokens[0], single.logprobs[0]) == (
             together.tokens[row],
             together.logprobs[row],

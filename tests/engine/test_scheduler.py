@@ -1,21 +1,22 @@
 from __future__ import annotations
 
-import numpy as np
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from etude.core.sampling import Priority
 from etude.engine.blocks import BlockManager
-from etude.engine.scheduler import Scheduler, Sequence
+from etude.engine.scheduler import PRIORITIES, Scheduler, Sequence
 from etude.engine.speculate import MAX_DRAFT_TOKENS, Drafter
-from tests.small_model import request
+from tests.small_model import in_sequence, request
 
 SIZE = 4
 
 
-def sequence(id: int, prompt: int, limit: int = 8, priority: int = 0) -> Sequence:
-    asked = request(str(id), [id + 1] * prompt, priority=priority)
-    return Sequence(asked, id, np.zeros(limit), tokens=list(asked.prompt))
+def sequence(id: int, prompt: int, limit: int = 8, priority: Priority = "standard") -> Sequence:
+    return in_sequence(request(str(id), [id + 1] * prompt, priority=priority), id, limit)
 
 
 def with_drafts(id: int, limit: int) -> Sequence:
@@ -36,7 +37,7 @@ def advance(scheduler: Scheduler) -> list[tuple[str, int]]:
             s.append(60, 0.0, 0, ())
             if s.finish_reason:
                 scheduler.release(s)
-    return [(s.request.id, count) for s, count in chosen]
+    return [(s.id, count) for s, count in chosen]
 
 
 @given(st.integers(4, 12), st.integers(1, 4), st.integers(1, 12), st.data())
@@ -49,7 +50,7 @@ def test_everyone_gets_through(
     added = []
     for id in range(data.draw(st.integers(1, 12))):
         prompt = data.draw(st.integers(1, num_blocks * SIZE - 8))
-        added.append(sequence(id, prompt, priority=data.draw(st.integers(0, 2))))
+        added.append(sequence(id, prompt, priority=data.draw(st.sampled_from(PRIORITIES))))
         scheduler.add(added[-1])
         for _ in range(data.draw(st.integers(0, 3))):
             passed = advance(scheduler)
@@ -93,10 +94,10 @@ def test_drafts_share_one_budget(max_batched_tokens: int, num_sequences: int) ->
 
 def test_first_come_first_served_within_a_priority() -> None:
     scheduler = Scheduler(BlockManager(100, SIZE), max_batch=2, max_batched_tokens=100)
-    for id, priority in enumerate((0, 0, 0, 1)):
+    for id, priority in enumerate(("standard", "standard", "standard", "interactive")):
         scheduler.add(sequence(id, 3, priority=priority))
     assert advance(scheduler) == [("3", 3), ("0", 3)]
-    assert [s.request.id for s in scheduler.waiting] == ["1", "2"]
+    assert [s.id for s in scheduler.waiting] == ["1", "2"]
 
 
 def test_prompts_are_read_in_pieces_beside_those_who_answer() -> None:
@@ -120,7 +121,7 @@ def test_whoever_came_last_gives_way_when_blocks_run_out() -> None:
     assert advance(scheduler) == [("0", 1)]
     assert scheduler.num_preempted == 1
     last = scheduler.waiting[0]
-    assert (last.request.id, last.num_computed_tokens, len(last.logprobs)) == ("1", 0, 2)
+    assert (last.id, last.num_computed_tokens, len(last.logprobs)) == ("1", 0, 2)
     while scheduler.running or scheduler.waiting:
         passed = advance(scheduler)
         if passed[0][0] == "1":
@@ -139,3 +140,26 @@ def test_what_is_not_read_back_yet_is_counted() -> None:
         s.num_pending += 1
         assert s.num_sampled_tokens == pending
     assert scheduler.schedule(version=0) == ([], 0)  # the second is the last
+
+
+def test_what_is_late_is_released_wherever_it_is() -> None:
+    blocks = BlockManager(8, SIZE, reuse=False)
+    scheduler = Scheduler(blocks, max_batch=2, max_batched_tokens=100)
+    made = [sequence(id, 5) for id in range(4)]
+    for each, deadline in zip(made, (5.0, math.inf, 6.0, 5.0), strict=True):
+        each.deadline = deadline
+        scheduler.add(each)
+    advance(scheduler)
+    assert ([s.id for s in scheduler.running], blocks.num_free) == (["0", "1"], 4)
+    assert scheduler.expire(4.9) == []
+    assert scheduler.expire(5.0) == [made[0], made[3]]
+    assert ([s.id for s in scheduler.running], blocks.num_free) == (["1"], 6)
+    assert [s.id for s in scheduler.waiting] == ["2"]
+    assert made[0].incarnation == 1, "what a pass under way draws for it is ignored"
+
+
+def test_the_classes_of_priority_in_order() -> None:
+    scheduler = Scheduler(BlockManager(100, SIZE), max_batch=1, max_batched_tokens=100)
+    for id, priority in enumerate(("batch", "standard", "interactive", "standard")):
+        scheduler.add(sequence(id, 3, priority=priority))
+    assert [s.id for s in scheduler.waiting] == ["2", "1", "3", "0"]

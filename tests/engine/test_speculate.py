@@ -13,10 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.core.sampling import expand_spans
-from etude.core.types import Sample
+from etude.core.sampling import Sample, expand_spans
 from etude.engine.batch import ForwardBatch, SamplerOutput
-from etude.engine.engine import Engine, FinishedRequest, Request, StreamedToken
+from etude.engine.engine import Engine, FinishedRequest, StreamedToken
 from etude.engine.runner import BLOCK_SIZE, TorchRunner
 from etude.engine.speculate import (
     MAX_LENGTH,
@@ -29,7 +28,7 @@ from etude.engine.speculate import (
 from etude.model.files import hf_state_dict
 from etude.model.transformer import Transformer
 from tests.engine.reference import FAMILIES, OnlyEven, Overlapping, check, plain_logits
-from tests.small_model import drain, request, sharp
+from tests.small_model import Asked, add, drain, request, sharp
 
 
 def spoiled(answer: Iterable[int], rng: random.Random) -> tuple[int, ...]:
@@ -56,21 +55,22 @@ def engine_with(
     return Engine(model, runner=Overlapping(runner) if overlaps else runner, **options)  # type: ignore[arg-type]
 
 
-def answers(model: Transformer, asked: list[Request]) -> dict[str, Sample]:
+def answers(model: Transformer, asked: list[Asked]) -> dict[str, Sample]:
     engine = engine_with(model, 400, max_batch=8)
     for each in asked:
-        engine.add(each)
+        add(engine, each)
     return drain(engine)
 
 
-def some_request(id: int, rng: random.Random) -> Request:
+def some_request(id: int, rng: random.Random) -> Asked:
     common = [rng.randrange(2)] * rng.choice((0, 20, 40))
     own = [rng.randrange(61) for _ in range(rng.randrange(1, 30))]
     return request(
         str(id), common + own, max_tokens=rng.randrange(1, 50), seed=rng.randrange(99),
-        priority=rng.choice((0, 0, 1)), temperature=rng.choice((0.0, 0.7, 1.0)),
+        priority=rng.choice(("standard", "standard", "interactive")),
+        temperature=rng.choice((0.0, 0.7, 1.0)),
         top_k=rng.choice((0, 5)), stream=rng.random() < 0.3,
-        stop=frozenset(rng.sample(range(61), 1)), top_logprobs=rng.choice((0, 2)),
+        stop_token_ids=tuple(rng.sample(range(61), 1)), top_logprobs=rng.choice((0, 2)),
     )  # fmt: skip
 
 
@@ -92,7 +92,7 @@ def test_random_schedules(family: str, overlaps: bool) -> None:
     waiting, done, streamed = list(asked.values()), {}, {}
     while waiting or not engine.idle:
         if waiting and rng.random() < 0.7:
-            engine.add(waiting.pop())
+            add(engine, waiting.pop())
         for event in engine.step():
             if isinstance(event, StreamedToken):
                 streamed.setdefault(event.id, []).append((event.token, event.logprob))
@@ -132,13 +132,13 @@ class Watched(TorchRunner):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_an_answer_that_was_foreseen_takes_few_passes(temperature: float) -> None:
     model = sharp(FAMILIES["llama"], seed=0, factor=3.0)
-    plain = request("7", [3, 1, 4], stop=frozenset(), max_tokens=120, temperature=temperature)
+    plain = request("7", [3, 1, 4], stop_token_ids=(), max_tokens=120, temperature=temperature)
     expected = answers(model, [plain])["7"]
     changed = (*expected.tokens[:60], 60, *expected.tokens[61:])
     for guess in ({"prediction": changed}, {"drafts": ((9, 9, 9), changed)}):
         runner = Watched(model)
         engine = Engine(model, max_batch=2, runner=runner)
-        engine.add(replace(plain, **guess))
+        add(engine, replace(plain, **guess))
         sample = drain(engine)["7"]
         assert sample.tokens == expected.tokens
         assert sample.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
@@ -152,10 +152,10 @@ def test_an_answer_that_was_foreseen_takes_few_passes(temperature: float) -> Non
 
 
 def test_without_a_hit_it_is_plain_decoding(model: Transformer) -> None:
-    plain = request("1", [5, 6, 7], stop=frozenset())
+    plain = request("1", [5, 6, 7], stop_token_ids=())
     runner = Watched(model)
     engine = Engine(model, max_batch=2, runner=runner)
-    engine.add(replace(plain, prediction=()))
+    add(engine, replace(plain, prediction=()))
     check(model, plain, drain(engine)["1"])
 
 
@@ -165,12 +165,12 @@ def test_a_swap_between_two_drafts(overlaps: bool) -> None:
     have given."""
     config = FAMILIES["llama"]
     published = [hf_state_dict(sharp(config, seed, factor=3.0), torch.float32) for seed in range(2)]
-    plain = [request(str(id), [id, 2, 3], stop=frozenset(), max_tokens=60) for id in range(4)]
+    plain = [request(str(id), [id, 2, 3], stop_token_ids=(), max_tokens=60) for id in range(4)]
     rng = random.Random(3)
     old = answers(sharp(config, 0, factor=3.0), plain)
     engine = engine_with(sharp(config, 0, factor=3.0), overlaps=overlaps, max_batch=4)
     for each in plain:
-        engine.add(replace(each, prediction=spoiled(old[each.id].tokens, rng)))
+        add(engine, replace(each, prediction=spoiled(old[each.id].tokens, rng)))
     done: dict[str, Sample] = {}
     for step in range(400):
         if step == 6:
@@ -180,7 +180,7 @@ def test_a_swap_between_two_drafts(overlaps: bool) -> None:
         }
     for each in plain:
         single = Engine(sharp(config, 0, factor=3.0), max_batch=1)
-        single.add(each)
+        add(single, each)
         for version in expand_spans(done[each.id].versions):
             if version != single.version:
                 single.load_weights(version, published[version])
@@ -199,18 +199,18 @@ def test_a_swap_between_two_drafts(overlaps: bool) -> None:
 def test_what_was_rejected_is_never_shared(model: Transformer) -> None:
     """Others that begin with the answer find its blocks; who begins with the draft finds nothing of
     it."""
-    plain = request("1", [5, 6, 7], stop=frozenset(), max_tokens=50, temperature=0.0)
+    plain = request("1", [5, 6, 7], stop_token_ids=(), max_tokens=50, temperature=0.0)
     answer = answers(model, [plain])["1"].tokens
     wrong = tuple((token + 1) % 61 for token in answer[8:])
     engine = Engine(model, max_batch=2)
-    engine.add(replace(plain, prediction=answer[:8] + wrong))
+    add(engine, replace(plain, prediction=answer[:8] + wrong))
     sample = drain(engine)["1"]
     assert sample.tokens == answer
     assert sample.rejected_draft_tokens > 0
     for id, text in (("2", answer), ("3", answer[:8] + wrong)):
         before = engine.stats().cached_tokens
         later = request(id, [5, 6, 7, *text][:52], max_tokens=4)
-        engine.add(later)
+        add(engine, later)
         check(model, later, drain(engine)[id])
         assert engine.stats().cached_tokens - before == (3 * BLOCK_SIZE if text == answer else 0)
 
@@ -218,12 +218,12 @@ def test_what_was_rejected_is_never_shared(model: Transformer) -> None:
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_drafts_under_a_constraint(model: Transformer, overlaps: bool) -> None:
     rng = random.Random(5)
-    plain = [request(str(id), [3, id], stop=frozenset(), max_tokens=40) for id in range(3)]
+    plain = [request(str(id), [3, id], stop_token_ids=(), max_tokens=40) for id in range(3)]
     expected = answers(model, [replace(each, constraint=OnlyEven()) for each in plain])
     engine = engine_with(model, overlaps=overlaps, max_batch=3)
     for each in plain:
         guess = spoiled(expected[each.id].tokens, rng)
-        engine.add(replace(each, constraint=OnlyEven(), prediction=guess))
+        add(engine, replace(each, constraint=OnlyEven(), prediction=guess))
     done = drain(engine)
     for each in plain:
         assert done[each.id].tokens == expected[each.id].tokens
@@ -258,8 +258,9 @@ def surprise(model: Transformer, runner: TorchRunner) -> float:
     guess = tuple(token for pair in enumerate(p_12.argmax(-1).tolist()) for token in pair)
     engine = Engine(model, max_batch=64, runner=runner, max_batched_tokens=1024)
     for seed in range(num_samples):
-        engine.add(
-            request(str(seed), [*prompt, first], max_tokens=3, stop=frozenset(), prediction=guess)
+        add(
+            engine,
+            request(str(seed), [*prompt, first], max_tokens=3, stop_token_ids=(), prediction=guess),
         )
     done = drain(engine)
     assert sum(sample.accepted_draft_tokens for sample in done.values()) > 50

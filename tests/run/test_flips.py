@@ -28,10 +28,11 @@ from etude.core.lineage import estimator_of, stage_spans
 from etude.core.sampling import VersionSpan
 from etude.core.types import Group, RecomputedRow, Score, Trajectory
 from etude.launch.local import RunDirectory
+from etude.model.directory import MODEL_FILES
 from etude.run import journal
 from etude.run.audit import audit
 from etude.run.evaluate import Report, report_name, reports
-from etude.serve.worker_protocol import MODEL_FILES, read_model_files
+from etude.serve.worker_protocol import read_model_files
 from etude.store import checkpoints
 from etude.store.checkpoints import Checkpoint, CheckpointWriter, Origin
 from etude.store.experts import get_experts, put_experts

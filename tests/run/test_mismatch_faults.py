@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from etude.core.sampling import Request
 from etude.engine import native, runner
 from etude.engine.batch import SamplerOutput, SamplingBatch
-from etude.engine.engine import Engine, Request
+from etude.engine.engine import Engine
 from etude.engine.scheduler import Sequence
 from etude.engine.select import select_runner
 from etude.model.heads import AttentionBackend
@@ -27,7 +28,7 @@ from etude.model.transformer import Transformer
 from etude.run.diagnose import Diagnosis
 from etude.run.trials import RecordedAnswer, diagnose, diagnose_recorded, row_of
 from tests.engine.reference import FAMILIES
-from tests.small_model import drain, request, sharp
+from tests.small_model import add, drain, request, sharp
 
 PROMPTS = [tuple(1 + (i * n) % 59 for i in range(1, 20 + 9 * n)) for n in (1, 2)]
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -215,8 +216,9 @@ def test_without_a_fault_there_is_rounding_only(name: str, kind: torch.dtype) ->
 @pytest.mark.parametrize("kind", [FP32, BF16], ids=str)
 def test_a_temperature_on_one_side(kind: torch.dtype) -> None:
     class Cooler(Engine):
-        def add(self, request: Request) -> None:
-            super().add(replace(request, temperature=0.6))
+        def add(self, request: Request, id: str, **told: Any) -> None:
+            params = replace(request.params, temperature=0.6)
+            super().add(replace(request, params=params), id, **told)
 
     found = look("llama", kind, make_engine=Cooler)
     (cause,) = found.causes
@@ -285,7 +287,7 @@ def test_what_cannot_be_explained_is_called_so(kind: torch.dtype) -> None:
 def test_tokens_that_are_too_unlikely_for_a_probability_have_a_bound() -> None:
     model, trainer = sides("llama", FP32)
     engine = Engine(model, max_batch=1)
-    engine.add(request("0", list(PROMPTS[0]), stop=frozenset()))
+    add(engine, request("0", list(PROMPTS[0]), stop_token_ids=()))
     row = row_of("0", PROMPTS[0], drain(engine)["0"])
     # below float32 for all but the likeliest
     found = diagnose_recorded(trainer, [RecordedAnswer(row)], 1e-3, FP32)

@@ -13,8 +13,9 @@ import pytest
 
 from etude.core.clock import AwakeClock, ManualClock
 from etude.core.errors import EtudeError
+from etude.core.protocols import Sandbox
 from etude.core.sampling import VersionSpan
-from etude.core.sandbox import Sandbox, SandboxSpec
+from etude.core.sandbox import SandboxSpec
 from etude.core.types import (
     Attempt,
     Cost,

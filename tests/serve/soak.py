@@ -68,10 +68,10 @@ async def soak(requests: int, seed: int = 0, swap_s: float = 1.0) -> Report:
 
     engine = EngineThread(Engine(sharp(config, 0), max_batch=16, kv_bytes=1 << 20), fetch, files)
     server = Worker(engine, files, "here")
-    server.concurrency.limit = MAX_ANSWERS
+    server.model.concurrency.limit = MAX_ANSWERS
     outcomes: Counter[str] = Counter()
     began, early_mb = time.monotonic(), 0.0
-    async with served(create_app(server.routes(), None, server.metrics)) as url:
+    async with served(create_app(server.routes(), None, server.model.metrics)) as url:
         before = asyncio.all_tasks()
         swapping = asyncio.create_task(swap(engine, swap_s))
         numbers = iter(range(requests))
@@ -104,7 +104,11 @@ async def swap(engine: EngineThread, every_s: float) -> None:
 async def settled(server: Worker, engine: EngineThread, before: set[Any]) -> None:
     """What was left behind by those who went away ends in a moment, or never."""
     async with asyncio.timeout(20):
-        while asyncio.all_tasks() - before or not engine.engine.idle or server.concurrency.in_use:
+        while (
+            asyncio.all_tasks() - before
+            or not engine.engine.idle
+            or server.model.concurrency.in_use
+        ):
             await asyncio.sleep(0.02)
 
 
@@ -112,7 +116,7 @@ def check_empty(server: Worker, engine: EngineThread) -> None:
     stats = engine.engine.stats()
     assert (stats.running, stats.waiting, stats.blocks_free) == (0, 0, stats.blocks), stats
     assert engine._inboxes == {}
-    assert server.concurrency.in_use == 0
+    assert server.model.concurrency.in_use == 0
 
 
 async def one(http: aiohttp.ClientSession, url: str, rng: random.Random, number: int) -> str:

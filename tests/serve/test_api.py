@@ -11,11 +11,11 @@ import pytest
 from starlette.types import ASGIApp
 
 from etude.core.errors import EtudeError
-from etude.core.protocols import Ask
-from etude.core.types import Sample
+from etude.core.sampling import Request, Sample
 from etude.model.tokenizer import ChatTokenizer
 from etude.serve import process
-from etude.serve.api import Api
+from etude.serve.answerer import PolicyAnswerer, ServedModel
+from etude.serve.dialects import public_routes
 from etude.serve.fake import Scripted
 from etude.serve.grammar import GrammarBuilder
 from etude.serve.http import MAX_BODY_BYTES, Unavailable, create_app
@@ -37,8 +37,16 @@ TOOLS = [
 ASK = {"model": "etude", "messages": [{"role": "user", "content": "read"}]}
 
 
-def app(policy: Scripted, token: str | None) -> ASGIApp:
-    return create_app(Api(policy, TOKENIZER, GrammarBuilder(FILES), max_context=64).routes(), token)
+def served_model(**options: Any) -> ServedModel:
+    grammars = GrammarBuilder(FILES)
+    return ServedModel(tokenizer=TOKENIZER, grammars=grammars, max_context=64, **options)
+
+
+def app(policy: Scripted, token: str | None, model: ServedModel | None = None) -> ASGIApp:
+    answerer = PolicyAnswerer(model or served_model(), policy)
+    return create_app(
+        public_routes(answerer.model, lambda http: answerer, dict), token, answerer.model.metrics
+    )
 
 
 def said(text: str) -> list[int]:
@@ -224,7 +232,8 @@ async def test_models_and_health(http: aiohttp.ClientSession, url: str) -> None:
         ),
         ("completions", {"prompt": "a", "echo": True}, "echo"),
         ("completions", {"prompt": "a", "best_of": 2}, "best_of"),
-        ("completions", {"prompt": "a", "min_weight_version": 10**30}, "min_weight_version"),
+        ("completions", {"prompt": "a", "min_weight_version": 1}, "min_weight_version"),
+        ("completions", {"prompt": "a", "detokenize": False}, "detokenize"),
         ("completions", {"prompt": "a", "suffix": "x"}, "suffix"),
         ("completions", {"prompt": [1, "a"]}, "prompt"),
         ("completions", {"prompt": []}, "prompt"),
@@ -269,8 +278,8 @@ async def test_a_body_has_a_deadline(url: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 class Refusing(Scripted):
-    async def sample(self, ask: Ask) -> Sample:
-        raise ValueError(f"temperature must not be {ask.temperature}")
+    async def sample(self, ask: Request) -> Sample:
+        raise ValueError(f"temperature must not be {ask.params.temperature}")
 
 
 async def test_what_the_policy_refuses_is_the_clients_mistake(http: aiohttp.ClientSession) -> None:
@@ -328,7 +337,7 @@ class Slow(Scripted):
         self.asked = asyncio.Event()
         self.cancelled = asyncio.Event()
 
-    async def sample(self, ask: Ask) -> Sample:
+    async def sample(self, ask: Request) -> Sample:
         self.asked.set()
         try:
             await asyncio.Event().wait()
@@ -347,7 +356,7 @@ async def test_a_client_that_goes_away_cancels_its_request(http: aiohttp.ClientS
 
 
 class Gone(Scripted):
-    async def sample(self, ask: Ask) -> Sample:
+    async def sample(self, ask: Request) -> Sample:
         raise Unavailable("nobody is up")
 
 

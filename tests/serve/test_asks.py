@@ -5,32 +5,41 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from dataclasses import fields
 from typing import Any
 
 import aiohttp
 import pytest
 
-from etude.core.protocols import Ask, Token
-from etude.core.types import Sample
-from etude.serve.api import Api, ConcurrencyLimit
+from etude.core.sampling import Request, Sample, Token
+from etude.serve.answerer import ConcurrencyLimit
 from etude.serve.fake import Scripted
-from etude.serve.grammar import GrammarBuilder
-from etude.serve.http import ApiError, Unavailable, create_app
-from etude.serve.metrics import Metrics
+from etude.serve.http import ApiError, Unavailable
 from tests.serve.conftest import served
-from tests.serve.test_api import ASK, FILES, TOKENIZER, TOOLS, app, post, said
+from tests.serve.test_api import ASK, TOKENIZER, TOOLS, app, post, said, served_model
 
 GRAMMAR = '%llguidance {}\nstart: "yes"'
 PROMPT = len(TOKENIZER.encode("<|user|>read<|end|><|assistant|>"))
 
 
-async def asks(http: aiohttp.ClientSession, body: dict[str, Any], answers: int = 1) -> list[Ask]:
+async def asks(
+    http: aiohttp.ClientSession, body: dict[str, Any], answers: int = 1
+) -> list[Request]:
     policy = Scripted([said("test")] * answers)
     path = "completions" if "prompt" in body else "chat/completions"
     async with served(app(policy, None)) as url:
         status, answer = await post(http, f"{url}/v1/{path}", body)
     assert status == 200, answer
     return policy.asked
+
+
+def said_of(request: Request) -> dict[str, Any]:
+    """Its fields, and those of its sampling parameters."""
+    return {
+        field.name: getattr(each, field.name)
+        for each in (request, request.params)
+        for field in fields(each)
+    }
 
 
 @pytest.mark.parametrize(
@@ -42,8 +51,8 @@ async def asks(http: aiohttp.ClientSession, body: dict[str, Any], answers: int =
                 "temperature": 1.0,
                 "top_p": 1.0,
                 "top_k": 0,
-                "stop": TOKENIZER.stop_token_ids,
-                "stop_texts": (),
+                "stop_token_ids": TOKENIZER.stop_token_ids,
+                "stop": (),
             },
         ),
         (
@@ -61,11 +70,13 @@ async def asks(http: aiohttp.ClientSession, body: dict[str, Any], answers: int =
         ({"temperature": 0.7}, {"temperature": 0.7}),
         ({"top_p": 0.5}, {"top_p": 0.5}),
         ({"top_k": 5}, {"top_k": 5}),
+        ({}, {"min_p": 0.0}),
+        ({"min_p": 0.25}, {"min_p": 0.25}),
         ({"top_k": -1}, {"top_k": 0}),
         ({"seed": 3}, {"seed": 3}),
         ({"seed": -1}, {"seed": 2**63 - 1}),
-        ({"stop": "end"}, {"stop_texts": ("end",)}),
-        ({"stop": ["a", "b"]}, {"stop_texts": ("a", "b")}),
+        ({"stop": "end"}, {"stop": ("end",)}),
+        ({"stop": ["a", "b"]}, {"stop": ("a", "b")}),
         ({"max_tokens": 5}, {"max_tokens": 5}),
         ({"max_completion_tokens": 4, "max_tokens": 5}, {"max_tokens": 4}),
         ({"max_tokens": 1000}, {"max_tokens": 64 - PROMPT}),
@@ -86,7 +97,7 @@ async def test_a_chat(
     http: aiohttp.ClientSession, field: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     (ask,) = await asks(http, ASK | field)
-    assert {name: getattr(ask, name) for name in expected} == expected
+    assert {name: said_of(ask)[name] for name in expected} == expected
 
 
 @pytest.mark.parametrize(
@@ -97,21 +108,21 @@ async def test_a_chat(
             {
                 "prompt": (5, 6),
                 "max_tokens": 16,
-                "stop": TOKENIZER.stop_token_ids,
+                "stop_token_ids": TOKENIZER.stop_token_ids,
                 "top_logprobs": 0,
                 "experts_from": None,
             },
         ),
         ({"prompt": "read"}, {"prompt": tuple(TOKENIZER.encode("read"))}),
         ({"max_tokens": 3}, {"max_tokens": 3}),
-        ({"stop_token_ids": [9]}, {"stop": (9,)}),
-        ({"stop_token_ids": []}, {"stop": ()}),
+        ({"stop_token_ids": [9]}, {"stop_token_ids": (9,)}),
+        ({"stop_token_ids": []}, {"stop_token_ids": ()}),
         ({"logprobs": 3}, {"top_logprobs": 3}),
         ({"routed_experts_from": 1}, {"experts_from": 1}),
         ({"structured_outputs": {"grammar": GRAMMAR}}, {"grammar": GRAMMAR}),
         (
             {"structured_outputs": {"grammar": GRAMMAR}},
-            {"stop": (*TOKENIZER.stop_token_ids, TOKENIZER.eos_token_id)},
+            {"stop_token_ids": (*TOKENIZER.stop_token_ids, TOKENIZER.eos_token_id)},
         ),
         ({"temperature": 0, "top_k": -1, "seed": 4}, {"temperature": 0.0, "top_k": 0, "seed": 4}),
     ],
@@ -120,7 +131,7 @@ async def test_a_completion(
     http: aiohttp.ClientSession, field: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     (ask,) = await asks(http, {"prompt": [5, 6]} | field)
-    assert {name: getattr(ask, name) for name in expected} == expected
+    assert {name: said_of(ask)[name] for name in expected} == expected
 
 
 SCHEMA = {
@@ -143,15 +154,15 @@ async def test_each_way_to_restrict_an_answer_is_a_grammar_of_its_own(
         {"tools": TOOLS, "response_format": SCHEMA},
         {"tools": TOOLS, "response_format": SCHEMA, "parallel_tool_calls": False},
     ]
-    grammars = [(await asks(http, ASK | way))[0].grammar for way in ways]
+    grammars = [(await asks(http, ASK | way))[0].params.grammar for way in ways]
     assert None not in grammars and len(set(grammars)) == len(ways)
     same = [
-        (await asks(http, ASK | ways[2] | {"parallel_tool_calls": given}))[0].grammar
+        (await asks(http, ASK | ways[2] | {"parallel_tool_calls": given}))[0].params.grammar
         for given in (True, None)
     ]
     assert set(same) == {grammars[2]}
     plain = {"tools": TOOLS, "tool_choice": "none", "response_format": SCHEMA}
-    assert (await asks(http, ASK | plain))[0].grammar == grammars[1], (
+    assert (await asks(http, ASK | plain))[0].params.grammar == grammars[1], (
         "tools that may not be called change nothing"
     )
 
@@ -193,7 +204,6 @@ async def test_an_answer_shows_no_more_than_was_asked_for(http: aiohttp.ClientSe
             {
                 "prompt": [5, 6],
                 "max_tokens": 2,
-                "detokenize": False,
                 "return_token_ids": True,
                 "logprobs": 0,
             },
@@ -207,7 +217,7 @@ async def test_an_answer_shows_no_more_than_was_asked_for(http: aiohttp.ClientSe
         and full["choices"][0]["logprobs"]["content"]
     )
     assert "token_ids" not in text["choices"][0] and text["choices"][0]["text"] == "test"
-    assert ids["choices"][0]["token_ids"] == said("test") and not ids["choices"][0]["text"]
+    assert ids["choices"][0]["token_ids"] == said("test") and ids["choices"][0]["text"]
     assert text["usage"] == {"prompt_tokens": 2, "completion_tokens": 2, "total_tokens": 4}
 
 
@@ -268,7 +278,7 @@ def test_places_are_given_back_whatever_happens() -> None:
 class Breaks(Scripted):
     """Says a token, and then that it cannot go on."""
 
-    async def stream(self, ask: Ask) -> AsyncIterator[Token | Sample]:
+    async def stream(self, ask: Request) -> AsyncIterator[Token | Sample]:
         yield Token(said("test")[0], -0.5, 0)
         raise Unavailable("the worker is gone")
 
@@ -286,11 +296,9 @@ async def test_a_stream_that_breaks_says_so_in_its_last_event(http: aiohttp.Clie
 
 
 async def test_what_a_client_is_told_besides_the_answer(http: aiohttp.ClientSession) -> None:
-    metrics = Metrics()
-    policy = Scripted([said("test")] * 9)
-    api = Api(policy, TOKENIZER, GrammarBuilder(FILES), max_context=64, max_answers=1)
+    policy, model = Scripted([said("test")] * 9), served_model(concurrency=ConcurrencyLimit(1))
     ask = {"prompt": [5]}
-    async with served(create_app(api.routes(), "secret", metrics)) as url:
+    async with served(app(policy, "secret", model)) as url:
         key = {"Authorization": "Bearer secret", "X-Request-Id": "mine-1"}
         async with http.post(f"{url}/v1/completions", json=ask, headers=key) as response:
             assert response.status == 200 and response.headers["X-Request-Id"] == "mine-1"
@@ -298,11 +306,11 @@ async def test_what_a_client_is_told_besides_the_answer(http: aiohttp.ClientSess
             async with http.post(f"{url}/v1/completions", json=ask, headers=wrong) as response:
                 assert (response.status, response.headers["WWW-Authenticate"]) == (401, "Bearer")
                 assert len(response.headers["X-Request-Id"]) == 32
-        api.concurrency.in_use = 1
+        model.concurrency.in_use = 1
         async with http.post(f"{url}/v1/completions", json=ask, headers=key) as response:
             assert response.status == 429 and int(response.headers["Retry-After"]) > 0
         async with http.get(f"{url}/metrics", headers=key) as response:
             assert "\netude_answers_under_way 1\n" in await response.text()
     assert len(policy.asked) == 1
-    text = metrics.text({})
+    text = model.metrics.text({})
     assert 'status="200"' in text and 'status="401"' in text and 'status="429"' in text

@@ -11,11 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from etude.core.protocols import Ask, Token
-from etude.core.sampling import VersionSpan
-from etude.core.types import Sample
+from etude.core.sampling import Request, Sample, Token, VersionSpan
 from etude.model.tokenizer import ChatTokenizer
-from etude.serve import protocol as wire
 from etude.serve.detokenizer import (
     IncrementalDetokenizer,
     StopStringFilter,
@@ -23,7 +20,8 @@ from etude.serve.detokenizer import (
     first_of,
 )
 from etude.serve.engine_thread import StopStringChecker
-from etude.serve.response_builders import ChatResponseBuilder, TextResponseBuilder
+from etude.serve.openai import types as wire
+from etude.serve.openai.responses import ChatResponseBuilder, TextResponseBuilder
 from tests.small_model import small_files
 
 TOKENIZER = ChatTokenizer(small_files())
@@ -171,17 +169,17 @@ def stopped(tokens: list[int], stops: tuple[str, ...]) -> Sample:
 
 
 @pytest.mark.parametrize("seed", range(30))
-@pytest.mark.parametrize("kind", ["chat", "calls", "text", "ids"])
+@pytest.mark.parametrize("kind", ["chat", "calls", "text"])
 def test_what_is_streamed_is_what_is_answered_at_once(seed: int, kind: str) -> None:
     rng = random.Random(seed)
     stops = ("b", "日本") if seed % 3 == 0 else ()
     sample = stopped(random_tokens(rng), stops)
-    ask = Ask(
+    ask = Request(
         prompt=(1, 2),
         max_tokens=99,
         seed=seed,
-        stop=(TOKENIZER.eos_token_id,),
-        stop_texts=stops,
+        stop_token_ids=(TOKENIZER.eos_token_id,),
+        stop=stops,
         top_logprobs=2,
     )
     shown: dict[str, Any] = {
@@ -194,7 +192,7 @@ def test_what_is_streamed_is_what_is_answered_at_once(seed: int, kind: str) -> N
     if kind in ("chat", "calls"):
         form = ChatResponseBuilder(**shown, prompt=(1, 2), tools=TOOLS if kind == "calls" else None)
     else:
-        form = TextResponseBuilder(**shown, with_text=kind == "text")
+        form = TextResponseBuilder(**shown)
     follower, pieces = form.stream(0, ask), []
     for token, logprob, top in zip(
         sample.tokens, sample.logprobs, sample.top_logprobs, strict=True

@@ -3,20 +3,18 @@ of an answer."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
 from typing import Any
 
 import pytest
 
-from etude.core.protocols import Ask
-from etude.core.types import Sample
+from etude.core.sampling import Request, Sample, SamplingParams
 from etude.engine.engine import Engine
-from etude.engine.scheduler import Request
 from etude.model.transformer import ModelConfig
 from etude.serve.engine_thread import EngineThread
-from etude.serve.http import Unavailable
+from etude.serve.http import DeadlineExceeded, Unavailable
 from tests.serve.test_api import FILES
 from tests.small_model import sharp
 
@@ -34,47 +32,59 @@ def thread(version: int = 0) -> Iterator[EngineThread]:
 
 async def test_the_engine_is_asked_what_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     with thread() as one:
-        asked: list[Request] = []
+        asked: list[tuple[Request, str, dict[str, Any]]] = []
         add = one.engine.add
-        monkeypatch.setattr(
-            one.engine, "add", lambda request: (asked.append(request), add(request))[1]
-        )
-        ask = Ask(
-            prompt=(5, 6, 7), max_tokens=3, seed=11, temperature=0.5, top_p=0.9, top_k=7,
-            stop=(1, 2), stop_texts=("zz",), grammar='start: "a" | "b"', top_logprobs=2,
-            experts_from=1, prediction=(8, 9), drafts=((3, 4), (5,)),
+
+        def noted(request: Request, id: str, **told: Any) -> None:
+            asked.append((request, id, told))
+            add(request, id, **told)
+
+        monkeypatch.setattr(one.engine, "add", noted)
+        params = SamplingParams(temperature=0.5, top_p=0.9, top_k=7, grammar='start: "a" | "b"')
+        full = Request(
+            prompt=(5, 6, 7), max_tokens=3, seed=11, params=params, stop_token_ids=(1, 2),
+            stop=("zz",), top_logprobs=2, experts_from=1, prediction=(8, 9), drafts=((3, 4), (5,)),
         )  # fmt: skip
-        await one.sample(ask)
-        same = {field.name for field in fields(Ask)} - {"stop", "stop_texts", "grammar"}
-        assert {name: getattr(asked[0], name) for name in same} == {
-            name: getattr(ask, name) for name in same
-        }
-        assert (
-            asked[0].stop == frozenset({1, 2})
-            and asked[0].stop_check is not None
-            and asked[0].constraint is not None
-        )
-        assert not asked[0].stream
-        plain = Ask(prompt=(5,), max_tokens=2, seed=1)
+        await one.sample(full)
+        plain = Request(prompt=(5,), max_tokens=2, seed=1)
         streamed = [event async for event in one.stream(plain)]
-        assert asked[1].stream and asked[1].stop_check is None and asked[1].constraint is None
+        (first, id, told), (second, other_id, told_beside) = asked
+        assert first is full and second is plain and id != other_id
+        assert told["stop_check"] is not None and told["constraint"] is not None
+        assert not told["stream"]
+        assert told_beside == {
+            "stream": True, "stop_check": None, "constraint": None, "deadline": math.inf
+        }  # fmt: skip
         assert isinstance(streamed[-1], Sample) and len(streamed) == 1 + len(streamed[-1].tokens)
-        assert asked[0].id != asked[1].id
+
+
+async def test_a_deadline_ends_an_answer_and_leaves_nothing_behind() -> None:
+    with thread() as one:
+        late = Request(prompt=(5,), max_tokens=50, seed=1, deadline_s=1e-9)
+        with pytest.raises(DeadlineExceeded):
+            await one.sample(late)
+        with pytest.raises(DeadlineExceeded):
+            [event async for event in one.stream(late)]
+        assert not one._inboxes and one.engine.idle
+        stats = one.engine.stats()
+        assert stats.blocks_free == stats.blocks
+        in_time = Request(prompt=(5,), max_tokens=2, seed=1, deadline_s=600.0)
+        assert len((await one.sample(in_time)).tokens) == 2
 
 
 async def test_a_worker_without_weights_says_so() -> None:
     with thread(version=-1) as one, pytest.raises(Unavailable, match="no weights yet"):
-        await one.sample(Ask(prompt=(5,), max_tokens=2, seed=1))
+        await one.sample(Request(prompt=(5,), max_tokens=2, seed=1))
 
 
 async def test_what_can_never_be_answered_leaves_nothing_behind() -> None:
     with thread() as one:
         with pytest.raises(ValueError):
             await one.sample(
-                Ask(prompt=(5,) * CONFIG.max_position_embeddings, max_tokens=2, seed=1)
+                Request(prompt=(5,) * CONFIG.max_position_embeddings, max_tokens=2, seed=1)
             )
         assert not one._inboxes
-        await one.sample(Ask(prompt=(5,), max_tokens=2, seed=1))
+        await one.sample(Request(prompt=(5,), max_tokens=2, seed=1))
         assert not one._inboxes and one.engine.idle
 
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import msgspec
 
 from etude.core.advantage import to_rows
+from etude.core.sampling import Request, Sample
 from etude.core.types import Batch, Score, Segment, Trajectory
 from etude.model.config import ExpertsConfig
 from etude.model.experts import read_ids
 from etude.serve.gateway import Gateway
-from etude.serve.http import MSGPACK, create_app
-from etude.serve.router import Router, WorkerCompletion, to_sample
+from etude.serve.http import create_app
+from etude.serve.router import Router
+from etude.serve.worker_protocol import GenerateRequest
 from etude.store.experts import get_experts
 from etude.store.runs import Run
 from etude.train.learner import Learner
@@ -78,29 +79,14 @@ async def test_on_the_wire_an_expert_takes_two_bytes_at_most(
     async with worker(store_of(tmp_path, MANY), "east") as (_, url):
         await post(http, f"{url}/load", {"version": 0})
 
-        async def asked(**more: Any) -> bytes:
-            body = {
-                "prompt": [1, 2, 3, 4],
-                "max_tokens": 30,
-                "seed": 1,
-                "stop_token_ids": [],
-                "logprobs": 0,
-            }
-            body |= {"return_token_ids": True, "detokenize": False} | more
-            async with http.post(
-                f"{url}/v1/completions", json=body, headers={"Accept": MSGPACK}
-            ) as response:
+        async def asked(experts_from: int | None) -> bytes:
+            request = Request(prompt=(1, 2, 3, 4), max_tokens=30, seed=1, experts_from=experts_from)
+            body = msgspec.msgpack.encode(GenerateRequest(request, 0))
+            async with http.post(f"{url}/generate", data=body) as response:
                 return await response.read()
 
-        without, whole, later = (
-            await asked(),
-            await asked(routed_experts_from=0),
-            await asked(routed_experts_from=20),
-        )
-    samples = [
-        to_sample(msgspec.msgpack.decode(body, type=WorkerCompletion))
-        for body in (without, whole, later)
-    ]
+        without, whole, later = [await asked(first) for first in (None, 0, 20)]
+    samples = [msgspec.msgpack.decode(body, type=Sample) for body in (without, whole, later)]
     num_read = 4 + 30 - 1
     assert samples[0].experts is None and samples[1].experts and samples[2].experts
     assert len(samples[1].experts) == num_read * TOKEN_BYTES

@@ -8,10 +8,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
 import aiohttp
+import msgspec
 import pytest
 
-from etude.core.protocols import Ask
-from etude.core.sampling import VersionSpan
+from etude.core.sampling import Request, SamplingParams, VersionSpan
 from etude.engine.engine import Engine
 from etude.model.transformer import Transformer
 from etude.serve.engine_thread import EngineThread
@@ -19,6 +19,7 @@ from etude.serve.gateway import Gateway
 from etude.serve.http import Unavailable, create_app
 from etude.serve.router import Router, WorkerFailed
 from etude.serve.worker import Worker, keep_joined
+from etude.serve.worker_protocol import GenerateRequest
 from etude.weights.follow import fetch
 from etude.weights.manifest import read_manifest
 from tests.serve.client import converse, post, segments, status, until_up, versions
@@ -92,6 +93,34 @@ async def test_recorded_logprobs_are_those_of_the_model(
         region["version"] == 0 and region["tokens"] > 0 and region["busy_s"] > 0
         for region in seen.values()
     )
+
+
+async def test_a_harness_says_what_a_context_is_for(
+    regions: list[Worker], gateway: str, http: aiohttp.ClientSession
+) -> None:
+    url = f"{gateway}/s/s/v1/chat/completions"
+    for text, temperature, header in (
+        ("read area.py", 1.0, {}),
+        ("sum it up", 0.5, {"X-Etude-Segment": "summary"}),
+        ("help", 1.0, {"X-Etude-Segment": "subagent"}),
+    ):
+        body = {"messages": [{"role": "user", "content": text}], "temperature": temperature}
+        async with http.post(url, json=body | {"max_tokens": 4}, headers=header) as response:
+            assert response.status == 200
+    recorded = await segments(http, gateway, "s")
+    assert [(segment.kind, segment.parent) for segment in recorded] == [
+        ("turns", None),
+        ("summary", 0),
+        ("subagent", 1),
+    ]
+    assert [(span.params, span.count) for segment in recorded for span in segment.sampling] == [
+        (SamplingParams(temperature=temperature), len(segment.tokens))
+        for segment, temperature in zip(recorded, (1.0, 0.5, 1.0), strict=True)
+    ]
+    async with http.post(url, json=body, headers={"X-Etude-Segment": "dream"}) as response:
+        assert response.status == 400
+        told = (await response.json())["error"]["message"]
+    assert "X-Etude-Segment" in told and "turns, summary, subagent" in told
 
 
 async def test_workers_prove_what_they_compute_with(
@@ -201,7 +230,7 @@ async def test_a_request_is_not_sent_for_ever(
     with pytest.raises(
         Unavailable, match="4 workers in a row have failed, the last one with: out of memory"
     ):
-        await router.sample(Ask(prompt=(1,), max_tokens=1, seed=0))
+        await router.sample(Request(prompt=(1,), max_tokens=1, seed=0))
     assert len(set(asked)) == 4
 
 
@@ -243,9 +272,9 @@ async def test_a_worker_refuses_what_its_weights_are_too_old_for(
         for least, loaded in ((0, None), (2, 1)):
             if loaded is not None:
                 await post(http, f"{url}/load", {"version": loaded})
-            async with http.post(
-                f"{url}/v1/completions", json={"prompt": [1], "min_weight_version": least}
-            ) as response:
+            asked = GenerateRequest(Request(prompt=(1,), max_tokens=1, seed=0), least)
+            body = msgspec.msgpack.encode(asked)
+            async with http.post(f"{url}/generate", data=body) as response:
                 assert response.status == 503
 
 

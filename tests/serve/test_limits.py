@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from starlette.applications import Starlette
 
 from etude.cli import main
-from etude.commands.serve import Server, load
+from etude.commands.serve import load
 from etude.core.errors import EtudeError
 from etude.engine.engine import Engine
 from etude.model.tokenizer import ChatTokenizer
@@ -46,8 +47,8 @@ async def worker() -> AsyncIterator[tuple[Worker, str]]:
     engine = Engine(sharp(ModelConfig.from_json(FILES["config.json"]), 0), max_batch=4)
     thread = EngineThread(engine, lambda version: {}, FILES)
     made = Worker(thread, FILES, "here")
-    made.concurrency.limit = 3
-    async with served(create_app(made.routes(), None, made.metrics)) as url:
+    made.model.concurrency.limit = 3
+    async with served(create_app(made.routes(), None, made.model.metrics)) as url:
         yield made, url
     thread.close()
 
@@ -69,7 +70,7 @@ async def test_leaving_a_stream_frees_everything(
     response = await http.post(f"{url}/v1/completions", json=ENDLESS | more)
     async for _ in events(response):
         break
-    assert made.concurrency.in_use == more.get("n", 1)
+    assert made.model.concurrency.in_use == more.get("n", 1)
     response.close()
     await settled(made, made.engine_thread, before)
     stats = made.engine_thread.engine.stats()
@@ -80,7 +81,7 @@ async def test_too_many_at_once_are_told_to_wait(
     worker: tuple[Worker, str], http: aiohttp.ClientSession
 ) -> None:
     made, url = worker
-    with made.concurrency.acquire(2):
+    with made.model.concurrency.acquire(2):
         for body, status in (
             (ASK | {"n": 2}, 429),
             (ASK | {"n": 4}, 400),
@@ -93,7 +94,7 @@ async def test_too_many_at_once_are_told_to_wait(
             f"{url}/v1/chat/completions", json=ASK | {"max_tokens": 1}
         ) as response:
             assert response.status == 200
-    assert made.concurrency.in_use == 0
+    assert made.model.concurrency.in_use == 0
 
 
 class Watched(ChatTokenizer):
@@ -164,10 +165,11 @@ async def watched(
     """A gateway without workers: whoever is let in waits for one in vain."""
     monkeypatch.setattr("etude.serve.router.WORKER_WAIT_S", 0.0)
     made = Gateway(Router(http), Objects.open(f"file:{tmp_path}/run"), FILES, max_context=256)
-    made.tokenizer = Watched()
-    made.recorder = Recorder(made.tokenizer)
+    tokenizer = Watched()
+    made.model = replace(made.model, tokenizer=tokenizer)
+    made.recorder = Recorder(tokenizer)
     async with served(create_app(made.routes(), None)) as url:
-        yield made.tokenizer, url
+        yield tokenizer, url
 
 
 @pytest.mark.parametrize("kind", TOO_MUCH)
@@ -190,25 +192,12 @@ async def test_long_texts_do_not_hold_up_the_port(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tokenizer, url = watched
-    monkeypatch.setattr("etude.serve.api.AT_ONCE_CHARS", 100)
+    monkeypatch.setattr("etude.serve.answerer.AT_ONCE_CHARS", 100)
     for content, in_loop in (("read", True), ("read " * 30, False)):
         tokenizer.threads.clear()
         async with http.post(url + path, json=said(content)) as response:
             assert response.status == 503
         assert tokenizer.threads == {in_loop}
-
-
-async def test_one_model_has_one_version(
-    worker: tuple[Worker, str], http: aiohttp.ClientSession
-) -> None:
-    thread = worker[0].engine_thread
-    assert isinstance(thread, EngineThread)
-    made = Server(thread, FILES, "tiny", max_context=64, max_answers=3)
-    async with served(create_app(made.routes(), None)) as url:
-        for least, status in ((-1, 200), (0, 200), (1, 503)):
-            asked = {"prompt": [1], "max_tokens": 1, "min_weight_version": least}
-            async with http.post(f"{url}/v1/completions", json=asked) as response:
-                assert response.status == status
 
 
 async def test_many_prompts_are_told_from_many_answers(

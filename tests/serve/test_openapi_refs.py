@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from etude.serve.openapi import document
+from etude.serve.dialects import document
 
 
 def references(value: Any) -> Iterator[str]:

@@ -8,14 +8,15 @@ from dataclasses import replace
 
 import pytest
 
-from etude.core.sampling import VersionSpan, expand_spans
-from etude.core.types import RegionSpan, Sample, Segment
+from etude.core.sampling import Sample, SamplingParams, SamplingSpan, VersionSpan, expand_spans
+from etude.core.types import RegionSpan, Segment, SegmentKind
 from etude.model.tokenizer import ChatTokenizer, Message, Tool
 from etude.serve.recorder import Prompt, Recorder
 from tests.small_model import small_files
 
 FILES = small_files()
 TOKENIZER = ChatTokenizer(FILES)
+PLAIN = SamplingParams()
 CHATML = FILES | {
     "chat_template.jinja": b"{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ eos_token "
     b"}}\n{% endfor %}"
@@ -51,12 +52,13 @@ def prompt_for(
 
 
 def say(
-    recorder: Recorder, messages: list[Message], tokens: list[int], version: int = 0
-) -> tuple[Prompt, Message]:
+    recorder: Recorder, messages: list[Message], tokens: list[int], version: int = 0,
+    params: SamplingParams = PLAIN, kind: SegmentKind = "turns",
+) -> tuple[Prompt, Message]:  # fmt: skip
     prompt = prompt_for(recorder, "s", messages, TOOLS)
     sample = sample_of(tokens, version)
     message = TOKENIZER.parse(TOKENIZER.decode(tokens), TOOLS, str)
-    recorder.record("s", prompt, sample, message)
+    recorder.record("s", prompt, sample, message, params, kind)
     return prompt, message
 
 
@@ -79,7 +81,40 @@ def test_two_turns_are_one_segment() -> None:
         logprobs=(*sample_of(first).logprobs, *[0.0] * len(added), *sample_of(second).logprobs),
         versions=(VersionSpan(1, len(first)), VersionSpan(2, len(second))),
         regions=(RegionSpan("", len(first) + len(second)),),
+        sampling=(SamplingSpan(PLAIN, len(first) + len(second)),),
     )
+
+
+def test_each_token_knows_what_it_was_drawn_with() -> None:
+    recorder, messages = Recorder(TOKENIZER), [user("read")]
+    warm, said = (
+        SamplingParams(temperature=1.5),
+        [*TOKENIZER.encode("tool"), TOKENIZER.eos_token_id],
+    )
+    for params in (warm, SamplingParams(temperature=1.5), SamplingParams(top_p=0.5)):
+        prompt, answer = say(recorder, messages, said, params=params)
+        messages = [*prompt.messages, answer, user("more")]
+    (segment,) = recorder.segments("s")
+    assert segment.sampling == (
+        SamplingSpan(warm, 2 * len(said)),
+        SamplingSpan(SamplingParams(top_p=0.5), len(said)),
+    )
+
+
+def test_a_segment_says_what_it_is_for_and_what_it_goes_on_from() -> None:
+    recorder, said = Recorder(TOKENIZER), [*TOKENIZER.encode("tool"), TOKENIZER.eos_token_id]
+    _, answer = say(recorder, [user("read")], said)
+    say(recorder, [user("help me")], said, kind="subagent")
+    say(recorder, [user("sum it up")], said, kind="summary")
+    say(recorder, [user("it was so")], said)
+    # one that goes on keeps what it was opened as
+    say(recorder, [user("read"), answer, user("more")], said, kind="summary")
+    assert [(segment.kind, segment.parent) for segment in recorder.segments("s")] == [
+        ("turns", None),
+        ("subagent", 0),
+        ("summary", 1),
+        ("turns", 2),
+    ]
 
 
 def test_each_token_knows_its_region() -> None:
@@ -90,7 +125,7 @@ def test_each_token_knows_its_region() -> None:
     )
     for region in ("east", "east", "west", "east"):
         prompt = prompt_for(recorder, "s", messages)
-        recorder.record("s", prompt, replace(sample_of(tokens), region=region), answer)
+        recorder.record("s", prompt, replace(sample_of(tokens), region=region), answer, PLAIN)
         messages = [*prompt.messages, answer, user("more")]
     (segment,) = recorder.segments("s")
     n = len(tokens)
@@ -131,6 +166,7 @@ def test_what_a_template_writes_after_the_end_is_not_lost() -> None:
         prompt,
         sample_of([*tokenizer.encode("b"), tokenizer.eos_token_id]),
         {"role": "assistant", "content": "b"},
+        PLAIN,
     )
     said = [user("a"), {"role": "assistant", "content": "b", "refusal": None}, user("c")]
     assert tokenizer.decode(prompt_for(recorder, "s", said).tokens) == tokenizer.render(
@@ -182,7 +218,7 @@ def test_what_the_model_is_shown_is_what_its_template_means(template: str, betwe
         )
         answer = {"role": "assistant", "content": text}
         recorder.record(
-            "s", prompt, sample_of([*tokenizer.encode(text), tokenizer.eos_token_id]), answer
+            "s", prompt, sample_of([*tokenizer.encode(text), tokenizer.eos_token_id]), answer, PLAIN
         )
         messages += [answer, {"role": between, "content": "go"}]
     keeps = template == "old" and between == "tool"
@@ -201,7 +237,7 @@ def test_words_that_the_harness_was_not_given_open_a_segment() -> None:
     recorder = Recorder(TOKENIZER)
     prompt = prompt_for(recorder, "s", [user("read")], TOOLS)
     answer = {"role": "assistant", "content": "call a "}
-    recorder.record("s", prompt, sample_of(TOKENIZER.encode("call a tool")), answer)
+    recorder.record("s", prompt, sample_of(TOKENIZER.encode("call a tool")), answer, PLAIN)
     messages = [user("read"), answer, user("go")]
     assert TOKENIZER.decode(prompt_for(recorder, "s", messages, TOOLS).tokens) == TOKENIZER.render(
         messages, TOOLS, answer=True
@@ -215,7 +251,9 @@ def test_a_template_that_leaves_a_call_out_opens_a_segment() -> None:
     draft = recorder.partial_prompt("s", [user("read")], TOOLS)
     tokens = [*tokenizer.encode("now <tool_call>edit 3 a</tool_call>"), tokenizer.eos_token_id]
     answer = tokenizer.parse(tokenizer.decode(tokens), TOOLS, str)
-    recorder.record("s", draft.complete(tokenizer.encode(draft.text)), sample_of(tokens), answer)
+    recorder.record(
+        "s", draft.complete(tokenizer.encode(draft.text)), sample_of(tokens), answer, PLAIN
+    )
     assert (
         recorder.partial_prompt("s", [user("read"), answer, user("go")], TOOLS).known.tokens == ()
     )
@@ -300,9 +338,8 @@ def test_two_answers_to_one_prompt_are_two_segments() -> None:
     recorder = Recorder(TOKENIZER)
     prompts = [prompt_for(recorder, "s", [user("read")]) for _ in range(2)]
     for prompt in prompts:
-        recorder.record(
-            "s", prompt, sample_of([TOKENIZER.eos_token_id]), {"role": "assistant", "content": ""}
-        )
+        answer = {"role": "assistant", "content": ""}
+        recorder.record("s", prompt, sample_of([TOKENIZER.eos_token_id]), answer, PLAIN)
     assert len(recorder.segments("s")) == 2
 
 
@@ -386,7 +423,7 @@ def test_experts_are_recorded_once_for_each_token() -> None:
         places = range(prompt.routed.num_tokens, len(prompt.tokens) + len(tokens) - 1)
         sample = replace(sample_of(tokens), experts=bytes(places) if reported else None)
         message: Message = {"role": "assistant", "content": TOKENIZER.decode(tokens[:-1])}
-        recorder.record("s", prompt, sample, message)
+        recorder.record("s", prompt, sample, message, PLAIN)
         return message
 
     end = [TOKENIZER.eos_token_id]
@@ -403,5 +440,5 @@ def test_experts_are_recorded_once_for_each_token() -> None:
     for text in ("a", "b"):
         places = range(prompt.routed.num_tokens, len(prompt.tokens) + 1)
         sample = replace(sample_of([*TOKENIZER.encode(text), *end]), experts=bytes(places))
-        recorder.record("s", prompt, sample, {"role": "assistant", "content": text})
+        recorder.record("s", prompt, sample, {"role": "assistant", "content": text}, PLAIN)
     assert recorder.experts("s") == (bytes(range(len(prompt.tokens) + 1)),) * 2

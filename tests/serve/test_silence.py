@@ -15,8 +15,7 @@ import pytest
 from aiohttp import web
 
 from etude.core.clock import AwakeClock, ManualClock
-from etude.core.protocols import Ask
-from etude.core.types import Sample
+from etude.core.sampling import Request, Sample, VersionSpan
 from etude.serve.gateway import Gateway
 from etude.serve.http import create_app
 from etude.serve.router import MAX_RETRIES, Router
@@ -27,7 +26,7 @@ from tests.serve.conftest import Store, served
 from tests.serve.test_gateway import worker
 
 SILENCE_S = 10.0
-ASK = Ask(prompt=(1, 2), max_tokens=3, seed=1)
+ASK = Request(prompt=(1, 2), max_tokens=3, seed=1)
 
 
 class Stopped:
@@ -41,8 +40,8 @@ class Stopped:
     async def answer(self, request: web.Request) -> web.Response:
         self.asked.append(request.path)
         await self.goes_on.wait()
-        if request.path == "/v1/completions":
-            return web.Response(body=msgspec.msgpack.encode(COMPLETED))
+        if request.path == "/generate":
+            return web.Response(body=msgspec.msgpack.encode(SAMPLED))
         return web.json_response({"version": 0})
 
     @asynccontextmanager
@@ -64,24 +63,7 @@ class Stopped:
             await asyncio.sleep(0.001)
 
 
-COMPLETED = {
-    "choices": [
-        {
-            "index": 0,
-            "text": "",
-            "token_ids": [7],
-            "weight_version": [{"version": 0, "count": 1}],
-            "logprobs": {
-                "tokens": ["t"],
-                "token_logprobs": [-1.0],
-                "top_logprobs": None,
-                "text_offset": [0],
-            },
-            "finish_reason": "stop",
-        }
-    ],
-    "usage": {"prompt_tokens": 2, "completion_tokens": 1, "total_tokens": 3},
-}
+SAMPLED = Sample(tokens=(7,), logprobs=(-1.0,), versions=(VersionSpan(0, 1),), finish_reason="stop")
 
 
 class Watch:
@@ -97,7 +79,7 @@ class Watch:
             self.router.expire_silent()
 
 
-async def sample(router: Router, session: str, ask: Ask = ASK) -> Sample:
+async def sample(router: Router, session: str, ask: Request = ASK) -> Sample:
     with router.under_way(session):
         return await router.sample(ask, session)
 
@@ -114,7 +96,7 @@ async def test_what_a_silent_worker_was_asked_is_asked_of_another(
     async with silent.listening() as url, other.listening() as its:
         await join(watch.router, url)
         asked = [asyncio.create_task(sample(watch.router, "s")) for _ in range(MAX_RETRIES + 2)]
-        await silent.until_asked(*["/v1/completions"] * (MAX_RETRIES + 2))
+        await silent.until_asked(*["/generate"] * (MAX_RETRIES + 2))
         watch.wait(int(SILENCE_S) - 1)
         await join(watch.router, its)
         assert not watch.router.fleet.silent
@@ -139,7 +121,7 @@ async def test_silence_is_not_counted_as_a_failure_of_what_was_asked(
         asked = asyncio.create_task(watch.router.sample(ASK, "s"))
         for number in range(1, MAX_RETRIES + 4):
             await join(watch.router, url)
-            await only.until_asked(*["/v1/completions"] * number)
+            await only.until_asked(*["/generate"] * number)
             watch.wait(int(SILENCE_S))
             assert watch.router.fleet.up == []
         only.goes_on.set()
@@ -230,7 +212,7 @@ async def test_a_session_knows_of_a_request_that_is_under_way_or_was_broken_off(
         assert (await up).status == 204
         assert not await disturbed("s")
         asked = asyncio.create_task(converse(http, gateway, "s", turns=1))
-        await slow.until_asked("/v1/completions")
+        await slow.until_asked("/generate")
         assert await disturbed("s")
         asked.cancel()
         while router._requests["s"].pending:
@@ -245,7 +227,7 @@ async def test_what_cannot_be_answered_disturbs_nobody(
     async with worker(store, "east") as (made, url):
         await made.engine_thread.load(0)
         await join(router, url)
-        with pytest.raises(ValueError, match="context"):
+        with pytest.raises(ValueError, match="no room to answer"):
             await sample(router, "s", replace(ASK, prompt=(1,) * 5000))
         assert not router.disturbed("s")
 

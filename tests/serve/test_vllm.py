@@ -26,9 +26,8 @@ from torch import Tensor
 
 from etude.core.errors import EtudeError
 from etude.core.events import MismatchStats
-from etude.core.protocols import Ask
-from etude.core.sampling import expand_spans
-from etude.core.types import Sample, Segment
+from etude.core.sampling import Request, Sample, SamplingParams, expand_spans
+from etude.core.types import Segment
 from etude.model.files import build_model, read_directory
 from etude.model.transformer import Transformer
 from etude.serve.gateway import Gateway
@@ -133,18 +132,22 @@ async def policy(
         yield server
 
 
-def ask(prompt: str, seed: int, server: VllmServer, **more: object) -> Ask:
+def ask(
+    prompt: str, seed: int, server: VllmServer, temperature: float = 1.0, **more: object
+) -> Request:
+    params = SamplingParams(temperature=temperature)
     options: dict[str, object] = {
         "max_tokens": 60,
-        "stop": (server.tokenizer.eos_token_id,),
+        "stop_token_ids": (server.tokenizer.eos_token_id,),
         "seed": seed,
+        "params": params,
     } | more
-    return Ask(prompt=tuple(server.tokenizer.encode(prompt)), **options)  # type: ignore[arg-type]
+    return Request(prompt=tuple(server.tokenizer.encode(prompt)), **options)  # type: ignore[arg-type]
 
 
-def mismatch(asked: Ask, sample: Sample, number: int) -> tuple[Tensor, Tensor]:
+def mismatch(asked: Request, sample: Sample, number: int) -> tuple[Tensor, Tensor]:
     """(vLLM's, trainer's) log-probs of the sampled tokens, if version `number` sampled them."""
-    ours = plain_logprobs(model(number), asked.prompt, sample.tokens, asked.temperature)
+    ours = plain_logprobs(model(number), asked.prompt, sample.tokens, asked.params.temperature)
     return torch.tensor(sample.logprobs), ours
 
 
@@ -192,7 +195,7 @@ async def test_stop_texts_and_alternatives(vllm: str) -> None:
             top[0][0] == token for token, top in zip(whole.tokens, whole.top_logprobs, strict=True)
         )
         cut = await server.sample(
-            ask("1 2 3 4 5 6 7 8", 0, server, temperature=0.0, max_tokens=30, stop_texts=("11",))
+            ask("1 2 3 4 5 6 7 8", 0, server, temperature=0.0, max_tokens=30, stop=("11",))
         )
         assert cut.finish_reason == "stop" and cut.tokens == whole.tokens[: len(cut.tokens)]
         assert "11" in server.tokenizer.decode(cut.tokens) and "11" not in server.tokenizer.decode(
@@ -208,13 +211,13 @@ async def test_weights_change_under_load(vllm: str) -> None:
         shared = "\n".join(PROMPTS * 4)
         before = await server.sample(ask(shared, 1, server))
         asks = [
-            ask(text, seed, server, max_tokens=200, stop=())
+            ask(text, seed, server, max_tokens=200, stop_token_ids=())
             for text in PROMPTS
             for seed in range(2)
         ]
         under_way = [asyncio.create_task(server.sample(asked)) for asked in asks]
         # by now the others have begun
-        await server.sample(ask("x", 0, server, max_tokens=4, stop=()))
+        await server.sample(ask("x", 0, server, max_tokens=4, stop_token_ids=()))
         await server.load(1)
         after = await server.sample(asked := ask(shared, 1, server))
         samples = await asyncio.gather(*under_way)

@@ -21,7 +21,7 @@ from etude.train.learner import MICROBATCH_TOKENS, Learner
 from etude.train.packing import RolloutSequence, TokenSequence, pack_batch, pack_rows
 from etude.train.routers import RouterTracker, balance_loss
 from etude.train.stats import StepStats
-from tests.small_model import config, drain, request, sharp
+from tests.small_model import add, config, drain, request, sharp
 
 EXPERTS = ExpertsConfig(
     num_experts=6,
@@ -45,7 +45,7 @@ def sampled(model: Transformer) -> tuple[Batch, dict[str, bytes]]:
     engine = Engine(model, max_batch=4)
     asks = [request(str(n), [3 + n, 7, 11 + n], max_tokens=5 + 3 * n) for n in range(4)]
     for ask in asks:
-        engine.add(ask)
+        add(engine, ask)
     samples = drain(engine)
     rows, objects = [], {}
     for ask in asks:

@@ -1,8 +1,8 @@
-"""Types of the HTTP API: OpenAI's names, vLLM's where OpenAI has none, and two of our own.
+"""Types of OpenAI's dialect: its names, vLLM's where it has none, and two of our own.
 
 Requests refuse every field that they do not name. Fields that cannot change an answer (`user`,
 `metadata`, ..) are named and not read. Fields that could, and that we cannot honour (`logit_bias`,
-`echo`, ..), are named with the one value that asks for nothing. `openapi.py` turns these types into
+`echo`, ..), are named with the one value that asks for nothing. `schema.py` turns these types into
 the schema, so the schema says what the code does.
 """
 
@@ -20,10 +20,6 @@ MAX_TOP = 20
 MAX_STOPS = 4
 MAX_STOP_IDS = 1024
 MAX_CHOICES = 128
-MAX_ANSWERS = 2048
-"""Of one request, to all of its prompts."""
-ID_PREFIX = "token_id:"
-"""How tokens are called in an answer without text."""
 
 Count = Annotated[int, Meta(ge=1, le=2**31)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
@@ -70,6 +66,7 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     top_p: Fraction | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31)] | None = None
     """0 and -1: all of them."""
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     seed: Seed | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     stop: StopText | Annotated[list[StopText], Meta(max_length=MAX_STOPS)] | None = None
@@ -94,7 +91,6 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     frequency_penalty: Zero | None = None
     presence_penalty: Zero | None = None
     repetition_penalty: One | None = None
-    min_p: Zero | None = None
     logit_bias: Annotated[dict[str, float], Meta(max_length=0)] | None = None
 
 
@@ -189,14 +185,8 @@ class CompletionRequest(Sampling, kw_only=True, forbid_unknown_fields=True):
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_IDS)] | None = None
     """Exactly these end the answer; without the field, the end of a turn does."""
     structured_outputs: StructuredOutputs | None = None
-    detokenize: bool | None = None
-    """False: the answer has no text, and tokens are called `token_id:7`. It is for programs that
-    read ids."""
     routed_experts_from: Annotated[int, Meta(ge=0, le=2**31)] | None = None
     """Of a sparse model: adds `routed_experts`, from this position of the prompt on."""
-    min_weight_version: Annotated[int, Meta(ge=-1, le=2**31)] = 0
-    """A server with older weights refuses (503): what the gateway promised holds even if it is
-    wrong about a worker."""
     echo: Annotated[bool, Meta(extra_json_schema={"enum": [False]})] | None = None
     best_of: Annotated[int, Meta(ge=1, le=1)] | None = None
     suffix: None = None
@@ -339,18 +329,3 @@ class Model(msgspec.Struct):
 class Models(msgspec.Struct):
     data: list[Model]
     object: Literal["list"] = "list"
-
-
-class Health(msgspec.Struct):
-    status: Literal["ok"] = "ok"
-
-
-class Error(msgspec.Struct):
-    message: str
-    type: str
-    code: str
-    param: str | None = None
-
-
-class ErrorResponse(msgspec.Struct):
-    error: Error

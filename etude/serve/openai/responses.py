@@ -18,11 +18,9 @@ from typing import Any, Literal, Protocol
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from etude.core.protocols import Ask, Token
+from etude.core.sampling import Request, Sample, Token
 from etude.core.seeds import derive
-from etude.core.types import Sample
 from etude.model.tokenizer import ChatTokenizer, Message, Tool
-from etude.serve import protocol as wire
 from etude.serve.detokenizer import (
     REPLACEMENT_CHARACTER,
     IncrementalDetokenizer,
@@ -30,6 +28,7 @@ from etude.serve.detokenizer import (
     ToolCallSplitter,
     first_of,
 )
+from etude.serve.openai import types as wire
 
 Usage = wire.Usage | None | UnsetType
 """In a stream: null until the last piece, if the client wants it at all."""
@@ -43,9 +42,12 @@ class StreamBuilder(Protocol):
 
 
 class ResponseBuilder(Protocol):
-    def choice(self, index: int, ask: Ask, sample: Sample) -> msgspec.Struct: ...
+    def message(self, request: Request, sample: Sample) -> Message:
+        """The answer as a message of a conversation."""
 
-    def stream(self, index: int, ask: Ask) -> StreamBuilder: ...
+    def choice(self, index: int, request: Request, sample: Sample) -> msgspec.Struct: ...
+
+    def stream(self, index: int, request: Request) -> StreamBuilder: ...
 
     def completion(self, choices: Sequence[Any], usage: wire.Usage) -> msgspec.Struct: ...
 
@@ -60,16 +62,13 @@ class _ResponseBuilder:
     model: str
     with_ids: bool
     with_logprobs: bool
-    with_text: bool = True
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def text(self, ask: Ask, sample: Sample) -> str:
-        if not self.with_text:
-            return ""
-        ended = sample.finish_reason == "stop" and sample.tokens[-1] in ask.stop
+    def text(self, request: Request, sample: Sample) -> str:
+        ended = sample.finish_reason == "stop" and sample.tokens[-1] in request.stop_token_ids
         text = self.tokenizer.decode(sample.tokens[:-1] if ended else sample.tokens)
-        return text[: first_of(ask.stop_texts, text)]
+        return text[: first_of(request.stop, text)]
 
     def extensions(self, tokens: Sequence[int], sample: Sample | None) -> dict[str, Any]:
         """What a choice says beyond OpenAI, some of it only when its sample is whole."""
@@ -90,20 +89,20 @@ class ChatResponseBuilder(_ResponseBuilder):
     tools: Sequence[Tool] | None
     """None: what looks like a call is text."""
 
-    def message(self, ask: Ask, sample: Sample) -> Message:
-        return self.parse(self.text(ask, sample), ask)
+    def message(self, request: Request, sample: Sample) -> Message:
+        return self.parse(self.text(request, sample), request)
 
-    def parse(self, text: str, ask: Ask, first: int = 0) -> Message:
+    def parse(self, text: str, request: Request, first: int = 0) -> Message:
         if self.tools is None:
             return {"role": "assistant", "content": text}
         return self.tokenizer.parse(
             text,
             self.tools,
-            lambda number: f"call_{derive(ask.seed, len(ask.prompt), first + number):x}",
+            lambda number: f"call_{derive(request.seed, len(request.prompt), first + number):x}",
         )
 
-    def choice(self, index: int, ask: Ask, sample: Sample) -> wire.ChatChoice:
-        message = msgspec.convert(self.message(ask, sample), wire.AssistantMessage)
+    def choice(self, index: int, request: Request, sample: Sample) -> wire.ChatChoice:
+        message = msgspec.convert(self.message(request, sample), wire.AssistantMessage)
         return wire.ChatChoice(
             index=index, message=message,
             finish_reason=self.finish_reason(sample, bool(message.tool_calls)),
@@ -133,8 +132,8 @@ class ChatResponseBuilder(_ResponseBuilder):
         text = self.tokenizer.decode([token])
         return text, logprob, None if REPLACEMENT_CHARACTER in text else list(text.encode())
 
-    def stream(self, index: int, ask: Ask) -> StreamBuilder:
-        return _ChatStreamBuilder(self, index, ask)
+    def stream(self, index: int, request: Request) -> StreamBuilder:
+        return _ChatStreamBuilder(self, index, request)
 
     def completion(self, choices: Sequence[Any], usage: wire.Usage) -> wire.ChatCompletion:
         return wire.ChatCompletion(
@@ -156,11 +155,14 @@ class ChatResponseBuilder(_ResponseBuilder):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextResponseBuilder(_ResponseBuilder):
-    def choice(self, index: int, ask: Ask, sample: Sample) -> wire.TextChoice:
+    def message(self, request: Request, sample: Sample) -> Message:
+        return {"role": "assistant", "content": self.text(request, sample)}
+
+    def choice(self, index: int, request: Request, sample: Sample) -> wire.TextChoice:
         return wire.TextChoice(
-            index=index, text=self.text(ask, sample), finish_reason=sample.finish_reason,
-            logprobs=self.logprobs(_token_logprobs(sample), 0, ask.top_logprobs > 0),
-            prompt_token_ids=self.prompt_ids(ask), **self.extensions(sample.tokens, sample),
+            index=index, text=self.text(request, sample), finish_reason=sample.finish_reason,
+            logprobs=self.logprobs(_token_logprobs(sample), 0, request.top_logprobs > 0),
+            prompt_token_ids=self.prompt_ids(request), **self.extensions(sample.tokens, sample),
         )  # fmt: skip
 
     def logprobs(
@@ -169,21 +171,17 @@ class TextResponseBuilder(_ResponseBuilder):
         """`offset`: of the first token in the text."""
         if not self.with_logprobs:
             return None
-        words = [self.token_text(token) for token, _, _ in drawn] if self.with_text else []
+        text = [self.tokenizer.decode([token]) for token, _, _ in drawn]
+        tops = [{self.tokenizer.decode([token]): lp for token, lp in top} for _, _, top in drawn]
         return wire.TextLogprobs(
-            tokens=words,
+            tokens=text,
             token_logprobs=[logprob for _, logprob, _ in drawn],
-            top_logprobs=[{self.token_text(token): lp for token, lp in top} for _, _, top in drawn]
-            if with_top
-            else None,
-            text_offset=list(accumulate(map(len, words), initial=offset))[:-1],
+            top_logprobs=tops if with_top else None,
+            text_offset=list(accumulate(map(len, text), initial=offset))[:-1],
         )
 
-    def token_text(self, token: int) -> str:
-        return self.tokenizer.decode([token]) if self.with_text else f"{wire.ID_PREFIX}{token}"
-
-    def stream(self, index: int, ask: Ask) -> StreamBuilder:
-        return _TextStreamBuilder(self, index, ask)
+    def stream(self, index: int, request: Request) -> StreamBuilder:
+        return _TextStreamBuilder(self, index, request)
 
     def completion(self, choices: Sequence[Any], usage: wire.Usage) -> wire.Completion:
         return wire.Completion(**self.envelope("cmpl"), choices=list(choices), usage=usage)
@@ -191,8 +189,8 @@ class TextResponseBuilder(_ResponseBuilder):
     def chunk(self, choices: Sequence[Any], usage: Usage, *, first: bool) -> wire.TextChunk:
         return wire.TextChunk(**self.envelope("cmpl"), choices=list(choices), usage=usage)
 
-    def prompt_ids(self, ask: Ask) -> list[int] | UnsetType:
-        return list(ask.prompt) if self.with_ids else UNSET
+    def prompt_ids(self, request: Request) -> list[int] | UnsetType:
+        return list(request.prompt) if self.with_ids else UNSET
 
 
 def _token_logprobs(sample: Sample) -> Sequence[TokenLogprobs]:
@@ -209,15 +207,12 @@ def _token_logprobs(sample: Sample) -> Sequence[TokenLogprobs]:
 class _IncrementalText:
     """The text of a sample as it is streamed, up to where it stops."""
 
-    def __init__(self, builder: _ResponseBuilder, ask: Ask) -> None:
-        self._with_text = builder.with_text
-        self._stop = ask.stop
+    def __init__(self, builder: _ResponseBuilder, request: Request) -> None:
+        self._stop = request.stop_token_ids
         self._decoder = IncrementalDetokenizer(builder.tokenizer.decode)
-        self._finder = StopStringFilter(ask.stop_texts)
+        self._finder = StopStringFilter(request.stop)
 
     def push(self, event: Token | Sample) -> str:
-        if not self._with_text:
-            return ""
         if isinstance(event, Sample):
             return self._finder.push(self._decoder.end()) + self._finder.end()
         return (
@@ -234,11 +229,11 @@ def _parts(event: Token | Sample) -> tuple[list[TokenLogprobs], Sample | None]:
 
 
 class _ChatStreamBuilder:
-    def __init__(self, builder: ChatResponseBuilder, index: int, ask: Ask) -> None:
+    def __init__(self, builder: ChatResponseBuilder, index: int, request: Request) -> None:
         self._form = builder
         self._index = index
-        self._ask = ask
-        self._growing = _IncrementalText(builder, ask)
+        self._request = request
+        self._growing = _IncrementalText(builder, request)
         self._splitter = ToolCallSplitter()
         self._num_calls = 0
         self._role: Literal["assistant"] | None = "assistant"
@@ -264,7 +259,7 @@ class _ChatStreamBuilder:
 
     def _called(self, call: str) -> list[wire.ToolCallDelta]:
         first = self._num_calls
-        calls = self._form.parse(call, self._ask, first)["tool_calls"]
+        calls = self._form.parse(call, self._request, first)["tool_calls"]
         self._num_calls += len(calls)
         return [
             msgspec.convert(call | {"index": first + n}, wire.ToolCallDelta)
@@ -273,13 +268,13 @@ class _ChatStreamBuilder:
 
 
 class _TextStreamBuilder:
-    def __init__(self, builder: TextResponseBuilder, index: int, ask: Ask) -> None:
+    def __init__(self, builder: TextResponseBuilder, index: int, request: Request) -> None:
         self._form = builder
         self._index = index
-        self._ask = ask
-        self._growing = _IncrementalText(builder, ask)
+        self._request = request
+        self._growing = _IncrementalText(builder, request)
         self._offset = 0
-        self._prompt_ids = builder.prompt_ids(ask)
+        self._prompt_ids = builder.prompt_ids(request)
 
     def push(self, event: Token | Sample) -> wire.TextChunkChoice | None:
         builder, (drawn, sample) = self._form, _parts(event)
@@ -287,7 +282,7 @@ class _TextStreamBuilder:
         if not (sample or text or builder.with_ids or builder.with_logprobs):
             return None
         logprobs = (
-            builder.logprobs(drawn, self._offset, self._ask.top_logprobs > 0) if drawn else None
+            builder.logprobs(drawn, self._offset, self._request.top_logprobs > 0) if drawn else None
         )
         self._offset += sum(map(len, logprobs.tokens)) if logprobs else 0
         prompt_ids, self._prompt_ids = self._prompt_ids, UNSET

@@ -1,0 +1,155 @@
+"""What an HTTP dialect is spoken over: a model that reads and writes tokens, and whoever answers.
+
+A dialect (a folder such as `openai/`) turns a body into `core.sampling.Request`s and samples into a
+body; an `Answerer` does all that lies between, and is made for each HTTP request anew. One that
+records what is said in a session is in `gateway.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+from starlette.requests import Request as HttpRequest
+
+from etude.core.protocols import Policy
+from etude.core.sampling import Request, Sample, Token, expand_spans
+from etude.model.tokenizer import ChatTokenizer, Message, Tool
+from etude.serve.grammar import GrammarBuilder
+from etude.serve.http import ApiError, Unavailable, gather
+from etude.serve.metrics import Metrics
+
+MAX_ANSWERS = 2048
+"""Of one request, to all of its prompts."""
+AT_ONCE_CHARS = 20_000
+"""More than this is rendered and encoded on another thread, so that the port answers meanwhile. For
+less, the way there and back takes longer than the work."""
+
+Show = Callable[[Request, Sample], Message]
+"""How a dialect shows an answer to its client, as a message of the conversation."""
+T = TypeVar("T")
+
+
+class Answerer(Protocol):
+    """Answers the sampling requests of one HTTP request."""
+
+    async def prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[int, ...]:
+        """The tokens that a conversation is read as, up to where the model goes on."""
+
+    async def sample(self, requests: Sequence[Request], show: Show) -> list[Sample]: ...
+
+    async def stream(
+        self, requests: Sequence[Request], show: Show
+    ) -> list[AsyncIterator[Token | Sample]]:
+        """For each request its tokens one by one, then the sample that they make."""
+
+
+OpenAnswerer = Callable[[HttpRequest], Answerer]
+
+
+class ConcurrencyLimit:
+    """A limit on the number of answers under way at once."""
+
+    def __init__(self, limit: int | None) -> None:
+        self.limit = limit
+        self.in_use = 0
+
+    def check(self, count: int, param: str = "n") -> None:
+        """Of one request: more than all that there are will never be free."""
+        limit = MAX_ANSWERS if self.limit is None else self.limit
+        if count > limit:
+            message = f"{param}: this server gives at most {limit} answers at once, not {count}"
+            raise ApiError(message, param=param)
+
+    @contextmanager
+    def acquire(self, count: int) -> Iterator[None]:
+        self.check(count)
+        if self.limit is not None and self.in_use + count > self.limit:
+            message = (
+                f"{self.in_use} answers are under way, and {self.limit} are the most: try again "
+                f"soon"
+            )
+            raise Unavailable(message, status=429, code="too_many_requests")
+        self.in_use += count
+        try:
+            yield
+        finally:
+            self.in_use -= count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """What every dialect knows of the model that it serves."""
+
+    tokenizer: ChatTokenizer
+    grammars: GrammarBuilder
+    max_context: int
+    name: str | None = None
+    """Without one, requests may use any."""
+    concurrency: ConcurrencyLimit = field(default_factory=lambda: ConcurrencyLimit(None))
+    metrics: Metrics = field(default_factory=Metrics)
+
+    async def encode(self, texts: Sequence[str], param: str, contexts: int = 1) -> list[list[int]]:
+        """Texts that cannot fit are refused before they are encoded, which may take long."""
+        most = contexts * self.max_context
+        if any(self.tokenizer.exceeds(text, most) for text in texts):
+            message = f"{param}: the text is too long for {most} tokens, whatever they are"
+            raise ApiError(message, code="context_length_exceeded", param=param)
+        size = sum(map(len, texts))
+        long = size > AT_ONCE_CHARS
+        return await in_thread_if_long(
+            size, lambda: [self.tokenizer.encode(text, long=long) for text in texts]
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyAnswerer:
+    """Answers from a policy, and keeps nothing."""
+
+    model: ServedModel
+    policy: Policy
+
+    async def prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[int, ...]:
+        with template_errors():
+            size = sum(len(message.get("content") or "") for message in messages)
+            text = await in_thread_if_long(
+                size, lambda: self.model.tokenizer.render(messages, tools, answer=True)
+            )
+            (tokens,) = await self.model.encode([text], "messages")
+        return tuple(tokens)
+
+    async def sample(self, requests: Sequence[Request], show: Show) -> list[Sample]:
+        return await gather([self.policy.sample(request) for request in requests])
+
+    async def stream(
+        self, requests: Sequence[Request], show: Show
+    ) -> list[AsyncIterator[Token | Sample]]:
+        return [self.policy.stream(request) for request in requests]
+
+
+@contextmanager
+def template_errors() -> Iterator[None]:
+    """Messages that the chat template cannot show are the client's mistake."""
+    try:
+        yield
+    except (TypeError, ValueError, RecursionError) as e:
+        raise ApiError(
+            f"messages: the chat template cannot show them: {e}", param="messages"
+        ) from e
+
+
+async def as_stream(sample: Sample) -> AsyncIterator[Token | Sample]:
+    """A sample that is whole already, as a stream."""
+    top = sample.top_logprobs or ((),) * len(sample.tokens)
+    for token, logprob, version, others in zip(
+        sample.tokens, sample.logprobs, expand_spans(sample.versions), top, strict=True
+    ):
+        yield Token(token, logprob, version, others)
+    yield sample
+
+
+async def in_thread_if_long(num_chars: int, work: Callable[[], T]) -> T:
+    return work() if num_chars <= AT_ONCE_CHARS else await asyncio.to_thread(work)

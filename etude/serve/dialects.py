@@ -1,0 +1,56 @@
+"""The public routes of a server: all dialects, and what every server has. A new dialect is a folder
+beside `openai/`, and a line here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+
+from etude.serve.answerer import OpenAnswerer, ServedModel
+from etude.serve.http import respond
+from etude.serve.openai import schema as openai_schema
+from etude.serve.openai.routes import OpenAi
+from etude.serve.openapi import Health
+from etude.serve.openapi import document as document_of
+
+DIALECTS = ((OpenAi, openai_schema.description),)
+
+
+def public_routes(
+    model: ServedModel, open_answerer: OpenAnswerer, gauges: Callable[[], Mapping[str, float]]
+) -> list[Route]:
+    """`gauges`: what there is to see now, by name."""
+
+    async def health(http: HttpRequest) -> Response:
+        return respond(Health())
+
+    async def show_metrics(http: HttpRequest) -> Response:
+        now = {"answers_under_way": model.concurrency.in_use, **gauges()}
+        return Response(model.metrics.text(now), media_type="text/plain; version=0.0.4")
+
+    async def openapi(http: HttpRequest) -> Response:
+        return respond(document())
+
+    return [
+        *(route for dialect, _ in DIALECTS for route in dialect(model, open_answerer).routes()),
+        Route("/health", health),
+        Route("/metrics", show_metrics),
+        Route("/openapi.json", openapi),
+    ]
+
+
+def session_routes(model: ServedModel, open_answerer: OpenAnswerer) -> list[Route]:
+    """Those that go on with a conversation."""
+    return [
+        route for dialect, _ in DIALECTS for route in dialect(model, open_answerer).session_routes()
+    ]
+
+
+@cache
+def document() -> dict[str, Any]:
+    return document_of(description() for _, description in DIALECTS)

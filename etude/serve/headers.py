@@ -1,0 +1,70 @@
+"""The headers that say something about a request beyond its body: who waits for the answer and how
+long, and what the context that it opens is for."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeVar, get_args
+
+from etude.core.sampling import Priority
+from etude.core.types import SegmentKind
+from etude.serve.http import ApiError, DeadlineExceeded
+
+PRIORITY = "X-Etude-Priority"
+DEADLINE_S = "X-Etude-Deadline-S"
+SEGMENT = "X-Etude-Segment"
+
+SECONDS = re.compile(r"[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?", re.ASCII)
+MAX_DEADLINE_S = 1e9
+
+T = TypeVar("T", bound=str)
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduling:
+    """How urgent a request is, from the moment on at which its headers were read."""
+
+    priority: Priority
+    expires: float | None
+    """By the monotonic clock."""
+
+    def deadline_s(self) -> float | None:
+        """What is left. Raises if nothing is."""
+        if self.expires is None:
+            return None
+        left = self.expires - time.monotonic()
+        if left <= 0:
+            raise DeadlineExceeded()
+        return left
+
+
+def read_scheduling(headers: Mapping[str, str]) -> Scheduling:
+    priority: Priority = _one_of(headers, PRIORITY, get_args(Priority), "standard")
+    text = headers.get(DEADLINE_S)
+    if text is None:
+        return Scheduling(priority, None)
+    seconds = float(text) if SECONDS.fullmatch(text) else 0.0
+    if not 0 < seconds <= MAX_DEADLINE_S:
+        raise ApiError(
+            f"{DEADLINE_S} is {text[:200]!r}: it must be a number of seconds above 0 and at most "
+            f"{MAX_DEADLINE_S:g}",
+            param=DEADLINE_S,
+        )
+    return Scheduling(priority, time.monotonic() + seconds)
+
+
+def read_segment_kind(headers: Mapping[str, str]) -> SegmentKind:
+    """What a harness says of the segment that its request opens, if it opens one."""
+    return _one_of(headers, SEGMENT, get_args(SegmentKind), "turns")
+
+
+def _one_of(headers: Mapping[str, str], name: str, values: tuple[T, ...], default: T) -> T:
+    given = headers.get(name, default)
+    if given not in values:
+        raise ApiError(
+            f"{name} is {given[:200]!r}: it must be one of {', '.join(values)}", param=name
+        )
+    return given

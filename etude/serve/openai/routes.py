@@ -1,0 +1,173 @@
+"""The routes of OpenAI's dialect.
+
+A body becomes sampling requests, one for each choice that it wants; the answerer gives samples; a
+builder shows those as chat or as text, whole or as they come. What goes beyond OpenAI is in
+`types.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+
+from msgspec import UNSET
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+
+from etude.core.sampling import Request, Sample, Token
+from etude.serve.answerer import Answerer, OpenAnswerer, ServedModel
+from etude.serve.headers import read_scheduling
+from etude.serve.http import (
+    ApiError,
+    EventStream,
+    SendEvent,
+    cancel_on_disconnect,
+    gather,
+    read,
+    respond,
+)
+from etude.serve.openai import types as wire
+from etude.serve.openai.requests import chat_requests, completion_requests, read_chat
+from etude.serve.openai.responses import ChatResponseBuilder, ResponseBuilder, TextResponseBuilder
+
+
+class OpenAi:
+    """OpenAI's API over an answerer for each request."""
+
+    def __init__(self, model: ServedModel, open_answerer: OpenAnswerer) -> None:
+        self._model = model
+        self._open = open_answerer
+
+    def routes(self) -> list[Route]:
+        return [
+            *self.session_routes(),
+            Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/v1/models", self.models),
+            Route("/v1/models/{model:path}", self.get_model),
+        ]
+
+    def session_routes(self) -> list[Route]:
+        """Those of them that go on with a conversation."""
+        return [Route("/v1/chat/completions", self.chat, methods=["POST"])]
+
+    async def chat(self, http: HttpRequest) -> Response:
+        scheduling, answerer = read_scheduling(http.headers), self._open(http)
+        asked = await read_chat(http, self._model.max_context)
+        prompt = await answerer.prompt(asked.messages, asked.tools or ())
+        may_call = asked.tools and asked.tool_choice != "none"
+        builder = ChatResponseBuilder(
+            tokenizer=self._model.tokenizer, model=self._named(asked), prompt=prompt,
+            with_ids=bool(asked.return_token_ids), with_logprobs=bool(asked.logprobs),
+            tools=asked.tools if may_call else None,
+        )  # fmt: skip
+        requests = await chat_requests(self._model, asked, prompt, scheduling)
+        return await self._answer(http, answerer, asked, builder, requests)
+
+    async def completions(self, http: HttpRequest) -> Response:
+        scheduling, answerer = read_scheduling(http.headers), self._open(http)
+        asked = await read(http, wire.CompletionRequest)
+        builder = TextResponseBuilder(
+            tokenizer=self._model.tokenizer, model=self._named(asked),
+            with_ids=bool(asked.return_token_ids), with_logprobs=asked.logprobs is not None,
+        )  # fmt: skip
+        requests = await completion_requests(self._model, asked, scheduling)
+        return await self._answer(http, answerer, asked, builder, requests)
+
+    async def models(self, http: HttpRequest) -> Response:
+        return respond(wire.Models([self._card()]))
+
+    async def get_model(self, http: HttpRequest) -> Response:
+        self._check_name(http.path_params["model"])
+        return respond(self._card())
+
+    async def _answer(
+        self, http: HttpRequest, answerer: Answerer, asked: wire.Sampling,
+        builder: ResponseBuilder, requests: Sequence[Request],
+    ) -> Response:  # fmt: skip
+        if asked.stream:
+            with _refusals():
+                streams = await cancel_on_disconnect(
+                    http, answerer.stream(requests, builder.message)
+                )
+            return EventStream(lambda send: self._stream(send, asked, builder, requests, streams))
+        with self._model.concurrency.acquire(len(requests)), _refusals():
+            samples = await cancel_on_disconnect(http, answerer.sample(requests, builder.message))
+        usage = self._usage(requests, samples)
+        choices = [
+            builder.choice(n, request, sample)
+            for n, (request, sample) in enumerate(zip(requests, samples, strict=True))
+        ]
+        return respond(builder.completion(choices, usage))
+
+    async def _stream(
+        self, send_event: SendEvent, asked: wire.Sampling, builder: ResponseBuilder,
+        requests: Sequence[Request], streams: Sequence[AsyncIterator[Token | Sample]],
+    ) -> None:  # fmt: skip
+        """The choices side by side, each piece as it comes."""
+        with_usage = bool(asked.stream_options and asked.stream_options.include_usage)
+        first = True
+
+        async def one(index: int) -> Sample:
+            nonlocal first
+            follower = builder.stream(index, requests[index])
+            async with aclosing(streams[index]) as events:  # type: ignore[type-var]
+                async for event in events:
+                    if (choice := follower.push(event)) is not None:
+                        chunk = builder.chunk([choice], None if with_usage else UNSET, first=first)
+                        first = False
+                        await send_event(chunk)
+            assert isinstance(event, Sample)
+            return event
+
+        with self._model.concurrency.acquire(len(requests)):
+            with _refusals():
+                samples = await gather([one(index) for index in range(len(requests))])
+            usage = self._usage(requests, samples)
+            if with_usage:
+                await send_event(builder.chunk([], usage, first=False))
+
+    def _usage(self, requests: Sequence[Request], samples: Sequence[Sample]) -> wire.Usage:
+        """Choices of one prompt count it once."""
+        prompts = {id(request.prompt): request.prompt for request in requests}
+        read = sum(len(prompt) for prompt in prompts.values())
+        sampled = sum(len(sample.tokens) for sample in samples)
+        self._model.metrics.count_tokens(read, sampled)
+        usage = wire.Usage(read, sampled, read + sampled)
+        if any(request.speculates for request in requests):
+            usage.completion_tokens_details = wire.CompletionDetails(
+                sum(sample.accepted_draft_tokens for sample in samples),
+                sum(sample.rejected_draft_tokens for sample in samples),
+            )
+        return usage
+
+    def _named(self, asked: wire.Sampling) -> str:
+        """The model as the response calls it."""
+        if self._model.name is not None and asked.model is not None:
+            self._check_name(asked.model)
+        return asked.model or self._name
+
+    def _check_name(self, name: str) -> None:
+        if name != self._name:
+            message = f"there is no model {name[:200]!r} here, only {self._name!r}"
+            raise ApiError(message, status=404, code="model_not_found", param="model")
+
+    @property
+    def _name(self) -> str:
+        return self._model.name or "etude"
+
+    def _card(self) -> wire.Model:
+        return wire.Model(
+            id=self._name,
+            created=self._model.metrics.started,
+            max_model_len=self._model.max_context,
+        )
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """What a policy can never answer is the client's mistake."""
+    try:
+        yield
+    except ValueError as e:
+        raise ApiError(str(e)) from e

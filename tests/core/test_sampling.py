@@ -1,0 +1,34 @@
+"""What a sampling parameter is known by wherever it goes: its name, its range, and whether the
+trainer can recompute what was drawn with it."""
+
+from __future__ import annotations
+
+import pytest
+
+from etude.core.sampling import SamplingParams, SamplingSpan, sampling_spans
+
+
+@pytest.mark.parametrize(
+    ("params", "filters", "untrainable"),
+    [
+        ({}, (), None),
+        ({"temperature": 0.7}, (), None),
+        ({"temperature": 0.0}, (), "temperature 0"),
+        ({"top_p": 0.9}, ("top_p",), "top_p"),
+        ({"min_p": 0.1}, ("min_p",), "min_p"),
+        ({"top_k": 5, "grammar": "start: /a/"}, ("top_k", "grammar"), "top_k, grammar"),
+    ],
+)
+def test_a_parameter_that_filters_is_named(
+    params: dict[str, object], filters: tuple[str, ...], untrainable: str | None
+) -> None:
+    made = SamplingParams(**params)  # type: ignore[arg-type]
+    assert (made.filters, made.untrainable) == (filters, untrainable)
+    assert made.reads_history == ("grammar" in params)
+
+
+def test_equal_neighbours_are_one_span() -> None:
+    plain, warm = SamplingParams(), SamplingParams(temperature=2.0)
+    spans = [SamplingSpan(plain, 2), SamplingSpan(SamplingParams(), 3), SamplingSpan(warm, 1)]
+    assert sampling_spans(spans) == (SamplingSpan(plain, 5), SamplingSpan(warm, 1))
+    assert sampling_spans([]) == ()

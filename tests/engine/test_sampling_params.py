@@ -1,0 +1,127 @@
+"""Every runner draws from the distribution that the sampling parameters describe, with drafts and
+without: tokens and log-probs are those of the plain reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from etude.core.sampling import SamplingParams
+from etude.engine import native, sampler
+from etude.engine.batch import Runner, SamplerOutput, SamplingBatch
+from etude.engine.batch_invariant import BatchInvariantRunner
+from etude.engine.engine import Engine
+from etude.engine.runner import TorchRunner
+from etude.model.config import ModelConfig
+from etude.model.numerics import INVARIANT
+from etude.model.transformer import Transformer
+from tests.engine.reference import Overlapping, check, distribution
+from tests.small_model import Asked, add, drain, request, sharp
+
+CONFIG = ModelConfig(
+    vocab_size=61,
+    hidden_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=32,
+    intermediate_size=64,
+    max_position_embeddings=96,
+)
+RUNNERS: dict[str, Callable[[Transformer], Runner]] = {
+    "torch": lambda model: TorchRunner(model, 40),
+    "overlapping": lambda model: Overlapping(TorchRunner(model, 40)),
+    "native": lambda model: native.NativeRunner(model, 40),
+    "invariant": lambda model: BatchInvariantRunner(model, 40),
+}
+PARAMS: dict[str, dict[str, Any]] = {
+    "min_p": {"min_p": 0.05},
+    "min_p, warm": {"min_p": 0.1, "temperature": 1.5},
+    "min_p and top_k": {"min_p": 0.02, "top_k": 4},
+    "min_p, greedy": {"min_p": 0.5, "temperature": 0.0},
+}
+
+
+def requests(max_tokens: int = 40) -> list[Asked]:
+    """Each way of sampling, beside one that is plain."""
+    ways = [{}, *PARAMS.values()]
+    return [
+        request(str(id), [5, 9, 20 + id], stop_token_ids=(), max_tokens=max_tokens, **way)
+        for id, way in enumerate(ways)
+    ]
+
+
+@pytest.mark.parametrize("drafts", [False, True], ids=["plain", "drafts"])
+@pytest.mark.parametrize("kind", RUNNERS)
+def test_a_token_is_drawn_from_what_the_parameters_describe(kind: str, drafts: bool) -> None:
+    model = sharp(CONFIG, seed=0, factor=2.0)
+    if kind == "native" and native.LIBRARY is None:
+        pytest.skip("the native code is not built here")
+    if kind == "invariant":
+        model.compute_with(INVARIANT)
+    asked = requests()
+    if drafts:
+        said = {each.id: answer(model, each) for each in asked}
+        asked = [
+            replace(each, prediction=(*said[each.id][:9], 3, *said[each.id][10:])) for each in asked
+        ]
+    engine = Engine(model, max_batch=4, runner=RUNNERS[kind](model))
+    for each in asked:
+        add(engine, each)
+    done = drain(engine)
+    for each in asked:
+        check(model, each, done[each.id])
+        assert not drafts or done[each.id].accepted_draft_tokens > 5
+
+
+def check_on_kernels(
+    model: Transformer, monkeypatch: pytest.MonkeyPatch, *, max_tokens: int, invariant: bool
+) -> None:
+    """What is drawn on a device is held against the reference for the very logits that the device
+    computed, so that no rounding of the model matters; with drafts too."""
+    from etude.engine import cuda
+
+    seen: list[tuple[Tensor, SamplingBatch, SamplerOutput]] = []
+
+    def sample(logits_RV: Tensor, sampling: SamplingBatch) -> SamplerOutput:
+        before = logits_RV.cpu()
+        seen.append((before.clone(), sampling, drawn := sampler.sample(logits_RV, sampling)))
+        return drawn
+
+    monkeypatch.setattr(cuda, "sample", sample)
+    asked = requests(max_tokens)
+    max_batch = len(asked)
+    runner = cuda.CudaRunner(model, num_blocks=64, max_batch=max_batch, invariant=invariant)
+    for drafts in (False, True):
+        engine = Engine(model, max_batch=max_batch, runner=runner)
+        for each in asked:
+            add(engine, each)
+        done = drain(engine)
+        assert all(bool(sample.accepted_draft_tokens) == drafts for sample in done.values())
+        asked = [replace(each, prediction=done[each.id].tokens) for each in asked]
+    assert seen
+    for logits_RV, sampling, drawn in seen:
+        for row, params in enumerate(sampling.params_R):
+            check_row(logits_RV[row], params, float(sampling.u_R[row]), drawn, row)
+
+
+def check_row(
+    logits_V: Tensor, params: SamplingParams, u: float, drawn: SamplerOutput, row: int
+) -> None:
+    token, p_V = drawn.tokens[row], distribution(logits_V, params)
+    assert drawn.logprobs[row] == pytest.approx(float(p_V[token].log()), abs=1e-4)
+    if params.temperature == 0:
+        assert token == int(p_V.argmax())
+    else:
+        ends_V = p_V.cumsum(0)
+        assert float(ends_V[token] - p_V[token]) - 1e-5 <= u <= float(ends_V[token]) + 1e-5
+
+
+def answer(model: Transformer, asked: Asked) -> tuple[int, ...]:
+    engine = Engine(model, max_batch=1, runner=TorchRunner(model, 40))
+    add(engine, asked)
+    return drain(engine)[asked.id].tokens
