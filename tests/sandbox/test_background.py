@@ -342,6 +342,19 @@ async def test_a_cancelled_start_leaves_nothing_behind(pool: SandboxPool) -> Non
     await until(lambda: not running(seconds))
 
 
+async def test_a_start_right_after_a_large_request_that_was_cancelled(pool: SandboxPool) -> None:
+    async with pool.open(SandboxSpec()) as sandbox:
+        for _ in range(3):
+            writing = asyncio.create_task(sandbox.write("big", bytes(8 << 20)))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            writing.cancel()
+            process = await sandbox.start(["echo", "fine"])
+            assert await read_all(process) == b"fine\n"
+            with contextlib.suppress(asyncio.CancelledError):
+                await writing
+
+
 async def test_a_terminal(pool: SandboxPool) -> None:
     seconds = unique_sleep()
     script = "test -t 0 && test -t 1 && test -t 2 && tty && stty size && echo $TERM && "
