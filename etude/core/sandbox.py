@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Protocol
 
 
@@ -15,7 +15,14 @@ class Limits:
     cpus: float | None = None
     memory_bytes: int | None = None
     disk_bytes: int | None = None
+    """Of the working copy; temporary files may take as much again."""
     processes: int | None = None
+    """At the same time, in all commands together."""
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            if (value := getattr(self, each.name)) is not None and value <= 0:
+                raise ValueError(f"limits.{each.name} is {value}: it must be above 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +30,9 @@ class Repository:
     """A git repository at one commit, checked out as the working copy, without its history."""
 
     url: str
+    """A path or a file:// URL."""
     commit: str
+    """Its full id: names move."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +54,7 @@ class SandboxSpec:
     image: str = ""
     """By name and digest; empty: the Python of the host, read-only."""
     files: Mapping[str, str | bytes] = field(default_factory=dict)
-    """Path -> content, put into the working copy last."""
+    """Path -> content, put into the working copy last, over the repository."""
     repository: Repository | None = None
     services: tuple[Service, ...] = ()
     network: tuple[str, ...] = ()
@@ -54,6 +63,7 @@ class SandboxSpec:
     user: str = ""
     """Whose rights commands have; empty: an ordinary user of the backend's choice."""
     env: Mapping[str, str] = field(default_factory=dict)
+    """Beside PATH, HOME and LANG; nothing of the host's own gets in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,16 +76,18 @@ class CommandResult:
 
 
 class Process(Protocol):
-    """A process in a sandbox. It lives until it ends, is killed, or its sandbox is closed."""
+    """A process in a sandbox. It lives until it ends, is killed, or its sandbox is closed. Whoever
+    waits for it gets RolloutFailure when the sandbox is closed, dead or silent."""
 
     async def read(self) -> bytes:
-        """The output that came since the last call, as soon as there is any; empty at its end."""
+        """The output that came since the last call, as soon as there is any; empty at its end. What
+        nobody reads holds the process up."""
 
     async def write(self, data: bytes) -> None:
-        """To its standard input. Empty data ends that."""
+        """To its standard input. Empty data ends that; what nothing reads any more is dropped."""
 
     async def wait(self) -> int:
-        """Its exit code, once it has ended."""
+        """Its exit code, once it has ended; minus the signal, if one ended it."""
 
     async def kill(self) -> None:
         """Kills it and all processes that it started. May be called twice."""
@@ -95,7 +107,8 @@ class Sandbox(Protocol):
         env: Mapping[str, str] | None = None,
     ) -> CommandResult:
         """Runs a command to its end. Processes that it leaves behind in the background are killed
-        with it; `start` is for those that are to live on."""
+        with it; `start` is for those that are to live on. ValueError for a `cwd` that is not a
+        directory of the working copy."""
 
     async def start(
         self,
@@ -116,10 +129,12 @@ class Sandbox(Protocol):
     async def write(self, path: str, content: str | bytes) -> None: ...
 
     async def diff(self) -> str:
-        """What changed in the working copy since it was opened, as a unified diff."""
+        """What changed in the working copy since it was opened, as a unified diff. In a fork: since
+        the sandbox was opened that it comes from."""
 
     async def fork(self) -> Sandbox:
-        """Another sandbox whose working copy starts as this one's is now."""
+        """Another sandbox whose working copy starts as this one's is now. Only files are copied:
+        processes stay here."""
 
     async def close(self) -> None:
         """Kills every process in it and removes its files. May be called twice."""

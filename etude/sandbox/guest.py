@@ -316,13 +316,20 @@ def keep(control: socket.socket, command: Command, own_pids: int) -> NoReturn:
         _attend(control, child)
         code = _reaped(child, kill=True)
         _raise_if_broken(broken)
-        control.sendall(b"%d\n" % code)
-    except ConnectionError:  # the host has gone
-        pass
+        _say_last(control, str(code))
     except OSError as e:
-        control.sendall(f"!a process could not be started: {e}\n".encode())
+        _say_last(control, f"!a process could not be started: {e}")
     finally:
         os._exit(0)
+
+
+def _say_last(control: socket.socket, word: str) -> None:
+    """Stay until the host has heard it: a socket that ends with a question unread, or that is asked
+    when it has ended, takes what it said with it."""
+    with contextlib.suppress(ConnectionError):
+        control.sendall(f"{word}\n".encode())
+        while control.recv(64):
+            pass
 
 
 def _attend(control: socket.socket, child: int) -> None:

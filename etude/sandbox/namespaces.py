@@ -334,7 +334,8 @@ class NamespaceSandbox:
         )
 
     async def diff(self) -> str:
-        answer = await self._ask(op="changes", before=known(self._before))
+        before = await asyncio.to_thread(known, self._before)
+        answer = await self._ask(op="changes", before=before)
         changed = {
             path: Entry(each[0], None if each[1] is None else base64.b64decode(each[1]))
             if each

@@ -33,6 +33,8 @@ from etude.sandbox.tree import FILE, LINK, Entry, Tree
 _COPY_BYTES = 1 << 30
 _COPY_FILES = 100_000
 """The largest working copy that is opened, forked or compared."""
+_LOOKS = 500
+"""So often it is looked whether processes that were killed are gone."""
 _SHIM = """
 import ctypes, fcntl, os, signal, sys, termios
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with its host
@@ -261,7 +263,9 @@ class ProcessSandbox:
         for process in list(self._processes):
             process.close()
             await process.kill()
-        while strays := _strays(self._root):
+        for _ in range(_LOOKS):
+            if not (strays := _strays(self._root)):
+                break
             for pid in strays:
                 _kill(pid)
             await asyncio.sleep(0.01)

@@ -7,6 +7,7 @@ vanishes meanwhile has not been there. Standard library only: this runs on both 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import os
@@ -19,6 +20,9 @@ FILE, EXECUTABLE, LINK = 0o100644, 0o100755, 0o120000
 """Modes, as git writes them. What is none of these keeps the mode that the system gives it."""
 CHANGES_BYTES = 4 << 20
 """So much content of changed files is looked at, all together."""
+
+_GONE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EXDEV, errno.ENXIO, errno.EINVAL}
+"""What opening says to something that is not there any more, or is something else by now."""
 
 Open = Callable[[str, int], int]
 """Opens a path of the working copy with these flags, without leaving it."""
@@ -95,7 +99,7 @@ def _open_file(directory: int, name: str) -> io.BufferedReader:
     descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(f"{name} is not a plain file any more")
+        raise OSError(errno.ENOENT, "it is not a plain file any more")
     return open(descriptor, "rb")
 
 
@@ -108,9 +112,11 @@ def _walk(opener: Open, max_entries: int) -> Iterator[tuple[str, int, os.stat_re
         try:
             directory = opener(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except OSError as e:
-            if len(os.fsencode(path)) > 4000:
+            if e.errno in _GONE:
+                continue
+            if e.errno == errno.ENAMETOOLONG:
                 raise ValueError("directories of the working copy are nested too deep") from e
-            continue
+            raise ValueError(f"{path} cannot be read: {e.strerror}") from e
         try:
             for name in sorted(os.listdir(directory)):
                 if (count := count + 1) > max_entries:
@@ -151,8 +157,10 @@ def pack(opener: Open, *, max_bytes: int, max_entries: int) -> bytes:
                     info.type = tarfile.FIFOTYPE
                 else:
                     continue
-            except FileNotFoundError:
-                continue
+            except OSError as e:
+                if e.errno in _GONE:
+                    continue
+                raise ValueError(f"{path} cannot be read: {e.strerror}") from e
             if (left := left - len(content)) < 0:
                 raise ValueError(f"the working copy holds more than {max_bytes} bytes")
             info.size = len(content)

@@ -558,6 +558,9 @@ async def main():
     script = "import os; print(os.getuid(), os.listdir('/work'))"
     async with pool.open(SandboxSpec(files={"s.py": script})) as sandbox:
         print((await sandbox.run(["python", "s.py"], timeout_s=60)).output, end="")
+        for pty in (False, True):
+            process = await sandbox.start(["sh", "-c", "tty; exit 3"], pty=pty)
+            print((await process.read()).decode().strip(), await process.wait())
     await pool.close()
 os.setgroups([]); os.setgid(12345); os.setuid(12345)
 asyncio.run(main())
@@ -572,6 +575,9 @@ asyncio.run(main())
         ran = subprocess.run(
             [python, "-c", script, str(copy / "etude")], capture_output=True, text=True
         )
-        assert (ran.stdout, ran.stderr) == ("1000 ['s.py']\n", "")
+        assert (ran.stdout, ran.stderr) == (
+            "1000 ['s.py']\nnot a tty 3\n/dev/pts/0 3\n",
+            "",
+        )
     finally:
         shutil.rmtree(copy)

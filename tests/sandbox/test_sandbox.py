@@ -339,6 +339,13 @@ except OSError: print(1 + children)
             await sandbox.write("a", bytes(2 * MIB))
 
 
+@pytest.mark.parametrize("name", ["cpus", "memory_bytes", "disk_bytes", "processes"])
+def test_a_limit_of_nothing_is_none(name: str) -> None:
+    for value in (0, -1):
+        with pytest.raises(ValueError, match=f"limits.{name} is {value}"):
+            Limits(**{name: value})  # type: ignore[arg-type]
+
+
 async def test_the_users_name(walled: NamespaceSandboxPool) -> None:
     async with walled.open(SandboxSpec(user="user")) as sandbox:
         assert (await sandbox.run(["id", "-un"], timeout_s=LONG_S)).output == "user\n"
