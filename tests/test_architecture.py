@@ -105,7 +105,7 @@ OUTSIDE: dict[str, set[str]] = {
 
 # What only an extra installs: it is imported where it is used, and its absence is one clear
 # sentence.
-OPTIONAL = {"cryptography", "pyarrow", "tensorboard", "wandb", "trackio"}
+OPTIONAL = {"cryptography", "gguf", "pyarrow", "tensorboard", "trackio", "wandb", "zstandard"}
 
 # What nobody has to install: triton comes with a CUDA build of torch, the others are what
 # benchmarks compare with.
