@@ -11,7 +11,6 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from etude.core.config import RlConfig
 from etude.core.errors import EtudeError
 from etude.core.events import OverlongSkipped, StageStarted
 from etude.core.lineage import StageSpan
@@ -19,6 +18,7 @@ from etude.core.stages import (
     DistillConfig,
     DpoConfig,
     MidtrainConfig,
+    RlConfig,
     RolloutStageConfig,
     SftConfig,
 )

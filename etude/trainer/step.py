@@ -8,9 +8,9 @@ import torch
 
 from etude.core.alarms import RepeatedRows
 from etude.core.checks import check_batch
-from etude.core.config import RlConfig
 from etude.core.errors import EtudeError
 from etude.core.events import StepDone
+from etude.core.stages import RlConfig
 from etude.core.types import Batch
 from etude.run.plugins import load
 from etude.train.correction import CORRECTION

@@ -22,14 +22,14 @@ from pathlib import Path
 
 import torch
 
-from etude.core.config import RlConfig, RunConfig, TrainerConfig
+from etude.core.config import RunConfig, TrainerConfig
 from etude.core.errors import EtudeError
 from etude.core.events import FitStep, PublishStarted, StageDone
 from etude.core.lineage import StageSpan, stage_spans
+from etude.core.stages import RlConfig
 from etude.core.types import Batch, RecomputedRow
-from etude.engine.select import select_device
+from etude.engine.select import invariant_trainer_model, select_device
 from etude.model.files import MODEL_FILES
-from etude.model.numerics import INVARIANT
 from etude.model.tokenizer import ChatTokenizer
 from etude.run.process import keep_freed_memory
 from etude.serve import heartbeat as pulse
@@ -89,10 +89,10 @@ class Trainer:
         # A checkpoint holds every weight: the model's directory may be gone by then.
         given = None if names or config.model.path is None else model_directory(config.model.path)
         model = initial_model(given, self.files["config.json"], config.seed).to(device)
-        if config.batch_invariant:
-            model.compute_with(INVARIANT)
         compute = computed_in(config.trainer, device)
-        if compute == torch.bfloat16 and not config.deterministic:
+        if config.batch_invariant:
+            model = invariant_trainer_model(model, compute)
+        elif compute == torch.bfloat16 and not config.deterministic:
             compile_layers(model)
         self.learner = Learner(
             model,

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from etude.core.config import RlConfig, parse
+from etude.core.config import parse
 from etude.core.errors import EtudeError
 from etude.core.sampling import VersionSpan
+from etude.core.stages import RlConfig
 from etude.core.types import Batch, Row
 from etude.model.transformer import init_from_scratch
 from etude.store.objects import Objects
