@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from etude.core.errors import EtudeError
 from etude.weights import codec, fast, reference
-from etude.weights.codec import KINDS, Array
+from etude.weights.delta_format import KINDS, Array
 
 try:
     import zstandard

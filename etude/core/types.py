@@ -24,6 +24,11 @@ Status = Literal["done", "timeout", "failed"]
 own and was graded as it stood. `failed`: infrastructure broke; there is no score, and no statistic
 may count it as a zero."""
 
+Split = Literal["train", "heldout", "novel"]
+"""Of tasks: those to train on; those to evaluate on, which share no program with these; and those
+from templates that are never trained on."""
+EVAL_SPLITS: tuple[Split, ...] = ("heldout", "novel")
+
 Source = Literal["simulated", "production"]
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from typing import get_args
 
 from etude.core.protocols import Sandbox, SandboxPool
-from etude.core.types import Task
+from etude.core.types import Split, Task
 from etude.rewards.tests import grade
-from etude.tasks.factory import Split, make_tasks
+from etude.tasks.factory import make_tasks
 
-SPLITS: dict[str, Split] = {"train": "train", "heldout": "heldout", "novel": "novel"}
+SPLITS: dict[str, Split] = {split: split for split in get_args(Split)}
 
 
 class CodeRepair:

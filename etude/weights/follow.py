@@ -24,7 +24,7 @@ from etude.core.types import Route, VersionRef
 from etude.store.codec import to_json
 from etude.store.objects import Missing, Objects
 from etude.weights.cache import HostCache
-from etude.weights.codec import Damaged
+from etude.weights.delta_format import Damaged
 from etude.weights.manifest import Chain
 from etude.weights.records import Lease, lease_key
 from etude.weights.routes import RouteStep, plan_route

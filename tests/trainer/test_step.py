@@ -167,7 +167,7 @@ def test_the_event_says_what_the_step_did() -> None:
         0,
     )
     assert (
-        first.tokens_per_s == pytest.approx(6 / first.seconds)
+        first.tokens_per_s == pytest.approx(4 / first.seconds)
         and first.mfu is not None
         and 0 < first.mfu < 1
     )

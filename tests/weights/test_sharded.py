@@ -29,7 +29,7 @@ SHAPES = {"a": (37, 5), "b": (64,), "c": (3, 4, 7), "empty": (0, 3), "scalar": (
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("etude.weights.codec.CHUNK", 64)
+    monkeypatch.setattr("etude.weights.delta_format.CHUNK", 64)
 
 
 def tensors(seed: int) -> Tensors:
