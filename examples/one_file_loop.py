@@ -27,9 +27,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from etude.core.config import RlConfig, RunConfig, parse
+from etude.core.config import RunConfig, parse
 from etude.core.sandbox import SandboxPool
 from etude.core.seeds import derive
+from etude.core.stages import RlConfig
 from etude.engine.sampler import inverse_cdf
 from etude.harness.agent import NUDGE, parse_arguments
 from etude.harness.tools import SCHEMAS, SUBMIT, Tools

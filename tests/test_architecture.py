@@ -108,7 +108,7 @@ OUTSIDE: dict[str, set[str]] = {
 
 # What only an extra installs: it is imported where it is used, and its absence is one clear
 # sentence.
-OPTIONAL = {"cryptography", "tensorboard", "wandb", "trackio"}
+OPTIONAL = {"cryptography", "gguf", "tensorboard", "trackio", "wandb", "zstandard"}
 
 # What nobody has to install: triton comes with a CUDA build of torch, the others are what
 # benchmarks compare with.
@@ -226,6 +226,31 @@ def test_imports_point_down() -> None:
         if (why := violation(module.name, target, lazy))
     ]
     assert not broken, "\n".join(broken)
+
+
+def test_no_circles() -> None:
+    """No module imports itself by way of others, wherever in a file the imports stand."""
+    names = {module.name for module in modules()}
+    waiting = {
+        module.name: {
+            found
+            for target, _, _ in module.imports()
+            if target.startswith("etude.")
+            and (found := nearest(target.removeprefix("etude."), names))
+            and found != module.name
+        }
+        for module in modules()
+    }
+    while free := {name for name, needs in waiting.items() if not needs & waiting.keys()}:
+        waiting = {name: needs for name, needs in waiting.items() if name not in free}
+    assert not waiting, f"in circles, or above one: {', '.join(sorted(waiting))}"
+
+
+def nearest(target: str, names: set[str]) -> str:
+    """The module that a dotted name belongs to."""
+    while target and target not in names:
+        target = target.rpartition(".")[0]
+    return target
 
 
 def test_what_is_imported_is_declared() -> None:

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from etude.core.config import RlConfig, parse
+from etude.core.config import parse
 from etude.core.events import EVENTS, StepDone
+from etude.core.stages import RlConfig
 from etude.store.runs import Run
 from etude.trainer.step import objective_of
 

@@ -23,12 +23,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import zstandard
 from numpy.typing import NDArray
 
 from etude.core.errors import EtudeError
 from etude.weights import codec, fast, reference
-from etude.weights.codec import KINDS, Array
+from etude.weights.delta_format import KINDS, Array
+
+try:
+    import zstandard
+except ModuleNotFoundError as e:
+    raise EtudeError(
+        "the codecs that ours is compared with need zstandard: pip install 'etude[bench]'"
+    ) from e
 
 BF16 = KINDS["bfloat16"]
 ROUNDS = 7

@@ -106,6 +106,8 @@ class StepDone:
     router_mismatch_frac: float | None = None
     """Share of the tokens for which a router would have chosen other experts than the engine's
     did."""
+    experts_replaced_frac: float | None = None
+    """Share of the replayed experts that were implausible, and so not used."""
     tokens_per_s: float = 0.0
     """All tokens that went through the model, prompts included and padding not, while the trainer
     worked."""

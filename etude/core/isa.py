@@ -1,4 +1,5 @@
-"""The instruction sets that compiled code may use: what the processor has, or less.
+"""Compiled code: where its libraries are, and the instruction sets that it may use: what the
+processor has, or less.
 
     ETUDE_CPU_ISA=generic   amx, avx512, avx2 or generic: nothing above it is used by
                             `engine/native.c` and
@@ -11,8 +12,11 @@ nothing to take out.
 
 from __future__ import annotations
 
+import ctypes
 import os
 from enum import IntEnum
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
 
 from etude.core.errors import EtudeError
 
@@ -26,6 +30,13 @@ class Isa(IntEnum):
     AVX2 = 1
     AVX512 = 2
     AMX = 3
+
+
+def load_library(directory: Path, name: str) -> ctypes.CDLL | None:
+    """A shared library that `pip install` built, if the machine had a compiler."""
+    paths = (directory / f"{name}{suffix}" for suffix in EXTENSION_SUFFIXES)
+    found = next((path for path in paths if path.exists()), None)
+    return None if found is None else ctypes.CDLL(str(found))
 
 
 def chosen_isa(best: int) -> Isa:

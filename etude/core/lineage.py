@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from etude.core.advantage import ADVANTAGE, AdvantageEstimator, constant_advantage
-from etude.core.config import AnyStage, RlConfig
+from etude.core.config import AnyStage
 from etude.core.effort import Effort
-from etude.core.stages import RolloutStageConfig
+from etude.core.stages import RlConfig, RolloutStageConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,5 @@ class Environment(Protocol):
 
 
 class WeightStore(Protocol):
-    async def newest(self) -> Manifest | None: ...
-
     async def wait(self, after: int) -> Manifest:
         """The newest published version, as soon as it is newer than `after`."""

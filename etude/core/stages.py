@@ -10,9 +10,18 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from etude.core.schema import Config, Count, CountOrZero, Name, NonNegative, Positive
+from etude.core.advantage import ADVANTAGE
+from etude.core.schema import (
+    OLD_ESTIMATORS,
+    Config,
+    Count,
+    CountOrZero,
+    Name,
+    NonNegative,
+    Positive,
+)
 from etude.core.window import Window
 
 BUILT_IN = "built-in"
@@ -196,3 +205,71 @@ class DistillConfig(RolloutStageConfig):
     kind: Literal["distill"]
     teacher: str
     """A Hugging Face directory with the same vocabulary."""
+
+
+class EffortConfig(Config):
+    """A penalty on the effort of an attempt: `scale` times a concave function of tokens, calls and
+    turns (`core.effort`)."""
+
+    scale: Positive
+    k: Positive = 1.0
+    q: NonNegative = 0.5
+    tokens: NonNegative = 0.0
+    """Weight of a token that the model said."""
+    calls: NonNegative = 0.0
+    """Of a tool call."""
+    turns: NonNegative = 0.0
+    """Of an answer of the model."""
+
+
+LOSSES = ("reinforce", "ppo_clip", "grpo", "dr_grpo", "dapo", "gspo", "cispo")
+"""What `train.loss` knows by name."""
+
+
+class RlConfig(RolloutStageConfig):
+    """Asynchronous reinforcement learning in the product."""
+
+    kind: Literal["rl"]
+    group_size: Annotated[int, Field(ge=2)] = 8
+    """Attempts at one task; they are each other's baseline."""
+    advantage: str = "dr_grpo"
+    """The advantage estimator: how the rewards of a group become advantages."""
+    effort: EffortConfig | None = None
+    """A penalty on what an attempt used, subtracted from its reward before advantages are
+    estimated."""
+    loss: str = "reinforce"
+    """The policy loss: one of LOSSES, or your own as "file.py:name" or "module:name"."""
+    aggregate: Literal["token", "sequence", "constant"] | None = None
+    """How token losses are aggregated: the mean of all, the mean of attempts' means, or a sum over
+    a constant. None: the loss's own."""
+    clip_low: NonNegative | None = None
+    """Ratios below 1 - clip_low and above 1 + clip_high are clipped, by the losses that do. None:
+    the loss's own."""
+    clip_high: NonNegative | None = None
+    correction: (
+        Literal["none", "truncated", "masked", "sequence_truncated", "sequence_masked"] | None
+    ) = None
+    """The importance-sampling correction for tokens that other weights sampled
+    (`train.correction`). None: the loss's own."""
+    ratio_cap: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 2.0
+    """Importance weights above it are cut to it; the masking corrections leave out what is above
+    it, or below its inverse."""
+    kl_coef: NonNegative = 0.0
+    """Coefficient of the KL to the weights that the stage began with, subtracted from the
+    reward."""
+
+    @field_validator("advantage")
+    @classmethod
+    def _advantage(cls, estimator: str) -> str:
+        if estimator in OLD_ESTIMATORS and estimator not in ADVANTAGE:
+            raise ValueError(f"{estimator} is called {OLD_ESTIMATORS[estimator]} now")
+        if estimator not in ADVANTAGE:
+            raise ValueError(f"must be one of {', '.join(ADVANTAGE)}")
+        return estimator
+
+    @field_validator("loss")
+    @classmethod
+    def _loss(cls, loss: str) -> str:
+        if loss not in LOSSES and ":" not in loss:
+            raise ValueError(f"must be one of {', '.join(LOSSES)}, or your own as file.py:name")
+        return loss

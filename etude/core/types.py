@@ -31,6 +31,11 @@ SegmentKind = Literal["turns", "summary", "subagent"]
 """Why a harness opened a context: to go on with the conversation, to have it summed up, or for an
 agent that works for another one."""
 
+Split = Literal["train", "heldout", "novel"]
+"""Of tasks: those to train on; those to evaluate on, which share no program with these; and those
+from templates that are never trained on."""
+EVAL_SPLITS: tuple[Split, ...] = ("heldout", "novel")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:

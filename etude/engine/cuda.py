@@ -169,7 +169,7 @@ class CudaRunner:
         self._v = weight.new_zeros(shape)
         self.routed_experts: Tensor | None = None
         if c.experts:
-            kind = torch.uint8 if c.experts.num_experts <= 256 else torch.int16
+            kind = getattr(torch, c.experts.id_dtype)
             places = (
                 num_blocks * self.block_size,
                 len(c.experts.layers),

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator, Mapping
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from etude.core.isa import Isa, chosen_isa
+from etude.core.isa import Isa, chosen_isa, load_library
 from etude.engine.batch import ForwardBatch, Ints, SamplerOutput
 from etude.engine.sampler import sample
 from etude.model.files import hf_state_dict as published
@@ -33,17 +32,9 @@ _FP32, _BF16, _TILES = range(3)
 _NUMBER, _DATA = ctypes.c_int64, ctypes.c_void_p
 
 
-def _load() -> ctypes.CDLL | None:
-    for suffix in EXTENSION_SUFFIXES:
-        path = Path(__file__).with_name(f"_native{suffix}")
-        if path.exists():
-            library = ctypes.CDLL(str(path))
-            library.scratch_bytes.restype = _NUMBER
-            return library
-    return None
-
-
-LIBRARY = _load()
+LIBRARY = load_library(Path(__file__).parent, "_native")
+if LIBRARY:
+    LIBRARY.scratch_bytes.restype = _NUMBER
 ISA = chosen_isa(LIBRARY.best_isa()) if LIBRARY else Isa.GENERIC
 
 

@@ -27,7 +27,7 @@ class RoutedExpertsBuffer:
     def __init__(self, config: ModelConfig, num_blocks: int, device: torch.device) -> None:
         self._ids: Tensor | None = None
         if experts := config.experts:
-            kind = torch.uint8 if experts.num_experts <= 256 else torch.int16
+            kind = getattr(torch, experts.id_dtype)
             places = (num_blocks, BLOCK_SIZE, len(experts.layers), experts.num_experts_per_tok)
             self._ids = torch.zeros(places, dtype=kind, device=device)
 

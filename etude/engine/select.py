@@ -9,6 +9,7 @@ from etude.engine import native
 from etude.engine.batch import Runner
 from etude.engine.batch_invariant import BatchInvariantRunner
 from etude.engine.runner import BLOCK_SIZE, TorchRunner
+from etude.model.numerics import INVARIANT
 from etude.model.transformer import Transformer
 
 KV_MEMORY_FRACTION = 0.7
@@ -46,20 +47,39 @@ def kv_cache_tokens(model: Transformer, max_batch: int, kv_bytes: int | None) ->
     return max(context, min(4 * max_batch * context, kv_bytes // token_bytes))
 
 
+def has_kernels(model: Transformer, dtype: torch.dtype) -> bool:
+    """Whether the model runs on our CUDA kernels when it computes in `dtype`."""
+    if not model.model.embed_tokens.weight.is_cuda or dtype != torch.bfloat16:
+        return False
+    # brings Triton, which is there only with a CUDA build of torch
+    from etude.engine.kernels.network import unsupported
+
+    return not unsupported(model.config)
+
+
+def invariant_trainer_model(model: Transformer, dtype: torch.dtype) -> Transformer:
+    """The model as a trainer runs it that shall have the bits of a batch-invariant engine: on the
+    same kernels, or with the same operators."""
+    if not has_kernels(model, dtype):
+        return model.compute_with(INVARIANT)
+    from etude.engine.kernels.trainable import TrainableNetwork
+
+    trainable = TrainableNetwork(model.config).to(model.model.embed_tokens.weight.device)
+    trainable.load_state_dict(model.state_dict())
+    return trainable
+
+
 def select_runner(model: Transformer, max_batch: int, kv_bytes: int | None) -> Runner:
     """The fastest runner that supports the model on its device. But one request at a time is
     answered on a CPU by the operators of the model definition: whoever runs these too gets the same
     bits, and that is what a deterministic run is checked by. If the model's arithmetic is
     invariant, so is the runner's."""
     weight, tokens = model.model.embed_tokens.weight, kv_cache_tokens(model, max_batch, kv_bytes)
-    if weight.is_cuda:
-        # brings Triton, which is there only with a CUDA build of torch
+    if has_kernels(model, weight.dtype):
         from etude.engine.cuda import CudaRunner
-        from etude.engine.kernels.network import unsupported
 
-        if weight.dtype == torch.bfloat16 and not unsupported(model.config):
-            blocks = -(-tokens // CudaRunner.block_size)
-            return CudaRunner(model, blocks, max_batch, invariant=model.invariant)
+        blocks = -(-tokens // CudaRunner.block_size)
+        return CudaRunner(model, blocks, max_batch, invariant=model.invariant)
     if model.invariant:
         return BatchInvariantRunner(model, -(-tokens // BLOCK_SIZE))
     if not weight.is_cuda and max_batch > 1 and native.can_run(model.config, weight.dtype):

@@ -141,6 +141,11 @@ class ExpertsConfig:
     router_aux_loss_coef: float = 0.0
     """How much the loss that balances the experts weighs, in families that have one."""
 
+    @property
+    def id_dtype(self) -> str:
+        """The dtype of recorded expert ids, by the name that torch and numpy give it."""
+        return "uint8" if self.num_experts <= 256 else "int16"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:

@@ -100,7 +100,7 @@ def _marked(ids_Nk: Tensor, size: int) -> Tensor:
 def read_ids(data: bytes, c: ExpertsConfig) -> Tensor:
     """[tokens, L, k] from what an engine records: a byte for each id, or two with more than 256
     experts."""
-    kind = torch.uint8 if c.num_experts <= 256 else torch.int16
+    kind: torch.dtype = getattr(torch, c.id_dtype)
     token_bytes = len(c.layers) * c.num_experts_per_tok * kind.itemsize
     if not data or len(data) % token_bytes:
         raise ValueError(

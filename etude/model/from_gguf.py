@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import torch
 from tokenizers import (
@@ -38,6 +37,11 @@ from torch import Tensor
 from etude.core.errors import EtudeError
 from etude.model.config import ModelConfig
 from etude.model.files import check_fit
+
+try:
+    import gguf
+except ModuleNotFoundError as e:
+    raise EtudeError("a GGUF file is read by the package gguf: pip install 'etude[gguf]'") from e
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 

@@ -23,7 +23,7 @@ from etude.core.lineage import StageSpan, estimator_of, stage_of, stage_spans
 from etude.core.liveness import DisturbanceTracker
 from etude.core.protocols import Agent, Environment
 from etude.core.stages import RolloutStageConfig
-from etude.core.types import Group, Task, Trajectory
+from etude.core.types import EVAL_SPLITS, Group, Task, Trajectory
 from etude.core.window import Window
 from etude.run import journal
 from etude.run.evaluate import evaluate, report_name
@@ -41,7 +41,6 @@ from etude.weights.manifest import PublishedVersions
 AGENT_GRACE_S = 10.0
 """An agent ends its session after harness.timeout_s by itself; what does not is ended so much
 later."""
-SPLITS = ("heldout", "novel")
 FLEET_REPORT_S = 1.0
 
 
@@ -77,7 +76,7 @@ class Controller:
                     await self.run_loop(span, span.stage)
                 else:
                     await self.wait_for_version(span.end)
-                for split in SPLITS:
+                for split in EVAL_SPLITS:
                     await self.evaluate(span.end, split)
             self.emit(RunDone(version=span.end))
             reporting.cancel()
@@ -209,7 +208,7 @@ async def open_controller(store: str, gateway_url: str, process: str) -> AsyncIt
     config = run.config()
     pool = open_sandbox_pool(config.sandbox.isolation, config.silence_s)
     try:
-        counts = {split: getattr(config.tasks, split) for split in ("train", *SPLITS)}
+        counts = {split: getattr(config.tasks, split) for split in ("train", *EVAL_SPLITS)}
         environment = build(
             config.tasks.environment, "tasks.environment", pool, counts=counts, seed=config.seed
         )
@@ -229,7 +228,7 @@ def main() -> int:
     parser.add_argument("--store", required=True, help="the run's store")
     parser.add_argument("--gateway", required=True, help="the gateway's URL")
     parser.add_argument("--version", type=int, help="evaluate this version and end")
-    parser.add_argument("--split", choices=SPLITS, default="heldout")
+    parser.add_argument("--split", choices=EVAL_SPLITS, default="heldout")
     args = parser.parse_args()
 
     async def program() -> None:

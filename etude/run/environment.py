@@ -5,14 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from typing import get_args
 
 from etude.core.sandbox import Sandbox, SandboxPool
-from etude.core.types import Attempt, Score, Task
+from etude.core.types import Attempt, Score, Split, Task
 from etude.rewards.tests import grade
-from etude.tasks.factory import Split, make_tasks
+from etude.tasks.factory import make_tasks
 from etude.tasks.repair import RepairTask
 
-SPLITS: dict[str, Split] = {"train": "train", "heldout": "heldout", "novel": "novel"}
+SPLITS: dict[str, Split] = {split: split for split in get_args(Split)}
 
 
 class CodeRepair:

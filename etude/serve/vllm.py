@@ -328,7 +328,7 @@ def to_routed_experts(encoded: str, request: Request, config: ModelConfig) -> by
     ids = np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
     if ids.shape[1] == config.num_hidden_layers:
         ids = ids[:, list(config.experts.layers)]
-    kind = np.uint8 if config.experts.num_experts <= 256 else np.int16
+    kind = np.dtype(config.experts.id_dtype)
     data: bytes = ids[request.experts_from :].astype(kind).tobytes()
     return data
 

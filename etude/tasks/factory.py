@@ -14,16 +14,15 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from random import Random
-from typing import Any, Literal
+from typing import Any
 
 from etude.core.sandbox import SandboxSpec
 from etude.core.seeds import derive
-from etude.core.types import Task
+from etude.core.types import Split, Task
 from etude.tasks import bugs, templates
 from etude.tasks.repair import Check, RepairTask
 from etude.tasks.templates import Function
 
-Split = Literal["train", "heldout", "novel"]
 HELDOUT_SHARE = 5  # one function in this many
 
 HARD_SHARE = 0.06  # of the tasks have two functions

@@ -12,13 +12,14 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from etude.core.config import RlConfig, RunConfig
+from etude.core.config import RunConfig
 from etude.core.errors import EtudeError
 from etude.core.stages import (
     BUILT_IN,
     DistillConfig,
     DpoConfig,
     MidtrainConfig,
+    RlConfig,
     RopeScalingConfig,
     SftConfig,
 )

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
-from etude.core.config import RlConfig
 from etude.core.errors import EtudeError
 from etude.core.events import OverlongSkipped, StageStarted
 from etude.core.lineage import StageSpan
@@ -19,6 +17,7 @@ from etude.core.stages import (
     DistillConfig,
     DpoConfig,
     MidtrainConfig,
+    RlConfig,
     RolloutStageConfig,
     SftConfig,
 )
@@ -34,10 +33,8 @@ from etude.train.teacher import Teacher
 from etude.trainer import data
 from etude.trainer.documents import read_corpus
 from etude.trainer.prepare import model_directory
+from etude.trainer.state import TrainerState
 from etude.trainer.step import StepReporter, objective_of
-
-if TYPE_CHECKING:
-    from etude.trainer.trainer import Trainer
 
 SHOWN = 8  # of the sessions that are left out
 
@@ -50,14 +47,14 @@ def unchanged(batch: Batch, microbatch_tokens: int) -> tuple[Batch, float | None
     return batch, None
 
 
-def _tell_skipped(trainer: Trainer, where: Sequence[str]) -> None:
+def _tell_skipped(trainer: TrainerState, where: Sequence[str]) -> None:
     if where:
         trainer.emit(
             OverlongSkipped(stage=trainer.stage, count=len(where), where=tuple(where[:SHOWN]))
         )
 
 
-def midtrain(trainer: Trainer, span: StageSpan) -> None:
+def midtrain(trainer: TrainerState, span: StageSpan) -> None:
     stage = span.stage
     assert isinstance(stage, MidtrainConfig)
     trainer.emit(StageStarted(stage=span.name, steps=stage.steps, done=trainer.step))
@@ -76,7 +73,7 @@ def midtrain(trainer: Trainer, span: StageSpan) -> None:
     trainer.finish_version(span.end, step=trainer.step)
 
 
-def sft(trainer: Trainer, span: StageSpan) -> None:
+def sft(trainer: TrainerState, span: StageSpan) -> None:
     stage = span.stage
     assert isinstance(stage, SftConfig)
     trainer.emit(StageStarted(stage=span.name, steps=0, done=trainer.step))
@@ -106,7 +103,7 @@ def sft(trainer: Trainer, span: StageSpan) -> None:
     trainer.finish_version(span.end, step=trainer.step)
 
 
-def dpo(trainer: Trainer, span: StageSpan) -> None:
+def dpo(trainer: TrainerState, span: StageSpan) -> None:
     stage = span.stage
     assert isinstance(stage, DpoConfig)
     trainer.emit(StageStarted(stage=span.name, steps=0, done=trainer.step))
@@ -126,14 +123,14 @@ def dpo(trainer: Trainer, span: StageSpan) -> None:
     trainer.finish_version(span.end, step=trainer.step)
 
 
-def rl(trainer: Trainer, span: StageSpan) -> None:
+def rl(trainer: TrainerState, span: StageSpan) -> None:
     assert isinstance(span.stage, RlConfig)
     if span.stage.kl_coef and trainer.version == span.start:
         trainer.learner.snapshot()  # the reference
     run_steps(trainer, span, span.stage, objective=objective_of(span.stage))
 
 
-def distill(trainer: Trainer, span: StageSpan) -> None:
+def distill(trainer: TrainerState, span: StageSpan) -> None:
     stage = span.stage
     assert isinstance(stage, DistillConfig)
     teacher = read_teacher(stage.teacher, trainer.files, trainer.context)
@@ -148,7 +145,7 @@ def distill(trainer: Trainer, span: StageSpan) -> None:
 
 
 def run_steps(
-    trainer: Trainer,
+    trainer: TrainerState,
     span: StageSpan,
     stage: RolloutStageConfig,
     score_batch: ScoreBatch = unchanged,
@@ -192,7 +189,7 @@ def run_steps(
         trainer.report_mismatch(batch, stats.recomputed)
 
 
-STAGE: dict[str, Callable[[Trainer, StageSpan], None]] = {
+STAGE: dict[str, Callable[[TrainerState, StageSpan], None]] = {
     "midtrain": midtrain,
     "sft": sft,
     "rl": rl,

@@ -8,9 +8,9 @@ import torch
 
 from etude.core.alarms import RepeatedRows
 from etude.core.checks import check_batch
-from etude.core.config import RlConfig
 from etude.core.errors import EtudeError
 from etude.core.events import StepDone
+from etude.core.stages import RlConfig
 from etude.core.types import Batch
 from etude.run.plugins import load
 from etude.train.correction import CORRECTION
@@ -120,10 +120,11 @@ class StepReporter:
             truncated_frac=stats.truncated_frac,
             zero_grad_frac=stats.zero_grad_frac,
             router_mismatch_frac=stats.router_mismatch_frac,
+            experts_replaced_frac=stats.experts_replaced_frac,
             entropy=stats.entropy,
             grad_norm=stats.grad_norm,
             tokens=stats.num_tokens,
-            tokens_per_s=sum(len(row.tokens) for row in batch.rows) / seconds,
+            tokens_per_s=stats.num_forward_tokens / seconds,
             mfu=step_flops(self._config, batch.rows) / seconds / self._peak,
             repeated_rows=self._repeats.count(batch),
             seconds=seconds,

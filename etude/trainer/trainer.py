@@ -1,10 +1,6 @@
 """The trainer process: one lineage of stages, each from the last one's checkpoint, resumed wherever
 it was killed.
 
-A checkpoint is written before the version is published, so whatever the engines have ever served
-can be trained on from here. Both happen in the background: a step waits for the copies only, and
-for the checkpoint before.
-
 Several ranks are several such processes, started by the launcher or by torchrun. All of them do
 everything; rank 0 alone commits and tells what happened.
 """
@@ -12,105 +8,29 @@ everything; rank 0 alone commits and tells what happened.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from etude.core.config import RlConfig, RunConfig, TrainerConfig
+from etude.core.config import RunConfig
 from etude.core.errors import EtudeError
-from etude.core.events import FitStep, PublishStarted, StageDone
-from etude.core.lineage import StageSpan, stage_spans
-from etude.core.types import Batch, RecomputedRow
+from etude.core.events import StageDone
+from etude.core.lineage import stage_spans
 from etude.engine.select import select_device
-from etude.model.files import MODEL_FILES
-from etude.model.numerics import INVARIANT
-from etude.model.tokenizer import ChatTokenizer
 from etude.run.process import keep_freed_memory
 from etude.serve import heartbeat as pulse
-from etude.store import checkpoints
-from etude.store.checkpoints import Checkpoint, CheckpointWriter, Origin, code_version
 from etude.store.runs import Run
-from etude.store.telemetry import Emit, sync_event_writer
-from etude.train.checkpoint import pack, unpack
-from etude.train.distributed import SINGLE_PROCESS, ProcessGroup
-from etude.train.learner import Learner
-from etude.train.mismatch import measure_mismatch
-from etude.train.stages import Progress
-from etude.train.start import compile_layers, initial_model
-from etude.trainer.peers import TorchPeer
-from etude.trainer.prepare import model_directory
+from etude.store.telemetry import sync_event_writer
+from etude.train.distributed import ProcessGroup
 from etude.trainer.stages import STAGE
-from etude.trainer.step import objective_of
-from etude.weights.manifest import Chain
-from etude.weights.publish import Publisher
-from etude.weights.snapshot import Part
-
-CPU = torch.device("cpu")
-CHECKPOINT_S = 20.0  # between checkpoints within mid-training and sft, which take minutes
+from etude.trainer.state import TrainerState
 
 
-class Trainer:
-    """`version` and `step` say where the learner stands: `step` steps of `stage` after `version`.
-    `version_step` is the step within its stage that made the version."""
-
-    def __init__(
-        self,
-        run: Run,
-        config: RunConfig,
-        emit: Emit,
-        ranks: ProcessGroup = SINGLE_PROCESS,
-        device: torch.device = CPU,
-    ) -> None:
-        self.run = run
-        self.config = config
-        self.emit = emit
-        self.ranks = ranks
-        for stage in config.stage:
-            if isinstance(stage, RlConfig):
-                # a loss that cannot be loaded shall not cost the stages before its own
-                objective_of(stage)
-        torch.use_deterministic_algorithms(config.deterministic)
-        self.publisher = Publisher(
-            Chain(run.objects), peers=TorchPeer() if ranks.size > 1 else None
-        )
-        self.saver = CheckpointWriter(run, ranks.rank, ranks.size)
-        if ranks.rank == 0:
-            self.saver.clean()
-        ranks.barrier()
-        self.files = {name: run.objects.get_sealed(f"model/{name}") for name in MODEL_FILES}
-        self.tokenizer = ChatTokenizer(self.files)
-        names = run.checkpoints()
-        # A checkpoint holds every weight: the model's directory may be gone by then.
-        given = None if names or config.model.path is None else model_directory(config.model.path)
-        model = initial_model(given, self.files["config.json"], config.seed).to(device)
-        if config.batch_invariant:
-            model.compute_with(INVARIANT)
-        compute = computed_in(config.trainer, device)
-        if compute == torch.bfloat16 and not config.deterministic:
-            compile_layers(model)
-        self.learner = Learner(
-            model,
-            ranks,
-            optimizer=config.trainer.optimizer,
-            dtype=getattr(torch, config.trainer.weights_dtype),
-            compute=compute,
-        )
-        self.stage = ""
-        self.version = 0
-        self.step = 0
-        self.version_step = 0
-        self.lineage: tuple[Origin, ...] = ()
-        self.heldout_losses: tuple[float, ...] = ()
-        self.batches_digest = hashlib.sha256().hexdigest()
-        """Digest of all batches that the stage has trained on, in their order."""
-        if names:
-            self.resume(checkpoints.read(run, names[-1]))
+class Trainer(TrainerState):
+    """Runs the stages of a run, one after the other."""
 
     def train(self) -> None:
         for span in stage_spans(self.config.stage):
@@ -126,162 +46,6 @@ class Trainer:
                         stage=span.name, version=self.version, seconds=time.monotonic() - began
                     )
                 )
-
-    def enter_stage(self, span: StageSpan) -> None:
-        """A stage that is not being resumed starts from the weights of the last one, and from
-        nothing else of it."""
-        if self.stage != span.name:
-            path, seed = self.config.model.path, self.config.seed
-            parent = (
-                f"version {span.start}"
-                if self.lineage
-                else f"the model in {path}"
-                if path
-                else f"seed {seed}"
-            )
-            config = span.stage.model_dump(mode="json", exclude_none=True)
-            origin = Origin(
-                stage=span.name, parent=parent, config=config, data="", code=code_version()
-            )
-            self.stage, self.step, self.heldout_losses, self.lineage = (
-                span.name,
-                0,
-                (),
-                (*self.lineage, origin),
-            )
-            self.batches_digest = hashlib.sha256().hexdigest()
-            self.learner.reset()
-        self.ranks.activity = f"the start of {span.name}"
-
-    @property
-    def context(self) -> int:
-        return self.learner.model.config.max_position_embeddings
-
-    def record_data(self, data: str) -> None:
-        """Record in the lineage the data that the stage learns from; after a stop it must still be
-        the same."""
-        origin = self.lineage[-1]
-        if self.step and origin.data != data:
-            raise EtudeError(
-                f"stage {self.stage} learnt from other data before it was stopped ({origin.data}, "
-                f"and now {data}): put "
-                f"the files back as they were, or start a run with another name"
-            )
-        self.lineage = (*self.lineage[:-1], replace(origin, data=data))
-
-    def read_batch(self, step: int, span: StageSpan) -> Batch:
-        """Waits for it, and enters it into the lineage."""
-        batch = self.run.wait_batch(step)
-        self.ranks.activity = f"step {step} of {self.stage}"
-        self.batches_digest = hashlib.sha256(
-            f"{self.batches_digest} {self.run.batch_digest(step)}".encode()
-        ).hexdigest()
-        self.record_data(f"batches {span.start + 1} to {step}, sha256 {self.batches_digest}")
-        return batch
-
-    def report_mismatch(self, batch: Batch, found: tuple[RecomputedRow, ...]) -> None:
-        """Measure the train/inference mismatch of a batch, for the store and as an event."""
-        if self.ranks.rank == 0:
-            self.run.put_recomputed(batch.step, found)
-            self.emit(
-                measure_mismatch(batch.rows, found, step=batch.step, decode=self.tokenizer.decode)
-            )
-
-    def report_fit(self) -> Callable[[Progress], None]:
-        """The callback after each supervised step: an event, and now and then a checkpoint."""
-        last = saved = time.monotonic()
-
-        def on_step(progress: Progress) -> None:
-            nonlocal last, saved
-            now = time.monotonic()
-            speed = progress.fit.num_tokens / max(now - last, 1e-9)
-            self.emit(
-                FitStep(
-                    stage=self.stage,
-                    step=progress.step,
-                    steps=progress.total,
-                    loss=progress.fit.loss,
-                    tokens_per_s=speed,
-                    metrics=progress.metrics,
-                )
-            )
-            self.step, self.heldout_losses = progress.step, progress.heldout_losses
-            self.ranks.activity = f"step {progress.step + 1} of {self.stage}"
-            # One clock decides for all: a checkpoint that only some ranks hold to be due would
-            # never be whole.
-            (due,) = self.ranks.all_reduce_sum(
-                float(self.ranks.rank == 0 and now - saved > CHECKPOINT_S)
-            )
-            if due:
-                self.save()
-                saved = now
-            last = time.monotonic()
-
-        return on_step
-
-    def finish_version(self, version: int, *, step: int) -> None:
-        """The learner's weights are this version: checkpoint them, then publish them."""
-        self.version, self.step, self.version_step = version, 0, step
-        self.save(then=self.publication())
-
-    def publication(self) -> Callable[[], None]:
-        """Takes what this rank holds of the weights; to publish that is to call what is
-        returned."""
-        began = time.monotonic()
-        parts = {name: Part(*rows) for name, rows in self.learner.hf_rows().items()}
-        start = self.publisher.prepare(
-            self.version, parts, stage=self.stage, step=self.version_step, given=True
-        )
-        self.emit(PublishStarted(version=self.version, stall_s=time.monotonic() - began))
-        return start
-
-    def save(self, then: Callable[[], None] = lambda: None) -> None:
-        checkpoint = Checkpoint(
-            stage=self.stage,
-            step=self.step,
-            version=self.version,
-            lineage=self.lineage,
-            cursor={
-                "heldout_losses": list(self.heldout_losses),
-                "version_step": self.version_step,
-                "batches_digest": self.batches_digest,
-            },
-        )
-        self.saver.save(checkpoint, pack(self.learner.state()), then)
-
-    def resume(self, checkpoint: Checkpoint) -> None:
-        self.stage, self.version, self.step = checkpoint.stage, checkpoint.version, checkpoint.step
-        self.lineage, self.heldout_losses = (
-            checkpoint.lineage,
-            tuple(checkpoint.cursor["heldout_losses"]),
-        )
-        self.version_step, self.batches_digest = (
-            checkpoint.cursor["version_step"],
-            checkpoint.cursor["batches_digest"],
-        )
-
-        def shard(rank: int) -> dict[str, torch.Tensor]:
-            return unpack(
-                checkpoints.read_part(self.run, checkpoint, rank), f"checkpoint {checkpoint.name}"
-            )
-
-        self.learner.load_shards(len(checkpoint.parts), shard)
-        if self.step == 0:
-            self.publication()()  # a crash may have come between the checkpoint and the publication
-            self.publisher.wait()
-
-    def close(self) -> None:
-        self.saver.close()
-
-
-def computed_in(config: TrainerConfig, device: torch.device) -> torch.dtype:
-    if config.compute_dtype != "auto":
-        return getattr(torch, config.compute_dtype)  # type: ignore[no-any-return]
-    return (
-        torch.bfloat16
-        if device.type == "cuda" and config.weights_dtype == "bfloat16"
-        else torch.float32
-    )
 
 
 def main() -> int:

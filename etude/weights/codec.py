@@ -38,86 +38,19 @@ is read or allocated beyond what the number of elements, which the caller knows,
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from etude.core.errors import EtudeError
-
-Array = NDArray[Any]
+from etude.weights import fast, reference
+from etude.weights.delta_format import SAMPLE, Array, ContextHeader, Damaged, Kind, Reader
 
 RAW, DELTA = 1, 2
-CHUNK = 1 << 20
-MAX_CONTEXTS = 16
 MAX_DELTA_SHARE = 0.85
 """A delta that a sample says would be larger than this share of the elements is not tried."""
 
-_SAMPLE = 4096  # elements that the choice of `top` and the forecast look at
-
-
-Encode = Callable[["Kind", Array, Array], bytes | None]
-Apply = Callable[["Kind", Array, bytes | memoryview, Array], None]
-
-
-class Damaged(EtudeError):
-    """A payload that no encoder made."""
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """The coding of a dtype's elements: unsigned integers of `width` bytes."""
-
-    width: int
-    shift: int = 0
-    exponent: int = 0
-    """Its mask after the shift; 0 for types without one: they have one context."""
-    ordered: bool = False
-    """The code is a sign and a magnitude, so that down is another direction above zero than
-    below."""
-    nibbles: bool = False
-    """Two codes to the byte, low half first."""
-
-    @property
-    def contexts(self) -> int:
-        return min(MAX_CONTEXTS, self.exponent + 1)
-
-    def size(self, num_elements: int) -> int:
-        """Bytes that so many elements take."""
-        return num_elements // 2 if self.nibbles else num_elements * self.width
-
-    def count(self, num_bytes: int) -> int:
-        """Elements in so many bytes."""
-        return num_bytes * 2 if self.nibbles else num_bytes // self.width
-
-    @property
-    def chunk(self) -> int:
-        """Elements of a chunk. Narrow types change so rarely that more of them share the fixed
-        bytes."""
-        return CHUNK * 4 if self.width == 1 else CHUNK
-
-
-BYTES = Kind(1)
-KINDS = {
-    "bfloat16": Kind(2, 7, 0xFF, ordered=True),
-    "float16": Kind(2, 10, 0x1F, ordered=True),
-    "float32": Kind(4, 23, 0xFF, ordered=True),
-    "float8_e4m3fn": Kind(1, 3, 0xF, ordered=True),
-    "float8_e4m3fnuz": Kind(1, 3, 0xF, ordered=True),
-    "float8_e5m2": Kind(1, 2, 0x1F, ordered=True),
-    "float8_e5m2fnuz": Kind(1, 2, 0x1F, ordered=True),
-    "float4_e2m1fn_x2": Kind(1, nibbles=True),
-    "int16": Kind(2),
-    "int32": Kind(4),
-}
-"""By the name that torch gives the dtype. Any other one is read as bytes: right, if not as
-small."""
-
-
-def kind_of(dtype: str) -> Kind:
-    return KINDS.get(dtype, BYTES)
+Encode = Callable[[Kind, Array, Array], bytes | None]
+Apply = Callable[[Kind, Array, bytes | memoryview, Array], None]
 
 
 def codes(kind: Kind, data: Array) -> Array:
@@ -146,7 +79,9 @@ def encode(kind: Kind, old: Array | None, new: Array, by: Encode | None = None) 
     stored as it is."""
     if old is None:
         return _raw(kind, new)
-    body = (by or _best().encode_delta)(kind, old, new) if is_worth_coding(kind, old, new) else None
+    body = (
+        (by or _coder().encode_delta)(kind, old, new) if is_worth_coding(kind, old, new) else None
+    )
     if body is None:
         return _raw(kind, new)
     return bytes((DELTA,)) + body if body else b""
@@ -170,7 +105,7 @@ def apply(
             raise Damaged(f"a chunk of {len(out)} elements cannot have {len(body)} bytes")
         out[:] = codes(kind, body.copy())
     elif payload[0] == DELTA and old is not None:
-        (by or _best().apply_delta)(kind, old, memoryview(payload)[1:], out)
+        (by or _coder().apply_delta)(kind, old, memoryview(payload)[1:], out)
     else:
         raise Damaged(
             f"a chunk starts with {payload[0]}"
@@ -179,9 +114,7 @@ def apply(
         )
 
 
-def _best() -> ModuleType:
-    from etude.weights import fast, reference
-
+def _coder() -> ModuleType:
     return fast if fast.LIBRARY else reference
 
 
@@ -203,85 +136,12 @@ def is_worth_coding(kind: Kind, old: Array, new: Array) -> bool:
     """Whether a sample promises a small delta. Changes are spread evenly, so a few runs of elements
     are enough."""
     runs = 8
-    if len(old) <= 2 * _SAMPLE:
+    if len(old) <= 2 * SAMPLE:
         return True
-    starts = np.linspace(0, len(old) - _SAMPLE // runs, runs).astype(np.int64)
-    pick = (starts[:, None] + np.arange(_SAMPLE // runs)).reshape(-1)
+    starts = np.linspace(0, len(old) - SAMPLE // runs, runs).astype(np.int64)
+    pick = (starts[:, None] + np.arange(SAMPLE // runs)).reshape(-1)
     changed = float((old[pick] != new[pick]).mean())
     if changed < 0.3:
         return True
-    body = _best().encode_delta(kind, old[pick], new[pick])
-    return body is not None and len(body) < MAX_DELTA_SHARE * kind.size(_SAMPLE)
-
-
-def top_exponent(kind: Kind, old: Array) -> int:
-    """An exponent that about one in a hundred elements reaches: outliers must not push all others
-    into few contexts."""
-    if kind.exponent == 0:
-        return 0
-    sample = old[:: max(1, len(old) // _SAMPLE)]
-    exponents = np.sort((sample >> kind.shift) & kind.exponent)
-    return int(exponents[len(exponents) - 1 - len(exponents) // 128])
-
-
-def varint(value: int) -> bytes:
-    out = bytearray()
-    while value >= 128:
-        out.append(value & 127 | 128)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
-
-
-class Reader:
-    """Bytes to be read, with the end in sight."""
-
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-        self._at = 0
-
-    @property
-    def left(self) -> int:
-        return len(self._data) - self._at
-
-    def take(self, count: int) -> bytes:
-        if count > self.left:
-            raise Damaged("a payload ends too early")
-        self._at += count
-        return self._data[self._at - count : self._at]
-
-    def byte(self) -> int:
-        return self.take(1)[0]
-
-    def varint(self, most: int) -> int:
-        value = 0
-        for shift in range(0, 63, 7):
-            byte = self.byte()
-            value |= (byte & 127) << shift
-            if byte < 128:
-                if value > most:
-                    break
-                return value
-        raise Damaged("a payload counts further than it can")
-
-
-@dataclass(frozen=True, slots=True)
-class ContextHeader:
-    """The header of one context."""
-
-    count: int
-    k: int = 0
-    large: int = 0
-    kb: int = 0
-    order: int = 0
-
-    @classmethod
-    def read(cls, reader: Reader, most: int) -> ContextHeader:
-        count = reader.varint(most)
-        if not count:
-            return cls(0)
-        k, large = reader.byte(), reader.varint(count)
-        kb, order = (reader.byte(), reader.byte()) if large else (0, 0)
-        if max(k, kb, order) > 31:
-            raise Damaged("a payload names widths that no number has")
-        return cls(count, k, large, kb, order)
+    body = _coder().encode_delta(kind, old[pick], new[pick])
+    return body is not None and len(body) < MAX_DELTA_SHARE * kind.size(SAMPLE)

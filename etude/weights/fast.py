@@ -9,23 +9,14 @@ the work, with the same bytes.
 from __future__ import annotations
 
 import ctypes
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import numpy as np
 
-from etude.core.isa import Isa, chosen_isa
-from etude.weights.codec import Array, Damaged, Kind, top_exponent
+from etude.core.isa import Isa, chosen_isa, load_library
+from etude.weights.delta_format import Array, Damaged, Kind, top_exponent
 
 _TOO_LARGE, _NO_MEMORY = -1, -2
-
-
-def _load() -> ctypes.CDLL | None:
-    for suffix in EXTENSION_SUFFIXES:
-        path = Path(__file__).with_name(f"_delta{suffix}")
-        if path.exists():
-            return declared(ctypes.CDLL(str(path)))
-    return None
 
 
 def declared(library: ctypes.CDLL) -> ctypes.CDLL:
@@ -36,7 +27,8 @@ def declared(library: ctypes.CDLL) -> ctypes.CDLL:
     return library
 
 
-LIBRARY = _load()
+_found = load_library(Path(__file__).parent, "_delta")
+LIBRARY = declared(_found) if _found else None
 ISA = chosen_isa(LIBRARY.best_isa()) if LIBRARY else Isa.GENERIC
 
 

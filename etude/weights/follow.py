@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -24,7 +24,7 @@ from etude.core.types import Route, VersionRef
 from etude.store.codec import to_json
 from etude.store.objects import Missing, Objects
 from etude.weights.cache import HostCache
-from etude.weights.codec import Damaged
+from etude.weights.delta_format import Damaged
 from etude.weights.manifest import Chain
 from etude.weights.records import Lease, lease_key
 from etude.weights.routes import RouteStep, plan_route
@@ -150,17 +150,6 @@ class Follower:
         except (_BrokenStep, _WrongOutcome) as e:
             raise CorruptWeights(self._refusal(link.version, [step])) from e
 
-    def scrub(self) -> list[str]:
-        """Names of tensors that are not any more what they were when they were checked. If there is
-        one, nothing is held any more: the next version is built from a whole one."""
-        if self.held is None:
-            return []
-        with ThreadPoolExecutor(self._threads) as pool:
-            wrong = wrong_in(self.held.state, self.held.held, pool)
-        if wrong:
-            self.held, self.rebuilt = None, self.rebuilt + 1
-        return wrong
-
     def close(self) -> None:
         if self.name:
             self.chain.objects.delete(lease_key(self.name))
@@ -261,24 +250,6 @@ class _BrokenStep(Exception):
 def fetch(objects: Objects, version: int) -> dict[str, torch.Tensor]:
     """All tensors of a version, for whoever needs one version only."""
     return Follower(Chain(objects)).fetch(version)
-
-
-def agreed(checked: Mapping[str, Collection[int]], live: int) -> int | None:
-    """The version that a group of workers may go live with: the newest, beyond the live one, that
-    every member has checked. One that only some have is served by nobody: half of a layer from each
-    of two versions is no model."""
-    common = (
-        set.intersection(*(set(versions) for versions in checked.values())) if checked else set()
-    )
-    return max((version for version in common if version > live), default=None)
-
-
-def go_live(version: int, members: Sequence[tuple[Follower, Callable[[Image], None]]]) -> None:
-    """Swaps a version in on all members of a group, or on none: each fetches and checks its part
-    first."""
-    ready = [(swap, follower.image(version)) for follower, swap in members]
-    for swap, image in ready:
-        swap(image)
 
 
 def _place(link: VersionRef | None) -> str:

@@ -372,9 +372,6 @@ class PublishedVersions:
     def __init__(self, objects: Objects) -> None:
         self._chain = Chain(objects)
 
-    async def newest(self) -> Manifest | None:
-        return await asyncio.to_thread(self._chain.newest)
-
     async def wait(self, after: int) -> Manifest:
         """The newest version, as soon as it is newer than `after`."""
         # The store is the only link between clusters, and it cannot call us: this is the one place
@@ -385,10 +382,6 @@ class PublishedVersions:
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, LAST_POLL_S)
         return manifest
-
-    async def get(self, version: int) -> Manifest:
-        """Raises `Missing` if it is not published."""
-        return (await asyncio.to_thread(self._chain.find, version))[1]
 
 
 def read_manifest(objects: Objects, version: int) -> Manifest:

@@ -13,7 +13,7 @@ import torch
 
 from etude.core.errors import EtudeError
 from etude.store.codec import from_json, to_json
-from etude.weights.codec import Array
+from etude.weights.delta_format import Array
 from etude.weights.layout import Extent, Layout, build_layout
 from etude.weights.peers import Peers
 from etude.weights.records import hash_of

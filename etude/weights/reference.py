@@ -5,7 +5,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from etude.weights.codec import Array, ContextHeader, Damaged, Kind, Reader, top_exponent, varint
+from etude.weights.delta_format import (
+    Array,
+    ContextHeader,
+    Damaged,
+    Kind,
+    Reader,
+    top_exponent,
+    varint,
+)
 
 _GOLOMB_SAMPLE = 256
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from etude.weights import codec
-from etude.weights.codec import Array, Damaged, Kind
+from etude.weights.delta_format import Array, Damaged, Kind, Reader, varint
 from etude.weights.tensors import Slab, State, TensorEntry
 
 MAGIC = b"etude w1"
@@ -154,7 +154,7 @@ def unpack(
 def read(data: bytes, state: State) -> list[Chunk]:
     if data[: len(MAGIC)] != MAGIC:
         raise Damaged("a shard does not start as shards do")
-    reader = codec.Reader(data[len(MAGIC) :])
+    reader = Reader(data[len(MAGIC) :])
     heads: list[tuple[int, int, int]] = []
     for _ in range(reader.varint(reader.left)):
         tensor = reader.varint(len(state) - 1)
@@ -173,9 +173,9 @@ def read(data: bytes, state: State) -> list[Chunk]:
 
 
 def _packed(state: State, chunks: list[Chunk]) -> Packed:
-    head = [codec.varint(len(chunks))]
+    head = [varint(len(chunks))]
     for c in chunks:
-        head += [codec.varint(c.tensor), codec.varint(c.chunk), codec.varint(len(c.payload))]
+        head += [varint(c.tensor), varint(c.chunk), varint(len(c.payload))]
     data = b"".join([MAGIC, *head, *(c.payload for c in chunks)])
     return Packed(data, state[chunks[0].tensor].name, state[chunks[-1].tensor].name)
 

@@ -20,7 +20,7 @@ import torch
 
 from etude.core.errors import EtudeError
 from etude.store.codec import from_json, to_json
-from etude.weights.codec import Array, Kind, kind_of
+from etude.weights.delta_format import Array, Kind, kind_of
 from etude.weights.records import hash_of
 from etude.weights.signing import Corrupt
 

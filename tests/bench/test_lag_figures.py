@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from etude.bench.lag import RUNS, UNDER_WAY, before_rl, loop, metrics
-from etude.core.config import RlConfig, parse
+from etude.core.config import parse
 from etude.core.events import EvalDone, Event, StepDone
+from etude.core.stages import RlConfig
 from etude.store.codec import Stamped
 from etude.train.correction import CORRECTION
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from etude.bench.loop import LAGS, LOOP, TEACH, metrics
-from etude.core.config import RlConfig, parse
+from etude.core.config import parse
 from etude.core.events import Event, FleetStatus, GroupDone, RegionStatus, StepDone
+from etude.core.stages import RlConfig
 from etude.store.codec import Stamped
 
 

@@ -6,8 +6,9 @@ import pytest
 
 from etude.bench._trl_task import GROUP_SIZE, GROUPS_PER_STEP, LR, MIN_WORDS, STEPS, reward
 from etude.bench.trl import CONFIG, Side, compare, etude_side
-from etude.core.config import RlConfig, parse
+from etude.core.config import parse
 from etude.core.events import GroupDone, StepDone
+from etude.core.stages import RlConfig
 from etude.store.codec import Stamped
 
 

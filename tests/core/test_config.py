@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from etude.core.advantage import ADVANTAGE
-from etude.core.config import STAGES, RlConfig, RunConfig, TrainerConfig, experiment, parse
+from etude.core.config import STAGES, RunConfig, TrainerConfig, experiment, parse
 from etude.core.errors import EtudeError
 from etude.core.schema import OLD_ESTIMATORS, OLD_KEYS
-from etude.core.stages import MidtrainConfig
+from etude.core.stages import MidtrainConfig, RlConfig
 
 GOOD = """
 name = "demo"
@@ -102,9 +102,9 @@ def test_an_invariant_run_computes_alike_on_both_sides() -> None:
     ).batch_invariant
     with pytest.raises(EtudeError, match="same number in engine.threads and stage.rl.threads"):
         parse(GOOD, ["batch_invariant=true", "stage.rl.threads=2"])
-    with pytest.raises(EtudeError, match='device = "cpu" for both'):
+    with pytest.raises(EtudeError, match='device = "cpu", or "cuda", for both'):
         parse(GOOD, ["batch_invariant=true", "engine.device=cuda"])
-    with pytest.raises(EtudeError, match='device = "cpu" for both'):
+    with pytest.raises(EtudeError, match='device = "cpu", or "cuda", for both'):
         parse(GOOD, ["batch_invariant=true", "trainer.device=auto"])
 
 
@@ -405,6 +405,13 @@ def test_what_the_work_is_may_not(override: str) -> None:
     assert experiment(parse(EVERY_KIND, [override])) != experiment(parse(EVERY_KIND))
 
 
+ON_CUDA = ["batch_invariant=true", "engine.device=cuda", "trainer.device=cuda"]
+
+
+def test_batch_invariance_on_a_device() -> None:
+    assert parse(EVERY_KIND, ON_CUDA).batch_invariant
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -420,6 +427,17 @@ def test_what_the_work_is_may_not(override: str) -> None:
             ["batch_invariant=true", "trainer.compute_dtype=bfloat16"],
             "batch_invariant = true computes in float32",
         ),
+        (
+            ["batch_invariant=true", "engine.device=cuda"],
+            'needs device = "cpu", or "cuda", for both',
+        ),
+        (
+            ["batch_invariant=true", "engine.device=auto", "trainer.device=auto"],
+            'needs device = "cpu", or "cuda", for both',
+        ),
+        ([*ON_CUDA, "trainer.ranks=2"], "on CUDA computes in bfloat16 on one rank"),
+        ([*ON_CUDA, "trainer.weights_dtype=float32"], "on CUDA computes in bfloat16 on one rank"),
+        ([*ON_CUDA, "engine.dtype=float32"], "on CUDA computes in bfloat16 on one rank"),
         (
             ["deterministic=true", "stage.rl.max_lag=0", "stage.distill.max_lag=0"],
             "one name in engine.regions",

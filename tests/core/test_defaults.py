@@ -60,6 +60,7 @@ LATER = {
             "zero_grad_frac",
             "lags",
             "router_mismatch_frac",
+            "experts_replaced_frac",
             "tokens_per_s",
             "mfu",
             "repeated_rows",

@@ -16,6 +16,7 @@ from etude.engine import cuda
 from etude.engine.engine import Engine
 from etude.engine.kernels.trainable import TrainableNetwork
 from etude.model.config import ExpertsConfig
+from etude.model.experts import Routing
 from etude.model.transformer import ModelConfig, Transformer
 from etude.train.loss import token_logprobs
 from etude.train.packing import TokenSequence, pack_batch
@@ -108,26 +109,61 @@ def test_drafts_on_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         assert bool(sample.accepted_draft_tokens and sample.rejected_draft_tokens) == (id != "1")
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3_moe"])
+# For the six tokens that are read: the router's own choice at two of them, and elsewhere whatever
+# it likes least or best.
+REPLAYED = [[0, 1], [3, 2], [-1, -1], [2, 0], [-1, -1], [1, 3]]
+
+
+@pytest.mark.parametrize(
+    ("name", "replay"), [("qwen2", None), ("qwen3_moe", None), ("qwen3_moe", REPLAYED)]
+)
 def test_a_trainable_model_on_kernels_has_the_values_and_gradients_of_the_plain_one(
-    name: str,
+    name: str, replay: list[list[int]] | None
 ) -> None:
     packed = pack_batch(
         [TokenSequence((5, 9, 20, 7, 3), (True,) * 5), TokenSequence((8, 11, 2), (True,) * 3)]
     )
-    found = []
+    found, routings = [], []
     for kind in (Transformer, TrainableNetwork):
         model = kind(MODELS[name])
         model.load_state_dict(sharp(MODELS[name], seed=3, factor=2.0).state_dict())
-        logp_N, _ = token_logprobs(
-            model, replace(packed, temperature_N=torch.full((packed.num_tokens,), 0.7))
-        )
+        warm = replace(packed, temperature_N=torch.full((packed.num_tokens,), 0.7))
+        routing = Routing(torch.tensor(replay)[:, None]) if replay else None
+        routings.append(routing)
+        logp_N, _ = token_logprobs(model, warm, routing)
         (logp_N * torch.arange(len(logp_N))).sum().backward()
         found.append((logp_N, {key: p.grad for key, p in model.named_parameters()}))
     (plain_N, plain), (ours_N, ours) = found
     assert ours_N.tolist() == pytest.approx(plain_N.tolist(), abs=1e-4)
     for key, grad in plain.items():
         assert torch.allclose(ours[key], grad, rtol=1e-3, atol=1e-4 * float(grad.abs().max())), key
+    if replay:
+        (plain_routing, routing) = routings
+        assert routing.chosen().tolist() == plain_routing.chosen().tolist()
+        assert routing.mismatches().tolist() == plain_routing.mismatches().tolist()
+        told = torch.tensor(replay)
+        assert torch.equal(routing.chosen()[:, 0][told[:, 0] >= 0], told[told[:, 0] >= 0])
+
+
+def test_experts_that_are_given_have_the_shares_of_those_that_are_chosen() -> None:
+    """To the bit: a replay of the router's own choice changes nothing."""
+    from etude.engine.kernels import experts
+
+    logits = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
+    slots = torch.arange(5, dtype=torch.int32)
+
+    def route(ids: torch.Tensor, given: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        ids, shares = ids.clone(), torch.empty(5, 4)
+        record = torch.empty(5, 4, dtype=torch.int32)
+        experts.route(logits, ids, shares, record, slots, renormalise=True, given=given)
+        return ids, shares
+
+    own, shares = route(torch.empty(5, 4, dtype=torch.int32), given=False)
+    for told in (own, own.where(slots[:, None] % 2 == 0, -1)):
+        again, same = route(told, given=True)
+        assert torch.equal(again, own) and torch.equal(same, shares)
+    swapped, other = route(own.flip(1), given=True)
+    assert torch.equal(swapped, own.flip(1)) and torch.allclose(other, shares.flip(1))
 
 
 @pytest.mark.parametrize("invariant", [False, True])

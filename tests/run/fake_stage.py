@@ -54,9 +54,6 @@ class Versions:
     rng: Random
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
-    async def newest(self) -> Manifest | None:
-        return manifest(self.newest_version)
-
     async def wait(self, after: int) -> Manifest:
         async with self.changed:
             await self.changed.wait_for(lambda: self.newest_version > after)

@@ -25,8 +25,8 @@ from etude.train.learner import Learner
 from etude.train.loss import Clip, predicting_states
 from etude.train.packing import TokenSequence, pack_batch
 from etude.train.stats import StepStats
+from etude.trainer.state import computed_in
 from etude.trainer.step import StepReporter, objective_of
-from etude.trainer.trainer import computed_in
 from tests.run.fake_stage import FIRST, stage
 from tests.small_model import config
 from tests.trainer.test_step import BATCH, rl

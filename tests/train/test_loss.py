@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from etude.core.config import LOSSES
+from etude.core.stages import LOSSES
 from etude.model.attention import CausalAttention
 from etude.model.transformer import ModelConfig, init_from_scratch
 from etude.train.correction import CORRECTION

@@ -12,12 +12,20 @@ import numpy as np
 import pytest
 import torch
 
+from etude.core.sampling import SamplingParams, SamplingSpan
+from etude.core.types import Batch
+from etude.engine.engine import Engine
+from etude.engine.select import invariant_trainer_model
 from etude.model.attention import CausalAttention
 from etude.model.config import ExpertsConfig, LatentConfig
+from etude.model.numerics import INVARIANT
+from etude.model.transformer import ModelConfig, Transformer
+from etude.run.trials import row_of
 from etude.train.distributed import SINGLE_PROCESS
 from etude.train.learner import Learner
 from etude.train.start import compile_layers
 from etude.trainer.trainer import Trainer
+from tests.small_model import drain, request
 from tests.train import distributed_work
 from tests.train.test_learner import CONFIG, batch, equal, init_from_scratch, texts, through_bytes
 from tests.trainer.lives import STAGES, fingerprint, live_briefly, prepared
@@ -129,7 +137,7 @@ def test_a_stage_that_was_stopped_has_the_hash_of_one_that_was_not(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    monkeypatch.setattr("etude.trainer.trainer.CHECKPOINT_S", 0.0)
+    monkeypatch.setattr("etude.trainer.state.CHECKPOINT_S", 0.0)
     whole, stopped = (prepared(tmp_path / name, kind) for name in ("whole", "stopped"))
     live_briefly(stopped, stopped.config(), steps=7, device="cuda")
     for run in (whole, stopped):
@@ -137,3 +145,67 @@ def test_a_stage_that_was_stopped_has_the_hash_of_one_that_was_not(
         trainer.train()
         trainer.close()
     assert fingerprint(stopped) == fingerprint(whole)
+
+
+KERNELS = ModelConfig(
+    model_type="qwen3",
+    vocab_size=150,
+    hidden_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    intermediate_size=48,
+    max_position_embeddings=128,
+)
+
+
+@pytest.mark.parametrize("name", ["dense", "moe"])
+def test_a_batch_invariant_engine_and_the_trainer_agree_to_the_bit(name: str) -> None:
+    """On the same kernels, at temperatures of their own; with experts, these are replayed."""
+    config = KERNELS
+    if name == "moe":
+        config = replace(KERNELS, model_type="qwen3_moe", experts=EXPERTS)
+    source = init_from_scratch(config, 0).to("cuda")
+    model = invariant_trainer_model(source, torch.bfloat16)
+    assert type(model).__name__ == "TrainableNetwork"
+    learner = Learner(model, compute=torch.bfloat16)
+    served = Transformer(config).to("cuda", torch.bfloat16).requires_grad_(False)
+    engine = Engine(served.compute_with(INVARIANT), max_batch=4)
+    engine.load_weights(0, learner.weights())
+    temperatures = (0.6, 1.0, 1.4, 1.0, 0.6, 1.0)
+    for number, temperature in enumerate(temperatures):
+        prompt = [5 + number, 9, 20, 7]
+        engine.add(
+            request(
+                str(number), prompt, temperature=temperature, stop=frozenset(),
+                experts_from=0 if config.experts else None,
+            )
+        )  # fmt: skip
+    done, rows, kept = drain(engine), [], {}
+    for number, temperature in enumerate(temperatures):
+        sample = done[str(number)]
+        if sample.experts is not None:
+            kept[str(number)] = sample.experts
+        row = row_of(str(number), (5 + number, 9, 20, 7), sample)
+        spans = (SamplingSpan(SamplingParams(temperature=temperature), len(sample.tokens)),)
+        advantages = tuple(float(sampled) for sampled in row.mask)
+        experts = str(number) if sample.experts is not None else None
+        rows.append(replace(row, sampling=spans, advantages=advantages, experts=experts))
+    assert bool(kept) == (name == "moe")
+    lesson = Batch(step=1, rows=tuple(rows), oldest=0)
+    for microbatch_tokens in (0, 200):
+        stats = learner.step(
+            lesson, lr=0.0, microbatch_tokens=microbatch_tokens, fetch=kept.__getitem__,
+            router_replay_min_score=0.5,
+        )  # fmt: skip
+        assert stats.mismatch.k3_max == 0.0 and stats.mismatch.ratio_max == 1.0
+        assert stats.grad_norm > 0 and (stats.router_mismatch_frac or 0.0) == 0.0
+
+
+def test_a_batch_invariant_run_may_be_on_a_device(tmp_path: Path) -> None:
+    run = prepared(tmp_path / "run", "midtrain")
+    config = run.config().model_copy(update={"batch_invariant": True, "deterministic": False})
+    trainer = Trainer(run, config, lambda event: None, device=torch.device("cuda"))
+    assert trainer.learner.model.invariant and not trainer.learner.model.fused
+    trainer.close()

@@ -145,7 +145,7 @@ def live(
 
     from etude.train import distributed as ranks_module
     from etude.train.distributed import SINGLE_PROCESS, ProcessGroup
-    from etude.trainer import trainer
+    from etude.trainer import state
     from etude.trainer.trainer import Trainer
 
     def die() -> None:
@@ -172,7 +172,7 @@ def live(
             return super().wait_batch(step)
 
     torch.set_num_threads(1)
-    trainer.CHECKPOINT_S, ranks_module.LIVENESS_S = 0.0, 2.0
+    state.CHECKPOINT_S, ranks_module.LIVENESS_S = 0.0, 2.0
     run = Mortal.open(store, create=False)
     together = (
         ProcessGroup.on_one_machine(rank, ranks, meeting, 30.0) if meeting else SINGLE_PROCESS

@@ -15,7 +15,7 @@ from etude.core.errors import EtudeError
 from etude.core.events import Event, FitStep, StageDone
 from etude.store.checkpoints import read
 from etude.store.runs import Run
-from etude.trainer import trainer as module
+from etude.trainer import state as module
 from etude.trainer.prepare import store_files
 from etude.trainer.trainer import Trainer
 from etude.weights.manifest import read_manifest

@@ -21,11 +21,11 @@ RANK = """
 import sys, torch, torch.distributed as dist
 from etude.trainer.peers import TorchPeer
 from etude.store.objects import Objects
-from etude.weights import codec
+from etude.weights import codec, delta_format
 from etude.weights.manifest import Chain
 from etude.weights.publish import Publisher
 from etude.weights.snapshot import Part
-codec.CHUNK = 64
+delta_format.CHUNK = 64
 rank, world, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 dist.init_process_group("gloo", store=dist.FileStore(folder + ".meeting", world), rank=rank, world_size=world)
 peers = TorchPeer(timeout_s=30)
@@ -54,7 +54,7 @@ def test_processes_publish_together(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ]  # fmt: skip
     outputs = [child.communicate() for child in children]
     assert [child.returncode for child in children] == [0] * WORLD, outputs
-    monkeypatch.setattr("etude.weights.codec.CHUNK", 64)
+    monkeypatch.setattr("etude.weights.delta_format.CHUNK", 64)
     chain = Chain(Objects.open(str(tmp_path / "run")))
     wanted = [torch.arange(700).view(100, 7).bfloat16() + version for version in (1, 2)]
     assert {told for told, _ in outputs} == {"".join(f"{root_of({'w': w})}\n" for w in wanted)}

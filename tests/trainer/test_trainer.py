@@ -16,6 +16,7 @@ from etude.store.runs import Run
 from etude.train.distributed import ProcessGroup
 from etude.train.stages import Progress
 from etude.train.stats import FitStats
+from etude.trainer import state
 from etude.trainer import trainer as trainer_module
 from etude.trainer.prepare import store_files
 from etude.trainer.trainer import Trainer
@@ -91,7 +92,7 @@ def test_the_first_rank_decides_when_a_checkpoint_is_due(
     trainer = Trainer(run, parse(TOML), emit=lambda event: None)
     saved: list[int] = []
     monkeypatch.setattr(trainer, "save", lambda: saved.append(trainer.step))
-    monkeypatch.setattr(trainer_module, "CHECKPOINT_S", math.inf if due else -1.0)
+    monkeypatch.setattr(state, "CHECKPOINT_S", math.inf if due else -1.0)
     trainer.ranks = Second(float(due))
     fit = FitStats(loss=1.0, grad_norm=1.0, lr=0.1, num_tokens=1, metrics={})
     trainer.report_fit()(Progress(step=3, total=9, fit=fit))

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from etude.weights import fast, reference
-from etude.weights.codec import BYTES, KINDS, Array, Damaged, Kind
+from etude.weights.delta_format import BYTES, KINDS, Array, Damaged, Kind
 
 COMPARED = 8
 """One in so many inputs is given to the numpy decoder too, which is slow."""

@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etude.weights import codec, fast, reference
-from etude.weights.codec import BYTES, CHUNK, KINDS, RAW, Array, Damaged, Kind
+from etude.weights import codec, delta_format, fast, reference
+from etude.weights.codec import RAW
+from etude.weights.delta_format import BYTES, CHUNK, KINDS, Array, Damaged, Kind
 from tests.weights.fuzz import fuzz
 
 BF16 = KINDS["bfloat16"]
@@ -128,7 +129,7 @@ def test_it_is_near_what_is_possible() -> None:
     [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.int64, torch.bool],
 )
 def test_every_dtype_of_torch_has_a_kind(dtype: torch.dtype) -> None:
-    kind = codec.kind_of(str(dtype).removeprefix("torch."))
+    kind = delta_format.kind_of(str(dtype).removeprefix("torch."))
     data = torch.arange(96).reshape(4, 24).to(dtype).reshape(-1).view(torch.uint8).numpy()
     assert np.array_equal(codec.stored(kind, codec.codes(kind, data)), data)
     assert (kind is BYTES) == (dtype in (torch.int64, torch.bool))

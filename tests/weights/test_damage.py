@@ -15,9 +15,9 @@ from etude.core.types import Route, Shard, VersionRef
 from etude.store.codec import to_json
 from etude.store.objects import Missing, Objects
 from etude.weights.cache import HostCache
-from etude.weights.codec import Damaged
 from etude.weights.collect import collect, find_garbage
 from etude.weights.compact import compact
+from etude.weights.delta_format import Damaged
 from etude.weights.follow import CorruptWeights, Follower
 from etude.weights.manifest import Chain
 from etude.weights.publish import Publisher, SnapshotPolicy, publish

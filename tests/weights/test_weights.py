@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import hypothesis
 import numpy as np
 import pytest
 import torch
-from hypothesis import strategies as st
 
 from etude.core.errors import EtudeError
 from etude.core.protocols import WeightStore
@@ -19,12 +18,13 @@ from etude.core.types import Route, Shard, VersionRef
 from etude.store.objects import Missing, Objects
 from etude.weights.cache import HostCache
 from etude.weights.compact import compact, wanted_routes
-from etude.weights.follow import CorruptWeights, Follower, Image, agreed, fetch, go_live
+from etude.weights.follow import CorruptWeights, Follower, fetch
 from etude.weights.manifest import Chain, PublishedVersions
 from etude.weights.publish import Fenced, Publisher, SnapshotPolicy, publish
 from etude.weights.records import manifest_key
 from etude.weights.routes import RouteStep, cheapest
 from etude.weights.signing import Corrupt, Signer, Trust, Untrusted
+from etude.weights.tensors import wrong_in
 
 Tensors = dict[str, torch.Tensor]
 
@@ -296,16 +296,22 @@ def test_a_damaged_manifest_is_refused(objects: Objects) -> None:
         Follower(Chain(objects, sleep=lambda s: None)).fetch(2)
 
 
+def wrong_tensors(follower: Follower) -> list[str]:
+    """Those that are not any more what they were when they were checked."""
+    assert follower.held is not None
+    with ThreadPoolExecutor(1) as pool:
+        return wrong_in(follower.held.state, follower.held.held, pool)
+
+
 def test_a_bit_that_flips_in_memory_is_found_and_the_follower_rebuilds(chain: Chain) -> None:
     made = run(Publisher(chain), larger(3), range(1, 4))
     follower = Follower(chain)
     follower.fetch(2)
-    assert follower.held is not None and follower.scrub() == []
+    assert follower.held is not None and wrong_tensors(follower) == []
     follower.held.held["w"].data[7] ^= 16
+    assert wrong_tensors(follower) == ["w"]
     assert bits(follower.fetch(3)) == bits(made[3]) and follower.rebuilt == 1
-    follower.held.held["w"].data[7] ^= 16
-    assert follower.scrub() == ["w"] and follower.held is None
-    assert bits(follower.fetch(3)) == bits(made[3]) and follower.rebuilt == 2
+    assert wrong_tensors(follower) == []
 
 
 def test_a_difference_is_not_applied_twice_or_to_another_base(chain: Chain) -> None:
@@ -383,50 +389,6 @@ def test_numbers_may_be_left_out(chain: Chain, objects: Objects) -> None:
     ):
         chain.find(5)
     assert bits(fetch(objects, 7)) == bits(larger(7))
-
-
-def test_a_group_goes_live_together_or_not_at_all(objects: Objects) -> None:
-    put(objects, 1, 1)
-    put(objects, 2, 2)
-    live: dict[str, Image] = {}
-    followers = [Follower(Chain(objects, sleep=lambda s: None)) for _ in range(2)]
-    members = [
-        (followers[n], lambda image, name=name: live.update({name: image}))
-        for n, name in enumerate("ab")
-    ]
-    go_live(1, members)
-    first = {name: bits(image.tensors()) for name, image in live.items()}
-    assert first == {"a": bits(tensors(1)), "b": bits(tensors(1))}
-    followers[0].fetch(2)  # one has it; the other cannot get it any more
-    for key in shards_of(objects, 2):
-        objects.delete(key)
-    with pytest.raises(CorruptWeights):
-        go_live(2, members)
-    assert {name: bits(image.tensors()) for name, image in live.items()} == first
-
-
-def test_only_what_all_have_checked_goes_live() -> None:
-    assert agreed({"a": {1, 2}, "b": {1}}, live=0) == 1
-    assert agreed({"a": {1, 2}, "b": {1}}, live=1) is None
-    assert agreed({"a": {1, 2, 3}, "b": {3, 2}}, live=1) == 3
-    assert agreed({"a": {5}, "b": set()}, live=-1) is None and agreed({}, live=-1) is None
-
-
-@hypothesis.given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 4)), max_size=40))
-def test_a_group_never_serves_two_versions(events: list[tuple[str, int]]) -> None:
-    """Members check versions in any order, and may do so again after a restart; all swap when the
-    rule says so."""
-    checked: dict[str, set[int]] = {name: set() for name in "abc"}
-    live = -1
-    for member, version in events:
-        checked[member].add(version)
-        goal = agreed(checked, live)
-        if goal is not None:
-            assert goal > live and all(goal in versions for versions in checked.values())
-            live = goal
-        assert not any(
-            all(v in versions for versions in checked.values()) for v in range(live + 1, 5)
-        )
 
 
 def test_a_host_downloads_each_object_once(objects: Objects, tmp_path: Path) -> None:
@@ -523,20 +485,16 @@ def test_keys_from_the_environment(
         fetch(objects, 1)
 
 
-async def test_newest_wait_get(objects: Objects) -> None:
+async def test_a_version_is_waited_for(objects: Objects) -> None:
     versions: WeightStore = PublishedVersions(objects)
-    assert await versions.newest() is None
     waiting = asyncio.create_task(versions.wait(after=-1))
     put(objects, 0, 1)
     assert (await waiting).version == 0
     put(objects, 2, 3)
     assert (await versions.wait(after=0)).version == 2
     objects.put("weights/shards/000009/000003/abc", b"a manifest will follow")
-    newest = await versions.newest()
-    assert newest is not None and newest.version == 2 and newest.stage == "rl"
-    assert (await PublishedVersions(objects).get(0)).version == 0
-    with pytest.raises(Missing, match="weight version 3 is not published"):
-        await PublishedVersions(objects).get(3)
+    newest = await versions.wait(after=-1)
+    assert newest.version == 2 and newest.stage == "rl"
 
 
 def test_manifests_are_read_without_torch() -> None:
@@ -566,8 +524,8 @@ async def test_a_killed_publisher_leaves_only_whole_versions(tmp_path: Path) -> 
             assert publisher.stdout is not None
             confirmed = int([publisher.stdout.readline() for _ in range(3)][-1])
             publisher.kill()
-        newest = await PublishedVersions(objects).newest()
-        assert newest is not None and newest.version >= confirmed
+        newest = await PublishedVersions(objects).wait(after=-1)
+        assert newest.version >= confirmed
         follower = Follower(Chain(objects))
         for version in range(1, newest.version + 1):
             assert torch.equal(

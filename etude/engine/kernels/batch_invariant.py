@@ -273,13 +273,11 @@ def pieces(x_NC: Tensor, w_MC: Tensor, pdl: bool = False) -> Tensor:
     return out_SNM
 
 
-def chosen_experts(
-    x_NE: Tensor, layer: SparseMoE, slot_mapping_N: Tensor, record_Sk: Tensor, pdl: bool = False
-) -> tuple[Tensor, Tensor]:
-    """As `expert_parts`, with the router's product in tiles of one size."""
+def router_logits(x_NE: Tensor, layer: SparseMoE, pdl: bool = False) -> Tensor:
+    """The router's product, in tiles of one size."""
     logits_NX = x_NE.new_empty(len(x_NE), len(layer.gate.weight), dtype=torch.float32)
     linear.matrix(x_NE, layer.gate.weight, logits_NX, cut=tile(len(x_NE)), pdl=pdl)
-    return expert_parts(x_NE, layer, logits_NX, slot_mapping_N, record_Sk, pdl)
+    return logits_NX
 
 
 class BatchInvariantNetwork(KernelNetwork):
@@ -306,7 +304,8 @@ class BatchInvariantNetwork(KernelNetwork):
     def _experts(
         self, x_NE: Tensor, layer: SparseMoE, slot_mapping_N: Tensor, record_Sk: Tensor, pdl: bool
     ) -> Tensor:
-        return chosen_experts(x_NE, layer, slot_mapping_N, record_Sk, pdl)[0]
+        logits_NX = router_logits(x_NE, layer, pdl)
+        return expert_parts(x_NE, layer, logits_NX, slot_mapping_N, record_Sk, pdl)[0]
 
     def sample(
         self, hidden_RE: Tensor, temperature_R: Tensor, u_R: Tensor, logits_RV: Tensor,

@@ -19,7 +19,8 @@ from triton.language.extra import cuda as gpu
 @triton.jit
 def _route(
     logits, ids, shares, record, slots, X, record_stride,
-    XP: tl.constexpr, TOP: tl.constexpr, RENORM: tl.constexpr, PDL: tl.constexpr,
+    XP: tl.constexpr, TOP: tl.constexpr, RENORM: tl.constexpr, GIVEN: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     if PDL:
@@ -36,8 +37,13 @@ def _route(
     share = tl.zeros([TOP], tl.float32)
     for j in tl.static_range(TOP):
         best = tl.argmax(p, 0)
+        value = tl.max(p, 0)
+        if GIVEN:
+            told = tl.load(ids + row * TOP + j)
+            best = tl.where(told >= 0, told, best)
+            value = tl.sum(tl.where(x == best, p, 0.0), 0)  # exact: only one of them is not 0
         chosen = tl.where(rank == j, best, chosen)
-        share = tl.where(rank == j, tl.max(p, 0), share)
+        share = tl.where(rank == j, value, share)
         p = tl.where(x == best, -1.0, p)
     if RENORM:
         share = share / tl.sum(share, 0)
@@ -110,14 +116,14 @@ def _grouped(
 
 def route(
     logits_BX: Tensor, ids_Bk: Tensor, shares_Bk: Tensor, record_Sk: Tensor, slot_mapping_B: Tensor,
-    *, renormalise: bool, pdl: bool = False,
+    *, renormalise: bool, given: bool = False, pdl: bool = False,
 ) -> None:  # fmt: skip
     """The k likeliest experts of every token, also written to `record` at the token's slot (-1:
-    nowhere)."""
+    nowhere). `given`: `ids` holds those to take instead, -1 where the likeliest are wanted."""
     rows, experts = logits_BX.shape
     _route[(rows,)](
         logits_BX, ids_Bk, shares_Bk, record_Sk, slot_mapping_B, experts, record_Sk.stride(0),
-        triton.next_power_of_2(experts), ids_Bk.shape[1], renormalise, pdl, num_warps=1,
+        triton.next_power_of_2(experts), ids_Bk.shape[1], renormalise, given, pdl, num_warps=1,
         launch_pdl=pdl,
     )  # fmt: skip
 

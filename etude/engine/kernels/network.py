@@ -197,11 +197,15 @@ def expert_parts(
     slot_mapping_N: Tensor,
     record_Sk: Tensor,
     pdl: bool,
+    replay_Nk: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What each of its experts makes of a token, kNE, to be added up; and which they are, Nk."""
+    """What each of its experts makes of a token, kNE, to be added up; and which they are, Nk.
+    `replay_Nk`: the experts to take instead of the router's, -1 where it decides."""
     c = layer.gate.c
     rows, top = len(x_NE), c.num_experts_per_tok
     ids_Nk, shares_Nk = slot_mapping_N.new_empty(rows, top), logits_NX.new_empty(rows, top)
+    if replay_Nk is not None:
+        ids_Nk.copy_(replay_Nk)
     experts.route(
         logits_NX,
         ids_Nk,
@@ -209,6 +213,7 @@ def expert_parts(
         record_Sk,
         slot_mapping_N,
         renormalise=c.norm_topk_prob,
+        given=replay_Nk is not None,
         pdl=pdl,
     )
     counts_X, choices_XN = (

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from etude.engine.kernels import attention, head, norm
 from etude.engine.kernels import batch_invariant as invariant
-from etude.engine.kernels.network import KernelNetwork, Layer
+from etude.engine.kernels.network import KernelNetwork, Layer, expert_parts
 from etude.model.attention import CausalAttention
 from etude.model.experts import Routing, SparseMoE
 from etude.model.heads import AttentionBackend, GroupedQueryAttention
@@ -45,9 +45,6 @@ class TrainableNetwork(Transformer):
         attend: AttentionBackend,
         routing: Routing | None = None,
     ) -> Tensor:
-        assert routing is None or routing.replay is None, (
-            "these kernels let the router decide, as in the engine"
-        )
         assert isinstance(attend, TiledCausalAttention), "which says how long the sequences are"
         network, cache = KernelNetwork(self), _Sequences(self, attend.lengths, positions_N)
         x_NE = F.embedding(tokens_N, self.model.embed_tokens.weight)
@@ -184,14 +181,22 @@ def _gated(x_NE: Tensor, own: MLP) -> Tensor:
 
 def _experts(x_NE: Tensor, own: SparseMoE, routing: Routing | None) -> Tensor:
     with torch.no_grad():
+        logits_NX = invariant.router_logits(x_NE, own)
+    replay_Nk = None
+    if routing is not None:
+        top = own.gate.c.num_experts_per_tok
+        chosen_Nk = routing.choose(own.place, own.gate.scores(x_NE), logits_NX, top)
+        if routing.replay is not None:
+            # Where nothing is replayed the engine's kernel decides, as it did in the engine.
+            is_told_N = (routing.replay[:, own.place] >= 0).any(-1)
+            replay_Nk = chosen_Nk.where(is_told_N[:, None], -1)
+    with torch.no_grad():
         slot_mapping_N = torch.arange(len(x_NE), dtype=torch.int32, device=x_NE.device)
         unread = slot_mapping_N.new_empty(len(x_NE), own.gate.c.num_experts_per_tok)
-        parts, ids_Nk = invariant.chosen_experts(x_NE, own, slot_mapping_N, unread)
+        parts, ids_Nk = expert_parts(
+            x_NE, own, logits_NX, slot_mapping_N, unread, pdl=False, replay_Nk=replay_Nk
+        )
     # The gradient is that of the experts which were used, wherever the plain router would have
     # gone.
-    replay = (
-        Routing(replay=ids_Nk[:, None].expand(-1, own.place + 1, -1))
-        if routing is None
-        else routing
-    )
-    return value_of(lambda: _sum(parts, x_NE.dtype), gradient_of=lambda: own(x_NE, replay))
+    used = Routing(replay=ids_Nk[:, None].expand(-1, own.place + 1, -1))
+    return value_of(lambda: _sum(parts, x_NE.dtype), gradient_of=lambda: own(x_NE, used))

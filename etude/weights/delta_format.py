@@ -1,0 +1,153 @@
+"""Elements and headers of the delta format that `codec` describes, shared by its two coders.
+
+A `Kind` says how the numbers of a dtype are read; `Reader` and `ContextHeader` read what a payload
+says of itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from etude.core.errors import EtudeError
+
+Array = NDArray[Any]
+
+CHUNK = 1 << 20
+MAX_CONTEXTS = 16
+SAMPLE = 4096
+"""Elements that the choice of `top_exponent` and the forecast of a delta's size look at."""
+
+
+class Damaged(EtudeError):
+    """A payload that no encoder made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """The coding of a dtype's elements: unsigned integers of `width` bytes."""
+
+    width: int
+    shift: int = 0
+    exponent: int = 0
+    """Its mask after the shift; 0 for types without one: they have one context."""
+    ordered: bool = False
+    """The code is a sign and a magnitude, so that down is another direction above zero than
+    below."""
+    nibbles: bool = False
+    """Two codes to the byte, low half first."""
+
+    @property
+    def contexts(self) -> int:
+        return min(MAX_CONTEXTS, self.exponent + 1)
+
+    def size(self, num_elements: int) -> int:
+        """Bytes that so many elements take."""
+        return num_elements // 2 if self.nibbles else num_elements * self.width
+
+    def count(self, num_bytes: int) -> int:
+        """Elements in so many bytes."""
+        return num_bytes * 2 if self.nibbles else num_bytes // self.width
+
+    @property
+    def chunk(self) -> int:
+        """Elements of a chunk. Narrow types change so rarely that more of them share the fixed
+        bytes."""
+        return CHUNK * 4 if self.width == 1 else CHUNK
+
+
+BYTES = Kind(1)
+KINDS = {
+    "bfloat16": Kind(2, 7, 0xFF, ordered=True),
+    "float16": Kind(2, 10, 0x1F, ordered=True),
+    "float32": Kind(4, 23, 0xFF, ordered=True),
+    "float8_e4m3fn": Kind(1, 3, 0xF, ordered=True),
+    "float8_e4m3fnuz": Kind(1, 3, 0xF, ordered=True),
+    "float8_e5m2": Kind(1, 2, 0x1F, ordered=True),
+    "float8_e5m2fnuz": Kind(1, 2, 0x1F, ordered=True),
+    "float4_e2m1fn_x2": Kind(1, nibbles=True),
+    "int16": Kind(2),
+    "int32": Kind(4),
+}
+"""By the name that torch gives the dtype. Any other one is read as bytes: right, if not as
+small."""
+
+
+def kind_of(dtype: str) -> Kind:
+    return KINDS.get(dtype, BYTES)
+
+
+def top_exponent(kind: Kind, old: Array) -> int:
+    """An exponent that about one in a hundred elements reaches: outliers must not push all others
+    into few contexts."""
+    if kind.exponent == 0:
+        return 0
+    sample = old[:: max(1, len(old) // SAMPLE)]
+    exponents = np.sort((sample >> kind.shift) & kind.exponent)
+    return int(exponents[len(exponents) - 1 - len(exponents) // 128])
+
+
+def varint(value: int) -> bytes:
+    out = bytearray()
+    while value >= 128:
+        out.append(value & 127 | 128)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+class Reader:
+    """Bytes to be read, with the end in sight."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._at = 0
+
+    @property
+    def left(self) -> int:
+        return len(self._data) - self._at
+
+    def take(self, count: int) -> bytes:
+        if count > self.left:
+            raise Damaged("a payload ends too early")
+        self._at += count
+        return self._data[self._at - count : self._at]
+
+    def byte(self) -> int:
+        return self.take(1)[0]
+
+    def varint(self, most: int) -> int:
+        value = 0
+        for shift in range(0, 63, 7):
+            byte = self.byte()
+            value |= (byte & 127) << shift
+            if byte < 128:
+                if value > most:
+                    break
+                return value
+        raise Damaged("a payload counts further than it can")
+
+
+@dataclass(frozen=True, slots=True)
+class ContextHeader:
+    """The header of one context."""
+
+    count: int
+    k: int = 0
+    large: int = 0
+    kb: int = 0
+    order: int = 0
+
+    @classmethod
+    def read(cls, reader: Reader, most: int) -> ContextHeader:
+        count = reader.varint(most)
+        if not count:
+            return cls(0)
+        k, large = reader.byte(), reader.varint(count)
+        kb, order = (reader.byte(), reader.byte()) if large else (0, 0)
+        if max(k, kb, order) > 31:
+            raise Damaged("a payload names widths that no number has")
+        return cls(count, k, large, kb, order)
