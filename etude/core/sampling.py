@@ -16,6 +16,8 @@ Priority = Literal["interactive", "standard", "batch"]
 MIN_TEMPERATURE = 1e-3
 """Short of 0, which is the likeliest token: logits divided by less overflow, and nothing can be
 drawn from that."""
+MAX_PENALTY = 100.0
+"""And its inverse is the smallest: beyond them logits overflow."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +34,9 @@ class SamplingParams:
     """0: any token may be drawn."""
     min_p: float = 0.0
     """Only tokens at least so likely, compared with the likeliest, are drawn."""
+    repetition_penalty: float = 1.0
+    """Above 1: what stands in the prompt or in the answer so far is less likely to be said
+    again."""
     grammar: str | None = None
     """What the answer must follow, in the notation of llguidance."""
 
@@ -47,6 +52,11 @@ class SamplingParams:
             raise ValueError(f"top_k must be 0 or more, not {self.top_k}")
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p must be from 0 to 1, not {self.min_p}")
+        if not 1 / MAX_PENALTY <= self.repetition_penalty <= MAX_PENALTY:
+            raise ValueError(
+                f"repetition_penalty must be from {1 / MAX_PENALTY} to {MAX_PENALTY}, not "
+                f"{self.repetition_penalty}"
+            )
 
     @cached_property
     def filters(self) -> tuple[str, ...]:
@@ -62,7 +72,7 @@ class SamplingParams:
     def reads_history(self) -> bool:
         """The distribution depends on the tokens before it, and so cannot be known before they
         are."""
-        return self.grammar is not None
+        return self.grammar is not None or self.repetition_penalty != 1
 
     @property
     def untrainable(self) -> str | None:

@@ -1,4 +1,4 @@
-"""The sampler. R rows, V vocabulary, C chunks of it.
+"""The sampler. R rows, V vocabulary, C chunks of it, S tokens that were seen before.
 
 A token is the inverse of the cumulative distribution, in the order of token ids, at a number in [0,
 1) that belongs to the request. Probabilities are float32. Their sums are float64, since over a
@@ -8,6 +8,8 @@ added up in float32 each, of which only one is looked into.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -36,6 +38,8 @@ def sample(logits_RV: Tensor, sampling: SamplingBatch) -> SamplerOutput:
     1."""
     for row, allowed_V in sampling.token_masks.items():
         logits_RV[row].masked_fill_(~torch.from_numpy(allowed_V).to(logits_RV.device), -torch.inf)
+    for row, history in sampling.histories.items():
+        penalize_repetition(logits_RV[row], history, sampling.params_R[row].repetition_penalty)
     temperature_R = sampling.temperature_R
     greedy_R = temperature_R == 0
     divisor_R = np.where(greedy_R, np.float32(1), temperature_R)
@@ -56,6 +60,16 @@ def sample(logits_RV: Tensor, sampling: SamplingBatch) -> SamplerOutput:
         logprobs=logprobs_R.tolist(),
         top_logprobs=_top_logprobs(p_RV, sampling.num_top_logprobs),
     )
+
+
+def penalize_repetition(logits_V: Tensor, history: Sequence[int], penalty: float) -> None:
+    """In place, before the temperature, as in vLLM: the logit of every token that stands in the
+    history is moved down, for a penalty above 1, whatever its sign."""
+    if penalty == 1:
+        return
+    seen_S = torch.tensor(sorted(set(history)), device=logits_V.device)
+    logits_S = logits_V[seen_S]
+    logits_V[seen_S] = torch.where(logits_S > 0, logits_S / penalty, logits_S * penalty)
 
 
 def inverse_cdf(p_RV: Tensor, u_R: Tensor) -> Tensor:

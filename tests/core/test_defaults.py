@@ -21,6 +21,7 @@ MEANT = {
     ("Segment", "kind"): "turns",
     ("SamplingParams", "temperature"): 1.0,  # the policy's own distribution
     ("SamplingParams", "top_p"): 1.0,
+    ("SamplingParams", "repetition_penalty"): 1.0,
     ("Request", "params"): sampling.SamplingParams(),
     ("Request", "priority"): "standard",
 }

@@ -16,6 +16,7 @@ from etude.core.sampling import SamplingParams, SamplingSpan, sampling_spans
         ({"temperature": 0.0}, (), "temperature 0"),
         ({"top_p": 0.9}, ("top_p",), "top_p"),
         ({"min_p": 0.1}, ("min_p",), "min_p"),
+        ({"repetition_penalty": 1.1}, ("repetition_penalty",), "repetition_penalty"),
         ({"top_k": 5, "grammar": "start: /a/"}, ("top_k", "grammar"), "top_k, grammar"),
     ],
 )
@@ -24,7 +25,7 @@ def test_a_parameter_that_filters_is_named(
 ) -> None:
     made = SamplingParams(**params)  # type: ignore[arg-type]
     assert (made.filters, made.untrainable) == (filters, untrainable)
-    assert made.reads_history == ("grammar" in params)
+    assert made.reads_history == bool({"grammar", "repetition_penalty"} & params.keys())
 
 
 def test_equal_neighbours_are_one_span() -> None:

@@ -3,7 +3,7 @@ nothing cached."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -54,9 +54,14 @@ def plain_logits(model: Transformer, tokens: tuple[int, ...]) -> tuple[Tensor, T
     return model.logits(hidden)[0], routing.chosen() if routing else None
 
 
-def distribution(logits_V: Tensor, params: SamplingParams) -> Tensor:
+def distribution(logits_V: Tensor, params: SamplingParams, history: Sequence[int]) -> Tensor:
     """What the next token is drawn from, in float64; without top-p and masks."""
-    p_V = torch.softmax(logits_V.double() / (params.temperature or 1.0), -1)
+    logits_V, penalty = logits_V.double().clone(), params.repetition_penalty
+    for token in set(history):
+        logits_V[token] = (
+            logits_V[token] / penalty if logits_V[token] > 0 else logits_V[token] * penalty
+        )
+    p_V = torch.softmax(logits_V / (params.temperature or 1.0), -1)
     if not params.temperature:
         return p_V
     p_V = torch.where(p_V >= params.min_p * p_V.max(), p_V, 0.0)
@@ -72,7 +77,8 @@ def check(model: Transformer, asked: Asked, sample: Sample) -> None:
     logits, experts = plain_logits(model, (asked.prompt + sample.tokens)[:-1])
     numbers = uniforms(asked.seed, len(sample.tokens))
     for place, (token, logprob) in enumerate(zip(sample.tokens, sample.logprobs, strict=True)):
-        p = distribution(logits[begin - 1 + place], asked.params)
+        history = asked.prompt + sample.tokens[:place]
+        p = distribution(logits[begin - 1 + place], asked.params, history)
         if asked.temperature == 0:
             assert token == int(p.argmax())
         else:

@@ -418,6 +418,10 @@ def test_ends(model: Transformer) -> None:
         ([1], {"min_p": -0.1}, "min_p"),
         ([1], {"min_p": 1.1}, "min_p"),
         ([1], {"min_p": float("nan")}, "min_p"),
+        ([1], {"repetition_penalty": 0.0}, "repetition_penalty"),
+        ([1], {"repetition_penalty": -1.0}, "repetition_penalty"),
+        ([1], {"repetition_penalty": 1e9}, "repetition_penalty"),
+        ([1], {"repetition_penalty": float("nan")}, "repetition_penalty"),
         ([1], {"max_tokens": 60}, "memory for"),
     ],
 )

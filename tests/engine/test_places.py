@@ -127,6 +127,13 @@ def test_who_follows_a_grammar_waits_until_its_token_is_known() -> None:
     assert not bound.blocked
 
 
+def test_who_must_not_repeat_itself_waits_until_its_token_is_known() -> None:
+    each = in_sequence(request("0", [2] * 3, repetition_penalty=1.1), 0, 8)
+    assert not each.blocked
+    each.num_pending = 1
+    assert each.blocked
+
+
 def proposed(scheduler: Scheduler, *sequences: Sequence) -> list[int]:
     for each in sequences:
         scheduler.add(each)

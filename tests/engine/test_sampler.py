@@ -16,10 +16,12 @@ from etude.engine.sampler import CHUNK, filter_top_k_top_p, inverse_cdf, sample,
 
 def drawn(logits_RV: Tensor, u: list[float], **options: Any) -> SamplerOutput:
     allowed, top = options.pop("allowed", {}), options.pop("top", 0)
+    history = options.pop("history", None)
     batch = SamplingBatch(
         params_R=[SamplingParams(**options)] * len(u),
         u_R=np.array(u),
         token_masks=allowed,
+        histories={} if history is None else dict.fromkeys(range(len(u)), history),
         num_top_logprobs=top,
     )
     return sample(logits_RV.clone(), batch)
@@ -77,6 +79,25 @@ def test_cuts_by_hand() -> None:
     )
     result = drawn(torch.tensor([logits]), [0.5], top_k=2, top=3)
     assert [token for token, _ in result.top_logprobs[0]] == [1, 3]
+
+
+def test_repetition_by_hand() -> None:
+    """Logits 2, -1, 2, -1. What was seen, once or more often, is moved down, whatever its sign."""
+    logits = [2.0, -1.0, 2.0, -1.0]
+    moved = torch.log_softmax(torch.tensor([1.0, -2.0, 2.0, -1.0]), -1).tolist()
+    every = [i / 1000 for i in range(1000)]
+    options = {"history": [0, 1, 1, 0, 0], "repetition_penalty": 2.0}
+    assert dict(one(logits, u, **options) for u in every) == pytest.approx(dict(enumerate(moved)))
+    # Before the temperature.
+    colder = torch.log_softmax(torch.tensor([2.0, -4.0, 4.0, -2.0]), -1).tolist()
+    assert one(logits, 0.5, temperature=0.5, **options) == (2, pytest.approx(colder[2]))
+    assert one(logits, 0.0, temperature=0.0, **options) == (2, pytest.approx(moved[2]))
+    # Below 1 it is the other way round; at 1 nothing happens.
+    assert one(logits, 0.99, temperature=0.0, history=[1], repetition_penalty=0.01)[0] == 0
+    assert one(logits, 0.3, history=[0, 1], repetition_penalty=1.0) == one(logits, 0.3)
+    # A row's history is its own, and what a grammar forbids stays forbidden.
+    masked = {0: np.array([True, True, False, False])}
+    assert {one(logits, u, allowed=masked, **options)[0] for u in every} == {0, 1}
 
 
 @given(st.integers(1, 3000), st.integers(0, 2000), st.floats(1e-6, 1.0), st.integers(0, 9))

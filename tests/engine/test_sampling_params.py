@@ -43,6 +43,10 @@ PARAMS: dict[str, dict[str, Any]] = {
     "min_p, warm": {"min_p": 0.1, "temperature": 1.5},
     "min_p and top_k": {"min_p": 0.02, "top_k": 4},
     "min_p, greedy": {"min_p": 0.5, "temperature": 0.0},
+    "penalty": {"repetition_penalty": 1.3},
+    "reward": {"repetition_penalty": 0.8, "temperature": 0.7},
+    "penalty, greedy": {"repetition_penalty": 2.0, "temperature": 0.0},
+    "penalty and both cuts": {"repetition_penalty": 1.2, "min_p": 0.01, "top_k": 6},
 }
 
 
@@ -106,13 +110,16 @@ def check_on_kernels(
     assert seen
     for logits_RV, sampling, drawn in seen:
         for row, params in enumerate(sampling.params_R):
-            check_row(logits_RV[row], params, float(sampling.u_R[row]), drawn, row)
+            history = sampling.histories.get(row, ())
+            assert bool(history) == (params.repetition_penalty != 1)
+            p_V = distribution(logits_RV[row], params, history)
+            check_row(p_V, params, float(sampling.u_R[row]), drawn, row)
 
 
 def check_row(
-    logits_V: Tensor, params: SamplingParams, u: float, drawn: SamplerOutput, row: int
+    p_V: Tensor, params: SamplingParams, u: float, drawn: SamplerOutput, row: int
 ) -> None:
-    token, p_V = drawn.tokens[row], distribution(logits_V, params)
+    token = drawn.tokens[row]
     assert drawn.logprobs[row] == pytest.approx(float(p_V[token].log()), abs=1e-4)
     if params.temperature == 0:
         assert token == int(p_V.argmax())

@@ -70,6 +70,7 @@ def some_request(id: int, rng: random.Random) -> Asked:
         priority=rng.choice(("standard", "standard", "interactive")),
         temperature=rng.choice((0.0, 0.7, 1.0)),
         top_k=rng.choice((0, 5)), stream=rng.random() < 0.3,
+        repetition_penalty=1.0 if id % 3 else 1.1, min_p=0.0 if id % 4 else 0.05,
         stop_token_ids=tuple(rng.sample(range(61), 1)), top_logprobs=rng.choice((0, 2)),
     )  # fmt: skip
 

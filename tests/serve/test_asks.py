@@ -72,6 +72,8 @@ def said_of(request: Request) -> dict[str, Any]:
         ({"top_k": 5}, {"top_k": 5}),
         ({}, {"min_p": 0.0}),
         ({"min_p": 0.25}, {"min_p": 0.25}),
+        ({}, {"repetition_penalty": 1.0}),
+        ({"repetition_penalty": 1.5}, {"repetition_penalty": 1.5}),
         ({"top_k": -1}, {"top_k": 0}),
         ({"seed": 3}, {"seed": 3}),
         ({"seed": -1}, {"seed": 2**63 - 1}),

@@ -44,6 +44,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
     "greedy": {"temperature": 0},
     "top_p": {"top_p": 0.9},
+    "min_p": {"min_p": 0.05},
+    "repetition_penalty": {"repetition_penalty": 1.2},
     "several": {"n": 3},
     "stop": {"stop": ["a", "tool"]},
     "json": {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},

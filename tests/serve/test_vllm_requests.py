@@ -9,7 +9,7 @@ from etude.serve.vllm import generate_request
 
 
 def test_every_sampling_parameter_is_passed_on_by_its_name() -> None:
-    params = SamplingParams(temperature=0.5, top_p=0.9, top_k=7, min_p=0.1)
+    params = SamplingParams(temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, repetition_penalty=1.2)
     request = Request(
         prompt=(5, 6), max_tokens=3, seed=11, params=params, stop_token_ids=(1, 2), top_logprobs=2
     )

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from etude.core.sampling import VersionSpan
+from etude.core.sampling import MAX_PENALTY, VersionSpan
 
 MAX_TOP = 20
 """Most alternatives that are shown for a token."""
@@ -28,7 +28,6 @@ Fraction = Annotated[float, Meta(gt=0, le=1)]
 StopText = Annotated[str, Meta(min_length=1, max_length=1000)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31)]
 Zero = Annotated[float, Meta(ge=0, le=0)]
-One = Annotated[float, Meta(ge=1, le=1)]
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -67,6 +66,7 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     top_k: Annotated[int, Meta(ge=-1, le=2**31)] | None = None
     """0 and -1: all of them."""
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=1 / MAX_PENALTY, le=MAX_PENALTY)] | None = None
     seed: Seed | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     stop: StopText | Annotated[list[StopText], Meta(max_length=MAX_STOPS)] | None = None
@@ -90,7 +90,6 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     # Not supported: only the value that asks for nothing.
     frequency_penalty: Zero | None = None
     presence_penalty: Zero | None = None
-    repetition_penalty: One | None = None
     logit_bias: Annotated[dict[str, float], Meta(max_length=0)] | None = None
 
 
