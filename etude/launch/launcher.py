@@ -30,7 +30,7 @@ from etude.core.errors import EtudeError
 from etude.core.events import Event
 from etude.core.liveness import Liveness
 from etude.run.process import die_with_parent
-from etude.serve import heartbeat as pulse
+from etude.serve import heartbeat
 from etude.serve.process import TOKEN_VARIABLE, token
 
 STOP_S = 5.0
@@ -138,7 +138,7 @@ class Launcher:
                 start_new_session=True,
                 pass_fds=(self.lock, pipe),
                 preexec_fn=lambda: die_with_parent(parent),
-                env=self._environment | {pulse.HEARTBEAT_VARIABLE: str(pipe)},
+                env=self._environment | {heartbeat.HEARTBEAT_VARIABLE: str(pipe)},
             )
             self._alive[program.name] = process
             return await process.wait()

@@ -17,7 +17,7 @@ from typing import Any
 
 from etude.core.clock import AwakeClock, SystemClock
 from etude.core.errors import EtudeError
-from etude.serve import heartbeat as pulse
+from etude.serve import heartbeat
 
 BLINK_EVERY_S = 0.5
 PR_SET_PDEATHSIG = 1
@@ -96,7 +96,7 @@ async def _until_told(program: Callable[[], Coroutine[Any, Any, None]]) -> None:
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    beating = asyncio.create_task(pulse.send_heartbeats())
+    beating = asyncio.create_task(heartbeat.send_heartbeats())
     try:
         await program()
     finally:

@@ -50,8 +50,7 @@ from starlette.routing import Route
 from etude.core.sampling import Request, Sample, Token
 from etude.core.types import SegmentKind
 from etude.model.tokenizer import ChatTokenizer, Message, Tool
-from etude.serve import heartbeat as pulse
-from etude.serve import process
+from etude.serve import heartbeat, process
 from etude.serve.answerer import PolicyAnswerer, ServedModel, Show, as_stream, template_errors
 from etude.serve.dialects import public_routes, session_routes
 from etude.serve.grammar import GrammarBuilder
@@ -246,7 +245,7 @@ async def serve_gateway(
             create_app(gateway.routes(), token, gateway.model.metrics), listener
         ) as running:
             print(f"gateway at {process.url_of(listener)}", flush=True)
-            async with process.meanwhile(router.watch(), pulse.send_heartbeats()):
+            async with process.meanwhile(router.watch(), heartbeat.send_heartbeats()):
                 await running
 
 

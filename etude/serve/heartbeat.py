@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 
-HEARTBEAT_VARIABLE = "ETUDE_PULSE"
+HEARTBEAT_VARIABLE = "ETUDE_HEARTBEAT"
 """The number of the pipe's descriptor. Without it nobody listens."""
 HEARTBEAT_S = 1.0
 
@@ -42,7 +42,7 @@ def send_heartbeats_from_thread() -> None:
             send_heartbeat()
             time.sleep(HEARTBEAT_S)
 
-    threading.Thread(target=keep, name="pulse", daemon=True).start()
+    threading.Thread(target=keep, name="heartbeat", daemon=True).start()
 
 
 @functools.cache

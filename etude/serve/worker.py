@@ -30,8 +30,7 @@ from etude.engine.engine import Engine
 from etude.engine.select import select_device
 from etude.model.numerics import INVARIANT
 from etude.model.transformer import ModelConfig, Transformer
-from etude.serve import heartbeat as pulse
-from etude.serve import process
+from etude.serve import heartbeat, process
 from etude.serve.answerer import PolicyAnswerer, ServedModel
 from etude.serve.dialects import public_routes
 from etude.serve.engine_thread import EngineThread, FetchWeights, exit_on_engine_failure
@@ -230,7 +229,7 @@ async def serve_worker(
             url = process.url_of(listener)
             print(f"worker {region} at {url}", flush=True)
             joined = [keep_joined(worker, url, gateway_url, token)] if gateway_url else []
-            async with process.meanwhile(pulse.send_heartbeats(worker.well), *joined):
+            async with process.meanwhile(heartbeat.send_heartbeats(worker.well), *joined):
                 await running
 
 

@@ -26,7 +26,7 @@ from etude.core.stages import (
 from etude.core.types import Json
 from etude.model.config import rope_kind, stated_rope
 from etude.run.plugins import check_file
-from etude.serve import heartbeat as pulse
+from etude.serve import heartbeat
 from etude.store.runs import Run
 from etude.tasks import sources
 
@@ -169,7 +169,7 @@ def main() -> int:
     )
     parser.add_argument("--store", required=True, help="the run's store")
     args = parser.parse_args()
-    pulse.send_heartbeats_from_thread()
+    heartbeat.send_heartbeats_from_thread()
     try:
         run = Run.open(args.store, create=False)
         config = run.config()

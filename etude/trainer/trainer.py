@@ -21,7 +21,7 @@ from etude.core.events import StageDone
 from etude.core.lineage import stage_spans
 from etude.engine.select import select_device
 from etude.run.process import keep_freed_memory
-from etude.serve import heartbeat as pulse
+from etude.serve import heartbeat
 from etude.store.runs import Run
 from etude.store.telemetry import sync_event_writer
 from etude.train.distributed import ProcessGroup
@@ -61,7 +61,7 @@ def main() -> int:
         help="the file that ranks of one machine use as rendezvous; without it: as torchrun says",
     )
     args = parser.parse_args()
-    pulse.send_heartbeats_from_thread()
+    heartbeat.send_heartbeats_from_thread()
     try:
         run = Run.open(args.store, create=False)
         config = run.config()

@@ -228,13 +228,13 @@ import os, sys
 ours, theirs = os.pipe()
 os.set_blocking(theirs, False)
 if sys.argv[1] != "alone":
-    os.environ["ETUDE_PULSE"] = str(theirs)
+    os.environ["ETUDE_HEARTBEAT"] = str(theirs)
 if sys.argv[1] == "gone":
     os.close(ours)
 from etude.serve import heartbeat
 for _ in range(1 << 17):
     heartbeat.send_heartbeat()
-print("ETUDE_PULSE" in os.environ)
+print("ETUDE_HEARTBEAT" in os.environ)
 """
     for how in ("alone", "deaf", "gone"):
         assert subprocess.check_output([sys.executable, "-c", code, how], text=True) == "False\n"
