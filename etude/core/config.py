@@ -190,9 +190,10 @@ class RunConfig(Config):
     batch_invariant: bool = False
     """The log-prob of a token has the same bits whatever is computed beside it, in the engine and
     in the trainer; so at equal weights they agree exactly. Slower."""
-    silence_s: Positive = 10.0
-    """A process of the run that gives no sign of life for so long is named on the screen, and a
-    worker gets no requests until it does again. A step of an engine may take ten times as long."""
+    heartbeat_timeout_s: Positive = 10.0
+    """Time without a heartbeat after which a process of the run is named on the screen, a worker
+    gets no requests until its next one, and a sandbox has failed. A step of an engine may take ten
+    times as long."""
     model: ModelConfig = ModelConfig()
     tasks: TasksConfig = TasksConfig()
     harness: HarnessConfig = HarnessConfig()
@@ -307,7 +308,7 @@ class RunConfig(Config):
 
 
 OPERATIONAL: dict[str, set[str]] = {
-    "": {"sinks", "silence_s"},
+    "": {"sinks", "heartbeat_timeout_s"},
     "engine": {"port", "threads", "max_batch", "device", "vllm"},
     "tasks": {"timeout_s"},
     "harness": {"concurrency"},

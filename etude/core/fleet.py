@@ -4,8 +4,8 @@ gateway asks, tells and waits.
 A worker is up while it serves the `live` version or a newer one. It says which version it has when
 it joins, so one that was restarted is not up before its weights are loaded. One that failed is
 forgotten until it joins again, and comes back as another `Worker`: what still arrives from the old
-one is told apart by identity. One that has not said for `silence_s` that it is there has failed
-too, although nothing broke: it is stopped, or hangs, or its host is gone.
+one is told apart by identity. One that has not said for `heartbeat_timeout_s` that it is there has
+failed too, although nothing broke: it is stopped, or hangs, or its host is gone.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Worker:
 
 
 class Fleet:
-    def __init__(self, live: int = -1, silence_s: float = math.inf) -> None:
+    def __init__(self, live: int = -1, heartbeat_timeout_s: float = math.inf) -> None:
         # no worker with older weights gets a request; below 0, any weights will do
         self.live = live
-        self._silence_s = silence_s
+        self._heartbeat_timeout_s = heartbeat_timeout_s
         self._workers: dict[str, Worker] = {}
         self._silent: dict[str, Worker] = {}
         self._affinity: dict[str, Worker] = {}
@@ -71,7 +71,9 @@ class Fleet:
     def expire(self, now: float) -> list[Worker]:
         """Takes out those that have been silent for too long, and says which."""
         expired = [
-            worker for worker in self._workers.values() if now - worker.heard >= self._silence_s
+            worker
+            for worker in self._workers.values()
+            if now - worker.heard >= self._heartbeat_timeout_s
         ]
         for worker in expired:
             self.leave(worker)
