@@ -23,7 +23,7 @@ class Worker:
     active: int = 0
     """Requests that it works on for us."""
     sessions: int = 0
-    """Sessions that have their home here."""
+    """Sessions with affinity to this worker."""
     heard: float = 0.0
     """When it last said that it is there."""
     joining: bool = False
@@ -92,9 +92,9 @@ class Fleet:
         self.live = max(self.live, version)
 
     def pick(self, session: str = "") -> Worker | None:
-        """The session's home, where its keys and values are; otherwise the least loaded worker
-        becomes its home. The request counts against the worker until `done`. None if no worker is
-        up."""
+        """The worker for a request: the one that the session has affinity to, where its keys and
+        values are; otherwise the least loaded one, which it then has affinity to. The request
+        counts against the worker until `done`. None if no worker is up."""
         up = self.up
         if not up:
             return None
