@@ -16,13 +16,16 @@ from typing import Literal
 Reason = Literal["failed", "malformed", "sampling", "no_signal", "interrupted", "cancelled"]
 """Why a sample is not trained on.
 
-failed       infrastructure broke during the session, or it has no sampled token
-malformed    it cannot be trained on: a number that is not finite, an over-long row, an unknown
-             version, ...
-sampling     it was sampled in a way that the trainer cannot recompute; the parameters are named
-no_signal    all attempts of the group earned the same reward: the advantage of each is zero
-interrupted  the run was stopped or killed while the session was in flight; its task is issued again
-cancelled    the run reached its last step and did not need the sample any more
+    failed       infrastructure broke during the session, or it has no sampled token: there is
+                 nothing to learn from
+    malformed    the attempt cannot be trained on: a number that is not finite, an over-long row, an
+                 unknown version, ...
+    sampling     it was sampled with parameters that the trainer cannot recompute, which `detail`
+                 names
+    no_signal    all attempts of the group earned the same reward: the advantage of each is zero
+    interrupted  the run was stopped or killed while the session was in flight; its task is issued
+                 again
+    cancelled    the run reached its last step and did not need the sample any more
 """
 
 
