@@ -357,12 +357,12 @@ def compiled() -> None:
 
     @torch.compile(dynamic=True, fullgraph=True)
     def layer(x, attend):
-        q, k, v = (x * 1.5).split((HEADS, KEYS, KEYS), 1)
+        q, k, v = (x * 1.5).view(-1, HEADS + 2 * KEYS, SIZE).split((HEADS, KEYS, KEYS), 1)
         return attend(0, q, k, v).flatten(1) * 2.0
 
     for n, lengths in enumerate((SMALL, [300, 200, 7], lengths_of("8x2048")[:5], SMALL[::-1])):
         q, k, v, slope = inputs(sum(lengths), seed=n)
-        x = torch.cat((q, k, v), 1).requires_grad_()
+        x = torch.cat((q, k, v), 1).flatten(1).requires_grad_()
         attend = CausalAttention(lengths, device)
         began = time.perf_counter()
         out = layer(x, attend)
@@ -370,10 +370,10 @@ def compiled() -> None:
         torch.cuda.synchronize()
         took = time.perf_counter() - began
         leaf = x.detach().clone().requires_grad_()
-        plain = (leaf * 1.5).split((HEADS, KEYS, KEYS), 1)
+        plain = (leaf * 1.5).view(-1, HEADS + 2 * KEYS, SIZE).split((HEADS, KEYS, KEYS), 1)
         rough = [y.detach() for y in plain]
         o, dq, dk, dv = reference(lengths, *rough, slope * 2.0)
-        expected = [o.flatten(1) * 2.0, torch.cat((dq, dk, dv), 1) * 1.5]
+        expected = [o.flatten(1) * 2.0, torch.cat((dq, dk, dv), 1).flatten(1) * 1.5]
         which = getattr(attend, "_cudnn", "?")
         compare(f"{len(lengths)} sequences, cuDNN {which}, {took:.2f} s", [out, x.grad], expected)
     say("kernels", _kernels(lambda: layer(x, attend).backward(slope.flatten(1))))

@@ -27,8 +27,6 @@ MIN_BORDERS = 8
 MIN_LENGTH = 128
 GRADIENT_OF = {"dO": "o", "dQ": "q", "dK": "k", "dV": "v"}
 """Names as cuDNN has them."""
-SIZES = range(16, 129, 16)
-"""The sizes of a head that are asked of it."""
 
 
 @cache
@@ -44,8 +42,10 @@ def available(device: torch.device) -> bool:
 
 
 def knows(q_THD: Tensor, v_TKV: Tensor) -> bool:
+    """Whether it is asked for heads of that size and type."""
     size = q_THD.shape[-1]
-    return size in SIZES and size == v_TKV.shape[-1] and v_TKV.dtype == torch.bfloat16
+    sizes_fit = size % 16 == 0 and size <= 128 and size == v_TKV.shape[-1]
+    return sizes_fit and v_TKV.dtype == torch.bfloat16
 
 
 def padded(borders: Sequence[int]) -> list[int]:

@@ -5,6 +5,8 @@ CI has no such device; `python -m pytest tests/train/test_on_cuda.py` where ther
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,10 +14,13 @@ import numpy as np
 import pytest
 import torch
 
+from etude.core.errors import EtudeError
+from etude.model import cudnn_attention
 from etude.model.attention import CausalAttention
 from etude.model.config import ExpertsConfig, LatentConfig
 from etude.train.distributed import SINGLE_PROCESS
 from etude.train.learner import Learner
+from etude.train.optimizer import OPTIMIZER
 from etude.train.start import compile_layers
 from etude.trainer.trainer import Trainer
 from tests.train import distributed_work
@@ -80,28 +85,88 @@ def test_in_bf16_it_is_near_the_cpu(shape: str, compiled: bool) -> None:
             assert (found - expected).norm() <= 0.1 * expected.norm() + 1e-3, name
 
 
+KERNELS = ["cudnn", "flash"]
+
+
+@pytest.fixture
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    name: str = request.param
+    if name == "flash":
+        monkeypatch.setattr(cudnn_attention, "available", lambda device: False)
+    elif not cudnn_attention.available(torch.device("cuda")):
+        pytest.skip("needs nvidia-cudnn-frontend and a device that it knows")
+    return name
+
+
+@pytest.mark.parametrize("kernel", KERNELS, indirect=True)
 @pytest.mark.parametrize(
-    ("heads", "keys", "size", "value"), [(4, 2, 64, 64), (4, 4, 48, 32), (2, 1, 128, 128)]
+    ("heads", "keys", "size", "value"),
+    [(4, 2, 64, 64), (4, 4, 48, 32), (2, 1, 128, 128), (16, 8, 128, 128)],
 )
+@pytest.mark.parametrize("lengths", [(70, 1, 300, 129), (5,), (1, 2000, 1), (64,) * 40])
 def test_attention_of_all_sequences_at_once_is_that_of_each(
-    heads: int, keys: int, size: int, value: int
+    lengths: tuple[int, ...], heads: int, keys: int, size: int, value: int, kernel: str
 ) -> None:
-    lengths, generator = [70, 1, 300, 129], torch.Generator("cuda").manual_seed(0)
-    shapes = [(sum(lengths), heads, size), (sum(lengths), keys, size), (sum(lengths), keys, value)]
-    rough = [
-        torch.randn(s, device="cuda", generator=generator).bfloat16().requires_grad_()
-        for s in shapes
-    ]
-    exact = [x.detach().float().requires_grad_() for x in rough]
+    inputs, slope = random_inputs(lengths, heads, keys, size, value)
     attend, outs = CausalAttention(lengths, torch.device("cuda")), []
-    slope = torch.randn(sum(lengths), heads, value, device="cuda", generator=generator)
-    for inputs in (rough, exact):
-        out = attend(0, *inputs)
+    for leaves in (inputs, [x.detach().float().requires_grad_() for x in inputs]):
+        out = attend(0, *leaves)
         out.backward(slope.to(out.dtype))
-        outs.append([out, *(x.grad for x in inputs)])
+        outs.append([out, *(x.grad for x in leaves)])
     assert outs[0][0].dtype == torch.bfloat16
     for found, expected in zip(*outs, strict=True):
         assert (found - expected).norm() < 0.02 * expected.norm()
+
+
+@pytest.mark.parametrize("kernel", KERNELS, indirect=True)
+def test_attention_is_compiled_once_for_all_lengths(kernel: str) -> None:
+    """And values may be a part of a wider tensor, as they are in a layer."""
+
+    def layer(qkv: torch.Tensor, attend: CausalAttention) -> torch.Tensor:
+        q, k, v = qkv.view(-1, 8, 64).split((4, 2, 2), 1)
+        return attend(0, 2 * q, 3 * k, v)
+
+    torch.compiler.reset()
+    compiled = torch.compile(layer, dynamic=True, fullgraph=True)
+    compiled_before = False
+    plans = cudnn_attention._plan.cache_info().currsize
+    for lengths in [(300, 129, 70), (400, 80, 30, 2), (290, 221)]:
+        inputs, slope = random_inputs(lengths, 4, 2, 64, 64)
+        rough = torch.cat(inputs, 1).flatten(1).detach().requires_grad_()
+        exact = rough.detach().float().requires_grad_()
+        attend = CausalAttention(lengths, torch.device("cuda"))
+        with torch.compiler.set_stance("fail_on_recompile" if compiled_before else "default"):
+            out = compiled(rough, attend)
+        expected, compiled_before = layer(exact, attend), True
+        out.backward(slope.bfloat16())
+        expected.backward(slope)
+        assert (out - expected).norm() < 0.02 * expected.norm()
+        assert (rough.grad - exact.grad).norm() < 0.02 * exact.grad.norm()
+    made = cudnn_attention._plan.cache_info().currsize - plans
+    assert made == (2 if kernel == "cudnn" else 0)  # forward and backward
+
+
+def random_inputs(
+    lengths: Sequence[int], heads: int, keys: int, size: int, value: int
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    generator, tokens = torch.Generator("cuda").manual_seed(0), sum(lengths)
+    shapes = [(tokens, heads, size), (tokens, keys, size), (tokens, keys, value)]
+    inputs = [
+        torch.randn(s, device="cuda", generator=generator).bfloat16().requires_grad_()
+        for s in shapes
+    ]
+    return inputs, torch.randn(tokens, heads, value, device="cuda", generator=generator)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZER)
+def test_a_gradient_that_is_not_finite_moves_nothing(optimizer: str) -> None:
+    one = Learner(init_from_scratch(CONFIG, 0).to("cuda"), optimizer=optimizer)
+    one.step(batch(1), lr=1e-3)
+    state = through_bytes(one.state())
+    rows = tuple(replace(row, advantages=(math.inf,) * len(row.mask)) for row in batch(2).rows)
+    with pytest.raises(EtudeError, match="not finite"):
+        one.step(replace(batch(2), rows=rows), lr=1e-3)
+    assert equal(through_bytes(one.state()), state)
 
 
 def test_a_state_goes_on_to_the_bit_and_to_the_other_kind_of_device() -> None:
