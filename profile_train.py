@@ -15,7 +15,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 FRONTEND = HERE / ".cudnn_frontend"
-if (wheel := HERE / "cudnn_frontend.whl").exists() and not FRONTEND.exists():
+if (wheel := HERE / "cudnn_frontend.whl").exists():
     zipfile.ZipFile(wheel).extractall(FRONTEND)
 sys.path[:0] = [str(HERE), str(FRONTEND)]
 
