@@ -141,11 +141,12 @@ def _run(tensors: dict[str, Tensor], borders_B: Tensor, longest: int, scale: flo
     cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream(device).cuda_stream)
     strides = tuple(x.stride(0) for x in tensors.values())
     starts = dict(zip(tensors, torch.outer(_on_device(device, strides), borders_B), strict=True))
-    buffers = {plan.lengths: borders_B.diff()}
-    buffers |= {plan.starts[name]: starts[name] for name in plan.starts}
-    buffers |= {plan.tensors[name]: tensor for name, tensor in tensors.items()}
+    lengths = borders_B.diff()
     workspace = torch.empty(plan.workspace, dtype=torch.uint8, device=device)
-    plan.graph.execute(buffers, workspace, handle=handle)
+    buffers = {plan.lengths: lengths.data_ptr()}
+    buffers |= {plan.starts[name]: starts[name].data_ptr() for name in plan.starts}
+    buffers |= {plan.tensors[name]: tensor.data_ptr() for name, tensor in tensors.items()}
+    plan.graph.execute(buffers, workspace.data_ptr(), handle=handle)
 
 
 @cache
@@ -174,11 +175,14 @@ def _empty_graph(device: torch.device) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
+    """A graph that is ready to run, what its tensors are called in it, and how many bytes it needs
+    beside them."""
+
     graph: Any
-    tensors: dict[str, Any]
-    starts: dict[str, Any]
+    tensors: dict[str, int]
+    starts: dict[str, int]
     """Where the sequences of a tensor begin, in numbers."""
-    lengths: Any
+    lengths: int
     workspace: int
 
 
@@ -202,10 +206,11 @@ def _plan(
     described: dict[str, dict[str, Any]] = {}
     token_strides = {name: token for name, _, _, token, _, _ in layouts}
     for name, heads, size, token, head, one in layouts:
-        like = GRADIENT_OF.get(name, name)
-        shared = like != name and token == token_strides[like]
-        own = numbers(f"starts of {name}", sequences + 1, types.INT64)
-        starts[name] = starts[like] if shared else own
+        like = GRADIENT_OF.get(name)
+        if like and token == token_strides[like]:
+            starts[name] = starts[like]
+        else:
+            starts[name] = numbers(f"starts of {name}", sequences + 1, types.INT64)
         described[name] = {
             # as if all were of one length; where a sequence really begins, `starts` says
             "dim": [sequences, heads, length, size],
@@ -234,9 +239,11 @@ def _plan(
         tensor.set_data_type(to["data_type"])
         tensor.set_ragged_offset(starts[name])
         tensors[name] = tensor
-    graph.validate()
-    graph.build_operation_graph()
-    graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
-    graph.check_support()
-    graph.build_plans()
-    return _Plan(graph, tensors, starts, lengths, max(1, graph.get_workspace_size()))
+    graph.build([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+    return _Plan(
+        graph,
+        {name: tensor.get_uid() for name, tensor in tensors.items()},
+        {name: tensor.get_uid() for name, tensor in starts.items()},
+        lengths.get_uid(),
+        max(1, graph.get_workspace_size()),
+    )
