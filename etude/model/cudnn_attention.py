@@ -13,6 +13,7 @@ filled with that end, which stands for sequences without a token.
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -31,14 +32,24 @@ GRADIENT_OF = {"dO": "o", "dQ": "q", "dK": "k", "dV": "v"}
 
 @cache
 def available(device: torch.device) -> bool:
-    """Whether frontend, library and device know packed sequences."""
+    """Whether frontend, library and device can do it: a small attention is tried."""
     if device.type != "cuda" or importlib.util.find_spec("cudnn") is None:
         return False
     import cudnn
 
-    return (
-        cudnn.backend_version() >= MIN_VERSION and torch.cuda.get_device_capability(device)[0] >= 9
-    )
+    capability = torch.cuda.get_device_capability(device)
+    if cudnn.backend_version() < MIN_VERSION or capability < (9, 0):
+        return False
+    borders_B = torch.tensor(padded([0, 3, MIN_LENGTH]), dtype=torch.int32, device=device)
+    q_THD = torch.zeros(MIN_LENGTH, 2, 128, dtype=torch.bfloat16, device=device)
+    k_TKD = torch.zeros(MIN_LENGTH, 1, 128, dtype=torch.bfloat16, device=device)
+    try:
+        results = _forward(q_THD, k_TKD, k_TKD, borders_B, MIN_LENGTH, 1.0)
+        _backward(q_THD, k_TKD, k_TKD, *results, q_THD, borders_B, MIN_LENGTH, 1.0)
+    except (RuntimeError, cudnn.cudnnGraphNotSupportedError) as e:
+        warnings.warn(f"the trainer attends without cuDNN, which answers: {e}", stacklevel=2)
+        return False
+    return True
 
 
 def knows(q_THD: Tensor, v_TKV: Tensor) -> bool:
