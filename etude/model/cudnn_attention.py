@@ -27,7 +27,7 @@ MIN_VERSION = 90600
 MIN_BORDERS = 8
 MIN_LENGTH = 128
 GRADIENT_OF = {"dO": "o", "dQ": "q", "dK": "k", "dV": "v"}
-"""Names as cuDNN has them."""
+"""Names as cuDNN has them; "o" is what attention gives, "stats" the logarithms of its sums."""
 
 
 @cache
@@ -72,6 +72,11 @@ def attend(
     q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, borders_B: Tensor, longest: int, scale: float
 ) -> Tensor:
     """Each token attends to those of its sequence that stand before it, and to itself."""
+    q_THD, k_TKD = q_THD.contiguous(), k_TKD.contiguous()
+    # Values are a part of a wider tensor in most models. As of 9.19 cuDNN writes their gradient
+    # elsewhere only if it adds that up over several heads.
+    if k_TKD.shape[1] == q_THD.shape[1]:
+        v_TKD = v_TKD.contiguous()
     mixed_THD: Tensor = _forward(q_THD, k_TKD, v_TKD, borders_B, longest, scale)[0]
     return mixed_THD
 
@@ -144,19 +149,21 @@ def _run(tensors: dict[str, Tensor], borders_B: Tensor, longest: int, scale: flo
     """Fill the tensors that cuDNN computes from the others."""
     import cudnn
 
-    device, q_THD = borders_B.device, tensors["q"]
-    layouts = tuple((name, *x.shape[1:], *x.stride()) for name, x in tensors.items())
-    size = (len(borders_B) - 1, max(MIN_LENGTH, room(longest)), room(len(q_THD)))
-    plan = _plan(device, *size, scale, layouts)
-    handle = _handle(device)
-    cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream(device).cuda_stream)
-    strides = tuple(x.stride(0) for x in tensors.values())
-    starts = dict(zip(tensors, torch.outer(_on_device(device, strides), borders_B), strict=True))
+    device, q_THD, k_TKD, v_TKD = borders_B.device, tensors["q"], tensors["k"], tensors["v"]
+    num_tokens, heads, size = q_THD.shape
+    plan = _plan(
+        device, len(borders_B) - 1, max(MIN_LENGTH, room(longest)), room(num_tokens),
+        heads, k_TKD.shape[1], size, v_TKD.stride(0), scale, backward="dO" in tensors,
+    )  # fmt: skip
+    starts = torch.outer(plan.strides, borders_B)
     lengths = borders_B.diff()
     workspace = torch.empty(plan.workspace, dtype=torch.uint8, device=device)
-    buffers = {plan.lengths: lengths.data_ptr()}
-    buffers |= {plan.starts[name]: starts[name].data_ptr() for name in plan.starts}
-    buffers |= {plan.tensors[name]: tensor.data_ptr() for name, tensor in tensors.items()}
+    buffers = {plan.tensors[name]: tensor.data_ptr() for name, tensor in tensors.items()}
+    buffers[plan.lengths] = lengths.data_ptr()
+    first, row_bytes = starts.data_ptr(), len(borders_B) * starts.element_size()
+    buffers |= {id: first + row * row_bytes for row, id in enumerate(plan.starts)}
+    handle = _handle(device)
+    cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream(device).cuda_stream)
     plan.graph.execute(buffers, workspace.data_ptr(), handle=handle)
 
 
@@ -166,11 +173,6 @@ def _handle(device: torch.device) -> Any:
 
     with torch.cuda.device(device):
         return cudnn.create_handle()
-
-
-@cache
-def _on_device(device: torch.device, numbers: tuple[int, ...]) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int64, device=device)
 
 
 def _empty_graph(device: torch.device) -> Any:
@@ -186,24 +188,24 @@ def _empty_graph(device: torch.device) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """A graph that is ready to run, what its tensors are called in it, and how many bytes it needs
-    beside them."""
+    """A graph that is ready to run. Its tensors go by numbers."""
 
     graph: Any
     tensors: dict[str, int]
-    starts: dict[str, int]
-    """Where the sequences of a tensor begin, in numbers."""
     lengths: int
+    starts: list[int]
+    """Where sequences begin, one of them for each of the `strides`."""
+    strides: Tensor
+    """From token to token."""
     workspace: int
+    """Bytes."""
 
 
 @cache
 def _plan(
-    device: torch.device, sequences: int, length: int, tokens: int, scale: float,
-    layouts: tuple[tuple[str, int, int, int, int, int], ...],
+    device: torch.device, sequences: int, length: int, tokens: int,
+    heads: int, keys: int, size: int, value_stride: int, scale: float, backward: bool,
 ) -> _Plan:  # fmt: skip
-    """`layouts`: name, heads and size of each tensor, its strides from token to token, from head to
-    head and within a head. What is not among them is computed."""
     import cudnn
 
     types, graph = cudnn.data_type, _empty_graph(device)
@@ -212,49 +214,49 @@ def _plan(
         dim = [count, 1, 1, 1]
         return graph.tensor(name=name, dim=dim, stride=[1] * 4, data_type=data_type)
 
-    lengths = numbers("lengths", sequences, types.INT32)
     starts: dict[str, Any] = {}
-    described: dict[str, dict[str, Any]] = {}
-    token_strides = {name: token for name, _, _, token, _, _ in layouts}
-    for name, heads, size, token, head, one in layouts:
-        like = GRADIENT_OF.get(name)
-        if like and token == token_strides[like]:
-            starts[name] = starts[like]
-        else:
+    strides: dict[str, int] = {}
+
+    def place(name: str) -> dict[str, Any]:
+        """How a tensor lies: as if all sequences were of one length; where one really begins, its
+        `starts` say, which a gradient shares with what it is the gradient of."""
+        of, width = GRADIENT_OF.get(name, name), 1 if name == "stats" else size
+        own = keys if of in ("k", "v") else heads
+        stride = value_stride if name == "v" else own * width
+        if of == name or stride != strides[of]:
             starts[name] = numbers(f"starts of {name}", sequences + 1, types.INT64)
-        described[name] = {
-            # as if all were of one length; where a sequence really begins, `starts` says
-            "dim": [sequences, heads, length, size],
-            "stride": [length * token, head, token, one],
+        strides[name] = stride
+        return {
+            "dim": [sequences, own, length, width],
+            "stride": [length * stride, width, stride, 1],
             "data_type": types.FLOAT if name == "stats" else types.BFLOAT16,
+            "ragged_offset": starts.get(name) or starts[of],
         }
 
-    def given(name: str) -> Any:
-        return graph.tensor(name=name, **described[name], ragged_offset=starts[name])
-
-    tensors = {name: given(name) for name in ("q", "k", "v")}
+    given = ["q", "k", "v", "o", "stats", "dO"] if backward else ["q", "k", "v"]
+    tensors = {name: graph.tensor(name=name, **place(name)) for name in given}
+    lengths = numbers("lengths", sequences, types.INT32)
     how = {
         "attn_scale": scale, "use_causal_mask": True, "use_padding_mask": True,
         "seq_len_q": lengths, "seq_len_kv": lengths,
     }  # fmt: skip
-    if "dO" in described:
-        tensors |= {name: given(name) for name in ("o", "stats", "dO")}
-        room_for = {"max_total_seq_len_q": tokens, "max_total_seq_len_kv": tokens}
-        found = graph.sdpa_backward(**tensors, **room_for, **how)
+    if backward:
+        most = {"max_total_seq_len_q": tokens, "max_total_seq_len_kv": tokens}
+        found = zip(("dQ", "dK", "dV"), graph.sdpa_backward(**tensors, **most, **how), strict=True)
     else:
-        found = graph.sdpa(**tensors, generate_stats=True, **how)
-    computed = [name for name in described if name not in tensors]
-    for name, tensor in zip(computed, found, strict=True):
-        to = described[name]
+        found = zip(("o", "stats"), graph.sdpa(**tensors, generate_stats=True, **how), strict=True)
+    for name, tensor in found:
+        to = place(name)
         tensor.set_output(True).set_dim(to["dim"]).set_stride(to["stride"])
         tensor.set_data_type(to["data_type"])
-        tensor.set_ragged_offset(starts[name])
+        tensor.set_ragged_offset(to["ragged_offset"])
         tensors[name] = tensor
     graph.build([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
     return _Plan(
         graph,
         {name: tensor.get_uid() for name, tensor in tensors.items()},
-        {name: tensor.get_uid() for name, tensor in starts.items()},
         lengths.get_uid(),
+        [each.get_uid() for each in starts.values()],
+        torch.tensor([strides[name] for name in starts], dtype=torch.int64, device=device),
         max(1, graph.get_workspace_size()),
     )

@@ -149,19 +149,19 @@ class Learner:
         truncated_frac, zero_grad_frac, entropy = (each / num_tokens for each in others_sum)
         seen_N5 = self.ranks.all_gather(seen_N5.flatten()).view(-1, 5)
         return StepStats(
+            recomputed=_by_row(seen_N5, len(rows)),
             loss=loss_sum,
             mismatch=mismatch_stats(seen_N5[:, 1].numpy(), seen_N5[:, 2].numpy()),
             truncated_frac=truncated_frac,
             zero_grad_frac=zero_grad_frac,
             entropy=entropy,
-            grad_norm=_finite(norm),
             lr=lr,
             num_rows=len(rows),
             num_tokens=num_tokens,
             num_forward_tokens=sum(row.length for row in rows),
             router_mismatch_frac=routers.mismatch_frac,
             experts_replaced_frac=routers.replaced_frac,
-            recomputed=_by_row(seen_N5, len(rows)),
+            grad_norm=_finite(norm),  # last: the update is waited for
         )
 
     def _experts(self, fetch: Callable[[str], bytes] | None) -> Callable[[Row], Tensor | None]:
