@@ -57,6 +57,7 @@ def test_it_has_the_curve_of_the_cpu() -> None:
 
 SHAPES = {
     "dense": CONFIG,
+    "wide": replace(CONFIG, head_dim=16),  # which cuDNN knows
     "moe": replace(CONFIG, model_type="qwen3_moe", experts=EXPERTS),
     "mla": replace(
         CONFIG, model_type="deepseek_v3", latent=LATENT, experts=replace(EXPERTS, sigmoid=True)
@@ -67,22 +68,32 @@ SHAPES = {
 @pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_in_bf16_it_is_near_the_cpu(shape: str, compiled: bool) -> None:
-    """Loss, entropy and the gradient of every parameter; experts that no token uses are among
-    them."""
+    """The log-prob of every token and the gradient of every parameter. Experts are given: which of
+    two that are nearly as good a router takes hangs on rounding. Some are used by no token."""
     model = init_from_scratch(SHAPES[shape], 0).to("cuda")
     there = Learner(compile_layers(model) if compiled else model, compute=torch.bfloat16)
     here = Learner(init_from_scratch(SHAPES[shape], 0))
+    given = batch(1)
+    experts = {row.sample: bytes(n % 12 for n in range(2 * len(row.tokens))) for row in given.rows}
+    if SHAPES[shape].experts:
+        named = tuple(replace(row, experts=row.sample) for row in given.rows)
+        given = replace(given, rows=named)
     for microbatch_tokens in (4096, 64):  # the second time other shapes, in several passes
         theirs, ours = (
-            one.step(batch(1), lr=0.0, microbatch_tokens=microbatch_tokens) for one in (there, here)
+            one.step(given, lr=0.0, microbatch_tokens=microbatch_tokens, fetch=experts.__getitem__)
+            for one in (there, here)
         )
-        assert theirs.loss == pytest.approx(ours.loss, rel=0.03)
+        found, expected = (
+            np.concatenate([row.logprobs for row in stats.recomputed]) for stats in (theirs, ours)
+        )
+        assert np.sqrt(np.mean((found - expected) ** 2)) < 0.03
+        assert theirs.loss == pytest.approx(ours.loss, abs=0.02)
         assert theirs.entropy == pytest.approx(ours.entropy, rel=0.01)
         assert theirs.grad_norm == pytest.approx(ours.grad_norm, rel=0.05)
     for name, expected in here.state().items():
         if name.startswith("exp_avg."):
-            found = there.state()[name].cpu()
-            assert (found - expected).norm() <= 0.1 * expected.norm() + 1e-3, name
+            error = there.state()[name].cpu() - expected
+            assert error.norm() <= 0.1 * expected.norm(), name
 
 
 KERNELS = ["cudnn", "flash"]
