@@ -108,7 +108,9 @@ class PackedBatch:
 
     def to(self, device: torch.device) -> Self:
         there: dict[str, Any] = {
-            f.name: tensor.to(device)
+            f.name: (tensor.pin_memory() if device.type == "cuda" else tensor).to(
+                device, non_blocking=True
+            )
             for f in fields(self)
             if isinstance(tensor := getattr(self, f.name), Tensor)
         }
