@@ -151,6 +151,9 @@ def _run(tensors: dict[str, Tensor], borders_B: Tensor, longest: int, scale: flo
 
     device, q_THD, k_TKD, v_TKD = borders_B.device, tensors["q"], tensors["k"], tensors["v"]
     num_tokens, heads, size = q_THD.shape
+    apart = {name for name, tensor in tensors.items() if not tensor.is_contiguous()}
+    if apart - {"v"} or (apart and k_TKD.shape[1] == heads) or v_TKD.stride()[1:] != (size, 1):
+        raise ValueError(f"cuDNN would read or write beside these tensors: {sorted(apart)}")
     plan = _plan(
         device, len(borders_B) - 1, max(MIN_LENGTH, room(longest)), room(num_tokens),
         heads, k_TKD.shape[1], size, v_TKD.stride(0), scale, backward="dO" in tensors,

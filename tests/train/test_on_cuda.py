@@ -129,20 +129,20 @@ def test_attention_of_all_sequences_at_once_is_that_of_each(
         assert (found - expected).norm() < 0.02 * expected.norm()
 
 
+@pytest.mark.parametrize("keys", [2, 4])
 @pytest.mark.parametrize("kernel", KERNELS, indirect=True)
-def test_attention_is_compiled_once_for_all_lengths(kernel: str) -> None:
-    """And values may be a part of a wider tensor, as they are in a layer."""
+def test_attention_is_compiled_once_for_all_lengths(kernel: str, keys: int) -> None:
+    """And all of it may be parts of one wider tensor, as values are in a layer."""
 
     def layer(qkv: torch.Tensor, attend: CausalAttention) -> torch.Tensor:
-        q, k, v = qkv.view(-1, 8, 64).split((4, 2, 2), 1)
-        return attend(0, 2 * q, 3 * k, v)
+        return attend(0, *qkv.view(-1, 4 + 2 * keys, 64).split((4, keys, keys), 1))
 
     torch.compiler.reset()
     compiled = torch.compile(layer, dynamic=True, fullgraph=True)
     compiled_before = False
     plans = cudnn_attention._plan.cache_info().currsize
     for lengths in [(300, 129, 70), (400, 80, 30, 2), (290, 221)]:
-        inputs, slope = random_inputs(lengths, 4, 2, 64, 64)
+        inputs, slope = random_inputs(lengths, 4, keys, 64, 64)
         rough = torch.cat(inputs, 1).flatten(1).detach().requires_grad_()
         exact = rough.detach().float().requires_grad_()
         attend = CausalAttention(lengths, torch.device("cuda"))
