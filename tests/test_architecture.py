@@ -84,6 +84,7 @@ OUTSIDE: dict[str, set[str]] = {
     "bench._trl_trainer": {"trl", "datasets", "transformers"},
     "model": TORCH | {"tokenizers", "jinja2"},
     "model.from_gguf": {"gguf"},
+    "model.cudnn_attention": {"cudnn"},
     "engine": TORCH,
     "engine.kernels": {"triton"},
     "train": TORCH,
@@ -110,9 +111,9 @@ OUTSIDE: dict[str, set[str]] = {
 # sentence.
 OPTIONAL = {"cryptography", "gguf", "tensorboard", "trackio", "wandb", "zstandard"}
 
-# What nobody has to install: triton comes with a CUDA build of torch, the others are what
-# benchmarks compare with.
-ELSEWHERE = {"triton", "transformers", "trl", "datasets"}
+# What nobody has to install: triton comes with a CUDA build of torch, cudnn makes the trainer
+# faster on one, the others are what benchmarks compare with.
+ELSEWHERE = {"triton", "cudnn", "transformers", "trl", "datasets"}
 
 # Each of these starts in a process that must stay light.
 WITHOUT_TORCH = [
