@@ -30,7 +30,7 @@ from etude.train.learner import Learner
 from etude.train.optimizer import OPTIMIZER
 from etude.train.start import compile_layers
 from etude.trainer.trainer import Trainer
-from tests.small_model import drain, request
+from tests.small_model import add, drain, request
 from tests.train import distributed_work
 from tests.train.test_learner import CONFIG, batch, equal, init_from_scratch, texts, through_bytes
 from tests.trainer.lives import STAGES, fingerprint, live_briefly, prepared
@@ -251,12 +251,11 @@ def test_a_batch_invariant_engine_and_the_trainer_agree_to_the_bit(name: str) ->
     temperatures = (0.6, 1.0, 1.4, 1.0, 0.6, 1.0)
     for number, temperature in enumerate(temperatures):
         prompt = [5 + number, 9, 20, 7]
-        engine.add(
-            request(
-                str(number), prompt, temperature=temperature, stop=frozenset(),
-                experts_from=0 if config.experts else None,
-            )
+        asked = request(
+            str(number), prompt, temperature=temperature, stop_token_ids=(),
+            experts_from=0 if config.experts else None,
         )  # fmt: skip
+        add(engine, asked)
     done, rows, kept = drain(engine), [], {}
     for number, temperature in enumerate(temperatures):
         sample = done[str(number)]

@@ -20,7 +20,7 @@ from etude.train.objective import Objective
 from etude.train.packing import RolloutSequence, pack_rows
 from etude.train.stats import StepStats
 from etude.train.teacher import Teacher
-from tests.small_model import config, drain, plain_logprobs, request, sharp
+from tests.small_model import add, config, drain, plain_logprobs, request, sharp
 
 PROMPT, TOOL = (3, 9, 20, 7), (11, 12, 13)
 
@@ -38,8 +38,10 @@ def session(engine: Engine, *temperatures: float, seed: int) -> Trajectory:
             mask += [False] * len(TOOL)
             logprobs += [0.0] * len(TOOL)
             context += TOOL
-        asked = request(str(seed), list(context), temperature=temperature, max_tokens=6)
-        engine.add(replace(asked, stop=frozenset()))
+        asked = request(
+            str(seed), list(context), temperature=temperature, max_tokens=6, stop_token_ids=()
+        )
+        add(engine, asked)
         (sample,) = drain(engine).values()
         tokens += sample.tokens
         mask += [True] * len(sample.tokens)
