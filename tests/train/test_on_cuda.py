@@ -21,7 +21,7 @@ from etude.engine.engine import Engine
 from etude.engine.select import invariant_trainer_model
 from etude.model import cudnn_attention
 from etude.model.attention import CausalAttention
-from etude.model.config import ExpertsConfig, LatentConfig
+from etude.model.config import ExpertsConfig, LatentConfig, ModelConfig
 from etude.model.numerics import INVARIANT
 from etude.model.transformer import ModelConfig, Transformer
 from etude.run.trials import row_of
@@ -104,7 +104,7 @@ def test_in_bf16_it_is_near_the_cpu(shape: str, compiled: bool) -> None:
             assert error.norm() <= 0.1 * expected.norm(), name
 
 
-KERNELS = ["cudnn", "flash"]
+ATTENTION = ["cudnn", "flash"]
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     return name
 
 
-@pytest.mark.parametrize("kernel", KERNELS, indirect=True)
+@pytest.mark.parametrize("kernel", ATTENTION, indirect=True)
 @pytest.mark.parametrize(
     ("heads", "keys", "size", "value"),
     [(4, 2, 64, 64), (4, 4, 48, 32), (2, 1, 128, 128), (16, 8, 128, 128)],
@@ -138,7 +138,7 @@ def test_attention_of_all_sequences_at_once_is_that_of_each(
 
 
 @pytest.mark.parametrize("keys", [2, 4])
-@pytest.mark.parametrize("kernel", KERNELS, indirect=True)
+@pytest.mark.parametrize("kernel", ATTENTION, indirect=True)
 def test_attention_is_compiled_once_for_all_lengths(kernel: str, keys: int) -> None:
     """And all of it may be parts of one wider tensor, as values are in a layer."""
 
@@ -222,7 +222,7 @@ def test_a_stage_that_was_stopped_has_the_hash_of_one_that_was_not(
     assert fingerprint(stopped) == fingerprint(whole)
 
 
-KERNELS = ModelConfig(
+SERVED = ModelConfig(
     model_type="qwen3",
     vocab_size=150,
     hidden_size=64,
@@ -238,9 +238,9 @@ KERNELS = ModelConfig(
 @pytest.mark.parametrize("name", ["dense", "moe"])
 def test_a_batch_invariant_engine_and_the_trainer_agree_to_the_bit(name: str) -> None:
     """On the same kernels, at temperatures of their own; with experts, these are replayed."""
-    config = KERNELS
+    config = SERVED
     if name == "moe":
-        config = replace(KERNELS, model_type="qwen3_moe", experts=EXPERTS)
+        config = replace(SERVED, model_type="qwen3_moe", experts=EXPERTS)
     source = init_from_scratch(config, 0).to("cuda")
     model = invariant_trainer_model(source, torch.bfloat16)
     assert type(model).__name__ == "TrainableNetwork"

@@ -10,7 +10,7 @@ import torch
 
 from etude.core.advantage import to_rows
 from etude.core.sampling import SamplingParams, SamplingSpan
-from etude.core.types import Batch, Row, Segment, Trajectory
+from etude.core.types import Batch, Row, Score, Segment, Trajectory
 from etude.engine.engine import Engine
 from etude.model.numerics import INVARIANT
 from etude.train.head import MAX_LOGITS
@@ -62,7 +62,7 @@ def session(engine: Engine, *temperatures: float, seed: int) -> Trajectory:
         task="t",
         group="g",
         segments=(segment,),
-        scores={"reward": 1.0},
+        score=Score(reward=1.0),
         status="done",
     )
 
