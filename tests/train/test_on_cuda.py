@@ -21,7 +21,7 @@ from etude.engine.engine import Engine
 from etude.engine.select import invariant_trainer_model
 from etude.model import cudnn_attention
 from etude.model.attention import CausalAttention
-from etude.model.config import ExpertsConfig, LatentConfig, ModelConfig
+from etude.model.config import ExpertsConfig, LatentConfig
 from etude.model.numerics import INVARIANT
 from etude.model.transformer import ModelConfig, Transformer
 from etude.run.trials import row_of
