@@ -120,11 +120,11 @@ def _ours(shape: str, rows: int, length: int) -> Step:
     learner = Learner(compile_layers(_model(shape)), compute=torch.bfloat16)
     vocabulary = learner.model.config.vocab_size
     batches = [_batch(number + 1, rows, length, vocabulary) for number in range(STEPS)]
+    flops = [step_flops(learner.model.config, batch.rows) for batch in batches]
 
     def step() -> tuple[int, float]:
-        batch = batches.pop(0)
-        learner.step(batch, lr=1e-6, microbatch_tokens=rows * length)
-        return rows * length, step_flops(learner.model.config, batch.rows)
+        learner.step(batches.pop(0), lr=1e-6, microbatch_tokens=rows * length)
+        return rows * length, flops.pop(0)
 
     return step
 

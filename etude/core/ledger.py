@@ -20,7 +20,8 @@ Reason = Literal["failed", "malformed", "sampling", "no_signal", "interrupted", 
                  nothing to learn from
     malformed    the attempt cannot be trained on: a number that is not finite, an over-long row, an
                  unknown version, ...
-    sampling     it was sampled in a way that the trainer cannot recompute; the parameters are named
+    sampling     it was sampled with parameters that the trainer cannot recompute, which `detail`
+                 names
     no_signal    the advantage of each of its tokens is zero: all attempts of the group earned the
                  same reward, say
     interrupted  the run was stopped or killed while the session was in flight; its task is issued

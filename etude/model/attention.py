@@ -18,18 +18,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
+from etude.model import cudnn_attention
 from etude.model.transformer import ModelConfig
 
 MIN_CONTIGUOUS = 512
-FLASH_SIZES = range(8, 257, 8)
-"""The sizes of a head that the kernel knows."""
 
 
 class CausalAttention:
     """Causal attention for training: whole sequences of these `lengths` one behind the other, none
     of which sees another. No lengths: rows [B, T, ..], each a sequence.
 
-    On a CUDA device in bf16 one kernel takes all of them; elsewhere they are taken one by one.
+    On a CUDA device in bf16 one kernel takes all of them, cuDNN's where it can be had and
+    FlashAttention's otherwise; elsewhere they are taken one by one.
     """
 
     latent = False
@@ -41,8 +41,17 @@ class CausalAttention:
         # a layer that asked `lengths` would be compiled anew for others
         self._packed = lengths is not None
         self._longest = max(self.lengths, default=0)
+        borders = [0, *accumulate(self.lengths)]
+        # cuDNN adds up the gradient of queries in any order
+        self._cudnn = (
+            device is not None
+            and not torch.are_deterministic_algorithms_enabled()
+            and cudnn_attention.available(device)
+        )
         self._borders = torch.tensor(
-            [0, *accumulate(self.lengths)], dtype=torch.int32, device=device
+            cudnn_attention.padded(borders) if self._cudnn else borders,
+            dtype=torch.int32,
+            device=device,
         )
 
     def __call__(
@@ -52,12 +61,18 @@ class CausalAttention:
             flat = CausalAttention([q.shape[1]] * q.shape[0], q.device)
             mixed = flat(layer, q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), scale)
             return mixed.view(*q.shape[:-1], -1)
-        if q.is_cuda and v.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] in FLASH_SIZES:
+        size = q.shape[-1]
+        known = size % 8 == 0 and size <= 256  # to FlashAttention
+        if known and q.is_cuda and v.dtype in (torch.bfloat16, torch.float16):
             return self._together(q.to(v.dtype), k.to(v.dtype), v, scale)
         return _one_by_one(self.lengths, q, k, v, scale)
 
     def _together(self, q_THD: Tensor, k_TKD: Tensor, v_TKV: Tensor, scale: float | None) -> Tensor:
         size, borders, longest = v_TKV.shape[-1], self._borders, self._longest
+        if self._cudnn and cudnn_attention.knows(q_THD, v_TKV):
+            return cudnn_attention.attend(
+                q_THD, k_TKD, v_TKV, borders, longest, scale or size**-0.5
+            )
         v_TKD = F.pad(v_TKV, (0, q_THD.shape[-1] - size))  # the kernel wants one size for all
         attend = torch.ops.aten._flash_attention_forward
         mixed_THD: Tensor = attend(

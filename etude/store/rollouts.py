@@ -16,12 +16,15 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
+from itertools import accumulate, chain
+from typing import Any
 
 import msgspec
-import pyarrow
+import numpy as np
+from arro3.core import Array, DataType, Field, Schema, Table, list_array, struct_array
+from arro3.io import read_parquet, write_parquet
 from blake3 import blake3
-from pyarrow import parquet
 
 from etude.core.errors import EtudeError
 from etude.core.types import Group, Status, Trajectory, turns
@@ -67,25 +70,16 @@ class RolloutRow:
     """The object in the store that holds all of it."""
 
 
-_TYPES = {
-    "str": pyarrow.string(),
-    "Status": pyarrow.string(),
-    "int": pyarrow.int64(),
-    "float": pyarrow.float64(),
-    "tuple[str, ...]": pyarrow.list_(pyarrow.string()),
-    "tuple[int, ...]": pyarrow.list_(pyarrow.int64()),
-    "dict[str, float]": pyarrow.map_(pyarrow.string(), pyarrow.float64()),
+_SCALARS = {
+    "str": DataType.string(),
+    "Status": DataType.string(),
+    "int": DataType.int64(),
+    "float": DataType.float64(),
 }
-SCHEMA = pyarrow.schema(
-    [
-        pyarrow.field(
-            field.name,
-            _TYPES[str(field.type).removesuffix(" | None")],
-            nullable=str(field.type).endswith(" | None"),
-        )
-        for field in fields(RolloutRow)
-    ]
-)
+_PART = [
+    Field("name", DataType.string(), nullable=False),
+    Field("value", DataType.float64(), nullable=False),
+]
 
 
 def group_rows(group: Group) -> list[RolloutRow]:
@@ -162,18 +156,12 @@ class RolloutLog:
         evaluations = [
             key for key in listed if re.fullmatch(rf"{FOLDER}/\d{{6,}}\.\w+\.parquet", key)
         ]
-        return [
-            msgspec.convert(row | {"parts": dict(row["parts"])}, RolloutRow)
-            for key in [*self._keys(), *evaluations]
-            for row in self._table(key).to_pylist()
-        ]
+        return [row for key in [*self._keys(), *evaluations] for row in _decode(self._table(key))]
 
     def groups(self) -> set[str]:
         """The groups whose rows are there."""
         return {
-            group
-            for key in self._keys()
-            for group in self._table(key, ["group"]).column("group").to_pylist()
+            group for key in self._keys() for group in self._table(key).column("group").to_pylist()
         }
 
     def _keys(self) -> list[str]:
@@ -182,17 +170,17 @@ class RolloutLog:
     def _end(self) -> int:
         return first_free(self._objects, FOLDER, _key)
 
-    def _table(self, key: str, columns: list[str] | None = None) -> pyarrow.Table:
+    def _table(self, key: str) -> Table:
         data = self._objects.get(key)
         try:
             _check(data)
-            return parquet.read_table(io.BytesIO(data), columns=columns)
-        except (ValueError, OSError, pyarrow.ArrowException) as e:
+        except ValueError as e:
             raise Damaged(
                 f"{self._objects.url}: {key} is damaged ({e}): bring it back from a copy, or "
                 f"delete the folder {FOLDER}/, and the next start of the run writes the rows of "
                 f"training again"
             ) from e
+        return read_parquet(io.BytesIO(data)).read_all()
 
 
 _BLANK = b"0" * 64
@@ -201,15 +189,51 @@ _DIGEST = re.compile(rb"blake3\x18@([0-9a-f]{64})")
 
 
 def _encode(rows: Sequence[RolloutRow]) -> bytes:
-    table = pyarrow.Table.from_pylist([asdict(row) for row in rows], schema=SCHEMA)
+    kinds = {field.name: str(field.type) for field in fields(RolloutRow)}
+    arrays = [
+        _column(kind.removesuffix(" | None"), [getattr(row, name) for row in rows])
+        for name, kind in kinds.items()
+    ]
+    columns = [
+        Field(name, array.type, nullable=kind.endswith(" | None"))
+        for (name, kind), array in zip(kinds.items(), arrays, strict=True)
+    ]
     file = io.BytesIO()
-    with parquet.ParquetWriter(file, SCHEMA, store_schema=False) as writer:
-        writer.write_table(table)
-        writer.add_key_value_metadata({"blake3": _BLANK.decode()})
+    write_parquet(
+        Table.from_arrays(arrays, schema=Schema(columns)),
+        file,
+        key_value_metadata={"blake3": _BLANK.decode()},
+        skip_arrow_metadata=True,
+    )
     data = file.getvalue()
     before, blank, after = data.rpartition(_BLANK)
     assert blank
     return before + blake3(data).hexdigest().encode() + after
+
+
+def _column(kind: str, values: Sequence[Any]) -> Array:
+    """`kind`: a type of a field of `RolloutRow`, as it is written there."""
+    if kind in _SCALARS:
+        return Array(values, type=_SCALARS[kind])
+    ends = np.array([0, *accumulate(map(len, values))], dtype=np.int32)
+    if kind == "dict[str, float]":
+        names = chain.from_iterable(map(dict.keys, values))
+        numbers = chain.from_iterable(map(dict.values, values))
+        flat = struct_array([_column("str", [*names]), _column("float", [*numbers])], fields=_PART)
+    else:
+        flat = _column(kind.removeprefix("tuple[").removesuffix(", ...]"), [*chain(*values)])
+    return list_array(Array(ends), flat)
+
+
+def _decode(table: Table) -> list[RolloutRow]:
+    columns: dict[str, list[Any]] = {
+        name: list(table.column(name).to_pylist()) for name in table.column_names
+    }
+    columns["parts"] = [{part["name"]: part["value"] for part in row} for row in columns["parts"]]
+    return [
+        msgspec.convert(dict(zip(columns, values, strict=True)), RolloutRow)
+        for values in zip(*columns.values(), strict=True)
+    ]
 
 
 def _check(data: bytes) -> None:

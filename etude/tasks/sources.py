@@ -94,9 +94,13 @@ def _read_text(path: Path) -> str:
 
 def _rows(path: Path, field: str) -> Iterator[tuple[str, Record]]:
     """(file, row) of a Parquet file, a batch of rows in memory at a time."""
-    import pyarrow  # here, because most runs read none
-    from pyarrow import parquet
-
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ModuleNotFoundError as e:
+        raise EtudeError(
+            f"{path} is Parquet, which needs pyarrow: pip install 'etude[parquet]'"
+        ) from e
     try:
         with parquet.ParquetFile(path) as file:
             if field not in file.schema_arrow.names:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -28,6 +29,7 @@ from etude.core.types import Batch, RecomputedRow, Row
 from etude.model import files
 from etude.model.transformer import Transformer
 from etude.train.distributed import SINGLE_PROCESS, ProcessGroup, local_tensor, shard_rows
+from etude.train.host_copy import HostCopy
 from etude.train.loss import token_logprobs
 from etude.train.mismatch import mismatch_stats
 from etude.train.objective import AGGREGATE, Objective
@@ -140,26 +142,26 @@ class Learner:
             sums.append(summed)
             seen.append(columns_N5)
         routers.end_step(self.ranks)
-        loss_sum, *others_sum = self.ranks.all_reduce_sum(
-            *(sum(column) for column in torch.stack(sums).T.tolist())
-        )
+        copies = HostCopy(torch.stack(sums)), HostCopy(torch.cat(seen))
+        norm = self._update(lr, weight_decay)  # goes on while figures are made
+        sums_M4, seen_N5 = (copy.wait() for copy in copies)
+        loss_sum, *others_sum = self.ranks.all_reduce_sum(*map(sum, sums_M4.T.tolist()))
         truncated_frac, zero_grad_frac, entropy = (each / num_tokens for each in others_sum)
-        seen_N5 = self.ranks.all_gather(torch.cat(seen).flatten().cpu()).view(-1, 5)
-        grad_norm = self._update(lr, weight_decay)  # goes on while figures are made
+        seen_N5 = self.ranks.all_gather(seen_N5.flatten()).view(-1, 5)
         return RlStats(
+            recomputed=_by_row(seen_N5, len(rows)),
             loss=loss_sum,
             mismatch=mismatch_stats(seen_N5[:, 1].numpy(), seen_N5[:, 2].numpy()),
             truncated_frac=truncated_frac,
             zero_grad_frac=zero_grad_frac,
             entropy=entropy,
-            grad_norm=grad_norm,
             lr=lr,
             num_rows=len(rows),
             num_tokens=num_tokens,
             num_forward_tokens=sum(row.length for row in rows),
             router_mismatch_frac=routers.mismatch_frac,
             experts_replaced_frac=routers.replaced_frac,
-            recomputed=_by_row(seen_N5, len(rows)),
+            grad_norm=_finite(norm),  # last: the update is waited for
         )
 
     def _experts(self, fetch: Callable[[str], bytes] | None) -> Callable[[Row], Tensor | None]:
@@ -253,7 +255,7 @@ class Learner:
         )
         return SupervisedStats(
             loss=total,
-            grad_norm=self._update(lr, weight_decay),
+            grad_norm=_finite(self._update(lr, weight_decay)),
             lr=lr,
             num_tokens=num_tokens,
             metrics=dict(zip(metrics, sums, strict=True)),
@@ -389,27 +391,18 @@ class Learner:
             for some in plans[self.ranks.rank]
         )
 
-    def _update(self, lr: float, weight_decay: float) -> float:
+    def _update(self, lr: float, weight_decay: float) -> Tensor:
         """Moves the masters by the gradient that has gathered on the model, and rounds them into
-        it."""
+        it. Returns the norm of the gradient; if that is not finite, nothing has moved."""
         gradients = {
             name: self._gradients[name] for name in self._masters if name in self._gradients
         }
         self._gradients.clear()
         norm = self.ranks.global_norm(torch.nn.utils.get_total_norm(gradients.values()))
-        # It would poison the masters and every version after.
-        if not torch.isfinite(norm):
-            raise EtudeError(
-                "the gradient of this step is not finite, and the weights were left as they are: "
-                "look for rewards or "
-                "log-probs that are not finite in its batch, or for a loss of your own that is not "
-                "finite on it"
-            )
-        scale = (MAX_GRAD_NORM / (norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_(list(gradients.values()), scale)
-        self._optimizer.step(gradients, lr=lr, weight_decay=weight_decay)
+        divisor = ((norm + 1e-6) / MAX_GRAD_NORM).clamp(min=1.0)
+        self._optimizer.step(gradients, lr=lr, weight_decay=weight_decay, divisor=divisor)
         self._round(self._masters)
-        return float(norm)
+        return norm
 
     @torch.no_grad()
     def _round(self, weights: Mapping[str, Tensor]) -> None:
@@ -422,6 +415,17 @@ class Learner:
         torch._foreach_copy_(
             [local_tensor(self._parameters[name]) for name in weights], list(exact)
         )
+
+
+def _finite(norm: Tensor) -> float:
+    if not math.isfinite(found := float(norm)):
+        raise EtudeError(
+            "the gradient of this step is not finite, and the weights were left as they are: "
+            "look for rewards or "
+            "log-probs that are not finite in its batch, or for a loss of your own that is not "
+            "finite on it"
+        )
+    return found
 
 
 @torch.no_grad()

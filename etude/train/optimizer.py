@@ -24,9 +24,12 @@ MOMENTUM = 0.95
 class Optimizer(Protocol):
     """An optimizer over the master weights of one rank."""
 
-    def step(self, gradients: Mapping[str, Tensor], *, lr: float, weight_decay: float) -> None:
-        """Moves the masters that have a gradient. Decay pulls matrices towards 0; the gains of
-        norms are scales, whose neutral value is not 0."""
+    def step(
+        self, gradients: Mapping[str, Tensor], *, lr: float, weight_decay: float, divisor: Tensor
+    ) -> None:
+        """Moves the masters that have a gradient, by these over `divisor`, which clips them; moves
+        nothing if that is not finite. Nobody waits for the device to find out. Decay pulls matrices
+        towards 0; the gains of norms are scales, whose neutral value is not 0."""
 
     def reset(self) -> None:
         """Zero the state."""
@@ -54,11 +57,16 @@ class AdamW:
         )
         self.reset()
 
-    def step(self, gradients: Mapping[str, Tensor], *, lr: float, weight_decay: float) -> None:
+    def step(
+        self, gradients: Mapping[str, Tensor], *, lr: float, weight_decay: float, divisor: Tensor
+    ) -> None:
         for name, master in self._masters.items():
             master.grad = gradients.get(name)
         matrices, others = self._torch.param_groups
         matrices["lr"], matrices["weight_decay"], others["lr"] = lr, weight_decay, lr
+        # as torch's GradScaler tells a fused optimizer
+        told = {"grad_scale": divisor, "found_inf": (~divisor.isfinite()).float()}
+        vars(self._torch).update(told)
         self._torch.step()
         self._torch.zero_grad(set_to_none=True)
 
@@ -100,12 +108,16 @@ class Muon:
         )
 
     @torch.no_grad()
-    def step(self, gradients: Mapping[str, Tensor], *, lr: float, weight_decay: float) -> None:
-        self._rest.step(gradients, lr=lr, weight_decay=weight_decay)
+    def step(
+        self, gradients: Mapping[str, Tensor], *, lr: float, weight_decay: float, divisor: Tensor
+    ) -> None:
+        self._rest.step(gradients, lr=lr, weight_decay=weight_decay, divisor=divisor)
+        if not divisor.isfinite():
+            return
         for name, master in self._masters.items():
-            momentum = self._momentum[name]
-            momentum.lerp_(gradients[name], 1 - MOMENTUM)
-            ahead = gradients[name].lerp(momentum, MOMENTUM)  # as Nesterov does
+            gradient, momentum = gradients[name] / divisor, self._momentum[name]
+            momentum.lerp_(gradient, 1 - MOMENTUM)
+            ahead = gradient.lerp(momentum, MOMENTUM)  # as Nesterov does
             update = full_tensor(ahead, self._parameters[name])
             for matrix in files.hf_tensors(self._model, {name: update}).values():
                 matrix.copy_(orthogonal(matrix) * 0.2 * math.sqrt(max(matrix.shape)))

@@ -55,7 +55,7 @@ class TokenSequence:
     @cached_property
     def loss_positions(self) -> Ints:
         """The positions of the tokens that the loss counts."""
-        return np.flatnonzero(self.mask[1:]) + 1
+        return np.flatnonzero(np.frombuffer(bytes(self.mask[1:]), np.bool_)) + 1
 
     @property
     def length(self) -> int:
@@ -122,7 +122,9 @@ class PackedBatch:
 
     def to(self, device: torch.device) -> Self:
         there: dict[str, Any] = {
-            f.name: tensor.to(device)
+            f.name: (tensor.pin_memory() if device.type == "cuda" else tensor).to(
+                device, non_blocking=True
+            )
             for f in fields(self)
             if isinstance(tensor := getattr(self, f.name), Tensor)
         }
@@ -165,10 +167,10 @@ def pack_rollouts(
             [each.length for each in rows], [experts(each.row) for each in rows]
         ),
         old_logprobs_N=_joined(
-            [np.array(each.row.logprobs)[each.loss_positions] for each in rows], torch.float32
+            [_numbers(each.row.logprobs)[each.loss_positions] for each in rows], torch.float32
         ),
         advantages_N=_joined(
-            [np.array(each.row.advantages)[each.loss_positions] for each in rows], torch.float32
+            [_numbers(each.row.advantages)[each.loss_positions] for each in rows], torch.float32
         ),
         weights_N=_joined([np.full(each.num_tokens, each.weight) for each in rows], torch.float32),
         row_ids_N=_joined([np.full(each.num_tokens, each.number) for each in rows], torch.int64),
@@ -180,7 +182,8 @@ def _packed(texts: Sequence[TokenSequence]) -> dict[str, Any]:
     lengths = [text.length for text in texts]
     if not any(lengths):
         texts, lengths = [TokenSequence((0,), (False,))], [1]
-    starts, tokens = accumulate(lengths, initial=0), [np.array(text.tokens) for text in texts]
+    starts = accumulate(lengths, initial=0)
+    tokens = [np.fromiter(text.tokens, np.int64, len(text.tokens)) for text in texts]
     return {
         "tokens_T": _joined(
             [own[:length] for own, length in zip(tokens, lengths, strict=True)], torch.int64
@@ -198,6 +201,10 @@ def _packed(texts: Sequence[TokenSequence]) -> dict[str, Any]:
             [np.full(text.num_tokens, n) for n, text in enumerate(texts)], torch.int64
         ),
     }
+
+
+def _numbers(values: Sequence[float]) -> NDArray[np.float64]:
+    return np.fromiter(values, np.float64, len(values))  # half as long as np.array
 
 
 def _joined(parts: Sequence[NDArray[Any]], dtype: torch.dtype) -> Tensor:

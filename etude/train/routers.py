@@ -39,7 +39,8 @@ class RouterTracker:
         self._config = model.config.experts
         self._min_score = min_score
         self._balance = router_balance
-        self._routers = [module for module in model.modules() if isinstance(module, Router)]
+        modules = model.modules() if self._config else ()
+        self._routers = [module for module in modules if isinstance(module, Router)]
         self.num_replayed = self.num_mismatched = self.num_replaced = 0
         """Tokens that were replayed, those among them for which any router would have chosen
         otherwise, and choices that were replaced."""

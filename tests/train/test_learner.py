@@ -20,7 +20,7 @@ from etude.train.checkpoint import pack, unpack
 from etude.train.learner import MAX_GRAD_NORM, Learner
 from etude.train.loss import token_logprobs
 from etude.train.objective import Objective
-from etude.train.optimizer import BETAS, MOMENTUM
+from etude.train.optimizer import BETAS, MOMENTUM, OPTIMIZER
 from etude.train.packing import PackedBatch, TokenSequence
 from etude.train.packing import pack_batch as pack_texts
 
@@ -429,8 +429,11 @@ def test_a_batch_without_sampled_tokens_is_refused() -> None:
         learner().step(Batch(step=1, rows=rows, oldest=0), lr=1e-3)
 
 
-def test_a_gradient_that_is_not_finite_stops_the_run_before_it_reaches_the_masters() -> None:
-    one = learner()
+@pytest.mark.parametrize("optimizer", OPTIMIZER)
+def test_a_gradient_that_is_not_finite_stops_the_run_before_it_reaches_the_masters(
+    optimizer: str,
+) -> None:
+    one = Learner(init_from_scratch(CONFIG, 0), optimizer=optimizer)
     state = {name: tensor.clone() for name, tensor in one.state().items()}
     rows = tuple(
         replace(row, advantages=tuple(float("inf") for _ in row.mask)) for row in batch(1).rows

@@ -5,6 +5,8 @@ CI has no such device; `python -m pytest tests/train/test_on_cuda.py` where ther
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,10 +14,12 @@ import numpy as np
 import pytest
 import torch
 
+from etude.core.errors import EtudeError
 from etude.core.sampling import SamplingParams, SamplingSpan
 from etude.core.types import Batch
 from etude.engine.engine import Engine
 from etude.engine.select import invariant_trainer_model
+from etude.model import cudnn_attention
 from etude.model.attention import CausalAttention
 from etude.model.config import ExpertsConfig, LatentConfig
 from etude.model.numerics import INVARIANT
@@ -23,9 +27,10 @@ from etude.model.transformer import ModelConfig, Transformer
 from etude.run.trials import row_of
 from etude.train.distributed import SINGLE_PROCESS
 from etude.train.learner import Learner
+from etude.train.optimizer import OPTIMIZER
 from etude.train.start import compile_layers
 from etude.trainer.trainer import Trainer
-from tests.small_model import drain, request
+from tests.small_model import add, drain, request
 from tests.train import distributed_work
 from tests.train.test_learner import CONFIG, batch, equal, init_from_scratch, texts, through_bytes
 from tests.trainer.lives import STAGES, fingerprint, live_briefly, prepared
@@ -60,6 +65,7 @@ def test_it_has_the_curve_of_the_cpu() -> None:
 
 SHAPES = {
     "dense": CONFIG,
+    "wide": replace(CONFIG, head_dim=16),  # which cuDNN knows
     "moe": replace(CONFIG, model_type="qwen3_moe", experts=EXPERTS),
     "mla": replace(
         CONFIG, model_type="deepseek_v3", latent=LATENT, experts=replace(EXPERTS, sigmoid=True)
@@ -70,47 +76,116 @@ SHAPES = {
 @pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_in_bf16_it_is_near_the_cpu(shape: str, compiled: bool) -> None:
-    """Loss, entropy and the gradient of every parameter; experts that no token uses are among
-    them."""
+    """The log-prob of every token and the gradient of every parameter. Experts are given: which of
+    two that are nearly as good a router takes hangs on rounding. Some are used by no token."""
     model = init_from_scratch(SHAPES[shape], 0).to("cuda")
     there = Learner(compile_layers(model) if compiled else model, compute=torch.bfloat16)
     here = Learner(init_from_scratch(SHAPES[shape], 0))
+    given = batch(1)
+    experts = {row.sample: bytes(n % 12 for n in range(2 * len(row.tokens))) for row in given.rows}
+    if SHAPES[shape].experts:
+        named = tuple(replace(row, experts=row.sample) for row in given.rows)
+        given = replace(given, rows=named)
     for microbatch_tokens in (4096, 64):  # the second time other shapes, in several passes
         theirs, ours = (
-            one.step(batch(1), lr=0.0, microbatch_tokens=microbatch_tokens) for one in (there, here)
+            one.step(given, lr=0.0, microbatch_tokens=microbatch_tokens, fetch=experts.__getitem__)
+            for one in (there, here)
         )
-        # Advantages are of the size of 1 and cancel out in the loss: its error is on their scale.
-        assert theirs.loss == pytest.approx(ours.loss, rel=0.03, abs=0.02)
+        found, expected = (
+            np.concatenate([row.logprobs for row in stats.recomputed]) for stats in (theirs, ours)
+        )
+        assert np.sqrt(np.mean((found - expected) ** 2)) < 0.03
+        assert theirs.loss == pytest.approx(ours.loss, abs=0.02)
         assert theirs.entropy == pytest.approx(ours.entropy, rel=0.01)
         assert theirs.grad_norm == pytest.approx(ours.grad_norm, rel=0.05)
     for name, expected in here.state().items():
         if name.startswith("exp_avg."):
-            found = there.state()[name].cpu()
-            assert (found - expected).norm() <= 0.1 * expected.norm() + 1e-3, name
+            error = there.state()[name].cpu() - expected
+            assert error.norm() <= 0.1 * expected.norm(), name
 
 
+ATTENTION = ["cudnn", "flash"]
+
+
+@pytest.fixture
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    name: str = request.param
+    if name == "flash":
+        monkeypatch.setattr(cudnn_attention, "available", lambda device: False)
+    elif not cudnn_attention.available(torch.device("cuda")):
+        pytest.skip("needs nvidia-cudnn-frontend and a device that it knows")
+    return name
+
+
+@pytest.mark.parametrize("kernel", ATTENTION, indirect=True)
 @pytest.mark.parametrize(
-    ("heads", "keys", "size", "value"), [(4, 2, 64, 64), (4, 4, 48, 32), (2, 1, 128, 128)]
+    ("heads", "keys", "size", "value"),
+    [(4, 2, 64, 64), (4, 4, 48, 32), (2, 1, 128, 128), (16, 8, 128, 128)],
 )
+@pytest.mark.parametrize("lengths", [(70, 1, 300, 129), (5,), (1, 2000, 1), (64,) * 40])
 def test_attention_of_all_sequences_at_once_is_that_of_each(
-    heads: int, keys: int, size: int, value: int
+    lengths: tuple[int, ...], heads: int, keys: int, size: int, value: int, kernel: str
 ) -> None:
-    lengths, generator = [70, 1, 300, 129], torch.Generator("cuda").manual_seed(0)
-    shapes = [(sum(lengths), heads, size), (sum(lengths), keys, size), (sum(lengths), keys, value)]
-    rough = [
-        torch.randn(s, device="cuda", generator=generator).bfloat16().requires_grad_()
-        for s in shapes
-    ]
-    exact = [x.detach().float().requires_grad_() for x in rough]
+    inputs, slope = random_inputs(lengths, heads, keys, size, value)
     attend, outs = CausalAttention(lengths, torch.device("cuda")), []
-    slope = torch.randn(sum(lengths), heads, value, device="cuda", generator=generator)
-    for inputs in (rough, exact):
-        out = attend(0, *inputs)
+    for leaves in (inputs, [x.detach().float().requires_grad_() for x in inputs]):
+        out = attend(0, *leaves)
         out.backward(slope.to(out.dtype))
-        outs.append([out, *(x.grad for x in inputs)])
+        outs.append([out, *(x.grad for x in leaves)])
     assert outs[0][0].dtype == torch.bfloat16
     for found, expected in zip(*outs, strict=True):
         assert (found - expected).norm() < 0.02 * expected.norm()
+
+
+@pytest.mark.parametrize("keys", [2, 4])
+@pytest.mark.parametrize("kernel", ATTENTION, indirect=True)
+def test_attention_is_compiled_once_for_all_lengths(kernel: str, keys: int) -> None:
+    """And all of it may be parts of one wider tensor, as values are in a layer."""
+
+    def layer(qkv: torch.Tensor, attend: CausalAttention) -> torch.Tensor:
+        return attend(0, *qkv.view(-1, 4 + 2 * keys, 64).split((4, keys, keys), 1))
+
+    torch.compiler.reset()
+    compiled = torch.compile(layer, dynamic=True, fullgraph=True)
+    compiled_before = False
+    plans = cudnn_attention._plan.cache_info().currsize
+    for lengths in [(300, 129, 70), (400, 80, 30, 2), (290, 221)]:
+        inputs, slope = random_inputs(lengths, 4, keys, 64, 64)
+        rough = torch.cat(inputs, 1).flatten(1).detach().requires_grad_()
+        exact = rough.detach().float().requires_grad_()
+        attend = CausalAttention(lengths, torch.device("cuda"))
+        with torch.compiler.set_stance("fail_on_recompile" if compiled_before else "default"):
+            out = compiled(rough, attend)
+        expected, compiled_before = layer(exact, attend), True
+        out.backward(slope.bfloat16())
+        expected.backward(slope)
+        assert (out - expected).norm() < 0.02 * expected.norm()
+        assert (rough.grad - exact.grad).norm() < 0.02 * exact.grad.norm()
+    made = cudnn_attention._plan.cache_info().currsize - plans
+    assert made == (2 if kernel == "cudnn" else 0)  # forward and backward
+
+
+def random_inputs(
+    lengths: Sequence[int], heads: int, keys: int, size: int, value: int
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    generator, tokens = torch.Generator("cuda").manual_seed(0), sum(lengths)
+    shapes = [(tokens, heads, size), (tokens, keys, size), (tokens, keys, value)]
+    inputs = [
+        torch.randn(s, device="cuda", generator=generator).bfloat16().requires_grad_()
+        for s in shapes
+    ]
+    return inputs, torch.randn(tokens, heads, value, device="cuda", generator=generator)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZER)
+def test_a_gradient_that_is_not_finite_moves_nothing(optimizer: str) -> None:
+    one = Learner(init_from_scratch(CONFIG, 0).to("cuda"), optimizer=optimizer)
+    one.step(batch(1), lr=1e-3)
+    state = through_bytes(one.state())
+    rows = tuple(replace(row, advantages=(math.inf,) * len(row.mask)) for row in batch(2).rows)
+    with pytest.raises(EtudeError, match="not finite"):
+        one.step(replace(batch(2), rows=rows), lr=1e-3)
+    assert equal(through_bytes(one.state()), state)
 
 
 def test_a_state_goes_on_to_the_bit_and_to_the_other_kind_of_device() -> None:
@@ -147,7 +222,7 @@ def test_a_stage_that_was_stopped_has_the_hash_of_one_that_was_not(
     assert fingerprint(stopped) == fingerprint(whole)
 
 
-KERNELS = ModelConfig(
+SERVED = ModelConfig(
     model_type="qwen3",
     vocab_size=150,
     hidden_size=64,
@@ -163,9 +238,9 @@ KERNELS = ModelConfig(
 @pytest.mark.parametrize("name", ["dense", "moe"])
 def test_a_batch_invariant_engine_and_the_trainer_agree_to_the_bit(name: str) -> None:
     """On the same kernels, at temperatures of their own; with experts, these are replayed."""
-    config = KERNELS
+    config = SERVED
     if name == "moe":
-        config = replace(KERNELS, model_type="qwen3_moe", experts=EXPERTS)
+        config = replace(SERVED, model_type="qwen3_moe", experts=EXPERTS)
     source = init_from_scratch(config, 0).to("cuda")
     model = invariant_trainer_model(source, torch.bfloat16)
     assert type(model).__name__ == "TrainableNetwork"
@@ -176,12 +251,11 @@ def test_a_batch_invariant_engine_and_the_trainer_agree_to_the_bit(name: str) ->
     temperatures = (0.6, 1.0, 1.4, 1.0, 0.6, 1.0)
     for number, temperature in enumerate(temperatures):
         prompt = [5 + number, 9, 20, 7]
-        engine.add(
-            request(
-                str(number), prompt, temperature=temperature, stop=frozenset(),
-                experts_from=0 if config.experts else None,
-            )
+        asked = request(
+            str(number), prompt, temperature=temperature, stop_token_ids=(),
+            experts_from=0 if config.experts else None,
         )  # fmt: skip
+        add(engine, asked)
     done, rows, kept = drain(engine), [], {}
     for number, temperature in enumerate(temperatures):
         sample = done[str(number)]

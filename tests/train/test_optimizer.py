@@ -17,6 +17,7 @@ EXPERTS = {
     "moe_intermediate_size": 16,
     "model_type": "qwen3_moe",
 }
+ONE = torch.tensor(1.0)
 SPARSE = ModelConfig.from_json(json.dumps(json.loads(config().to_json()) | EXPERTS))
 
 
@@ -39,7 +40,7 @@ def test_muon_moves_each_matrix_by_its_own_orthogonal_momentum() -> None:
     before = {name: m.clone() for name, m in masters.items()}
     generator = torch.Generator().manual_seed(1)
     gradients = {name: torch.randn(m.shape, generator=generator) for name, m in masters.items()}
-    Muon(masters, model, SINGLE_PROCESS).step(gradients, lr=0.1, weight_decay=0.5)
+    Muon(masters, model, SINGLE_PROCESS).step(gradients, lr=0.1, weight_decay=0.5, divisor=ONE)
     hidden = {name for name, m in masters.items() if is_hidden(name, m)}
     after, old, slopes = (
         hf_tensors(model, {n: t for n, t in tensors.items() if n in hidden})
@@ -64,8 +65,9 @@ def test_what_is_no_hidden_matrix_moves_as_with_adamw() -> None:
     masters = {name: p.detach().clone() for name, p in model.named_parameters()}
     other = {name: m.clone() for name, m in masters.items()}
     gradients = {name: torch.ones_like(m) for name, m in masters.items()}
-    Muon(masters, model, SINGLE_PROCESS).step(dict(gradients), lr=0.1, weight_decay=0.5)
-    AdamW(other, model, SINGLE_PROCESS).step(dict(gradients), lr=0.1, weight_decay=0.5)
+    how = {"lr": 0.1, "weight_decay": 0.5, "divisor": ONE}
+    Muon(masters, model, SINGLE_PROCESS).step(dict(gradients), **how)
+    AdamW(other, model, SINGLE_PROCESS).step(dict(gradients), **how)
     same = {name for name in masters if torch.equal(masters[name], other[name])}
     assert same == {name for name, m in masters.items() if not is_hidden(name, m)}
     assert {
@@ -80,7 +82,8 @@ def test_a_restarted_optimizer_remembers_nothing() -> None:
     masters = {name: p.detach().clone() for name, p in model.named_parameters()}
     muon = Muon(masters, model, SINGLE_PROCESS)
     assert not any(tensor.any() for tensor in muon.state().values())
-    muon.step({name: torch.ones_like(m) for name, m in masters.items()}, lr=0.1, weight_decay=0.0)
+    gradients = {name: torch.ones_like(m) for name, m in masters.items()}
+    muon.step(gradients, lr=0.1, weight_decay=0.0, divisor=ONE)
     assert all(tensor.any() for tensor in muon.state().values())
     muon.reset()
     assert not any(tensor.any() for tensor in muon.state().values())

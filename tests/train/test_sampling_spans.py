@@ -10,7 +10,7 @@ import torch
 
 from etude.core.advantage import to_rows
 from etude.core.sampling import SamplingParams, SamplingSpan
-from etude.core.types import Batch, Row, Segment, Trajectory
+from etude.core.types import Batch, Row, Score, Segment, Trajectory
 from etude.engine.engine import Engine
 from etude.model.numerics import INVARIANT
 from etude.train.head import MAX_LOGITS
@@ -20,7 +20,7 @@ from etude.train.objective import Objective
 from etude.train.packing import RolloutSequence, pack_rollouts
 from etude.train.stats import RlStats
 from etude.train.teacher import Teacher
-from tests.small_model import config, drain, plain_logprobs, request, sharp
+from tests.small_model import add, config, drain, plain_logprobs, request, sharp
 
 PROMPT, TOOL = (3, 9, 20, 7), (11, 12, 13)
 
@@ -38,8 +38,10 @@ def session(engine: Engine, *temperatures: float, seed: int) -> Trajectory:
             mask += [False] * len(TOOL)
             logprobs += [0.0] * len(TOOL)
             context += TOOL
-        asked = request(str(seed), list(context), temperature=temperature, max_tokens=6)
-        engine.add(replace(asked, stop=frozenset()))
+        asked = request(
+            str(seed), list(context), temperature=temperature, max_tokens=6, stop_token_ids=()
+        )
+        add(engine, asked)
         (sample,) = drain(engine).values()
         tokens += sample.tokens
         mask += [True] * len(sample.tokens)
@@ -60,7 +62,7 @@ def session(engine: Engine, *temperatures: float, seed: int) -> Trajectory:
         task="t",
         group="g",
         segments=(segment,),
-        scores={"reward": 1.0},
+        score=Score(reward=1.0),
         status="done",
     )
 

@@ -1,0 +1,24 @@
+"""Copies of a device's tensors on the host, made while the device goes on."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class HostCopy:
+    """The values that a tensor has once the device is done with what it was asked until now. What
+    it is asked after that is not waited for."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        self._copy.copy_(tensor, non_blocking=True)
+        self._made: torch.cuda.Event | None = None
+        if tensor.is_cuda:
+            self._made = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._made.record(torch.cuda.current_stream(tensor.device))
+
+    def wait(self) -> Tensor:
+        if self._made:
+            self._made.synchronize()
+        return self._copy
