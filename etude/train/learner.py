@@ -392,8 +392,8 @@ class Learner:
         )
 
     def _update(self, lr: float, weight_decay: float) -> Tensor:
-        """Moves the masters by the gradient that has gathered on the model, and rounds them into
-        it. Returns the norm of the gradient; if that is not finite, nothing has moved."""
+        """Update the masters by the accumulated gradient, and round them into the model. Returns
+        the norm of the gradient; if that is not finite, nothing has changed."""
         gradients = {
             name: self._gradients[name] for name in self._masters if name in self._gradients
         }

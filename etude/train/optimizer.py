@@ -27,16 +27,17 @@ class Optimizer(Protocol):
     def step(
         self, gradients: Mapping[str, Tensor], *, lr: float, weight_decay: float, divisor: Tensor
     ) -> None:
-        """Moves the masters that have a gradient, by these over `divisor`, which clips them; moves
-        nothing if that is not finite. Nobody waits for the device to find out. Decay pulls matrices
-        towards 0; the gains of norms are scales, whose neutral value is not 0."""
+        """Update the masters that have a gradient. Gradients are divided by `divisor`, which clips
+        them; if that is not finite, nothing changes, and the host does not wait to find out. Weight
+        decay applies to matrices only: the gains of norms are scales, whose neutral value is not
+        0."""
 
     def reset(self) -> None:
         """Zero the state."""
 
     def state(self) -> dict[str, Tensor]:
-        """All that it remembers, sharing memory; the row of a tensor belongs to the same row of the
-        master after whose name it is called."""
+        """The optimizer's state, by the names of the masters; it shares memory. Rows of a tensor
+        belong to the same rows of its master."""
 
 
 class AdamW:
