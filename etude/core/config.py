@@ -156,7 +156,8 @@ class TrainerConfig(Config):
     """Processes that train together; each holds its share of weights and optimizer. Another number
     goes on from the same checkpoints, but not to the last bit."""
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """`muon` moves the matrices within layers by orthogonal steps, and the rest as `adamw` does."""
+    """The optimizer. `muon` updates the matrices within layers by orthogonalised momentum, and the
+    rest as `adamw` does."""
     weights_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """The dtype that weights are rounded to for computing and publishing. The masters are float32
     in any case."""
@@ -172,8 +173,8 @@ class SandboxConfig(Config):
     """The isolation of sandboxes."""
 
     isolation: Literal["namespaces", "process"] = "namespaces"
-    """`process` isolates nothing: only for machines whose kernel refuses namespaces, and code you
-    trust."""
+    """The isolation of a sandbox. `process` isolates nothing: only for machines whose kernel
+    refuses namespaces, and code you trust."""
 
 
 class EvalConfig(Config):

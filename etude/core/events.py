@@ -67,7 +67,7 @@ class OverlongSkipped:
     stage: str
     count: int
     where: tuple[str, ...]
-    """Where the first few of them are."""
+    """The places of the first few of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +120,7 @@ class StepDone:
     repeated_rows: int = 0
     """Rows that an earlier batch held already."""
     teacher_kl: float | None = None
-    """Of distill: estimate of the KL of student to teacher, in nats a token."""
+    """Estimate of the KL of student to teacher, in nats a token; only of distill."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,8 +185,8 @@ class PublishStarted:
 
     version: int
     stall_s: float
-    """How long the trainer was stalled: for the copy of the weights, and for the version before if
-    that was not there yet."""
+    """Time that the trainer was stalled: for the copy of the weights, and for the version before if
+    that was not published yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

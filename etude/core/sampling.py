@@ -1,5 +1,4 @@
-"""Requests to a policy and its answers, from the HTTP route to the sampler: one type each, whoever
-passes them on.
+"""Requests to a policy and its samples: the same types from the HTTP route to the sampler.
 
 Frozen dataclasses of the standard library, so that the engine can import them on a bare CUDA image.
 """
@@ -12,36 +11,35 @@ from functools import cached_property
 from typing import Literal
 
 Priority = Literal["interactive", "standard", "batch"]
-"""Who is served first: people who wait, ordinary requests, then work that may wait."""
+"""The priority class of a request, the first served first: people who wait, ordinary requests, work
+that may wait."""
 MIN_TEMPERATURE = 1e-3
-"""Short of 0, which is the likeliest token: logits divided by less overflow, and nothing can be
-drawn from that."""
+"""The lowest temperature other than 0, which is greedy: logits divided by less overflow."""
 MAX_PENALTY = 100.0
-"""And its inverse is the smallest: beyond them logits overflow."""
+"""The largest repetition penalty, whose inverse is the smallest: beyond them logits overflow."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How the next token is drawn. The names are those of vLLM's and OpenAI's APIs, by which they
-    are read from a request and passed on to vLLM; every default leaves the model's own distribution
-    as it is. A new parameter is a field here, its range in `check`, and its effect in
+    """The sampling parameters of a request. The names are those of vLLM's and OpenAI's APIs, by
+    which they are read from a request and passed on to vLLM; every default leaves the model's own
+    distribution as it is. A new parameter is a field here, its range in `check`, and its effect in
     `engine.sampler`."""
 
     temperature: float = 1.0
-    """0: the likeliest token."""
+    """Sampling temperature; 0 is greedy."""
     top_p: float = 1.0
     top_k: int = 0
-    """0: any token may be drawn."""
+    """Sample from so many of the likeliest tokens; 0 is off."""
     min_p: float = 0.0
-    """Only tokens at least so likely, compared with the likeliest, are drawn."""
+    """Sample only tokens with at least this share of the likeliest token's probability."""
     repetition_penalty: float = 1.0
-    """Above 1: what stands in the prompt or in the answer so far is less likely to be said
-    again."""
+    """Penalty on tokens of the prompt and of the answer so far; above 1 they are less likely."""
     grammar: str | None = None
-    """What the answer must follow, in the notation of llguidance."""
+    """The grammar that the answer must follow, in the notation of llguidance."""
 
     def check(self) -> None:
-        """Raises ValueError for a value that nothing can be drawn with."""
+        """Raise ValueError for a value out of range."""
         if self.temperature != 0 and not MIN_TEMPERATURE <= self.temperature < float("inf"):
             raise ValueError(
                 f"temperature must be 0 or at least {MIN_TEMPERATURE}, not {self.temperature}"
@@ -70,28 +68,27 @@ class SamplingParams:
 
     @property
     def reads_history(self) -> bool:
-        """The distribution depends on the tokens before it, and so cannot be known before they
-        are."""
+        """True if the parameters depend on the tokens before (grammar, repetition penalty)."""
         return self.grammar is not None or self.repetition_penalty != 1
 
     @property
     def untrainable(self) -> str | None:
-        """Why the trainer cannot recompute the probability of a token that was drawn this way: the
-        names of the parameters, or None if it can. The trainer knows logits and temperature; what
-        cuts the distribution off, or depends on what was said before, it does not know."""
+        """The parameters because of which the trainer cannot recompute the log-probs of sampled
+        tokens, or None if it can. The trainer knows logits and temperature; not what truncates the
+        distribution or depends on earlier tokens."""
         return "temperature 0" if self.temperature == 0 else ", ".join(self.filters) or None
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingSpan:
-    """`count` consecutive sampled tokens that were drawn with the same parameters."""
+    """A run of `count` sampled tokens with the same sampling parameters."""
 
     params: SamplingParams
     count: int
 
 
 def sampling_spans(spans: Iterable[SamplingSpan]) -> tuple[SamplingSpan, ...]:
-    """The same spans with equal neighbours joined."""
+    """Join neighbouring spans that are equal."""
     joined: list[SamplingSpan] = []
     for span in spans:
         if joined and joined[-1].params == span.params:
@@ -102,7 +99,7 @@ def sampling_spans(spans: Iterable[SamplingSpan]) -> tuple[SamplingSpan, ...]:
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """`count` consecutive sampled tokens that one weight version produced."""
+    """A run of `count` sampled tokens of one weight version."""
 
     version: int
     count: int
@@ -127,8 +124,8 @@ def expand_spans(runs: Iterable[VersionSpan]) -> Iterator[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One sampling request to a policy, with all the randomness of its answer: any policy with the
-    same weights, asked the same, answers the same."""
+    """One sampling request to a policy. Its seed holds all the randomness: the same weights give
+    the same answer."""
 
     prompt: tuple[int, ...]
     max_tokens: int
@@ -139,18 +136,17 @@ class Request:
     stop: tuple[str, ...] = ()
     """Texts that end the answer: its last token is the one that completes such a text."""
     top_logprobs: int = 0
-    """How many of the likeliest tokens to report in the place of each sampled one."""
+    """The number of top log-probs to report for each sampled token."""
     experts_from: int | None = None
-    """The first position whose routed experts are wanted, if any are: the client may know those
-    before it."""
+    """The first position whose routed experts to return; None for no routed experts."""
     prediction: tuple[int, ...] | None = None
-    """What the answer may look like: where that is right the answer comes faster. It is the same
-    answer in any case."""
+    """Predicted output, as in OpenAI's API: a text that the answer may repeat. Where it is right
+    the answer comes faster; it never changes the answer."""
     drafts: tuple[tuple[int, ...], ...] = ()
-    """More texts that the answer may repeat parts of, used in the same way."""
+    """Further texts that the answer may repeat parts of, used in the same way."""
     priority: Priority = "standard"
     deadline_s: float | None = None
-    """Seconds from now after which nobody wants the answer any more."""
+    """Seconds from now after which the request is dropped."""
 
     @property
     def speculates(self) -> bool:
@@ -159,13 +155,13 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A sampled token on its way, before the sample that it belongs to is whole."""
+    """A streamed token, before its sample is complete."""
 
     token: int
     logprob: float
     version: int
     top: tuple[tuple[int, float], ...] = ()
-    """The likeliest tokens in its place with their log-probs, as many as were asked for."""
+    """The top log-probs in its place, as many as were asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,13 +174,12 @@ class Sample:
     versions: tuple[VersionSpan, ...]
     finish_reason: Literal["stop", "length"]
     region: str = ""
-    """Where it was sampled, if there are regions."""
+    """The region that sampled it, if there are regions."""
     experts: bytes | None = None
-    """Of a sparse model, from the position on that was asked for: the experts that each token was
-    routed to, prompt included; the last token was never read and has none."""
+    """The routed experts of each token of a sparse model, from the position that was asked for,
+    prompt included; the last token was never computed and has none."""
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
-    """For each token the likeliest in its place with their log-probs, if that was asked for."""
+    """The top log-probs in the place of each token, if they were asked for."""
     accepted_draft_tokens: int = 0
     rejected_draft_tokens: int = 0
-    """Tokens of drafts (see `Request.prediction`) that turned out to be the ones sampled, and that
-    did not."""
+    """Draft tokens (see `Request.prediction`) that were accepted, and that were rejected."""

@@ -66,8 +66,7 @@ class RopeScalingConfig(Config):
 
     type: Literal["linear", "yarn"]
     factor: Annotated[float, Field(gt=1, allow_inf_nan=False)]
-    """How many times the model's own context is possible; model.max_context says how much of it is
-    used."""
+    """Factor on the model's own context; model.max_context says how much of that is used."""
 
 
 class MidtrainConfig(StageConfig):

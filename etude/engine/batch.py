@@ -64,11 +64,11 @@ class ForwardBatch:
     need not have been read back."""
     positions_N: Ints
     slot_mapping_N: Ints
-    """Where the keys and values of each new token are written, before anything is read."""
+    """The slots that the keys and values of the new tokens are written to, before any is read."""
     seq_ids_B: Ints
     """A unique number of each sequence, the same in every pass."""
     query_starts_B: Ints
-    """Where the new tokens of each sequence begin."""
+    """The start of each sequence's new tokens."""
     seq_lens_B: Ints
     """The length of each sequence after this pass, new tokens included."""
     block_table_BM: Ints

@@ -93,7 +93,7 @@ class InputLayout:
             fields |= {"positions": n, "ends": b, "drawing": r, "sequence": t, "first": t}
         self._spans: dict[str, slice] = {}
         self.fixed = 0
-        """Where the block table begins, which is of any width."""
+        """The offset of the block table, which is of any width."""
         for name, count in fields.items():
             self._spans[name] = slice(self.fixed, self.fixed + count)
             self.fixed += -(-count // 4) * 4
@@ -146,7 +146,8 @@ class CudaRunner:
     def __init__(
         self, model: Transformer, num_blocks: int, max_batch: int, *, invariant: bool = False
     ) -> None:
-        """`invariant`: batch-invariant kernels, which give a token the same bits in any batch."""
+        """Capture the graphs. `invariant`: with batch-invariant kernels, which give a token the
+        same bits in any batch."""
         self.num_blocks = num_blocks
         self.max_batch = max_batch
         self._max_rows = max_batch + MAX_DRAFT_TOKENS

@@ -116,9 +116,9 @@ class Engine:
         max_batched_tokens: int = 512, prefix_cache: bool = True, kv_bytes: int | None = None,
         runner: Runner | None = None,
     ) -> None:  # fmt: skip
-        """`max_batched_tokens`: the most tokens of one pass; a longer prompt is computed in chunks.
-        Without `prefix_cache` every prompt is computed in full. `runner`: by default the fastest
-        that supports the model."""
+        """Make an engine for a model. `max_batched_tokens`: the most tokens of one pass; a longer
+        prompt is computed in chunks. Without `prefix_cache` every prompt is computed in full.
+        `runner`: by default the fastest that supports the model."""
         c = model.config
         self.version = version
         self.max_context = c.max_position_embeddings

@@ -255,7 +255,7 @@ LAYER = {
 
 
 def _laid_out(model: Transformer) -> Iterator[tuple[str, Tensor]]:
-    """Copies all: the model may change afterwards."""
+    """The parameters by name, in the layout of `native.c`; copies, so the model may change."""
     state = model.state_dict()
     embedding = state["model.embed_tokens.weight"]
     yield "model.embed_tokens.weight", embedding.clone()

@@ -69,7 +69,7 @@ class Sequence:
     draft: list[int] = field(default_factory=list)
     """Draft tokens that the pass being planned computes after `tokens`."""
     block_table: BlockTable | None = None
-    """None: waiting."""
+    """Its blocks; None while it is waiting."""
     num_computed_tokens: int = 0
     """Tokens that the passes started so far compute, since it was last admitted."""
     num_pending: int = 0

@@ -49,7 +49,7 @@ class ProcessGroup:
         self.rank = rank
         self.size = size
         self.activity = "the start"
-        """What this rank is doing, for the message when another one is lost."""
+        """The present activity of this rank, for the message when another one is lost."""
         self._liveness = LivenessCheck(store, self) if store else None
 
     @classmethod

@@ -85,8 +85,8 @@ def peak_flops(
 
 
 def matrix_flops(device: torch.device, dtype: torch.dtype, *, size: int, tries: int = 5) -> float:
-    """What a device reaches on large products of random numbers; zeros and ones would take less
-    power."""
+    """The FLOPs a second of a device on large products of random numbers; zeros and ones would take
+    less power."""
     generator = torch.Generator(device).manual_seed(0)  # whoever trains has a generator of its own
     x, y = (torch.randn(size, size, device=device, generator=generator).to(dtype) for _ in range(2))
     at_once, best = 50 if device.type == "cuda" else 1, float("inf")

@@ -165,7 +165,7 @@ class Learner:
         )
 
     def _experts(self, fetch: Callable[[str], bytes] | None) -> Callable[[Row], Tensor | None]:
-        """What `pack_rollouts` asks for the experts of a row."""
+        """The function that gives `pack_rollouts` the routed experts of a row."""
         config = self.model.config.experts
         return lambda row: experts_to_replay(row, config, fetch) if fetch else None
 
@@ -378,7 +378,7 @@ class Learner:
         pack: Callable[[Sequence[Any]], P],
         microbatch_tokens: int | None = None,
     ) -> Iterable[P]:
-        """What this rank computes of them, each made when its turn comes, while the device is busy
+        """The microbatches of this rank, each packed when its turn comes, while the device is busy
         with the last. Ranks meet in every layer of every pass, so all have equally many."""
         limit = (
             MICROBATCH_TOKENS[self.device.type] if microbatch_tokens is None else microbatch_tokens

@@ -26,7 +26,7 @@ from etude.train.distributed import SINGLE_PROCESS, ProcessGroup
 from etude.train.packing import PackedBatch
 
 BIAS_STEP = 1e-3
-"""What DeepSeek-V3 was trained with; scores lie between 0 and 1."""
+"""The step of a bias, as in DeepSeek-V3; scores lie between 0 and 1."""
 
 
 class RouterTracker:

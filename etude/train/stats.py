@@ -23,13 +23,13 @@ class RlStats:
     entropy: float
     """Mean over the sampled tokens, in nats."""
     grad_norm: float
-    """Before clipping."""
+    """The norm of the gradient before clipping."""
     lr: float
     num_rows: int
     num_tokens: int
     """Sampled tokens."""
     num_forward_tokens: int
-    """All tokens that went through the model, prompts included."""
+    """Tokens that went through the model, prompts included."""
     router_mismatch_frac: float | None = None
     """Share of the tokens with replayed experts for which a router, left alone, would have chosen
     another."""

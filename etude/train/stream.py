@@ -39,7 +39,7 @@ class Documents:
 
 
 def joined(parts: Sequence[Documents]) -> Documents:
-    """All documents of all parts, in memory."""
+    """Concatenate documents, in memory."""
     before = np.cumsum([0, *(len(part.tokens_N) for part in parts)])
     return Documents(
         np.concatenate([part.tokens_N for part in parts]),

@@ -56,8 +56,8 @@ def _rotated(row, gain, turn, inside, eps, D: tl.constexpr, NORM: tl.constexpr):
 
 @triton.jit
 def _place(slot, kh, K: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr):
-    """Where the key or value of a slot begins. A block holds its tokens head by head, so a program
-    reads one run."""
+    """The address of the key or value of a slot. A block holds its tokens head by head, so a
+    program reads one run."""
     slot = slot.to(tl.int64)
     return ((slot // PAGE * K + kh) * PAGE + slot % PAGE) * D
 
@@ -83,7 +83,7 @@ def _attend(
     q, k_cache, v_cache, table, kh, start, end, limit, top, total, acc,
     K: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Over the tokens start .. end; `limit` is the last position that each row sees."""
+    """Attend to the tokens start .. end; `limit` is the last position that each row sees."""
     for first in range(start, end, BLOCK):
         position = first + tl.arange(0, BLOCK)
         seen = position < end
@@ -100,8 +100,8 @@ def _merge(
     out, part, stats, counter, sequence, kh, s, used, top, total, acc, H: tl.constexpr,
     K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Leaves this piece for the others; whoever comes last adds up all of them. The order of the
-    sum is fixed."""
+    """Store the result of this split; the last program of a sequence merges all of them, in a fixed
+    order."""
     g, d = tl.arange(0, GP), tl.arange(0, D)
     inside = (g < G)[:, None]
     group = sequence * K + kh

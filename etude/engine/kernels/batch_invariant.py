@@ -51,7 +51,7 @@ def _attend(
     q, k_cache, v_cache, table, kh, last, limit,
     K: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Over the tokens up to `last`; `limit` is the last position that each row sees."""
+    """Attend to the tokens up to `last`; `limit` is the last position that each row sees."""
     top = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, D], tl.float32)

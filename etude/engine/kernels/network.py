@@ -25,8 +25,8 @@ from etude.model.layers import MLP
 from etude.model.transformer import Block, ModelConfig, Transformer
 
 FEW_ROWS, SMALL_MATRIX = 64, 8 << 20
-"""Where our own products are faster than the vendor's: up to so many rows, or four times as many
-and so few weights."""
+"""Bounds up to which our own products are faster than the vendor's: so many rows, or four times as
+many with so few weights."""
 
 Attend = Callable[[int, Tensor], Tensor]
 """(layer, projected q, k and v of the new tokens) -> what each takes from the tokens that it
