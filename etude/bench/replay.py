@@ -39,7 +39,7 @@ from etude.model.files import load_weights
 from etude.model.numerics import INVARIANT
 from etude.model.transformer import Transformer, init_from_scratch
 from etude.train.learner import Learner
-from etude.train.stats import StepStats
+from etude.train.stats import RlStats
 
 DIGITS, ASK = 10, 10
 NUM_PROMPTS, PROMPT_DIGITS = 96, 5
@@ -113,7 +113,7 @@ def curve(seed: int, *, replay: bool) -> list[list[float]]:
 
 def steps(
     learner: Learner, *, replay: bool, count: int, serve: Callable[[Learner], Transformer]
-) -> Iterator[tuple[float, StepStats]]:
+) -> Iterator[tuple[float, RlStats]]:
     """Synchronous policy gradient; (mean reward, what the step did) of each step. The engine
     computes with what `serve` makes of the learner's weights."""
     rng, worth = random.Random(0), list(prompts())

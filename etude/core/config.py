@@ -36,6 +36,8 @@ from etude.core.stages import (
 
 
 class ModelConfig(Config):
+    """The shape of a fresh model, or the directory of one to start from."""
+
     hidden_size: Count = 128
     num_layers: Count = 4
     num_heads: Count = 4
@@ -72,6 +74,8 @@ class ModelConfig(Config):
 
 
 class TasksConfig(Config):
+    """The environment, and how many of its tasks are used."""
+
     environment: Reference = "etude.run.environment:CodeRepair"
     """The environment, which gives tasks and scores attempts: a `core.protocols.Environment`,
     called with the sandbox pool, counts and seed."""
@@ -82,28 +86,32 @@ class TasksConfig(Config):
     novel: CountOrZero = 200
     """Tasks for evaluation from templates that are never trained on."""
     timeout_s: Positive = 600.0
-    """For opening the sandbox of an attempt, and again for scoring it."""
+    """Time to open the sandbox of an attempt, and again to score it."""
 
 
 class HarnessConfig(Config):
+    """The agent, and the limits of its sessions."""
+
     agent: Reference = "etude.harness.agent:CodingAgent"
     """The agent: a `core.protocols.Agent`, called with an HTTP session and the values below."""
     max_turns: Count = 8
     """Calls of the model in one session."""
     max_tokens: Count = 64
-    """Tokens the model may say in one turn."""
+    """Tokens that the model may generate in one turn."""
     timeout_s: Positive = 60.0
-    """For a whole session."""
+    """Time for a whole session."""
     tool_delay_s: NonNegative = 0.0
-    """Added to every tool call; for benchmarks, whose tools would otherwise be unrealistically
-    quick."""
+    """Delay added to every tool call; for benchmarks, whose tools would otherwise be
+    unrealistically quick."""
     concurrency: Count = 64
     """Sessions at once."""
 
 
 class EngineConfig(Config):
+    """The inference workers and the gateway in front of them."""
+
     regions: Annotated[tuple[Name, ...], Field(min_length=1, strict=False)] = ("east", "west")
-    """One inference worker in each."""
+    """The regions of the run, with one inference worker in each."""
     max_batch: Count = 32
     """Requests that a worker decodes together."""
     threads: Count = 1
@@ -112,15 +120,14 @@ class EngineConfig(Config):
     """The dtype that the workers compute in; auto: bfloat16 on a CUDA device, float32 on the
     CPU."""
     device: Literal["auto", "cpu", "cuda"] = "cpu"
-    """The device of the workers; auto: on a CUDA device if there is one, in bf16. On the CPU they
-    compute in fp32, and their log-probs are nearest to those of a trainer that computes there
-    too."""
+    """The device of the workers; auto: a CUDA device if there is one, in bf16. On the CPU they
+    compute in fp32, and their log-probs are nearest to those of a trainer on the CPU."""
     vllm: dict[Name, str] = {}
-    """Regions whose worker has a vLLM server compute instead of our engine, with the server's URL
+    """Regions served by a vLLM server instead of our engine, with the server's URL
     (docs/serve.md)."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Where the gateway listens, on the loopback interface; 0 chooses a free one. Requests carry
-    the token in ETUDE_TOKEN; if that is not set, every launch makes a token of its own."""
+    """The port of the gateway, on the loopback interface; 0 chooses a free one. Requests carry the
+    token in ETUDE_TOKEN; if that is not set, every launch makes a token of its own."""
 
     @field_validator("regions")
     @classmethod
@@ -140,6 +147,8 @@ class EngineConfig(Config):
 
 
 class TrainerConfig(Config):
+    """The trainer: device, ranks, optimizer and dtypes."""
+
     device: Literal["auto", "cpu", "cuda"] = "cpu"
     """The device of the trainer; auto: on CUDA devices if there are any. Each rank of a machine
     takes a device of its own."""
@@ -152,23 +161,26 @@ class TrainerConfig(Config):
     """The dtype that weights are rounded to for computing and publishing. The masters are float32
     in any case."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """What every stage computes in; auto: bfloat16 on a CUDA device, float32 on the CPU, and
-    float32 with such weights. Gradients are added up in float32 in any case. bfloat16 also rounds
-    activations, and is faster where the processor has units for it."""
+    """The dtype that every stage computes in; auto: bfloat16 on a CUDA device,
+    float32 on the CPU, and float32 with such weights. Gradients are added up in float32 in any
+    case. bfloat16 also rounds activations, and is faster where the processor has units for it."""
     timeout_s: Positive = 45.0
-    """For each exchange between ranks."""
+    """Time for each collective operation of the ranks."""
 
 
 class SandboxConfig(Config):
+    """The isolation of sandboxes."""
+
     isolation: Literal["namespaces", "process"] = "namespaces"
     """`process` isolates nothing: only for machines whose kernel refuses namespaces, and code you
     trust."""
 
 
 class EvalConfig(Config):
+    """Sampling in evaluations."""
+
     temperature: NonNegative = 0.0
-    """0 is greedy: what the model holds to be best, and the same at every evaluation of a
-    version."""
+    """Sampling temperature; 0 is greedy, and the same at every evaluation of a version."""
 
 
 AnyStage = MidtrainConfig | SftConfig | RlConfig | DpoConfig | DistillConfig
@@ -182,6 +194,8 @@ STAGES: dict[str, type[StageConfig]] = {
 
 
 class RunConfig(Config):
+    """The whole configuration of a run."""
+
     name: Name
     seed: CountOrZero = 0
     deterministic: bool = False
@@ -190,9 +204,10 @@ class RunConfig(Config):
     batch_invariant: bool = False
     """The log-prob of a token has the same bits whatever is computed beside it, in the engine and
     in the trainer; so at equal weights they agree exactly. Slower."""
-    silence_s: Positive = 10.0
-    """A process of the run that gives no sign of life for so long is named on the screen, and a
-    worker gets no requests until it does again. A step of an engine may take ten times as long."""
+    heartbeat_timeout_s: Positive = 10.0
+    """Time without a heartbeat after which a process of the run is named on the screen, a worker
+    gets no requests until its next one, and a sandbox has failed. A step of an engine may take ten
+    times as long."""
     model: ModelConfig = ModelConfig()
     tasks: TasksConfig = TasksConfig()
     harness: HarnessConfig = HarnessConfig()
@@ -203,13 +218,13 @@ class RunConfig(Config):
     sinks: Annotated[
         tuple[Literal["tensorboard", "wandb", "trackio"], ...], Field(strict=False)
     ] = ()
-    """Where the curves of the run go beside its own store."""
+    """Trackers that the metrics of the run are sent to, beside its own store."""
     stage: Annotated[
         tuple[Annotated[AnyStage, Field(discriminator="kind")], ...],
         Field(min_length=1, strict=False),
     ]
-    """One lineage: the first stage starts from fresh weights or from model.path, each other one
-    from the last."""
+    """The stages, in order: the first starts from fresh weights or from model.path, each other one
+    from the weights of the one before."""
 
     @model_validator(mode="after")
     def _lineage(self) -> RunConfig:
@@ -307,7 +322,7 @@ class RunConfig(Config):
 
 
 OPERATIONAL: dict[str, set[str]] = {
-    "": {"sinks", "silence_s"},
+    "": {"sinks", "heartbeat_timeout_s"},
     "engine": {"port", "threads", "max_batch", "device", "vllm"},
     "tasks": {"timeout_s"},
     "harness": {"concurrency"},
@@ -315,8 +330,8 @@ OPERATIONAL: dict[str, set[str]] = {
     "sandbox": {"isolation"},
     "stage": {"threads", "microbatch_tokens"},
 }
-"""Keys that say how a machine does the work, not what the work is: they may change between two
-lives of a run."""
+"""Keys that do not change the experiment, only how a machine carries it out: they may differ when a
+run is resumed."""
 
 
 def experiment(config: RunConfig) -> dict[str, Any]:
@@ -335,8 +350,8 @@ def experiment(config: RunConfig) -> dict[str, Any]:
 
 
 def parse(text: str, overrides: Sequence[str] = (), *, source: str = "config") -> RunConfig:
-    """`overrides` are `a.b=value`; a stage is addressed by its name (`stage.rl.steps=3`). `source`
-    names the text."""
+    """Parse and validate a config. `overrides` are `a.b=value`; a stage is addressed by its name
+    (`stage.rl.steps=3`). `source` names the text in errors."""
     try:
         tree = tomllib.loads(text)
     except tomllib.TOMLDecodeError as e:

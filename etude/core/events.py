@@ -20,8 +20,8 @@ class Launched:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSilent:
-    """A process that is alive has not given a sign of it for so long: it is stopped, or hangs. Told
-    again now and then while that lasts."""
+    """A process has sent no heartbeat for so long: it is stopped, or hangs. Repeated now and then
+    while that lasts."""
 
     process: str
     seconds: float
@@ -29,7 +29,7 @@ class ProcessSilent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessHeard:
-    """A process that was silent is not any more, after so long."""
+    """A process sends heartbeats again, after so long without one."""
 
     process: str
     seconds: float
@@ -37,16 +37,18 @@ class ProcessHeard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageStarted:
+    """A stage was started, or resumed."""
+
     stage: str
     steps: int
-    """How many steps it takes at most; sft may stop before."""
+    """The most steps that it takes; sft may stop before."""
     done: int = 0
     """Steps that were done before, if the stage is resumed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitStep:
-    """A step of a stage that learns from files."""
+    """A step of a supervised stage: midtrain, sft or dpo."""
 
     stage: str
     step: int
@@ -65,14 +67,16 @@ class OverlongSkipped:
     stage: str
     count: int
     where: tuple[str, ...]
-    """The first few."""
+    """Where the first few of them are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageDone:
+    """A stage is finished."""
+
     stage: str
     version: int
-    """The weights that it ended with."""
+    """The version of the weights that it ended with."""
     seconds: float
 
 
@@ -89,10 +93,10 @@ class StepDone:
     entropy: float
     grad_norm: float
     tokens: int
-    """Sampled ones; these are what the step learns from."""
+    """The number of sampled tokens that the step trained on."""
     seconds: float
     wait_s: float
-    """How long the trainer had nothing to do before it."""
+    """Time that the trainer was idle before the step."""
     reward: float | None = None
     """Mean over all attempts at the tasks of its batch."""
     lr: float = 0.0
@@ -100,19 +104,19 @@ class StepDone:
     truncated_frac: float = 0.0
     """Share of the tokens whose importance weight was cut or taken away."""
     zero_grad_frac: float = 0.0
-    """Share of the tokens that taught nothing although their advantage was not 0."""
+    """Share of the tokens with zero gradient although their advantage was not 0."""
     lags: tuple[int, ...] = ()
-    """Tokens with lag 0, 1, 2, ..."""
+    """Histogram of the lag: the number of tokens with lag 0, 1, 2, ..."""
     router_mismatch_frac: float | None = None
     """Share of the tokens for which a router would have chosen other experts than the engine's
     did."""
     experts_replaced_frac: float | None = None
-    """Share of the replayed experts that were implausible, and so not used."""
+    """Share of the replayed experts that were replaced (`router_replay_min_score`)."""
     tokens_per_s: float = 0.0
-    """All tokens that went through the model, prompts included and padding not, while the trainer
+    """Tokens a second through the model, prompts included and padding not, while the trainer
     worked."""
     mfu: float | None = None
-    """Share of the device's arithmetic that the model asked for, while the trainer worked."""
+    """Model FLOPs utilisation, while the trainer worked."""
     repeated_rows: int = 0
     """Rows that an earlier batch held already."""
     teacher_kl: float | None = None
@@ -129,7 +133,7 @@ class MismatchStats:
     k1: float
     """Mean of old minus new log-prob: an unbiased estimate of KL(old, new), of either sign."""
     k1_p99: float = math.nan
-    """Of its size. Older runs do not tell it."""
+    """The 99th percentile of |old - new|; NaN in runs that did not record it."""
     k3: float
     """Mean of ratio - 1 - log ratio: the same estimate, never negative and of smaller variance."""
     k3_p99: float
@@ -138,8 +142,8 @@ class MismatchStats:
     ratio_p99: float
     ratio_max: float
     ess: float
-    """(sum of ratios)² / (N times the sum of their squares): what the weighted tokens are worth, as
-    a share."""
+    """Effective sample size of the importance weights, as a share: (sum of ratios)² / (N times the
+    sum of their squares)."""
     argmax_flip_frac: float | None
     """Share of the tokens that the engine certainly held to be the likeliest, and the trainer did
     not; None if nobody said what the trainer holds to be."""
@@ -153,10 +157,10 @@ class MismatchedToken:
 
     sample: str
     position: int
-    """In the row."""
+    """The position in the row."""
     token: int
     text: str
-    """The token behind a few that stand before it."""
+    """The text of the token and of a few before it."""
     old: float
     new: float
     version: int
@@ -171,13 +175,13 @@ class MismatchMeasured:
     all: MismatchStats
     by_lag: dict[int, MismatchStats]
     by_region: dict[str, MismatchStats]
-    """Empty if nobody said where the tokens come from."""
+    """Empty if the regions of the tokens are not known."""
     worst: tuple[MismatchedToken, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishStarted:
-    """The trainer goes on, and the version is being published in the background."""
+    """The weights are copied, and published in the background while the trainer goes on."""
 
     version: int
     stall_s: float
@@ -187,11 +191,13 @@ class PublishStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupDone:
+    """All attempts at a task are finished."""
+
     group: str
     task: str
     admitted: int
     rewards: tuple[float, ...]
-    """Of the attempts that have one; those that failed in infrastructure are missing."""
+    """The rewards of the attempts, without those that failed in infrastructure."""
     failed: int
     kept: bool
     """False if there is nothing to learn from it."""
@@ -212,6 +218,8 @@ class WeightsLive:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionStatus:
+    """The state of the worker of a region."""
+
     version: int
     busy: float
     """Share of the time since the last look that went into engine steps."""
@@ -231,6 +239,8 @@ class FleetStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalProgress:
+    """An evaluation goes on."""
+
     stage: str
     split: str
     done: int
@@ -240,6 +250,8 @@ class EvalProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalDone:
+    """An evaluation is finished; `low` and `high` bound its solve rate."""
+
     stage: str
     split: str
     version: int

@@ -4,8 +4,8 @@ gateway asks, tells and waits.
 A worker is up while it serves the `live` version or a newer one. It says which version it has when
 it joins, so one that was restarted is not up before its weights are loaded. One that failed is
 forgotten until it joins again, and comes back as another `Worker`: what still arrives from the old
-one is told apart by identity. One that has not said for `silence_s` that it is there has failed
-too, although nothing broke: it is stopped, or hangs, or its host is gone.
+one is told apart by identity. One that has not said for `heartbeat_timeout_s` that it is there has
+failed too, although nothing broke: it is stopped, or hangs, or its host is gone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Worker:
     active: int = 0
     """Requests that it works on for us."""
     sessions: int = 0
-    """Sessions that have their home here."""
+    """Sessions with affinity to this worker."""
     heard: float = 0.0
     """When it last said that it is there."""
     joining: bool = False
@@ -31,10 +31,10 @@ class Worker:
 
 
 class Fleet:
-    def __init__(self, live: int = -1, silence_s: float = math.inf) -> None:
+    def __init__(self, live: int = -1, heartbeat_timeout_s: float = math.inf) -> None:
         # no worker with older weights gets a request; below 0, any weights will do
         self.live = live
-        self._silence_s = silence_s
+        self._heartbeat_timeout_s = heartbeat_timeout_s
         self._workers: dict[str, Worker] = {}
         self._silent: dict[str, Worker] = {}
         self._affinity: dict[str, Worker] = {}
@@ -71,7 +71,9 @@ class Fleet:
     def expire(self, now: float) -> list[Worker]:
         """Takes out those that have been silent for too long, and says which."""
         expired = [
-            worker for worker in self._workers.values() if now - worker.heard >= self._silence_s
+            worker
+            for worker in self._workers.values()
+            if now - worker.heard >= self._heartbeat_timeout_s
         ]
         for worker in expired:
             self.leave(worker)
@@ -90,9 +92,9 @@ class Fleet:
         self.live = max(self.live, version)
 
     def pick(self, session: str = "") -> Worker | None:
-        """The session's home, where its keys and values are; otherwise the least loaded worker
-        becomes its home. The request counts against the worker until `done`. None if no worker is
-        up."""
+        """The worker for a request: the one that the session has affinity to, where its keys and
+        values are; otherwise the least loaded one, which it then has affinity to. The request
+        counts against the worker until `done`. None if no worker is up."""
         up = self.up
         if not up:
             return None

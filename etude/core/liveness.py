@@ -2,8 +2,8 @@
 process is stopped or started here.
 
 A process that was stopped, or whose host is gone, closes no connection: the only sign of it is that
-it gives none. So everyone who is waited for is heard of again and again, and is silent after
-`silence_s` without a word.
+it gives none. So every process sends heartbeats, and is silent after `heartbeat_timeout_s` without
+one.
 """
 
 from __future__ import annotations
@@ -14,28 +14,34 @@ from collections.abc import Mapping, Sequence
 from etude.core.events import ProcessHeard, ProcessSilent
 
 REMIND_S = 5.0
-"""Between two events about the same silence."""
+"""Time between two events about the same silence."""
 
 
 class Liveness:
-    def __init__(self, silence_s: float) -> None:
-        self._silence_s = silence_s
+    """The last heartbeat of each process, and which of them are silent."""
+
+    def __init__(self, heartbeat_timeout_s: float) -> None:
+        self._heartbeat_timeout_s = heartbeat_timeout_s
         self._heard: dict[str, float] = {}
         self._silent: dict[str, float] = {}  # since when
         self._told: dict[str, float] = {}  # when that was last said
 
     def heard(self, name: str, now: float) -> None:
-        """A time to come is patience until then, or until the next word."""
+        """Record a heartbeat. A time to come means: not silent before then."""
         self._heard[name] = now
 
     def forget(self, name: str) -> None:
-        """Nobody waits for it any more."""
+        """Stop watching a process."""
         self._heard.pop(name, None)
 
     def look(self, now: float) -> list[ProcessSilent | ProcessHeard]:
-        """What is to be told: who is silent and for how long, at first and then now and then; and
-        who is so no more."""
-        silent = {name: then for name, then in self._heard.items() if now - then >= self._silence_s}
+        """The events that are due: processes that are silent, at first and then now and then; and
+        processes that are heard again."""
+        silent = {
+            name: then
+            for name, then in self._heard.items()
+            if now - then >= self._heartbeat_timeout_s
+        }
         back = {name: now - since for name, since in self._silent.items() if name not in silent}
         due = [
             name
@@ -51,7 +57,7 @@ class Liveness:
 
     @property
     def all_heard(self) -> bool:
-        """As of the last look."""
+        """True if no process was silent at the last look."""
         return not self._silent
 
 
@@ -59,9 +65,9 @@ class DisturbanceTracker:
     """When a process that sessions need was last silent, as far as their controller can see: those
     of the sandboxes, the workers, the gateway, from which it hears of these, and itself."""
 
-    def __init__(self, silence_s: float, now: float) -> None:
-        self._silence_s = silence_s
-        self._liveness = Liveness(silence_s)
+    def __init__(self, heartbeat_timeout_s: float, now: float) -> None:
+        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._liveness = Liveness(heartbeat_timeout_s)
         self._owing: set[str] = set()
         self._looked = now
         self._last = -math.inf
@@ -83,4 +89,4 @@ class DisturbanceTracker:
 
     def last(self, now: float) -> float:
         """A look that is overdue waits for the gateway, or the controller was stopped itself."""
-        return now if now - self._looked >= self._silence_s else self._last
+        return now if now - self._looked >= self._heartbeat_timeout_s else self._last

@@ -25,6 +25,7 @@ class Config(BaseModel):
 OLD_KEYS: dict[str, str] = {
     "worlds": "sandbox",
     "invariant": "batch_invariant",
+    "silence_s": "heartbeat_timeout_s",
     "trainer.weights": "trainer.weights_dtype",
     "trainer.compute": "trainer.compute_dtype",
     "stage.credit": "advantage",

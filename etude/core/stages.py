@@ -25,10 +25,12 @@ from etude.core.schema import (
 from etude.core.window import Window
 
 BUILT_IN = "built-in"
-"""The corpus of the tasks that ship, where a source names files otherwise."""
+"""The path of the corpus of the built-in tasks."""
 
 
 class StageConfig(Config):
+    """Keys that every stage has."""
+
     name: Name
     """The stage's name in the run; by default its kind, so only a second one of a kind needs a
     name."""
@@ -50,10 +52,10 @@ class SourceConfig(Config):
     """Documents for mid-training."""
 
     path: str
-    """Files; `*`, `?` and `**` stand for many. In .jsonl and .parquet every line or row is a
+    """Files, with `*`, `?` and `**` as wildcards. In .jsonl and .parquet every line or row is a
     document, any other file is one. `built-in`: the corpus of the tasks that ship."""
     field: str = "text"
-    """Where the text of a document stands in a line or row."""
+    """The key or column that holds the text of a document."""
     weight: Positive = 1.0
     """Share of the tokens that are read, relative to the other sources; a small source is read
     again and again."""
@@ -64,8 +66,8 @@ class RopeScalingConfig(Config):
 
     type: Literal["linear", "yarn"]
     factor: Annotated[float, Field(gt=1, allow_inf_nan=False)]
-    """The context may then be so many times the model's own; model.max_context says how much of it
-    is used."""
+    """How many times the model's own context is possible; model.max_context says how much of it is
+    used."""
 
 
 class MidtrainConfig(StageConfig):
@@ -78,11 +80,11 @@ class MidtrainConfig(StageConfig):
     lr: Positive = 3e-3
     weight_decay: NonNegative = 0.1
     warmup_steps: CountOrZero = 20
-    """Steps until the learning rate is reached."""
+    """Steps of learning-rate warm-up."""
     seq_len: Annotated[int, Field(ge=2)] = 256
     """Documents are joined and cut into rows of so many tokens."""
     document_mask: bool = True
-    """No token sees another document that stands before its own in the row."""
+    """Mask attention between the documents of a row."""
     sources: Annotated[tuple[SourceConfig, ...], Field(min_length=1, strict=False)] = (
         SourceConfig(path=BUILT_IN),
     )
@@ -90,13 +92,13 @@ class MidtrainConfig(StageConfig):
     """Share of the documents that is never trained on, by the hash of their text; their loss is
     reported."""
     heldout_path: str | None = None
-    """Files like those of a source, held out in place of a share: what stands there is left out of
-    all sources."""
+    """Held-out files, in place of a share of the sources; their documents are left out of all
+    sources."""
     heldout_every: Count = 100
-    """Steps between two reports; there is one after the last step in any case."""
+    """Steps between two evaluations of the held-out loss; there is one after the last step in any
+    case."""
     rope_scaling: RopeScalingConfig | None = None
-    """Only for the first stage of a run that starts from model.path: the shape of a model holds for
-    a whole run."""
+    """RoPE scaling, for the first stage of a run that starts from model.path."""
 
     @model_validator(mode="after")
     def _one_heldout(self) -> MidtrainConfig:
@@ -114,13 +116,13 @@ class SftConfig(StageConfig):
 
     kind: Literal["sft"]
     demonstrations: CountOrZero = 0
-    """Sessions of the built-in scripted worker."""
+    """The number of demonstrations by the built-in scripted agent."""
     path: str | None = None
     """Files of sessions (.jsonl; `*` stands for many): in every line `messages`, and `tools` if
     there were any, as in OpenAI's API. What the assistant says is imitated, but for messages with
     `weight` 0."""
     overlong: Literal["error", "drop"] = "error"
-    """What becomes of a session that does not fit into the model's context."""
+    """What to do with a session that does not fit into the model's context."""
     max_epochs: Count = 10
     patience: Count = 2
     """Epochs without a lower held-out loss before it stops."""
@@ -137,7 +139,7 @@ class SftConfig(StageConfig):
 
 
 class DpoConfig(StageConfig):
-    """Preference between two answers, measured against the weights that the stage starts from."""
+    """Direct preference optimization against the weights that the stage starts from."""
 
     kind: Literal["dpo"]
     path: str
@@ -148,7 +150,8 @@ class DpoConfig(StageConfig):
     batch_pairs: Count = 32
     """Pairs of one optimizer step."""
     beta: Positive = 0.1
-    """Strength of the pull to the weights that the stage starts from: large stays close."""
+    """Strength of the KL constraint to the weights that the stage starts from: large stays
+    close."""
     length_normalised: bool = False
     """Log-probs are divided by the number of tokens, so that a long answer does not count more than
     a short one."""
@@ -165,21 +168,19 @@ class RolloutStageConfig(StageConfig):
     group_size: Count = 4
     """Sessions of one task."""
     max_lag: CountOrZero = 2
-    """Steps that the weights may be ahead of the ones that sampled a token. 0 is synchronous
-    training."""
+    """The most steps between the weights that sampled a token and those that train on it
+    (staleness, off-policy steps). 0 is synchronous training."""
     lookahead: Count = 1
     """How many of the oldest groups may be taken out of order, so that a straggler does not hold up
     the rest."""
     lr: Positive = 3e-4
     warmup_steps: CountOrZero = 10
-    """Steps until the learning rate is reached: the first steps of Adam are as large as the rate
-    allows."""
+    """Steps of learning-rate warm-up: the first steps of Adam are as large as the rate allows."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the rate falls to 0 by the last step, if it does: what a run ends on is then less of a
-    random walk."""
+    """The learning-rate schedule: linear and cosine fall to 0 by the last step."""
     temperature: Positive = 1.0
-    """What the built-in agent samples at. A harness may send another one with any request: the
-    trainer recomputes each token at the temperature that it was drawn at."""
+    """Sampling temperature of the built-in agent. A harness may send another one with any request:
+    the trainer recomputes each token at the temperature that it was sampled at."""
     microbatch_tokens: Count = 8192
     """Tokens of one forward and backward pass; for memory only, the step does not depend on it."""
     router_replay: bool = True
@@ -189,9 +190,9 @@ class RolloutStageConfig(StageConfig):
     """A replayed expert whose score is less than this share of the lowest among the trainer's own
     choices is replaced by the best that is left."""
     router_balance: bool = False
-    """Keep the load of the experts even in the way of the model's family: biases that are nudged,
-    or a further loss. That loss is taken microbatch by microbatch, and so depends a little on how
-    rows are cut and dealt to ranks."""
+    """Balance the load of the experts in the way of the model's family: by the routers' biases, or
+    by an auxiliary loss. That loss is taken microbatch by microbatch, and so depends a little on
+    how rows are cut and dealt to ranks."""
 
     @model_validator(mode="after")
     def _window(self) -> RolloutStageConfig:
@@ -200,7 +201,7 @@ class RolloutStageConfig(StageConfig):
 
 
 class DistillConfig(RolloutStageConfig):
-    """The student's own sessions, judged token by token by a teacher: on-policy distillation."""
+    """On-policy distillation: a teacher scores the student's own sessions, token by token."""
 
     kind: Literal["distill"]
     teacher: str
@@ -215,19 +216,19 @@ class EffortConfig(Config):
     k: Positive = 1.0
     q: NonNegative = 0.5
     tokens: NonNegative = 0.0
-    """Weight of a token that the model said."""
+    """Weight of a sampled token."""
     calls: NonNegative = 0.0
-    """Of a tool call."""
+    """Weight of a tool call."""
     turns: NonNegative = 0.0
-    """Of an answer of the model."""
+    """Weight of a turn of the model."""
 
 
 LOSSES = ("reinforce", "ppo_clip", "grpo", "dr_grpo", "dapo", "gspo", "cispo")
-"""What `train.loss` knows by name."""
+"""The names of the losses in `train.loss`."""
 
 
 class RlConfig(RolloutStageConfig):
-    """Asynchronous reinforcement learning in the product."""
+    """Asynchronous reinforcement learning on rollouts."""
 
     kind: Literal["rl"]
     group_size: Annotated[int, Field(ge=2)] = 8
@@ -252,11 +253,11 @@ class RlConfig(RolloutStageConfig):
     """The importance-sampling correction for tokens that other weights sampled
     (`train.correction`). None: the loss's own."""
     ratio_cap: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 2.0
-    """Importance weights above it are cut to it; the masking corrections leave out what is above
-    it, or below its inverse."""
+    """The cap of importance weights: the truncated corrections cut larger ones to it, the masked
+    ones drop tokens above it, or below its inverse."""
     kl_coef: NonNegative = 0.0
-    """Coefficient of the KL to the weights that the stage began with, subtracted from the
-    reward."""
+    """Coefficient of the KL penalty, subtracted from the reward; the reference is the weights that
+    the stage began with."""
 
     @field_validator("advantage")
     @classmethod

@@ -1,10 +1,10 @@
-"""The batch-invariant runner, for any device: what it computes for a token does not depend on the
-rest of the batch.
+"""The batch-invariant runner, for any device: a token has the same bits whatever else is in the
+batch.
 
-It is the model definition as the trainer runs it, over a cache. For models that have kernels of
-their own on CUDA there is a faster way to the same promise: `CudaRunner` with `invariant`.
+It is the model definition as the trainer runs it, over a KV cache. Models that are supported by the
+CUDA kernels have a faster one with the same promise: `CudaRunner` with `invariant`.
 
-Shapes: N new tokens, R rows that draw, V vocabulary.
+Shapes: N new tokens, R rows that are sampled, V vocabulary.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from etude.model.transformer import Transformer
 
 
 class BatchInvariantRunner:
-    """The model definition as the trainer runs it, over a KV cache."""
+    """The trainer's batch-invariant operators over a KV cache, on any device."""
 
     overlaps = False
     block_size = BLOCK_SIZE
@@ -62,7 +62,9 @@ class BatchInvariantRunner:
             hidden_NE = self._model(tokens_N, positions_N, attend, routing)
         sampled = SamplerOutput(tokens=[], logprobs=[])
         if len(rows_R):
-            sampled = sample_as_trained(self._model.logits(hidden_NE[rows_R]), batch.sampling)
+            sampled = sample_with_trainer_logprobs(
+                self._model.logits(hidden_NE[rows_R]), batch.sampling
+            )
         return lambda: sampled
 
     def experts(self, blocks: Ints, length: int) -> bytes | None:
@@ -82,17 +84,17 @@ class BatchInvariantRunner:
         return hf_state_dict(self._model)
 
 
-def sample_as_trained(logits_RV: Tensor, draws: SamplingBatch) -> SamplerOutput:
-    """Like `sample`, with log-probs computed as the trainer computes them. It cuts no token off,
-    though: a row that does keeps the log-prob under what it was drawn from."""
-    sampled = sample(logits_RV, draws)
-    temperature_R = draws.temperature_R
+def sample_with_trainer_logprobs(logits_RV: Tensor, sampling: SamplingBatch) -> SamplerOutput:
+    """Like `sample`, with log-probs computed as the trainer computes them. The trainer knows no
+    top-k, top-p or min-p: rows that use these keep the log-prob of `sample`."""
+    sampled = sample(logits_RV, sampling)
+    temperature_R = sampling.temperature_R
     divisor_R = torch.from_numpy(np.where(temperature_R == 0, np.float32(1), temperature_R)).to(
         logits_RV.device
     )
     logp_RV = torch.log_softmax(logits_RV / divisor_R[:, None], -1)
     tokens_R = torch.tensor(sampled.tokens, device=logits_RV.device)
-    whole_R = [not cuts_off(params) for params in draws.params_R]
+    whole_R = [not cuts_off(params) for params in sampling.params_R]
     logprobs_R = np.where(
         whole_R, logp_RV.gather(1, tokens_R[:, None])[:, 0].cpu().numpy(), sampled.logprobs
     )

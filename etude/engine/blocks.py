@@ -32,10 +32,9 @@ class BlockTable:
     version: int
     blocks: list[int] = field(default_factory=list)
     num_registered: int = 0
-    """How many of them, from the first, are in the chain that `last_registered` ends."""
+    """How many blocks, from the first, are registered for prefix reuse."""
     last_registered: int | None = 0
-    """The number of the last known block; None when the sequence has nothing more that others may
-    use."""
+    """The number of the last registered block; None when the sequence shares no further blocks."""
 
 
 class BlockManager:
@@ -82,8 +81,8 @@ class BlockManager:
         return table
 
     def extend(self, table: BlockTable, num_tokens: int) -> bool:
-        """Makes room for so many tokens. False, and nothing is changed, if there are not enough
-        free blocks."""
+        """Allocate blocks for so many tokens. False, and nothing is changed, if there are not
+        enough free blocks."""
         missing = self.num_blocks_for(num_tokens) - len(table.blocks)
         if missing > self.num_free:
             return False
@@ -92,7 +91,7 @@ class BlockManager:
         return True
 
     def max_tokens_for(self, table: BlockTable) -> int:
-        """The most tokens that it could be made to hold now."""
+        """The most tokens that a table could be extended to now."""
         return (len(table.blocks) + self.num_free) * self.block_size
 
     def register(self, table: BlockTable, tokens: Sequence[int], count: int) -> None:

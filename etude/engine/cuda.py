@@ -1,15 +1,15 @@
 """The CUDA runner: a forward pass is two captured graphs, and the host never waits for one before
 planning the next.
 
-The halves of a pass are one token for every sequence that goes on, and pieces of prompts and
-drafts. All that a half reads from the host is packed into one buffer (`InputLayout`) and copied in
-one go. Tokens are drawn on the device and fed back there. Graphs are captured for a ladder of
-sizes; what does not fill its rung is padded with sequences of length 0 and tokens of slot -1. A
-pass over prompts that is larger than any rung runs uncaptured, by the same code; so does everything
-on a CPU, which is for tests only (Triton's interpreter).
+One graph is the decode part of a batch: one token of every sequence that is decoding. The other is
+its prefill part: chunks of prompts, and drafts. All that a graph reads from the host is packed into
+one buffer (`InputLayout`) and copied in one go. Tokens are sampled on the device and fed back
+there. Graphs are captured for a ladder of sizes; a smaller batch is padded with sequences of length
+0 and tokens of slot -1. A prefill part that is larger than any captured size runs uncaptured, by
+the same code; so does everything on a CPU, which is for tests only (Triton's interpreter).
 
-Shapes: N new tokens, B sequences, M blocks of the longest of them, R rows that draw, T tiles of
-`attention.prefill`, V vocabulary.
+Shapes: N new tokens, B sequences, M blocks of the longest of them, R rows that are sampled, T tiles
+of `attention.prefill`, V vocabulary.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from etude.engine.batch import ForwardBatch, Ints, SamplerOutput
-from etude.engine.kernels import attention
-from etude.engine.kernels import batch_invariant as evenly
+from etude.engine.kernels import attention, batch_invariant
 from etude.engine.kernels.network import KernelNetwork
 from etude.engine.sampler import sample
 from etude.engine.speculate import MAX_DRAFT_TOKENS
@@ -56,7 +55,7 @@ DECODE_GRAPH_SIZES = (
 )
 PREFILL_GRAPH_SIZES = (64, 128, 256, 512, 1024, 2048)
 DRAFT_GRAPH_SIZES = (16, 32, 64, 128, 256, 512, 2048)
-"""Of prompts too, but as many rows draw as may at all: behind every token of a draft."""
+"""Sizes of the prefill part with drafts: every token of a draft is a row to sample."""
 NOWHERE = 1 << 30
 NUM_HOST_BUFFERS = 4
 """Host buffers in turn; the engine has at most two passes under way."""
@@ -64,8 +63,8 @@ NUM_HOST_BUFFERS = 4
 
 @dataclass(frozen=True, slots=True)
 class GraphShape:
-    """The shape that a half is captured or computed for: N, B, R and T. Without tiles it is the
-    half of single tokens, and N = B = R."""
+    """The shape that a graph is captured or computed for: N, B, R and T. Without tiles it is a
+    decode graph, and N = B = R."""
 
     tokens: int
     sequences: int
@@ -74,7 +73,7 @@ class GraphShape:
 
 
 class InputLayout:
-    """The layout of a half's inputs in a buffer of 32-bit words; every field begins at a multiple
+    """The layout of a graph's inputs in a buffer of 32-bit words; every field begins at a multiple
     of 16 bytes."""
 
     def __init__(self, size: GraphShape) -> None:
@@ -102,9 +101,8 @@ class InputLayout:
     def fill(
         self, words: NDArray[np.int32], values: Mapping[str, NDArray[Any]], block_table_BM: Ints
     ) -> int:
-        """Returns the number of words. What is shorter than its field is followed by zeros; but
-        tokens that are not there have no slot, and tiles that are not there begin behind
-        everything."""
+        """Write the inputs into the buffer, and return the number of words. Padding is 0; but
+        padded tokens have slot -1, and padded tiles begin behind everything."""
         words[: self.fixed] = 0
         words[self._spans["slot_mapping"]] = -1
         if "first" in self._spans:
@@ -127,8 +125,8 @@ class InputLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class SubBatch:
-    """The inputs of one half of a pass on the host, and where its tokens go."""
+class GraphInputs:
+    """The inputs of one graph on the host: the decode or the prefill part of a batch."""
 
     values: dict[str, NDArray[Any]]
     block_table_BM: Ints
@@ -136,7 +134,7 @@ class SubBatch:
     num_sequences: int
     num_tiles: int
     row_indices_R: Ints
-    """Which rows of the plan are drawn in this half, in order."""
+    """The rows of the batch that this part samples, in order."""
 
 
 class CudaRunner:
@@ -148,13 +146,14 @@ class CudaRunner:
     def __init__(
         self, model: Transformer, num_blocks: int, max_batch: int, *, invariant: bool = False
     ) -> None:
-        """With `invariant` what is computed for a token has the same bits whatever else is in a
-        pass."""
+        """`invariant`: batch-invariant kernels, which give a token the same bits in any batch."""
         self.num_blocks = num_blocks
         self.max_batch = max_batch
         self._max_rows = max_batch + MAX_DRAFT_TOKENS
         self._model = model.eval()
-        self._network = (evenly.BatchInvariantNetwork if invariant else KernelNetwork)(model)
+        self._network = (batch_invariant.BatchInvariantNetwork if invariant else KernelNetwork)(
+            model
+        )
         self._invariant = invariant
         c = model.config
         weight = model.model.embed_tokens.weight.detach()
@@ -189,8 +188,7 @@ class CudaRunner:
         self._copies = torch.cuda.Stream() if weight.is_cuda else None  # type: ignore[no-untyped-call]
         self._graphs: dict[GraphShape, torch.cuda.CUDAGraph] = {}
         self.trace: list[tuple[GraphShape, torch.cuda.Event, torch.cuda.Event | None]] | None = None
-        """Set it to a list, and every half of a pass is noted with the events before and after
-        it."""
+        """Set it to a list to trace every graph with the events before and after it."""
         self._sizes = self._graph_shapes()
         if weight.is_cuda:
             self._capture()
@@ -203,12 +201,14 @@ class CudaRunner:
         )
 
     def _prompt_size(self, tokens: int, sequences: int, rows: int) -> GraphShape:
-        """With as many tiles as so many tokens of so many sequences can make."""
-        tiles = tokens // attention.tile_tokens(self._network.layers[0].heads) + sequences
+        """The shape of a prefill graph, with the most tiles that such a batch can have."""
+        tiles = (
+            tokens // attention.tile_tokens(self._network.layers[0].attention_params) + sequences
+        )
         return GraphShape(tokens, sequences, rows, tiles)
 
     def _graph_shapes(self) -> list[GraphShape]:
-        """The smallest that fits comes first."""
+        """The shapes to capture, decode graphs first, each kind from small to large."""
         singles = sorted({*(n for n in DECODE_GRAPH_SIZES if n < self.max_batch), self.max_batch})
         prompts = [
             (n, few := min(max(16, n // 32), self.max_batch), few) for n in PREFILL_GRAPH_SIZES
@@ -219,7 +219,7 @@ class CudaRunner:
 
     @torch.inference_mode()
     def _capture(self) -> None:
-        """Largest first, so that all graphs share the memory of the largest."""
+        """Capture the graphs, largest first, so that all share the memory of the largest."""
         pool = torch.cuda.graph_pool_handle()
         for size in sorted(self._sizes, key=lambda size: -size.tokens):
             self._words.zero_()
@@ -236,12 +236,12 @@ class CudaRunner:
         self._next_buffer = (self._next_buffer + 1) % NUM_HOST_BUFFERS
         host.wait()
         tokens_N = np.where(batch.tokens_N < 0, self._fed_back(batch.tokens_N), batch.tokens_N)
-        halves = [
-            half
-            for half in (_decode_half(batch, tokens_N), self._prefill_half(batch, tokens_N))
-            if half is not None
+        parts = [
+            part
+            for part in (_decode_inputs(batch, tokens_N), self._prefill_inputs(batch, tokens_N))
+            if part is not None
         ]
-        sizes = [self._upload(half, host) for half in halves]
+        sizes = [self._upload(part, host) for part in parts]
         for size in sizes:
             begin = self._mark()
             if size in self._graphs:
@@ -251,9 +251,9 @@ class CudaRunner:
             if begin and self.trace is not None:
                 self.trace.append((size, begin, self._mark()))
         place_R = np.zeros(len(batch.logits_indices_R), np.int64)
-        for half in halves:
-            place_R[half.row_indices_R] = np.arange(len(half.row_indices_R)) + (
-                self.max_batch if half.num_tiles else 0
+        for part in parts:
+            place_R[part.row_indices_R] = np.arange(len(part.row_indices_R)) + (
+                self.max_batch if part.num_tiles else 0
             )
         self._last_place_R = place_R
         if batch.sampling.is_unfiltered and not batch.sampling.num_top_logprobs:
@@ -274,18 +274,18 @@ class CudaRunner:
         return event
 
     def _fed_back(self, tokens_N: Ints) -> Ints:
-        """-1 - place for -1 - row, of tokens that the pass before has drawn."""
+        """References to tokens of the pass before, as -1 - place in `_results` for -1 - row."""
         if not len(self._last_place_R):
             return tokens_N
         return -1 - self._last_place_R[np.clip(-1 - tokens_N, 0, len(self._last_place_R) - 1)]
 
-    def _prefill_half(self, batch: ForwardBatch, tokens_N: Ints) -> SubBatch | None:
+    def _prefill_inputs(self, batch: ForwardBatch, tokens_N: Ints) -> GraphInputs | None:
         begin = batch.num_decode  # of the sequences, and of the tokens
         if begin == len(batch.query_starts_B):
             return None
         starts_B = batch.query_starts_B[begin:] - begin
         ends_B = np.append(starts_B[1:], len(batch.tokens_N) - begin)
-        step = attention.tile_tokens(self._network.layers[0].heads)
+        step = attention.tile_tokens(self._network.layers[0].attention_params)
         tiles = [
             (b, n)
             for b, (s, e) in enumerate(zip(starts_B, ends_B, strict=True))
@@ -300,7 +300,7 @@ class CudaRunner:
             "sequence": sequence_T, "first": first_T,
         }  # fmt: skip
         packed = _packed(values) | _sampling_inputs(batch, row_R)
-        return SubBatch(
+        return GraphInputs(
             packed,
             batch.block_table_BM[begin:],
             len(batch.tokens_N) - begin,
@@ -309,16 +309,15 @@ class CudaRunner:
             row_R,
         )
 
-    def _upload(self, half: SubBatch, host: _PinnedBuffers) -> GraphShape:
-        """Copies the inputs of a half to the device, and says for which size it is to be
-        computed."""
+    def _upload(self, part: GraphInputs, host: _PinnedBuffers) -> GraphShape:
+        """Copy the inputs of a part to the device, and return the shape that it is computed for."""
         wanted = GraphShape(
-            half.num_tokens, half.num_sequences, max(1, len(half.row_indices_R)), half.num_tiles
+            part.num_tokens, part.num_sequences, max(1, len(part.row_indices_R)), part.num_tiles
         )
         size = next((size for size in self._sizes if _fits(wanted, size)), wanted)
-        which = 1 if half.num_tiles else 0
+        which = 1 if part.num_tiles else 0
         words = host.words[which]
-        count = InputLayout(size).fill(words.numpy(), half.values, half.block_table_BM)
+        count = InputLayout(size).fill(words.numpy(), part.values, part.block_table_BM)
         self._words[which, :count].copy_(words[:count], non_blocking=True)
         return size
 
@@ -339,41 +338,49 @@ class CudaRunner:
         )  # fmt: skip
 
     def _decode_attention(self, got: Mapping[str, Tensor]) -> Callable[[int, Tensor], Tensor]:
-        heads, rows = self._network.layers[0].heads, len(got["tokens"])
+        heads, rows = self._network.layers[0].attention_params, len(got["tokens"])
         decode = (
-            evenly.decode
+            batch_invariant.decode
             if self._invariant
-            else partial(attention.decode, pieces=self._split_buffers(rows, heads))
+            else partial(attention.decode, splits=self._split_buffers(rows, heads))
         )
 
         def attend(number: int, qkv: Tensor) -> Tensor:
             layer, out = (
                 self._network.layers[number],
-                qkv.new_empty(rows, heads.queries * heads.size),
+                qkv.new_empty(rows, heads.num_q_heads * heads.head_dim),
             )
             decode(
-                layer.heads, qkv, self._k[number], self._v[number], got["blocks"], got["stride"],
-                got["lengths"], got["slot_mapping"], out, page=self.block_size, pdl=qkv.is_cuda,
+                layer.attention_params, qkv, self._k[number], self._v[number], got["blocks"],
+                got["stride"], got["lengths"], got["slot_mapping"], out, page=self.block_size,
+                pdl=qkv.is_cuda,
             )  # fmt: skip
             return out
 
         return attend
 
-    def _split_buffers(self, rows: int, heads: attention.Heads) -> attention.SplitBuffers:
-        splits = attention.num_splits(rows, heads.keys)
-        shape, device = (rows, heads.keys, splits, attention.group_rows(heads)), self._words.device
+    def _split_buffers(self, rows: int, heads: attention.AttentionParams) -> attention.SplitBuffers:
+        splits = attention.num_splits(rows, heads.num_kv_heads)
+        shape, device = (
+            (rows, heads.num_kv_heads, splits, attention.group_rows(heads)),
+            self._words.device,
+        )
         return attention.SplitBuffers(
             splits,
-            torch.empty(*shape, heads.size, device=device),
+            torch.empty(*shape, heads.head_dim, device=device),
             torch.empty(*shape, 2, device=device),
-            torch.zeros(rows * heads.keys, dtype=torch.int32, device=device),
+            torch.zeros(rows * heads.num_kv_heads, dtype=torch.int32, device=device),
         )
 
     def _prefill_attention(self, got: Mapping[str, Tensor]) -> Callable[[int, Tensor], Tensor]:
-        prefill = evenly.prefill if self._invariant else attention.prefill
+        prefill = batch_invariant.prefill if self._invariant else attention.prefill
 
         def attend(number: int, qkv: Tensor) -> Tensor:
-            heads, k, v = self._network.layers[number].heads, self._k[number], self._v[number]
+            heads, k, v = (
+                self._network.layers[number].attention_params,
+                self._k[number],
+                self._v[number],
+            )
             attention.write(
                 heads,
                 qkv,
@@ -384,7 +391,7 @@ class CudaRunner:
                 page=self.block_size,
                 pdl=qkv.is_cuda,
             )
-            out = qkv.new_empty(len(qkv), heads.queries * heads.size)
+            out = qkv.new_empty(len(qkv), heads.num_q_heads * heads.head_dim)
             prefill(
                 heads, qkv, k, v, got["blocks"], got["stride"], got["ends"], got["lengths"],
                 got["sequence"], got["first"], out, page=self.block_size, pdl=qkv.is_cuda,
@@ -453,22 +460,22 @@ def _packed(values: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[np.int32]]:
 
 
 def _sampling_inputs(batch: ForwardBatch, row_R: Ints) -> dict[str, NDArray[Any]]:
-    """Temperature and u. Rows that only fill a half up take the likeliest token, which nobody
-    reads."""
+    """The temperature and u of the rows. Padded rows take the likeliest token, which is not
+    read."""
     return {"temperature": batch.sampling.temperature_R[row_R], "u": batch.sampling.u_R[row_R]}
 
 
-def _decode_half(batch: ForwardBatch, tokens_N: Ints) -> SubBatch | None:
+def _decode_inputs(batch: ForwardBatch, tokens_N: Ints) -> GraphInputs | None:
     count = batch.num_decode
     if not count:
         return None
-    row_R = np.arange(count)  # each of them draws
+    row_R = np.arange(count)  # each of them is sampled
     values = {
         "tokens": tokens_N[:count],
         "slot_mapping": batch.slot_mapping_N[:count],
         "lengths": batch.seq_lens_B[:count],
     }
-    return SubBatch(
+    return GraphInputs(
         _packed(values) | _sampling_inputs(batch, row_R),
         batch.block_table_BM[:count],
         count,

@@ -1,16 +1,15 @@
-"""Continuous batching: requests come and go between steps, and so do weights.
+"""The inference engine: continuous batching, with weights that are swapped between steps.
 
-    add(request)  ->  waiting  ->  running: step, step, step  ->  Finished(id, sample)
+    add(request)  ->  waiting  ->  running: step, step, step  ->  FinishedRequest(id, sample)
 
-A step is one forward pass over new tokens of many sequences (`scheduler` says whose, `plan` is the
-result, a `Runner` carries it out): one token of everyone who is answering, and pieces of the
-prompts of those who are not that far. `swap_weights` puts in new weights between two steps. Running
-requests keep their keys and values and go on, and every token says which version computed it;
-nothing that the old weights computed is used for a request that starts later.
+A step is one forward pass over new tokens of many sequences: one token of each that is decoding,
+and chunks of the prompts of the others. The `Scheduler` chooses them, `build_batch` makes the
+`ForwardBatch`, and a `Runner` computes it. `swap_weights` puts in new weights between two steps.
+Running requests keep their keys and values and go on, and every token says which version computed
+it; nothing that the old weights computed is used for a request that starts later.
 
-With a runner that overlaps, a step starts one pass and returns what came of the one before. But
-when what was drawn decides what is to be read next, because a request speculates, the result is
-waited for.
+With a runner that overlaps, a step starts one pass and returns the output of the one before. A
+request that speculates needs its tokens before the next pass, so its output is waited for.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from etude.model.transformer import Transformer
 __all__ = ["Constraint", "Engine", "ExpiredRequest", "FinishedRequest", "Stats", "StreamedToken"]
 
 _Row = tuple[int, float, list[tuple[int, float]]]
-"""A token that was drawn, its log-prob, and the likeliest in its place."""
+"""A sampled token, its log-prob, and the top log-probs in its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,37 +51,42 @@ class StreamedToken:
 
 @dataclass(frozen=True, slots=True)
 class FinishedRequest:
+    """A request that is finished, with its whole sample."""
+
     id: str
     sample: Sample
 
 
 @dataclass(frozen=True, slots=True)
 class ExpiredRequest:
+    """A request that was dropped because its deadline has passed."""
+
     id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
+    """The state of the engine, and its counters since it was made."""
+
     running: int
     waiting: int
     preemptions: int
-    """So far; so are the tokens."""
     blocks: int
     blocks_free: int
     prompt_tokens: int
-    """Of prompts, and again of what was preempted."""
+    """Tokens of prompts; those of a preempted request count again."""
     cached_tokens: int
-    """Those among them that the prefix cache knew."""
+    """Prompt tokens found in the prefix cache."""
     generation_tokens: int
     draft_tokens: int
-    """Of drafts that were read."""
+    """Draft tokens that were computed."""
     accepted_tokens: int
-    """Those among them that were drawn."""
+    """Draft tokens that were accepted."""
 
 
 @dataclass(frozen=True, slots=True)
 class _SampledSequence:
-    """A sequence that a pass samples for: behind its last token, and behind every token of the
+    """A sequence that a pass samples for: after its last token, and after every token of its
     draft."""
 
     sequence: Sequence
@@ -92,7 +96,7 @@ class _SampledSequence:
 
 @dataclass(frozen=True, slots=True)
 class _ForwardPass:
-    """A pass that was started."""
+    """A forward pass that was started; `read` waits for its output."""
 
     version: int
     sequences: list[_SampledSequence]
@@ -100,7 +104,7 @@ class _ForwardPass:
 
     @property
     def blocks_next(self) -> bool:
-        """Without its result nobody can say what may come next."""
+        """The next pass cannot be planned without the output of this one."""
         return any(each.sequence.drafter for each in self.sequences)
 
 
@@ -112,9 +116,9 @@ class Engine:
         max_batched_tokens: int = 512, prefix_cache: bool = True, kv_bytes: int | None = None,
         runner: Runner | None = None,
     ) -> None:  # fmt: skip
-        """`max_batched_tokens`: what a pass may read in all; a long prompt is read in pieces of it.
-        Without `prefix_cache` every request is computed from nothing. `runner`: what computes; by
-        default the fastest that can."""
+        """`max_batched_tokens`: the most tokens of one pass; a longer prompt is computed in chunks.
+        Without `prefix_cache` every prompt is computed in full. `runner`: by default the fastest
+        that supports the model."""
         c = model.config
         self.version = version
         self.max_context = c.max_position_embeddings
@@ -123,7 +127,7 @@ class Engine:
         self._blocks = BlockManager(
             self._runner.num_blocks, self._runner.block_size, reuse=prefix_cache
         )
-        # Pieces are for the others' sake; where there are none, a prompt is read at once.
+        # Chunks are for the others' sake; where there are none, a prompt is computed at once.
         self._scheduler = Scheduler(
             self._blocks,
             max_batch=max_batch,
@@ -160,8 +164,8 @@ class Engine:
         )
 
     def check(self, request: Request) -> None:
-        """Raises ValueError for a request that cannot be served. Reads only constants, so any
-        thread may ask."""
+        """Raise ValueError for a request that cannot be served. Any thread may call it: it reads
+        only constants."""
         prompt, room = request.prompt, self.max_context - len(request.prompt)
         if not prompt or not 0 <= min(prompt) <= max(prompt) < self.vocab_size:
             raise ValueError(
@@ -194,9 +198,8 @@ class Engine:
         constraint: Constraint | None = None, stop_check: Callable[[int], bool] | None = None,
         deadline: float = math.inf,
     ) -> None:  # fmt: skip
-        """`id`: what events call it by. `constraint` and `stop_check`: the request's grammar and
-        its stop texts, by whoever knows the tokenizer. `deadline`: by the clock of whoever calls
-        `expire`."""
+        """Add a request to the queue. `id`: its name in what `step` returns. `constraint`: its
+        grammar. `stop_check`: its stop texts. `deadline`: by the clock that `expire` is given."""
         self.check(request)
         limit = min(request.max_tokens, self.max_context - len(request.prompt))
         sequence = Sequence(
@@ -217,38 +220,36 @@ class Engine:
         self._scheduler.add(sequence)
 
     def abort(self, id: str) -> None:
-        """Forgets a request; a request that is already finished, or was never added, is no
-        mistake."""
+        """Abort a request. An id that is finished or unknown is not an error."""
         if sequence := self._scheduler.find(id):
             self._scheduler.release(sequence)
 
     def expire(self, now: float) -> list[ExpiredRequest]:
-        """Forgets the requests whose deadline has passed."""
+        """Abort the requests whose deadline has passed."""
         return [ExpiredRequest(sequence.id) for sequence in self._scheduler.expire(now)]
 
     def prepare_weights(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
-        """The slow part of putting in new weights. Any thread may do it while the engine runs;
-        `swap_weights` does the rest."""
+        """Prepare new weights, which is the slow part; any thread may do it while the engine runs.
+        Hand the result to `swap_weights`."""
         return self._runner.prepare(tensors)
 
     def swap_weights(self, version: int, put_in_place: Callable[[], None]) -> None:
-        """Every token that is drawn from the next step on comes from the weights that were
-        prepared."""
+        """Put prepared weights in place: every token from the next step on is sampled from them."""
         put_in_place()
         self._scheduler.stop_sharing()
         self.version = version
 
     def weights(self) -> dict[str, Tensor]:
-        """A copy of what the engine computes with; not to be asked while weights are prepared or
-        swapped."""
+        """A copy of the weights that the engine computes with. Do not call it while weights are
+        prepared or swapped."""
         return self._runner.weights()
 
     def load_weights(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         self.swap_weights(version, self.prepare_weights(tensors))
 
     def step(self) -> list[StreamedToken | FinishedRequest]:
-        """One forward pass; returns the tokens of requests that stream, and the requests that are
-        finished."""
+        """Run one forward pass; return the tokens of requests that stream, and the requests that
+        are finished."""
         events: list[StreamedToken | FinishedRequest] = []
         if self._in_flight and self._in_flight.blocks_next:
             events, self._in_flight = self._process_output(self._in_flight), None
@@ -376,6 +377,7 @@ def build_batch(
 
 
 def new_tokens(sequence: Sequence, count: int) -> list[int]:
+    """The last `count` computed tokens; -1 - row for one that is not read back yet."""
     known = (
         sequence.tokens[sequence.num_computed_tokens - count : sequence.num_computed_tokens]
         + sequence.draft

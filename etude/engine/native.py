@@ -112,6 +112,8 @@ def can_run(config: ModelConfig, dtype: torch.dtype) -> bool:
 
 
 class NativeRunner:
+    """A runner for dense models on a CPU, with the forward pass in C."""
+
     overlaps = False
     block_size = BLOCK_SIZE
 

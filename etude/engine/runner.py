@@ -1,5 +1,5 @@
-"""The torch runner: the model operator by operator, on any device. N new tokens, R rows that draw,
-L layers with experts, k experts of a token."""
+"""The reference runner: torch operators, on any device. N new tokens, R rows that are sampled, L
+layers with experts, k experts of a token."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ class TorchRunner:
         return self._used.read(blocks, length)
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
-        """A second model beside the one that serves, so that changing over takes no time. The one
-        that served before is filled again: to give back and fetch so much memory would hold up the
+        """Fill a second model beside the one that serves, so that the swap takes no time.
+        Afterwards the old one is the spare: freeing and allocating so much memory would hold up the
         engine's thread."""
         plain, self._spare = self._spare, None
         if plain is None:

@@ -22,20 +22,19 @@ from etude.engine.batch import SamplerOutput, SamplingBatch
 
 CHUNK = 512
 SHORTLIST = 1024
-"""Top-p looks at so many of the likeliest tokens first; they nearly always suffice, and sorting all
-takes longer than the model."""
+"""The likeliest tokens that top-p looks at first: they nearly always suffice, and sorting all takes
+longer than the model."""
 
 
 def uniforms(seed: int, max_tokens: int) -> NDArray[np.float64]:
-    """All the randomness of one request, fixed before it starts: neither the batch nor a swap of
-    weights changes it."""
+    """The random numbers of one request, fixed before it starts: neither the batch nor a swap of
+    weights changes them."""
     return np.random.Generator(np.random.PCG64(seed)).random(max_tokens)
 
 
 def sample(logits_RV: Tensor, sampling: SamplingBatch) -> SamplerOutput:
-    """One token a row, and its log-prob under the distribution that it was drawn from. Temperature
-    0 takes the likeliest token; nothing is drawn then, and the log-prob is that of temperature
-    1."""
+    """Sample one token a row, with its log-prob under the distribution that it was sampled from.
+    Temperature 0 is greedy, and the log-prob is then that of temperature 1."""
     for row, allowed_V in sampling.token_masks.items():
         logits_RV[row].masked_fill_(~torch.from_numpy(allowed_V).to(logits_RV.device), -torch.inf)
     for row, history in sampling.histories.items():
@@ -63,8 +62,8 @@ def sample(logits_RV: Tensor, sampling: SamplingBatch) -> SamplerOutput:
 
 
 def penalize_repetition(logits_V: Tensor, history: Sequence[int], penalty: float) -> None:
-    """In place, before the temperature, as in vLLM: the logit of every token that stands in the
-    history is moved down, for a penalty above 1, whatever its sign."""
+    """Apply a repetition penalty in place, before the temperature, as in vLLM: the logit of every
+    token in the history is moved down, for a penalty above 1, whatever its sign."""
     if penalty == 1:
         return
     seen_S = torch.tensor(sorted(set(history)), device=logits_V.device)
@@ -73,8 +72,8 @@ def penalize_repetition(logits_V: Tensor, history: Sequence[int], penalty: float
 
 
 def inverse_cdf(p_RV: Tensor, u_R: Tensor) -> Tensor:
-    """The first token at which the sum of probabilities passes the share u of the total; always a
-    possible one."""
+    """Sample by the inverse of the cumulative distribution: the first token at which the sum of
+    probabilities passes the share u of the total. It never has probability 0."""
     rows, size = p_RV.shape
     if size <= CHUNK:
         return _first_above(p_RV.double().cumsum_(-1), u_R)
@@ -98,15 +97,14 @@ def _first_above(sums_RC: Tensor, u_R: Tensor) -> Tensor:
 
 
 def cuts_off(params: SamplingParams) -> bool:
-    """Whether unlikely tokens are taken out. The likeliest is in any case."""
+    """Whether top-k, top-p or min-p apply. They always keep the likeliest token."""
     return params.temperature != 0 and (
         params.top_k > 0 or bool(np.float32(params.top_p) < 1) or params.min_p > 0
     )
 
 
 def filtered(p_V: Tensor, params: SamplingParams) -> Tensor:
-    """The distribution without the tokens that are cut off, by min-p before top-k and top-p, as in
-    vLLM."""
+    """The distribution after min-p, then top-k and top-p, as in vLLM."""
     if params.min_p > 0:
         p_V = torch.where(p_V >= params.min_p * p_V.max(), p_V, 0.0)
         p_V = p_V / p_V.sum()

@@ -39,19 +39,19 @@ class Constraint(Protocol):
     """A constraint on the next token of a request: a grammar, at some point of a text."""
 
     def allowed(self) -> NDArray[np.bool_]:
-        """Over the vocabulary; at least one is True."""
+        """A mask over the vocabulary of the tokens that may come next; at least one is True."""
 
     def allowed_after(self, draft: Iterable[int]) -> list[NDArray[np.bool_]]:
         """The masks behind each token of the draft, up to the first that is not allowed itself."""
 
     def accept(self, token: int) -> None:
-        """The token was drawn."""
+        """Advance by a token that was sampled."""
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request under way. `tokens` is the prompt and what was drawn so far; behind them there may
-    be tokens that are drawn by passes that were started and not yet read back."""
+    """A request in the scheduler. `tokens` is the prompt and the answer so far; further tokens may
+    be pending, sampled by passes that were started and not yet read back."""
 
     request: Request
     id: str
@@ -59,34 +59,33 @@ class Sequence:
     uniforms: NDArray[np.float64]
     tokens: list[int]
     stream: bool = False
-    """Every token is reported as soon as it is drawn."""
+    """Report every token as soon as it is sampled."""
     constraint: Constraint | None = None
     stop_check: Callable[[int], bool] | None = None
-    """Told every token as it is drawn; True makes it the last."""
+    """Called with every sampled token; True makes it the last."""
     deadline: float = math.inf
-    """When nobody wants the answer any more, by the clock of whoever calls `expire`."""
+    """The time to drop the request, by the clock that `expire` is given."""
     drafter: Drafter | None = None
     draft: list[int] = field(default_factory=list)
-    """What the pass that is being planned reads behind the tokens."""
+    """Draft tokens that the pass being planned computes after `tokens`."""
     block_table: BlockTable | None = None
     """None: waiting."""
     num_computed_tokens: int = 0
-    """Tokens that the passes started so far have read, or read again since it was preempted."""
+    """Tokens that the passes started so far compute, since it was last admitted."""
     num_pending: int = 0
-    """Tokens that are not read back yet."""
+    """Sampled tokens that are not read back yet."""
     row: int = -1
-    """Of the last pass that drew a token for it."""
+    """Its row in the last pass that sampled for it."""
     incarnation: int = 0
-    """Counts how often it lost its blocks. What a pass sampled for an earlier incarnation is
-    ignored."""
+    """How often it lost its blocks. What a pass sampled for an earlier incarnation is ignored."""
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
     stopped: bool = False
-    """By what it said, not by its length."""
+    """Ended by a stop token or stop text."""
     num_drafted: int = 0
     num_accepted: int = 0
-    """Tokens of drafts that were read, and those of them that were drawn."""
+    """Draft tokens that were computed, and those of them that were accepted."""
 
     @property
     def schedule_order(self) -> tuple[int, int]:
@@ -94,7 +93,7 @@ class Sequence:
 
     @property
     def num_sampled_tokens(self) -> int:
-        """With those that are pending."""
+        """The number of sampled tokens, pending ones included."""
         return len(self.logprobs) + self.num_pending
 
     @property
@@ -103,8 +102,7 @@ class Sequence:
 
     @property
     def blocked(self) -> bool:
-        """Nothing to do before the pending token is known: it is the last, or says what may
-        follow."""
+        """Waiting for its pending token, which is the last or decides what may follow."""
         return self.num_pending > 0 and (
             self.num_sampled_tokens == len(self.uniforms)
             or self.constraint is not None
@@ -125,8 +123,8 @@ class Sequence:
         )
 
     def rollback(self, count: int) -> None:
-        """So many pending tokens were drawn behind wrong ones. The keys and values of those will be
-        written over."""
+        """Take back the last `count` pending tokens, which follow a rejected draft token. Their
+        keys and values will be overwritten."""
         self.num_computed_tokens -= count
         self.num_pending -= count
 
@@ -226,8 +224,8 @@ class Scheduler:
         return chosen, num_decode
 
     def _propose_drafts(self, answering: list[Sequence]) -> None:
-        """Gives drafts to those who can tell what may come next; what one does not use is there for
-        the others."""
+        """Give drafts to the sequences that have a drafter; the budget that one leaves goes to the
+        others."""
         able = [sequence for sequence in answering if sequence.drafter and not sequence.num_pending]
         left = min(MAX_DRAFT_TOKENS, (self.max_batched_tokens - len(answering)) // 2)
         for number, sequence in enumerate(able):
@@ -249,7 +247,8 @@ class Scheduler:
         )
 
     def _ensure_blocks(self, sequence: Sequence) -> None:
-        """For all that it has to read. If need be the last in rank goes, and that may be itself."""
+        """Allocate the blocks for its uncomputed tokens, preempting the last in rank if need be,
+        which may be itself."""
         while sequence.block_table is not None and not self.blocks.extend(
             sequence.block_table, sequence.num_computed_tokens + sequence.num_uncomputed_tokens
         ):
@@ -291,7 +290,8 @@ class Scheduler:
         return sequence
 
     def _preempt(self, sequence: Sequence) -> None:
-        """A pending token is forgotten, and drawn again later, by the same number."""
+        """Move a sequence back to the queue. Its pending token is sampled again later, with the
+        same random number."""
         self.release(sequence)
         sequence.num_computed_tokens = 0
         self.add(sequence)

@@ -13,12 +13,12 @@ from etude.model.numerics import INVARIANT
 from etude.model.transformer import Transformer
 
 KV_MEMORY_FRACTION = 0.7
-"""Of the memory that is free on a device when the engine is made: the rest is for graphs and what a
-pass needs."""
+"""The share of the free device memory that the KV cache takes; the rest is for graphs and
+activations."""
 
 
 def select_device(asked: str) -> torch.device:
-    """`asked`: cpu, cuda, or auto, which is cuda where there is one."""
+    """The device for a config value: cpu, cuda, or auto, which is cuda where there is one."""
     there = torch.cuda.is_available()
     if asked == "cuda" and not there:
         raise EtudeError(
@@ -58,8 +58,8 @@ def has_kernels(model: Transformer, dtype: torch.dtype) -> bool:
 
 
 def invariant_trainer_model(model: Transformer, dtype: torch.dtype) -> Transformer:
-    """The model as a trainer runs it that shall have the bits of a batch-invariant engine: on the
-    same kernels, or with the same operators."""
+    """The model of a trainer that has the same bits as a batch-invariant engine: on the same
+    kernels, or with the same operators."""
     if not has_kernels(model, dtype):
         return model.compute_with(INVARIANT)
     from etude.engine.kernels.trainable import TrainableNetwork
@@ -70,10 +70,9 @@ def invariant_trainer_model(model: Transformer, dtype: torch.dtype) -> Transform
 
 
 def select_runner(model: Transformer, max_batch: int, kv_bytes: int | None) -> Runner:
-    """The fastest runner that supports the model on its device. But one request at a time is
-    answered on a CPU by the operators of the model definition: whoever runs these too gets the same
-    bits, and that is what a deterministic run is checked by. If the model's arithmetic is
-    invariant, so is the runner's."""
+    """The fastest runner that supports the model on its device; a batch-invariant one if the
+    model's arithmetic is. With `max_batch` 1 on a CPU it is the `TorchRunner`, whose bits anyone
+    can reproduce with the model definition: deterministic runs are checked by that."""
     weight, tokens = model.model.embed_tokens.weight, kv_cache_tokens(model, max_batch, kv_bytes)
     if has_kernels(model, weight.dtype):
         from etude.engine.cuda import CudaRunner

@@ -1,5 +1,5 @@
-"""Speculative edits: what a request is about to say, guessed from texts that it may repeat. Pure:
-no tensor, no clock.
+"""Speculative decoding without a draft model: drafts are copied from texts that an answer may
+repeat (prompt lookup, n-gram speculation). Pure: no tensor, no clock.
 
 An edited file is mostly written again. So the engine hands the model a draft, some tokens that may
 come next, and has it read all of them in one pass. Each place is drawn with the request's own
@@ -28,25 +28,26 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 
 MIN_LENGTH, FIRST_LENGTH, MAX_LENGTH = 8, 16, 128
-"""Of a draft. Found by counting passes over real edits; from 64 to 128 they still fall by 6 %."""
+"""Tokens of a draft. Found by counting passes over real edits; from 64 to 128 they still fall by
+6 %."""
 MAX_DRAFT_TOKENS = 240
-"""Of all drafts in one pass. What up to 16 sequences read then is at most 256 tokens."""
+"""Draft tokens in one pass. Up to 16 sequences then compute at most 256 tokens."""
 MAX_MATCH = 16
-"""Longer matches are not told apart."""
+"""The longest match that is looked for."""
 TOKENS_PER_MATCHED_TOKEN = 8
-"""A match of n tokens is continued for at most `TRUST * n`."""
+"""The longest draft behind a match of n tokens is this many times n."""
 SEPARATOR = -1
-"""Stands between drafts; no token is equal to it."""
+"""Separates drafts; no token is equal to it."""
 
 
 def next_length(length: int, drafted: int, accepted: int) -> int:
-    """Of the next draft: twice as long when all of the last was right, otherwise half."""
+    """The length of the next draft: twice the last when all of that was right, otherwise half."""
     return min(2 * length, MAX_LENGTH) if accepted == drafted else max(length // 2, MIN_LENGTH)
 
 
 def longest_match(text_S: Ints, tail: Ints) -> tuple[int, Ints]:
-    """How many of the last tokens of `tail` stand somewhere in the text with something behind them,
-    and all the places where that begins."""
+    """The length of the longest suffix of `tail` that occurs in the text with something behind it,
+    and all the places behind it."""
     places_M = np.flatnonzero((text_S[:-1] == tail[-1]) & (text_S[1:] != SEPARATOR)) + 1
     for length in range(1, len(tail)):
         longer_M = places_M[places_M > length]
@@ -57,15 +58,15 @@ def longest_match(text_S: Ints, tail: Ints) -> tuple[int, Ints]:
     return (len(tail) if len(places_M) else 0), places_M
 
 
-class DraftSource:
-    """A text that drafts are taken from."""
+class DraftText:
+    """A text that drafts are copied from, and the pointer behind the last draft."""
 
     def __init__(self, tokens_S: Ints) -> None:
         self.tokens_S = tokens_S
         self.pointer = 0
 
     def find(self, tail: Ints) -> tuple[int, int]:
-        """The length of the longest match, and the place behind it."""
+        """Find the longest match; return its length and the place behind it."""
         begin, end = self.pointer - len(tail), self.pointer
         if (
             begin >= 0
@@ -81,8 +82,8 @@ class DraftSource:
 
 
 class Drafter:
-    """The drafts of one request. It sees by itself what became of the last one, in the tokens of
-    the next call."""
+    """Proposes the drafts of one request. The tokens of each call show what was accepted of the
+    last draft."""
 
     def __init__(
         self,
@@ -94,11 +95,11 @@ class Drafter:
         self._history = np.full(len(prompt) + max_tokens, SEPARATOR, np.int64)
         self._history_len = 0
         joined = [token for draft in drafts for token in (*draft, SEPARATOR)]
-        self._own_text = DraftSource(self._history[:0])
+        self._own_text = DraftText(self._history[:0])
         self._sources = [
-            DraftSource(np.array(prediction, np.int64)),
+            DraftText(np.array(prediction, np.int64)),
             self._own_text,
-            DraftSource(np.array(joined, np.int64)),
+            DraftText(np.array(joined, np.int64)),
         ]
         self._length = FIRST_LENGTH
         self._draft: list[int] = []
@@ -106,8 +107,8 @@ class Drafter:
         self._place = 0
 
     def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
-        """What may come after `tokens`, the prompt and all that was drawn: at most `limit` tokens,
-        often none."""
+        """Propose a draft behind `tokens`, the prompt and the answer so far: at most `limit`
+        tokens, often none."""
         self._observe(tokens)
         tail = self._history[max(0, self._history_len - MAX_MATCH) : self._history_len]
         longest = 0

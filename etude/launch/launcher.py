@@ -75,13 +75,19 @@ class Launcher:
     keeps others on this machine from using their ports."""
 
     def __init__(
-        self, directory: Path, *, threads: int, resume: str, lock: int, silence_s: float = math.inf
+        self,
+        directory: Path,
+        *,
+        threads: int,
+        resume: str,
+        lock: int,
+        heartbeat_timeout_s: float = math.inf,
     ) -> None:
         self.logs = directory / "logs"
         self.resume = resume
         self.lock = lock
         self._clock = AwakeClock(SystemClock())
-        self._liveness = Liveness(silence_s)
+        self._liveness = Liveness(heartbeat_timeout_s)
         with _writing(self.logs):
             self.logs.mkdir(parents=True, exist_ok=True)
         own = {

@@ -101,8 +101,14 @@ def execute(config: RunConfig, place: RunDirectory, console: Console, *, resume:
 
 
 def _launcher(config: RunConfig, place: RunDirectory, resume: str, lock: int) -> Launcher:
-    threads, silence_s = config.engine.threads, config.silence_s
-    return Launcher(place.directory, threads=threads, resume=resume, lock=lock, silence_s=silence_s)
+    threads, heartbeat_timeout_s = config.engine.threads, config.heartbeat_timeout_s
+    return Launcher(
+        place.directory,
+        threads=threads,
+        resume=resume,
+        lock=lock,
+        heartbeat_timeout_s=heartbeat_timeout_s,
+    )
 
 
 def _tell_launch(run: Run) -> None:

@@ -65,7 +65,7 @@ class Controller:
         self.versions = PublishedVersions(run.objects)
         self.window: Window[Group] | None = None
         self.owing = owing
-        self.trouble = DisturbanceTracker(config.silence_s, time.monotonic())
+        self.trouble = DisturbanceTracker(config.heartbeat_timeout_s, time.monotonic())
 
     async def run_stages(self) -> None:
         """The whole run, from wherever it stands."""
@@ -206,7 +206,7 @@ async def open_controller(store: str, gateway_url: str, process: str) -> AsyncIt
     """A controller with everything that it needs, closed again at the end."""
     run = Run.open(store, create=False)
     config = run.config()
-    pool = open_sandbox_pool(config.sandbox.isolation, config.silence_s)
+    pool = open_sandbox_pool(config.sandbox.isolation, config.heartbeat_timeout_s)
     try:
         counts = {split: getattr(config.tasks, split) for split in ("train", *EVAL_SPLITS)}
         environment = build(

@@ -48,7 +48,7 @@ from etude.run.diagnose import (
 from etude.run.operators import different_operators
 from etude.train.loss import predicting_states
 from etude.train.mismatch import measure_mismatch, mismatch_stats, router_mismatch
-from etude.train.packing import RolloutSequence, pack_rows
+from etude.train.packing import RolloutSequence, pack_rollouts
 
 MakeEngine = Callable[..., Engine]
 Prompt = tuple[int, ...]
@@ -351,7 +351,7 @@ def recompute(
     """As the trainer does it; `temperature`: of a row that does not say what it was sampled with;
     `replay`: with the experts that were recorded."""
     routing = Routing(_replay(answer) if replay else None) if model.config.experts else None
-    packed = pack_rows([_sequence(answer, temperature)])
+    packed = pack_rollouts([_sequence(answer, temperature)])
     states = predicting_states(model, packed, routing)
     logp_N, logp_NV = model.logprobs(*states, packed.temperature_N)
     return Recomputation(
@@ -367,7 +367,7 @@ def draw(
     replay: bool,
 ) -> Recomputation:
     """With random rounding, and log-probs taken as the engine's sampler does."""
-    packed = pack_rows([_sequence(answer, temperature) for answer in answers])
+    packed = pack_rollouts([_sequence(answer, temperature) for answer in answers])
     routing = None
     if model.config.experts:
         routing = Routing(torch.cat([_replay(answer) for answer in answers]) if replay else None)

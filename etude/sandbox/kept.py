@@ -89,12 +89,16 @@ class KeptProcess:
     """A `core.sandbox.Process`. Whoever waits for it is told when its keeper is dead or silent."""
 
     def __init__(
-        self, keeper: Keeper, streams: Streams, silence_s: float, late: Callable[[float], None]
+        self,
+        keeper: Keeper,
+        streams: Streams,
+        reply_timeout_s: float,
+        late: Callable[[float], None],
     ) -> None:
         """`late`: told how long the keeper owed a sign of life, when that was too long."""
         self.keeper = keeper
         self._streams = streams
-        self._silence_s = silence_s
+        self._reply_timeout_s = reply_timeout_s
         self._late = late
 
     async def read(self) -> bytes:
@@ -124,10 +128,10 @@ class KeptProcess:
         task = asyncio.ensure_future(work)
         try:
             while True:
-                await asyncio.wait({task}, timeout=self._silence_s / 4)
+                await asyncio.wait({task}, timeout=self._reply_timeout_s / 4)
                 if task.done():
                     return task.result()
-                if (owed_s := self.keeper.owed_s()) >= self._silence_s:
+                if (owed_s := self.keeper.owed_s()) >= self._reply_timeout_s:
                     self._late(owed_s)
                     raise RolloutFailure(f"sandbox: no sign of life in {owed_s:.0f} s")
                 self.keeper.ask()

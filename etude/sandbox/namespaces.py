@@ -51,11 +51,11 @@ _BOOT = (
 class NamespaceSandboxPool:
     """A `core.sandbox.SandboxPool`."""
 
-    def __init__(self, silence_s: float = REPLY_TIMEOUT_S) -> None:
+    def __init__(self, reply_timeout_s: float = REPLY_TIMEOUT_S) -> None:
         """Raises EtudeError with the call that was refused, where the kernel does not let us.
-        `silence_s`: a zygote that does not answer for so long is replaced, and a sandbox that does
-        not has failed."""
-        self.silence_s = silence_s
+        `reply_timeout_s`: a zygote that does not answer for so long is replaced, and a sandbox that
+        does not has failed."""
+        self.reply_timeout_s = reply_timeout_s
         self._sandboxes: set[NamespaceSandbox] = set()
         self._numbers = itertools.count(1)
         self._replaced: list[subprocess.Popen[bytes]] = []
@@ -129,9 +129,9 @@ class NamespaceSandboxPool:
                     return sandbox
                 if zygote is self._zygote and not self._closed:
                     self._replace()
-                    self._owed_s = self.silence_s
+                    self._owed_s = self.reply_timeout_s
         raise RolloutFailure(
-            f"sandbox: none came from {_ZYGOTES} zygotes in {self.silence_s:g} s each"
+            f"sandbox: none came from {_ZYGOTES} zygotes in {self.reply_timeout_s:g} s each"
         )
 
     async def _ask_for_one(self, spec: SandboxSpec, before: Tree) -> NamespaceSandbox | None:
@@ -146,7 +146,7 @@ class NamespaceSandboxPool:
         sandbox = NamespaceSandbox(self, link, next(self._numbers), spec, before)
         self._sandboxes.add(sandbox)
         try:
-            async with asyncio.timeout(self.silence_s):
+            async with asyncio.timeout(self.reply_timeout_s):
                 await link.ready
         except TimeoutError:
             sandbox.abandon()
@@ -300,7 +300,7 @@ class NamespaceSandbox:
         keeper = self._processes[number] = Keeper(ended)
         # without a wait in it, for a socket that is connected already
         await asyncio.get_running_loop().create_unix_connection(lambda: keeper, sock=control)
-        return KeptProcess(keeper, streams, self._pool.silence_s, self._answered_late)
+        return KeptProcess(keeper, streams, self._pool.reply_timeout_s, self._answered_late)
 
     def keepers_owing(self) -> dict[str, float]:
         return {
@@ -390,7 +390,7 @@ class NamespaceSandbox:
 
     def _check(self) -> None:
         """What a sandbox says that was stopped, or its command's time, may be due to that."""
-        if self._late_s >= self._pool.silence_s:
+        if self._late_s >= self._pool.reply_timeout_s:
             raise RolloutFailure(f"sandbox: its answer came {self._late_s:.0f} s late")
 
 

@@ -11,11 +11,11 @@ from etude.sandbox.process import ProcessSandboxPool
 
 ISOLATION: dict[str, Callable[[float], SandboxPool]] = {
     "namespaces": NamespaceSandboxPool,
-    "process": lambda silence_s: ProcessSandboxPool(),
+    "process": lambda reply_timeout_s: ProcessSandboxPool(),
 }
 
 
-def open_sandbox_pool(isolation: str, silence_s: float = REPLY_TIMEOUT_S) -> SandboxPool:
+def open_sandbox_pool(isolation: str, reply_timeout_s: float = REPLY_TIMEOUT_S) -> SandboxPool:
     """Opens a trial sandbox before it returns; raises EtudeError where this machine cannot. Never
     picks a weaker isolation than it was asked for. The caller closes the pool."""
-    return ISOLATION[isolation](silence_s)
+    return ISOLATION[isolation](reply_timeout_s)

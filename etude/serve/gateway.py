@@ -239,7 +239,7 @@ async def serve_gateway(
         aiohttp.ClientTimeout(total=None, sock_connect=5.0),
     )
     async with aiohttp.ClientSession(headers=headers, connector=connector, timeout=patient) as http:
-        router = Router(http, version, run.config().silence_s)
+        router = Router(http, version, run.config().heartbeat_timeout_s)
         gateway = Gateway(router, run.objects, files, max_context=max_context)
         async with process.serving(
             create_app(gateway.routes(), token, gateway.model.metrics), listener

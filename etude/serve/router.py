@@ -71,10 +71,10 @@ class Router:
         self,
         http: aiohttp.ClientSession,
         live: int = -1,
-        silence_s: float = math.inf,
+        heartbeat_timeout_s: float = math.inf,
         clock: AwakeClock | None = None,
     ) -> None:
-        self.fleet = Fleet(live, silence_s)
+        self.fleet = Fleet(live, heartbeat_timeout_s)
         self._http = http
         self._clock = clock or AwakeClock(SystemClock())
         self._changed = asyncio.Condition()

@@ -59,9 +59,9 @@ from etude.weights.manifest import Chain
 from etude.weights.tensors import root_of
 
 HEARTBEAT_S = 1.0
-STEP_SILENCES = 10
-"""A step of the engine, or a swap of weights, may take so many times as long as a process may be
-silent: the first one compiles, and a long prompt on a slow machine is no fault."""
+STEP_TIMEOUT_FACTOR = 10
+"""A step of the engine, or a swap of weights, may take so many times the heartbeat timeout: the
+first one compiles, and a long prompt on a slow machine is not a fault."""
 
 
 class Worker:
@@ -73,7 +73,7 @@ class Worker:
         engine: EngineThread | VllmServer,
         files: Mapping[str, bytes],
         region: str,
-        silence_s: float = math.inf,
+        heartbeat_timeout_s: float = math.inf,
     ) -> None:
         self.model = ServedModel(
             tokenizer=engine.tokenizer,
@@ -82,7 +82,7 @@ class Worker:
         )
         self.engine_thread = engine
         self.region = region
-        self._step_s = STEP_SILENCES * silence_s
+        self._step_s = STEP_TIMEOUT_FACTOR * heartbeat_timeout_s
 
     def routes(self) -> list[Route]:
         answerer = PolicyAnswerer(self.model, self.engine_thread)
@@ -220,7 +220,7 @@ async def serve_worker(
     ).fetch
     vllm = config.engine.vllm.get(region)
     async with connect(vllm, fetch, files) if vllm else own_engine(files, fetch, config) as engine:
-        worker = Worker(engine, files, region, config.silence_s)
+        worker = Worker(engine, files, region, config.heartbeat_timeout_s)
         if version is not None:
             await engine.load(version)
         async with process.serving(

@@ -1,5 +1,4 @@
-"""A rank's tensors as bytes, and back: one safetensors object. Where it is kept is for `store/` to
-say."""
+"""Serialization of a rank's tensors, as one safetensors object; `store/` keeps it."""
 
 from __future__ import annotations
 
@@ -13,12 +12,13 @@ from etude.core.errors import EtudeError
 
 
 def pack(tensors: Mapping[str, Tensor]) -> bytes:
-    """A copy: the tensors may change as soon as this returns. Equal tensors give equal bytes."""
+    """Tensors to bytes. It is a copy: the tensors may change as soon as this returns. Equal tensors
+    give equal bytes."""
     return save({name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()})
 
 
 def unpack(data: bytes, source: str) -> dict[str, Tensor]:
-    """`source` says where the bytes come from, for the error when they are something else."""
+    """Bytes back to tensors. `source` names the bytes in the error for damaged ones."""
     try:
         return load(data)
     except SafetensorError as e:

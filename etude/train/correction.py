@@ -1,9 +1,9 @@
 """Importance-sampling corrections for tokens that another policy sampled.
 
 The engine that sampled a token had older weights and other numerics. The learner computes the
-token's log-prob anew at its own version; e to the difference is how much likelier it finds the
-token, its importance weight. A correction makes that usable: raw weights have no bound, and one of
-them can outweigh a whole batch.
+token's log-prob anew at its own version; e to the difference of the two is the importance weight of
+the token. A correction bounds it: raw weights have no bound, and one of them can outweigh a whole
+batch.
 
     token level      each token by its own ratio: little variance, and the bias of ignoring what
                      came before the token
@@ -31,10 +31,12 @@ from etude.train.loss import sum_by_row
 
 
 def truncate(ratio_N: Tensor, cap: float) -> Tensor:
+    """Truncated importance sampling (TIS): ratios above the cap become the cap."""
     return ratio_N.clamp(max=cap)
 
 
 def mask(ratio_N: Tensor, cap: float) -> Tensor:
+    """Masked importance sampling (IcePop): ratios above the cap, or below its inverse, become 0."""
     # Not a product: a ratio may have overflowed, and infinity times 0 is no number.
     return torch.where((ratio_N <= cap) & (ratio_N >= 1 / cap), ratio_N, 0.0)
 
@@ -49,6 +51,8 @@ def sequence_ratio(log_ratio_N: Tensor, row_N: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Correction:
+    """An importance-sampling correction: the ratio of each token, and how it is bounded."""
+
     ratio: Callable[[Tensor, Tensor], Tensor]
     bound: Callable[[Tensor, float], Tensor]
 

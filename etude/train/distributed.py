@@ -42,8 +42,8 @@ POLL_S = 0.5
 
 
 class ProcessGroup:
-    """This process in the group of those that train together. Every method that exchanges something
-    is to be called by all of them in the same order, and gives all of them the same."""
+    """The ranks that train one model together, seen from one of them. All ranks must call the
+    collective methods in the same order, and all get the same results."""
 
     def __init__(self, rank: int = 0, size: int = 1, store: Store | None = None) -> None:
         self.rank = rank
@@ -56,8 +56,8 @@ class ProcessGroup:
     def on_one_machine(
         cls, rank: int, size: int, rendezvous_file: Path, timeout_s: float, device: str = "cpu"
     ) -> ProcessGroup:
-        """Processes of one machine, which meet in a file that is not there yet; nobody else can
-        reach them."""
+        """A group of processes on one machine, whose rendezvous is a file that does not exist yet.
+        It is not reachable from outside."""
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         return cls._rendezvous(FileStore(str(rendezvous_file), size), rank, size, timeout_s, device)
 
@@ -73,8 +73,7 @@ class ProcessGroup:
     def _rendezvous(
         cls, store: Store, rank: int, size: int, timeout_s: float, device: str
     ) -> ProcessGroup:
-        """No exchange may take longer than `timeout_s`, the first one, in which all find each
-        other, included."""
+        """Join the group. `timeout_s` holds for every collective, the rendezvous included."""
         # figures are exchanged on the CPU in any case
         backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
         timeout = timedelta(seconds=timeout_s)
@@ -94,8 +93,8 @@ class ProcessGroup:
             dist.destroy_process_group()
 
     def shard(self, model: Transformer) -> None:
-        """From now on every rank holds its rows of each parameter, and gradients are added up over
-        the ranks."""
+        """Shard a model (FSDP2): from now on every rank holds its rows of each parameter, and
+        gradients are summed over the ranks."""
         if self.size == 1:
             return
         mesh = init_device_mesh(next(model.parameters()).device.type, (self.size,))
@@ -112,8 +111,8 @@ class ProcessGroup:
                 module.set_force_sum_reduction_for_comms(True)
 
     def reshard(self, model: Transformer) -> None:
-        """After passes that no backward pass follows: gives back what was gathered, which the next
-        step makes stale."""
+        """Free the gathered parameters after passes that no backward pass follows; the next step
+        would make them stale."""
         if isinstance(model, FSDPModule):
             model.reshard()
 
@@ -157,7 +156,7 @@ class ProcessGroup:
 
     @contextlib.contextmanager
     def naming_lost_ranks(self) -> Iterator[None]:
-        """Around all that ranks do together: if one is lost, the error names it."""
+        """Wrap what ranks do together: if a rank is lost, the error names it."""
         try:
             yield
         except RuntimeError as e:  # the only type that the exchange raises, for every reason
@@ -182,7 +181,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def full_tensor(own_rows: Tensor, like: nn.Parameter) -> Tensor:
-    """All rows, of which every rank gives its own, cut like the parameter."""
+    """The whole tensor, gathered from the rows that each rank holds; sharded like the parameter."""
     if not isinstance(like, DTensor):
         return own_rows
     sharded = DTensor.from_local(
@@ -197,7 +196,8 @@ def full_tensor(own_rows: Tensor, like: nn.Parameter) -> Tensor:
 
 
 class LivenessCheck:
-    """Finds out which ranks are still alive. Checks are numbered; a thread answers each."""
+    """A check of which ranks are still alive, which a thread of every rank answers. Checks are
+    numbered."""
 
     def __init__(self, store: Store, ranks: ProcessGroup) -> None:
         self._store = store
@@ -234,9 +234,9 @@ class LivenessCheck:
         self._thread.join()
 
     def _answer(self) -> None:
-        """Answers calls until the end. The main thread may be waiting for the lost rank, and be
-        told so only when its own time is over; if it has not ended the process well after a call in
-        which somebody was missing, this does."""
+        """Answer checks until the end. The main thread may be waiting for the lost rank until its
+        own time-out; if it has not ended the process well after a check in which a rank was
+        missing, this does."""
         number, over = 0, math.inf
         while not self._ended.wait(POLL_S):
             try:

@@ -30,7 +30,7 @@ PEAK_FLOPS = {
 
 
 def step_flops(config: ModelConfig, rows: Iterable[Row]) -> float:
-    """Of one forward and backward pass over the rows."""
+    """FLOPs of one forward and backward pass over the rows."""
     return sum(
         (1 + BACKWARD_COST) * forward_flops(config, len(row.tokens) - 1, sum(row.mask))
         for row in rows
@@ -38,8 +38,8 @@ def step_flops(config: ModelConfig, rows: Iterable[Row]) -> float:
 
 
 def forward_flops(config: ModelConfig, length: int, num_predicted: int) -> float:
-    """A multiplication and an addition for each weight that a token meets, and for each number of
-    each key and value that a query looks back at."""
+    """FLOPs of a forward pass: a multiplication and an addition for each weight that a token meets,
+    and for each number of each key and value that a query looks back at."""
     weights = sum(
         _attention_weights(config) + _mlp_weights(config, layer)
         for layer in range(config.num_hidden_layers)

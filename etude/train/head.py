@@ -1,8 +1,8 @@
-"""From hidden states to the log-probs of given tokens, a part of the vocabulary's logits at a time.
+"""The LM head in chunks: hidden states to log-probs of given tokens, without all logits at once.
 
 All logits of a batch are by far its largest tensor: a hundred thousand numbers for each token, of
-which one is wanted. So where there are too many of them the tokens go through the head in parts,
-and the backward pass computes the logits of a part again. Compiled, a part keeps nothing but the
+which one is wanted. So where there are too many of them the tokens go through the head in chunks,
+and the backward pass computes the logits of a chunk again. Compiled, a chunk keeps nothing but the
 logits themselves, in the model's own type, so that far more of them are not too many.
 
 Shapes: N tokens, V vocabulary, E hidden size.
@@ -26,8 +26,8 @@ MAX_FUSED_LOGITS = 2**32  # 8 GB, and as much for their gradient
 
 
 class TokenStats(NamedTuple):
-    """Statistics of the distribution in a token's place; without gradient, and empty if not
-    wanted."""
+    """Entropy and argmax of the distribution at each token; without gradient, and empty if not
+    asked for."""
 
     entropy_N: Tensor
     argmax_N: Tensor
@@ -44,7 +44,7 @@ def head_logprobs(
     *,
     with_stats: bool = False,
 ) -> tuple[Tensor, TokenStats]:
-    """The log-prob of each token, and if wanted the statistics of its distribution."""
+    """The log-prob of each token, and with `with_stats` the statistics of its distribution."""
     part = _fused_part() if model.fused else _part
     most = MAX_FUSED_LOGITS if model.fused else MAX_LOGITS[hidden_NE.device.type]
     size = max(1, most // model.config.vocab_size)

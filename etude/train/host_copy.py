@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 class HostCopy:
-    """The values that a tensor has once the device is done with what it was asked until now. What
-    it is asked after that is not waited for."""
+    """A copy of a device tensor on the host, with the values after all work queued so far. `wait`
+    does not wait for work that is queued later."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)

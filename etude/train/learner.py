@@ -35,20 +35,20 @@ from etude.train.mismatch import mismatch_stats
 from etude.train.objective import AGGREGATE, Objective
 from etude.train.optimizer import OPTIMIZER, Optimizer
 from etude.train.packing import (
-    Microbatch,
     PackedBatch,
+    PackedRollouts,
     PackItem,
     RolloutSequence,
     SequenceCost,
     TokenSequence,
     check,
     pack_batch,
-    pack_rows,
+    pack_rollouts,
     plan_microbatches,
 )
 from etude.train.routers import RouterTracker, experts_to_replay
-from etude.train.stats import FitStats, StepStats
-from etude.train.supervised import FitLoss, Metrics, cross_entropy
+from etude.train.stats import RlStats, SupervisedStats
+from etude.train.supervised import Metrics, SupervisedLoss, cross_entropy
 
 MAX_GRAD_NORM = 1.0
 
@@ -60,8 +60,8 @@ P = TypeVar("P", bound=PackedBatch)
 
 
 class Learner:
-    """Takes the model over: from now on its parameters are the rounded masters, and this rank's
-    rows of them only.
+    """A model with its fp32 master weights and its optimizer, on one rank. It takes the model over:
+    from now on its parameters are the rounded masters, and this rank's rows of them only.
 
     `dtype` is what masters are rounded to. float32 leaves them as they are: for models that are too
     small or steps that are too exact for bf16, and to compare ranks without the noise of rounding.
@@ -115,8 +115,8 @@ class Learner:
         fetch: Callable[[str], bytes] | None = None,
         router_replay_min_score: float = 0.0,
         router_balance: bool = False,
-    ) -> StepStats:
-        """One step of RL. `temperature` is that of rows which do not say what they were sampled
+    ) -> RlStats:
+        """Take one RL step. `temperature` is that of rows which do not say what they were sampled
         with. `microbatch_tokens = 0`: row after row in their order, deterministic. An objective
         with a `kl_coef` takes the snapshot for its reference. `fetch` reads the experts that a row
         names; without it none are replayed. `router_replay_min_score`, `router_balance`: see
@@ -127,7 +127,7 @@ class Learner:
         rows, divisor = self._weighed(batch, objective.aggregate, microbatch_tokens, temperature)
         num_tokens = sum(row.num_tokens for row in rows)
         mine = self._share(
-            rows, partial(pack_rows, experts=self._experts(fetch)), microbatch_tokens
+            rows, partial(pack_rollouts, experts=self._experts(fetch)), microbatch_tokens
         )
         references: Iterable[Tensor | None] = itertools.repeat(None)
         if objective.kl_coef:
@@ -148,7 +148,7 @@ class Learner:
         loss_sum, *others_sum = self.ranks.all_reduce_sum(*map(sum, sums_M4.T.tolist()))
         truncated_frac, zero_grad_frac, entropy = (each / num_tokens for each in others_sum)
         seen_N5 = self.ranks.all_gather(seen_N5.flatten()).view(-1, 5)
-        return StepStats(
+        return RlStats(
             recomputed=_by_row(seen_N5, len(rows)),
             loss=loss_sum,
             mismatch=mismatch_stats(seen_N5[:, 1].numpy(), seen_N5[:, 2].numpy()),
@@ -165,13 +165,13 @@ class Learner:
         )
 
     def _experts(self, fetch: Callable[[str], bytes] | None) -> Callable[[Row], Tensor | None]:
-        """What `pack_rows` asks for the experts of a row."""
+        """What `pack_rollouts` asks for the experts of a row."""
         config = self.model.config.experts
         return lambda row: experts_to_replay(row, config, fetch) if fetch else None
 
     def _backward(
         self,
-        micro: Microbatch,
+        micro: PackedRollouts,
         routers: RouterTracker,
         objective: Objective,
         ref_logp_N: Tensor | None,
@@ -183,17 +183,17 @@ class Learner:
         report."""
         routing = routers.begin_microbatch(micro)
         logp_N, others = token_logprobs(self.model, micro, routing, with_stats=True)
-        scored = objective.score(
+        losses = objective.token_losses(
             logp_N, micro.old_logprobs_N, micro.advantages_N, micro.row_ids_N, ref_logp_N
         )
         router_mismatch_N = routers.token_mismatches(routing, micro.logits_indices_N)
         balancing = routers.end_microbatch(routing, micro) * (micro.num_tokens / num_tokens)
-        loss = (scored.loss_N * micro.weights_N).sum() / divisor + balancing
+        loss = (losses.loss_N * micro.weights_N).sum() / divisor + balancing
         loss.backward()  # type: ignore[no-untyped-call]
         parts = (
             loss.detach(),
-            scored.truncated_N.sum(),
-            scored.zero_grad_N.sum(),
+            losses.truncated_N.sum(),
+            losses.zero_grad_N.sum(),
             others.entropy_N.sum(),
         )
         summed = torch.stack([part.double() for part in parts])
@@ -231,9 +231,10 @@ class Learner:
         weight_decay: float = 0.0,
         router_balance: bool = False,
         pack: Callable[[Sequence[Any]], PackedBatch] = pack_batch,
-        loss: FitLoss = cross_entropy,
-    ) -> FitStats:
-        """One step of a supervised loss, averaged over what counts in all items together."""
+        loss: SupervisedLoss = cross_entropy,
+    ) -> SupervisedStats:
+        """Take one step of a supervised loss, averaged over the loss terms of all items
+        together."""
         routers = RouterTracker(self.model, router_balance=router_balance)
         count = sum(item.num_loss_terms for item in items)
         num_tokens = sum(item.num_tokens for item in items)
@@ -252,7 +253,7 @@ class Learner:
         total, *sums = self.ranks.all_reduce_sum(
             sum(torch.stack(totals).tolist()), *metrics.values()
         )
-        return FitStats(
+        return SupervisedStats(
             loss=total,
             grad_norm=_finite(self._update(lr, weight_decay)),
             lr=lr,
@@ -262,7 +263,7 @@ class Learner:
 
     @torch.no_grad()
     def evaluate(self, texts: Sequence[TokenSequence]) -> float:
-        """Mean cross entropy of the tokens that count; changes nothing."""
+        """The mean cross entropy of the tokens that the loss counts; changes nothing."""
         logps = [
             token_logprobs(self.model, packed)[0].double().sum()
             for packed in self._share(texts, pack_batch)
@@ -272,21 +273,21 @@ class Learner:
         return -total / sum(text.num_tokens for text in texts)
 
     @torch.no_grad()
-    def _reference(self, microbatches: Sequence[Microbatch]) -> list[Tensor]:
-        """The log-probs under the kept weights."""
+    def _reference(self, microbatches: Sequence[PackedRollouts]) -> list[Tensor]:
+        """The log-probs under the snapshot."""
         assert self._snapshot, (
-            "a kl_coef needs a reference: keep() the weights that the stage starts from"
+            "a kl_coef needs a reference: snapshot() the weights that the stage starts from"
         )
         with self.using_snapshot():
             return [token_logprobs(self.model, micro)[0] for micro in microbatches]
 
     def weights(self) -> dict[str, Tensor]:
-        """Of a learner alone: a copy of the tensors to publish, the very values that the next
-        forward pass computes with."""
+        """A copy of the tensors to publish, the very values that the next forward pass computes
+        with. Only without further ranks."""
         return files.hf_state_dict(self.model, self.dtype)
 
     def hf_rows(self) -> dict[str, files.Rows]:
-        """The same, as far as this rank holds it. They are for whoever asks to keep."""
+        """A copy of this rank's rows of the tensors to publish."""
         held = {
             name: (
                 self.ranks.local_rows(len(p)).start,
@@ -298,23 +299,22 @@ class Learner:
         return files.hf_rows(self.model, held | fixed, self.dtype)
 
     def reset(self) -> None:
-        """Forget the optimizer's past and any kept weights, as a new stage does; the weights
-        stay."""
+        """Reset the optimizer and drop the snapshot, as a new stage does; the weights stay."""
         self._optimizer.reset()
         self._snapshot = {}
 
     def snapshot(self) -> None:
-        """Remember the weights as they are now, in place of any kept before."""
+        """Keep a copy of the present weights, in place of any snapshot before."""
         self._snapshot = {name: master.clone() for name, master in self._masters.items()}
 
     def restore_snapshot(self) -> None:
-        """Go back to the kept weights."""
+        """Go back to the weights of the snapshot."""
         _fill(self._masters, self._snapshot)
         self._round(self._masters)
 
     @contextlib.contextmanager
     def using_snapshot(self) -> Iterator[None]:
-        """The model computes with the kept weights for as long as the block lasts."""
+        """Compute with the weights of the snapshot inside the `with` block."""
         self._round(self._snapshot)
         try:
             yield
@@ -323,14 +323,14 @@ class Learner:
             self._round(self._masters)
 
     def state(self) -> dict[str, Tensor]:
-        """Everything that the next step depends on, as far as this rank holds it. It shares memory
-        with the learner: pack it before stepping."""
+        """This rank's part of the state that the next step depends on. It shares memory with the
+        learner: pack it before stepping."""
         return self._whole() | {
             f"snapshot.{name}": tensor for name, tensor in self._snapshot.items()
         }
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Goes on from `state()` of this rank of this learner or of another one, to the bit."""
+        """Load the `state()` of this rank, to the bit."""
         kept = {
             name.removeprefix("snapshot."): t
             for name, t in tensors.items()
@@ -344,9 +344,8 @@ class Learner:
         self._round(self._masters)
 
     def load_shards(self, size: int, shard: Callable[[int], Mapping[str, Tensor]]) -> None:
-        """Goes on from the states of `size` ranks, of which `shard` reads one. Other ranks than
-        these may go on, each with its rows of what they had; sums are then made in another
-        order."""
+        """Load the states of `size` ranks, of which `shard` reads one. The number of ranks may have
+        changed: each takes its rows of what they had, and sums are then made in another order."""
         if size == self.ranks.size:
             self.load_state(shard(self.ranks.rank))
             return
@@ -393,8 +392,8 @@ class Learner:
         )
 
     def _update(self, lr: float, weight_decay: float) -> Tensor:
-        """Moves the masters by the gradient that has gathered on the model, and rounds them into
-        it. Returns the norm of the gradient; if that is not finite, nothing has moved."""
+        """Update the masters by the accumulated gradient, and round them into the model. Returns
+        the norm of the gradient; if that is not finite, nothing has changed."""
         gradients = {
             name: self._gradients[name] for name in self._masters if name in self._gradients
         }
@@ -407,7 +406,7 @@ class Learner:
 
     @torch.no_grad()
     def _round(self, weights: Mapping[str, Tensor]) -> None:
-        """Into the model."""
+        """Round weights into the model."""
         exact = (
             weights.values()
             if self.compute == self.dtype
@@ -431,7 +430,7 @@ def _finite(norm: Tensor) -> float:
 
 @torch.no_grad()
 def _add_gradient(gradients: dict[str, Tensor], name: str, parameter: Tensor) -> None:
-    """Takes what a microbatch leaves at a parameter."""
+    """Add the gradient that a microbatch left at a parameter to the sum in fp32."""
     assert parameter.grad is not None
     gradient, parameter.grad = local_tensor(parameter.grad), None
     if name in gradients:
@@ -441,8 +440,8 @@ def _add_gradient(gradients: dict[str, Tensor], name: str, parameter: Tensor) ->
 
 
 def _by_row(seen_N5: Tensor, num_rows: int) -> tuple[RecomputedRow, ...]:
-    """From the columns number of the row, old and new log-prob, likeliest token, routed
-    otherwise."""
+    """The columns of `_backward`, by row: row number, old and new log-prob, argmax, router
+    mismatch."""
     number_N = seen_N5[:, 0].long()
     sizes = number_N.bincount(minlength=num_rows).tolist()
     rows = torch.split(seen_N5[number_N.argsort(stable=True)], sizes)
@@ -457,8 +456,8 @@ def _by_row(seen_N5: Tensor, num_rows: int) -> tuple[RecomputedRow, ...]:
 
 
 def sequence_cost(model: Transformer) -> SequenceCost:
-    """Multiplications: every weight that a token meets, and in each layer a key and a value for
-    each pair of tokens."""
+    """The cost of a sequence in multiplications: every weight that a token meets, and in each layer
+    a key and a value for each pair of tokens."""
     c = model.config
     used = c.experts.num_experts_per_tok / c.experts.num_experts if c.experts else 1.0
     weights = sum(

@@ -41,12 +41,12 @@ from etude.train.packing import PackedBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInputs:
-    """The inputs of a policy loss: the sampled tokens of some whole rows."""
+    """The inputs of a policy loss: the sampled tokens of some whole rows, N of them."""
 
     logp_N: Tensor
-    """Under the new policy, with its gradient."""
+    """Log-probs under the new policy, with gradient."""
     old_logp_N: Tensor
-    """Under the policy that the ratio is measured against: the proximal one, or without a
+    """Log-probs under the policy that the ratio is measured against: the proximal one, or without a
     correction the engine's."""
     adv_N: Tensor
     row_N: Tensor
@@ -59,7 +59,7 @@ class LossInputs:
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """Ratios are held between 1 - low and 1 + high."""
+    """The clip range of a ratio: 1 - low to 1 + high."""
 
     low: float
     high: float
@@ -69,7 +69,7 @@ class Clip:
 
 
 PolicyLoss = Callable[[LossInputs, Clip], Tensor]
-"""-> loss_N, one number for each token"""
+"""A function of the tokens and the clip range that returns loss_N, one number for each token."""
 
 
 def reinforce(tokens: LossInputs, clip: Clip) -> Tensor:
@@ -101,7 +101,7 @@ def cispo(tokens: LossInputs, clip: Clip) -> Tensor:
 
 
 def sum_by_row(x_N: Tensor, row_N: Tensor) -> Tensor:
-    """For each token the sum over all tokens of its row."""
+    """The sum over all tokens of a row, for each of its tokens."""
     if not len(x_N):
         return x_N
     sums_B = torch.zeros(int(row_N.max()) + 1, dtype=x_N.dtype, device=x_N.device).index_add(
@@ -111,29 +111,29 @@ def sum_by_row(x_N: Tensor, row_N: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loss:
+class LossSpec:
     """A policy loss with its default aggregation, clip and correction; a run may override each."""
 
     function: PolicyLoss
     aggregate: str = "token"
-    """How tokens add up (`objective.AGGREGATE`)."""
+    """How token losses are aggregated (`objective.AGGREGATE`)."""
     clip: Clip = Clip(math.inf, math.inf)
     correction: str = "none"
 
 
-LOSS: dict[str, Loss] = {
-    "reinforce": Loss(function=reinforce, correction="truncated"),
-    "ppo_clip": Loss(function=ppo_clip, clip=Clip(0.2, 0.2)),
+LOSS: dict[str, LossSpec] = {
+    "reinforce": LossSpec(function=reinforce, correction="truncated"),
+    "ppo_clip": LossSpec(function=ppo_clip, clip=Clip(0.2, 0.2)),
     # Each attempt counts alike, however long. Its paper goes with advantage = "grpo".
-    "grpo": Loss(function=ppo_clip, clip=Clip(0.2, 0.2), aggregate="sequence"),
+    "grpo": LossSpec(function=ppo_clip, clip=Clip(0.2, 0.2), aggregate="sequence"),
     # A long wrong answer is not made cheaper per token; goes with advantage = "dr_grpo".
-    "dr_grpo": Loss(function=ppo_clip, clip=Clip(0.2, 0.2), aggregate="constant"),
+    "dr_grpo": LossSpec(function=ppo_clip, clip=Clip(0.2, 0.2), aggregate="constant"),
     # More room upwards, so that unlikely tokens can become likely. Its "dynamic sampling" is what
     # the controller does anyway: a group without a difference is dropped, and another takes its
     # slot.
-    "dapo": Loss(function=ppo_clip, clip=Clip(0.2, 0.28)),
-    "gspo": Loss(function=gspo, clip=Clip(3e-4, 4e-4), aggregate="sequence"),
-    "cispo": Loss(function=cispo, clip=Clip(1.0, 4.0)),
+    "dapo": LossSpec(function=ppo_clip, clip=Clip(0.2, 0.28)),
+    "gspo": LossSpec(function=gspo, clip=Clip(3e-4, 4e-4), aggregate="sequence"),
+    "cispo": LossSpec(function=cispo, clip=Clip(1.0, 4.0)),
 }
 
 
@@ -144,8 +144,8 @@ def token_logprobs(
     *,
     with_stats: bool = False,
 ) -> tuple[Tensor, TokenStats]:
-    """For each token that counts: its log-prob at the temperature it was drawn at, and if it is
-    wanted what could have stood there.
+    """The log-prob of each token that the loss counts, at the temperature that it was sampled at;
+    with `with_stats` also the statistics of its distribution.
 
     Only positions that predict a counted token reach the head: every other token costs no logits
     and gets no gradient.
@@ -157,7 +157,7 @@ def token_logprobs(
 def predicting_states(
     model: Transformer, packed: PackedBatch, routing: Routing | None = None
 ) -> tuple[Tensor, Tensor]:
-    """For each token that counts: the hidden state before it, and the token (NE, N)."""
+    """The hidden states that predict the tokens which the loss counts, and these tokens (NE, N)."""
     attend = (TiledCausalAttention if model.invariant else CausalAttention)(
         packed.lengths, packed.tokens_T.device
     )

@@ -35,7 +35,8 @@ def measure_mismatch(
     rows: Sequence[Row], found: Sequence[RecomputedRow], *, step: int,
     decode: Callable[[Sequence[int]], str] | None = None, num_worst: int = 5,
 ) -> MismatchMeasured:  # fmt: skip
-    """`step` trained on the rows, with the weights of the version before it."""
+    """Measure the mismatch over the rows that `step` trained on, with the weights of the version
+    before it."""
     tokens = _Tokens(
         old_N=np.array(
             [p for row in rows for p, said in zip(row.logprobs, row.mask, strict=True) if said]

@@ -27,14 +27,13 @@ from torch import Tensor
 from etude.core.errors import EtudeError, user_code
 from etude.core.types import Row
 from etude.train.correction import CORRECTION
-from etude.train.loss import LOSS, Clip, Loss, LossInputs
+from etude.train.loss import LOSS, Clip, LossInputs, LossSpec
 
 Aggregate = Callable[[Sequence[Row], int], tuple[list[float], float]]
-"""(rows of the whole batch, tokens of the context) -> a weight for each row, and what the weighted
-sum is divided by.
+"""An aggregation: (rows of the whole batch, tokens of the context) -> a weight for each row, and
+the divisor of the weighted sum.
 
-It looks at the whole batch, so how rows are cut into microbatches or given to ranks changes
-nothing.
+It takes the whole batch, so the division into microbatches and ranks changes nothing.
 """
 
 
@@ -53,8 +52,8 @@ def by_sequence(rows: Sequence[Row], context: int) -> tuple[list[float], float]:
 
 
 def by_constant(rows: Sequence[Row], context: int) -> tuple[list[float], float]:
-    """The sum over tokens by a number that does not depend on what was said: no length is
-    favoured."""
+    """The sum over tokens, divided by attempts times context: a divisor that no answer changes, so
+    that no length is favoured."""
     return [1.0] * len(rows), float(len({row.sample for row in rows}) * context)
 
 
@@ -67,7 +66,7 @@ AGGREGATE: dict[str, Aggregate] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLosses:
-    """The losses of some tokens, and which of them were truncated or have zero gradient."""
+    """The loss of each token, and which tokens were truncated or have zero gradient."""
 
     loss_N: Tensor
     truncated_N: Tensor
@@ -78,19 +77,20 @@ class TokenLosses:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """The default is `reinforce` with truncated weights and a mean over tokens."""
+    """The RL objective: KL penalty, importance-sampling correction, policy loss and aggregation.
+    The default is `reinforce` with truncated importance weights and a mean over tokens."""
 
-    loss: Loss = LOSS["reinforce"]
+    loss: LossSpec = LOSS["reinforce"]
     aggregate: str = "token"
     clip: Clip = LOSS["reinforce"].clip
     correction: str = "truncated"
     ratio_cap: float = 2.0
     kl_coef: float = 0.0
     distills: bool = False
-    """Advantages are log teacher - log engine (`train.teacher`), and what counts is log teacher -
-    log learner."""
+    """On-policy distillation: the advantages given are log teacher - log engine (`train.teacher`);
+    they are replaced by log teacher - log learner."""
 
-    def score(
+    def token_losses(
         self,
         logp_N: Tensor,
         engine_logp_N: Tensor,
@@ -98,7 +98,8 @@ class Objective:
         row_N: Tensor,
         ref_logp_N: Tensor | None = None,
     ) -> TokenLosses:
-        """`row_N` numbers the row of each token; `ref_logp_N` is needed if there is a `kl_coef`."""
+        """The loss of each token. `row_N` numbers the row of each token; `ref_logp_N` is needed
+        with a `kl_coef`."""
         own_N = logp_N.detach()
         if self.distills:
             adv_N = adv_N + (engine_logp_N - own_N)
@@ -127,9 +128,9 @@ class Objective:
         )
 
 
-def _checked_losses(loss: Loss, tokens: LossInputs, clip: Clip) -> Tensor:
-    """The loss of each token, checked. A number for all of them, or a column, would be added up to
-    something else without a word, so it is refused."""
+def _checked_losses(loss: LossSpec, tokens: LossInputs, clip: Clip) -> Tensor:
+    """The loss of each token, with its shape checked: a scalar or a column would silently broadcast
+    to another sum."""
     with user_code("the loss raised"):
         loss_N = loss.function(tokens, clip)
     wrong = None

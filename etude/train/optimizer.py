@@ -22,23 +22,26 @@ MOMENTUM = 0.95
 
 
 class Optimizer(Protocol):
+    """An optimizer over the master weights of one rank."""
+
     def step(
         self, gradients: Mapping[str, Tensor], *, lr: float, weight_decay: float, divisor: Tensor
     ) -> None:
-        """Moves the masters that have a gradient, by these over `divisor`, which clips them; moves
-        nothing if that is not finite. Nobody waits for the device to find out. Decay pulls matrices
-        towards 0; the gains of norms are scales, whose neutral value is not 0."""
+        """Update the masters that have a gradient. Gradients are divided by `divisor`, which clips
+        them; if that is not finite, nothing changes, and the host does not wait to find out. Weight
+        decay applies to matrices only: the gains of norms are scales, whose neutral value is not
+        0."""
 
     def reset(self) -> None:
-        """Forget the past."""
+        """Zero the state."""
 
     def state(self) -> dict[str, Tensor]:
-        """All that it remembers, sharing memory; the row of a tensor belongs to the same row of the
-        master after whose name it is called."""
+        """The optimizer's state, by the names of the masters; it shares memory. Rows of a tensor
+        belong to the same rows of its master."""
 
 
 class AdamW:
-    """torch's own, fused: one pass over memory."""
+    """AdamW, as torch has it; fused, so one pass over memory."""
 
     def __init__(
         self, masters: Mapping[str, Tensor], model: Transformer, ranks: ProcessGroup
@@ -82,8 +85,8 @@ class AdamW:
 
 
 class Muon:
-    """The matrices within layers move by their momentum made orthogonal, so that every direction of
-    a matrix learns alike; embeddings, head, routers, norms and biases move by AdamW.
+    """Muon: matrices within layers move by their orthogonalised momentum, so that every direction
+    of a matrix learns alike; embeddings, head, routers, norms and biases move by AdamW.
 
     Matrices that are one parameter here are made orthogonal one by one, as Hugging Face names them.
     A step has the size that AdamW's typically has, so rate and decay mean the same for both. It

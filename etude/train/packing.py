@@ -1,13 +1,13 @@
 """Packing: sequences into microbatches without padding, and these onto ranks. Pure: the same
 sequences give the same microbatches, in the same order, on every rank.
 
-The sequences of a microbatch stand one behind the other, and none sees another: nothing is padded.
-At each place the token after it is predicted, so of a sequence only what stands before the last
-token that counts is read. As in `core.types.Row`, position t of every field speaks of token t; that
-a token is predicted at the position before it is said here and nowhere else.
+The sequences of a microbatch stand one behind the other, without padding, and none attends to
+another. A token is predicted at the position before it, so of a sequence only the tokens before the
+last one that the loss counts are read. As in `core.types.Row`, position t of every field speaks of
+token t: the shift by one is made here and nowhere else.
 
-Shapes: T tokens that a microbatch reads, N those that count, B sequences, L layers that have
-experts, k experts of a token.
+Shapes: T tokens that a microbatch reads, N those that the loss counts, B sequences, L layers that
+have experts, k experts of a token.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ Ints = NDArray[np.int64]
 
 
 class PackItem(Protocol):
-    """An item of a microbatch, which is never split."""
+    """An item to pack, which is never split: a sequence, or a pair of them."""
 
     @property
     def length(self) -> int:
-        """Tokens that are read."""
+        """The number of tokens that are read."""
 
     @property
     def num_tokens(self) -> int:
@@ -42,14 +42,12 @@ class PackItem(Protocol):
 
     @property
     def num_loss_terms(self) -> int:
-        """The number of terms that the loss is the mean of: tokens, unless a kind of item says
-        otherwise."""
+        """The number of terms that the loss is the mean of: tokens, or pairs."""
 
 
 @dataclass(frozen=True)
 class TokenSequence:
-    """A sequence of tokens, and which of them the loss counts; never the first, before which
-    nothing stands."""
+    """A sequence of tokens with a loss mask, which is never True for the first token."""
 
     tokens: Sequence[int]
     mask: Sequence[bool]
@@ -74,15 +72,15 @@ class TokenSequence:
 
 @dataclass(frozen=True)
 class RolloutSequence(TokenSequence):
-    """A row of a batch of RL."""
+    """A row of an RL batch as a sequence to pack."""
 
     row: Row
     number: int
-    """Which row of the batch it is."""
+    """The index of the row in the batch."""
     weight: float
     """The weight of its tokens in the objective."""
     temperature: float
-    """What its tokens were drawn at, if the row does not say."""
+    """The sampling temperature of its tokens, if the row does not say."""
 
     @classmethod
     def from_row(
@@ -92,7 +90,7 @@ class RolloutSequence(TokenSequence):
 
     @property
     def temperatures(self) -> NDArray[np.float64]:
-        """What each of the tokens that count was drawn at."""
+        """The sampling temperature of each token that the loss counts."""
         if not self.row.sampling:
             return np.full(self.num_tokens, self.temperature)
         spans = self.row.sampling
@@ -103,24 +101,24 @@ class RolloutSequence(TokenSequence):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedBatch:
-    """The input of one forward and backward pass: sequences one behind the other, without
-    padding."""
+    """A microbatch: sequences one behind the other, without padding, for one forward and backward
+    pass."""
 
     tokens_T: Tensor
     positions_T: Tensor
-    """Of each token within its sequence."""
+    """The position of each token within its sequence."""
     lengths: tuple[int, ...]
-    """How many tokens are read of each sequence."""
+    """The number of tokens of each sequence."""
     logits_indices_N: Tensor
-    """Where in the microbatch each token that counts is predicted."""
+    """The positions whose logits predict the targets."""
     targets_N: Tensor
-    """The tokens that count."""
+    """The tokens that the loss counts."""
     sequence_N: Tensor
-    """Which sequence of the microbatch each of them stands in."""
+    """The index of the sequence of each target."""
     temperature_N: Tensor | None = None
-    """What each of them was drawn at; None: all at 1."""
+    """The sampling temperature of each target; None: all 1."""
     experts_TLk: Tensor | None = None
-    """The experts that are replayed, -1 where the router decides; None: it decides everywhere."""
+    """The experts to replay, -1 where the router decides; None: it decides everywhere."""
 
     def to(self, device: torch.device) -> Self:
         there: dict[str, Any] = {
@@ -134,33 +132,35 @@ class PackedBatch:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens the loss counts."""
+        """The number of tokens that the loss counts."""
         return len(self.targets_N)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Microbatch(PackedBatch):
-    """The same for RL."""
+class PackedRollouts(PackedBatch):
+    """A microbatch of rollouts: a `PackedBatch` with what the RL objective needs."""
 
     old_logprobs_N: Tensor
     advantages_N: Tensor
     weights_N: Tensor
-    """What a token counts for in the objective."""
+    """The weight of each target in the objective."""
     row_ids_N: Tensor
-    """Which row of the batch a token stands in."""
+    """The index of the batch row of each target."""
 
 
 def pack_batch(texts: Sequence[TokenSequence]) -> PackedBatch:
+    """Pack sequences into one microbatch."""
     return PackedBatch(**_packed(texts))
 
 
-def pack_rows(
+def pack_rollouts(
     rows: Sequence[RolloutSequence], experts: Callable[[Row], Tensor | None] = lambda row: None
-) -> Microbatch:
-    """`experts` gives those that the first tokens of a row used, [tokens, L, k]."""
+) -> PackedRollouts:
+    """Pack rollouts into one microbatch. `experts` gives the routed experts of the first tokens of
+    a row, [tokens, L, k]."""
     temperatures = [each.temperatures for each in rows]
     is_plain = all((own == 1).all() for own in temperatures)
-    return Microbatch(
+    return PackedRollouts(
         **_packed(rows),
         temperature_N=None if is_plain else _joined(temperatures, torch.float32),
         experts_TLk=_pack_experts(
@@ -178,7 +178,7 @@ def pack_rows(
 
 
 def _packed(texts: Sequence[TokenSequence]) -> dict[str, Any]:
-    """The fields of `PackedBatch`. A rank without work reads one token, of which nothing comes."""
+    """The fields of a `PackedBatch`. A rank without work gets one token that no loss counts."""
     lengths = [text.length for text in texts]
     if not any(lengths):
         texts, lengths = [TokenSequence((0,), (False,))], [1]
@@ -227,8 +227,7 @@ def _pack_experts(lengths: Sequence[int], experts: Sequence[Tensor | None]) -> T
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceCost:
-    """The compute cost of a sequence: so much for each token, and so much for each pair of tokens
-    one of which sees the other."""
+    """The compute cost of a sequence: linear in its tokens, quadratic in its attention."""
 
     per_token: float = 1.0
     per_pair: float = 0.0
@@ -243,9 +242,9 @@ def plan_microbatches(
     ranks: int = 1,
     cost: SequenceCost = SequenceCost(),  # noqa: B008 (frozen)
 ) -> list[list[list[int]]]:
-    """For each rank the microbatches that it computes, as the indices of the items in them: none of
-    more than `limit` tokens, but for an item that is longer alone. `limit = 0` means one item each,
-    in the order given.
+    """Plan the microbatches of each rank, as the indices of their items: none of more than `limit`
+    tokens, but for an item that is longer alone. `limit = 0` means one item each, in the order
+    given.
 
     Ranks work in rounds, one microbatch each, and a round lasts as long as its costliest one. So
     all have equally many of about the same cost, and where there are fewer items than ranks some
@@ -282,7 +281,7 @@ def _fill(lengths: Sequence[int], limit: int, ranks: int, cost: SequenceCost) ->
 
 
 def check(rows: Sequence[Row], *, microbatch_tokens: int, max_tokens: int) -> None:
-    """Whether rows can be learnt from at all."""
+    """Raise ValueError for rows that cannot be trained on."""
     bound = min(max_tokens, microbatch_tokens or max_tokens)
     for row in rows:
         assert len(row.tokens) == len(row.mask) == len(row.logprobs) == len(row.advantages), (

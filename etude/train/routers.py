@@ -1,13 +1,13 @@
-"""The routers of a sparse model during a step: it replays the experts that the engine used, counts
-how often the routers disagree with that, and keeps the load of the experts even.
+"""The routers of a sparse model during a training step: router replay, router mismatch, and load
+balancing.
 
-Even load comes in the way of the model's family. DeepSeek's routers have a bias for each expert
-that only steers the choice; after a step it is nudged up for experts that had less than their share
-and down for the others, and it is published like any weight. The others have a further loss, least
-when all experts are equally likely and equally used.
+The load of the experts is kept even in the way of the model's family. DeepSeek's routers have a
+bias for each expert that only steers the choice; after a step it is nudged up for experts that had
+less than their share and down for the others, and it is published like any weight. The others have
+an auxiliary loss, which is least when all experts are equally likely and equally used.
 
-Shapes: T tokens that are read, N those that count, X experts, k experts of a token, L layers that
-have experts.
+Shapes: T tokens that are read, N those that the loss counts, X experts, k experts of a token, L
+layers that have experts.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ BIAS_STEP = 1e-3
 
 
 class RouterTracker:
-    """Tracks the routers of a model over the microbatches of one step: `begin_microbatch`, the
-    forward pass, `end_microbatch`, and at last `end_step`."""
+    """Replays routed experts, counts mismatches and balances loads over the microbatches of one
+    step: `begin_microbatch`, the forward pass, `end_microbatch`, and at last `end_step`."""
 
     def __init__(
         self, model: Transformer, *, min_score: float = 0.0, router_balance: bool = False
@@ -55,7 +55,7 @@ class RouterTracker:
 
     @property
     def replaced_frac(self) -> float | None:
-        """The share of the replayed choices that were implausible."""
+        """The share of the replayed experts that scored below `min_score`, and were replaced."""
         if not self.num_replayed or not self._config:
             return None
         return self.num_replaced / (
@@ -63,7 +63,7 @@ class RouterTracker:
         )
 
     def begin_microbatch(self, micro: PackedBatch) -> Routing | None:
-        """For the forward pass; None if there is nothing to tell and nothing to see."""
+        """The routing to hand to the forward pass; None if nothing is replayed or balanced."""
         if not self._config or (micro.experts_TLk is None and not self._balance):
             return None
         return Routing(
@@ -73,15 +73,16 @@ class RouterTracker:
         )
 
     def token_mismatches(self, routing: Routing | None, places_N: Tensor) -> Tensor:
-        """Before `end_microbatch`, for each token that counts: 1 if any router would have chosen
-        another expert for the token before it, from which it was predicted, and 0 if not; NaN if
-        nothing was replayed."""
+        """The router mismatch of each token that the loss counts, before `end_microbatch`: 1 if any
+        router would have chosen another expert at the position that predicts it, and 0 if not; NaN
+        if nothing was replayed."""
         if routing is None or routing.replay is None:
             return torch.full_like(places_N, torch.nan, dtype=torch.float32)
         return routing.mismatches()[places_N].float()
 
     def end_microbatch(self, routing: Routing | None, micro: PackedBatch) -> Tensor | float:
-        """Count; return the load-balancing loss, a mean over the tokens of the microbatch."""
+        """Count mismatches and loads; return the load-balancing loss, a mean over the tokens of the
+        microbatch."""
         # a rank without work only keeps company
         if routing is None or not self._config or not micro.num_tokens:
             return 0.0
@@ -100,7 +101,8 @@ class RouterTracker:
 
     @torch.no_grad()
     def end_step(self, ranks: ProcessGroup = SINGLE_PROCESS) -> None:
-        """After the last microbatch, on all ranks."""
+        """Sum the counts over all ranks and adjust the routers' biases, after the last
+        microbatch."""
         counts = (
             self.num_replayed,
             self.num_mismatched,
@@ -119,8 +121,8 @@ class RouterTracker:
 def experts_to_replay(
     row: Row, config: ExpertsConfig | None, fetch: Callable[[str], bytes]
 ) -> Tensor | None:
-    """The experts of the first tokens of a row, [tokens, L, k]. `fetch` reads what the row
-    names."""
+    """The routed experts of the first tokens of a row, [tokens, L, k]. `fetch` reads them by the
+    key that the row has."""
     if row.experts is None:
         return None
     if config is None:
@@ -144,8 +146,8 @@ def experts_to_replay(
 
 
 def balance_loss(scores_TX: Sequence[Tensor], used_TLk: Tensor) -> Tensor:
-    """The number of experts times the sum over them of load times mean score, all layers taken
-    together."""
+    """The load-balancing loss of Switch Transformers: the number of experts times the sum over them
+    of load times mean score, all layers taken together."""
     scores_TLX = torch.stack(list(scores_TX), 1)
     num_experts = scores_TLX.shape[-1]
     load_X = used_TLk.flatten().bincount(minlength=num_experts) / scores_TLX[..., 0].numel()

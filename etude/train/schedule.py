@@ -10,11 +10,11 @@ DECAY: dict[str, Callable[[float], float]] = {
     "linear": lambda done: 1.0 - done,
     "cosine": lambda done: 0.5 * (1.0 + math.cos(math.pi * done)),
 }
-"""Share of the rate that is left when `done` of the way after the warm-up is gone."""
+"""The decay schedules: share of the peak rate at a share `done` of the steps after the warm-up."""
 
 
 def learning_rate(step: int, *, lr: float, warmup: int, total: int, decay: str) -> float:
-    """Rises in a line over the first `warmup` steps, none of them 0, then falls as `decay` says
+    """The learning rate of a step: linear warm-up over `warmup` steps, none of them 0, then `decay`
     until step `total`."""
     if step < warmup:
         return lr * (step + 1) / (warmup + 1)

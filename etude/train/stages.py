@@ -1,5 +1,4 @@
-"""The stages that learn from files: `midtrain` reads the product's own text, `sft` imitates
-demonstrated sessions, `dpo` prefers one answer to another.
+"""The supervised stages, which learn from files: `midtrain`, `sft` and `dpo`.
 
 Which tokens step n reads follows from the seed and n alone. So a stage that was interrupted goes
 on, to the bit, from the learner's state and the number of steps done (and, for `sft`, the held-out
@@ -21,7 +20,7 @@ from etude.core.stages import DpoConfig, MidtrainConfig, SftConfig
 from etude.train.learner import MICROBATCH_TOKENS, Learner
 from etude.train.packing import TokenSequence, plan_microbatches
 from etude.train.schedule import learning_rate
-from etude.train.stats import FitStats
+from etude.train.stats import SupervisedStats
 from etude.train.stream import Documents, SourceMix, shuffled
 from etude.train.supervised import Metrics, PreferencePair, answer_logprobs, pack_pairs, preference
 
@@ -36,24 +35,25 @@ loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """Reported after every step, when the learner's state is the one to checkpoint."""
+class StageProgress:
+    """Progress of a supervised stage, reported after every step, when the learner's state may be
+    checkpointed."""
 
     step: int
     """Steps done."""
     total: int
     """Steps at most."""
-    fit: FitStats
+    fit: SupervisedStats
     heldout_losses: tuple[float, ...] = ()
     """The loss on held-out demonstrations after each epoch so far."""
     metrics: Metrics = field(default_factory=dict)
     """Further metrics: the loss on held-out documents, how often the chosen answer wins."""
 
 
-OnStep = Callable[[Progress], None]
+OnStep = Callable[[StageProgress], None]
 
 
-def _ignore(progress: Progress) -> None: ...
+def _ignore(progress: StageProgress) -> None: ...
 
 
 def midtrain(
@@ -85,12 +85,12 @@ def midtrain(
         done = step + 1
         due = heldout_rows and (done % stage.heldout_every == 0 or done == stage.steps)
         metrics = {"heldout": learner.evaluate(heldout_rows)} if due else {}
-        on_step(Progress(step=done, total=stage.steps, fit=fit, metrics=metrics))
+        on_step(StageProgress(step=done, total=stage.steps, fit=fit, metrics=metrics))
 
 
 def documents(tokens_BT: NDArray[np.int64], eos: int | None) -> list[TokenSequence]:
-    """Of rows in which every token counts. With `eos`, what follows one is another document, which
-    sees nothing before it; otherwise a row is one."""
+    """Rows of tokens as sequences in which the loss counts every token. With `eos`, a row is split
+    into its documents, none of which sees another; otherwise a row is one sequence."""
     found = []
     for tokens_T in tokens_BT:
         borders = np.zeros(0, np.int64) if eos is None else np.flatnonzero(tokens_T[:-1] == eos) + 1
@@ -119,9 +119,9 @@ def sft(
     heldout_losses: Sequence[float] = (),
     on_step: OnStep = _ignore,
 ) -> tuple[float, ...]:
-    """Imitation of what the assistant said, until the loss on held-out demonstrations has not
-    fallen for `stage.patience` epochs; the learner ends with the weights of the best epoch. Returns
-    the held-out loss of every epoch."""
+    """Supervised fine-tuning on what the assistant said, until the loss on held-out demonstrations
+    has not fallen for `stage.patience` epochs; the learner ends with the weights of the best epoch.
+    Returns the held-out loss of every epoch."""
     _check(demonstrations, heldout, learner.model.config.max_position_embeddings)
     num_tokens = sum(len(tokens) for tokens, _ in demonstrations)
     # no step without a session
@@ -143,7 +143,7 @@ def sft(
             losses.append(learner.evaluate(heldout_rows))
             if evaluations_since_best(losses) == 0:
                 learner.snapshot()
-        on_step(Progress(step=step, total=total, fit=fit, heldout_losses=tuple(losses)))
+        on_step(StageProgress(step=step, total=total, fit=fit, heldout_losses=tuple(losses)))
     learner.restore_snapshot()
     return tuple(losses)
 
@@ -157,9 +157,8 @@ def dpo(
     start_step: int = 0,
     on_step: OnStep = _ignore,
 ) -> None:
-    """Preference of the chosen session to the rejected one, measured against the weights that the
-    stage starts from. These are kept in the learner's state: what they say of each pair is computed
-    once, at every start."""
+    """Direct preference optimization against the weights that the stage starts from. These are kept
+    as the learner's snapshot; their log-probs of each pair are computed once, at every start."""
     if start_step == 0:
         learner.snapshot()
     with learner.using_snapshot():
@@ -181,13 +180,12 @@ def dpo(
             step, lr=stage.lr, warmup=stage.warmup_steps, total=total, decay="linear"
         )
         fit = learner.fit([judged[i] for i in chosen], lr=rate, pack=pack_pairs, loss=loss)
-        on_step(Progress(step=step + 1, total=total, fit=fit, metrics=fit.metrics))
+        on_step(StageProgress(step=step + 1, total=total, fit=fit, metrics=fit.metrics))
 
 
 @torch.no_grad()
 def _judged(learner: Learner, pairs: Sequence[PreferencePair], mean: bool) -> list[PreferencePair]:
-    """With the log-probs of the chosen and the rejected session of each pair under the present
-    weights."""
+    """The pairs with the log-probs of both sessions under the present weights as reference."""
     judged = list(pairs)
     for some in plan_microbatches(
         [pair.length for pair in pairs], MICROBATCH_TOKENS[learner.device.type]
@@ -201,7 +199,7 @@ def _judged(learner: Learner, pairs: Sequence[PreferencePair], mean: bool) -> li
 
 
 def evaluations_since_best(losses: Sequence[float]) -> int:
-    """Evaluations since the lowest loss; one that merely equals it is no progress."""
+    """The number of evaluations since the lowest loss; an equal one is not lower."""
     return len(losses) - 1 - losses.index(min(losses)) if losses else 0
 
 

@@ -33,7 +33,8 @@ def compile_layers(model: Transformer) -> Transformer:
 
 
 def initial_model(directory: Path | None, config_json: bytes, seed: int) -> Transformer:
-    """`config_json` decides the shape; the weights of a directory must fit it."""
+    """The model to start from: the weights of a directory, or fresh ones. `config_json` decides the
+    shape, which the weights must fit."""
     if directory is None:
         return init_from_scratch(ModelConfig.from_json(config_json), seed)
     try:

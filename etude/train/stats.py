@@ -10,12 +10,12 @@ from etude.train.supervised import Metrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepStats:
+class RlStats:
     """Statistics of one RL step."""
 
     loss: float
     mismatch: MismatchStats
-    """Between the policy that sampled and the one that learns."""
+    """Train/inference mismatch of the sampled tokens."""
     truncated_frac: float
     """Share of the sampled tokens whose importance weight the correction cut or took away."""
     zero_grad_frac: float
@@ -34,13 +34,14 @@ class StepStats:
     """Share of the tokens with replayed experts for which a router, left alone, would have chosen
     another."""
     experts_replaced_frac: float | None = None
-    """Share of the replayed experts that were implausible, and so not used."""
+    """Share of the replayed experts that scored below `router_replay_min_score`, and were
+    replaced."""
     recomputed: tuple[RecomputedRow, ...] = ()
-    """Of each row of the batch."""
+    """The log-probs that the trainer computed anew, for each row of the batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FitStats:
+class SupervisedStats:
     """Statistics of one supervised step."""
 
     loss: float
@@ -48,4 +49,4 @@ class FitStats:
     lr: float
     num_tokens: int
     metrics: Metrics
-    """Further metrics of the loss, as means over what it counts."""
+    """Further metrics of the loss, each a mean over the terms of the loss."""

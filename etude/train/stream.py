@@ -1,5 +1,5 @@
-"""Documents as rows of tokens. Which tokens row n holds follows from the seed and n alone: no
-loader has a state.
+"""The data loader of mid-training: documents as rows of tokens. It has no state: which tokens row n
+holds follows from the seed and n alone.
 
 Documents are one array of tokens and where each of them ends; the array may be a file that is
 mapped into memory, so that only what is read is loaded.
@@ -48,8 +48,7 @@ def joined(parts: Sequence[Documents]) -> Documents:
 
 
 class TokenStream:
-    """The documents as one endless row of tokens; every pass goes through all of them in a new
-    order."""
+    """The documents as one endless stream of tokens; every epoch has a new order."""
 
     def __init__(self, documents: Documents, *, seed: int) -> None:
         if not len(documents.ends_D):
@@ -81,8 +80,7 @@ class TokenStream:
 
 
 class SourceMix:
-    """Rows of `width` tokens, each from one of several sources, in the proportion of their
-    weights."""
+    """A weighted mixture of sources: rows of `width` tokens, each from one source."""
 
     def __init__(
         self, sources: Sequence[tuple[Documents, float]], *, width: int, seed: int
@@ -114,4 +112,5 @@ class SourceMix:
 
 
 def shuffled(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """The order of `count` items in an epoch."""
     return np.random.Generator(np.random.PCG64(derive(seed, "epoch", epoch))).permutation(count)

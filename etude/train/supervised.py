@@ -1,10 +1,11 @@
 """Supervised losses: cross entropy and DPO, each a function of the model and a microbatch.
 
-Such a loss is the sum over what counts in the microbatch (tokens, pairs), with sums of figures for
-people to see. The learner divides by how many there are in the whole step, so that how it is cut
-into microbatches changes nothing.
+Such a loss is a sum over the loss terms of the microbatch (tokens, pairs), with sums of metrics.
+The learner divides by the number of terms in the whole step, so that the division into microbatches
+changes nothing.
 
-Shapes: B pairs, 2 the chosen and the rejected answer of each, A = 2B; N the tokens that count.
+Shapes: B pairs, 2 the chosen and the rejected answer of each, A = 2B; N the tokens that the loss
+counts.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from etude.train.loss import token_logprobs
 from etude.train.packing import PackedBatch, TokenSequence, pack_batch
 
 Metrics = dict[str, float]
-FitLoss = Callable[[Transformer, PackedBatch, Routing | None], tuple[Tensor, Metrics]]
+SupervisedLoss = Callable[[Transformer, PackedBatch, Routing | None], tuple[Tensor, Metrics]]
 
 
 def cross_entropy(
     model: Transformer, packed: PackedBatch, routing: Routing | None = None
 ) -> tuple[Tensor, Metrics]:
-    """Cross entropy of the tokens that count."""
+    """Cross entropy of the tokens that the loss counts."""
     logp_N, _ = token_logprobs(model, packed, routing=routing)
     return -logp_N.sum(), {}
 
@@ -39,7 +40,7 @@ class PreferencePair:
     chosen: TokenSequence
     rejected: TokenSequence
     reference: tuple[float, float] = (0.0, 0.0)
-    """What `answer_logprobs` gave them under the weights that the stage started from."""
+    """The `answer_logprobs` of both under the reference weights."""
 
     @property
     def length(self) -> int:
@@ -56,7 +57,7 @@ class PreferencePair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedPairs(PackedBatch):
-    """Of each pair the chosen session and behind it the rejected one."""
+    """A microbatch of preference pairs: of each the chosen session, then the rejected one."""
 
     reference_B2: Tensor
 
@@ -72,8 +73,8 @@ def pack_pairs(pairs: Sequence[PreferencePair]) -> PackedPairs:
 def answer_logprobs(
     model: Transformer, pairs: PackedPairs, *, mean: bool, routing: Routing | None = None
 ) -> Tensor:
-    """For both sessions of a pair the log-prob of all tokens that count together, or the mean of
-    them, [B, 2]."""
+    """The log-probs of the chosen and the rejected session of each pair, summed over the tokens
+    that the loss counts, or their mean, [B, 2]."""
     logp_N, _ = token_logprobs(model, pairs, routing=routing)
     sums_A = logp_N.new_zeros(pairs.reference_B2.numel()).index_add(0, pairs.sequence_N, logp_N)
     sizes_A = (
@@ -84,7 +85,7 @@ def answer_logprobs(
     return (sums_A / sizes_A if mean else sums_A).view(-1, 2)
 
 
-def preference(*, beta: float, length_normalised: bool) -> FitLoss:
+def preference(*, beta: float, length_normalised: bool) -> SupervisedLoss:
     """DPO: the chosen answer is to gain on the rejected one, as seen from the reference, with no
     reward model between.
 

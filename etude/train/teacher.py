@@ -1,5 +1,4 @@
-"""On-policy distillation: the student's own sessions, and for each of its tokens what a teacher
-thinks of it.
+"""On-policy distillation: advantages of the student's tokens from the log-probs of a teacher.
 
 The advantage of a token is how much likelier the teacher holds it to be than the student that said
 it: log teacher - log student. Its mean over what the student says is minus the KL of student to
@@ -23,14 +22,16 @@ import torch
 from etude.core.types import Batch, Row
 from etude.model.transformer import Transformer
 from etude.train.loss import token_logprobs
-from etude.train.packing import RolloutSequence, pack_rows, plan_microbatches
+from etude.train.packing import RolloutSequence, pack_rollouts, plan_microbatches
 
 
 class Teacher:
+    """A frozen model whose log-probs give the student's tokens their advantages."""
+
     def __init__(self, model: Transformer) -> None:
         self.model = model.requires_grad_(False)
 
-    def score(
+    def compute_advantages(
         self, batch: Batch, *, temperature: float, microbatch_tokens: int
     ) -> tuple[Batch, float]:
         """The batch with the teacher's advantages, and an estimate of the KL of student to teacher
@@ -43,7 +44,7 @@ class Teacher:
         ]
         device = next(self.model.parameters()).device
         for some in plan_microbatches([text.length for text in texts], microbatch_tokens)[0]:
-            packed = pack_rows([texts[index] for index in some]).to(device)
+            packed = pack_rollouts([texts[index] for index in some]).to(device)
             with torch.no_grad():
                 scores = iter(token_logprobs(self.model, packed)[0].tolist())
             for index in some:

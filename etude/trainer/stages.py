@@ -137,7 +137,7 @@ def distill(trainer: TrainerState, span: StageSpan) -> None:
     teacher.model.to(trainer.learner.device).cast(trainer.learner.compute)
 
     def score_batch(batch: Batch, microbatch_tokens: int) -> tuple[Batch, float]:
-        return teacher.score(
+        return teacher.compute_advantages(
             batch, temperature=stage.temperature, microbatch_tokens=microbatch_tokens
         )
 

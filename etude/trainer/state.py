@@ -32,7 +32,7 @@ from etude.train.checkpoint import pack, unpack
 from etude.train.distributed import SINGLE_PROCESS, ProcessGroup
 from etude.train.learner import Learner
 from etude.train.mismatch import measure_mismatch
-from etude.train.stages import Progress
+from etude.train.stages import StageProgress
 from etude.train.start import compile_layers, initial_model
 from etude.trainer.peers import TorchPeer
 from etude.trainer.prepare import model_directory
@@ -162,11 +162,11 @@ class TrainerState:
                 measure_mismatch(batch.rows, found, step=batch.step, decode=self.tokenizer.decode)
             )
 
-    def report_fit(self) -> Callable[[Progress], None]:
+    def report_fit(self) -> Callable[[StageProgress], None]:
         """The callback after each supervised step: an event, and now and then a checkpoint."""
         last = saved = time.monotonic()
 
-        def on_step(progress: Progress) -> None:
+        def on_step(progress: StageProgress) -> None:
             nonlocal last, saved
             now = time.monotonic()
             speed = progress.fit.num_tokens / max(now - last, 1e-9)

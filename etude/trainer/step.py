@@ -16,19 +16,19 @@ from etude.run.plugins import load
 from etude.train.correction import CORRECTION
 from etude.train.flops import peak_flops, step_flops
 from etude.train.learner import Learner
-from etude.train.loss import LOSS, Clip, Loss
+from etude.train.loss import LOSS, Clip, LossSpec
 from etude.train.objective import AGGREGATE, Objective
-from etude.train.stats import StepStats
+from etude.train.stats import RlStats
 
 
 def objective_of(stage: RlConfig) -> Objective:
     """The objective of a stage; what its config leaves out is the loss's default."""
     loss = LOSS[stage.loss] if stage.loss in LOSS else load(stage.loss, "stage.rl.loss")
-    if not isinstance(loss, Loss):
+    if not isinstance(loss, LossSpec):
         raise EtudeError(
             f"stage.rl.loss = {stage.loss!r} is a {type(loss).__name__}: it must be an "
-            f"etude.train.loss.Loss, such as "
-            f"Loss(function=your_function)"
+            f"etude.train.loss.LossSpec, such as "
+            f"LossSpec(function=your_function)"
         )
     if not isinstance(loss.clip, Clip):
         raise EtudeError(
@@ -68,15 +68,15 @@ def _try_out(objective: Objective, name: str) -> None:
     )
     engine_logp_N = logp_N.detach() + torch.tensor([0.1, -0.1, 0.0])
     try:
-        scored = objective.score(
+        losses = objective.token_losses(
             logp_N, engine_logp_N, adv_N, torch.tensor([0, 0, 1]), engine_logp_N
         )
     except EtudeError as e:
         raise EtudeError(f"stage.rl.loss = {name!r}, tried on three tokens: {e}") from e
-    if not scored.loss_N.isfinite().all():
+    if not losses.loss_N.isfinite().all():
         raise EtudeError(
             f"stage.rl.loss = {name!r}, tried on three tokens: the loss returned "
-            f"{scored.loss_N.tolist()}; its numbers "
+            f"{losses.loss_N.tolist()}; its numbers "
             f"must be finite"
         )
 
@@ -102,7 +102,7 @@ class StepReporter:
         self._began = time.monotonic()
         return batch
 
-    def report(self, batch: Batch, stats: StepStats, teacher_kl: float | None = None) -> StepDone:
+    def report(self, batch: Batch, stats: RlStats, teacher_kl: float | None = None) -> StepDone:
         """The step is over, its weights published."""
         now = time.monotonic()
         seconds, wait_s, self._idle_since = now - self._began, self._began - self._idle_since, now

@@ -552,6 +552,10 @@ def test_a_text_needs_no_quotation_marks_and_may_stand_apart() -> None:
             "stage.midtrain.held_out=0.1",
             "unknown key stage.midtrain.held_out in .*: it is called heldout_frac now",
         ),
+        (
+            "silence_s=5",
+            "unknown key silence_s in the top level: it is called heartbeat_timeout_s now",
+        ),
         ("stage.rl.advantage=praise", "stage.rl.advantage: praise is called self_imitation now"),
     ],
 )

@@ -39,7 +39,7 @@ def test_a_promise_that_comes_late_takes_nothing_back() -> None:
 
 
 def test_one_that_is_silent_is_taken_out_and_comes_back_as_another() -> None:
-    fleet = Fleet(silence_s=10.0)
+    fleet = Fleet(heartbeat_timeout_s=10.0)
     east = fleet.join("e", "east", 0, now=0.0)
     west = fleet.join("w", "west", 0, now=0.0)
     assert fleet.pick("s") is east
@@ -61,7 +61,7 @@ def test_one_that_is_silent_is_taken_out_and_comes_back_as_another() -> None:
 
 @pytest.mark.parametrize("seed", range(100))
 def test_only_those_who_serve_what_was_promised_are_picked(seed: int) -> None:
-    rng, fleet = random.Random(seed), Fleet(silence_s=20.0)
+    rng, fleet = random.Random(seed), Fleet(heartbeat_timeout_s=20.0)
     true_version: dict[str, int] = {}  # what each worker really serves
     active: list[Worker] = []
     published = 0

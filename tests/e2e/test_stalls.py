@@ -36,7 +36,7 @@ class Screen:
     def __init__(self, etude: Etude, config: str) -> None:
         self.etude = etude
         self._path = etude.toml.with_suffix(".screen")
-        etude.write(f"silence_s = {SILENCE_S}\n{config}")
+        etude.write(f"heartbeat_timeout_s = {SILENCE_S}\n{config}")
         with self._path.open("w") as file:
             self.process = subprocess.Popen(etude.argv, stdout=file, stderr=subprocess.STDOUT)
         etude.started.append(self.process)

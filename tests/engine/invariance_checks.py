@@ -209,7 +209,7 @@ def products() -> dict[str, list[int]]:
         for name, compute in (
             ("linear", lambda x, w=w: invariant.product(x, w)),
             ("gated", lambda x, w=w: invariant.gated(x, w)),
-            ("pieces", lambda x, w=w: sum(invariant.pieces(x, w))),
+            ("split product", lambda x, w=w: sum(invariant.split_product(x, w))),
         ):
             whole = compute(x)
             wrong = [

@@ -92,24 +92,24 @@ def check_linear(new: Inputs, rows: int, outputs: int, inner: int) -> dict[str, 
     if rows == 1:
         gain, kept = new.normal(inner), new.normal(outputs)
         out, pair, added = new.poison(outputs), new.poison(outputs), kept.clone()
-        linear.vector(x[0], w[:outputs], out, bias_N=bias)
-        linear.vector(x[0], w, pair, norm=(gain, 1e-6), gated=True)
-        linear.vector(x[0], w[:outputs], added, add=True)
-        found["vector"] = error(out, plain[0] + bias.double())
-        found["vector gated"] = error(pair, gated(rms_norm(x, gain, 1e-6) @ w.double().T)[0])
-        found["vector add"] = error(added, kept.double() + plain[0])
+        linear.gemv(x[0], w[:outputs], out, bias_N=bias)
+        linear.gemv(x[0], w, pair, norm=(gain, 1e-6), gated=True)
+        linear.gemv(x[0], w[:outputs], added, add=True)
+        found["gemv"] = error(out, plain[0] + bias.double())
+        found["gemv gated"] = error(pair, gated(rms_norm(x, gain, 1e-6) @ w.double().T)[0])
+        found["gemv add"] = error(added, kept.double() + plain[0])
     cut = linear.tile(rows, outputs, inner, split=True)
     parts, out = (
-        new.poison(cut.pieces, rows, outputs, dtype=torch.float32),
+        new.poison(cut.split_k, rows, outputs, dtype=torch.float32),
         new.poison(rows, outputs),
     )
-    linear.matrix(x, w[:outputs], parts, cut=cut)
-    found[f"matrix in {cut.pieces}"] = error(parts.sum(0), plain)
+    linear.gemm(x, w[:outputs], parts, tile=cut)
+    found[f"gemm in {cut.split_k}"] = error(parts.sum(0), plain)
     whole = linear.tile(rows, outputs, inner, gated=True)
-    linear.matrix(x, w, out, cut=whole, gated=True)
-    found["matrix gated"] = error(out, both)
-    linear.matrix(x, w[:outputs], out, cut=whole, bias_N=bias)
-    found["matrix bias"] = error(out, plain + bias.double())
+    linear.gemm(x, w, out, tile=whole, gated=True)
+    found["gemm gated"] = error(out, both)
+    linear.gemm(x, w[:outputs], out, tile=whole, bias_N=bias)
+    found["gemm bias"] = error(out, plain + bias.double())
     return found
 
 
@@ -132,13 +132,13 @@ class Sequences:
 
     new: Inputs
     lengths: list[int]
-    heads: attention.Heads
+    heads: attention.AttentionParams
     page: int = 16
 
     def __post_init__(self) -> None:
         blocks = [-(-length // self.page) for length in self.lengths]
         order = self.new.shuffled(sum(blocks) + 1)
-        shape = (len(order), self.heads.keys, self.page, self.heads.size)
+        shape = (len(order), self.heads.num_kv_heads, self.page, self.heads.head_dim)
         self.k = self.new.normal(*shape)
         self.v = self.new.normal(*shape)
         self.table = torch.zeros(
@@ -159,12 +159,14 @@ class Sequences:
 
 def random_heads(
     new: Inputs, queries: int, keys: int, size: int, normed: bool, positions: int
-) -> attention.Heads:
+) -> attention.AttentionParams:
     gains = (new.normal(size), new.normal(size)) if normed else (None, None)
     angle = torch.rand(positions, size // 2, device=new.device, generator=new.generator) * 6
     cos, sin = angle.cos(), angle.sin()
     rope = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)
-    return attention.Heads(queries, keys, size, size**-0.5, 1e-6, *gains, rope[:, :, None])
+    return attention.AttentionParams(
+        queries, keys, size, size**-0.5, 1e-6, *gains, rope[:, :, None]
+    )
 
 
 def check_decode(
@@ -176,7 +178,7 @@ def check_decode(
     qkv = new.normal(rows, (queries + 2 * keys) * size)
     slots = new.ints([int(all.slots(row)[-1]) if lengths[row] else 0 for row in range(rows)])
     padded = attention.group_rows(heads)
-    pieces = attention.SplitBuffers(
+    splits = attention.SplitBuffers(
         splits,
         new.poison(rows * keys * splits * padded * size, dtype=torch.float32),
         new.poison(rows * keys * splits * padded * 2, dtype=torch.float32),
@@ -193,10 +195,10 @@ def check_decode(
         new.ints(lengths),
         slots,
         out,
-        pieces=pieces,
+        splits=splits,
         page=all.page,
     )
-    assert not pieces.counter.any()
+    assert not splits.counter.any()
     real = [row for row in range(rows) if lengths[row]]
     q, k, v = qkv.unflatten(-1, (-1, size)).split((queries, keys, keys), 1)
     last = torch.tensor([lengths[row] - 1 for row in range(rows)], device=new.device)
@@ -278,7 +280,7 @@ def check_head(new: Inputs, rows: int, size: int, vocabulary: int) -> dict[str, 
     tokens = torch.full((rows,), -1, dtype=torch.int32, device=new.device)
     logprobs = new.poison(rows, dtype=torch.float32)
     head.logits(x, w, temperature, logits, stats)
-    head.pick(logits, stats, temperature, u, tokens, logprobs)
+    head.sample(logits, stats, temperature, u, tokens, logprobs)
     scaled = logits.double() / torch.where(temperature == 0, 1.0, temperature).double()[:, None]
     reference = torch.log_softmax(scaled, -1)
     reached = reference.exp().cumsum(-1)
@@ -327,8 +329,8 @@ def check_experts(
         new.normal(num, size, inner, scale=inner**-0.5),
     )
     act, out = new.poison(rows * top, inner), new.poison(rows * top, size, dtype=torch.float32)
-    experts.grouped(x, up, counts, choices, shares, act, gated=True)
-    experts.grouped(act, down, counts, choices, shares, out, gated=False)
+    experts.grouped_gemm(x, up, counts, choices, shares, act, gated=True)
+    experts.grouped_gemm(act, down, counts, choices, shares, out, gated=False)
     expected_shares = expected_shares / expected_shares.sum(-1, keepdim=True)
     picked = ids[:-1].long()
     hidden = gated(torch.einsum("be,bkne->bkn", x[:-1].double(), up.double()[picked]))

@@ -200,7 +200,7 @@ async def test_a_program_that_gives_no_sign_of_life_is_named(tmp_path: Path) -> 
             await asyncio.sleep(0.01)
 
     with locked(tmp_path) as lock:
-        launcher = Launcher(tmp_path, threads=1, resume="", lock=lock, silence_s=1.0)
+        launcher = Launcher(tmp_path, threads=1, resume="", lock=lock, heartbeat_timeout_s=1.0)
         programs = [
             program("mute", FOREVER),
             program("main", beating + noting_its_pid(tmp_path) + FOREVER),

@@ -24,7 +24,7 @@ from etude.store.runs import Run
 from etude.train.learner import Learner
 from etude.train.loss import Clip, predicting_states
 from etude.train.packing import TokenSequence, pack_batch
-from etude.train.stats import StepStats
+from etude.train.stats import RlStats
 from etude.trainer.state import computed_in
 from etude.trainer.step import StepReporter, objective_of
 from tests.run.fake_stage import FIRST, stage
@@ -48,10 +48,10 @@ def test_an_objective_has_every_setting_of_the_stage() -> None:
 def test_an_event_of_a_step_has_each_figure_in_its_place() -> None:
     numbers = iter(range(100, 200))
     mismatch = MismatchStats(**{field.name: next(numbers) for field in fields(MismatchStats)})
-    stats = StepStats(
+    stats = RlStats(
         **{
             f.name: next(numbers)
-            for f in fields(StepStats)
+            for f in fields(RlStats)
             if f.name not in ("mismatch", "recomputed")
         },
         mismatch=mismatch,

@@ -500,7 +500,7 @@ async def test_a_process_of_a_sandbox_that_was_killed_says_so(walled: NamespaceS
 
 async def test_a_keeper_that_is_stopped_owes_an_answer_and_then_has_failed() -> None:
     need_namespaces()
-    walled = NamespaceSandboxPool(silence_s=1.0)
+    walled = NamespaceSandboxPool(reply_timeout_s=1.0)
     try:
         async with walled.open(SandboxSpec(files={"a": "1"})) as sandbox:
             process = await sandbox.start(["sh", "-c", "echo up; sleep 1000"])
@@ -523,7 +523,7 @@ async def test_a_keeper_that_is_stopped_owes_an_answer_and_then_has_failed() -> 
 
 async def test_a_silent_process_is_not_a_silent_keeper() -> None:
     need_namespaces()
-    walled = NamespaceSandboxPool(silence_s=0.5)
+    walled = NamespaceSandboxPool(reply_timeout_s=0.5)
     try:
         async with walled.open(SandboxSpec()) as sandbox:
             process = await sandbox.start(["sh", "-c", "sleep 2; echo late"])

@@ -400,7 +400,7 @@ async def test_a_killed_launcher_is_started_again(walled: NamespaceSandboxPool) 
 
 async def test_a_launcher_that_is_stopped_is_replaced_and_leaves_nothing_behind() -> None:
     need_namespaces()
-    walled = NamespaceSandboxPool(silence_s=1.0)
+    walled = NamespaceSandboxPool(reply_timeout_s=1.0)
     stopped = walled._zygote
     async with walled.open(SandboxSpec(files={"a": "1"})) as sandbox:
         assert walled.owing().keys() == {"zygote"}
@@ -440,7 +440,7 @@ async def test_what_a_sandbox_says_that_was_stopped_is_a_failed_rollout(when: st
     """A command that was killed for its time, in a sandbox that stood still, has not used its
     time."""
     need_namespaces()
-    walled = NamespaceSandboxPool(silence_s=1.0)
+    walled = NamespaceSandboxPool(reply_timeout_s=1.0)
     try:
         async with walled.open(SandboxSpec(files={"a": "1"})) as sandbox:
             # the trial sandbox has gone

@@ -71,7 +71,7 @@ class Watch:
 
     def __init__(self, http: aiohttp.ClientSession) -> None:
         self.clock = ManualClock()
-        self.router = Router(http, silence_s=SILENCE_S, clock=AwakeClock(self.clock))
+        self.router = Router(http, heartbeat_timeout_s=SILENCE_S, clock=AwakeClock(self.clock))
 
     def wait(self, seconds: int) -> None:
         for _ in range(seconds):
@@ -243,7 +243,7 @@ async def test_an_engine_that_hangs_is_not_well_although_its_port_answers(
         served(create_app(made.routes(), None)) as gateway,
         worker(store, "east") as (east, url),
     ):
-        slow_machine = Worker(east.engine_thread, store.files, "east", silence_s=0.01)
+        slow_machine = Worker(east.engine_thread, store.files, "east", heartbeat_timeout_s=0.01)
         joining = asyncio.create_task(keep_joined(slow_machine, url, gateway, None))
         await post(http, f"{gateway}/load", {"version": 0})
         await until_up(http, gateway, 1)

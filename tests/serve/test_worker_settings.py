@@ -18,7 +18,7 @@ from tests.serve.conftest import Store
 
 RUN = """
 name = "mine"
-silence_s = 7.0
+heartbeat_timeout_s = 7.0
 {top}
 [engine]
 regions = ["east"]
@@ -112,7 +112,7 @@ def test_what_a_worker_is_started_with_goes_before_the_run(
         worker.main()
     ((run,), engine) = seen, seen[0].engine
     assert (engine.max_batch, engine.threads, engine.device) == expected
-    assert run.silence_s == 7.0 and threads == [expected[1]]
+    assert run.heartbeat_timeout_s == 7.0 and threads == [expected[1]]
 
 
 def test_a_region_with_a_vllm_server_connects_to_it(
@@ -141,8 +141,8 @@ def test_the_gateway_takes_a_worker_for_silent_when_the_run_says(
 ) -> None:
     store, told = store_of(tmp_path, config()), list[tuple[int, float]]()
 
-    def router(http: object, version: int, silence_s: float) -> None:
-        told.append((version, silence_s))
+    def router(http: object, version: int, heartbeat_timeout_s: float) -> None:
+        told.append((version, heartbeat_timeout_s))
         raise Stop
 
     monkeypatch.setattr(gateway, "Router", router)

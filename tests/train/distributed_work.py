@@ -19,7 +19,7 @@ from etude.model.transformer import ModelConfig, init_from_scratch
 from etude.train.distributed import ProcessGroup
 from etude.train.learner import Learner
 from etude.train.packing import TokenSequence
-from etude.train.stats import StepStats
+from etude.train.stats import RlStats
 from tests.small_model import config
 
 EXPERTS = {
@@ -39,7 +39,7 @@ Arrays = dict[str, NDArray[np.float32]]
 
 @dataclass(frozen=True)
 class Curve:
-    steps: list[StepStats]
+    steps: list[RlStats]
     exam: float
     rows: dict[str, tuple[int, NDArray[np.float32]]]
     """What the rank publishes, and the number of its first row."""

@@ -24,16 +24,16 @@ ROW_N = torch.tensor([0, 1, 1])
 
 def slopes(objective: Objective, ref: Tensor | None = None) -> list[float]:
     leaf = NEW.clone().requires_grad_()
-    objective.score(leaf, OLD, ADV, ROW_N, ref).loss_N.sum().backward()
+    objective.token_losses(leaf, OLD, ADV, ROW_N, ref).loss_N.sum().backward()
     assert leaf.grad is not None
     return leaf.grad.tolist()
 
 
 def test_the_default_by_hand() -> None:
-    scored = Objective(ratio_cap=3.0).score(NEW, OLD, ADV, ROW_N)
+    losses = Objective(ratio_cap=3.0).token_losses(NEW, OLD, ADV, ROW_N)
     expected = [-2 * 1 * math.log(0.5), -3 * -2 * math.log(0.9), -0.5 * 3 * math.log(0.2)]
-    assert scored.loss_N.tolist() == pytest.approx(expected)
-    assert scored.truncated_N.tolist() == [False, True, False] and not scored.zero_grad_N.any()
+    assert losses.loss_N.tolist() == pytest.approx(expected)
+    assert losses.truncated_N.tolist() == [False, True, False] and not losses.zero_grad_N.any()
     assert slopes(Objective(ratio_cap=3.0)) == pytest.approx([-2.0, 6.0, -1.5])
 
 
@@ -43,13 +43,13 @@ def test_the_default_is_one_rounding_from_the_formula_and_no_more() -> None:
     new, old, adv = (torch.randn(1000, generator=generator) for _ in range(3))
     plain = -(new - old).exp().clamp(max=2.0) * adv * new
     assert torch.equal(
-        Objective().score(new, old, adv, torch.zeros(1000, dtype=torch.int64)).loss_N, plain
+        Objective().token_losses(new, old, adv, torch.zeros(1000, dtype=torch.int64)).loss_N, plain
     )
 
 
 def test_masked_tokens_are_silent() -> None:
-    scored = Objective(correction="masked", ratio_cap=3.0).score(NEW, OLD, ADV, ROW_N)
-    assert scored.truncated_N.tolist() == scored.zero_grad_N.tolist() == [False, True, False]
+    losses = Objective(correction="masked", ratio_cap=3.0).token_losses(NEW, OLD, ADV, ROW_N)
+    assert losses.truncated_N.tolist() == losses.zero_grad_N.tolist() == [False, True, False]
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_without_a_correction_the_loss_clips_the_whole_ratio() -> None:
     ppo = Objective(loss=LOSS["ppo_clip"], clip=Clip(0.2, 0.2), correction="none")
     # 2 up: silent. 9 down: not clipped, its advantage is negative. 0.5 up: not clipped.
     assert slopes(ppo) == pytest.approx([0.0, 9 * 2.0, -0.5 * 3])
-    assert ppo.score(NEW, OLD, ADV, ROW_N).zero_grad_N.tolist() == [True, False, False]
+    assert ppo.token_losses(NEW, OLD, ADV, ROW_N).zero_grad_N.tolist() == [True, False, False]
 
 
 @pytest.mark.parametrize("name", ["ppo_clip", "grpo", "dapo", "dr_grpo", "cispo"])
@@ -103,7 +103,7 @@ def test_the_policy_gradient_of_k1_is_the_gradient_of_the_kl() -> None:
     no_reward = torch.zeros(5, dtype=torch.float64)
     loss = (
         Objective(correction="none", kl_coef=1.0)
-        .score(logp, logp.detach(), no_reward, every, ref)
+        .token_losses(logp, logp.detach(), no_reward, every, ref)
         .loss_N
     )
     (got,) = torch.autograd.grad((logp.detach().exp() * loss).sum(), logits, retain_graph=True)
@@ -133,7 +133,7 @@ def test_all_that_the_checks_admit_has_a_finite_loss_and_slope(name: str, correc
                 loss=LOSS[name], clip=LOSS[name].clip, correction=correction, kl_coef=kl_coef
             )
             leaf = new.clone().requires_grad_()
-            loss_N = objective.score(leaf, old, worth, row_N, ref).loss_N
+            loss_N = objective.token_losses(leaf, old, worth, row_N, ref).loss_N
             (slope_N,) = torch.autograd.grad(loss_N, leaf, torch.ones_like(loss_N))
             assert loss_N.isfinite().all() and slope_N.isfinite().all()
 

@@ -14,7 +14,7 @@ from etude.train.packing import (
     TokenSequence,
     check,
     pack_batch,
-    pack_rows,
+    pack_rollouts,
     plan_microbatches,
 )
 from etude.train.supervised import pack_pairs
@@ -86,7 +86,7 @@ def test_attention_counts() -> None:
 @given(st.lists(st.integers(2, 40), min_size=1, max_size=20))
 def test_packing_loses_nothing_that_counts_and_pads_nothing(lengths: list[int]) -> None:
     rows = [row(length, number + 1) for number, length in enumerate(lengths)]
-    micro = pack_rows(
+    micro = pack_rollouts(
         [RolloutSequence.from_row(each, number, 0.5 * number) for number, each in enumerate(rows)]
     )
     counted = [
@@ -134,7 +134,7 @@ def test_a_rank_without_work_reads_a_token_that_does_not_count() -> None:
     for idle in (
         pack_batch([]),
         pack_batch([TokenSequence([5, 6], [False, False])]),
-        pack_rows([]),
+        pack_rollouts([]),
         pack_pairs([]),
     ):
         assert idle.lengths == (1,) and idle.tokens_T.shape == (1,) and idle.num_tokens == 0

@@ -18,9 +18,9 @@ from etude.model.experts import Router, Routing
 from etude.model.files import hf_state_dict
 from etude.model.transformer import Transformer, init_from_scratch
 from etude.train.learner import MICROBATCH_TOKENS, Learner
-from etude.train.packing import RolloutSequence, TokenSequence, pack_batch, pack_rows
+from etude.train.packing import RolloutSequence, TokenSequence, pack_batch, pack_rollouts
 from etude.train.routers import RouterTracker, balance_loss
-from etude.train.stats import StepStats
+from etude.train.stats import RlStats
 from tests.small_model import add, config, drain, request, sharp
 
 EXPERTS = ExpertsConfig(
@@ -77,7 +77,7 @@ def served(model_config: ModelConfig, dtype: torch.dtype) -> Transformer:
 
 def step(
     model_config: ModelConfig, batch: Batch, objects: dict[str, bytes] | None, **options: float
-) -> StepStats:
+) -> RlStats:
     learner = Learner(sharp(model_config, 0).requires_grad_(True))
     fetch = objects.__getitem__ if objects is not None else None
     return learner.step(batch, lr=1e-3, fetch=fetch, **options)  # type: ignore[arg-type]
@@ -117,7 +117,7 @@ def test_how_rows_are_cut_changes_only_rounding() -> None:
 def test_tokens_that_nobody_reported_are_left_to_the_router() -> None:
     batch, objects = sampled(served(SPARSE, torch.float32))
     short = {name: ids[: len(ids) // 2 // 4 * 4] for name, ids in objects.items()}
-    micro = pack_rows(
+    micro = pack_rollouts(
         [RolloutSequence.from_row(row, number) for number, row in enumerate(batch.rows)],
         lambda row: torch.tensor(list(short[row.experts or ""])).view(-1, 2, 2),
     )

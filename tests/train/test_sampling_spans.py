@@ -17,8 +17,8 @@ from etude.train.head import MAX_LOGITS
 from etude.train.learner import Learner
 from etude.train.loss import token_logprobs
 from etude.train.objective import Objective
-from etude.train.packing import RolloutSequence, pack_rows
-from etude.train.stats import StepStats
+from etude.train.packing import RolloutSequence, pack_rollouts
+from etude.train.stats import RlStats
 from etude.train.teacher import Teacher
 from tests.small_model import add, config, drain, plain_logprobs, request, sharp
 
@@ -110,7 +110,7 @@ def test_the_ratio_is_wrong_where_nobody_says_how_it_was_sampled() -> None:
 def test_rows_that_do_not_say_take_the_stages_temperature_with_the_same_bits() -> None:
     """Also beside rows of other temperatures, and where the head takes its tokens in parts."""
 
-    def step(lesson: Batch) -> tuple[StepStats, dict[str, torch.Tensor]]:
+    def step(lesson: Batch) -> tuple[RlStats, dict[str, torch.Tensor]]:
         one = learner()
         stats = one.step(lesson, lr=1e-2, temperature=0.7, objective=Objective())
         return stats, one.weights()
@@ -170,7 +170,7 @@ def test_every_token_of_a_row_has_its_own_temperature(
 ) -> None:
     monkeypatch.setitem(MAX_LOGITS, "cpu", max_logits)
     model, rows = sharp(config(), 2, factor=2.0), mixed_rows()
-    packed = pack_rows([RolloutSequence.from_row(row, n) for n, row in enumerate(rows)])
+    packed = pack_rollouts([RolloutSequence.from_row(row, n) for n, row in enumerate(rows)])
     logp_N, _ = token_logprobs(model, packed, with_stats=True)
     expected = [logp for row in rows for logp in expected_logprobs(row, model)]
     assert logp_N.tolist() == pytest.approx(expected, abs=1e-5)
@@ -179,7 +179,7 @@ def test_every_token_of_a_row_has_its_own_temperature(
 def test_a_teacher_judges_each_token_at_the_temperature_that_it_was_drawn_at() -> None:
     teacher, rows = sharp(config(), 2, factor=2.0), mixed_rows()
     lesson = Batch(step=1, rows=tuple(rows), oldest=0)
-    judged, _ = Teacher(teacher).score(lesson, temperature=9.0, microbatch_tokens=1000)
+    judged, _ = Teacher(teacher).compute_advantages(lesson, temperature=9.0, microbatch_tokens=1000)
     for row, seen in zip(rows, judged.rows, strict=True):
         gains = [a for a, sampled in zip(seen.advantages, row.mask, strict=True) if sampled]
         expected = [logp + 1.0 for logp in expected_logprobs(row, teacher)]

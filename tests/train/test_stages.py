@@ -20,7 +20,7 @@ from etude.train.schedule import learning_rate
 from etude.train.stages import (
     Demonstration,
     OnStep,
-    Progress,
+    StageProgress,
     dpo,
     evaluations_since_best,
     midtrain,
@@ -86,7 +86,7 @@ class KillAt:
         self.learner = learner
         self.step = step
 
-    def __call__(self, progress: Progress) -> None:
+    def __call__(self, progress: StageProgress) -> None:
         self.progress = progress
         self.state = {name: tensor.clone() for name, tensor in self.learner.state().items()}
         if progress.step == self.step:
@@ -95,8 +95,8 @@ class KillAt:
 
 def run_midtrain(
     one: Learner, start_step: int = 0, on_step: KillAt | None = None, seed: int = 0
-) -> list[Progress]:
-    seen: list[Progress] = []
+) -> list[StageProgress]:
+    seen: list[StageProgress] = []
     midtrain(
         one,
         midtrain_stage(steps=8, heldout_every=3, batch_tokens=100, lr=1e-2, warmup_steps=2),
@@ -177,7 +177,7 @@ def run_dpo(one: Learner, start_step: int = 0, on_step: OnStep = lambda progress
 
 
 def test_dpo_learns_what_is_preferred() -> None:
-    seen: list[Progress] = []
+    seen: list[StageProgress] = []
     run_dpo(learner(), on_step=seen.append)
     assert [progress.step for progress in seen] == list(range(1, 10)) and seen[0].total == 9
     # Before the first step the weights are the reference: nothing is preferred.
@@ -194,7 +194,7 @@ def test_dpo_learns_what_is_preferred() -> None:
 
 def test_two_sessions_together_may_be_longer_than_the_context() -> None:
     long, short = ([1] * 30, [False] + [True] * 29), ([2] * 4, [False] + [True] * 3)
-    seen: list[Progress] = []
+    seen: list[StageProgress] = []
     pairs = [
         (long, short),
         (short, long),
@@ -270,7 +270,7 @@ def test_sft_stops_by_its_rule_with_the_best_weights(monkeypatch: pytest.MonkeyP
         return next(script)
 
     monkeypatch.setattr(one, "evaluate", scripted)
-    seen: list[Progress] = []
+    seen: list[StageProgress] = []
     losses = sft(
         one,
         sft_stage(max_epochs=9, batch_tokens=100, lr=1e-2),
@@ -297,7 +297,7 @@ def test_sft_stops_early_when_what_it_imitates_is_not_what_it_is_examined_on() -
     """Every demonstration says one thing and every held-back session another, so each epoch makes
     the exam worse."""
     one = learner()
-    seen: list[Progress] = []
+    seen: list[StageProgress] = []
     imitated, examined = (
         [([5, 3] * 6, [False, True] * 6)] * 20,
         [([5] * 12, [False] + [True] * 11)] * 4,
@@ -321,7 +321,7 @@ def test_sft_uses_every_demonstration_once_an_epoch(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(
         one, "fit", lambda texts, **kw: (counts.append(len(texts)), fit(texts, **kw))[1]
     )
-    seen: list[Progress] = []
+    seen: list[StageProgress] = []
     losses = run_sft(one, on_step=seen.append)
     assert sum(counts) == 40 * len(losses)
     assert max(counts) - min(counts) <= 1
@@ -330,7 +330,7 @@ def test_sft_uses_every_demonstration_once_an_epoch(monkeypatch: pytest.MonkeyPa
 def test_sft_takes_no_step_without_a_session() -> None:
     """However few tokens a step may have."""
     session = [5, 6, 7, 8] * 5, [False] * 10 + [True] * 10
-    seen: list[Progress] = []
+    seen: list[StageProgress] = []
     sft(
         learner(),
         sft_stage(max_epochs=1, batch_tokens=2),
@@ -345,7 +345,7 @@ def test_sft_takes_no_step_without_a_session() -> None:
 
 def test_sft_goes_on_to_the_bit_wherever_it_was_killed() -> None:
     straight = learner()
-    seen: list[Progress] = []
+    seen: list[StageProgress] = []
     losses = run_sft(straight, on_step=seen.append)
     for kill in {1, seen[-1].total // 6, seen[-1].total // 6 + 1, seen[-1].step}:
         first, second = learner(), learner()

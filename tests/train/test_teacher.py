@@ -65,7 +65,9 @@ def test_every_token_is_judged_in_its_own_context(microbatch_tokens: int) -> Non
     student, teacher = init_from_scratch(config(), 1), init_from_scratch(config(), 2)
     rows = sampled(0, [(3,), (4, 5, 6), (7, 8)], 2, student)
     batch = Batch(step=1, rows=tuple(rows), oldest=0)
-    judged, kl = Teacher(teacher).score(batch, temperature=0.7, microbatch_tokens=microbatch_tokens)
+    judged, kl = Teacher(teacher).compute_advantages(
+        batch, temperature=0.7, microbatch_tokens=microbatch_tokens
+    )
     gains = []
     for row, seen in zip(rows, judged.rows, strict=True):
         prompt = tuple(t for t, said in zip(row.tokens, row.mask, strict=True) if not said)
@@ -89,7 +91,7 @@ def test_its_gradient_is_that_of_the_reverse_kl_also_if_an_older_student_spoke()
         (logp_V.exp() * (logp_V - teacher_V)).sum(), logits, retain_graph=True
     )
     objective, row_V = Objective(distills=True, ratio_cap=math.inf), torch.arange(9)
-    loss_V = objective.score(logp_V, older_V, teacher_V - older_V, row_V).loss_N
+    loss_V = objective.token_losses(logp_V, older_V, teacher_V - older_V, row_V).loss_N
     (ours,) = torch.autograd.grad((older_V.exp() * loss_V).sum(), logits)
     torch.testing.assert_close(ours, exact, rtol=1e-12, atol=1e-12)
 
@@ -112,6 +114,6 @@ def test_steps_bring_the_student_to_the_teacher() -> None:
     for step in range(20):
         rows = sampled(step, [(3,), (4,)] * 12, 1, learner.model)
         batch = Batch(step=step + 1, rows=tuple(rows), oldest=step)
-        judged, _ = teacher.score(batch, temperature=1.0, microbatch_tokens=1000)
+        judged, _ = teacher.compute_advantages(batch, temperature=1.0, microbatch_tokens=1000)
         learner.step(judged, lr=5e-3, objective=Objective(distills=True))
     assert distance() < 0.5 * before

@@ -15,11 +15,11 @@ from etude.model.transformer import init_from_scratch
 from etude.train.learner import MICROBATCH_TOKENS, Learner
 from etude.train.loss import token_logprobs
 from etude.train.objective import Objective
-from etude.train.packing import PackItem, RolloutSequence, TokenSequence, pack_batch, pack_rows
+from etude.train.packing import PackItem, RolloutSequence, TokenSequence, pack_batch, pack_rollouts
 from etude.train.routers import balance_loss
 from etude.train.schedule import learning_rate
 from etude.train.stages import dpo, midtrain, sft
-from etude.train.stats import FitStats
+from etude.train.stats import SupervisedStats
 from etude.train.stream import Documents
 from etude.train.supervised import PreferencePair, pack_pairs, preference
 from tests.train import test_routers
@@ -41,7 +41,7 @@ UNEQUAL = [texts(0)[0], TokenSequence(texts(1)[0].tokens[:4], [True] * 4)]
 def test_a_step_takes_probabilities_at_the_temperature_of_sampling() -> None:
     one, rows = learner(), batch(1).rows
     sequences = [RolloutSequence.from_row(row, 0, temperature=0.5) for row in rows]
-    found = [token_logprobs(one.model, pack_rows([s]), with_stats=True) for s in sequences]
+    found = [token_logprobs(one.model, pack_rollouts([s]), with_stats=True) for s in sequences]
     stats = one.step(batch(1), lr=1e-3, temperature=0.5, microbatch_tokens=64)
     for told, (logp_N, _) in zip(stats.recomputed, found, strict=True):
         assert told.logprobs == pytest.approx(logp_N.tolist(), abs=1e-5)
@@ -206,10 +206,10 @@ class Noted:
         self.told: list[dict[str, Any]] = []
         monkeypatch.setattr(one, "fit", self.fit)
 
-    def fit(self, items: list[PackItem], **told: Any) -> FitStats:
+    def fit(self, items: list[PackItem], **told: Any) -> SupervisedStats:
         self.items.append(items)
         self.told.append(told)
-        return FitStats(loss=1.0, grad_norm=1.0, lr=told["lr"], num_tokens=1, metrics={})
+        return SupervisedStats(loss=1.0, grad_norm=1.0, lr=told["lr"], num_tokens=1, metrics={})
 
     def rates(self) -> list[float]:
         return [told["lr"] for told in self.told]
@@ -298,7 +298,7 @@ def test_the_reference_of_dpo_is_worth_what_the_answers_are(length_normalised: b
 def test_weights_of_rows_and_experts_come_with_their_rows() -> None:
     rows = [replace(row, sample=str(number)) for number, row in enumerate(batch(1).rows)]
     for numbers in ((4, 2, 0), (1, 5), (2,)):
-        micro = pack_rows(
+        micro = pack_rollouts(
             [RolloutSequence.from_row(rows[number], number, float(number)) for number in numbers],
             lambda row: torch.full((3, 1, 1), int(row.sample)) if row.sample != "2" else None,
         )
@@ -313,7 +313,7 @@ def test_weights_of_rows_and_experts_come_with_their_rows() -> None:
             assert ids.flatten().tolist() == [-1 if number == 2 else number] * 3 + [-1] * (
                 len(ids) - 3
             )
-    assert pack_rows(
+    assert pack_rollouts(
         [RolloutSequence.from_row(row, 7) for row in rows]
     ).weights_N.unique().tolist() == [1.0]
 

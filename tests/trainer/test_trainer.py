@@ -14,8 +14,8 @@ from etude.model.files import hf_state_dict, write_directory
 from etude.model.transformer import ModelConfig, init_from_scratch
 from etude.store.runs import Run
 from etude.train.distributed import ProcessGroup
-from etude.train.stages import Progress
-from etude.train.stats import FitStats
+from etude.train.stages import StageProgress
+from etude.train.stats import SupervisedStats
 from etude.trainer import state
 from etude.trainer import trainer as trainer_module
 from etude.trainer.prepare import store_files
@@ -94,8 +94,8 @@ def test_the_first_rank_decides_when_a_checkpoint_is_due(
     monkeypatch.setattr(trainer, "save", lambda: saved.append(trainer.step))
     monkeypatch.setattr(state, "CHECKPOINT_S", math.inf if due else -1.0)
     trainer.ranks = Second(float(due))
-    fit = FitStats(loss=1.0, grad_norm=1.0, lr=0.1, num_tokens=1, metrics={})
-    trainer.report_fit()(Progress(step=3, total=9, fit=fit))
+    fit = SupervisedStats(loss=1.0, grad_norm=1.0, lr=0.1, num_tokens=1, metrics={})
+    trainer.report_fit()(StageProgress(step=3, total=9, fit=fit))
     assert saved == ([3] if due else [])
 
 

@@ -2,9 +2,9 @@
 
 `decode` does all that lies between the projections for one new token a sequence: q/k norm, rotary
 positions, the write of the new key and value, and attention over what is there. One program takes
-all query heads of a key head, and a piece of the sequence; whoever finishes last of a sequence's
-pieces puts them together, so it stays one kernel. `write` and `prefill` do the same in two kernels
-for pieces of prompts.
+all query heads of a key head, and one split of the sequence (split-KV, as in flash-decoding); the
+last program of a sequence merges its splits, so it stays one kernel. `write` and `prefill` do the
+same in two kernels for chunks of prompts.
 
 Shapes: B sequences, N new tokens, H query heads, K key/value heads, G = H / K, D head size, P
 positions, T tiles. Keys and values are [blocks, K, block size, D]; a slot is block * block size +
@@ -270,13 +270,13 @@ def _prefill(
 
 
 @dataclass(frozen=True, slots=True)
-class Heads:
-    """The attention parameters of a layer: counts, norms (None without) and the table of turns [P,
-    2, 1, D]."""
+class AttentionParams:
+    """The attention parameters of one layer: head counts and size, softmax scale, q and k norms
+    (None without), and the rotary table [P, 2, 1, D]."""
 
-    queries: int
-    keys: int
-    size: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
     scale: float
     eps: float
     q_gain_D: Tensor | None
@@ -286,8 +286,8 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class SplitBuffers:
-    """Buffers for the partial results of sequences that several programs split. `counter` is 0
-    between two kernels."""
+    """Scratch buffers of split-KV decoding: the partial outputs and softmax statistics of programs
+    that share a sequence. `counter` is 0 between two kernels."""
 
     splits: int
     part: Tensor
@@ -296,35 +296,36 @@ class SplitBuffers:
 
 
 def num_splits(rows: int, keys: int, processors: int = 132) -> int:
-    """As many as give every multiprocessor four programs, up to 16."""
+    """The number of KV splits that gives every multiprocessor four programs, up to 16."""
     return max(1, min(16, int(triton.next_power_of_2(4 * processors // (rows * keys)))))
 
 
-def group_rows(heads: Heads) -> int:
-    """The tensor cores take 16 rows or more."""
-    return max(16, int(triton.next_power_of_2(heads.queries // heads.keys)))
+def group_rows(params: AttentionParams) -> int:
+    """Query heads of a key head, padded to the 16 rows or more that tensor cores take."""
+    return max(16, int(triton.next_power_of_2(params.num_q_heads // params.num_kv_heads)))
 
 
 def decode(
-    heads: Heads, qkv: Tensor, k: Tensor, v: Tensor, blocks: Tensor, stride: Tensor,
-    lengths_B: Tensor, slot_mapping_B: Tensor, out: Tensor, *, pieces: SplitBuffers, page: int,
+    params: AttentionParams, qkv: Tensor, k: Tensor, v: Tensor, blocks: Tensor, stride: Tensor,
+    lengths_B: Tensor, slot_mapping_B: Tensor, out: Tensor, *, splits: SplitBuffers, page: int,
     pdl: bool = False,
 ) -> None:  # fmt: skip
-    """One new token a sequence, whose key and value go to `slots_B`; `lengths_B` counts it, 0 is an
-    empty row."""
-    gains = [qkv if gain is None else gain for gain in (heads.q_gain_D, heads.k_gain_D)]
+    """Decode attention: one new token a sequence, whose key and value go to `slot_mapping_B`;
+    `lengths_B` counts it, 0 is an empty row."""
+    gains = [qkv if gain is None else gain for gain in (params.q_gain_D, params.k_gain_D)]
     # found by measuring: many programs do better as small ones
-    warps = 2 if len(lengths_B) * heads.keys > 1024 else 4
-    _decode[(heads.keys, len(lengths_B), pieces.splits)](
-        qkv, *gains, heads.rope, k, v, blocks, lengths_B, slot_mapping_B, out, pieces.part,
-        pieces.stats, pieces.counter, stride, heads.scale, heads.eps, heads.queries, heads.keys,
-        group_rows(heads), heads.size, page, 16 * warps, pieces.splits, pieces.splits > 1,
-        heads.q_gain_D is not None, pdl, num_warps=warps, num_stages=3, launch_pdl=pdl,
+    warps = 2 if len(lengths_B) * params.num_kv_heads > 1024 else 4
+    _decode[(params.num_kv_heads, len(lengths_B), splits.splits)](
+        qkv, *gains, params.rope, k, v, blocks, lengths_B, slot_mapping_B, out, splits.part,
+        splits.stats, splits.counter, stride, params.scale, params.eps, params.num_q_heads,
+        params.num_kv_heads,
+        group_rows(params), params.head_dim, page, 16 * warps, splits.splits, splits.splits > 1,
+        params.q_gain_D is not None, pdl, num_warps=warps, num_stages=3, launch_pdl=pdl,
     )  # fmt: skip
 
 
 def write(
-    heads: Heads,
+    params: AttentionParams,
     qkv: Tensor,
     k: Tensor,
     v: Tensor,
@@ -335,32 +336,33 @@ def write(
     pdl: bool = False,
 ) -> None:
     """Turns q in place, and puts k and v of the new tokens where they belong."""
-    gains = [qkv if gain is None else gain for gain in (heads.q_gain_D, heads.k_gain_D)]
-    _write[(len(positions_N), triton.cdiv(heads.queries + 2 * heads.keys, 8))](
-        qkv, *gains, heads.rope, k, v, positions_N, slot_mapping_N, heads.eps, heads.queries,
-        heads.keys, heads.size, page, 8, heads.q_gain_D is not None, pdl, num_warps=2,
-        launch_pdl=pdl,
+    gains = [qkv if gain is None else gain for gain in (params.q_gain_D, params.k_gain_D)]
+    _write[(len(positions_N), triton.cdiv(params.num_q_heads + 2 * params.num_kv_heads, 8))](
+        qkv, *gains, params.rope, k, v, positions_N, slot_mapping_N, params.eps, params.num_q_heads,
+        params.num_kv_heads, params.head_dim, page, 8, params.q_gain_D is not None, pdl,
+        num_warps=2, launch_pdl=pdl,
     )  # fmt: skip
 
 
 PREFILL_ROWS = 64
 
 
-def tile_tokens(heads: Heads) -> int:
+def tile_tokens(params: AttentionParams) -> int:
     """New tokens of one tile of `prefill`."""
-    return PREFILL_ROWS // (heads.queries // heads.keys)
+    return PREFILL_ROWS // (params.num_q_heads // params.num_kv_heads)
 
 
 def prefill(
-    heads: Heads, qkv: Tensor, k: Tensor, v: Tensor, blocks: Tensor, stride: Tensor, ends_B: Tensor,
-    lengths_B: Tensor, sequence_T: Tensor, first_T: Tensor, out: Tensor, *, page: int,
-    pdl: bool = False,
+    params: AttentionParams, qkv: Tensor, k: Tensor, v: Tensor, blocks: Tensor, stride: Tensor,
+    ends_B: Tensor, lengths_B: Tensor, sequence_T: Tensor, first_T: Tensor, out: Tensor, *,
+    page: int, pdl: bool = False,
 ) -> None:  # fmt: skip
-    """Several new tokens a sequence, already written. Tile t is `tile_tokens` of sequence_T[t], of
-    which first_T[t] is the first. One that begins at the sequence's end is empty; a token of slot
-    -1 belongs to nobody."""
-    _prefill[(len(sequence_T), heads.keys)](
-        qkv, k, v, blocks, ends_B, lengths_B, sequence_T, first_T, out, stride, heads.scale,
-        heads.queries, heads.keys, heads.size, page, PREFILL_ROWS, 64, pdl, num_warps=4,
+    """Prefill attention: several new tokens a sequence, already written. Tile t is `tile_tokens` of
+    sequence_T[t], of which first_T[t] is the first. One that begins at the sequence's end is empty;
+    a token of slot -1 belongs to nobody."""
+    _prefill[(len(sequence_T), params.num_kv_heads)](
+        qkv, k, v, blocks, ends_B, lengths_B, sequence_T, first_T, out, stride, params.scale,
+        params.num_q_heads, params.num_kv_heads, params.head_dim, page, PREFILL_ROWS, 64, pdl,
+        num_warps=4,
         num_stages=3, launch_pdl=pdl,
     )  # fmt: skip

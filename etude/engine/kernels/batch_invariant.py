@@ -1,22 +1,21 @@
-"""The layers of a `Transformer` as kernels whose sums do not depend on how many rows they are
-given.
+"""Batch-invariant kernels: the bits of a row do not depend on how many rows are computed with it.
 
 On Hopper every instruction for products adds up the inner axis 16 columns at a time, in order, onto
 what is there, so tiles of any size give the same bits: they are chosen by the rows, for speed. What
-must not depend on the rows is into how many pieces the inner axis is cut, and in which order a row
+must not depend on the rows is into how many splits the inner axis is cut, and in which order a row
 is summed where no product does it. So
 
-- a product is cut by its matrix alone, and its pieces are added up in order;
+- a product is split by its matrix alone, and its splits are added up in order;
 - attention goes over blocks of keys from the first one on, for a single token as for a prompt, and
   the weights of a block are summed as whole numbers, for which no order matters;
 - the sums of the softmax over the vocabulary come from tiles of one size.
 
-What is left of `network` works row by row already, and the products of experts have one piece.
+What is left of `network` works row by row already, and the products of experts have one split.
 
 `tests/engine/invariance_checks.py` says whether it holds on a device.
 
-Shapes as in `network`: N new tokens, C what goes into a product, M what comes out, S pieces, R rows
-that draw.
+Shapes as in `network`: N new tokens, C what goes into a product, M what comes out, S splits, R rows
+that are sampled.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from etude.engine.kernels import head, linear
 from etude.engine.kernels.attention import (
     LOG2E,
     PREFILL_ROWS,
-    Heads,
+    AttentionParams,
     _place,
     _places,
     _rotated,
@@ -174,53 +173,54 @@ def _logprobs(logits, stats, temperature, tokens, out, V, T, TP: tl.constexpr, P
     tl.store(out + row, value - top - tl.log(total).to(tl.float32))
 
 
-def num_pieces(outputs: int, inner: int) -> int:
-    """Enough for a single tile of rows to keep half the multiprocessors busy; a piece has 256
-    columns or more."""
-    pieces, programs = 1, triton.cdiv(outputs, 64)
-    while programs * pieces < 64 and inner // (2 * pieces) >= 256 and inner % (256 * pieces) == 0:
-        pieces *= 2
-    return pieces
+def num_splits(outputs: int, inner: int) -> int:
+    """The number of splits of the inner axis: enough for a single tile of rows to keep half the
+    multiprocessors busy; a split has 256 columns or more."""
+    splits, programs = 1, triton.cdiv(outputs, 64)
+    while programs * splits < 64 and inner // (2 * splits) >= 256 and inner % (256 * splits) == 0:
+        splits *= 2
+    return splits
 
 
-def tile(rows: int, *, pieces: int = 1, gated: bool = False) -> Tile:
-    """Found by measuring on an H200. Of the bits only `pieces` is a matter."""
+def tile(rows: int, *, split_k: int = 1, gated: bool = False) -> Tile:
+    """The tile for so many rows, measured on an H200. The bits depend on `split_k` alone."""
     if rows <= 16:
-        return Tile(16, 32, 128, pieces)
+        return Tile(16, 32, 128, split_k)
     if rows <= 64:
-        return Tile(64, 64, 128, pieces)
+        return Tile(64, 64, 128, split_k)
     if gated:
-        return Tile(128, 64, 64, pieces, warps=8, stages=4 if rows <= 256 else 3)
+        return Tile(128, 64, 64, split_k, warps=8, stages=4 if rows <= 256 else 3)
     if rows <= 256:
-        return Tile(64, 128, 128, pieces)
+        return Tile(64, 128, 128, split_k)
     if rows <= 512:
-        return Tile(128, 128 if pieces == 1 else 64, 64, pieces, warps=8)
-    return Tile(128, 128, 64, pieces, warps=8, stages=3)
+        return Tile(128, 128 if split_k == 1 else 64, 64, split_k, warps=8)
+    return Tile(128, 128, 64, split_k, warps=8, stages=3)
 
 
 def prefill(
-    heads: Heads, qkv: Tensor, k: Tensor, v: Tensor, blocks: Tensor, stride: Tensor, ends_B: Tensor,
-    lengths_B: Tensor, sequence_T: Tensor, first_T: Tensor, out: Tensor, *, page: int,
-    pdl: bool = False,
+    params: AttentionParams, qkv: Tensor, k: Tensor, v: Tensor, blocks: Tensor, stride: Tensor,
+    ends_B: Tensor, lengths_B: Tensor, sequence_T: Tensor, first_T: Tensor, out: Tensor, *,
+    page: int, pdl: bool = False,
 ) -> None:  # fmt: skip
     """As `attention.prefill`."""
-    _prefill[(len(sequence_T), heads.keys)](
-        qkv, k, v, blocks, ends_B, lengths_B, sequence_T, first_T, out, stride, heads.scale,
-        heads.queries, heads.keys, heads.size, page, PREFILL_ROWS, BLOCK, pdl, num_warps=4,
-        num_stages=3, launch_pdl=pdl,
+    _prefill[(len(sequence_T), params.num_kv_heads)](
+        qkv, k, v, blocks, ends_B, lengths_B, sequence_T, first_T, out, stride, params.scale,
+        params.num_q_heads, params.num_kv_heads, params.head_dim, page, PREFILL_ROWS, BLOCK, pdl,
+        num_warps=4, num_stages=3, launch_pdl=pdl,
     )  # fmt: skip
 
 
 def decode(
-    heads: Heads, qkv: Tensor, k: Tensor, v: Tensor, blocks: Tensor, stride: Tensor,
+    params: AttentionParams, qkv: Tensor, k: Tensor, v: Tensor, blocks: Tensor, stride: Tensor,
     lengths_B: Tensor, slot_mapping_B: Tensor, out: Tensor, *, page: int, pdl: bool = False,
 ) -> None:  # fmt: skip
-    """As `attention.decode`, a sequence in one piece."""
-    gains = [qkv if gain is None else gain for gain in (heads.q_gain_D, heads.k_gain_D)]
-    _decode[(heads.keys, len(lengths_B))](
-        qkv, *gains, heads.rope, k, v, blocks, lengths_B, slot_mapping_B, out, stride, heads.scale,
-        heads.eps, heads.queries, heads.keys, group_rows(heads), heads.size, page, BLOCK,
-        heads.q_gain_D is not None, pdl, num_warps=4, num_stages=3, launch_pdl=pdl,
+    """As `attention.decode`, without splits."""
+    gains = [qkv if gain is None else gain for gain in (params.q_gain_D, params.k_gain_D)]
+    _decode[(params.num_kv_heads, len(lengths_B))](
+        qkv, *gains, params.rope, k, v, blocks, lengths_B, slot_mapping_B, out, stride,
+        params.scale, params.eps, params.num_q_heads, params.num_kv_heads, group_rows(params),
+        params.head_dim, page, BLOCK, params.q_gain_D is not None, pdl, num_warps=4,
+        num_stages=3, launch_pdl=pdl,
     )  # fmt: skip
 
 
@@ -244,7 +244,7 @@ def logprobs(
     out_R: Tensor,
     pdl: bool,
 ) -> None:
-    """Of the tokens given, from what `logits` left."""
+    """The log-probs of given tokens, from the statistics that `logits` wrote."""
     rows, vocabulary = logits_RV.shape
     tiles = head.num_tiles(vocabulary)
     _logprobs[(rows,)](
@@ -255,32 +255,34 @@ def logprobs(
 
 def product(x_NC: Tensor, w_MC: Tensor, bias_M: Tensor | None = None, pdl: bool = False) -> Tensor:
     out_NM = x_NC.new_empty(len(x_NC), len(w_MC))
-    linear.matrix(x_NC, w_MC, out_NM, cut=tile(len(x_NC)), bias_N=bias_M, pdl=pdl)
+    linear.gemm(x_NC, w_MC, out_NM, tile=tile(len(x_NC)), bias_N=bias_M, pdl=pdl)
     return out_NM
 
 
 def gated(x_NC: Tensor, w_MC: Tensor, pdl: bool = False) -> Tensor:
     out_NM = x_NC.new_empty(len(x_NC), len(w_MC) // 2)
-    linear.matrix(x_NC, w_MC, out_NM, cut=tile(len(x_NC), gated=True), gated=True, pdl=pdl)
+    linear.gemm(x_NC, w_MC, out_NM, tile=tile(len(x_NC), gated=True), gated=True, pdl=pdl)
     return out_NM
 
 
-def pieces(x_NC: Tensor, w_MC: Tensor, pdl: bool = False) -> Tensor:
-    """SNM in float32, for `norm.add_norm` to add up in order."""
-    count = num_pieces(*w_MC.shape)
+def split_product(x_NC: Tensor, w_MC: Tensor, pdl: bool = False) -> Tensor:
+    """A split-K product: SNM in float32, for `norm.add_norm` to add up in order."""
+    count = num_splits(*w_MC.shape)
     out_SNM = x_NC.new_empty(count, len(x_NC), len(w_MC), dtype=torch.float32)
-    linear.matrix(x_NC, w_MC, out_SNM, cut=tile(len(x_NC), pieces=count), pdl=pdl)
+    linear.gemm(x_NC, w_MC, out_SNM, tile=tile(len(x_NC), split_k=count), pdl=pdl)
     return out_SNM
 
 
 def router_logits(x_NE: Tensor, layer: SparseMoE, pdl: bool = False) -> Tensor:
     """The router's product, in tiles of one size."""
     logits_NX = x_NE.new_empty(len(x_NE), len(layer.gate.weight), dtype=torch.float32)
-    linear.matrix(x_NE, layer.gate.weight, logits_NX, cut=tile(len(x_NE)), pdl=pdl)
+    linear.gemm(x_NE, layer.gate.weight, logits_NX, tile=tile(len(x_NE)), pdl=pdl)
     return logits_NX
 
 
 class BatchInvariantNetwork(KernelNetwork):
+    """The forward pass on batch-invariant kernels."""
+
     def hidden(
         self,
         tokens_N: Tensor,
@@ -298,8 +300,8 @@ class BatchInvariantNetwork(KernelNetwork):
     def _gated(self, x_NC: Tensor, w: Tensor, pdl: bool) -> Tensor:
         return gated(x_NC, w, pdl)
 
-    def _pieces(self, x_NC: Tensor, w: Tensor, pdl: bool) -> Tensor:
-        return pieces(x_NC, w, pdl)
+    def _split_product(self, x_NC: Tensor, w: Tensor, pdl: bool) -> Tensor:
+        return split_product(x_NC, w, pdl)
 
     def _experts(
         self, x_NE: Tensor, layer: SparseMoE, slot_mapping_N: Tensor, record_Sk: Tensor, pdl: bool
@@ -313,6 +315,6 @@ class BatchInvariantNetwork(KernelNetwork):
     ) -> None:  # fmt: skip
         stats = logits_RV.new_empty(len(hidden_RE), head.num_tiles(len(self.head_VE)), 2)
         logits(hidden_RE, self.head_VE, temperature_R, logits_RV, stats, pdl)
-        head.pick(logits_RV, stats, temperature_R, u_R, tokens_R, logprobs_R, pdl)
-        # `pick` rounds otherwise than the trainer's kernel, so that one has the last word.
+        head.sample(logits_RV, stats, temperature_R, u_R, tokens_R, logprobs_R, pdl)
+        # `head.sample` rounds otherwise than the trainer's kernel, so that one has the last word.
         logprobs(logits_RV, stats, temperature_R, tokens_R, logprobs_R, pdl)

@@ -1,9 +1,9 @@
-"""Layers of experts: which expert reads which token, and products that read the weights of an
-active expert once.
+"""Mixture-of-experts layers: routing, and grouped products that read the weights of an active
+expert once.
 
 `route` takes the router's logits to the chosen experts and their shares, `gather` lists for every
-expert the choices that fell on it, and `grouped` multiplies each expert's weights with its tokens.
-A choice is token * k + rank.
+expert the choices that fell on it, and `grouped_gemm` multiplies each expert's weights with its
+tokens. A choice is token * k + rank.
 
 Shapes: B tokens, X experts, k experts of a token, E hidden size, I expert size.
 """
@@ -75,7 +75,7 @@ def _gather(ids, counts, choices, num_choices, capacity, BLOCK: tl.constexpr, PD
 
 
 @triton.jit
-def _grouped(
+def _grouped_gemm(
     x, w, counts, choices, shares, out, capacity, N, C, PER_ROW: tl.constexpr, GATED: tl.constexpr,
     BB: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -118,8 +118,8 @@ def route(
     logits_BX: Tensor, ids_Bk: Tensor, shares_Bk: Tensor, record_Sk: Tensor, slot_mapping_B: Tensor,
     *, renormalise: bool, given: bool = False, pdl: bool = False,
 ) -> None:  # fmt: skip
-    """The k likeliest experts of every token, also written to `record` at the token's slot (-1:
-    nowhere). `given`: `ids` holds those to take instead, -1 where the likeliest are wanted."""
+    """Route every token to its k likeliest experts, also written to `record` at the token's slot
+    (-1: nowhere). `given`: `ids` holds those to take instead, -1 where the likeliest are wanted."""
     rows, experts = logits_BX.shape
     _route[(rows,)](
         logits_BX, ids_Bk, shares_Bk, record_Sk, slot_mapping_B, experts, record_Sk.stride(0),
@@ -129,8 +129,8 @@ def route(
 
 
 def gather(ids_Bk: Tensor, counts_X: Tensor, choices_XB: Tensor, pdl: bool = False) -> None:
-    """Which choices fell on each expert, in order, so that the same batch always gives the same
-    sums."""
+    """List the choices that fell on each expert, in order, so that the same batch always gives the
+    same sums."""
     block = min(1024, triton.next_power_of_2(ids_Bk.numel()))
     _gather[(len(counts_X),)](
         ids_Bk,
@@ -145,17 +145,17 @@ def gather(ids_Bk: Tensor, counts_X: Tensor, choices_XB: Tensor, pdl: bool = Fal
     )
 
 
-def grouped(
+def grouped_gemm(
     x: Tensor, w_XNC: Tensor, counts_X: Tensor, choices_XB: Tensor, shares_Bk: Tensor, out: Tensor,
     *, gated: bool, pdl: bool = False,
 ) -> None:  # fmt: skip
-    """gated: x [B, E] -> silu(gate) * up [B k, I]; otherwise x [B k, I] -> [B k, E], times the
-    token's share."""
+    """Grouped matrix product, one group an expert. `gated`: x [B, E] -> silu(gate) * up [B k, I];
+    otherwise x [B k, I] -> [B k, E], times the token's share."""
     experts, outputs, inner = w_XNC.shape
     outputs //= 2 if gated else 1
     rows, top = shares_Bk.shape
     bb = 16 if rows * top <= 12 * experts else 32 if rows * top <= 48 * experts else 64
-    _grouped[(triton.cdiv(outputs, 64), experts)](
+    _grouped_gemm[(triton.cdiv(outputs, 64), experts)](
         x, w_XNC, counts_X, choices_XB, shares_Bk, out, choices_XB.stride(0), outputs, inner,
         top if gated else 1, gated, bb, 64, 128, pdl, num_warps=4, num_stages=3, launch_pdl=pdl,
     )  # fmt: skip

@@ -1,9 +1,9 @@
-"""From the last hidden states to drawn tokens, without a second pass over the vocabulary.
+"""The LM head and the sampler: hidden states to sampled tokens in one pass over the vocabulary.
 
 `logits` multiplies with the output matrix and notes, for every tile of the vocabulary, the largest
-of its logits (divided by the temperature) and the sum of their exponentials relative to it. `pick`
-then finds the tile in which the cumulative distribution crosses u, and looks only into that one.
-The logits stay in memory for whoever needs them all.
+of its logits (divided by the temperature) and the sum of their exponentials relative to it.
+`sample` then finds the tile in which the cumulative distribution crosses u, and looks only into
+that one. The logits stay in memory for whoever needs them all.
 
 Shapes: B rows, E hidden size, V vocabulary, T tiles.
 """
@@ -55,7 +55,7 @@ def _logits(
 
 
 @triton.jit
-def _pick(
+def _sample(
     logits,
     stats,
     temperature,
@@ -127,15 +127,15 @@ def logits(
     )  # fmt: skip
 
 
-def pick(
+def sample(
     logits_BV: Tensor, stats_BT2: Tensor, temperature_B: Tensor, u_B: Tensor, tokens_B: Tensor,
     logprobs_B: Tensor, pdl: bool = False,
 ) -> None:  # fmt: skip
-    """The token at which the cumulative distribution crosses u, and its log-prob; the likeliest at
-    temperature 0."""
+    """Sample a token a row, where the cumulative distribution crosses u, with its log-prob; at
+    temperature 0 the likeliest."""
     rows, vocabulary = logits_BV.shape
     tiles = num_tiles(vocabulary)
-    _pick[(rows,)](
+    _sample[(rows,)](
         logits_BV, stats_BT2, temperature_B, u_B, tokens_B, logprobs_B, vocabulary, tiles,
         triton.next_power_of_2(tiles), TILE, pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip

@@ -1,12 +1,12 @@
 """Products with a weight matrix for few rows, where the time is that of reading the weights once.
 
-`vector` is for a single row: every program streams a few rows of the matrix, starts doing so before
+`gemv` is for a single row: every program streams a few rows of the matrix, starts doing so before
 its input is there (programmatic dependent launch), and does the norm before and the activation or
-the sum after on the way. `matrix` is for more rows, on the tensor cores; if the matrix is small it
-is cut along its inner axis too, so that all multiprocessors have work, and `norm.add_norm` adds the
-pieces up.
+the sum after on the way. `gemm` is for more rows, on the tensor cores; if the matrix is small it
+is split along its inner axis too (split-K), so that all multiprocessors have work, and
+`norm.add_norm` adds the splits up.
 
-Shapes: B rows, C what goes in, N what comes out, S pieces. Weights are [N, C]; a gated pair is [2
+Shapes: B rows, C what goes in, N what comes out, S splits. Weights are [N, C]; a gated pair is [2
 N, C], gates first.
 """
 
@@ -21,7 +21,7 @@ from triton.language.extra import cuda as gpu
 
 
 @triton.jit
-def _vector(
+def _gemv(
     x, gain, w, bias, out, C, N, eps,
     NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
     BN: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr,
@@ -75,7 +75,7 @@ def _vector(
 
 
 @triton.jit
-def _matrix(
+def _gemm(
     x, w, bias, out, B, N, C, piece, GATED: tl.constexpr, BIAS: tl.constexpr, BB: tl.constexpr,
     BN: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -111,20 +111,20 @@ def _matrix(
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How a product is cut: rows, outputs and inner axis of one program, and in how many pieces the
-    inner axis."""
+    """The tile of a matrix product: rows, outputs and inner size of one program, and the number of
+    splits of the inner axis (split-K)."""
 
     rows: int
     outputs: int
     inner: int
-    pieces: int
+    split_k: int
     warps: int = 4
     stages: int = 4
 
 
 def tile(rows: int, outputs: int, inner: int, *, gated: bool = False, split: bool = False) -> Tile:
-    """Found by measuring on an H200: about one program for every multiprocessor, and no more pieces
-    than that needs."""
+    """The tile for a product of this shape, measured on an H200: about one program for every
+    multiprocessor, and no more splits than that needs."""
     bb = 16 if rows <= 16 else 64
     if gated and outputs >= 8192:
         return Tile(bb, 32, 64, 1)
@@ -134,40 +134,40 @@ def tile(rows: int, outputs: int, inner: int, *, gated: bool = False, split: boo
         return Tile(bb, bb if bb == 64 else 32, 128, 1, stages=4 if bb == 64 else 3)
     if not split:
         return Tile(bb, 64 if bb == 64 else 32, 128, 1)
-    pieces, programs = 1, triton.cdiv(outputs, 64) * triton.cdiv(rows, bb)
-    while programs * pieces < 128 and inner // (2 * pieces) >= 256:
-        pieces *= 2
-    return Tile(bb, 64, 128 if bb == 64 else 64, pieces, stages=4 if bb == 64 else 5)
+    split_k, programs = 1, triton.cdiv(outputs, 64) * triton.cdiv(rows, bb)
+    while programs * split_k < 128 and inner // (2 * split_k) >= 256:
+        split_k *= 2
+    return Tile(bb, 64, 128 if bb == 64 else 64, split_k, stages=4 if bb == 64 else 5)
 
 
-def vector(
+def gemv(
     x_C: Tensor, w_NC: Tensor, out_N: Tensor, *, norm: tuple[Tensor, float] | None = None,
     bias_N: Tensor | None = None, gated: bool = False, add: bool = False, pdl: bool = False,
 ) -> None:  # fmt: skip
-    """out = w x for one row, or out += w x with `add`; RMSNorm before it with `norm`, silu(gate) *
-    up with `gated`."""
+    """Matrix-vector product: out = w x for one row, or out += w x with `add`; RMSNorm before it
+    with `norm`, silu(gate) * up with `gated`."""
     inner, outputs = w_NC.shape[1], w_NC.shape[0] // (2 if gated else 1)
     gain, eps = (w_NC, 0.0) if norm is None else norm
     bn = 4 if gated else 8
-    _vector[(triton.cdiv(outputs, bn),)](
+    _gemv[(triton.cdiv(outputs, bn),)](
         x_C, gain, w_NC, w_NC if bias_N is None else bias_N, out_N, inner, outputs, eps,
         norm is not None, gated, add, bias_N is not None, bn,
         min(1024, triton.next_power_of_2(inner)), pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
 
 
-def matrix(
-    x_BC: Tensor, w_NC: Tensor, out_SBN: Tensor, *, cut: Tile, bias_N: Tensor | None = None,
+def gemm(
+    x_BC: Tensor, w_NC: Tensor, out_SBN: Tensor, *, tile: Tile, bias_N: Tensor | None = None,
     gated: bool = False, pdl: bool = False,
 ) -> None:  # fmt: skip
-    """out[s] = piece s of x wᵀ, or of silu(gate) * up with `gated`, which takes one piece only (so
-    does a bias)."""
+    """Matrix product on the tensor cores: out[s] = split s of x wᵀ, or of silu(gate) * up with
+    `gated`. `gated` and a bias take one split only."""
     rows, inner = x_BC.shape
     outputs = w_NC.shape[0] // (2 if gated else 1)
-    assert cut.pieces == 1 or not (gated or bias_N is not None)
-    piece = triton.cdiv(triton.cdiv(inner, cut.inner), cut.pieces) * cut.inner
-    _matrix[(triton.cdiv(outputs, cut.outputs), cut.pieces, triton.cdiv(rows, cut.rows))](
+    assert tile.split_k == 1 or not (gated or bias_N is not None)
+    piece = triton.cdiv(triton.cdiv(inner, tile.inner), tile.split_k) * tile.inner
+    _gemm[(triton.cdiv(outputs, tile.outputs), tile.split_k, triton.cdiv(rows, tile.rows))](
         x_BC, w_NC, w_NC if bias_N is None else bias_N, out_SBN, rows, outputs, inner, piece,
-        gated, bias_N is not None, cut.rows, cut.outputs, cut.inner, pdl,
-        num_warps=cut.warps, num_stages=cut.stages, launch_pdl=pdl,
+        gated, bias_N is not None, tile.rows, tile.outputs, tile.inner, pdl,
+        num_warps=tile.warps, num_stages=tile.stages, launch_pdl=pdl,
     )  # fmt: skip

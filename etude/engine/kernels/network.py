@@ -1,5 +1,5 @@
-"""The layers of a `Transformer` as kernels, on its own parameters: what goes in and comes out is
-that of the model.
+"""The forward pass of a `Transformer` on Triton kernels, on its own parameters and with the same
+inputs and outputs.
 
 One row of a dense model takes five kernels a layer, more rows take seven, experts a few more.
 Rounding to the type of the weights happens where the model definition rounds.
@@ -47,21 +47,25 @@ def unsupported(c: ModelConfig) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
+    """The weights of one transformer layer, in the shapes that the kernels read."""
+
     input_gain: Tensor
     qkv: nn.Linear
-    heads: attention.Heads
+    attention_params: attention.AttentionParams
     out: Tensor
     mlp_gain: Tensor
     mlp: MLP | SparseMoE
 
 
 class KernelNetwork:
+    """The forward pass of a `Transformer` on Triton kernels, on its own parameters."""
+
     def __init__(self, model: Transformer) -> None:
         c = model.config
         if found := unsupported(c):
             raise EtudeError(
-                f"the kernels cannot run {c.model_type} with {', '.join(found)}; `runner_for` says "
-                f"who can"
+                f"the kernels cannot run {c.model_type} with {', '.join(found)}; `select_runner` "
+                f"finds one that can"
             )
         self.config = c
         self.eps = c.rms_norm_eps
@@ -92,7 +96,7 @@ class KernelNetwork:
     ) -> None:  # fmt: skip
         stats = logits_RV.new_empty(len(hidden_RE), head.num_tiles(len(self.head_VE)), 2)
         head.logits(hidden_RE, self.head_VE, temperature_R, logits_RV, stats, pdl)
-        head.pick(logits_RV, stats, temperature_R, u_R, tokens_R, logprobs_R, pdl)
+        head.sample(logits_RV, stats, temperature_R, u_R, tokens_R, logprobs_R, pdl)
 
     def _embedded(self, tokens_N: Tensor, sampled: Tensor) -> Tensor:
         x_NE = self.table_VE.new_empty(len(tokens_N), self.table_VE.shape[1])
@@ -108,7 +112,12 @@ class KernelNetwork:
         for number, (layer, gain) in enumerate(zip(self.layers, gains, strict=True)):
             mixed = attend(number, self._product(normed_NE, layer.qkv.weight, layer.qkv.bias, pdl))
             norm.add_norm(
-                x_NE, self._pieces(mixed, layer.out, pdl), layer.mlp_gain, normed_NE, self.eps, pdl
+                x_NE,
+                self._split_product(mixed, layer.out, pdl),
+                layer.mlp_gain,
+                normed_NE,
+                self.eps,
+                pdl,
             )
             if isinstance(layer.mlp, SparseMoE):
                 assert record is not None
@@ -117,7 +126,7 @@ class KernelNetwork:
                 )
             else:
                 act = self._gated(normed_NE, layer.mlp.gate_up_proj.weight, pdl)
-                parts = self._pieces(act, layer.mlp.down_proj.weight, pdl)
+                parts = self._split_product(act, layer.mlp.down_proj.weight, pdl)
             norm.add_norm(x_NE, parts, gain, normed_NE, self.eps, pdl)
         return normed_NE
 
@@ -125,8 +134,8 @@ class KernelNetwork:
         if len(x_NC) > FEW_ROWS:
             return F.linear(x_NC, w, bias)
         out = x_NC.new_empty(len(x_NC), len(w))
-        linear.matrix(
-            x_NC, w, out, cut=linear.tile(len(x_NC), w.shape[0], w.shape[1]), bias_N=bias, pdl=pdl
+        linear.gemm(
+            x_NC, w, out, tile=linear.tile(len(x_NC), w.shape[0], w.shape[1]), bias_N=bias, pdl=pdl
         )
         return out
 
@@ -137,17 +146,17 @@ class KernelNetwork:
             gate, up = F.linear(x_NC, w).chunk(2, -1)
             return F.silu(gate) * up
         out = x_NC.new_empty(len(x_NC), len(w) // 2)
-        cut = linear.tile(len(out), out.shape[1], w.shape[1], gated=True)
-        linear.matrix(x_NC, w, out, cut=cut, gated=True, pdl=pdl)
+        tile = linear.tile(len(out), out.shape[1], w.shape[1], gated=True)
+        linear.gemm(x_NC, w, out, tile=tile, gated=True, pdl=pdl)
         return out
 
-    def _pieces(self, x_NC: Tensor, w: Tensor, pdl: bool) -> Tensor:
-        """The product in one piece or several, to be added up by whoever reads it."""
+    def _split_product(self, x_NC: Tensor, w: Tensor, pdl: bool) -> Tensor:
+        """A split-K product, whose splits `norm.add_norm` adds up."""
         if not _is_ours(x_NC, w):
             return F.linear(x_NC, w)[None]
-        cut = linear.tile(len(x_NC), w.shape[0], w.shape[1], split=True)
-        parts = x_NC.new_empty(cut.pieces, len(x_NC), len(w), dtype=torch.float32)
-        linear.matrix(x_NC, w, parts, cut=cut, pdl=pdl)
+        tile = linear.tile(len(x_NC), w.shape[0], w.shape[1], split=True)
+        parts = x_NC.new_empty(tile.split_k, len(x_NC), len(w), dtype=torch.float32)
+        linear.gemm(x_NC, w, parts, tile=tile, pdl=pdl)
         return parts
 
     def _one_row(self, x_NE: Tensor, attend: Attend, pdl: bool) -> Tensor:
@@ -157,7 +166,7 @@ class KernelNetwork:
             qkv = x_NE.new_empty(1, len(layer.qkv.weight))
             act = x_NE.new_empty(layer.mlp.down_proj.weight.shape[1])
             bias = layer.qkv.bias
-            linear.vector(
+            linear.gemv(
                 x_E,
                 layer.qkv.weight,
                 qkv[0],
@@ -165,8 +174,8 @@ class KernelNetwork:
                 bias_N=bias,
                 pdl=pdl,
             )
-            linear.vector(attend(number, qkv)[0], layer.out, x_E, add=True, pdl=pdl)
-            linear.vector(
+            linear.gemv(attend(number, qkv)[0], layer.out, x_E, add=True, pdl=pdl)
+            linear.gemv(
                 x_E,
                 layer.mlp.gate_up_proj.weight,
                 act,
@@ -174,7 +183,7 @@ class KernelNetwork:
                 gated=True,
                 pdl=pdl,
             )
-            linear.vector(act, layer.mlp.down_proj.weight, x_E, add=True, pdl=pdl)
+            linear.gemv(act, layer.mlp.down_proj.weight, x_E, add=True, pdl=pdl)
         normed_NE = torch.empty_like(x_NE)
         norm.add_norm(x_NE, None, self.gain_E, normed_NE, self.eps, pdl)
         return normed_NE
@@ -184,8 +193,8 @@ class KernelNetwork:
     ) -> Tensor:
         (rows, inner), outputs = x_NE.shape, len(layer.gate.weight)
         logits_NX = x_NE.new_empty(rows, outputs, dtype=torch.float32)
-        linear.matrix(
-            x_NE, layer.gate.weight, logits_NX, cut=linear.tile(rows, outputs, inner), pdl=pdl
+        linear.gemm(
+            x_NE, layer.gate.weight, logits_NX, tile=linear.tile(rows, outputs, inner), pdl=pdl
         )
         return expert_parts(x_NE, layer, logits_NX, slot_mapping_N, record_Sk, pdl)[0]
 
@@ -199,8 +208,8 @@ def expert_parts(
     pdl: bool,
     replay_Nk: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What each of its experts makes of a token, kNE, to be added up; and which they are, Nk.
-    `replay_Nk`: the experts to take instead of the router's, -1 where it decides."""
+    """The output of each expert of a token, kNE, to be added up; and the ids of the experts, Nk.
+    `replay_Nk`: the experts to use instead of the router's, -1 where it decides."""
     c = layer.gate.c
     rows, top = len(x_NE), c.num_experts_per_tok
     ids_Nk, shares_Nk = slot_mapping_N.new_empty(rows, top), logits_NX.new_empty(rows, top)
@@ -224,8 +233,10 @@ def expert_parts(
     act = x_NE.new_empty(rows * top, c.moe_intermediate_size)
     parts_NkE = x_NE.new_empty(rows, top, x_NE.shape[1])
     up, down = layer.experts.gate_up_proj, layer.experts.down_proj
-    experts.grouped(x_NE, up, counts_X, choices_XN, shares_Nk, act, gated=True, pdl=pdl)
-    experts.grouped(act, down, counts_X, choices_XN, shares_Nk, parts_NkE, gated=False, pdl=pdl)
+    experts.grouped_gemm(x_NE, up, counts_X, choices_XN, shares_Nk, act, gated=True, pdl=pdl)
+    experts.grouped_gemm(
+        act, down, counts_X, choices_XN, shares_Nk, parts_NkE, gated=False, pdl=pdl
+    )
     return parts_NkE.transpose(0, 1), ids_Nk
 
 
@@ -239,7 +250,7 @@ def _layer(block: Block, rope: Tensor, eps: float) -> Layer:
     return Layer(
         input_gain=block.input_layernorm.weight.detach(),
         qkv=heads.qkv_proj,
-        heads=attention.Heads(
+        attention_params=attention.AttentionParams(
             heads.num_q, heads.num_kv, size, size**-0.5, eps, q_gain, k_gain, rope
         ),
         out=heads.o_proj.weight.detach(),

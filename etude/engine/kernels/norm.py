@@ -1,7 +1,7 @@
-"""Adding to the residual stream and normalising it, in one pass over each row.
+"""Embedding, and RMSNorm fused with the residual sum: one pass over each row.
 
-Shapes: B rows, E hidden size, S summands (the pieces of a product that was split, or the experts of
-a token).
+Shapes: B rows, E hidden size, S summands (the splits of a split-K product, or the experts of a
+token).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _add_norm(
 def embed(
     tokens_B: Tensor, sampled: Tensor, table_VE: Tensor, x_BE: Tensor, pdl: bool = False
 ) -> None:
-    """x = table[token]; a token -1 - i stands for entry i of `drawn`."""
+    """Embed tokens: x = table[token]; a token -1 - i stands for entry i of `sampled`."""
     rows, size = x_BE.shape
     _embed[(rows,)](
         tokens_B, sampled, table_VE, x_BE, size, triton.next_power_of_2(size), pdl, launch_pdl=pdl

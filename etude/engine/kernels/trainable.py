@@ -1,4 +1,4 @@
-"""A model that learns on the kernels of the invariant engine: the same bits forward, the usual
+"""A trainable model on the batch-invariant kernels of the engine: the same bits forward, the usual
 gradients backward.
 
 Where the engine adds and normalises in one kernel the two steps are apart here. They round in the
@@ -32,7 +32,8 @@ PAGE = 64
 
 
 class TrainableNetwork(Transformer):
-    """Packed sequences only; how a token sees those before it is not handed in but fixed."""
+    """A transformer with the forward bits of `BatchInvariantNetwork`, and the usual gradients. It
+    takes packed sequences only, with causal attention."""
 
     @property
     def invariant(self) -> bool:
@@ -82,8 +83,8 @@ class TrainableNetwork(Transformer):
 
 
 class _Sequences:
-    """Keys and values of whole sequences, in the pages that the kernels read; one layer at a time.
-    Each has as many pages as the longest."""
+    """Keys and values of whole sequences, one layer at a time, in the pages that the kernels read.
+    Each sequence has as many pages as the longest."""
 
     def __init__(self, model: Transformer, lengths: Sequence[int], positions_N: Tensor) -> None:
         c = model.config
@@ -119,12 +120,12 @@ class _Sequences:
     def attend(self, layer: Layer, own: GroupedQueryAttention, qkv: Tensor) -> Tensor:
         def exact() -> Tensor:
             turned, out = qkv.clone(), qkv.new_empty(len(qkv), own.num_q * own.head_dim)
-            heads = layer.heads
+            params = layer.attention_params
             attention.write(
-                heads, turned, self._k, self._v, self._positions, self._slots, page=PAGE
+                params, turned, self._k, self._v, self._positions, self._slots, page=PAGE
             )
             invariant.prefill(
-                heads, turned, self._k, self._v, self._blocks, self._stride, self._ends,
+                params, turned, self._k, self._v, self._blocks, self._stride, self._ends,
                 self._lengths, self._sequence, self._first, out, page=PAGE,
             )  # fmt: skip
             return out
@@ -159,7 +160,7 @@ def _linear(x_NC: Tensor, w_MC: Tensor, bias_M: Tensor | None) -> Tensor:
 def _summed(x_NC: Tensor, w_MC: Tensor) -> Tensor:
     """Added up as `norm.add_norm` does: in float32, in order, and rounded once."""
     return value_of(
-        lambda: _sum(invariant.pieces(x_NC, w_MC), x_NC.dtype),
+        lambda: _sum(invariant.split_product(x_NC, w_MC), x_NC.dtype),
         gradient_of=lambda: F.linear(x_NC, w_MC),
     )
 
