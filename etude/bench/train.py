@@ -13,7 +13,9 @@ whole, in one microbatch. For each shape and layout:
                           (`bench._plain_decoder`)
     share_of_plain        our mfu over its
 
-`matrix_tflops` is that rate. Imports torch and numpy only, so that it runs on a bare CUDA image:
+`matrix_tflops` is that rate; `cudnn_attention` is 1 if our layers attend by cuDNN
+(ETUDE_CUDNN_ATTENTION=1 in the environment) and 0 if not. Imports torch and numpy only, so that it
+runs on a bare CUDA image:
 
     python -m etude.bench.train --json --shapes qwen3-0.6b --layouts 8x2048
 
@@ -39,6 +41,7 @@ import torch
 from etude.bench import _plain_decoder
 from etude.core.sampling import version_spans
 from etude.core.types import Batch, Row
+from etude.model import cudnn_attention
 from etude.model.config import ModelConfig
 from etude.model.transformer import Transformer, init_from_scratch
 from etude.train.flops import matrix_flops, step_flops
@@ -66,7 +69,8 @@ def run(
         ON_CUDA if there else ON_CPU,
     )
     rate = matrix_flops(device, torch.bfloat16, size=8192 if there else 1024)
-    figures = {"matrix_tflops": rate / 1e12}
+    cudnn = float(cudnn_attention.available(device))
+    figures = {"matrix_tflops": rate / 1e12, "cudnn_attention": cudnn}
     for shape in shapes or all_shapes:
         for layout in layouts or all_layouts:
             rows, length = map(int, layout.split("x"))

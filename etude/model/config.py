@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 
@@ -24,7 +24,7 @@ class Family:
     qk_norm: bool = False
     """Queries and keys are normed head by head before they are rotated."""
     latent: bool = False
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, Any]
     """What keys mean that config.json leaves out, beyond `DEFAULTS`: transformers' values for the
     family. A key without a default must be there, because what transformers assumes is the size of
     one model."""
@@ -97,17 +97,17 @@ class RopeScaling:
     `rope_scaling`."""
 
     rope_type: str
-    factor: float = 1.0
-    original_max_position_embeddings: int = 0
-    """0: the context of the model itself."""
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float
+    beta_slow: float
+    attention_factor: float | None
+    mscale: float
+    mscale_all_dim: float
+    truncate: bool
     low_freq_factor: float = 1.0
+    """This and the next of llama3 alone, whose config.json says both."""
     high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    mscale: float = 0.0
-    mscale_all_dim: float = 0.0
-    truncate: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,12 +200,7 @@ class ModelConfig:
         }
         if self.rope_scaling:
             scaling = asdict(self.rope_scaling)
-            optional = (
-                "original_max_position_embeddings",
-                "mscale",
-                "mscale_all_dim",
-                "attention_factor",
-            )
+            optional = ("mscale", "mscale_all_dim", "attention_factor")
             said["rope_scaling"] = {k: v for k, v in scaling.items() if k not in optional or v}
         if self.latent:
             said |= asdict(self.latent)

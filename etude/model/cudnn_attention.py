@@ -13,6 +13,7 @@ filled with that end, which stands for sequences without a token.
 from __future__ import annotations
 
 import importlib.util
+import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+ASKED_FOR = "ETUDE_CUDNN_ATTENTION"
+"""Set to 1 in the environment: what compiled layers get from it has not been compared yet."""
 MIN_VERSION = 90600
 """Of cuDNN: packed sequences with fewer key heads than query heads."""
 MIN_BORDERS = 8
@@ -30,9 +33,14 @@ GRADIENT_OF = {"dO": "o", "dQ": "q", "dK": "k", "dV": "v"}
 """Names as cuDNN has them; "o" is what attention gives, "stats" the logarithms of its sums."""
 
 
-@cache
 def available(device: torch.device) -> bool:
-    """Whether frontend, library and device can do it: a small attention is tried."""
+    """Whether it was asked for, and frontend, library and device can do it."""
+    return os.environ.get(ASKED_FOR) == "1" and _works(device)
+
+
+@cache
+def _works(device: torch.device) -> bool:
+    """A small attention is tried."""
     if device.type != "cuda" or importlib.util.find_spec("cudnn") is None:
         return False
     import cudnn
@@ -145,15 +153,22 @@ def _go_back(ctx: Any, slope_THD: Tensor, _: Tensor) -> tuple[Tensor | None, ...
 _forward.register_autograd(_go_back, setup_context=_keep)
 
 
+def check_layouts(tensors: dict[str, Tensor]) -> None:
+    """Refuse tensors that cuDNN would read or write beside."""
+    heads, keys, size = tensors["q"].shape[1], tensors["k"].shape[1], tensors["q"].shape[2]
+    apart = {name for name, tensor in tensors.items() if not tensor.is_contiguous()}
+    inner = tensors["v"].stride()[1:]
+    if apart - {"v"} or (apart and keys == heads) or inner != (size, 1):
+        raise ValueError(f"cuDNN cannot take tensors that lie like these: {sorted(apart)}")
+
+
 def _run(tensors: dict[str, Tensor], borders_B: Tensor, longest: int, scale: float) -> None:
     """Fill the tensors that cuDNN computes from the others."""
     import cudnn
 
     device, q_THD, k_TKD, v_TKD = borders_B.device, tensors["q"], tensors["k"], tensors["v"]
     num_tokens, heads, size = q_THD.shape
-    apart = {name for name, tensor in tensors.items() if not tensor.is_contiguous()}
-    if apart - {"v"} or (apart and k_TKD.shape[1] == heads) or v_TKD.stride()[1:] != (size, 1):
-        raise ValueError(f"cuDNN would read or write beside these tensors: {sorted(apart)}")
+    check_layouts(tensors)
     plan = _plan(
         device, len(borders_B) - 1, max(MIN_LENGTH, room(longest)), room(num_tokens),
         heads, k_TKD.shape[1], size, v_TKD.stride(0), scale, backward="dO" in tensors,

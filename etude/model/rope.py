@@ -48,7 +48,7 @@ def inverse_frequencies(config: ModelConfig) -> Tensor:
         return speed
     if scaling.rope_type == "linear":
         return speed / scaling.factor
-    context = scaling.original_max_position_embeddings or config.max_position_embeddings
+    context = scaling.original_max_position_embeddings
     if scaling.rope_type == "llama3":
         turns = speed * context / (2 * math.pi)  # within the context that the model first learnt
         low, high = scaling.low_freq_factor, scaling.high_freq_factor

@@ -117,8 +117,7 @@ class ChatTokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         self._controls = {id: token.content for id, token in added.items() if token.special}
         self._control_ids = {_in_json(text): id for id, text in self._controls.items()}
-        longest_first = sorted(map(re.escape, self._control_ids), key=len, reverse=True)
-        self._control_texts = re.compile("|".join(longest_first) or r"(?!)")
+        self._control_texts = re.compile("|".join(map(re.escape, self._control_ids)) or r"(?!)")
         self.longest = 2 * max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)))
         """No token stands for more characters. A vocabulary spells a token with at least one for
         each of them; twice, because a normaliser may have put some together."""

@@ -11,14 +11,13 @@ from __future__ import annotations
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 
-from etude.core.types import Route, Shard, VersionRef
+from etude.core.types import Route, Shard
 from etude.weights.follow import Follower, Image
 from etude.weights.manifest import Chain
 from etude.weights.records import ExtraRoute, route_key
 from etude.weights.shards import ChangeStats, pack
-from etude.weights.signing import Signer, signer_from_environment
+from etude.weights.signing import signer_from_environment
 
-SKIP = 8
 RECENT = 64
 """Versions to look back over: the trainer stores a whole one at least as often."""
 
@@ -34,28 +33,23 @@ def wanted_routes(versions: Collection[int], skip: int) -> list[tuple[int, int]]
     ]
 
 
-def compact(
-    chain: Chain, *, skip: int = SKIP, signer: Signer | None = None, threads: int = 1
-) -> list[ExtraRoute]:
+def compact(chain: Chain, *, skip: int) -> list[ExtraRoute]:
     """Makes the routes that are missing, and returns them."""
-    follower, made = Follower(chain, threads=threads), []
+    follower, made = Follower(chain), []
     lineage = chain.lineage()
     for start, end in wanted_routes(lineage, skip):
         base, target = (chain.at(lineage[version], version)[0] for version in (start, end))
         if not chain.exists(route_key(target, base)):
-            extra = ExtraRoute(
-                target=target,
-                route=_route(chain, follower.move_to(base), follower.move_to(target), threads),
-            )
-            extra = (signer or signer_from_environment())(extra)
+            route = _route(chain, follower.move_to(base), follower.move_to(target))
+            extra = signer_from_environment()(ExtraRoute(target=target, route=route))
             if chain.create(route_key(target, base), extra):
                 made.append(extra)
     return made
 
 
-def _route(chain: Chain, base: Image, target: Image, threads: int) -> Route:
-    link: VersionRef = target.link
-    with ThreadPoolExecutor(threads) as pool:
+def _route(chain: Chain, base: Image, target: Image) -> Route:
+    link = target.link
+    with ThreadPoolExecutor(1) as pool:
         packed = pack(target.state, target.held, base.state, base.held, pool, ChangeStats())
         put = chain.put_shard
         shards = [

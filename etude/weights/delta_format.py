@@ -136,17 +136,15 @@ class ContextHeader:
     """The header of one context."""
 
     count: int
-    k: int = 0
-    large: int = 0
-    kb: int = 0
-    order: int = 0
+    k: int
+    large: int
+    kb: int
+    order: int
 
     @classmethod
     def read(cls, reader: Reader, most: int) -> ContextHeader:
         count = reader.varint(most)
-        if not count:
-            return cls(0)
-        k, large = reader.byte(), reader.varint(count)
+        k, large = (reader.byte(), reader.varint(count)) if count else (0, 0)
         kb, order = (reader.byte(), reader.byte()) if large else (0, 0)
         if max(k, kb, order) > 31:
             raise Damaged("a payload names widths that no number has")

@@ -119,7 +119,7 @@ def _pack_context(
         head += bytes((kb, order))
         lengths = _bit_length(excess + (1 << order)) - 1
         unary.unary(np.stack((large_gaps >> kb, lengths - order), axis=-1).reshape(-1))
-        ends = excess + (1 << order) - (np.int64(1) << lengths)
+        ends = excess + (1 << order)  # without its highest bit, which the length speaks of
         plain.each(large_gaps & ((1 << kb) - 1) | ends << kb, kb + lengths)
 
 

@@ -4,6 +4,7 @@ reading manifests."""
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -30,11 +31,10 @@ def cheapest(
     for step in steps:
         leaving.setdefault(step.route.base, []).append(step)
     done: set[VersionRef | None] = set()
+    tickets = itertools.count()  # break ties: links have no order
     queue: list[tuple[int, int, VersionRef | None, list[RouteStep]]] = [
-        (0, 0, None, []),
-        (0, 1, start, []),
+        (0, next(tickets), here, []) for here in (None, start)
     ]
-    ticket = len(queue)  # breaks ties: links have no order
     while queue:
         cost, _, here, path = heapq.heappop(queue)
         if here == goal:
@@ -43,8 +43,8 @@ def cheapest(
             continue
         done.add(here)
         for step in leaving.get(here, []):
-            ticket += 1
-            heapq.heappush(queue, (cost + step.route.bytes, ticket, step.target, [*path, step]))
+            longer = cost + step.route.bytes, next(tickets), step.target, [*path, step]
+            heapq.heappush(queue, longer)
     return None
 
 

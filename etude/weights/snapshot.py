@@ -53,7 +53,6 @@ class Snapshots:
         self._on_device: Arrays = {}
         self._on_host: Arrays = {}  # the same bits, where there is a device
 
-    @torch.no_grad()
     def take(self, parts: Mapping[str, Part], *, given: bool = False) -> Callable[[], Arrays]:
         """Returns when the parts may change, or at once if they are `given` and never will. What it
         returns gives their bits, and may take its time."""

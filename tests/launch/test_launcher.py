@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,9 +15,20 @@ from pathlib import Path
 import pytest
 
 from etude.core.clock import AwakeClock, ManualClock
+from etude.core.config import EngineConfig
 from etude.core.errors import EtudeError
 from etude.core.events import Event, ProcessHeard, ProcessSilent
-from etude.launch.launcher import Launcher, Program, Restarts, check_port, free_ports, locked
+from etude.launch.launcher import (
+    LAST_LINES,
+    Launcher,
+    Program,
+    Restarts,
+    check_port,
+    free_ports,
+    locked,
+    server_programs,
+    trainer_programs,
+)
 from etude.run.gateway_client import GatewayClient
 from etude.run.process import AwakeLoop, error_message
 
@@ -78,6 +90,75 @@ async def test_a_death_is_told_with_its_last_words(launcher: Launcher) -> None:
     told = error_message(caught.value) or ""
     assert "the main ended with exit code 3" in told and "| no more paper" in told
     assert told.endswith("Go on with: etude run x.toml")
+
+
+async def test_last_words_are_those_of_the_last_life(launcher: Launcher, tmp_path: Path) -> None:
+    (tmp_path / "logs" / "main.log").write_text("of yesterday\n")
+    with pytest.raises(EtudeError) as caught:
+        await launcher.run_to_end(program("main", "print('of today'); raise SystemExit(1)"))
+    assert "| of today" in str(caught.value) and "of yesterday" not in str(caught.value)
+    assert (tmp_path / "logs" / "main.log").read_text() == "of yesterday\nof today\n"
+
+
+async def test_the_long_words_of_the_dead_are_cut_to_their_end(launcher: Launcher) -> None:
+    code = "for n in range(1000): print(f'line {n}.')\nraise SystemExit(1)"
+    with pytest.raises(EtudeError) as caught:
+        await launcher.run_to_end(program("main", code))
+    told = str(caught.value)
+    assert "| line 999." in told and told.count("|") == LAST_LINES
+
+
+async def test_a_death_by_a_signal_is_named(launcher: Launcher) -> None:
+    code = "import os; os.kill(os.getpid(), 9)"
+    with pytest.raises(EtudeError, match="the main was killed by SIGKILL. The end of"):
+        await launcher.run_to_end(program("main", code))
+
+
+async def test_a_program_sees_what_it_needs_and_leaves_nothing_open(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    code = (
+        "import os, sys\n"
+        "print(os.environ['OMP_NUM_THREADS'], os.environ['PYTHONUNBUFFERED'], sys.stdin.read())\n"
+        "print(os.getsid(0) == os.getpid(), file=sys.stderr)"
+    )
+    before = len(os.listdir("/proc/self/fd"))
+    await launcher.run_to_end(program("main", code))
+    assert (tmp_path / "logs" / "main.log").read_text().split() == ["1", "1", "True"]
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_servers_and_trainers_are_told_where_everything_is(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    (gateway, *workers), url = server_programs(
+        "S", EngineConfig(regions=("here", "there"), port=port)
+    )
+    assert url == f"http://127.0.0.1:{port}"
+    # nothing in the folder of the run is taken for a module of ours
+    assert gateway.argv[:4] == (sys.executable, "-P", "-m", "etude.serve.gateway")
+    assert gateway.argv[4:] == ("--store", "S", "--port", str(port))
+    assert gateway.serves and not gateway.restarts
+    assert [worker.name for worker in workers] == ["worker-here", "worker-there"]
+    ports = {port}
+    for worker, region in zip(workers, ("here", "there"), strict=True):
+        assert worker.serves and worker.restarts
+        assert worker.argv[4:8] == ("--store", "S", "--region", region)
+        assert worker.argv[8] == "--port" and worker.argv[10:] == ("--gateway", url)
+        ports.add(int(worker.argv[9]))
+    assert len(ports) == 3
+    _, chosen = server_programs("S", EngineConfig(regions=("here",)))
+    assert int(chosen.rpartition(":")[2]) > 0
+
+    meeting = tmp_path / "rendezvous"
+    meeting.write_text("of yesterday")
+    (alone,) = trainer_programs("S", 1, meeting)
+    assert alone.name == "trainer" and alone.argv[4:] == ("--store", "S")
+    ranks = trainer_programs("S", 2, meeting)
+    assert [rank.name for rank in ranks] == ["trainer-0", "trainer-1"]
+    assert ranks[1].argv[4:] == (
+        *("--store", "S", "--ranks", "2", "--rendezvous", str(meeting), "--rank", "1"),
+    )
+    assert not meeting.exists() and not any(rank.serves or rank.restarts for rank in ranks)
 
 
 async def test_a_server_that_ends_well_has_died_too(launcher: Launcher) -> None:
@@ -265,11 +346,19 @@ def test_restarts_are_counted_within_a_minute() -> None:
     clock = ManualClock()
     restarts = Restarts(2, clock)
     assert [restarts.allow(), restarts.allow(), restarts.allow()] == [True, True, False]
-    clock.move(61)
+    clock.move(59)
+    assert not restarts.allow()
+    clock.move(1)
     assert restarts.allow()
+    assert not Restarts(0, clock).allow()
 
 
 def test_ports() -> None:
     ports = free_ports(5)
     assert len(set(ports)) == 5
     check_port(ports[0])
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", ports[0]))
+        taken.listen()
+        with pytest.raises(EtudeError, match=f"engine.port = {ports[0]} cannot be used"):
+            check_port(ports[0])

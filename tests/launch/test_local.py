@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from rich.console import Console
 
+from etude.core.config import parse
 from etude.core.errors import EtudeError
 from etude.core.events import Event, Launched, WeightsLive
 from etude.core.stages import RopeScalingConfig
+from etude.launch import local
+from etude.launch.launcher import Program
 from etude.launch.local import RunDirectory, seconds_at_work
 from etude.model.files import hf_state_dict, write_directory
 from etude.model.transformer import ModelConfig, init_from_scratch
 from etude.store.codec import Stamped
 from etude.store.runs import Run
+from etude.store.telemetry import EventReader
 from etude.train.start import initial_model
+from etude.trainer import prepare
 from etude.trainer.data import check_fits
 from etude.trainer.prepare import pretrained_files
 from tests.small_model import small_files
@@ -135,3 +148,203 @@ def test_a_model_is_stretched_for_more_context(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(stretched)
     with pytest.raises(EtudeError, match="is stretched already"):
         pretrained_files(str(tmp_path), 1024, yarn)
+
+
+class Started:
+    """A launcher that starts nothing, and notes what it should have started."""
+
+    def __init__(self, directory: Path, **told: Any) -> None:
+        self.told = told
+        self.happened: list[tuple[list[Program], str]] = []
+        self.watched = False
+
+    async def run_to_end(self, program: Program) -> None:
+        self.happened.append(([program], program.name))
+
+    async def run_all(self, programs: Sequence[Program], *, until: str) -> None:
+        self.happened.append((list(programs), until))
+
+    async def watch(self, tell: Callable[[Event], None]) -> None:
+        self.watched = True
+        await asyncio.Event().wait()
+
+    @property
+    def names(self) -> list[tuple[list[str], str]]:
+        return [([program.name for program in group], until) for group, until in self.happened]
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Started]:
+    made: list[Started] = []
+
+    def launcher(directory: Path, **told: Any) -> Started:
+        made.append(Started(directory, **told))
+        return made[-1]
+
+    monkeypatch.setattr(local, "Launcher", launcher)
+    monkeypatch.setattr(local.screen, "REFRESH_S", 0.0)
+    return made
+
+
+TOML = """
+name = "a"
+silence_s = 33.0
+[[stage]]
+kind = "midtrain"
+steps = 1
+[[stage]]
+kind = "rl"
+steps = 1
+max_lag = 3
+[engine]
+regions = ["here", "there"]
+threads = 2
+"""
+
+
+def launches(run: Run) -> list[bool]:
+    return [
+        stamped.record.resumed
+        for stamped in EventReader(run).new()
+        if isinstance(stamped.record, Launched)
+    ]
+
+
+def test_a_run_is_prepared_once_and_lasts_as_long_as_its_controller(
+    tmp_path: Path, started: list[Started]
+) -> None:
+    place, config = RunDirectory(tmp_path / "r"), parse(TOML)
+    local.execute(config, place, Console(quiet=True), resume="etude run a.toml")
+    (launcher,) = started
+    everybody = ["gateway", "worker-here", "worker-there", "trainer", "controller"]
+    assert launcher.names == [(["preparation"], "preparation"), (everybody, "controller")]
+    assert launcher.watched
+    assert launcher.told.pop("lock") > 0
+    assert launcher.told == {"threads": 2, "silence_s": 33.0, "resume": "etude run a.toml"}
+    run = place.open()
+    assert run.config() == config and launches(run) == [False]
+
+    run.put_model_file("config.json", b"{}")
+    run.put_checkpoint("000001.000000", b"")
+    local.execute(config, place, Console(quiet=True), resume="")
+    assert started[1].names == [(everybody, "controller")]
+    assert launches(run) == [False, True]
+
+
+def test_a_run_that_is_at_its_end_starts_nothing(
+    tmp_path: Path, started: list[Started], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, config = RunDirectory(tmp_path / "r"), parse(TOML)
+    monkeypatch.setattr(local, "is_finished", lambda run, config: True)
+    local.execute(config, place, Console(quiet=True), resume="")
+    assert started == [] and launches(place.open()) == []
+
+
+def test_what_cannot_run_is_refused_before_anything_is_made(
+    tmp_path: Path, started: list[Started]
+) -> None:
+    place = RunDirectory(tmp_path / "r")
+
+    def refused(*overrides: str) -> str:
+        with pytest.raises(EtudeError) as caught:
+            local.execute(parse(TOML, overrides), place, Console(quiet=True), resume="")
+        assert started == [] and not place.directory.exists()
+        return str(caught.value)
+
+    assert "is no model to start from" in refused(f"model.path={tmp_path}")
+    assert "tasks.environment" in refused(f"tasks.environment={tmp_path}/none.py:A")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert f"engine.port = {port} cannot be used" in refused(f"engine.port={port}")
+
+
+def test_an_evaluation_starts_what_it_needs(
+    tmp_path: Path, started: list[Started], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, config = RunDirectory(tmp_path / "r"), parse(TOML, ["tasks.novel=0"])
+    run = Run.open(place.store)
+    run.put_config(config)
+    with pytest.raises(EtudeError, match="has no published weights yet"):
+        local.evaluate(place, Console(quiet=True), version=None, split="heldout")
+
+    monkeypatch.setattr(local, "find_newest", lambda objects: SimpleNamespace(version=2))
+    with pytest.raises(EtudeError, match="has no novel tasks"):
+        local.evaluate(place, Console(quiet=True), version=None, split="novel")
+    assert started == []
+    with pytest.raises(EtudeError):  # nothing was started that could have made a report
+        local.evaluate(place, Console(quiet=True), version=None, split="heldout")
+    (launcher,) = started
+    needed = ["gateway", "worker-here", "worker-there", "evaluation"]
+    assert launcher.names == [(needed, "evaluation")]
+    ((*_, evaluation), _) = launcher.happened[0]
+    assert evaluation.argv[-4:] == ("--version", "2", "--split", "heldout")
+    assert launcher.told["resume"].endswith("--version 2 --split heldout")
+    assert launches(run) == [False]
+
+
+async def test_what_runs_beside_a_block_ends_with_it_and_its_failure_is_told() -> None:
+    ended = []
+
+    async def beside() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("beside")
+
+    async def broken() -> None:
+        raise EtudeError("the sink is full")
+
+    async with local.in_background(beside()):
+        await asyncio.sleep(0)
+        assert ended == []
+    assert ended == ["beside"]
+    with pytest.raises(EtudeError, match="the sink is full"):
+        async with local.in_background(broken()):
+            await asyncio.sleep(0)
+            ended.append("block")
+    assert ended == ["beside", "block"]
+
+
+def test_a_run_that_is_told_to_stop_ends_as_by_a_key(
+    tmp_path: Path, started: list[Started], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def stopped(self: Started, programs: Sequence[Program], *, until: str) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Started, "run_all", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        place = RunDirectory(tmp_path / "r")
+        local.execute(parse(TOML), place, Console(quiet=True), resume="")
+
+
+def test_a_model_is_made_or_taken_from_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare, "scratch_files", lambda config: {"new": config.name.encode()})
+    monkeypatch.setattr(prepare, "pretrained_files", lambda *told: told)
+    stretched = "[stage.rope_scaling]\ntype = 'yarn'\nfactor = 2.0\n"
+    text = TOML.replace('[[stage]]\nkind = "rl"', stretched + '[[stage]]\nkind = "rl"')
+    assert prepare.model_files(parse(TOML)) == {"new": b"a"}
+    scaling = RopeScalingConfig(type="yarn", factor=2.0)
+    told = prepare.model_files(parse(text, ["model.path=there", "model.max_context=256"]))
+    assert told == ("there", 256, scaling)
+    told = prepare.model_files(parse(TOML, ["model.path=there", "model.max_context=256"]))
+    assert told == ("there", 256, None)
+
+
+def test_the_preparation_puts_the_shape_last_and_says_what_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = RunDirectory(tmp_path / "r")
+    run = Run.open(place.store)
+    monkeypatch.setattr("sys.argv", ["prepare", "--store", place.store])
+    assert prepare.main() == 2
+    assert capsys.readouterr().err.startswith("error: ")
+    run.put_config(parse(TOML))
+    put: list[str] = []
+    monkeypatch.setattr(Run, "put_model_file", lambda self, name, data: put.append(name))
+    files = {"config.json": b"{}", "tokenizer.json": b"", "vocab.json": b""}
+    monkeypatch.setattr(prepare, "model_files", lambda config: files)
+    assert prepare.main() == 0
+    assert sorted(put) == sorted(files) and put[-1] == "config.json"

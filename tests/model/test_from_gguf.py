@@ -96,6 +96,8 @@ def write(
     writer.add_key_length(config.head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_theta)
+    if rope := change.get("rope"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope))
     writer.add_tokenizer_model(change.get("model", "gpt2"))
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
@@ -166,6 +168,7 @@ def test_quantised_weights_stand_for_their_values(tmp_path: Path) -> None:
     ("change", "said"),
     [
         ({"arch": "mamba"}, r"architecture 'mamba'; llama, qwen2, qwen3 can be imported"),
+        ({"rope": "yarn"}, r"rope scaling 'yarn' is not supported"),
         ({"model": "t5"}, r"its tokenizer \(t5, smollm\) is not supported"),
         ({"pre": "poro-chat"}, r"its tokenizer \(gpt2, poro-chat\)"),
         ({"extra": "rope_freqs.weight"}, r"'rope_freqs.weight' is of no known use"),
@@ -192,6 +195,12 @@ def test_junk_and_cut_files_are_refused(length: int, tmp_path: Path) -> None:
         convert(tmp_path / "cut.gguf")
     with pytest.raises(EtudeError, match="cannot read"):
         convert(tmp_path / "absent.gguf")
+
+
+def test_a_file_of_another_kind_is_not_called_a_damaged_one(tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").write_bytes(b"PK\3\4" + bytes(1000))
+    with pytest.raises(EtudeError, match="m.gguf is no GGUF file: it does not begin with 'GGUF'"):
+        convert(tmp_path / "m.gguf")
 
 
 def test_nothing_is_written_over(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ stage."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +14,9 @@ import pytest
 
 from etude.core.config import parse
 from etude.core.errors import EtudeError
-from etude.core.lineage import stage_spans
+from etude.core.events import Event, FleetStatus, RegionStatus, RunDone
+from etude.core.ledger import Issued, Trained
+from etude.core.lineage import StageSpan, estimator_of, stage_spans
 from etude.core.stages import RolloutStageConfig
 from etude.core.types import Score, Task, Trajectory
 from etude.run import controller as controller
@@ -51,44 +55,216 @@ def test_tasks_are_there_and_have_names_of_their_own() -> None:
         tasks(lambda: 1 / 0)
 
 
+class Gateway:
+    """Notes which versions it was asked to load."""
+
+    def __init__(self) -> None:
+        self.http = object()
+        self.loaded: list[int] = []
+
+    async def load(self, version: int) -> None:
+        self.loaded.append(version)
+
+    async def ready(self) -> None: ...
+
+    async def regions(self) -> tuple[dict[str, RegionStatus], list[str]]:
+        return {"here": RegionStatus(version=0, busy=0.5, running=1, waiting=0)}, []
+
+
+class Bench:
+    """A controller whose loop is watched instead of run, and whose trainer has come to `newest`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, text: str, newest: int = 0) -> None:
+        self.told: dict[str, Any] = {}
+        self.agent: dict[str, Any] = {}
+        self.rollouts: dict[str, Any] = {}
+        self.events: list[Event] = []
+        self.gateway: Any = Gateway()
+        self.run = Run.open("memory:")
+        environment: Any = SimpleNamespace(tasks=lambda split: [TASK])
+        config = parse(f'name = "a"\n{text}')
+        self.spans = stage_spans(config.stage)
+        self.controller = Controller(
+            self.run, config, self.gateway, environment, self.events.append
+        )
+
+        async def newest_version(version: int) -> int:
+            return max(version, newest)
+
+        bench = self
+
+        class Watched:
+            def __init__(self, **options: Any) -> None:
+                bench.told.update(options)
+                bench.told["loaded"] = list(bench.gateway.loaded)
+
+            async def run(self) -> None: ...
+
+        def runner(*parts: Any, **told: Any) -> Any:
+            self.rollouts.update(told)
+            return SimpleNamespace(attempt=self.attempt)
+
+        monkeypatch.setattr(controller, "RolloutLoop", Watched)
+        monkeypatch.setattr(controller, "RolloutRunner", runner)
+        monkeypatch.setattr(controller, "build", lambda *names, **told: self.agent.update(told))
+        monkeypatch.setattr(self.controller, "wait_for_version", newest_version)
+
+    async def attempt(self) -> None: ...
+
+    async def run_loop(self) -> None:
+        (span,) = [span for span in self.spans if isinstance(span.stage, RolloutStageConfig)]
+        assert isinstance(span.stage, RolloutStageConfig)
+        await self.controller.run_loop(span, span.stage)
+
+
 @pytest.mark.parametrize("replay", [True, False])
-async def test_a_loop_samples_as_its_stage_says(
-    replay: bool, monkeypatch: pytest.MonkeyPatch
+async def test_a_loop_runs_as_its_stage_says(replay: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(
+        monkeypatch,
+        'seed = 5\n[[stage]]\nkind = "rl"\nname = "fix"\nsteps = 3\ntemperature = 0.7\n'
+        "groups_per_step = 5\ngroup_size = 6\nmax_lag = 2\nlookahead = 4\n"
+        f"router_replay = {str(replay).lower()}\n"
+        "[harness]\nmax_turns = 9\nmax_tokens = 77\ntimeout_s = 12.0\nconcurrency = 3\n"
+        "tool_delay_s = 0.5\n[tasks]\ntimeout_s = 21.0",
+    )
+    await bench.run_loop()
+    told, window = bench.told, bench.told["window"]
+    assert (told["group_size"], told["stage"], told["seed"], told["last"]) == (6, "fix", 5, 3)
+    assert (window.per_step, window.max_lag, window.lookahead, window.live) == (5, 2, 4, 0)
+    assert window is bench.controller.window
+    assert told["estimator"] == estimator_of(bench.spans[0].stage, 512)
+    assert told["load"] == bench.gateway.load
+    assert told["attempt"] == bench.attempt
+    assert bench.rollouts.pop("agent_timeout_s") > 12.0  # the agent ends its session by itself
+    assert bench.rollouts == {
+        "concurrency": 3,
+        "source": "etude.run.environment:CodeRepair",
+        "policy": "a",
+        "experts": replay,
+        "sandbox_timeout_s": 21.0,
+    }
+    assert bench.agent == {
+        "max_turns": 9,
+        "max_tokens": 77,
+        "timeout_s": 12.0,
+        "temperature": 0.7,
+        "tool_delay_s": 0.5,
+    }
+
+
+@pytest.mark.parametrize(("newest", "live"), [(1, 1), (2, 2), (9, 4)])
+async def test_a_loop_starts_from_what_the_trainer_has_done_of_it(
+    newest: int, live: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: dict[str, Any] = {}
-    asked: dict[str, Any] = {}
+    text = (
+        '[[stage]]\nkind = "sft"\ndemonstrations = 1\n[[stage]]\nkind = "rl"\nsteps = 3\n'
+        '[[stage]]\nkind = "sft"\nname = "last"\ndemonstrations = 1'
+    )
+    bench = Bench(monkeypatch, text, newest)
+    await bench.run_loop()
+    assert bench.told["loaded"] == [live]  # before the first rollout
+    assert bench.told["window"].live == live
+    stands = [Trained(step=live)] if live > 1 else []
+    assert bench.run.ledger.records() == stands
+    await bench.run_loop()
+    assert bench.run.ledger.records() == stands  # said once
 
-    class Watched:
-        def __init__(self, **options: Any) -> None:
-            told.update(options)
 
-        async def run(self) -> None:
-            pass
+async def test_a_loop_that_a_later_one_has_followed_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench(monkeypatch, '[[stage]]\nkind = "rl"\nsteps = 3', newest=9)
+    issued = Issued(group="g000000", task="t", epoch=0, version=3, samples=("g000000.0",))
+    bench.run.ledger.append(issued)
+    await bench.run_loop()
+    assert bench.told == {} and bench.gateway.loaded == []
+    assert bench.run.ledger.records() == [issued]
 
-    async def load(version: int) -> None:
-        pass
 
-    async def reached(self: Controller, version: int) -> int:
+async def test_a_run_goes_through_its_stages_and_evaluates_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = '[[stage]]\nkind = "sft"\ndemonstrations = 1\n[[stage]]\nkind = "rl"\nsteps = 3\n'
+    bench = Bench(monkeypatch, text)
+    happened: list[object] = []
+
+    async def evaluate(version: int, split: str) -> None:
+        happened.append((version, split))
+
+    async def wait(version: int) -> int:
+        happened.append(version)
         return version
 
-    monkeypatch.setattr(controller, "RolloutLoop", Watched)
-    monkeypatch.setattr(controller, "build", lambda *names, **options: asked.update(options))
-    monkeypatch.setattr(Controller, "wait_for_version", reached)
-    text = (
-        f'[[stage]]\nkind = "rl"\nsteps = 1\ntemperature = 0.7\nrouter_replay = '
-        f"{str(replay).lower()}"
-    )
-    config = parse(f'name = "a"\n{text}')
-    environment: Any = SimpleNamespace(tasks=lambda split: [TASK])
-    gateway: Any = SimpleNamespace(http=None, load=load)
-    (span,) = stage_spans(config.stage)
-    assert isinstance(span.stage, RolloutStageConfig)
-    await Controller(
-        Run.open("memory:"), config, gateway, environment, lambda event: None
-    ).run_loop(span, span.stage)
-    rollouts = told["attempt"].__self__
-    assert rollouts.experts is replay
-    assert asked["temperature"] == 0.7
+    async def run_loop(span: StageSpan, stage: RolloutStageConfig) -> None:
+        happened.append(span.name)
+
+    for name, fake in {
+        "evaluate": evaluate,
+        "wait_for_version": wait,
+        "run_loop": run_loop,
+    }.items():
+        monkeypatch.setattr(bench.controller, name, fake)
+    async with asyncio.timeout(30):
+        await bench.controller.run_stages()
+    assert happened == [
+        1, (1, "heldout"), (1, "novel"), "rl", (4, "heldout"), (4, "novel"),
+    ]  # fmt: skip
+    assert RunDone(version=4) in bench.events
+
+
+async def test_the_fleet_is_reported_with_what_is_in_flight(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench(monkeypatch, '[[stage]]\nkind = "rl"\nsteps = 3\ngroups_per_step = 2')
+    monkeypatch.setattr(controller, "FLEET_REPORT_S", 0.0)
+
+    async def next_report() -> FleetStatus:
+        seen = len(bench.events)
+        reporting = asyncio.create_task(bench.controller.report_fleet())
+        while len(bench.events) == seen:
+            await asyncio.sleep(0)
+        reporting.cancel()
+        event = bench.events[seen]
+        assert isinstance(event, FleetStatus)
+        return event
+
+    async with asyncio.timeout(30):
+        before = await next_report()
+        await bench.run_loop()
+        window = bench.told["window"]
+        window.admit()
+        during = await next_report()
+    assert (before.active, before.capacity) == (0, 0)
+    assert (during.active, during.capacity) == (1, window.capacity)
+    assert list(during.regions) == ["here"]
+
+
+@pytest.mark.parametrize("version", [None, 7])
+def test_the_program_runs_the_stages_or_evaluates_one_version(
+    version: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened: list[object] = []
+
+    class Asked:
+        async def run_stages(self) -> None:
+            happened.append("stages")
+
+        async def evaluate(self, version: int, split: str) -> None:
+            happened.append((version, split))
+
+    @contextlib.asynccontextmanager
+    async def opened(*told: str) -> AsyncIterator[Asked]:
+        happened.append(told)
+        yield Asked()
+
+    monkeypatch.setattr(controller, "open_controller", opened)
+    asked = [] if version is None else ["--version", str(version), "--split", "novel"]
+    monkeypatch.setattr("sys.argv", ["controller", "--store", "S", "--gateway", "G", *asked])
+    assert controller.main() == 0
+    if version is None:
+        assert happened == [("S", "G", "controller"), "stages"]
+    else:
+        assert happened == [("S", "G", "evaluation"), (7, "novel")]
 
 
 async def test_an_evaluation_leaves_one_row_for_each_task(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,20 +275,40 @@ async def test_an_evaluation_leaves_one_row_for_each_task(monkeypatch: pytest.Mo
             id=sample, task=task.id, group=group, segments=(), score=score, status="done"
         )
 
-    async def load(version: int) -> None:
-        pass
+    temperatures = []
 
-    monkeypatch.setattr(Controller, "rollouts", lambda self, *, temperature: attempt)
-    config = parse('name = "a"\n[[stage]]\nkind = "rl"\nsteps = 1\n[tasks]\nnovel = 2')
+    def rollouts(self: Controller, *, temperature: float) -> Any:
+        temperatures.append(temperature)
+        return attempt
+
+    monkeypatch.setattr(Controller, "rollouts", rollouts)
+    config = parse(
+        'name = "a"\n[[stage]]\nkind = "rl"\nsteps = 1\ntemperature = 0.7\n'
+        "[tasks]\nheldout = 1\nnovel = 2\n[eval]\ntemperature = 0.3"
+    )
     environment: Any = SimpleNamespace(
         tasks=lambda split: [replace(TASK, id=id) for id in ("b", "a")]
     )
-    gateway: Any = SimpleNamespace(load=load)
+    gateway: Any = Gateway()
     run = Run.open("memory:")
-    await Controller(run, config, gateway, environment, lambda event: None).evaluate(1, "novel")
+    evaluated = Controller(run, config, gateway, environment, lambda event: None)
+    await evaluated.evaluate(1, "novel")
+    assert gateway.loaded == [1]
     rows = RolloutLog(run.objects).rows()
     assert [(row.task, row.kind, row.stage, row.reward) for row in rows] == [
         ("a", "novel", "rl", 0.0),
         ("b", "novel", "rl", 1.0),
     ]
     assert run.evals() == ["000001.novel"]
+    assert temperatures == [0.3]
+    await evaluated.evaluate(1, "novel")
+    assert gateway.loaded == [1]  # not a second time
+
+
+async def test_a_split_without_tasks_is_not_evaluated() -> None:
+    config = parse('name = "a"\n[[stage]]\nkind = "rl"\nsteps = 1\n[tasks]\nnovel = 0')
+    gateway: Any = Gateway()
+    environment: Any = SimpleNamespace(tasks=lambda split: [])
+    run = Run.open("memory:")
+    await Controller(run, config, gateway, environment, lambda event: None).evaluate(1, "novel")
+    assert gateway.loaded == [] and run.evals() == []

@@ -54,12 +54,15 @@ Objects.open({str(tmp_path)!r}).put("a/key", bytes(1 << 28))
     assert killed.returncode == -signal.SIGKILL
     store = Objects.open(str(tmp_path))
     store.put("a/other", b"whole")
-    assert store.list("a") == ["a/other"] and len(list((tmp_path / "a").iterdir())) == 2, (
-        "it is hidden, and there"
-    )
+    store.put("a/other#mine", b"whole too")
+    assert (
+        store.list("a") == ["a/other", "a/other#mine"]
+        and len(list((tmp_path / "a").iterdir())) == 3
+    ), "it is hidden, and there"
     store.sweep("a")
     store.sweep("nothing")
-    assert [path.name for path in (tmp_path / "a").iterdir()] == ["other"]
+    left = sorted(path.name for path in (tmp_path / "a").iterdir())
+    assert left == ["other", "other#mine"]
     Objects.open("memory:").sweep("a")
 
 

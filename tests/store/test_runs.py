@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import re
 import threading
 from collections.abc import Callable
@@ -10,13 +11,16 @@ import pytest
 
 from etude.core.config import parse
 from etude.core.errors import EtudeError
+from etude.core.events import Event, StageStarted, WeightsLive
 from etude.core.ledger import Issued, Trained
 from etude.core.sampling import VersionSpan
 from etude.core.types import Batch, Group, RecomputedRow, Row, Score, Segment, Trajectory
+from etude.store import telemetry
 from etude.store.codec import pack
 from etude.store.experts import get_experts, put_experts
 from etude.store.objects import Missing
 from etude.store.runs import Run
+from etude.store.telemetry import EventReader, event_writer, sync_event_writer
 
 TOML = 'name = "r"\n[[stage]]\nkind = "rl"\nsteps = 3\n'
 
@@ -101,12 +105,16 @@ def test_a_damaged_object_is_named(run: Run) -> None:
         run.group("g000008")
 
 
-def test_a_config_can_be_corrected_until_there_is_work(run: Run) -> None:
+def test_a_config_can_be_corrected_until_there_is_work(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(Missing, match="memory: holds no run"):
         run.config()
     run.put_config(parse(TOML))
     run.objects.put("model/config.json", b"{}")
-    run.put_config(parse(TOML))
+    with monkeypatch.context() as patch:
+        patch.setattr(run.objects, "put_sealed", None)
+        run.put_config(parse(TOML))  # as it is there: nothing is written
     assert run.objects.exists("model/config.json")
     run.put_config(parse(TOML, ["model.num_layers=2"]))
     assert run.config().model.num_layers == 2
@@ -176,6 +184,63 @@ def test_a_checkpoint_is_there_when_its_manifest_is(run: Run) -> None:
     assert run.checkpoint_part("000010.000000", "00000.ab") == b"000010.000000"
     run.delete_checkpoint("000002.000000")
     assert run.checkpoints() == ["000010.000000"] and len(run.checkpoint_parts()) == 1
+
+
+def test_a_checkpoint_that_is_half_deleted_does_not_look_like_one(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.put_checkpoint_part("000002.000000", "00000.ab", b"")
+    run.put_checkpoint("000002.000000", b"manifest")
+    delete = run.objects.delete
+
+    def killed(key: str) -> None:
+        raise KeyboardInterrupt
+
+    def once(key: str) -> None:
+        delete(key)
+        monkeypatch.setattr(run.objects, "delete", killed)
+
+    monkeypatch.setattr(run.objects, "delete", once)
+    with pytest.raises(KeyboardInterrupt):
+        run.delete_checkpoint("000002.000000")
+    assert run.checkpoints() == [] and not run.has_checkpoint("000002.000000")
+    assert len(run.checkpoint_parts()) == 1
+
+
+async def test_what_a_process_emits_is_stored_soon_and_at_its_end(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def told() -> list[int]:
+        return [stamped.record.version for stamped in EventReader(run).new()]  # type: ignore[union-attr]
+
+    async with event_writer(run, "controller") as emit:
+        emit(WeightsLive(version=1))
+        assert told() == []
+    assert told() == [1]
+    monkeypatch.setattr(telemetry, "FLUSH_S", 0.0)
+    async with asyncio.timeout(30), event_writer(run, "controller") as emit:
+        emit(WeightsLive(version=2))
+        while told() != [1, 2]:
+            await asyncio.sleep(0.001)
+
+
+def test_a_synchronous_process_stores_its_events_now_and_then(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(telemetry.time, "monotonic", lambda: now[0])
+    emit = sync_event_writer(run, "trainer")
+
+    def stored(event: Event) -> int:
+        emit(event)
+        return len(EventReader(run).new())
+
+    live = WeightsLive(version=1)
+    assert [stored(live), stored(live), stored(live)] == [1, 1, 1]
+    now[0] += telemetry.FLUSH_S + 0.1
+    assert [stored(live), stored(live)] == [4, 4]
+    started = StageStarted(stage="rl", steps=1, done=0)
+    assert [stored(started), stored(live)] == [6, 6]
 
 
 def test_evals(run: Run) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from etude.core.config import parse
+from etude.core.config import RunConfig, parse
 from etude.core.errors import EtudeError
 from etude.model.files import hf_state_dict, write_directory
 from etude.model.transformer import ModelConfig, init_from_scratch
@@ -19,7 +19,7 @@ from etude.train.stats import SupervisedStats
 from etude.trainer import state
 from etude.trainer import trainer as trainer_module
 from etude.trainer.prepare import store_files
-from etude.trainer.trainer import Trainer
+from etude.trainer.trainer import Trainer, rank_device
 from etude.weights.manifest import read_manifest
 from etude.weights.records import manifest_key
 from tests.small_model import small_files
@@ -114,3 +114,47 @@ def test_a_device_without_enough_memory_is_one_sentence(monkeypatch: pytest.Monk
         r"microbatch_tokens",
     ):
         trainer_module.train(run, parse(TOML), ProcessGroup(), torch.device("cpu"))
+
+
+def test_each_rank_has_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    current: list[int] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setattr(trainer_module, "select_device", torch.device)
+    assert rank_device("cpu", 7) == torch.device("cpu") and current == []
+    assert rank_device("cuda", 1) == torch.device("cuda", 1) and current == [1]
+    with pytest.raises(EtudeError, match="rank 2 has no CUDA device of its own, .* has 2"):
+        rank_device("cuda", 2)
+    assert current == [1]
+
+
+@pytest.mark.parametrize("torchrun", [False, True])
+def test_the_program_trains_as_the_rank_that_it_is(
+    torchrun: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, happened = f"file:{tmp_path}", []
+    run = Run.open(store)
+    config = parse(TOML, ["trainer.timeout_s=77.0", "trainer.device=cpu"])
+    run.put_config(config)
+    devices: list[int] = []
+
+    def device_of(asked: str, number: int) -> torch.device:
+        devices.append(number)
+        return torch.device(asked)
+
+    def train(run: Run, config: RunConfig, ranks: object, device: torch.device) -> None:
+        happened.append((config, ranks, device))
+
+    monkeypatch.setattr(trainer_module, "rank_device", device_of)
+    monkeypatch.setattr(trainer_module, "keep_freed_memory", lambda: None)
+    monkeypatch.setattr(trainer_module, "train", train)
+    monkeypatch.setattr(ProcessGroup, "on_one_machine", lambda *told: told)
+    monkeypatch.setattr(ProcessGroup, "from_torchrun", lambda *told: told)
+    meeting = tmp_path / "meeting"
+    asked = ["--rank", "3", "--ranks", "4", "--rendezvous", str(meeting)]
+    monkeypatch.setenv("LOCAL_RANK", "5")
+    monkeypatch.setattr("sys.argv", ["trainer", "--store", store, *([] if torchrun else asked)])
+    assert trainer_module.main() == 0
+    ranks = (77.0, "cpu") if torchrun else (3, 4, meeting, 77.0, "cpu")
+    assert happened == [(config, ranks, torch.device("cpu"))]
+    assert devices == [5 if torchrun else 3]

@@ -35,6 +35,19 @@ def test_what_was_changed_is_downloaded_again(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.part"))
 
 
+def test_the_oldest_go_when_there_is_too_much(tmp_path: Path) -> None:
+    cache = HostCache(tmp_path, max_bytes=25)
+    texts = [f"{number:010}".encode() for number in range(4)]
+    for age, text in enumerate(texts):
+        cache.get(hash_of(text), lambda text=text: text)  # type: ignore[misc]
+        os.utime(tmp_path / hash_of(text), (age, age))
+    left = {hash_of(text) for text in texts[-2:]}
+    assert {path.name for path in tmp_path.iterdir()} == left | {f"{name}.lock" for name in left}
+    large = b"more than all the room that there is"
+    cache.get(hash_of(large), lambda: large)
+    assert (tmp_path / hash_of(large)).read_bytes() == large, "the newest stays in any case"
+
+
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from etude.core.errors import EtudeError
 from etude.store.objects import Missing, Objects
-from etude.weights.collect import SKEW_S, collect, find_garbage
+from etude.weights.collect import SKEW_S, Collected, collect, find_garbage
 from etude.weights.compact import compact
 from etude.weights.follow import LEASE_S, CorruptWeights, Follower, fetch
 from etude.weights.manifest import Chain, End, VersionGone
@@ -307,7 +307,7 @@ def test_a_lease_keeps_what_a_reader_needs_and_ends(inner: Objects) -> None:
         assert bits(fetch(inner, version)) == bits(made[version])
 
 
-@pytest.mark.parametrize("late_s", [-1.0, 1.0])
+@pytest.mark.parametrize("late_s", [-1.0, 0.0, 1.0])
 def test_a_lease_counts_a_little_longer_for_clocks_that_differ(
     inner: Objects, late_s: float
 ) -> None:
@@ -315,7 +315,30 @@ def test_a_lease_counts_a_little_longer_for_clocks_that_differ(
     Follower(Chain(inner), name="slow", now=lambda: 1000.0).fetch(2)
     now = 1000.0 + LEASE_S + SKEW_S + late_s
     doomed = {owner_of(key) for key in find_garbage(Chain(inner), keep=1, now=now)}
-    assert ((1, 2) in doomed) == (late_s > 0)
+    assert ((1, 2) in doomed) == (late_s >= 0)
+
+
+def test_what_is_doomed_stays_for_a_time_of_grace(inner: Objects) -> None:
+    run(Publisher(Chain(inner), policy=SnapshotPolicy(max_chain=1)), larger(1), range(1, 5))
+
+    def clean(now: float) -> Collected:
+        return collect(Chain(inner), keep=2, grace_s=10, now=lambda: now)
+
+    first = clean(1000.0)
+    assert first.deleted == () and first.pending
+    assert clean(1009.0) == first
+    assert len(inner.list("weights/gc")) == 1  # what is written down is not written down again
+    assert list(Chain(inner).lineage()) == [1, 2, 3, 4]
+    assert clean(1010.0) == Collected(first.pending, ())
+    assert list(Chain(inner).lineage()) == [3, 4] and not inner.list("weights/gc")
+
+
+def test_sixteen_versions_are_kept_unless_somebody_says_otherwise(inner: Objects) -> None:
+    run(Publisher(Chain(inner), policy=SnapshotPolicy(max_chain=1)), larger(1), range(1, 19))
+    collect(Chain(inner), now=lambda: 1000.0)
+    assert collect(Chain(inner), now=lambda: 4599.0).deleted == ()
+    collect(Chain(inner), now=lambda: 4600.0)
+    assert list(Chain(inner).lineage()) == list(range(3, 19))
 
 
 def test_a_lease_on_the_newest_version_takes_nothing_from_those_that_are_kept(

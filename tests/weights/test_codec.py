@@ -103,6 +103,16 @@ def test_minus_zero_is_one_step_from_zero() -> None:
     assert len(check(BF16, zeros, one)) < len(check(BF16, zeros, far))
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_ranks_of_floats_go_up_as_the_floats_do(dtype: str) -> None:
+    kind = KINDS[dtype]
+    values = torch.tensor([-torch.inf, -2.0, -1.0, -1e-3, -0.0, 0.0, 1e-3, 1.0, 2.0, torch.inf])
+    code = values.to(getattr(torch, dtype)).view(torch.uint8).numpy().view(f"<u{kind.width}")
+    ranks = reference.ranks(kind, code)
+    assert (np.diff(ranks.astype(object)) > 0).all()
+    assert int(ranks[5]) - int(ranks[4]) == 1
+
+
 def test_a_delta_that_does_not_pay_is_not_made() -> None:
     random = np.random.default_rng(0)
     old, new = (random.integers(0, 1 << 16, 100_000).astype("<u2") for _ in range(2))

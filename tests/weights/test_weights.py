@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -483,6 +484,105 @@ def test_keys_from_the_environment(
     monkeypatch.setenv("ETUDE_TRUSTED_KEY", "abc")
     with pytest.raises(EtudeError, match="must be the 64 hex digits"):
         fetch(objects, 1)
+
+
+def test_a_compactor_signs_what_it_makes(
+    tmp_path: Path, objects: Objects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ed25519 = pytest.importorskip("cryptography.hazmat.primitives.asymmetric.ed25519")
+    from cryptography.hazmat.primitives import serialization as s
+
+    key = ed25519.Ed25519PrivateKey.generate()
+    pem = key.private_bytes(s.Encoding.PEM, s.PrivateFormat.PKCS8, s.NoEncryption())
+    (tmp_path / "key.pem").write_bytes(pem)
+    monkeypatch.setenv("ETUDE_SIGNING_KEY", str(tmp_path / "key.pem"))
+    monkeypatch.setenv("ETUDE_TRUSTED_KEY", key.public_key().public_bytes_raw().hex())
+    run(Publisher(Chain(objects)), larger(1), range(1, 5))
+    (made,) = compact(Chain(objects), skip=2)
+    assert Chain(objects).extra_routes(made.target) == [made.route]
+
+
+class Listing(Objects):
+    """The contents of another store, of which listings hide some and invent others."""
+
+    def __init__(self, inner: Objects, hidden: set[str], invented: set[str]) -> None:
+        super().__init__(inner._store, inner.url)
+        self.hidden = hidden
+        self.invented = invented
+
+    def list(self, prefix: str, *, after: str | None = None) -> list[str]:
+        invented = {key for key in self.invented if key.startswith(prefix) and key > (after or "")}
+        return sorted({*super().list(prefix, after=after), *invented} - self.hidden)
+
+
+def test_a_listing_is_not_the_last_word(objects: Objects) -> None:
+    """It may be older or newer than what can be read."""
+    run(Publisher(Chain(objects)), larger(1), range(1, 6))
+    hidden = {manifest_key(1, version) for version in (1, 2, 3)}
+    assert list(Chain(Listing(objects, hidden, set())).lineage()) == [1, 2, 3, 4, 5]
+    hidden = {manifest_key(1, version) for version in (3, 4, 5)}
+    invented = {manifest_key(1, 8)}
+    head = Chain(Listing(objects, hidden, invented)).head()
+    assert head is not None and head.version == 5
+
+
+def test_a_trainer_that_went_back_builds_on_the_newest_version(objects: Objects) -> None:
+    made = run(Publisher(Chain(objects)), larger(1), range(1, 4))
+    again = Publisher(Chain(objects))
+    again.publish(1, made[1], stage="rl", step=1)
+    again.publish(4, moved(made[3], 9), stage="rl", step=4)
+    again.close()
+    assert bits(fetch(objects, 4)) == bits(moved(made[3], 9))
+
+
+def test_a_manifest_says_how_much_of_each_sort_changed(objects: Objects) -> None:
+    old = {f"model.layers.{layer}.mlp.up_proj.weight": torch.zeros(8, 8) for layer in range(2)}
+    new = {name: tensor.clone() for name, tensor in old.items()}
+    new["model.layers.1.mlp.up_proj.weight"][0] = 1.0
+    publisher = Publisher(Chain(objects))
+    for version, weights in enumerate((old, new), 1):
+        publisher.publish(version, weights, stage="rl", step=version)
+    publisher.close()
+    manifest = Chain(objects).find(2)[1]
+    assert manifest.changed == {"up_proj": 8 / 128}
+
+
+def test_progress_ends_with_all_that_there_was_to_load(objects: Objects) -> None:
+    run(Publisher(Chain(objects)), larger(1), range(1, 4))
+    told: list[tuple[int, int]] = []
+    Follower(Chain(objects), progress=lambda done, total: told.append((done, total))).fetch(3)
+    steps = [done for done, _ in told]
+    assert steps == sorted(set(steps)) and told[-1][0] == told[-1][1] > 0
+
+
+def test_the_time_that_a_trainer_is_held_up_is_counted(
+    objects: Objects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = itertools.count()
+    publisher = Publisher(Chain(objects))
+    monkeypatch.setattr("etude.weights.publish.time.monotonic", lambda: next(clock))
+    start = publisher.prepare(1, tensors(1), stage="rl", step=1)
+    assert publisher.stalled_s == 1.0  # the copy
+    monkeypatch.setattr(publisher, "wait", lambda: next(clock))
+    start()
+    assert publisher.stalled_s == 3.0  # and the version before
+    monkeypatch.undo()
+    publisher.close()
+
+
+async def test_the_store_is_asked_for_news_again_and_again_but_not_always(
+    objects: Objects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        if len(waited) == 4:
+            put(objects, 1, 1)
+
+    monkeypatch.setattr("etude.weights.manifest.asyncio.sleep", sleep)
+    assert (await PublishedVersions(objects).wait(after=0)).version == 1
+    assert waited == [0.05, 0.1, 0.2, 0.2]
 
 
 async def test_a_version_is_waited_for(objects: Objects) -> None:
