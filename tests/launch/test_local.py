@@ -188,7 +188,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Started]:
 
 TOML = """
 name = "a"
-silence_s = 33.0
+heartbeat_timeout_s = 33.0
 [[stage]]
 kind = "midtrain"
 steps = 1
@@ -220,7 +220,11 @@ def test_a_run_is_prepared_once_and_lasts_as_long_as_its_controller(
     assert launcher.names == [(["preparation"], "preparation"), (everybody, "controller")]
     assert launcher.watched
     assert launcher.told.pop("lock") > 0
-    assert launcher.told == {"threads": 2, "silence_s": 33.0, "resume": "etude run a.toml"}
+    assert launcher.told == {
+        "threads": 2,
+        "heartbeat_timeout_s": 33.0,
+        "resume": "etude run a.toml",
+    }
     run = place.open()
     assert run.config() == config and launches(run) == [False]
 
