@@ -102,7 +102,7 @@ def test_replay_brings_a_learner_in_another_precision_near_the_engine() -> None:
     assert wrong.router_mismatch_frac is not None and wrong.router_mismatch_frac > 0.5
     assert wrong.mismatch.k3 > 10 * replayed.mismatch.k3
     guarded = step(SPARSE, batch, turned, router_replay_min_score=1.0)
-    assert guarded.experts_replaced_frac is not None and guarded.experts_replaced_frac > 0.3
+    assert guarded.experts_replaced_frac is not None and 0.3 < guarded.experts_replaced_frac <= 1.0
     # as if nothing had been told
     assert guarded.mismatch.k3 == pytest.approx(without.mismatch.k3, rel=0.01)
 
