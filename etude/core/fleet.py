@@ -58,7 +58,7 @@ class Fleet:
         """Those that were taken out for it, and have not joined again."""
         return list(self._silent.values())
 
-    def join(self, url: str, region: str, version: int, now: float = 0.0) -> Worker:
+    def join(self, url: str, region: str, version: int, now: float) -> Worker:
         """A worker says that it is there. If it has less than we knew, it was restarted in the
         meantime."""
         self._silent.pop(url, None)

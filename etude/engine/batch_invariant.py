@@ -25,8 +25,9 @@ from etude.model.tiled_attention import TiledPagedAttention
 from etude.model.transformer import Transformer
 
 
-class BatchInvariantRunner:
-    """The trainer's batch-invariant operators over a KV cache, on any device."""
+class TorchInvariantRunner:
+    """The batch-invariant runner where there are no kernels (with them it is `CudaRunner`): the
+    trainer's operators over a KV cache, on any device."""
 
     overlaps = False
     block_size = BLOCK_SIZE

@@ -125,7 +125,7 @@ class InputLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class GraphInputs:
+class HostInputs:
     """The inputs of one graph on the host: the decode or the prefill part of a batch."""
 
     values: dict[str, NDArray[Any]]
@@ -203,9 +203,7 @@ class CudaRunner:
 
     def _prompt_size(self, tokens: int, sequences: int, rows: int) -> GraphShape:
         """The shape of a prefill graph, with the most tiles that such a batch can have."""
-        tiles = (
-            tokens // attention.tile_tokens(self._network.layers[0].attention_params) + sequences
-        )
+        tiles = tokens // attention.tile_tokens(self._network.layers[0].attention_layer) + sequences
         return GraphShape(tokens, sequences, rows, tiles)
 
     def _graph_shapes(self) -> list[GraphShape]:
@@ -280,13 +278,13 @@ class CudaRunner:
             return tokens_N
         return -1 - self._last_place_R[np.clip(-1 - tokens_N, 0, len(self._last_place_R) - 1)]
 
-    def _prefill_inputs(self, batch: ForwardBatch, tokens_N: Ints) -> GraphInputs | None:
+    def _prefill_inputs(self, batch: ForwardBatch, tokens_N: Ints) -> HostInputs | None:
         begin = batch.num_decode  # of the sequences, and of the tokens
         if begin == len(batch.query_starts_B):
             return None
         starts_B = batch.query_starts_B[begin:] - begin
         ends_B = np.append(starts_B[1:], len(batch.tokens_N) - begin)
-        step = attention.tile_tokens(self._network.layers[0].attention_params)
+        step = attention.tile_tokens(self._network.layers[0].attention_layer)
         tiles = [
             (b, n)
             for b, (s, e) in enumerate(zip(starts_B, ends_B, strict=True))
@@ -301,7 +299,7 @@ class CudaRunner:
             "sequence": sequence_T, "first": first_T,
         }  # fmt: skip
         packed = _packed(values) | _sampling_inputs(batch, row_R)
-        return GraphInputs(
+        return HostInputs(
             packed,
             batch.block_table_BM[begin:],
             len(batch.tokens_N) - begin,
@@ -310,7 +308,7 @@ class CudaRunner:
             row_R,
         )
 
-    def _upload(self, part: GraphInputs, host: _PinnedBuffers) -> GraphShape:
+    def _upload(self, part: HostInputs, host: _PinnedBuffers) -> GraphShape:
         """Copy the inputs of a part to the device, and return the shape that it is computed for."""
         wanted = GraphShape(
             part.num_tokens, part.num_sequences, max(1, len(part.row_indices_R)), part.num_tiles
@@ -339,20 +337,20 @@ class CudaRunner:
         )  # fmt: skip
 
     def _decode_attention(self, got: Mapping[str, Tensor]) -> Callable[[int, Tensor], Tensor]:
-        heads, rows = self._network.layers[0].attention_params, len(got["tokens"])
+        first, rows = self._network.layers[0].attention_layer, len(got["tokens"])
         decode = (
             batch_invariant.decode
             if self._invariant
-            else partial(attention.decode, splits=self._split_buffers(rows, heads))
+            else partial(attention.decode, splits=self._split_buffers(rows, first))
         )
 
         def attend(number: int, qkv: Tensor) -> Tensor:
             layer, out = (
                 self._network.layers[number],
-                qkv.new_empty(rows, heads.num_q_heads * heads.head_dim),
+                qkv.new_empty(rows, first.num_q_heads * first.head_dim),
             )
             decode(
-                layer.attention_params, qkv, self._k[number], self._v[number], got["blocks"],
+                layer.attention_layer, qkv, self._k[number], self._v[number], got["blocks"],
                 got["stride"], got["lengths"], got["slot_mapping"], out, page=self.block_size,
                 pdl=qkv.is_cuda,
             )  # fmt: skip
@@ -360,17 +358,17 @@ class CudaRunner:
 
         return attend
 
-    def _split_buffers(self, rows: int, heads: attention.AttentionParams) -> attention.SplitBuffers:
-        splits = attention.num_splits(rows, heads.num_kv_heads)
+    def _split_buffers(self, rows: int, layer: attention.AttentionLayer) -> attention.SplitBuffers:
+        splits = attention.num_splits(rows, layer.num_kv_heads)
         shape, device = (
-            (rows, heads.num_kv_heads, splits, attention.group_rows(heads)),
+            (rows, layer.num_kv_heads, splits, attention.group_rows(layer)),
             self._words.device,
         )
         return attention.SplitBuffers(
             splits,
-            torch.empty(*shape, heads.head_dim, device=device),
+            torch.empty(*shape, layer.head_dim, device=device),
             torch.empty(*shape, 2, device=device),
-            torch.zeros(rows * heads.num_kv_heads, dtype=torch.int32, device=device),
+            torch.zeros(rows * layer.num_kv_heads, dtype=torch.int32, device=device),
         )
 
     def _prefill_attention(self, got: Mapping[str, Tensor]) -> Callable[[int, Tensor], Tensor]:
@@ -378,7 +376,7 @@ class CudaRunner:
 
         def attend(number: int, qkv: Tensor) -> Tensor:
             heads, k, v = (
-                self._network.layers[number].attention_params,
+                self._network.layers[number].attention_layer,
                 self._k[number],
                 self._v[number],
             )
@@ -466,7 +464,7 @@ def _sampling_inputs(batch: ForwardBatch, row_R: Ints) -> dict[str, NDArray[Any]
     return {"temperature": batch.sampling.temperature_R[row_R], "u": batch.sampling.u_R[row_R]}
 
 
-def _decode_inputs(batch: ForwardBatch, tokens_N: Ints) -> GraphInputs | None:
+def _decode_inputs(batch: ForwardBatch, tokens_N: Ints) -> HostInputs | None:
     count = batch.num_decode
     if not count:
         return None
@@ -476,7 +474,7 @@ def _decode_inputs(batch: ForwardBatch, tokens_N: Ints) -> GraphInputs | None:
         "slot_mapping": batch.slot_mapping_N[:count],
         "lengths": batch.seq_lens_B[:count],
     }
-    return GraphInputs(
+    return HostInputs(
         _packed(values) | _sampling_inputs(batch, row_R),
         batch.block_table_BM[:count],
         count,

@@ -7,7 +7,7 @@ import torch
 from etude.core.errors import EtudeError
 from etude.engine import native
 from etude.engine.batch import Runner
-from etude.engine.batch_invariant import BatchInvariantRunner
+from etude.engine.batch_invariant import TorchInvariantRunner
 from etude.engine.runner import BLOCK_SIZE, TorchRunner
 from etude.model.numerics import INVARIANT
 from etude.model.transformer import Transformer
@@ -80,7 +80,7 @@ def select_runner(model: Transformer, max_batch: int, kv_bytes: int | None) -> R
         blocks = -(-tokens // CudaRunner.block_size)
         return CudaRunner(model, blocks, max_batch, invariant=model.invariant)
     if model.invariant:
-        return BatchInvariantRunner(model, -(-tokens // BLOCK_SIZE))
+        return TorchInvariantRunner(model, -(-tokens // BLOCK_SIZE))
     if not weight.is_cuda and max_batch > 1 and native.can_run(model.config, weight.dtype):
         return native.NativeRunner(model, -(-tokens // native.BLOCK_SIZE))
     return TorchRunner(model, -(-tokens // BLOCK_SIZE))

@@ -404,7 +404,7 @@ def _swapped(recorded_Tk: Tensor, own_Tk: Tensor, bound: float) -> tuple[int, in
     a, b = divmod(int((instead + instead.T).argmax()), size)
     renamed = torch.arange(size)
     renamed[a], renamed[b] = b, a
-    left = _otherwise(renamed[recorded_Tk][:, None], own_Tk[:, None])[0]
+    (left,) = _otherwise(renamed[recorded_Tk][:, None], own_Tk[:, None])
     return (min(a, b), max(a, b)) if left <= bound else None
 
 

@@ -67,7 +67,7 @@ def leave_keyring() -> None:
 
 
 def mount(
-    source: str, target: str, kind: str | None, flags: int = 0, options: str | None = None
+    source: str, target: str, kind: str | None, flags: int, options: str | None = None
 ) -> None:
     encoded = [None if text is None else text.encode() for text in (source, target, kind, options)]
     result = _libc.mount(encoded[0], encoded[1], encoded[2], ctypes.c_ulong(flags), encoded[3])

@@ -197,13 +197,14 @@ def full_tensor(own_rows: Tensor, like: nn.Parameter) -> Tensor:
 
 class LivenessCheck:
     """A check of which ranks are still alive, which a thread of every rank answers. Checks are
-    numbered."""
+    numbered. A rank that waits for a lost one ends its
+    process."""
 
     def __init__(self, store: Store, ranks: ProcessGroup) -> None:
         self._store = store
         self._ranks = ranks
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._answer, name="roll call", daemon=True)
+        self._thread = threading.Thread(target=self._answer, name="liveness check", daemon=True)
         self._thread.start()
 
     def missing_ranks(self) -> list[int]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-class HostCopy:
+class AsyncHostCopy:
     """A copy of a device tensor on the host, with the values after all work queued so far. `wait`
     does not wait for work that is queued later."""
 

@@ -29,10 +29,10 @@ from etude.core.types import Batch, RecomputedRow, Row
 from etude.model import files
 from etude.model.transformer import Transformer
 from etude.train.distributed import SINGLE_PROCESS, ProcessGroup, local_tensor, shard_rows
-from etude.train.host_copy import HostCopy
+from etude.train.host_copy import AsyncHostCopy
 from etude.train.loss import token_logprobs
 from etude.train.mismatch import mismatch_stats
-from etude.train.objective import AGGREGATE, Objective
+from etude.train.objective import AGGREGATE, RlObjective
 from etude.train.optimizer import OPTIMIZER, Optimizer
 from etude.train.packing import (
     PackedBatch,
@@ -46,7 +46,7 @@ from etude.train.packing import (
     pack_rollouts,
     plan_microbatches,
 )
-from etude.train.routers import RouterTracker, experts_to_replay
+from etude.train.routers import RouterManager, experts_to_replay
 from etude.train.stats import RlStats, SupervisedStats
 from etude.train.supervised import Metrics, SupervisedLoss, cross_entropy
 
@@ -108,7 +108,7 @@ class Learner:
         batch: Batch,
         *,
         lr: float,
-        objective: Objective = Objective(),  # noqa: B008 (frozen)
+        objective: RlObjective = RlObjective(),  # noqa: B008 (frozen)
         temperature: float = 1.0,
         microbatch_tokens: int = 8192,
         weight_decay: float = 0.0,
@@ -121,7 +121,7 @@ class Learner:
         with a `kl_coef` takes the snapshot for its reference. `fetch` reads the experts that a row
         names; without it none are replayed. `router_replay_min_score`, `router_balance`: see
         `routers`."""
-        routers = RouterTracker(
+        routers = RouterManager(
             self.model, min_score=router_replay_min_score, router_balance=router_balance
         )
         rows, divisor = self._weighed(batch, objective.aggregate, microbatch_tokens, temperature)
@@ -142,7 +142,7 @@ class Learner:
             sums.append(summed)
             seen.append(columns_N5)
         routers.end_step(self.ranks)
-        copies = HostCopy(torch.stack(sums)), HostCopy(torch.cat(seen))
+        copies = AsyncHostCopy(torch.stack(sums)), AsyncHostCopy(torch.cat(seen))
         norm = self._update(lr, weight_decay)  # goes on while figures are made
         sums_M4, seen_N5 = (copy.wait() for copy in copies)
         loss_sum, *others_sum = self.ranks.all_reduce_sum(*map(sum, sums_M4.T.tolist()))
@@ -172,8 +172,8 @@ class Learner:
     def _backward(
         self,
         micro: PackedRollouts,
-        routers: RouterTracker,
-        objective: Objective,
+        routers: RouterManager,
+        objective: RlObjective,
         ref_logp_N: Tensor | None,
         *,
         num_tokens: int,
@@ -235,7 +235,7 @@ class Learner:
     ) -> SupervisedStats:
         """Take one step of a supervised loss, averaged over the loss terms of all items
         together."""
-        routers = RouterTracker(self.model, router_balance=router_balance)
+        routers = RouterManager(self.model, router_balance=router_balance)
         count = sum(item.num_loss_terms for item in items)
         num_tokens = sum(item.num_tokens for item in items)
         totals, metrics = [], Metrics()

@@ -35,7 +35,7 @@ from torch import Tensor
 from etude.model.attention import CausalAttention
 from etude.model.tiled_attention import TiledCausalAttention
 from etude.model.transformer import Routing, Transformer
-from etude.train.head import TokenStats, head_logprobs
+from etude.train.head import DistributionStats, head_logprobs
 from etude.train.packing import PackedBatch
 
 
@@ -112,7 +112,8 @@ def sum_by_row(x_N: Tensor, row_N: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSpec:
-    """A policy loss with its default aggregation, clip and correction; a run may override each."""
+    """An entry of `LOSS`: a policy loss and the defaults that it brings. The values that a run uses
+    are those of `RlObjective`."""
 
     function: PolicyLoss
     aggregate: str = "token"
@@ -143,7 +144,7 @@ def token_logprobs(
     routing: Routing | None = None,
     *,
     with_stats: bool = False,
-) -> tuple[Tensor, TokenStats]:
+) -> tuple[Tensor, DistributionStats]:
     """The log-prob of each token that the loss counts, at the temperature that it was sampled at;
     with `with_stats` also the statistics of its distribution.
 

@@ -76,7 +76,7 @@ class TokenLosses:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Objective:
+class RlObjective:
     """The RL objective: KL penalty, importance-sampling correction, policy loss and aggregation.
     The default is `reinforce` with truncated importance weights and a mean over tokens."""
 

@@ -41,7 +41,7 @@ class Optimizer(Protocol):
 
 
 class AdamW:
-    """AdamW, as torch has it; fused, so one pass over memory."""
+    """torch's fused AdamW over the master weights: one pass over memory."""
 
     def __init__(
         self, masters: Mapping[str, Tensor], model: Transformer, ranks: ProcessGroup

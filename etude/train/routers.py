@@ -29,7 +29,7 @@ BIAS_STEP = 1e-3
 """The step of a bias, as in DeepSeek-V3; scores lie between 0 and 1."""
 
 
-class RouterTracker:
+class RouterManager:
     """Replays routed experts, counts mismatches and balances loads over the microbatches of one
     step: `begin_microbatch`, the forward pass, `end_microbatch`, and at last `end_step`."""
 

@@ -36,8 +36,8 @@ loss."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageProgress:
-    """Progress of a supervised stage, reported after every step, when the learner's state may be
-    checkpointed."""
+    """The report of a supervised stage (`midtrain`, `sft`, `dpo`) to `on_step` after every step,
+    when the learner's state may be checkpointed."""
 
     step: int
     """Steps done."""

@@ -8,7 +8,7 @@ speaks again there.
 
 What the student said may be some steps old. The advantage is first taken against the recorded
 log-prob, which is known here; the objective puts the learner's own in its place
-(`Objective.distills`), and its importance weights do the rest.
+(`RlObjective.distills`), and its importance weights do the rest.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from etude.model.directory import read_model_files
 from etude.model.tokenizer import same_vocabulary
 from etude.store.experts import get_experts
 from etude.train import stages as learning
-from etude.train.objective import Objective
+from etude.train.objective import RlObjective
 from etude.train.schedule import learning_rate
 from etude.train.start import initial_model
 from etude.train.teacher import Teacher
@@ -141,7 +141,7 @@ def distill(trainer: TrainerState, span: StageSpan) -> None:
             batch, temperature=stage.temperature, microbatch_tokens=microbatch_tokens
         )
 
-    run_steps(trainer, span, stage, score_batch, Objective(distills=True))
+    run_steps(trainer, span, stage, score_batch, RlObjective(distills=True))
 
 
 def run_steps(
@@ -149,7 +149,7 @@ def run_steps(
     span: StageSpan,
     stage: RolloutStageConfig,
     score_batch: ScoreBatch = unchanged,
-    objective: Objective = Objective(),  # noqa: B008 (frozen)
+    objective: RlObjective = RlObjective(),  # noqa: B008 (frozen)
 ) -> None:
     """Steps on the batches that the controller writes."""
     trainer.emit(

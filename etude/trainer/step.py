@@ -17,11 +17,11 @@ from etude.train.correction import CORRECTION
 from etude.train.flops import peak_flops, step_flops
 from etude.train.learner import Learner
 from etude.train.loss import LOSS, Clip, LossSpec
-from etude.train.objective import AGGREGATE, Objective
+from etude.train.objective import AGGREGATE, RlObjective
 from etude.train.stats import RlStats
 
 
-def objective_of(stage: RlConfig) -> Objective:
+def objective_of(stage: RlConfig) -> RlObjective:
     """The objective of a stage; what its config leaves out is the loss's default."""
     loss = LOSS[stage.loss] if stage.loss in LOSS else load(stage.loss, "stage.rl.loss")
     if not isinstance(loss, LossSpec):
@@ -34,7 +34,7 @@ def objective_of(stage: RlConfig) -> Objective:
         raise EtudeError(
             f"stage.rl.loss = {stage.loss!r} has clip = {loss.clip!r}: it must be a Clip(low, high)"
         )
-    objective = Objective(
+    objective = RlObjective(
         loss=loss,
         aggregate=stage.aggregate or loss.aggregate,
         clip=Clip(
@@ -59,7 +59,7 @@ def objective_of(stage: RlConfig) -> Objective:
     return objective
 
 
-def _try_out(objective: Objective, name: str) -> None:
+def _try_out(objective: RlObjective, name: str) -> None:
     """On three tokens: a mistake in a loss of one's own shows before anything is sampled or
     learnt."""
     logp_N, adv_N = (

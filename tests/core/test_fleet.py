@@ -10,19 +10,19 @@ from etude.core.fleet import Fleet, Worker
 def test_a_story() -> None:
     fleet = Fleet()
     assert fleet.pick() is None
-    east = fleet.join("e", "east", -1)
+    east = fleet.join("e", "east", -1, 0.0)
     assert fleet.pick() is None  # it has no weights
-    fleet.join("e", "east", 0)
-    west = fleet.join("w", "west", 0)
+    fleet.join("e", "east", 0, 0.0)
+    west = fleet.join("w", "west", 0, 0.0)
     assert [fleet.pick("s1"), fleet.pick("s2"), fleet.pick("s1")] == [east, west, east]
     fleet.require_version(1)
     assert fleet.pick("s1") is None
     assert fleet.behind(1) == [east, west]
-    fleet.join("w", "west", 1)
+    fleet.join("w", "west", 1, 0.0)
     assert fleet.pick("s1") is west  # its home is behind, so it moves
-    fleet.join("e", "east", 1)
+    fleet.join("e", "east", 1, 0.0)
     assert fleet.pick("s1") is west  # and stays
-    again = fleet.join("w", "west", -1)  # restarted
+    again = fleet.join("w", "west", -1, 0.0)  # restarted
     assert again is not west
     assert fleet.pick("s1") is east
     fleet.leave(west)  # bad news about the one before

@@ -7,14 +7,14 @@ from etude.core.fleet import Fleet
 
 def test_a_worker_with_the_version_is_not_behind() -> None:
     fleet = Fleet()
-    east, west = fleet.join("e", "east", 1), fleet.join("w", "west", 2)
+    east, west = fleet.join("e", "east", 1, 0.0), fleet.join("w", "west", 2, 0.0)
     assert (fleet.behind(2), fleet.behind(1), fleet.behind(3)) == ([east], [], [east, west])
 
 
 def test_new_sessions_go_where_the_fewest_live() -> None:
     """Between their requests all workers are idle alike."""
     fleet = Fleet()
-    east, west = fleet.join("e", "east", 0), fleet.join("w", "west", 0)
+    east, west = fleet.join("e", "east", 0, 0.0), fleet.join("w", "west", 0, 0.0)
     for session in ("a", "b", "c", "d"):
         worker = fleet.pick(session)
         assert worker is not None
@@ -31,8 +31,8 @@ def test_new_sessions_go_where_the_fewest_live() -> None:
 
 def test_a_session_that_moves_is_counted_once() -> None:
     fleet = Fleet()
-    east = fleet.join("e", "east", 0)
+    east = fleet.join("e", "east", 0, 0.0)
     assert fleet.pick("s") is east
-    west = fleet.join("w", "west", 1)
+    west = fleet.join("w", "west", 1, 0.0)
     fleet.require_version(1)
     assert fleet.pick("s") is west and (east.sessions, west.sessions) == (0, 1)

@@ -3,6 +3,9 @@ trainer can recompute what was drawn with it."""
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 
 from etude.core.sampling import SamplingParams, SamplingSpan, sampling_spans
@@ -33,3 +36,23 @@ def test_equal_neighbours_are_one_span() -> None:
     spans = [SamplingSpan(plain, 2), SamplingSpan(SamplingParams(), 3), SamplingSpan(warm, 1)]
     assert sampling_spans(spans) == (SamplingSpan(plain, 5), SamplingSpan(warm, 1))
     assert sampling_spans([]) == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "accepted", "refused"),
+    [
+        ("temperature", [0.0, 0.001, 1e9], [-1.0, 0.0009, math.inf, math.nan]),
+        ("top_p", [1e-9, 1.0], [0.0, 1.001, math.nan]),
+        ("top_k", [0, 1], [-1]),
+        ("min_p", [0.0, 1.0], [-0.001, 1.001, math.nan]),
+        ("repetition_penalty", [0.01, 100.0], [0.0099, 100.1, math.nan]),
+    ],
+)
+def test_what_nothing_can_be_drawn_with_is_refused_by_name(
+    name: str, accepted: list[Any], refused: list[Any]
+) -> None:
+    for value in accepted:
+        SamplingParams(**{name: value}).check()
+    for value in refused:
+        with pytest.raises(ValueError, match=f"{name} must be"):
+            SamplingParams(**{name: value}).check()

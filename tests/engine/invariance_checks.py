@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from etude.core.sampling import Request, Sample
 from etude.engine.batch import ForwardBatch, Ints, Runner, SamplerOutput
-from etude.engine.batch_invariant import BatchInvariantRunner
+from etude.engine.batch_invariant import TorchInvariantRunner
 from etude.engine.engine import Engine, FinishedRequest
 from etude.model.config import ExpertsConfig, LatentConfig, ModelConfig
 from etude.model.numerics import INVARIANT
@@ -174,7 +174,7 @@ def on_device(name: str, company: str, compositions: int) -> dict[str, float]:
 
     def runner(max_batch: int) -> Runner:
         if name == "latent":
-            return BatchInvariantRunner(model, 4 * blocks)
+            return TorchInvariantRunner(model, 4 * blocks)
         return CudaRunner(model, blocks, max_batch, invariant=True)
 
     watching = Watching(runner(max_batch))

@@ -13,7 +13,7 @@ from torch import Tensor
 from etude.core.sampling import SamplingParams
 from etude.engine import native, sampler
 from etude.engine.batch import Runner, SamplerOutput, SamplingBatch
-from etude.engine.batch_invariant import BatchInvariantRunner
+from etude.engine.batch_invariant import TorchInvariantRunner
 from etude.engine.engine import Engine
 from etude.engine.runner import TorchRunner
 from etude.model.config import ModelConfig
@@ -36,7 +36,7 @@ RUNNERS: dict[str, Callable[[Transformer], Runner]] = {
     "torch": lambda model: TorchRunner(model, 40),
     "overlapping": lambda model: Overlapping(TorchRunner(model, 40)),
     "native": lambda model: native.NativeRunner(model, 40),
-    "invariant": lambda model: BatchInvariantRunner(model, 40),
+    "invariant": lambda model: TorchInvariantRunner(model, 40),
 }
 PARAMS: dict[str, dict[str, Any]] = {
     "min_p": {"min_p": 0.05},

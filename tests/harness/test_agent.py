@@ -267,6 +267,9 @@ def test_schemas_are_in_order_and_small() -> None:
         "required": ["line", "text"],
     }
     assert len(json.dumps(SCHEMAS)) < 1000
+    for schema in SCHEMAS:
+        told = schema["function"]["description"]
+        assert told and (getattr(Tools, schema["function"]["name"]).__doc__ or "").startswith(told)
 
 
 async def test_someone_elses_timeout_is_not_the_end_of_the_session() -> None:

@@ -352,3 +352,19 @@ def test_the_preparation_puts_the_shape_last_and_says_what_is_wrong(
     monkeypatch.setattr(prepare, "model_files", lambda config: files)
     assert prepare.main() == 0
     assert sorted(put) == sorted(files) and put[-1] == "config.json"
+
+
+def test_a_run_without_a_loop_has_no_lag(
+    tmp_path: Path, started: list[Started], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bounds: list[int] = []
+
+    async def watch(run: Run, console: Console, *, title: str, lag_bound: int) -> None:
+        bounds.append(lag_bound)
+
+    monkeypatch.setattr(local.screen, "watch", watch)
+    alone = TOML.replace('[[stage]]\nkind = "rl"\nsteps = 1\nmax_lag = 3\n', "")
+    for number, text in enumerate((alone, TOML)):
+        place = RunDirectory(tmp_path / str(number))
+        local.execute(parse(text), place, Console(quiet=True), resume="")
+    assert bounds == [0, 3]

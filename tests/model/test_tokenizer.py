@@ -36,6 +36,8 @@ def test_text_comes_back(text: str) -> None:
 
 def test_files_are_reproducible() -> None:
     assert tokenizer_files(TEXTS, 300) == FILES
+    said = json.loads(FILES["tokenizer_config.json"])
+    assert said["tokenizer_class"] == "PreTrainedTokenizerFast"  # what transformers reads it with
 
 
 def calls(text: str, tokenizer: ChatTokenizer = TOKENIZER) -> list[tuple[str, object]]:

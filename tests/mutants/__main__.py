@@ -62,6 +62,7 @@ ELSEWHERE = ("engine/kernels/", "engine/cuda.py", "serve/vllm.py")
 WALLED = (
     "sandbox/zygote.py",
     "sandbox/guest.py",
+    "sandbox/command.py",
     "sandbox/kernel.py",
     "sandbox/syscalls.py",
     "sandbox/limits.py",
@@ -123,19 +124,17 @@ class Coverage:
         seconds."""
         file, span = mutant.file.removeprefix("etude/"), set(range(mutant.first, mutant.last + 1))
         walled = file in WALLED
-        if walled:
-            file = STARTS
         found = {}
         for name, run in self.files.items():
             hit = {
                 context
                 for context, of in run["lines"].items()
-                if (file in of if walled else not span.isdisjoint(of.get(file, ())))
+                if not span.isdisjoint(of.get(file, ())) or (walled and STARTS in of)
             }
             called = {
                 context
                 for context, of in run["lines"].items()
-                if context != "import" and file in of
+                if context != "import" and (file in of or (walled and STARTS in of))
             }
             for test, of in run["tests"].items():
                 own = {test, *of["shares"]}

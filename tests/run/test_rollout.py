@@ -217,6 +217,19 @@ async def test_what_hangs_has_failed(place: str, key: str) -> None:
     assert got.status == "failed" and parts.open_sandboxes == 0
 
 
+async def test_a_timeout_of_their_own_is_told_as_they_told_it() -> None:
+    class Late(Parts):
+        async def run(
+            self, task: Task, sandbox: Sandbox, *, base_url: str, seed: int
+        ) -> Transcript:
+            raise TimeoutError("the compiler took too long")
+
+    parts = Late()
+    runner = RolloutRunner(parts, parts, parts, concurrency=1, agent_timeout_s=60.0)
+    got = await runner.attempt(TASK, "g.0", 7)
+    assert got.error is not None and got.error.endswith(": the compiler took too long")
+
+
 def test_a_trajectory_says_where_it_came_from_and_what_it_cost() -> None:
     loop, clock = AwakeLoop(), ManualClock()
     loop.clock = AwakeClock(clock)

@@ -21,7 +21,7 @@ import pytest
 
 from etude.core.errors import EtudeError, RolloutFailure
 from etude.core.sandbox import SandboxSpec
-from etude.sandbox import namespaces, syscalls
+from etude.sandbox import kernel, namespaces, syscalls
 from etude.sandbox.limits import NICENESS
 from etude.sandbox.namespaces import NamespaceSandboxPool
 from tests.namespaces import need_namespaces
@@ -181,6 +181,20 @@ def test_the_filter_on_both_machines(
         refused(machine, read, arch=0x40000003) == refused(machine, 0x40000000 | read) == "killed"
     )
     assert syscalls.program("riscv64") is None and syscalls.number_of_keyctl("riscv64") is None
+    assert syscalls.number_of_keyctl(machine) == keyctl
+
+
+def test_where_the_numbers_of_calls_are_unknown_the_other_walls_stand_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def filters() -> list[str]:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return [line for line in lines if line.startswith("Seccomp")]
+
+    before = filters()
+    monkeypatch.setattr(kernel, "_filter", None)
+    kernel.filter_calls()
+    assert filters() == before
 
 
 async def test_what_ordinary_programs_need_still_works(walled: NamespaceSandboxPool) -> None:
@@ -310,6 +324,40 @@ async def test_a_full_disk_is_the_working_copys_problem(walled: NamespaceSandbox
         assert await sandbox.read("a") == "1"
 
 
+async def test_commands_leave_no_descriptor_in_their_keeper(walled: NamespaceSandboxPool) -> None:
+    async with walled.open(SandboxSpec()) as sandbox:
+        await sandbox.run(["true"], timeout_s=LONG_S)
+        (keeper,) = descendants(walled._zygote.pid)
+
+        def held() -> int:
+            return len(os.listdir(f"/proc/{keeper}/fd"))
+
+        before = held()
+        for _ in range(3):
+            await sandbox.run(["true"], timeout_s=LONG_S)
+            await sandbox.run(["sleep", "1000"], timeout_s=0.01)
+        assert held() == before
+
+
+async def test_nothing_of_the_hosts_terminal_reaches_a_sandbox() -> None:
+    need_namespaces()
+    ours, theirs = os.pipe()
+    kept = [os.dup(descriptor) for descriptor in (0, 1)]
+    os.dup2(ours, 0)
+    os.dup2(theirs, 1)
+    try:
+        pool = NamespaceSandboxPool()
+    finally:
+        for descriptor, before in enumerate(kept):
+            os.dup2(before, descriptor)
+        for descriptor in (ours, theirs, *kept):
+            os.close(descriptor)
+    for descriptor in (0, 1):
+        assert os.readlink(f"/proc/{pool._zygote.pid}/fd/{descriptor}") == "/dev/null"
+    assert os.getsid(pool._zygote.pid) == pool._zygote.pid
+    await pool.close()
+
+
 async def test_nothing_is_left_running_after_a_command(walled: NamespaceSandboxPool) -> None:
     daemon = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(1000)"
     async with walled.open(SandboxSpec(files={"daemon.py": daemon})) as sandbox:
@@ -396,6 +444,51 @@ async def test_a_killed_launcher_is_started_again(walled: NamespaceSandboxPool) 
         assert await sandbox.read("a") == "1"
         async with walled.open(SandboxSpec(files={"a": "2"})) as other:
             assert await other.read("a") == "2"
+        second = walled._zygote
+        async with walled.open(SandboxSpec()):
+            assert walled._zygote is second  # it lives, and makes one after the other
+
+
+async def test_launchers_are_not_tried_for_ever(
+    walled: NamespaceSandboxPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    async def silent(*spec: object) -> None:
+        asked.append(walled._zygote.pid)
+
+    monkeypatch.setattr(walled, "_ask_for_one", silent)
+    monkeypatch.setattr(namespaces, "_ZYGOTES", 2)
+    with pytest.raises(RolloutFailure, match="none came from 2 zygotes"):
+        async with walled.open(SandboxSpec()):
+            pass
+    assert len(set(asked)) == len(asked) == 2
+
+
+async def test_a_fork_that_fails_or_is_given_up_leaves_no_sandbox_open(
+    walled: NamespaceSandboxPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask = namespaces.NamespaceSandbox._ask
+
+    async def fails(self: namespaces.NamespaceSandbox, *, op: str, **more: object) -> object:
+        if op == "unpack":
+            raise RolloutFailure("sandbox: no room")
+        return await ask(self, op=op, **more)
+
+    async with walled.open(SandboxSpec(files={"a": "1"})) as sandbox:
+        with monkeypatch.context() as patch:
+            patch.setattr(namespaces.NamespaceSandbox, "_ask", fails)
+            with pytest.raises(RolloutFailure, match="no room"):
+                await sandbox.fork()
+        assert walled._sandboxes == {sandbox}
+        os.kill(walled._zygote.pid, signal.SIGSTOP)
+        forking = asyncio.create_task(sandbox.fork())
+        await until(lambda: len(walled._sandboxes) == 2)
+        forking.cancel()
+        os.kill(walled._zygote.pid, signal.SIGCONT)
+        with pytest.raises(asyncio.CancelledError):
+            await forking
+        assert walled._sandboxes == {sandbox}
 
 
 async def test_a_launcher_that_is_stopped_is_replaced_and_leaves_nothing_behind() -> None:

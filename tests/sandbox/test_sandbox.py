@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -188,6 +190,27 @@ async def test_other_commands(pool: SandboxPool) -> None:
         assert (await sandbox.run(["no-such-program"], timeout_s=LONG_S)).exit_code == 127
 
 
+async def test_temporary_files_may_lie_behind_a_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "link"))
+    pool = open_sandbox_pool("process")
+    async with pool.open(SandboxSpec(files={"a": "1"})) as sandbox:
+        assert await sandbox.read("a") == "1"
+        assert (await sandbox.run(["cat", "a"], timeout_s=LONG_S, cwd=".")).output == "1"
+    await pool.close()
+    assert list((tmp_path / "real").iterdir()) == []
+
+
+async def test_a_program_ends_by_the_signals_that_end_programs(pool: SandboxPool) -> None:
+    """Python ignores a broken pipe, and hands that on."""
+    async with pool.open(SandboxSpec()) as sandbox:
+        ran = await sandbox.run(["sh", "-c", "yes | head -n 1"], timeout_s=LONG_S)
+        assert ran == CommandResult(0, "y\n")
+
+
 @pytest.mark.parametrize("argv", [["python", "s.py"], ["sh", "-c", "echo early; sleep 1000"]])
 async def test_a_command_past_its_time_is_killed_and_its_output_kept(
     pool: SandboxPool, argv: list[str]
@@ -348,7 +371,8 @@ def test_a_limit_of_nothing_is_none(name: str) -> None:
 
 async def test_the_users_name(walled: NamespaceSandboxPool) -> None:
     async with walled.open(SandboxSpec(user="user")) as sandbox:
-        assert (await sandbox.run(["id", "-un"], timeout_s=LONG_S)).output == "user\n"
+        names = await sandbox.run(["sh", "-c", "id -un; id -gn"], timeout_s=LONG_S)
+        assert names.output == "user\nuser\n"
     with pytest.raises(EtudeError, match=r"cannot give.*: user\."):
         async with walled.open(SandboxSpec(user="root")):
             pass

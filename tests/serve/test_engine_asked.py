@@ -3,6 +3,7 @@ of an answer."""
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -96,3 +97,30 @@ async def test_what_there_is_to_see() -> None:
         shown: dict[str, Any] = one.gauges()
         assert (shown["swap_pause_seconds_p50"], shown["swap_pause_seconds_max"]) == (2.0, 9.0)
         assert shown["engine_busy_seconds"] == one.busy_s
+
+
+async def test_whoever_leaves_early_is_forgotten() -> None:
+    with thread() as one:
+        long = Request(prompt=(5,), max_tokens=CONFIG.max_position_embeddings - 1, seed=1)
+        aborted: list[str] = []
+        abort = one.engine.abort
+
+        def noted(id: str) -> None:
+            aborted.append(id)
+            abort(id)
+
+        one.engine.abort = noted  # type: ignore[method-assign]
+        stream = one.stream(long)
+        await anext(stream)
+        await stream.aclose()  # type: ignore[attr-defined]
+        await one.sample(Request(prompt=(5,), max_tokens=1, seed=1))
+        assert not one._inboxes and aborted == ["0"]
+        async with asyncio.timeout(60):
+            while not one.engine.idle:
+                await asyncio.sleep(0.001)
+
+
+async def test_a_closed_thread_has_ended() -> None:
+    with thread() as one:
+        assert one._thread.is_alive()
+    assert not one._thread.is_alive()

@@ -226,7 +226,7 @@ async def test_a_request_is_not_sent_for_ever(
 
     monkeypatch.setattr(router, "_ask", failing)
     for number in range(9):
-        router.fleet.join(f"http://127.0.0.1:{number}", "east", 0)
+        router.fleet.join(f"http://127.0.0.1:{number}", "east", 0, 0.0)
     with pytest.raises(
         Unavailable, match="4 workers in a row have failed, the last one with: out of memory"
     ):

@@ -284,6 +284,7 @@ def test_exact_tokens_and_versions(client: openai.OpenAI) -> None:
     chunks = streamed(client, extra_body={"return_token_ids": True})
     assert [id for chunk in chunks for c in chunk.choices for id in c.token_ids] == choice.token_ids
     assert chunks[0].prompt_token_ids == answer.prompt_token_ids
+    assert not any("prompt_token_ids" in (chunk.model_extra or {}) for chunk in chunks[1:])
 
 
 def test_models(client: openai.OpenAI) -> None:

@@ -8,7 +8,9 @@ from typing import Any
 
 import msgspec
 
+from etude.serve import openapi
 from etude.serve.dialects import document
+from etude.serve.http import respond, respond_packed
 
 
 def references(value: Any) -> Iterator[str]:
@@ -31,3 +33,13 @@ def test_every_reference_leads_somewhere() -> None:
         for part in reference.removeprefix("#/").split("/"):
             place = place[part]
         assert isinstance(place, dict)
+
+
+def test_what_is_no_json_is_described_as_what_it_is() -> None:
+    answer = openapi.document([])["paths"]["/metrics"]["get"]["responses"]["200"]
+    assert answer["content"] == {"text/plain": {"schema": {"type": "string"}}}
+
+
+def test_packed_answers_say_that_they_are() -> None:
+    assert respond_packed([1]).media_type == "application/msgpack"
+    assert respond([1]).media_type == "application/json"

@@ -436,6 +436,8 @@ def test_experts_are_recorded_once_for_each_token() -> None:
     (segment,) = recorder.segments("s")
     assert recorder.experts("s") == (bytes(range(len(segment.prompt + segment.tokens) - 1)),)
     prompt = prompt_for(recorder, "s", history)
+    # what was reported is not asked for again
+    assert prompt.routed.num_tokens == len(segment.prompt + segment.tokens) - 1
     # two answers to one prompt: the second has a segment of its own, and all experts of it
     for text in ("a", "b"):
         places = range(prompt.routed.num_tokens, len(prompt.tokens) + 1)

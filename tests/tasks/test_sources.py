@@ -4,6 +4,9 @@ and line."""
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from itertools import islice
 from pathlib import Path
 
@@ -81,3 +84,24 @@ def test_files_that_are_something_else_are_named(tmp_path: Path) -> None:
         read(tmp_path / "b.parquet", "id")
     with pytest.raises(EtudeError, match="cannot be read"):
         list(records(tmp_path))
+
+
+def test_a_text_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").mkdir()
+    with pytest.raises(EtudeError, match=r"a\.txt cannot be read \(Is a directory\)"):
+        read(tmp_path / "a.txt")
+
+
+def test_files_are_utf_8_whatever_the_place(tmp_path: Path) -> None:
+    for name, text in (("a.txt", "Grüße"), ("a.jsonl", '{"text": "Grüße"}\n')):
+        (tmp_path / name).write_bytes(text.encode())
+    code = f"""
+from pathlib import Path
+from etude.tasks.sources import texts
+for name in ("a.txt", "a.jsonl"):
+    for _, text in texts(Path({str(tmp_path)!r}) / name, "text"):
+        print(ascii(text))
+"""
+    plain = {"LC_ALL": "POSIX", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    said = subprocess.check_output([sys.executable, "-c", code], env=os.environ | plain, text=True)
+    assert said.split() == [ascii("Grüße")] * 2

@@ -106,3 +106,23 @@ def test_documents_are_correct_modules() -> None:
     texts = documents(50, seed=0)
     assert texts == documents(50, seed=0)
     assert {text.startswith("1 def ") for text in texts} == {True}
+
+
+@pytest.mark.parametrize(
+    ("expression", "answer"),
+    [
+        ("[n, 'ü']", '[3, "\\u00fc"]'),
+        ("n / 0", "ZeroDivisionError"),
+        ("[][n]", "IndexError"),
+        ("{}[n]", "KeyError"),
+        ("missing", "NameError"),
+        ("n + 'a'", "TypeError"),
+        ("int('a')", "ValueError"),
+        ("n.missing", "AttributeError"),
+    ],
+)
+def test_what_a_slip_answers_is_a_value_or_the_name_of_an_error(
+    expression: str, answer: str
+) -> None:
+    source = f"def f(n):\n    return {expression}\n"
+    assert answers(source, [("f", [3])]) == [answer]

@@ -7,12 +7,15 @@ A longer curve: ETUDE_STEPS=20 python -m pytest tests/train/test_distributed.py
 from __future__ import annotations
 
 import os
+import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from etude.train.distributed import SINGLE_PROCESS, shard_rows
+from etude.train import distributed
+from etude.train.distributed import SINGLE_PROCESS, LivenessCheck, ProcessGroup, shard_rows
 from tests.train import distributed_work
 from tests.train.distributed_work import Curve, joined
 from tests.train.together import together
@@ -101,3 +104,31 @@ def test_a_rank_that_dies_in_a_step_is_named_by_the_others() -> None:
         else:
             assert f"rank {victim} of 3 cannot be reached any more" in str(outcome)
             assert f"rank {rank} stops at step 3 of rl" in str(outcome)
+
+
+def test_somebody_who_is_missing_is_not_waited_for_longer_because_others_ask_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A rank that hangs ends some time after the first call in which somebody was missing."""
+    now, store = [0.0], dict[str, str]()
+
+    class Ended:
+        def wait(self, seconds: float) -> bool:
+            now[0] += seconds
+            number = int(now[0] // distributed.LIVENESS_S)
+            store.update({f"call {n}": "" for n in range(number)})
+            return now[0] > 100 * distributed.LIVENESS_S
+
+    shared = SimpleNamespace(
+        check=lambda keys: all(key in store for key in keys), set=store.__setitem__
+    )
+    monkeypatch.setattr(distributed.threading, "Thread", lambda **told: SimpleNamespace(start=str))
+    monkeypatch.setattr(distributed.threading, "Event", Ended)
+    monkeypatch.setattr(distributed.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(distributed.os, "_exit", sys.exit)
+    check = LivenessCheck(shared, ProcessGroup(rank=0, size=2))  # type: ignore[arg-type]
+    with pytest.raises(SystemExit, match="2"):
+        check._answer()
+    assert 3 * distributed.LIVENESS_S <= now[0] < 4 * distributed.LIVENESS_S
+    assert "rank 1 of 2 cannot be reached any more" in capsys.readouterr().err
+    assert "here 0 0" in store

@@ -19,7 +19,7 @@ from etude.model.transformer import ModelConfig, init_from_scratch
 from etude.train.checkpoint import pack, unpack
 from etude.train.learner import MAX_GRAD_NORM, Learner
 from etude.train.loss import token_logprobs
-from etude.train.objective import Objective
+from etude.train.objective import RlObjective
 from etude.train.optimizer import BETAS, MOMENTUM, OPTIMIZER
 from etude.train.packing import PackedBatch, TokenSequence
 from etude.train.packing import pack_batch as pack_texts
@@ -195,7 +195,7 @@ def test_a_step_is_one_adamw_step_on_the_formula() -> None:
         ).sum() / total
     loss.backward()
     norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
-    stats = one.step(batch(1), lr=1e-2, objective=Objective(ratio_cap=1.1), weight_decay=0.1)
+    stats = one.step(batch(1), lr=1e-2, objective=RlObjective(ratio_cap=1.1), weight_decay=0.1)
     assert stats.loss == pytest.approx(loss.item(), rel=1e-4)
     assert stats.grad_norm == pytest.approx(norm.item(), rel=1e-4)
     state = one.state()
@@ -237,7 +237,7 @@ def test_the_reference_is_computed_at_the_temperature_of_the_policy() -> None:
     free, held = learner(), learner()
     held.snapshot()
     stats = [
-        one.step(batch(1), lr=1e-3, temperature=0.5, objective=Objective(kl_coef=kl_coef))
+        one.step(batch(1), lr=1e-3, temperature=0.5, objective=RlObjective(kl_coef=kl_coef))
         for one, kl_coef in ((free, 0.0), (held, 10.0))
     ]
     assert stats[1].loss == pytest.approx(stats[0].loss, abs=1e-4)
@@ -273,7 +273,7 @@ def test_a_step_adds_up_over_the_whole_batch_as_the_objective_says(aggregate: st
         stats = learner().step(
             lesson,
             lr=1e-3,
-            objective=Objective(aggregate=aggregate),
+            objective=RlObjective(aggregate=aggregate),
             microbatch_tokens=microbatch_tokens,
         )
         assert stats.loss == pytest.approx(expected[aggregate], rel=1e-4)
@@ -282,7 +282,7 @@ def test_a_step_adds_up_over_the_whole_batch_as_the_objective_says(aggregate: st
 def test_the_reference_is_what_was_kept_and_survives_a_checkpoint() -> None:
     """At the kept weights the KL costs nothing; once the policy has moved it does, and pulls it
     back."""
-    priced = Objective(kl_coef=0.5)
+    priced = RlObjective(kl_coef=0.5)
     free, held = learner(), learner()
     held.snapshot()
     assert held.step(batch(1), lr=1e-2, objective=priced).loss == free.step(batch(1), lr=1e-2).loss
@@ -305,17 +305,17 @@ def test_the_reference_is_what_was_kept_and_survives_a_checkpoint() -> None:
         held.step(
             replace(batch(4), rows=unrewarded),
             lr=2e-3,
-            objective=Objective(correction="none", kl_coef=1.0),
+            objective=RlObjective(correction="none", kl_coef=1.0),
         )
     assert sum(map(gap, unrewarded)) < before / 2
 
 
 def test_shares_of_what_a_correction_did() -> None:
     stats = learner().step(
-        batch(1), lr=1e-3, objective=Objective(correction="masked", ratio_cap=1.01)
+        batch(1), lr=1e-3, objective=RlObjective(correction="masked", ratio_cap=1.01)
     )
     assert 0.5 < stats.truncated_frac == stats.zero_grad_frac <= 1.0
-    stats = learner().step(batch(1), lr=1e-3, objective=Objective(ratio_cap=1.0))
+    stats = learner().step(batch(1), lr=1e-3, objective=RlObjective(ratio_cap=1.0))
     assert 0.0 < stats.truncated_frac < 1.0 and stats.zero_grad_frac == 0.0
 
 

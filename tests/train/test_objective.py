@@ -14,7 +14,7 @@ from etude.core.checks import LARGEST, LEAST_LOGPROB, MOST_LOGPROB
 from etude.core.types import Row
 from etude.train.correction import CORRECTION
 from etude.train.loss import LOSS, Clip
-from etude.train.objective import AGGREGATE, Objective
+from etude.train.objective import AGGREGATE, RlObjective
 
 NEW = torch.tensor([0.5, 0.9, 0.2], dtype=torch.float64).log()
 OLD = torch.tensor([0.25, 0.1, 0.4], dtype=torch.float64).log()  # ratios 2, 9 and 0.5
@@ -22,7 +22,7 @@ ADV = torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64)
 ROW_N = torch.tensor([0, 1, 1])
 
 
-def slopes(objective: Objective, ref: Tensor | None = None) -> list[float]:
+def slopes(objective: RlObjective, ref: Tensor | None = None) -> list[float]:
     leaf = NEW.clone().requires_grad_()
     objective.token_losses(leaf, OLD, ADV, ROW_N, ref).loss_N.sum().backward()
     assert leaf.grad is not None
@@ -30,11 +30,11 @@ def slopes(objective: Objective, ref: Tensor | None = None) -> list[float]:
 
 
 def test_the_default_by_hand() -> None:
-    losses = Objective(ratio_cap=3.0).token_losses(NEW, OLD, ADV, ROW_N)
+    losses = RlObjective(ratio_cap=3.0).token_losses(NEW, OLD, ADV, ROW_N)
     expected = [-2 * 1 * math.log(0.5), -3 * -2 * math.log(0.9), -0.5 * 3 * math.log(0.2)]
     assert losses.loss_N.tolist() == pytest.approx(expected)
     assert losses.truncated_N.tolist() == [False, True, False] and not losses.zero_grad_N.any()
-    assert slopes(Objective(ratio_cap=3.0)) == pytest.approx([-2.0, 6.0, -1.5])
+    assert slopes(RlObjective(ratio_cap=3.0)) == pytest.approx([-2.0, 6.0, -1.5])
 
 
 def test_the_default_is_one_rounding_from_the_formula_and_no_more() -> None:
@@ -43,12 +43,13 @@ def test_the_default_is_one_rounding_from_the_formula_and_no_more() -> None:
     new, old, adv = (torch.randn(1000, generator=generator) for _ in range(3))
     plain = -(new - old).exp().clamp(max=2.0) * adv * new
     assert torch.equal(
-        Objective().token_losses(new, old, adv, torch.zeros(1000, dtype=torch.int64)).loss_N, plain
+        RlObjective().token_losses(new, old, adv, torch.zeros(1000, dtype=torch.int64)).loss_N,
+        plain,
     )
 
 
 def test_masked_tokens_are_silent() -> None:
-    losses = Objective(correction="masked", ratio_cap=3.0).token_losses(NEW, OLD, ADV, ROW_N)
+    losses = RlObjective(correction="masked", ratio_cap=3.0).token_losses(NEW, OLD, ADV, ROW_N)
     assert losses.truncated_N.tolist() == losses.zero_grad_N.tolist() == [False, True, False]
 
 
@@ -57,11 +58,11 @@ def test_masked_tokens_are_silent() -> None:
 )
 def test_each_correction_weighs_the_gradient(correction: str, weights: list[int]) -> None:
     expected = [-w * a for w, a in zip(weights, ADV.tolist(), strict=True)]
-    assert slopes(Objective(correction=correction, ratio_cap=3.0)) == pytest.approx(expected)
+    assert slopes(RlObjective(correction=correction, ratio_cap=3.0)) == pytest.approx(expected)
 
 
 def test_without_a_correction_the_loss_clips_the_whole_ratio() -> None:
-    ppo = Objective(loss=LOSS["ppo_clip"], clip=Clip(0.2, 0.2), correction="none")
+    ppo = RlObjective(loss=LOSS["ppo_clip"], clip=Clip(0.2, 0.2), correction="none")
     # 2 up: silent. 9 down: not clipped, its advantage is negative. 0.5 up: not clipped.
     assert slopes(ppo) == pytest.approx([0.0, 9 * 2.0, -0.5 * 3])
     assert ppo.token_losses(NEW, OLD, ADV, ROW_N).zero_grad_N.tolist() == [True, False, False]
@@ -71,20 +72,20 @@ def test_without_a_correction_the_loss_clips_the_whole_ratio() -> None:
 def test_behind_a_correction_no_clip_acts(name: str) -> None:
     """One step a batch: the policy that learns is the proximal one, so only the importance weight
     is left."""
-    objective = Objective(
+    objective = RlObjective(
         loss=LOSS[name], clip=LOSS[name].clip, correction="truncated", ratio_cap=3.0
     )
-    assert slopes(objective) == pytest.approx(slopes(Objective(ratio_cap=3.0)))
+    assert slopes(objective) == pytest.approx(slopes(RlObjective(ratio_cap=3.0)))
 
 
 def test_cispo_is_reinforce_with_weights_cut_on_both_sides() -> None:
-    cispo = Objective(loss=LOSS["cispo"], clip=Clip(1.0, 2.0), correction="none")
-    assert slopes(cispo) == pytest.approx(slopes(Objective(ratio_cap=3.0)))
+    cispo = RlObjective(loss=LOSS["cispo"], clip=Clip(1.0, 2.0), correction="none")
+    assert slopes(cispo) == pytest.approx(slopes(RlObjective(ratio_cap=3.0)))
 
 
 def test_the_kl_is_a_price_on_each_token() -> None:
     ref = torch.tensor([0.25, 0.9, 0.4], dtype=torch.float64).log()  # k1: log 2, 0 and -log 2
-    priced = Objective(correction="none", kl_coef=0.1)
+    priced = RlObjective(correction="none", kl_coef=0.1)
     expected = [-(1.0 - 0.1 * math.log(2)), 2.0, -(3.0 + 0.1 * math.log(2))]
     assert slopes(priced, ref) == pytest.approx(expected)
 
@@ -102,7 +103,7 @@ def test_the_policy_gradient_of_k1_is_the_gradient_of_the_kl() -> None:
     every = torch.arange(5)
     no_reward = torch.zeros(5, dtype=torch.float64)
     loss = (
-        Objective(correction="none", kl_coef=1.0)
+        RlObjective(correction="none", kl_coef=1.0)
         .token_losses(logp, logp.detach(), no_reward, every, ref)
         .loss_N
     )
@@ -129,7 +130,7 @@ def test_all_that_the_checks_admit_has_a_finite_loss_and_slope(name: str, correc
         torch.arange(len(old)) // 7,
     ):
         for kl_coef in (0.0, 0.1):
-            objective = Objective(
+            objective = RlObjective(
                 loss=LOSS[name], clip=LOSS[name].clip, correction=correction, kl_coef=kl_coef
             )
             leaf = new.clone().requires_grad_()

@@ -19,7 +19,7 @@ from etude.model.files import hf_state_dict
 from etude.model.transformer import Transformer, init_from_scratch
 from etude.train.learner import MICROBATCH_TOKENS, Learner
 from etude.train.packing import RolloutSequence, TokenSequence, pack_batch, pack_rollouts
-from etude.train.routers import RouterTracker, balance_loss
+from etude.train.routers import RouterManager, balance_loss
 from etude.train.stats import RlStats
 from tests.small_model import add, config, drain, request, sharp
 
@@ -102,7 +102,7 @@ def test_replay_brings_a_learner_in_another_precision_near_the_engine() -> None:
     assert wrong.router_mismatch_frac is not None and wrong.router_mismatch_frac > 0.5
     assert wrong.mismatch.k3 > 10 * replayed.mismatch.k3
     guarded = step(SPARSE, batch, turned, router_replay_min_score=1.0)
-    assert guarded.experts_replaced_frac is not None and guarded.experts_replaced_frac > 0.3
+    assert guarded.experts_replaced_frac is not None and 0.3 < guarded.experts_replaced_frac <= 1.0
     # as if nothing had been told
     assert guarded.mismatch.k3 == pytest.approx(without.mismatch.k3, rel=0.01)
 
@@ -179,7 +179,7 @@ def test_biases_are_nudged_until_the_load_is_even() -> None:
     router.e_score_correction_bias[:2] += 0.1
     loads = []
     for _ in range(150):
-        routers = RouterTracker(model, router_balance=True)
+        routers = RouterManager(model, router_balance=True)
         routing = routers.begin_microbatch(pack_batch(TEXTS))
         assert routing is not None
         loads.append(most_loaded(model, routing))

@@ -16,7 +16,7 @@ from etude.model.numerics import INVARIANT
 from etude.train.head import MAX_LOGITS
 from etude.train.learner import Learner
 from etude.train.loss import token_logprobs
-from etude.train.objective import Objective
+from etude.train.objective import RlObjective
 from etude.train.packing import RolloutSequence, pack_rollouts
 from etude.train.stats import RlStats
 from etude.train.teacher import Teacher
@@ -112,7 +112,7 @@ def test_rows_that_do_not_say_take_the_stages_temperature_with_the_same_bits() -
 
     def step(lesson: Batch) -> tuple[RlStats, dict[str, torch.Tensor]]:
         one = learner()
-        stats = one.step(lesson, lr=1e-2, temperature=0.7, objective=Objective())
+        stats = one.step(lesson, lr=1e-2, temperature=0.7, objective=RlObjective())
         return stats, one.weights()
 
     lesson = batch(learner(), 0.7, 0.7)
@@ -192,7 +192,7 @@ def test_the_reference_is_computed_at_the_temperature_of_each_token() -> None:
     free, held = learner(), learner()
     held.snapshot()
     stats = [
-        one.step(lesson, lr=1e-3, temperature=0.9, objective=Objective(kl_coef=kl_coef))
+        one.step(lesson, lr=1e-3, temperature=0.9, objective=RlObjective(kl_coef=kl_coef))
         for one, kl_coef in ((free, 0.0), (held, 10.0))
     ]
     assert stats[1].loss == pytest.approx(stats[0].loss, abs=1e-4)

@@ -14,7 +14,7 @@ from etude.model.experts import Routing
 from etude.model.transformer import init_from_scratch
 from etude.train.learner import MICROBATCH_TOKENS, Learner
 from etude.train.loss import token_logprobs
-from etude.train.objective import Objective
+from etude.train.objective import RlObjective
 from etude.train.packing import PackItem, RolloutSequence, TokenSequence, pack_batch, pack_rollouts
 from etude.train.routers import balance_loss
 from etude.train.schedule import learning_rate
@@ -188,7 +188,7 @@ def test_kept_weights_do_not_leave_the_model_when_a_block_fails() -> None:
 
 def test_a_price_of_moving_needs_weights_to_measure_from() -> None:
     with pytest.raises(AssertionError, match="a kl_coef needs a reference"):
-        learner().step(batch(1), lr=1e-3, objective=Objective(kl_coef=0.1))
+        learner().step(batch(1), lr=1e-3, objective=RlObjective(kl_coef=0.1))
 
 
 def test_a_rate_without_steps_to_fall_over() -> None:

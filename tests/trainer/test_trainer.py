@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from etude.core.config import RunConfig, parse
 from etude.core.errors import EtudeError
+from etude.core.events import Event, OverlongSkipped, StageStarted
+from etude.core.lineage import stage_spans
 from etude.model.files import hf_state_dict, write_directory
 from etude.model.transformer import ModelConfig, init_from_scratch
 from etude.store.runs import Run
 from etude.train.distributed import ProcessGroup
 from etude.train.stages import StageProgress
 from etude.train.stats import SupervisedStats
-from etude.trainer import state
+from etude.trainer import stages, state
 from etude.trainer import trainer as trainer_module
 from etude.trainer.prepare import store_files
 from etude.trainer.trainer import Trainer, rank_device
@@ -158,3 +162,80 @@ def test_the_program_trains_as_the_rank_that_it_is(
     ranks = (77.0, "cpu") if torchrun else (3, 4, meeting, 77.0, "cpu")
     assert happened == [(config, ranks, torch.device("cpu"))]
     assert devices == [5 if torchrun else 3]
+
+
+class Told:
+    """What a stage sees of a trainer, in the middle of its third step."""
+
+    def __init__(self, toml: str) -> None:
+        self.config = parse(toml)
+        self.events: list[Event] = []
+        self.stage = self.config.stage[0].name
+        self.step = 3
+        self.tokenizer = self.learner = self.heldout_losses = object()
+        self.context = 64
+        self.data: list[str] = []
+        self.finished: list[tuple[int, int]] = []
+        self.emit = self.events.append
+        self.record_data = self.data.append
+
+    def report_fit(self) -> str:
+        return "reported"
+
+    def finish_version(self, version: int, *, step: int) -> None:
+        self.finished.append((version, step))
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        ("demonstrations = 2", (["made"], ["made, held out"])),
+        ('path = "x"', (["read"], ["read, held out"])),
+        (
+            'demonstrations = 2\npath = "x"',
+            (["made", "read"], ["made, held out", "read, held out"]),
+        ),
+    ],
+)
+def test_sft_imitates_what_there_is_and_tells_what_is_left_out(
+    shown: str, expected: tuple[list[str], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = SimpleNamespace(train=["made"], heldout=["made, held out"])
+    read = SimpleNamespace(train=["read"], heldout=["read, held out"], skipped=["x:1", "x:7"])
+    asked: list[tuple[object, ...]] = []
+    learnt: list[tuple[object, ...]] = []
+    monkeypatch.setattr(stages.data, "built_in_sessions", lambda *told: made)
+    monkeypatch.setattr(stages.data, "read_sessions", lambda *told: asked.append(told) or read)
+    monkeypatch.setattr(stages.learning, "sft", lambda *told, **more: learnt.append((*told, more)))
+    trainer: Any = Told(f'name = "a"\n[[stage]]\nkind = "sft"\noverlong = "drop"\n{shown}')
+    (span,) = stage_spans(trainer.config.stage)
+    stages.sft(trainer, span)
+    skipped = [OverlongSkipped(stage="sft", count=2, where=("x:1", "x:7"))]
+    by_path = 'path = "x"' in shown
+    assert trainer.events == [
+        StageStarted(stage="sft", steps=0, done=3),
+        *(skipped if by_path else []),
+    ]
+    assert asked == ([("x", trainer.tokenizer, 64, "drop")] if by_path else [])
+    assert learnt == [
+        (
+            *(trainer.learner, span.stage, *expected),
+            {
+                "seed": trainer.config.seed,
+                "start_step": 3,
+                "heldout_losses": trainer.heldout_losses,
+                "on_step": "reported",
+            },
+        )
+    ]
+    assert trainer.finished == [(1, 3)] and len(trainer.data) == 1
+
+
+def test_nothing_is_said_of_nothing_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages.data, "read_preferences", lambda *told: (["a pair"], []))
+    monkeypatch.setattr(stages.learning, "dpo", lambda *told, **more: None)
+    trainer: Any = Told('name = "a"\n[[stage]]\nkind = "dpo"\npath = "x"')
+    (span,) = stage_spans(trainer.config.stage)
+    stages.dpo(trainer, span)
+    assert trainer.events == [StageStarted(stage="dpo", steps=0, done=3)]
+    assert trainer.finished == [(1, 3)]

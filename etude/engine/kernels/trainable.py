@@ -120,7 +120,7 @@ class _Sequences:
     def attend(self, layer: Layer, own: GroupedQueryAttention, qkv: Tensor) -> Tensor:
         def exact() -> Tensor:
             turned, out = qkv.clone(), qkv.new_empty(len(qkv), own.num_q * own.head_dim)
-            params = layer.attention_params
+            params = layer.attention_layer
             attention.write(
                 params, turned, self._k, self._v, self._positions, self._slots, page=PAGE
             )
