@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-os.environ["TRITON_INTERPRET"] = "1"  # before triton defines its own functions
+if os.environ.get("TRITON_INTERPRET") != "1":  # conftest sets it where there is no device
+    pytest.skip("a device runs them: tests.engine.kernel_checks", allow_module_level=True)
 pytest.importorskip("triton", reason="triton is not installed")
 
 from etude.core.sampling import Sample
