@@ -14,8 +14,8 @@ from hypothesis import settings
 # child processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Kernels are interpreted where there is no device; triton reads this when it is first imported, which
-# any test may be the first to do.
+# Kernels are interpreted where there is no device. Triton reads this when it is first imported,
+# which any test may be the first to do.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
