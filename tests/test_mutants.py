@@ -49,6 +49,7 @@ def test_plausible_mistakes(source: str, expected: set[str]) -> None:
         "parser.add_argument('--x', default=1, help='1')\n",
         "@dataclass(frozen=True)\nclass A:\n    x: int\n",
         "PATIENCE_S = 60.0\n",
+        "x = zip(a, b, strict=True)\n",
         "def f(wait_s=1.0, *, poll_s=2):\n    return wait_s\n",
     ],
 )

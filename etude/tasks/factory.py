@@ -65,7 +65,26 @@ def program_digest(source: str) -> str:
                 node.arg = anonymous(node.arg)
             case ast.Name():
                 node.id = anonymous(node.id)
-    return hashlib.blake2b(ast.dump(tree).encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(_dumped(tree).encode(), digest_size=8).hexdigest()
+
+
+def _dumped(node: object) -> str:
+    """What `ast.dump` says in Python 3.11: later ones say it otherwise, and what is held out must
+    not depend on that."""
+    if isinstance(node, list):
+        return f"[{', '.join(map(_dumped, node))}]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    told = [
+        f"{name}={_dumped(value)}"
+        for name, value in ast.iter_fields(node)
+        if name != "type_params" and (value is not None or (type(node), name) == _NONE)
+    ]
+    return f"{type(node).__name__}({', '.join(told)})"
+
+
+_NONE = (ast.Constant, "value")
+"""The one field in which None is something, and not the lack of it."""
 
 
 def split_of(function: Function) -> Split:

@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -115,17 +116,26 @@ async def test_a_death_by_a_signal_is_named(launcher: Launcher) -> None:
 
 
 async def test_a_program_sees_what_it_needs_and_leaves_nothing_open(
-    launcher: Launcher, tmp_path: Path
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = (
         "import os, sys\n"
-        "print(os.environ['OMP_NUM_THREADS'], os.environ['PYTHONUNBUFFERED'], sys.stdin.read())\n"
+        "print(*(os.environ[name] for name in sys.argv[1:]), sys.stdin.read())\n"
         "print(os.getsid(0) == os.getpid(), file=sys.stderr)"
     )
-    before = len(os.listdir("/proc/self/fd"))
-    await launcher.run_to_end(program("main", code))
-    assert (tmp_path / "logs" / "main.log").read_text().split() == ["1", "1", "True"]
-    assert len(os.listdir("/proc/self/fd")) == before
+    names = ("OMP_NUM_THREADS", "PYTHONUNBUFFERED", "GOMP_SPINCOUNT")
+    shown = Program("main", (sys.executable, "-c", code, *names))
+    for told, expected in ((None, "10000"), ("7", "7")):
+        monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+        if told is not None:
+            monkeypatch.setenv("GOMP_SPINCOUNT", told)
+        with locked(tmp_path) as lock:
+            launcher = Launcher(tmp_path, threads=3, resume="", lock=lock)
+            before = len(os.listdir("/proc/self/fd"))
+            await launcher.run_to_end(shown)
+            assert len(os.listdir("/proc/self/fd")) == before
+        said = (tmp_path / "logs" / "main.log").read_text().split()
+        assert said[-4:] == ["3", "1", expected, "True"]
 
 
 def test_servers_and_trainers_are_told_where_everything_is(tmp_path: Path) -> None:
@@ -229,6 +239,15 @@ def test_a_run_is_locked_against_a_second_launcher(tmp_path: Path) -> None:
         pass
     with locked(tmp_path, 0):
         pass
+
+
+def test_others_may_see_who_runs_there_and_not_change_it(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        with locked(tmp_path):
+            assert stat.S_IMODE((tmp_path / "lock").stat().st_mode) == 0o644
+    finally:
+        os.umask(before)
 
 
 async def test_logs_that_cannot_be_written(launcher: Launcher, tmp_path: Path) -> None:
@@ -358,7 +377,13 @@ def test_ports() -> None:
     assert len(set(ports)) == 5
     check_port(ports[0])
     with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
         taken.bind(("127.0.0.1", ports[0]))
         taken.listen()
         with pytest.raises(EtudeError, match=f"engine.port = {ports[0]} cannot be used"):
             check_port(ports[0])
+        with socket.create_connection(("127.0.0.1", ports[0])) as client:
+            served, _ = taken.accept()
+            served.close()
+            client.recv(1)
+    check_port(ports[0])  # although the kernel remembers the connection for a while

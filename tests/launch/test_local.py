@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,12 +18,14 @@ from rich.console import Console
 from etude.core.config import parse
 from etude.core.errors import EtudeError
 from etude.core.events import Event, Launched, WeightsLive
+from etude.core.ledger import Dropped, Issued
 from etude.core.stages import RopeScalingConfig
 from etude.launch import local
 from etude.launch.launcher import Program
 from etude.launch.local import RunDirectory, seconds_at_work
 from etude.model.files import hf_state_dict, write_directory
 from etude.model.transformer import ModelConfig, init_from_scratch
+from etude.run.evaluate import Report, report_name
 from etude.store.codec import Stamped
 from etude.store.runs import Run
 from etude.store.telemetry import EventReader
@@ -368,3 +371,58 @@ def test_a_run_without_a_loop_has_no_lag(
         place = RunDirectory(tmp_path / str(number))
         local.execute(parse(text), place, Console(quiet=True), resume="")
     assert bounds == [0, 3]
+
+
+def test_a_plan_says_what_would_run(tmp_path: Path) -> None:
+    place = RunDirectory(tmp_path / "r")
+    first, midtrain, rl, workers, tasks, sandboxes = local.plan(parse(TOML), place).splitlines()
+    assert first == f"run a, seed 0, in {tmp_path}/r"
+    assert midtrain.startswith("  midtrain: version 0 -> 1 (") and "steps 1" in midtrain
+    assert rl.startswith("  rl: version 1 -> 2 (") and "max_lag 3" in rl and "kind" not in rl
+    assert workers.startswith("  workers: here, there, ")
+    assert "to train on" in tasks and "held out" in tasks
+    assert sandboxes.startswith("  sandboxes: ")
+    assert not place.directory.exists()
+
+
+def test_a_summary_says_what_became_of_a_run(tmp_path: Path) -> None:
+    place, config = RunDirectory(tmp_path / "r"), parse(TOML)
+    run = Run.open(place.store)
+    run.put_config(config)
+    samples = ("g000000.0", "g000000.1")
+    run.ledger.append(Issued(group="g000000", task="t", samples=samples, version=1))
+    run.ledger.append(Dropped(samples=samples[:1], reason="failed"))
+    report = Report(
+        stage="midtrain", split="heldout", version=1, solved=1, total=4, low=0.0, high=1.0,
+        rewards={}, example=[],
+    )  # fmt: skip
+    run.put_eval(report_name(1, "heldout"), report)
+    run.put_eval(report_name(1, "novel"), replace(report, split="novel", solved=4))
+    told = local.summary(run, config)
+    assert told == {
+        "solve_rate": {"midtrain": 0.25},
+        "lag_max": 0,
+        "lag_bound": 3,
+        "issued": 2,
+        "trained": 0,
+        "dropped": {"failed": 1},
+        "in_flight": 1,
+        "regions": 2,
+        "seconds": 0.0,
+    }
+
+
+def test_what_was_evaluated_before_is_not_evaluated_again(
+    tmp_path: Path, started: list[Started], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = RunDirectory(tmp_path / "r")
+    run = Run.open(place.store)
+    run.put_config(parse(TOML))
+    report = Report(
+        stage="rl", split="heldout", version=2, solved=1, total=4, low=0.0, high=1.0, rewards={},
+        example=[],
+    )  # fmt: skip
+    run.put_eval(report_name(2, "heldout"), report)
+    monkeypatch.setattr(local, "find_newest", lambda objects: SimpleNamespace(version=2))
+    found = local.evaluate(place, Console(quiet=True), version=None, split="heldout")
+    assert found == report and started == []

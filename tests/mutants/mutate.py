@@ -305,7 +305,7 @@ class _Finder:
         if name in ("get", "pop", "getattr") and node.args:
             yield from self.keys(here, node.args[0])
         for keyword in node.keywords:
-            if keyword.arg not in WORDING:
+            if keyword.arg not in WORDING and id(keyword) not in self.arbitrary:
                 start, end = self.at(keyword)
                 comma = re.compile(rb"\s*,?").match(self.source, end)
                 yield self.change(here, keyword, "", end=comma.end() if comma else end)
@@ -406,7 +406,7 @@ def _read(node: ast.stmt) -> Iterator[ast.AST]:
 
 def _arbitrary(node: ast.AST) -> Iterator[ast.AST]:
     """Numbers that are given to a name in seconds, or to a generator as its seed: any other would
-    do as well."""
+    do as well. And what `zip` is told, which is an assertion."""
     pairs: list[tuple[str | None, ast.AST | None]] = []
     match node:
         case (
@@ -428,6 +428,8 @@ def _arbitrary(node: ast.AST) -> Iterator[ast.AST]:
             ]
         case ast.Call(func=ast.Attribute(attr="manual_seed")):
             yield from node.args
+        case ast.Call(func=ast.Name(id="zip")):
+            yield from node.keywords
     for name, given in pairs:
         if given is not None and name and name.lower().endswith("_s"):
             yield from (part for part in ast.walk(given) if _number(part))

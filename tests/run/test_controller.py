@@ -312,3 +312,68 @@ async def test_a_split_without_tasks_is_not_evaluated() -> None:
     run = Run.open("memory:")
     await Controller(run, config, gateway, environment, lambda event: None).evaluate(1, "novel")
     assert gateway.loaded == [] and run.evals() == []
+
+
+@pytest.mark.parametrize("broken", [False, True])
+async def test_a_controller_has_what_it_needs_and_leaves_nothing_open(
+    broken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened: list[object] = []
+    run = Run.open("memory:")
+    run.put_config(
+        parse(
+            'name = "a"\nseed = 5\nsilence_s = 33.0\n[[stage]]\nkind = "rl"\nsteps = 1\n'
+            '[sandbox]\nisolation = "process"\n[tasks]\ntrain = 7\nheldout = 3\nnovel = 2'
+        )
+    )
+
+    class Pool:
+        def owing(self) -> dict[str, float]:
+            return {"zygote": 1.0}
+
+        async def close(self) -> None:
+            happened.append("closed")
+
+    class Ready(Gateway):
+        def __init__(self, url: str) -> None:
+            super().__init__()
+            happened.append(url)
+
+        async def __aenter__(self) -> Ready:
+            return self
+
+        async def __aexit__(self, *how: object) -> None:
+            happened.append("left")
+
+        async def ready(self) -> None:
+            happened.append("ready")
+            if broken:
+                raise EtudeError("no gateway")
+
+    def opened(store: str, *, create: bool) -> Run:
+        assert store == "S" and not create
+        return run
+
+    made: list[Pool] = []
+
+    def pool(isolation: str, silence_s: float) -> Pool:
+        assert (isolation, silence_s) == ("process", 33.0)
+        made.append(Pool())
+        return made[-1]
+
+    built: list[dict[str, Any]] = []
+    loaded: list[str] = []
+    monkeypatch.setattr(controller.Run, "open", opened)
+    monkeypatch.setattr(controller, "open_sandbox_pool", pool)
+    monkeypatch.setattr(controller, "GatewayClient", Ready)
+    monkeypatch.setattr(controller, "build", lambda *named, **told: built.append(told))
+    monkeypatch.setattr(controller, "load", lambda reference, key: loaded.append(key))
+    with pytest.raises(EtudeError) if broken else contextlib.nullcontext():
+        async with controller.open_controller("S", "G", "controller") as opened_one:
+            assert opened_one.owing() == {"zygote": 1.0}
+            opened_one.emit(RunDone(version=1))
+            assert happened == ["G", "ready"]
+    assert happened == ["G", "ready", "left", "closed"]
+    assert built == [{"counts": {"train": 7, "heldout": 3, "novel": 2}, "seed": 5}]
+    assert loaded == ["harness.agent"]  # what is misspelt is told before the first stage
+    assert run.processes() == ([] if broken else ["controller"])

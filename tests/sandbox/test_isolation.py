@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import re
 import shutil
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -16,12 +18,13 @@ import tempfile
 import termios
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from etude.core.errors import EtudeError, RolloutFailure
 from etude.core.sandbox import SandboxSpec
-from etude.sandbox import kernel, namespaces, syscalls
+from etude.sandbox import guest, kernel, namespaces, syscalls
 from etude.sandbox.limits import NICENESS
 from etude.sandbox.namespaces import NamespaceSandboxPool
 from tests.namespaces import need_namespaces
@@ -674,3 +677,40 @@ asyncio.run(main())
         )
     finally:
         shutil.rmtree(copy)
+
+
+def test_what_goes_wrong_inside_is_told_and_is_not_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Breaking:
+        def __init__(self, link: object) -> None: ...
+
+        def op_break(self, kind: str) -> None:
+            raise {"os": OSError(5, "broken"), "value": ValueError("wrong")}.get(
+                kind, FileNotFoundError("not there")
+            )
+
+        def op_work(self) -> str:
+            return "done"
+
+    ours, theirs = socket.socketpair()
+    monkeypatch.setattr(guest, "Guest", Breaking)
+    if (pid := os.fork()) == 0:
+        ours.close()
+        guest.serve(theirs)
+    theirs.close()
+    with ours, ours.makefile("rw") as wire:
+
+        def ask(**request: str) -> dict[str, Any]:
+            wire.write(json.dumps(request) + "\n")
+            wire.flush()
+            return dict(json.loads(wire.readline()))
+
+        assert json.loads(wire.readline()) == {"ok": None}
+        told = ask(op="break", kind="os")["error"]
+        assert told == ["RolloutFailure", "sandbox: [Errno 5] broken"]
+        assert ask(op="break", kind="value") == {"error": ["ValueError", "wrong"]}
+        assert ask(op="break", kind="") == {"error": ["FileNotFoundError", "not there"]}
+        assert ask(op="work") == {"ok": "done"}
+    ours.close()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

@@ -3,10 +3,12 @@ training."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from itertools import islice
 from random import Random
 
+import msgspec
 import pytest
 
 from etude.tasks import bugs
@@ -126,3 +128,21 @@ def test_what_a_slip_answers_is_a_value_or_the_name_of_an_error(
 ) -> None:
     source = f"def f(n):\n    return {expression}\n"
     assert answers(source, [("f", [3])]) == [answer]
+
+
+def test_the_tasks_of_a_seed_are_the_same_in_every_version() -> None:
+    """So that runs can be compared, and a run that goes on is examined on what it was examined on
+    before. Whoever changes a template changes these numbers knowingly."""
+
+    def digest(made: object) -> str:
+        text = json.dumps(msgspec.to_builtins(made))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    tasks = {split: make_tasks(split, 150, seed=0) for split in SPLITS}  # type: ignore[arg-type]
+    assert {split: digest(made) for split, made in tasks.items()} == {
+        "train": "3702019d13db0a79",
+        "heldout": "f8d847b812aabbd1",
+        "novel": "ea6cb8323a8fed5e",
+    }
+    assert digest(demonstrations(tasks["train"], 100, seed=0)) == "5adea59cef373ae8"
+    assert digest(documents(150, seed=0)) == "5d047a8d6b93e0da"

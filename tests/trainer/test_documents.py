@@ -123,3 +123,18 @@ def test_a_mistake_leaves_no_half_written_cache(tmp_path: Path) -> None:
     with pytest.raises(EtudeError, match=r"a\.jsonl:2"):
         read_corpus(stage(told), FILES, 0)
     assert list(documents.cache().iterdir()) == []
+
+
+def test_the_order_of_what_is_held_out_makes_no_other_rule(tmp_path: Path) -> None:
+    exam = [f"document {number}" for number in range(1000)]
+    write(tmp_path / "a.jsonl", ["one", "document 7"])
+    told = stage(
+        f'heldout_path = "{tmp_path}/exam.jsonl"\nsources = [{{path = "{tmp_path}/a.jsonl"}}]'
+    )
+    found = []
+    for texts in (exam, exam[::-1]):
+        write(tmp_path / "exam.jsonl", texts)
+        assert said(read_corpus(told, FILES, 0).sources[0][0]) == ["one"]
+        found.append({path.name for path in documents.cache().iterdir()})
+    # the tokens of the source are found again, and only the exam is a new file
+    assert len(found[0]) == 2 and len(found[1] - found[0]) == 1

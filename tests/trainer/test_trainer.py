@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from etude.core.lineage import stage_spans
 from etude.model.files import hf_state_dict, write_directory
 from etude.model.transformer import ModelConfig, init_from_scratch
 from etude.store.runs import Run
+from etude.store.telemetry import Emit
 from etude.train.distributed import ProcessGroup
 from etude.train.stages import StageProgress
 from etude.train.stats import SupervisedStats
@@ -239,3 +241,35 @@ def test_nothing_is_said_of_nothing_left_out(monkeypatch: pytest.MonkeyPatch) ->
     stages.dpo(trainer, span)
     assert trainer.events == [StageStarted(stage="dpo", steps=0, done=3)]
     assert trainer.finished == [(1, 3)]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_trainer_is_closed_however_it_ends_and_the_first_rank_speaks(
+    rank: int, broken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened: list[str] = []
+
+    class Watched:
+        def __init__(self, run: Run, config: object, emit: Emit, *others: object) -> None:
+            self.emit = emit
+
+        def train(self) -> None:
+            happened.append("train")
+            self.emit(StageStarted(stage="rl", steps=1, done=0))
+            if broken:
+                raise EtudeError("the store is gone")
+
+        def close(self) -> None:
+            happened.append("close")
+
+    class Ranks(ProcessGroup):
+        def close(self) -> None:
+            happened.append("ranks close")
+
+    monkeypatch.setattr(trainer_module, "Trainer", Watched)
+    run = Run.open("memory:")
+    with pytest.raises(EtudeError) if broken else contextlib.nullcontext():
+        trainer_module.train(run, parse(TOML), Ranks(rank=rank), torch.device("cpu"))
+    assert happened == ["train", "close", *([] if broken else ["ranks close"])]
+    assert run.processes() == (["trainer"] if rank == 0 else [])
