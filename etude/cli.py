@@ -364,7 +364,7 @@ def audit(args: argparse.Namespace) -> int:
     for alarm in audited.alarms:
         print(f"alarm: {alarm}")
     print(
-        "the books balance" if not audited.violations else f"{len(audited.violations)} violations"
+        "the ledger balances" if not audited.violations else f"{len(audited.violations)} violations"
     )
     return 1 if audited.violations else 0
 

@@ -419,10 +419,7 @@ def _explain(error: dict[str, Any]) -> str:
             renamed = OLD_KEYS.get(f"stage.{loc[-1]}" if loc[0] == "stage" else path)
             if renamed is not None:
                 return f"unknown key {path} in {table}: it is called {renamed} now"
-            keys = list(_table(loc[:-1]).model_fields)
-            near = difflib.get_close_matches(str(loc[-1]), keys, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]}?" if near else f"valid keys are {', '.join(keys)}"
-            return f"unknown key {path} in {table}: {hint}"
+            return f"unknown key {path} in {table}: {_hint(str(loc[-1]), _table(loc[:-1]))}"
         case "missing":
             return f"{path} is missing: it has no default"
         case "union_tag_invalid" | "union_tag_not_found":
@@ -436,8 +433,22 @@ def _explain(error: dict[str, Any]) -> str:
         case "value_error":
             what = str(error["ctx"]["error"])
             return f"{path}: {what}" if path else what
+        case "tuple_type":
+            example = f", such as [{given!r}]" if isinstance(given, str) else ""
+            return f"{path} = {given!r}: it must be a list{example}"
         case _:
             return f"{path} = {given!r}: {error['msg'][0].lower()}{error['msg'][1:]}"
+
+
+def _hint(key: str, table: type[BaseModel]) -> str:
+    """What to write instead of a key that the table does not have."""
+    keys = list(table.model_fields)
+    near = difflib.get_close_matches(key, keys, n=1) or [k for k in keys if key in k.split("_")]
+    if near:
+        return f"did you mean {near[0]}?"
+    if kinds := [kind for kind, stage in STAGES.items() if key in stage.model_fields]:
+        return f"it is a key of a [[stage]] of kind {' or '.join(kinds)}"
+    return f"valid keys are {', '.join(keys)}"
 
 
 def _table(loc: tuple[str | int, ...]) -> type[BaseModel]:

@@ -10,7 +10,8 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 _LIBRARIES = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-_NOT_THE_USERS = (*(f"{place}/" for place in (Path(__file__).parents[1], *_LIBRARIES)), "<frozen")
+# "<": code that has no file, such as the methods that dataclasses write.
+_NOT_THE_USERS = (*(f"{place}/" for place in (Path(__file__).parents[1], *_LIBRARIES)), "<")
 
 
 class EtudeError(Exception):

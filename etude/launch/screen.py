@@ -243,10 +243,9 @@ def session(messages: Sequence[dict[str, Json]]) -> RenderableType:
             said += [_call(call["function"]) for call in message.get("tool_calls") or []]
             lines += [Text(f"model  {line}", style="bold") for line in said or ["(says nothing)"]]
         else:
-            style, who = ("cyan", "user   ") if message["role"] == "user" else ("dim", "tool   ")
-            lines.append(
-                Text(who + str(message["content"]).replace("\n", "\n       "), style=style)
-            )
+            style = "cyan" if message["role"] == "user" else "dim"
+            text = str(message["content"]).replace("\n", "\n       ")
+            lines.append(Text(f"{message['role']:<6} {text}", style=style))
     return Panel(Group(*lines), title="a solved session", title_align="left", expand=False)
 
 

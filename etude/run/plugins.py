@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 from pathlib import Path
@@ -55,8 +56,27 @@ def check_file(reference: str, key: str) -> None:
 def build(reference: str, key: str, *args: Any, **options: Any) -> Any:
     """Load it and call it."""
     make = load(reference, key)
+    _check_call(make, f"{key} = {reference!r}", args, options)
     with user_code(f"{key} = {reference!r}"):
         return make(*args, **options)
+
+
+def _check_call(make: Any, what: str, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """Refuse what cannot be called so, with what it would be called with."""
+    if not callable(make):
+        raise EtudeError(f"{what} is of type {type(make).__name__}: it must be a class")
+    try:
+        signature = inspect.signature(make)
+    except ValueError:  # some things that are written in C have none
+        return
+    try:
+        signature.bind(*args, **options)
+    except TypeError as e:
+        given = [*(type(arg).__name__ for arg in args), *(f"{option}=.." for option in options)]
+        raise EtudeError(
+            f"{what} takes {signature}, and is called with ({', '.join(given)}): {e}. Name these "
+            f"in its __init__, or take those that you do not need as **unused"
+        ) from e
 
 
 def _from_file(path: Path) -> ModuleType:

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import json
 import math
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from dataclasses import replace
 from numbers import Real
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from etude.core.errors import RolloutFailure, boundary
 from etude.core.protocols import Agent, Environment
@@ -29,6 +30,8 @@ from etude.core.types import (
     turns,
 )
 from etude.run.process import stopped_since
+
+T = TypeVar("T")
 
 
 class SessionRecorder(Protocol):
@@ -114,9 +117,10 @@ class RolloutRunner:
             async with _at_most(self._sandbox_timeout_s, "tasks.timeout_s"):
                 sandbox = await stack.enter_async_context(self.environment.open(task))
             async with boundary("agent"), _at_most(self._agent_timeout_s, "harness.timeout_s"):
-                transcript = await self.agent.run(
+                running = self.agent.run(
                     task, sandbox, base_url=self.sessions.base_url(sample), seed=seed
                 )
+                transcript = await _coroutine("run", running)
                 messages = _messages(transcript)
             async with boundary("agent"):
                 if not transcript.finished:
@@ -125,7 +129,8 @@ class RolloutRunner:
                 segments = await self.sessions.segments(sample, experts=self.experts)
             async with boundary("score"), _at_most(self._sandbox_timeout_s, "tasks.timeout_s"):
                 attempt = Attempt(transcript=transcript, segments=segments)
-                score = _checked(await self.environment.score(task, sandbox, attempt), segments)
+                scoring = self.environment.score(task, sandbox, attempt)
+                score = _checked(await _coroutine("score", scoring), segments)
         return replace(
             started,
             segments=segments,
@@ -156,6 +161,12 @@ async def _at_most(seconds: float | None, key: str) -> AsyncIterator[None]:
         raise TimeoutError(f"still at work after {seconds:g} s: it must keep to {key}") from e
 
 
+def _coroutine(method: str, result: Awaitable[T]) -> Awaitable[T]:
+    if not inspect.isawaitable(result):
+        raise TypeError(f"{method}() is not a coroutine: write `async def {method}(...)`")
+    return result
+
+
 def _checked(score: Score, segments: tuple[Segment, ...]) -> Score:
     """The score in plain numbers and text, which can be stored. An environment that cannot say what
     an attempt was worth has failed; the attempt has no reward then, not 0."""
@@ -169,6 +180,11 @@ def _checked(score: Score, segments: tuple[Segment, ...]) -> Score:
             raise ValueError(
                 f"the {what} of the score hold {strangers[0]!r}: each must be a {kind.__name__}"
             )
+    if isinstance(score.flags, str):
+        raise ValueError(
+            f"the flags of the score are the text {score.flags!r}: give a tuple, such as "
+            f"({score.flags!r},)"
+        )
     if twice := [name for name, n in Counter(part.name for part in score.parts).items() if n > 1]:
         raise ValueError(f"several parts of the score are called {twice[0]!r}: names must differ")
     return Score(

@@ -56,6 +56,7 @@ class Link(asyncio.Protocol):
                 future.set_exception(
                     RolloutFailure("sandbox: it ended while it was asked something")
                 )
+                future.exception()  # its asker may be gone
 
     def send(self, request: dict[str, Any]) -> asyncio.Future[Any]:
         if self._ended.done() or self._transport.is_closing():

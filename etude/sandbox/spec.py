@@ -32,7 +32,8 @@ def check_spec(
     if asked:
         raise EtudeError(
             f"{backend} sandboxes cannot give what the task asks for: {', '.join(asked)}. "
-            "Take it out of the task's SandboxSpec, or choose another isolation under [sandbox]"
+            "Take it out of the task's SandboxSpec, or choose an isolation under [sandbox] that "
+            "gives it (docs/sandboxes.md)"
         )
     check_env(spec.env)
 

@@ -22,7 +22,13 @@ def add_feedback(run: Run, trajectory: str, feedback: Feedback) -> None:
     """`trajectory`: the id of one in a stored group."""
     if not math.isfinite(feedback.value) or not math.isfinite(feedback.time):
         raise ValueError(f"{feedback}: value and time must be finite numbers")
-    group = run.group(trajectory.rpartition(".")[0])
+    group_id, dot, _ = trajectory.rpartition(".")
+    if not dot or "/" in trajectory:
+        raise ValueError(
+            f"{trajectory!r} is not the id of a trajectory: it is its group's and a number, such "
+            f"as g000001.0"
+        )
+    group = run.group(group_id)
     if trajectory not in {t.id for t in group.trajectories}:
         raise Missing(f"{run.objects.url}: group {group.id} has no trajectory {trajectory!r}")
     data = to_json(feedback)

@@ -264,6 +264,18 @@ def test_a_model_from_a_directory() -> None:
             "[harness]\nturns = 1\n[engine]",
             "unknown key harness.turns .*did you mean max_turns",
         ),
+        (
+            "[engine]",
+            "[harness]\ntemperature = 1\n[engine]",
+            r"unknown key harness.temperature in \[harness\]: it is a key of a "
+            r"\[\[stage\]\] of kind rl or distill",
+        ),
+        ("max_lag", "kl", "unknown key stage.rl.kl .*did you mean kl_coef"),
+        (
+            "seed = 3",
+            'seed = 3\nsinks = "wandb"',
+            r"sinks = 'wandb': it must be a list, such as \['wandb'\]",
+        ),
     ],
 )
 def test_bad_text(old: str, new: str, message: str) -> None:
@@ -300,7 +312,7 @@ def test_bad_overrides(override: str, message: str) -> None:
 def test_no_stage_at_all() -> None:
     with pytest.raises(EtudeError, match="stage is missing"):
         parse('name = "x"')
-    with pytest.raises(EtudeError, match="stage = 3: input should be a valid tuple"):
+    with pytest.raises(EtudeError, match="stage = 3: it must be a list$"):
         parse('name = "x"\nstage = 3')
 
 

@@ -8,6 +8,7 @@ import json
 import pytest
 
 from etude.core.errors import EtudeError, RolloutFailure, boundary, user_code
+from etude.core.types import Task
 
 
 def theirs() -> None:
@@ -22,6 +23,12 @@ def test_the_users_own_line_is_named() -> None:
     place = f"JSONDecodeError in {__file__}, line {first + 2}: "
     assert str(told.value).startswith(f"tasks.environment = 'mine:Env': {place}")
     assert isinstance(told.value.__cause__, json.JSONDecodeError)
+
+
+def test_code_without_a_file_is_not_the_users_place() -> None:
+    with pytest.raises(EtudeError) as told, user_code("tasks"):
+        Task(id="t", prompt="a", messages=({"role": "user", "content": "b"},))
+    assert f"ValueError in {__file__}, line " in str(told.value)
 
 
 def test_what_has_a_name_already_keeps_it() -> None:

@@ -180,13 +180,15 @@ def test_a_session_can_be_read() -> None:
         "function": {"name": "edit", "arguments": '{"line": 2, "text": "return a"}'},
     }
     messages = [
+        {"role": "system", "content": "be brief"},
         {"role": "user", "content": "fix area.py"},
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "1", "content": "ok"},
     ]
     text = printed(session(messages))
     assert (
-        "user   fix area.py" in text
+        "system be brief" in text
+        and "user   fix area.py" in text
         and "model  edit(2, 'return a')" in text
         and "tool   ok" in text
     )

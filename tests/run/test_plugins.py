@@ -53,9 +53,15 @@ def test_what_cannot_be_made_says_why(tmp_path: Path) -> None:
     ):
         build(f"{file}:A", "tasks.environment", seed=0)
     with pytest.raises(
-        EtudeError, match=r"mine.py:A': TypeError: .*unexpected keyword argument 'counts'"
+        EtudeError,
+        match=r"mine.py:A' takes \(\*, seed\), and is called with \(str, seed=.., counts=..\): .*"
+        r"Name these in its __init__, or take those .* as \*\*unused",
     ):
-        build(f"{file}:A", "tasks.environment", counts={})
+        build(f"{file}:A", "tasks.environment", "pool", seed=0, counts={})
+    file = tmp_path / "other.py"
+    file.write_text("seven = 7\n")
+    with pytest.raises(EtudeError, match="other.py:seven' is of type int: it must be a class"):
+        build(f"{file}:seven", "tasks.environment")
 
 
 @pytest.mark.parametrize("key", ["tasks.environment", "harness.agent", "stage.rl.loss"])

@@ -163,6 +163,10 @@ async def test_a_score_is_given_for_the_transcript_and_the_tokens() -> None:
             "the credit for turn 0 of segment 0 is nan: it must be a finite number",
         ),
         (Score(1.0, credit=(0.5,)), "hold 0.5: each must be a Credit"),  # type: ignore[arg-type]
+        (
+            Score(1.0, flags="cheat"),  # type: ignore[arg-type]
+            "the flags of the score are the text 'cheat': give a tuple, such as ('cheat',)",
+        ),
         ({"reward": 1.0}, "gave {'reward': 1.0}: score() must return a Score"),
         (1.0, "gave 1.0: score() must return a Score, such as Score(reward=1.0)"),
     ],
@@ -275,6 +279,15 @@ async def test_an_agent_that_returns_nothing_has_failed() -> None:
     got = await rollouts(Forgets()).attempt(TASK, "g.0", 7)
     assert got.status == "failed"
     assert got.error == "agent: TypeError: run() must return a Transcript, not a NoneType"
+
+
+@pytest.mark.parametrize("method", ["run", "score"])
+async def test_a_method_that_is_not_a_coroutine_is_told_to_be_one(method: str) -> None:
+    parts = Parts()
+    setattr(parts, method, lambda *args, **options: Score(1.0))
+    got = await rollouts(parts).attempt(TASK, "g.0", 7)
+    assert got.error is not None
+    assert f"{method}() is not a coroutine: write `async def {method}(...)`" in got.error
 
 
 async def test_scores_may_come_from_numpy() -> None:
