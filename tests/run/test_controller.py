@@ -322,7 +322,7 @@ async def test_a_controller_has_what_it_needs_and_leaves_nothing_open(
     run = Run.open("memory:")
     run.put_config(
         parse(
-            'name = "a"\nseed = 5\nsilence_s = 33.0\n[[stage]]\nkind = "rl"\nsteps = 1\n'
+            'name = "a"\nseed = 5\nheartbeat_timeout_s = 33.0\n[[stage]]\nkind = "rl"\nsteps = 1\n'
             '[sandbox]\nisolation = "process"\n[tasks]\ntrain = 7\nheldout = 3\nnovel = 2'
         )
     )
@@ -356,8 +356,8 @@ async def test_a_controller_has_what_it_needs_and_leaves_nothing_open(
 
     made: list[Pool] = []
 
-    def pool(isolation: str, silence_s: float) -> Pool:
-        assert (isolation, silence_s) == ("process", 33.0)
+    def pool(isolation: str, reply_timeout_s: float) -> Pool:
+        assert (isolation, reply_timeout_s) == ("process", 33.0)
         made.append(Pool())
         return made[-1]
 
