@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from etude.core.stages import RolloutStageConfig
 from etude.core.types import Score, Task, Trajectory
 from etude.run import controller as controller
 from etude.run.controller import Controller
+from etude.run.loop import RolloutLoop
 from etude.store.rollouts import RolloutLog
 from etude.store.runs import Run
 
@@ -95,6 +97,7 @@ class Bench:
 
         class Watched:
             def __init__(self, **options: Any) -> None:
+                inspect.signature(RolloutLoop).bind(**options)  # nothing is left out
                 bench.told.update(options)
                 bench.told["loaded"] = list(bench.gateway.loaded)
 
@@ -377,3 +380,18 @@ async def test_a_controller_has_what_it_needs_and_leaves_nothing_open(
     assert built == [{"counts": {"train": 7, "heldout": 3, "novel": 2}, "seed": 5}]
     assert loaded == ["harness.agent"]  # what is misspelt is told before the first stage
     assert run.processes() == ([] if broken else ["controller"])
+
+
+async def test_a_version_is_reached_by_it_or_a_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    async def wait(after: int) -> Any:
+        asked.append(after)
+        return SimpleNamespace(version=after + 3)
+
+    run: Any = SimpleNamespace(objects=None)
+    nobody: Any = None
+    config = parse('name = "a"\n[[stage]]\nkind = "rl"\nsteps = 1')
+    waiting = Controller(run, config, nobody, nobody, lambda event: None)
+    monkeypatch.setattr(waiting.versions, "wait", wait)
+    assert await waiting.wait_for_version(4) == 6 and asked == [3]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import aiohttp
+import msgspec
 import pytest
 from aiohttp import web
 
@@ -45,3 +46,30 @@ async def test_what_it_refuses_is_not_asked_again() -> None:
         EtudeError, match="session s cannot be asked about: the gateway answers 502: true"
     ):
         await asked(resets=0, status=502)
+
+
+async def test_each_question_goes_to_its_own_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str, object]] = []
+    segments = msgspec.msgpack.encode([])
+
+    async def ask(method: str, path: str, what: str, **more: object) -> bytes:
+        asked.append((method, path, more.get("json") or more.get("params")))
+        return segments if path.endswith("/segments") else b"true"
+
+    gateway = GatewayClient("http://there")
+    monkeypatch.setattr(gateway, "_ask", ask)
+    await gateway.up()
+    await gateway.load(7)
+    assert await gateway.segments("s", experts=True) == ()
+    await gateway.segments("s", experts=False)
+    assert await gateway.disturbed("s", 2.5)
+    await gateway.forget("s")
+    assert asked == [
+        ("GET", "/up", None),
+        ("POST", "/load", {"version": 7}),
+        ("GET", "/s/s/segments", {"experts": "true"}),
+        ("GET", "/s/s/segments", None),
+        ("GET", "/s/s/disturbed", {"age_s": "2.5"}),
+        ("DELETE", "/s/s", None),
+    ]
+    assert gateway.base_url("s") == "http://there/s/s/v1"

@@ -9,6 +9,7 @@ from dataclasses import asdict, fields, replace
 import pytest
 import torch
 
+from etude.core.advantage import GroupOutcome
 from etude.core.config import TrainerConfig
 from etude.core.errors import EtudeError
 from etude.core.events import EvalDone, EvalProgress, Event, GroupDone, MismatchStats, WeightsLive
@@ -276,3 +277,15 @@ def test_rewards_from_before_a_group_with_signal_are_forgotten() -> None:
     with pytest.raises(EtudeError, match="all 0: "):
         for _ in range(100):
             signal.add(group(0.0), kept=False, untrainable={})
+
+
+def test_what_a_group_lost_is_told_with_its_reasons() -> None:
+    made = GroupOutcome(
+        advantages={}, failed=(), no_signal=(), malformed={"g.0": "odd"},
+        untrainable={"g.1": "top_p"},
+    )  # fmt: skip
+    group = Group(id="g", task="t", slot=0, admitted=3, trajectories=())
+    told = controller._done(group, made, 2.5)
+    assert (told.malformed, told.untrainable) == ({"g.0": "odd"}, {"g.1": "top_p"})
+    assert (told.group, told.task, told.admitted, told.seconds) == ("g", "t", 3, 2.5)
+    assert not told.kept and told.rewards == () and told.failed == 0
