@@ -61,7 +61,8 @@ class Singer:
         messages = task.opening
         body = {**self.sampling, "messages": messages, "seed": seed}
         async with self.http.post(f"{base_url}/chat/completions", json=body) as response:
-            response.raise_for_status()
+            if response.status != 200:
+                raise RuntimeError(await response.text())  # says which field is wrong, and why
             answer = (await response.json())["choices"][0]["message"]
         await sandbox.write("song.txt", answer["content"] or "")
         return Transcript(messages=[*messages, answer], finished=True)
