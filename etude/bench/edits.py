@@ -296,11 +296,9 @@ def on_cuda(name: str = "qwen3-0.6b") -> dict[str, float]:
     from etude.bench import engine_cuda
     from etude.engine.cuda import CudaRunner
 
-    model, edit, encode = (
-        engine_cuda.random_model(engine_cuda.SHAPES[name]),
-        one_line_change(),
-        words(),
-    )
+    model = engine_cuda.random_model(engine_cuda.SHAPES[name])
+    edit = one_line_change()
+    encode = words()
     before, after = tuple(encode(edit.before)), tuple(encode(edit.after))
     found: dict[str, float] = {}
     for batch in (1, 8):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, fields
 from typing import Protocol
 
@@ -150,3 +150,12 @@ class SandboxPool(Protocol):
         """The processes behind the sandboxes that owe an answer, and for how many seconds each."""
 
     async def close(self) -> None: ...
+
+
+@asynccontextmanager
+async def close_on_failure(sandbox: Sandbox) -> AsyncIterator[None]:
+    """Close a sandbox that is being set up, unless the block comes to its end."""
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(sandbox.close)
+        yield
+        stack.pop_all()

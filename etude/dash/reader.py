@@ -71,20 +71,16 @@ class RunView:
         self.now = max(self.now, t)
         match event:
             case StageStarted():
-                self.stage, self.done, self.steps, self.stage_began = (
-                    event.stage,
-                    event.done,
-                    event.steps,
-                    t,
-                )
+                self.stage = event.stage
+                self.done = event.done
+                self.steps = event.steps
+                self.stage_began = t
                 self.resumed_at, self.loss, self.tokens_per_s = event.done, None, None
             case FitStep():
-                self.done, self.steps, self.loss, self.tokens_per_s = (
-                    event.step,
-                    event.steps,
-                    event.loss,
-                    event.tokens_per_s,
-                )
+                self.done = event.step
+                self.steps = event.steps
+                self.loss = event.loss
+                self.tokens_per_s = event.tokens_per_s
             case StepDone():
                 self._stepped(event)
             case StageDone():
@@ -136,12 +132,10 @@ class RunView:
     def _stepped(self, event: StepDone) -> None:
         if not self._steps:
             self.first_step = event.step - self.done - 1
-        self.done, self.loss, self.lag, self.step = (
-            event.step - self.first_step,
-            event.loss,
-            event.lag,
-            event,
-        )
+        self.done = event.step - self.first_step
+        self.loss = event.loss
+        self.lag = event.lag
+        self.step = event
         self.tokens_per_s = event.tokens_per_s or None
         self.lag_max = max(self.lag_max, event.lag)
         self._steps.append(event)

@@ -345,10 +345,8 @@ class CudaRunner:
         )
 
         def attend(number: int, qkv: Tensor) -> Tensor:
-            layer, out = (
-                self._network.layers[number],
-                qkv.new_empty(rows, first.num_q_heads * first.head_dim),
-            )
+            layer = self._network.layers[number]
+            out = qkv.new_empty(rows, first.num_q_heads * first.head_dim)
             decode(
                 layer.attention_layer, qkv, self._k[number], self._v[number], got["blocks"],
                 got["stride"], got["lengths"], got["slot_mapping"], out, page=self.block_size,
@@ -360,10 +358,8 @@ class CudaRunner:
 
     def _split_buffers(self, rows: int, layer: attention.AttentionLayer) -> attention.SplitBuffers:
         splits = attention.num_splits(rows, layer.num_kv_heads)
-        shape, device = (
-            (rows, layer.num_kv_heads, splits, attention.group_rows(layer)),
-            self._words.device,
-        )
+        shape = (rows, layer.num_kv_heads, splits, attention.group_rows(layer))
+        device = self._words.device
         return attention.SplitBuffers(
             splits,
             torch.empty(*shape, layer.head_dim, device=device),
@@ -375,11 +371,9 @@ class CudaRunner:
         prefill = batch_invariant.prefill if self._invariant else attention.prefill
 
         def attend(number: int, qkv: Tensor) -> Tensor:
-            heads, k, v = (
-                self._network.layers[number].attention_layer,
-                self._k[number],
-                self._v[number],
-            )
+            heads = self._network.layers[number].attention_layer
+            k = self._k[number]
+            v = self._v[number]
             attention.write(
                 heads,
                 qkv,

@@ -272,11 +272,9 @@ class Engine:
         row = 0
         for sequence in drawing:
             count = 1 + len(sequence.draft)
-            sequence.row, sequence.num_pending, sequence.draft = (
-                row,
-                sequence.num_pending + count,
-                [],
-            )
+            sequence.row = row
+            sequence.num_pending += count
+            sequence.draft = []
             row += count
         return started
 
@@ -343,10 +341,8 @@ def build_batch(
     counts as computed, its draft being the end of them. Sequences with nothing left to compute are
     sampled for."""
     sequences = [sequence for sequence, _ in scheduled]
-    counts_B, lengths_B = (
-        np.array([count for _, count in scheduled]),
-        np.array([s.num_computed_tokens for s in sequences]),
-    )
+    counts_B = np.array([count for _, count in scheduled])
+    lengths_B = np.array([s.num_computed_tokens for s in sequences])
     ends_B = counts_B.cumsum()
     tables = [sequence.block_table.blocks for sequence in sequences if sequence.block_table]
     longest = max(map(len, tables))

@@ -281,10 +281,8 @@ class Scheduler:
         self.blocks.extend(table, len(sequence.tokens))
         del self.waiting[0]
         insort(self.running, sequence, key=_schedule_order)
-        sequence.block_table, sequence.num_computed_tokens = (
-            table,
-            table.num_registered * self.blocks.block_size,
-        )
+        sequence.block_table = table
+        sequence.num_computed_tokens = table.num_registered * self.blocks.block_size
         self.num_prompt_tokens += len(sequence.tokens)
         self.num_cached_tokens += sequence.num_computed_tokens
         return sequence

@@ -93,10 +93,8 @@ class CodingAgent:
         if not calls:
             messages.append({"role": "user", "content": NUDGE})
         for call in calls:
-            name, arguments = (
-                call["function"]["name"],
-                parse_arguments(call["function"]["arguments"]),
-            )
+            name = call["function"]["name"]
+            arguments = parse_arguments(call["function"]["arguments"])
             content = await tools.call(name, arguments)
             await asyncio.sleep(self._tool_delay_s)
             messages.append({"role": "tool", "tool_call_id": call["id"], "content": content})

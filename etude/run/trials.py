@@ -268,11 +268,9 @@ class _Trials:
 
     def swap(self) -> list[Sample]:
         """Asked before and after the weights change from others to the model's own."""
-        engine, own, noise = (
-            self._engine(),
-            hf_state_dict(self.model, torch.float32),
-            torch.Generator().manual_seed(0),
-        )
+        engine = self._engine()
+        own = hf_state_dict(self.model, torch.float32)
+        noise = torch.Generator().manual_seed(0)
         engine.load_weights(
             1,
             {

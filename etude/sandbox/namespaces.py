@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from etude.core.errors import EtudeError, RolloutFailure
-from etude.core.sandbox import CommandResult, Limits, Process, SandboxSpec
+from etude.core.sandbox import CommandResult, Limits, Process, SandboxSpec, close_on_failure
 from etude.sandbox.diff import unified_diff
 from etude.sandbox.files import inside, inside_directory, to_bytes
 from etude.sandbox.kept import Keeper, KeptProcess
@@ -109,11 +109,8 @@ class NamespaceSandboxPool:
         """A sandbox with an empty working copy, which the caller closes."""
         sandbox = await self._start(spec, before)
         if spec.limits != Limits():
-            try:
+            async with close_on_failure(sandbox):
                 await sandbox.limit(spec.limits)
-            except BaseException:
-                await sandbox.close()
-                raise
         return sandbox
 
     async def _start(self, spec: SandboxSpec, before: Tree) -> NamespaceSandbox:
@@ -145,15 +142,13 @@ class NamespaceSandboxPool:
         )
         sandbox = NamespaceSandbox(self, link, next(self._numbers), spec, before)
         self._sandboxes.add(sandbox)
-        try:
-            async with asyncio.timeout(self.reply_timeout_s):
-                await link.ready
-        except TimeoutError:
-            sandbox.abandon()
-            return None
-        except BaseException:
-            await sandbox.close()
-            raise
+        async with close_on_failure(sandbox):
+            try:
+                async with asyncio.timeout(self.reply_timeout_s):
+                    await link.ready
+            except TimeoutError:
+                sandbox.abandon()
+                return None
         return sandbox
 
     def _replace(self) -> None:
@@ -347,11 +342,8 @@ class NamespaceSandbox:
     async def fork(self) -> NamespaceSandbox:
         copy = await self._ask(op="pack")
         sandbox = await self._pool.start(self._spec, self._before)
-        try:
+        async with close_on_failure(sandbox):
             await sandbox._ask(op="unpack", tar=copy)
-        except BaseException:
-            await sandbox.close()
-            raise
         return sandbox
 
     async def close(self) -> None:

@@ -21,7 +21,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 
 from etude.core.errors import RolloutFailure
-from etude.core.sandbox import CommandResult, SandboxSpec
+from etude.core.sandbox import CommandResult, SandboxSpec, close_on_failure
 from etude.sandbox import tree
 from etude.sandbox.diff import unified_diff
 from etude.sandbox.files import inside, inside_directory, to_bytes
@@ -248,11 +248,8 @@ class ProcessSandbox:
             tree.pack, self._open, max_bytes=_COPY_BYTES, max_entries=_COPY_FILES
         )
         forked = ProcessSandbox(self._opened, self._env, self._before)
-        try:
+        async with close_on_failure(forked):
             await asyncio.to_thread(tree.unpack, copy, str(forked._root))
-        except BaseException:
-            await forked.close()
-            raise
         return forked
 
     async def close(self) -> None:

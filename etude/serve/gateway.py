@@ -234,10 +234,8 @@ async def serve_gateway(
     headers = process.authorization(token)
     # As many connections as there are requests, and no limit on their time: a worker that dies
     # closes its connections.
-    connector, patient = (
-        aiohttp.TCPConnector(limit=0),
-        aiohttp.ClientTimeout(total=None, sock_connect=5.0),
-    )
+    connector = aiohttp.TCPConnector(limit=0)
+    patient = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
     async with aiohttp.ClientSession(headers=headers, connector=connector, timeout=patient) as http:
         router = Router(http, version, run.config().heartbeat_timeout_s)
         gateway = Gateway(router, run.objects, files, max_context=max_context)

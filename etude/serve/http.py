@@ -241,10 +241,8 @@ def create_app(
     def failed(request: Request, error: Exception) -> Response:
         headers: Mapping[str, str] = {}
         if isinstance(error, HTTPException):
-            code, headers = (
-                "not_found" if error.status_code == 404 else "invalid_request",
-                error.headers or {},
-            )
+            code = "not_found" if error.status_code == 404 else "invalid_request"
+            headers = error.headers or {}
             error = ApiError(error.detail, status=error.status_code, code=code)
         assert isinstance(error, ApiError)
         response = error_response(error)

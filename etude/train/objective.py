@@ -106,11 +106,9 @@ class RlObjective:
         if self.kl_coef:
             assert ref_logp_N is not None
             adv_N = adv_N - self.kl_coef * (own_N - ref_logp_N)
-        old_N, weighed_N, truncated_N = (
-            engine_logp_N,
-            adv_N,
-            torch.zeros_like(adv_N, dtype=torch.bool),
-        )
+        old_N = engine_logp_N
+        weighed_N = adv_N
+        truncated_N = torch.zeros_like(adv_N, dtype=torch.bool)
         if self.correction != "none":
             correction = CORRECTION[self.correction]
             ratio_N = correction.ratio(own_N - engine_logp_N, row_N)

@@ -51,10 +51,8 @@ class Teacher:
                 rows[index] = with_teacher_advantages(
                     rows[index], list(islice(scores, texts[index].num_tokens))
                 )
-                total, num_tokens = (
-                    total - sum(rows[index].advantages),
-                    num_tokens + texts[index].num_tokens,
-                )
+                total -= sum(rows[index].advantages)
+                num_tokens += texts[index].num_tokens
         return replace(batch, rows=tuple(rows)), total / num_tokens
 
 

@@ -118,12 +118,10 @@ class TrainerState:
             origin = Origin(
                 stage=span.name, parent=parent, config=config, data="", code=code_version()
             )
-            self.stage, self.step, self.heldout_losses, self.lineage = (
-                span.name,
-                0,
-                (),
-                (*self.lineage, origin),
-            )
+            self.stage = span.name
+            self.step = 0
+            self.heldout_losses = ()
+            self.lineage = (*self.lineage, origin)
             self.batches_digest = hashlib.sha256().hexdigest()
             self.learner.reset()
         self.ranks.activity = f"the start of {span.name}"
@@ -230,10 +228,8 @@ class TrainerState:
             checkpoint.lineage,
             tuple(checkpoint.cursor["heldout_losses"]),
         )
-        self.version_step, self.batches_digest = (
-            checkpoint.cursor["version_step"],
-            checkpoint.cursor["batches_digest"],
-        )
+        self.version_step = checkpoint.cursor["version_step"]
+        self.batches_digest = checkpoint.cursor["batches_digest"]
 
         def shard(rank: int) -> dict[str, torch.Tensor]:
             return unpack(

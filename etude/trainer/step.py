@@ -62,10 +62,8 @@ def objective_of(stage: RlConfig) -> RlObjective:
 def _try_out(objective: RlObjective, name: str) -> None:
     """On three tokens: a mistake in a loss of one's own shows before anything is sampled or
     learnt."""
-    logp_N, adv_N = (
-        torch.tensor([-1.0, -2.0, -3.0], requires_grad=True),
-        torch.tensor([1.0, -1.0, 0.5]),
-    )
+    logp_N = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
+    adv_N = torch.tensor([1.0, -1.0, 0.5])
     engine_logp_N = logp_N.detach() + torch.tensor([0.1, -0.1, 0.0])
     try:
         losses = objective.token_losses(

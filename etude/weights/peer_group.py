@@ -76,10 +76,8 @@ class PeerGroup:
         for entry in layout.table:
             for owner, chunks in layout.owners[entry.name]:
                 if owner == self.rank:
-                    start, stop = (
-                        chunks.start * entry.chunk_bytes,
-                        min(chunks.stop * entry.chunk_bytes, entry.bytes),
-                    )
+                    start = chunks.start * entry.chunk_bytes
+                    stop = min(chunks.stop * entry.chunk_bytes, entry.bytes)
                     rest = received.get(entry.name, [])
                     data = held(entry.name, start, stop - sum(map(len, rest)))
                     own[entry.name] = Slab(chunks, np.concatenate([data, *rest]) if rest else data)

@@ -207,10 +207,8 @@ class Publisher:
         if base is None:
             self._last = None
         elif self._last is None or self._last.link != base or self._layout is not layout:
-            table, owned = (
-                {entry.name: entry for entry in layout.table},
-                layout.owned(self._ranks.rank),
-            )
+            table = {entry.name: entry for entry in layout.table}
+            owned = layout.owned(self._ranks.rank)
 
             def only(entry: TensorEntry) -> range | None:
                 return owned.get(entry.name) if entry.is_like(table.get(entry.name)) else None

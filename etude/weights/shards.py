@@ -86,10 +86,8 @@ def pack(
 
     def encode(number: int) -> tuple[list[Chunk], int]:
         entry = state[number]
-        after, before = (
-            new[entry.name],
-            old[entry.name] if entry.is_like(was.get(entry.name)) else None,
-        )
+        after = new[entry.name]
+        before = old[entry.name] if entry.is_like(was.get(entry.name)) else None
         assert before is None or before.chunks == after.chunks
         made, changed = [], 0
         for chunk in after.chunks:

@@ -325,40 +325,20 @@ def test_a_template_that_shows_no_tools_is_told_of(tmp_path: Path) -> None:
     assert child.communicate()[1].startswith("warning: the chat template of tiny shows no tools")
 
 
+def chat(tmp_path: Path, typed: str) -> subprocess.CompletedProcess[str]:
+    options = ["--max-tokens", "5", "--seed", "1"]
+    argv = [sys.executable, "-m", "etude", "chat", str(write_model(tmp_path)), *options]
+    return subprocess.run(argv, input=typed, capture_output=True, text=True, check=False)
+
+
 def test_a_chat_in_the_terminal(tmp_path: Path) -> None:
-    argv = [
-        sys.executable,
-        "-m",
-        "etude",
-        "chat",
-        str(write_model(tmp_path)),
-        "--max-tokens",
-        "5",
-        "--seed",
-        "1",
-    ]
-    talked = subprocess.run(
-        argv, input="hello\n\nread\n", capture_output=True, text=True, check=False
-    )
+    talked = chat(tmp_path, "hello\n\nread\n")
     assert (talked.returncode, talked.stderr) == (0, "")
     assert talked.stdout.count("5 tokens, ") == 2
 
 
 def test_a_chat_goes_on_after_a_turn_that_is_refused(tmp_path: Path) -> None:
-    argv = [
-        sys.executable,
-        "-m",
-        "etude",
-        "chat",
-        str(write_model(tmp_path)),
-        "--max-tokens",
-        "5",
-        "--seed",
-        "1",
-    ]
-    talked = subprocess.run(
-        argv, input=f"{'a ' * 300}\nread\n", capture_output=True, text=True, check=False
-    )
+    talked = chat(tmp_path, f"{'a ' * 300}\nread\n")
     assert (talked.returncode, talked.stderr) == (0, "")
     assert "no room in a context of 256" in " ".join(talked.stdout.split())
     assert talked.stdout.count("5 tokens, ") == 1
