@@ -20,7 +20,7 @@ from etude.model.attention import CausalAttention
 from etude.model.config import ExpertsConfig, LatentConfig, ModelConfig
 from etude.model.experts import Routing
 from etude.model.transformer import Transformer
-from tests.small_model import Asked
+from tests.small_model import ROUNDING, Asked
 
 SHAPE = {
     "vocab_size": 61,
@@ -83,7 +83,7 @@ def check(model: Transformer, asked: Asked, sample: Sample) -> None:
             assert token == int(p.argmax())
         else:
             assert token == int(torch.searchsorted(p.cumsum(0), numbers[place], right=True))
-        assert logprob == pytest.approx(float(p[token].log()), abs=1e-4)
+        assert logprob == pytest.approx(float(p[token].log()), abs=ROUNDING)
     ends = sample.tokens[-1] in asked.stop_token_ids
     room = model.config.max_position_embeddings - begin
     assert sample.finish_reason == ("stop" if ends else "length")

@@ -23,7 +23,7 @@ from etude.train.loss import token_logprobs
 from etude.train.packing import TokenSequence, pack_batch
 from tests.engine import kernel_checks
 from tests.engine.test_sampling_params import check_on_kernels
-from tests.small_model import add, drain, request, sharp
+from tests.small_model import ROUNDING, add, drain, request, sharp
 
 SMALL = ModelConfig(
     model_type="qwen3",
@@ -79,7 +79,7 @@ def test_an_engine_on_kernels_says_what_the_model_says(
     assert ours.keys() == reference.keys()
     for id, sample in ours.items():
         assert sample.tokens == reference[id].tokens
-        assert sample.logprobs == pytest.approx(reference[id].logprobs, abs=1e-4)
+        assert sample.logprobs == pytest.approx(reference[id].logprobs, abs=ROUNDING)
         assert sample.experts == reference[id].experts
 
 
@@ -106,7 +106,7 @@ def test_drafts_on_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     expected, drafted = found
     for id, sample in drafted.items():
         assert sample.tokens == expected[id].tokens
-        assert sample.logprobs == pytest.approx(expected[id].logprobs, abs=1e-4)
+        assert sample.logprobs == pytest.approx(expected[id].logprobs, abs=ROUNDING)
         assert bool(sample.accepted_draft_tokens and sample.rejected_draft_tokens) == (id != "1")
 
 

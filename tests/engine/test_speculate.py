@@ -28,7 +28,7 @@ from etude.engine.speculate import (
 from etude.model.files import hf_state_dict
 from etude.model.transformer import Transformer
 from tests.engine.reference import FAMILIES, OnlyEven, Overlapping, check, plain_logits
-from tests.small_model import Asked, add, drain, request, sharp
+from tests.small_model import ROUNDING, Asked, add, drain, request, sharp
 
 
 def spoiled(answer: Iterable[int], rng: random.Random) -> tuple[int, ...]:
@@ -142,7 +142,7 @@ def test_an_answer_that_was_foreseen_takes_few_passes(temperature: float) -> Non
         add(engine, replace(plain, **guess))
         sample = drain(engine)["7"]
         assert sample.tokens == expected.tokens
-        assert sample.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+        assert sample.logprobs == pytest.approx(expected.logprobs, abs=ROUNDING)
         assert len(runner.plans) <= 12
         assert sample.accepted_draft_tokens >= 108
         assert sum(
@@ -193,7 +193,7 @@ def test_a_swap_between_two_drafts(overlaps: bool) -> None:
             done[each.id].tokens,
             done[each.id].versions,
         )
-        assert finished.sample.logprobs == pytest.approx(done[each.id].logprobs, abs=1e-4)
+        assert finished.sample.logprobs == pytest.approx(done[each.id].logprobs, abs=ROUNDING)
     assert sum(sample.accepted_draft_tokens for sample in done.values()) > 0
 
 
@@ -228,7 +228,7 @@ def test_drafts_under_a_constraint(model: Transformer, overlaps: bool) -> None:
     done = drain(engine)
     for each in plain:
         assert done[each.id].tokens == expected[each.id].tokens
-        assert done[each.id].logprobs == pytest.approx(expected[each.id].logprobs, abs=1e-4)
+        assert done[each.id].logprobs == pytest.approx(expected[each.id].logprobs, abs=ROUNDING)
         assert done[each.id].accepted_draft_tokens > 0
 
 

@@ -24,7 +24,7 @@ from etude.weights.follow import fetch
 from etude.weights.manifest import read_manifest
 from tests.serve.client import converse, post, segments, status, until_up, versions
 from tests.serve.conftest import Store, served
-from tests.small_model import plain_logprobs
+from tests.small_model import ROUNDING, plain_logprobs
 
 
 @asynccontextmanager
@@ -81,7 +81,7 @@ async def test_recorded_logprobs_are_those_of_the_model(
             for a, b, sampled in zip(segment.logprobs, plain, segment.mask, strict=True)
             if sampled
         ]
-        assert [a for a, _ in pairs] == pytest.approx([b for _, b in pairs], abs=1e-4)
+        assert [a for a, _ in pairs] == pytest.approx([b for _, b in pairs], abs=ROUNDING)
         assert segment.versions == (VersionSpan(0, len(pairs)),)
     async with http.delete(f"{gateway}/s/s0") as response:
         assert response.status == 204
