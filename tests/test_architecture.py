@@ -37,7 +37,8 @@ MIDDLE = {
     "sandbox",
 }
 EDGES: dict[str, set[str]] = {
-    "cli": {"commands", "launch"},
+    "cli": {"arguments", "commands", "launch"},
+    "arguments": set(),
     "__main__": {"cli"},
     "commands": {"engine", "model", "serve", "store", "train", "weights", "launch", "run"},
     "launch": {
