@@ -27,6 +27,7 @@ from __future__ import annotations
 import os
 import signal
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -100,9 +101,12 @@ def in_format(directory: Path, dtype: torch.dtype) -> dict[str, float]:
     figures: dict[str, float] = {}
     for batch in BATCHES:
         rates = {n: rate(n, batch, lambda prompts: answer(ours, prompts)) for n in thread_counts()}
-        figures[f"b{batch}.tokens_per_s"] = max(rates.values())
-        figures[f"b{batch}.threads"] = max(rates, key=rates.__getitem__)
-        figures |= {f"b{batch}.{name}": value for name, value in their_rate(theirs, batch).items()}
+        found = {"tokens_per_s": max(rates.values()), "threads": max(rates, key=rates.__getitem__)}
+        found |= their_rate(theirs, batch)
+        # the whole takes a quarter of an hour on a slow processor
+        told = ", ".join(f"{name} {value:.4g}" for name, value in found.items())
+        print(f"{dtype}, {batch} at a time: {told}", file=sys.stderr, flush=True)
+        figures |= {f"b{batch}.{name}": value for name, value in found.items()}
     torch.set_num_threads(int(figures["b1.threads"]))
     figures["ttft_cached_share"] = ttft_cached_share(ours)
     return figures
