@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _read_config(path: Path, overrides: Sequence[str]) -> RunConfig:
-    from etude.core.config import mounts_from, parse
+    from etude.core.config import parse
 
     try:
         text = path.read_text()
@@ -85,7 +85,9 @@ def _read_config(path: Path, overrides: Sequence[str]) -> RunConfig:
             f"cannot read {path}: {getattr(e, 'strerror', None) or e}; give the path of a run's "
             f"TOML"
         ) from e
-    return mounts_from(parse(text, overrides, source=str(path)), path.absolute().parent)
+    config = parse(text, overrides, source=str(path))
+    sandbox = config.sandbox.seen_from(path.absolute().parent)
+    return config.model_copy(update={"sandbox": sandbox})
 
 
 def _train(config: RunConfig, directory: Path, args: argparse.Namespace) -> int:

@@ -7,16 +7,14 @@ Components take plain values out of the tree, or one of its tables, never the tr
 from __future__ import annotations
 
 import difflib
-import os
 import tomllib
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from etude.core.errors import EtudeError
-from etude.core.sandbox import Limits
+from etude.core.sandbox_config import SandboxConfig
 from etude.core.schema import (
     OLD_KEYS,
     Config,
@@ -170,37 +168,6 @@ class TrainerConfig(Config):
     case. bfloat16 also rounds activations, and is faster where the processor has units for it."""
     timeout_s: Positive = 45.0
     """Time for each collective operation of the ranks."""
-
-
-class SandboxConfig(Config):
-    """The isolation of sandboxes, what they show of this machine, and their limits."""
-
-    isolation: Literal["namespaces", "process"] = "namespaces"
-    """The isolation of a sandbox. `process` isolates nothing: only for machines whose kernel
-    refuses namespaces, and code you trust."""
-    mounts: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Directories of this machine that every sandbox shows, read-only: `PATH`, at the same place,
-    or `PATH:PLACE`. Relative paths start at the folder of the run's file. A `bin` in one is
-    searched first for programs, so with `.venv` the commands `python` and `pytest` are those of the
-    virtual environment."""
-    cpus: Positive | None = None
-    """Processors that a sandbox may use; this and the next three hold for tasks that do not say
-    otherwise, and None is what the backend gives by default (docs/sandboxes.md)."""
-    memory_mib: Count | None = None
-    """Memory of each process."""
-    disk_mib: Count | None = None
-    """Size of the working copy, and of the temporary files."""
-    processes: Count | None = None
-    """Processes of a sandbox at the same time."""
-
-    @property
-    def limits(self) -> Limits:
-        return Limits(
-            cpus=self.cpus,
-            memory_bytes=self.memory_mib and self.memory_mib << 20,
-            disk_bytes=self.disk_mib and self.disk_mib << 20,
-            processes=self.processes,
-        )
 
 
 class EvalConfig(Config):
@@ -396,13 +363,6 @@ def parse(text: str, overrides: Sequence[str] = (), *, source: str = "config") -
             if error["type"] != "too_short" or error["loc"] not in within
         ]
         raise EtudeError("\n".join(f"{source}: {_explain(dict(error))}" for error in told)) from e
-
-
-def mounts_from(config: RunConfig, folder: Path) -> RunConfig:
-    """The config with the directories of `sandbox.mounts` seen from a folder."""
-    mounts = tuple(os.path.join(folder, each) for each in config.sandbox.mounts)
-    sandbox = config.sandbox.model_copy(update={"mounts": mounts})
-    return config.model_copy(update={"sandbox": sandbox})
 
 
 def _apply(tree: dict[str, Any], override: str, source: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from etude.core.config import mounts_from, parse
+from etude.core.config import parse
 from etude.core.errors import EtudeError
 from etude.core.sandbox import Limits, Sandbox, SandboxSpec
 from etude.sandbox import mounts
@@ -162,8 +161,7 @@ async def test_limits_of_a_run_hold_where_a_task_says_nothing() -> None:
 def test_the_keys_of_a_run() -> None:
     text = 'name = "a"\n[[stage]]\nkind = "rl"\nsteps = 1\n[sandbox]\nmounts = [".venv", "/d:/e"]\n'
     config = parse(text + "memory_mib = 2048\ndisk_mib = 128\nprocesses = 64\ncpus = 1.5")
-    assert mounts_from(config, Path("/home/me")).sandbox.mounts == ("/home/me/.venv", "/d:/e")
+    assert config.sandbox.seen_from(Path("/home/me")).mounts == ("/home/me/.venv", "/d:/e")
     assert config.sandbox.limits == Limits(
         cpus=1.5, memory_bytes=2 << 30, disk_bytes=128 << 20, processes=64
     )
-    assert os.path.isabs(mounts_from(config, Path("/home/me")).sandbox.mounts[0])
