@@ -71,17 +71,23 @@ def demo(args: argparse.Namespace) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
+    config = _read_config(args.config, args.set)
+    return _train(config, args.dir or Path("runs") / config.name, args)
+
+
+def _read_config(path: Path, overrides: Sequence[str]) -> RunConfig:
     from etude.core.config import parse
 
     try:
-        text = args.config.read_text()
+        text = path.read_text()
     except (OSError, UnicodeDecodeError) as e:
         raise EtudeError(
-            f"cannot read {args.config}: {getattr(e, 'strerror', None) or e}; give the path of a "
-            f"run's TOML"
+            f"cannot read {path}: {getattr(e, 'strerror', None) or e}; give the path of a run's "
+            f"TOML"
         ) from e
-    config = parse(text, args.set, source=str(args.config))
-    return _train(config, args.dir or Path("runs") / config.name, args)
+    config = parse(text, overrides, source=str(path))
+    sandbox = config.sandbox.seen_from(path.absolute().parent)
+    return config.model_copy(update={"sandbox": sandbox})
 
 
 def _train(config: RunConfig, directory: Path, args: argparse.Namespace) -> int:

@@ -57,10 +57,14 @@ class Singer:
         self.http = http
         self.sampling = {"model": "etude", "max_tokens": max_tokens, "temperature": temperature}
 
-    async def run(self, task: Task, sandbox: Sandbox, *, base_url: str, seed: int) -> Transcript:
+    async def run(
+        self, task: Task, sandbox: Sandbox, *, base_url: str, api_key: str, seed: int
+    ) -> Transcript:
         messages = task.opening
         body = {**self.sampling, "messages": messages, "seed": seed}
-        async with self.http.post(f"{base_url}/chat/completions", json=body) as response:
+        headers = {"Authorization": f"Bearer {api_key}"}
+        url = f"{base_url}/chat/completions"
+        async with self.http.post(url, json=body, headers=headers) as response:
             if response.status != 200:
                 raise RuntimeError(await response.text())  # says which field is wrong, and why
             answer = (await response.json())["choices"][0]["message"]

@@ -73,6 +73,7 @@ TORCH = {"torch", "numpy", "safetensors"}
 OUTSIDE: dict[str, set[str]] = {
     "cli": {"rich"},
     "core.config": {"pydantic"},
+    "core.sandbox_config": {"pydantic"},
     "core.schema": {"pydantic"},
     "core.stages": {"pydantic"},
     "store": {"obstore", "msgspec", "blake3"},

@@ -65,10 +65,14 @@ class Writer:
         self._http = http
         self._sampling = {"model": "etude", "max_tokens": max_tokens, "temperature": temperature}
 
-    async def run(self, task: Task, sandbox: Sandbox, *, base_url: str, seed: int) -> Transcript:
+    async def run(
+        self, task: Task, sandbox: Sandbox, *, base_url: str, api_key: str, seed: int
+    ) -> Transcript:
         messages = task.opening
         body = {**self._sampling, "messages": messages, "seed": seed}
-        async with self._http.post(f"{base_url}/chat/completions", json=body) as response:
+        headers = {"Authorization": f"Bearer {api_key}"}
+        url = f"{base_url}/chat/completions"
+        async with self._http.post(url, json=body, headers=headers) as response:
             response.raise_for_status()
             answer = (await response.json())["choices"][0]["message"]
         await sandbox.write("answer", answer["content"] or "")

@@ -196,7 +196,7 @@ async def observe(gateway: GatewayClient, chain: Chain, last: int) -> tuple[int,
 
 
 async def asked(gateway: GatewayClient, what: str) -> Any:
-    async with gateway.http.get(f"{gateway.url}/{what}") as response:
+    async with gateway.http.get(f"{gateway.url}/{what}", headers=gateway.headers) as response:
         response.raise_for_status()
         return await response.json()
 

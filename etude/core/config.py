@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from etude.core.errors import EtudeError
+from etude.core.sandbox_config import SandboxConfig
 from etude.core.schema import (
     OLD_KEYS,
     Config,
@@ -169,14 +170,6 @@ class TrainerConfig(Config):
     """Time for each collective operation of the ranks."""
 
 
-class SandboxConfig(Config):
-    """The isolation of sandboxes."""
-
-    isolation: Literal["namespaces", "process"] = "namespaces"
-    """The isolation of a sandbox. `process` isolates nothing: only for machines whose kernel
-    refuses namespaces, and code you trust."""
-
-
 class EvalConfig(Config):
     """Sampling in evaluations."""
 
@@ -328,7 +321,7 @@ OPERATIONAL: dict[str, set[str]] = {
     "tasks": {"timeout_s"},
     "harness": {"concurrency"},
     "trainer": {"device", "ranks", "timeout_s"},
-    "sandbox": {"isolation"},
+    "sandbox": {"isolation", "mounts", "cpus", "memory_mib", "disk_mib", "processes"},
     "stage": {"threads", "microbatch_tokens"},
 }
 """Keys that do not change the experiment, only how a machine carries it out: they may differ when a

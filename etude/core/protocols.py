@@ -27,11 +27,11 @@ class Policy(Protocol):
 
 
 class Agent(Protocol):
-    """A harness. It reaches the model only through an OpenAI-compatible URL, so anyone's harness is
-    one."""
+    """A harness. It reaches the model only through an OpenAI-compatible URL and the key for it, so
+    anyone's harness is one."""
 
     async def run(
-        self, task: Task, sandbox: Sandbox, *, base_url: str, seed: int
+        self, task: Task, sandbox: Sandbox, *, base_url: str, api_key: str, seed: int
     ) -> Transcript: ...
 
 

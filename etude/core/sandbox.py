@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Protocol
 
 
@@ -14,6 +14,7 @@ class Limits:
 
     cpus: float | None = None
     memory_bytes: int | None = None
+    """Of each process."""
     disk_bytes: int | None = None
     """Of the working copy; temporary files may take as much again."""
     processes: int | None = None
@@ -23,6 +24,11 @@ class Limits:
         for each in fields(self):
             if (value := getattr(self, each.name)) is not None and value <= 0:
                 raise ValueError(f"limits.{each.name} is {value}: it must be above 0")
+
+    def over(self, others: Limits) -> Limits:
+        """These, and the others' where nothing is said."""
+        told = {each.name: getattr(self, each.name) for each in fields(self)}
+        return replace(others, **{name: value for name, value in told.items() if value is not None})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

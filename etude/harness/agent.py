@@ -45,14 +45,16 @@ class CodingAgent:
         self._tool_delay_s = tool_delay_s
         self._sampling = {"model": "etude", "max_tokens": max_tokens, "temperature": temperature}
 
-    async def run(self, task: Task, sandbox: Sandbox, *, base_url: str, seed: int) -> Transcript:
+    async def run(
+        self, task: Task, sandbox: Sandbox, *, base_url: str, api_key: str, seed: int
+    ) -> Transcript:
         messages: list[Message] = task.opening
         tools = Tools(task, sandbox)
         finished = False
         try:
             async with asyncio.timeout(self._timeout_s) as deadline:
                 for turn in range(self._max_turns):
-                    answer = await self._ask(base_url, messages, turn_seed(seed, turn))
+                    answer = await self._ask(base_url, api_key, messages, turn_seed(seed, turn))
                     messages.append(answer)
                     finished = await self._act(answer, tools, messages)
                     if finished or gave_up(messages):
@@ -65,7 +67,9 @@ class CodingAgent:
             pass
         return Transcript(messages=messages, finished=finished)
 
-    async def _ask(self, base_url: str, messages: list[Message], seed: int) -> Message:
+    async def _ask(
+        self, base_url: str, api_key: str, messages: list[Message], seed: int
+    ) -> Message:
         body = {
             **self._sampling,
             "messages": messages,
@@ -77,7 +81,10 @@ class CodingAgent:
         # busy engine.
         no_limit = aiohttp.ClientTimeout(total=None)
         async with self._session.post(
-            f"{base_url}/chat/completions", json=body, timeout=no_limit
+            f"{base_url}/chat/completions",
+            json=body,
+            headers={"Authorization": f"Bearer {api_key}"},
+            timeout=no_limit,
         ) as response:
             if response.status != 200:
                 said = await response.text()

@@ -206,7 +206,10 @@ async def open_controller(store: str, gateway_url: str, process: str) -> AsyncIt
     """A controller with everything that it needs, closed again at the end."""
     run = Run.open(store, create=False)
     config = run.config()
-    pool = open_sandbox_pool(config.sandbox.isolation, config.heartbeat_timeout_s)
+    sandbox = config.sandbox
+    pool = open_sandbox_pool(
+        sandbox.isolation, config.heartbeat_timeout_s, mounts=sandbox.mounts, limits=sandbox.limits
+    )
     try:
         counts = {split: getattr(config.tasks, split) for split in ("train", *EVAL_SPLITS)}
         environment = build(

@@ -21,16 +21,18 @@ RETRIES = 3
 
 
 class GatewayClient:
-    """`async with Gateway(url) as gateway`. `http` is the one connection pool, for the harness
-    too."""
+    """`async with GatewayClient(url) as gateway`. `http` is the one connection pool, for the
+    harness too, which is given the key that its requests carry."""
 
     def __init__(self, url: str) -> None:
         self.url = url
+        self.api_key = token() or "none"
+        """Clients of OpenAI's API refuse to start without one."""
+        self.headers = authorization(self.api_key)
         self._busy_s: dict[str, tuple[float, float]] = {}
 
     async def __aenter__(self) -> GatewayClient:
         self.http = aiohttp.ClientSession(
-            headers=authorization(token()),
             connector=aiohttp.TCPConnector(limit=0),
             timeout=aiohttp.ClientTimeout(total=None),
         )
@@ -55,7 +57,7 @@ class GatewayClient:
 
     async def _answers(self) -> bool:
         try:
-            async with self.http.get(f"{self.url}/health") as response:
+            async with self.http.get(f"{self.url}/health", headers=self.headers) as response:
                 return response.ok
         except aiohttp.ClientConnectionError:
             return False
@@ -98,7 +100,9 @@ class GatewayClient:
         closes connections when it wakes, whatever came in over them meanwhile."""
         for last in (*[False] * RETRIES, True):
             try:
-                async with self.http.request(method, self.url + path, **more) as response:
+                async with self.http.request(
+                    method, self.url + path, headers=self.headers, **more
+                ) as response:
                     if not response.ok:
                         said = (await response.text())[:500]
                         raise EtudeError(f"{what}: the gateway answers {response.status}: {said}")

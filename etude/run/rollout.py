@@ -37,6 +37,9 @@ T = TypeVar("T")
 class SessionRecorder(Protocol):
     """Sessions with the model that are recorded: the gateway, or a fake."""
 
+    api_key: str
+    """What requests to it carry."""
+
     def base_url(self, session: str) -> str: ...
 
     async def up(self) -> None:
@@ -118,7 +121,11 @@ class RolloutRunner:
                 sandbox = await stack.enter_async_context(self.environment.open(task))
             async with boundary("agent"), _at_most(self._agent_timeout_s, "harness.timeout_s"):
                 running = self.agent.run(
-                    task, sandbox, base_url=self.sessions.base_url(sample), seed=seed
+                    task,
+                    sandbox,
+                    base_url=self.sessions.base_url(sample),
+                    api_key=self.sessions.api_key,
+                    seed=seed,
                 )
                 transcript = await _coroutine("run", running)
                 messages = _messages(transcript)

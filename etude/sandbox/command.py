@@ -24,11 +24,9 @@ from typing import NamedTuple, NoReturn
 from etude.sandbox import kernel
 from etude.sandbox.limits import NICENESS
 
-ENVIRONMENT = {
-    "PATH": f"{sys.base_prefix}/bin:/usr/local/bin:/usr/bin:/bin",
-    "HOME": "/tmp",
-    "LANG": "C.UTF-8",
-}
+PROGRAMS: list[str] = []
+"""Directories of mounts that are searched before all others; the zygote fills it once. Their
+`python`, if there is one, is then the one that is meant."""
 HIDDEN = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
 
 
@@ -37,12 +35,20 @@ class Command(NamedTuple):
 
     argv: list[str]
     env: dict[str, str]
-    """Beside those of `ENVIRONMENT`."""
+    """Beside those of `environment()`."""
     directory: int
     source: int
     output: int
     terminal: bool
     limits: dict[int, int]
+
+
+def environment() -> dict[str, str]:
+    """What every command finds."""
+    places = [*PROGRAMS, f"{sys.base_prefix}/bin", "/usr/local/bin", "/usr/bin", "/bin"]
+    plain = {"PATH": ":".join(places), "HOME": "/tmp", "LANG": "C.UTF-8"}
+    # a Python of a mount writes no __pycache__ into the working copy, as ours does not
+    return plain | ({"PYTHONDONTWRITEBYTECODE": "1"} if PROGRAMS else {})
 
 
 def spawn(command: Command, own_pids: int) -> tuple[int, int]:
@@ -91,13 +97,13 @@ def _become(command: Command, breaks: int) -> NoReturn:
     os.closerange(3, 1 << 20)
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
-    if argv[0] in ("python", "python3"):
+    if argv[0] in ("python", "python3") and not PROGRAMS:
         # Variables may change how a Python starts, and this one has started.
         if len(argv) > 1 and not argv[1].startswith("-") and not env:
             _run_script(argv[1:])
         argv = [sys.executable, "-B", *argv[1:]]
     try:
-        os.execvpe(argv[0], argv, {**ENVIRONMENT, **env})
+        os.execvpe(argv[0], argv, {**environment(), **env})
     except OSError as e:
         os.write(2, f"{argv[0]}: {e.strerror}\n".encode())
     os._exit(127)

@@ -1,5 +1,5 @@
 """A sandbox that is a dictionary, for tests and simulations. Commands are answered by a function of
-files and argv."""
+files and argv; without one there are none, because a made-up success would pay every attempt."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ Files = dict[str, str | bytes]
 Respond = Callable[[Files, Sequence[str]], CommandResult]
 
 
-def silent(files: Files, argv: Sequence[str]) -> CommandResult:
-    """The command that does nothing and succeeds."""
-    return CommandResult(0, "")
+def refuse(files: Files, argv: Sequence[str]) -> CommandResult:
+    raise NotImplementedError(
+        f"a fake sandbox runs nothing, so what {argv[0]!r} answers is unknown: give it a function "
+        f"of files and argv, or use the real one (etude.sandbox.pool.open_sandbox_pool)"
+    )
 
 
 class FakeSandboxPool:
     """A `core.sandbox.SandboxPool`. Nothing runs in its sandboxes, so any limits hold."""
 
-    def __init__(self, respond: Respond = silent) -> None:
+    def __init__(self, respond: Respond = refuse) -> None:
         self._respond = respond
 
     @contextlib.asynccontextmanager
@@ -52,7 +54,7 @@ class FakeSandboxPool:
 class FakeSandbox:
     """A `core.sandbox.Sandbox`. Its files have neither modes nor links."""
 
-    def __init__(self, files: Mapping[str, str | bytes], respond: Respond = silent) -> None:
+    def __init__(self, files: Mapping[str, str | bytes], respond: Respond = refuse) -> None:
         self.files: Files = {inside(path): content for path, content in files.items()}
         self.commands: list[tuple[str, ...]] = []
         self._respond = respond

@@ -56,6 +56,8 @@ from etude.sandbox.limits import (
 GUEST_ID = 1000
 WORK = "/work"
 TERMINALS = "/dev/pts"
+COVERED: list[tuple[str, str]] = []
+"""Mounts whose place is below /tmp, and where the zygote keeps them."""
 
 _UNLOCK_TERMINAL, _OPEN_PEER = 0x40045431, 0x5441  # ioctls that `termios` has no names for
 _MAX_TERMINALS = 16
@@ -154,6 +156,9 @@ class Guest:
         self._limits = dict(LIMITS)
         kernel.mount("proc", "/proc", "proc", HIDDEN)
         self._mount_copies()
+        for source, target in COVERED:
+            os.makedirs(target, exist_ok=True)
+            kernel.bind(source, target)
         # No namespaces below for what runs here: they would give it capabilities again, and with
         # them a far larger part of the kernel to attack.
         kernel.put("/proc/sys/user/max_user_namespaces", "0")
@@ -169,10 +174,13 @@ class Guest:
         for path in (WORK, "/tmp"):
             kernel.mount("tmpfs", path, "tmpfs", flags, options)
 
-    def op_limit(self, disk_bytes: int, disk_files: int, processes: int) -> None:
+    def op_limit(
+        self, disk_bytes: int, disk_files: int, processes: int, process_bytes: int
+    ) -> None:
         self._copy_bytes = disk_bytes
         self._copy_files = disk_files
         self._limits[resource.RLIMIT_NPROC] = processes
+        self._limits[resource.RLIMIT_AS] = process_bytes
         self._mount_copies(kernel.MS_REMOUNT)
 
     def op_write(self, files: dict[str, tuple[int, str]]) -> None:

@@ -24,8 +24,9 @@ READ_BYTES = MIB // 4
 OUTPUT_BYTES = 16 << 10
 """The end of a command's output that is kept; stdout and stderr are one."""
 
+PROCESS_BYTES = 512 * MIB
 LIMITS = {
-    resource.RLIMIT_AS: 512 * MIB,
+    resource.RLIMIT_AS: PROCESS_BYTES,
     resource.RLIMIT_FSIZE: 16 * MIB,
     resource.RLIMIT_NPROC: MAX_PROCESSES,  # of the whole sandbox: its user exists only in there
     resource.RLIMIT_NOFILE: 256,

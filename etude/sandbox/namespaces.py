@@ -12,6 +12,7 @@ import asyncio
 import base64
 import contextlib
 import itertools
+import json
 import math
 import os
 import socket
@@ -27,11 +28,14 @@ from etude.core.sandbox import CommandResult, Limits, Process, SandboxSpec, clos
 from etude.sandbox.diff import unified_diff
 from etude.sandbox.files import inside, inside_directory, to_bytes
 from etude.sandbox.kept import Keeper, KeptProcess
-from etude.sandbox.limits import COPY_BYTES, MAX_PROCESSES, files_in
+from etude.sandbox.limits import COPY_BYTES, MAX_PROCESSES, PROCESS_BYTES, files_in
 from etude.sandbox.link import REPLY_TIMEOUT_S, Link
+from etude.sandbox.mounts import Mount
 from etude.sandbox.spec import check_env, check_spec, opening_tree
 from etude.sandbox.streams import Streams
 from etude.sandbox.tree import FILE, Entry, Tree, known
+
+GIVEN_LIMITS = ("memory_bytes", "disk_bytes", "processes")
 
 _ZYGOTES = 6
 """So many in a row may be silent when a sandbox is wanted."""
@@ -44,18 +48,21 @@ _OPENING = 32
 _BOOT = (
     "import socket, sys; sys.path.append(sys.argv[1]); from etude.sandbox.zygote import main; "
     "sys.path.pop(); "
-    "main(socket.socket(fileno=int(sys.argv[2])), sys.argv[3])"
+    "main(socket.socket(fileno=int(sys.argv[2])), sys.argv[3], sys.argv[4])"
 )
 
 
 class NamespaceSandboxPool:
     """A `core.sandbox.SandboxPool`."""
 
-    def __init__(self, reply_timeout_s: float = REPLY_TIMEOUT_S) -> None:
+    def __init__(
+        self, reply_timeout_s: float = REPLY_TIMEOUT_S, mounts: Sequence[Mount] = ()
+    ) -> None:
         """Raises EtudeError with the call that was refused, where the kernel does not let us.
         `reply_timeout_s`: a zygote that does not answer for so long is replaced, and a sandbox that
         does not has failed."""
         self.reply_timeout_s = reply_timeout_s
+        self._mounts = mounts
         self._sandboxes: set[NamespaceSandbox] = set()
         self._numbers = itertools.count(1)
         self._replaced: list[subprocess.Popen[bytes]] = []
@@ -72,7 +79,7 @@ class NamespaceSandboxPool:
         # go of it.
         with theirs, tempfile.TemporaryDirectory(prefix="etude-") as mountpoint:
             self._zygote = subprocess.Popen(
-                _zygote_argv(theirs.fileno(), mountpoint),
+                _zygote_argv(theirs.fileno(), mountpoint, self._mounts),
                 pass_fds=[theirs.fileno()],
                 env={"PYTHONHASHSEED": "0"},
                 stdin=subprocess.DEVNULL,
@@ -95,7 +102,7 @@ class NamespaceSandboxPool:
     @contextlib.asynccontextmanager
     async def open(self, spec: SandboxSpec) -> AsyncIterator[NamespaceSandbox]:
         gives = {"repository", "user"} if spec.user == _USER else {"repository"}
-        check_spec(spec, backend="namespaces", gives=gives, limits=("disk_bytes", "processes"))
+        check_spec(spec, backend="namespaces", gives=gives, limits=GIVEN_LIMITS)
         size = spec.limits.disk_bytes or COPY_BYTES
         before = await opening_tree(spec, max_bytes=size, max_entries=files_in(size))
         sandbox = await self.start(spec, before)
@@ -193,12 +200,13 @@ class NamespaceSandboxPool:
                 zygote.wait()
 
 
-def _zygote_argv(control: int, mountpoint: str) -> list[str]:
+def _zygote_argv(control: int, mountpoint: str, mounts: Sequence[Mount]) -> list[str]:
     # The Python below the virtual environment, without its packages: a sandbox sees the standard
     # library only.
     python = getattr(sys, "_base_executable", sys.executable)
     source = str(Path(__file__).resolve().parents[2])
-    return [python, "-s", "-S", "-P", "-X", "utf8", "-c", _BOOT, source, str(control), mountpoint]
+    told = [source, str(control), mountpoint, json.dumps(mounts)]
+    return [python, "-s", "-S", "-P", "-X", "utf8", "-c", _BOOT, *told]
 
 
 def _first_line(control: socket.socket) -> str:
@@ -323,9 +331,12 @@ class NamespaceSandbox:
     async def limit(self, limits: Limits) -> None:
         size = limits.disk_bytes or COPY_BYTES
         processes = limits.processes or MAX_PROCESSES
-        # the first process of the sandbox is one of its user's, too
         await self._ask(
-            op="limit", disk_bytes=size, disk_files=files_in(size), processes=processes + 1
+            op="limit",
+            disk_bytes=size,
+            disk_files=files_in(size),
+            processes=processes + 1,  # the first process of the sandbox is one of its user's, too
+            process_bytes=limits.memory_bytes or PROCESS_BYTES,
         )
 
     async def diff(self) -> str:

@@ -2,20 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 
-from etude.core.sandbox import SandboxPool
+from etude.core.sandbox import Limits, Sandbox, SandboxPool, SandboxSpec
+from etude.sandbox import namespaces
 from etude.sandbox.link import REPLY_TIMEOUT_S
+from etude.sandbox.mounts import Mount, find_mounts
 from etude.sandbox.namespaces import NamespaceSandboxPool
 from etude.sandbox.process import ProcessSandboxPool
+from etude.sandbox.spec import check_spec
 
-ISOLATION: dict[str, Callable[[float], SandboxPool]] = {
+ISOLATION: dict[str, Callable[[float, Sequence[Mount]], SandboxPool]] = {
     "namespaces": NamespaceSandboxPool,
-    "process": lambda reply_timeout_s: ProcessSandboxPool(),
+    "process": lambda reply_timeout_s, mounts: ProcessSandboxPool(mounts),
 }
+_NO_LIMITS = Limits()
+_GIVEN_LIMITS = {"namespaces": namespaces.GIVEN_LIMITS}
 
 
-def open_sandbox_pool(isolation: str, reply_timeout_s: float = REPLY_TIMEOUT_S) -> SandboxPool:
+def open_sandbox_pool(
+    isolation: str,
+    reply_timeout_s: float = REPLY_TIMEOUT_S,
+    *,
+    mounts: Sequence[str] = (),
+    limits: Limits = _NO_LIMITS,
+) -> SandboxPool:
     """Opens a trial sandbox before it returns; raises EtudeError where this machine cannot. Never
-    picks a weaker isolation than it was asked for. The caller closes the pool."""
-    return ISOLATION[isolation](reply_timeout_s)
+    picks a weaker isolation than it was asked for. The caller closes the pool.
+
+    `mounts`: directories of the host, as `sandbox.mounts` of a run's file names them. `limits`: of
+    sandboxes whose task does not say otherwise."""
+    check_spec(
+        SandboxSpec(limits=limits),
+        backend=isolation,
+        gives=(),
+        limits=_GIVEN_LIMITS.get(isolation, ()),
+    )
+    pool = ISOLATION[isolation](reply_timeout_s, find_mounts(mounts))
+    return pool if limits == _NO_LIMITS else _LimitedPool(pool, limits)
+
+
+class _LimitedPool:
+    """A `core.sandbox.SandboxPool` whose sandboxes have these limits, where tasks name none."""
+
+    def __init__(self, pool: SandboxPool, limits: Limits) -> None:
+        self._pool = pool
+        self._limits = limits
+
+    def open(self, spec: SandboxSpec) -> AbstractAsyncContextManager[Sandbox]:
+        return self._pool.open(replace(spec, limits=spec.limits.over(self._limits)))
+
+    def owing(self) -> dict[str, float]:
+        return self._pool.owing()
+
+    async def close(self) -> None:
+        await self._pool.close()

@@ -20,12 +20,13 @@ import termios
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 
-from etude.core.errors import RolloutFailure
+from etude.core.errors import EtudeError, RolloutFailure
 from etude.core.sandbox import CommandResult, SandboxSpec, close_on_failure
 from etude.sandbox import tree
 from etude.sandbox.diff import unified_diff
 from etude.sandbox.files import inside, inside_directory, to_bytes
 from etude.sandbox.limits import OUTPUT_BYTES, READ_BYTES, TERMINAL_SIZE
+from etude.sandbox.mounts import Mount, search_path
 from etude.sandbox.spec import check_env, check_spec, opening_tree
 from etude.sandbox.streams import Streams
 from etude.sandbox.tree import FILE, LINK, Entry, Tree
@@ -56,14 +57,21 @@ os._exit(127)
 class ProcessSandboxPool:
     """A `core.sandbox.SandboxPool`."""
 
-    def __init__(self) -> None:
+    def __init__(self, mounts: Sequence[Mount] = ()) -> None:
+        for each in mounts:
+            if each.source != each.target:
+                raise EtudeError(
+                    f"process sandboxes show directories at their own place only: take "
+                    f":{each.target} out of sandbox.mounts"
+                )
         self._sandboxes: set[ProcessSandbox] = set()
+        self._programs = search_path(mounts)
 
     @contextlib.asynccontextmanager
     async def open(self, spec: SandboxSpec) -> AsyncIterator[ProcessSandbox]:
         check_spec(spec, backend="process", gives={"repository"})
         before = await opening_tree(spec, max_bytes=_COPY_BYTES, max_entries=_COPY_FILES)
-        sandbox = ProcessSandbox(self._sandboxes, spec.env, before)
+        sandbox = ProcessSandbox(self._sandboxes, spec.env, before, self._programs)
         try:
             sandbox.fill(before)
             yield sandbox
@@ -82,14 +90,21 @@ class ProcessSandboxPool:
 class ProcessSandbox:
     """A `core.sandbox.Sandbox` in a temporary directory."""
 
-    def __init__(self, opened: set[ProcessSandbox], env: Mapping[str, str], before: Tree) -> None:
+    def __init__(
+        self,
+        opened: set[ProcessSandbox],
+        env: Mapping[str, str],
+        before: Tree,
+        programs: Sequence[str] = (),
+    ) -> None:
         """`opened`: where it is found as long as it is open. `before`: what the working copy is
-        compared with."""
+        compared with. `programs`: directories that are searched before all others."""
         self._root = Path(tempfile.mkdtemp(prefix="etude-")).resolve()
         self._opened = opened
         self._opened.add(self)
         self._env = env
         self._before = before
+        self._programs = programs
         self._processes: set[OrdinaryProcess] = set()
         self._closed = False
 
@@ -108,7 +123,7 @@ class ProcessSandbox:
             source.seek(0)
             try:
                 process = await asyncio.create_subprocess_exec(
-                    *_with_python(argv),
+                    *self._with_python(argv),
                     cwd=directory,
                     env=environment,
                     stdin=source,
@@ -154,7 +169,7 @@ class ProcessSandbox:
         try:
             process = await asyncio.create_subprocess_exec(
                 *shim,
-                *_with_python(argv),
+                *self._with_python(argv),
                 cwd=directory,
                 env=environment,
                 stdin=source,
@@ -174,8 +189,16 @@ class ProcessSandbox:
 
     def _environment(self, env: Mapping[str, str] | None) -> dict[str, str]:
         check_env(env or {})
-        plain = {"PATH": os.defpath, "HOME": str(self._root), "LANG": "C.UTF-8"}
+        path = ":".join([*self._programs, os.defpath])
+        plain = {"PATH": path, "HOME": str(self._root), "LANG": "C.UTF-8"}
+        if self._programs:
+            plain["PYTHONDONTWRITEBYTECODE"] = "1"
         return {**plain, **self._env, **(env or {})}
+
+    def _with_python(self, argv: Sequence[str]) -> list[str]:
+        """`python` is ours, unless a mount may have one."""
+        ours = argv[0] in ("python", "python3") and not self._programs
+        return [*([sys.executable, "-s", "-B"] if ours else [argv[0]]), *argv[1:]]
 
     async def read(self, path: str) -> str:
         return (await self.read_bytes(path)).decode()
@@ -247,7 +270,7 @@ class ProcessSandbox:
         copy = await asyncio.to_thread(
             tree.pack, self._open, max_bytes=_COPY_BYTES, max_entries=_COPY_FILES
         )
-        forked = ProcessSandbox(self._opened, self._env, self._before)
+        forked = ProcessSandbox(self._opened, self._env, self._before, self._programs)
         async with close_on_failure(forked):
             await asyncio.to_thread(tree.unpack, copy, str(forked._root))
         return forked
@@ -319,11 +342,6 @@ class OrdinaryProcess:
     def _check(self) -> None:
         if self._closed:
             raise RolloutFailure("sandbox: it is closed")
-
-
-def _with_python(argv: Sequence[str]) -> list[str]:
-    python = [sys.executable, "-s", "-B"] if argv[0] in ("python", "python3") else [argv[0]]
-    return [*python, *argv[1:]]
 
 
 def _kill(pid: int) -> None:

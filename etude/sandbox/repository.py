@@ -8,10 +8,13 @@ repository has any effect, nothing is fetched, and no program but git is run.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import shutil
+import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -21,6 +24,45 @@ from etude.sandbox.files import inside
 from etude.sandbox.tree import EXECUTABLE, FILE, LINK, Entry
 
 _SUBMODULE = 0o160000
+
+
+def repository_at(path: str | Path, ref: str = "HEAD") -> Repository:
+    """The git repository that a path of this machine lies in, at the commit that a branch, a tag or
+    an abbreviated id means now."""
+    asked = {
+        "directory": ("--path-format=absolute", "--git-common-dir"),
+        "commit": ("--verify", "--quiet", "--end-of-options", f"{ref}^{{commit}}"),
+    }
+    told: dict[str, str] = {}
+    for what, arguments in asked.items():
+        try:
+            ran = subprocess.run(
+                ["git", "-C", str(path), "rev-parse", *arguments],
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+        except FileNotFoundError as e:
+            raise EtudeError(f"repository {path}: git is not installed on this machine") from e
+        if ran.returncode:
+            why = ran.stderr.strip() or f"there is no commit, branch or tag {ref!r}"
+            raise EtudeError(f"repository {path}: {why}")
+        told[what] = ran.stdout.splitlines()[-1]
+    return Repository(url=told["directory"], commit=told["commit"])
+
+
+def read_texts(repository: Repository) -> dict[str, str]:
+    """The text files of a commit: path -> content, sorted. For `Environment.tasks`, which may be
+    called from anywhere: it waits."""
+    with ThreadPoolExecutor(1) as thread:
+        reading = read_commit(repository, max_bytes=1 << 30, max_entries=100_000)
+        entries = thread.submit(asyncio.run, reading).result()
+    texts: dict[str, str] = {}
+    for path, (mode, content) in sorted(entries.items()):
+        with contextlib.suppress(UnicodeDecodeError):
+            if mode != LINK:
+                texts[path] = (content or b"").decode()
+    return texts
 
 
 async def read_commit(

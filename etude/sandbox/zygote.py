@@ -26,8 +26,8 @@ import socket
 import sys
 
 from etude.sandbox import kernel
-from etude.sandbox.command import ENVIRONMENT
-from etude.sandbox.guest import GUEST_ID, TERMINALS, Link, serve
+from etude.sandbox.command import PROGRAMS, environment
+from etude.sandbox.guest import COVERED, GUEST_ID, TERMINALS, Link, serve
 
 NOBODY = 65534
 READY = "ready"
@@ -41,12 +41,13 @@ _NAMESPACES = (
 )  # fmt: skip
 
 
-def main(control: socket.socket, mountpoint: str) -> None:
+def main(control: socket.socket, mountpoint: str, mounts: str = "[]") -> None:
+    """`mounts`: as JSON, pairs of a directory of the host and its place in a sandbox."""
     # the kernel reaps; nobody here asks how a sandbox ended
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        _wall_in(mountpoint)
+        _wall_in(mountpoint, json.loads(mounts))
         _become_template()
         error = _try_one()
     except OSError as e:
@@ -70,7 +71,7 @@ def _serve_one(control: socket.socket) -> bool:
     return bool(word)
 
 
-def _wall_in(mountpoint: str) -> None:
+def _wall_in(mountpoint: str, mounts: list[tuple[str, str]]) -> None:
     kernel.forbid_new_privileges()
     kernel.adopt_orphans()
     if root := os.geteuid() == 0:
@@ -80,7 +81,7 @@ def _wall_in(mountpoint: str) -> None:
         kernel.unshare(kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS)
         _map_ids(user, user, group, group)
     kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
-    _build_root(mountpoint)
+    _build_root(mountpoint, mounts)
     kernel.change_root(mountpoint)
     if root:
         # User 0 of the host is never inside, under whatever name: it owns /proc/sys and is exempt
@@ -100,7 +101,7 @@ def _map_ids(inside_user: int, outside_user: int, inside_group: int, outside_gro
         kernel.put(f"/proc/self/{name}", text)
 
 
-def _build_root(root: str) -> None:
+def _build_root(root: str, mounts: list[tuple[str, str]]) -> None:
     kernel.mount("tmpfs", root, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=1m,mode=0755")
     for name in _SYSTEM:
         if os.path.islink(f"/{name}"):
@@ -110,6 +111,7 @@ def _build_root(root: str) -> None:
     if not f"{sys.base_prefix}/".startswith("/usr/"):
         _show(sys.base_prefix, root)
     _hide_packages(root)
+    _show_mounts(root, mounts)
     for name in _ETC:
         if os.path.exists(f"/etc/{name}"):
             _show(f"/etc/{name}", root)
@@ -136,9 +138,22 @@ def _build_root(root: str) -> None:
     kernel.mount("none", root, None, kernel.MS_REMOUNT | kernel.MS_BIND | flags)
 
 
-def _show(path: str, root: str) -> None:
-    """Bind a file or directory of the host to the same place under the new root, read-only."""
-    target = root + path
+def _show_mounts(root: str, mounts: list[tuple[str, str]]) -> None:
+    """What every sandbox shows of the host. Each has a /tmp of its own, and binds again what it
+    covers with that."""
+    for number, (source, target) in enumerate(mounts):
+        if f"{target}/".startswith("/tmp/"):
+            COVERED.append((f"/mnt/{number}", target))
+            target = f"/mnt/{number}"
+        _show(source, root, target)
+        if os.path.isdir(f"{source}/bin"):
+            PROGRAMS.append(f"{mounts[number][1]}/bin")
+
+
+def _show(path: str, root: str, place: str = "") -> None:
+    """Bind a file or directory of the host to the same place under the new root, or to another,
+    read-only."""
+    target = root + (place or path)
     os.makedirs(target if os.path.isdir(path) else os.path.dirname(target), exist_ok=True)
     if not os.path.isdir(path):
         kernel.put(target, "")
@@ -163,7 +178,7 @@ def _become_template() -> None:
     """What a script that runs in a fork of this process finds: a Python just started, with no
     packages but its own."""
     os.environ.clear()
-    os.environ.update(ENVIRONMENT)
+    os.environ.update(environment())
     site.setquit()
     sys.dont_write_bytecode = True
     for name in [name for name in sys.modules if name.partition(".")[0] == "etude"]:

@@ -21,14 +21,17 @@ class Impatient:
         self._session = session
         self._sampling = {"model": "etude", "max_tokens": max_tokens, "temperature": temperature}
 
-    async def run(self, task: Task, sandbox: Sandbox, *, base_url: str, seed: int) -> Transcript:
+    async def run(
+        self, task: Task, sandbox: Sandbox, *, base_url: str, api_key: str, seed: int
+    ) -> Transcript:
         messages = task.opening
+        url, headers = f"{base_url}/chat/completions", {"Authorization": f"Bearer {api_key}"}
         for turn in range(3):
             body = {**self._sampling, "messages": messages, "seed": seed + turn}
             try:
                 async with (
                     asyncio.timeout(WAIT_S),
-                    self._session.post(f"{base_url}/chat/completions", json=body) as response,
+                    self._session.post(url, json=body, headers=headers) as response,
                 ):
                     answer = (await response.json())["choices"][0]["message"]
             except TimeoutError:

@@ -55,6 +55,7 @@ async def model(
     requests: list[Answer] = []
 
     async def chat(request: web.Request) -> web.StreamResponse:
+        assert request.headers["Authorization"] == "Bearer key"
         requests.append(await request.json())
         answer = respond(requests[-1])
         return (
@@ -88,8 +89,12 @@ async def play(
         aiohttp.ClientSession() as session,
     ):
         agent: Agent = CodingAgent(session, max_turns=max_turns, max_tokens=50, timeout_s=timeout_s)
-        box = sandbox or FakeSandbox(TASK.sandbox.files)
-        return await agent.run(TASK, box, base_url=url, seed=7), requests
+        box = sandbox or FakeSandbox(TASK.sandbox.files, succeeds)
+        return await agent.run(TASK, box, base_url=url, api_key="key", seed=7), requests
+
+
+def succeeds(files: Files, argv: Any) -> CommandResult:
+    return CommandResult(0, "")
 
 
 def passes_when_fixed(files: Files, argv: Any) -> CommandResult:
@@ -223,7 +228,9 @@ async def test_an_http_error_is_a_failed_rollout_with_status_and_body() -> None:
     ):
         agent = CodingAgent(session, max_turns=1, max_tokens=1, timeout_s=LONG_S)
         with pytest.raises(RolloutFailure, match="503: no engine is live"):
-            await agent.run(TASK, FakeSandbox(TASK.sandbox.files), base_url=url, seed=0)
+            await agent.run(
+                TASK, FakeSandbox(TASK.sandbox.files), base_url=url, api_key="key", seed=0
+            )
 
 
 @pytest.mark.parametrize(
@@ -294,7 +301,7 @@ async def test_a_session_begins_with_the_messages_of_its_task() -> None:
         aiohttp.ClientSession() as session,
     ):
         agent = CodingAgent(session, max_turns=2, max_tokens=9, timeout_s=LONG_S, temperature=1.0)
-        await agent.run(task, FakeSandbox(TASK.sandbox.files), base_url=url, seed=0)
+        await agent.run(task, FakeSandbox(TASK.sandbox.files), base_url=url, api_key="key", seed=0)
     assert requests[0]["messages"] == list(said)
 
 

@@ -15,7 +15,7 @@ from etude.core.sandbox import CommandResult
 from etude.harness.agent import NUDGE, CodingAgent, gave_up
 from etude.harness.tools import Tools
 from etude.sandbox.fake import FakeSandbox
-from tests.harness.test_agent import TASK, model, says
+from tests.harness.test_agent import TASK, model, says, succeeds
 
 
 async def test_settings_reach_the_model() -> None:
@@ -24,7 +24,9 @@ async def test_settings_reach_the_model() -> None:
         aiohttp.ClientSession() as session,
     ):
         agent = CodingAgent(session, max_turns=1, max_tokens=9, timeout_s=60.0, temperature=0.25)
-        await agent.run(TASK, FakeSandbox(TASK.sandbox.files), base_url=url, seed=1)
+        await agent.run(
+            TASK, FakeSandbox(TASK.sandbox.files, succeeds), base_url=url, api_key="key", seed=1
+        )
     assert (requests[0]["temperature"], requests[0]["max_tokens"]) == (0.25, 9)
 
 
@@ -42,7 +44,9 @@ async def test_a_session_that_fills_the_context_ends_as_it_stands(
     answers = iter([says(("test", "{}")), web.Response(status=status, text=text)])
     async with model(lambda request: next(answers)) as (url, _), aiohttp.ClientSession() as session:
         agent = CodingAgent(session, max_turns=9, max_tokens=9, timeout_s=60.0)
-        work = agent.run(TASK, FakeSandbox(TASK.sandbox.files), base_url=url, seed=1)
+        work = agent.run(
+            TASK, FakeSandbox(TASK.sandbox.files, succeeds), base_url=url, api_key="key", seed=1
+        )
         if ends:
             transcript = await work
             assert not transcript.finished and len(transcript.messages) == 3
@@ -65,7 +69,9 @@ async def test_every_call_waits_as_long_as_it_is_told(monkeypatch: pytest.Monkey
     ):
         agent = CodingAgent(session, max_turns=1, max_tokens=9, timeout_s=60.0, tool_delay_s=0.125)
         monkeypatch.setattr("etude.harness.agent.asyncio.sleep", noted)
-        await agent.run(TASK, FakeSandbox(TASK.sandbox.files), base_url=url, seed=1)
+        await agent.run(
+            TASK, FakeSandbox(TASK.sandbox.files, succeeds), base_url=url, api_key="key", seed=1
+        )
     assert slept.count(0.125) == 2
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +18,7 @@ from etude.core.errors import EtudeError
 from etude.core.events import Event, FleetStatus, RegionStatus, RunDone
 from etude.core.ledger import Issued, Trained
 from etude.core.lineage import StageSpan, estimator_of, stage_spans
+from etude.core.sandbox import Limits
 from etude.core.stages import RolloutStageConfig
 from etude.core.types import Score, Task, Trajectory
 from etude.run import controller as controller
@@ -326,7 +327,8 @@ async def test_a_controller_has_what_it_needs_and_leaves_nothing_open(
     run.put_config(
         parse(
             'name = "a"\nseed = 5\nheartbeat_timeout_s = 33.0\n[[stage]]\nkind = "rl"\nsteps = 1\n'
-            '[sandbox]\nisolation = "process"\n[tasks]\ntrain = 7\nheldout = 3\nnovel = 2'
+            '[sandbox]\nisolation = "process"\nmounts = ["/opt/data"]\nprocesses = 8\n'
+            "disk_mib = 64\n[tasks]\ntrain = 7\nheldout = 3\nnovel = 2"
         )
     )
 
@@ -359,8 +361,11 @@ async def test_a_controller_has_what_it_needs_and_leaves_nothing_open(
 
     made: list[Pool] = []
 
-    def pool(isolation: str, reply_timeout_s: float) -> Pool:
+    def pool(
+        isolation: str, reply_timeout_s: float, *, mounts: Sequence[str], limits: Limits
+    ) -> Pool:
         assert (isolation, reply_timeout_s) == ("process", 33.0)
+        assert mounts == ("/opt/data",) and limits == Limits(processes=8, disk_bytes=64 << 20)
         made.append(Pool())
         return made[-1]
 

@@ -17,6 +17,7 @@ async def asked(resets: int, status: int = 200) -> bool:
 
     async def answer(request: web.Request) -> web.Response:
         nonlocal left
+        assert request.headers["Authorization"] == "Bearer none"
         if left:
             left -= 1
             assert request.transport is not None
@@ -73,3 +74,9 @@ async def test_each_question_goes_to_its_own_place(monkeypatch: pytest.MonkeyPat
         ("DELETE", "/s/s", None),
     ]
     assert gateway.base_url("s") == "http://there/s/s/v1"
+
+
+async def test_the_key_is_handed_on_and_not_sent_in_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ETUDE_TOKEN", "secret")
+    async with GatewayClient("http://there") as gateway:
+        assert gateway.api_key == "secret" and "Authorization" not in gateway.http.headers

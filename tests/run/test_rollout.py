@@ -66,11 +66,14 @@ class Parts:
         finally:
             self.open_sandboxes -= 1
 
-    async def run(self, task: Task, sandbox: Sandbox, *, base_url: str, seed: int) -> Transcript:
+    async def run(
+        self, task: Task, sandbox: Sandbox, *, base_url: str, api_key: str, seed: int
+    ) -> Transcript:
         await asyncio.sleep(0)
         self._maybe("agent")
         return Transcript(
-            messages=[{"role": "user", "content": f"{base_url} {seed}"}], finished=self.finished
+            messages=[{"role": "user", "content": f"{base_url} {api_key} {seed}"}],
+            finished=self.finished,
         )
 
     async def score(self, task: Task, sandbox: Sandbox, attempt: Attempt) -> Score:
@@ -83,6 +86,8 @@ class Parts:
 
     async def disturbed(self, session: str, age_s: float) -> bool:
         return self.breaks == "waits"
+
+    api_key = "key"
 
     def base_url(self, session: str) -> str:
         return f"/s/{session}"
@@ -197,9 +202,11 @@ class Hangs(Parts):
         async with super().open(task) as sandbox:
             yield sandbox
 
-    async def run(self, task: Task, sandbox: Sandbox, *, base_url: str, seed: int) -> Transcript:
+    async def run(
+        self, task: Task, sandbox: Sandbox, *, base_url: str, api_key: str, seed: int
+    ) -> Transcript:
         await self._ever("agent")
-        return await super().run(task, sandbox, base_url=base_url, seed=seed)
+        return await super().run(task, sandbox, base_url=base_url, api_key=api_key, seed=seed)
 
     async def score(self, task: Task, sandbox: Sandbox, attempt: Attempt) -> Score:
         await self._ever("score")
@@ -224,7 +231,7 @@ async def test_what_hangs_has_failed(place: str, key: str) -> None:
 async def test_a_timeout_of_their_own_is_told_as_they_told_it() -> None:
     class Late(Parts):
         async def run(
-            self, task: Task, sandbox: Sandbox, *, base_url: str, seed: int
+            self, task: Task, sandbox: Sandbox, *, base_url: str, api_key: str, seed: int
         ) -> Transcript:
             raise TimeoutError("the compiler took too long")
 
@@ -272,7 +279,7 @@ def test_a_trajectory_says_where_it_came_from_and_what_it_cost() -> None:
 async def test_an_agent_that_returns_nothing_has_failed() -> None:
     class Forgets(Parts):
         async def run(
-            self, task: Task, sandbox: Sandbox, *, base_url: str, seed: int
+            self, task: Task, sandbox: Sandbox, *, base_url: str, api_key: str, seed: int
         ) -> Transcript:
             return None  # type: ignore[return-value]
 
@@ -318,7 +325,7 @@ async def test_a_transcript_that_cannot_be_stored_is_the_failure_of_its_agent(
 ) -> None:
     class Own(Parts):
         async def run(
-            self, task: Task, sandbox: Sandbox, *, base_url: str, seed: int
+            self, task: Task, sandbox: Sandbox, *, base_url: str, api_key: str, seed: int
         ) -> Transcript:
             return Transcript(messages=messages, finished=True)
 
@@ -330,7 +337,7 @@ async def test_a_transcript_that_cannot_be_stored_is_the_failure_of_its_agent(
 async def test_a_session_is_graded_as_it_stands(finished: bool, status: str) -> None:
     trajectory = await rollouts(Parts("forget", finished=finished)).attempt(TASK, "g.0", seed=9)
     assert (trajectory.status, trajectory.reward, trajectory.num_sampled) == (status, 1.0, 1)
-    assert trajectory.messages == [{"role": "user", "content": "/s/g.0 9"}]
+    assert trajectory.messages == [{"role": "user", "content": "/s/g.0 key 9"}]
 
 
 async def test_a_session_that_ran_out_of_time_while_it_waited_for_the_model_is_not_graded() -> None:
@@ -371,11 +378,11 @@ def test_a_session_that_ran_out_of_time_while_we_were_stopped_is_not_graded() ->
 
     class Watches(Parts):
         async def run(
-            self, task: Task, sandbox: Sandbox, *, base_url: str, seed: int
+            self, task: Task, sandbox: Sandbox, *, base_url: str, api_key: str, seed: int
         ) -> Transcript:
             clock.move(90.0)
             await asyncio.sleep(0)
-            return await super().run(task, sandbox, base_url=base_url, seed=seed)
+            return await super().run(task, sandbox, base_url=base_url, api_key=api_key, seed=seed)
 
     with contextlib.closing(loop):
         attempts = [

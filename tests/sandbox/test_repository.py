@@ -11,7 +11,7 @@ import pytest
 from etude.core.errors import EtudeError
 from etude.core.sandbox import Limits, Repository, SandboxPool, SandboxSpec
 from etude.sandbox.fake import FakeSandboxPool
-from etude.sandbox.repository import read_commit
+from etude.sandbox.repository import read_commit, read_texts, repository_at
 from etude.sandbox.tree import EXECUTABLE, FILE, LINK, Entry
 from tests.sandbox.test_isolation import LONG_S
 
@@ -158,3 +158,25 @@ async def test_a_commit_that_does_not_fit_is_refused_before_a_sandbox_is_made(
     with pytest.raises(EtudeError, match=r"limits\.disk_bytes"):
         async with FakeSandboxPool().open(spec):
             pass
+
+
+def test_a_path_and_a_name_become_one_commit(repository: tuple[Path, str]) -> None:
+    place, commit = repository
+    git(place, "tag", "-a", "-m", "first", "v1", "HEAD~1")
+    tagged = repository_at(place / "src", "v1")
+    assert tagged.commit == git(place, "rev-parse", "HEAD~1") and repository_at(place) == (
+        Repository(url=str(place / ".git"), commit=commit)
+    )
+    assert read_texts(tagged) == {"src/a.py": "old\n"}
+    git(place, "worktree", "add", "-q", "../other", "v1")
+    assert repository_at(place.parent / "other") == tagged
+    for ref in ("v2", "--all"):
+        with pytest.raises(EtudeError, match=f"no commit, branch or tag '{ref}'"):
+            repository_at(place, ref)
+    with pytest.raises(EtudeError, match="not a git repository"):
+        repository_at(place.parent)
+
+
+async def test_its_texts_can_be_read_from_within_a_loop(repository: tuple[Path, str]) -> None:
+    texts = read_texts(repository_at(repository[0]))
+    assert texts["src/a.py"] == "new\r\n" and "link" not in texts

@@ -1,0 +1,49 @@
+"""The table `[sandbox]` of a run's config."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from etude.core.sandbox import Limits
+from etude.core.schema import Config, Count, Positive
+
+
+class SandboxConfig(Config):
+    """The isolation of sandboxes, what they show of this machine, and their limits."""
+
+    isolation: Literal["namespaces", "process"] = "namespaces"
+    """The isolation of a sandbox. `process` isolates nothing: only for machines whose kernel
+    refuses namespaces, and code you trust."""
+    mounts: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Directories of this machine that every sandbox shows, read-only: `PATH`, at the same place,
+    or `PATH:PLACE`. Relative paths start at the folder of the run's file. A `bin` in one is
+    searched first for programs, so with `.venv` the commands `python` and `pytest` are those of the
+    virtual environment."""
+    cpus: Positive | None = None
+    """Processors that a sandbox may use; this and the next three hold for tasks that do not say
+    otherwise, and None is what the backend gives by default (docs/sandboxes.md)."""
+    memory_mib: Count | None = None
+    """Memory of each process."""
+    disk_mib: Count | None = None
+    """Size of the working copy, and of the temporary files."""
+    processes: Count | None = None
+    """Processes of a sandbox at the same time."""
+
+    def seen_from(self, folder: Path) -> SandboxConfig:
+        """The same with the paths of this machine made absolute."""
+        return self.model_copy(
+            update={"mounts": tuple(os.path.join(folder, each) for each in self.mounts)}
+        )
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(
+            cpus=self.cpus,
+            memory_bytes=self.memory_mib and self.memory_mib << 20,
+            disk_bytes=self.disk_mib and self.disk_mib << 20,
+            processes=self.processes,
+        )

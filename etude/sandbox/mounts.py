@@ -1,0 +1,78 @@
+"""Directories of the host that every sandbox of a pool shows, read-only: a virtual environment, the
+packages of another language, data.
+
+They belong to the pool and not to a task: what a sandbox is a fork of has let go of the host's
+files before the first one is opened.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from etude.core.errors import EtudeError
+
+_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+_TAKEN = ("/work", "/proc", "/dev", "/etc", "/mnt")
+"""What a sandbox has for itself."""
+
+
+class Mount(NamedTuple):
+    source: str
+    target: str
+    """Where it is in a sandbox."""
+
+
+def find_mounts(texts: Iterable[str]) -> tuple[Mount, ...]:
+    """Parse `PATH` or `PATH:PLACE` and look whether it can be had; with the Python that a virtual
+    environment among them is made of."""
+    found = [_parse(text) for text in texts]
+    pythons = [Mount(home, home) for mount in found for home in _python_homes(mount)]
+    return tuple(dict.fromkeys([*found, *pythons]))
+
+
+def search_path(mounts: Sequence[Mount]) -> list[str]:
+    """The directories of programs that come before all others."""
+    return [f"{each.target}/bin" for each in mounts if os.path.isdir(f"{each.source}/bin")]
+
+
+def _parse(text: str) -> Mount:
+    source, _, place = text.partition(":")
+    source = os.path.abspath(source)
+    target = os.path.normpath(place) if place else source
+    what = f"sandbox.mounts: {text!r}"
+    if not os.path.isdir(source):
+        raise EtudeError(f"{what}: there is no directory {source}; make it, or give another path")
+    if not os.path.isabs(target):
+        raise EtudeError(f"{what}: the place in the sandbox must begin with /, as in {text}:/opt/x")
+    if target == "/" or _below(target, _TAKEN) or (_below(target, _SYSTEM) and target != source):
+        raise EtudeError(
+            f"{what}: {target} is taken in a sandbox; name another place, as in {source}:/opt/x"
+        )
+    if os.geteuid() == 0 and os.stat(source).st_mode & 0o005 != 0o005:
+        raise EtudeError(
+            f"{what}: commands in a sandbox are an ordinary user's, who may not read {source}; "
+            f"chmod -R o+rX it"
+        )
+    return Mount(source, target)
+
+
+def _python_homes(mount: Mount) -> list[str]:
+    """The installations that `bin/python` leads to link by link, as far as they are not in every
+    sandbox."""
+    homes: list[str] = []
+    python = f"{mount.source}/bin/python"
+    while os.path.islink(python):
+        python = os.path.join(os.path.dirname(python), os.readlink(python))
+        home = os.path.normpath(f"{python}/../..")
+        there = home == "/" or _below(home, (mount.source, sys.base_prefix, *_SYSTEM))
+        if os.path.isdir(home) and not there:
+            homes.append(home)
+    return homes
+
+
+def _below(path: str, places: Iterable[str]) -> bool:
+    return any(path == place or Path(place) in Path(path).parents for place in places)
