@@ -26,23 +26,39 @@ _SHOWN = 5
 """Wrong answers that the evidence shows."""
 
 _PROBE_TEXT = f"""\
-import importlib, json, sys
+import sys
 
-def plain(value):
+beside, loaded = sys.path.pop(0), set(sys.modules)
+import importlib, importlib.util, json
+for name in set(sys.modules) - loaded:  # the module may be called like any of these
+    del sys.modules[name]
+sys.path.insert(0, beside)
+
+def load(name):
+    for each in [each for each in sys.modules if each.partition(".")[0] == name.partition(".")[0]]:
+        del sys.modules[each]
+    if "." in name:
+        return importlib.import_module(name)
+    spec = importlib.util.spec_from_file_location(name, f"{{beside}}/{{name}}.py")
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+def encoded(value):
     if isinstance(value, dict):
-        if any(type(key) is not str for key in value):
-            raise TypeError("JSON has no such keys")
-        return {{key: plain(item) for key, item in value.items()}}
-    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+        return {{"dict": [[encoded(key), encoded(item)] for key, item in value.items()]}}
+    if isinstance(value, (set, frozenset)):
+        return {{"set": [encoded(item) for item in value]}}
+    return [encoded(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 def ask(module, function, args):
     try:
-        return json.dumps({{"value": plain(getattr(module, function)(*args))}})
+        return json.dumps({{"value": encoded(getattr(module, function)(*args))}})
     except BaseException as e:
         return json.dumps({{"error": type(e).__name__}})
 
 name, questions = json.load(sys.stdin)
-module = importlib.import_module(name)
+module = load(name)
 answers = [ask(module, function, args) for function, args in questions]
 with open({_ANSWERS!r}, "w") as file:
     file.write("[" + ",".join(answers) + "]")
@@ -97,7 +113,11 @@ def verdict(checks: tuple[Check, ...], answers: list[Json]) -> Score:
     wrong = [
         (check, answer)
         for check, answer in zip(checks, answers, strict=True)
-        if not same(answer, {"value": check.expected})
+        if not (
+            isinstance(answer, dict)
+            and answer.keys() == {"value"}
+            and same(answer["value"], check.expected)
+        )
     ]
     right = len(checks) - len(wrong)
     evidence = [
@@ -124,12 +144,46 @@ def _worthless(evidence: str) -> Score:
     return Score(0.0, (Part("checks", 0.0, evidence),))
 
 
-def same(a: Json, b: Json) -> bool:
-    """Equal in value and in type, all the way down: True is not 1, and 1 is not 1.0."""
-    if type(a) is not type(b):
+def same(answer: Json, expected: object) -> bool:
+    """Equal as `==` says it, all the way down, and as the tests that the agent sees say it: 2.0 is
+    2. But True is not 1, and a tuple counts as a list. `answer` is as the probe encodes it."""
+    try:
+        return _canonical(answer) == _canonical(encoded(expected))
+    except (RecursionError, ValueError):
         return False
-    if isinstance(a, list):
-        return len(a) == len(b) and all(map(same, a, b))
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    return bool(a == b)
+
+
+def encoded(value: object) -> Json:
+    """A value as JSON that keeps what JSON cannot: sets, and keys that are not text. The probe has
+    a function like it."""
+    match value:
+        case dict():
+            return {"dict": [[encoded(key), encoded(item)] for key, item in value.items()]}
+        case set() | frozenset():
+            return {"set": [encoded(item) for item in value]}
+        case list() | tuple():
+            return [encoded(item) for item in value]
+        case None | bool() | int() | float() | str():
+            return value
+    raise ValueError(f"{type(value).__name__} is no type of an answer")
+
+
+def _canonical(value: Json) -> str:
+    """The same text for equal values. Text, since hashes of numbers can be made to collide, and
+    comparing thousands of such would take its time."""
+    match value:
+        case bool() | None | str():
+            return json.dumps(value)
+        case int():
+            return hex(value)
+        case float():
+            if value != value:
+                raise ValueError("not a number is equal to nothing")
+            return hex(int(value)) if value.is_integer() else repr(value)
+        case list():
+            return f"[{','.join(map(_canonical, value))}]"
+        case {"set": list(items)} if len(value) == 1:
+            return f"set({','.join(sorted(set(map(_canonical, items))))})"
+        case {"dict": list(items)} if len(value) == 1:
+            return f"dict({','.join(sorted(map(_canonical, items)))})"
+    raise ValueError("the probe does not answer so")

@@ -27,7 +27,13 @@ from etude.sandbox.limits import NICENESS
 PROGRAMS: list[str] = []
 """Directories of mounts that are searched before all others; the zygote fills it once. Their
 `python`, if there is one, is then the one that is meant."""
+_ALWAYS_LOADED = frozenset(sys.builtin_module_names) | {
+    "_collections_abc", "_frozen_importlib", "_frozen_importlib_external", "_sitebuiltins", "abc",
+    "codecs", "encodings", "genericpath", "io", "os", "posixpath", "site", "stat", "zipimport",
+}  # fmt: skip
+"""What a Python has loaded before the first line of a script."""
 HIDDEN = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
+READ_ONLY = HIDDEN | kernel.MS_RDONLY
 
 
 class Command(NamedTuple):
@@ -79,6 +85,8 @@ def _become(command: Command, breaks: int) -> NoReturn:
         kernel.unshare(kernel.CLONE_NEWNS)
         kernel.mount("proc", "/proc", "proc", HIDDEN)
         kernel.put("/proc/self/oom_score_adj", "1000")  # when memory runs out, this goes first
+        # and stays so: whoever could write here would take it back
+        kernel.mount("none", "/proc", None, kernel.MS_REMOUNT | kernel.MS_BIND | READ_ONLY)
         for limit, value in command.limits.items():
             resource.setrlimit(limit, (value, value))
         os.nice(NICENESS)
@@ -115,7 +123,9 @@ def _run_script(argv: list[str]) -> NoReturn:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     sys.argv = argv
-    sys.path[:] = [os.path.dirname(os.path.abspath(script)), *sys.path]
+    beside = os.path.dirname(os.path.abspath(script))
+    _forget_shadowed(beside)
+    sys.path[:] = [beside, *sys.path]
     main = types.ModuleType("__main__")
     main.__dict__.update(__file__=os.path.abspath(script), __builtins__=__builtins__)
     sys.modules["__main__"] = main
@@ -140,6 +150,22 @@ def _run_script(argv: list[str]) -> NoReturn:
         if stream is not None:
             stream.flush()
     os._exit(code)
+
+
+def _forget_shadowed(directory: str) -> None:
+    """A file beside the script comes before a module of that name which this process has loaded for
+    its own ends, and then also for modules that import it."""
+    try:
+        beside = {name.partition(".")[0] for name in os.listdir(directory)}
+    except OSError:
+        return
+    loaded = {name: name.partition(".")[0] for name in sys.modules}
+    if not beside & (set(loaded.values()) - _ALWAYS_LOADED):
+        return
+    for name, top in loaded.items():
+        written_in_python = getattr(sys.modules[name], "__file__", "").endswith(".py")
+        if top not in _ALWAYS_LOADED and (written_in_python or top in beside):
+            del sys.modules[name]
 
 
 def _exit_status(code: object) -> int:

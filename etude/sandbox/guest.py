@@ -9,12 +9,13 @@ JSON line, in order:
     {"op": "run", "argv": [...], "stdin": content, ...}  {"ok": [code or null, output]}
     {"op": "start", "argv": [...], "pty": bool, ...}     {"ok": null}
     {"op": "changes", "before": {path: [...]}}           {"ok": {path: [mode, content] or null}}
-    {"op": "pack"} and {"op": "unpack", "tar": content}  the whole working copy, out and in
+    {"op": "send"} and {"op": "receive"}                 the whole working copy, out and in
     {"op": "limit", ...}                                 {"ok": null}
     what cannot be done                                  {"error": [kind, message]}
 
 Contents are in base64. With "start" comes a socket, which belongs to that process: back over it go
-the host's ends of its streams, and from then on it is the business of a keeper (see `keep`).
+the host's ends of its streams, and from then on it is the business of a keeper (see `keep`). With
+"send" and "receive" come the two ends of one between the sandboxes: a copy never passes the host.
 
 This process and the keepers are trusted, what they run is not, and they never meet (see `command`).
 Standard library only.
@@ -49,6 +50,7 @@ from etude.sandbox.limits import (
     COPY_FILES,
     LIMITS,
     OUTPUT_BYTES,
+    QUOTAS,
     READ_BYTES,
     TERMINAL_SIZE,
 )
@@ -134,7 +136,7 @@ def serve(connection: socket.socket) -> NoReturn:
             answer = {"error": ["FileNotFoundError", str(e)]}
         except ValueError as e:
             answer = {"error": ["ValueError", str(e)]}
-        except (OSError, RolloutFailure) as e:
+        except (OSError, EOFError, RolloutFailure) as e:
             answer = {"error": ["RolloutFailure", f"sandbox: {e}"]}
         link.send(answer)
 
@@ -159,9 +161,9 @@ class Guest:
         for source, target in COVERED:
             os.makedirs(target, exist_ok=True)
             kernel.bind(source, target)
-        # No namespaces below for what runs here: they would give it capabilities again, and with
-        # them a far larger part of the kernel to attack.
-        kernel.put("/proc/sys/user/max_user_namespaces", "0")
+        for name, value in QUOTAS.items():
+            if os.path.exists(f"/proc/sys/{name}"):
+                kernel.put(f"/proc/sys/{name}", value)
         socket.sethostname("localhost")
         kernel.raise_loopback()
         os.chdir(WORK)
@@ -187,7 +189,7 @@ class Guest:
         for path, (mode, content) in files.items():
             data = base64.b64decode(content)
             try:
-                os.makedirs(os.path.dirname(f"{WORK}/{path}"), exist_ok=True)
+                tree.make_parents(WORK, path)
                 if mode == tree.LINK:
                     os.symlink(data, os.fsencode(f"{WORK}/{path}"))
                 else:
@@ -248,47 +250,61 @@ class Guest:
             for path, entry in changed.items()
         }
 
-    def op_pack(self) -> str:
-        return _encode(
-            tree.pack(self._opener, max_bytes=self._copy_bytes, max_entries=self._copy_files)
-        )
+    def op_send(self) -> None:
+        # whoever does not read it to its end says why
+        with self._link.take_socket() as to, contextlib.suppress(ConnectionError):
+            tree.send(
+                self._opener,
+                to.fileno(),
+                max_bytes=self._copy_bytes,
+                max_entries=self._copy_files,
+            )
 
-    def op_unpack(self, tar: str) -> None:
-        tree.unpack(base64.b64decode(tar), WORK)
+    def op_receive(self) -> None:
+        with self._link.take_socket() as source:
+            try:
+                tree.receive(source.fileno(), WORK)
+            except OSError as e:
+                raise ValueError(f"the working copy cannot be copied: {e.strerror}") from e
 
     def op_run(
         self, argv: list[str], stdin: str, timeout_s: float, cwd: str, env: dict[str, str]
     ) -> tuple[int | None, str]:
         directory = self._directory(cwd)
-        source, output = os.memfd_create("stdin"), os.memfd_create("output")
+        source = os.memfd_create("stdin")
+        out_of, output = os.pipe()
         limits = {**self._limits, resource.RLIMIT_CPU: math.ceil(timeout_s) + 1}
         command = Command(argv, env, directory, source, output, False, limits)
         try:
             os.pwrite(source, base64.b64decode(stdin), 0)
             child, broken = spawn(command, self._own_pids)
-            code = self._wait(child, time.monotonic() + timeout_s)
+            tail = _Tail(out_of)
+            code = self._wait(child, tail, time.monotonic() + timeout_s)
             _raise_if_broken(broken)
-            size = os.fstat(output).st_size
-            return code, os.pread(output, OUTPUT_BYTES, max(0, size - OUTPUT_BYTES)).decode(
-                errors="replace"
-            )
+            return code, tail.rest().decode(errors="replace")
         except OSError as e:
             raise RolloutFailure(f"a command could not be run: {e}") from e
         finally:
-            for descriptor in (directory, source, output):
+            for descriptor in (directory, source, out_of, output):
                 os.close(descriptor)
 
-    def _wait(self, child: int, deadline: float) -> int | None:
+    def _wait(self, child: int, tail: _Tail, deadline: float) -> int | None:
         """The exit status (minus the signal, if one ended it), or None when it was killed: for its
         time, or because the host asks for something else now, which it does only when nobody waits
         for this answer any more."""
         handle = os.pidfd_open(child)
         poll = select.poll()
-        poll.register(handle, select.POLLIN)
-        poll.register(self._link, select.POLLIN)
-        left = 0.0 if self._link.waiting() else max(0.0, deadline - time.monotonic())
-        ended = any(descriptor == handle for descriptor, _ in poll.poll(math.ceil(left * 1000)))
+        for each in (handle, self._link, tail):
+            poll.register(each, select.POLLIN)
+        ready = {tail.fileno()}
+        while ready == {tail.fileno()}:
+            tail.read()
+            left = 0.0 if self._link.waiting() else max(0.0, deadline - time.monotonic())
+            ready = {descriptor for descriptor, _ in poll.poll(math.ceil(left * 1000))}
+            if left == 0.0:
+                break
         os.close(handle)
+        ended = handle in ready
         code = _reaped(child, kill=not ended)
         return code if ended else None
 
@@ -309,6 +325,33 @@ class Guest:
             finally:
                 for descriptor in set(opened):
                     os.close(descriptor)
+
+
+class _Tail:
+    """The last of what comes out of a pipe; the rest is read and forgotten."""
+
+    def __init__(self, pipe: int) -> None:
+        self._pipe = pipe
+        self._kept = b""
+        os.set_blocking(pipe, False)
+
+    def fileno(self) -> int:
+        return self._pipe
+
+    def read(self) -> bool:
+        """False if there is no more at the moment."""
+        try:
+            data = os.read(self._pipe, 1 << 16)
+        except BlockingIOError:
+            return False
+        self._kept = (self._kept + data)[-OUTPUT_BYTES:]
+        return bool(data)
+
+    def rest(self) -> bytes:
+        """All of it, once nobody is left who writes."""
+        while self.read():
+            pass
+        return self._kept
 
 
 def keep(control: socket.socket, command: Command, own_pids: int) -> NoReturn:

@@ -22,6 +22,8 @@ CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWUTS, CLONE_NEWIPC = (
 )
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 
+CAP_SETGID, CAP_SETUID = 6, 7
+
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
 MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
 
@@ -149,9 +151,11 @@ def own_proc_entry() -> None:
     _prctl(_PR_SET_DUMPABLE, 1, "dumpable")
 
 
-def drop_capabilities() -> None:
+def drop_capabilities(*kept: int) -> None:
+    """All but these."""
     header = struct.pack("=Ii", 0x20080522, 0)  # version 3, this thread
-    _check(_libc.capset(header, struct.pack("=6I", *[0] * 6)), "capset")
+    low = sum(1 << each for each in kept)
+    _check(_libc.capset(header, struct.pack("=6I", low, low, 0, 0, 0, 0)), "capset")
 
 
 def filter_calls() -> None:

@@ -34,6 +34,18 @@ LIMITS = {
     resource.RLIMIT_CORE: 1,
 }
 """Of each process. A command's CPU seconds are limited as well, by its time."""
+QUOTAS = {
+    # No namespaces below for what runs here: they would give it capabilities again, and with them a
+    # far larger part of the kernel to attack.
+    "user/max_user_namespaces": "0",
+    # Of these an ordinary user has 128, in all of their sandboxes and programs together.
+    "user/max_inotify_instances": "8",
+    "user/max_fanotify_groups": "1",
+    # What waits in a connection grows up to the last of the three, in each direction.
+    "net/ipv4/tcp_rmem": "4096 65536 262144",
+    "net/ipv4/tcp_wmem": "4096 65536 262144",
+}
+"""Of the whole sandbox, as files below /proc/sys."""
 TERMINAL_SIZE = struct.pack("=4H", 24, 80, 0, 0)
 """Rows and columns of a terminal, as the kernel takes them."""
 NICENESS = 10

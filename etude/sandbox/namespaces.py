@@ -351,11 +351,21 @@ class NamespaceSandbox:
         return await asyncio.to_thread(unified_diff, self._before, changed)
 
     async def fork(self) -> NamespaceSandbox:
-        copy = await self._ask(op="pack")
         sandbox = await self._pool.start(self._spec, self._before)
         async with close_on_failure(sandbox):
-            await sandbox._ask(op="unpack", tar=copy)
+            ours, theirs = socket.socketpair()
+            done = await asyncio.gather(
+                self._copy("send", ours), sandbox._copy("receive", theirs), return_exceptions=True
+            )
+            failures = [each for each in done if isinstance(each, BaseException)]
+            # each of the two fails with the other; what the working copy is to blame for says why
+            for failure in sorted(failures, key=lambda e: not isinstance(e, ValueError)):
+                raise failure
         return sandbox
+
+    async def _copy(self, op: str, over: socket.socket) -> None:
+        with over:  # when this one has failed, the other one must see its end
+            await self._ask(op=op, descriptor=over)
 
     async def close(self) -> None:
         self._pool.forget(self)
@@ -382,6 +392,7 @@ class NamespaceSandbox:
             try:
                 if descriptor is not None:
                     await self._link.send_socket(descriptor)
+                    descriptor.close()  # or its end would not be seen at the other one
                 answer = await self._link.answer(
                     self._link.send(request), working_s + REPLY_TIMEOUT_S
                 )

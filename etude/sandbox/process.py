@@ -11,13 +11,13 @@ import asyncio
 import contextlib
 import fcntl
 import os
-import shutil
 import signal
 import stat
 import sys
 import tempfile
 import termios
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from etude.core.errors import EtudeError, RolloutFailure
@@ -227,12 +227,11 @@ class ProcessSandbox:
             assert content is not None
             try:
                 if mode == LINK:
-                    place = self._root / path
-                    place.parent.mkdir(parents=True, exist_ok=True)
-                    os.symlink(content, os.fsencode(place))
+                    tree.make_parents(str(self._root), path)
+                    os.symlink(content, os.fsencode(self._root / path))
                     continue
                 target = self._inside(path)
-                target.parent.mkdir(parents=True, exist_ok=True)
+                tree.make_parents(str(self._root), str(target.relative_to(self._root)))
                 target.write_bytes(content)
                 if mode != FILE:
                     target.chmod(stat.S_IMODE(mode))
@@ -267,13 +266,22 @@ class ProcessSandbox:
         return unified_diff(self._before, changed)
 
     async def fork(self) -> ProcessSandbox:
-        copy = await asyncio.to_thread(
-            tree.pack, self._open, max_bytes=_COPY_BYTES, max_entries=_COPY_FILES
-        )
         forked = ProcessSandbox(self._opened, self._env, self._before, self._programs)
         async with close_on_failure(forked):
-            await asyncio.to_thread(tree.unpack, copy, str(forked._root))
+            await asyncio.to_thread(self._copy_to, str(forked._root))
         return forked
+
+    def _copy_to(self, root: str) -> None:
+        source, to = os.pipe()
+        with ThreadPoolExecutor(1) as beside, open(to, "wb") as into:
+            received = beside.submit(_receive, source, root)
+            limits = {"max_bytes": _COPY_BYTES, "max_entries": _COPY_FILES}
+            try:
+                tree.send(self._open, into.fileno(), **limits)
+            finally:
+                into.close()
+                received.exception()
+        received.result()
 
     async def close(self) -> None:
         if self._closed:
@@ -289,7 +297,14 @@ class ProcessSandbox:
             for pid in strays:
                 _kill(pid)
             await asyncio.sleep(0.01)
-        shutil.rmtree(self._root, ignore_errors=True)
+        # not `shutil.rmtree`, which a thousand nested directories end
+        removing = await asyncio.create_subprocess_exec("rm", "-rf", "--", str(self._root))
+        await removing.wait()
+
+
+def _receive(source: int, root: str) -> None:
+    with open(source, "rb") as stream:
+        tree.receive(stream.fileno(), root)
 
 
 class OrdinaryProcess:

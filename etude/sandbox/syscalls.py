@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import socket
 import struct
+from collections.abc import Iterable
 
 _MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 """Where the numbers below are known, with the kernel's name for the machine in a filter."""
@@ -19,7 +20,15 @@ _KEYCTL = (250, 219)
 _IOCTL = (16, 29)
 _REFUSED_IOCTLS = {"TIOCSTI": 0x5412, "TIOCLINUX": 0x541C, "TIOCSETD": 0x5423}
 """Of terminals: typing for others, the console, and other line disciplines."""
+_FCNTL = (72, 25)
+_REFUSED_FCNTLS = {"F_SETPIPE_SZ": 1031}
+"""The kernel refuses it too, to a user whose pipes have taken enough; this one's have not yet."""
+_SETSOCKOPT = (54, 208)
+_IGNORED_OPTIONS = {"SO_SNDBUF": socket.SO_SNDBUF, "SO_RCVBUF": socket.SO_RCVBUF}
+"""Memory of the kernel, megabytes a socket. What is too much of it the kernel cuts down without a
+word; here, all of it."""
 _REFUSED = {
+    "io_setup": (206, 0),  # of these, one machine has so many
     "shmget": (29, 194),
     "semget": (64, 190),
     "msgget": (68, 186),
@@ -43,11 +52,11 @@ _FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, 16)
 """All of these end at the walls of the network namespace; others (AF_VSOCK) do not know that there
 is one."""
 
-_NUMBER, _MACHINE, _FIRST_ARGUMENT, _SECOND_ARGUMENT = 0, 4, 16, 24
+_NUMBER, _MACHINE, _FIRST_ARGUMENT, _SECOND_ARGUMENT, _THIRD_ARGUMENT = 0, 4, 16, 24, 32
 """Places in what a filter reads of a call. An argument's lower half: both machines have it
 first."""
 _LOAD, _IF_EQUAL, _IF_AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
-_ALLOW, _REFUSE, _KILL = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x80000000
+_ALLOW, _IGNORE, _REFUSE, _KILL = 0x7FFF0000, 0x00050000, 0x00050000 | errno.EPERM, 0x80000000
 _X32 = 0x40000000
 """Numbers from here on are a second table for the same calls on x86_64; the other machine has none
 so high."""
@@ -72,16 +81,31 @@ def program(machine: str) -> bytes | None:
     steps += [_step(_LOAD, _NUMBER), _step(_IF_AT_LEAST, _X32, no=1), _step(_RETURN, _KILL)]
     for numbers in _REFUSED.values():
         steps += [_step(_IF_EQUAL, _column(numbers, machine), no=1), _step(_RETURN, _REFUSE)]
-    ioctls = [_step(_LOAD, _SECOND_ARGUMENT)]
-    for request in _REFUSED_IOCTLS.values():
-        ioctls += [_step(_IF_EQUAL, request, no=1), _step(_RETURN, _REFUSE)]
-    ioctls += [_step(_RETURN, _ALLOW)]
-    steps += [_step(_IF_EQUAL, _column(_IOCTL, machine), no=len(ioctls)), *ioctls]
-    steps += [_step(_IF_EQUAL, _column(_SOCKET, machine), yes=1), _step(_RETURN, _ALLOW)]
-    steps += [_step(_LOAD, _FIRST_ARGUMENT)]
-    for family in _FAMILIES:
-        steps += [_step(_IF_EQUAL, family, no=1), _step(_RETURN, _ALLOW)]
-    return b"".join([*steps, _step(_RETURN, _REFUSE)])
+    of_sockets = [
+        _step(_LOAD, _SECOND_ARGUMENT),
+        _step(_IF_EQUAL, socket.SOL_SOCKET, yes=1),
+        _step(_RETURN, _ALLOW),
+    ]
+    for call, inner in (
+        (_IOCTL, _by_argument(_SECOND_ARGUMENT, _REFUSED_IOCTLS.values(), _REFUSE)),
+        (_FCNTL, _by_argument(_SECOND_ARGUMENT, _REFUSED_FCNTLS.values(), _REFUSE)),
+        (
+            _SETSOCKOPT,
+            of_sockets + _by_argument(_THIRD_ARGUMENT, _IGNORED_OPTIONS.values(), _IGNORE),
+        ),
+        (_SOCKET, _by_argument(_FIRST_ARGUMENT, _FAMILIES, _ALLOW, otherwise=_REFUSE)),
+    ):
+        steps += [_step(_IF_EQUAL, _column(call, machine), no=len(inner)), *inner]
+    return b"".join([*steps, _step(_RETURN, _ALLOW)])
+
+
+def _by_argument(
+    place: int, values: Iterable[int], verdict: int, *, otherwise: int = _ALLOW
+) -> list[bytes]:
+    steps = [_step(_LOAD, place)]
+    for value in values:
+        steps += [_step(_IF_EQUAL, value, no=1), _step(_RETURN, verdict)]
+    return [*steps, _step(_RETURN, otherwise)]
 
 
 def _column(numbers: tuple[int, int], machine: str) -> int:

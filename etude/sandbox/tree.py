@@ -7,20 +7,22 @@ vanishes meanwhile has not been there. Standard library only: this runs on both 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import io
+import json
 import os
 import stat
-import tarfile
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 FILE, EXECUTABLE, LINK = 0o100644, 0o100755, 0o120000
 """Modes, as git writes them. What is none of these keeps the mode that the system gives it."""
 CHANGES_BYTES = 4 << 20
 """So much content of changed files is looked at, all together."""
 
+_CHUNK = 1 << 20
 _GONE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EXDEV, errno.ENXIO, errno.EINVAL}
 """What opening says to something that is not there any more, or is something else by now."""
 
@@ -133,43 +135,122 @@ def _walk(opener: Open, max_entries: int) -> Iterator[tuple[str, int, os.stat_re
             os.close(directory)
 
 
-def pack(opener: Open, *, max_bytes: int, max_entries: int) -> bytes:
-    """The whole of it with modes and times. ValueError if it holds more than so many bytes, as a
-    file full of holes may without using any."""
-    buffer = io.BytesIO()
-    left = max_bytes
-    with tarfile.open(fileobj=buffer, mode="w") as tar:
+def make_parents(root: str, path: str) -> None:
+    """The directories that lead to a path below `root`. One after the other, and not as
+    `os.makedirs` does it: a thousand nested ones end that, and its process."""
+    parent = os.path.dirname(path)
+    if not parent or os.path.isdir(f"{root}/{parent}"):
+        return
+    place = root
+    for part in parent.split("/"):
+        place = f"{place}/{part}"
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(place)
+
+
+def send(opener: Open, to: int, *, max_bytes: int, max_entries: int) -> None:
+    """The whole of it with modes and times, into a socket or pipe: for each entry a line of JSON
+    and the bytes that it has, holes left out; then an empty line. ValueError if that is more than
+    `max_bytes`."""
+    with open(to, "wb", closefd=False) as out:
         for path, directory, status in _walk(opener, max_entries):
-            info = tarfile.TarInfo(path)
-            info.mode = stat.S_IMODE(status.st_mode)
-            info.mtime = status.st_mtime
-            content = b""
             try:
-                if stat.S_ISREG(status.st_mode):
-                    with _open_file(directory, os.path.basename(path)) as file:
-                        content = file.read(left + 1)
-                elif stat.S_ISLNK(status.st_mode):
-                    info.type = tarfile.SYMTYPE
-                    info.linkname = os.readlink(os.path.basename(path), dir_fd=directory)
-                elif stat.S_ISDIR(status.st_mode):
-                    info.type = tarfile.DIRTYPE
-                elif stat.S_ISFIFO(status.st_mode):
-                    info.type = tarfile.FIFOTYPE
-                else:
-                    continue
+                max_bytes -= _send_entry(out, path, directory, status, max_bytes)
+            except ConnectionError:
+                raise
             except OSError as e:
                 if e.errno in _GONE:
                     continue
                 raise ValueError(f"{path} cannot be read: {e.strerror}") from e
-            if (left := left - len(content)) < 0:
-                raise ValueError(f"the working copy holds more than {max_bytes} bytes")
-            info.size = len(content)
-            tar.addfile(info, io.BytesIO(content))
-    return buffer.getvalue()
+        out.write(b"\n")
 
 
-def unpack(packed: bytes, root: str) -> None:
-    """Into an empty directory."""
-    with tarfile.open(fileobj=io.BytesIO(packed)) as tar:
-        # made by `pack`, whose paths are those of real entries, and nothing runs in there yet
-        tar.extractall(root, filter="fully_trusted")
+def _send_entry(
+    out: io.BufferedWriter, path: str, directory: int, status: os.stat_result, left: int
+) -> int:
+    """The number of bytes that it has."""
+    name = os.path.basename(path)
+    head = {"path": path, "mode": status.st_mode, "time": status.st_mtime_ns}
+    if stat.S_ISLNK(status.st_mode):
+        head["link"] = os.readlink(name, dir_fd=directory)
+    if not stat.S_ISREG(status.st_mode):
+        if not stat.S_ISSOCK(status.st_mode):
+            out.write(json.dumps(head).encode() + b"\n")
+        return 0
+    with _open_file(directory, name) as file:
+        size = os.fstat(file.fileno()).st_size
+        extents = list(_extents(file.fileno(), size))
+        if (total := sum(length for _, length in extents)) > left:
+            raise ValueError("the working copy holds more bytes than it may")
+        out.write(json.dumps({**head, "size": size, "extents": extents}).encode() + b"\n")
+        out.flush()
+        for offset, length in extents:
+            _send_bytes(out.fileno(), file.fileno(), offset, length)
+    return total
+
+
+def _extents(file: int, size: int) -> Iterator[tuple[int, int]]:
+    """Where there is something in a file: offset and length."""
+    at = 0
+    while at < size:
+        try:
+            start = os.lseek(file, at, os.SEEK_DATA)
+        except OSError:  # nothing but a hole up to its end
+            return
+        at = min(os.lseek(file, start, os.SEEK_HOLE), size)
+        yield start, at - start
+
+
+def _send_bytes(to: int, file: int, offset: int, length: int) -> None:
+    while length:
+        sent = os.sendfile(to, file, offset, min(length, _CHUNK))
+        if sent == 0:  # somebody has made it shorter meanwhile
+            sent = os.write(to, bytes(min(length, _CHUNK)))
+        offset += sent
+        length -= sent
+
+
+def receive(source: int, root: str) -> None:
+    """What `send` sent, into an empty directory in which nothing runs yet. EOFError if it ends too
+    early."""
+    base = os.open(root, os.O_PATH | os.O_DIRECTORY)
+    directories = []
+    with open(source, "rb", closefd=False) as stream:
+        while (line := stream.readline()) != b"\n":
+            if not line:
+                raise EOFError("the copy of a working copy broke off")
+            head = json.loads(line)
+            path, mode = head["path"], head["mode"]
+            if stat.S_ISDIR(mode):
+                os.mkdir(path, 0o700, dir_fd=base)
+                directories.append(head)
+            elif stat.S_ISLNK(mode):
+                os.symlink(head["link"], path, dir_fd=base)
+            elif stat.S_ISFIFO(mode):
+                os.mkfifo(path, stat.S_IMODE(mode), dir_fd=base)
+            elif stat.S_ISREG(mode):
+                _receive_file(stream, head, base)
+    for head in reversed(directories):  # last, since a file that is added changes them
+        _restore(head["path"], head, base)
+    os.close(base)
+
+
+def _receive_file(stream: io.BufferedReader, head: dict[str, Any], base: int) -> None:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    file = os.open(head["path"], flags, 0o600, dir_fd=base)
+    try:
+        os.ftruncate(file, head["size"])
+        for offset, length in head["extents"]:
+            while length:
+                if not (data := stream.read(min(length, _CHUNK))):
+                    raise EOFError("the copy of a working copy broke off")
+                offset += os.pwrite(file, data, offset)
+                length -= len(data)
+    finally:
+        os.close(file)
+    _restore(head["path"], head, base)
+
+
+def _restore(path: str, head: dict[str, Any], base: int) -> None:
+    os.chmod(path, stat.S_IMODE(head["mode"]), dir_fd=base)
+    os.utime(path, ns=(head["time"], head["time"]), dir_fd=base)

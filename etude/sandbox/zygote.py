@@ -1,10 +1,11 @@
 """The zygote: a small process that has walled itself in, and of which every sandbox is a fork.
 
-It is started once by the controller, gives up root if it has it, and builds the one root directory
-that all sandboxes share: read-only, with the system's programs, a Python, and empty places for
-/work, /tmp and /proc. Then it moves into it. A sandbox is a fork with namespaces and a /work of its
-own, so opening one costs two forks and four mounts, however many others there are; no wall is built
-outside of the sandbox's own mount namespace.
+It is started once by the controller and builds the one root directory that all sandboxes share:
+read-only, with the system's programs, a Python, and empty places for /work, /tmp and /proc. Then it
+moves into it, and if it is root, gives up all of that but the right to become somebody else, which
+every sandbox does first. A sandbox is a fork with namespaces and a /work of its own, so opening one
+costs two forks and four mounts, however many others there are; no wall is built outside of the
+sandbox's own mount namespace.
 
 One byte and a socket come in over the control socket for each sandbox that is wanted. A byte
 without a socket asks for a sign of life, and is sent back. The control socket closes when the
@@ -18,18 +19,22 @@ code.
 from __future__ import annotations
 
 import glob
+import itertools
 import json
 import os
 import signal
 import site
 import socket
 import sys
+from collections.abc import Iterator
 
 from etude.sandbox import kernel
 from etude.sandbox.command import PROGRAMS, environment
 from etude.sandbox.guest import COVERED, GUEST_ID, TERMINALS, Link, serve
 
 NOBODY = 65534
+_OWN_IDS = range(1_879_048_192, 2_147_483_648)
+"""Users and groups that no distribution gives to anybody."""
 READY = "ready"
 
 _SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")
@@ -48,22 +53,23 @@ def main(control: socket.socket, mountpoint: str, mounts: str = "[]") -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         _wall_in(mountpoint, json.loads(mounts))
+        own_ids = _own_ids() if os.geteuid() == 0 else itertools.repeat(None)
         _become_template()
-        error = _try_one()
+        error = _try_one(next(own_ids))
     except OSError as e:
         error = str(e.strerror)
     control.sendall(f"{error or READY}\n".encode())
-    while not error and _serve_one(control):
+    while not error and _serve_one(control, own_ids):
         pass
     os._exit(0)
 
 
-def _serve_one(control: socket.socket) -> bool:
+def _serve_one(control: socket.socket, own_ids: Iterator[int | None]) -> bool:
     """False at the end of the host's side, which is a reset if it had not read our last word."""
     try:
         word, descriptors, _, _ = socket.recv_fds(control, 1, 1)
         if descriptors:
-            _spawn(socket.socket(fileno=descriptors[0]), control)
+            _spawn(socket.socket(fileno=descriptors[0]), control, next(own_ids))
         elif word:
             control.sendall(word)
     except ConnectionError:
@@ -84,12 +90,29 @@ def _wall_in(mountpoint: str, mounts: list[tuple[str, str]]) -> None:
     _build_root(mountpoint, mounts)
     kernel.change_root(mountpoint)
     if root:
-        # User 0 of the host is never inside, under whatever name: it owns /proc/sys and is exempt
-        # from limits.
         os.setgroups([])
-        os.setresgid(NOBODY, NOBODY, NOBODY)
-        os.setresuid(NOBODY, NOBODY, NOBODY)
-        kernel.own_proc_entry()
+        kernel.drop_capabilities(kernel.CAP_SETUID, kernel.CAP_SETGID)
+
+
+def _own_ids() -> Iterator[int]:
+    """A user for each sandbox, which nobody else is: the kernel counts pipes, watches and more by
+    user. One for all where this root is that of a container and has too few."""
+    for name in ("uid_map", "gid_map"):
+        with open(f"/proc/self/{name}") as ranges:
+            spans = [[int(word) for word in line.split()] for line in ranges]
+        if not any(start <= _OWN_IDS.start and _OWN_IDS.stop <= start + n for start, _, n in spans):
+            return itertools.repeat(NOBODY)
+    # where another pool of this machine is unlikely to be
+    start = int.from_bytes(os.urandom(4))
+    return (_OWN_IDS[(start + number) % len(_OWN_IDS)] for number in itertools.count())
+
+
+def _become(user: int) -> None:
+    """User 0 of the host is never inside, under whatever name: it owns /proc/sys and is exempt from
+    limits."""
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
+    kernel.own_proc_entry()
 
 
 def _map_ids(inside_user: int, outside_user: int, inside_group: int, outside_group: int) -> None:
@@ -185,15 +208,17 @@ def _become_template() -> None:
         del sys.modules[name]
 
 
-def _spawn(link: socket.socket, control: socket.socket) -> None:
+def _spawn(link: socket.socket, control: socket.socket, own_id: int | None) -> None:
     """Fork twice: the first child makes the namespaces, and only a child of its own is process 1 in
-    them."""
+    them. `own_id`: None if there is no choice."""
     if os.fork():
         link.close()
         return
     control.close()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
+        if own_id is not None:
+            _become(own_id)
         user, group = os.geteuid(), os.getegid()
         kernel.unshare(_NAMESPACES)
         _map_ids(GUEST_ID, user, GUEST_ID, group)
@@ -206,12 +231,12 @@ def _spawn(link: socket.socket, control: socket.socket) -> None:
     os._exit(0)
 
 
-def _try_one() -> str:
+def _try_one(own_id: int | None) -> str:
     """Open a sandbox and close it again. Empty, or the call that the kernel refused."""
     here, there = socket.socketpair()
     # A child of this process must not hold `here`, or the sandbox would never see it close.
     here.settimeout(30)
-    _spawn(there, here)
+    _spawn(there, here, own_id)
     with here, here.makefile("r") as lines:
         line = lines.readline()
     answer = (

@@ -10,11 +10,13 @@ from etude.core.types import Json, Task
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
     """One hidden test case: call `function` with `args`. The answer that is `expected` never enters
-    any sandbox."""
+    any sandbox. It is compared as `==` does: 2.0 is as good as 2, and the order of sets and keys
+    does not matter; but True is not 1, and a tuple counts as a list."""
 
     function: str
     args: list[Json]
-    expected: Json
+    expected: object
+    """None, a bool, a number, a text, or a list, tuple, set or dictionary of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ import pytest
 from etude.core.errors import RolloutFailure
 from etude.core.sandbox import CommandResult, SandboxPool, SandboxSpec
 from etude.core.types import Score, Task
-from etude.rewards.tests import grade, parse_answers, same, verdict
+from etude.rewards.tests import encoded, grade, parse_answers, same, verdict
 from etude.sandbox.fake import FakeSandbox, FakeSandboxPool
 from etude.sandbox.namespaces import NamespaceSandboxPool
 from etude.tasks.repair import Check, RepairTask
@@ -78,9 +78,48 @@ async def test_the_honest_fix_earns_everything(pool: SandboxPool) -> None:
 async def test_an_honest_fix_may_be_noisy_and_share_the_machine(pool: SandboxPool) -> None:
     noisy = (
         "import sys, threading\nprint('[' * "
-        "10**6)\nsys.stderr.write('x')\nthreading.Thread(target=print).start()\n"
+        "(20 << 20))\nsys.stderr.write('x')\nthreading.Thread(target=print).start()\n"
     )
     assert worth(await graded(pool, {"shape.py": noisy + HONEST})) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("returned", "expected"),
+    [
+        ("{a, b}", {2, 5}),
+        ("frozenset([a, (b, 0)])", {2, (5, 0)}),
+        ("{b: 'x', a: {a}}", {2: {2}, 5: "x"}),
+        ("{(a, b): 1}", {(2, 5): 1}),
+        ("float(a)", 2),
+        ("{'share': a / 1}", {"share": 2}),
+        ("[a, (b,)]", [2, [5]]),
+    ],
+)
+async def test_honest_answers_of_every_kind(
+    pool: SandboxPool, returned: str, expected: object
+) -> None:
+    checks = (Check(function="area", args=[2, 5], expected=expected),)
+    repair = dataclasses.replace(REPAIR, checks=checks)
+    async with pool.open(SPEC) as sandbox:
+        await sandbox.write("shape.py", f"def area(a, b):\n    return {returned}\n")
+        assert worth(await grade(repair, sandbox, pool, timeout_s=60.0)) == (1.0, 1.0)
+
+
+NAMES = ("copy", "token", "signal", "glob", "json", "re", "importlib", "stat", "os", "time", "math")
+
+
+@pytest.mark.parametrize("name", NAMES)
+async def test_a_module_may_be_called_like_one_of_the_standard_library(
+    pool: SandboxPool, name: str
+) -> None:
+    path = f"{name}.py"
+    spec = SandboxSpec(files={path: BROKEN})
+    task = dataclasses.replace(REPAIR.task, sandbox=spec)
+    repair = dataclasses.replace(REPAIR, task=task, module=path)
+    async with pool.open(spec) as sandbox:
+        assert worth(await grade(repair, sandbox, pool, timeout_s=60.0)) == NOTHING
+        await sandbox.write(path, HONEST)
+        assert worth(await grade(repair, sandbox, pool, timeout_s=60.0)) == (1.0, 1.0)
 
 
 async def test_half_a_fix_is_seen_and_not_paid(pool: SandboxPool) -> None:
@@ -150,7 +189,6 @@ def area(a, b): return Equal()
     "*a: True})): pass\n"
     "def area(a, b): return E(value=True)",
     "true for a number": "def area(a, b): return True",
-    "float for an int": "def area(a, b): return float(a * b)",
     "text for a number": "def area(a, b): return str(a * b)",
     "a list of the answer": "def area(a, b): return [a * b]",
     "not a number": "def area(a, b): return float('nan')",
@@ -170,7 +208,6 @@ def area(a, b): return Equal()
     "return 0",
     "patched open": "import builtins\nbuiltins.open = lambda *a: None\ndef area(a, b): return a * "
     "b",
-    "huge output": "import sys\nwhile True: sys.stdout.write('ok' * 10**6)",
     "fills the disk": "for n in range(99): open(f'f{n}', 'wb').write(bytes(9 << 20))",
     "eats the memory": "x = [bytes(10**8) for _ in range(100)]",
     "reads what is in memory": """
@@ -204,6 +241,7 @@ async def test_the_module_cannot_talk_its_way_out(pool: SandboxPool, module: str
 
 HANGING = {
     "loops": "while True: pass",
+    "huge output": "import sys\nwhile True: sys.stdout.write('ok' * 10**6)",
     "sleeps in the call": "import time\ndef area(a, b): time.sleep(1000)",
     "fork bomb": "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
     "right, then hangs": HONEST
@@ -285,22 +323,43 @@ async def test_expected_answers_enter_no_sandbox() -> None:
         (1, 1, True),
         (1, True, False),
         (0, False, False),
-        (1, 1.0, False),
+        (1, 1.0, True),
+        (2**53 + 1, float(2**53), False),
+        (10**400, 10**400, True),
         (0, None, False),
         ("1", 1, False),
         ([1, [2]], [1, [2]], True),
         ([1], [True], False),
         ([], {}, False),
+        (set(), [], False),
+        (set(), {}, False),
+        ({1, 2.0}, {2, 1.0}, True),
+        ({1}, {True}, False),
         ([1, 2], [1], False),
-        ({"a": [1]}, {"a": [1]}, True),
+        ({"a": [1], 2: 3}, {2.0: 3, "a": [1]}, True),
         ({"a": 1}, {"a": True}, False),
         ({"a": 1}, {"b": 1}, False),
+        ({"1": 1}, {1: 1}, False),
+        ("[1]", [1], False),
+        (float("inf"), float("inf"), True),
         (float("nan"), float("nan"), False),
         (0.1 + 0.2, 0.3, False),
     ],
 )
-def test_same_means_value_and_type(a: object, b: object, equal: bool) -> None:
-    assert same(a, b) is equal and same(b, a) is equal
+def test_same_means_what_equality_means(a: object, b: object, equal: bool) -> None:
+    assert same(encoded(a), b) is equal and same(encoded(b), a) is equal
+
+
+@pytest.mark.parametrize("answer", [{"set": 1}, {"dict": [], "set": []}, {}, {"dict": [1]}])
+def test_answers_that_no_probe_gives_are_equal_to_nothing(answer: object) -> None:
+    assert not any(same(answer, value) for value in ({}, set(), [], 1, None))
+
+
+def test_deep_answers_are_equal_to_nothing() -> None:
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    assert not same(deep, [])
 
 
 @pytest.mark.parametrize("text", ["", "{", "{}", "1", '"x"', "[" * 10**5, "[" + "9" * 10**5 + "]"])

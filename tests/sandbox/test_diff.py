@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import subprocess
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
-from etude.core.sandbox import SandboxPool, SandboxSpec
+from etude.core.sandbox import Limits, SandboxPool, SandboxSpec
 from etude.sandbox.diff import unified_diff
 from etude.sandbox.fake import FakeSandboxPool
-from etude.sandbox.limits import COPY_BYTES, READ_BYTES
+from etude.sandbox.limits import READ_BYTES
 from etude.sandbox.namespaces import NamespaceSandboxPool
 from etude.sandbox.tree import EXECUTABLE, FILE, LINK, Entry
 from tests.sandbox.test_isolation import LONG_S
@@ -118,14 +119,72 @@ except OSError: pass
         assert await sandbox.diff() == ""
 
 
-async def test_holes_do_not_fill_the_memory_of_a_fork(walled: NamespaceSandboxPool) -> None:
-    script = "for n in $(seq 1000); do truncate -s 15M hole$n; done"
-    async with walled.open(SandboxSpec()) as sandbox:
+async def test_holes_stay_holes_in_a_fork(pool: SandboxPool) -> None:
+    script = """
+import os
+for n in range(400):
+    with open(f"hole{n}", "wb") as file: file.truncate(15 << 20)
+with open("hole0", "r+b") as file: file.seek(9 << 20); file.write(b"data")
+"""
+    look = """
+import glob, os
+found = [os.stat(name) for name in glob.glob("hole*")]
+data = open("hole0", "rb").read().strip(bytes(1))
+print(len(found), sum(s.st_size for s in found), sum(s.st_blocks for s in found) < 1000, data)
+"""
+    async with pool.open(SandboxSpec(files={"s.py": script, "look.py": look})) as sandbox:
+        await sandbox.run(["python", "s.py"], timeout_s=LONG_S)
+        fork = await sandbox.fork()
+        looked = await fork.run(["python", "look.py"], timeout_s=LONG_S)
+        assert looked.output == f"400 {400 * (15 << 20)} True b'data'\n"
+        assert (await fork.diff()).count("Large files") == 400
+        await fork.close()
+
+
+async def test_a_fork_has_the_modes_times_links_and_pipes(pool: SandboxPool) -> None:
+    script = (
+        "mkdir -p shut/in; echo x > shut/in/f; ln -s ../nowhere shut/l; mkfifo p; chmod 751 p; "
+        "touch -d @1000000000 shut/in/f; chmod 640 shut/in/f; chmod 555 shut/in; "
+        "touch -d @1100000000 shut"
+    )
+    look = "stat -c '%n %a %Y' shut shut/in shut/in/f | sort; stat -c '%F %a' p; readlink shut/l"
+    async with pool.open(SandboxSpec()) as sandbox:
         await sandbox.run(["sh", "-c", script], timeout_s=LONG_S)
-        with pytest.raises(ValueError, match=f"more than {COPY_BYTES} bytes"):
-            await sandbox.fork()
-        diff = await sandbox.diff()
-        assert diff.count("Large files") == 1000
+        fork = await sandbox.fork()
+        told = [
+            (await each.run(["sh", "-c", look], timeout_s=LONG_S)).output
+            for each in (sandbox, fork)
+        ]
+        assert told[0] == told[1] and "shut 755 1100000000\n" in told[0] and "../nowhere" in told[0]
+        await fork.close()
+
+
+async def test_a_copy_does_not_pass_through_the_controller(walled: NamespaceSandboxPool) -> None:
+    limits = Limits(disk_bytes=256 << 20)
+    async with walled.open(SandboxSpec(limits=limits)) as sandbox:
+        fill = "for n in $(seq 12); do head -c 15000000 /dev/urandom > f$n; done; sha256sum f*"
+        filled = await sandbox.run(["sh", "-c", fill], timeout_s=LONG_S)
+        tracemalloc.start()
+        try:
+            fork = await sandbox.fork()
+            assert tracemalloc.get_traced_memory()[1] < 10 << 20
+        finally:
+            tracemalloc.stop()
+        summed = await fork.run(["sh", "-c", "sha256sum f*"], timeout_s=LONG_S)
+        assert summed.output == filled.output and summed.output.count("\n") == 12
+        await fork.close()
+
+
+async def test_a_thousand_nested_directories(pool: SandboxPool) -> None:
+    deep = "/".join("d" * 1500)
+    async with pool.open(SandboxSpec(files={f"{deep}/a": "1\n"})) as sandbox:
+        await sandbox.write(f"{deep}/b", "2\n")
+        fork = await sandbox.fork()
+        assert await fork.read(f"{deep}/b") == "2\n"
+        assert "+2\n" in await fork.diff()
+        await fork.close()
+        with pytest.raises(ValueError, match="cannot be written"):
+            await sandbox.write("/".join("d" * 3000), "")
 
 
 def test_git_takes_it_back(tmp_path: Path) -> None:
