@@ -157,7 +157,7 @@ def test_a_full_disk_leaves_nothing_that_a_later_run_trips_over(tmp_path: Path) 
     assert "Traceback" not in ended.stderr
     run = Run.open(f"file:{place}", create=False)
     assert run.objects.list("model") == [] and not is_prepared(run)
-    store_files(run, pretrained_files(str(model), max_context=256))
+    store_files(run, pretrained_files(str(model)))
     assert is_prepared(run) and run.objects.get_sealed("model/tokenizer.json") == b"x" * 20_000
 
 

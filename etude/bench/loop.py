@@ -22,7 +22,7 @@ from pathlib import Path
 
 from etude.core.errors import EtudeError
 from etude.core.events import EVENTS, Event, FleetStatus, GroupDone, StepDone
-from etude.model.files import MODEL_FILES, write_directory
+from etude.model.files import write_directory
 from etude.store.codec import Stamped
 from etude.store.runs import Run
 from etude.weights.follow import fetch
@@ -123,7 +123,7 @@ def export(run: Run, directory: Path) -> None:
     assert newest is not None
     write_directory(
         directory,
-        {name: run.objects.get_sealed(f"model/{name}") for name in MODEL_FILES},
+        run.model_files(),
         fetch(run.objects, newest.version),
     )
 

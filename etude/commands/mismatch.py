@@ -144,7 +144,7 @@ def from_model(directory: Path) -> Sides:
 
 def from_run(run: Run, console: Console) -> tuple[Sides, Recorded | None]:
     """The newest weights; and if there are batches, what the last one says."""
-    files, newest = read_model_files(run.objects), find_newest(run.objects)
+    files, newest = read_model_files(run), find_newest(run.objects)
     if newest is None:
         raise EtudeError(
             f"{run.objects.url} has no published weights yet: run its first stage to the end first"

@@ -13,8 +13,10 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 from etude.core.errors import EtudeError
 from etude.core.types import Manifest, Route, VersionRef
-from etude.model.files import MODEL_FILES, write_directory
+from etude.model.directory import with_stop_tokens
+from etude.model.files import write_directory
 from etude.store.objects import Missing, Objects
+from etude.store.runs import Run
 from etude.weights import compact as compacting
 from etude.weights.cache import HostCache
 from etude.weights.collect import collect
@@ -255,11 +257,10 @@ def export(url: str, version: int | None, target: Path, console: Console) -> int
     _, manifest = _find(chain, version)
     with _bar(console, f"version {manifest.version}") as report:
         tensors = Follower(chain, progress=report).fetch(manifest.version)
-    small = {}
-    for name in MODEL_FILES:
-        with contextlib.suppress(Missing):
-            small[name] = chain.objects.get_sealed(f"model/{name}")
     staging = target.with_name(f".{target.name}.part")
+    small = Run(chain.objects).model_files()
+    if "tokenizer.json" in small:  # a store may hold weights alone
+        small = with_stop_tokens(small)
     write_directory(staging, small, tensors)
     staging.rename(target)
     _say(

@@ -3,14 +3,19 @@ compute use it too."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from etude.model.tokenizer import chat_template, read_config
+from etude.model.config import rope_kind, stated_rope
+from etude.model.tokenizer import ChatTokenizer, chat_template, read_config
 
 TEMPLATE = "chat_template.jinja"
 MODEL_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", TEMPLATE)
-"""What a run needs; `generation_config.json` may be there too, and says which tokens end an
-answer."""
+"""What a run needs."""
+GENERATION = "generation_config.json"
+"""May be there too, and says which tokens end an answer."""
 SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -24,10 +29,39 @@ def missing_files(path: Path) -> list[str]:
 
 def read_model_files(path: Path) -> dict[str, bytes]:
     """Those that are there; a template within tokenizer_config.json is given a file of its own."""
-    names = (*MODEL_FILES, "generation_config.json")
+    names = (*MODEL_FILES, GENERATION)
     small = {name: (path / name).read_bytes() for name in names if (path / name).is_file()}
     if TEMPLATE not in small and (
         template := chat_template(read_config(small, "tokenizer_config.json"))
     ):
         small[TEMPLATE] = template.encode()
     return small
+
+
+def cut_context(files: Mapping[str, bytes], max_context: int) -> dict[str, bytes]:
+    """The files as a run uses them: with a context of `max_context`, if the model's is longer."""
+    shape = read_config(files, "config.json")
+    own = shape["max_position_embeddings"]
+    # What rope says is relative to the context that the model was made for, not to the one that
+    # it is cut to.
+    if rope := stated_rope(shape):
+        original = rope.setdefault("original_max_position_embeddings", own)
+        if rope_kind(rope) == "yarn" and rope.get("factor", 0) is None:
+            rope["factor"] = own / original
+    shape["max_position_embeddings"] = min(max_context, own)
+    return {**files, "config.json": _as_json(shape)}
+
+
+def with_stop_tokens(files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """The files with all tokens that end an answer where other programs look for them, in
+    generation_config.json and config.json."""
+    stops = list(ChatTokenizer(files).stop_token_ids)
+    said = {"eos_token_id": stops if len(stops) > 1 else stops[0]}
+    return {
+        **files,
+        **{name: _as_json(read_config(files, name) | said) for name in ("config.json", GENERATION)},
+    }
+
+
+def _as_json(value: Mapping[str, Any]) -> bytes:
+    return json.dumps(value, indent=2).encode()

@@ -36,6 +36,7 @@ from torch import Tensor
 
 from etude.core.errors import EtudeError
 from etude.model.config import ModelConfig
+from etude.model.directory import with_stop_tokens
 from etude.model.files import check_fit
 
 try:
@@ -113,6 +114,8 @@ def convert(
             | _tokenizer_files(said)
             | _notes(said, path.name)
         )
+        if "tokenizer.ggml.eos_token_id" in said:
+            small = with_stop_tokens(small)
         tensors: dict[str, Tensor] = {}
         for tensor in reader.tensors:
             progress(len(tensors), len(reader.tensors))

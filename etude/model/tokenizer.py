@@ -132,10 +132,7 @@ class ChatTokenizer:
                 f"the token that ends a turn"
             )
         self.eos_token_id: int = eos_id
-        self.stop_token_ids = tuple(
-            dict.fromkeys((eos_id, *_end_ids(read_config(files, "generation_config.json"))))
-        )
-        """All tokens that end an answer, `eos_token_id` first."""
+        self._end_ids = _end_ids(read_config(files, "generation_config.json"))
         syntax = config.get("tool_syntax", "hermes")
         if syntax not in SYNTAX:
             raise EtudeError(
@@ -156,6 +153,21 @@ class ChatTokenizer:
             raise EtudeError(
                 f"the chat template cannot be read ({e}): fetch the model again, or repair it"
             ) from e
+
+    @cached_property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """All tokens that end an answer, `eos_token_id` first."""
+        return tuple(dict.fromkeys((self.eos_token_id, *self._end_ids, *self._ends_of_turn())))
+
+    def _ends_of_turn(self) -> list[int]:
+        """The special token that the template writes behind an answer, if it is one."""
+        asked = [{"role": "user", "content": "Ask"}, {"role": "assistant", "content": "Answer"}]
+        try:
+            shown = self.render(asked)
+        except ValueError:
+            return []
+        behind = self.encode(shown.rpartition("Answer")[2].lstrip())
+        return [id for id in behind[:1] if id in self._controls]
 
     @property
     def vocab_size(self) -> int:

@@ -229,7 +229,7 @@ async def serve_gateway(
     token = process.token()
     listener = process.bind(host, port, token)
     run = Run.open(store_url, create=False)
-    files = read_model_files(run.objects)
+    files = read_model_files(run)
     max_context = json.loads(files["config.json"])["max_position_embeddings"]
     headers = process.authorization(token)
     # As many connections as there are requests, and no limit on their time: a worker that dies

@@ -214,7 +214,7 @@ async def serve_worker(
         update={"engine": config.engine.model_copy(update=dict(overrides or {}))}
     )
     torch.set_num_threads(config.engine.threads)
-    files = read_model_files(run.objects)
+    files = read_model_files(run)
     fetch = Follower(
         Chain(run.objects), name=f"{region}-{port}", cache=HostCache.beside(store_url, cache)
     ).fetch

@@ -7,8 +7,8 @@ import msgspec
 
 from etude.core.errors import EtudeError
 from etude.core.sampling import Request
-from etude.model.directory import MODEL_FILES
-from etude.store.objects import Missing, Objects
+from etude.model.directory import MODEL_FILES, cut_context
+from etude.store.runs import Run
 
 
 class GenerateRequest(msgspec.Struct):
@@ -65,10 +65,12 @@ class WorkerWeights(msgspec.Struct):
     """Of the last swaps, each: how long the engine stood still."""
 
 
-def read_model_files(objects: Objects) -> dict[str, bytes]:
-    try:
-        return {name: objects.get_sealed(f"model/{name}") for name in MODEL_FILES}
-    except Missing as e:
+def read_model_files(run: Run) -> dict[str, bytes]:
+    """Of the model of a run, with the context that the run gives it."""
+    files = run.model_files()
+    if missing := [name for name in MODEL_FILES if name not in files]:
         raise EtudeError(
-            f"{objects.url} holds no model to serve: {e}; start a run there first"
-        ) from e
+            f"{run.objects.url} holds no model to serve, {', '.join(missing)} missing: start a run "
+            f"there first"
+        )
+    return cut_context(files, run.config().model.max_context)

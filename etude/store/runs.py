@@ -49,6 +49,7 @@ _NAMES = {
     "checkpoints": rf"{_NUMBER}\.{_NUMBER}/(?:{re.escape(_MANIFEST)}|[0-9]{{5,}}\.[0-9a-f]+)",
     "evals": rf"{_NUMBER}\.\w+\.json",
     "events": r"[\w-]+/[0-9]{10,}\.jsonl",
+    "model": r"(?:config|tokenizer|tokenizer_config|generation_config)\.json|chat_template\.jinja",
 }
 """The form of what lies in each folder."""
 
@@ -97,6 +98,11 @@ class Run:
 
     def put_model_file(self, name: str, data: bytes) -> None:
         self.objects.put_sealed(f"model/{name}", data)
+
+    def model_files(self) -> dict[str, bytes]:
+        """The small files of the model, as they were before the run cut its context. Empty if the
+        run was not prepared."""
+        return {name: self.objects.get_sealed(f"model/{name}") for name in self._names("model")}
 
     def events(
         self,

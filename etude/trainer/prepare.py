@@ -75,28 +75,17 @@ def check_stage_files(config: RunConfig) -> None:
                 sources.files(pattern)
 
 
-def pretrained_files(
-    path: str, max_context: int, stretch: RopeScalingConfig | None = None
-) -> dict[str, bytes]:
-    """The files of a model directory, its context cut to what the run needs, or stretched for
-    it."""
+def pretrained_files(path: str, stretch: RopeScalingConfig | None = None) -> dict[str, bytes]:
+    """The files of a model directory, its context stretched if the run asks for it."""
     from etude.model.directory import read_model_files
 
     directory = model_directory(path)
     files = read_model_files(directory)
     try:
         shape = json.loads(files["config.json"])
-        if stretched := stated_rope(shape):
-            # What it says is relative to the context that the model was made for, not to the one
-            # that it is cut to.
-            own = stretched.setdefault(
-                "original_max_position_embeddings", shape["max_position_embeddings"]
-            )
-            if rope_kind(stretched) == "yarn" and stretched["factor"] is None:
-                stretched["factor"] = shape["max_position_embeddings"] / own
+        own = int(shape["max_position_embeddings"])
         if stretch is not None:
-            _stretch(shape, stretch)
-        shape["max_position_embeddings"] = min(max_context, shape["max_position_embeddings"])
+            _stretch(shape, stretch, own)
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise EtudeError(
             f"{directory / 'config.json'} does not describe a model ({type(e).__name__}: {e}): "
@@ -106,7 +95,7 @@ def pretrained_files(
     return files | {"config.json": json.dumps(shape, indent=2).encode()}
 
 
-def _stretch(shape: dict[str, Json], stretch: RopeScalingConfig) -> None:
+def _stretch(shape: dict[str, Json], stretch: RopeScalingConfig, own: int) -> None:
     rope = stated_rope(shape)
     key = "rope_parameters" if rope and not shape.get("rope_scaling") else "rope_scaling"
     if rope_kind(rope) != "default":
@@ -114,7 +103,6 @@ def _stretch(shape: dict[str, Json], stretch: RopeScalingConfig) -> None:
             f"rope_scaling: the model of model.path is stretched already ({rope}): leave the key "
             f"out"
         )
-    own = shape["max_position_embeddings"]
     told = {
         "rope_type": stretch.type,
         "factor": stretch.factor,
@@ -151,11 +139,7 @@ def scratch_files(config: RunConfig) -> dict[str, bytes]:
 
 def model_files(config: RunConfig) -> dict[str, bytes]:
     path = config.model.path
-    return (
-        scratch_files(config)
-        if path is None
-        else pretrained_files(path, config.model.max_context, _stretch_of(config))
-    )
+    return scratch_files(config) if path is None else pretrained_files(path, _stretch_of(config))
 
 
 def store_files(run: Run, files: Mapping[str, bytes]) -> None:

@@ -22,7 +22,7 @@ from etude.core.lineage import StageSpan
 from etude.core.stages import RlConfig
 from etude.core.types import Batch, RecomputedRow
 from etude.engine.select import invariant_trainer_model
-from etude.model.files import MODEL_FILES
+from etude.model.directory import cut_context
 from etude.model.tokenizer import ChatTokenizer
 from etude.store import checkpoints
 from etude.store.checkpoints import Checkpoint, CheckpointWriter, Origin, code_version
@@ -73,7 +73,7 @@ class TrainerState:
         if ranks.rank == 0:
             self.saver.clean()
         ranks.barrier()
-        self.files = {name: run.objects.get_sealed(f"model/{name}") for name in MODEL_FILES}
+        self.files = cut_context(run.model_files(), config.model.max_context)
         self.tokenizer = ChatTokenizer(self.files)
         names = run.checkpoints()
         # A checkpoint holds every weight: the model's directory may be gone by then.

@@ -23,6 +23,7 @@ from etude.core.stages import RopeScalingConfig
 from etude.launch import local
 from etude.launch.launcher import Program
 from etude.launch.local import RunDirectory, seconds_at_work
+from etude.model.directory import cut_context
 from etude.model.files import hf_state_dict, write_directory
 from etude.model.transformer import ModelConfig, init_from_scratch
 from etude.run.evaluate import Report, report_name
@@ -106,7 +107,7 @@ def test_a_model_without_a_shape_is_named(tmp_path: Path, text: str) -> None:
         (tmp_path / name).write_bytes(b"")
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(EtudeError, match=r"config\.json does not describe a model"):
-        pretrained_files(str(tmp_path), 512)
+        pretrained_files(str(tmp_path))
 
 
 def test_a_demonstration_must_fit() -> None:
@@ -127,9 +128,8 @@ def test_a_model_is_stretched_for_more_context(tmp_path: Path) -> None:
     yarn = RopeScalingConfig(type="yarn", factor=4.0)
 
     def shape(max_context: int, stretch: RopeScalingConfig | None) -> ModelConfig:
-        return ModelConfig.from_json(
-            pretrained_files(str(tmp_path), max_context, stretch)["config.json"]
-        )
+        files = cut_context(pretrained_files(str(tmp_path), stretch), max_context)
+        return ModelConfig.from_json(files["config.json"])
 
     assert shape(512, None).max_position_embeddings == 128
     assert [shape(context, yarn).max_position_embeddings for context in (300, 512, 9999)] == [
@@ -140,17 +140,11 @@ def test_a_model_is_stretched_for_more_context(tmp_path: Path) -> None:
     scaling = shape(300, yarn).rope_scaling
     assert scaling is not None and scaling.original_max_position_embeddings == 128
     assert (scaling.rope_type, scaling.factor) == ("yarn", 4.0)
-    assert (
-        initial_model(
-            tmp_path, pretrained_files(str(tmp_path), 512, yarn)["config.json"], 0
-        ).rope.shape[0]
-        == 512
-    )
-
-    stretched = pretrained_files(str(tmp_path), 512, yarn)["config.json"]
+    stretched = pretrained_files(str(tmp_path), yarn)["config.json"]
+    assert initial_model(tmp_path, stretched, 0).rope.shape[0] == 512
     (tmp_path / "config.json").write_bytes(stretched)
     with pytest.raises(EtudeError, match="is stretched already"):
-        pretrained_files(str(tmp_path), 1024, yarn)
+        pretrained_files(str(tmp_path), yarn)
 
 
 class Started:
@@ -335,9 +329,9 @@ def test_a_model_is_made_or_taken_from_where_it_is(monkeypatch: pytest.MonkeyPat
     assert prepare.model_files(parse(TOML)) == {"new": b"a"}
     scaling = RopeScalingConfig(type="yarn", factor=2.0)
     told = prepare.model_files(parse(text, ["model.path=there", "model.max_context=256"]))
-    assert told == ("there", 256, scaling)
+    assert told == ("there", scaling)
     told = prepare.model_files(parse(TOML, ["model.path=there", "model.max_context=256"]))
-    assert told == ("there", 256, None)
+    assert told == ("there", None)
 
 
 def test_the_preparation_puts_the_shape_last_and_says_what_is_wrong(

@@ -15,6 +15,7 @@ from etude.commands.serve import load
 from etude.core.errors import EtudeError
 from etude.model.attention import CausalAttention
 from etude.model.config import ModelConfig
+from etude.model.directory import cut_context
 from etude.model.files import build_model, hf_state_dict, read_directory, write_directory
 from etude.model.transformer import init_from_scratch
 from etude.train.start import initial_model
@@ -225,7 +226,7 @@ def test_yarn_without_a_factor_is_stretched_by_the_context_that_the_model_was_ma
         SMALL | {"config.json": json.dumps(said).encode()},
         hf_state_dict(init_from_scratch(ours(said), 0)),
     )
-    cut = ModelConfig.from_json(pretrained_files(str(tmp_path), 64)["config.json"])
+    cut = ModelConfig.from_json(cut_context(pretrained_files(str(tmp_path)), 64)["config.json"])
     assert cut.max_position_embeddings == 64
     assert cut.rope_scaling == ours(said).rope_scaling
     assert cut.rope_scaling is not None and cut.rope_scaling.factor == 128 / 32
