@@ -12,10 +12,11 @@ import hashlib
 import math
 from array import array
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from etude.core.events import (
+    AttemptDone,
     Event,
     GroupDone,
     Launched,
@@ -35,6 +36,12 @@ RECENT_GROUPS = 64
 SILENT = "silent "
 """Alarms of this name are about one process each, and not about a stage."""
 SATURATED = 0.95
+RECENT_SESSIONS = 40
+FEW_SESSIONS = 4
+"""So few say nothing about how many fail."""
+FAILING = 0.5
+IN_VAIN = 8
+"""Groups in a row without a difference that are worth an alarm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +67,18 @@ class Alarms:
         self.active = self._silences()
         self._entropies: list[float] = []
         self._rewards: deque[float] = deque(maxlen=RECENT_GROUPS)
+        self._errors: deque[str | None] = deque(maxlen=RECENT_SESSIONS)
+        self._in_vain = 0
+        self._earned: set[float] = set()
+        self._differed = False
 
     def apply(self, event: Event) -> list[Alarm]:
         """The alarms that begin with this event."""
         found: dict[str, Alarm | None] = {}
         match event:
             case Launched():  # other processes than those that were silent
-                found = dict.fromkeys(self._silences())
+                found = dict.fromkeys([*self._silences(), "failing"])
+                self._errors.clear()
             case ProcessSilent():
                 found = {SILENT + event.process: _silent(event)}
             case ProcessHeard():
@@ -79,8 +91,11 @@ class Alarms:
                     "entropy": self._collapsed(event),
                     "repeats": _repeated(event),
                 }
+            case AttemptDone():
+                found = {"failing": self._failing(event)}
             case GroupDone():
                 found = {
+                    "signal": self._without_signal(event),
                     "malformed": _malformed(event),
                     "sampling": _untrainable(event),
                     "reward": self._saturated(event),
@@ -112,6 +127,34 @@ class Alarms:
             "the run here",
         )
 
+    def _failing(self, event: AttemptDone) -> Alarm | None:
+        self._errors.append(event.error)
+        failed = [error for error in self._errors if error is not None]
+        if len(self._errors) < FEW_SESSIONS or len(failed) < FAILING * len(self._errors):
+            return None
+        return Alarm(
+            "failing",
+            f"{len(failed)} of the last {len(self._errors)} sessions failed, the newest with: "
+            f"{failed[-1]}",
+            "mend what it names; `etude sessions RUN --failed` shows the whole sessions",
+        )
+
+    def _without_signal(self, event: GroupDone) -> Alarm | None:
+        if event.kept:
+            self._differed = True
+            self._in_vain, self._earned = 0, set()
+        elif event.rewards and not event.malformed and not event.untrainable:
+            self._in_vain += 1
+            self._earned |= set(event.rewards)
+        if self._in_vain < IN_VAIN:
+            return None
+        what = (
+            f"the last {self._in_vain} groups had no difference"
+            if self._differed
+            else f"no group had a difference yet, of {self._in_vain}"
+        )
+        return Alarm("signal", what, signal_advice(self._earned))
+
     def _saturated(self, event: GroupDone) -> Alarm | None:
         self._rewards.extend(event.rewards[:1] and [sum(event.rewards) / len(event.rewards)])
         mean = sum(self._rewards) / max(1, len(self._rewards))
@@ -122,6 +165,21 @@ class Alarms:
             f"group {event.group}: the last {RECENT_GROUPS} groups earned {mean:.3f} on average",
             "there is little left to learn from these tasks; take harder ones, or end the run here",
         )
+
+
+def signal_advice(rewards: Collection[float]) -> str:
+    """What to do about groups without a difference whose attempts earned these rewards."""
+    if set(rewards) == {0.0}:
+        return (
+            "all 0: the tasks are too hard for the weights that rl starts from; show them more in "
+            "sft, or ask for less"
+        )
+    if set(rewards) == {1.0}:
+        return "all 1: the tasks are solved already; take harder ones, or end the run here"
+    return (
+        "not the same for all tasks: take a higher stage.rl.temperature, a larger group_size or "
+        "other tasks"
+    )
 
 
 def _silent(event: ProcessSilent) -> Alarm:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import sysconfig
 import traceback
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from pathlib import Path
 
 _LIBRARIES = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
@@ -43,12 +43,23 @@ def user_code(what: str, kind: type[Exception] = EtudeError) -> Iterator[None]:
         raise kind(f"{what}: {_describe(e)}") from e
 
 
+def user_traceback(e: BaseException) -> str:
+    """The traceback of what was raised, without the lines that are not of the user's own code, if
+    any are; with what caused it."""
+    told = traceback.TracebackException.from_exception(e)
+    link: traceback.TracebackException | None = told
+    while link is not None:
+        link.stack = traceback.StackSummary.from_list(_own(link.stack) or link.stack)
+        link = link.__cause__ or link.__context__
+    return "".join(told.format()).rstrip()
+
+
+def _own(frames: Iterable[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
+    return [frame for frame in frames if not frame.filename.startswith(_NOT_THE_USERS)]
+
+
 def _describe(e: Exception) -> str:
     """With the innermost place that is the user's own, if there is one."""
-    frames = [
-        f
-        for f in traceback.extract_tb(e.__traceback__)
-        if not f.filename.startswith(_NOT_THE_USERS)
-    ]
+    frames = _own(traceback.extract_tb(e.__traceback__))
     where = f" in {frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
     return f"{type(e).__name__}{where}: {e}"

@@ -10,6 +10,8 @@ import math
 from dataclasses import dataclass, field
 from typing import get_args
 
+from etude.core.types import Status
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launched:
@@ -190,6 +192,20 @@ class PublishStarted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptDone:
+    """An attempt at a task is over, in training or in an evaluation."""
+
+    id: str
+    task: str
+    split: str
+    status: Status
+    reward: float | None
+    """None if it failed."""
+    error: str | None
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupDone:
     """All attempts at a task are finished."""
 
@@ -235,6 +251,8 @@ class FleetStatus:
     active: int
     """Slots in use."""
     capacity: int
+    sessions: int = 0
+    """Sessions under way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,6 +297,7 @@ Event = (
     | StepDone
     | MismatchMeasured
     | PublishStarted
+    | AttemptDone
     | GroupDone
     | WeightsLive
     | FleetStatus

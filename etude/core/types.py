@@ -196,11 +196,14 @@ class Trajectory:
     task: str
     group: str
     segments: tuple[Segment, ...]
+    """Of one that failed, what was recorded before."""
     score: Score | None
     """None if and only if the status is `failed`."""
     status: Status
     error: str | None = None
     """For `failed`: the boundary that broke, and how."""
+    traceback: str = ""
+    """For `failed`: where in the code it was raised."""
     messages: list[dict[str, Json]] = field(default_factory=list)
     """The conversation as the harness saw it, for people to read; the trainer never looks."""
     source: str = ""

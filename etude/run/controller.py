@@ -65,6 +65,7 @@ class Controller:
         self.versions = PublishedVersions(run.objects)
         self.window: Window[Group] | None = None
         self.owing = owing
+        self.runner: RolloutRunner | None = None
         self.trouble = DisturbanceTracker(config.heartbeat_timeout_s, time.monotonic())
 
     async def run_stages(self) -> None:
@@ -157,7 +158,7 @@ class Controller:
             temperature=temperature,
             tool_delay_s=harness.tool_delay_s,
         )
-        return RolloutRunner(
+        self.runner = RolloutRunner(
             self.environment,
             agent,
             self.gateway,
@@ -167,7 +168,8 @@ class Controller:
             experts=experts,
             agent_timeout_s=harness.timeout_s + AGENT_GRACE_S,
             sandbox_timeout_s=self.config.tasks.timeout_s,
-        ).attempt
+        )
+        return self.runner.attempt
 
     async def tasks(self, split: str) -> Sequence[Task]:
         """Of an environment that may be anyone's."""
@@ -197,7 +199,10 @@ class Controller:
             for event in self.trouble.look(time.monotonic(), self.owing(), silent):
                 self.emit(event)
             active, capacity = (self.window.active, self.window.capacity) if self.window else (0, 0)
-            self.emit(FleetStatus(regions=regions, active=active, capacity=capacity))
+            sessions = self.runner.running if self.runner else 0
+            self.emit(
+                FleetStatus(regions=regions, active=active, capacity=capacity, sessions=sessions)
+            )
             await asyncio.sleep(FLEET_REPORT_S)
 
 

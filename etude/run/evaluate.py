@@ -17,7 +17,7 @@ from etude.core.errors import EtudeError
 from etude.core.events import EvalDone, EvalProgress, Event
 from etude.core.seeds import derive
 from etude.core.types import Json, Task, Trajectory
-from etude.run.loop import RunAttempt
+from etude.run.loop import RunAttempt, attempt_done
 from etude.store.runs import Run
 
 TRIES = 3
@@ -82,12 +82,14 @@ async def evaluate(
     """`keep` is handed every attempt that counts."""
     outcomes: list[Trajectory] = []
 
+    async def told_attempt(task: Task, sample: str, seed: int) -> Trajectory:
+        trajectory = await attempt(task, sample, seed)
+        emit(attempt_done(trajectory, split))
+        return trajectory
+
     async def solve(task: Task) -> None:
-        outcomes.append(
-            await _persistent(
-                attempt, task, f"eval-{version}-{split}.{task.id}", derive(seed, "eval", task.id)
-            )
-        )
+        sample, own_seed = f"eval-{version}-{split}.{task.id}", derive(seed, "eval", task.id)
+        outcomes.append(await _persistent(told_attempt, task, sample, own_seed))
         _check_version(outcomes[-1], version)
         keep(outcomes[-1])
         if len(outcomes) % REPORT_EVERY == 0:

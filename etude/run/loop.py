@@ -19,8 +19,9 @@ from statistics import fmean
 from typing import TypeVar
 
 from etude.core.advantage import AdvantageEstimator, GroupOutcome, oldest_version, to_rows
+from etude.core.alarms import signal_advice
 from etude.core.errors import EtudeError
-from etude.core.events import Event, GroupDone, WeightsLive
+from etude.core.events import AttemptDone, Event, GroupDone, WeightsLive
 from etude.core.ledger import Batched, Dropped, Issued, Trained
 from etude.core.protocols import WeightStore
 from etude.core.seeds import derive
@@ -135,6 +136,7 @@ class RolloutLoop:
     async def checked_attempt(self, task: Task, sample: str, seed: int) -> Trajectory:
         began = time.monotonic()
         trajectory = await self.attempt(task, sample, seed)
+        self.emit(attempt_done(trajectory, "train"))
         # else its failure has a cause that is shown already, and passes
         if self.troubled() < began:
             self.health.add(trajectory)
@@ -219,22 +221,8 @@ class SignalMonitor:
             raise EtudeError(
                 f"{self._in_vain} groups in a row have nothing to learn from: all attempts at a "
                 f"task earn the same "
-                f"reward ({_advice(self._rewards)}). Change that in a run with another name"
+                f"reward ({signal_advice(self._rewards)}). Change that in a run with another name"
             )
-
-
-def _advice(rewards: set[float]) -> str:
-    if rewards == {0.0}:
-        return (
-            "all 0: the tasks are too hard for the weights that rl starts from; show them more in "
-            "sft, or ask for less"
-        )
-    if rewards == {1.0}:
-        return "all 1: the tasks are solved already; take harder ones, or end the run here"
-    return (
-        "not the same for all tasks: take a higher stage.rl.temperature, a larger group_size or "
-        "other tasks"
-    )
 
 
 def endless_tasks(tasks: Sequence[Task], seed: int) -> Iterator[tuple[Task, int]]:
@@ -275,6 +263,19 @@ def rewards_of(group: Group) -> list[float]:
     """Of the attempts that have one. What is not finite is no reward: the estimator drops such
     an attempt by name."""
     return [t.reward for t in group.trajectories if t.reward is not None and isfinite(t.reward)]
+
+
+def attempt_done(trajectory: Trajectory, split: str) -> AttemptDone:
+    reward = trajectory.reward
+    return AttemptDone(
+        id=trajectory.id,
+        task=trajectory.task,
+        split=split,
+        status=trajectory.status,
+        reward=reward if reward is not None and isfinite(reward) else None,
+        error=trajectory.error,
+        seconds=trajectory.cost.seconds,
+    )
 
 
 def _done(group: Group, outcome: GroupOutcome, seconds: float) -> GroupDone:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from numbers import Real
 from typing import Protocol, TypeVar
 
-from etude.core.errors import RolloutFailure, boundary
+from etude.core.errors import RolloutFailure, boundary, user_traceback
 from etude.core.protocols import Agent, Environment
 from etude.core.types import (
     Attempt,
@@ -32,6 +32,9 @@ from etude.core.types import (
 from etude.run.process import stopped_since
 
 T = TypeVar("T")
+
+RECORDED_S = 5.0
+"""For the recording of a session that failed: the cause may be that nobody answers."""
 
 
 class SessionRecorder(Protocol):
@@ -84,9 +87,11 @@ class RolloutRunner:
         self._agent_timeout_s = agent_timeout_s
         self._sandbox_timeout_s = sandbox_timeout_s
         self._room = asyncio.Semaphore(concurrency)
+        self.running = 0
+        """Attempts under way."""
 
     async def attempt(self, task: Task, sample: str, seed: int) -> Trajectory:
-        async with self._room:
+        async with self._room, self._counted():
             began = asyncio.get_running_loop().time()
             trajectory = Trajectory(
                 id=sample,
@@ -101,7 +106,12 @@ class RolloutRunner:
             try:
                 trajectory = await self._attempt(task, seed, trajectory)
             except RolloutFailure as e:
-                trajectory = replace(trajectory, error=str(e))
+                trajectory = replace(
+                    trajectory,
+                    error=str(e),
+                    traceback=user_traceback(e.__cause__) if e.__cause__ else "",
+                    segments=await self._recorded(sample),
+                )
             finally:
                 # Recording that nobody will read: if it cannot be thrown away now, the gateway's
                 # end does it.
@@ -110,6 +120,22 @@ class RolloutRunner:
                         await self.sessions.forget(sample)
             seconds = asyncio.get_running_loop().time() - began
             return replace(trajectory, cost=_cost(trajectory.segments, seconds))
+
+    @contextlib.asynccontextmanager
+    async def _counted(self) -> AsyncIterator[None]:
+        self.running += 1
+        try:
+            yield
+        finally:
+            self.running -= 1
+
+    async def _recorded(self, sample: str) -> tuple[Segment, ...]:
+        """What the model said in a session that failed, for people to read; nothing if that cannot
+        be had."""
+        with contextlib.suppress(RolloutFailure):
+            async with boundary("segments"), asyncio.timeout(RECORDED_S):
+                return await self.sessions.segments(sample, experts=False)
+        return ()
 
     async def _attempt(self, task: Task, seed: int, started: Trajectory) -> Trajectory:
         sample = started.id

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from etude.core.alarms import FIRST_STEPS, RECENT_GROUPS, Alarms, RepeatedRows
+from etude.core.alarms import (
+    FEW_SESSIONS,
+    FIRST_STEPS,
+    IN_VAIN,
+    RECENT_GROUPS,
+    Alarms,
+    RepeatedRows,
+)
 from etude.core.events import (
+    AttemptDone,
     Event,
     GroupDone,
     Launched,
@@ -25,6 +33,10 @@ GROUP = GroupDone(
     group="g", task="t", admitted=0, rewards=(1.0, 0.0), failed=0, kept=True, seconds=1.0
 )
 
+ATTEMPT = AttemptDone(
+    id="g.0", task="t", split="train", status="done", reward=1.0, error=None, seconds=1.0
+)
+
 
 def begun(alarms: Alarms, *events: Event) -> list[str]:
     return [alarm.name for event in events for alarm in alarms.apply(event)]
@@ -32,7 +44,8 @@ def begun(alarms: Alarms, *events: Event) -> list[str]:
 
 def test_a_healthy_run_is_quiet() -> None:
     alarms = Alarms()
-    assert begun(alarms, *[STEP] * 50, *[GROUP] * 200) == [] and alarms.active == {}
+    assert begun(alarms, *[STEP] * 50, *[GROUP] * 200, *[ATTEMPT] * 99) == []
+    assert alarms.active == {}
 
 
 def test_k3_begins_once_and_ends() -> None:
@@ -213,3 +226,26 @@ def test_an_alarm_is_active_under_its_own_name() -> None:
     assert {name: alarm.name for name, alarm in alarms.active.items()} == {
         name: name for name in ("k3", "entropy", "repeats", "malformed", "reward")
     }
+
+
+def test_sessions_that_fail_are_alarming_from_the_first_few_on() -> None:
+    failed = replace(ATTEMPT, status="failed", reward=None, error="agent: KeyError: 'x'")
+    alarms = Alarms()
+    assert begun(alarms, *[failed] * (FEW_SESSIONS - 1)) == []
+    (alarm,) = alarms.apply(failed)
+    assert alarm.what == "4 of the last 4 sessions failed, the newest with: agent: KeyError: 'x'"
+    assert begun(alarms, *[ATTEMPT] * 5) == [] and alarms.active == {}, "fewer than half"
+    assert begun(alarms, *[failed] * 2) == ["failing"]
+    assert begun(alarms, Launched(resumed=True), failed) == [] and alarms.active == {}
+
+
+def test_groups_without_a_difference_are_alarming() -> None:
+    alarms, same = Alarms(), replace(GROUP, rewards=(0.0, 0.0), kept=False)
+    all_failed = replace(same, rewards=(), failed=2)
+    assert begun(alarms, *[same] * (IN_VAIN - 1), *[all_failed] * 9) == []
+    (alarm,) = alarms.apply(same)
+    assert str(alarm).startswith("no group had a difference yet, of 8: all 0: the tasks are too")
+    assert begun(alarms, GROUP) == [] and alarms.active == {}
+    assert begun(alarms, *[replace(same, rewards=(1.0, 1.0))] * IN_VAIN) == ["signal"]
+    (active,) = alarms.active.values()
+    assert active.what == "the last 8 groups had no difference" and "all 1" in active.advice

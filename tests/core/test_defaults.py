@@ -51,6 +51,7 @@ LATER = {
     ("MismatchStats", "k1_p99"),
     ("GroupDone", "malformed"),
     ("GroupDone", "untrainable"),
+    ("FleetStatus", "sessions"),
     *(
         ("StepDone", name)
         for name in (

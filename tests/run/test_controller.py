@@ -106,7 +106,7 @@ class Bench:
 
         def runner(*parts: Any, **told: Any) -> Any:
             self.rollouts.update(told)
-            return SimpleNamespace(attempt=self.attempt)
+            return SimpleNamespace(attempt=self.attempt, running=5)
 
         monkeypatch.setattr(controller, "RolloutLoop", Watched)
         monkeypatch.setattr(controller, "RolloutRunner", runner)
@@ -240,6 +240,7 @@ async def test_the_fleet_is_reported_with_what_is_in_flight(
         during = await next_report()
     assert (before.active, before.capacity) == (0, 0)
     assert (during.active, during.capacity) == (1, window.capacity)
+    assert (before.sessions, during.sessions) == (0, 5)
     assert list(during.regions) == ["here"]
 
 

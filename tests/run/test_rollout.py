@@ -271,7 +271,9 @@ def test_a_trajectory_says_where_it_came_from_and_what_it_cost() -> None:
         )
     # its calls read 3 and 6 tokens of the first segment, and the prompt of the second
     assert done.cost == Cost(prompt_tokens=3 + 6 + 1, sampled_tokens=4, seconds=1.5, calls=3)
-    assert failed.status == "failed" and failed.cost == Cost(seconds=1.5)
+    assert failed.status == "failed" and failed.cost == done.cost, "it has said as much"
+    assert failed.segments == done.segments and failed.score is None
+    assert failed.traceback.endswith("OSError: no such luck") and "in score" in failed.traceback
     for each in (done, failed):
         assert (each.source, each.policy) == ("env.py:Own", "mine")
 
