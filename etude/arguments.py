@@ -27,7 +27,7 @@ def build_parser() -> argparse.ArgumentParser:
         return made
 
     _add_runs(add)
-    _add_serve(add("serve", "serve a model directory over an OpenAI-compatible API"))
+    _add_serve(add("serve", "serve a model, or what a run trained, by an OpenAI-compatible API"))
     _add_chat(add("chat", "talk to a model in the terminal"))
 
     _add_mismatch(add)
@@ -118,8 +118,9 @@ def _add_inspection(add: AddCommand) -> None:
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--model", type=Path, required=True, metavar="DIR", help="a Hugging Face directory"
+        "target", metavar="MODEL|RUN", help="a Hugging Face directory, a run, or a run's store URL"
     )
+    parser.add_argument("--version", type=int, help="of a run's weights (default: the newest)")
     parser.add_argument(
         "--host", default="127.0.0.1", help="another address needs a token (default: %(default)s)"
     )
@@ -145,6 +146,13 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         "--max-context", type=_count, help="tokens of prompt and answer (default: the model's)"
     )
     parser.add_argument(
+        "--default-max-tokens",
+        type=_count,
+        default=2048,
+        metavar="N",
+        help="of an answer whose request gives no limit (default: %(default)s)",
+    )
+    parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), help="(default: the fastest that fits)"
     )
     parser.add_argument("--threads", type=_count, help="processor threads of the engine")
@@ -159,6 +167,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="the same bits whatever is answered together; slower",
     )
+    parser.add_argument("--quiet", action="store_true", help="no line for every request")
 
 
 def _add_weights(parser: argparse.ArgumentParser) -> None:
@@ -209,8 +218,9 @@ def _add_weights(parser: argparse.ArgumentParser) -> None:
 
 def _add_chat(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "target", metavar="URL|DIR", help="a server, or a model directory to serve meanwhile"
+        "target", metavar="URL|MODEL|RUN", help="a server; or a model or a run, served meanwhile"
     )
+    parser.add_argument("--version", type=int, help="of a run's weights (default: the newest)")
     parser.add_argument("--model", help="the model's name at the server")
     parser.add_argument("--system", help="a system message")
     parser.add_argument("--temperature", type=float)

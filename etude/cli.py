@@ -171,7 +171,8 @@ def chat(args: argparse.Namespace) -> int:
     from etude.commands.chat import Settings, chat
 
     names = ("model", "system", "temperature", "max_tokens", "seed")
-    chat(args.target, Settings(**{name: getattr(args, name) for name in names}), _console(False))
+    settings = Settings(**{name: getattr(args, name) for name in names})
+    chat(args.target, args.version, settings, _console(False))
     return 0
 
 

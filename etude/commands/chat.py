@@ -1,7 +1,7 @@
-"""`etude chat`: talk to a model in the terminal, at a URL or in a directory.
+"""`etude chat`: talk to a model in the terminal: a server's, that of a directory, or a run's.
 
-Ctrl-C stops an answer and keeps what was said of it; Ctrl-D ends. A directory is served by a
-process of its own on a free port of this machine, which ends with the chat.
+Ctrl-C stops an answer and keeps what was said of it; Ctrl-D ends. A model that no server has yet is
+served by a process of its own on a free port of this machine, which ends with the chat.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Settings:
         }
 
 
-def chat(target: str, settings: Settings, console: Console) -> None:
-    with _server(target, console) as url:
+def chat(target: str, version: int | None, settings: Settings, console: Console) -> None:
+    with _server(target, version, console) as url:
         console.print(
             f"talking to {url}   Ctrl-C stops an answer, Ctrl-D ends", style="dim", highlight=False
         )
@@ -146,8 +146,10 @@ def _reason(body: bytes) -> str:
 
 
 @contextlib.contextmanager
-def _server(target: str, console: Console) -> Iterator[str]:
+def _server(target: str, version: int | None, console: Console) -> Iterator[str]:
     if target.startswith(("http://", "https://")):
+        if version is not None:
+            raise EtudeError(f"--version {version}: the server at {target} has chosen its weights")
         try:
             port, host = urlsplit(target).port, urlsplit(target).hostname
         except ValueError as e:
@@ -156,9 +158,11 @@ def _server(target: str, console: Console) -> Iterator[str]:
             raise EtudeError(f"{target} names no server; write it like http://127.0.0.1:8000")
         yield target
         return
-    if not Path(target).is_dir():
-        raise EtudeError(f"{target} is neither a URL (http://..) nor a model directory")
-    argv = [sys.executable, "-m", "etude", "serve", "--model", target, "--port", "0"]
+    if "://" not in target and not Path(target).is_dir():
+        raise EtudeError(f"{target} is neither a URL (http://..), nor a model directory, nor a run")
+    argv = [sys.executable, "-m", "etude", "serve", target, "--port", "0", "--quiet"]
+    if version is not None:
+        argv += ["--version", str(version)]
     # In a session of its own: a Ctrl-C in the terminal is for the answer, not for the server.
     child = subprocess.Popen(
         argv,

@@ -136,10 +136,10 @@ def _as_json(value: Json) -> Json:
 
 
 def from_model(directory: Path) -> Sides:
-    files, engine = load(directory, None, torch.device("cpu"))
-    tokenizer = ChatTokenizer(files)
+    loaded = load(str(directory), None, torch.device("cpu"))
+    tokenizer = ChatTokenizer(loaded.files)
     prompts = [tuple(tokenizer.encode(text)) for text in TEXTS]
-    return Sides(engine, trainer_copy(engine), prompts)
+    return Sides(loaded.model, trainer_copy(loaded.model), prompts)
 
 
 def from_run(run: Run, console: Console) -> tuple[Sides, Recorded | None]:

@@ -1,5 +1,5 @@
-"""`etude serve`: a model directory behind an OpenAI-compatible port. One process, one engine, no
-run."""
+"""`etude serve`: a model directory, or a version of a run, behind an OpenAI-compatible port. One
+process, one engine."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ import torch
 from starlette.types import ASGIApp
 from torch import Tensor
 
+from etude.commands.weights import find_version, open_chain
 from etude.core.errors import EtudeError
 from etude.engine.engine import Engine
 from etude.engine.select import select_device
+from etude.model.directory import missing_files
 from etude.model.files import build_model, read_directory
 from etude.model.numerics import INVARIANT
 from etude.model.transformer import Transformer
@@ -24,13 +26,21 @@ from etude.serve.dialects import public_routes
 from etude.serve.engine_thread import EngineThread, exit_on_engine_failure
 from etude.serve.grammar import GrammarBuilder
 from etude.serve.http import create_app
+from etude.serve.metrics import Metrics
+from etude.serve.worker_protocol import read_model_files
+from etude.store.objects import BUCKETS
+from etude.weights.follow import Follower
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+RUN_FOLDERS = ("model", "weights")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    model: Path
+    target: str
+    """A model directory, the directory of a run, or the URL of its store."""
+    version: int | None
+    """Of a run; None: the newest."""
     host: str
     port: int
     name: str | None
@@ -40,24 +50,44 @@ class Options:
     max_answers: int
     """Answers under way at once, waiting ones included; beyond them requests are refused."""
     max_context: int | None
+    default_max_tokens: int
+    """The limit of an answer whose request gives none."""
     dtype: str | None
     threads: int | None
     device: str
     """cpu, cuda, or auto."""
     invariant: bool
+    quiet: bool
+    """Without a log of the requests."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A model ready to compute, and the files that belong to it."""
+
+    name: str
+    version: int
+    files: dict[str, bytes]
+    model: Transformer
 
 
 def create_server(
-    engine: EngineThread, files: Mapping[str, bytes], name: str, token: str | None, *,
-    max_context: int, max_answers: int,
-) -> ASGIApp:  # fmt: skip
+    engine: EngineThread, files: Mapping[str, bytes], name: str, token: str | None, options: Options
+) -> ASGIApp:
     """The public API over one engine."""
+    longest = engine.engine.max_context
+    if (options.max_context or 0) > longest:
+        raise EtudeError(
+            f"--max-context {options.max_context}: the longest context of {name} is {longest}"
+        )
     model = ServedModel(
         tokenizer=engine.tokenizer,
         grammars=GrammarBuilder(files),
-        max_context=max_context,
+        max_context=options.max_context or longest,
+        default_max_tokens=options.default_max_tokens,
         name=name,
-        concurrency=ConcurrencyLimit(max_answers),
+        concurrency=ConcurrencyLimit(options.max_answers),
+        metrics=Metrics() if options.quiet else Metrics(process.log_to_stderr),
     )
     answerer = PolicyAnswerer(model, engine)
     routes = public_routes(model, lambda http: answerer, engine.gauges)
@@ -75,25 +105,18 @@ async def _serve(options: Options) -> None:
     exit_on_engine_failure()
     if options.threads:
         torch.set_num_threads(options.threads)
-    name = options.name or options.model.resolve().name
-    files, model = load(options.model, options.dtype, select_device(options.device))
+    device = select_device(options.device)
+    loaded = load(options.target, options.dtype, device, version=options.version)
     if options.invariant:
-        model.compute_with(INVARIANT)
-    engine = EngineThread(Engine(model, max_batch=options.max_batch), _no_other, files)
-    del model  # what the engine computes with may be a copy
-    longest = engine.engine.max_context
-    if (options.max_context or 0) > longest:
-        raise EtudeError(
-            f"--max-context {options.max_context}: the longest context of {name} is {longest}"
-        )
-    server = create_server(
-        engine,
-        files,
-        name,
-        token,
-        max_context=options.max_context or longest,
-        max_answers=options.max_answers,
+        loaded.model.compute_with(INVARIANT)
+    engine = EngineThread(
+        Engine(loaded.model, max_batch=options.max_batch, version=loaded.version),
+        _no_other,
+        loaded.files,
     )
+    name, files = options.name or loaded.name, loaded.files
+    del loaded  # what the engine computes with may be a copy
+    server = create_server(engine, files, name, token, options)
     if not engine.tokenizer.supports_tools:
         print(
             f"warning: the chat template of {name} shows no tools: requests may offer some, but "
@@ -103,22 +126,44 @@ async def _serve(options: Options) -> None:
             flush=True,
         )
     async with process.serving(server, listener) as running:
-        print(f"serving {name} at {process.url_of(listener)}", flush=True)
+        print(f"serving {name} at {process.url_of(listener)}/v1", flush=True)
         await running
     engine.close()
 
 
 def load(
-    directory: Path, dtype: str | None, device: torch.device
-) -> tuple[dict[str, bytes], Transformer]:
+    target: str, dtype: str | None, device: torch.device, *, version: int | None = None
+) -> LoadedModel:
+    """The model of a directory, or a version of a run, by default its newest."""
     try:
-        files, tensors = read_directory(directory)
+        if is_run(target):
+            version, files, tensors = _read_run(target, version)
+        elif version is None:
+            version, (files, tensors) = 0, read_directory(Path(target))
+        else:
+            raise EtudeError(f"--version {version}: {target} is not a run and has no versions")
         kind = DTYPES[dtype] if dtype else _fastest(tensors, device)
-        return files, build_model(files, tensors, kind).requires_grad_(False).to(device)
+        model = build_model(files, tensors, kind).requires_grad_(False).to(device)
     except (OSError, ValueError, KeyError) as e:
         raise EtudeError(
-            f"cannot load a model from {directory}: {e}; give a Hugging Face model directory"
+            f"cannot load a model from {target}: {e}; give a Hugging Face model directory, or a run"
         ) from e
+    name = Path(target).resolve().name
+    return LoadedModel(name=name, version=version, files=files, model=model)
+
+
+def is_run(target: str) -> bool:
+    """False for a model directory, and for what is neither."""
+    path = Path(target)
+    return target.startswith(("file:", *BUCKETS)) or (
+        bool(missing_files(path)) and any((path / name).is_dir() for name in RUN_FOLDERS)
+    )
+
+
+def _read_run(url: str, version: int | None) -> tuple[int, dict[str, bytes], dict[str, Tensor]]:
+    chain = open_chain(url)
+    found = find_version(chain, version)[1].version
+    return found, read_model_files(chain.objects), Follower(chain).fetch(found)
 
 
 def _fastest(tensors: Mapping[str, Tensor], device: torch.device) -> torch.dtype:

@@ -102,7 +102,7 @@ def log(url: str, console: Console) -> int:
 def show(url: str, version: int | None, console: Console) -> int:
     """One version, with what changed in it."""
     chain = open_chain(url)
-    link, manifest = _find(chain, version)
+    link, manifest = find_version(chain, version)
     lines = {
         "version": f"{manifest.version}, epoch {manifest.epoch}, {manifest.stage} step "
         f"{manifest.step}",
@@ -210,7 +210,7 @@ def _lost(
 def fetch(url: str, version: int | None, cache: Path | None, console: Console) -> int:
     """Downloads and checks a version; with a cache, the workers of this host find it there."""
     chain = open_chain(url)
-    _, manifest = _find(chain, version)
+    _, manifest = find_version(chain, version)
     began = time.monotonic()
     with _bar(console, f"version {manifest.version}") as report:
         follower = Follower(chain, cache=HostCache(cache) if cache else None, progress=report)
@@ -254,7 +254,7 @@ def export(url: str, version: int | None, target: Path, console: Console) -> int
     if target.exists():
         raise EtudeError(f"{target} is there already: give another directory, or remove it first")
     chain = open_chain(url)
-    _, manifest = _find(chain, version)
+    _, manifest = find_version(chain, version)
     with _bar(console, f"version {manifest.version}") as report:
         tensors = Follower(chain, progress=report).fetch(manifest.version)
     staging = target.with_name(f".{target.name}.part")
@@ -270,7 +270,7 @@ def export(url: str, version: int | None, target: Path, console: Console) -> int
     return 0
 
 
-def _find(chain: Chain, version: int | None) -> tuple[VersionRef, Manifest]:
+def find_version(chain: Chain, version: int | None) -> tuple[VersionRef, Manifest]:
     if version is not None:
         return chain.find(version)
     link = chain.head()

@@ -24,6 +24,9 @@ from etude.serve.metrics import Metrics
 
 MAX_ANSWERS = 2048
 """Of one request, to all of its prompts."""
+DEFAULT_MAX_TOKENS = 2048
+"""Of an answer whose request gives no limit: a model that does not stop must not hold its place
+until the context is full."""
 AT_ONCE_CHARS = 20_000
 """More than this is rendered and encoded on another thread, so that the port answers meanwhile. For
 less, the way there and back takes longer than the work."""
@@ -87,8 +90,10 @@ class ServedModel:
     tokenizer: ChatTokenizer
     grammars: GrammarBuilder
     max_context: int
-    name: str | None = None
-    """Without one, requests may use any."""
+    name: str = "etude"
+    """A request may name the model, and then by this name."""
+    default_max_tokens: int = DEFAULT_MAX_TOKENS
+    """The limit of an answer in a chat whose request gives none."""
     concurrency: ConcurrencyLimit = field(default_factory=lambda: ConcurrencyLimit(None))
     metrics: Metrics = field(default_factory=Metrics)
 

@@ -13,7 +13,6 @@ import contextlib
 import hmac
 import re
 import secrets
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
@@ -25,7 +24,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from etude.serve.metrics import Metrics
+from etude.serve.metrics import Metrics, RequestRecord
 from etude.serve.process import authorization
 
 MAX_BODY_BYTES = 8 << 20
@@ -258,18 +257,17 @@ def create_app(
 
 def with_metrics(app: ASGIApp, metrics: Metrics) -> ASGIApp:
     async def call(scope: Scope, receive: Receive, send: Send) -> None:
-        began, status = time.monotonic(), 499  # unless it is answered, the client went away
+        record = RequestRecord(method=scope["method"], path=scope["path"])
 
         async def look(message: Message) -> None:
-            nonlocal status
-            status = message.get("status", status)
+            record.status = message.get("status", record.status)
             await send(message)
 
-        try:
-            await app(scope, receive, look)
-        finally:
-            route = getattr(scope.get("endpoint"), "__name__", "none")
-            metrics.count_request(route, status, time.monotonic() - began)
+        with metrics.answering(record):
+            try:
+                await app(scope, receive, look)
+            finally:
+                record.route = getattr(scope.get("endpoint"), "__name__", record.route)
 
     return call
 

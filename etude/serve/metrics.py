@@ -1,31 +1,72 @@
-"""Figures about a server in the text format of Prometheus."""
+"""Figures about a server in the text format of Prometheus, and its requests one by one."""
 
 from __future__ import annotations
 
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 
 BOUNDS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 
 
+@dataclass(slots=True, kw_only=True)
+class RequestRecord:
+    """One request while it is answered, and what a log says of it."""
+
+    method: str
+    path: str
+    route: str = "none"
+    """The name of the route; of the path anything may be wrong."""
+    status: int = 499  # unless it is answered, the client went away
+    prompt_tokens: int = 0
+    answer_tokens: int = 0
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        path = "".join(c if c.isprintable() else "?" for c in self.path)
+        return (
+            f"{self.method} {path} {self.status} {self.prompt_tokens}+{self.answer_tokens} tokens "
+            f"{self.seconds:.2f} s"
+        )
+
+
+_answered: ContextVar[RequestRecord | None] = ContextVar("_answered", default=None)
+
+
 class Metrics:
-    def __init__(self) -> None:
+    def __init__(self, log: Callable[[RequestRecord], None] = lambda record: None) -> None:
+        """`log` is called with every request when it has been answered."""
         self.started = int(time.time())
+        self._log = log
         self._requests: Counter[tuple[str, int]] = Counter()
         self._seconds = [0] * (len(BOUNDS_S) + 1)
         self._total_s = 0.0
         self._prompt_tokens = self._sampled_tokens = 0
 
     def count_tokens(self, prompt: int, sampled: int) -> None:
+        """Of the request that is being answered."""
         self._prompt_tokens += prompt
         self._sampled_tokens += sampled
+        if (record := _answered.get()) is not None:
+            record.prompt_tokens += prompt
+            record.answer_tokens += sampled
 
-    def count_request(self, route: str, status: int, seconds: float) -> None:
-        self._requests[route, status] += 1
-        self._seconds[bisect_left(BOUNDS_S, seconds)] += 1
-        self._total_s += seconds
+    @contextmanager
+    def answering(self, record: RequestRecord) -> Iterator[None]:
+        began, before = time.monotonic(), _answered.set(record)
+        try:
+            yield
+        finally:
+            _answered.reset(before)
+            record.seconds = time.monotonic() - began
+            self._requests[record.route, record.status] += 1
+            self._seconds[bisect_left(BOUNDS_S, record.seconds)] += 1
+            self._total_s += record.seconds
+            self._log(record)
 
     def text(self, gauges: Mapping[str, float]) -> str:
         lines = ["# TYPE etude_requests_total counter"]

@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,12 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def log_to_stderr(line: object) -> None:
+    """A line of a log, with the time (UTC)."""
+    now = time.strftime("%FT%TZ", time.gmtime())
+    print(now, line, file=sys.stderr, flush=True)
 
 
 def url_of(listener: socket.socket) -> str:

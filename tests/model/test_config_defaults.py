@@ -241,6 +241,6 @@ def test_whoever_loads_a_model_is_told_which_key_is_missing(key: str, tmp_path: 
     incomplete = json.dumps(said).encode()
     write_directory(tmp_path, files | {"config.json": incomplete}, tensors)
     with pytest.raises(EtudeError, match=f"{key} is missing"):
-        load(tmp_path, None, torch.device("cpu"))
+        load(str(tmp_path), None, torch.device("cpu"))
     with pytest.raises(EtudeError, match=f"{key} is missing"):
         initial_model(tmp_path, incomplete, 0)

@@ -29,7 +29,6 @@ def start(model: Path, *arguments: str, token: str | None = None) -> subprocess.
         "-m",
         "etude",
         "serve",
-        "--model",
         str(model),
         "--port",
         "0",
@@ -48,10 +47,10 @@ def start(model: Path, *arguments: str, token: str | None = None) -> subprocess.
 @contextmanager
 def serving(model: Path, *arguments: str, token: str | None = None) -> Iterator[str]:
     """Its URL. It must end well, and say nothing on the way."""
-    child = start(model, *arguments, token=token)
+    child = start(model, "--quiet", *arguments, token=token)
     try:
         assert child.stdout is not None
-        url = child.stdout.readline().rpartition(" ")[2].strip()
+        url = child.stdout.readline().rpartition(" ")[2].strip().removesuffix("/v1")
         assert url, child.communicate()[1]
         yield url
         child.terminate()

@@ -219,9 +219,6 @@ async def test_models_and_health(http: aiohttp.ClientSession, url: str) -> None:
         ("chat/completions", ASK | {"top_logprobs": 2}, "top_logprobs"),
         ("chat/completions", ASK | {"top_p": 0}, "top_p"),
         ("chat/completions", ASK | {"frobnicate": 1}, "frobnicate"),
-        ("chat/completions", ASK | {"logit_bias": {"1": 5}}, "logit_bias"),
-        ("chat/completions", ASK | {"frequency_penalty": 0.5}, "frequency_penalty"),
-        ("chat/completions", ASK | {"reasoning_effort": "high"}, "reasoning_effort"),
         ("chat/completions", ASK | {"response_format": {"type": "xml"}}, "response_format"),
         ("chat/completions", ASK | {"tools": TOOLS + TOOLS}, "same name"),
         ("chat/completions", ASK | {"tool_choice": "required"}, "no tools"),
@@ -230,11 +227,8 @@ async def test_models_and_health(http: aiohttp.ClientSession, url: str) -> None:
             ASK | {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
             "none of the tools",
         ),
-        ("completions", {"prompt": "a", "echo": True}, "echo"),
-        ("completions", {"prompt": "a", "best_of": 2}, "best_of"),
         ("completions", {"prompt": "a", "min_weight_version": 1}, "min_weight_version"),
         ("completions", {"prompt": "a", "detokenize": False}, "detokenize"),
-        ("completions", {"prompt": "a", "suffix": "x"}, "suffix"),
         ("completions", {"prompt": [1, "a"]}, "prompt"),
         ("completions", {"prompt": []}, "prompt"),
         (
@@ -253,6 +247,40 @@ async def test_bad_input_is_explained(
     assert status == 400
     assert answer["error"]["type"] == "invalid_request_error"
     assert words in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [
+        ("chat/completions", {"logit_bias": {"1": 5}}),
+        ("chat/completions", {"frequency_penalty": 0.5}),
+        ("chat/completions", {"presence_penalty": -1}),
+        ("chat/completions", {"reasoning_effort": "high"}),
+        ("chat/completions", {"functions": []}),
+        ("chat/completions", {"modalities": ["audio"]}),
+        ("completions", {"echo": True}),
+        ("completions", {"best_of": 2}),
+        ("completions", {"suffix": "x"}),
+    ],
+)
+async def test_what_is_not_supported_is_said_to_be(
+    http: aiohttp.ClientSession, url: str, path: str, more: dict[str, Any]
+) -> None:
+    asked = ASK if path == "chat/completions" else {"prompt": "a"}
+    status, answer = await post(http, f"{url}/v1/{path}", asked | more)
+    (name,) = more
+    error = answer["error"]
+    assert (status, error["code"], error["param"]) == (400, "unsupported_parameter", name)
+    assert error["message"].startswith(f"{name} is not supported by this server: leave it out")
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+async def test_a_model_that_is_not_served(http: aiohttp.ClientSession, url: str, path: str) -> None:
+    asked = ASK if path == "chat/completions" else {"prompt": "a"}
+    status, answer = await post(http, f"{url}/v1/{path}", asked | {"model": "gpt-4o"})
+    error = answer["error"]
+    assert (status, error["code"], error["param"]) == (404, "model_not_found", "model")
+    assert "only 'etude'" in error["message"]
 
 
 async def test_a_body_has_a_largest_size(http: aiohttp.ClientSession, url: str) -> None:

@@ -277,10 +277,10 @@ def test_a_token_from_a_file(tmp_path: Path) -> None:
 
 def test_what_is_no_model_is_one_clear_message(tmp_path: Path) -> None:
     with pytest.raises(EtudeError, match="give a Hugging Face model directory"):
-        load(tmp_path, None, torch.device("cpu"))
+        load(str(tmp_path), None, torch.device("cpu"))
     (write_model(tmp_path) / "model.safetensors").write_bytes(b"junk")
     with pytest.raises(EtudeError, match="give a Hugging Face model directory"):
-        load(tmp_path, None, torch.device("cpu"))
+        load(str(tmp_path), None, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

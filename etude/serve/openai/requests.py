@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request as HttpRequest
@@ -20,8 +20,9 @@ from etude.serve.http import ApiError, read
 from etude.serve.openai import types as wire
 
 COMPLETION_TOKENS = 16
-"""OpenAI's default for completions. A chat answer may fill the context."""
+"""OpenAI's default for completions."""
 SEEDS = 2**63
+T = TypeVar("T")
 GUESSED_CONTEXTS = 4
 """Prediction and drafts together have at most this many times the tokens of a context."""
 
@@ -29,7 +30,7 @@ GUESSED_CONTEXTS = 4
 async def chat_requests(
     model: ServedModel, asked: wire.ChatRequest, prompt: Sequence[int], scheduling: Scheduling
 ) -> list[Request]:
-    limit = asked.max_completion_tokens or asked.max_tokens or model.max_context
+    limit = asked.max_completion_tokens or asked.max_tokens or model.default_max_tokens
     return await _requests(
         model, asked, [prompt], limit, scheduling, stop_token_ids=model.tokenizer.stop_token_ids,
         grammar=_chat_grammar(model.grammars, asked), top_logprobs=asked.top_logprobs or 0,
@@ -40,10 +41,7 @@ async def completion_requests(
     model: ServedModel, asked: wire.CompletionRequest, scheduling: Scheduling
 ) -> list[Request]:
     if asked.echo:
-        raise ApiError(
-            "echo: the prompt is not repeated; leave it out, and put your prompt first",
-            param="echo",
-        )
+        raise _unsupported("echo")
     stops = model.tokenizer.stop_token_ids
     if asked.stop_token_ids is not None:
         stops = tuple(asked.stop_token_ids)
@@ -170,8 +168,23 @@ def _chat_grammar(grammars: GrammarBuilder, asked: wire.ChatRequest) -> str | No
     return None if schema is None else grammars.text(schema)
 
 
+async def read_body(http: HttpRequest, type: type[T]) -> T:
+    """A request whose fields are all supported."""
+    try:
+        return await read(http, type)
+    except ApiError as e:
+        if e.param in wire.UNSUPPORTED:
+            raise _unsupported(e.param) from e
+        raise
+
+
+def _unsupported(param: str) -> ApiError:
+    message = f"{param} is not supported by this server: leave it out{wire.UNSUPPORTED[param]}"
+    return ApiError(message, code="unsupported_parameter", param=param)
+
+
 async def read_chat(http: HttpRequest, max_context: int) -> wire.ChatRequest:
-    asked = await read(http, wire.ChatRequest)
+    asked = await read_body(http, wire.ChatRequest)
     for place, values, shape in (
         ("messages", asked.messages, wire.ChatMessage),
         ("tools", asked.tools or [], wire.Tool),

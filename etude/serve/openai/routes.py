@@ -24,11 +24,15 @@ from etude.serve.http import (
     SendEvent,
     cancel_on_disconnect,
     gather,
-    read,
     respond,
 )
 from etude.serve.openai import types as wire
-from etude.serve.openai.requests import chat_requests, completion_requests, read_chat
+from etude.serve.openai.requests import (
+    chat_requests,
+    completion_requests,
+    read_body,
+    read_chat,
+)
 from etude.serve.openai.responses import ChatResponseBuilder, ResponseBuilder, TextResponseBuilder
 
 
@@ -54,10 +58,11 @@ class OpenAi:
     async def chat(self, http: HttpRequest) -> Response:
         scheduling, answerer = read_scheduling(http.headers), self._open(http)
         asked = await read_chat(http, self._model.max_context)
+        self._check_name(asked.model)
         prompt = await answerer.prompt(asked.messages, asked.tools or ())
         may_call = asked.tools and asked.tool_choice != "none"
         builder = ChatResponseBuilder(
-            tokenizer=self._model.tokenizer, model=self._named(asked), prompt=prompt,
+            tokenizer=self._model.tokenizer, model=self._model.name, prompt=prompt,
             with_ids=bool(asked.return_token_ids), with_logprobs=bool(asked.logprobs),
             tools=asked.tools if may_call else None,
         )  # fmt: skip
@@ -66,9 +71,10 @@ class OpenAi:
 
     async def completions(self, http: HttpRequest) -> Response:
         scheduling, answerer = read_scheduling(http.headers), self._open(http)
-        asked = await read(http, wire.CompletionRequest)
+        asked = await read_body(http, wire.CompletionRequest)
+        self._check_name(asked.model)
         builder = TextResponseBuilder(
-            tokenizer=self._model.tokenizer, model=self._named(asked),
+            tokenizer=self._model.tokenizer, model=self._model.name,
             with_ids=bool(asked.return_token_ids), with_logprobs=asked.logprobs is not None,
         )  # fmt: skip
         requests = await completion_requests(self._model, asked, scheduling)
@@ -141,24 +147,15 @@ class OpenAi:
             )
         return usage
 
-    def _named(self, asked: wire.Sampling) -> str:
-        """The model as the response calls it."""
-        if self._model.name is not None and asked.model is not None:
-            self._check_name(asked.model)
-        return asked.model or self._name
-
-    def _check_name(self, name: str) -> None:
-        if name != self._name:
-            message = f"there is no model {name[:200]!r} here, only {self._name!r}"
+    def _check_name(self, name: str | None) -> None:
+        """A request need not name the model."""
+        if name is not None and name != self._model.name:
+            message = f"there is no model {name[:200]!r} here, only {self._model.name!r}"
             raise ApiError(message, status=404, code="model_not_found", param="model")
-
-    @property
-    def _name(self) -> str:
-        return self._model.name or "etude"
 
     def _card(self) -> wire.Model:
         return wire.Model(
-            id=self._name,
+            id=self._model.name,
             created=self._model.metrics.started,
             max_model_len=self._model.max_context,
         )

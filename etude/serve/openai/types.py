@@ -30,6 +30,25 @@ TokenId = Annotated[int, Meta(ge=0, le=2**31)]
 Zero = Annotated[float, Meta(ge=0, le=0)]
 
 
+UNSUPPORTED = {
+    "frequency_penalty": ", or send 0",
+    "presence_penalty": ", or send 0",
+    "logit_bias": ", or send {}",
+    "echo": ", and put your prompt before the answer",
+    "best_of": ", or send 1",
+    "suffix": "",
+    "modalities": ', or send ["text"]',
+    "audio": "",
+    "functions": ", and offer them as tools",
+    "function_call": ", and send tool_choice",
+    "reasoning_effort": "",
+    "verbosity": "",
+    "web_search_options": "",
+}
+"""Fields of OpenAI's that would change an answer and that we cannot honour, with what to do in
+place of them."""
+
+
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
