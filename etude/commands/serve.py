@@ -29,6 +29,7 @@ from etude.serve.http import create_app
 from etude.serve.metrics import Metrics
 from etude.serve.worker_protocol import read_model_files
 from etude.store.objects import BUCKETS
+from etude.store.runs import Run
 from etude.weights.follow import Follower
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -163,7 +164,7 @@ def is_run(target: str) -> bool:
 def _read_run(url: str, version: int | None) -> tuple[int, dict[str, bytes], dict[str, Tensor]]:
     chain = open_chain(url)
     found = find_version(chain, version)[1].version
-    return found, read_model_files(chain.objects), Follower(chain).fetch(found)
+    return found, read_model_files(Run(chain.objects)), Follower(chain).fetch(found)
 
 
 def _fastest(tensors: Mapping[str, Tensor], device: torch.device) -> torch.dtype:
