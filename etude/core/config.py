@@ -322,34 +322,6 @@ class RunConfig(Config):
         return self
 
 
-OPERATIONAL: dict[str, set[str]] = {
-    "": {"sinks", "heartbeat_timeout_s"},
-    "engine": {"port", "threads", "max_batch", "device", "vllm"},
-    "tasks": {"timeout_s"},
-    "harness": {"concurrency"},
-    "trainer": {"device", "ranks", "timeout_s"},
-    "sandbox": {"isolation"},
-    "stage": {"threads", "microbatch_tokens"},
-}
-"""Keys that do not change the experiment, only how a machine carries it out: they may differ when a
-run is resumed."""
-
-
-def experiment(config: RunConfig) -> dict[str, Any]:
-    """The part of a config that defines the experiment: the tree without the operational keys, a
-    stage under its name."""
-    tree = config.model_dump(mode="json")
-    tree["stages"] = [stage["name"] for stage in tree["stage"]]
-    tree["stage"] = {stage["name"]: stage for stage in tree["stage"]}
-    for section, keys in OPERATIONAL.items():
-        for table in (
-            tree["stage"].values() if section == "stage" else [tree[section] if section else tree]
-        ):
-            for key in keys & table.keys():  # not every kind of stage has all of them
-                del table[key]
-    return tree
-
-
 def parse(text: str, overrides: Sequence[str] = (), *, source: str = "config") -> RunConfig:
     """Parse and validate a config. `overrides` are `a.b=value`; a stage is addressed by its name
     (`stage.rl.steps=3`). `source` names the text in errors."""
