@@ -59,9 +59,12 @@ class ProcessSandboxPool:
     def __init__(self) -> None:
         self._sandboxes: set[ProcessSandbox] = set()
 
+    def check(self, spec: SandboxSpec) -> None:
+        check_spec(spec, backend="process", gives={"repository"})
+
     @contextlib.asynccontextmanager
     async def open(self, spec: SandboxSpec) -> AsyncIterator[ProcessSandbox]:
-        check_spec(spec, backend="process", gives={"repository"})
+        self.check(spec)
         before = await opening_tree(spec, max_bytes=_COPY_BYTES, max_entries=_COPY_FILES)
         sandbox = ProcessSandbox(self._sandboxes, spec.env, before)
         try:
