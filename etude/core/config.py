@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
@@ -329,8 +329,7 @@ def parse(text: str, overrides: Sequence[str] = (), *, source: str = "config") -
         tree = tomllib.loads(text)
     except tomllib.TOMLDecodeError as e:
         raise EtudeError(f"{source}: not valid TOML: {e}") from e
-    for override in overrides:
-        _apply(tree, override, source)
+    given = {_apply(tree, override, source): override for override in overrides}
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as e:
@@ -341,10 +340,34 @@ def parse(text: str, overrides: Sequence[str] = (), *, source: str = "config") -
             for error in e.errors()
             if error["type"] != "too_short" or error["loc"] not in within
         ]
-        raise EtudeError("\n".join(f"{source}: {_explain(dict(error))}" for error in told)) from e
+        raise EtudeError(
+            "\n".join(
+                f"{_origin(error['loc'], tree, given, source)}: {_explain(dict(error))}"
+                for error in told
+            )
+        ) from e
 
 
-def _apply(tree: dict[str, Any], override: str, source: str) -> None:
+def _origin(
+    loc: tuple[str | int, ...], tree: dict[str, Any], given: Mapping[str, str], source: str
+) -> str:
+    """Where the mistake was written: in an override, or in the text."""
+    names = [str(part) for part in loc]
+    if len(loc) > 2 and loc[0] == "stage":  # ("stage", number, kind, key)
+        stage = tree["stage"][loc[1]]
+        names = ["stage", str(stage.get("name", stage.get("kind"))), *names[3:]]
+    prefixes = (".".join(names[:size]) for size in range(len(names), 0, -1))
+    if override := next((given[prefix] for prefix in prefixes if prefix in given), None):
+        return f"--set {override}"
+    # a rule between the keys of a table, or of several
+    within = [
+        told for key, told in given.items() if not loc or key.startswith(".".join(names) + ".")
+    ]
+    return f"{source} with {' '.join(f'--set {told}' for told in within)}" if within else source
+
+
+def _apply(tree: dict[str, Any], override: str, source: str) -> str:
+    """The dotted key that the override sets."""
     path, equals, text = override.partition("=")
     keys = [key.strip() for key in path.split(".")]
     if not equals or not all(keys):
@@ -361,7 +384,7 @@ def _apply(tree: dict[str, Any], override: str, source: str) -> None:
                 f"{', '.join(named) or '(none)'}"
             )
         named[keys[1]][keys[2]] = _value(text)
-        return
+        return ".".join(keys)
     for depth, key in enumerate(keys[:-1], 1):
         tree = tree.setdefault(key, {})
         if not isinstance(tree, dict):
@@ -369,6 +392,7 @@ def _apply(tree: dict[str, Any], override: str, source: str) -> None:
                 f"--set {override}: {'.'.join(keys[:depth])} is a value, it has no keys"
             )
     tree[keys[-1]] = _value(text)
+    return ".".join(keys)
 
 
 def _value(text: str) -> Any:

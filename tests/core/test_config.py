@@ -550,3 +550,25 @@ def test_a_vllm_server_belongs_to_a_region_and_promises_no_bits() -> None:
     for top in ("deterministic = true", "batch_invariant = true"):
         with pytest.raises(EtudeError, match="promises nothing about its bits"):
             parse(base.format(top=top, region="east"))
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("engine.max_bach=3", "--set engine.max_bach=3: unknown key engine.max_bach"),
+        ("stage.more.lr=-1", "--set stage.more.lr=-1: stage.rl.lr = -1"),
+        ("model=3", "--set model=3: model = 3"),
+        ("model.hidden_size=7", "r.toml with --set model.hidden_size=7: model: hidden_size 7"),
+        ("deterministic=true", "r.toml with --set deterministic=true: deterministic = true needs"),
+    ],
+)
+def test_a_mistake_in_an_override_is_not_blamed_on_the_file(override: str, told: str) -> None:
+    text = GOOD + '[[stage]]\nname = "more"\nkind = "rl"\nsteps = 2\n'
+    with pytest.raises(EtudeError) as caught:
+        parse(text, ["seed=3", override] if "." in override else [override], source="r.toml")
+    assert str(caught.value).startswith(told)
+
+
+def test_a_mistake_in_the_file_is_not_blamed_on_an_override() -> None:
+    with pytest.raises(EtudeError, match="^r.toml: seed = 'x'"):
+        parse('seed = "x"\n' + GOOD, ["engine.port=1"], source="r.toml")
