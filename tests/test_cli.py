@@ -103,7 +103,7 @@ def test_another_config_for_the_same_run(etude: Etude, tmp_path: Path) -> None:
     run.put_checkpoint("000000.000001", b"")
     refused(
         etude("run", TINY, "--dir", "r", "--set", "stage.rl.lr=0.5"),
-        "stage.rl.lr 1e-05 there and 0.5 here",
+        "stage.rl.lr: 1e-05 -> 0.5",
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
@@ -315,34 +315,6 @@ class RunConfig(Config):
         return self
 
 
-OPERATIONAL: dict[str, set[str]] = {
-    "": {"sinks", "heartbeat_timeout_s"},
-    "engine": {"port", "threads", "max_batch", "device", "vllm"},
-    "tasks": {"timeout_s"},
-    "harness": {"concurrency"},
-    "trainer": {"device", "ranks", "timeout_s"},
-    "sandbox": {"isolation", "mounts", "cpus", "memory_mib", "disk_mib", "processes"},
-    "stage": {"threads", "microbatch_tokens"},
-}
-"""Keys that do not change the experiment, only how a machine carries it out: they may differ when a
-run is resumed."""
-
-
-def experiment(config: RunConfig) -> dict[str, Any]:
-    """The part of a config that defines the experiment: the tree without the operational keys, a
-    stage under its name."""
-    tree = config.model_dump(mode="json")
-    tree["stages"] = [stage["name"] for stage in tree["stage"]]
-    tree["stage"] = {stage["name"]: stage for stage in tree["stage"]}
-    for section, keys in OPERATIONAL.items():
-        for table in (
-            tree["stage"].values() if section == "stage" else [tree[section] if section else tree]
-        ):
-            for key in keys & table.keys():  # not every kind of stage has all of them
-                del table[key]
-    return tree
-
-
 def parse(text: str, overrides: Sequence[str] = (), *, source: str = "config") -> RunConfig:
     """Parse and validate a config. `overrides` are `a.b=value`; a stage is addressed by its name
     (`stage.rl.steps=3`). `source` names the text in errors."""
@@ -350,8 +322,7 @@ def parse(text: str, overrides: Sequence[str] = (), *, source: str = "config") -
         tree = tomllib.loads(text)
     except tomllib.TOMLDecodeError as e:
         raise EtudeError(f"{source}: not valid TOML: {e}") from e
-    for override in overrides:
-        _apply(tree, override, source)
+    given = {_apply(tree, override, source): override for override in overrides}
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as e:
@@ -362,10 +333,34 @@ def parse(text: str, overrides: Sequence[str] = (), *, source: str = "config") -
             for error in e.errors()
             if error["type"] != "too_short" or error["loc"] not in within
         ]
-        raise EtudeError("\n".join(f"{source}: {_explain(dict(error))}" for error in told)) from e
+        raise EtudeError(
+            "\n".join(
+                f"{_origin(error['loc'], tree, given, source)}: {_explain(dict(error))}"
+                for error in told
+            )
+        ) from e
 
 
-def _apply(tree: dict[str, Any], override: str, source: str) -> None:
+def _origin(
+    loc: tuple[str | int, ...], tree: dict[str, Any], given: Mapping[str, str], source: str
+) -> str:
+    """Where the mistake was written: in an override, or in the text."""
+    names = [str(part) for part in loc]
+    if len(loc) > 2 and loc[0] == "stage":  # ("stage", number, kind, key)
+        stage = tree["stage"][loc[1]]
+        names = ["stage", str(stage.get("name", stage.get("kind"))), *names[3:]]
+    prefixes = (".".join(names[:size]) for size in range(len(names), 0, -1))
+    if override := next((given[prefix] for prefix in prefixes if prefix in given), None):
+        return f"--set {override}"
+    # a rule between the keys of a table, or of several
+    within = [
+        told for key, told in given.items() if not loc or key.startswith(".".join(names) + ".")
+    ]
+    return f"{source} with {' '.join(f'--set {told}' for told in within)}" if within else source
+
+
+def _apply(tree: dict[str, Any], override: str, source: str) -> str:
+    """The dotted key that the override sets."""
     path, equals, text = override.partition("=")
     keys = [key.strip() for key in path.split(".")]
     if not equals or not all(keys):
@@ -382,7 +377,7 @@ def _apply(tree: dict[str, Any], override: str, source: str) -> None:
                 f"{', '.join(named) or '(none)'}"
             )
         named[keys[1]][keys[2]] = _value(text)
-        return
+        return ".".join(keys)
     for depth, key in enumerate(keys[:-1], 1):
         tree = tree.setdefault(key, {})
         if not isinstance(tree, dict):
@@ -390,6 +385,7 @@ def _apply(tree: dict[str, Any], override: str, source: str) -> None:
                 f"--set {override}: {'.'.join(keys[:depth])} is a value, it has no keys"
             )
     tree[keys[-1]] = _value(text)
+    return ".".join(keys)
 
 
 def _value(text: str) -> Any:

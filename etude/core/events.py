@@ -63,6 +63,15 @@ class FitStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FewTasks:
+    """An environment gives fewer tasks of a split than the run asks for."""
+
+    split: str
+    wanted: int
+    given: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OverlongSkipped:
     """Sessions that a stage leaves out because they are too long for the model."""
 
@@ -290,6 +299,7 @@ Event = (
     Launched
     | ProcessSilent
     | ProcessHeard
+    | FewTasks
     | StageStarted
     | FitStep
     | OverlongSkipped

@@ -152,6 +152,9 @@ class SandboxPool(Protocol):
     def open(self, spec: SandboxSpec) -> AbstractAsyncContextManager[Sandbox]:
         """A fresh sandbox as the spec says; closed on every way out."""
 
+    def check(self, spec: SandboxSpec) -> None:
+        """Raises EtudeError for a spec that `open` would refuse, whatever the machine is at."""
+
     def owing(self) -> dict[str, float]:
         """The processes behind the sandboxes that owe an answer, and for how many seconds each."""
 

@@ -14,6 +14,7 @@ from etude.core.events import (
     FitStep,
     FleetStatus,
     GroupDone,
+    Launched,
     RegionStatus,
     RunDone,
     StageDone,
@@ -57,6 +58,7 @@ class RunView:
     alarms: Alarms = field(default_factory=Alarms)
     finished: bool = False
     began: float | None = None
+    """This and all other times here are of a clock that stands still while nothing runs."""
     now: float = 0.0
 
     def __post_init__(self) -> None:
@@ -64,9 +66,13 @@ class RunView:
         self._since_step: list[float] = []
         self._ends: deque[tuple[float, int]] = deque()
         self._steps: deque[StepDone] = deque(maxlen=8)
+        self._stopped_s = 0.0
 
     def apply(self, t: float, event: Event) -> list[Alarm]:
         """The alarms that begin with the event."""
+        if isinstance(event, Launched) and self.began is not None:
+            self._stopped_s = t - self.now
+        t -= self._stopped_s
         self.began = t if self.began is None else min(self.began, t)
         self.now = max(self.now, t)
         match event:

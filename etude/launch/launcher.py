@@ -205,9 +205,10 @@ class Launcher:
         )
         said = "\n".join(f"  | {line}" for line in lines)
         often = f", after {program.restarts} restarts within a minute" if program.restarts else ""
+        # With 2 it has named a mistake of the user's, which is still there the next time.
+        again = "When that is mended, go on with" if code == 2 else "Go on with"
         return (
-            f"the {program.name} {how}{often}. The end of {path}:\n{said}\nGo on with: "
-            f"{self.resume}"
+            f"the {program.name} {how}{often}. The end of {path}:\n{said}\n{again}: {self.resume}"
         )
 
 

@@ -15,13 +15,16 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from etude.core.config import RunConfig
+import aiohttp
+
+from etude.core.config import HarnessConfig, RunConfig, TasksConfig
 from etude.core.errors import EtudeError, user_code
-from etude.core.events import FleetStatus, RunDone
+from etude.core.events import FewTasks, FleetStatus, RunDone
 from etude.core.ledger import Issued, Trained
 from etude.core.lineage import StageSpan, estimator_of, stage_of, stage_spans
 from etude.core.liveness import DisturbanceTracker
 from etude.core.protocols import Agent, Environment
+from etude.core.sandbox import SandboxPool, SandboxSpec
 from etude.core.stages import RolloutStageConfig
 from etude.core.types import EVAL_SPLITS, Group, Task, Trajectory
 from etude.core.window import Window
@@ -55,8 +58,9 @@ class Controller:
         environment: Environment,
         emit: Emit,
         owing: Callable[[], dict[str, float]] = dict,
+        check_spec: Callable[[SandboxSpec], None] = lambda spec: None,
     ) -> None:
-        """`owing`: as of `core.sandbox.SandboxPool`."""
+        """`owing`, `check_spec`: as of `core.sandbox.SandboxPool`."""
         self.run = run
         self.config = config
         self.gateway = gateway
@@ -66,12 +70,15 @@ class Controller:
         self.window: Window[Group] | None = None
         self.owing = owing
         self.runner: RolloutRunner | None = None
+        self._check_spec = check_spec
+        self._tasks: dict[str, Sequence[Task]] = {}
         self.trouble = DisturbanceTracker(config.heartbeat_timeout_s, time.monotonic())
 
     async def run_stages(self) -> None:
         """The whole run, from wherever it stands."""
         async with asyncio.TaskGroup() as group:
             reporting = group.create_task(self.report_fleet())
+            await self.check_tasks()
             for span in stage_spans(self.config.stage):
                 if isinstance(span.stage, RolloutStageConfig):
                     await self.run_loop(span, span.stage)
@@ -148,19 +155,9 @@ class Controller:
     def rollouts(self, *, temperature: float, experts: bool = False) -> RunAttempt:
         """`experts`: the trainer will replay them."""
         harness = self.config.harness
-        agent: Agent = build(
-            harness.agent,
-            "harness.agent",
-            self.gateway.http,
-            max_turns=harness.max_turns,
-            max_tokens=harness.max_tokens,
-            timeout_s=harness.timeout_s,
-            temperature=temperature,
-            tool_delay_s=harness.tool_delay_s,
-        )
         self.runner = RolloutRunner(
             self.environment,
-            agent,
+            build_agent(harness, self.gateway.http, temperature=temperature),
             self.gateway,
             concurrency=harness.concurrency,
             source=self.config.tasks.environment,
@@ -172,25 +169,22 @@ class Controller:
         return self.runner.attempt
 
     async def tasks(self, split: str) -> Sequence[Task]:
-        """Of an environment that may be anyone's."""
-        reference = self.config.tasks.environment
-        with user_code(f"tasks.environment = {reference!r}"):
-            tasks = await asyncio.to_thread(self.environment.tasks, split)
-        if not tasks:
-            raise EtudeError(
-                f"tasks.environment = {reference!r} gives no tasks for the split {split!r}, of "
-                f"which the run wants "
-                f"{getattr(self.config.tasks, split)}: look at its tasks()"
-            )
-        if twice := [
-            name for name, count in Counter(task.id for task in tasks).items() if count > 1
-        ]:
-            raise EtudeError(
-                f"tasks.environment = {reference!r} gives several tasks of the split {split!r} the "
-                f"id {twice[0]!r}: "
-                f"each needs one of its own"
-            )
-        return tasks
+        if split not in self._tasks:
+            self._tasks[split] = await read_tasks(self.environment, self.config.tasks, split)
+        return self._tasks[split]
+
+    async def check_tasks(self) -> None:
+        """Look at all tasks that the run will need: a mistake in one shall not cost the stages
+        before it, nor be found attempt by attempt."""
+        for split in wanted_splits(self.config):
+            tasks = await self.tasks(split)
+            for task in tasks:
+                try:
+                    self._check_spec(task.sandbox)
+                except (EtudeError, ValueError) as e:
+                    raise EtudeError(f"task {task.id!r} of the split {split!r}: {e}") from e
+            if len(tasks) < (wanted := getattr(self.config.tasks, split)):
+                self.emit(FewTasks(split=split, wanted=wanted, given=len(tasks)))
 
     async def report_fleet(self) -> None:
         """Report the state of the workers once a second."""
@@ -206,11 +200,49 @@ class Controller:
             await asyncio.sleep(FLEET_REPORT_S)
 
 
+def wanted_splits(config: RunConfig) -> list[str]:
+    """The splits that the run has a use for."""
+    trains = any(isinstance(stage, RolloutStageConfig) for stage in config.stage)
+    splits = (["train"] if trains else []) + [*EVAL_SPLITS]
+    return [split for split in splits if getattr(config.tasks, split)]
+
+
+async def read_tasks(environment: Environment, config: TasksConfig, split: str) -> Sequence[Task]:
+    """Of an environment that may be anyone's."""
+    reference = config.environment
+    with user_code(f"tasks.environment = {reference!r}"):
+        tasks = await asyncio.to_thread(environment.tasks, split)
+    if not tasks:
+        otherwise = ", or set tasks.novel = 0" if split == "novel" else ""
+        raise EtudeError(
+            f"tasks.environment = {reference!r} gives no tasks for the split {split!r}, of which "
+            f"the run wants {getattr(config, split)}: look at its tasks(){otherwise}"
+        )
+    if twice := [name for name, count in Counter(task.id for task in tasks).items() if count > 1]:
+        raise EtudeError(
+            f"tasks.environment = {reference!r} gives several tasks of the split {split!r} the id "
+            f"{twice[0]!r}: each needs one of its own"
+        )
+    return tasks
+
+
+def build_agent(config: HarnessConfig, http: aiohttp.ClientSession, *, temperature: float) -> Agent:
+    agent: Agent = build(
+        config.agent,
+        "harness.agent",
+        http,
+        max_turns=config.max_turns,
+        max_tokens=config.max_tokens,
+        timeout_s=config.timeout_s,
+        temperature=temperature,
+        tool_delay_s=config.tool_delay_s,
+    )
+    return agent
+
+
 @contextlib.asynccontextmanager
-async def open_controller(store: str, gateway_url: str, process: str) -> AsyncIterator[Controller]:
-    """A controller with everything that it needs, closed again at the end."""
-    run = Run.open(store, create=False)
-    config = run.config()
+async def open_environment(config: RunConfig) -> AsyncIterator[tuple[Environment, SandboxPool]]:
+    """The environment of a run over a pool of its sandboxes, which is closed at the end."""
     sandbox = config.sandbox
     pool = open_sandbox_pool(
         sandbox.isolation, config.heartbeat_timeout_s, mounts=sandbox.mounts, limits=sandbox.limits
@@ -222,11 +254,23 @@ async def open_controller(store: str, gateway_url: str, process: str) -> AsyncIt
         )
         # what is misspelt shall not cost the stages before rl
         load(config.harness.agent, "harness.agent")
-        async with event_writer(run, process) as emit, GatewayClient(gateway_url) as gateway:
-            await gateway.ready()
-            yield Controller(run, config, gateway, environment, emit, pool.owing)
+        yield environment, pool
     finally:
         await pool.close()
+
+
+@contextlib.asynccontextmanager
+async def open_controller(store: str, gateway_url: str, process: str) -> AsyncIterator[Controller]:
+    """A controller with everything that it needs, closed again at the end."""
+    run = Run.open(store, create=False)
+    config = run.config()
+    async with (
+        open_environment(config) as (environment, pool),
+        event_writer(run, process) as emit,
+        GatewayClient(gateway_url) as gateway,
+    ):
+        await gateway.ready()
+        yield Controller(run, config, gateway, environment, emit, pool.owing, pool.check)
 
 
 def main() -> int:

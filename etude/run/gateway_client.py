@@ -19,6 +19,8 @@ START_S = 60.0
 RETRY_S = 0.05
 RETRIES = 3
 
+NO_SEGMENTS = msgspec.msgpack.encode(())
+
 
 class GatewayClient:
     """`async with GatewayClient(url) as gateway`. `http` is the one connection pool, for the
@@ -78,7 +80,8 @@ class GatewayClient:
     async def segments(self, session: str, *, experts: bool) -> tuple[Segment, ...]:
         told = {"experts": "true"} if experts else None
         what = f"session {session} cannot be read"
-        answer = await self._ask("GET", f"/s/{session}/segments", what, params=told)
+        path = f"/s/{session}/segments"
+        answer = await self._ask("GET", path, what, unknown=NO_SEGMENTS, params=told)
         return msgspec.msgpack.decode(answer, type=tuple[Segment, ...])
 
     async def disturbed(self, session: str, age_s: float) -> bool:
@@ -95,14 +98,20 @@ class GatewayClient:
         answering = status["regions"].items()
         return {name: self._region(name, worker) for name, worker in answering}, status["silent"]
 
-    async def _ask(self, method: str, path: str, what: str, **more: Any) -> bytes:
-        """Nothing of this does harm if it is asked twice; and a gateway that was stopped for long
+    async def _ask(
+        self, method: str, path: str, what: str, *, unknown: bytes | None = None, **more: Any
+    ) -> bytes:
+        """`unknown`: what the answer 404 means, if it is no error.
+
+        Nothing of this does harm if it is asked twice; and a gateway that was stopped for long
         closes connections when it wakes, whatever came in over them meanwhile."""
         for last in (*[False] * RETRIES, True):
             try:
                 async with self.http.request(
                     method, self.url + path, headers=self.headers, **more
                 ) as response:
+                    if response.status == 404 and unknown is not None:
+                        return unknown
                     if not response.ok:
                         said = (await response.text())[:500]
                         raise EtudeError(f"{what}: the gateway answers {response.status}: {said}")

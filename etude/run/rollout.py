@@ -53,8 +53,8 @@ class SessionRecorder(Protocol):
         was silent or gone, or has no answer."""
 
     async def segments(self, session: str, *, experts: bool) -> tuple[Segment, ...]:
-        """`experts`: those that the model used are kept in the store, and the segments name
-        them."""
+        """Empty if the model has not answered. `experts`: those that the model used are kept in the
+        store, and the segments name them."""
 
     async def forget(self, session: str) -> None: ...
 
@@ -160,6 +160,11 @@ class RolloutRunner:
                     await self._check_time(sample, began)
             async with boundary("segments"):
                 segments = await self.sessions.segments(sample, experts=self.experts)
+            if not segments:
+                raise RolloutFailure(
+                    "agent: it ended without an answer of the model: it must ask at the base_url "
+                    "that run() is given, where the session is recorded"
+                )
             async with boundary("score"), _at_most(self._sandbox_timeout_s, "tasks.timeout_s"):
                 attempt = Attempt(transcript=transcript, segments=segments)
                 scoring = self.environment.score(task, sandbox, attempt)

@@ -32,10 +32,13 @@ class FakeSandboxPool:
     def __init__(self, respond: Respond = refuse) -> None:
         self._respond = respond
 
-    @contextlib.asynccontextmanager
-    async def open(self, spec: SandboxSpec) -> AsyncIterator[FakeSandbox]:
+    def check(self, spec: SandboxSpec) -> None:
         limits = ("cpus", "memory_bytes", "disk_bytes", "processes")
         check_spec(spec, backend="fake", gives={"repository", "user"}, limits=limits)
+
+    @contextlib.asynccontextmanager
+    async def open(self, spec: SandboxSpec) -> AsyncIterator[FakeSandbox]:
+        self.check(spec)
         size = spec.limits.disk_bytes or COPY_BYTES
         before = await opening_tree(spec, max_bytes=size, max_entries=COPY_FILES)
         files = {path: entry.content or b"" for path, entry in before.items()}

@@ -99,10 +99,13 @@ class NamespaceSandboxPool:
                 "has no walls, for code that you trust"
             )
 
-    @contextlib.asynccontextmanager
-    async def open(self, spec: SandboxSpec) -> AsyncIterator[NamespaceSandbox]:
+    def check(self, spec: SandboxSpec) -> None:
         gives = {"repository", "user"} if spec.user == _USER else {"repository"}
         check_spec(spec, backend="namespaces", gives=gives, limits=GIVEN_LIMITS)
+
+    @contextlib.asynccontextmanager
+    async def open(self, spec: SandboxSpec) -> AsyncIterator[NamespaceSandbox]:
+        self.check(spec)
         size = spec.limits.disk_bytes or COPY_BYTES
         before = await opening_tree(spec, max_bytes=size, max_entries=files_in(size))
         sandbox = await self.start(spec, before)

@@ -67,9 +67,12 @@ class ProcessSandboxPool:
         self._sandboxes: set[ProcessSandbox] = set()
         self._programs = search_path(mounts)
 
+    def check(self, spec: SandboxSpec) -> None:
+        check_spec(spec, backend="process", gives={"repository"})
+
     @contextlib.asynccontextmanager
     async def open(self, spec: SandboxSpec) -> AsyncIterator[ProcessSandbox]:
-        check_spec(spec, backend="process", gives={"repository"})
+        self.check(spec)
         before = await opening_tree(spec, max_bytes=_COPY_BYTES, max_entries=_COPY_FILES)
         sandbox = ProcessSandbox(self._sandboxes, spec.env, before, self._programs)
         try:

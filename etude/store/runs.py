@@ -15,25 +15,25 @@
     evals/{name}.json        held-out scores
     weights/                 published versions (the package `weights` knows the rest)
 
-A batch is written once; a second, different one is refused. So is another config, as soon as there
-is work in the store. Every object ends with its digest (`store.codec`), unless its name is one, it
-holds its own (Parquet), or the weight plane has its own way. Files that others put among these (a
-desktop's, an editor's) are not seen: a name that is not of our form is not ours.
+A batch is written once; a second, different one is refused. So is a config of another experiment,
+as soon as there is work in the store. Every object ends with its digest (`store.codec`), unless its
+name is one, it holds its own (Parquet), or the weight plane has its own way. Files that others put
+among these (a desktop's, an editor's) are not seen: a name that is not of our form is not ours.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import time
 from collections.abc import Callable, Iterable
 from typing import TypeVar, get_args
 
-from etude.core.config import RunConfig, experiment
+from etude.core.changes import refused_changes
+from etude.core.config import RunConfig
 from etude.core.errors import EtudeError
 from etude.core.ledger import Entry
-from etude.core.types import Batch, Group, Json, RecomputedRow
+from etude.core.types import Batch, Group, RecomputedRow
 from etude.store.codec import Damaged, from_json, pack, seal, to_json, unpack
 from etude.store.log import Log
 from etude.store.objects import Missing, Objects
@@ -66,19 +66,32 @@ class Run:
     def open(cls, url: str, *, create: bool = True) -> Run:
         return cls(Objects.open(url, create=create))
 
+    def check_config(self, config: RunConfig) -> None:
+        """A run is one experiment: once there is work in it, only what `core.changes` allows may
+        differ from what it was started with."""
+        if not (self.checkpoints() or self.ledger.end()):
+            return
+        otherwise = "choose another --dir, or begin anew with --fresh, which removes this one"
+        if not self.objects.exists("config.json"):
+            raise EtudeError(
+                f"{self.objects.url} holds a run that has lost its config.json, and nothing else "
+                f"says what it was started with: bring the file back from a copy, {otherwise}"
+            )
+        reached = [int(name.partition(".")[0]) for name in self.checkpoints()] + self.batches()
+        version = max(reached, default=0)
+        if refused := refused_changes(self.config(), config, version=version):
+            changes = "".join(f"\n  {change}" for change in refused)
+            raise EtudeError(
+                f"{self.objects.url} holds a run that was started with other settings. These "
+                f"cannot change within a run:{changes}\ngo on with the old values, {otherwise}"
+            )
+
     def put_config(self, config: RunConfig) -> None:
-        """A run is one experiment: once there is work in it, another config is refused, unless it
-        only differs in how the machine does that work."""
+        self.check_config(config)
         there = self.config() if self.objects.exists("config.json") else None
         if there == config:
             return
-        if there is not None and (differences := _differences(there, config)):
-            if self.checkpoints() or self.ledger.end():
-                raise EtudeError(
-                    f"{self.objects.url} holds a run with another config (they differ in: "
-                    f"{differences}); "
-                    f"give this one another name, or go on with the config it was started with"
-                )
+        if there is not None and refused_changes(there, config, version=0):
             self.objects.delete("model/config.json")  # made from the other config
         self.objects.put_sealed("config.json", (config.model_dump_json(indent=1) + "\n").encode())
 
@@ -232,20 +245,3 @@ class Run:
 
 def _batch_key(step: int) -> str:
     return f"batches/{step:06d}"
-
-
-def _differences(there: RunConfig, here: RunConfig) -> str:
-    def flat(value: Json, path: str) -> dict[str, str]:
-        if isinstance(value, dict):
-            return {
-                p: v
-                for key, inner in value.items()
-                for p, v in flat(inner, f"{path}.{key}").items()
-            }
-        return {path.removeprefix("."): json.dumps(value)}
-
-    old, new = flat(experiment(there), ""), flat(experiment(here), "")
-    keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
-    return ", ".join(
-        f"{key} {old.get(key, 'absent')} there and {new.get(key, 'absent')} here" for key in keys
-    )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
-from collections.abc import AsyncIterator, Callable
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
 
+from etude.core.errors import EtudeError
 from etude.core.events import EVENTS, Event
 from etude.store.codec import Damaged, Stamped
 from etude.store.log import Log
@@ -37,21 +38,34 @@ async def event_writer(run: Run, process: str) -> AsyncIterator[Emit]:
         log.flush()
 
 
-def sync_event_writer(run: Run, process: str) -> Emit:
-    """For a synchronous process: what is emitted is stored with the first event that comes half a
-    second after the last storing. A stage's first and last events are worth a write of their
-    own."""
+@contextlib.contextmanager
+def sync_event_writer(run: Run, process: str) -> Iterator[Emit]:
+    """For a synchronous process, whose steps may take minutes: a thread stores what is emitted
+    twice a second. What went wrong there is raised at the next event, or at the end."""
     log = run.events(process, EVENTS)
-    last = 0.0
+    ended = threading.Event()
+    wrong: list[EtudeError] = []
+
+    def flush() -> None:
+        while not wrong and not ended.wait(FLUSH_S):
+            try:
+                log.flush()
+            except EtudeError as e:
+                wrong.append(e)
 
     def emit(event: Event) -> None:
-        nonlocal last
+        if wrong:
+            raise wrong[0]
         log.append(event)
-        if time.monotonic() - last > FLUSH_S or type(event).__name__.startswith("Stage"):
-            log.flush()
-            last = time.monotonic()
 
-    return emit
+    flushing = threading.Thread(target=flush, name="events", daemon=True)
+    flushing.start()
+    try:
+        yield emit
+    finally:
+        ended.set()
+        flushing.join()
+        log.flush()
 
 
 class EventReader:

@@ -105,7 +105,10 @@ class TrainerState:
     def enter_stage(self, span: StageSpan) -> None:
         """A stage that is not being resumed starts from the weights of the last one, and from
         nothing else of it."""
-        if self.stage != span.name:
+        config = span.stage.model_dump(mode="json", exclude_none=True)
+        if self.stage == span.name:  # it may have been given more steps
+            self.lineage = (*self.lineage[:-1], replace(self.lineage[-1], config=config))
+        else:
             path, seed = self.config.model.path, self.config.seed
             parent = (
                 f"version {span.start}"
@@ -114,7 +117,6 @@ class TrainerState:
                 if path
                 else f"seed {seed}"
             )
-            config = span.stage.model_dump(mode="json", exclude_none=True)
             origin = Origin(
                 stage=span.name, parent=parent, config=config, data="", code=code_version()
             )

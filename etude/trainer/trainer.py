@@ -8,6 +8,7 @@ everything; rank 0 alone commits and tells what happened.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import time
@@ -102,8 +103,11 @@ def rank_device(asked: str, number: int) -> torch.device:
 
 def train(run: Run, config: RunConfig, ranks: ProcessGroup, device: torch.device) -> None:
     """To the end of the last stage."""
-    emit = sync_event_writer(run, "trainer") if ranks.rank == 0 else lambda event: None
-    with ranks.naming_lost_ranks():
+    heard = ranks.rank == 0
+    writer = (
+        sync_event_writer(run, "trainer") if heard else contextlib.nullcontext(lambda event: None)
+    )
+    with ranks.naming_lost_ranks(), writer as emit:
         trainer = Trainer(run, config, emit, ranks, device)
         try:
             trainer.train()

@@ -14,6 +14,7 @@ from etude.core.events import (
     FitStep,
     FleetStatus,
     GroupDone,
+    Launched,
     ProcessHeard,
     ProcessSilent,
     RegionStatus,
@@ -59,6 +60,24 @@ def test_a_stage_with_its_time_to_go() -> None:
         (4.0, FitStep(stage="midtrain", step=2, steps=10, loss=3.0, tokens_per_s=100.0)),
     )
     assert (view.stage, view.done, view.steps, view.eta_s) == ("midtrain", 2, 10, 16.0)
+
+
+def test_the_clock_stands_still_while_nothing_runs() -> None:
+    hours = 7 * 3600.0
+    view = view_of(
+        (100.0, Launched(resumed=False)),
+        (101.0, StageStarted(stage="rl", steps=20)),
+        (130.0, group(1.0, 0.0)),
+        (131.0, step(1)),
+        (hours, Launched(resumed=True)),
+        (hours + 2.0, StageStarted(stage="rl", steps=20, done=1)),
+        (hours + 4.0, group(1.0, 0.0)),
+        (hours + 6.0, step(2)),
+    )
+    assert view.began is not None and view.now - view.began == 31.0 + 6.0
+    assert "0:37 · Ctrl-C stops" in printed(draw(view, "run", lag_bound=0))
+    assert view.eta_s == 4.0 * 18
+    assert view.sessions_per_s == 4 / 15
 
 
 def test_rl_counts_from_its_own_start_also_when_resumed() -> None:

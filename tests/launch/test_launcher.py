@@ -90,7 +90,15 @@ async def test_a_death_is_told_with_its_last_words(launcher: Launcher) -> None:
         )
     told = error_message(caught.value) or ""
     assert "the main ended with exit code 3" in told and "| no more paper" in told
-    assert told.endswith("Go on with: etude run x.toml")
+    assert told.endswith("\nGo on with: etude run x.toml")
+
+
+async def test_after_a_mistake_of_the_users_the_same_command_is_not_enough(
+    launcher: Launcher,
+) -> None:
+    with pytest.raises(EtudeError) as caught:
+        await launcher.run_to_end(program("preparation", "import sys; sys.exit(2)"))
+    assert str(caught.value).endswith("\nWhen that is mended, go on with: etude run x.toml")
 
 
 async def test_last_words_are_those_of_the_last_life(launcher: Launcher, tmp_path: Path) -> None:

@@ -6,24 +6,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from etude.core.config import parse
+from etude.core.alarms import Alarms
+from etude.core.config import TasksConfig, parse
 from etude.core.errors import EtudeError
-from etude.core.events import Event, FleetStatus, RegionStatus, RunDone
+from etude.core.events import Event, FewTasks, FleetStatus, RegionStatus, RunDone
 from etude.core.ledger import Issued, Trained
 from etude.core.lineage import StageSpan, estimator_of, stage_spans
-from etude.core.sandbox import Limits
+from etude.core.sandbox import Limits, SandboxSpec
 from etude.core.stages import RolloutStageConfig
 from etude.core.types import Score, Task, Trajectory
 from etude.run import controller as controller
-from etude.run.controller import Controller
+from etude.run.controller import Controller, read_tasks
 from etude.run.loop import RolloutLoop
+from etude.sandbox.fake import FakeSandboxPool
 from etude.store.rollouts import RolloutLog
 from etude.store.runs import Run
 
@@ -41,6 +43,58 @@ def tasks(given: Any) -> Any:
     return asyncio.run(
         Controller(run, config, gateway, environment, lambda event: None).tasks("train")
     )
+
+
+def checked(
+    text: str, given: Sequence[Task], check: Callable[[SandboxSpec], None] = lambda spec: None
+) -> list[Event]:
+    """The events of a controller that looks at these tasks of every split before it begins."""
+    events: list[Event] = []
+    nobody: Any = None
+    environment: Any = SimpleNamespace(tasks=lambda split: given)
+    config = parse(f'name = "a"\n{text}')
+    run = Run.open("memory:")
+    made = Controller(run, config, nobody, environment, events.append, check_spec=check)
+    asyncio.run(made.check_tasks())
+    return events
+
+
+RL = '[[stage]]\nkind = "rl"\nsteps = 1\n[tasks]\n'
+
+
+def test_an_environment_that_has_fewer_tasks_than_asked_for_is_told() -> None:
+    enough = [replace(TASK, id=str(number)) for number in range(3)]
+    assert checked(RL + "train = 2\nheldout = 3\nnovel = 0", enough) == []
+    assert checked(RL + "train = 9\nheldout = 3\nnovel = 4", enough) == [
+        FewTasks(split="train", wanted=9, given=3),
+        FewTasks(split="novel", wanted=4, given=3),
+    ]
+    told = Alarms().apply(FewTasks(split="train", wanted=9, given=3))
+    assert "has 3 train tasks, and the run asks for 9" in str(told[0])
+
+
+def test_a_run_without_rollouts_needs_no_tasks_to_train_on() -> None:
+    text = '[[stage]]\nkind = "midtrain"\nsteps = 1\n[tasks]\ntrain = 9\nheldout = 1\nnovel = 0'
+    assert checked(text, [TASK]) == []
+
+
+def test_splits_without_tasks_are_told_before_the_first_stage() -> None:
+    with pytest.raises(EtudeError, match=r"split 'train', .* look at its tasks\(\)$"):
+        checked(RL + "novel = 2", [])
+    with pytest.raises(EtudeError, match=r"split 'novel', .* or set tasks.novel = 0$"):
+        asyncio.run(
+            read_tasks(SimpleNamespace(tasks=lambda split: []), TasksConfig(), "novel")  # type: ignore[arg-type]
+        )
+
+
+def test_a_sandbox_that_cannot_be_had_is_told_with_its_task() -> None:
+    fine = replace(TASK, id="fine")
+    wants = replace(TASK, id="greedy", sandbox=SandboxSpec(network=("pypi.org",)))
+    with pytest.raises(EtudeError, match="task 'greedy' of the split 'train': .* network"):
+        checked(RL + "train = 2", [fine, wants], FakeSandboxPool().check)
+    with pytest.raises(EtudeError, match="task 't' of the split 'train': 'A=B' cannot be"):
+        env = replace(TASK, sandbox=SandboxSpec(env={"A=B": "1"}))
+        checked(RL + "train = 1", [env], FakeSandboxPool().check)
 
 
 def test_tasks_are_there_and_have_names_of_their_own() -> None:
@@ -336,6 +390,8 @@ async def test_a_controller_has_what_it_needs_and_leaves_nothing_open(
     class Pool:
         def owing(self) -> dict[str, float]:
             return {"zygote": 1.0}
+
+        def check(self, spec: SandboxSpec) -> None: ...
 
         async def close(self) -> None:
             happened.append("closed")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import AsyncIterator
+
 import aiohttp
 import msgspec
 import pytest
@@ -12,7 +15,13 @@ from etude.run.gateway_client import RETRIES, GatewayClient
 
 
 async def asked(resets: int, status: int = 200) -> bool:
-    """Of a gateway that resets so many connections before it answers."""
+    async with answering(resets, status) as gateway:
+        return await gateway.disturbed("s", age_s=1.0)
+
+
+@contextlib.asynccontextmanager
+async def answering(resets: int, status: int) -> AsyncIterator[GatewayClient]:
+    """A gateway that resets so many connections before it answers."""
     left = resets
 
     async def answer(request: web.Request) -> web.Response:
@@ -31,7 +40,7 @@ async def asked(resets: int, status: int = 200) -> bool:
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         async with GatewayClient(f"http://127.0.0.1:{runner.addresses[0][1]}") as gateway:
-            return await gateway.disturbed("s", age_s=1.0)
+            yield gateway
     finally:
         await runner.cleanup()
 
@@ -80,3 +89,10 @@ async def test_the_key_is_handed_on_and_not_sent_in_secret(monkeypatch: pytest.M
     monkeypatch.setenv("ETUDE_TOKEN", "secret")
     async with GatewayClient("http://there") as gateway:
         assert gateway.api_key == "secret" and "Authorization" not in gateway.http.headers
+
+
+async def test_a_session_that_nobody_knows_has_no_segments() -> None:
+    async with answering(0, status=404) as gateway:
+        assert await gateway.segments("s", experts=True) == ()
+        with pytest.raises(EtudeError, match="the gateway answers 404"):
+            await gateway.disturbed("s", age_s=1.0)

@@ -278,6 +278,16 @@ def test_a_trajectory_says_where_it_came_from_and_what_it_cost() -> None:
         assert (each.source, each.policy) == ("env.py:Own", "mine")
 
 
+async def test_an_agent_that_never_asks_the_model_is_told_where_to() -> None:
+    class Silent(Parts):
+        async def segments(self, session: str, *, experts: bool) -> tuple[Segment, ...]:
+            return ()
+
+    got = await rollouts(Silent()).attempt(TASK, "g.0", 7)
+    assert got.status == "failed" and got.error is not None
+    assert got.error.startswith("agent: it ended without an answer of the model: it must ask at")
+
+
 async def test_an_agent_that_returns_nothing_has_failed() -> None:
     class Forgets(Parts):
         async def run(

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from etude.core.config import parse
 from etude.core.errors import EtudeError
-from etude.core.events import Event, StageStarted, WeightsLive
+from etude.core.events import EVENTS, WeightsLive
 from etude.core.ledger import Issued, Trained
 from etude.core.sampling import VersionSpan
 from etude.core.types import Batch, Group, RecomputedRow, Row, Score, Segment, Trajectory
@@ -128,9 +129,32 @@ def test_the_config_of_a_run_with_work_in_it_is_kept(run: Run, work: str) -> Non
         run.put_checkpoint("000001.000000", b"")
     else:
         run.ledger.append(Trained(step=1))
-    with pytest.raises(EtudeError, match=r"differ in: stage.rl.steps 3 there and 4 here"):
-        run.put_config(parse(TOML, ["stage.rl.steps=4", "engine.threads=2"]))
+    with pytest.raises(EtudeError, match=r"run:\n  stage.rl.lr: 0.0003 -> 0.1\ngo on .* --fresh"):
+        run.put_config(parse(TOML, ["stage.rl.lr=0.1", "engine.threads=2"]))
     assert run.config() == parse(TOML)
+
+
+@pytest.mark.parametrize("work", ["checkpoint", "ledger"])
+def test_a_run_that_lost_its_config_does_not_go_on(run: Run, work: str) -> None:
+    """Whatever it was started with: the next settings need not be the same."""
+    if work == "checkpoint":
+        run.put_checkpoint("000001.000000", b"")
+    else:
+        run.ledger.append(Trained(step=1))
+    with pytest.raises(EtudeError, match=r"lost its config.json.* bring the file back"):
+        run.put_config(parse(TOML))
+    assert not run.objects.exists("config.json")
+
+
+def test_steps_may_be_added_up_to_those_that_are_taken(run: Run) -> None:
+    run.put_config(parse(TOML))
+    run.put_checkpoint("000001.000000", b"")
+    run.put_config(parse(TOML, ["stage.rl.steps=4"]))
+    run.put_batch(BATCH)
+    with pytest.raises(EtudeError, match=r"stage.rl.steps: 4 -> 1"):
+        run.put_config(parse(TOML, ["stage.rl.steps=1"]))
+    run.put_config(parse(TOML, ["stage.rl.steps=2"]))
+    assert run.config() == parse(TOML, ["stage.rl.steps=2"])
 
 
 def test_how_a_machine_does_the_work_may_change_at_any_time(run: Run) -> None:
@@ -224,23 +248,39 @@ async def test_what_a_process_emits_is_stored_soon_and_at_its_end(
             await asyncio.sleep(0.001)
 
 
-def test_a_synchronous_process_stores_its_events_now_and_then(
+def test_events_of_a_synchronous_process_do_not_wait_for_the_next_one(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now = [1000.0]
-    monkeypatch.setattr(telemetry.time, "monotonic", lambda: now[0])
-    emit = sync_event_writer(run, "trainer")
+    monkeypatch.setattr(telemetry, "FLUSH_S", 0.001)
+    with sync_event_writer(run, "trainer") as emit:
+        for version in (1, 2):
+            emit(WeightsLive(version=version))
+        while len(EventReader(run).new()) < 2:
+            time.sleep(0.001)
 
-    def stored(event: Event) -> int:
-        emit(event)
-        return len(EventReader(run).new())
 
-    live = WeightsLive(version=1)
-    assert [stored(live), stored(live), stored(live)] == [1, 1, 1]
-    now[0] += telemetry.FLUSH_S + 0.1
-    assert [stored(live), stored(live)] == [4, 4]
-    started = StageStarted(stage="rl", steps=1, done=0)
-    assert [stored(started), stored(live)] == [6, 6]
+def test_the_last_events_of_a_synchronous_process_are_stored(run: Run) -> None:
+    with pytest.raises(ZeroDivisionError), sync_event_writer(run, "trainer") as emit:
+        emit(WeightsLive(version=1))
+        1 / 0  # noqa: B018
+    assert len(EventReader(run).new()) == 1
+
+
+def test_a_second_writer_of_events_is_told_so(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(telemetry, "FLUSH_S", 0.001)
+    with (
+        pytest.raises(EtudeError, match="somebody else has written"),
+        sync_event_writer(run, "trainer") as emit,
+    ):
+        emit(WeightsLive(version=1))
+        while not EventReader(run).new():
+            time.sleep(0.001)
+        other = run.events("trainer", EVENTS)
+        other.append(WeightsLive(version=2))
+        other.flush()
+        while True:
+            emit(WeightsLive(version=3))
+            time.sleep(0.001)
 
 
 def test_evals(run: Run) -> None:
@@ -333,5 +373,5 @@ def test_files_of_others_are_seen_nowhere(run: Run, name: str) -> None:
 def test_a_file_of_others_is_no_work(run: Run) -> None:
     run.put_config(parse(TOML))
     run.objects.put("ledger/.DS_Store", b"?")
-    run.put_config(parse(TOML, ["stage.rl.steps=4"]))
-    assert run.config() == parse(TOML, ["stage.rl.steps=4"])
+    run.put_config(parse(TOML, ["stage.rl.lr=0.1"]))
+    assert run.config() == parse(TOML, ["stage.rl.lr=0.1"])

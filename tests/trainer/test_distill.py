@@ -91,6 +91,8 @@ def test_a_teacher_must_be_there_and_speak_of_the_same_tokens(
         Trainer(run, config, emit=lambda event: None).train()
     run = Run.open("memory:")
     store_files(run, small_files(context=512))
+    longer = config.model.model_copy(update={"max_context": 512})
+    config = config.model_copy(update={"model": longer})
     with pytest.raises(EtudeError, match="has a context of 256 tokens, and sessions may have 512"):
         Trainer(run, config, emit=lambda event: None).train()
     (tmp_path / "teacher" / "model.safetensors").unlink()

@@ -1,0 +1,70 @@
+"""Changes of a config between two lives of a run: how a machine carries the run out may change, and
+the number of steps that are still to come; what defines the experiment may not. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from etude.core.config import RunConfig
+from etude.core.lineage import stage_spans
+from etude.core.stages import RolloutStageConfig
+
+OPERATIONAL: dict[str, set[str]] = {
+    "": {"sinks", "heartbeat_timeout_s"},
+    "engine": {"port", "threads", "max_batch", "device", "vllm"},
+    "tasks": {"timeout_s"},
+    "harness": {"concurrency", "timeout_s"},
+    "trainer": {"device", "ranks", "timeout_s"},
+    "sandbox": {"isolation", "mounts", "cpus", "memory_mib", "disk_mib", "processes"},
+    "stage": {"threads", "microbatch_tokens"},
+}
+"""Keys that do not change the experiment, only how a machine carries it out."""
+
+
+def refused_changes(there: RunConfig, here: RunConfig, *, version: int) -> list[str]:
+    """The changes that a run which has made `version` cannot take, each with its old and new value.
+    A batch for a version counts as the version."""
+    old, new = dict(_flat(_experiment(there))), dict(_flat(_experiment(here)))
+    allowed = set(_open_steps(there, here, version))
+    return [
+        f"{key}: {old.get(key, 'absent')} -> {new.get(key, 'absent')}"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key) and key not in allowed
+    ]
+
+
+def _experiment(config: RunConfig) -> dict[str, Any]:
+    """The tree without the operational keys, a stage under its name."""
+    tree = config.model_dump(mode="json")
+    tree["stages"] = [stage["name"] for stage in tree["stage"]]
+    tree["stage"] = {stage["name"]: stage for stage in tree["stage"]}
+    for section, keys in OPERATIONAL.items():
+        for table in (
+            tree["stage"].values() if section == "stage" else [tree[section] if section else tree]
+        ):
+            for key in keys & table.keys():  # not every kind of stage has all of them
+                del table[key]
+    return tree
+
+
+def _flat(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _flat(inner, f"{path}.{key}")
+    else:
+        yield path.removeprefix("."), json.dumps(value)
+
+
+def _open_steps(there: RunConfig, here: RunConfig, version: int) -> Iterator[str]:
+    """`stage.NAME.steps` of the stages that may take another number of them. Versions count through
+    the whole run: a stage that others have gone on from keeps its own, the last one can always go
+    on, and no step that was taken is undone."""
+    spans = stage_spans(there.stage)
+    steps = {stage.name: getattr(stage, "steps", 0) for stage in here.stage}
+    for span in spans:
+        is_loop = isinstance(span.stage, RolloutStageConfig)
+        is_open = version < span.end or (is_loop and span is spans[-1])
+        if is_open and (not is_loop or span.start + steps.get(span.name, 0) >= version):
+            yield f"stage.{span.name}.steps"
