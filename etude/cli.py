@@ -114,6 +114,17 @@ def _train(config: RunConfig, directory: Path, args: argparse.Namespace) -> int:
     return 1 if audited.violations else 0
 
 
+def try_run(args: argparse.Namespace) -> int:
+    from etude.commands.trial import Options, try_run
+
+    names = ("task", "solution", "script", "no_model")
+    options = Options(**{name: getattr(args, name) for name in names})
+    found = try_run(_read_config(args.config, args.set), options, _console(args.json))
+    if args.json:
+        print(json.dumps(found))
+    return 1 if any(trial["status"] == "failed" for trial in found["trials"]) else 0
+
+
 def evaluate(args: argparse.Namespace) -> int:
     from etude.launch import local, screen
 
@@ -253,6 +264,7 @@ def _machine() -> str:
 COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "demo": demo,
     "run": run,
+    "try": try_run,
     "eval": evaluate,
     "serve": serve,
     "chat": chat,

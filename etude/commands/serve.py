@@ -79,7 +79,7 @@ async def _serve(options: Options) -> None:
     files, model = load(options.model, options.dtype, select_device(options.device))
     if options.invariant:
         model.compute_with(INVARIANT)
-    engine = EngineThread(Engine(model, max_batch=options.max_batch), _no_other, files)
+    engine = EngineThread(Engine(model, max_batch=options.max_batch), no_other_version, files)
     del model  # what the engine computes with may be a copy
     longest = engine.engine.max_context
     if (options.max_context or 0) > longest:
@@ -135,5 +135,5 @@ def _computes_bfloat16() -> bool:
     return "avx512_bf16" in flags or "amx_bf16" in flags
 
 
-def _no_other(version: int) -> Mapping[str, Tensor]:
+def no_other_version(version: int) -> Mapping[str, Tensor]:
     raise EtudeError(f"this server has one version of its weights, and {version} is not it")

@@ -15,13 +15,16 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from etude.core.config import RunConfig
+import aiohttp
+
+from etude.core.config import HarnessConfig, RunConfig, TasksConfig
 from etude.core.errors import EtudeError, user_code
 from etude.core.events import FleetStatus, RunDone
 from etude.core.ledger import Issued, Trained
 from etude.core.lineage import StageSpan, estimator_of, stage_of, stage_spans
 from etude.core.liveness import DisturbanceTracker
 from etude.core.protocols import Agent, Environment
+from etude.core.sandbox import SandboxPool
 from etude.core.stages import RolloutStageConfig
 from etude.core.types import EVAL_SPLITS, Group, Task, Trajectory
 from etude.core.window import Window
@@ -147,19 +150,9 @@ class Controller:
     def rollouts(self, *, temperature: float, experts: bool = False) -> RunAttempt:
         """`experts`: the trainer will replay them."""
         harness = self.config.harness
-        agent: Agent = build(
-            harness.agent,
-            "harness.agent",
-            self.gateway.http,
-            max_turns=harness.max_turns,
-            max_tokens=harness.max_tokens,
-            timeout_s=harness.timeout_s,
-            temperature=temperature,
-            tool_delay_s=harness.tool_delay_s,
-        )
         return RolloutRunner(
             self.environment,
-            agent,
+            build_agent(harness, self.gateway.http, temperature=temperature),
             self.gateway,
             concurrency=harness.concurrency,
             source=self.config.tasks.environment,
@@ -170,25 +163,7 @@ class Controller:
         ).attempt
 
     async def tasks(self, split: str) -> Sequence[Task]:
-        """Of an environment that may be anyone's."""
-        reference = self.config.tasks.environment
-        with user_code(f"tasks.environment = {reference!r}"):
-            tasks = await asyncio.to_thread(self.environment.tasks, split)
-        if not tasks:
-            raise EtudeError(
-                f"tasks.environment = {reference!r} gives no tasks for the split {split!r}, of "
-                f"which the run wants "
-                f"{getattr(self.config.tasks, split)}: look at its tasks()"
-            )
-        if twice := [
-            name for name, count in Counter(task.id for task in tasks).items() if count > 1
-        ]:
-            raise EtudeError(
-                f"tasks.environment = {reference!r} gives several tasks of the split {split!r} the "
-                f"id {twice[0]!r}: "
-                f"each needs one of its own"
-            )
-        return tasks
+        return await read_tasks(self.environment, self.config.tasks, split)
 
     async def report_fleet(self) -> None:
         """Report the state of the workers once a second."""
@@ -201,11 +176,41 @@ class Controller:
             await asyncio.sleep(FLEET_REPORT_S)
 
 
+async def read_tasks(environment: Environment, config: TasksConfig, split: str) -> Sequence[Task]:
+    """Of an environment that may be anyone's."""
+    reference = config.environment
+    with user_code(f"tasks.environment = {reference!r}"):
+        tasks = await asyncio.to_thread(environment.tasks, split)
+    if not tasks:
+        raise EtudeError(
+            f"tasks.environment = {reference!r} gives no tasks for the split {split!r}, of which "
+            f"the run wants {getattr(config, split)}: look at its tasks()"
+        )
+    if twice := [name for name, count in Counter(task.id for task in tasks).items() if count > 1]:
+        raise EtudeError(
+            f"tasks.environment = {reference!r} gives several tasks of the split {split!r} the id "
+            f"{twice[0]!r}: each needs one of its own"
+        )
+    return tasks
+
+
+def build_agent(config: HarnessConfig, http: aiohttp.ClientSession, *, temperature: float) -> Agent:
+    agent: Agent = build(
+        config.agent,
+        "harness.agent",
+        http,
+        max_turns=config.max_turns,
+        max_tokens=config.max_tokens,
+        timeout_s=config.timeout_s,
+        temperature=temperature,
+        tool_delay_s=config.tool_delay_s,
+    )
+    return agent
+
+
 @contextlib.asynccontextmanager
-async def open_controller(store: str, gateway_url: str, process: str) -> AsyncIterator[Controller]:
-    """A controller with everything that it needs, closed again at the end."""
-    run = Run.open(store, create=False)
-    config = run.config()
+async def open_environment(config: RunConfig) -> AsyncIterator[tuple[Environment, SandboxPool]]:
+    """The environment of a run over a pool of its sandboxes, which is closed at the end."""
     sandbox = config.sandbox
     pool = open_sandbox_pool(
         sandbox.isolation, config.heartbeat_timeout_s, mounts=sandbox.mounts, limits=sandbox.limits
@@ -217,11 +222,23 @@ async def open_controller(store: str, gateway_url: str, process: str) -> AsyncIt
         )
         # what is misspelt shall not cost the stages before rl
         load(config.harness.agent, "harness.agent")
-        async with event_writer(run, process) as emit, GatewayClient(gateway_url) as gateway:
-            await gateway.ready()
-            yield Controller(run, config, gateway, environment, emit, pool.owing)
+        yield environment, pool
     finally:
         await pool.close()
+
+
+@contextlib.asynccontextmanager
+async def open_controller(store: str, gateway_url: str, process: str) -> AsyncIterator[Controller]:
+    """A controller with everything that it needs, closed again at the end."""
+    run = Run.open(store, create=False)
+    config = run.config()
+    async with (
+        open_environment(config) as (environment, pool),
+        event_writer(run, process) as emit,
+        GatewayClient(gateway_url) as gateway,
+    ):
+        await gateway.ready()
+        yield Controller(run, config, gateway, environment, emit, pool.owing)
 
 
 def main() -> int:
