@@ -62,6 +62,7 @@ def _add_runs(add: AddCommand) -> None:
     run_parser.add_argument("--dry-run", action="store_true", help="print the plan and end")
     _add_set(run_parser)
 
+    _add_init(add)
     _add_try(add)
 
     eval_parser = add(
@@ -72,6 +73,19 @@ def _add_runs(add: AddCommand) -> None:
     eval_parser.add_argument("run", type=Path, metavar="RUN")
     eval_parser.add_argument("--version", type=int, help="weight version (default: the newest)")
     eval_parser.add_argument("--split", choices=EVAL_SPLITS, default="heldout")
+
+
+def _add_init(add: AddCommand) -> None:
+    parser = add("init", "write a small project that runs: environment, agent, run file, test")
+    parser.add_argument(
+        "dir", type=Path, nargs="?", default=Path(), metavar="DIR", help="(default: here)"
+    )
+    parser.add_argument(
+        "--model",
+        type=Path,
+        metavar="DIR",
+        help="a Hugging Face directory (default: fresh weights)",
+    )
 
 
 def _add_try(add: AddCommand) -> None:

@@ -33,7 +33,7 @@ GIVEN = "your solution"
 SESSION = "session"
 _PATCHES = (".patch", ".diff")
 _SHOWN_LINES = 12
-_SHOWN_CHARS = 2000
+_SHOWN_CHARS = 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +108,7 @@ async def _try(config: RunConfig, options: Options, console: Console) -> dict[st
                 await attempt(SESSION, agent, sessions)
     advice = findings(trials)
     for line in advice:
-        console.print(f"[yellow]look:[/] {escape(line)}", highlight=False)
+        console.print(f"[yellow]look:[/] {escape(line)}", highlight=False, soft_wrap=True)
     if not advice:
         console.print("[green]nothing to complain about[/]")
     return {"task": task.id, "trials": [trial.to_json() for trial in trials], "look": advice}
@@ -172,7 +172,7 @@ def show(trial: Trial, console: Console) -> None:
     for part in score.parts:
         _print_indented(f"{part.name} = {part.value:g}", console)
         if part.evidence:
-            _print_indented(part.evidence, console, indent=4)
+            _print_indented(part.evidence, console, indent=4, end=True)
     if trial.name == SESSION:
         for message in trial.trajectory.messages:
             _print_indented(f"{message.get('role')}:", console)
@@ -184,18 +184,18 @@ def _said(message: Mapping[str, Json]) -> str:
         f"-> {call['function']['name']}({call['function']['arguments']})"
         for call in message.get("tool_calls") or []
     ]
-    content = message.get("content") or ""
-    return "\n".join(
-        [*([content if isinstance(content, str) else str(content)] * bool(content)), *calls]
-    )
+    content = message.get("content")
+    return "\n".join([*([str(content)] if content else []), *calls])
 
 
-def _print_indented(text: str, console: Console, indent: int = 2) -> None:
-    lines = text[:_SHOWN_CHARS].splitlines()
-    if len(text) > _SHOWN_CHARS or len(lines) > _SHOWN_LINES:
-        lines = [*lines[:_SHOWN_LINES], "..."]
+def _print_indented(text: str, console: Console, indent: int = 2, *, end: bool = False) -> None:
+    """Its first lines, or its last ones."""
+    lines = text.splitlines()
+    if len(lines) > _SHOWN_LINES:
+        lines = ["...", *lines[-_SHOWN_LINES:]] if end else [*lines[:_SHOWN_LINES], "..."]
     for line in lines:
-        console.print(" " * indent + escape(line), style="dim", highlight=False)
+        shown = line if len(line) <= _SHOWN_CHARS else f"{line[:_SHOWN_CHARS]} ..."
+        console.print(" " * indent + escape(shown), style="dim", highlight=False, soft_wrap=True)
 
 
 async def _attempt(
@@ -216,7 +216,7 @@ async def _attempt(
         agent_timeout_s=config.harness.timeout_s + 10.0,
         sandbox_timeout_s=config.tasks.timeout_s,
     )
-    trajectory = await runner.attempt(task, f"try.{len(name)}", config.seed)
+    trajectory = await runner.attempt(task, "try.0", config.seed)
     return Trial(
         name=name,
         trajectory=trajectory,
@@ -310,9 +310,8 @@ async def _find_task(environment: Environment, config: RunConfig, wanted: str | 
             if wanted in (None, task.id):
                 return task
         seen += [task.id for task in tasks]
-    raise EtudeError(
-        f"there is no task {wanted}: the first of {len(seen)} are {' '.join(seen[:9])}"
-    )
+    some = " ".join(seen[:9])
+    raise EtudeError(f"there is no task {wanted}: the first of {len(seen)} are {some}")
 
 
 def _temperature(config: RunConfig) -> float:
