@@ -62,6 +62,9 @@ def _add_runs(add: AddCommand) -> None:
     run_parser.add_argument("--dry-run", action="store_true", help="print the plan and end")
     _add_set(run_parser)
 
+    _add_init(add)
+    _add_try(add)
+
     eval_parser = add(
         "eval",
         "measure how much a version of a run solves",
@@ -70,6 +73,41 @@ def _add_runs(add: AddCommand) -> None:
     eval_parser.add_argument("run", type=Path, metavar="RUN")
     eval_parser.add_argument("--version", type=int, help="weight version (default: the newest)")
     eval_parser.add_argument("--split", choices=EVAL_SPLITS, default="heldout")
+
+
+def _add_init(add: AddCommand) -> None:
+    parser = add("init", "write a small project that runs: environment, agent, run file, test")
+    parser.add_argument(
+        "dir", type=Path, nargs="?", default=Path(), metavar="DIR", help="(default: here)"
+    )
+    parser.add_argument(
+        "--model",
+        type=Path,
+        metavar="DIR",
+        help="a Hugging Face directory (default: fresh weights)",
+    )
+
+
+def _add_try(add: AddCommand) -> None:
+    text = "try a task of a run: score nothing, a solution, and one session; writes no run"
+    parser = add("try", text, json_text="end with one line of JSON")
+    parser.add_argument("config", type=Path, metavar="RUN.toml")
+    parser.add_argument("--task", metavar="ID", help="(default: the first one)")
+    parser.add_argument(
+        "--solution",
+        type=Path,
+        metavar="PATH",
+        help="score this too: a directory of files, a .patch, or FILE:PLACE in the working copy",
+    )
+    parser.add_argument(
+        "--script",
+        type=Path,
+        metavar="FILE",
+        help="answers for the session in place of a model's: text with lines of --- between, or a "
+        ".jsonl of texts or messages",
+    )
+    parser.add_argument("--no-model", action="store_true", help="no session with the model")
+    _add_set(parser)
 
 
 def _add_mismatch(add: AddCommand) -> None:

@@ -71,23 +71,10 @@ def demo(args: argparse.Namespace) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    config = _read_config(args.config, args.set)
+    from etude.commands.run_file import read_run_file
+
+    config = read_run_file(args.config, args.set)
     return _train(config, args.dir or Path("runs") / config.name, args)
-
-
-def _read_config(path: Path, overrides: Sequence[str]) -> RunConfig:
-    from etude.core.config import parse
-
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as e:
-        raise EtudeError(
-            f"cannot read {path}: {getattr(e, 'strerror', None) or e}; give the path of a run's "
-            f"TOML"
-        ) from e
-    config = parse(text, overrides, source=str(path))
-    sandbox = config.sandbox.seen_from(path.absolute().parent)
-    return config.model_copy(update={"sandbox": sandbox})
 
 
 def _train(config: RunConfig, directory: Path, args: argparse.Namespace) -> int:
@@ -112,6 +99,25 @@ def _train(config: RunConfig, directory: Path, args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(local.summary(run, config)), flush=True)
     return 1 if audited.violations else 0
+
+
+def init(args: argparse.Namespace) -> int:
+    from etude.commands.init import init
+
+    init(args.dir, args.model, _console(False))
+    return 0
+
+
+def try_run(args: argparse.Namespace) -> int:
+    from etude.commands.run_file import read_run_file
+    from etude.commands.trial import Options, try_run
+
+    names = ("task", "solution", "script", "no_model")
+    options = Options(**{name: getattr(args, name) for name in names})
+    found = try_run(read_run_file(args.config, args.set), options, _console(args.json))
+    if args.json:
+        print(json.dumps(found))
+    return 1 if any(trial["status"] == "failed" for trial in found["trials"]) else 0
 
 
 def evaluate(args: argparse.Namespace) -> int:
@@ -254,6 +260,8 @@ def _machine() -> str:
 COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "demo": demo,
     "run": run,
+    "init": init,
+    "try": try_run,
     "eval": evaluate,
     "serve": serve,
     "chat": chat,

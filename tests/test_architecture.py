@@ -41,6 +41,7 @@ EDGES: dict[str, set[str]] = {
     "arguments": set(),
     "__main__": {"cli"},
     "commands": {"engine", "model", "serve", "store", "train", "weights", "launch", "run"},
+    "commands.trial": {"trainer.prepare"},
     "launch": {
         "dash",
         "serve.heartbeat",
@@ -100,6 +101,7 @@ OUTSIDE: dict[str, set[str]] = {
     "tasks.sources": {"pyarrow"},
     "commands": {"torch", "rich"},
     "commands.serve": {"starlette"},
+    "commands.trial": {"aiohttp"},
     "launch": {"rich"},
     "trainer": {"torch", "numpy"},
     "run": {"aiohttp", "msgspec"},

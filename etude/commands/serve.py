@@ -112,7 +112,7 @@ async def _serve(options: Options) -> None:
         loaded.model.compute_with(INVARIANT)
     engine = EngineThread(
         Engine(loaded.model, max_batch=options.max_batch, version=loaded.version),
-        _no_other,
+        no_other_version,
         loaded.files,
     )
     name, files = options.name or loaded.name, loaded.files
@@ -181,5 +181,5 @@ def _computes_bfloat16() -> bool:
     return "avx512_bf16" in flags or "amx_bf16" in flags
 
 
-def _no_other(version: int) -> Mapping[str, Tensor]:
+def no_other_version(version: int) -> Mapping[str, Tensor]:
     raise EtudeError(f"this server has one version of its weights, and {version} is not it")

@@ -36,7 +36,10 @@ class Agent(Protocol):
 
 
 class Environment(Protocol):
-    """An environment: its tasks, the sandbox of each, and the score of an attempt."""
+    """An environment: its tasks, the sandbox of each, and the score of an attempt.
+
+    It may also have `solution(task)`, which gives the files of a good answer, path -> content, or
+    None: `etude try` scores it. No agent sees it."""
 
     def tasks(self, split: str) -> Sequence[Task]: ...
 

@@ -37,6 +37,10 @@ class CodeRepair:
     def open(self, task: Task) -> AbstractAsyncContextManager[Sandbox]:
         return self._pool.open(task.sandbox)
 
+    def solution(self, task: Task) -> dict[str, str]:
+        repair = self._repairs[task.id]
+        return {repair.module: repair.solution}
+
     async def score(self, task: Task, sandbox: Sandbox, attempt: Attempt) -> Score:
         repair = self._repairs[task.id]
         return await grade(repair, sandbox, self._pool, timeout_s=self._timeout_s)

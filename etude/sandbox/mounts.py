@@ -48,16 +48,24 @@ def _parse(text: str) -> Mount:
         raise EtudeError(f"{what}: there is no directory {source}; make it, or give another path")
     if not os.path.isabs(target):
         raise EtudeError(f"{what}: the place in the sandbox must begin with /, as in {text}:/opt/x")
-    if target == "/" or _below(target, _TAKEN) or (_below(target, _SYSTEM) and target != source):
-        raise EtudeError(
-            f"{what}: {target} is taken in a sandbox; name another place, as in {source}:/opt/x"
-        )
-    if os.geteuid() == 0 and os.stat(source).st_mode & 0o005 != 0o005:
-        raise EtudeError(
-            f"{what}: commands in a sandbox are an ordinary user's, who may not read {source}; "
-            f"chmod -R o+rX it"
-        )
     return Mount(source, target)
+
+
+def check_walled(mounts: Sequence[Mount]) -> None:
+    """Whether they can be had in a sandbox with walls: it has places of its own, and commands are
+    an ordinary user's."""
+    for source, target in mounts:
+        elsewhere = target != source and _below(target, _SYSTEM)
+        if target == "/" or elsewhere or _below(target, _TAKEN):
+            raise EtudeError(
+                f"sandbox.mounts: {target} is taken in a sandbox; name another place, as in "
+                f"{source}:/opt/x"
+            )
+        if os.geteuid() == 0 and os.stat(source).st_mode & 0o005 != 0o005:
+            raise EtudeError(
+                f"sandbox.mounts: commands in a sandbox are an ordinary user's, who may not read "
+                f"{source}; chmod -R o+rX it"
+            )
 
 
 def _python_homes(mount: Mount) -> list[str]:

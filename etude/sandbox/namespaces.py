@@ -30,7 +30,7 @@ from etude.sandbox.files import inside, inside_directory, to_bytes
 from etude.sandbox.kept import Keeper, KeptProcess
 from etude.sandbox.limits import COPY_BYTES, MAX_PROCESSES, PROCESS_BYTES, files_in
 from etude.sandbox.link import REPLY_TIMEOUT_S, Link
-from etude.sandbox.mounts import Mount
+from etude.sandbox.mounts import Mount, check_walled
 from etude.sandbox.spec import check_env, check_spec, opening_tree
 from etude.sandbox.streams import Streams
 from etude.sandbox.tree import FILE, Entry, Tree, known
@@ -62,6 +62,7 @@ class NamespaceSandboxPool:
         `reply_timeout_s`: a zygote that does not answer for so long is replaced, and a sandbox that
         does not has failed."""
         self.reply_timeout_s = reply_timeout_s
+        check_walled(mounts)
         self._mounts = mounts
         self._sandboxes: set[NamespaceSandbox] = set()
         self._numbers = itertools.count(1)

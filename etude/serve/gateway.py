@@ -41,6 +41,7 @@ import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from functools import wraps
+from typing import Protocol
 
 import aiohttp
 from starlette.requests import Request as HttpRequest
@@ -173,12 +174,18 @@ class Gateway:
         return respond(await self.router.weights())
 
 
+class SessionPolicy(Protocol):
+    """What answers a session: the workers, by the router, or a policy of this process."""
+
+    async def sample(self, request: Request, session: str) -> Sample: ...
+
+
 class SessionAnswerer:
     """Answers one request of a session: its prompt goes on from what was recorded, and what is
     answered is recorded."""
 
     def __init__(
-        self, model: ServedModel, router: Router, recorder: Recorder, session: str,
+        self, model: ServedModel, router: SessionPolicy, recorder: Recorder, session: str,
         kind: SegmentKind,
     ) -> None:  # fmt: skip
         self._model = model

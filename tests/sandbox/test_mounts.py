@@ -14,7 +14,7 @@ from etude.core.config import parse
 from etude.core.errors import EtudeError
 from etude.core.sandbox import Limits, Sandbox, SandboxSpec
 from etude.sandbox import mounts
-from etude.sandbox.mounts import Mount, find_mounts
+from etude.sandbox.mounts import Mount, check_walled, find_mounts
 from etude.sandbox.pool import open_sandbox_pool
 from tests.namespaces import need_namespaces
 
@@ -126,7 +126,7 @@ def test_the_python_below_an_environment_comes_with_it(
 )
 def test_what_cannot_be_shown_is_told(text: str, why: str, tmp_path: Path) -> None:
     with pytest.raises(EtudeError, match=f"sandbox.mounts: .*{why}"):
-        find_mounts([text.format(tmp_path)])
+        check_walled(find_mounts([text.format(tmp_path)]))
 
 
 def test_what_an_ordinary_user_may_not_read_is_told(
@@ -135,7 +135,7 @@ def test_what_an_ordinary_user_may_not_read_is_told(
     monkeypatch.setattr(mounts.os, "geteuid", lambda: 0)
     (tmp_path / "closed").mkdir(mode=0o700)
     with pytest.raises(EtudeError, match=r"chmod -R o\+rX"):
-        find_mounts([str(tmp_path / "closed")])
+        check_walled(find_mounts([str(tmp_path / "closed")]))
 
 
 def test_without_walls_nothing_is_moved() -> None:

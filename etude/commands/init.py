@@ -1,0 +1,129 @@
+"""`etude init [DIR]`: a small project that runs, to be changed: an environment over a git
+repository with pytest as the judge, an agent that is a program, a run file, a test."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from importlib import resources
+from importlib.resources.abc import Traversable
+from pathlib import Path
+
+from rich.console import Console
+
+from etude.core.errors import EtudeError
+
+TEMPLATE = ".template"
+POCKET = "pocket"
+"""The repository that is made where there is none."""
+
+
+def init(directory: Path, model: Path | None, console: Console) -> None:
+    """Write the project. Nothing that is there is touched."""
+    if model is not None and not (model / "config.json").is_file():
+        raise EtudeError(f"--model {model}: there is no model directory; `make model` fetches one")
+    inside = _in_repository(directory)
+    files = {
+        path: text
+        for path, text in _templates(resources.files("etude.commands").joinpath("project")).items()
+        if not (inside and path.startswith(f"{POCKET}/"))
+    }
+    if taken := sorted(path for path in files if (directory / path).exists()):
+        raise EtudeError(
+            f"{directory} has {', '.join(taken)} already: nothing was written; give another "
+            f"directory"
+        )
+    values = {
+        "POCKET": "" if inside else f' / "{POCKET}"',
+        "NAME": "".join(c if c.isalnum() else "-" for c in directory.resolve().name) or "mine",
+        "MODEL": _model_lines(model),
+        "MOUNTS": ", ".join(f'"{each}"' for each in _mounts()),
+        "THREADS": str(len(os.sched_getaffinity(0))),
+        "STEPS": "2" if model is None else "10",
+    }
+    for path, text in files.items():
+        for name, value in values.items():
+            text = text.replace(f"@{name}@", value)
+        (directory / path).parent.mkdir(parents=True, exist_ok=True)
+        (directory / path).write_text(text)
+    if not inside:
+        _commit(directory / POCKET)
+    _tell(directory, sorted(files), inside, console)
+
+
+def _templates(folder: Traversable, prefix: str = "") -> dict[str, str]:
+    found: dict[str, str] = {}
+    for each in folder.iterdir():
+        if each.is_dir():
+            found |= _templates(each, f"{prefix}{each.name}/")
+        elif each.name.endswith(TEMPLATE):
+            found[prefix + each.name.removesuffix(TEMPLATE)] = each.read_text()
+    return found
+
+
+def _in_repository(directory: Path) -> bool:
+    """Whether the directory, or the first one above it that is there, lies in a git repository."""
+    place = next(
+        each for each in (directory.absolute(), *directory.absolute().parents) if each.is_dir()
+    )
+    return _git(place, "rev-parse", "--is-inside-work-tree").returncode == 0
+
+
+def _commit(place: Path) -> None:
+    for argv in (("init", "-q"), ("add", "."), ("commit", "-qm", "small sums and words")):
+        done = _git(place, *argv)
+        if done.returncode:
+            raise EtudeError(f"git {argv[0]} in {place}: {done.stderr.strip()}")
+
+
+def _git(place: Path, *argv: str) -> subprocess.CompletedProcess[str]:
+    somebody = {"NAME": "etude init", "EMAIL": "etude@localhost"}
+    env = {f"GIT_{who}_{n}": v for who in ("AUTHOR", "COMMITTER") for n, v in somebody.items()}
+    try:
+        return subprocess.run(
+            ["git", *argv],
+            cwd=place,
+            env=os.environ | env,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    except FileNotFoundError as e:
+        raise EtudeError("tasks come from a git repository, and git is not installed here") from e
+
+
+def _model_lines(model: Path | None) -> str:
+    if model is None:
+        return (
+            "# Fresh weights: they run, and will not solve a task. Give a model that can code:\n"
+            '# path = "DIR"                 # a Hugging Face directory; `make model` fetches one'
+        )
+    return f'path = "{model.absolute()}"'
+
+
+def _mounts() -> list[str]:
+    """The environment that we run in, if it has pytest; else one that the user has to make."""
+    found = importlib.util.find_spec("pytest")
+    if found is None or found.origin is None or not Path(found.origin).is_relative_to(sys.prefix):
+        return [".venv"]
+    taken = Path(sys.prefix).is_relative_to("/work")
+    return [f"{sys.prefix}:/opt/venv" if taken else sys.prefix]
+
+
+def _tell(directory: Path, files: list[str], inside: bool, console: Console) -> None:
+    console.print(f"wrote {', '.join(files)} to {directory}", highlight=False, soft_wrap=True)
+    source = "the git repository around it" if inside else f"{directory / POCKET}, made for you"
+    console.print(f"its tasks are functions of {source}", highlight=False, soft_wrap=True)
+    if _mounts() == [".venv"]:
+        console.print(
+            f"pytest is not installed beside etude: make {directory / '.venv'} with it, or change "
+            f"`mounts` in run.toml",
+            highlight=False,
+            soft_wrap=True,
+        )
+    if directory.resolve() != Path.cwd():
+        console.print(f"  cd {directory}", highlight=False)
+    for line in ("etude try run.toml", "pytest test_environment.py", "etude run run.toml"):
+        console.print(f"  {line}", highlight=False)

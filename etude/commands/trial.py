@@ -1,0 +1,354 @@
+"""`etude try RUN.toml`: one task in the real sandbox, before any training. What does doing nothing
+earn, what does a good answer earn, and what happens in a session?
+
+Nothing is written to a run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import aiohttp
+from rich.console import Console
+from rich.markup import escape
+
+from etude.core.config import RunConfig
+from etude.core.errors import EtudeError, RolloutFailure
+from etude.core.protocols import Agent, Environment
+from etude.core.sandbox import Sandbox
+from etude.core.stages import RolloutStageConfig
+from etude.core.types import EVAL_SPLITS, Attempt, Json, Score, Task, Trajectory, Transcript
+from etude.run.controller import build_agent, open_environment, read_tasks
+from etude.run.rollout import RolloutRunner, SessionRecorder
+from etude.serve.alone import PolicySessions, ScriptedSessions, parse_script
+
+UNTOUCHED = "untouched"
+REFERENCE = "reference solution"
+GIVEN = "your solution"
+SESSION = "session"
+_PATCHES = (".patch", ".diff")
+_SHOWN_LINES = 12
+_SHOWN_CHARS = 500
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    task: str | None
+    solution: Path | None
+    script: Path | None
+    no_model: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One attempt at the task, and what it came to."""
+
+    name: str
+    trajectory: Trajectory
+    diff: str
+    """Of the working copy, before it was scored."""
+    open_s: float
+    score_s: float
+
+    @property
+    def reward(self) -> float | None:
+        return self.trajectory.reward
+
+    def to_json(self) -> dict[str, Json]:
+        score = self.trajectory.score
+        return {
+            "name": self.name,
+            "status": self.trajectory.status,
+            "error": self.trajectory.error,
+            "score": asdict(score) if score else None,
+            "seconds": {
+                "open": self.open_s,
+                "score": self.score_s,
+                "all": self.trajectory.cost.seconds,
+            },
+            "calls": self.trajectory.cost.calls,
+            "diff": self.diff,
+            "messages": self.trajectory.messages,
+        }
+
+
+def try_run(config: RunConfig, options: Options, console: Console) -> dict[str, Json]:
+    """What `--json` prints: the trials, and what there is to look at."""
+    return asyncio.run(_try(config, options, console))
+
+
+async def _try(config: RunConfig, options: Options, console: Console) -> dict[str, Json]:
+    script = _read_script(options.script) if options.script else None
+    async with open_environment(config) as (environment, _), aiohttp.ClientSession() as http:
+        task = await _find_task(environment, config, options.task)
+        console.print(f"[bold]task {escape(task.id)}[/]", highlight=False)
+        trials = []
+
+        async def attempt(name: str, agent: Agent, sessions: SessionRecorder) -> None:
+            trial = await _attempt(name, task, environment, agent, sessions, config)
+            show(trial, console)
+            trials.append(trial)
+
+        nobody = ScriptedSessions([])
+        await attempt(UNTOUCHED, _Solver({}), nobody)
+        solution = getattr(environment, "solution", lambda task: None)(task)
+        if solution is not None:
+            await attempt(REFERENCE, _Solver(solution), nobody)
+        if options.solution:
+            await attempt(GIVEN, _given_solver(options.solution), nobody)
+        if script is not None or not options.no_model:
+            agent = build_agent(config.harness, http, temperature=_temperature(config))
+            console.print(f"[dim]a session with {_described(config, script)} ...[/]")
+            async with _open_sessions(config, script) as sessions:
+                await attempt(SESSION, agent, sessions)
+    advice = findings(trials)
+    for line in advice:
+        console.print(f"[yellow]look:[/] {escape(line)}", highlight=False, soft_wrap=True)
+    if not advice:
+        console.print("[green]nothing to complain about[/]")
+    return {"task": task.id, "trials": [trial.to_json() for trial in trials], "look": advice}
+
+
+def findings(trials: Sequence[Trial]) -> list[str]:
+    """What somebody should look at, in sentences."""
+    by_name = {trial.name: trial for trial in trials}
+    rewards = {trial.name: trial.reward for trial in trials if trial.reward is not None}
+    found = [
+        f"{trial.name} has failed: such attempts are not trained on, and a run stops if half of "
+        f"them fail"
+        for trial in trials
+        if trial.reward is None
+    ]
+    if (paid := rewards.get(UNTOUCHED)) is not None and paid > 0.0:
+        found.append(f"doing nothing earns {paid:g}: a model can learn to do nothing")
+    for name in (REFERENCE, GIVEN):
+        if name in rewards and rewards[name] < 1.0:
+            found.append(
+                f"{name} earns {rewards[name]:g}, and a task counts as solved at 1: read its "
+                f"evidence"
+            )
+    if len(rewards) > 1 and len(set(rewards.values())) == 1:
+        found.append(f"everything earns {paid:g}: where no two attempts differ, nothing is learned")
+    if REFERENCE not in by_name and GIVEN not in by_name:
+        found.append(
+            "no good answer was scored: give one with --solution, or let your environment have "
+            "solution(task)"
+        )
+    return found + (_session_findings(by_name[SESSION]) if SESSION in by_name else [])
+
+
+def _session_findings(session: Trial) -> list[str]:
+    if session.reward is None:
+        return []
+    found = []
+    if not any(message.get("role") == "assistant" for message in session.trajectory.messages):
+        found.append("the session has no answer of the model: does the agent ask base_url?")
+    if session.trajectory.status == "timeout":
+        found.append("the session was not finished: its agent ran out of time, turns or context")
+    if not session.diff:
+        found.append("the session changed no file of the working copy")
+    return found
+
+
+def show(trial: Trial, console: Console) -> None:
+    seconds = f"{trial.trajectory.cost.seconds:.1f} s"
+    spent = f"{seconds} (open {trial.open_s:.2f}, score {trial.score_s:.2f})"
+    score = trial.trajectory.score
+    if score is None:
+        console.print(f"[bold]{trial.name}[/]  [red]failed[/]  {spent}", highlight=False)
+        _print_indented(trial.trajectory.error or "", console)
+        return
+    color = "green" if score.reward >= 1.0 else "default"
+    flags = f"  flags: {', '.join(score.flags)}" if score.flags else ""
+    console.print(
+        f"[bold]{trial.name}[/]  reward [{color}]{score.reward:g}[/]  {spent}{escape(flags)}",
+        highlight=False,
+    )
+    for part in score.parts:
+        _print_indented(f"{part.name} = {part.value:g}", console)
+        if part.evidence:
+            _print_indented(part.evidence, console, indent=4, end=True)
+    if trial.name == SESSION:
+        for message in trial.trajectory.messages:
+            _print_indented(f"{message.get('role')}:", console)
+            _print_indented(_said(message), console, indent=4)
+
+
+def _said(message: Mapping[str, Json]) -> str:
+    calls = [
+        f"-> {call['function']['name']}({call['function']['arguments']})"
+        for call in message.get("tool_calls") or []
+    ]
+    content = message.get("content")
+    return "\n".join([*([str(content)] if content else []), *calls])
+
+
+def _print_indented(text: str, console: Console, indent: int = 2, *, end: bool = False) -> None:
+    """Its first lines, or its last ones."""
+    lines = text.splitlines()
+    if len(lines) > _SHOWN_LINES:
+        lines = ["...", *lines[-_SHOWN_LINES:]] if end else [*lines[:_SHOWN_LINES], "..."]
+    for line in lines:
+        shown = line if len(line) <= _SHOWN_CHARS else f"{line[:_SHOWN_CHARS]} ..."
+        console.print(" " * indent + escape(shown), style="dim", highlight=False, soft_wrap=True)
+
+
+async def _attempt(
+    name: str,
+    task: Task,
+    environment: Environment,
+    agent: Agent,
+    sessions: SessionRecorder,
+    config: RunConfig,
+) -> Trial:
+    """By the code that makes a rollout of a run."""
+    observed = _Observed(environment)
+    runner = RolloutRunner(
+        observed,
+        agent,
+        sessions,
+        concurrency=1,
+        agent_timeout_s=config.harness.timeout_s + 10.0,
+        sandbox_timeout_s=config.tasks.timeout_s,
+    )
+    trajectory = await runner.attempt(task, "try.0", config.seed)
+    return Trial(
+        name=name,
+        trajectory=trajectory,
+        diff=observed.diff,
+        open_s=observed.open_s,
+        score_s=observed.score_s,
+    )
+
+
+class _Observed:
+    """An environment whose times are taken, and whose working copy is looked at."""
+
+    def __init__(self, environment: Environment) -> None:
+        self._environment = environment
+        self.open_s = 0.0
+        self.score_s = 0.0
+        self.diff = ""
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        return self._environment.tasks(split)
+
+    @contextlib.asynccontextmanager
+    async def open(self, task: Task) -> AsyncIterator[Sandbox]:
+        began = time.monotonic()
+        async with self._environment.open(task) as sandbox:
+            self.open_s = time.monotonic() - began
+            yield sandbox
+
+    async def score(self, task: Task, sandbox: Sandbox, attempt: Attempt) -> Score:
+        self.diff = await sandbox.diff()
+        began = time.monotonic()
+        try:
+            return await self._environment.score(task, sandbox, attempt)
+        finally:
+            self.score_s = time.monotonic() - began
+
+
+class _Solver:
+    """An agent that knows the answer: files, or a patch."""
+
+    def __init__(self, files: Mapping[str, str | bytes], patch: str = "") -> None:
+        self._files = files
+        self._patch = patch
+
+    async def run(
+        self, task: Task, sandbox: Sandbox, *, base_url: str, api_key: str, seed: int
+    ) -> Transcript:
+        for path, content in self._files.items():
+            await sandbox.write(path, content)
+        if self._patch:
+            applied = await sandbox.run(["git", "apply", "-"], timeout_s=60, stdin=self._patch)
+            if applied.exit_code != 0:
+                raise RolloutFailure(f"git apply: {applied.output.strip()}")
+        return Transcript(messages=[], finished=True)
+
+
+def _given_solver(path: Path) -> _Solver:
+    """Of a directory, whose files go over the working copy; a patch; or FILE:PLACE."""
+    try:
+        if path.is_dir():
+            files = [each for each in sorted(path.rglob("*")) if each.is_file()]
+            return _Solver({str(each.relative_to(path)): each.read_bytes() for each in files})
+        if path.suffix in _PATCHES:
+            return _Solver({}, patch=path.read_text())
+        file, _, place = str(path).partition(":")
+        return _Solver({place or Path(file).name: Path(file).read_bytes()})
+    except (OSError, UnicodeDecodeError) as e:
+        raise EtudeError(
+            f"--solution {path}: {getattr(e, 'strerror', None) or e}; give a directory of files, a "
+            f".patch, or FILE:PLACE in the working copy"
+        ) from e
+
+
+def _read_script(path: Path) -> list[dict[str, Json]]:
+    try:
+        return parse_script(path.read_text(), lines_of_json=path.suffix == ".jsonl")
+    except (OSError, ValueError) as e:
+        raise EtudeError(
+            f"--script {path}: {getattr(e, 'strerror', None) or e}; give a text, with lines of --- "
+            f"between answers, or a .jsonl with a text or a message in each line"
+        ) from e
+
+
+async def _find_task(environment: Environment, config: RunConfig, wanted: str | None) -> Task:
+    seen: list[str] = []
+    for split in ("train", *EVAL_SPLITS):
+        if getattr(config.tasks, split) == 0:
+            continue
+        tasks = await read_tasks(environment, config.tasks, split)
+        for task in tasks:
+            if wanted in (None, task.id):
+                return task
+        seen += [task.id for task in tasks]
+    some = " ".join(seen[:9])
+    raise EtudeError(f"there is no task {wanted}: the first of {len(seen)} are {some}")
+
+
+def _temperature(config: RunConfig) -> float:
+    stages = [stage for stage in config.stage if isinstance(stage, RolloutStageConfig)]
+    return stages[0].temperature if stages else config.eval.temperature
+
+
+def _described(config: RunConfig, script: Sequence[object] | None) -> str:
+    if script is not None:
+        return f"a script of {len(script)} answers"
+    return config.model.path or "fresh weights, which know nothing"
+
+
+@contextlib.asynccontextmanager
+async def _open_sessions(
+    config: RunConfig, script: Sequence[dict[str, Json]] | None
+) -> AsyncIterator[SessionRecorder]:
+    if script is not None:
+        scripted = ScriptedSessions(script)
+        async with scripted.open():
+            yield scripted
+        return
+    from etude.commands.serve import no_other_version
+    from etude.engine.engine import Engine
+    from etude.engine.select import select_device
+    from etude.serve.engine_thread import EngineThread
+    from etude.train.start import initial_model
+    from etude.trainer.prepare import model_directory, model_files
+
+    files = model_files(config)
+    directory = model_directory(config.model.path) if config.model.path else None
+    model = initial_model(directory, files["config.json"], config.seed).requires_grad_(False)
+    model.to(select_device(config.engine.device))
+    engine = EngineThread(Engine(model, max_batch=1), no_other_version, files)
+    recorded = PolicySessions(engine, files, max_context=engine.max_context)
+    try:
+        async with recorded.open():
+            yield recorded
+    finally:
+        engine.close()

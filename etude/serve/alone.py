@@ -1,0 +1,143 @@
+"""Sessions with a model without a run: behind a port of this process there is one policy, or a
+script. Each is a `run.rollout.SessionRecorder`, for trying an environment and an agent out."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+from collections.abc import AsyncIterator, Mapping, Sequence
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+
+from etude.core.protocols import Policy
+from etude.core.sampling import Request, Sample
+from etude.core.types import Json, Segment
+from etude.model.tokenizer import ChatTokenizer
+from etude.serve import process
+from etude.serve.answerer import ServedModel
+from etude.serve.dialects import session_routes
+from etude.serve.gateway import SessionAnswerer
+from etude.serve.grammar import GrammarBuilder
+from etude.serve.headers import read_segment_kind
+from etude.serve.http import ApiError, create_app, read, respond
+from etude.serve.recorder import Recorder
+
+
+class _Sessions:
+    """A port for sessions, open from the first moment to the last."""
+
+    def __init__(self) -> None:
+        self.api_key = secrets.token_urlsafe()
+        self._url = ""
+
+    def routes(self) -> list[Route]:
+        raise NotImplementedError
+
+    @contextlib.asynccontextmanager
+    async def open(self) -> AsyncIterator[None]:
+        listener = process.bind("127.0.0.1", 0, self.api_key)
+        self._url = process.url_of(listener)
+        async with process.serving(create_app(self.routes(), self.api_key), listener):
+            yield
+
+    def base_url(self, session: str) -> str:
+        return f"{self._url}/s/{session}/v1"
+
+    async def up(self) -> None: ...
+
+    async def disturbed(self, session: str, age_s: float) -> bool:
+        return False
+
+    async def segments(self, session: str, *, experts: bool) -> tuple[Segment, ...]:
+        return ()
+
+    async def forget(self, session: str) -> None: ...
+
+
+class PolicySessions(_Sessions):
+    """Sessions with a policy, recorded token by token."""
+
+    def __init__(self, policy: Policy, files: Mapping[str, bytes], *, max_context: int) -> None:
+        super().__init__()
+        self._policy = policy
+        self._model = ServedModel(
+            tokenizer=ChatTokenizer(files), grammars=GrammarBuilder(files), max_context=max_context
+        )
+        self._recorder = Recorder(self._model.tokenizer)
+
+    async def sample(self, request: Request, session: str) -> Sample:
+        return await self._policy.sample(request)
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/s/{session}" + route.path, route.endpoint, methods=list(route.methods or ()))
+            for route in session_routes(self._model, self._answerer)
+        ]
+
+    def _answerer(self, http: HttpRequest) -> SessionAnswerer:
+        session, kind = http.path_params["session"], read_segment_kind(http.headers)
+        return SessionAnswerer(self._model, self, self._recorder, session, kind)
+
+    async def segments(self, session: str, *, experts: bool) -> tuple[Segment, ...]:
+        try:
+            return self._recorder.segments(session)
+        except KeyError:
+            return ()
+
+    async def forget(self, session: str) -> None:
+        self._recorder.forget(session)
+
+
+class ScriptedSessions(_Sessions):
+    """Answers of the assistant from a list, in order, whatever is asked. No tokens are recorded:
+    there is no model."""
+
+    def __init__(self, answers: Sequence[dict[str, Json]]) -> None:
+        super().__init__()
+        self._answers = answers
+        self._asked = 0
+
+    def routes(self) -> list[Route]:
+        return [Route("/s/{session}/v1/chat/completions", self._chat, methods=["POST"])]
+
+    async def _chat(self, http: HttpRequest) -> Response:
+        await read(http, dict[str, object])
+        if self._asked == len(self._answers):
+            raise ApiError(
+                f"the script has {len(self._answers)} answers, and this is one more question",
+                code="script_over",
+            )
+        message = {"role": "assistant", "content": None, **self._answers[self._asked]}
+        self._asked += 1
+        reason = "tool_calls" if message.get("tool_calls") else "stop"
+        return respond(
+            {
+                "id": f"script-{self._asked}",
+                "object": "chat.completion",
+                "created": 0,
+                "model": "script",
+                "choices": [{"index": 0, "message": message, "finish_reason": reason}],
+                "usage": {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0},
+            }
+        )
+
+
+def parse_script(text: str, *, lines_of_json: bool) -> list[dict[str, Json]]:
+    """Answers of the assistant: lines of JSON, each a text or a message, or plain text with lines
+    of `---` between one answer and the next. ValueError for what is neither."""
+    if not lines_of_json:
+        answers, part = [], list[str]()
+        for line in [*text.splitlines(keepends=True), "---"]:
+            if line.strip() == "---":
+                answers.append({"content": "".join(part)})
+                part = []
+            else:
+                part.append(line)
+        return answers
+    said = [json.loads(line) for line in text.splitlines() if line.strip()]
+    if not all(isinstance(each, str | dict) for each in said):
+        raise ValueError("each line must be a text or a message")
+    return [{"content": each} if isinstance(each, str) else each for each in said]

@@ -1,0 +1,142 @@
+"""`etude init`: what it writes is tried, tested and run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from etude.cli import main
+from etude.commands.run_file import read_run_file
+from etude.commands.trial import REFERENCE, SESSION, UNTOUCHED
+from tests.namespaces import need_namespaces
+from tests.sandbox.test_repository import git
+from tests.serve.serving import write_model
+
+ANSWER = "Here it is:\n```python\ndef add(a, b):\n    return b + a\n```\nEnjoy."
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> str:
+    """`sandbox.mounts` of a virtual environment that has pytest, wherever ours is."""
+    place = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(place)], check=True)
+    (packages,) = place.glob("lib/python*/site-packages")
+    (packages / "more.pth").write_text("/opt/packages\n")
+    installed = Path(pytest.__file__).parents[1]
+    return f'sandbox.mounts=["{place}", "{installed}:/opt/packages"]'
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    directory = tmp_path / "my project"
+    assert main(["init", str(directory)]) == 0
+    monkeypatch.chdir(directory)
+    return directory
+
+
+def tried(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
+    capsys.readouterr()
+    main(["try", "run.toml", "--json", *argv])
+    said = capsys.readouterr()
+    found: dict[str, Any] = json.loads(said.out) if said.out else pytest.fail(said.err)
+    return {trial["name"]: trial for trial in found["trials"]}
+
+
+@pytest.mark.parametrize("answer", [ANSWER, "def add(a, b): return a - b", "I cannot."])
+def test_pytest_is_the_judge_and_the_agent_a_program(
+    answer: str, environment: str, project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    need_namespaces()
+    Path("script.txt").write_text(answer)
+    by_name = tried(capsys, "--set", environment, "--script", "script.txt")
+    rewards = {name: trial["score"]["reward"] for name, trial in by_name.items()}
+    assert rewards == {UNTOUCHED: 0.0, REFERENCE: 1.0, SESSION: float(answer == ANSWER)}
+    assert "12 passed" in by_name[REFERENCE]["score"]["parts"][0]["evidence"]
+    said = by_name[SESSION]["messages"][-1]["content"]
+    written = answer != "I cannot."
+    assert said == (
+        "add was written into sums.py\n" if written else "the answer has no function add\n"
+    )
+    assert ("+" in by_name[SESSION]["diff"]) == written
+
+
+def test_without_pytest_an_attempt_fails_and_earns_no_zero(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    need_namespaces()
+    by_name = tried(capsys, "--set", "sandbox.mounts=[]", "--no-model")
+    assert "there is no pytest in the sandbox" in by_name[REFERENCE]["error"]
+
+
+def test_its_test_passes(project: Path) -> None:
+    text = Path("run.toml").read_text().replace("train = 64", "train = 1")
+    text = text.replace("heldout = 16", "heldout = 1").replace("# isolation", "isolation")
+    mounts = next(line for line in text.splitlines() if line.startswith("mounts"))
+    Path("run.toml").write_text(text.replace(mounts, f'mounts = ["{sys.prefix}"]'))
+    argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_environment.py"]
+    ran = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0 and "2 passed" in ran.stdout, ran.stdout + ran.stderr
+
+
+def test_the_repository_around_it_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    repository = tmp_path / "shop"
+    (repository / "tests").mkdir(parents=True)
+    (repository / "cart.py").write_text(
+        "import os\n\n\nclass Cart: ...\n\n\ndef total(prices):\n"
+        '    """Return the sum."""\n    return sum(prices)\n\n\n'
+        'def most(prices):\n    """Return the highest."""\n    best = max(prices)\n'
+        "    return best\n"
+        '\n\ndef untested():\n    """Return 1."""\n    return 1\n\n\ndef silent(prices): return 0\n'
+    )
+    (repository / "tests" / "test_cart.py").write_text("from cart import most, silent, total\n")
+    git(repository, "init", "-q")
+    git(repository, "add", ".")
+    git(repository, "commit", "-qm", "one")
+    model = write_model(tmp_path / "model")
+    directory = repository / "training" / "first"
+    assert main(["init", str(directory), "--model", str(model)]) == 0
+    written = {"agent.py", "environment.py", "run.toml", "solve.py", "test_environment.py"}
+    assert {path.name for path in directory.iterdir()} == written
+    monkeypatch.chdir(directory)
+    config = read_run_file(Path("run.toml"))
+    assert config.model.path == str(model) and config.name == "first"
+    from etude.run.plugins import build
+
+    environment = build(
+        config.tasks.environment, "k", None, counts={"train": 9, "heldout": 9}, seed=0
+    )
+    (task,) = environment.tasks("train")
+    assert task.id == "cart.py:total" and task.meta == {"path": "cart.py", "function": "total"}
+    assert "return sum" not in task.prompt + str(task.sandbox.files)
+    assert "best = max" in task.sandbox.files["cart.py"]
+    (heldout,) = environment.tasks("heldout")
+    assert heldout.sandbox.files["cart.py"].count("raise NotImplementedError") == 1
+    assert "best" not in heldout.sandbox.files["cart.py"]
+    capsys.readouterr()
+    assert main(["init", str(directory)]) == 2
+    assert "has agent.py, environment.py" in capsys.readouterr().err
+
+
+def test_a_model_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", str(tmp_path / "new"), "--model", str(tmp_path)]) == 2
+    assert "there is no model directory" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.e2e
+def test_it_runs(project: Path) -> None:
+    keys = ["sandbox.isolation=process", f'sandbox.mounts=["{sys.prefix}"]', "tasks.heldout=1"]
+    keys += ["stage.rl.steps=1", "stage.rl.groups_per_step=1", "stage.rl.group_size=2"]
+    keys += ["harness.max_tokens=4", "engine.threads=1"]
+    argv = [sys.executable, "-m", "etude", "run", "run.toml"]
+    argv += [part for key in keys for part in ("--set", key)]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0/1" in done.stdout

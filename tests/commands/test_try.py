@@ -1,0 +1,230 @@
+"""`etude try`: what doing nothing, a solution and a session earn, and what it says about that."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from etude.cli import main
+from etude.commands.trial import GIVEN, REFERENCE, SESSION, UNTOUCHED, Trial, findings
+from etude.core.types import Score, Trajectory
+from etude.serve.alone import parse_script
+from tests.serve.serving import write_model
+
+ENVIRONMENT = """
+from etude.core.sandbox import SandboxSpec
+from etude.core.types import Part, Score, Task, Transcript
+
+
+class Environment:
+    def __init__(self, pool, *, counts, seed):
+        self.pool = pool
+
+    def tasks(self, split):
+        spec = SandboxSpec(files={"a.txt": "no\\n"})
+        return [Task(id=f"{split}-{n}", prompt="say yes", sandbox=spec) for n in range(2)]
+
+    def open(self, task):
+        return self.pool.open(task.sandbox)
+
+    async def score(self, task, sandbox, attempt):
+        ran = await sandbox.run(["cat", "a.txt"], timeout_s=60)
+        said = ran.output.strip()
+        if said == "crash":
+            raise OSError("out of cats")
+        parts = (Part("calls", len(attempt.segments), evidence=f"it says {said}"),)
+        return Score(float(said == "yes"), parts)
+
+
+class Helpful(Environment):
+    def solution(self, task):
+        return {"a.txt": "yes\\n"}
+
+
+class Agent:
+    def __init__(self, http, **settings):
+        self.http = http
+
+    async def run(self, task, sandbox, *, base_url, api_key, seed):
+        headers = {"Authorization": f"Bearer {api_key}"}
+        body = {"model": "etude", "messages": task.opening, "max_tokens": 4}
+        url = f"{base_url}/chat/completions"
+        async with self.http.post(url, json=body, headers=headers) as response:
+            if response.status != 200:
+                raise RuntimeError(await response.text())
+            answer = (await response.json())["choices"][0]["message"]
+        await sandbox.write("a.txt", answer["content"] or "")
+        return Transcript(messages=[*task.opening, answer], finished=True)
+"""
+RUN = """
+name = "a"
+[tasks]
+environment = "mine.py:Environment"
+train = 2
+[harness]
+agent = "mine.py:Agent"
+[sandbox]
+isolation = "process"
+[[stage]]
+kind = "rl"
+steps = 1
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "mine.py").write_text(ENVIRONMENT)
+    (tmp_path / "run.toml").write_text(RUN)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def tried(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> dict[str, Any]:
+    assert main(["try", "run.toml", "--json", *argv]) == code
+    said = capsys.readouterr()
+    found: dict[str, Any] = json.loads(said.out)
+    return found | {"screen": said.err, "by_name": {t["name"]: t for t in found["trials"]}}
+
+
+def rewards(found: dict[str, Any]) -> dict[str, float]:
+    return {t["name"]: t["score"]["reward"] for t in found["trials"] if t["score"]}
+
+
+def test_nothing_the_reference_a_solution_and_a_script(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (project / "answer").mkdir()
+    (project / "answer" / "a.txt").write_text("yes\n")
+    (project / "script.txt").write_text("maybe")
+    helpful = ("--set", "tasks.environment=mine.py:Helpful")
+    found = tried(capsys, *helpful, "--solution", "answer", "--script", "script.txt")
+    assert rewards(found) == {UNTOUCHED: 0.0, REFERENCE: 1.0, GIVEN: 1.0, SESSION: 0.0}
+    assert found["task"] == "train-0" and found["look"] == []
+    session = found["by_name"][SESSION]
+    assert [m["content"] for m in session["messages"]] == ["say yes", "maybe"]
+    assert "+maybe" in session["diff"] and session["seconds"]["all"] > 0
+    for text in ("reward 1", "it says no", "assistant:", "nothing to complain about"):
+        assert text in found["screen"]
+    assert sorted(p.name for p in project.iterdir()) == [
+        "answer",
+        "mine.py",
+        "run.toml",
+        "script.txt",
+    ]  # nothing was written
+
+
+def test_patches_and_single_files(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    patch = "--- a/a.txt\n+++ b/a.txt\n@@ -1 +1 @@\n-no\n+yes\n"
+    (project / "it.patch").write_text(patch)
+    (project / "other.txt").write_text("yes")
+    for solution in ("it.patch", "other.txt:a.txt"):
+        assert rewards(tried(capsys, "--no-model", "--solution", solution))[GIVEN] == 1.0
+    found = tried(capsys, "--no-model", "--solution", "other.txt", "--task", "heldout-1")
+    assert rewards(found)[GIVEN] == 0.0 and found["task"] == "heldout-1"
+    (project / "it.patch").write_text(patch.replace("-no", "-never"))
+    found = tried(capsys, "--no-model", "--solution", "it.patch", code=1)
+    assert "git apply" in found["by_name"][GIVEN]["error"]
+
+
+def test_a_session_with_a_model_is_recorded(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = write_model(project / "model")
+    found = tried(capsys, "--set", f"model.path={model}", "--set", "model.max_context=64")
+    session = found["by_name"][SESSION]
+    assert session["status"] == "done" and session["calls"] == 1
+    assert session["score"]["parts"][0]["value"] == 1.0  # one segment
+
+
+def test_what_breaks_is_told(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (project / "empty.jsonl").write_text("")
+    (project / "crash.jsonl").write_text('{"content": "crash"}\n')
+    for script, why in (
+        ("crash.jsonl", "score: OSError in .*mine.py, line .*: out of cats"),
+        ("empty.jsonl", "agent: RuntimeError .*script has 0 answers"),
+    ):
+        found = tried(capsys, "--script", script, code=1)
+        assert re.search(why, found["by_name"][SESSION]["error"])
+        assert "session has failed" in found["look"][0]
+
+
+@pytest.mark.parametrize(
+    ("argv", "why"),
+    [
+        (["--task", "train-9"], "there is no task train-9: the first of 6 are train-0 train-1"),
+        (["--solution", "nowhere"], "--solution nowhere: No such file"),
+        (["--script", "nowhere"], "--script nowhere: No such file"),
+        (["--script", "run.jsonl"], "--script run.jsonl: Expecting value"),
+        (["--set", "sandbox.mounts=['gone']"], "there is no directory"),
+    ],
+)
+def test_what_cannot_be_tried(
+    argv: list[str], why: str, project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (project / "run.jsonl").write_text("not json")
+    assert main(["try", "run.toml", "--no-model", *argv]) == 2
+    assert why in capsys.readouterr().err
+
+
+def trial(name: str, reward: float | None, **more: Any) -> Trial:
+    trajectory = Trajectory(
+        id="t.0",
+        task="t",
+        group="t",
+        segments=(),
+        score=None if reward is None else Score(reward),
+        status="failed" if reward is None else more.get("status", "done"),
+        messages=[{"role": role} for role in more.get("roles", ("user", "assistant"))],
+    )
+    return Trial(
+        name=name, trajectory=trajectory, diff=more.get("diff", "+"), open_s=0.0, score_s=0.0
+    )
+
+
+@pytest.mark.parametrize(
+    ("trials", "words"),
+    [
+        ([trial(UNTOUCHED, 0.0), trial(REFERENCE, 1.0), trial(SESSION, 0.5)], []),
+        ([trial(UNTOUCHED, 0.0)], ["no good answer"]),
+        ([trial(UNTOUCHED, 0.25), trial(GIVEN, 1.0)], ["doing nothing earns 0.25"]),
+        ([trial(UNTOUCHED, 0.0), trial(GIVEN, 0.5)], ["your solution earns 0.5"]),
+        (
+            [trial(UNTOUCHED, 0.0), trial(REFERENCE, 0.0)],
+            ["reference solution earns 0,", "everything earns 0:"],
+        ),
+        (
+            [trial(UNTOUCHED, None), trial(REFERENCE, None)],
+            ["untouched has failed", "reference solution has failed"],
+        ),
+        (
+            [
+                trial(UNTOUCHED, 0.0),
+                trial(GIVEN, 1.0),
+                trial(SESSION, 0.0, status="timeout", roles=("user",), diff=""),
+            ],
+            ["no answer of the model", "not finished", "changed no file"],
+        ),
+    ],
+)
+def test_findings(trials: list[Trial], words: list[str]) -> None:
+    found = findings(trials)
+    assert len(found) == len(words), found
+    assert all(word in line for word, line in zip(words, found, strict=True))
+
+
+def test_scripts() -> None:
+    assert parse_script("a\nb\n---\nc", lines_of_json=False) == [
+        {"content": "a\nb\n"},
+        {"content": "c"},
+    ]
+    lines = '"a"\n\n{"content": null, "tool_calls": []}\n'
+    assert parse_script(lines, lines_of_json=True) == [
+        {"content": "a"},
+        {"content": None, "tool_calls": []},
+    ]
+    with pytest.raises(ValueError, match="text or a message"):
+        parse_script("[1]", lines_of_json=True)
