@@ -133,7 +133,11 @@ def _add_mismatch(add: AddCommand) -> None:
 def _add_inspection(add: AddCommand) -> None:
     text = "recompute the ledger of a run from its store"
     add("audit", text).add_argument("run", type=Path, metavar="RUN")
-    show_parser = add("show", "one page about a run, or about a checkpoint and its lineage")
+    _add_sessions(add)
+    show_parser = add("show", "what became of a run, or a checkpoint and its lineage")
+    show_parser.add_argument(
+        "--all", action="store_true", help="with the plan, a session and the lineage"
+    )
     show_parser.add_argument(
         "path", type=Path, metavar="RUN|CHECKPOINT", help="a checkpoint is RUN/checkpoints/NAME"
     )
@@ -151,6 +155,28 @@ def _add_inspection(add: AddCommand) -> None:
     )
     bench_parser.add_argument(
         "--pairs", metavar="DIR", help="delta: NAME_before.npy and NAME_after.npy, bf16 codes"
+    )
+
+
+def _add_sessions(add: AddCommand) -> None:
+    parser = add(
+        "sessions",
+        "read what agent and model said",
+        json_text="a line of JSON for each session, instead of text",
+    )
+    parser.add_argument("run", type=Path, metavar="RUN")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--failed", action="store_true", help="those that failed")
+    which.add_argument("--best", action="store_true", help="those with the highest reward first")
+    which.add_argument("--task", metavar="ID", help="those at one task")
+    which.add_argument("--id", metavar="SESSION", help="one of them")
+    parser.add_argument(
+        "-n",
+        type=_count,
+        default=1,
+        dest="count",
+        metavar="N",
+        help="sessions to show whole (default: %(default)s)",
     )
 
 

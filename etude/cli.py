@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _train(config: RunConfig, directory: Path, args: argparse.Namespace) -> int:
-    from etude.commands.show import page
+    from etude.commands.show import page, print_example
     from etude.launch import local
     from etude.run.audit import is_finished
     from etude.store.runs import Run
@@ -94,8 +94,14 @@ def _train(config: RunConfig, directory: Path, args: argparse.Namespace) -> int:
     run = place.open()
     if before:
         console.print("this run was finished before; here is what it came to", highlight=False)
+    print_example(run, console)
     audited = page(run, place, console)
-    console.print(f"inspect it: etude show {directory}   etude audit {directory}", highlight=False)
+    console.print(
+        f"inspect it: etude sessions {directory}   etude show {directory} --all   "
+        f"etude audit {directory}",
+        highlight=False,
+        soft_wrap=True,
+    )
     if args.json:
         print(json.dumps(local.summary(run, config)), flush=True)
     return 1 if audited.violations else 0
@@ -151,7 +157,15 @@ def audit(args: argparse.Namespace) -> int:
 def show(args: argparse.Namespace) -> int:
     from etude.commands.show import show
 
-    show(args.path, _console(False))
+    return 0 if show(args.path, _console(False), everything=args.all) else 1
+
+
+def sessions(args: argparse.Namespace) -> int:
+    from etude.commands.sessions import Choice, sessions
+
+    names = ("failed", "best", "task", "id", "count")
+    choice = Choice(**{name: getattr(args, name) for name in names})
+    sessions(args.run, _console(args.json), choice, as_json=args.json)
     return 0
 
 
@@ -270,6 +284,7 @@ COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "weights import": import_weights,
     "audit": audit,
     "show": show,
+    "sessions": sessions,
     "bench": bench,
 }
 

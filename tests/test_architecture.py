@@ -40,7 +40,7 @@ EDGES: dict[str, set[str]] = {
     "cli": {"arguments", "commands", "launch"},
     "arguments": set(),
     "__main__": {"cli"},
-    "commands": {"engine", "model", "serve", "store", "train", "weights", "launch", "run"},
+    "commands": {"dash", "engine", "model", "serve", "store", "train", "weights", "launch", "run"},
     "commands.trial": {"trainer.prepare"},
     "launch": {
         "dash",

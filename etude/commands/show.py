@@ -2,55 +2,180 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
+from rich.text import Text
 
+from etude.core.alarms import Alarm
+from etude.core.config import RunConfig
 from etude.core.errors import EtudeError
+from etude.core.ledger import Batched
 from etude.core.types import Json
+from etude.dash.session import said
 from etude.launch import screen
 from etude.launch.local import RunDirectory, plan
+from etude.model.directory import MODEL_FILES
 from etude.run.audit import Audit, audit, is_finished
 from etude.run.evaluate import Report, reports
+from etude.run.journal import group_of
 from etude.store import checkpoints
 from etude.store.checkpoints import Checkpoint
+from etude.store.rollouts import RolloutLog
 from etude.store.runs import Run
 from etude.weights.manifest import find_newest
 
+T = TypeVar("T")
 
-def show(path: Path, console: Console) -> None:
-    """`path` is a run's directory, or that of a checkpoint within: RUN/checkpoints/NAME."""
+NAMED = 10
+"""Damaged objects that are named; of more, how many."""
+
+
+def show(path: Path, console: Console, *, everything: bool = False) -> bool:
+    """`path` is a run's directory, or that of a checkpoint within: RUN/checkpoints/NAME. Return
+    whether all that belongs to it is there."""
     if path.parent.name == "checkpoints":
         run = RunDirectory(path.parent.parent).open()
         if path.name not in run.checkpoints():
             there = ", ".join(run.checkpoints()) or "none"
             raise EtudeError(f"{path} is no checkpoint: the run has {there}")
         _print(console, about_checkpoint(checkpoints.read(run, path.name), run))
+        return True
+    place = RunDirectory(path)
+    run = Run.open(place.store, create=False)
+    if not run.objects.exists("config.json") and not _has_work(run):
+        run.config()  # says that this is no run
+    damage = find_damage(run)
+    for line in damage[:NAMED]:
+        console.print(Text(f"missing: {line}", style="red"), soft_wrap=True)
+    if len(damage) > NAMED:
+        console.print(Text(f"missing: {len(damage) - NAMED} more", style="red"))
+    if damage:
+        _print_rest(run, console)
     else:
-        place = RunDirectory(path)
-        page(place.open(), place, console)
+        page(run, place, console, everything=everything)
+    return not damage
 
 
-def page(run: Run, place: RunDirectory, console: Console) -> Audit:
-    """Print stages, scores, a session, where the newest weights come from, and the audit."""
+def page(run: Run, place: RunDirectory, console: Console, *, everything: bool = False) -> Audit:
+    """Print state, scores, what became of the sessions, and alarms; with `everything` also the
+    plan, a session, and where the newest weights come from."""
     config, found, audited = run.config(), reports(run), audit(run)
     newest, saved = find_newest(run.objects), run.checkpoints()
-    _print(console, plan(config, place))
+    if everything:
+        _print(console, plan(config, place) + "\n")
     state = "finished" if is_finished(run, config) else "not finished"
-    _print(console, f"\n{state}; newest version {'none' if newest is None else newest.version}")
+    version = "none" if newest is None else newest.version
+    _print(console, f"{config.name} in {place.directory}: {state}; newest version {version}")
     if found:
         console.print(screen.results(found))
-    if example := solved_session(run, found):
-        console.print(screen.session(example))
-    if saved:
+    if everything:
+        print_example(run, console)
+    if everything and saved:
         _print(console, about_checkpoint(checkpoints.read(run, saved[-1]), run))
     _print(
-        console, f"{audited.equation}; lag {audited.lag_max} at most, {audited.lag_bound} allowed"
+        console,
+        f"sessions: {audited.equation}; lag {audited.lag_max} at most, {audited.lag_bound} allowed",
     )
-    for alarm in audited.alarms:
-        _print(console, f"alarm: {alarm}")
+    for line in _alarm_lines(audited.alarms, everything=everything):
+        _print(console, line)
     return audited
+
+
+def _alarm_lines(alarms: Sequence[Alarm], *, everything: bool) -> Iterator[str]:
+    """All alarms, or the newest of each kind."""
+    if everything:
+        yield from (f"alarm: {alarm}" for alarm in alarms)
+        return
+    counts = Counter(alarm.name for alarm in alarms)
+    for name, alarm in {alarm.name: alarm for alarm in alarms}.items():
+        often = f" ({counts[name]} times, the newest)" if counts[name] > 1 else ""
+        yield f"alarm{often}: {alarm}"
+
+
+def find_damage(run: Run) -> list[str]:
+    """What is missing or damaged, object by object, each with what to do about it."""
+    found: list[str] = []
+    looked_at: set[str] = set()
+
+    def read(get: Callable[[], T]) -> T | None:
+        try:
+            return get()
+        except EtudeError as e:
+            found.append(str(e))
+            return None
+
+    if not run.objects.exists("config.json"):
+        found.append(
+            f"{run.objects.url}: config.json is not there, without which the run cannot go on: "
+            f"bring it back from a copy"
+        )
+    elif (config := read(run.config)) is not None:
+        found += _missing_files(run, config)
+    read(lambda: find_newest(run.objects))
+    for name in run.checkpoints()[-1:]:
+        if (saved := read(lambda: checkpoints.read(run, name))) is not None:  # noqa: B023
+            there = {part for of, part in run.checkpoint_parts() if of == name}
+            found += [
+                f"{run.objects.url}: checkpoints/{name}/{part} is not there: the run cannot go on "
+                f"from this checkpoint; bring it back from a copy, or delete the checkpoint to go "
+                f"on from the one before"
+                for part in saved.parts
+                if part not in there
+            ]
+    for name in run.evals():
+        read(lambda: run.eval(name, Report))  # noqa: B023
+    for entry in read(run.ledger.records) or ():
+        if isinstance(entry, Batched):
+            read(lambda: run.batch(entry.step))  # noqa: B023
+            for group in {group_of(sample) for sample in entry.samples} - looked_at:
+                looked_at.add(group)
+                read(lambda: run.group(group))  # noqa: B023
+    read(RolloutLog(run.objects).rows)
+    return found
+
+
+def _missing_files(run: Run, config: RunConfig) -> list[str]:
+    """Files of the model that were there once: without work in the store they are yet to come."""
+    if not _has_work(run):
+        return []
+    return [
+        f"{run.objects.url}: model/{name} is not there: bring it back from a copy"
+        for name in MODEL_FILES
+        if not run.objects.exists(f"model/{name}")
+    ]
+
+
+def _has_work(run: Run) -> bool:
+    return bool(run.checkpoints() or run.groups() or run.ledger.end())
+
+
+def _print_rest(run: Run, console: Console) -> None:
+    """What can be said of a damaged run."""
+    counts = {
+        "checkpoints": len(run.checkpoints()),
+        "groups": len(run.groups()),
+        "batches": len(run.batches()),
+        "evaluations": len(run.evals()),
+    }
+    told = ", ".join(f"{count} {name}" for name, count in counts.items())
+    _print(console, f"there are {told}; `etude sessions` reads the sessions that are whole")
+    if found := _whole_reports(run):
+        console.print(screen.results(found))
+
+
+def _whole_reports(run: Run) -> list[Report]:
+    """Those that can be read."""
+    found = []
+    for name in run.evals():
+        with contextlib.suppress(EtudeError):
+            found.append(run.eval(name, Report))
+    return found
 
 
 def about_checkpoint(checkpoint: Checkpoint, run: Run) -> str:
@@ -69,6 +194,18 @@ def about_checkpoint(checkpoint: Checkpoint, run: Run) -> str:
             f"    code    {origin.code}",
         ]
     return "\n".join(lines)
+
+
+def print_example(run: Run, console: Console) -> None:
+    """A solved session, if there is one."""
+    if messages := solved_session(run, reports(run)):
+        lines: list[RenderableType] = []
+        for block in said(messages):
+            text = block.text.replace("\n", "\n       ")
+            style = {"model": "bold", "call": "bold", "user": "cyan"}.get(block.who, "dim")
+            lines.append(Text(f"{block.who:<6} {text}", style=style))
+        title = "a solved session"
+        console.print(Panel(Group(*lines), title=title, title_align="left", expand=False))
 
 
 def solved_session(run: Run, found: Sequence[Report]) -> list[Json]:

@@ -151,10 +151,11 @@ class Alarms:
             self._earned |= set(event.rewards)
         if self._in_vain < IN_VAIN:
             return None
+        count = self._in_vain
         what = (
-            f"the last {self._in_vain} groups had no difference"
+            f"the last {count} groups had no difference"
             if self._differed
-            else f"no group had a difference yet, of {self._in_vain}"
+            else f"no group had a difference yet: in each of {count} all attempts earned the same"
         )
         return Alarm("signal", what, signal_advice(self._earned))
 

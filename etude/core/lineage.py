@@ -23,7 +23,7 @@ class StageSpan:
     stage: AnyStage
     start: int
     """The version that it starts from. Version 0, the weights before any training, is published
-    only for a loop."""
+    if the run was given a model (`model.path`), or for a loop."""
     end: int
 
     @property

@@ -3,11 +3,13 @@ hands them in."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from etude.core.alarms import Alarm, Alarms
 from etude.core.events import (
+    AttemptDone,
     EvalDone,
     EvalProgress,
     Event,
@@ -24,9 +26,32 @@ from etude.core.events import (
 )
 
 RECENT = 64
-"""Groups behind the running solve rate."""
+"""Groups behind the running mean reward and solve rate."""
+NEWEST = 12
+"""Sessions that are kept to be shown."""
 SPEED_S = 15.0
 """Time behind the running speeds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A session that failed, and when."""
+
+    t: float
+    id: str
+    error: str
+
+
+@dataclass
+class Groups:
+    """Groups of training that are over."""
+
+    done: int = 0
+    with_signal: int = 0
+    sessions_without: int = 0
+    """Sessions of groups without signal: all attempts earned the same."""
+    earned: set[float] = field(default_factory=set)
+    """The rewards in groups without signal."""
 
 
 @dataclass
@@ -54,7 +79,19 @@ class RunView:
     evals: dict[tuple[str, str], EvalDone] = field(default_factory=dict)
     """(stage, split) -> result."""
     reward_curve: list[float] = field(default_factory=list)
-    """Mean reward of the groups that ended during each step."""
+    """Mean reward of the groups that ended during each step of the stage."""
+    solve_curve: list[float] = field(default_factory=list)
+    """Share of their attempts that solved the task."""
+    entropy_curve: list[float] = field(default_factory=list)
+    loss_curve: list[float] = field(default_factory=list)
+    ended: Counter[str] = field(default_factory=Counter)
+    """Status -> sessions of training that ended with it."""
+    groups: Groups = field(default_factory=Groups)
+    running: int = 0
+    """Sessions under way."""
+    newest_sessions: deque[AttemptDone] = field(default_factory=lambda: deque(maxlen=NEWEST))
+    failure: Failure | None = None
+    """The newest one, of training or of an evaluation."""
     alarms: Alarms = field(default_factory=Alarms)
     finished: bool = False
     began: float | None = None
@@ -62,9 +99,9 @@ class RunView:
     now: float = 0.0
 
     def __post_init__(self) -> None:
-        self._rewards: deque[float] = deque(maxlen=RECENT)
-        self._since_step: list[float] = []
-        self._ends: deque[tuple[float, int]] = deque()
+        self._rewards: deque[tuple[float, float]] = deque(maxlen=RECENT)
+        self._since_step: list[tuple[float, float]] = []
+        self._ends: deque[float] = deque()
         self._steps: deque[StepDone] = deque(maxlen=8)
         self._stopped_s = 0.0
 
@@ -77,6 +114,8 @@ class RunView:
         self.now = max(self.now, t)
         match event:
             case StageStarted():
+                if event.stage != self.stage:
+                    self._clear_curves()
                 self.stage = event.stage
                 self.done = event.done
                 self.steps = event.steps
@@ -86,17 +125,21 @@ class RunView:
                 self.done = event.step
                 self.steps = event.steps
                 self.loss = event.loss
+                self.loss_curve.append(event.loss)
                 self.tokens_per_s = event.tokens_per_s
             case StepDone():
                 self._stepped(event)
             case StageDone():
                 self.done = self.steps = self.steps or self.done
+            case AttemptDone():
+                self._ended(t, event)
             case GroupDone():
-                self._grouped(t, event)
+                self._grouped(event)
             case WeightsLive():
                 self.live = event.version
             case FleetStatus():
                 self.regions, self.window_slots = event.regions, (event.active, event.capacity)
+                self.running = event.sessions
             case EvalProgress():
                 if self.evaluating is None or event.done == 0:
                     self.eval_began = t
@@ -109,14 +152,18 @@ class RunView:
         return self.alarms.apply(event)
 
     @property
-    def solve_rate(self) -> float | None:
+    def mean_reward(self) -> float | None:
         """Of the last groups of training."""
-        return sum(self._rewards) / len(self._rewards) if self._rewards else None
+        return _means(self._rewards)[0] if self._rewards else None
+
+    @property
+    def solve_rate(self) -> float | None:
+        """Of the attempts in the last groups of training."""
+        return _means(self._rewards)[1] if self._rewards else None
 
     @property
     def sessions_per_s(self) -> float:
-        recent = [count for t, count in self._ends if t > self.now - SPEED_S]
-        return sum(recent) / SPEED_S
+        return sum(t > self.now - SPEED_S for t in self._ends) / SPEED_S
 
     @property
     def eta_s(self) -> float | None:
@@ -145,17 +192,44 @@ class RunView:
         self.tokens_per_s = event.tokens_per_s or None
         self.lag_max = max(self.lag_max, event.lag)
         self._steps.append(event)
+        self.loss_curve.append(event.loss)
+        self.entropy_curve.append(event.entropy)
         busy, idle = sum(e.seconds for e in self._steps), sum(e.wait_s for e in self._steps)
         self.trainer_busy = busy / (busy + idle) if busy + idle else None
         if self._since_step:
-            self.reward_curve.append(sum(self._since_step) / len(self._since_step))
+            reward, solved = _means(self._since_step)
+            self.reward_curve.append(reward)
+            self.solve_curve.append(solved)
             self._since_step = []
 
-    def _grouped(self, t: float, event: GroupDone) -> None:
-        self._ends.append((t, len(event.rewards) + event.failed))
-        while self._ends[0][0] < t - 2 * SPEED_S:
+    def _clear_curves(self) -> None:
+        for curve in (self.reward_curve, self.solve_curve, self.entropy_curve, self.loss_curve):
+            curve.clear()
+
+    def _ended(self, t: float, event: AttemptDone) -> None:
+        self.newest_sessions.append(event)
+        if event.error is not None:
+            self.failure = Failure(t, event.id, event.error)
+        self._ends.append(t)
+        while self._ends[0] < t - 2 * SPEED_S:
             self._ends.popleft()
-        if event.rewards:
-            mean = sum(event.rewards) / len(event.rewards)
-            self._rewards.append(mean)
-            self._since_step.append(mean)
+        if event.split == "train":
+            self.ended[event.status] += 1
+
+    def _grouped(self, event: GroupDone) -> None:
+        self.groups.done += 1
+        if event.kept:
+            self.groups.with_signal += 1
+        elif event.rewards:
+            self.groups.sessions_without += len(event.rewards)
+            self.groups.earned |= set(event.rewards)
+        if count := len(event.rewards):
+            solved = sum(reward == 1.0 for reward in event.rewards)
+            means = (sum(event.rewards) / count, solved / count)
+            self._rewards.append(means)
+            self._since_step.append(means)
+
+
+def _means(pairs: Collection[tuple[float, float]]) -> tuple[float, float]:
+    first, second = zip(*pairs, strict=True)
+    return sum(first) / len(pairs), sum(second) / len(pairs)

@@ -30,7 +30,7 @@ from etude.launch.launcher import (
     server_programs,
     trainer_programs,
 )
-from etude.run.audit import audit, is_finished
+from etude.run.audit import audit, evaluated_versions, is_finished
 from etude.run.evaluate import Report, report_name, reports
 from etude.run.sinks import Sinks, forward_events
 from etude.store.codec import Stamped
@@ -254,7 +254,7 @@ class Summary:
 
 def summary(run: Run, config: RunConfig) -> dict[str, Json]:
     audited = audit(run)
-    ends = {report_name(span.end, "heldout") for span in stage_spans(config.stage)}
+    ends = {report_name(version, "heldout") for version in evaluated_versions(config)}
     return asdict(
         Summary(
             solve_rate={

@@ -53,13 +53,20 @@ class Audit:
         )
 
 
+def evaluated_versions(config: RunConfig) -> list[int]:
+    """What the run was given, if it was given a model, and what each stage ends with."""
+    start = [0] if config.model.path is not None else []
+    return start + [span.end for span in stage_spans(config.stage)]
+
+
 def is_finished(run: Run, config: RunConfig) -> bool:
     """All versions are there, all evaluations, and the controller knows it. A run that was stopped
     a moment before has open samples, and rightly so."""
     stages = stage_spans(config.stage)
     newest, last = find_newest(run.objects), stages[-1]
     splits = [split for split in ("heldout", "novel") if getattr(config.tasks, split)]
-    wanted = {report_name(span.end, split) for span in stages for split in splits}
+    versions = evaluated_versions(config)
+    wanted = {report_name(version, split) for version in versions for split in splits}
     if newest is None or newest.version < last.end or not wanted <= set(run.evals()):
         return False
     return (

@@ -79,6 +79,8 @@ class Controller:
         async with asyncio.TaskGroup() as group:
             reporting = group.create_task(self.report_fleet())
             await self.check_tasks()
+            if self.config.model.path is not None:
+                await self.evaluate_start()
             for span in stage_spans(self.config.stage):
                 if isinstance(span.stage, RolloutStageConfig):
                     await self.run_loop(span, span.stage)
@@ -88,6 +90,13 @@ class Controller:
                     await self.evaluate(span.end, split)
             self.emit(RunDone(version=span.end))
             reporting.cancel()
+
+    async def evaluate_start(self) -> None:
+        """Evaluate the model that the run was given, so that there is something to compare
+        with."""
+        await self.wait_for_version(0)
+        for split in EVAL_SPLITS:
+            await self.evaluate(0, split)
 
     async def wait_for_version(self, version: int) -> int:
         """The newest version, as soon as it is this one or a later one."""
@@ -111,7 +120,10 @@ class Controller:
             emit=self.emit,
             keep=attempts.append,
         )
-        RolloutLog(self.run.objects).put_evaluation(name, attempts, stage=stage, split=split)
+        kept = self.run.put_eval_sessions(name, attempts)
+        RolloutLog(self.run.objects).put_evaluation(
+            name, attempts, stage=stage, split=split, object=kept
+        )
         self.run.put_eval(name, report)
 
     async def run_loop(self, span: StageSpan, stage: RolloutStageConfig) -> None:

@@ -81,15 +81,11 @@ async def evaluate(
 ) -> Report:
     """`keep` is handed every attempt that counts."""
     outcomes: list[Trajectory] = []
-
-    async def told_attempt(task: Task, sample: str, seed: int) -> Trajectory:
-        trajectory = await attempt(task, sample, seed)
-        emit(attempt_done(trajectory, split))
-        return trajectory
+    telling = _telling(attempt, split, emit)
 
     async def solve(task: Task) -> None:
         sample, own_seed = f"eval-{version}-{split}.{task.id}", derive(seed, "eval", task.id)
-        outcomes.append(await _persistent(told_attempt, task, sample, own_seed))
+        outcomes.append(await _persistent(telling, task, sample, own_seed))
         _check_version(outcomes[-1], version)
         keep(outcomes[-1])
         if len(outcomes) % REPORT_EVERY == 0:
@@ -129,6 +125,15 @@ async def evaluate(
         },
         example=max((t.messages for t in outcomes if t.reward == 1.0), key=len, default=[]),
     )
+
+
+def _telling(attempt: RunAttempt, split: str, emit: Callable[[Event], None]) -> RunAttempt:
+    async def run_attempt(task: Task, sample: str, seed: int) -> Trajectory:
+        trajectory = await attempt(task, sample, seed)
+        emit(attempt_done(trajectory, split))
+        return trajectory
+
+    return run_attempt
 
 
 async def _persistent(attempt: RunAttempt, task: Task, sample: str, seed: int) -> Trajectory:

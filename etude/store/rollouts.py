@@ -142,12 +142,18 @@ class RolloutLog:
         self._number += 1
 
     def put_evaluation(
-        self, name: str, trajectories: Iterable[Trajectory], *, stage: str, split: str
+        self,
+        name: str,
+        trajectories: Iterable[Trajectory],
+        *,
+        stage: str,
+        split: str,
+        object: str | None = None,
     ) -> None:
         """Rows of one evaluation. `name` is that of its report, which is written after them: until
         it is there the evaluation is repeated, and so are they."""
         by_task = sorted(trajectories, key=lambda t: t.task)
-        rows = [_row(t, kind=split, stage=stage) for t in by_task]
+        rows = [_row(t, kind=split, stage=stage, object=object) for t in by_task]
         self._objects.put(f"{FOLDER}/{name}.parquet", _encode(rows))
 
     def rows(self) -> list[RolloutRow]:

@@ -13,6 +13,7 @@
     checkpoints/{name}/      the trainer's state: what each rank holds, and manifest.json, which is
                              written last
     evals/{name}.json        held-out scores
+    evals/{name}.sessions    the sessions behind them
     weights/                 published versions (the package `weights` knows the rest)
 
 A batch is written once; a second, different one is refused. So is a config of another experiment,
@@ -27,13 +28,14 @@ import hashlib
 import re
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import TypeVar, get_args
 
 from etude.core.changes import refused_changes
 from etude.core.config import RunConfig
 from etude.core.errors import EtudeError
 from etude.core.ledger import Entry
-from etude.core.types import Batch, Group, RecomputedRow
+from etude.core.types import Batch, Group, RecomputedRow, Trajectory
 from etude.store.codec import Damaged, from_json, pack, seal, to_json, unpack
 from etude.store.log import Log
 from etude.store.objects import Missing, Objects
@@ -234,6 +236,22 @@ class Run:
     def eval(self, name: str, type: type[R]) -> R:
         key = f"evals/{name}.json"
         return from_json(self.objects.get_sealed(key), type, f"{self.objects.url}: {key}")
+
+    def put_eval_sessions(self, name: str, trajectories: Iterable[Trajectory]) -> str:
+        """For people to read, so without the tokens of those that left a conversation. Return the
+        key of the object."""
+        kept = tuple(replace(t, segments=()) if t.messages else t for t in trajectories)
+        key = f"evals/{name}.sessions"
+        self.objects.put_sealed(key, pack(kept))
+        return key
+
+    def sessions(self, key: str) -> tuple[Trajectory, ...]:
+        """All that lie in one object: a group, or an evaluation."""
+        folder, _, name = key.partition("/")
+        if folder == "groups":
+            return self.group(name).trajectories
+        where = f"{self.objects.url}: {key}"
+        return unpack(self.objects.get_sealed(key), tuple[Trajectory, ...], where)
 
     def evals(self) -> list[str]:
         return [name.removesuffix(".json") for name in self._names("evals")]

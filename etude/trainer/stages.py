@@ -156,7 +156,7 @@ def run_steps(
         StageStarted(stage=span.name, steps=stage.steps, done=trainer.version - span.start)
     )
     microbatch_tokens = 0 if trainer.config.deterministic else stage.microbatch_tokens
-    if trainer.version == 0:
+    if trainer.version == 0 and trainer.config.model.path is None:
         # no stage came before: the engines need the starting weights
         trainer.finish_version(0, step=0)
     reporter = StepReporter(trainer.learner)

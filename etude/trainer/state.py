@@ -199,6 +199,18 @@ class TrainerState:
         self.version, self.step, self.version_step = version, 0, step
         self.save(then=self.publication())
 
+    @property
+    def is_fresh(self) -> bool:
+        """Whether no step was ever taken."""
+        return self.version == 0 and self.step == 0
+
+    def publish_start(self) -> None:
+        """Publish the weights before any training, as version 0. What comes later must not be
+        saved before: from there on nobody could publish them any more."""
+        self.finish_version(0, step=0)
+        self.saver.wait()
+        self.publisher.wait()
+
     def publication(self) -> Callable[[], None]:
         """Takes what this rank holds of the weights; to publish that is to call what is
         returned."""

@@ -34,11 +34,15 @@ class Trainer(TrainerState):
     """Runs the stages of a run, one after the other."""
 
     def train(self) -> None:
+        """All stages. A model that the run was given is published first, as version 0, for its
+        evaluation."""
         for span in stage_spans(self.config.stage):
             if span.end > self.version:
                 began = time.monotonic()
                 self.enter_stage(span)
                 torch.set_num_threads(span.stage.threads)
+                if self.is_fresh and self.config.model.path is not None:
+                    self.publish_start()
                 STAGE[span.stage.kind](self, span)
                 self.saver.wait()
                 self.publisher.wait()

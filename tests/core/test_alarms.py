@@ -244,7 +244,10 @@ def test_groups_without_a_difference_are_alarming() -> None:
     all_failed = replace(same, rewards=(), failed=2)
     assert begun(alarms, *[same] * (IN_VAIN - 1), *[all_failed] * 9) == []
     (alarm,) = alarms.apply(same)
-    assert str(alarm).startswith("no group had a difference yet, of 8: all 0: the tasks are too")
+    assert alarm.what == (
+        "no group had a difference yet: in each of 8 all attempts earned the same"
+    )
+    assert alarm.advice.startswith("all 0: the tasks are too hard")
     assert begun(alarms, GROUP) == [] and alarms.active == {}
     assert begun(alarms, *[replace(same, rewards=(1.0, 1.0))] * IN_VAIN) == ["signal"]
     (active,) = alarms.active.values()

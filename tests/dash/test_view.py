@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import io
 
+import pytest
 from rich.console import Console, RenderableType
 
 from etude.core.events import (
+    AttemptDone,
     EvalDone,
     EvalProgress,
     Event,
@@ -23,12 +25,15 @@ from etude.core.events import (
     StepDone,
     WeightsLive,
 )
+from etude.core.types import Status
+from etude.dash.page import TELL_ERRORS, TELL_S, Page, Teller, describe
+from etude.dash.plot import plot
 from etude.dash.reader import RunView
-from etude.launch.screen import draw, lines, session, sparkline
+from etude.launch.screen import draw, layout
 
 
 def printed(page: RenderableType) -> str:
-    console = Console(width=120, file=io.StringIO())
+    console = Console(width=80, file=io.StringIO())
     with console.capture() as capture:
         console.print(page)
     return capture.get()
@@ -44,6 +49,14 @@ def step(number: int, lag: int = 0) -> StepDone:
 def group(*rewards: float) -> GroupDone:
     return GroupDone(
         group="g", task="t", admitted=2, rewards=rewards, failed=0, kept=True, seconds=1.0
+    )
+
+
+def attempt(
+    status: Status = "done", reward: float | None = 1.0, error: str | None = None
+) -> AttemptDone:
+    return AttemptDone(
+        id="g.0", task="t", split="train", status=status, reward=reward, error=error, seconds=1.0
     )
 
 
@@ -90,11 +103,12 @@ def test_rl_counts_from_its_own_start_also_when_resumed() -> None:
 def test_rewards_lag_and_how_busy_the_trainer_is() -> None:
     view = view_of(
         (0.0, StageStarted(stage="rl", steps=4)),
-        (1.0, group(1.0, 0.0)), (1.0, group(1.0, 1.0)), (2.0, step(3)),
+        (1.0, group(1.0, 0.0)), (1.0, group(0.5, 0.5)), (2.0, step(3)),
         (3.0, group(0.0, 0.0)), (4.0, step(4, lag=1)), (5.0, step(5)),
         (5.0, WeightsLive(version=5)), (6.0, RunDone(version=5)),
     )  # fmt: skip
-    assert view.reward_curve == [0.75, 0.0] and view.solve_rate == 0.5
+    assert view.reward_curve == [0.5, 0.0] and view.solve_curve == [0.25, 0.0]
+    assert (view.mean_reward, view.solve_rate) == (2 / 6, 1 / 6)
     assert (view.lag, view.lag_max, view.trainer_busy, view.live, view.finished) == (
         0,
         1,
@@ -102,7 +116,108 @@ def test_rewards_lag_and_how_busy_the_trainer_is() -> None:
         5,
         True,
     )
-    assert view.sessions_per_s == 6 / 15
+
+
+def test_how_sessions_ended_is_counted_and_the_newest_error_kept() -> None:
+    failed = attempt("failed", None, "agent: KeyError: 'x'")
+    evaluated = dataclasses.replace(attempt(), split="heldout")
+    same = dataclasses.replace(group(0.0, 0.0), kept=False)
+    view = view_of(
+        (1.0, attempt()), (2.0, attempt("timeout", 0.0)), (3.0, failed), (4.0, evaluated),
+        (5.0, group(1.0, 0.0)), (5.0, same), (6.0, same),
+    )  # fmt: skip
+    assert view.ended == {"done": 1, "timeout": 1, "failed": 1}, "of training alone"
+    assert (view.groups.done, view.groups.with_signal, view.groups.sessions_without) == (3, 1, 4)
+    assert view.failure is not None and view.failure.error == failed.error
+    assert view.sessions_per_s == 4 / 15
+    text = printed(draw(view, "etude", lag_bound=0))
+    for words in (
+        "1 finished, 1 failed, 1 timed out, 4 without signal",
+        "3 done, 1 with a difference",
+        "0:03 ago, g.0: agent: KeyError: 'x'",
+    ):
+        assert words in text, words
+
+
+def test_curves_are_those_of_one_stage() -> None:
+    rl = StageStarted(stage="rl", steps=4)
+    fit = FitStep(stage="sft", step=1, steps=2, loss=3.0, tokens_per_s=1.0)
+    view = view_of((0.0, StageStarted(stage="sft", steps=2)), (1.0, fit), (2.0, rl))
+    assert view.loss_curve == []
+    view.apply(3.0, group(1.0))
+    view.apply(4.0, step(1))
+    view.apply(5.0, rl)
+    assert view.reward_curve == [1.0], "a stage that goes on keeps them"
+
+
+def headline(*events: tuple[float, Event]) -> tuple[str, str]:
+    said = describe(view_of(*events), 0).headline
+    return said.label, said.text
+
+
+def test_the_headline_says_what_is_going_on() -> None:
+    failed = attempt("failed", None, "agent: KeyError: 'x'")
+    same = dataclasses.replace(group(0.0, 0.0), kept=False)
+    rl = (0.0, StageStarted(stage="rl", steps=9))
+    fleet = FleetStatus(regions={}, active=1, capacity=1, sessions=7)
+    doing = EvalProgress(stage="start", split="heldout", done=0, total=60, solved=0)
+    fit = FitStep(stage="sft", step=1, steps=2, loss=3.0, tokens_per_s=1.0)
+    steps = [(float(n), e) for n in range(4) for e in (group(n / 4, n / 4), step(n + 1))]
+
+    assert headline() == ("starting", "model, workers and trainer are being made ready")
+    assert headline((0.0, fit), (1.0, dataclasses.replace(fit, loss=2.0))) == (
+        "learning",
+        "loss 3.000 at first, 2.000 now",
+    )
+    assert headline((0.0, doing)) == ("evaluating", "heldout tasks, before any training")
+    assert headline(rl, (1.0, fleet)) == ("sampling", "the first 7 sessions are under way")
+    assert headline(rl, (1.0, same)) == (
+        "sampling",
+        "no group had a difference yet: in each of 1 all attempts earned 0",
+    )
+    assert headline(rl, *steps) == ("learning", "mean reward 0.12 at first, 0.62 now")
+    label, text = headline(rl, *[(1.0, failed)] * 4)
+    assert label == "failing" and text.startswith("4 of the last 4 sessions failed")
+    label, text = headline(rl, *[(1.0, same)] * 8)
+    assert label == "no signal" and "no group had a difference yet" in text and "all 0" in text
+    assert headline(*steps, (9.0, RunDone(version=4)))[0] == "finished"
+
+
+def full_page() -> Page:
+    error = "agent: KeyError in /home/somebody/project/agent.py, line 41: " + "x" * 300
+    failed = attempt("failed", None, error)
+    steps = [(float(n), e) for n in range(9) for e in (attempt(), group(n / 9, 1.0), step(n + 1))]
+    regions = {
+        name: RegionStatus(version=3, busy=0.5, running=4, waiting=1) for name in ("east", "west")
+    }
+    view = view_of(
+        (0.0, StageStarted(stage="rl", steps=9)),
+        *steps,
+        (9.0, FleetStatus(regions=regions, active=3, capacity=8, sessions=7)),
+        (9.0, dataclasses.replace(step(10), k3_mean=0.5)),
+        *[(9.0, failed)] * 30,
+    )
+    return describe(view, 2)
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (200, 50), (100, 12), (40, 60)])
+def test_a_page_fits(width: int, height: int) -> None:
+    lines = [line.plain for line in layout(full_page(), "etude", 60.0, width, height)]
+    assert len(lines) <= height
+    assert max(map(len, lines)) <= width
+
+
+def test_a_small_screen_is_complete_and_a_wide_one_shows_more() -> None:
+    small, wide = (
+        "\n".join(line.plain for line in layout(full_page(), "etude", 60.0, *size))
+        for size in ((80, 23), (200, 49))
+    )
+    for words in ("failing", "alarm", "k3 is 0.5000", "rl 10/9", "9 finished, 30 failed", "east",
+                  "solve rate", "mean reward", "2 allowed"):  # fmt: skip
+        assert words in small, words
+    assert small.index("failing") < small.index("alarm") < small.index("9 finished")
+    for words in ("newest sessions", "entropy by step", "k3 ", "how far trainer and engine"):
+        assert words in wide, words
 
 
 def test_the_page_says_all_of_it() -> None:
@@ -148,8 +263,8 @@ def test_the_page_shows_how_the_policy_is_and_what_is_alarming() -> None:
     )
     for words in (
         "k3 0.50000",
-        "truncated 25.00%",
-        "12.5% of the device",
+        "truncated 25.0%",
+        "12.5% MFU",
         "mismatch 1.00%",
         "step 3: k3 is 0.5000",
     ):
@@ -161,17 +276,17 @@ def test_an_evaluation_has_its_time_to_go() -> None:
     doing = EvalProgress(stage="sft", split="novel", done=0, total=60, solved=0)
     view = view_of((5.0, doing), (9.0, dataclasses.replace(doing, done=20, solved=3)))
     assert view.eval_eta_s == 8.0
-    assert "novel, 3 solved 20/60" in printed(draw(view, "etude", lag_bound=0))
+    assert "novel 20/60, 3 solved" in printed(draw(view, "etude", lag_bound=0))
 
 
 def test_lines_end_with_the_time_to_go_and_alarms_have_lines_of_their_own() -> None:
     view = view_of((0.0, StageStarted(stage="midtrain", steps=100)))
     fit = FitStep(stage="midtrain", step=25, steps=100, loss=3.0, tokens_per_s=100.0)
-    assert [*lines(fit, view, view.apply(50.0, fit))] == [
+    assert [*Teller().tell(50.0, fit, view, view.apply(50.0, fit))] == [
         "midtrain step 25/100  loss 3.000  100 tokens/s  2:30 to go"
     ]
     far = dataclasses.replace(step(1), k3_mean=0.5)
-    told = [*lines(far, view, view.apply(51.0, far))]
+    told = [*Teller().tell(51.0, far, view, view.apply(51.0, far))]
     assert len(told) == 2 and told[1].startswith("alarm: step 1: k3 is 0.5000")
 
 
@@ -181,37 +296,53 @@ def test_a_silent_process_is_named_and_named_again_when_it_is_heard() -> None:
         ProcessSilent(process="trainer", seconds=10.0),
         ProcessHeard(process="trainer", seconds=92.0),
     )
-    (line,) = lines(silent, view, view.apply(12.0, silent))
+    teller = Teller()
+    (line,) = teller.tell(12.0, silent, view, view.apply(12.0, silent))
     assert line.startswith("alarm: the trainer has been silent for 10 s")
     later = dataclasses.replace(silent, seconds=15.0)
-    assert [*lines(later, view, view.apply(17.0, later))] == []
+    assert [*teller.tell(17.0, later, view, view.apply(17.0, later))] == []
     assert "the trainer has been silent for 15 s" in printed(draw(view, "etude", lag_bound=0))
-    assert [*lines(back, view, view.apply(94.0, back))] == [
+    assert [*teller.tell(94.0, back, view, view.apply(94.0, back))] == [
         "the trainer is heard again after 92 s of silence"
     ]
     assert "silent" not in printed(draw(view, "etude", lag_bound=0))
 
 
-def test_a_session_can_be_read() -> None:
-    call = {
-        "id": "1",
-        "type": "function",
-        "function": {"name": "edit", "arguments": '{"line": 2, "text": "return a"}'},
-    }
-    messages = [
-        {"role": "system", "content": "be brief"},
-        {"role": "user", "content": "fix area.py"},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "1", "content": "ok"},
+def test_sessions_are_told_now_and_then_and_each_error_once() -> None:
+    view, teller = view_of((0.0, StageStarted(stage="rl", steps=4))), Teller()
+
+    def told(t: float, event: Event) -> list[str]:
+        return [*teller.tell(t, event, view, view.apply(t, event))]
+
+    same = dataclasses.replace(group(0.0, 0.0), kept=False)
+    assert all(told(1.0, attempt()) == [] for _ in range(3))
+    assert told(2.0, attempt("failed", None, "agent: a")) == ["session g.0 failed: agent: a"]
+    assert told(3.0, attempt("failed", None, "agent: a")) == []
+    assert told(4.0, same) == []
+    assert told(1.5 + TELL_S, attempt()) == [
+        "sessions: 4 finished, 2 failed, 0 timed out, 2 without signal; no group had a difference "
+        "yet: in each of 1 all attempts earned 0; newest error: agent: a"
     ]
-    text = printed(session(messages))
-    assert (
-        "system be brief" in text
-        and "user   fix area.py" in text
-        and "model  edit(2, 'return a')" in text
-        and "tool   ok" in text
-    )
+    assert told(9.0 + 2 * TELL_S, same) == [], "no session ended since"
+    for n in range(9):
+        told(40.0, attempt("failed", None, f"agent: {n}"))
+    assert told(40.0, attempt("failed", None, "agent: new")) == [], f"after {TELL_ERRORS}"
 
 
-def test_a_sparkline_has_a_fixed_scale() -> None:
-    assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
+def test_a_step_has_its_solve_rate_beside_the_mean_reward() -> None:
+    view = view_of((0.0, StageStarted(stage="rl", steps=4)), (1.0, group(1.0, 0.5, 0.0, 0.0)))
+    done = dataclasses.replace(step(1), reward=0.375)
+    (line,) = Teller().tell(2.0, done, view, view.apply(2.0, done))
+    assert "mean reward 0.375" in line and "solve rate 25.0%" in line
+
+
+def test_a_curve_has_axes_and_a_fixed_scale() -> None:
+    assert plot([0.0, 1.0], width=16, height=3, low=0.0, high=1.0, first=7) == [
+        "1.00 ┤     ⣀⡠⠔⠒⠉",
+        "0.00 ┤⣀⠤⠔⠊⠉     ",
+        "      7        8",
+    ]
+    flat = plot([0.5] * 500, width=30, height=4, low=0.0, high=1.0)
+    assert all(len(line) <= 30 for line in flat) and flat[1] == "     │" + "⠤" * 24
+    assert plot([0.5], width=12, height=3, low=0.0, high=1.0)[-1].split() == ["1"]
+    assert "nan" not in "".join(plot([2.0, 2.0], width=12, height=3, low=2.0, high=2.0))

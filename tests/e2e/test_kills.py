@@ -50,9 +50,11 @@ def test_three_stages_in_two_regions_of_which_one_dies(etude: Etude) -> None:
     check_books(etude)
     assert etude.processes() == {}
     assert summary["in_flight"] == 0 and summary["regions"] == 2 and summary["lag_bound"] == 1
-    assert summary["solve_rate"].keys() == {"midtrain", "sft", "rl"}
+    assert summary["solve_rate"].keys() == {"start", "midtrain", "sft", "rl"}
     run = Run.open(f"file:{etude.directory}", create=False)
-    assert run.evals() == [f"{v:06d}.{split}" for v in (1, 2, 6) for split in ("heldout", "novel")]
+    assert run.evals() == [
+        f"{v:06d}.{split}" for v in (0, 1, 2, 6) for split in ("heldout", "novel")
+    ]
     assert run.batches() == [3, 4, 5, 6]
     check_agreement(run)
     assert etude.finish() == summary, "a finished run is shown, not run again"

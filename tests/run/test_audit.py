@@ -16,7 +16,7 @@ from etude.core.events import EVENTS, StageStarted, StepDone
 from etude.core.ledger import Dropped, Issued
 from etude.core.sampling import VersionSpan
 from etude.launch.screen import watch
-from etude.run.audit import audit, lag_bounds
+from etude.run.audit import audit, evaluated_versions, is_finished, lag_bounds
 from etude.run.evaluate import report_name
 from etude.store.objects import Objects
 from etude.store.rollouts import RolloutLog
@@ -55,6 +55,16 @@ async def run() -> Run:
         for split in ("heldout", "novel"):
             run.put_eval(report_name(version, split), {})
     return run
+
+
+def test_what_a_run_was_given_is_evaluated_too(run: Run) -> None:
+    fresh, given = parse(CONFIG), parse(CONFIG, ["model.path=base"])
+    assert evaluated_versions(fresh) == [1, FIRST, LAST]
+    assert evaluated_versions(given) == [0, 1, FIRST, LAST]
+    assert is_finished(run, fresh) and not is_finished(run, given)
+    for split in ("heldout", "novel"):
+        run.put_eval(report_name(0, split), {})
+    assert is_finished(run, given)
 
 
 async def test_a_run_in_order(run: Run) -> None:

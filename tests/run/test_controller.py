@@ -239,11 +239,13 @@ async def test_a_loop_that_a_later_one_has_followed_is_left_alone(
     assert bench.run.ledger.records() == [issued]
 
 
+@pytest.mark.parametrize("given", [True, False])
 async def test_a_run_goes_through_its_stages_and_evaluates_each(
-    monkeypatch: pytest.MonkeyPatch,
+    given: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And what it was given, before all."""
     text = '[[stage]]\nkind = "sft"\ndemonstrations = 1\n[[stage]]\nkind = "rl"\nsteps = 3\n'
-    bench = Bench(monkeypatch, text)
+    bench = Bench(monkeypatch, text + ('[model]\npath = "base"\n' if given else ""))
     happened: list[object] = []
 
     async def evaluate(version: int, split: str) -> None:
@@ -264,8 +266,9 @@ async def test_a_run_goes_through_its_stages_and_evaluates_each(
         monkeypatch.setattr(bench.controller, name, fake)
     async with asyncio.timeout(30):
         await bench.controller.run_stages()
+    start = [0, (0, "heldout"), (0, "novel")] if given else []
     assert happened == [
-        1, (1, "heldout"), (1, "novel"), "rl", (4, "heldout"), (4, "novel"),
+        *start, 1, (1, "heldout"), (1, "novel"), "rl", (4, "heldout"), (4, "novel"),
     ]  # fmt: skip
     assert RunDone(version=4) in bench.events
 

@@ -200,7 +200,7 @@ class Looks:
 
     def show(self) -> str:
         console = Console(record=True, width=200, file=open(os.devnull, "w"))  # noqa: SIM115
-        page(self.run, self.place, console)
+        page(self.run, self.place, console, everything=True)
         return console.export_text()
 
     def events(self) -> object:

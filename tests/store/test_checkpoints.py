@@ -12,6 +12,7 @@ from rich.console import Console
 from etude.commands.show import show
 from etude.core.config import parse
 from etude.core.errors import EtudeError
+from etude.model.directory import MODEL_FILES
 from etude.store.checkpoints import Checkpoint, CheckpointWriter, Origin, read, read_part
 from etude.store.runs import Run
 
@@ -149,8 +150,12 @@ def test_the_lineage_is_shown(tmp_path: Path) -> None:
     saver = CheckpointWriter(run)
     saver.save(SAVED, b"x" * 2_000_000)
     saver.wait()
+    for name in MODEL_FILES:
+        run.put_model_file(name, b"{}")
     show(tmp_path / "checkpoints" / SAVED.name, console)
     show(tmp_path, console)
+    assert console.export_text(clear=False).count("its lineage:") == 1, "a run is short by default"
+    show(tmp_path, console, everything=True)
     text = console.export_text()
     assert text.count("checkpoint 000001.000000: version 1, by 1 rank, 2.0 MB; its lineage:") == 2
     assert (

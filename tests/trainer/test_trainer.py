@@ -60,6 +60,8 @@ def test_the_model_directory_is_needed_once(
     Trainer(run, config, emit=lambda event: None).train()
     manifest = read_manifest(run.objects, 1)
     assert (manifest.stage, manifest.step) == ("midtrain", 3)
+    start = read_manifest(run.objects, 0)
+    assert start.step == 0 and start.root != manifest.root, "what it was given, for its evaluation"
 
     (directory / "model.safetensors").unlink()
     run.objects.delete(manifest_key(1, 1))  # as if it had died before it published

@@ -1,0 +1,243 @@
+"""`etude sessions`: what agent and model said, from the store alone, of a run in any state."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from etude.core.errors import EtudeError
+from etude.core.events import AttemptDone
+from etude.core.types import Status, Trajectory
+from etude.dash.session import Block, read_session
+from etude.model.directory import MODEL_FILES
+from etude.model.tokenizer import ChatTokenizer
+from etude.store.rollouts import RolloutLog, RolloutRow, group_rows
+from etude.store.runs import Run
+from etude.store.telemetry import EventReader
+
+LISTED = 20
+"""Sessions of the table."""
+STYLES = {
+    "user": "cyan",
+    "model": "bold",
+    "call": "bold yellow",
+    "score": "green",
+    "error": "red",
+    "timed out": "red",
+}
+STATUS = {"done": "finished", "timeout": "timed out", "failed": "failed"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """One session in a line."""
+
+    id: str
+    task: str
+    split: str
+    status: Status
+    reward: float | None
+    error: str | None
+    seconds: float
+    t: float = 0.0
+    """When it ended; 0 if no event tells it."""
+    turns: int | None = None
+    became: str = "under way"
+    """Of its group: trained on, or dropped, or neither yet."""
+    object: str | None = None
+    """Where it lies whole; None while its group is under way, and if that was never finished."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """Which sessions to show, and how many whole."""
+
+    failed: bool = False
+    best: bool = False
+    task: str | None = None
+    id: str | None = None
+    count: int = 1
+
+    def of(self, found: Sequence[Session]) -> list[Session]:
+        """The newest first, or the best."""
+        chosen = [
+            each
+            for each in found
+            if (not self.failed or each.status == "failed")
+            and (not self.best or each.reward is not None)
+            and self.task in (None, each.task)
+            and self.id in (None, each.id)
+        ]
+        chosen.sort(key=lambda each: (each.t, each.id), reverse=True)
+        if self.best:
+            chosen.sort(key=lambda each: -(each.reward or 0.0))
+        return chosen
+
+
+def sessions(directory: Path, console: Console, choice: Choice, *, as_json: bool) -> None:
+    run = Run.open(str(directory), create=False)
+    found, damage = find_sessions(run)
+    for line in damage:
+        console.print(f"damaged: {line}", highlight=False, markup=False, style="red")
+    if not found:
+        raise EtudeError(f"{directory} holds no sessions yet: they come with evaluations and rl")
+    chosen = choice.of(found)
+    if not chosen and choice.failed:
+        console.print(f"none of the {len(found)} sessions failed", highlight=False)
+        return
+    if not chosen:
+        tasks = sorted({each.task for each in found})
+        near = f"; tasks are {', '.join(tasks[:5])}, ..." if choice.task else ""
+        raise EtudeError(f"none of the {len(found)} sessions of {directory} is like that{near}")
+    if as_json:
+        for each in chosen[: choice.count]:
+            print(json.dumps({**asdict(each), "session": _as_json(whole(run, each))}))
+        return
+    console.print(_table(chosen, len(found)))
+    decode = _decoder(run)
+    for each in chosen[: choice.count]:
+        _print_whole(run, each, decode, console)
+
+
+def find_sessions(run: Run) -> tuple[list[Session], list[str]]:
+    """All sessions, and what of them cannot be read: rows of those that are settled, groups that
+    are not, and of the others what events tell."""
+    found: dict[str, Session] = {}
+    damage: list[str] = []
+    events = EventReader(run)
+    ended = [
+        (stamped.t, stamped.record)
+        for stamped in events.new()
+        if isinstance(stamped.record, AttemptDone)
+    ]
+    times = {event.id: t for t, event in ended}
+    damage += map(str, events.damaged)
+
+    def add(rows: Sequence[RolloutRow]) -> None:
+        found.update((row.id, _of_row(row, times.get(row.id, 0.0))) for row in rows)
+
+    def read(add_some: Callable[[], None]) -> None:
+        try:
+            add_some()
+        except EtudeError as e:
+            damage.append(str(e))
+
+    read(lambda: add(RolloutLog(run.objects).rows()))
+    listed = {each.object for each in found.values()}
+    for name in run.groups():
+        if f"groups/{name}" not in listed:
+            read(lambda: add(group_rows(run.group(name))))  # noqa: B023 (called at once)
+    for t, event in ended:
+        if event.id not in found or found[event.id].object is None:
+            found[event.id] = _of_event(t, event)
+    return list(found.values()), damage
+
+
+def _of_row(row: RolloutRow, t: float) -> Session:
+    became = f"step {row.step}" if row.step is not None else row.dropped
+    return Session(
+        id=row.id,
+        task=row.task,
+        split=row.kind,
+        status=row.status,
+        reward=row.reward,
+        error=row.error,
+        seconds=row.seconds,
+        t=t,
+        turns=row.turns,
+        became=became or ("waits" if row.kind == "train" else "evaluation"),
+        object=row.object,
+    )
+
+
+def _of_event(t: float, event: AttemptDone) -> Session:
+    return Session(
+        id=event.id,
+        task=event.task,
+        split=event.split,
+        status=event.status,
+        reward=event.reward,
+        error=event.error,
+        seconds=event.seconds,
+        t=t,
+    )
+
+
+def whole(run: Run, session: Session) -> Trajectory | None:
+    """All that the store has of it; None if it was not stored."""
+    if session.object is None:
+        return None
+    return next((t for t in run.sessions(session.object) if t.id == session.id), None)
+
+
+def _decoder(run: Run) -> Callable[[Sequence[int]], str] | None:
+    """None if the files of the model are not there."""
+    try:
+        files = {name: run.objects.get_sealed(f"model/{name}") for name in MODEL_FILES}
+    except EtudeError:
+        return None
+    return ChatTokenizer(files).decode
+
+
+def _table(chosen: Sequence[Session], total: int) -> Table:
+    shown = chosen[:LISTED]
+    title = f"{len(shown)} of {len(chosen)} sessions" + (
+        f" like that, of {total}" if len(chosen) < total else ""
+    )
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for name in ("session", "task", "split", "ended", "reward", "turns", "seconds", "became"):
+        justify = "right" if name in ("reward", "turns", "seconds") else "left"
+        table.add_column(name, justify=justify, no_wrap=name in ("session", "ended"))  # type: ignore[arg-type]
+    table.add_column("error", ratio=1, no_wrap=True)
+    for each in shown:
+        cells = (
+            each.id,
+            each.task,
+            each.split,
+            STATUS[each.status],
+            "" if each.reward is None else f"{each.reward:.2f}",
+            "" if each.turns is None else str(each.turns),
+            f"{each.seconds:.1f}",
+            each.became,
+            each.error or "",
+        )
+        table.add_row(*map(Text, cells), style="red" if each.error else "")
+    return table
+
+
+def _print_whole(
+    run: Run, session: Session, decode: Callable[[Sequence[int]], str] | None, console: Console
+) -> None:
+    console.print()
+    console.rule(Text(f"{session.id}, {session.split} task {session.task}"), align="left")
+    trajectory = whole(run, session)
+    if trajectory is None:
+        told = session.error or f"{STATUS[session.status]}, reward {session.reward}"
+        why = "its conversation is not stored: a session is when its whole group has ended"
+        blocks = [Block("error" if session.error else "score", told), Block("note", why)]
+    else:
+        blocks = read_session(trajectory, decode)
+    for block in blocks:
+        indented = block.text.replace("\n", "\n" + " " * 10)
+        text = Text(f"{block.who:<9} ", style="dim").append(
+            indented, style=STYLES.get(block.who, "")
+        )
+        console.print(text, soft_wrap=True)
+
+
+def _as_json(trajectory: Trajectory | None) -> object:
+    """Without its tokens, which only programs with the tokenizer can read."""
+    if trajectory is None:
+        return None
+    return {
+        "messages": trajectory.messages,
+        "score": None if trajectory.score is None else asdict(trajectory.score),
+        "traceback": trajectory.traceback,
+        "cost": asdict(trajectory.cost),
+    }

@@ -1,0 +1,341 @@
+"""What to say about a run, given what is known of it. Pure: the screen renders a `Page`, and a log
+prints what a `Teller` says, both in the same words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from etude.core.alarms import Alarm
+from etude.core.events import (
+    AttemptDone,
+    EvalDone,
+    Event,
+    FitStep,
+    OverlongSkipped,
+    ProcessHeard,
+    StageDone,
+    StageStarted,
+    StepDone,
+)
+from etude.dash.reader import RECENT, RunView
+
+Tone = Literal["", "good", "bad", "dim"]
+
+TELL_S = 10.0
+"""Between two lines that sum up the sessions, until the first step."""
+TELL_SELDOM_S = 60.0
+"""From then on."""
+TELL_ERRORS = 5
+"""Different errors that have a line each; many hold a number that is never the same."""
+FEW_REGIONS = 3
+"""So many have a line each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    label: str
+    text: str
+    tone: Tone = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far something is, of which `eta_s` is left."""
+
+    what: str
+    done: int
+    total: int
+    eta_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Values of a stage's steps, with the ends of the scale."""
+
+    name: str
+    values: Sequence[float]
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """All that a screen shows, the most important first in each list."""
+
+    headline: Line
+    alarms: tuple[Alarm, ...]
+    """Without one that is the headline."""
+    progress: tuple[Progress, ...]
+    lines: tuple[Line, ...]
+    curves: tuple[Curve, ...]
+    sessions: tuple[AttemptDone, ...]
+    """The newest sessions, newest first."""
+    legend: tuple[tuple[str, str], ...]
+
+
+LEGEND = {
+    "failed": "something broke: no reward, and not trained on",
+    "without signal": "all attempts at a task earned the same: nothing to learn",
+    "timed out": "out of time or turns, graded as it stood",
+    "mean reward, solve rate": f"of the last {RECENT} groups; solved is reward 1",
+    "group": "all attempts at one task",
+    "lag": "steps between the weights that sampled and those that learn",
+    "k3": "how far trainer and engine are apart; above 0.01 is alarming",
+    "entropy": "how freely the model chooses its words, in nats a token",
+    "slots": "groups under way or waiting for the trainer",
+    "truncated": "share of tokens whose importance weight was cut",
+}
+"""The most important first: a small screen shows only some."""
+
+
+HEADLINES = {"failing": "failing", "signal": "no signal"}
+"""Alarms that say what is going on, by name -> what they are called then."""
+
+
+def describe(view: RunView, lag_bound: int) -> Page:
+    active = view.alarms.active
+    return Page(
+        headline=headline(view),
+        alarms=tuple(alarm for name, alarm in active.items() if name not in HEADLINES),
+        progress=tuple(_progress(view)),
+        lines=tuple(_lines(view, lag_bound)),
+        curves=tuple(_curves(view)),
+        sessions=tuple(reversed(view.newest_sessions)),
+        legend=tuple(LEGEND.items()) if view.newest_sessions else (),
+    )
+
+
+def headline(view: RunView) -> Line:
+    """What is going on."""
+    if view.finished:
+        return Line("finished", f"version {view.live or 0} is the last", "good")
+    for name, label in HEADLINES.items():
+        if (alarm := view.alarms.active.get(name)) is not None:
+            return Line(label, str(alarm), "bad")
+    if view.evaluating is not None:
+        return Line("evaluating", f"{view.evaluating.split} tasks, {when(view.evaluating.stage)}")
+    if view.reward_curve:
+        return Line("learning", _rise(view), "good")
+    if view.groups.done and not view.groups.with_signal:
+        return Line("sampling", no_difference(view))
+    if view.ended:
+        return Line("sampling", "sessions end; the trainer waits for its first batch")
+    if view.running:
+        return Line("sampling", f"the first {view.running} sessions are under way")
+    if view.loss is not None:
+        first = view.loss_curve[0] if view.loss_curve else view.loss
+        return Line("learning", f"loss {first:.3f} at first, {view.loss:.3f} now", "good")
+    return Line("starting", "model, workers and trainer are being made ready")
+
+
+def _rise(view: RunView) -> str:
+    steps = len(view.reward_curve)
+    if steps == 1:
+        return f"mean reward {view.reward_curve[0]:.2f} in the first step"
+    span = max(1, min(5, steps // 2))
+    first, last = (
+        sum(part) / span for part in (view.reward_curve[:span], view.reward_curve[-span:])
+    )
+    return f"mean reward {first:.2f} at first, {last:.2f} now"
+
+
+def no_difference(view: RunView) -> str:
+    """Why there is nothing to learn from, while no group had a difference."""
+    earned, count = view.groups.earned, view.groups.done
+    if not earned:
+        return f"no group had a difference yet: in {count} all attempts failed"
+    every = f"all attempts earned {min(earned):g}" if len(earned) == 1 else "all earned the same"
+    return f"no group had a difference yet: in each of {count} {every}"
+
+
+def when(stage: str) -> str:
+    """Of an evaluation, by the stage that made the version."""
+    return "before any training" if stage == "start" else f"after {stage}"
+
+
+def _progress(view: RunView) -> Iterator[Progress]:
+    count = f" {view.done}/{view.steps}" if view.steps else ""
+    yield Progress(view.stage + count, view.done, view.steps, view.eta_s)
+    if (doing := view.evaluating) is not None:
+        what = f"{doing.split} {doing.done}/{doing.total}, {doing.solved} solved"
+        yield Progress(what, doing.done, doing.total, view.eval_eta_s)
+
+
+def _lines(view: RunView, lag_bound: int) -> Iterator[Line]:
+    if view.ended or (view.running and view.evaluating is None):
+        yield Line("sessions", sessions(view))
+        speed = f"{view.sessions_per_s:.1f} sessions/s, {view.running} under way"
+        count, useful = view.groups.done, view.groups.with_signal
+        yield Line("groups", f"{count} done, {useful} with a difference   {speed}")
+    if view.failure is not None and "failing" not in view.alarms.active:
+        ago = clock(view.now - view.failure.t)
+        yield Line("newest error", f"{ago} ago, {view.failure.id}: {view.failure.error}", "bad")
+    if view.mean_reward is not None and view.solve_rate is not None:
+        yield Line("mean reward", f"{view.mean_reward:.3f}   solve rate {view.solve_rate:.1%}")
+    yield from _evaluations(view)
+    yield from _learning(view, lag_bound)
+    yield from _regions(view)
+
+
+def sessions(view: RunView) -> str:
+    """How those of training ended."""
+    ended = view.ended
+    return (
+        f"{ended['done']} finished, {ended['failed']} failed, {ended['timeout']} timed out, "
+        f"{view.groups.sessions_without} without signal"
+    )
+
+
+def _evaluations(view: RunView) -> Iterator[Line]:
+    for split in dict.fromkeys(split for _, split in view.evals):
+        results = [(stage, r) for (stage, of), r in view.evals.items() if of == split]
+        earlier = "".join(f"{r.solved / r.total:.1%} {when(s)}, " for s, r in results[:-1])
+        stage, last = results[-1]
+        yield Line(f"{split} solved", f"{earlier}{_result(last)} {when(stage)}")
+
+
+def share(solved: int, total: int, low: float, high: float) -> str:
+    return f"{solved / total:.1%} ({low:.1%} - {high:.1%}) {solved}/{total}"
+
+
+def _result(event: EvalDone) -> str:
+    return share(event.solved, event.total, event.low, event.high)
+
+
+def _learning(view: RunView, lag_bound: int) -> Iterator[Line]:
+    step, (active, capacity) = view.step, view.window_slots
+    slots = f"   slots {active} of {capacity}" if capacity else ""
+    if view.lag is not None:
+        bounds = f"{view.lag} now, {view.lag_max} at most, {lag_bound} allowed"
+        yield Line("lag", bounds + slots)
+    if view.loss is not None:
+        busy = f"{view.trainer_busy:.0%} busy   " if view.trainer_busy is not None else ""
+        gradient = f"   gradient {step.grad_norm:.2f}" if step else ""
+        speed = f"   {view.tokens_per_s:,.0f} tokens/s" if view.tokens_per_s is not None else ""
+        mfu = f"   {step.mfu:.1%} MFU" if step and step.mfu is not None else ""
+        yield Line("trainer", f"{busy}loss {view.loss:.4f}{gradient}{speed}{mfu}")
+    if step is not None:
+        routers = (
+            f"   router mismatch {step.router_mismatch_frac:.2%}"
+            if step.router_mismatch_frac is not None
+            else ""
+        )
+        yield Line(
+            "policy",
+            f"entropy {step.entropy:.3f}   k3 {step.k3_mean:.5f}   truncated "
+            f"{step.truncated_frac:.1%}, zero gradient {step.zero_grad_frac:.1%}{routers}",
+        )
+
+
+def _regions(view: RunView) -> Iterator[Line]:
+    regions = view.regions
+    if len(regions) > FEW_REGIONS:
+        versions = [region.version for region in regions.values()]
+        busy = sum(region.busy for region in regions.values()) / len(regions)
+        running = sum(region.running for region in regions.values())
+        waiting = sum(region.waiting for region in regions.values())
+        text = f"versions {min(versions)} to {max(versions)}   {busy:.0%} busy"
+        yield Line(f"{len(regions)} workers", f"{text}   {running} running, {waiting} waiting")
+        return
+    for name, region in regions.items():
+        version = f"version {region.version}" if region.version >= 0 else "no weights yet"
+        load = f"{region.busy:.0%} busy   {region.running} running, {region.waiting} waiting"
+        yield Line(name, f"{version}   {load}")
+
+
+def _curves(view: RunView) -> Iterator[Curve]:
+    if view.reward_curve:
+        low, high = min(0.0, *view.reward_curve), max(1.0, *view.reward_curve)
+        yield Curve("mean reward", view.reward_curve, low, high)
+        yield Curve("solve rate", view.solve_curve, 0.0, 1.0)
+    if view.entropy_curve:
+        yield Curve("entropy", view.entropy_curve, 0.0, max(view.entropy_curve))
+    if view.loss_curve:
+        yield Curve("loss", view.loss_curve, min(view.loss_curve), max(view.loss_curve))
+
+
+def clock(seconds: float) -> str:
+    minutes = int(seconds) // 60
+    hours = f"{minutes // 60}:{minutes % 60:02d}" if minutes >= 60 else f"{minutes}"
+    return f"{hours}:{int(seconds) % 60:02d}"
+
+
+class Teller:
+    """What is worth a line of a log, event by event."""
+
+    def __init__(self) -> None:
+        self._told: float | None = None
+        self._told_ends = 0
+        self._errors: set[str] = set()
+
+    def tell(self, t: float, event: Event, view: RunView, begun: Sequence[Alarm]) -> Iterator[str]:
+        """The lines for an event that the view has applied."""
+        if line := event_line(event, view):
+            to_go = isinstance(event, FitStep | StepDone) and view.eta_s
+            yield line + (f"  {clock(to_go)} to go" if to_go else "")
+        yield from (f"alarm: {alarm}" for alarm in begun)
+        if isinstance(event, AttemptDone) and event.error and self._is_news(event.error):
+            yield f"session {event.id} failed: {event.error}"
+        ends, pause_s = view.ended.total(), TELL_SELDOM_S if view.step else TELL_S
+        if self._told is None:
+            self._told = t if ends else None
+        elif t > self._told + pause_s and ends > self._told_ends:
+            self._told, self._told_ends = t, ends
+            yield self._summary(view)
+
+    def _is_news(self, error: str) -> bool:
+        if error in self._errors or len(self._errors) == TELL_ERRORS:
+            return False
+        self._errors.add(error)
+        return True
+
+    def _summary(self, view: RunView) -> str:
+        told = f"sessions: {sessions(view)}"
+        if view.groups.done and not view.groups.with_signal:
+            told += f"; {no_difference(view)}"
+        if view.failure is not None:
+            told += f"; newest error: {view.failure.error}"
+        return told
+
+
+def event_line(event: Event, view: RunView) -> str | None:
+    """An event as a line, if it is worth one."""
+    match event:
+        case StageStarted():
+            before = f", {event.done} steps of it were done before" if event.done else ""
+            return f"{event.stage} begins{before}"
+        case ProcessHeard():
+            return f"the {event.process} is heard again after {event.seconds:.0f} s of silence"
+        case StageDone():
+            return f"{event.stage} is done after {event.seconds:.0f} s: version {event.version}"
+        case FitStep() if event.step % 25 == 0 or event.step == event.steps:
+            speed = f"{event.tokens_per_s:,.0f} tokens/s"
+            seen = "".join(f"  {name} {value:.3f}" for name, value in event.metrics.items())
+            return (
+                f"{event.stage} step {event.step}/{event.steps}  loss {event.loss:.3f}{seen}  "
+                f"{speed}"
+            )
+        case OverlongSkipped():
+            return (
+                f"{event.stage} leaves out {event.count} sessions that are too long: "
+                f"{', '.join(event.where)} ..."
+            )
+        case StepDone():
+            return _step_line(event, view.solve_rate)
+        case EvalDone():
+            return f"{event.split} tasks solved {when(event.stage)}: {_result(event)}"
+        case _:
+            return None
+
+
+def _step_line(event: StepDone, solve_rate: float | None) -> str:
+    reward = f"  mean reward {event.reward:.3f}" if event.reward is not None else ""
+    reward += f"  solve rate {solve_rate:.1%}" if solve_rate is not None else ""
+    teacher = f"  KL to the teacher {event.teacher_kl:.3f}" if event.teacher_kl is not None else ""
+    return (
+        f"version {event.step}  loss {event.loss:+.4f}{reward}  lag {event.lag}  "
+        f"entropy {event.entropy:.3f}  k3 {event.k3_mean:.5f}{teacher}  "
+        f"{event.seconds:.2f} s after {event.wait_s:.2f} s of waiting"
+    )

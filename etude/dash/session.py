@@ -1,0 +1,109 @@
+"""A session as a person reads it: who said what, long outputs shortened in their middle, and what
+it was worth."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from etude.core.types import Json, Score, Trajectory
+
+LONG = 40
+"""Lines of a text that are shown; of a longer one the first and the last."""
+LONG_LINE = 400
+"""Characters of a line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One thing that was said, and by whom: `system`, `user`, `model`, `call`, `tool`, `score`,
+    `error`, `raw` (the bare text of recorded tokens)."""
+
+    who: str
+    text: str
+
+
+def read_session(t: Trajectory, decode: Callable[[Sequence[int]], str] | None) -> list[Block]:
+    """`decode` turns recorded tokens into text, for sessions whose agent left no messages."""
+    return [*said(t.messages), *(_recorded(t, decode) if not t.messages else ()), *_outcome(t)]
+
+
+def said(messages: Sequence[dict[str, Json]]) -> Iterator[Block]:
+    for message in messages:
+        role, content = str(message.get("role", "?")), message.get("content")
+        who = {"assistant": "model"}.get(role, role)
+        calls = [_call(call) for call in message.get("tool_calls") or ()]
+        text = _plain(content)
+        if text or not calls:
+            yield Block(who, shorten(text or "(says nothing)"))
+        yield from (Block("call", shorten(call)) for call in calls)
+
+
+def _recorded(t: Trajectory, decode: Callable[[Sequence[int]], str] | None) -> Iterator[Block]:
+    for number, segment in enumerate(t.segments if decode else ()):
+        assert decode is not None
+        where = f" {number}" if len(t.segments) > 1 else ""
+        yield Block(f"raw{where}", shorten(decode((*segment.prompt, *segment.tokens))))
+
+
+def _outcome(t: Trajectory) -> Iterator[Block]:
+    if t.status == "timeout":
+        yield Block("timed out", "out of time or turns; graded as it stood")
+    if t.score is not None:
+        yield Block("score", score_text(t.score))
+    if t.error is not None:
+        yield Block("error", "\n".join(filter(None, (t.error, t.traceback))))
+
+
+def score_text(score: Score) -> str:
+    lines = [f"reward {score.reward:g}"]
+    for part in score.parts:
+        evidence = shorten(part.evidence).replace("\n", "\n    ")
+        lines.append(f"{part.name} {part.value:g}" + (f": {evidence}" if evidence else ""))
+    lines += [f"flag: {flag}" for flag in score.flags]
+    for credit in score.credit:
+        turn = "" if credit.turn is None else f", turn {credit.turn}"
+        lines.append(f"credit {credit.value:g} for segment {credit.segment}{turn}")
+    return "\n".join(lines)
+
+
+def shorten(text: str) -> str:
+    """The first and the last lines of a long text."""
+    lines = [
+        line if len(line) <= LONG_LINE else f"{line[:LONG_LINE]} ... ({len(line)} characters)"
+        for line in text.rstrip().split("\n")
+    ]
+    if len(lines) > LONG:
+        half = LONG // 2
+        cut = len(lines) - 2 * half
+        lines = [*lines[:half], f"... ({cut} lines left out) ...", *lines[-half:]]
+    return "\n".join(lines)
+
+
+def _plain(content: Json) -> str:
+    """The text of a message, which may come in parts."""
+    if isinstance(content, list):
+        return "\n".join(
+            str(part.get("text", f"({part.get('type')})")) if isinstance(part, dict) else str(part)
+            for part in content
+        )
+    return "" if content is None else str(content)
+
+
+def _call(call: Json) -> str:
+    """As Python would write it, if its arguments can be read."""
+    function = call.get("function", {}) if isinstance(call, dict) else {}
+    name, given = function.get("name", "?"), function.get("arguments", "")
+    try:
+        arguments = json.loads(given) if isinstance(given, str) else given
+    except ValueError:
+        return f"{name}({given})"
+    if not isinstance(arguments, dict):
+        return f"{name}({given})"
+    short = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+    if len(short) <= 100 and "\\n" not in short:
+        return f"{name}({short})"
+    # long texts, such as a file, are read as they are and not as one line with escapes
+    parts = "\n".join(f"  {key} = {_plain(value)}" for key, value in arguments.items())
+    return f"{name}(\n{parts}\n)"

@@ -1,0 +1,242 @@
+"""`etude sessions` and `etude show`, on stores that were written by hand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from etude.commands.sessions import Choice, find_sessions, sessions
+from etude.commands.show import show
+from etude.core.config import parse
+from etude.core.errors import EtudeError
+from etude.core.events import EVENTS, AttemptDone
+from etude.core.ledger import Batched, Issued
+from etude.core.sampling import VersionSpan
+from etude.core.types import Cost, Group, Part, Score, Segment, Trajectory
+from etude.dash.session import LONG, Block, read_session, said, shorten
+from etude.model.directory import MODEL_FILES
+from etude.run.loop import attempt_done
+from etude.store.rollouts import RolloutLog, group_rows
+from etude.store.runs import Run
+from tests.small_model import small_files
+
+CALL = {"id": "1", "type": "function", "function": {"name": "edit", "arguments": '{"line": 2}'}}
+MESSAGES = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": [{"type": "text", "text": "fix area.py"}]},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "1", "content": "ok"},
+]
+
+
+def trajectory(id: str, reward: float, task: str = "t1") -> Trajectory:
+    score = Score(reward, parts=(Part("checks", 3.0, evidence="3 of 4\nline 7"),), flags=("odd",))
+    return Trajectory(
+        id=id,
+        task=task,
+        group=id.partition(".")[0],
+        segments=(),
+        score=score,
+        status="done",
+        messages=MESSAGES,
+        cost=Cost(seconds=1.5),
+    )
+
+
+def failed(id: str, tokens: tuple[int, ...] = ()) -> Trajectory:
+    count = len(tokens)
+    segment = Segment(
+        prompt=(1,),
+        tokens=tokens,
+        mask=(True,) * count,
+        logprobs=(-1.0,) * count,
+        versions=(VersionSpan(0, count),),
+    )
+    return replace(
+        trajectory(id, 0.0),
+        score=None,
+        status="failed",
+        error="agent: KeyError in agent.py, line 4: 'x'",
+        traceback="Traceback:\n  agent.py, line 4",
+        messages=[],
+        segments=(segment,) if tokens else (),
+    )
+
+
+def group(number: int, *trajectories: Trajectory, task: str = "t1") -> Group:
+    name = f"g{number:06d}"
+    return Group(id=name, task=task, slot=number, admitted=0, trajectories=trajectories)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """A settled group, one that waits, an evaluation, and an attempt of a group under way."""
+    run = Run.open(f"file:{tmp_path}")
+    run.put_config(parse('name = "x"\n[[stage]]\nkind = "rl"\nsteps = 1\n'))
+    for name, data in small_files().items():
+        run.put_model_file(name, data)
+    settled = group(1, trajectory("g000001.0", 1.0), trajectory("g000001.1", 0.25))
+    waiting = group(2, trajectory("g000002.0", 0.5, "t2"), failed("g000002.1", (7, 8, 9)))
+    evaluated = [trajectory("eval-0-heldout.h1", 0.75, "h1")]
+    events = run.events("controller", EVENTS)
+    for each in (settled, waiting):
+        run.put_group(each)
+        events.append(*(attempt_done(t, "train") for t in each.trajectories))
+    key = run.put_eval_sessions("000000.heldout", evaluated)
+    log = RolloutLog(run.objects)
+    log.append([replace(row, step=1) for row in group_rows(settled)])
+    log.put_evaluation("000000.heldout", evaluated, stage="start", split="heldout", object=key)
+    events.append(attempt_done(replace(failed("g000003.0"), error="sandbox: no room"), "train"))
+    events.flush()
+    return run
+
+
+def printed(run: Run, **chosen: object) -> str:
+    console = Console(record=True, width=160, quiet=False)
+    path = Path(run.objects.url.removeprefix("file:"))
+    sessions(path, console, Choice(**chosen), as_json=False)  # type: ignore[arg-type]
+    return console.export_text()
+
+
+def test_all_sessions_are_found_whatever_became_of_them(run: Run) -> None:
+    found, damage = find_sessions(run)
+    assert damage == []
+    assert {each.id: (each.became, each.object) for each in found} == {
+        "g000001.0": ("step 1", "groups/g000001"),
+        "g000001.1": ("step 1", "groups/g000001"),
+        "g000002.0": ("waits", "groups/g000002"),
+        "g000002.1": ("waits", "groups/g000002"),
+        "eval-0-heldout.h1": ("evaluation", "evals/000000.heldout.sessions"),
+        "g000003.0": ("under way", None),
+    }
+
+
+def test_the_best_is_shown_whole(run: Run) -> None:
+    text = printed(run, best=True)
+    assert text.index("g000001.0") < text.index("eval-0-heldout.h1") < text.index("g000002.0")
+    for words in (
+        "system    be brief",
+        "user      fix area.py",
+        "call      edit(line=2)",
+        "tool      ok",
+        "score     reward 1",
+        "checks 3: 3 of 4",
+        "flag: odd",
+    ):
+        assert words in text, words
+    assert "g000003.0" not in text, "it has no reward"
+
+
+def test_failures_have_their_error_and_what_the_model_said(run: Run) -> None:
+    text = printed(run, failed=True, count=2)
+    assert "2 of 2 sessions like that, of 6" in text
+    newest, older = text.index("g000003.0, train task"), text.index("g000002.1, train task")
+    assert newest < older
+    assert "error     sandbox: no room" in text and "is not stored" in text
+    assert "error     agent: KeyError in agent.py, line 4: 'x'\n          Traceback:" in text
+    assert "raw       " in text[older:], "the agent left no messages, the recorder did"
+
+
+def test_by_task_and_by_name(run: Run) -> None:
+    assert "1 of 1 sessions like that" in printed(run, task="t2")
+    assert "g000001.1, train task t1" in printed(run, id="g000001.1")
+    with pytest.raises(EtudeError, match="none of the 6 sessions .* tasks are h1, t1, t2"):
+        printed(run, task="t9")
+
+
+def test_as_json(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    path = Path(run.objects.url.removeprefix("file:"))
+    sessions(path, Console(stderr=True), Choice(best=True, count=2), as_json=True)
+    first, second = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (first["id"], first["reward"]) == ("g000001.0", 1.0)
+    assert first["session"]["messages"] == MESSAGES
+    assert second["session"]["score"]["parts"][0]["evidence"] == "3 of 4\nline 7"
+
+
+def test_a_damaged_group_is_named_and_the_others_are_read(run: Run) -> None:
+    run.objects.put("groups/g000002", b"something else")
+    found, damage = find_sessions(run)
+    assert len(damage) == 1 and "groups/g000002" in damage[0]
+    (lost,) = (each for each in found if each.id == "g000002.0")
+    assert lost.object is None and lost.reward == 0.5, "what its event tells"
+    run.objects.put("rollouts/0000000000.parquet", b"something else")
+    found, damage = find_sessions(run)
+    assert len(damage) == 2
+    assert {each.id for each in found} >= {"g000001.0", "g000001.1"}, "from their group"
+
+
+def test_a_run_without_sessions(tmp_path: Path) -> None:
+    Run.open(f"file:{tmp_path}").put_config(
+        parse('name = "x"\n[[stage]]\nkind = "rl"\nsteps = 1\n')
+    )
+    with pytest.raises(EtudeError, match="holds no sessions yet"):
+        sessions(tmp_path, Console(quiet=True), Choice(), as_json=False)
+
+
+def test_arguments_are_written_as_python_would_and_long_ones_as_they_are() -> None:
+    def call(arguments: object) -> list[Block]:
+        function = {"name": "write", "arguments": arguments}
+        return [*said([{"role": "assistant", "tool_calls": [{"function": function}]}])]
+
+    assert call('{"path": "a.py"}') == [Block("call", "write(path='a.py')")]
+    assert call('{"path": ') == [Block("call", 'write({"path": )')]
+    (long,) = call(json.dumps({"path": "a.py", "text": "one\ntwo"}))
+    assert long.text == "write(\n  path = a.py\n  text = one\ntwo\n)"
+    assert [*said([{"role": "assistant", "content": ""}])] == [Block("model", "(says nothing)")]
+
+
+def test_long_outputs_lose_their_middle() -> None:
+    short = shorten("\n".join(map(str, range(LONG + 5))))
+    assert "... (5 lines left out) ..." in short and short.endswith(f"\n{LONG + 4}")
+    assert shorten("x" * 1000).endswith("... (1000 characters)")
+    assert shorten("a\nb") == "a\nb"
+
+
+def test_a_session_that_ran_out_of_time_says_so() -> None:
+    late = replace(trajectory("g.0", 0.0), status="timeout")
+    assert [block.who for block in read_session(late, None)] == [
+        "system", "user", "call", "tool", "timed out", "score",
+    ]  # fmt: skip
+
+
+def shown(path: Path) -> tuple[bool, str]:
+    console = Console(record=True, width=160)
+    return show(path, console), console.export_text()
+
+
+def test_a_damaged_run_is_shown_with_what_is_missing(run: Run, tmp_path: Path) -> None:
+    run.ledger.append(
+        Issued(group="g000001", task="t1", samples=("g000001.0",), version=0, epoch=0),
+        Batched(step=1, samples=("g000001.0",)),
+    )
+    run.objects.delete("groups/g000001")
+    run.objects.delete(f"model/{MODEL_FILES[1]}")
+    run.objects.put("evals/000001.heldout.json", b"nothing")
+    whole, text = shown(tmp_path)
+    assert not whole
+    for words in (
+        "model/tokenizer.json is not there",
+        "batches/000001",
+        "groups/g000001",
+        "evals/000001.heldout.json",
+        "1 groups",
+    ):
+        assert words in text, words
+    run.objects.delete("config.json")
+    assert "config.json is not there" in shown(tmp_path)[1]
+
+
+def test_an_empty_directory_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(EtudeError, match="holds no run"):
+        shown(tmp_path)
+
+
+def test_an_event_of_an_attempt_holds_its_outcome() -> None:
+    assert attempt_done(trajectory("g.0", float("nan")), "train").reward is None
+    assert attempt_done(trajectory("g.0", 0.5), "novel") == AttemptDone(
+        id="g.0", task="t1", split="novel", status="done", reward=0.5, error=None, seconds=1.5
+    )
