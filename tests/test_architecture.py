@@ -410,6 +410,13 @@ def test_links_lead_somewhere(document: str) -> None:
     assert not dead
 
 
+def test_the_readme_names_every_page() -> None:
+    text = (ROOT / "README.md").read_text()
+    more = text[text.index("## More") :]
+    pages = [str(page.relative_to(ROOT)) for page in [*ROOT.glob("docs/*.md"), *ROOT.glob("*.md")]]
+    assert [page for page in pages if page != "README.md" and f"]({page})" not in more] == []
+
+
 @pytest.mark.parametrize(
     "document", ["README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/design.md"]
 )
