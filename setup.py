@@ -22,6 +22,7 @@ setup(
             depends=["etude/engine/native.h", "etude/engine/pass.h"],
             extra_compile_args=["-O3", "-fopenmp", "-Wno-psabi"],
             extra_link_args=["-fopenmp"],
+            libraries=["m"],
             optional=True,
             py_limited_api=True,
         ),

@@ -384,6 +384,20 @@ def test_every_module_says_what_it_is() -> None:
     assert all((PACKAGE / name / "__init__.py").exists() for name in packages())
 
 
+def test_what_is_not_code_is_packaged() -> None:
+    """Whoever installs a wheel has only what setuptools is told of: files of packages, by name."""
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    names = setuptools["package-data"]["*"]
+    files = [path for path in PACKAGE.rglob("*") if path.is_file()]
+    lost = [
+        str(path.relative_to(ROOT))
+        for path in files
+        if path.suffix not in {".py", ".pyc", ".c", ".h", ".so"}
+        and not ((path.parent / "__init__.py").exists() and any(map(path.match, names)))
+    ]
+    assert not lost
+
+
 def test_package_inits_hold_only_a_docstring() -> None:
     assert [
         str(m.path)
