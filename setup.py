@@ -1,5 +1,9 @@
-"""Optional C extensions; without a compiler the Python fallbacks run. All else is in
-pyproject.toml."""
+"""Optional C libraries; without a compiler the Python fallbacks run. All else is in
+pyproject.toml.
+
+They are loaded by ctypes and know nothing of Python, so one wheel serves every Python from 3.11 on:
+it is named like one for the limited API, and so are the libraries in it.
+"""
 
 from setuptools import Extension, setup
 
@@ -10,6 +14,7 @@ setup(
             ["etude/weights/delta.c"],
             extra_compile_args=["-O3"],
             optional=True,
+            py_limited_api=True,
         ),
         Extension(
             "etude.engine._native",
@@ -17,7 +22,10 @@ setup(
             depends=["etude/engine/native.h", "etude/engine/pass.h"],
             extra_compile_args=["-O3", "-fopenmp", "-Wno-psabi"],
             extra_link_args=["-fopenmp"],
+            libraries=["m"],
             optional=True,
+            py_limited_api=True,
         ),
-    ]
+    ],
+    options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

@@ -6,7 +6,23 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
+from etude import __version__
 from etude.core.types import EVAL_SPLITS
+
+BENCHMARKS = {
+    "delta": "weight deltas: size, and speed of one core at making and applying them",
+    "edits": "speculative edits: forward passes over real edits, and time",
+    "engine": "the engine's throughput, beside transformers on the same weights",
+    "engine_cuda": "the engine on a CUDA device: tokens per second, share of the roofline",
+    "invariance": "batch invariance: what it costs at 1, 64 and 256 requests at once",
+    "lag": "staleness: the demo's rl with a lag of 0, 2 and 8, and every correction",
+    "loop": "asynchrony: the same work with max_lag 0 and 2",
+    "publish": "weight updates while a model is trained, every version checked",
+    "replay": "router replay: a sparse model whose engine computes in another precision",
+    "train": "the trainer's throughput: steps of rl as a run takes them",
+    "trl": "beside TRL's GRPOTrainer on the same task (make bench-trl)",
+}
+"""The modules of `etude.bench`, each with what it measures."""
 
 AddCommand = Callable[..., argparse.ArgumentParser]
 """(name, help, json_text=..) -> the parser of a new command"""
@@ -17,6 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="etude", description="Train a coding model on your own product."
     )
+    parser.add_argument("--version", action="version", version=f"etude {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add(name: str, text: str, *, json_text: str | None = None) -> argparse.ArgumentParser:
@@ -142,8 +159,18 @@ def _add_inspection(add: AddCommand) -> None:
         "path", type=Path, metavar="RUN|CHECKPOINT", help="a checkpoint is RUN/checkpoints/NAME"
     )
 
+    keys_parser = add("keys", "the keys of a run's config: type, default and meaning")
+    keys_parser.add_argument(
+        "path", nargs="?", metavar="PATH", help="a table or a key, such as stage.rl or stage.rl.lr"
+    )
+    keys_parser.add_argument("--markdown", action="store_true", help="all of them, as a page")
+
     bench_parser = add("bench", "run a benchmark", json_text="end with one line of JSON")
-    bench_parser.add_argument("name", metavar="NAME", help="a module of etude.bench")
+    bench_parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    bench_parser.epilog = "benchmarks:\n" + "\n".join(
+        f"  {name:14} {text}" for name, text in BENCHMARKS.items()
+    )
+    bench_parser.add_argument("name", metavar="NAME", help="one of the list below")
     bench_parser.add_argument(
         "--model", metavar="DIR", help="engine, publish, edits: a Hugging Face directory"
     )

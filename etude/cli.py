@@ -15,7 +15,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from etude.arguments import build_parser
+from etude.arguments import BENCHMARKS, build_parser
 from etude.core.errors import EtudeError
 
 if TYPE_CHECKING:
@@ -213,20 +213,22 @@ def weights(args: argparse.Namespace) -> int:
     return code
 
 
+def keys(args: argparse.Namespace) -> int:
+    from etude.commands.keys import markdown, show
+
+    if args.markdown:
+        sys.stdout.write(markdown())
+    else:
+        show(args.path, _console(False))
+    return 0
+
+
 def bench(args: argparse.Namespace) -> int:
-    try:
-        module = importlib.import_module(f"etude.bench.{args.name}")
-    except ModuleNotFoundError as e:
-        if e.name != f"etude.bench.{args.name}":
-            raise
-        known = sorted(
-            p.name[:-3]
-            for p in resources.files("etude.bench").iterdir()
-            if p.name[:1] != "_" and p.name[-3:] == ".py"
-        )
+    if args.name not in BENCHMARKS:
         raise EtudeError(
-            f"there is no benchmark {args.name}: choose one of {', '.join(known)}"
-        ) from e
+            f"there is no benchmark {args.name}: choose one of {', '.join(BENCHMARKS)}"
+        )
+    module = importlib.import_module(f"etude.bench.{args.name}")
     names = ("pairs", "model", "steps", "repo")
     options = {name: value for name in names if (value := getattr(args, name)) is not None}
     if foreign := options.keys() - inspect.signature(module.run).parameters.keys():
@@ -285,6 +287,7 @@ COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "audit": audit,
     "show": show,
     "sessions": sessions,
+    "keys": keys,
     "bench": bench,
 }
 

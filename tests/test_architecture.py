@@ -387,6 +387,20 @@ def test_every_module_says_what_it_is() -> None:
     assert all((PACKAGE / name / "__init__.py").exists() for name in packages())
 
 
+def test_what_is_not_code_is_packaged() -> None:
+    """Whoever installs a wheel has only what setuptools is told of: files of packages, by name."""
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    names = setuptools["package-data"]["*"]
+    files = [path for path in PACKAGE.rglob("*") if path.is_file()]
+    lost = [
+        str(path.relative_to(ROOT))
+        for path in files
+        if path.suffix not in {".py", ".pyc", ".c", ".h", ".so"}
+        and not ((path.parent / "__init__.py").exists() and any(map(path.match, names)))
+    ]
+    assert not lost
+
+
 def test_package_inits_hold_only_a_docstring() -> None:
     assert [
         str(m.path)
@@ -411,6 +425,13 @@ def test_links_lead_somewhere(document: str) -> None:
     links = [link for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) if "://" not in link]
     dead = [link for link in links if not ((ROOT / document).parent / link).exists()]
     assert not dead
+
+
+def test_the_readme_names_every_page() -> None:
+    text = (ROOT / "README.md").read_text()
+    more = text[text.index("## More") :]
+    pages = [str(page.relative_to(ROOT)) for page in [*ROOT.glob("docs/*.md"), *ROOT.glob("*.md")]]
+    assert [page for page in pages if page != "README.md" and f"]({page})" not in more] == []
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from etude import __version__
+from etude.arguments import BENCHMARKS
 from etude.cli import main
 from etude.core.config import parse
 from etude.store.runs import Run
@@ -124,6 +126,21 @@ def test_fresh_removes_nothing_but_a_run(etude: Etude, tmp_path: Path) -> None:
 
 def test_an_unknown_benchmark(etude: Etude) -> None:
     refused(etude("bench", "speed"), "there is no benchmark speed", "loop")
+
+
+def test_the_help_lists_every_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = Path(__file__).parents[1] / "etude" / "bench"
+    assert {path.stem for path in folder.glob("[!_]*.py")} == set(BENCHMARKS)
+    with pytest.raises(SystemExit):
+        main(["bench", "--help"])
+    said = capsys.readouterr().out
+    assert all(f"  {name} " in said and text in said for name, text in BENCHMARKS.items())
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert (ended.value.code, capsys.readouterr().out) == (0, f"etude {__version__}\n")
 
 
 def test_a_full_disk_leaves_nothing_that_a_later_run_trips_over(tmp_path: Path) -> None:

@@ -40,7 +40,9 @@ class ModelConfig(Config):
     """The shape of a fresh model, or the directory of one to start from."""
 
     hidden_size: Count = 128
+    """Width of the residual stream."""
     num_layers: Count = 4
+    """Transformer layers."""
     num_heads: Count = 4
     """Query heads; they divide hidden_size."""
     num_kv_heads: Count = 2
@@ -50,6 +52,7 @@ class ModelConfig(Config):
     max_context: Annotated[int, Field(ge=2)] = 512
     """Tokens of the longest session, prompt included."""
     vocab_size: Count = 512
+    """Tokens of the vocabulary, which is learnt from the built-in corpus."""
     path: str | None = None
     """A Hugging Face directory to start from. The shape then comes from there; only max_context
     still counts."""
@@ -191,7 +194,9 @@ class RunConfig(Config):
     """The whole configuration of a run."""
 
     name: Name
+    """The run's name, and that of its directory under `runs/`."""
     seed: CountOrZero = 0
+    """The seed of fresh weights, tasks and sampling."""
     deterministic: bool = False
     """Every run with this seed gives the same weights, bit for bit. Slower; needs one region and
     max_lag = 0."""

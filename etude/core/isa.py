@@ -15,7 +15,6 @@ from __future__ import annotations
 import ctypes
 import os
 from enum import IntEnum
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 from etude.core.errors import EtudeError
@@ -34,9 +33,8 @@ class Isa(IntEnum):
 
 def load_library(directory: Path, name: str) -> ctypes.CDLL | None:
     """A shared library that `pip install` built, if the machine had a compiler."""
-    paths = (directory / f"{name}{suffix}" for suffix in EXTENSION_SUFFIXES)
-    found = next((path for path in paths if path.exists()), None)
-    return None if found is None else ctypes.CDLL(str(found))
+    path = directory / f"{name}.abi3.so"
+    return ctypes.CDLL(str(path)) if path.exists() else None
 
 
 def chosen_isa(best: int) -> Isa:

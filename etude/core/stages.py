@@ -65,6 +65,7 @@ class RopeScalingConfig(Config):
     """RoPE scaling: more positions than the model was trained with."""
 
     type: Literal["linear", "yarn"]
+    """How positions are stretched."""
     factor: Annotated[float, Field(gt=1, allow_inf_nan=False)]
     """Factor on the model's own context; model.max_context says how much of that is used."""
 
@@ -74,10 +75,13 @@ class MidtrainConfig(StageConfig):
 
     kind: Literal["midtrain"]
     steps: Count
+    """Optimizer steps."""
     batch_tokens: Count = 8192
     """Tokens of one optimizer step."""
     lr: Positive = 3e-3
+    """Learning rate."""
     weight_decay: NonNegative = 0.1
+    """Weight decay of the optimizer."""
     warmup_steps: CountOrZero = 20
     """Steps of learning-rate warm-up."""
     seq_len: Annotated[int, Field(ge=2)] = 256
@@ -87,6 +91,7 @@ class MidtrainConfig(StageConfig):
     sources: Annotated[tuple[SourceConfig, ...], Field(min_length=1, strict=False)] = (
         SourceConfig(path=BUILT_IN),
     )
+    """The documents to learn from, each source a table `[[stage.sources]]`."""
     heldout_frac: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the documents that is never trained on, by the hash of their text; their loss is
     reported."""
@@ -123,10 +128,13 @@ class SftConfig(StageConfig):
     overlong: Literal["error", "drop"] = "error"
     """What to do with a session that does not fit into the model's context."""
     max_epochs: Count = 10
+    """The most passes over the sessions."""
     patience: Count = 2
     """Epochs without a lower held-out loss before it stops."""
     batch_tokens: Count = 8192
+    """Tokens of one optimizer step."""
     lr: Positive = 1e-3
+    """Learning rate."""
 
     @model_validator(mode="after")
     def _something(self) -> SftConfig:
@@ -145,7 +153,9 @@ class DpoConfig(StageConfig):
     """Files of pairs (.jsonl; `*` stands for many): in every line `prompt` (messages), `chosen` and
     `rejected` (a message, several, or the text of one), and `tools` if there were any."""
     overlong: Literal["error", "drop"] = "error"
+    """What to do with a pair that does not fit into the model's context."""
     epochs: Count = 1
+    """Passes over the pairs."""
     batch_pairs: Count = 32
     """Pairs of one optimizer step."""
     beta: Positive = 0.1
@@ -155,13 +165,16 @@ class DpoConfig(StageConfig):
     """Log-probs are divided by the number of tokens, so that a long answer does not count more than
     a short one."""
     lr: Positive = 1e-5
+    """Learning rate."""
     warmup_steps: CountOrZero = 5
+    """Steps of learning-rate warm-up."""
 
 
 class RolloutStageConfig(StageConfig):
     """Keys of the stages that train on rollouts, which the engines sample while the stage runs."""
 
     steps: Count
+    """Optimizer steps; each makes a version of the weights."""
     groups_per_step: Count = 16
     """Groups that one optimizer step consumes."""
     group_size: Count = 4
@@ -173,6 +186,7 @@ class RolloutStageConfig(StageConfig):
     """How many of the oldest groups may be taken out of order, so that a straggler does not hold up
     the rest."""
     lr: Positive = 3e-4
+    """Learning rate."""
     warmup_steps: CountOrZero = 10
     """Steps of learning-rate warm-up: the first steps of Adam are as large as the rate allows."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -212,8 +226,12 @@ class EffortConfig(Config):
     turns (`core.effort`)."""
 
     scale: Positive
+    """Factor on the penalty, in units of reward."""
     k: Positive = 1.0
+    """How soon effort counts: the penalty of effort x is scale * ((1 + k x)^(1 - q) - 1) / (k (1 -
+    q))."""
     q: NonNegative = 0.5
+    """How concave the penalty is: 0 is linear, 1 logarithmic."""
     tokens: NonNegative = 0.0
     """Weight of a sampled token."""
     calls: NonNegative = 0.0
@@ -233,12 +251,14 @@ class RlConfig(RolloutStageConfig):
     group_size: Annotated[int, Field(ge=2)] = 8
     """Attempts at one task; they are each other's baseline."""
     advantage: str = "dr_grpo"
-    """The advantage estimator: how the rewards of a group become advantages."""
+    """The advantage estimator: how the rewards of a group become advantages. One of dr_grpo, rloo,
+    grpo, reinforce_plus_plus_baseline, self_imitation (docs/glossary.md)."""
     effort: EffortConfig | None = None
     """A penalty on what an attempt used, subtracted from its reward before advantages are
     estimated."""
     loss: str = "reinforce"
-    """The policy loss: one of LOSSES, or your own as "file.py:name" or "module:name"."""
+    """The policy loss: reinforce, ppo_clip, grpo, dr_grpo, dapo, gspo, cispo, or your own as
+    "file.py:name" or "module:name" (docs/your-own-loss.md)."""
     aggregate: Literal["token", "sequence", "constant"] | None = None
     """How token losses are aggregated: the mean of all, the mean of attempts' means, or a sum over
     a constant. None: the loss's own."""
@@ -246,6 +266,7 @@ class RlConfig(RolloutStageConfig):
     """Ratios below 1 - clip_low and above 1 + clip_high are clipped, by the losses that do. None:
     the loss's own."""
     clip_high: NonNegative | None = None
+    """See clip_low."""
     correction: (
         Literal["none", "truncated", "masked", "sequence_truncated", "sequence_masked"] | None
     ) = None
