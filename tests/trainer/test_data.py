@@ -191,6 +191,20 @@ def test_a_malformed_session_is_named(tmp_path: Path, record: object, message: s
         read_sessions(path, TOKENIZER, 256, "error")
 
 
+def test_a_session_that_the_template_refuses_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", session(1), session(2))
+    refusing = with_template("{{ raise_exception('not today') }}")
+    with pytest.raises(EtudeError, match=r"a\.jsonl:1: .*not today; repair the line"):
+        read_sessions(path, refusing, 256, "error")
+
+
+def test_a_session_may_begin_with_the_assistant(tmp_path: Path) -> None:
+    begun = {"messages": [{"role": "assistant", "content": "submit"}, *SESSION]}
+    found = read_sessions(write(tmp_path / "a.jsonl", begun, session(1)), TOKENIZER, 256, "error")
+    said = [counted(row) for row in found.train + found.heldout]
+    assert "submit<|end|>read<|end|>submit<|end|>" in said
+
+
 def pair(chosen: object, rejected: object) -> dict[str, object]:
     return {"prompt": SESSION[:3], "chosen": chosen, "rejected": rejected}
 
