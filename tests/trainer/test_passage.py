@@ -131,6 +131,28 @@ def test_the_first_rank_sweeps_what_was_never_committed(run: Run, rank: int) -> 
 
 
 @pytest.mark.parametrize(
+    ("kl_coef", "done", "expected"), [(0.1, 0, True), (0.1, 1, False), (0.0, 0, False)]
+)
+def test_the_reference_is_what_the_stage_began_with(
+    run: Run, monkeypatch: pytest.MonkeyPatch, kl_coef: float, done: int, expected: bool
+) -> None:
+    trainer = started(run)
+    trainer.config = parse(TOML, [f"stage.rl.kl_coef={kl_coef}"])
+    _, span = stage_spans(trainer.config.stage)
+    trainer.version = span.start + done
+    taken: list[int] = []
+    ran: list[float] = []
+
+    def run_steps(trainer: Trainer, span: StageSpan, stage: object, *, objective: Any) -> None:
+        ran.append(objective.kl_coef)
+
+    monkeypatch.setattr(trainer.learner, "snapshot", lambda: taken.append(trainer.version))
+    monkeypatch.setattr(stages, "run_steps", run_steps)
+    stages.rl(trainer, span)
+    assert bool(taken) == expected and ran == [kl_coef]
+
+
+@pytest.mark.parametrize(
     "stage",
     [
         'kind = "midtrain"\nsteps = 1\nheldout_path = "NONE"',
