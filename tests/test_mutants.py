@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.mutants.__main__ import Result, summary
 from tests.mutants.mutate import compiles, mutants
 
 
@@ -49,6 +50,7 @@ def test_plausible_mistakes(source: str, expected: set[str]) -> None:
         "parser.add_argument('--x', default=1, help='1')\n",
         "@dataclass(frozen=True)\nclass A:\n    x: int\n",
         "PATIENCE_S = 60.0\n",
+        "x = {'description': 'one event'}\n",
         "x = zip(a, b, strict=True)\n",
         "def f(wait_s=1.0, *, poll_s=2):\n    return wait_s\n",
     ],
@@ -74,3 +76,17 @@ def test_a_mistake_changes_its_own_place_and_no_other() -> None:
     source = "é = '€' + a\nx = b + c  # +\n".encode()
     (mutant,) = [each for each in mutants("a.py", source) if each.line == 2]
     assert mutant.apply(source).decode() == "é = '€' + a\nx = b - c  # +\n"
+
+
+def test_what_is_not_decided_is_counted_as_that() -> None:
+    outcomes = ["caught", "caught", "hangs", "survived", "not run", "partial"]
+    results = [
+        Result("a.py", line, "f", "x", f"y{line}", outcome) for line, outcome in enumerate(outcomes)
+    ]
+    said = summary(10, results, {results[3].key: "equivalent"})
+    assert said.splitlines()[-1] == (
+        "10 mutants: 3 caught, 2 survived (1 of them explained), 5 not decided; 60.0 % of those "
+        "decided are caught"
+    )
+    assert "  = equivalent" in said and "no test runs it" in said
+    assert summary(0, [], {}).startswith("0 mutants: 0 caught, 0 survived")

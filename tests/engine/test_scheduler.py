@@ -163,3 +163,17 @@ def test_the_classes_of_priority_in_order() -> None:
     for id, priority in enumerate(("batch", "standard", "interactive", "standard")):
         scheduler.add(sequence(id, 3, priority=priority))
     assert [s.id for s in scheduler.waiting] == ["2", "1", "3", "0"]
+
+
+def test_what_is_shared_needs_no_room_of_its_own() -> None:
+    blocks = BlockManager(6, SIZE)
+    scheduler = Scheduler(blocks, max_batch=3, max_batched_tokens=100)
+    shared = [1, 2, 3, 4] * 3
+    scheduler.add(in_sequence(request("0", [*shared, 5]), 0, 8))
+    assert advance(scheduler) == [("0", 13)]
+    scheduler.add(in_sequence(request("1", [*shared, 6]), 1, 8))
+    scheduler.add(in_sequence(request("2", [*shared, 7]), 2, 8))
+    # 2 are free: one for the second, and one that the first may need next; none for a third
+    assert advance(scheduler) == [("0", 1), ("1", 1)]
+    assert (scheduler.num_prompt_tokens, scheduler.num_cached_tokens) == (26, 12)
+    assert [s.id for s in scheduler.waiting] == ["2"]

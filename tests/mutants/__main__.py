@@ -99,7 +99,7 @@ class Result:
     after: str
     outcome: str
     """caught, hangs, survived, not run; or partial, with `tests` passed so far when the time was
-    up."""
+    up or `--tests-s` was spent."""
     tests: int = 0
     by: str = ""
     seconds: float = 0.0
@@ -259,12 +259,17 @@ def draw(only: Sequence[str], count: int, seed: int, coverage: Coverage) -> list
 
 
 def trial(
-    mutant: Mutant, tests: dict[str, float], passed: int, report: Callable[[Result], None]
+    mutant: Mutant,
+    tests: dict[str, float],
+    passed: int,
+    stop: int,
+    report: Callable[[Result], None],
 ) -> Job:
-    """A job: a mistake made in a copy, and the tests that run its line, without those that have
-    passed before."""
+    """A job: a mistake made in a copy, and the tests that run its line: those that have passed
+    before and those from `stop` on are left out."""
     began = time.monotonic()
-    left = list(tests)[passed:]
+    left = list(tests)[passed:stop]
+    through = "survived" if stop >= len(tests) else "partial"
 
     def work(copy: Path) -> int:
         from tests.mutants.plugins import Chosen
@@ -293,12 +298,12 @@ def trial(
             if (copy / "tmp" / "progress").exists()
             else []
         )
-        outcome = {0: "survived", -signal.SIGALRM: "hangs", -signal.SIGKILL: "partial"}.get(
+        outcome = {0: through, -signal.SIGALRM: "hangs", -signal.SIGKILL: "partial"}.get(
             code, "caught"
         )
         if code in (4, 5, 99):
             sys.exit((copy / "tmp" / "log").read_text())
-        number = passed + max(0, len(seen) - (outcome != "survived"))
+        number = passed + max(0, len(seen) - (code != 0))
         by = seen[-1] if seen and outcome in ("caught", "hangs") else ""
         report(
             _result(
@@ -322,24 +327,31 @@ def _result(mutant: Mutant, outcome: str, **more: Any) -> Result:
     )
 
 
-def summary(results: Sequence[Result], reasons: dict[Key, str]) -> str:
-    ended = [result for result in results if result.outcome != "partial"]
-    caught = sum(result.caught for result in ended)
-    lost = [result for result in ended if not result.caught]
+def summary(drawn: int, results: Sequence[Result], reasons: dict[Key, str]) -> str:
+    """What no test has noticed, and how many of the `drawn` that are. A mistake that has not met
+    all of its tests yet is not decided, and no part of the share."""
+    caught = sum(result.caught for result in results)
+    open_ = [result for result in results if result.outcome == "partial"]
+    lost = [result for result in results if result.outcome in ("survived", "not run")]
     known = sum(result.key in reasons for result in lost)
+    how = {
+        "not run": "no test runs it",
+        "survived": "all {} tests pass",
+        "partial": "not decided: {} tests pass, others were not tried",
+    }
     text = []
-    for result in sorted(lost, key=lambda result: (result.file, result.line)):
-        how = "no test runs it" if result.outcome == "not run" else f"{result.tests} tests pass"
+    for result in sorted(lost + open_, key=lambda result: (result.file, result.line)):
         text += [
-            f"{result.file}:{result.line} {result.function} ({how})",
+            f"{result.file}:{result.line} {result.function} "
+            f"({how[result.outcome].format(result.tests)})",
             f"  - {result.before}",
             f"  + {result.after}",
+            f"  = {reasons.get(result.key, '?')}",
         ]
-        text += [f"  = {reasons.get(result.key, '?')}"]
-    share = 100 * caught / max(1, len(ended))
+    share = 100 * caught / max(1, caught + len(lost))
     text += [
-        f"{len(ended)} mutants: {caught} caught ({share:.1f} %), {len(lost)} survived, {known} of "
-        f"them explained"
+        f"{drawn} mutants: {caught} caught, {len(lost)} survived ({known} of them explained), "
+        f"{drawn - caught - len(lost)} not decided; {share:.1f} % of those decided are caught"
     ]
     return "\n".join(text)
 
@@ -424,7 +436,8 @@ def main() -> int:
                 return 0
             chosen = draw(args.only, args.count, args.seed, coverage)
             slots.run(trials(chosen, coverage, results, report, args.again, args.tests_s), until)
-    print(summary([results[mutant.key] for mutant in chosen if mutant.key in results], reasons))
+    ended = [results[mutant.key] for mutant in chosen if mutant.key in results]
+    print(summary(len(chosen), ended, reasons))
     return 0
 
 
@@ -440,17 +453,13 @@ def trials(
         before = results.get(mutant.key)
         if before and before.outcome != "partial" and (before.caught or not again):
             continue
-        if tests := _quickest(coverage.tests_for(mutant), tests_s):
-            yield trial(
-                mutant, tests, before.tests if before and before.outcome == "partial" else 0, report
-            )
-        else:
+        tests = coverage.tests_for(mutant)
+        passed = before.tests if before and before.outcome == "partial" else 0
+        stop = max(1, sum(end <= tests_s for end in itertools.accumulate(tests.values())))
+        if not tests:
             report(_result(mutant, "not run"))
-
-
-def _quickest(tests: dict[str, float], seconds: float) -> dict[str, float]:
-    ends = itertools.accumulate(tests.values())
-    return {name: tests[name] for name, end in zip(tests, ends, strict=True) if end <= seconds}
+        elif passed < stop:
+            yield trial(mutant, tests, passed, stop, report)
 
 
 def _read(path: Path) -> dict[Key, Result]:

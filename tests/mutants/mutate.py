@@ -69,6 +69,8 @@ WORDING = {
     "style",
     "errors",
 }
+# Of what is described to people as JSON.
+PROSE = {"description", "title", "summary"}
 UNREAD = {"__repr__", "__str__", "__rich__", "__rich_console__"}
 
 
@@ -279,7 +281,8 @@ class _Finder:
                 yield from self.keys(here, key)
             case ast.Dict(keys=keys):
                 for key in filter(None, keys):
-                    yield from self.keys(here, key)
+                    if getattr(key, "value", None) not in PROSE:
+                        yield from self.keys(here, key)
             case ast.Constant(value=bool() as value):
                 yield self.change(here, node, str(not value))
             case ast.Constant(value=int() as value):

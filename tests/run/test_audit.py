@@ -168,6 +168,15 @@ def settle_twice(run: Run) -> None:
     run.ledger.append(Dropped(samples=(run.batch(LAST).rows[0].sample,), reason="failed"))
 
 
+def publish_too_much(run: Run) -> None:
+    publish(run.objects, LAST + 1, {"w": torch.ones(1)}, stage="rl", step=LAST + 1)
+
+
+def interrupt_what_is_finished(run: Run) -> None:
+    finished = run.batch(LAST).rows[0].sample
+    run.ledger.append(Dropped(samples=(finished,), reason="interrupted"))
+
+
 def lose_the_checkpoint(run: Run) -> None:
     run.delete_checkpoint(f"{LAST:06d}.000000")
 
@@ -213,6 +222,8 @@ def _replace(run: Run, batch: object) -> None:
         (forget_a_group, "which no stored group holds"),
         (leave_one_open, "the run is finished, and 1 samples are in flight"),
         (settle_twice, "cannot become 'failed'"),
+        (publish_too_much, f"version {LAST + 1} is published, and the last stage ends with {LAST}"),
+        (interrupt_what_is_finished, "was dropped as interrupted, and yet its group was finished"),
         (lose_the_checkpoint, "the newest checkpoint is of version -1"),
         (unpublish, "and the newest published version is -1"),
         (lose_the_rows, "settled samples have no row, for example g000"),

@@ -16,7 +16,14 @@ import pytest
 from etude.core.alarms import Alarms
 from etude.core.config import TasksConfig, parse
 from etude.core.errors import EtudeError
-from etude.core.events import Event, FewTasks, FleetStatus, RegionStatus, RunDone
+from etude.core.events import (
+    Event,
+    FewTasks,
+    FleetStatus,
+    ProcessSilent,
+    RegionStatus,
+    RunDone,
+)
 from etude.core.ledger import Issued, Trained
 from etude.core.lineage import StageSpan, estimator_of, stage_spans
 from etude.core.sandbox import Limits, SandboxSpec
@@ -299,6 +306,25 @@ async def test_the_fleet_is_reported_with_what_is_in_flight(
     assert (during.active, during.capacity) == (1, window.capacity)
     assert (before.sessions, during.sessions) == (0, 5)
     assert list(during.regions) == ["here"]
+
+
+async def test_a_worker_that_is_silent_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(monkeypatch, '[[stage]]\nkind = "rl"\nsteps = 3')
+    monkeypatch.setattr(controller, "FLEET_REPORT_S", 0.0)
+    told = ProcessSilent(process="west", seconds=9.0)
+    looks: list[list[str]] = []
+
+    def look(now: float, owing: object, silent: list[str]) -> list[Event]:
+        looks.append(silent)
+        return [told]
+
+    monkeypatch.setattr(bench.controller.trouble, "look", look)
+    async with asyncio.timeout(30):
+        reporting = asyncio.create_task(bench.controller.report_fleet())
+        while not bench.events:
+            await asyncio.sleep(0)
+        reporting.cancel()
+    assert bench.events[0] == told and looks[0] == []
 
 
 @pytest.mark.parametrize("version", [None, 7])

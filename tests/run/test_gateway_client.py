@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
@@ -11,6 +12,8 @@ import pytest
 from aiohttp import web
 
 from etude.core.errors import EtudeError
+from etude.core.events import RegionStatus
+from etude.run import gateway_client
 from etude.run.gateway_client import RETRIES, GatewayClient
 
 
@@ -49,6 +52,13 @@ async def test_a_gateway_that_resets_connections_when_it_wakes_is_asked_again() 
     assert await asked(resets=RETRIES) is True
     with pytest.raises(aiohttp.ClientConnectionError):
         await asked(resets=100)
+
+
+async def test_a_gateway_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway_client, "START_S", 0.05)
+    async with GatewayClient("http://127.0.0.1:1") as gateway:
+        with pytest.raises(EtudeError, match="the gateway at http://127.0.0.1:1 does not answer"):
+            await gateway.ready()
 
 
 async def test_what_it_refuses_is_not_asked_again() -> None:
@@ -96,3 +106,34 @@ async def test_a_session_that_nobody_knows_has_no_segments() -> None:
         assert await gateway.segments("s", experts=True) == ()
         with pytest.raises(EtudeError, match="the gateway answers 404"):
             await gateway.disturbed("s", age_s=1.0)
+
+
+async def test_how_busy_a_region_is_counts_from_the_last_look(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gateway, time_s, busy_s = GatewayClient("http://there"), 100.0, 7.0
+
+    async def ask(method: str, path: str, what: str) -> bytes:
+        assert (method, path) == ("GET", "/status")
+        worker = {"version": 3, "busy_s": busy_s, "running": 4, "waiting": 5}
+        return msgspec.json.encode({"regions": {"east": worker}, "silent": ["west"]})
+
+    async def busy() -> float:
+        regions, silent = await gateway.regions()
+        (region,) = regions.values()
+        assert silent == ["west"] and list(regions) == ["east"]
+        assert region == RegionStatus(version=3, busy=region.busy, running=4, waiting=5)
+        return region.busy
+
+    monkeypatch.setattr(gateway, "_ask", ask)
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: time_s, raising=False)
+    assert await busy() == 0.0, "nothing is known of the time before the first look"
+    time_s, busy_s = 110.0, 12.0
+    assert await busy() == 0.5
+    assert await busy() == 0.0, "two looks at one moment"
+    time_s, busy_s = 114.0, 13.0
+    assert await busy() == 0.25
+    time_s, busy_s = 115.0, 15.0
+    assert await busy() == 1.0, "a step that was counted late"
+    time_s, busy_s = 116.0, 0.5
+    assert await busy() == 0.0, "a worker that was started again counts from 0"

@@ -354,6 +354,9 @@ async def test_nothing_is_reached_without_the_token(
 def test_a_port_that_others_can_reach_needs_a_token() -> None:
     with pytest.raises(EtudeError, match="ETUDE_TOKEN"):
         process.bind("0.0.0.0", 0, None)
+    for host in ("example.org", "10.0.0.1", "::"):
+        with pytest.raises(EtudeError, match="can be reached from outside"):
+            process.bind(host, 0, None)
     process.bind("0.0.0.0", 0, "secret").close()
 
 

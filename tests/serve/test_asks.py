@@ -316,3 +316,58 @@ async def test_what_a_client_is_told_besides_the_answer(http: aiohttp.ClientSess
     assert len(policy.asked) == 1
     text = model.metrics.text({})
     assert 'status="200"' in text and 'status="401"' in text and 'status="429"' in text
+
+
+async def pieces(http: aiohttp.ClientSession, path: str, body: dict[str, Any]) -> list[Any]:
+    async with (
+        served(app(Scripted([said("so test")] * 2), None)) as url,
+        http.post(f"{url}/v1/{path}", json=body | {"stream": True}) as response,
+    ):
+        assert response.status == 200
+        lines = (await response.text()).split("\n\n")
+    return [
+        json.loads(line.removeprefix("data: ")) for line in lines if line and "[DONE]" not in line
+    ]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [("chat/completions", ASK), ("completions", {"prompt": [5, 6]})]
+)
+async def test_a_stream_shows_no_more_than_was_asked_for(
+    http: aiohttp.ClientSession, path: str, body: dict[str, Any]
+) -> None:
+    plain = await pieces(http, path, body)
+    assert len(plain) > 1
+    for piece in plain:
+        choice = piece["choices"][0]
+        assert not {"usage", "prompt_token_ids"} & piece.keys()
+        assert not {"token_ids", "prompt_token_ids"} & choice.keys() and not choice.get("logprobs")
+        assert choice.get("delta", {}).get("tool_calls") is None
+
+    full = await pieces(
+        http,
+        path,
+        body | {"return_token_ids": True, "n": 2, "stream_options": {"include_usage": True}},
+    )
+    *told, last = full
+    assert [piece["usage"] for piece in told] == [None] * len(told)
+    assert last["choices"] == [] and last["usage"]["completion_tokens"] == 2 * len(said("so test"))
+    with_prompt = [
+        place["prompt_token_ids"]
+        for piece in full
+        for place in (piece, *piece["choices"])
+        if "prompt_token_ids" in place
+    ]
+    # a chat has one prompt for all its choices, a completion says it with each choice
+    assert len(with_prompt) == (1 if path == "chat/completions" else 2)
+    ids = {tuple(prompt) for prompt in with_prompt}
+    assert ids == {(5, 6)} if "prompt" in body else len(ids.pop()) == PROMPT
+    for index in range(2):
+        drawn = [
+            token
+            for piece in told
+            for choice in piece["choices"]
+            if choice["index"] == index
+            for token in choice.get("token_ids", ())
+        ]
+        assert drawn == said("so test")

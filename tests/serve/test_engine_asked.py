@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +16,7 @@ import pytest
 from etude.core.sampling import Request, Sample, SamplingParams
 from etude.engine.engine import Engine
 from etude.model.transformer import ModelConfig
-from etude.serve.engine_thread import EngineThread
+from etude.serve.engine_thread import EngineThread, exit_on_engine_failure
 from etude.serve.http import DeadlineExceeded, Unavailable
 from tests.serve.test_api import FILES
 from tests.small_model import sharp
@@ -124,3 +126,29 @@ async def test_a_closed_thread_has_ended() -> None:
     with thread() as one:
         assert one._thread.is_alive()
     assert not one._thread.is_alive()
+
+
+async def test_a_version_that_is_there_is_not_fetched_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fetched: list[int] = []
+    with thread() as one:
+        monkeypatch.setattr(one, "_fetch", lambda version: fetched.append(version) or {})
+        monkeypatch.setattr(one.engine, "prepare_weights", lambda tensors: lambda: None)
+        await one.load(0)
+        assert fetched == [] and not one.pauses_s
+        await asyncio.gather(one.load(3), one.load(3))
+        assert fetched == [3] and one.engine.version == 3 and len(one.pauses_s) == 1
+
+
+def test_a_thread_that_fails_is_told_of_and_ends_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    happened: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: happened.append(args.exc_type))
+    monkeypatch.setattr(os, "_exit", happened.append)
+    exit_on_engine_failure()
+    failing = threading.Thread(target=lambda: 1 / 0)
+    failing.start()
+    failing.join()
+    assert happened == [ZeroDivisionError, 1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -43,3 +44,17 @@ def test_what_is_no_json_is_described_as_what_it_is() -> None:
 def test_packed_answers_say_that_they_are() -> None:
     assert respond_packed([1]).media_type == "application/msgpack"
     assert respond([1]).media_type == "application/json"
+
+
+def test_parameters_stand_where_the_standard_wants_them() -> None:
+    """A client that is generated from the document reads no more than this."""
+    for path, methods in document()["paths"].items():
+        for operation in methods.values():
+            parameters = operation.get("parameters", [])
+            assert {each["in"] for each in parameters} <= {"path", "header"}
+            assert all(each["name"] and each["schema"]["type"] for each in parameters)
+            within = {each["name"]: each["required"] for each in parameters if each["in"] == "path"}
+            assert within == dict.fromkeys(re.findall(r"\{(\w+)\}", path), True)
+            assert all(answer["description"] for answer in operation["responses"].values())
+            if "requestBody" in operation:
+                assert operation["requestBody"]["required"] is True

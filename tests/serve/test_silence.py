@@ -211,6 +211,9 @@ async def test_a_session_knows_of_a_request_that_is_under_way_or_was_broken_off(
         await join(router, url)
         assert (await up).status == 204
         assert not await disturbed("s")
+        async with http.get(f"{gateway}/s/s/disturbed?age_s=soon") as response:
+            assert response.status == 400
+            assert (await response.json())["error"]["param"] == "age_s"
         asked = asyncio.create_task(converse(http, gateway, "s", turns=1))
         await slow.until_asked("/generate")
         assert await disturbed("s")

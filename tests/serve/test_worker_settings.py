@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from etude.core.config import RunConfig, parse
+from etude.core.errors import EtudeError
 from etude.serve import gateway, worker
+from etude.serve.worker_protocol import read_model_files
 from etude.store.runs import Run
 from tests.serve.conftest import Store
 
@@ -150,3 +152,9 @@ def test_the_gateway_takes_a_worker_for_silent_when_the_run_says(
     with pytest.raises(Stop):
         gateway.main()
     assert told == [(-1, 7.0)]
+
+
+def test_a_store_without_a_model_says_so(tmp_path: Path) -> None:
+    objects = Run.open(f"file:{tmp_path}").objects
+    with pytest.raises(EtudeError, match="holds no model to serve: .*; start a run there first"):
+        read_model_files(objects)

@@ -53,8 +53,8 @@ MLA |= {"first_k_dense_replace": 0, "n_group": 1, "topk_group": 1}
 )
 def test_a_forward_pass_is_what_torch_counts(shape: dict[str, object]) -> None:
     config = ModelConfig.from_json(json.dumps(json.loads(DENSE.to_json()) | shape))
-    model, length = init_from_scratch(config, 0), 33
-    mask = [False] * 10 + [True] * 9 + [False] * 13 + [True]
+    model, length = init_from_scratch(config, 0), 30
+    mask = [False] * 10 + [True] * 9 + [False] * 10 + [True]
     packed = pack_batch([TokenSequence(torch.randint(64, (length,)).tolist(), mask)])
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         token_logprobs(model, packed)

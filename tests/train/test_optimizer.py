@@ -32,6 +32,11 @@ def test_a_matrix_becomes_nearly_orthogonal_and_keeps_its_directions(
     torch.testing.assert_close(made, torch.diag(made.diagonal()), rtol=0, atol=1e-9)
 
 
+def test_small_singular_values_become_large_too() -> None:
+    made = orthogonal(torch.diag(torch.tensor([1.0, 0.004], dtype=torch.float64))).diagonal()
+    assert made.min() > 0.6 and made.max() < 1.25
+
+
 def test_muon_moves_each_matrix_by_its_own_orthogonal_momentum() -> None:
     """The first step, with the momentum and Nesterov's look ahead written out, for every matrix as
     files name it."""

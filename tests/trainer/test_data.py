@@ -9,9 +9,18 @@ from typing import Any
 
 import pytest
 
+from etude.core.config import parse
 from etude.core.errors import EtudeError
 from etude.model.tokenizer import ChatTokenizer
-from etude.trainer.data import read_preferences, read_sessions, tokenize
+from etude.trainer import data
+from etude.trainer.data import (
+    built_in_sessions,
+    read_preferences,
+    read_sessions,
+    tokenize,
+    vocabulary_texts,
+)
+from etude.trainer.prepare import scratch_files
 from tests.small_model import small_files
 
 FILES = small_files()
@@ -191,6 +200,20 @@ def test_a_malformed_session_is_named(tmp_path: Path, record: object, message: s
         read_sessions(path, TOKENIZER, 256, "error")
 
 
+def test_a_session_that_the_template_refuses_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", session(1), session(2))
+    refusing = with_template("{{ raise_exception('not today') }}")
+    with pytest.raises(EtudeError, match=r"a\.jsonl:1: .*not today; repair the line"):
+        read_sessions(path, refusing, 256, "error")
+
+
+def test_a_session_may_begin_with_the_assistant(tmp_path: Path) -> None:
+    begun = {"messages": [{"role": "assistant", "content": "submit"}, *SESSION]}
+    found = read_sessions(write(tmp_path / "a.jsonl", begun, session(1)), TOKENIZER, 256, "error")
+    said = [counted(row) for row in found.train + found.heldout]
+    assert "submit<|end|>read<|end|>submit<|end|>" in said
+
+
 def pair(chosen: object, rejected: object) -> dict[str, object]:
     return {"prompt": SESSION[:3], "chosen": chosen, "rejected": rejected}
 
@@ -238,3 +261,64 @@ def test_an_answer_of_several_turns_needs_a_template_that_does_not_forget(tmp_pa
         EtudeError, match="there is no pair that fits into the model's context of 4 tokens"
     ):
         read_preferences(write(tmp_path / "b.jsonl", pair("submit", "test")), TOKENIZER, 4, "drop")
+
+
+RUN = 'name = "a"\n[tasks]\ntrain = 30\n[[stage]]\nkind = "midtrain"\nsteps = 1\n'
+
+
+def test_built_in_sessions_are_held_back_by_task() -> None:
+    config = parse(RUN)
+    found = built_in_sessions(config, 25, TOKENIZER, 4096)
+    assert (len(found.train), len(found.heldout), found.skipped) == (25, 2, [])
+    train, heldout = ({tuple(row[0]) for row in rows} for rows in (found.train, found.heldout))
+    assert train.isdisjoint(heldout)
+    assert built_in_sessions(config, 25, TOKENIZER, 4096) == found
+    few = built_in_sessions(parse(RUN, ["tasks.train=1"]), 1, TOKENIZER, 4096)
+    assert len(few.train) == len(few.heldout) == 1
+    with pytest.raises(EtudeError, match="a demonstration has"):
+        built_in_sessions(config, 25, TOKENIZER, 16)
+
+
+@pytest.fixture
+def few_samples(monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(data, "NUM_SAMPLES", 8)
+    return 8
+
+
+def test_a_vocabulary_is_learnt_from_all_that_the_run_will_read(
+    tmp_path: Path, few_samples: int
+) -> None:
+    own = tmp_path / "own.jsonl"
+    write(own, *({"body": f"word{n}"} for n in range(few_samples + 1)))
+    source = f'[[stage.sources]]\npath = "{own}"\nfield = "body"\n'
+    plain = vocabulary_texts(parse(RUN))
+    texts = vocabulary_texts(parse(RUN + source))
+    assert texts == plain + [f"word{n}" for n in range(few_samples)]
+    assert any(text.startswith("edit ") for text in plain), "calls, with their arguments"
+    assert all(plain) and "None" not in plain
+
+
+def test_a_new_model_has_the_shape_that_the_run_asks_for(few_samples: int) -> None:
+    shape = {
+        "hidden_size": 48,
+        "num_layers": 3,
+        "num_heads": 6,
+        "num_kv_heads": 2,
+        "intermediate_size": 80,
+        "max_context": 96,
+        "vocab_size": 320,
+    }
+    files = scratch_files(parse(RUN, [f"model.{name}={value}" for name, value in shape.items()]))
+    made = json.loads(files["config.json"])
+    assert made["vocab_size"] == ChatTokenizer(files).vocab_size <= 320
+    assert [
+        made[name]
+        for name in (
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "intermediate_size",
+            "max_position_embeddings",
+        )
+    ] == [48, 3, 6, 2, 80, 96]

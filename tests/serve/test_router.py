@@ -1,0 +1,198 @@
+"""What becomes of a request when workers answer, refuse or fail, and what they say together."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import aiohttp
+import msgspec
+import pytest
+from aiohttp import web
+
+from etude.core.clock import AwakeClock, ManualClock
+from etude.core.sampling import Request, Sample, Token, VersionSpan
+from etude.serve.http import ApiError, DeadlineExceeded, Unavailable
+from etude.serve.router import MAX_RETRIES, Router
+from etude.serve.worker_protocol import GenerateRequest, JoinRequest, WorkerStatus
+
+ASK = Request(prompt=(1, 2), max_tokens=3, seed=1)
+SAMPLED = Sample(
+    tokens=(7, 8, 9),
+    logprobs=(-1.0, -2.0, -3.0),
+    versions=(VersionSpan(4, 2), VersionSpan(5, 1)),
+    finish_reason="stop",
+    top_logprobs=(((7, -1.0),), ((3, -0.5),), ((9, -3.0),)),
+)
+Answer = Callable[[web.Request], web.Response]
+
+
+def fails(status: int, text: str) -> Answer:
+    return lambda request: web.json_response({"error": {"message": text}}, status=status)
+
+
+def samples(request: web.Request) -> web.Response:
+    return web.Response(body=msgspec.msgpack.encode(SAMPLED))
+
+
+class Worker:
+    """Answers with what it was given, again and again."""
+
+    def __init__(self, **answers: Answer) -> None:
+        self.answers = answers
+        self.asked: list[tuple[str, bytes]] = []
+
+    async def answer(self, request: web.Request) -> web.Response:
+        self.asked.append((request.path, await request.read()))
+        return self.answers[request.path[1:]](request)
+
+    @asynccontextmanager
+    async def listening(self) -> AsyncIterator[str]:
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", self.answer)
+        runner = web.AppRunner(app, shutdown_timeout=0.0)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        try:
+            yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+        finally:
+            await runner.cleanup()
+
+
+async def join(router: Router, url: str, region: str = "east", version: int = 0) -> None:
+    await router.join(JoinRequest(url, region, version))
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "said"),
+    [
+        (fails(400, "no room to answer"), ValueError, "^no room to answer$"),
+        (fails(408, "too late"), DeadlineExceeded, None),
+    ],
+)
+async def test_a_refusal_is_no_failure_of_the_worker(
+    http: aiohttp.ClientSession, answer: Answer, error: type[Exception], said: str | None
+) -> None:
+    router, worker = Router(http), Worker(generate=answer)
+    async with worker.listening() as url:
+        await join(router, url)
+        with pytest.raises(error, match=said):
+            await router.sample(ASK)
+        assert len(worker.asked) == 1 and len(router.fleet.up) == 1
+
+
+async def test_a_worker_that_fails_is_left_and_another_asked(http: aiohttp.ClientSession) -> None:
+    router, broken, well = (
+        Router(http),
+        Worker(generate=fails(500, "bits")),
+        Worker(generate=samples),
+    )
+    async with broken.listening() as bad, well.listening() as good:
+        await join(router, bad)
+        await join(router, good, "west")
+        for _ in range(3):
+            assert await router.sample(ASK) == replace(SAMPLED, region="west")
+        assert [worker.url for worker in router.fleet.up] == [good] and len(broken.asked) <= 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (fails(500, "bits have flipped"), "bits have flipped"),
+        (lambda request: web.Response(status=500, text="<html>" * 100), "(<html>)+"),
+    ],
+)
+async def test_what_fails_everywhere_is_said_with_the_last_reason(
+    http: aiohttp.ClientSession, answer: Answer, said: str
+) -> None:
+    router, workers = Router(http), [Worker(generate=answer) for _ in range(MAX_RETRIES + 3)]
+    listening = [worker.listening() for worker in workers]
+    try:
+        for each in listening:
+            await join(router, await each.__aenter__())
+        with pytest.raises(
+            Unavailable, match=rf"{MAX_RETRIES + 1} workers in a row .*: {said}"
+        ) as e:
+            await router.sample(ASK)
+        assert len(str(e.value)) < 400
+        assert sum(len(worker.asked) for worker in workers) == MAX_RETRIES + 1
+    finally:
+        for each in listening:
+            await each.__aexit__(None, None, None)
+
+
+@pytest.mark.parametrize("passed_s", [2.0, 5.0, 6.0])
+async def test_the_next_worker_has_only_the_time_that_is_left(
+    http: aiohttp.ClientSession, passed_s: float
+) -> None:
+    clock = ManualClock()
+    router = Router(http, clock=AwakeClock(clock, blink_s=60.0))
+
+    def slow(request: web.Request) -> web.Response:
+        clock.move(passed_s)
+        return fails(500, "late")(request)
+
+    first, second = Worker(generate=slow), Worker(generate=samples)
+    async with first.listening() as url, second.listening() as its:
+        await join(router, url)
+        await join(router, its)
+        next(worker for worker in router.fleet.workers if worker.url == its).active = 1
+        asked = replace(ASK, deadline_s=5.0)
+        if passed_s >= 5.0:
+            with pytest.raises(DeadlineExceeded):
+                await router.sample(asked)
+            assert not second.asked
+        else:
+            assert (await router.sample(asked)).tokens == SAMPLED.tokens
+            ((_, body),) = second.asked
+            told = msgspec.msgpack.decode(body, type=GenerateRequest).request
+            assert told.deadline_s == 3.0
+
+
+async def test_a_worker_that_cannot_load_what_is_promised_is_told_and_may_come_again(
+    http: aiohttp.ClientSession,
+) -> None:
+    router, worker = Router(http, live=3), Worker(load=fails(500, "a digest differs"))
+    async with worker.listening() as url:
+        for _ in range(2):
+            with pytest.raises(ApiError, match="a digest differs") as refused:
+                await join(router, url)
+            assert (refused.value.status, refused.value.code) == (503, "load_failed")
+            assert router.fleet.up == []
+        worker.answers["load"] = lambda request: web.json_response({})
+        await join(router, url)
+        assert [each.version for each in router.fleet.up] == [3]
+        assert [path for path, _ in worker.asked] == ["/load"] * 3
+
+
+async def test_a_stream_of_a_worker_is_its_sample_token_by_token(
+    http: aiohttp.ClientSession,
+) -> None:
+    router, worker = Router(http), Worker(generate=samples)
+    async with worker.listening() as url:
+        await join(router, url)
+        *tokens, whole = [event async for event in router.stream(ASK)]
+    assert whole == replace(SAMPLED, region="east")
+    assert tokens == [
+        Token(7, -1.0, 4, ((7, -1.0),)),
+        Token(8, -2.0, 4, ((3, -0.5),)),
+        Token(9, -3.0, 5, ((9, -3.0),)),
+    ]
+
+
+async def test_the_workers_of_a_region_are_reported_as_one(http: aiohttp.ClientSession) -> None:
+    def tells(status: WorkerStatus) -> Worker:
+        return Worker(status=lambda request: web.Response(body=msgspec.json.encode(status)))
+
+    router = Router(http)
+    one = tells(WorkerStatus("east", 5, 1, 2, 3.0, 10.0, 100))
+    two = tells(WorkerStatus("east", 4, 10, 20, 30.0, 100.0, 1000))
+    far = tells(WorkerStatus("west", 6, 7, 7, 7.0, 7.0, 7))
+    async with one.listening() as a, two.listening() as b, far.listening() as c:
+        for url, region in ((a, "east"), (b, "east"), (c, "west")):
+            await join(router, url, region)
+        assert await router.regions() == {
+            "east": WorkerStatus("east", 4, 11, 22, 33.0, 110.0, 1100),
+            "west": WorkerStatus("west", 6, 7, 7, 7.0, 7.0, 7),
+        }
