@@ -8,10 +8,10 @@ records what is said in a session is in `gateway.py`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request as HttpRequest
 
@@ -28,6 +28,8 @@ AT_ONCE_CHARS = 20_000
 """More than this is rendered and encoded on another thread, so that the port answers meanwhile. For
 less, the way there and back takes longer than the work."""
 
+TemplateOptions = Mapping[str, Any]
+"""What a request says to the chat template beyond messages and tools."""
 Show = Callable[[Request, Sample], Message]
 """How a dialect shows an answer to its client, as a message of the conversation."""
 T = TypeVar("T")
@@ -36,7 +38,9 @@ T = TypeVar("T")
 class Answerer(Protocol):
     """Answers the sampling requests of one HTTP request."""
 
-    async def prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[int, ...]:
+    async def prompt(
+        self, messages: Sequence[Message], tools: Sequence[Tool], options: TemplateOptions
+    ) -> tuple[int, ...]:
         """The tokens that a conversation is read as, up to where the model goes on."""
 
     async def sample(self, requests: Sequence[Request], show: Show) -> list[Sample]: ...
@@ -112,12 +116,15 @@ class PolicyAnswerer:
     model: ServedModel
     policy: Policy
 
-    async def prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[int, ...]:
+    async def prompt(
+        self, messages: Sequence[Message], tools: Sequence[Tool], options: TemplateOptions
+    ) -> tuple[int, ...]:
+        def render() -> str:
+            return self.model.tokenizer.render(messages, tools, answer=True, options=options)
+
         with template_errors():
             size = sum(len(message.get("content") or "") for message in messages)
-            text = await in_thread_if_long(
-                size, lambda: self.model.tokenizer.render(messages, tools, answer=True)
-            )
+            text = await in_thread_if_long(size, render)
             (tokens,) = await self.model.encode([text], "messages")
         return tuple(tokens)
 

@@ -157,6 +157,11 @@ def _chat_grammar(grammars: GrammarBuilder, asked: wire.ChatRequest) -> str | No
     elif isinstance(asked.response_format, wire.JsonSchemaFormat):
         schema = asked.response_format.json_schema.schema
     parallel, tools = asked.parallel_tool_calls is not False, asked.tools or []
+    if tools and not grammars.enforces_calls:
+        if asked.tool_choice not in (None, "auto", "none"):
+            message = "tool_choice: calls of this model's family cannot be enforced; use auto"
+            raise ApiError(message, param="tool_choice")
+        parallel = True
     match asked.tool_choice:
         case wire.NamedTool(function=function):
             chosen = [tool for tool in tools if tool["function"]["name"] == function.name]
@@ -164,10 +169,16 @@ def _chat_grammar(grammars: GrammarBuilder, asked: wire.ChatRequest) -> str | No
         case "required":
             return grammars.calls(tools, parallel=parallel)
         case None | "auto" if tools:
-            if schema is not None:
+            if schema is not None and grammars.enforces_calls:
                 return grammars.calls(tools, parallel=parallel, otherwise=schema)
             return None if parallel else grammars.one_call_at_most(tools)
     return None if schema is None else grammars.text(schema)
+
+
+def template_options(asked: wire.ChatRequest) -> dict[str, Any]:
+    """What the chat template is told beyond messages and tools; most know nothing of it."""
+    effort = {} if asked.reasoning_effort is None else {"reasoning_effort": asked.reasoning_effort}
+    return effort | (asked.chat_template_kwargs or {})
 
 
 async def read_chat(http: HttpRequest, max_context: int) -> wire.ChatRequest:

@@ -28,7 +28,12 @@ from etude.serve.http import (
     respond,
 )
 from etude.serve.openai import types as wire
-from etude.serve.openai.requests import chat_requests, completion_requests, read_chat
+from etude.serve.openai.requests import (
+    chat_requests,
+    completion_requests,
+    read_chat,
+    template_options,
+)
 from etude.serve.openai.responses import ChatResponseBuilder, ResponseBuilder, TextResponseBuilder
 
 
@@ -54,7 +59,7 @@ class OpenAi:
     async def chat(self, http: HttpRequest) -> Response:
         scheduling, answerer = read_scheduling(http.headers), self._open(http)
         asked = await read_chat(http, self._model.max_context)
-        prompt = await answerer.prompt(asked.messages, asked.tools or ())
+        prompt = await answerer.prompt(asked.messages, asked.tools or (), template_options(asked))
         may_call = asked.tools and asked.tool_choice != "none"
         builder = ChatResponseBuilder(
             tokenizer=self._model.tokenizer, model=self._named(asked), prompt=prompt,

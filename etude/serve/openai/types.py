@@ -174,6 +174,13 @@ class ChatRequest(Sampling, kw_only=True, forbid_unknown_fields=True):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP)] | None = None
     modalities: list[Literal["text"]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """vLLM's name for what the chat template is told beyond messages and tools."""
+    reasoning_effort: str | None = None
+    """For the chat template, if it knows of it."""
+    # Harmless: not read.
+    verbosity: str | None = None
+    web_search_options: dict[str, Any] | None = None
 
 
 class CompletionRequest(Sampling, kw_only=True, forbid_unknown_fields=True):
@@ -242,6 +249,8 @@ class ChoiceExtensions(msgspec.Struct, kw_only=True):
 class AssistantMessage(msgspec.Struct):
     role: Literal["assistant"]
     content: str | None
+    reasoning_content: str | UnsetType = UNSET
+    """The name that DeepSeek gave it; OpenAI shows none."""
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
@@ -267,6 +276,7 @@ class ToolCallDelta(ToolCall, kw_only=True):
 class Delta(msgspec.Struct, omit_defaults=True):
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | None = None
     tool_calls: list[ToolCallDelta] | None = None
 
 

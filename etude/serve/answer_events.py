@@ -1,0 +1,47 @@
+"""An answer as reasoning, content and calls, whole or as it comes: what every dialect is written
+from. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from etude.core.sampling import Request, Sample, Token
+from etude.core.seeds import derive
+from etude.model.output_parser import Event, with_ids
+from etude.model.tokenizer import ChatTokenizer, Tool
+from etude.model.tool_calls import Call
+
+
+class AnswerReader:
+    """Events of one answer as its tokens come. Every call has an id, the same each time that the
+    answer is read. `tools`: None if what looks like a call is text."""
+
+    def __init__(
+        self, tokenizer: ChatTokenizer, request: Request, tools: Sequence[Tool] | None
+    ) -> None:
+        self._request = request
+        self._num_calls = 0
+        self._parser = tokenizer.answer_parser(
+            request.prompt, tools, stop_token_ids=request.stop_token_ids, stop=request.stop
+        )
+
+    def push(self, event: Token | Sample) -> list[Event]:
+        if isinstance(event, Token):
+            events = self._parser.push(event.token)
+        else:
+            events = self._parser.end(finished=event.finish_reason == "stop")
+        first = self._num_calls
+        self._num_calls += sum(isinstance(event, Call) for event in events)
+        return with_ids(events, self._call_id, first)
+
+    def _call_id(self, number: int) -> str:
+        return f"call_{derive(self._request.seed, len(self._request.prompt), number):x}"
+
+
+def answer_events(
+    tokenizer: ChatTokenizer, request: Request, sample: Sample, tools: Sequence[Tool] | None
+) -> list[Event]:
+    """All events of a sample; texts in as many pieces as there were tokens."""
+    reader = AnswerReader(tokenizer, request, tools)
+    events = [event for token in sample.tokens for event in reader.push(Token(token, 0.0, 0))]
+    return [*events, *reader.push(sample)]
