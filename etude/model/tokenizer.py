@@ -120,6 +120,7 @@ class ChatTokenizer:
         self._format = FORMATS[self.tool_syntax]
         tokens = set(self._added.values())
         self._spelled_marks = [mark for mark in self._format.marks if mark not in tokens]
+        self._knows_developer = "developer" in template
         self._reasons = THINK_START in template or THINK_END in template
         keys = (key for word, key in REASONING_KEYS.items() if word in template)
         self._reasoning_key = next(keys, None)
@@ -193,7 +194,7 @@ class ChatTokenizer:
                 "messages"
             )
         form = self._call_form
-        shaped = [form.shape(self._with_reasoning(message)) for message in messages]
+        shaped = [form.shape(self._as_template_has_it(message)) for message in messages]
         shown, rest = self._with_stand_ins(shaped, {**(options or {}), "tools": list(tools)})
         known = {"messages": shown, "tools": rest["tools"] or None, "add_generation_prompt": answer}
         try:
@@ -207,8 +208,10 @@ class ChatTokenizer:
         assert self._render is not None
         return call_form(self._render, **self._special)
 
-    def _with_reasoning(self, message: Message) -> Message:
-        """With the reasoning where the template looks for it."""
+    def _as_template_has_it(self, message: Message) -> Message:
+        """With a role that it knows, and the reasoning where it looks for it."""
+        if message.get("role") == "developer" and not self._knows_developer:
+            return message | {"role": "system"}
         reasoning = message.get("reasoning_content") or message.get("reasoning")
         if message.get("role") != "assistant" or not isinstance(reasoning, str):
             return message

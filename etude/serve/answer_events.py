@@ -3,11 +3,11 @@ from. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from etude.core.sampling import Request, Sample, Token
 from etude.core.seeds import derive
-from etude.model.output_parser import Event, with_ids
+from etude.model.output_parser import Content, Event, Reasoning, with_ids
 from etude.model.tokenizer import ChatTokenizer, Tool
 from etude.model.tool_calls import Call
 
@@ -41,7 +41,21 @@ class AnswerReader:
 def answer_events(
     tokenizer: ChatTokenizer, request: Request, sample: Sample, tools: Sequence[Tool] | None
 ) -> list[Event]:
-    """All events of a sample; texts in as many pieces as there were tokens."""
+    """All events of a sample."""
     reader = AnswerReader(tokenizer, request, tools)
     events = [event for token in sample.tokens for event in reader.push(Token(token, 0.0, 0))]
-    return [*events, *reader.push(sample)]
+    return joined([*events, *reader.push(sample)])
+
+
+def joined(events: Iterable[Event]) -> list[Event]:
+    """Neighbouring texts of one kind as one."""
+    found: list[Event] = []
+    for event in events:
+        last = found[-1] if found else None
+        if isinstance(event, Content) and isinstance(last, Content):
+            found[-1] = Content(last.text + event.text)
+        elif isinstance(event, Reasoning) and isinstance(last, Reasoning):
+            found[-1] = Reasoning(last.text + event.text)
+        else:
+            found.append(event)
+    return found

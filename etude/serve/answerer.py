@@ -18,6 +18,7 @@ from starlette.requests import Request as HttpRequest
 from etude.core.protocols import Policy
 from etude.core.sampling import Request, Sample, Token, expand_spans
 from etude.model.tokenizer import ChatTokenizer, Message, Tool
+from etude.serve.conversations import ConversationStore
 from etude.serve.grammar import GrammarBuilder
 from etude.serve.http import ApiError, Unavailable, gather
 from etude.serve.metrics import Metrics
@@ -95,6 +96,23 @@ class ServedModel:
     """Without one, requests may use any."""
     concurrency: ConcurrencyLimit = field(default_factory=lambda: ConcurrencyLimit(None))
     metrics: Metrics = field(default_factory=Metrics)
+    conversations: ConversationStore = field(default_factory=ConversationStore)
+
+    @property
+    def label(self) -> str:
+        """The name that it is listed by."""
+        return self.name or "etude"
+
+    def called(self, name: str | None) -> str:
+        """The model as the answer calls it. Raises if a request means another one."""
+        if self.name is not None and name is not None:
+            self.check_name(name)
+        return name or self.label
+
+    def check_name(self, name: str) -> None:
+        if name != self.label:
+            message = f"there is no model {name[:200]!r} here, only {self.label!r}"
+            raise ApiError(message, status=404, code="model_not_found", param="model")
 
     async def encode(self, texts: Sequence[str], param: str, contexts: int = 1) -> list[list[int]]:
         """Texts that cannot fit are refused before they are encoded, which may take long."""
@@ -146,6 +164,15 @@ def template_errors() -> Iterator[None]:
         raise ApiError(
             f"messages: the chat template cannot show them: {e}", param="messages"
         ) from e
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """What a policy can never answer is the client's mistake."""
+    try:
+        yield
+    except ValueError as e:
+        raise ApiError(str(e)) from e
 
 
 async def as_stream(sample: Sample) -> AsyncIterator[Token | Sample]:

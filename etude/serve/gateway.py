@@ -146,6 +146,7 @@ class Gateway:
         session: str = http.path_params["session"]
         self.recorder.forget(session)
         self.router.forget(session)
+        self.model.conversations.forget(session)
         return Response(status_code=204)
 
     async def disturbed(self, http: HttpRequest) -> Response:

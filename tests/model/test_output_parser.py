@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -24,6 +24,7 @@ from etude.model.output_parser import (
 )
 from etude.model.tokenizer import ChatTokenizer, Tool
 from etude.model.tool_calls import Call
+from etude.serve.answer_events import joined
 from tests.small_model import small_files
 
 TOOLS: list[Tool] = [
@@ -258,20 +259,6 @@ def read(made: ChatTokenizer, tokens: Sequence[int], begun: str, *, finished: bo
     events = [event for token in tokens for event in parser.push(token)]
     events += parser.push(made.eos_token_id) if finished else []
     return joined([*events, *parser.end(finished=finished)])
-
-
-def joined(events: Iterable[Event]) -> list[Event]:
-    """Neighbouring texts of one kind as one."""
-    found: list[Event] = []
-    for event in events:
-        last = found[-1] if found else None
-        if isinstance(event, Content) and isinstance(last, Content):
-            found[-1] = Content(last.text + event.text)
-        elif isinstance(event, Reasoning) and isinstance(last, Reasoning):
-            found[-1] = Reasoning(last.text + event.text)
-        else:
-            found.append(event)
-    return found
 
 
 @pytest.mark.parametrize("spelled", [False, True], ids=["tokens", "spelled"])

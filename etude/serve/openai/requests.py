@@ -12,7 +12,7 @@ from starlette.requests import Request as HttpRequest
 
 from etude.core.sampling import Request, SamplingParams
 from etude.core.seeds import derive
-from etude.model.tokenizer import Message
+from etude.model.tokenizer import Message, Tool
 from etude.serve.answerer import ServedModel
 from etude.serve.grammar import ANY_OBJECT, GrammarBuilder
 from etude.serve.headers import Scheduling
@@ -181,8 +181,17 @@ def template_options(asked: wire.ChatRequest) -> dict[str, Any]:
     return effort | (asked.chat_template_kwargs or {})
 
 
+def callable_tools(asked: wire.ChatRequest) -> list[Tool] | None:
+    """None: what looks like a call is text."""
+    return asked.tools if asked.tools and asked.tool_choice != "none" else None
+
+
 async def read_chat(http: HttpRequest, max_context: int) -> wire.ChatRequest:
-    asked = await read(http, wire.ChatRequest)
+    return checked_chat(await read(http, wire.ChatRequest), max_context)
+
+
+def checked_chat(asked: wire.ChatRequest, max_context: int) -> wire.ChatRequest:
+    """With all contents as text. Raises for what no chat may be."""
     for place, values, shape in (
         ("messages", asked.messages, wire.ChatMessage),
         ("tools", asked.tools or [], wire.Tool),

@@ -120,8 +120,8 @@ class Parameters(msgspec.Struct):
 
 
 class ToolFunction(msgspec.Struct):
-    # Python's `$` lets a line break follow.
-    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$(?!\n)")]
+    # Python's `$` lets a line break follow. Anthropic's names may be twice as long as OpenAI's.
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,128}$(?!\n)")]
     description: str | None = None
     parameters: Parameters | UnsetType = UNSET
     strict: bool | None = None
