@@ -96,11 +96,7 @@ class Agent:
                     "a session has filled the context: set a larger model.max_context"
                 )
                 said = self.answer(session, derive(seed, turn))
-                messages.append(
-                    tokenizer.parse(
-                        tokenizer.decode(said), SCHEMAS, lambda number: f"call_{number}"
-                    )
-                )
+                messages.append(tokenizer.parse(said, SCHEMAS, lambda number: f"call_{number}"))
                 replies, submitted = await act(messages[-1], tools)
                 if submitted:
                     break

@@ -63,7 +63,8 @@ EDGES: dict[str, set[str]] = {
     "engine": {"model"},
     "train": {"model"},
     "weights": {"store"},
-    "serve": {"model.directory", "model.tokenizer", "store"},
+    "serve": {"model.directory", "model.tokenizer", "store"}
+    | {"model.detokenizer", "model.output_parser", "model.tool_calls"},
     "serve.engine_thread": {"engine"},
     "serve.worker": {"engine", "weights", "model"},
     "serve.vllm": {"model"},

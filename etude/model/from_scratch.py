@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from etude.model.tokenizer import TOOL_CALL_END, TOOL_CALL_START
+from etude.model.output_parser import TOOL_CALL_END, TOOL_CALL_START
 
 END_OF_TURN = "<|end|>"
 SPECIAL = (

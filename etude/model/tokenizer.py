@@ -3,13 +3,15 @@ the gateway uses it.
 
 `tokenizer.json` is read by `tokenizers`. `tokenizer_config.json` says which tokens are special
 (`eos_token` ends a turn; others that may end it too are in `generation_config.json`, if there is
-one) and how the model writes tool calls (`tool_syntax`, a key of our own). The chat template stands
-in `chat_template.jinja`, or in `tokenizer_config.json` as in older directories.
+one) and, if the chat template does not tell, how the model writes tool calls (`tool_syntax`, a key
+of our own). The chat template stands in `chat_template.jinja`, or in `tokenizer_config.json` as in
+older directories.
 
 Who writes a message must not be able to end it, or to begin one in another's name: the text of a
-special token within a message or a tool is text. `render` puts a stand-in in its place, so that
-what then looks like a special token was written by the template, and `encode` gives the tokens of
-the text that the stand-in is for.
+control token within a message or a tool is text. `render` puts a stand-in in its place, so that
+what then looks like a control token was written by the template, and `encode` gives the tokens of
+the text that the stand-in is for. Of an assistant's messages this holds for special tokens only:
+templates look into them for the marks of reasoning.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -25,6 +27,18 @@ from jinja2 import TemplateError
 from tokenizers import Encoding, Tokenizer
 
 from etude.core.errors import EtudeError
+from etude.model.detokenizer import PieceStream
+from etude.model.output_parser import (
+    FORMATS,
+    THINK_END,
+    THINK_START,
+    AnswerParser,
+    MarkScanner,
+    detect_format,
+    message_of,
+    schemas_of,
+    with_ids,
+)
 from etude.model.template import CallForm, call_form, compile_template
 
 Message = dict[str, Any]
@@ -41,73 +55,15 @@ SPECIAL = (
 )
 """What a template may know of, by these names."""
 
-TOOL_CALL_START, TOOL_CALL_END = "<tool_call>", "</tool_call>"
-CALL = re.compile(f"{TOOL_CALL_START}(.*?){TOOL_CALL_END}", re.DOTALL)
-
-_SPARE = 100
-"""Levels of nesting that a call leaves unused, since it is read again with more of the stack in use
-than here."""
-
-
+REASONING_KEYS = {"reasoning_content": "reasoning_content", "message.thinking": "thinking"}
+"""Words of a template, and where it then looks for the reasoning of a message. One that has none of
+them finds it within the content, between its marks."""
+_TAIL = 8
+"""Tokens at the end of a prompt that may hold the mark with which it begins the reasoning."""
 _NONCE = f"{secrets.randbelow(10**10):010d}"
 """Nobody else writes it. Digits, because templates may trim, escape or change the case of what they
 show."""
 _STAND_IN = re.compile(rf"~{_NONCE}:(\d+)~")
-
-
-class InvalidToolCall(ValueError):
-    """The text between the tool-call marks cannot be read."""
-
-
-Calls = list[tuple[str, dict[str, Any]]]
-
-
-def parse_compact(body: str, tools: Mapping[str, Mapping[str, Any]]) -> Calls:
-    """`edit 3 return a + b`: the tool's name, then its arguments in the order of its schema; the
-    last one takes the rest of the line. It costs a small model a fifth of the tokens that JSON
-    would."""
-    name, _, rest = body.strip().partition(" ")
-    parameters = list(tools.get(name, {}).items())
-    values = rest.split(" ", len(parameters) - 1) if parameters and rest else []
-    if len(values) != len(parameters):
-        raise InvalidToolCall(f"{name} takes {len(parameters)} arguments")
-    return [
-        (
-            name,
-            {
-                key: _typed(value, schema)
-                for (key, schema), value in zip(parameters, values, strict=True)
-            },
-        )
-    ]
-
-
-def _typed(value: str, schema: Mapping[str, Any]) -> Any:
-    return int(value) if schema.get("type") == "integer" and value.isdecimal() else value
-
-
-def parse_hermes(body: str, tools: Mapping[str, Mapping[str, Any]]) -> Calls:
-    """`{"name": "edit", "arguments": {"line": 3, "text": "return a + b"}}` as Qwen writes it, or a
-    list of such objects as SmolLM2 does."""
-    try:
-        said = json.loads(body)
-        calls = [
-            (call["name"], call.get("arguments", {}))
-            for call in (said if isinstance(said, list) else [said])
-        ]
-    except (ValueError, KeyError, TypeError) as e:
-        raise InvalidToolCall(f"not a JSON tool call: {e}") from e
-    if not calls or not all(
-        isinstance(name, str) and isinstance(arguments, dict) for name, arguments in calls
-    ):
-        raise InvalidToolCall("a tool call needs a name and an object of arguments")
-    return calls
-
-
-SYNTAX: dict[str, Callable[[str, Mapping[str, Mapping[str, Any]]], Calls]] = {
-    "compact": parse_compact,
-    "hermes": parse_hermes,
-}
 
 
 class ChatTokenizer:
@@ -115,9 +71,11 @@ class ChatTokenizer:
         self._json = files["tokenizer.json"]
         self._tokenizer = _read_tokenizer(self._json)
         added = self._tokenizer.get_added_tokens_decoder()
-        self._controls = {id: token.content for id, token in added.items() if token.special}
-        self._control_ids = {_in_json(text): id for id, text in self._controls.items()}
-        self._control_texts = re.compile("|".join(map(re.escape, self._control_ids)) or r"(?!)")
+        self._added = {id: token.content for id, token in added.items()}
+        self._added_ids = {_in_json(text): id for id, text in self._added.items()}
+        self._added_texts = _any_of(self._added_ids)
+        special = [token.content for token in added.values() if token.special]
+        self._special_texts = _any_of(map(_in_json, special))
         self.longest = 2 * max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)))
         """No token stands for more characters. A vocabulary spells a token with at least one for
         each of them; twice, because a normaliser may have put some together."""
@@ -133,19 +91,13 @@ class ChatTokenizer:
             )
         self.eos_token_id: int = eos_id
         self._end_ids = _end_ids(read_config(files, "generation_config.json"))
-        syntax = config.get("tool_syntax", "hermes")
-        if syntax not in SYNTAX:
-            raise EtudeError(
-                f"tokenizer_config.json: tool_syntax is {syntax!r}; write one of "
-                f"{', '.join(SYNTAX)}"
-            )
-        self._parse = SYNTAX[syntax]
         template = (
             files["chat_template.jinja"].decode()
             if "chat_template.jinja" in files
             else chat_template(config)
-        )
-        self.supports_tools = "tools" in (template or "")
+        ) or ""
+        self._read_format(config, template)
+        self.supports_tools = "tools" in template
         """Otherwise the model is not told of them."""
         try:
             self._render = compile_template(template) if template else None
@@ -153,6 +105,22 @@ class ChatTokenizer:
             raise EtudeError(
                 f"the chat template cannot be read ({e}): fetch the model again, or repair it"
             ) from e
+
+    def _read_format(self, config: Mapping[str, Any], template: str) -> None:
+        """How the model writes what is more than text."""
+        self.tool_syntax = config.get("tool_syntax") or detect_format(template)
+        if self.tool_syntax not in FORMATS:
+            raise EtudeError(
+                f"tokenizer_config.json: tool_syntax is {self.tool_syntax!r}; write one of "
+                f"{', '.join(FORMATS)}"
+            )
+        self._format = FORMATS[self.tool_syntax]
+        tokens = set(self._added.values())
+        self._spelled_marks = [mark for mark in self._format.marks if mark not in tokens]
+        self._knows_developer = "developer" in template
+        self._reasons = THINK_START in template or THINK_END in template
+        keys = (key for word, key in REASONING_KEYS.items() if word in template)
+        self._reasoning_key = next(keys, None)
 
     @cached_property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -180,7 +148,7 @@ class ChatTokenizer:
         ids: list[int] = encoding.ids
         if _NONCE not in text:
             return ids
-        borders = [(n, *encoding.offsets[n]) for n, id in enumerate(ids) if id in self._controls]
+        borders = [(n, *encoding.offsets[n]) for n, id in enumerate(ids) if id in self._added]
         found, first, start = [], 0, 0
         for last, stop, behind in (*borders, (len(ids), len(text), len(text))):
             said = text[start:stop]
@@ -195,15 +163,18 @@ class ChatTokenizer:
 
     @cached_property
     def _plain(self) -> Tokenizer:
-        """To which no text is a special token. Few need it, so it is made for the first who
+        """To which no text is a control token. Few need it, so it is made for the first who
         does."""
-        tokenizer = _read_tokenizer(self._json)
+        spelled = json.loads(self._json)
+        for token in spelled.get("added_tokens") or ():
+            token["special"] = True
+        tokenizer = _read_tokenizer(json.dumps(spelled).encode())
         tokenizer.encode_special_tokens = True
         return tokenizer
 
     def _as_said(self, text: str) -> str:
         return (
-            _STAND_IN.sub(lambda found: self._controls[int(found[1])], text)
+            _STAND_IN.sub(lambda found: self._added[int(found[1])], text)
             if _NONCE in text
             else text
         )
@@ -219,27 +190,27 @@ class ChatTokenizer:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
     def render(
-        self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, answer: bool = False
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        *,
+        answer: bool = False,
+        options: Mapping[str, Any] | None = None,
     ) -> str:
         """The text that the model reads, for `encode`. With `answer` it ends where the model is to
-        go on. Raises ValueError for messages that the template cannot show."""
+        go on. `options`: more that the template may know of. Raises ValueError for messages that
+        the template cannot show."""
         if self._render is None:
             raise ValueError(
                 "this model has no chat template: it continues text, and cannot be talked to in "
                 "messages"
             )
         form = self._call_form
-        shown, offered = self._with_stand_ins(
-            [form.shape(message) for message in messages], list(tools)
-        )
+        shaped = [form.shape(self._as_template_has_it(message)) for message in messages]
+        shown, rest = self._with_stand_ins(shaped, {**(options or {}), "tools": list(tools)})
+        known = {"messages": shown, "tools": rest["tools"] or None, "add_generation_prompt": answer}
         try:
-            return self._render(
-                messages=shown,
-                tools=offered or None,
-                documents=None,
-                add_generation_prompt=answer,
-                **self._special,
-            )
+            return self._render(**{"documents": None, **rest, **self._special, **known})
         # TypeError: a template that adds a text to what is none
         except (TemplateError, TypeError) as e:
             raise ValueError(f"chat template: {self._as_said(str(e))}") from e
@@ -249,58 +220,77 @@ class ChatTokenizer:
         assert self._render is not None
         return call_form(self._render, **self._special)
 
+    def _as_template_has_it(self, message: Message) -> Message:
+        """With a role that it knows, and the reasoning where it looks for it."""
+        if message.get("role") == "developer" and not self._knows_developer:
+            return message | {"role": "system"}
+        reasoning = message.get("reasoning_content") or message.get("reasoning")
+        if message.get("role") != "assistant" or not isinstance(reasoning, str):
+            return message
+        said = message.get("content") or ""
+        if self._reasoning_key == "thinking" and said and message.get("tool_calls"):
+            # gpt-oss shows one text beside a call
+            return message | {"thinking": f"{reasoning}\n\n{said}", "content": ""}
+        if self._reasoning_key is not None:
+            return message | {self._reasoning_key: reasoning}
+        if not self._reasons or THINK_END in said:
+            return message
+        return message | {"content": f"{THINK_START}\n{reasoning}\n{THINK_END}\n\n{said}"}
+
     def _with_stand_ins(
-        self, messages: list[Message], tools: list[Tool]
-    ) -> tuple[list[Message], list[Tool]]:
-        # all that they say, at whatever depth
-        text = json.dumps([messages, tools], ensure_ascii=False)
-        if self._control_texts.search(text) is None:
-            return messages, tools
-        guarded = self._control_texts.sub(
-            lambda found: f"~{_NONCE}:{self._control_ids[found[0]]}~", text
-        )
-        messages, tools = json.loads(guarded)
-        return messages, tools
-
-    def shows(self, shown: str, answer: Sequence[int], message: Message) -> bool:
-        """Whether `shown`, a part of what `render` gave, says all that was sampled as `answer` and
-        handed over as `message`. Calls may be spelt otherwise, and there may be other space around;
-        no word may be missing."""
-        shown = self._as_said(shown)
-        said = self.decode(answer[:-1] if answer[-1] in self.stop_token_ids else answer)
-        if not (calls := message.get("tool_calls")):
-            return shown.strip() == said.strip()
-        return CALL.sub("", said).strip() in shown and all(
-            call["function"]["name"] in shown for call in calls
-        )
-
-    def parse(self, text: str, tools: Sequence[Tool], call_id: Callable[[int], str]) -> Message:
-        """The assistant message that a sampled text says. A call that cannot be read is still a
-        call, named `invalid`: the harness answers it with an error, so that the model pays for it
-        and can learn."""
-        text = text.removesuffix(self.eos_token)
-        schemas = {
-            t["function"]["name"]: t["function"].get("parameters", {}).get("properties", {})
-            for t in tools
-        }
-        functions = []
-        for match in CALL.finditer(text):
-            try:
-                functions += [
-                    _on_the_wire(name, arguments)
-                    for name, arguments in self._parse(match[1], schemas)
-                ]
-            except (ValueError, RecursionError) as e:
-                functions.append(_on_the_wire("invalid", {"error": str(e)}))
-        calls = [
-            {"id": call_id(n), "type": "function", "function": f} for n, f in enumerate(functions)
+        self, messages: list[Message], rest: dict[str, Any]
+    ) -> tuple[list[Message], dict[str, Any]]:
+        """Of all that they say, at whatever depth."""
+        shown = [
+            self._guarded(message, assistant=message.get("role") == "assistant")
+            for message in messages
         ]
-        content = CALL.sub("", text)
-        message: Message = {
-            "role": "assistant",
-            "content": content if content or not calls else None,
-        }
-        return message | ({"tool_calls": calls} if calls else {})
+        return shown, self._guarded(rest)
+
+    def _guarded(self, said: dict[str, Any], *, assistant: bool = False) -> dict[str, Any]:
+        text = json.dumps(said, ensure_ascii=False)
+        texts = self._special_texts if assistant else self._added_texts
+        if texts.search(text) is None:
+            return said
+        guarded: dict[str, Any] = json.loads(
+            texts.sub(lambda found: f"~{_NONCE}:{self._added_ids[found[0]]}~", text)
+        )
+        return guarded
+
+    def answer_parser(
+        self,
+        prompt: Sequence[int] = (),
+        tools: Sequence[Tool] | None = None,
+        *,
+        stop_token_ids: Sequence[int] | None = None,
+        stop: Sequence[str] = (),
+    ) -> AnswerParser:
+        """What reads the answer to a prompt, token by token. `tools`: None if what looks like a
+        call is text."""
+        begun = self._reasons and self.decode(prompt[-_TAIL:]).rstrip().endswith(THINK_START)
+        parser = self._format.parser(
+            None if tools is None else schemas_of(tools), reasons=self._reasons, reasoning=begun
+        )
+        return AnswerParser(
+            PieceStream(self.decode, self._added, stop),
+            MarkScanner(self._spelled_marks),
+            parser,
+            self.stop_token_ids if stop_token_ids is None else stop_token_ids,
+        )
+
+    def parse(
+        self,
+        tokens: Sequence[int],
+        tools: Sequence[Tool] | None,
+        call_id: Callable[[int], str],
+        prompt: Sequence[int] = (),
+    ) -> Message:
+        """The assistant message that sampled tokens say."""
+        parser = self.answer_parser(prompt, tools)
+        events = [event for token in tokens for event in parser.push(token)]
+        finished = bool(tokens) and tokens[-1] in self.stop_token_ids
+        events += parser.end(finished=finished)
+        return message_of(with_ids(events, call_id))
 
 
 def chat_template(config: Mapping[str, Any]) -> str | None:
@@ -355,6 +345,11 @@ def _encoded(tokenizer: Tokenizer, text: str, long: bool) -> Encoding:
     return tokenizer.encode(text, add_special_tokens=False)
 
 
+def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    longest_first = sorted(texts, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+
 def _in_json(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
@@ -362,13 +357,3 @@ def _in_json(text: str) -> str:
 def _text(token: Any) -> str:
     """A special token is a text, or an object that says more about it."""
     return token if isinstance(token, str) else str(token["content"])
-
-
-def _on_the_wire(name: str, arguments: dict[str, Any]) -> dict[str, str]:
-    """A call as OpenAI's wire format has it. Raises for what could not be sent or read again:
-    numbers of thousands of digits, halves of surrogate pairs, and objects that are nested deeper
-    than the stack."""
-    function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
-    json.dumps(function, ensure_ascii=False).encode()
-    json.loads("[" * _SPARE + function["arguments"] + "]" * _SPARE)
-    return function

@@ -8,16 +8,17 @@ records what is said in a session is in `gateway.py`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request as HttpRequest
 
 from etude.core.protocols import Policy
 from etude.core.sampling import Request, Sample, Token, expand_spans
 from etude.model.tokenizer import ChatTokenizer, Message, Tool
+from etude.serve.conversations import ConversationStore
 from etude.serve.grammar import GrammarBuilder
 from etude.serve.http import ApiError, Unavailable, gather
 from etude.serve.metrics import Metrics
@@ -31,6 +32,8 @@ AT_ONCE_CHARS = 20_000
 """More than this is rendered and encoded on another thread, so that the port answers meanwhile. For
 less, the way there and back takes longer than the work."""
 
+TemplateOptions = Mapping[str, Any]
+"""What a request says to the chat template beyond messages and tools."""
 Show = Callable[[Request, Sample], Message]
 """How a dialect shows an answer to its client, as a message of the conversation."""
 T = TypeVar("T")
@@ -39,7 +42,9 @@ T = TypeVar("T")
 class Answerer(Protocol):
     """Answers the sampling requests of one HTTP request."""
 
-    async def prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[int, ...]:
+    async def prompt(
+        self, messages: Sequence[Message], tools: Sequence[Tool], options: TemplateOptions
+    ) -> tuple[int, ...]:
         """The tokens that a conversation is read as, up to where the model goes on."""
 
     async def sample(self, requests: Sequence[Request], show: Show) -> list[Sample]: ...
@@ -96,6 +101,23 @@ class ServedModel:
     """The limit of an answer in a chat whose request gives none."""
     concurrency: ConcurrencyLimit = field(default_factory=lambda: ConcurrencyLimit(None))
     metrics: Metrics = field(default_factory=Metrics)
+    conversations: ConversationStore = field(default_factory=ConversationStore)
+
+    @property
+    def label(self) -> str:
+        """The name that it is listed by."""
+        return self.name or "etude"
+
+    def called(self, name: str | None) -> str:
+        """The model as the answer calls it. Raises if a request means another one."""
+        if self.name is not None and name is not None:
+            self.check_name(name)
+        return name or self.label
+
+    def check_name(self, name: str) -> None:
+        if name != self.label:
+            message = f"there is no model {name[:200]!r} here, only {self.label!r}"
+            raise ApiError(message, status=404, code="model_not_found", param="model")
 
     async def encode(self, texts: Sequence[str], param: str, contexts: int = 1) -> list[list[int]]:
         """Texts that cannot fit are refused before they are encoded, which may take long."""
@@ -117,12 +139,15 @@ class PolicyAnswerer:
     model: ServedModel
     policy: Policy
 
-    async def prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[int, ...]:
+    async def prompt(
+        self, messages: Sequence[Message], tools: Sequence[Tool], options: TemplateOptions
+    ) -> tuple[int, ...]:
+        def render() -> str:
+            return self.model.tokenizer.render(messages, tools, answer=True, options=options)
+
         with template_errors():
             size = sum(len(message.get("content") or "") for message in messages)
-            text = await in_thread_if_long(
-                size, lambda: self.model.tokenizer.render(messages, tools, answer=True)
-            )
+            text = await in_thread_if_long(size, render)
             (tokens,) = await self.model.encode([text], "messages")
         return tuple(tokens)
 
@@ -144,6 +169,15 @@ def template_errors() -> Iterator[None]:
         raise ApiError(
             f"messages: the chat template cannot show them: {e}", param="messages"
         ) from e
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """What a policy can never answer is the client's mistake."""
+    try:
+        yield
+    except ValueError as e:
+        raise ApiError(str(e)) from e
 
 
 async def as_stream(sample: Sample) -> AsyncIterator[Token | Sample]:

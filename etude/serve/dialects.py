@@ -12,13 +12,21 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from etude.serve.answerer import OpenAnswerer, ServedModel
+from etude.serve.anthropic import schema as anthropic_schema
+from etude.serve.anthropic.routes import Anthropic
 from etude.serve.http import respond
 from etude.serve.openai import schema as openai_schema
 from etude.serve.openai.routes import OpenAi
 from etude.serve.openapi import Health
 from etude.serve.openapi import document as document_of
+from etude.serve.responses import schema as responses_schema
+from etude.serve.responses.routes import Responses
 
-DIALECTS = ((OpenAi, openai_schema.description),)
+DIALECTS = (
+    (OpenAi, openai_schema.description),
+    (Responses, responses_schema.description),
+    (Anthropic, anthropic_schema.description),
+)
 
 
 def public_routes(

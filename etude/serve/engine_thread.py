@@ -29,8 +29,8 @@ from torch import Tensor
 
 from etude.core.sampling import Request, Sample, Token
 from etude.engine.engine import Engine, ExpiredRequest, FinishedRequest, StreamedToken
+from etude.model.detokenizer import IncrementalDetokenizer, StopStringFilter
 from etude.model.tokenizer import ChatTokenizer
-from etude.serve.detokenizer import IncrementalDetokenizer, StopStringFilter
 from etude.serve.grammar_matcher import GrammarCompiler, GrammarMatcher
 from etude.serve.http import DeadlineExceeded, Unavailable
 

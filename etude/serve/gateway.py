@@ -52,7 +52,14 @@ from etude.core.sampling import Request, Sample, Token
 from etude.core.types import SegmentKind
 from etude.model.tokenizer import ChatTokenizer, Message, Tool
 from etude.serve import heartbeat, process
-from etude.serve.answerer import PolicyAnswerer, ServedModel, Show, as_stream, template_errors
+from etude.serve.answerer import (
+    PolicyAnswerer,
+    ServedModel,
+    Show,
+    TemplateOptions,
+    as_stream,
+    template_errors,
+)
 from etude.serve.dialects import public_routes, session_routes
 from etude.serve.grammar import GrammarBuilder
 from etude.serve.headers import read_segment_kind
@@ -140,6 +147,7 @@ class Gateway:
         session: str = http.path_params["session"]
         self.recorder.forget(session)
         self.router.forget(session)
+        self.model.conversations.forget(session)
         return Response(status_code=204)
 
     async def disturbed(self, http: HttpRequest) -> Response:
@@ -195,9 +203,11 @@ class SessionAnswerer:
         self._kind = kind
         self._prompt: Prompt | None = None
 
-    async def prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[int, ...]:
+    async def prompt(
+        self, messages: Sequence[Message], tools: Sequence[Tool], options: TemplateOptions
+    ) -> tuple[int, ...]:
         with template_errors():
-            draft = self._recorder.partial_prompt(self._session, messages, tools)
+            draft = self._recorder.partial_prompt(self._session, messages, tools, options)
             self._prompt = draft.complete(*await self._model.encode([draft.text], "messages"))
         return self._prompt.tokens
 

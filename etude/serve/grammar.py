@@ -12,7 +12,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from etude.model.tokenizer import TOOL_CALL_END, TOOL_CALL_START, Tool
+from etude.model.output_parser import TOOL_CALL_END, TOOL_CALL_START, detect_format
+from etude.model.tokenizer import Tool, chat_template
 
 JSON_SPACE = {"whitespace_pattern": r"[ ]?|\n[ ]{0,16}"}
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
@@ -54,8 +55,14 @@ class GrammarBuilder:
             token["content"]
             for token in json.loads(files["tokenizer.json"]).get("added_tokens") or ()
         }
-        self._call = CALLS[config.get("tool_syntax", "hermes")]
+        template = files.get("chat_template.jinja", b"").decode() or chat_template(config) or ""
+        self._call = CALLS.get(config.get("tool_syntax") or detect_format(template))
         self._marks_are_tokens = {TOOL_CALL_START, TOOL_CALL_END} <= added
+
+    @property
+    def enforces_calls(self) -> bool:
+        """False for families whose calls no grammar is known for."""
+        return self._call is not None
 
     def text(self, schema: Schema) -> str:
         """JSON that fits a schema."""
@@ -86,6 +93,7 @@ class GrammarBuilder:
         return _lark([*rules, self._body(tools)])
 
     def _body(self, tools: Sequence[Tool]) -> str:
+        assert self._call is not None
         return "body: " + " | ".join(f"({self._call(tool['function'])})" for tool in tools)
 
     def _mark(self, mark: str) -> str:

@@ -1,9 +1,10 @@
-"""HTTP basics of all servers: bodies of bounded size, errors in OpenAI's envelope, ids of requests,
-the token, and clients that go away.
+"""HTTP basics of all servers: bodies of bounded size, errors, ids of requests, the token, and
+clients that go away.
 
 An error is `{"error": {"message": .., "type": .., "code": .., "param": ..}}` with the status that
-fits. A request may bring an id in `x-request-id`; the answer carries it, or one that we made. If
-there is a token, every route needs it.
+fits, as OpenAI has it; on Anthropic's routes it has Anthropic's form. A request may bring an id in
+`x-request-id`; the answer carries it, or one that we made. If there is a token, every route needs
+it.
 """
 
 from __future__ import annotations
@@ -49,6 +50,27 @@ class Error(msgspec.Struct):
 
 class ErrorResponse(msgspec.Struct):
     error: Error
+
+
+class AnthropicError(msgspec.Struct):
+    type: str
+    message: str
+
+
+class AnthropicErrorResponse(msgspec.Struct, tag_field="type", tag="error"):
+    error: AnthropicError
+
+
+ANTHROPIC_ROUTES = "/v1/messages"
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 
 
 class ApiError(Exception):
@@ -102,13 +124,18 @@ def respond_packed(value: object) -> Response:
     return Response(msgspec.msgpack.encode(value), media_type=MSGPACK)
 
 
-def error_body(error: ApiError) -> ErrorResponse:
+def error_body(error: ApiError, path: str) -> ErrorResponse | AnthropicErrorResponse:
+    """In the form of the API that the path belongs to."""
+    if ANTHROPIC_ROUTES in path:
+        usual = "invalid_request_error" if error.status < 500 else "api_error"
+        kind = ANTHROPIC_TYPES.get(error.status, usual)
+        return AnthropicErrorResponse(AnthropicError(kind, str(error)))
     kind = "invalid_request_error" if error.status < 500 else "server_error"
     return ErrorResponse(Error(str(error), kind, error.code, error.param))
 
 
-def error_response(error: ApiError) -> Response:
-    response = respond(error_body(error), error.status)
+def error_response(error: ApiError, path: str) -> Response:
+    response = respond(error_body(error, path), error.status)
     if isinstance(error, Unavailable):
         response.headers["Retry-After"] = str(RETRY_AFTER_S)
     if error.status == 401:
@@ -199,18 +226,31 @@ SendEvent = Callable[[object], Awaitable[None]]
 class EventStream(Response):
     """Server-sent events. `work` is given a function that sends one. What goes wrong before the
     first event is an answer like any other; afterwards it is the last event. The work ends with the
-    client, if that goes first."""
+    client, if that goes first.
 
-    def __init__(self, work: Callable[[SendEvent], Coroutine[Any, Any, None]]) -> None:
+    OpenAI's chat ends a stream with `[DONE]`. With `named`, as in the newer APIs, each event is
+    named by its `type`, and the last one is an event like any other."""
+
+    def __init__(
+        self,
+        work: Callable[[SendEvent], Coroutine[Any, Any, None]],
+        *,
+        named: bool = False,
+        failed: Callable[[ApiError], object] | None = None,
+    ) -> None:
+        """`failed`: the event that tells of an error, if it is not the body that does so
+        elsewhere."""
         super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]
         self._work = work
+        self._named = named
+        self._failed = failed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with contextlib.suppress(ClientDisconnected):
-            await _cancel_on_disconnect(receive, self._run(send))
+            await _cancel_on_disconnect(receive, self._run(scope["path"], send))
 
-    async def _run(self, send: Send) -> None:
+    async def _run(self, path: str, send: Send) -> None:
         started = False
 
         async def write(data: bytes, more: bool = True) -> None:
@@ -223,15 +263,22 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": data, "more_body": more})
 
         async def send_event(value: object) -> None:
-            await write(b"data: " + msgspec.json.encode(value) + b"\n\n")
+            await write(self._encoded(value))
 
         try:
             await self._work(send_event)
         except ApiError as e:
             if not started:
                 raise
-            await send_event(error_body(e))
-        await write(b"data: [DONE]\n\n", more=False)
+            await send_event(self._failed(e) if self._failed else error_body(e, path))
+        await write(b"" if self._named else b"data: [DONE]\n\n", more=False)
+
+    def _encoded(self, event: object) -> bytes:
+        data = b"data: " + msgspec.json.encode(event) + b"\n\n"
+        if not self._named:
+            return data
+        name = event["type"] if isinstance(event, dict) else type(event).__struct_config__.tag  # type: ignore[attr-defined]
+        return f"event: {name}\n".encode() + data
 
 
 def create_app(
@@ -244,7 +291,7 @@ def create_app(
             headers = error.headers or {}
             error = ApiError(error.detail, status=error.status_code, code=code)
         assert isinstance(error, ApiError)
-        response = error_response(error)
+        response = error_response(error, request.url.path)
         response.headers.update(headers)
         return response
 
@@ -290,17 +337,22 @@ def with_request_ids(app: ASGIApp) -> ASGIApp:
 
 
 def requiring_token(app: ASGIApp, token: str) -> ASGIApp:
-    """Nothing behind it is reached without the token."""
-    expected = authorization(token)["Authorization"].encode()
+    """Nothing behind it is reached without the token. Anthropic's clients send it in a header of
+    their own."""
+    expected = {
+        b"authorization": authorization(token)["Authorization"].encode(),
+        b"x-api-key": token.encode(),
+    }
 
     async def check(scope: Scope, receive: Receive, send: Send) -> None:
-        given = dict(scope.get("headers", ())).get(b"authorization", b"")
-        if hmac.compare_digest(given, expected):
+        given = dict(scope.get("headers", ()))
+        if any(
+            hmac.compare_digest(given.get(name, b""), value) for name, value in expected.items()
+        ):
             await app(scope, receive, send)
         else:
             message = "send the token of this server as 'Authorization: Bearer ..'"
-            await error_response(ApiError(message, status=401, code="unauthorized"))(
-                scope, receive, send
-            )
+            error = ApiError(message, status=401, code="unauthorized")
+            await error_response(error, scope.get("path", ""))(scope, receive, send)
 
     return check

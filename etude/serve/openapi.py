@@ -66,13 +66,14 @@ def document(dialects: Iterable[Description]) -> Schema:
     schemas = schemas_of([Health, ErrorResponse])
     for dialect in dialects:
         paths |= dialect.paths
+        assert all(schemas.get(name, schema) == schema for name, schema in dialect.schemas.items())
         schemas |= dialect.schemas
     return {
         "openapi": "3.1.0",
         "info": {
             "title": "Etude",
             "version": __version__,
-            "description": "OpenAI's API, served by Etude.",
+            "description": "OpenAI's and Anthropic's APIs, served by Etude.",
         },
         "paths": paths,
         "components": {
@@ -88,16 +89,24 @@ def schemas_of(types: Iterable[type]) -> dict[str, Schema]:
     return schemas
 
 
-def asking(body: type, answer: type, chunk: type, text: str) -> Schema:
-    """A route that is asked something, and answers whole or in a stream."""
-    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": ref(chunk)}
-    event = {
-        "type": "object",
-        "properties": {"data": data},
-        "description": "one event; the last one's data is [DONE]",
-    }
-    content = {**_json(ref(answer)), "text/event-stream": {"schema": event}}
-    return _answers(text, content, ASKING) | {
+def asking(
+    body: type, answer: type, chunk: type | None, text: str, *, error: type = ErrorResponse
+) -> Schema:
+    """A route that is asked something, and answers whole or, if there is a `chunk`, in a stream."""
+    content = _json(ref(answer))
+    if chunk is not None:
+        data = {
+            "type": "string",
+            "contentMediaType": "application/json",
+            "contentSchema": ref(chunk),
+        }
+        event = {
+            "type": "object",
+            "properties": {"data": data},
+            "description": "one event of a stream",
+        }
+        content["text/event-stream"] = {"schema": event}
+    return _answers(text, content, ASKING, error) | {
         "parameters": SCHEDULING,
         "requestBody": {"required": True, "content": _json(ref(body))},
     }
@@ -111,7 +120,9 @@ def ref(kind: type) -> Schema:
     return {"$ref": f"#/components/schemas/{kind.__name__}"}
 
 
-def _answers(text: str, content: Schema, failures: Mapping[int, str]) -> Schema:
+def _answers(
+    text: str, content: Schema, failures: Mapping[int, str], error: type = ErrorResponse
+) -> Schema:
     id = {
         "x-request-id": {"description": "the request's own, or ours", "schema": {"type": "string"}}
     }
@@ -120,7 +131,7 @@ def _answers(text: str, content: Schema, failures: Mapping[int, str]) -> Schema:
         responses[str(status)] = {
             "description": why,
             "headers": id,
-            "content": _json(ref(ErrorResponse)),
+            "content": _json(ref(error)),
         }
     return {"summary": text, "responses": responses}
 

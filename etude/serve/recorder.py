@@ -9,12 +9,17 @@ harness added since is rendered, encoded and put behind it:
     turn 2   prompt  sampled  what was added     sampled          (one segment, one unbroken
                                                                   context)
 
+Harnesses seldom send an answer back as they were given it: they drop its reasoning, strip its
+space, or spell the arguments of a call in their own way. Such an echo is known by what it says, and
+the answer as it was recorded takes its place before the history is rendered. So what is compared is
+never a message, but what the template makes of the history: if that begins with the text that the
+recorded tokens stand for, it goes on from them.
+
 A history that does not go on from anything recorded (a summary, a compaction, a sub-agent) opens a
 new segment. So does one that the template shows in another way than it was recorded, as those do
 that drop the reasoning of earlier turns: a model must see, and be trained on, what its template
-means it to see. Segments carry the text that their tokens stand for, and so every turn is compared
-with the rendering of the turn before it. A segment's parent is the newest one before it, and its
-kind is what the harness says of the request that opens it.
+means it to see. A segment's parent is the newest one before it, and its kind is what the harness
+says of the request that opens it.
 
 The experts of a sparse model are recorded once for each token: a turn reports those of the tokens
 that no turn before it has reported. What a token was routed to when it was first read is what the
@@ -23,9 +28,11 @@ tokens behind it were sampled from.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from typing import Any
 
 from etude.core.sampling import (
     Sample,
@@ -37,7 +44,9 @@ from etude.core.sampling import (
     version_spans,
 )
 from etude.core.types import RegionSpan, Segment, SegmentKind
+from etude.model.output_parser import THINK_END, THINK_START
 from etude.model.tokenizer import ChatTokenizer, Message, Tool
+from etude.model.tool_calls import Call
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +89,8 @@ class _OpenSegment:
     tools: tuple[Tool, ...]
     kind: SegmentKind
     parent: int | None
+    answered: list[int] = field(default_factory=list)
+    """Which of the messages were sampled here."""
     text: str = ""
     """What the tokens before the last answer stand for."""
     answer: tuple[int, ...] = ()
@@ -129,49 +140,55 @@ class Recorder:
         self._sessions: dict[str, list[_OpenSegment]] = {}
 
     def partial_prompt(
-        self, session: str, messages: Sequence[Message], tools: Sequence[Tool] = ()
+        self,
+        session: str,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        options: Mapping[str, Any] | None = None,
     ) -> PartialPrompt:
         """The recorded tokens and what the messages add to them, or all of the messages rendered
-        anew."""
+        anew. `options`: of the template."""
         said, offered = tuple(map(_without_nulls, messages)), tuple(tools)
-        text = self._tokenizer.render(said, offered, answer=True)
         for segment in reversed(self._sessions.get(session, [])):
-            if (added := self._added(segment, said, offered, text)) is not None:
+            history = _restored(segment, said) if segment.tools == offered else None
+            if history is None:
+                continue
+            text = self._tokenizer.render(history, offered, answer=True, options=options)
+            if (added := self._added(segment, text)) is not None:
                 known = Prompt(
                     tokens=segment.context,
-                    messages=said,
+                    messages=history,
                     tools=offered,
                     text=text,
                     routed=segment.routed,
                 )
                 return PartialPrompt(known, added)
+        text = self._tokenizer.render(said, offered, answer=True, options=options)
         return PartialPrompt(Prompt(tokens=(), messages=said, tools=offered, text=text), text)
 
-    def _added(
-        self, segment: _OpenSegment, said: tuple[Message, ...], offered: tuple[Tool, ...], text: str
-    ) -> str | None:
-        """What stands in `text` behind the segment; None if the messages do not go on from it."""
-        if segment.tools != offered or segment.messages != said[: len(segment.messages)]:
-            return None
-        recorded = self._tokenizer.render(segment.messages, offered)
-        if not text.startswith(recorded):  # a template that shows old turns in another way
+    def _added(self, segment: _OpenSegment, text: str) -> str | None:
+        """What stands in `text` behind the segment; None if it does not go on from it."""
+        if not text.startswith(segment.text):  # a template that shows old turns in another way
             return None
         # The end of the answer: sampled, or, if the answer was cut off, missing from what was
         # recorded so far.
-        eos = self._tokenizer.eos_token
-        end = recorded.rfind(eos)
-        if end < 0 or recorded[end + len(eos) :].strip():  # a template that does not end an answer
+        last = segment.answer[-1]
+        ended = last in self._tokenizer.stop_token_ids
+        end_mark = self._tokenizer.decode([last]) if ended else self._tokenizer.eos_token
+        end = text.find(end_mark, len(segment.text))
+        if end < 0 or not self._shows(text[len(segment.text) : end], segment):
             return None
-        shown = recorded[len(segment.text) : end]
-        if not recorded.startswith(segment.text) or not self._tokenizer.shows(
-            shown, segment.answer, segment.messages[-1]
-        ):
-            return None
-        return (
-            text[end + len(eos) :]
-            if segment.tokens[-1] == self._tokenizer.eos_token_id
-            else text[end:]
+        return text[end + len(end_mark) * ended :]
+
+    def _shows(self, shown: str, segment: _OpenSegment) -> bool:
+        """Whether the template's text of the last answer says what was sampled. Calls may be spelt
+        otherwise, and there may be other space around; no word may be missing."""
+        before = segment.context[: -len(segment.answer)]
+        told, sampled = (
+            self._tokenizer.parse(tokens, segment.tools, str, before)
+            for tokens in (self._tokenizer.encode(shown), segment.answer)
         )
+        return _echoes(told, sampled, reasoning=True)
 
     def record(
         self, session: str, prompt: Prompt, sample: Sample, message: Message,
@@ -210,6 +227,7 @@ class Recorder:
             [*segment.sampling, SamplingSpan(params, len(sample.tokens))]
         )
         segment.add_region(sample.region, len(sample.tokens))
+        segment.answered.append(len(prompt.messages))
         segment.messages = (*prompt.messages, _without_nulls(message))
         segment.text, segment.answer = prompt.text, sample.tokens
         if sample.experts is not None:
@@ -232,3 +250,48 @@ class Recorder:
 def _without_nulls(message: Message) -> Message:
     """Without the keys that say nothing: clients send an answer back with or without them."""
     return {key: value for key, value in message.items() if value is not None}
+
+
+def _restored(segment: _OpenSegment, said: tuple[Message, ...]) -> tuple[Message, ...] | None:
+    """The messages with the segment's answers as they were given; None if one is not there."""
+    if len(said) < len(segment.messages):
+        return None
+    history = list(said)
+    for place in segment.answered:
+        if not _echoes(said[place], segment.messages[place]):
+            return None
+        history[place] = segment.messages[place]
+    return tuple(history)
+
+
+def _echoes(echo: Message, answer: Message, *, reasoning: bool = False) -> bool:
+    """Whether both say the same, but for space and spelling. An echo may leave the reasoning out,
+    unless `reasoning`."""
+    if echo.get("role") != "assistant":
+        return False
+    (thought, content), (own_thought, own_content) = _texts(echo), _texts(answer)
+    calls, own_calls = echo.get("tool_calls") or (), answer.get("tool_calls") or ()
+    return (
+        content == own_content
+        and (thought == own_thought or not (thought or reasoning))
+        and len(calls) == len(own_calls)
+        and all(_call(one).means(_call(other)) for one, other in zip(calls, own_calls, strict=True))
+    )
+
+
+def _texts(message: Message) -> tuple[str, str]:
+    """Reasoning and content without space; the reasoning may stand within the content."""
+    content = "".join((message.get("content") or "").split())
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    if isinstance(reasoning, str) and reasoning.strip():
+        return "".join(reasoning.split()), content.rpartition(THINK_END)[2]
+    reasoning, mark, rest = content.rpartition(THINK_END)
+    return (reasoning.removeprefix(THINK_START), rest) if mark else ("", content)
+
+
+def _call(said: Mapping[str, Any]) -> Call:
+    """Of a message; its arguments may be a text or an object."""
+    arguments = said["function"]["arguments"]
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return Call(said["function"]["name"], arguments)

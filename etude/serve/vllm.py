@@ -49,10 +49,10 @@ from torch import Tensor
 from etude.core.errors import EtudeError
 from etude.core.sampling import Request, Sample, Token, VersionSpan, expand_spans, version_spans
 from etude.model.config import ModelConfig
+from etude.model.detokenizer import IncrementalDetokenizer, StopStringFilter
 from etude.model.files import check_fit, write_directory
 from etude.model.tokenizer import ChatTokenizer
 from etude.serve.answerer import as_stream
-from etude.serve.detokenizer import IncrementalDetokenizer, StopStringFilter
 from etude.serve.http import ApiError, Unavailable, deadline
 
 LOGPROBS_MODE = "processed_logprobs"

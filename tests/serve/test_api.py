@@ -127,6 +127,20 @@ async def test_content_in_parts_and_max_tokens(
     assert [entry["logprob"] for entry in answer["choices"][0]["logprobs"]["content"]] == [-0.5]
 
 
+async def test_fields_that_change_nothing_here_are_taken(
+    http: aiohttp.ClientSession, url: str, policy: Scripted
+) -> None:
+    ask = ASK | {
+        "reasoning_effort": "high",
+        "verbosity": "low",
+        "chat_template_kwargs": {"enable_thinking": False},
+        "parallel_tool_calls": True,
+        "service_tier": "auto",
+        "store": True,
+    }
+    assert (await post(http, f"{url}/v1/chat/completions", ask))[0] == 200
+
+
 async def test_completions_with_token_ids(
     http: aiohttp.ClientSession, url: str, policy: Scripted
 ) -> None:
@@ -219,6 +233,7 @@ async def test_models_and_health(http: aiohttp.ClientSession, url: str) -> None:
         ("chat/completions", ASK | {"top_logprobs": 2}, "top_logprobs"),
         ("chat/completions", ASK | {"top_p": 0}, "top_p"),
         ("chat/completions", ASK | {"frobnicate": 1}, "frobnicate"),
+        ("chat/completions", ASK | {"reasoning_effort": 3}, "reasoning_effort"),
         ("chat/completions", ASK | {"response_format": {"type": "xml"}}, "response_format"),
         ("chat/completions", ASK | {"tools": TOOLS + TOOLS}, "same name"),
         ("chat/completions", ASK | {"tool_choice": "required"}, "no tools"),

@@ -12,13 +12,12 @@ import msgspec
 import pytest
 
 from etude.core.sampling import Request, Sample, Token, VersionSpan
-from etude.model.tokenizer import ChatTokenizer
-from etude.serve.detokenizer import (
+from etude.model.detokenizer import (
     IncrementalDetokenizer,
     StopStringFilter,
-    ToolCallSplitter,
     first_of,
 )
+from etude.model.tokenizer import ChatTokenizer
 from etude.serve.engine_thread import StopStringChecker
 from etude.serve.openai import types as wire
 from etude.serve.openai.responses import ChatResponseBuilder, TextResponseBuilder
@@ -129,17 +128,6 @@ def test_a_stop_text_is_found_across_any_cut(seed: int) -> None:
     assert shown == seen[: first_of(stops, seen)]
     # and it stopped as soon as it could
     assert first_of(stops, "".join(pieces[: read - 1])) is None
-
-
-def test_calls_come_whole_and_text_does_not_wait() -> None:
-    splitter = ToolCallSplitter()
-    assert splitter.push("so <tool") == ("so ", [])
-    assert splitter.push("s> <tool_call>te") == ("<tools> ", [])
-    assert splitter.push("st</tool_call> and <tool_call>") == (
-        " and ",
-        ["<tool_call>test</tool_call>"],
-    )
-    assert splitter.end() == "<tool_call>"
 
 
 def sample_of(tokens: list[int], finish: Any) -> Sample:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -57,7 +57,7 @@ def say(
 ) -> tuple[Prompt, Message]:  # fmt: skip
     prompt = prompt_for(recorder, "s", messages, TOOLS)
     sample = sample_of(tokens, version)
-    message = TOKENIZER.parse(TOKENIZER.decode(tokens), TOOLS, str)
+    message = TOKENIZER.parse(tokens, TOOLS, str)
     recorder.record("s", prompt, sample, message, params, kind)
     return prompt, message
 
@@ -250,7 +250,7 @@ def test_a_template_that_leaves_a_call_out_opens_a_segment() -> None:
     recorder = Recorder(tokenizer)
     draft = recorder.partial_prompt("s", [user("read")], TOOLS)
     tokens = [*tokenizer.encode("now <tool_call>edit 3 a</tool_call>"), tokenizer.eos_token_id]
-    answer = tokenizer.parse(tokenizer.decode(tokens), TOOLS, str)
+    answer = tokenizer.parse(tokens, TOOLS, str)
     recorder.record(
         "s", draft.complete(tokenizer.encode(draft.text)), sample_of(tokens), answer, PLAIN
     )
@@ -279,6 +279,93 @@ def test_an_answer_that_only_calls_goes_on_however_it_is_sent_back(sent: Message
     say(recorder, [user("read"), again, result], [TOKENIZER.eos_token_id])
     (segment,) = recorder.segments("s")
     assert segment.tokens[: len(call)] == tuple(call)
+
+
+CALLS = b"""{% for m in messages %}<|{{ m.role }}|>
+{%- if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}
+{{- m.content or '' }}
+{%- for c in m.tool_calls or [] %}<tool_call>{"name": "{{ c.function.name }}", "arguments": {{
+ c.function.arguments | tojson }}}</tool_call>{% endfor %}{{ eos_token }}{% endfor %}
+{%- if add_generation_prompt %}<|assistant|>{% endif %}"""
+ECHOES: dict[str, Callable[[Message], Message]] = {
+    "as it was": lambda said: said,
+    "in another order": lambda said: dict(reversed(said.items())),
+    "without its reasoning": lambda said: {
+        key: value for key, value in said.items() if key != "reasoning_content"
+    },
+    "stripped": lambda said: said | {"content": said["content"].strip()},
+    "the reasoning within the content": lambda said: {
+        "role": "assistant",
+        "content": f"<think>{said['reasoning_content']}</think>{said['content']}",
+        "tool_calls": said["tool_calls"],
+    },
+    "arguments respelt": lambda said: (
+        said
+        | {
+            "tool_calls": [
+                said["tool_calls"][0]
+                | {"id": "mine", "function": {"name": "edit", "arguments": '{"text":"a","line":3}'}}
+            ]
+        }
+    ),
+    "arguments as an object": lambda said: (
+        said
+        | {
+            "tool_calls": [
+                {
+                    "type": "function",
+                    "function": {"name": "edit", "arguments": {"line": 3, "text": "a"}},
+                }
+            ]
+        }
+    ),
+}
+
+
+@pytest.mark.parametrize("echo", ECHOES)
+def test_an_answer_is_known_by_what_it_says(echo: str) -> None:
+    """However a harness sends it back, the turn goes on from the sampled tokens."""
+    config = b'{"eos_token": "<|end|>", "tool_syntax": "hermes"}'
+    tokenizer = ChatTokenizer(
+        FILES | {"chat_template.jinja": CALLS, "tokenizer_config.json": config}
+    )
+    recorder = Recorder(tokenizer)
+    pieces = ["<think>", *"test it", "</think>", *" now ", "<tool_call>"]
+    pieces += ['{"arguments": {"text": "a",   "line": 3}, "name": "edit"}', "</tool_call>"]
+    tokens = [token for piece in pieces for token in tokenizer.encode(piece)]
+    messages, sampled = [user("read")], [*tokens, tokenizer.eos_token_id]
+    for _ in range(3):
+        draft = recorder.partial_prompt("s", messages, TOOLS)
+        prompt = draft.complete(tokenizer.encode(draft.text))
+        answer = tokenizer.parse(sampled, TOOLS, str)
+        assert answer["reasoning_content"] == "test it" and len(answer["tool_calls"]) == 1
+        recorder.record("s", prompt, sample_of(sampled), answer, PLAIN)
+        messages += [ECHOES[echo](answer), {"role": "tool", "content": "done"}]
+    (segment,) = recorder.segments("s")
+    assert sum(segment.mask) == 3 * len(sampled)
+    assert tokenizer.decode(segment.prompt + segment.tokens).count("<think>test it</think>") == 3
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"content": "later"},
+        {"reasoning_content": "guess"},
+        {"tool_calls": []},
+        {"tool_calls": [{"function": {"name": "edit", "arguments": '{"line": 4}'}}]},
+        {"role": "user"},
+    ],
+)
+def test_an_answer_that_says_something_else_is_another(other: Message) -> None:
+    recorder = Recorder(ChatTokenizer(FILES | {"chat_template.jinja": CALLS}))
+    said = "<think>test</think>now<tool_call>edit 3 a</tool_call>"
+    sampled = [*TOKENIZER.encode(said), TOKENIZER.eos_token_id]
+    prompt = prompt_for(recorder, "s", [user("read")], TOOLS)
+    call = {"function": {"name": "edit", "arguments": '{"line": 3, "text": "a"}'}}
+    answer = {"role": "assistant", "content": "now", "reasoning_content": "test"}
+    recorder.record("s", prompt, sample_of(sampled), answer | {"tool_calls": [call]}, PLAIN)
+    history = [user("read"), answer | {"tool_calls": [call]} | other, user("go")]
+    assert recorder.partial_prompt("s", history, TOOLS).known.tokens == ()
 
 
 def test_marks_that_a_user_or_a_model_writes_are_text() -> None:

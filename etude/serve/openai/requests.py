@@ -12,7 +12,7 @@ from starlette.requests import Request as HttpRequest
 
 from etude.core.sampling import Request, SamplingParams
 from etude.core.seeds import derive
-from etude.model.tokenizer import Message
+from etude.model.tokenizer import Message, Tool
 from etude.serve.answerer import ServedModel
 from etude.serve.grammar import ANY_OBJECT, GrammarBuilder
 from etude.serve.headers import Scheduling
@@ -155,6 +155,11 @@ def _chat_grammar(grammars: GrammarBuilder, asked: wire.ChatRequest) -> str | No
     elif isinstance(asked.response_format, wire.JsonSchemaFormat):
         schema = asked.response_format.json_schema.schema
     parallel, tools = asked.parallel_tool_calls is not False, asked.tools or []
+    if tools and not grammars.enforces_calls:
+        if asked.tool_choice not in (None, "auto", "none"):
+            message = "tool_choice: calls of this model's family cannot be enforced; use auto"
+            raise ApiError(message, param="tool_choice")
+        parallel = True
     match asked.tool_choice:
         case wire.NamedTool(function=function):
             chosen = [tool for tool in tools if tool["function"]["name"] == function.name]
@@ -162,7 +167,7 @@ def _chat_grammar(grammars: GrammarBuilder, asked: wire.ChatRequest) -> str | No
         case "required":
             return grammars.calls(tools, parallel=parallel)
         case None | "auto" if tools:
-            if schema is not None:
+            if schema is not None and grammars.enforces_calls:
                 return grammars.calls(tools, parallel=parallel, otherwise=schema)
             return None if parallel else grammars.one_call_at_most(tools)
     return None if schema is None else grammars.text(schema)
@@ -183,8 +188,23 @@ def _unsupported(param: str) -> ApiError:
     return ApiError(message, code="unsupported_parameter", param=param)
 
 
+def template_options(asked: wire.ChatRequest) -> dict[str, Any]:
+    """What the chat template is told beyond messages and tools; most know nothing of it."""
+    effort = {} if asked.reasoning_effort is None else {"reasoning_effort": asked.reasoning_effort}
+    return effort | (asked.chat_template_kwargs or {})
+
+
+def callable_tools(asked: wire.ChatRequest) -> list[Tool] | None:
+    """None: what looks like a call is text."""
+    return asked.tools if asked.tools and asked.tool_choice != "none" else None
+
+
 async def read_chat(http: HttpRequest, max_context: int) -> wire.ChatRequest:
-    asked = await read_body(http, wire.ChatRequest)
+    return checked_chat(await read_body(http, wire.ChatRequest), max_context)
+
+
+def checked_chat(asked: wire.ChatRequest, max_context: int) -> wire.ChatRequest:
+    """With all contents as text. Raises for what no chat may be."""
     for place, values, shape in (
         ("messages", asked.messages, wire.ChatMessage),
         ("tools", asked.tools or [], wire.Tool),

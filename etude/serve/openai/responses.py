@@ -19,15 +19,11 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from etude.core.sampling import Request, Sample, Token
-from etude.core.seeds import derive
+from etude.model.detokenizer import REPLACEMENT_CHARACTER, PieceStream, first_of
+from etude.model.output_parser import Content, Reasoning, call_object, message_of
 from etude.model.tokenizer import ChatTokenizer, Message, Tool
-from etude.serve.detokenizer import (
-    REPLACEMENT_CHARACTER,
-    IncrementalDetokenizer,
-    StopStringFilter,
-    ToolCallSplitter,
-    first_of,
-)
+from etude.model.tool_calls import Call
+from etude.serve.answer_events import AnswerReader, answer_events
 from etude.serve.openai import types as wire
 
 Usage = wire.Usage | None | UnsetType
@@ -65,11 +61,6 @@ class _ResponseBuilder:
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def text(self, request: Request, sample: Sample) -> str:
-        ended = sample.finish_reason == "stop" and sample.tokens[-1] in request.stop_token_ids
-        text = self.tokenizer.decode(sample.tokens[:-1] if ended else sample.tokens)
-        return text[: first_of(request.stop, text)]
-
     def extensions(self, tokens: Sequence[int], sample: Sample | None) -> dict[str, Any]:
         """What a choice says beyond OpenAI, some of it only when its sample is whole."""
         extras: dict[str, Any] = {"token_ids": list(tokens)} if self.with_ids else {}
@@ -90,16 +81,7 @@ class ChatResponseBuilder(_ResponseBuilder):
     """None: what looks like a call is text."""
 
     def message(self, request: Request, sample: Sample) -> Message:
-        return self.parse(self.text(request, sample), request)
-
-    def parse(self, text: str, request: Request, first: int = 0) -> Message:
-        if self.tools is None:
-            return {"role": "assistant", "content": text}
-        return self.tokenizer.parse(
-            text,
-            self.tools,
-            lambda number: f"call_{derive(request.seed, len(request.prompt), first + number):x}",
-        )
+        return message_of(answer_events(self.tokenizer, request, sample, self.tools))
 
     def choice(self, index: int, request: Request, sample: Sample) -> wire.ChatChoice:
         message = msgspec.convert(self.message(request, sample), wire.AssistantMessage)
@@ -158,6 +140,11 @@ class TextResponseBuilder(_ResponseBuilder):
     def message(self, request: Request, sample: Sample) -> Message:
         return {"role": "assistant", "content": self.text(request, sample)}
 
+    def text(self, request: Request, sample: Sample) -> str:
+        ended = sample.finish_reason == "stop" and sample.tokens[-1] in request.stop_token_ids
+        text = self.tokenizer.decode(sample.tokens[:-1] if ended else sample.tokens)
+        return text[: first_of(request.stop, text)]
+
     def choice(self, index: int, request: Request, sample: Sample) -> wire.TextChoice:
         return wire.TextChoice(
             index=index, text=self.text(request, sample), finish_reason=sample.finish_reason,
@@ -204,22 +191,6 @@ def _token_logprobs(sample: Sample) -> Sequence[TokenLogprobs]:
     )
 
 
-class _IncrementalText:
-    """The text of a sample as it is streamed, up to where it stops."""
-
-    def __init__(self, builder: _ResponseBuilder, request: Request) -> None:
-        self._stop = request.stop_token_ids
-        self._decoder = IncrementalDetokenizer(builder.tokenizer.decode)
-        self._finder = StopStringFilter(request.stop)
-
-    def push(self, event: Token | Sample) -> str:
-        if isinstance(event, Sample):
-            return self._finder.push(self._decoder.end()) + self._finder.end()
-        return (
-            "" if event.token in self._stop else self._finder.push(self._decoder.push(event.token))
-        )
-
-
 def _parts(event: Token | Sample) -> tuple[list[TokenLogprobs], Sample | None]:
     return (
         ([], event)
@@ -232,23 +203,22 @@ class _ChatStreamBuilder:
     def __init__(self, builder: ChatResponseBuilder, index: int, request: Request) -> None:
         self._form = builder
         self._index = index
-        self._request = request
-        self._growing = _IncrementalText(builder, request)
-        self._splitter = ToolCallSplitter()
+        self._reader = AnswerReader(builder.tokenizer, request, builder.tools)
         self._num_calls = 0
         self._role: Literal["assistant"] | None = "assistant"
 
     def push(self, event: Token | Sample) -> wire.ChatChunkChoice | None:
         builder, (drawn, sample) = self._form, _parts(event)
-        text = self._growing.push(event)
-        said, calls = (text, []) if builder.tools is None else self._splitter.push(text)
-        if sample:
-            said += self._splitter.end()
-        deltas = [delta for call in calls for delta in self._called(call)]
-        if not (sample or said or deltas or builder.with_ids or builder.with_logprobs):
+        events = self._reader.push(event)
+        if not (sample or events or builder.with_ids or builder.with_logprobs):
             return None
-        content = said or ("" if self._role else None)
-        delta = wire.Delta(role=self._role, content=content, tool_calls=deltas or None)
+        content = "".join(event.text for event in events if isinstance(event, Content))
+        delta = wire.Delta(
+            role=self._role,
+            content=content or ("" if self._role else None),
+            reasoning_content="".join(e.text for e in events if isinstance(e, Reasoning)) or None,
+            tool_calls=self._called([e for e in events if isinstance(e, Call)]) or None,
+        )
         self._role = None
         return wire.ChatChunkChoice(
             index=self._index, delta=delta,
@@ -257,13 +227,11 @@ class _ChatStreamBuilder:
             **builder.extensions([token for token, _, _ in drawn], sample),
         )  # fmt: skip
 
-    def _called(self, call: str) -> list[wire.ToolCallDelta]:
-        first = self._num_calls
-        calls = self._form.parse(call, self._request, first)["tool_calls"]
-        self._num_calls += len(calls)
+    def _called(self, calls: Sequence[Call]) -> list[wire.ToolCallDelta]:
+        first, self._num_calls = self._num_calls, self._num_calls + len(calls)
         return [
-            msgspec.convert(call | {"index": first + n}, wire.ToolCallDelta)
-            for n, call in enumerate(calls)
+            msgspec.convert(call_object(call) | {"index": first + number}, wire.ToolCallDelta)
+            for number, call in enumerate(calls)
         ]
 
 
@@ -272,13 +240,13 @@ class _TextStreamBuilder:
         self._form = builder
         self._index = index
         self._request = request
-        self._growing = _IncrementalText(builder, request)
+        self._pieces = PieceStream(builder.tokenizer.decode, {}, request.stop)
         self._offset = 0
         self._prompt_ids = builder.prompt_ids(request)
 
     def push(self, event: Token | Sample) -> wire.TextChunkChoice | None:
         builder, (drawn, sample) = self._form, _parts(event)
-        text = self._growing.push(event)
+        text = self._text(event)
         if not (sample or text or builder.with_ids or builder.with_logprobs):
             return None
         logprobs = (
@@ -291,3 +259,9 @@ class _TextStreamBuilder:
             logprobs=logprobs, prompt_token_ids=prompt_ids,
             **builder.extensions([token for token, _, _ in drawn], sample),
         )  # fmt: skip
+
+    def _text(self, event: Token | Sample) -> str:
+        if isinstance(event, Sample):
+            return "".join(self._pieces.end())
+        ends = event.token in self._request.stop_token_ids
+        return "" if ends else "".join(self._pieces.push(event.token))

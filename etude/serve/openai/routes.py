@@ -7,8 +7,8 @@ builder shows those as chat or as text, whole or as they come. What goes beyond 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
 
 from msgspec import UNSET
 from starlette.requests import Request as HttpRequest
@@ -16,10 +16,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from etude.core.sampling import Request, Sample, Token
-from etude.serve.answerer import Answerer, OpenAnswerer, ServedModel
+from etude.serve.answerer import Answerer, OpenAnswerer, ServedModel, refusals
 from etude.serve.headers import read_scheduling
 from etude.serve.http import (
-    ApiError,
     EventStream,
     SendEvent,
     cancel_on_disconnect,
@@ -28,10 +27,12 @@ from etude.serve.http import (
 )
 from etude.serve.openai import types as wire
 from etude.serve.openai.requests import (
+    callable_tools,
     chat_requests,
     completion_requests,
     read_body,
     read_chat,
+    template_options,
 )
 from etude.serve.openai.responses import ChatResponseBuilder, ResponseBuilder, TextResponseBuilder
 
@@ -58,13 +59,12 @@ class OpenAi:
     async def chat(self, http: HttpRequest) -> Response:
         scheduling, answerer = read_scheduling(http.headers), self._open(http)
         asked = await read_chat(http, self._model.max_context)
-        self._check_name(asked.model)
-        prompt = await answerer.prompt(asked.messages, asked.tools or ())
-        may_call = asked.tools and asked.tool_choice != "none"
+        name = self._model.called(asked.model)
+        prompt = await answerer.prompt(asked.messages, asked.tools or (), template_options(asked))
         builder = ChatResponseBuilder(
-            tokenizer=self._model.tokenizer, model=self._model.name, prompt=prompt,
+            tokenizer=self._model.tokenizer, model=name, prompt=prompt,
             with_ids=bool(asked.return_token_ids), with_logprobs=bool(asked.logprobs),
-            tools=asked.tools if may_call else None,
+            tools=callable_tools(asked),
         )  # fmt: skip
         requests = await chat_requests(self._model, asked, prompt, scheduling)
         return await self._answer(http, answerer, asked, builder, requests)
@@ -72,9 +72,8 @@ class OpenAi:
     async def completions(self, http: HttpRequest) -> Response:
         scheduling, answerer = read_scheduling(http.headers), self._open(http)
         asked = await read_body(http, wire.CompletionRequest)
-        self._check_name(asked.model)
         builder = TextResponseBuilder(
-            tokenizer=self._model.tokenizer, model=self._model.name,
+            tokenizer=self._model.tokenizer, model=self._model.called(asked.model),
             with_ids=bool(asked.return_token_ids), with_logprobs=asked.logprobs is not None,
         )  # fmt: skip
         requests = await completion_requests(self._model, asked, scheduling)
@@ -84,7 +83,7 @@ class OpenAi:
         return respond(wire.Models([self._card()]))
 
     async def get_model(self, http: HttpRequest) -> Response:
-        self._check_name(http.path_params["model"])
+        self._model.check_name(http.path_params["model"])
         return respond(self._card())
 
     async def _answer(
@@ -92,12 +91,12 @@ class OpenAi:
         builder: ResponseBuilder, requests: Sequence[Request],
     ) -> Response:  # fmt: skip
         if asked.stream:
-            with _refusals():
+            with refusals():
                 streams = await cancel_on_disconnect(
                     http, answerer.stream(requests, builder.message)
                 )
             return EventStream(lambda send: self._stream(send, asked, builder, requests, streams))
-        with self._model.concurrency.acquire(len(requests)), _refusals():
+        with self._model.concurrency.acquire(len(requests)), refusals():
             samples = await cancel_on_disconnect(http, answerer.sample(requests, builder.message))
         usage = self._usage(requests, samples)
         choices = [
@@ -127,7 +126,7 @@ class OpenAi:
             return event
 
         with self._model.concurrency.acquire(len(requests)):
-            with _refusals():
+            with refusals():
                 samples = await gather([one(index) for index in range(len(requests))])
             usage = self._usage(requests, samples)
             if with_usage:
@@ -147,24 +146,9 @@ class OpenAi:
             )
         return usage
 
-    def _check_name(self, name: str | None) -> None:
-        """A request need not name the model."""
-        if name is not None and name != self._model.name:
-            message = f"there is no model {name[:200]!r} here, only {self._model.name!r}"
-            raise ApiError(message, status=404, code="model_not_found", param="model")
-
     def _card(self) -> wire.Model:
         return wire.Model(
-            id=self._model.name,
+            id=self._model.label,
             created=self._model.metrics.started,
             max_model_len=self._model.max_context,
         )
-
-
-@contextmanager
-def _refusals() -> Iterator[None]:
-    """What a policy can never answer is the client's mistake."""
-    try:
-        yield
-    except ValueError as e:
-        raise ApiError(str(e)) from e

@@ -41,9 +41,6 @@ UNSUPPORTED = {
     "audio": "",
     "functions": ", and offer them as tools",
     "function_call": ", and send tool_choice",
-    "reasoning_effort": "",
-    "verbosity": "",
-    "web_search_options": "",
 }
 """Fields of OpenAI's that would change an answer and that we cannot honour, with what to do in
 place of them."""
@@ -139,8 +136,8 @@ class Parameters(msgspec.Struct):
 
 
 class ToolFunction(msgspec.Struct):
-    # Python's `$` lets a line break follow.
-    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$(?!\n)")]
+    # Python's `$` lets a line break follow. Anthropic's names may be twice as long as OpenAI's.
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,128}$(?!\n)")]
     description: str | None = None
     parameters: Parameters | UnsetType = UNSET
     strict: bool | None = None
@@ -193,6 +190,13 @@ class ChatRequest(Sampling, kw_only=True, forbid_unknown_fields=True):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP)] | None = None
     modalities: list[Literal["text"]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """vLLM's name for what the chat template is told beyond messages and tools."""
+    reasoning_effort: str | None = None
+    """For the chat template, if it knows of it."""
+    # Harmless: not read.
+    verbosity: str | None = None
+    web_search_options: dict[str, Any] | None = None
 
 
 class CompletionRequest(Sampling, kw_only=True, forbid_unknown_fields=True):
@@ -261,6 +265,8 @@ class ChoiceExtensions(msgspec.Struct, kw_only=True):
 class AssistantMessage(msgspec.Struct):
     role: Literal["assistant"]
     content: str | None
+    reasoning_content: str | UnsetType = UNSET
+    """The name that DeepSeek gave it; OpenAI shows none."""
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
@@ -286,6 +292,7 @@ class ToolCallDelta(ToolCall, kw_only=True):
 class Delta(msgspec.Struct, omit_defaults=True):
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | None = None
     tool_calls: list[ToolCallDelta] | None = None
 
 

@@ -2,15 +2,13 @@
 given.
 
 A piece is handed out only when nothing that follows can change it: not while a character lacks
-bytes, not while it may be the beginning of a stop text, and not while it may be the beginning of a
-tool call.
+bytes, and not while it may be the beginning of a stop text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
-from etude.model.tokenizer import TOOL_CALL_END, TOOL_CALL_START
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 
 REPLACEMENT_CHARACTER = "\ufffd"  # what the beginning of a character decodes to
 
@@ -75,33 +73,57 @@ class StopStringFilter:
         return text
 
 
-class ToolCallSplitter:
-    """Splits a text into content and tool calls; a call comes whole, with its markers. A call that
-    is never closed is content."""
+class Mark(str):
+    """The text of a control token. A `str` that is not a mark is text, whatever it spells."""
 
-    def __init__(self) -> None:
-        self._held = ""
+    __slots__ = ()
 
-    def push(self, text: str) -> tuple[str, list[str]]:
-        self._held += text
-        said, calls = "", list[str]()
-        while (start := self._held.find(TOOL_CALL_START)) >= 0:
-            end = self._held.find(TOOL_CALL_END, start + len(TOOL_CALL_START))
-            said += self._held[:start]
-            self._held = self._held[start:]
-            if end < 0:
-                return said, calls
-            length = end + len(TOOL_CALL_END) - start
-            calls.append(self._held[:length])
-            self._held = self._held[length:]
-        kept = overlap(self._held, TOOL_CALL_START)
-        said += self._held[: len(self._held) - kept]
-        self._held = self._held[len(self._held) - kept :]
-        return said, calls
 
-    def end(self) -> str:
-        said, self._held = self._held, ""
-        return said
+class PieceStream:
+    """An answer in pieces of text and marks, up to its first stop text."""
+
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], controls: Mapping[int, str],
+        stops: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        self._controls = controls
+        self._decoder = IncrementalDetokenizer(decode)
+        self._finder = StopStringFilter(stops)
+        self._waiting: deque[str] = deque()  # the pieces whose text was not all let through
+        self._passed = 0  # characters of theirs that were
+
+    def push(self, token: int) -> list[str]:
+        text = self._decoder.push(token)
+        mark = self._controls.get(token)
+        if mark and text.endswith(mark):
+            self._waiting += filter(None, (text[: -len(mark)], Mark(mark)))
+        elif text:
+            self._waiting.append(text)
+        return self._released(self._finder.push(text))
+
+    def end(self) -> list[str]:
+        rest = self._decoder.end()
+        self._waiting.append(rest)
+        pieces = self._released(self._finder.push(rest) + self._finder.end())
+        if self._waiting and self._passed:  # a stop text began in it
+            pieces.append(str(self._waiting[0][: self._passed]))
+        return list(filter(None, pieces))
+
+    def _released(self, text: str) -> list[str]:
+        self._passed += len(text)
+        pieces: list[str] = []
+        while self._waiting and self._passed:
+            piece = self._waiting[0]
+            if len(piece) > self._passed:
+                if isinstance(piece, Mark):  # whole or not at all
+                    break
+                self._waiting[0] = piece[self._passed :]
+                piece = piece[: self._passed]
+            else:
+                self._waiting.popleft()
+            pieces.append(piece)
+            self._passed -= len(piece)
+        return pieces
 
 
 def first_of(stops: Sequence[str], text: str) -> int | None:

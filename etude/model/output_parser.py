@@ -1,0 +1,396 @@
+"""Reasoning, content and tool calls out of the tokens of an answer, as they come. Pure, and exact:
+however the answer is cut into tokens, the events are the same.
+
+A family marks the parts of an answer with control tokens. Where a mark is a token of the
+vocabulary, only that token is the mark: text that spells it is text. Where it is not, as with
+models that were taught a format later, the spelling counts. Texts are handed out as soon as nothing
+that follows can change them; a call comes whole.
+
+`FORMATS` has one entry for each family. Which of them a model writes is seen from its chat
+template (`detect_format`), or said by `tool_syntax` in tokenizer_config.json.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any, Protocol
+
+from etude.model import tool_calls
+from etude.model.detokenizer import Mark, PieceStream, overlap
+from etude.model.tool_calls import Call, Read, Schemas, read_calls
+
+TOOL_CALL_START, TOOL_CALL_END = "<tool_call>", "</tool_call>"
+THINK_START, THINK_END = "<think>", "</think>"
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    text: str
+
+
+Event = Reasoning | Content | Call
+
+
+class OutputParser(Protocol):
+    """Reads the pieces of one answer."""
+
+    def push(self, piece: str) -> Iterable[Event]: ...
+
+    def end(self, *, finished: bool) -> Iterable[Event]:
+        """The answer is over; `finished`: the model ended it, it was not cut off."""
+
+
+class MarkedParser:
+    """Parser of the families that put marks around reasoning and around each call: all but Llama 3
+    and gpt-oss."""
+
+    def __init__(
+        self, format: MarkedFormat, schemas: Schemas | None, *, reasons: bool, reasoning: bool
+    ) -> None:
+        """`schemas`: None if nothing may be called. `reasons`: the model does, between marks.
+        `reasoning`: the prompt has begun it."""
+        self._format = format
+        self._schemas = schemas
+        self._reasons = reasons
+        self._reasoning = _Trimmed(always=True) if reasoning else None
+        self._content = _Trimmed(always=reasoning)
+        self._body: list[str] | None = None
+
+    def push(self, piece: str) -> Iterator[Event]:
+        if self._body is not None:
+            if isinstance(piece, Mark) and piece == self._format.end:
+                assert self._schemas is not None
+                body, self._body = "".join(self._body), None
+                yield from read_calls(self._format.read, body, self._schemas)
+            else:
+                self._body.append(piece)
+        elif not isinstance(piece, Mark) or not self._turns(piece):
+            yield from self._say(piece)
+
+    def _turns(self, mark: Mark) -> bool:
+        """Another part of the answer begins, or the mark is text."""
+        calls = self._schemas is not None and mark in self._format.call_marks
+        if self._reasons and mark == (THINK_END if self._reasoning else THINK_START):
+            self._reasoning = None if self._reasoning else _Trimmed(always=True)
+        elif calls:
+            self._reasoning = None
+            self._body = [] if mark == self._format.begin else None
+        else:
+            return False
+        self._content.at_mark()
+        return True
+
+    def _say(self, text: str) -> Iterator[Event]:
+        if self._reasoning is not None:
+            if text := self._reasoning.push(text):
+                yield Reasoning(text)
+        elif text := self._content.push(text):
+            yield Content(text)
+
+    def end(self, *, finished: bool) -> Iterator[Event]:
+        if self._body is not None:  # never closed: content
+            text = self._content.push(self._format.begin + "".join(self._body))
+            self._body = None
+            yield Content(text)
+        if text := self._content.end():
+            yield Content(text)
+
+
+class _Trimmed:
+    """A text without the space at its ends, if there are marks beside it."""
+
+    def __init__(self, *, always: bool = False) -> None:
+        self._trims = always
+        self._held = ""
+        self._begun = False
+
+    def push(self, text: str) -> str:
+        text = self._held + text
+        if self._trims and not self._begun:
+            text = text.lstrip()
+        said = text.rstrip()
+        self._begun |= bool(said)
+        self._held = text[len(said) :]
+        return said
+
+    def at_mark(self) -> None:
+        self._trims = True
+
+    def end(self) -> str:
+        return "" if self._trims else self._held
+
+
+class Llama3Parser:
+    """Parser of Llama 3: an answer that calls is JSON from its first character on, or whatever
+    follows `<|python_tag|>`."""
+
+    TAG = "<|python_tag|>"
+
+    def __init__(self, schemas: Schemas | None) -> None:
+        self._schemas = schemas
+        self._held = ""
+        self._says = schemas is None
+        self._tagged = False
+
+    def push(self, piece: str) -> Iterator[Event]:
+        if isinstance(piece, Mark) and piece == self.TAG and not (self._says or self._held.strip()):
+            self._tagged = True
+            return
+        self._held += piece
+        begins = self._held.lstrip()
+        if not self._tagged and not self._says and begins:
+            self._says = begins[0] not in "{["
+        if self._says and self._held:
+            text, self._held = self._held, ""
+            yield Content(text)
+
+    def end(self, *, finished: bool) -> Iterator[Event]:
+        if not self._held:
+            return
+        calls = read_calls(tool_calls.llama3, self._held, self._schemas or {})
+        known = all(call.name in (self._schemas or {}) for call in calls)
+        if self._tagged or (known and not self._says):
+            yield from calls
+        else:
+            yield Content(self._held)
+
+
+class HarmonyParser:
+    """Parser of gpt-oss: an answer is a list of messages, each with a channel and perhaps a
+    recipient in its header. Analysis is reasoning, a message to a function is a call."""
+
+    START, MESSAGE, CHANNEL = "<|start|>", "<|message|>", "<|channel|>"
+    ENDS = ("<|end|>", "<|call|>", "<|return|>")
+
+    _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
+    _RECIPIENT = re.compile(r"\bto=functions\.([^\s<]+)")
+
+    def __init__(self, schemas: Schemas | None) -> None:
+        self._may_call = schemas is not None
+        self._header: str | None = ""
+        self._channel = ""
+        self._function: str | None = None
+        self._body = ""
+
+    def push(self, piece: str) -> Iterator[Event]:
+        mark = piece if isinstance(piece, Mark) else ""
+        if mark in self.ENDS and self._header is None:
+            yield from self._close()
+            self._header = ""
+        elif mark == self.START:
+            self._header = ""
+        elif self._header is None:
+            yield from self._say(piece)
+        elif mark == self.MESSAGE:
+            self._open(self._header)
+            self._header = None
+        else:
+            self._header += piece
+
+    def _open(self, header: str) -> None:
+        channel, recipient = self._CHANNEL.search(header), self._RECIPIENT.search(header)
+        self._channel = channel[1] if channel else "final"
+        self._function = recipient[1] if recipient and self._may_call else None
+        self._body = ""
+
+    def _say(self, text: str) -> Iterator[Event]:
+        if self._function is not None:
+            self._body += text
+        elif text:
+            yield Reasoning(text) if self._channel == "analysis" else Content(text)
+
+    def _close(self) -> Iterator[Event]:
+        if self._function is not None:
+            name, self._function = self._function, None
+            yield from read_calls(lambda body, _: tool_calls.harmony(name, body), self._body, {})
+
+    def end(self, *, finished: bool) -> Iterator[Event]:
+        if self._header is not None:
+            if text := self._header:
+                yield Content(text)
+        elif finished:
+            yield from self._close()
+        elif self._function is not None:
+            yield Content(self._body)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MarkedFormat:
+    """The marks around a call, those around all calls of an answer, and what stands between."""
+
+    read: Read
+    begin: str = TOOL_CALL_START
+    end: str = TOOL_CALL_END
+    section: tuple[str, ...] = ()
+
+    @property
+    def call_marks(self) -> tuple[str, ...]:
+        return (self.begin, *self.section)
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return (self.begin, self.end, *self.section, THINK_START, THINK_END)
+
+    def parser(self, schemas: Schemas | None, *, reasons: bool, reasoning: bool) -> OutputParser:
+        return MarkedParser(self, schemas, reasons=reasons, reasoning=reasoning)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnFormat:
+    """A family with a parser of its own."""
+
+    make: Callable[[Schemas | None], OutputParser]
+    marks: tuple[str, ...]
+
+    def parser(self, schemas: Schemas | None, *, reasons: bool, reasoning: bool) -> OutputParser:
+        return self.make(schemas)
+
+
+Format = MarkedFormat | OwnFormat
+
+FORMATS: dict[str, Format] = {
+    "compact": MarkedFormat(read=tool_calls.compact),
+    "hermes": MarkedFormat(read=tool_calls.hermes),
+    "qwen3_coder": MarkedFormat(read=tool_calls.qwen3_coder),
+    "glm45": MarkedFormat(read=tool_calls.glm45),
+    "deepseek": MarkedFormat(
+        read=tool_calls.deepseek,
+        begin="<｜tool▁call▁begin｜>",
+        end="<｜tool▁call▁end｜>",
+        section=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+    ),
+    "kimi_k2": MarkedFormat(
+        read=tool_calls.kimi_k2,
+        begin="<|tool_call_begin|>",
+        end="<|tool_call_end|>",
+        section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+    ),
+    "llama3": OwnFormat(make=Llama3Parser, marks=(Llama3Parser.TAG,)),
+    "harmony": OwnFormat(
+        make=HarmonyParser,
+        marks=(
+            HarmonyParser.START, HarmonyParser.MESSAGE, HarmonyParser.CHANNEL, *HarmonyParser.ENDS,
+        ),
+    ),
+}  # fmt: skip
+
+SIGNS = {
+    "<|channel|>": "harmony",
+    "<|tool_calls_section_begin|>": "kimi_k2",
+    "<｜tool▁calls▁begin｜>": "deepseek",
+    "<arg_key>": "glm45",
+    "<function=": "qwen3_coder",
+    TOOL_CALL_START: "hermes",
+    "<|python_tag|>": "llama3",
+    "<|start_header_id|>": "llama3",
+}
+"""Words of a chat template that tell the family, the surest first."""
+
+
+def detect_format(template: str) -> str:
+    return next((name for sign, name in SIGNS.items() if sign in template), "hermes")
+
+
+class MarkScanner:
+    """Finds the marks that a vocabulary has no token for, by their spelling."""
+
+    def __init__(self, spelled: Sequence[str]) -> None:
+        self._spelled = spelled
+        self._held = ""
+
+    def push(self, piece: str) -> Iterator[str]:
+        if isinstance(piece, Mark):
+            yield from self.end()
+            yield piece
+            return
+        self._held += piece
+        while found := min(
+            ((at, mark) for mark in self._spelled if (at := self._held.find(mark)) >= 0),
+            default=None,
+        ):
+            at, mark = found
+            if at:
+                yield self._held[:at]
+            yield Mark(mark)
+            self._held = self._held[at + len(mark) :]
+        keep = max((overlap(self._held, mark) for mark in self._spelled), default=0)
+        if said := self._held[: len(self._held) - keep]:
+            yield said
+        self._held = self._held[len(said) :]
+
+    def end(self) -> Iterator[str]:
+        said, self._held = self._held, ""
+        if said:
+            yield said
+
+
+class AnswerParser:
+    """Reads the tokens of one answer."""
+
+    def __init__(
+        self, pieces: PieceStream, scanner: MarkScanner, parser: OutputParser,
+        stop_token_ids: Sequence[int],
+    ) -> None:  # fmt: skip
+        self._pieces = pieces
+        self._scanner = scanner
+        self._parser = parser
+        self._stop = frozenset(stop_token_ids)
+
+    def push(self, token: int) -> list[Event]:
+        if token in self._stop:
+            return []
+        return self._read(self._pieces.push(token))
+
+    def end(self, *, finished: bool) -> list[Event]:
+        events = self._read(self._pieces.end())
+        events += [event for piece in self._scanner.end() for event in self._parser.push(piece)]
+        return [*events, *self._parser.end(finished=finished)]
+
+    def _read(self, pieces: Iterable[str]) -> list[Event]:
+        return [
+            event
+            for piece in pieces
+            for part in self._scanner.push(piece)
+            for event in self._parser.push(part)
+        ]
+
+
+def with_ids(events: Iterable[Event], call_id: Callable[[int], str], first: int = 0) -> list[Event]:
+    """With an id for every call, the model's own if it wrote one. `call_id`: of the n-th."""
+    numbers = count(first)
+    return [
+        replace(event, id=event.id or call_id(next(numbers))) if isinstance(event, Call) else event
+        for event in events
+    ]
+
+
+def message_of(events: Sequence[Event]) -> dict[str, Any]:
+    """The assistant message that the events of an answer make, in OpenAI's form."""
+    reasoning = "".join(event.text for event in events if isinstance(event, Reasoning))
+    content = "".join(event.text for event in events if isinstance(event, Content))
+    calls = [call_object(event) for event in events if isinstance(event, Call)]
+    message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else "")}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    return message | ({"tool_calls": calls} if calls else {})
+
+
+def call_object(call: Call) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def schemas_of(tools: Iterable[Mapping[str, Any]]) -> Schemas:
+    """The properties of every tool by its name."""
+    return {
+        tool["function"]["name"]: (tool["function"].get("parameters") or {}).get("properties") or {}
+        for tool in tools
+    }

@@ -1,0 +1,61 @@
+"""An answer as reasoning, content and calls, whole or as it comes: what every dialect is written
+from. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from etude.core.sampling import Request, Sample, Token
+from etude.core.seeds import derive
+from etude.model.output_parser import Content, Event, Reasoning, with_ids
+from etude.model.tokenizer import ChatTokenizer, Tool
+from etude.model.tool_calls import Call
+
+
+class AnswerReader:
+    """Events of one answer as its tokens come. Every call has an id, the same each time that the
+    answer is read. `tools`: None if what looks like a call is text."""
+
+    def __init__(
+        self, tokenizer: ChatTokenizer, request: Request, tools: Sequence[Tool] | None
+    ) -> None:
+        self._request = request
+        self._num_calls = 0
+        self._parser = tokenizer.answer_parser(
+            request.prompt, tools, stop_token_ids=request.stop_token_ids, stop=request.stop
+        )
+
+    def push(self, event: Token | Sample) -> list[Event]:
+        if isinstance(event, Token):
+            events = self._parser.push(event.token)
+        else:
+            events = self._parser.end(finished=event.finish_reason == "stop")
+        first = self._num_calls
+        self._num_calls += sum(isinstance(event, Call) for event in events)
+        return with_ids(events, self._call_id, first)
+
+    def _call_id(self, number: int) -> str:
+        return f"call_{derive(self._request.seed, len(self._request.prompt), number):x}"
+
+
+def answer_events(
+    tokenizer: ChatTokenizer, request: Request, sample: Sample, tools: Sequence[Tool] | None
+) -> list[Event]:
+    """All events of a sample."""
+    reader = AnswerReader(tokenizer, request, tools)
+    events = [event for token in sample.tokens for event in reader.push(Token(token, 0.0, 0))]
+    return joined([*events, *reader.push(sample)])
+
+
+def joined(events: Iterable[Event]) -> list[Event]:
+    """Neighbouring texts of one kind as one."""
+    found: list[Event] = []
+    for event in events:
+        last = found[-1] if found else None
+        if isinstance(event, Content) and isinstance(last, Content):
+            found[-1] = Content(last.text + event.text)
+        elif isinstance(event, Reasoning) and isinstance(last, Reasoning):
+            found[-1] = Reasoning(last.text + event.text)
+        else:
+            found.append(event)
+    return found

@@ -1,0 +1,71 @@
+"""Conversations that a server keeps for its clients, in memory and bounded: the oldest are
+forgotten first."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from etude.model.tokenizer import Message
+
+MAX_BYTES = 256 << 20
+"""Of all that is kept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredResponse:
+    response: msgspec.Struct
+    """As the client was given it."""
+    items: tuple[dict[str, Any], ...]
+    """The input, each item with an id."""
+    messages: tuple[Message, ...]
+    """The conversation up to the answer, which is the last of them."""
+
+
+class ConversationStore:
+    """Responses by the session that they belong to ("" for none) and by their id."""
+
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._kept: OrderedDict[tuple[str, str], StoredResponse] = OrderedDict()
+        self._sizes: dict[tuple[str, str], int] = {}
+        self.num_bytes = 0
+
+    def put(self, session: str, id: str, stored: StoredResponse) -> None:
+        # The messages before belong to responses that are kept for themselves.
+        size = len(msgspec.json.encode((stored.response, stored.items)))
+        self._kept[session, id] = stored
+        self._sizes[session, id] = size
+        self.num_bytes += size
+        while self.num_bytes > self._max_bytes:
+            self._remove(next(iter(self._kept)))
+
+    def get(self, session: str, id: str) -> StoredResponse | None:
+        return self._kept.get((session, id))
+
+    def item(self, session: str, id: str) -> Mapping[str, Any] | None:
+        """An item of a response that was kept, by the item's own id."""
+        for (owner, _), stored in reversed(self._kept.items()):
+            if owner == session:
+                output = msgspec.to_builtins(stored.response).get("output", ())
+                found = next((item for item in output if item.get("id") == id), None)
+                if found is not None:
+                    return dict(found)
+        return None
+
+    def delete(self, session: str, id: str) -> bool:
+        return (session, id) in self._kept and self._remove((session, id))
+
+    def forget(self, session: str) -> None:
+        """All of a session."""
+        for key in [key for key in self._kept if key[0] == session]:
+            self._remove(key)
+
+    def _remove(self, key: tuple[str, str]) -> bool:
+        del self._kept[key]
+        self.num_bytes -= self._sizes.pop(key)
+        return True

@@ -1,0 +1,176 @@
+"""From items to chat requests. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from etude.model.tokenizer import Message
+from etude.serve.http import ApiError
+from etude.serve.openai import types as wire
+from etude.serve.responses import types as responses
+
+T = TypeVar("T")
+Lookup = Callable[[str], Mapping[str, Any] | None]
+"""An item that was kept, by its id."""
+
+CUSTOM_PARAMETERS = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+}
+"""A custom tool takes one text. Models are shown it as a function."""
+
+
+def chat_request(
+    asked: responses.InputTokensRequest, messages: Sequence[Message]
+) -> wire.ChatRequest:
+    """`messages`: the conversation, without the instructions."""
+    chat = wire.ChatRequest(messages=_with_instructions(asked.instructions, messages))
+    chat.model = asked.model
+    chat.tools = [shown for tool in asked.tools or () if (shown := _function(tool)) is not None]
+    chat.parallel_tool_calls = asked.parallel_tool_calls
+    names = {tool["function"]["name"] for tool in chat.tools}
+    if isinstance(asked.tool_choice, responses.FunctionChoice):
+        name = asked.tool_choice.name
+        if name is not None and name in names:
+            chat.tool_choice = wire.NamedTool(wire.FunctionName(name))
+    elif asked.tool_choice != "required" or names:
+        chat.tool_choice = asked.tool_choice
+    chat.response_format = _format(asked.text)
+    chat.reasoning_effort = asked.reasoning.effort if asked.reasoning else None
+    chat.chat_template_kwargs = asked.chat_template_kwargs
+    if isinstance(asked, responses.ResponsesRequest):
+        chat.max_tokens = asked.max_output_tokens
+        chat.temperature = asked.temperature
+        chat.top_p = asked.top_p
+        chat.stream = asked.stream
+    return chat
+
+
+def custom_tools(asked: responses.InputTokensRequest) -> set[str]:
+    """The names of tools that take a text instead of an object."""
+    return {str(tool.get("name")) for tool in asked.tools or () if tool.get("type") == "custom"}
+
+
+def chat_messages(items: Sequence[responses.Item], lookup: Lookup) -> list[Message]:
+    """Neighbouring items of the assistant are one message."""
+    messages: list[Message] = []
+    for number, item in enumerate(items):
+        if item.get("type") == "item_reference":
+            item = _referred(item, number, lookup)
+        message = _message(item, number)
+        if messages and messages[-1]["role"] == message["role"] == "assistant":
+            _append(messages[-1], message)
+        else:
+            messages.append(message)
+    return messages
+
+
+def listed(said: str | Sequence[responses.Item]) -> list[responses.Item]:
+    return [{"role": "user", "content": said}] if isinstance(said, str) else list(said)
+
+
+def _message(item: responses.Item, number: int) -> Message:
+    match item.get("type", "message"):
+        case "message":
+            said = _read(item, responses.InputItemMessage, number)
+            return {"role": said.role, "content": _text(said.content)}
+        case "function_call":
+            call = _read(item, responses.FunctionCallInput, number)
+            return _called(call.call_id, call.name, call.arguments)
+        case "custom_tool_call":
+            custom = _read(item, responses.CustomCallInput, number)
+            arguments = json.dumps({"input": custom.input}, ensure_ascii=False)
+            return _called(custom.call_id, custom.name, arguments)
+        case "function_call_output" | "custom_tool_call_output":
+            result = _read(item, responses.CallOutputInput, number)
+            content = _text(result.output)
+            return {"role": "tool", "tool_call_id": result.call_id, "content": content}
+        case "reasoning":
+            thought = _read(item, responses.ReasoningInput, number)
+            text = "".join(part.text for part in thought.content or thought.summary or ())
+            return {"role": "assistant", "content": None, "reasoning_content": text}
+        case kind:
+            message = f"input[{number}]: an item of type {str(kind)[:100]!r} cannot be read here"
+            raise ApiError(message, param="input")
+
+
+def _called(id: str, name: str, arguments: str) -> Message:
+    call = {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
+def _append(message: Message, more: Message) -> None:
+    for key in ("reasoning_content", "content"):
+        if more.get(key):
+            message[key] = (message.get(key) or "") + more[key]
+    if more.get("tool_calls"):
+        message["tool_calls"] = [*message.get("tool_calls", ()), *more["tool_calls"]]
+
+
+def _referred(item: responses.Item, number: int, lookup: Lookup) -> responses.Item:
+    id = _read(item, responses.ReferenceInput, number).id
+    found = lookup(id)
+    if found is None:
+        raise ApiError(f"input[{number}]: item {id[:200]!r} was not kept", param="input")
+    return dict(found)
+
+
+def _read(item: responses.Item, kind: type[T], number: int) -> T:
+    try:
+        return msgspec.convert(item, kind)
+    except (msgspec.ValidationError, RecursionError) as e:
+        raise ApiError(f"input[{number}]: {e}", param="input") from e
+
+
+def _text(content: str | Sequence[Mapping[str, Any]]) -> str:
+    if isinstance(content, str):
+        return content
+    texts = []
+    for part in content:
+        text = part.get("refusal") if part.get("type") == "refusal" else part.get("text")
+        if not isinstance(text, str):
+            kind = str(part.get("type"))[:100]
+            message = f"input: this model reads text only; a part of type {kind!r} is not text"
+            raise ApiError(message, param="input")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _with_instructions(instructions: str | None, messages: Sequence[Message]) -> list[Message]:
+    """One system message in front, of all that stands there: templates know one only."""
+    rest = list(messages)
+    leading = [] if not instructions else [instructions]
+    while rest and rest[0]["role"] in ("system", "developer"):
+        leading.append(rest.pop(0)["content"])
+    return [{"role": "system", "content": "\n\n".join(leading)}, *rest] if leading else rest
+
+
+def _function(tool: Mapping[str, Any]) -> dict[str, Any] | None:
+    """None for a tool that OpenAI's servers would run."""
+    kind, name, description = tool.get("type"), tool.get("name"), tool.get("description")
+    if kind not in ("function", "custom"):
+        return None
+    function: dict[str, Any] = {"name": name}
+    if isinstance(description, str):
+        function["description"] = description
+    if kind == "custom":
+        function["parameters"] = CUSTOM_PARAMETERS
+    elif tool.get("parameters") is not None:
+        function["parameters"] = tool["parameters"]
+    return {"type": "function", "function": function}
+
+
+def _format(
+    text: responses.TextConfig | None,
+) -> wire.TextFormat | wire.JsonObjectFormat | wire.JsonSchemaFormat | None:
+    match text.format if text else None:
+        case responses.JsonObjectSpec():
+            return wire.JsonObjectFormat()
+        case responses.JsonSchemaSpec(schema=schema):
+            return wire.JsonSchemaFormat(wire.JsonSchema(schema))
+    return None

@@ -1,0 +1,99 @@
+"""One answer to a chat: what the dialects have in common that give one answer to a request. They
+translate their body into OpenAI's chat request, and the events of the answer into their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Protocol
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from etude.core.sampling import Request, Sample, Token
+from etude.model.detokenizer import first_of
+from etude.model.output_parser import Event, message_of
+from etude.model.tokenizer import ChatTokenizer, Message, Tool
+from etude.serve.answer_events import AnswerReader, answer_events
+from etude.serve.answerer import Answerer, ServedModel, refusals
+from etude.serve.headers import Scheduling
+from etude.serve.http import ApiError, EventStream, SendEvent, cancel_on_disconnect
+from etude.serve.openai import types as wire
+from etude.serve.openai.requests import (
+    callable_tools,
+    chat_requests,
+    checked_chat,
+    template_options,
+)
+
+
+class EventWriter(Protocol):
+    """Tells of an answer in a dialect's stream."""
+
+    def push(self, event: Token | Sample, said: Sequence[Event]) -> Sequence[object]:
+        """The next token, or the sample at the end, and what was said by it."""
+
+    def failed(self, error: ApiError) -> object: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    model: ServedModel
+    answerer: Answerer
+    request: Request
+    tools: Sequence[Tool] | None
+
+    async def sample(self, http: HttpRequest) -> tuple[Sample, list[Event]]:
+        """The whole answer."""
+        with self.model.concurrency.acquire(1), refusals():
+            (sample,) = await cancel_on_disconnect(
+                http, self.answerer.sample([self.request], self._message)
+            )
+        self._count(sample)
+        return sample, self._events(self.request, sample)
+
+    async def stream(self, http: HttpRequest, writer: EventWriter) -> Response:
+        with refusals():
+            (tokens,) = await cancel_on_disconnect(
+                http, self.answerer.stream([self.request], self._message)
+            )
+        reader = AnswerReader(self.model.tokenizer, self.request, self.tools)
+
+        async def work(send_event: SendEvent) -> None:
+            with self.model.concurrency.acquire(1), refusals():
+                async with aclosing(tokens):  # type: ignore[type-var]
+                    async for event in tokens:
+                        for told in writer.push(event, reader.push(event)):
+                            await send_event(told)
+            assert isinstance(event, Sample)
+            self._count(event)
+
+        return EventStream(work, named=True, failed=writer.failed)
+
+    def _message(self, request: Request, sample: Sample) -> Message:
+        return message_of(self._events(request, sample))
+
+    def _events(self, request: Request, sample: Sample) -> list[Event]:
+        return answer_events(self.model.tokenizer, request, sample, self.tools)
+
+    def _count(self, sample: Sample) -> None:
+        self.model.metrics.count_tokens(len(self.request.prompt), len(sample.tokens))
+
+
+async def open_turn(
+    model: ServedModel, answerer: Answerer, asked: wire.ChatRequest, scheduling: Scheduling
+) -> Turn:
+    asked = checked_chat(asked, model.max_context)
+    prompt = await answerer.prompt(asked.messages, asked.tools or (), template_options(asked))
+    (request,) = await chat_requests(model, asked, prompt, scheduling)
+    return Turn(model=model, answerer=answerer, request=request, tools=callable_tools(asked))
+
+
+def stop_text(tokenizer: ChatTokenizer, request: Request, sample: Sample) -> str | None:
+    """The stop text that ended an answer, if one did."""
+    if sample.finish_reason != "stop" or sample.tokens[-1] in request.stop_token_ids:
+        return None
+    text = tokenizer.decode(sample.tokens)
+    at = first_of(request.stop, text)
+    return next((stop for stop in request.stop if text.startswith(stop, at)), None)
