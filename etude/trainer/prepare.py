@@ -24,7 +24,7 @@ from etude.core.stages import (
     SftConfig,
 )
 from etude.core.types import Json
-from etude.model.config import rope_kind, stated_rope
+from etude.model.config_json import pin_context, rope_kind, stated_rope
 from etude.run.plugins import check_file
 from etude.serve import heartbeat
 from etude.store.runs import Run
@@ -86,14 +86,9 @@ def pretrained_files(
     files = read_model_files(directory)
     try:
         shape = json.loads(files["config.json"])
-        if stretched := stated_rope(shape):
-            # What it says is relative to the context that the model was made for, not to the one
-            # that it is cut to.
-            own = stretched.setdefault(
-                "original_max_position_embeddings", shape["max_position_embeddings"]
-            )
-            if rope_kind(stretched) == "yarn" and stretched["factor"] is None:
-                stretched["factor"] = shape["max_position_embeddings"] / own
+        # What it says of rope is relative to the context that the model was made for, not to the
+        # one that it is cut to.
+        pin_context(shape)
         if stretch is not None:
             _stretch(shape, stretch)
         shape["max_position_embeddings"] = min(max_context, shape["max_position_embeddings"])
