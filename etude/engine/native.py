@@ -99,16 +99,19 @@ class _Pass(ctypes.Structure):
     ]
 
 
-def can_run(config: ModelConfig, dtype: torch.dtype) -> bool:
-    c = config
-    return (
-        LIBRARY is not None
-        and dtype in (torch.float32, torch.bfloat16)
-        and c.latent is None
-        and c.experts is None
-        and not any(size % UNIT for size in (c.hidden_size, c.intermediate_size, c.head_dim))
-        and c.head_dim <= MAX_HEAD
-    )
+CAN = {"qkv_bias": (True,), "qk_norm": ("head",)}
+"""What `native.c` computes beyond a plain layer; a model with any other fact is not run on it."""
+
+
+def unsupported(c: ModelConfig, dtype: torch.dtype) -> list[str]:
+    """Why `native.c` does not run a model, in words; empty if it does."""
+    sizes = {"hidden_size": c.hidden_size, "intermediate_size": c.intermediate_size}
+    sizes |= {"head_dim": c.head_dim}
+    odd = [f"{name} {size}" for name, size in sizes.items() if size % UNIT]
+    too_large = [f"head_dim {c.head_dim}"] if c.head_dim > MAX_HEAD else []
+    kind = [] if dtype in (torch.float32, torch.bfloat16) else [f"{dtype}"]
+    missing = [] if LIBRARY is not None else ["no compiled native.c"]
+    return missing + kind + c.beyond(CAN) + odd + too_large
 
 
 class NativeRunner:

@@ -147,6 +147,7 @@ class _PackedTransformer(Transformer):
             super().__init__(model.config)
         self.load_state_dict(model.state_dict(), assign=True)
         self.rope = model.rope
+        self.local_rope = model.local_rope
         self._head = _PackedLinear(
             self.model.embed_tokens if self.lm_head is None else self.lm_head
         )
@@ -155,7 +156,7 @@ class _PackedTransformer(Transformer):
                 self.set_submodule(path, _PackedLinear(module))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self._head(hidden).float()  # type: ignore[no-any-return]
+        return self.bent(self._head(hidden).float())
 
 
 def _packed(model: Transformer) -> Transformer:

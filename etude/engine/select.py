@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 
 from etude.core.errors import EtudeError
@@ -54,7 +56,14 @@ def has_kernels(model: Transformer, dtype: torch.dtype) -> bool:
     # brings Triton, which is there only with a CUDA build of torch
     from etude.engine.kernels.network import unsupported
 
-    return not unsupported(model.config)
+    if found := unsupported(model.config):
+        _say_once(f"our CUDA kernels do not compute {', '.join(found)}; torch's operators do")
+    return not found
+
+
+def _say_once(why: str) -> None:
+    """A model that no fast path computes is computed all the same."""
+    warnings.warn(why, RuntimeWarning, stacklevel=3)
 
 
 def invariant_trainer_model(model: Transformer, dtype: torch.dtype) -> Transformer:
@@ -81,6 +90,8 @@ def select_runner(model: Transformer, max_batch: int, kv_bytes: int | None) -> R
         return CudaRunner(model, blocks, max_batch, invariant=model.invariant)
     if model.invariant:
         return TorchInvariantRunner(model, -(-tokens // BLOCK_SIZE))
-    if not weight.is_cuda and max_batch > 1 and native.can_run(model.config, weight.dtype):
-        return native.NativeRunner(model, -(-tokens // native.BLOCK_SIZE))
+    if not weight.is_cuda and max_batch > 1:
+        if not (found := native.unsupported(model.config, weight.dtype)):
+            return native.NativeRunner(model, -(-tokens // native.BLOCK_SIZE))
+        _say_once(f"native.c does not compute {', '.join(found)}; torch's operators do")
     return TorchRunner(model, -(-tokens // BLOCK_SIZE))

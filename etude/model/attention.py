@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from etude.model import cudnn_attention
+from etude.model.scoring import Scoring, attend_hidden, attend_scored
 from etude.model.transformer import ModelConfig
 
 MIN_CONTIGUOUS = 512
@@ -55,12 +56,22 @@ class CausalAttention:
         )
 
     def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float | None = None,
+        scoring: Scoring | None = None,
     ) -> Tensor:
         if not self._packed:
             flat = CausalAttention([q.shape[1]] * q.shape[0], q.device)
-            mixed = flat(layer, q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), scale)
+            mixed = flat(layer, q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), scale, scoring)
             return mixed.view(*q.shape[:-1], -1)
+        if scoring is not None:
+            parts = (x.split_with_sizes(list(self.lengths)) for x in (q, k, v))
+            rows = zip(*parts, strict=True)
+            return torch.cat([attend_scored(a, b, c, scale, scoring) for a, b, c in rows])
         size = q.shape[-1]
         known = size % 8 == 0 and size <= 256  # to FlashAttention
         if known and q.is_cuda and v.dtype in (torch.bfloat16, torch.float16):
@@ -229,14 +240,20 @@ class PagedAttention:
         self._slot_mapping_N = torch.from_numpy(slot_mapping_N[self.order_N]).to(device)
 
     def __call__(
-        self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKV: Tensor, scale: float | None = None
+        self,
+        layer: int,
+        q_NHD: Tensor,
+        k_NKD: Tensor,
+        v_NKV: Tensor,
+        scale: float | None = None,
+        scoring: Scoring | None = None,
     ) -> Tensor:
         k, v = self._cache.k[layer], self._cache.v[layer]
         k.flatten(0, 1).index_copy_(0, self._slot_mapping_N, k_NKD)
         if v is not k:
             v.flatten(0, 1).index_copy_(0, self._slot_mapping_N, v_NKV)
         mixed = [
-            group(layer, q_NHD[group.new], k_NKD[group.new], v_NKV[group.new], scale)
+            group(layer, q_NHD[group.new], k_NKD[group.new], v_NKV[group.new], scale, scoring)
             for group in self._groups
         ]
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
@@ -255,23 +272,34 @@ class _DecodeGroup:
         rows_BK = np.arange(len(lengths) * heads).reshape(-1, heads)
         places = (rows_BK * shelf.capacity + lengths_B[:, None] - 1).ravel()
         self._places = torch.from_numpy(places).to(shelf.k[0].device)
+        self._last_B = torch.from_numpy(lengths_B - 1).to(shelf.k[0].device)
         self._mask: Tensor | None = None  # added to the scores; made once for all layers
         if min(lengths) < self._longest:
             hidden_BS = np.arange(self._longest) >= lengths_B[:, None]
             self._mask = _mask(hidden_BS, shelf.k[0])[:, None, None]
 
     def __call__(
-        self, layer: int, q_BHD: Tensor, k_BKD: Tensor, v_BKV: Tensor, scale: float | None
+        self,
+        layer: int,
+        q_BHD: Tensor,
+        k_BKD: Tensor,
+        v_BKV: Tensor,
+        scale: float | None,
+        scoring: Scoring | None,
     ) -> Tensor:
         k, v = self._shelf.k[layer], self._shelf.v[layer]
         k.flatten(0, 2).index_copy_(0, self._places, k_BKD.flatten(0, 1))
         if v is not k:
             v.flatten(0, 2).index_copy_(0, self._places, v_BKV.flatten(0, 1))
+        keys, values = (x[: self._num_rows, :, : self._longest] for x in (k, v))
+        values = values[..., : v_BKV.shape[-1]]
+        if scoring is not None:
+            places = torch.arange(self._longest, device=k.device)
+            hidden = scoring.hides(self._last_B[:, None, None], places)
+            return attend_hidden(q_BHD.unsqueeze(2), keys, values, hidden, scale, scoring)[:, :, 0]
         # Query heads that share a key head stand in for several queries, so that keys are read once
         # for all of them.
         q_BKGD = q_BHD.view(self._num_rows, k.shape[1], -1, q_BHD.shape[2])
-        keys, values = (x[: self._num_rows, :, : self._longest] for x in (k, v))
-        values = values[..., : v_BKV.shape[-1]]
         return F.scaled_dot_product_attention(
             q_BKGD, keys, values, attn_mask=self._mask, scale=scale
         ).flatten(1, 2)
@@ -294,7 +322,13 @@ class _PrefillSequence:
             )
 
     def __call__(
-        self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKV: Tensor, scale: float | None
+        self,
+        layer: int,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKV: Tensor,
+        scale: float | None,
+        scoring: Scoring | None,
     ) -> Tensor:
         k, v = k_TKD, v_TKV
         if not self._from_the_first:
@@ -306,6 +340,8 @@ class _PrefillSequence:
                 else self._cache.gather(cached_v, self._blocks_M, self._length)
             )
             v = v[..., : v_TKV.shape[-1]]
+        if scoring is not None:
+            return attend_scored(q_THD, k, v, scale, scoring)
         q, k, v = (x.transpose(0, 1)[None] for x in (q_THD, k, v))
         mixed = F.scaled_dot_product_attention(
             q,

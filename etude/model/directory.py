@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from etude.model.config import rope_kind, stated_rope
+from etude.model.config_json import pin_context
 from etude.model.tokenizer import ChatTokenizer, chat_template, read_config
 
 TEMPLATE = "chat_template.jinja"
@@ -42,12 +42,7 @@ def cut_context(files: Mapping[str, bytes], max_context: int) -> dict[str, bytes
     """The files as a run uses them: with a context of `max_context`, if the model's is longer."""
     shape = read_config(files, "config.json")
     own = shape["max_position_embeddings"]
-    # What rope says is relative to the context that the model was made for, not to the one that
-    # it is cut to.
-    if rope := stated_rope(shape):
-        original = rope.setdefault("original_max_position_embeddings", own)
-        if rope_kind(rope) == "yarn" and rope.get("factor", 0) is None:
-            rope["factor"] = own / original
+    pin_context(shape)
     shape["max_position_embeddings"] = min(max_context, own)
     return {**files, "config.json": _as_json(shape)}
 

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from etude.model.config import ExpertsConfig
-from etude.model.layers import MLP
-from etude.model.numerics import PLAIN, Arithmetic
+from etude.model.layers import MLP, Linear
+from etude.model.numerics import PLAIN
 
 
 class Routing:
@@ -125,6 +125,7 @@ class Router(nn.Module):
         super().__init__()
         self.c = c
         self.weight = nn.Parameter(torch.empty(c.num_experts, hidden_size))
+        self.bias = nn.Parameter(torch.zeros(c.num_experts)) if c.router_bias else None
         self.register_buffer(
             "e_score_correction_bias", torch.zeros(c.num_experts) if c.sigmoid else None
         )
@@ -150,19 +151,19 @@ class Router(nn.Module):
         return ids_Nk, weights_Nk * c.routed_scaling_factor
 
     def scores(self, x_NE: Tensor) -> Tensor:
-        logits_NX = self.arithmetic.linear(x_NE.float(), self.weight.float(), None)
+        bias = None if self.bias is None else self.bias.float()
+        logits_NX = self.arithmetic.linear(x_NE.float(), self.weight.float(), bias)
         return self.arithmetic.sigmoid(logits_NX) if self.c.sigmoid else logits_NX.softmax(-1)
 
     def _ranks(self, scores_NX: Tensor) -> Tensor:
         """The scores by which experts are chosen: with the bias that balances their load, and only
-        in the groups whose two best experts are the best."""
-        if self.e_score_correction_bias is None:
-            return scores_NX
-        scores_NX = scores_NX + self.e_score_correction_bias
+        in the groups whose best experts are the best."""
+        if self.e_score_correction_bias is not None:
+            scores_NX = scores_NX + self.e_score_correction_bias
         if self.c.n_group == self.c.topk_group:
             return scores_NX
         scores_NGX = scores_NX.view(len(scores_NX), self.c.n_group, -1)
-        group_NG = scores_NGX.topk(2, -1).values.sum(-1)
+        group_NG = scores_NGX.topk(self.c.best_in_group, -1).values.sum(-1)
         best_Ng = group_NG.topk(self.c.topk_group, -1).indices
         out_NG = torch.ones_like(group_NG, dtype=torch.bool).scatter(-1, best_Ng, False)
         return scores_NGX.masked_fill(out_NG.unsqueeze(-1), -torch.inf).flatten(-2)
@@ -173,8 +174,9 @@ class StackedExperts(nn.Module):
 
     arithmetic = PLAIN
 
-    def __init__(self, hidden_size: int, c: ExpertsConfig) -> None:
+    def __init__(self, hidden_size: int, c: ExpertsConfig, act: str = "silu") -> None:
         super().__init__()
+        self.act = act
         self.gate_up_proj = nn.Parameter(
             torch.empty(c.num_experts, 2 * c.moe_intermediate_size, hidden_size)
         )
@@ -202,23 +204,62 @@ class StackedExperts(nn.Module):
             ids_M, torch.arange(1, len(self.down_proj) + 1, device=ids_M.device)
         )
         x_ME = x_NE[order_M // num_per_token]
-        if x_NE.is_cuda and x_NE.dtype == torch.bfloat16 and self.arithmetic is PLAIN:
-            y_ME = _grouped(x_ME, self.gate_up_proj, self.down_proj, ends_X.int())
-        else:
-            counts_X = ends_X.diff(prepend=ends_X.new_zeros(1))
-            y_ME = _one_by_one(x_ME, self.gate_up_proj, self.down_proj, counts_X, self.arithmetic)
+        y_ME = self._each(x_ME, ends_X)
         y_NkE = torch.empty_like(y_ME).index_copy(0, order_M, y_ME).view(*ids_Nk.shape, -1)
         return (y_NkE * weights_Nk.unsqueeze(-1).to(y_NkE.dtype)).sum(1)
 
+    def _each(self, x_ME: Tensor, ends_X: Tensor) -> Tensor:
+        """What experts make of the tokens that are theirs, sorted by expert: `ends_X`."""
+        bf16 = x_ME.is_cuda and x_ME.dtype == torch.bfloat16
+        if bf16 and self.arithmetic is PLAIN and self.act == "silu":
+            return _grouped(x_ME, self.gate_up_proj, self.down_proj, ends_X.int())
+        return _one_by_one(x_ME, ends_X, self._one)
 
-def _one_by_one(
-    x_ME: Tensor, gate_up_XFE: Tensor, down_XEF: Tensor, counts_X: Tensor, arithmetic: Arithmetic
-) -> Tensor:
-    parts = []
-    for expert, x_nE in enumerate(x_ME.split_with_sizes(counts_X.tolist())):
-        if len(x_nE):
-            gate, up = arithmetic.linear(x_nE, gate_up_XFE[expert], None).chunk(2, -1)
-            parts.append(arithmetic.linear(arithmetic.silu(gate) * up, down_XEF[expert], None))
+    def _one(self, expert: int, x_nE: Tensor) -> Tensor:
+        linear, act = self.arithmetic.linear, self.arithmetic.activation(self.act)
+        gate, up = linear(x_nE, self.gate_up_proj[expert], None).chunk(2, -1)
+        return linear(act(gate) * up, self.down_proj[expert], None)
+
+
+class ClampedExperts(StackedExperts):
+    """Those of gpt-oss: with biases, gates that are clamped, and matrices that lie as they do in
+    its files, which hold all experts of a layer in one tensor: inputs by outputs, each number of
+    the gate followed by the one that it gates."""
+
+    def __init__(self, hidden_size: int, c: ExpertsConfig) -> None:
+        nn.Module.__init__(self)
+        number, size = c.num_experts, c.moe_intermediate_size
+        assert c.swiglu_limit is not None
+        self.limit = c.swiglu_limit
+        self.alpha = c.swiglu_alpha
+        self.gate_up_proj = nn.Parameter(torch.empty(number, hidden_size, 2 * size))
+        self.gate_up_proj_bias = nn.Parameter(torch.zeros(number, 2 * size))
+        self.down_proj = nn.Parameter(torch.empty(number, size, hidden_size))
+        self.down_proj_bias = nn.Parameter(torch.zeros(number, hidden_size))
+
+    def parts(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors.items():
+            yield f"experts.{name}", tensor
+
+    def _each(self, x_ME: Tensor, ends_X: Tensor) -> Tensor:
+        return _one_by_one(x_ME, ends_X, self._one)
+
+    def _one(self, expert: int, x_nE: Tensor) -> Tensor:
+        linear, sigmoid = self.arithmetic.linear, self.arithmetic.sigmoid
+        both = linear(x_nE, self.gate_up_proj[expert].T, self.gate_up_proj_bias[expert])
+        gate = both[..., 0::2].clamp(max=self.limit)
+        up = both[..., 1::2].clamp(-self.limit, self.limit)
+        act = (up + 1) * (gate * sigmoid(gate * self.alpha))
+        return linear(act, self.down_proj[expert].T, self.down_proj_bias[expert])
+
+
+def _one_by_one(x_ME: Tensor, ends_X: Tensor, compute: Callable[[int, Tensor], Tensor]) -> Tensor:
+    counts_X = ends_X.diff(prepend=ends_X.new_zeros(1))
+    parts = [
+        compute(expert, x_nE)
+        for expert, x_nE in enumerate(x_ME.split_with_sizes(counts_X.tolist()))
+        if len(x_nE)
+    ]
     return torch.cat(parts) if parts else x_ME
 
 
@@ -233,16 +274,27 @@ class SparseMoE(nn.Module):
     """A sparse mixture of experts in the place of an MLP. `place`: its number among the layers with
     experts."""
 
-    def __init__(self, hidden_size: int, c: ExpertsConfig, place: int) -> None:
+    def __init__(self, hidden_size: int, c: ExpertsConfig, place: int, act: str = "silu") -> None:
         super().__init__()
         self.place = place
         self.gate = Router(hidden_size, c)
-        self.experts = StackedExperts(hidden_size, c)
-        shared = c.moe_intermediate_size * c.n_shared_experts
-        self.shared_experts = MLP(hidden_size, shared) if shared else None
+        self.experts = (
+            StackedExperts(hidden_size, c, act)
+            if c.swiglu_limit is None
+            else ClampedExperts(hidden_size, c)
+        )
+        own = c.shared_expert_intermediate_size
+        shared = own or c.moe_intermediate_size * c.n_shared_experts
+        self.shared_experts = MLP(hidden_size, shared, act=act) if shared else None
+        self.shared_expert_gate = Linear(hidden_size, 1, bias=False) if own else None
 
     def forward(self, x: Tensor, routing: Routing | None) -> Tensor:
         x_NE = x.reshape(-1, x.shape[-1])
         ids_Nk, weights_Nk = self.gate(x_NE, self.place, routing)
         y = self.experts(x_NE, ids_Nk, weights_Nk).view(x.shape)
-        return y + self.shared_experts(x) if self.shared_experts else y  # type: ignore[no-any-return]
+        if self.shared_experts is None:
+            return y  # type: ignore[no-any-return]
+        shared = self.shared_experts(x)
+        if self.shared_expert_gate is not None:
+            shared = shared * self.gate.arithmetic.sigmoid(self.shared_expert_gate(x))
+        return y + shared  # type: ignore[no-any-return]

@@ -56,7 +56,13 @@ def hf_tensors(model: Transformer, state: Mapping[str, Tensor] | None = None) ->
             found |= {f"{path.rpartition('.')[0]}.{name}": view for name, view in module.parts(own)}
         else:
             found |= {f"{path}.{name}": tensor for name, tensor in own.items()}
-    return found
+    return {_their_name(name, model.config): tensor for name, tensor in found.items()}
+
+
+def _their_name(name: str, config: ModelConfig) -> str:
+    for ours, theirs in config.family.renames:
+        name = name.replace(ours, theirs)
+    return name
 
 
 Rows = tuple[Tensor, int, int, torch.dtype]

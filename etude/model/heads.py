@@ -18,6 +18,7 @@ from etude.model.config import LatentConfig, ModelConfig
 from etude.model.layers import Fused, Linear, RMSNorm
 from etude.model.numerics import PLAIN
 from etude.model.rope import mla_score_scale, rotate, split_halves
+from etude.model.scoring import Scoring
 
 LATENT_EPS = 1e-6  # of the norms within MLA, whatever the model's own is
 
@@ -28,14 +29,22 @@ class AttentionBackend(Protocol):
     it (a view, not to be kept twice). False: it hands the keys and values of all heads."""
 
     def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float | None = None,
+        scoring: Scoring | None = None,
     ) -> Tensor:
         """Attend every token to the tokens that it sees: q [.., H, D], k [.., K, D], v [.., K, V]
-        -> [.., H, V]. Scores are multiplied by `scale`, or by 1 / sqrt(D)."""
+        -> [.., H, V]. Scores are multiplied by `scale`, or by 1 / sqrt(D); `scoring`: what else is
+        done to them."""
 
 
 class GroupedQueryAttention(nn.Module):
     arithmetic = PLAIN
+    sinks: nn.Parameter | None
 
     def __init__(self, c: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -43,21 +52,46 @@ class GroupedQueryAttention(nn.Module):
         self.head_dim = c.head_dim
         self.num_q = c.num_attention_heads
         self.num_kv = c.num_key_value_heads
+        facts, family = c.facts(layer), c.family
         q = self.num_q * self.head_dim
         kv = self.num_kv * self.head_dim
         sizes = {"q_proj": q, "k_proj": kv, "v_proj": kv}
-        self.qkv_proj = Fused(c.hidden_size, sizes, bias=c.family.qkv_bias)
-        self.o_proj = Linear(q, c.hidden_size, bias=False)
-        self.q_norm = RMSNorm(self.head_dim, c.rms_norm_eps) if c.family.qk_norm else None
-        self.k_norm = RMSNorm(self.head_dim, c.rms_norm_eps) if c.family.qk_norm else None
+        if family.fused_files:
+            sizes = {"qkv_proj": q + 2 * kv}
+        self.qkv_proj = Fused(c.hidden_size, sizes, bias=facts.qkv_bias)
+        self.o_proj = Linear(q, c.hidden_size, bias=facts.out_bias)
+        self.q_norm = self.k_norm = None
+        self.rowwise_norm = facts.qk_norm == "row"
+        if facts.qk_norm:
+            q, kv = (q, kv) if self.rowwise_norm else (self.head_dim, self.head_dim)
+            self.q_norm = RMSNorm(q, c.rms_norm_eps, facts.centred_norms)
+            self.k_norm = RMSNorm(kv, c.rms_norm_eps, facts.centred_norms)
+        self.rotated = facts.rope is not None
+        self.scale = facts.scale
+        self.window = facts.window
+        self.softcap = facts.softcap
+        self.sinks = nn.Parameter(torch.zeros(self.num_q)) if facts.sinks else None
+
+    @property
+    def scoring(self) -> Scoring | None:
+        if self.window is None and self.softcap is None and self.sinks is None:
+            return None
+        return Scoring(self.window, self.softcap, self.sinks)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: AttentionBackend) -> Tensor:
         heads = self.qkv_proj(x).view(*x.shape[:-1], -1, self.head_dim)
         q, k, v = heads.split_with_sizes((self.num_q, self.num_kv, self.num_kv), -2)
         if self.q_norm and self.k_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, cos, sin, self.arithmetic), rotate(k, cos, sin, self.arithmetic)
-        return self.o_proj(attend(self.layer, q, k, v).flatten(-2))  # type: ignore[no-any-return]
+            q, k = self._normed(q, self.q_norm), self._normed(k, self.k_norm)
+        if self.rotated:
+            q, k = rotate(q, cos, sin, self.arithmetic), rotate(k, cos, sin, self.arithmetic)
+        mixed = attend(self.layer, q, k, v, self.scale, self.scoring)
+        return self.o_proj(mixed.flatten(-2))  # type: ignore[no-any-return]
+
+    def _normed(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        if self.rowwise_norm:
+            return norm(x.flatten(-2)).view(x.shape)  # type: ignore[no-any-return]
+        return norm(x)  # type: ignore[no-any-return]
 
 
 class LatentAttention(nn.Module):

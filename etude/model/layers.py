@@ -59,25 +59,41 @@ class Fused(Linear):
 
 
 class RMSNorm(nn.Module):
-    def __init__(self, size: int, eps: float) -> None:
+    """`centred`: what it multiplies by is 1 plus its weight."""
+
+    def __init__(self, size: int, eps: float, centred: bool = False) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
+        self.weight = nn.Parameter(torch.zeros(size) if centred else torch.ones(size))
         self.eps = eps
+        self.centred = centred
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.centred:
+            gain = 1 + self.weight.float()
+            return F.rms_norm(x.float(), gain.shape, gain, self.eps).to(x.dtype)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 class MLP(nn.Module):
     arithmetic = PLAIN
 
-    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        act: str = "silu",
+        bias: bool = False,
+        fused_files: bool = False,
+    ) -> None:
         super().__init__()
-        self.gate_up_proj = Fused(
-            hidden_size, dict.fromkeys(("gate_proj", "up_proj"), intermediate_size)
-        )
-        self.down_proj = Linear(intermediate_size, hidden_size, bias=False)
+        self.act = act
+        sizes = dict.fromkeys(("gate_proj", "up_proj"), intermediate_size)
+        if fused_files:
+            sizes = {"gate_up_proj": 2 * intermediate_size}
+        self.gate_up_proj = Fused(hidden_size, sizes, bias)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, -1)
-        return self.down_proj(self.arithmetic.silu(gate) * up)  # type: ignore[no-any-return]
+        return self.down_proj(self.arithmetic.activation(self.act)(gate) * up)  # type: ignore[no-any-return]

@@ -48,8 +48,14 @@ class Arithmetic:
     """(x [.., H, Q], w [H, Q, R]) -> [.., H, R]: each head has a matrix of its own."""
     sigmoid: Callable[[Tensor], Tensor]
     silu: Callable[[Tensor], Tensor]
+    gelu_tanh: Callable[[Tensor], Tensor]
+    tanh: Callable[[Tensor], Tensor]
     rotate: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
     """(x, cos, other, sin) -> x cos + other sin"""
+
+    def activation(self, name: str) -> Callable[[Tensor], Tensor]:
+        """By the name that config.json gives it."""
+        return {"silu": self.silu, "gelu_pytorch_tanh": self.gelu_tanh}[name]
 
 
 def value_of(exact: Callable[[], Tensor], *, gradient_of: Callable[[], Tensor]) -> Tensor:
@@ -130,6 +136,24 @@ def _stepwise_silu(x: Tensor) -> Tensor:
     return x * _stepwise_sigmoid(x)
 
 
+def _stepwise_tanh(x: Tensor) -> Tensor:
+    return value_of(lambda: 2 * _stepwise_sigmoid(2 * x) - 1, gradient_of=lambda: torch.tanh(x))
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def _stepwise_gelu_tanh(x: Tensor) -> Tensor:
+    def exact() -> Tensor:
+        # x (1 + tanh(y)) / 2 = x sigmoid(2 y)
+        wide = x.float()
+        y = math.sqrt(2 / math.pi) * (wide + 0.044715 * wide * wide * wide)
+        return (wide * _stepwise_sigmoid(2 * y)).to(x.dtype)
+
+    return value_of(exact, gradient_of=lambda: _gelu_tanh(x))
+
+
 def _stepwise_exp(x: Tensor) -> Tensor:
     """2^n e^r, for finite results: every step is rounded by itself, so the place of a number does
     not matter."""
@@ -142,12 +166,20 @@ def _stepwise_exp(x: Tensor) -> Tensor:
 
 
 PLAIN = Arithmetic(
-    linear=F.linear, per_head=_per_head, sigmoid=torch.sigmoid, silu=F.silu, rotate=_turn
+    linear=F.linear,
+    per_head=_per_head,
+    sigmoid=torch.sigmoid,
+    silu=F.silu,
+    gelu_tanh=_gelu_tanh,
+    tanh=torch.tanh,
+    rotate=_turn,
 )
 INVARIANT = Arithmetic(
     linear=tiled_linear,
     per_head=tiled_per_head,
     sigmoid=_stepwise_sigmoid,
     silu=_stepwise_silu,
+    gelu_tanh=_stepwise_gelu_tanh,
+    tanh=_stepwise_tanh,
     rotate=_turn_in_steps,
 )

@@ -19,9 +19,20 @@ from etude.model.numerics import Arithmetic
 def table(config: ModelConfig) -> Tensor:
     """[positions, 2, 1, rotary_dim]: cosines, and sines whose first half is negated, so that
     `rotate` only has to swap the halves of a head. The 1 stands for the heads."""
+    return _turns(config, inverse_frequencies(config), attention_factor(config.rope_scaling))
+
+
+def local_table(config: ModelConfig) -> Tensor | None:
+    """The same of layers with a window, where these rotate in their own way: never scaled."""
+    if config.local_rope_theta is None:
+        return None
+    return _turns(config, _speeds(config.local_rope_theta, config.rotary_dim), 1.0)
+
+
+def _turns(config: ModelConfig, speeds: Tensor, factor: float) -> Tensor:
     positions = torch.arange(config.max_position_embeddings, dtype=torch.float64)
-    angles = torch.outer(positions, inverse_frequencies(config))
-    cos, sin = (f(angles) * attention_factor(config.rope_scaling) for f in (torch.cos, torch.sin))
+    angles = torch.outer(positions, speeds)
+    cos, sin = (f(angles) * factor for f in (torch.cos, torch.sin))
     return (
         torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1).unsqueeze(2).float()
     )
@@ -29,7 +40,10 @@ def table(config: ModelConfig) -> Tensor:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, arithmetic: Arithmetic) -> Tensor:
     """x [.., heads, D], the two halves of a head paired with each other; cos and sin [.., 1, D]
-    from the table."""
+    from the table; numbers of a head beyond those stay as they are."""
+    if (size := cos.shape[-1]) < x.shape[-1]:
+        turned = rotate(x[..., :size], cos, sin, arithmetic)
+        return torch.cat((turned, x[..., size:]), -1)
     first, second = x.chunk(2, -1)
     return arithmetic.rotate(x, cos, torch.cat((second, first), -1), sin)
 
@@ -43,9 +57,12 @@ def split_halves(x: Tensor) -> Tensor:
 def inverse_frequencies(config: ModelConfig) -> Tensor:
     """Radians a position, for each pair."""
     dim, scaling = config.rotary_dim, config.rope_scaling
-    speed = config.rope_theta ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
-    if scaling is None:
+    speed = _speeds(config.rope_theta, dim)
+    # A dynamic rope changes only beyond the context that the model was made for.
+    if scaling is None or scaling.rope_type == "dynamic":
         return speed
+    if scaling.rope_type == "longrope":
+        return speed / torch.tensor(scaling.short_factor, dtype=torch.float64)
     if scaling.rope_type == "linear":
         return speed / scaling.factor
     context = scaling.original_max_position_embeddings
@@ -58,6 +75,10 @@ def inverse_frequencies(config: ModelConfig) -> Tensor:
     # Fast pairs see neighbours and stay as they are, slow ones are stretched, those between are
     # mixed.
     return speed / scaling.factor * (1 - keep) + speed * keep
+
+
+def _speeds(theta: float, dim: int) -> Tensor:
+    return theta ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
 
 
 def _ramp(scaling: RopeScaling, dim: int, theta: float, context: int) -> Tensor:
@@ -77,11 +98,14 @@ def _ramp(scaling: RopeScaling, dim: int, theta: float, context: int) -> Tensor:
 
 
 def attention_factor(scaling: RopeScaling | None) -> float:
-    """YaRN sharpens attention in long contexts by longer queries and keys."""
-    if scaling is None or scaling.rope_type != "yarn":
+    """YaRN and longrope sharpen attention in long contexts by longer queries and keys."""
+    if scaling is None or scaling.rope_type not in ("yarn", "longrope"):
         return 1.0
     if scaling.attention_factor is not None:
         return scaling.attention_factor
+    if scaling.rope_type == "longrope":
+        context = math.log(scaling.original_max_position_embeddings)
+        return math.sqrt(1 + math.log(scaling.factor) / context) if scaling.factor > 1 else 1.0
     if scaling.mscale and scaling.mscale_all_dim:
         return _mscale(scaling.factor, scaling.mscale) / _mscale(
             scaling.factor, scaling.mscale_all_dim

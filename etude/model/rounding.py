@@ -29,6 +29,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from etude.model.scoring import Scoring
+
 WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
 PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
 """Which argument is the left factor."""
@@ -130,17 +132,32 @@ class StepwiseCausal:
         self._lengths = list(lengths)
 
     def __call__(
-        self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKV: Tensor, scale: float | None = None
+        self,
+        layer: int,
+        q_NHD: Tensor,
+        k_NKD: Tensor,
+        v_NKV: Tensor,
+        scale: float | None = None,
+        scoring: Scoring | None = None,
     ) -> Tensor:
         scale = scale or q_NHD.shape[-1] ** -0.5
         group = q_NHD.shape[1] // k_NKD.shape[1]
         rows = zip(*(x.split_with_sizes(self._lengths) for x in (q_NHD, k_NKD, v_NKV)), strict=True)
-        return torch.cat([_attend(q, k, v, group, scale) for q, k, v in rows])
+        return torch.cat([_attend(q, k, v, group, scale, scoring or Scoring()) for q, k, v in rows])
 
 
-def _attend(q_THD: Tensor, k_TKD: Tensor, v_TKV: Tensor, group: int, scale: float) -> Tensor:
+def _attend(
+    q_THD: Tensor, k_TKD: Tensor, v_TKV: Tensor, group: int, scale: float, scoring: Scoring
+) -> Tensor:
     k, v = (x.repeat_interleave(group, dim=1).transpose(0, 1) for x in (k_TKD, v_TKV))
     scores_HTT = q_THD.transpose(0, 1).float() @ k.transpose(1, 2).float() * scale
-    future_TT = torch.ones(scores_HTT.shape[1:], dtype=torch.bool).triu(1)
-    weights_HTT = scores_HTT.masked_fill(future_TT, -torch.inf).softmax(-1).to(v.dtype)
+    if scoring.softcap is not None:
+        scores_HTT = scoring.softcap * torch.tanh(scores_HTT / scoring.softcap)
+    places_T = torch.arange(len(q_THD))
+    scores_HTT = scores_HTT.masked_fill(scoring.hides(places_T, places_T), -torch.inf)
+    if scoring.sinks_H is None:
+        weights_HTT = scores_HTT.softmax(-1).to(v.dtype)
+    else:
+        sinks = scoring.sinks_H.float().view(-1, 1, 1).expand(-1, len(q_THD), 1)
+        weights_HTT = torch.cat((sinks, scores_HTT), -1).softmax(-1)[..., 1:].to(v.dtype)
     return (weights_HTT @ v).transpose(0, 1)

@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from etude.model.attention import CausalAttention, KVCache
-from etude.model.numerics import value_of
+from etude.model.numerics import INVARIANT, value_of
+from etude.model.scoring import Scoring
 
 KEYS = 64
 QUERIES = 16
@@ -41,6 +42,7 @@ class Tiles:
 
     tokens_UW: Tensor
     real_UW: Tensor
+    positions_UW: Tensor
     hidden_UWS: Tensor
     slot_mapping_US: Tensor
 
@@ -69,6 +71,7 @@ class Tiles:
         arrays = (
             np.where(real_UW, tokens_UW, first_U[:, None]),
             real_UW,
+            positions_UW,
             np.arange(slot_mapping_BS.shape[1]) > positions_UW[:, :, None],
             slot_mapping_BS[sequence_U],
         )
@@ -76,7 +79,12 @@ class Tiles:
 
 
 def attend_in_tiles(
-    tiles: Tiles, scale: float, q_NHD: Tensor, k_PKD: Tensor, v_PKV: Tensor
+    tiles: Tiles,
+    scale: float,
+    q_NHD: Tensor,
+    k_PKD: Tensor,
+    v_PKV: Tensor,
+    scoring: Scoring | None = None,
 ) -> Tensor:
     """In float32, whatever the type: the result is rounded once."""
     num_tiles, width = tiles.tokens_UW.shape
@@ -95,7 +103,7 @@ def attend_in_tiles(
         * scale
     )
     scores_UKWGS = scores.view(num_tiles, groups, width, heads // groups, -1)
-    weights = shares(scores_UKWGS.masked_fill(tiles.hidden_UWS[:, None, :, None], -torch.inf))
+    weights = _weights(tiles, scores_UKWGS, scoring)
     mixed = torch.zeros((), device=q.device)
     for part, slots_UJ in zip(
         torch.split(weights.view(scores.shape), KEYS, -1), places, strict=True
@@ -105,6 +113,24 @@ def attend_in_tiles(
         mixed.view(num_tiles, groups, width, heads // groups, -1).transpose(1, 2).flatten(2, 3)
     )
     return mixed_UWHV[tiles.real_UW].to(q_NHD.dtype)
+
+
+def _weights(tiles: Tiles, scores_UKWGS: Tensor, scoring: Scoring | None) -> Tensor:
+    hidden_UWS = tiles.hidden_UWS
+    if scoring is None:
+        return shares(scores_UKWGS.masked_fill(hidden_UWS[:, None, :, None], -torch.inf))
+    places_S = torch.arange(scores_UKWGS.shape[-1], device=scores_UKWGS.device)
+    hidden_UWS = scoring.hides(tiles.positions_UW, places_S)
+    if (cap := scoring.softcap) is not None:
+        scores_UKWGS = cap * INVARIANT.tanh(scores_UKWGS / cap)
+    scores_UKWGS = scores_UKWGS.masked_fill(hidden_UWS[:, None, :, None], -torch.inf)
+    if (sinks_H := scoring.sinks_H) is None:
+        return shares(scores_UKWGS)
+    # A tile of its own in front, so that the keys stay in the places that they have without it.
+    groups, each = scores_UKWGS.shape[1], scores_UKWGS.shape[3]
+    sinks_KGJ = F.pad(sinks_H.float().view(groups, each, 1), (0, KEYS - 1), value=-torch.inf)
+    sinks = sinks_KGJ[None, :, None].expand(*scores_UKWGS.shape[:-1], KEYS)
+    return shares(torch.cat((sinks, scores_UKWGS), -1))[..., KEYS:].contiguous()
 
 
 def products(a: Tensor, b: Tensor) -> Tensor:
@@ -150,14 +176,20 @@ class TiledCausalAttention:
         self._tiles: Tiles | None = None  # the same for all layers
 
     def __call__(
-        self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKV: Tensor, scale: float | None = None
+        self,
+        layer: int,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKV: Tensor,
+        scale: float | None = None,
+        scoring: Scoring | None = None,
     ) -> Tensor:
         if self._tiles is None:
             self._tiles = self._lay_out(tokens_of_a_tile(q_THD.shape[1], k_TKD.shape[1]))
         tiles, factor = self._tiles, scale or q_THD.shape[-1] ** -0.5
         return value_of(
-            lambda: attend_in_tiles(tiles, factor, q_THD, k_TKD, v_TKV),
-            gradient_of=lambda: self._plain(layer, q_THD, k_TKD, v_TKV, scale),
+            lambda: attend_in_tiles(tiles, factor, q_THD, k_TKD, v_TKV, scoring),
+            gradient_of=lambda: self._plain(layer, q_THD, k_TKD, v_TKV, scale, scoring),
         )
 
     def _lay_out(self, width: int) -> Tiles:
@@ -206,12 +238,18 @@ class TiledPagedAttention:
         )  # fmt: skip
 
     def __call__(
-        self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKV: Tensor, scale: float | None = None
+        self,
+        layer: int,
+        q_NHD: Tensor,
+        k_NKD: Tensor,
+        v_NKV: Tensor,
+        scale: float | None = None,
+        scoring: Scoring | None = None,
     ) -> Tensor:
         k, v = (x.flatten(0, 1) for x in (self._cache.k[layer], self._cache.v[layer]))
         k.index_copy_(0, self._slot_mapping_N, k_NKD)
         if self._cache.v is not self._cache.k:
             v.index_copy_(0, self._slot_mapping_N, v_NKV)
-        return attend_in_tiles(
-            self._tiles, scale or q_NHD.shape[-1] ** -0.5, q_NHD, k, v[..., : v_NKV.shape[-1]]
-        )
+        values = v[..., : v_NKV.shape[-1]]
+        factor = scale or q_NHD.shape[-1] ** -0.5
+        return attend_in_tiles(self._tiles, factor, q_NHD, k, values, scoring)

@@ -21,32 +21,72 @@ from etude.model.experts import Routing, SparseMoE
 from etude.model.heads import AttentionBackend, GroupedQueryAttention, LatentAttention
 from etude.model.layers import MLP, Embedding, Linear, RMSNorm
 from etude.model.numerics import INVARIANT, PLAIN, Arithmetic
-from etude.model.rope import table
+from etude.model.rope import local_table, table
 
 __all__ = ["AttentionBackend", "ModelConfig", "Routing", "Transformer", "init_from_scratch"]
 
 
+NORMS: dict[str, tuple[str | None, str | None, str | None, str | None]] = {
+    "before": ("input_layernorm", None, "post_attention_layernorm", None),
+    "after": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+    "around": (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),
+}
+"""The norms of a block by their names in the files: before and after attention, before and after
+the MLP."""
+
+
 class Block(nn.Module):
+    input_layernorm: RMSNorm
+    post_attention_layernorm: RMSNorm
+
     def __init__(self, c: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        facts = c.facts(layer)
+        self._norms = NORMS[facts.norms]
+        self._residual_scale = facts.residual_scale
+
+        def add_norms(names: tuple[str | None, ...]) -> None:
+            for name in filter(None, names):
+                norm = RMSNorm(c.hidden_size, c.rms_norm_eps, facts.centred_norms)
+                self.add_module(name, norm)
+
+        add_norms(self._norms[:1])
         self.self_attn = (
             LatentAttention(c, c.latent, layer) if c.latent else GroupedQueryAttention(c, layer)
         )
-        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        add_norms(self._norms[1:])
         if c.experts and layer in c.experts.layers:
-            self.mlp: nn.Module = SparseMoE(c.hidden_size, c.experts, c.experts.layers.index(layer))
+            place = c.experts.layers.index(layer)
+            self.mlp: nn.Module = SparseMoE(c.hidden_size, c.experts, place, c.hidden_act)
         else:
-            self.mlp = MLP(c.hidden_size, c.intermediate_size)
+            self.mlp = MLP(
+                c.hidden_size,
+                c.intermediate_size,
+                act=facts.hidden_act,
+                bias=facts.mlp_bias,
+                fused_files=c.family.fused_files,
+            )
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, attend: AttentionBackend, routing: Routing | None
     ) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, attend)
-        normed = self.post_attention_layernorm(x)
-        return x + (  # type: ignore[no-any-return]
-            self.mlp(normed, routing) if isinstance(self.mlp, SparseMoE) else self.mlp(normed)
-        )
+        before, after, before_mlp, after_mlp = self._norms
+        y = self._normed(after, self.self_attn(self._normed(before, x), cos, sin, attend))
+        x = x + self._scaled(y)
+        normed = self._normed(before_mlp, x)
+        y = self.mlp(normed, routing) if isinstance(self.mlp, SparseMoE) else self.mlp(normed)
+        return x + self._scaled(self._normed(after_mlp, y))
+
+    def _normed(self, name: str | None, x: Tensor) -> Tensor:
+        return x if name is None else getattr(self, name)(x)
+
+    def _scaled(self, y: Tensor) -> Tensor:
+        return y if self._residual_scale == 1 else y * self._residual_scale
 
 
 class Decoder(nn.Module):
@@ -56,7 +96,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.embed_tokens = Embedding(c.vocab_size, c.hidden_size)
         self.layers = nn.ModuleList(Block(c, layer) for layer in range(c.num_hidden_layers))
-        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps, c.family.centred_norms)
 
 
 class Transformer(nn.Module):
@@ -64,6 +104,8 @@ class Transformer(nn.Module):
     that need them."""
 
     rope: Tensor
+    local_rope: Tensor | None
+    """Of the layers with a window, where these rotate in their own way."""
     arithmetic = PLAIN
     fused = False
     """Layers and head are compiled."""
@@ -78,6 +120,12 @@ class Transformer(nn.Module):
             else Linear(config.hidden_size, config.vocab_size, bias=False)
         )
         self.register_buffer("rope", table(config), persistent=False)
+        self.register_buffer("local_rope", local_table(config), persistent=False)
+        facts = [config.facts(layer) for layer in range(config.num_hidden_layers)]
+        self._is_local = [layer.rope == "local" for layer in facts]
+        self._embedding_scale = facts[0].embedding_scale
+        self._logits_scale = facts[0].logits_scale
+        self._logits_softcap = facts[0].logits_softcap
 
     @property
     def invariant(self) -> bool:
@@ -104,8 +152,15 @@ class Transformer(nn.Module):
         routing: Routing | None = None,
     ) -> Tensor:
         x = self.model.embed_tokens(tokens)
-        cos, sin = self.rope[positions].to(x.dtype).unbind(-3)
-        for block in self.model.layers:
+        if self._embedding_scale != 1:
+            # The factor is rounded, too, as it is where such models were trained.
+            x = x * torch.tensor(self._embedding_scale, dtype=x.dtype, device=x.device)
+        turns = self.rope[positions].to(x.dtype).unbind(-3)
+        local = turns
+        if self.local_rope is not None:
+            local = self.local_rope[positions].to(x.dtype).unbind(-3)
+        for block, is_local in zip(self.model.layers, self._is_local, strict=True):
+            cos, sin = local if is_local else turns
             x = block(x, cos, sin, attend, routing)
         return self.model.norm(x)  # type: ignore[no-any-return]
 
@@ -126,7 +181,15 @@ class Transformer(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         head = self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
-        return self.arithmetic.linear(hidden, head, None).float()
+        return self.bent(self.arithmetic.linear(hidden, head, None).float())
+
+    def bent(self, logits: Tensor) -> Tensor:
+        """What a family does to its logits after the head."""
+        if self._logits_scale != 1:
+            logits = logits / self._logits_scale
+        if self._logits_softcap is not None:
+            logits = self._logits_softcap * self.arithmetic.tanh(logits / self._logits_softcap)
+        return logits
 
 
 def init_from_scratch(config: ModelConfig, seed: int) -> Transformer:
@@ -143,15 +206,15 @@ def init_from_scratch(config: ModelConfig, seed: int) -> Transformer:
     depth = math.sqrt(2 * config.num_hidden_layers)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.ndim >= 2:
+            if name.endswith("bias"):
+                parameter.zero_()
+            elif parameter.ndim >= 2:
                 deviation = 0.2 if "embed" in name else 1 / math.sqrt(parameter.shape[-1])
                 parameter.normal_(
                     0.0,
                     deviation / depth if "down_proj" in name else deviation,
                     generator=generator,
                 )
-            elif name.endswith("bias"):
-                parameter.zero_()
         group = config.num_attention_heads // config.num_key_value_heads
         for block in model.model.layers:
             assert isinstance(block, Block)

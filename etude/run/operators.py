@@ -27,6 +27,7 @@ from etude.model.experts import Router, SparseMoE, StackedExperts
 from etude.model.heads import GroupedQueryAttention, LatentAttention
 from etude.model.layers import MLP, RMSNorm
 from etude.model.rounding import NUM_DRAWS, RandomRounding, StepwiseCausal, upper_bound
+from etude.model.scoring import Scoring
 from etude.model.tiled_attention import TiledCausalAttention
 from etude.model.transformer import Block, Transformer
 
@@ -182,10 +183,16 @@ class SingleRowAttention:
         self._factor = factor
 
     def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float | None = None,
+        scoring: Scoring | None = None,
     ) -> Tensor:
         scale = (scale or q.shape[-1] ** -0.5) * self._factor
-        return self._attend(layer, q, k, v, scale)
+        return self._attend(layer, q, k, v, scale, scoring)
 
 
 @torch.no_grad()

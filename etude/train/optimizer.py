@@ -47,8 +47,9 @@ class AdamW:
         self, masters: Mapping[str, Tensor], model: Transformer, ranks: ProcessGroup
     ) -> None:
         self._masters = dict(masters)
-        matrices = [m for m in self._masters.values() if m.ndim >= 2]
-        others = [m for m in self._masters.values() if m.ndim < 2]
+        decays = {n: m.ndim >= 2 and not n.endswith("bias") for n, m in self._masters.items()}
+        matrices = [m for n, m in self._masters.items() if decays[n]]
+        others = [m for n, m in self._masters.items() if not decays[n]]
         self._torch = torch.optim.AdamW(
             [{"params": matrices}, {"params": others}],
             lr=0.0,
@@ -120,8 +121,10 @@ class Muon:
             momentum.lerp_(gradient, 1 - MOMENTUM)
             ahead = gradient.lerp(momentum, MOMENTUM)  # as Nesterov does
             update = full_tensor(ahead, self._parameters[name])
-            for matrix in files.hf_tensors(self._model, {name: update}).values():
-                matrix.copy_(orthogonal(matrix) * 0.2 * math.sqrt(max(matrix.shape)))
+            for tensor in files.hf_tensors(self._model, {name: update}).values():
+                # Some families have all experts of a layer in one tensor.
+                for matrix in tensor.view(-1, *tensor.shape[-2:]):
+                    matrix.copy_(orthogonal(matrix) * 0.2 * math.sqrt(max(matrix.shape)))
             master.mul_(1 - lr * weight_decay).sub_(
                 update[self._ranks.local_rows(len(update))], alpha=lr
             )
@@ -142,7 +145,8 @@ OPTIMIZER: dict[str, type[AdamW] | type[Muon]] = {"adamw": AdamW, "muon": Muon}
 
 def is_hidden(name: str, master: Tensor) -> bool:
     """A matrix that maps one hidden state to another."""
-    return ".layers." in name and master.ndim >= 2 and not name.endswith("mlp.gate.weight")
+    is_matrix = master.ndim >= 2 and not name.endswith("bias")
+    return ".layers." in name and is_matrix and not name.endswith("mlp.gate.weight")
 
 
 def orthogonal(matrix: Tensor, steps: int = 5) -> Tensor:

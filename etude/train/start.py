@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from safetensors import SafetensorError
+from torch import nn
 
 from etude.core.errors import EtudeError
-from etude.model.experts import SparseMoE
+from etude.model.experts import SparseMoE, StackedExperts
 from etude.model.files import build_model, read_directory
+from etude.model.heads import GroupedQueryAttention
 from etude.model.transformer import Block, ModelConfig, Transformer, init_from_scratch
 
 
@@ -22,14 +24,23 @@ def compile_layers(model: Transformer) -> Transformer:
         model.fused = True
         for block in model.model.layers:
             assert isinstance(block, Block)
-            parts = (
-                (block.self_attn, block.mlp.experts)
-                if isinstance(block.mlp, SparseMoE)
-                else (block,)
-            )
+            # Attention with a window or sinks is a loop over sequences on any device, and experts
+            # with biases are one over experts.
+            attention = [] if _loops(block) else [block.self_attn]
+            parts: list[nn.Module] = [*attention, block.mlp]
+            if isinstance(block.mlp, SparseMoE):
+                whole = type(block.mlp.experts) is StackedExperts
+                parts = [*attention, *([block.mlp.experts] if whole else [])]
+            elif attention:
+                parts = [block]
             for part in parts:
                 part.compile(dynamic=True)
     return model
+
+
+def _loops(block: Block) -> bool:
+    attention = block.self_attn
+    return isinstance(attention, GroupedQueryAttention) and attention.scoring is not None
 
 
 def initial_model(directory: Path | None, config_json: bytes, seed: int) -> Transformer:

@@ -24,7 +24,7 @@ from etude.core.stages import (
     SftConfig,
 )
 from etude.core.types import Json
-from etude.model.config import rope_kind, stated_rope
+from etude.model.config_json import rope_kind, stated_rope
 from etude.run.plugins import check_file
 from etude.serve import heartbeat
 from etude.store.runs import Run

@@ -13,7 +13,7 @@ from etude.core.isa import Isa
 from etude.core.sampling import Sample
 from etude.engine import native
 from etude.engine.engine import Engine
-from etude.engine.native import LIBRARY, NativeRunner, can_run
+from etude.engine.native import LIBRARY, NativeRunner, unsupported
 from etude.engine.runner import TorchRunner
 from etude.engine.select import select_runner
 from etude.model.config import ExpertsConfig
@@ -168,6 +168,7 @@ def test_who_computes_what() -> None:
             select_runner(model("llama", dtype=dtype), max_batch=2, kv_bytes=1 << 20), NativeRunner
         )
     assert isinstance(select_runner(model("llama"), max_batch=1, kv_bytes=1 << 20), TorchRunner)
-    assert not can_run(replace(SMALL, model_type="qwen3_moe", experts=EXPERTS), torch.float32)
-    assert not can_run(replace(SMALL, head_dim=16), torch.float32)
-    assert not can_run(SMALL, torch.float16)
+    sparse = replace(SMALL, model_type="qwen3_moe", experts=EXPERTS)
+    assert unsupported(sparse, torch.float32) == ["router softmax"]
+    assert unsupported(replace(SMALL, head_dim=16), torch.float32) == ["head_dim 16"]
+    assert unsupported(SMALL, torch.float16) == ["torch.float16"]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from etude.model import cudnn_attention
 from etude.model.attention import CausalAttention
+from etude.model.scoring import Scoring
 
 CPU = torch.device("cpu")
 
@@ -42,8 +43,15 @@ class ByCudnn(CausalAttention):
     """As on a device."""
 
     def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float | None = None,
+        scoring: Scoring | None = None,
     ) -> Tensor:
+        assert scoring is None
         return self._together(q, k, v, scale)
 
 

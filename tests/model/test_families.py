@@ -49,6 +49,20 @@ LATENT = {
 SMALL = tokenizer_files(["a b c"], 270)
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.5, 2.0, 3.0],
+    "long_factor": [2.0, 3.0, 4.0, 6.0],
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+GLM = {
+    **EXPERTS,
+    "head_dim": 16,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+}
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -79,6 +93,112 @@ MODELS: dict[str, dict[str, Any]] = {
         "rope_interleave": False,
         "norm_topk_prob": False,
     },
+    "llama biases": {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu_pytorch_tanh"},
+    "llama dynamic": {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+    "llama longrope": {"rope_scaling": LONGROPE},
+    "qwen2 window": {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
+    "qwen3 window": {
+        "head_dim": 16,
+        "use_sliding_window": True,
+        "sliding_window": 9,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "attention_bias": True,
+    },
+    "qwen3_moe window": {
+        **EXPERTS,
+        "num_experts": 4,
+        "use_sliding_window": True,
+        "sliding_window": 8,
+    },
+    "mistral": {"sliding_window": 11},
+    "mistral whole": {"sliding_window": None, "head_dim": 16},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "mixtral window": {"num_local_experts": 4, "num_experts_per_tok": 3, "sliding_window": 12},
+    "qwen2_moe": {**EXPERTS, "num_experts": 6, "shared_expert_intermediate_size": 40},
+    "qwen2_moe window": {
+        **EXPERTS,
+        "num_experts": 6,
+        "shared_expert_intermediate_size": 40,
+        "use_sliding_window": True,
+        "sliding_window": 10,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [0],
+        "qkv_bias": False,
+    },
+    "smollm3": {"pad_token_id": 0, "no_rope_layer_interval": 2},
+    "smollm3 window": {
+        "pad_token_id": 0,
+        "use_sliding_window": True,
+        "sliding_window": 9,
+        "no_rope_layers": [1, 0, 1],
+        "tie_word_embeddings": False,
+        "mlp_bias": True,
+    },
+    "phi3": {"pad_token_id": 0},
+    "phi3 window": {
+        "pad_token_id": 0,
+        "sliding_window": 10,
+        "partial_rotary_factor": 0.5,
+        "rope_scaling": LONGROPE | {"short_factor": [1.0, 2.0], "long_factor": [2.0, 4.0]},
+    },
+    "granite": {
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.3,
+        "attention_multiplier": 0.1,
+        "logits_scaling": 2.0,
+    },
+    "olmo2": {},
+    "olmo3": {"sliding_window": 6, "num_hidden_layers": 4},
+    "olmo3 yarn": {
+        "sliding_window": 6,
+        "rope_scaling": YARN,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    },
+    "seed_oss": {"head_dim": 8, "attention_out_bias": True},
+    "gemma2": {"head_dim": 12, "sliding_window": 8, "query_pre_attn_scalar": 20},
+    "gemma2 whole": {
+        "head_dim": 8,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "layer_types": ["full_attention"] * 3,
+    },
+    "gemma3_text": {"head_dim": 12, "sliding_window": 8, "sliding_window_pattern": 3},
+    "gemma3_text linear": {
+        "head_dim": 12,
+        "sliding_window": 8,
+        "sliding_window_pattern": 2,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        "rope_local_base_freq": 500.0,
+        "query_pre_attn_scalar": 30,
+        "final_logit_softcapping": 9.0,
+        "tie_word_embeddings": False,
+    },
+    "glm4_moe": GLM,
+    "glm4_moe large": {
+        **GLM,
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "partial_rotary_factor": 0.25,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.5,
+    },
+    "gpt_oss": {
+        "head_dim": 12,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 8,
+        "swiglu_limit": 0.9,
+    },
+    "deepseek_v2": {**EXPERTS, **LATENT, "q_lora_rank": 20, "n_group": None, "topk_group": None},
+    "deepseek_v2 groups": {
+        **EXPERTS,
+        **LATENT,
+        "q_lora_rank": None,
+        "topk_method": "group_limited_greedy",
+        "first_k_dense_replace": 0,
+        "rope_scaling": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7},
+    },
 }
 
 
@@ -93,7 +213,7 @@ def theirs(request: pytest.FixtureRequest) -> Any:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
-            shift = 1.0 if "norm" in name else 0.0
+            shift = 1.0 if "norm" in name and not family.startswith("gemma") else 0.0
             tensor.normal_(shift, 0.2 if tensor.ndim > 1 else 0.3, generator=generator)
     return model
 
@@ -174,6 +294,7 @@ def test_weights_go_there_and_back_bit_for_bit(theirs: Any, tmp_path: Path) -> N
     again, info = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "ours",
         dtype=torch.float32,
+        pad_token_id=0,
         output_loading_info=True,
         attn_implementation="eager",
     )
@@ -274,20 +395,35 @@ def test_bf16_stays_near_fp32(theirs: Any, tmp_path: Path) -> None:
     ("model_type", "key", "value"),
     [
         ("llama", "hidden_act", "gelu"),
-        ("llama", "attention_bias", True),
-        ("llama", "mlp_bias", True),
-        ("qwen2", "use_sliding_window", True),
-        ("llama", "quantization_config", {"quant_method": "fp8"}),
+        ("deepseek_v3", "attention_bias", True),
+        ("mistral", "mlp_bias", True),
+        ("llama", "use_sliding_window", True),
+        ("llama", "sliding_window", 4096),
+        ("llama", "layer_types", ["sliding_attention"] * 3),
+        ("qwen2", "layer_types", ["sliding_attention"] * 3),
+        ("qwen3", "layer_types", ["chunked_attention"] * 3),
+        ("gemma3_text", "use_bidirectional_attention", True),
+        ("gemma3_text", "attn_logit_softcapping", 50.0),
+        ("gemma3_text", "rope_parameters", {"rope_type": "default", "rope_theta": 5.0}),
+        ("llama", "partial_rotary_factor", 0.5),
+        ("llama", "logit_scale", 2.0),
+        ("llama", "quantization_config", {"quant_method": "awq"}),
         ("llama", "rope_scaling", {"rope_type": "longrope", "factor": 2.0}),
+        ("llama", "rope_scaling", LONGROPE | {"original_max_position_embeddings": 64}),
+        ("llama", "rope_scaling", YARN | {"finetuned": True}),
+        ("phi3", "rope_scaling", YARN | {"rope_type": "llama3"}),
+        ("deepseek_v2", "norm_topk_prob", True),
+        ("deepseek_v2", "topk_method", "noaux_tc"),
+        ("glm4_moe", "num_experts_per_tok", 9),
         ("deepseek_v3", "scoring_func", "softmax"),
         ("gpt2", "n_ctx", 5),
     ],
 )
 def test_what_would_be_computed_wrongly_is_refused(model_type: str, key: str, value: Any) -> None:
     said = SHAPE | MODELS.get(model_type, {}) | {"model_type": model_type, key: value}
-    with pytest.raises(
-        ValueError, match=rf"config\.json: .*{'model_type' if model_type == 'gpt2' else ''}"
-    ):
+    named = {"gpt2": "model_type", "rope_scaling": "rope|factor"}
+    expected = named.get(model_type) or named.get(key) or key
+    with pytest.raises(ValueError, match=rf"config\.json: .*({expected})"):
         ModelConfig.from_json(json.dumps(said))
 
 

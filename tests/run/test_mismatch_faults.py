@@ -24,6 +24,7 @@ from etude.engine.scheduler import Sequence
 from etude.engine.select import select_runner
 from etude.model.heads import AttentionBackend
 from etude.model.rope import table
+from etude.model.scoring import Scoring
 from etude.model.transformer import Transformer
 from etude.run.diagnose import Diagnosis
 from etude.run.trials import RecordedAnswer, diagnose, diagnose_recorded, row_of
@@ -115,9 +116,15 @@ def scaled_scores(engine: Transformer) -> None:
             self.latent = attend.latent
 
         def __call__(
-            self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None
+            self,
+            layer: int,
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            scale: float | None = None,
+            scoring: Scoring | None = None,
         ) -> Tensor:
-            return self._attend(layer, q, k, v, 1.3 * (scale or q.shape[-1] ** -0.5))
+            return self._attend(layer, q, k, v, 1.3 * (scale or q.shape[-1] ** -0.5), scoring)
 
     def forward(
         self: nn.Module, x: Tensor, cos: Tensor, sin: Tensor, attend: AttentionBackend
@@ -312,7 +319,7 @@ def test_a_fault_in_the_native_code(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = replace(
         FAMILIES["llama"], hidden_size=64, intermediate_size=64, head_dim=32, num_attention_heads=2
     )
-    if not native.can_run(shape, FP32):
+    if native.unsupported(shape, FP32):
         pytest.skip("the native code is not built here")
     trainer = sharp(shape, seed=0, factor=1.5)
     for name, parameter in trainer.named_parameters():

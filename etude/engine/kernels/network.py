@@ -33,16 +33,15 @@ Attend = Callable[[int, Tensor], Tensor]
 sees."""
 
 
+CAN = {"qkv_bias": (True,), "qk_norm": ("head",), "router": ("softmax",)}
+"""What these kernels, and those of `trainable`, compute beyond a plain layer; a model with any
+other fact is not run on them."""
+
+
 def unsupported(c: ModelConfig) -> list[str]:
-    """Features of a model that these kernels do not support."""
-    found = {
-        "latent attention": c.latent is not None,
-        "shared experts": c.experts is not None and c.experts.n_shared_experts > 0,
-        "a sigmoid router": c.experts is not None and c.experts.sigmoid,
-        "scaled experts": c.experts is not None and c.experts.routed_scaling_factor != 1.0,
-        f"heads of {c.head_dim}": c.head_dim & (c.head_dim - 1) != 0 or c.head_dim < 16,
-    }
-    return [what for what, there in found.items() if there]
+    """Why these kernels do not run a model, in words; empty if they do."""
+    odd = c.head_dim & (c.head_dim - 1) != 0 or c.head_dim < 16
+    return c.beyond(CAN) + ([f"head_dim {c.head_dim}"] if odd else [])
 
 
 @dataclass(frozen=True, slots=True)

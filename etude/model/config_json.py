@@ -1,0 +1,490 @@
+"""What config.json says, as the fields of a `ModelConfig`, and the other way round.
+
+Every key is accounted for: it is read, or it is known to change nothing (`HARMLESS`), or it says
+what is so in every model of the family anyway. All else is refused by its name. A key that is left
+out means what it means to transformers, or is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, fields
+from typing import Any
+
+from etude.model.families import DEFAULTS, FAMILIES, HARMLESS, Family
+from etude.model.parts import ExpertsConfig, LatentConfig, RopeScaling
+
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "max_position_embeddings",
+)
+PLAIN = {
+    "attention_bias": False,
+    "mlp_bias": False,
+    "partial_rotary_factor": 1.0,
+    "use_qk_norm": True,
+    "embedding_multiplier": 1.0,
+    "logits_scaling": 1.0,
+    "residual_multiplier": 1.0,
+    "attention_multiplier": None,
+    "query_pre_attn_scalar": None,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+}
+"""Keys that some families read as they are, with the values of the families that do not."""
+OFF = {
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "partial_rotary_factor": (1.0, None),
+    "use_sliding_window": (False, None),
+    "sliding_window": (None,),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "quantization_config": (None,),
+}
+"""Keys that change nothing in a family that does not read them, at these values."""
+NULLABLE = {
+    *("num_key_value_heads", "head_dim", "q_lora_rank", "mlp_only_layers", "layer_types"),
+    *("sliding_window", "no_rope_layers", "attn_logit_softcapping", "final_logit_softcapping"),
+    *("factor", "partial_rotary_factor", "use_sliding_window"),
+    *("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow"),
+}
+"""Keys that may say null, beside those whose default is null; to transformers it means the same as
+to us."""
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+ROPE_DEFAULTS = {
+    "beta_fast": None,
+    "beta_slow": None,
+    "attention_factor": None,
+    "mscale": None,
+    "mscale_all_dim": None,
+    "truncate": True,
+}
+ROPE_KEYS = {f.name for f in fields(RopeScaling)} | {
+    "type",
+    "rope_theta",
+    "partial_rotary_factor",
+}
+"""Of a table of rope; what its type has no use for changes nothing."""
+FULL, LOCAL = "full_attention", "sliding_attention"
+
+
+class _Reader:
+    """The keys of config.json, and for those that it leaves out what the family makes of it."""
+
+    def __init__(self, said: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+        self._said = said
+        self._defaults = defaults
+        self.asked: set[str] = set()
+
+    def __call__(self, *names: str) -> Any:
+        """The first of these names for one thing that is there."""
+        self.asked.update(names)
+        for table in (self._said, self._defaults):
+            for name in names:
+                if name in table:
+                    nullable = name in NULLABLE or self._defaults.get(name, 0) is None
+                    if table[name] is None and not nullable:
+                        raise ValueError(
+                            f"config.json: {name} is null: write what the model was made with"
+                        )
+                    return table[name]
+        raise ValueError(
+            f"config.json: {' or '.join(names)} is missing, and cannot be assumed: add it"
+        )
+
+    def knows(self, name: str) -> bool:
+        return name in self._defaults
+
+
+def read_fields(said: object) -> dict[str, Any]:
+    """The fields of a `ModelConfig`. Raises ValueError for a model that this package would compute
+    wrongly, or not at all."""
+    if not isinstance(said, dict) or said.get("model_type") not in FAMILIES:
+        found = said.get("model_type") if isinstance(said, dict) else None
+        raise ValueError(
+            f"config.json: model_type is {found!r}; this version reads {', '.join(FAMILIES)}"
+        )
+    family = FAMILIES[said["model_type"]]
+    read = _Reader(said, {**DEFAULTS, **family.defaults})
+    found = {
+        "model_type": said["model_type"],
+        **{name: read(name) for name in SIZES},
+        "num_key_value_heads": read("num_key_value_heads") or read("num_attention_heads"),
+        "head_dim": 0 if family.latent else read("head_dim") or 0,
+        "rms_norm_eps": read("rms_norm_eps"),
+        "tie_word_embeddings": read("tie_word_embeddings"),
+        "hidden_act": _activation(read),
+        **{name: read(name) for name in PLAIN if read.knows(name)},
+        "latent": _latent(read, family),
+        "experts": _experts(read, family),
+    }
+    if read.knows("qkv_bias"):
+        found["attention_bias"] = read("qkv_bias")
+    found["attention_out_bias"] = bool(family.out_bias) and bool(read(family.out_bias or ""))
+    found |= _windows(read, family) | _rope(said, read, family)
+    _refuse_unread(said, read, family)
+    return found
+
+
+def _activation(read: _Reader) -> str:
+    name: str = read("hidden_activation") if read.knows("hidden_activation") else read("hidden_act")
+    if name not in ACTIVATIONS:
+        raise ValueError(
+            f"config.json: hidden_act = {name!r} is not supported; {', '.join(ACTIVATIONS)} are"
+        )
+    return name
+
+
+def _refuse_unread(said: Mapping[str, Any], read: _Reader, family: Family) -> None:
+    read_keys = (read.asked | family.defaults.keys()) - family.only.keys()
+    unread = said.keys() - HARMLESS - family.harmless - read_keys
+    allowed: dict[str, tuple[Any, ...]] = {**OFF, **family.only}
+    wrong = [key for key in sorted(unread) if said[key] not in allowed.get(key, ())]
+    if "layer_types" in wrong and not any(kind != FULL for kind in said["layer_types"] or ()):
+        wrong.remove("layer_types")
+    if not wrong:
+        return
+    known = [key for key in wrong if key in allowed or key == "layer_types"]
+    if known:
+        listed = ", ".join(f"{key} = {said[key]!r}" for key in known)
+        raise ValueError(f"config.json: {listed} is not supported for {said['model_type']}")
+    raise ValueError(
+        f"config.json: {', '.join(wrong)}: of no known meaning for {said['model_type']}; remove "
+        f"what changes nothing about the computation"
+    )
+
+
+def _latent(read: _Reader, family: Family) -> LatentConfig | None:
+    if not family.latent:
+        return None
+    keys = [
+        f.name
+        for f in fields(LatentConfig)
+        if f.name != "rope_interleave" or read.knows("rope_interleave")
+    ]
+    return LatentConfig(**{name: read(name) for name in keys})
+
+
+# Windows
+
+
+def _windows(read: _Reader, family: Family) -> dict[str, Any]:
+    """The window, and which layers have it; and the layers without positions."""
+    depth = range(read("num_hidden_layers"))
+    unrotated = _unrotated(read, depth) if read.knows("no_rope_layers") else ()
+    found: dict[str, Any] = {"unrotated_layers": unrotated}
+    if family.windows is None:
+        return found
+    asked = not read.knows("use_sliding_window") or read("use_sliding_window")
+    window = read("sliding_window") if asked else None
+    by_rule: dict[str, Callable[[int], bool]] = {
+        "all": lambda n: True,
+        "asked": lambda n: True,
+        "late": lambda n: n >= read("max_window_layers"),
+        "odd": lambda n: n % 2 == 0 and n < read("max_window_layers"),
+        "unrotated": lambda n: n in unrotated,
+        "alternating": lambda n: n % 2 == 0,
+        "pattern": lambda n: (n + 1) % read("sliding_window_pattern") != 0,
+        "all but 4": lambda n: (n + 1) % 4 != 0,
+    }
+    layers = tuple(n for n in depth if by_rule[family.windows](n))
+    told = read("layer_types") if read.knows("layer_types") else None
+    if told is not None:
+        if len(told) != len(depth) or any(kind not in (FULL, LOCAL) for kind in told):
+            raise ValueError(
+                f"config.json: layer_types = {told!r} is not supported: one of {FULL} and {LOCAL} "
+                f"for each of {len(depth)} layers is"
+            )
+        layers = tuple(n for n, kind in enumerate(told) if kind == LOCAL)
+        if layers and not window:
+            raise ValueError(
+                f"config.json: layer_types asks for {LOCAL}, and sliding_window is {window!r} "
+                f"(use_sliding_window: {bool(asked)})"
+            )
+    if window is None or not layers:
+        return found
+    if window < 1:
+        raise ValueError(f"config.json: sliding_window = {window!r} is not supported")
+    return found | {"sliding_window": window, "sliding_layers": layers}
+
+
+def _unrotated(read: _Reader, depth: Iterable[int]) -> tuple[int, ...]:
+    told = read("no_rope_layers")
+    step = read("no_rope_layer_interval")
+    if told is None:
+        return tuple(n for n in depth if (n + 1) % step == 0)
+    return tuple(n for n in depth if not told[n])
+
+
+# Rope
+
+
+def stated_rope(said: Mapping[str, Any]) -> dict[str, Any]:
+    """The table of rope in what config.json says, under its name in transformers 4 or 5; of layers
+    that see all tokens, if the others have their own."""
+    rope = said.get("rope_scaling") or said.get("rope_parameters") or {}
+    return rope.get(FULL) or {} if FULL in rope or LOCAL in rope else rope
+
+
+def rope_kind(rope: Mapping[str, Any]) -> str:
+    return str(rope.get("rope_type") or rope.get("type") or "default")
+
+
+def _rope(said: Mapping[str, Any], read: _Reader, family: Family) -> dict[str, Any]:
+    read.asked |= {"rope_scaling", "rope_parameters"}
+    rope = dict(stated_rope(said))
+    found: dict[str, Any] = {}
+    if family.local_rope:
+        found["local_rope_theta"] = _local_theta(said, read)
+    elif LOCAL in (said.get("rope_parameters") or {}):
+        raise ValueError(f"config.json: rope_parameters of {LOCAL} are not supported here")
+    if not rope and said["model_type"] == "gpt_oss":
+        rope = dict(_GPT_OSS_ROPE)
+    if unknown := rope.keys() - ROPE_KEYS:
+        raise ValueError(f"config.json: rope: {', '.join(sorted(unknown))}: of no known meaning")
+    # Rope stood in several keys until transformers 5, and stands in one since.
+    context = read("max_position_embeddings")
+    around = ROPE_DEFAULTS | {
+        "rope_theta": read("rope_theta"),
+        "original_max_position_embeddings": context,
+    }
+    if read.knows("original_max_position_embeddings"):
+        # To transformers it overrules the same key in the table.
+        original = read("original_max_position_embeddings")
+        rope |= {"original_max_position_embeddings": original}
+    if read.knows("partial_rotary_factor"):
+        around["partial_rotary_factor"] = read("partial_rotary_factor")
+    elif rope.get("partial_rotary_factor") not in (None, 1.0):
+        raise ValueError(
+            f"config.json: partial_rotary_factor = {rope['partial_rotary_factor']!r} is not "
+            f"supported for {said['model_type']}"
+        )
+    kind = rope_kind(rope)
+    if family.architecture == "Phi3ForCausalLM" and kind in ("su", "yarn"):
+        kind = "longrope"
+    table = _Reader(rope, around | ({"factor": None} if kind == "longrope" else {}))
+    if "partial_rotary_factor" in around:
+        found["partial_rotary_factor"] = table("partial_rotary_factor")
+    found["rope_theta"] = float(table("rope_theta"))
+    if kind not in family.rope_types:
+        raise ValueError(
+            f"config.json: rope scaling {kind!r} is not supported for {said['model_type']}; "
+            f"{', '.join(family.rope_types)} are"
+        )
+    return found | {"rope_scaling": _rope_scaling(kind, table, context)}
+
+
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
+
+def _local_theta(said: Mapping[str, Any], read: _Reader) -> float:
+    rope = said.get("rope_parameters") or {}
+    if rope and not {FULL, LOCAL} >= rope.keys():
+        raise ValueError(
+            f"config.json: rope_parameters has {', '.join(sorted(rope))}; {FULL} and {LOCAL} are "
+            f"read for {said['model_type']}"
+        )
+    local = rope.get(LOCAL) or {}
+    if rope_kind(local) != "default" or local.keys() - {"rope_type", "type", "rope_theta"}:
+        raise ValueError(f"config.json: rope_parameters of {LOCAL}, {local!r}, are not supported")
+    theta = read("rope_local_base_freq")
+    return float(local.get("rope_theta", theta))
+
+
+def _rope_scaling(kind: str, rope: _Reader, context: int) -> RopeScaling | None:
+    """`context`: of the model as it is, stretched."""
+    if kind == "default":
+        return None
+    original = rope("original_max_position_embeddings")
+    factor = rope("factor")
+    if factor is None and kind not in ("yarn", "longrope"):
+        raise ValueError(
+            f"config.json: factor of the rope scaling {kind!r} is null: write how far it stretches"
+        )
+    more: dict[str, Any] = {}
+    if kind == "llama3":
+        more = {name: rope(name) for name in ("low_freq_factor", "high_freq_factor")}
+    if kind == "longrope":
+        more = {name: tuple(rope(name)) for name in ("short_factor", "long_factor")}
+        if context > original:
+            raise ValueError(
+                f"config.json: with longrope angles depend on how long a sequence becomes once it "
+                f"has more than {original} tokens, and no cache could keep keys: set "
+                f"max_position_embeddings to {original} (a run does it by model.max_context), with "
+                f"factor = {context / original:g} in rope_scaling"
+            )
+    return RopeScaling(
+        rope_type=kind,
+        factor=context / original if factor is None else factor,
+        original_max_position_embeddings=original,
+        beta_fast=rope("beta_fast") or 32.0,
+        beta_slow=rope("beta_slow") or 1.0,
+        attention_factor=rope("attention_factor"),
+        mscale=rope("mscale") or 0.0,
+        mscale_all_dim=rope("mscale_all_dim") or 0.0,
+        truncate=rope("truncate"),
+        **more,
+    )
+
+
+def pin_context(said: dict[str, Any]) -> None:
+    """Write down what the table of rope says relative to the context that the model was made for,
+    so that the model may be given another one."""
+    rope = stated_rope(said)
+    if not rope:
+        return
+    context = said["max_position_embeddings"]
+    own = said.get("original_max_position_embeddings") or rope.setdefault(
+        "original_max_position_embeddings", context
+    )
+    kind = rope_kind(rope)
+    if kind in ("longrope", "su") or (kind == "yarn" and "factor" in rope):
+        rope["factor"] = rope.get("factor") or context / own
+
+
+# Experts
+
+
+def _experts(read: _Reader, family: Family) -> ExpertsConfig | None:
+    keys = family.experts
+    if keys is None:
+        return None
+    depth = range(read("num_hidden_layers"))
+    layers = tuple(depth)
+    if keys.layers == "after":
+        layers = tuple(n for n in depth if n >= read("first_k_dense_replace"))
+    elif keys.layers == "every":
+        dense, step = read("mlp_only_layers") or (), read("decoder_sparse_step")
+        layers = tuple(n for n in depth if n not in dense and (n + 1) % step == 0)
+    if not layers:
+        read.asked |= {"num_experts_per_tok", *keys.number, keys.size, *keys.keys}
+        return None
+    number, size = read(*keys.number), read(keys.size)
+    values = {key: read(key) for key in ("num_experts_per_tok", *keys.keys)} | dict(keys.fixed)
+    if read.knows("topk_method"):
+        values |= _groups_by_method(read("topk_method"), values)
+    if not number:
+        return None
+    experts = ExpertsConfig(num_experts=number, moe_intermediate_size=size, layers=layers, **values)
+    _check_groups(experts)
+    return experts
+
+
+def _groups_by_method(method: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    if method == "greedy":
+        return {"n_group": 1, "topk_group": 1}
+    if method != "group_limited_greedy" or None in (values["n_group"], values["topk_group"]):
+        raise ValueError(
+            f"config.json: topk_method = {method!r} with n_group = {values['n_group']!r} and "
+            f"topk_group = {values['topk_group']!r} is not supported"
+        )
+    return {}
+
+
+def _check_groups(experts: ExpertsConfig) -> None:
+    number, groups = experts.num_experts, experts.n_group
+    if number % groups:
+        raise ValueError(
+            f"config.json: {number} experts are not to be had in n_group = {groups} groups"
+        )
+    within = experts.topk_group * (number // groups)
+    if not 1 <= experts.num_experts_per_tok <= within:
+        raise ValueError(
+            f"config.json: num_experts_per_tok = {experts.num_experts_per_tok} of the {within} "
+            f"experts that a token may choose from (n_group, topk_group) is not supported"
+        )
+
+
+# Writing
+
+
+def written(config: Any, family: Family) -> dict[str, Any]:
+    """What config.json says of a `ModelConfig`, beyond its plain fields."""
+    known = {**DEFAULTS, **family.defaults}
+    said: dict[str, Any] = {name: getattr(config, name) for name in PLAIN if name in known}
+    said["hidden_activation" if "hidden_activation" in known else "hidden_act"] = config.hidden_act
+    if "qkv_bias" in known:
+        said["qkv_bias"] = config.attention_bias
+    if "attention_out_bias" in known:
+        said["attention_out_bias"] = config.attention_out_bias
+    said |= _windows_written(config, family)
+    said |= _rope_written(config, family)
+    if config.latent:
+        said |= asdict(config.latent)
+        if "rope_interleave" not in known:
+            del said["rope_interleave"]
+    else:
+        said["head_dim"] = config.head_dim
+    return said | _experts_written(config.experts, family, config.num_hidden_layers)
+
+
+def _windows_written(config: Any, family: Family) -> dict[str, Any]:
+    known, said = family.defaults, dict[str, Any]()
+    if "no_rope_layers" in known:
+        depth = range(config.num_hidden_layers)
+        said["no_rope_layers"] = [int(n not in config.unrotated_layers) for n in depth]
+    if family.windows is None:
+        return said
+    if "use_sliding_window" in known:
+        said["use_sliding_window"] = config.sliding_window is not None
+    if config.sliding_window is not None or "layer_types" not in known:
+        said["sliding_window"] = config.sliding_window
+    if "layer_types" in known:
+        said["layer_types"] = [
+            LOCAL if n in config.sliding_layers else FULL for n in range(config.num_hidden_layers)
+        ]
+    return said
+
+
+def _rope_written(config: Any, family: Family) -> dict[str, Any]:
+    said: dict[str, Any] = {"rope_scaling": None}
+    scaling: RopeScaling | None = config.rope_scaling
+    if scaling is not None:
+        optional = (
+            *("mscale", "mscale_all_dim", "attention_factor"),
+            *("short_factor", "long_factor"),
+        )
+        table = asdict(scaling)
+        said["rope_scaling"] = {k: v for k, v in table.items() if k not in optional or v}
+        if "original_max_position_embeddings" in family.defaults:
+            said["original_max_position_embeddings"] = scaling.original_max_position_embeddings
+    elif family.architecture == "GptOssForCausalLM":
+        said["rope_scaling"] = {"rope_type": "default"}
+    if family.local_rope:
+        said["rope_local_base_freq"] = config.local_rope_theta
+    return said
+
+
+def _experts_written(
+    experts: ExpertsConfig | None, family: Family, num_layers: int
+) -> dict[str, Any]:
+    keys = family.experts
+    if keys is None:
+        return {}
+    layers = experts.layers if experts else ()
+    said: dict[str, Any] = {}
+    if keys.layers == "after":
+        said["first_k_dense_replace"] = layers[0] if layers else num_layers
+    elif keys.layers == "every":
+        said["mlp_only_layers"] = [n for n in range(num_layers) if n not in layers]
+    said |= {key: values[0] for key, values in family.only.items() if key == "scoring_func"}
+    if experts is None:
+        return said
+    said |= {key: getattr(experts, key) for key in ("num_experts_per_tok", *keys.keys)}
+    if "topk_method" in family.defaults:
+        said["topk_method"] = "group_limited_greedy" if experts.n_group > 1 else "greedy"
+    if keys.size != "intermediate_size":
+        said[keys.size] = experts.moe_intermediate_size
+    return said | {keys.number[0]: experts.num_experts}

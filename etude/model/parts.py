@@ -1,0 +1,116 @@
+"""The parts of a model's shape that a model may have or not have, and the facts of one layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from etude.model.families import Norms
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeScaling:
+    """RoPE scaling to more positions than the model first learnt; the fields are those of
+    `rope_scaling`."""
+
+    rope_type: str
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float
+    beta_slow: float
+    attention_factor: float | None
+    mscale: float
+    mscale_all_dim: float
+    truncate: bool
+    low_freq_factor: float = 1.0
+    """This and the next of llama3 alone, whose config.json says both."""
+    high_freq_factor: float = 4.0
+    short_factor: tuple[float, ...] = ()
+    """This and the next of longrope alone: for each pair, within the original context and beyond
+    it."""
+    long_factor: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentConfig:
+    """MLA: keys and values of all heads are made from one short vector a token, and only that is
+    cached."""
+
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    q_lora_rank: int | None = None
+    rope_interleave: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsConfig:
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    layers: tuple[int, ...]
+    """The layers that have experts; the others have a plain MLP."""
+    norm_topk_prob: bool = False
+    sigmoid: bool = False
+    """DeepSeek's router: a sigmoid for each expert, and a bias that only steers the choice.
+    Otherwise a softmax."""
+    router_bias: bool = False
+    """The scores have a bias that is learnt like any weight."""
+    n_group: int = 1
+    topk_group: int = 1
+    best_in_group: int = 2
+    """A group is as good as the sum of so many of its best experts."""
+    routed_scaling_factor: float = 1.0
+    n_shared_experts: int = 0
+    shared_expert_intermediate_size: int = 0
+    """Of one shared expert whose part each token decides; 0: none."""
+    swiglu_limit: float | None = None
+    """gpt-oss: gates are clamped to it, experts have biases, and the part that is gated is one
+    more."""
+    swiglu_alpha: float = 1.702
+    router_aux_loss_coef: float = 0.0
+    """How much the loss that balances the experts weighs, in families that have one."""
+
+    @property
+    def id_dtype(self) -> str:
+        """The dtype of recorded expert ids, by the name that torch and numpy give it."""
+        return "uint8" if self.num_experts <= 256 else "int16"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What a layer computes, and what stands before the first and after the last; sizes apart. The
+    defaults are Llama's.
+
+    A path that is faster than the model definition states the values that it can compute beyond
+    these (`ModelConfig.beyond`), so that a fact which nobody taught it keeps a model off it.
+    """
+
+    latent: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm: Literal["head", "row"] | None = None
+    scale: float | None = None
+    """Of the scores; None: 1 / sqrt(D)."""
+    softcap: float | None = None
+    sinks: bool = False
+    window: int | None = None
+    """A token sees so many tokens, itself among them; None: all before it."""
+    rope: Literal["global", "local"] | None = "global"
+    """The table by which queries and keys are rotated; None: they are not."""
+    partial_rotary: bool = False
+    """Only the first numbers of a head are rotated."""
+    norms: Norms = "before"
+    centred_norms: bool = False
+    residual_scale: float = 1.0
+    hidden_act: str = "silu"
+    mlp_bias: bool = False
+    router: Literal["softmax", "sigmoid", "biased softmax", "grouped softmax"] | None = None
+    """None: a dense layer."""
+    experts_scale: float = 1.0
+    shared_experts: Literal["added", "gated"] | None = None
+    clamped_gates: bool = False
+    embedding_scale: float = 1.0
+    logits_scale: float = 1.0
+    logits_softcap: float | None = None

@@ -1,0 +1,118 @@
+"""Every family in the engine: in batches, in pieces, from the cache, after preemption and across a
+swap of weights, a token has the log-prob that the model definition gives it."""
+
+from __future__ import annotations
+
+import json
+from random import Random
+
+import pytest
+import torch
+
+from etude.core.sampling import Sample
+from etude.engine import native, select
+from etude.engine.batch_invariant import TorchInvariantRunner
+from etude.engine.engine import Engine, FinishedRequest
+from etude.engine.runner import TorchRunner
+from etude.model.attention import CausalAttention
+from etude.model.config import ModelConfig
+from etude.model.experts import Routing, read_ids
+from etude.model.files import hf_state_dict
+from etude.model.numerics import INVARIANT
+from etude.model.transformer import Transformer, init_from_scratch
+from tests.engine.invariance_checks import Watching, differing, serve, trained
+from tests.model.test_families import MODELS, SHAPE
+from tests.small_model import ROUNDING, Asked, add, request
+
+SERVED = [
+    *("llama biases", "llama longrope", "qwen2 window", "mistral", "mixtral window", "qwen2_moe"),
+    *("smollm3 window", "phi3 window", "granite", "olmo3 yarn", "gemma2", "gemma3_text linear"),
+    *("glm4_moe large", "gpt_oss", "deepseek_v2 groups"),
+]
+BIT_BY_BIT = ["olmo3 yarn", "gemma2", "gemma3_text", "gpt_oss"]
+
+
+def random_model(name: str, seed: int = 0) -> Transformer:
+    """With biases, sinks and gains that matter."""
+    said = SHAPE | MODELS[name] | {"model_type": name.split()[0]}
+    model = init_from_scratch(ModelConfig.from_json(json.dumps(said)), seed).requires_grad_(False)
+    generator = torch.Generator().manual_seed(seed)
+    for key, parameter in model.named_parameters():
+        if parameter.ndim == 1 or key.endswith("bias"):
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.3)
+        elif "embed" not in key:
+            parameter.mul_(2.0)
+    return model
+
+
+def run(engine: Engine, asked: list[Asked]) -> dict[str, Sample]:
+    waiting, done = list(asked), dict[str, Sample]()
+    while waiting or not engine.idle:
+        if waiting and engine.num_waiting < 3:
+            add(engine, waiting.pop())
+        done |= {e.id: e.sample for e in engine.step() if isinstance(e, FinishedRequest)}
+    return done
+
+
+def expected(model: Transformer, asked: Asked, sample: Sample) -> list[float]:
+    row, experts = (asked.prompt + sample.tokens)[:-1], model.config.experts
+    routing = None
+    if experts:
+        assert sample.experts is not None
+        routing = Routing(read_ids(sample.experts, experts)[None])
+    hidden = model(torch.tensor([row]), torch.arange(len(row))[None], CausalAttention(), routing)
+    logp = torch.log_softmax(model.logits(hidden)[0], -1)
+    begin = len(asked.prompt) - 1
+    return [float(logp[begin + n, token]) for n, token in enumerate(sample.tokens)]
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_a_token_has_the_logprob_of_the_model_definition(name: str) -> None:
+    """Four requests at a time, in pieces of 9 tokens, in room for two; then with other weights."""
+    models = [random_model(name, seed) for seed in range(2)]
+    asked = [
+        request(
+            str(id), [1 + n % 5 for n in range((34, 16, 0)[id % 3])] + [9 + id],
+            max_tokens=30 + id % 4, stop_token_ids=(), seed=id,
+        )
+        for id in range(7)
+    ]  # fmt: skip
+    engine = Engine(models[0], runner=TorchRunner(models[0], 9), max_batch=4, max_batched_tokens=9)
+    for version, model in enumerate(models):
+        if version:
+            engine.load_weights(version, hf_state_dict(model, torch.float32))
+        done = run(engine, asked)
+        for each in asked:
+            found = expected(model, each, done[each.id])
+            assert list(done[each.id].logprobs) == pytest.approx(found, abs=ROUNDING)
+    stats = engine.stats()
+    assert stats.preemptions > 0 and stats.cached_tokens > 0
+
+
+@pytest.mark.parametrize("name", BIT_BY_BIT)
+def test_invariant_bits_of_windows_sinks_and_capped_scores(name: str) -> None:
+    model, rng = random_model(name).compute_with(INVARIANT), Random(name)
+    runner = Watching(TorchInvariantRunner(model, num_blocks=14))
+    sessions = serve(model, runner, rng, 25)
+    assert len(sessions) > 3 and differing(sessions, trained(model, sessions, rng)) == 0
+
+
+def test_fast_paths_take_only_what_they_say_they_can() -> None:
+    """A fact that nobody taught them keeps a model off them, and the reason is said."""
+    plain = {"head_dim": 32, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2}
+    on_native = {"llama", "llama tied", "llama dynamic", "llama yarn to its context", "qwen2"}
+    on_native |= {"llama llama3", "llama linear", "qwen2 yarn", "qwen3", "mistral whole", "phi3"}
+    for name, keys in MODELS.items():
+        if "rope_scaling" in keys and keys["rope_scaling"]["rope_type"] == "longrope":
+            continue  # of another head size
+        said = SHAPE | keys | plain | {"num_key_value_heads": 2, "model_type": name.split()[0]}
+        found = native.unsupported(ModelConfig.from_json(json.dumps(said)), torch.float32)
+        found = [why for why in found if why != "no compiled native.c"]
+        assert (not found) == (name in on_native), (name, found)
+
+
+def test_a_model_that_no_fast_path_takes_says_why() -> None:
+    model = random_model("gpt_oss")
+    with pytest.warns(RuntimeWarning, match=r"native\.c does not compute .*sinks True"):
+        runner = select.select_runner(model, 4, 1 << 20)
+    assert isinstance(runner, TorchRunner)
