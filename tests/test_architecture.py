@@ -392,13 +392,11 @@ def test_what_is_not_code_is_packaged() -> None:
     """Whoever installs a wheel has only what setuptools is told of: files of packages, by name."""
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     names = setuptools["package-data"]["*"]
-    files = [path for path in PACKAGE.rglob("*") if path.is_file()]
-    lost = [
-        str(path.relative_to(ROOT))
-        for path in files
-        if path.suffix not in {".py", ".pyc", ".c", ".h", ".so"}
-        and not ((path.parent / "__init__.py").exists() and any(map(path.match, names)))
-    ]
+    packages = [path.parent for path in PACKAGE.rglob("__init__.py")]
+    packaged = {path for package in packages for name in names for path in package.glob(name)}
+    code = {".py", ".pyc", ".c", ".h", ".so"}
+    files = {path for path in PACKAGE.rglob("*") if path.is_file() and path.suffix not in code}
+    lost = sorted(str(path.relative_to(ROOT)) for path in files - packaged)
     assert not lost
 
 

@@ -135,7 +135,7 @@ class ChatTokenizer:
         except ValueError:
             return []
         behind = self.encode(shown.rpartition("Answer")[2].lstrip())
-        return [id for id in behind[:1] if id in self._controls]
+        return [id for id in behind[:1] if id in self._added]
 
     @property
     def vocab_size(self) -> int:

@@ -51,8 +51,14 @@ class _LimitedPool:
         self._pool = pool
         self._limits = limits
 
+    def check(self, spec: SandboxSpec) -> None:
+        self._pool.check(self._limited(spec))
+
     def open(self, spec: SandboxSpec) -> AbstractAsyncContextManager[Sandbox]:
-        return self._pool.open(replace(spec, limits=spec.limits.over(self._limits)))
+        return self._pool.open(self._limited(spec))
+
+    def _limited(self, spec: SandboxSpec) -> SandboxSpec:
+        return replace(spec, limits=spec.limits.over(self._limits))
 
     def owing(self) -> dict[str, float]:
         return self._pool.owing()
