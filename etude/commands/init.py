@@ -22,7 +22,7 @@ DEMONSTRATIONS = "demonstrations.jsonl"
 RL_STAGE = """\
 [[stage]]
 kind = "rl"
-steps = 10
+steps = 6
 groups_per_step = 4              # tasks of one step
 group_size = 8                   # attempts at each: they are compared with each other
 max_lag = 1                      # 0 waits for every session before the next step
