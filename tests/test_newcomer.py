@@ -3,6 +3,7 @@ learns with both."""
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from etude.cli import main
 from etude.core.config import parse
 from etude.core.events import EVENTS, StepDone
 from etude.core.stages import RlConfig
@@ -43,17 +45,20 @@ def test_the_environment_of_the_page_is_that_of_the_example() -> None:
     text = (ROOT / "examples/custom_env.py").read_text()
     assert all(block.strip() in text for block in blocks(ENVIRONMENT, "python"))
     assert blocks(ENVIRONMENT, "toml") == [(ROOT / "examples/custom_env.toml").read_text()]
-    ran = subprocess.run(
-        [sys.executable, "examples/custom_env.py"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert (
-        ran.stdout.splitlines()[0] == "'' earns 0.00"
-        and ran.stdout.splitlines()[-1] == "'aeiou' earns 1.00"
-    )
+
+
+@pytest.mark.parametrize("agent", ["custom_env.py:Singer", "program_agent.py:Program"])
+def test_the_examples_can_be_tried(
+    agent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "song.txt").write_text("rhythm a")
+    keys = ["--set", "sandbox.isolation=process", "--set", f"harness.agent=examples/{agent}"]
+    argv = ["try", "examples/custom_env.toml", "--script", str(tmp_path / "song.txt"), "--json"]
+    assert main([*argv, *keys]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["look"] == []
+    assert [trial["score"]["reward"] for trial in found["trials"]] == [0.0, 1.0, 0.25]
 
 
 @pytest.mark.e2e

@@ -18,6 +18,24 @@ from etude.core.errors import EtudeError
 TEMPLATE = ".template"
 POCKET = "pocket"
 """The repository that is made where there is none."""
+DEMONSTRATIONS = "demonstrations.jsonl"
+RL_STAGE = """\
+[[stage]]
+kind = "rl"
+steps = 6
+groups_per_step = 4              # tasks of one step
+group_size = 8                   # attempts at each: they are compared with each other
+max_lag = 1                      # 0 waits for every session before the next step
+temperature = 0.8
+lr = 1e-5"""
+SFT_STAGE = f"""\
+# Fresh weights solve nothing, and rl compares attempts that were solved with others that were not.
+# So they imitate some sessions here, to be seen running. With a model in `path` above, take
+# kind = "rl" instead (docs/stages.md).
+[[stage]]
+kind = "sft"
+path = "{DEMONSTRATIONS}"
+max_epochs = 2"""
 
 
 def init(directory: Path, model: Path | None, console: Console) -> None:
@@ -29,6 +47,7 @@ def init(directory: Path, model: Path | None, console: Console) -> None:
         path: text
         for path, text in _templates(resources.files("etude.commands").joinpath("project")).items()
         if not (inside and path.startswith(f"{POCKET}/"))
+        and (model is None or path != DEMONSTRATIONS)
     }
     if taken := sorted(path for path in files if (directory / path).exists()):
         raise EtudeError(
@@ -41,7 +60,7 @@ def init(directory: Path, model: Path | None, console: Console) -> None:
         "MODEL": _model_lines(model),
         "MOUNTS": ", ".join(f'"{each}"' for each in _mounts()),
         "THREADS": str(len(os.sched_getaffinity(0))),
-        "STEPS": "2" if model is None else "10",
+        "STAGE": SFT_STAGE if model is None else RL_STAGE,
     }
     for path, text in files.items():
         for name, value in values.items():

@@ -91,27 +91,36 @@ class ProgramAgent:
         self, task: Task, sandbox: Sandbox, *, base_url: str, api_key: str, seed: int
     ) -> Transcript:
         session = _Session(self._http, base_url, api_key, seed, self._defaults)
+        output = bytearray()
+        finished = False
+        try:
+            async with asyncio.timeout(self._timeout_s) as deadline:
+                code = await self._run_program(task, sandbox, session, output)
+                finished = _ended_well(code, output, session)
+        except TimeoutError:
+            # someone else's time ran out: a failure, not the end of the session
+            if not deadline.expired():
+                raise
+        said = {"role": "tool", "name": "program", "content": output.decode(errors="replace")}
+        return Transcript(messages=[*(session.messages or task.opening), said], finished=finished)
+
+    async def _run_program(
+        self, task: Task, sandbox: Sandbox, session: _Session, output: bytearray
+    ) -> int:
+        """Its exit code."""
         async with model_inside(sandbox, session.ask) as url:
             env = {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": "the-sandbox-has-it"}
             program = await sandbox.start(list(self.command(task)), env=env)
             told = {"messages": task.opening, "meta": dict(task.meta)}
-            output = bytearray()
-            finished = False
             try:
-                async with asyncio.timeout(self._timeout_s) as deadline:
-                    await program.write(json.dumps(told).encode())
-                    await program.write(b"")
-                    while chunk := await program.read():
-                        output += chunk
-                        del output[:-OUTPUT_BYTES]
-                    finished = _ended_well(await program.wait(), output, session)
-            except TimeoutError:
-                if not deadline.expired():
-                    raise
+                await program.write(json.dumps(told).encode())
+                await program.write(b"")
+                while chunk := await program.read():
+                    output += chunk
+                    del output[:-OUTPUT_BYTES]
+                return await program.wait()
             finally:
                 await program.kill()
-        said = {"role": "tool", "name": "program", "content": output.decode(errors="replace")}
-        return Transcript(messages=[*(session.messages or task.opening), said], finished=finished)
 
 
 class _Session:

@@ -133,8 +133,7 @@ def test_a_model_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture
 @pytest.mark.e2e
 def test_it_runs(project: Path) -> None:
     keys = ["sandbox.isolation=process", f'sandbox.mounts=["{sys.prefix}"]', "tasks.heldout=1"]
-    keys += ["stage.rl.steps=1", "stage.rl.groups_per_step=1", "stage.rl.group_size=2"]
-    keys += ["harness.max_tokens=4", "engine.threads=1"]
+    keys += ["harness.max_tokens=4", "engine.threads=1", "stage.sft.max_epochs=1"]
     argv = [sys.executable, "-m", "etude", "run", "run.toml"]
     argv += [part for key in keys for part in ("--set", key)]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
