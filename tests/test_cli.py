@@ -134,9 +134,9 @@ def test_a_full_disk_leaves_nothing_that_a_later_run_trips_over(tmp_path: Path) 
     same place."""
     model, place = tmp_path / "model", tmp_path / "r"
     files = small_files()
+    files["tokenizer.json"] += b" " * 20_000
     shape = ModelConfig.from_json(files["config.json"])
     write_directory(model, files, hf_state_dict(init_from_scratch(shape, 0)))
-    assert len(files["tokenizer.json"]) > 8192
     argv = [
         sys.executable,
         "-m",
@@ -164,10 +164,20 @@ def test_a_disk_without_any_room(tmp_path: Path) -> None:
     limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # noqa: E731
     ended = subprocess.run(argv, capture_output=True, text=True, preexec_fn=limit, check=False)
     assert ended.returncode == 2
-    assert (
-        ended.stderr.startswith(f"error: cannot write {tmp_path / 'r' / 'lock'}")
-        and "Traceback" not in ended.stderr
+    assert ended.stderr.startswith("error: ") and "full disk" in ended.stderr
+    assert "Traceback" not in ended.stderr and not (tmp_path / "r").exists()
+
+
+def test_a_lock_that_cannot_be_written(tmp_path: Path) -> None:
+    script = (
+        "import resource, sys; from pathlib import Path\n"
+        "from etude.launch.launcher import locked\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
+        "with locked(Path(sys.argv[1])): ..."
     )
+    argv = [sys.executable, "-c", script, str(tmp_path / "r")]
+    ended = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert f"EtudeError: cannot write {tmp_path / 'r' / 'lock'}" in ended.stderr
 
 
 @pytest.mark.parametrize("module", ["etude.trainer.prepare", "etude.trainer.trainer"])

@@ -158,6 +158,13 @@ def main() -> int:
             raise
         print(f"error: {told}", file=sys.stderr)
         return 2
+    except OSError as e:
+        print(
+            f"error: this machine refuses what the run needs ({e}): look for a full disk, or for "
+            f"rights that are missing",
+            file=sys.stderr,
+        )
+        return 2
     if findings is not None:
         print(json.dumps(asdict(findings)))
     return 0

@@ -111,8 +111,8 @@ def train(run: Run, config: RunConfig, ranks: ProcessGroup, device: torch.device
             raise EtudeError(
                 f"{device} has too little memory at {ranks.activity} "
                 f"({str(e).partition('. ')[0]}): go on with less of "
-                f"microbatch_tokens or with more ranks, or start a run with another name and less "
-                f"of max_context"
+                f"microbatch_tokens or with more ranks, or begin anew with --fresh and less of "
+                f"max_context"
             ) from e
         finally:
             trainer.close()
