@@ -76,7 +76,12 @@ def _add_runs(add: AddCommand) -> None:
     )
     run_parser.add_argument("config", type=Path, metavar="RUN.toml")
     run_parser.add_argument("--dir", type=Path, help="where the run lies (default: runs/NAME)")
-    run_parser.add_argument("--dry-run", action="store_true", help="print the plan and end")
+    run_parser.add_argument(
+        "--fresh", action="store_true", help="remove an earlier run there first"
+    )
+    run_parser.add_argument(
+        "--dry-run", action="store_true", help="check all that a start checks, print the plan, end"
+    )
     _add_set(run_parser)
 
     _add_init(add)

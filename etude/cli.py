@@ -8,7 +8,6 @@ import importlib
 import inspect
 import json
 import platform
-import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
@@ -57,17 +56,7 @@ def demo(args: argparse.Namespace) -> int:
     config = parse(
         text, [f"seed={args.seed}", f"name=demo-{args.seed}", *args.set], source="demo.toml"
     )
-    directory = args.dir or Path("runs") / config.name
-    if args.fresh and directory.exists():
-        from etude.launch.launcher import locked
-
-        if not (directory / "config.json").is_file():
-            raise EtudeError(
-                f"{directory} is no run of etude: it is not removed; give another --dir"
-            )
-        with locked(directory):
-            shutil.rmtree(directory)
-    return _train(config, directory, args)
+    return _train(config, args.dir or Path("runs") / config.name, args)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -80,17 +69,21 @@ def run(args: argparse.Namespace) -> int:
 def _train(config: RunConfig, directory: Path, args: argparse.Namespace) -> int:
     from etude.commands.show import page, print_example
     from etude.launch import local
+    from etude.launch.check import check_start
     from etude.run.audit import is_finished
     from etude.store.runs import Run
 
     place, console = local.RunDirectory(directory), _console(args.json)
     if getattr(args, "dry_run", False):
-        print(local.plan(config, place))
+        findings = check_start(config, directory, fresh=args.fresh, look=True)
+        print(local.plan(config, place, findings))
         return 0
-    before = directory.joinpath("config.json").is_file() and is_finished(
-        Run.open(place.store), config
+    before = (
+        not args.fresh
+        and directory.joinpath("config.json").is_file()
+        and is_finished(Run.open(place.store), config)
     )
-    local.execute(config, place, console, resume=_again(None))
+    local.execute(config, place, console, resume=_again(None), fresh=args.fresh)
     run = place.open()
     if before:
         console.print("this run was finished before; here is what it came to", highlight=False)

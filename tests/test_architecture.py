@@ -51,6 +51,7 @@ EDGES: dict[str, set[str]] = {
         "run",
         "trainer.prepare",
     },
+    "launch.check": {"trainer.estimate"},
     "trainer": {"engine", "harness", "model", "store", "tasks", "train", "weights"}
     | {"run.plugins", "run.process", "serve.heartbeat"},
     "run": {"rewards", "sandbox", "serve", "store", "tasks", "weights"},

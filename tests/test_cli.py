@@ -17,8 +17,11 @@ from etude import __version__
 from etude.arguments import BENCHMARKS
 from etude.cli import main
 from etude.core.config import parse
+from etude.model.files import hf_state_dict, write_directory
+from etude.model.transformer import ModelConfig, init_from_scratch
 from etude.store.runs import Run
 from etude.trainer.prepare import is_prepared, pretrained_files, store_files
+from tests.small_model import small_files
 
 TINY = Path(__file__).parent / "e2e" / "tiny.toml"
 Etude = Callable[..., tuple[int, str, str]]
@@ -147,15 +150,10 @@ def test_a_full_disk_leaves_nothing_that_a_later_run_trips_over(tmp_path: Path) 
     """A limit on the size of files stands in for it: the operating system refuses the write in the
     same place."""
     model, place = tmp_path / "model", tmp_path / "r"
-    model.mkdir()
-    for name in (
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "chat_template.jinja",
-        "model.safetensors",
-    ):
-        (model / name).write_bytes(b"x" * 20_000)
-    (model / "config.json").write_text('{"max_position_embeddings": 512}')
+    files = small_files()
+    files["tokenizer.json"] += b" " * 20_000
+    shape = ModelConfig.from_json(files["config.json"])
+    write_directory(model, files, hf_state_dict(init_from_scratch(shape, 0)))
     argv = [
         sys.executable,
         "-m",
@@ -175,7 +173,7 @@ def test_a_full_disk_leaves_nothing_that_a_later_run_trips_over(tmp_path: Path) 
     run = Run.open(f"file:{place}", create=False)
     assert run.objects.list("model") == [] and not is_prepared(run)
     store_files(run, pretrained_files(str(model)))
-    assert is_prepared(run) and run.objects.get_sealed("model/tokenizer.json") == b"x" * 20_000
+    assert is_prepared(run) and run.model_files()["tokenizer.json"] == files["tokenizer.json"]
 
 
 def test_a_disk_without_any_room(tmp_path: Path) -> None:
@@ -183,10 +181,20 @@ def test_a_disk_without_any_room(tmp_path: Path) -> None:
     limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # noqa: E731
     ended = subprocess.run(argv, capture_output=True, text=True, preexec_fn=limit, check=False)
     assert ended.returncode == 2
-    assert (
-        ended.stderr.startswith(f"error: cannot write {tmp_path / 'r' / 'lock'}")
-        and "Traceback" not in ended.stderr
+    assert ended.stderr.startswith("error: ") and "full disk" in ended.stderr
+    assert "Traceback" not in ended.stderr and not (tmp_path / "r").exists()
+
+
+def test_a_lock_that_cannot_be_written(tmp_path: Path) -> None:
+    script = (
+        "import resource, sys; from pathlib import Path\n"
+        "from etude.launch.launcher import locked\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
+        "with locked(Path(sys.argv[1])): ..."
     )
+    argv = [sys.executable, "-c", script, str(tmp_path / "r")]
+    ended = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert f"EtudeError: cannot write {tmp_path / 'r' / 'lock'}" in ended.stderr
 
 
 @pytest.mark.parametrize("module", ["etude.trainer.prepare", "etude.trainer.trainer"])

@@ -358,9 +358,8 @@ def _origin(
     if override := next((given[prefix] for prefix in prefixes if prefix in given), None):
         return f"--set {override}"
     # a rule between the keys of a table, or of several
-    within = [
-        told for key, told in given.items() if not loc or key.startswith(".".join(names) + ".")
-    ]
+    table = "".join(f"{name}." for name in names)
+    within = [told for key, told in given.items() if key.startswith(table)]
     return f"{source} with {' '.join(f'--set {told}' for told in within)}" if within else source
 
 

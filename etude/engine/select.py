@@ -30,6 +30,15 @@ def select_device(asked: str) -> torch.device:
     return torch.device("cuda" if there and asked != "cpu" else "cpu")
 
 
+def check_ranks(device: torch.device, ranks: int) -> None:
+    """Each rank of a machine has a device of its own."""
+    if device.type == "cuda" and ranks > (count := torch.cuda.device_count()):
+        raise EtudeError(
+            f"rank {ranks - 1} has no CUDA device of its own, this machine has {count}: lower "
+            f"trainer.ranks"
+        )
+
+
 def kv_cache_tokens(model: Transformer, max_batch: int, kv_bytes: int | None) -> int:
     """The number of tokens that the KV cache has room for: four times as many as can run at once,
     so that sessions find what they said before; in any case within `kv_bytes`, and in any case one

@@ -205,11 +205,10 @@ class Launcher:
         )
         said = "\n".join(f"  | {line}" for line in lines)
         often = f", after {program.restarts} restarts within a minute" if program.restarts else ""
-        # With 2 it has named a mistake of the user's, which is still there the next time.
-        again = "When that is mended, go on with" if code == 2 else "Go on with"
-        return (
-            f"the {program.name} {how}{often}. The end of {path}:\n{said}\n{again}: {self.resume}"
-        )
+        again = f"Go on with: {self.resume}"
+        if code == 2:  # it has named a mistake of the user's, which is still there the next time
+            again = f"When that is mended, go on with: {self.resume}\nor begin anew with --fresh"
+        return f"the {program.name} {how}{often}. The end of {path}:\n{said}\n{again}"
 
 
 def _signal_group(process: asyncio.subprocess.Process, number: int) -> None:

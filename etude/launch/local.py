@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import shutil
 import signal
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import asdict, dataclass
@@ -21,10 +22,10 @@ from etude.core.lineage import stage_spans
 from etude.core.stages import RolloutStageConfig
 from etude.core.types import Json
 from etude.launch import screen
+from etude.launch.check import Findings, check_start
 from etude.launch.launcher import (
     Launcher,
     Program,
-    check_port,
     locked,
     python,
     server_programs,
@@ -36,7 +37,7 @@ from etude.run.sinks import Sinks, forward_events
 from etude.store.codec import Stamped
 from etude.store.runs import Run
 from etude.store.telemetry import EventReader, event_writer
-from etude.trainer.prepare import check_stage_files, is_prepared, model_directory
+from etude.trainer.prepare import is_prepared
 from etude.weights.manifest import find_newest, read_manifest
 
 
@@ -50,11 +51,6 @@ class RunDirectory:
     def store(self) -> str:
         return f"file:{self.directory.absolute()}"
 
-    @property
-    def has_checkpoint(self) -> bool:
-        """Looks without making a directory."""
-        return self.directory.is_dir() and bool(Run.open(self.store, create=False).checkpoints())
-
     def open(self) -> Run:
         """The run that is there."""
         run = Run.open(self.store, create=False)
@@ -62,36 +58,68 @@ class RunDirectory:
         return run
 
 
-def plan(config: RunConfig, place: RunDirectory) -> str:
-    """What `etude run` would do."""
-    lines = [f"run {config.name}, seed {config.seed}, in {place.directory}"]
+def plan(config: RunConfig, place: RunDirectory, findings: Findings | None = None) -> str:
+    """What `etude run` would do. `findings`: of the check before a start."""
+    model, tasks, harness, engine = config.model, config.tasks, config.harness, config.engine
+    asked = {"train": "to train on", "heldout": "held out", "novel": "novel"}
+    given = findings.tasks if findings else {}
+    counts = ", ".join(
+        (f"{given[split]} of " if given.get(split, wanted) < wanted else "") + f"{wanted} {name}"
+        for split, name in asked.items()
+        if (wanted := getattr(tasks, split))
+    )
+    lines = [
+        f"run {config.name}, seed {config.seed}, in {place.directory}",
+        f"  model: {model.path or 'fresh weights'}, sessions of {model.max_context} tokens at most"
+        + (f"{_size_of_model(findings)}" if findings else ""),
+        f"  environment: {tasks.environment}; tasks: {counts}",
+        f"  agent: {harness.agent}, {harness.max_turns} turns of {harness.max_tokens} tokens at "
+        f"most, within {harness.timeout_s:g} s",
+    ]
     for span in stage_spans(config.stage):
         told = span.stage.model_dump(
             exclude={"name"} if span.name != span.stage.kind else {"name", "kind"}
         )
         values = ", ".join(f"{key} {value}" for key, value in told.items() if value is not None)
         lines.append(f"  {span.name}: version {span.start} -> {span.end} ({values})")
-    engine = config.engine
-    lines.append(
-        f"  workers: {', '.join(engine.regions)}, {engine.max_batch} requests each at once"
-    )
-    lines.append(
-        f"  tasks: {config.tasks.train} to train on, {config.tasks.heldout} held out, "
-        f"{config.tasks.novel} novel"
-    )
-    lines.append(
-        f"  sandboxes: {config.sandbox.isolation}, {config.harness.concurrency} sessions at once"
-    )
-    return "\n".join(lines)
+    lines += [
+        f"  workers: {', '.join(engine.regions)}, {engine.max_batch} requests each at once",
+        f"  sandboxes: {config.sandbox.isolation}, {harness.concurrency} sessions at once",
+    ]
+    return "\n".join([*lines, *(_expected(findings, place) if findings else ())])
 
 
-def execute(config: RunConfig, place: RunDirectory, console: Console, *, resume: str) -> None:
-    """Runs it to its end, from wherever it stands."""
-    if config.model.path is not None and not place.has_checkpoint:
-        model_directory(config.model.path)
-    check_stage_files(config)
-    if config.engine.port:
-        check_port(config.engine.port)
+def _size_of_model(findings: Findings) -> str:
+    return f"; {findings.parameters / 1e6:.1f} M parameters, context {findings.model_context}"
+
+
+def _expected(findings: Findings, place: RunDirectory) -> list[str]:
+    there = next(path for path in (place.directory, *place.directory.parents) if path.exists())
+    free, needed = shutil.disk_usage(there).free, findings.disk_bytes
+    short = "" if needed < free else ", which is too little"
+    parts = ", ".join(f"{name} {_duration(s)}" for name, s in findings.seconds.items() if s)
+    whole = _duration(sum(findings.seconds.values()))
+    return [
+        f"  expected time: some {whole} of computing ({parts}), beside tools and tests of yours",
+        f"  expected disk: some {needed / 1e9:.2g} GB, and {free / 1e9:.3g} GB are free{short}",
+    ]
+
+
+def _duration(seconds: float) -> str:
+    for unit, size in (("h", 3600.0), ("min", 60.0)):
+        if seconds >= size:
+            return f"{seconds / size:.2g} {unit}"
+    return f"{max(1.0, seconds):.0f} s"
+
+
+def execute(
+    config: RunConfig, place: RunDirectory, console: Console, *, resume: str, fresh: bool = False
+) -> None:
+    """Runs it to its end, from wherever it stands; from nothing, if it shall be `fresh`."""
+    check_start(config, place.directory, fresh=fresh)
+    if fresh and place.directory.exists():
+        with locked(place.directory):
+            shutil.rmtree(place.directory)
     with locked(place.directory) as lock:
         run = Run.open(place.store)
         run.put_config(config)

@@ -27,6 +27,24 @@ def missing_files(path: Path) -> list[str]:
     ]
 
 
+def check_weights(path: Path) -> None:
+    """Raises ValueError for files of weights that are missing or not whole. Reads their headers."""
+    from safetensors import SafetensorError, safe_open
+
+    index = path / INDEX
+    names = (
+        sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        if index.is_file()
+        else [SINGLE_FILE]
+    )
+    for name in names:
+        try:
+            with safe_open(path / name, framework="numpy"):
+                pass
+        except (OSError, SafetensorError) as e:
+            raise ValueError(f"{name} cannot be read ({e}): fetch it again") from e
+
+
 def read_model_files(path: Path) -> dict[str, bytes]:
     """Those that are there; a template within tokenizer_config.json is given a file of its own."""
     names = (*MODEL_FILES, GENERATION)

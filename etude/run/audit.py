@@ -110,7 +110,8 @@ def audit(run: Run) -> Audit:
 
 def _alarms(run: Run) -> list[Alarm]:
     alarms, events = Alarms(), EventReader(run)
-    found = [alarm for stamped in events.new() for alarm in alarms.apply(stamped.record)]
+    begun = [alarm for stamped in events.new() for alarm in alarms.apply(stamped.record)]
+    found = list(dict.fromkeys(begun))  # every life of a run may begin with the same
     return [
         *found,
         *(Alarm("events", str(damage), "what it told is left out") for damage in events.damaged),

@@ -191,10 +191,7 @@ class Controller:
         for split in wanted_splits(self.config):
             tasks = await self.tasks(split)
             for task in tasks:
-                try:
-                    self._check_spec(task.sandbox)
-                except (EtudeError, ValueError) as e:
-                    raise EtudeError(f"task {task.id!r} of the split {split!r}: {e}") from e
+                check_task(task, split, self._check_spec)
             if len(tasks) < (wanted := getattr(self.config.tasks, split)):
                 self.emit(FewTasks(split=split, wanted=wanted, given=len(tasks)))
 
@@ -236,6 +233,14 @@ async def read_tasks(environment: Environment, config: TasksConfig, split: str) 
             f"{twice[0]!r}: each needs one of its own"
         )
     return tasks
+
+
+def check_task(task: Task, split: str, check_spec: Callable[[SandboxSpec], None]) -> None:
+    """Refuse a task whose sandbox cannot be had."""
+    try:
+        check_spec(task.sandbox)
+    except (EtudeError, ValueError) as e:
+        raise EtudeError(f"task {task.id!r} of the split {split!r}: {e}") from e
 
 
 def build_agent(config: HarnessConfig, http: aiohttp.ClientSession, *, temperature: float) -> Agent:

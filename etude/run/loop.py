@@ -220,8 +220,8 @@ class SignalMonitor:
         if self._in_vain >= self._limit:
             raise EtudeError(
                 f"{self._in_vain} groups in a row have nothing to learn from: all attempts at a "
-                f"task earn the same "
-                f"reward ({signal_advice(self._rewards)}). Change that in a run with another name"
+                f"task earn the same reward ({signal_advice(self._rewards)}). Such settings cannot "
+                f"change within a run: begin anew with --fresh, or in another --dir"
             )
 
 

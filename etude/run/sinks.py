@@ -9,6 +9,7 @@ asked for.
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -102,11 +103,21 @@ def _open(name: str, run: str, directory: Path) -> Sink:
     try:
         return SINKS[name](run, directory)
     except ModuleNotFoundError as e:
-        raise EtudeError(
-            f"sinks = [{name!r}] needs the package {e.name}, which is not installed: pip install "
-            f"'etude[{name}]', or "
-            f"take it out of sinks"
-        ) from e
+        raise _not_installed(name, str(e.name)) from e
+
+
+def check_sinks(names: Sequence[str]) -> None:
+    """Refuse trackers that are not installed; each is called like its package."""
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise _not_installed(name, name)
+
+
+def _not_installed(name: str, package: str) -> EtudeError:
+    return EtudeError(
+        f"sinks = [{name!r}] needs the package {package}, which is not installed: pip install "
+        f"'etude[{name}]', or take it out of sinks"
+    )
 
 
 async def forward_events(run: Run, sinks: Sinks) -> None:

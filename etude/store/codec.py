@@ -62,12 +62,12 @@ def unseal(data: bytes, where: str) -> bytes:
         raise Damaged(
             f"{where} does not end with its digest: it is damaged, or the run is of an older "
             f"format, which this "
-            f"version of etude does not read. Bring it back from a copy, or start a run with "
-            f"another name"
+            f"version of etude does not read. Bring it back from a copy, or begin anew with "
+            f"--fresh"
         )
     raise Damaged(
         f"{where} is damaged: its digest is {digest[12:28].decode()}..., and that of its bytes "
-        f"{found[12:28].decode()}...; bring it back from a copy, or start a run with another name"
+        f"{found[12:28].decode()}...; bring it back from a copy, or begin anew with --fresh"
     )
 
 

@@ -16,8 +16,7 @@ from etude.store.codec import Damaged
 from etude.store.objects import Missing, Objects
 
 ADVICE = (
-    "bring it back from a copy, or start a run with another name, and router_replay = false to do "
-    "without"
+    "bring it back from a copy, or begin anew with --fresh, and router_replay = false to do without"
 )
 
 

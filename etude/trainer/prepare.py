@@ -10,12 +10,14 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from etude.core.config import RunConfig
 from etude.core.errors import EtudeError
 from etude.core.stages import (
     BUILT_IN,
+    LOSSES,
     DistillConfig,
     DpoConfig,
     MidtrainConfig,
@@ -24,6 +26,7 @@ from etude.core.stages import (
     SftConfig,
 )
 from etude.core.types import Json
+from etude.model.config import ModelConfig
 from etude.model.config_json import rope_kind, stated_rope
 from etude.run.plugins import check_file
 from etude.serve import heartbeat
@@ -75,6 +78,69 @@ def check_stage_files(config: RunConfig) -> None:
                 sources.files(pattern)
 
 
+def check_training(config: RunConfig, *, resumed: bool) -> None:
+    """Check what trainer and workers find out when they start: devices, model, losses of the
+    user's own, teachers. `resumed`: the weights are in a checkpoint, and the model's directory may
+    be gone."""
+    ranks = config.trainer.ranks
+    if "cuda" in {config.engine.device, config.trainer.device} or (
+        config.trainer.device == "auto" and ranks > 1
+    ):
+        from etude.engine.select import check_ranks, select_device
+
+        select_device(config.engine.device)
+        check_ranks(select_device(config.trainer.device), ranks)
+    if not resumed:
+        model_shape(config)
+    for stage in config.stage:
+        if isinstance(stage, RlConfig) and stage.loss not in LOSSES:
+            from etude.trainer.step import objective_of
+
+            objective_of(stage)
+        if isinstance(stage, DistillConfig):
+            _check_teacher(stage, config)
+
+
+def model_shape(config: RunConfig) -> ModelConfig:
+    """The shape of the model that the run starts from, its context not cut; checks its files."""
+    path, shape = config.model.path, config.model
+    if path is None:
+        return ModelConfig(
+            vocab_size=shape.vocab_size,
+            hidden_size=shape.hidden_size,
+            num_hidden_layers=shape.num_layers,
+            num_attention_heads=shape.num_heads,
+            num_key_value_heads=shape.num_kv_heads,
+            intermediate_size=shape.intermediate_size,
+            max_position_embeddings=shape.max_context,
+        )
+    from etude.model.directory import check_weights
+    from etude.model.tokenizer import ChatTokenizer
+
+    files = pretrained_files(path, _stretch_of(config))
+    try:
+        ChatTokenizer(files)
+        check_weights(Path(path))
+        return ModelConfig.from_json(files["config.json"])
+    except (EtudeError, ValueError) as e:
+        raise EtudeError(f"model.path = {path!r}: {e}") from e
+
+
+def _check_teacher(stage: DistillConfig, config: RunConfig) -> None:
+    from etude.model.directory import read_model_files
+    from etude.model.tokenizer import same_vocabulary
+
+    path = config.model.path
+    if path is not None and not same_vocabulary(
+        read_model_files(Path(stage.teacher))["tokenizer.json"],
+        read_model_files(Path(path))["tokenizer.json"],
+    ):
+        raise EtudeError(
+            f"stage.{stage.name}.teacher = {stage.teacher!r} has another vocabulary than the "
+            f"student in {path}: take one of the same family"
+        )
+
+
 def pretrained_files(path: str, stretch: RopeScalingConfig | None = None) -> dict[str, bytes]:
     """The files of a model directory, its context stretched if the run asks for it."""
     from etude.model.directory import read_model_files
@@ -120,20 +186,10 @@ def _stretch_of(config: RunConfig) -> RopeScalingConfig | None:
 def scratch_files(config: RunConfig) -> dict[str, bytes]:
     from etude.model.from_scratch import tokenizer_files
     from etude.model.tokenizer import ChatTokenizer
-    from etude.model.transformer import ModelConfig
     from etude.trainer import data
 
-    shape = config.model
-    files = tokenizer_files(data.vocabulary_texts(config), shape.vocab_size)
-    model = ModelConfig(
-        vocab_size=ChatTokenizer(files).vocab_size,
-        hidden_size=shape.hidden_size,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        intermediate_size=shape.intermediate_size,
-        max_position_embeddings=shape.max_context,
-    )
+    files = tokenizer_files(data.vocabulary_texts(config), config.model.vocab_size)
+    model = replace(model_shape(config), vocab_size=ChatTokenizer(files).vocab_size)
     return files | {"config.json": model.to_json().encode()}
 
 

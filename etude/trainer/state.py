@@ -140,7 +140,7 @@ class TrainerState:
             raise EtudeError(
                 f"stage {self.stage} learnt from other data before it was stopped ({origin.data}, "
                 f"and now {data}): put "
-                f"the files back as they were, or start a run with another name"
+                f"the files back as they were, or begin anew with --fresh"
             )
         self.lineage = (*self.lineage[:-1], replace(origin, data=data))
 

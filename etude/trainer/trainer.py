@@ -20,7 +20,7 @@ from etude.core.config import RunConfig
 from etude.core.errors import EtudeError
 from etude.core.events import StageDone
 from etude.core.lineage import stage_spans
-from etude.engine.select import select_device
+from etude.engine.select import check_ranks, select_device
 from etude.run.process import keep_freed_memory
 from etude.serve import heartbeat
 from etude.store.runs import Run
@@ -96,11 +96,7 @@ def rank_device(asked: str, number: int) -> torch.device:
     device = select_device(asked)
     if device.type == "cpu":
         return device
-    if number >= (count := torch.cuda.device_count()):
-        raise EtudeError(
-            f"rank {number} has no CUDA device of its own, this machine has {count}: lower "
-            f"trainer.ranks"
-        )
+    check_ranks(device, number + 1)
     torch.cuda.set_device(number)
     return torch.device("cuda", number)
 
@@ -119,8 +115,8 @@ def train(run: Run, config: RunConfig, ranks: ProcessGroup, device: torch.device
             raise EtudeError(
                 f"{device} has too little memory at {ranks.activity} "
                 f"({str(e).partition('. ')[0]}): go on with less of "
-                f"microbatch_tokens or with more ranks, or start a run with another name and less "
-                f"of max_context"
+                f"microbatch_tokens or with more ranks, or begin anew with --fresh and less of "
+                f"max_context"
             ) from e
         finally:
             trainer.close()

@@ -98,7 +98,8 @@ async def test_after_a_mistake_of_the_users_the_same_command_is_not_enough(
 ) -> None:
     with pytest.raises(EtudeError) as caught:
         await launcher.run_to_end(program("preparation", "import sys; sys.exit(2)"))
-    assert str(caught.value).endswith("\nWhen that is mended, go on with: etude run x.toml")
+    again = "\nWhen that is mended, go on with: etude run x.toml\nor begin anew with --fresh"
+    assert str(caught.value).endswith(again)
 
 
 async def test_last_words_are_those_of_the_last_life(launcher: Launcher, tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ from etude.core.errors import EtudeError
 from etude.core.events import Event, Launched, WeightsLive
 from etude.core.ledger import Dropped, Issued
 from etude.core.stages import RopeScalingConfig
-from etude.launch import local
+from etude.launch import check, local
+from etude.launch.check import Findings
 from etude.launch.launcher import Program
 from etude.launch.local import RunDirectory, seconds_at_work
 from etude.model.directory import cut_context
@@ -52,37 +53,6 @@ def test_pauses_do_not_count() -> None:
     ]
     assert seconds_at_work(events) == 9.0
     assert seconds_at_work([]) == 0.0
-
-
-def test_looking_for_a_checkpoint_makes_nothing(tmp_path: Path) -> None:
-    place = RunDirectory(tmp_path / "r")
-    assert not place.has_checkpoint and list(tmp_path.iterdir()) == []
-    Run.open(place.store).put_checkpoint("000001.000000", b"")
-    assert place.has_checkpoint
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda data: data[: len(data) // 2],
-        lambda data: b"",
-        lambda data: data.replace(b"embed_tokens", b"embed_tokenz"),
-    ],
-)
-def test_a_damaged_model_is_named(tmp_path: Path, damage: object) -> None:
-    files = small_files()
-    write_directory(
-        tmp_path,
-        files,
-        hf_state_dict(init_from_scratch(ModelConfig.from_json(files["config.json"]), 0)),
-    )
-    initial_model(tmp_path, files["config.json"], 0)
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(damage(path.read_bytes()))  # type: ignore[operator]
-    with pytest.raises(
-        EtudeError, match=f"the model in {tmp_path} cannot be read .* fetch it again"
-    ):
-        initial_model(tmp_path, files["config.json"], 0)
 
 
 def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
@@ -179,6 +149,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Started]:
         return made[-1]
 
     monkeypatch.setattr(local, "Launcher", launcher)
+    monkeypatch.setattr(check, "_ask", lambda config, **told: None)
     monkeypatch.setattr(local.screen, "REFRESH_S", 0.0)
     return made
 
@@ -369,14 +340,32 @@ def test_a_run_without_a_loop_has_no_lag(
 
 def test_a_plan_says_what_would_run(tmp_path: Path) -> None:
     place = RunDirectory(tmp_path / "r")
-    first, midtrain, rl, workers, tasks, sandboxes = local.plan(parse(TOML), place).splitlines()
+    lines = local.plan(parse(TOML, ["tasks.novel=0"]), place).splitlines()
+    first, model, environment, agent, midtrain, rl, workers, sandboxes = lines
     assert first == f"run a, seed 0, in {tmp_path}/r"
+    assert model == "  model: fresh weights, sessions of 512 tokens at most"
+    assert environment.endswith("CodeRepair; tasks: 4096 to train on, 400 held out")
+    assert "CodingAgent, 8 turns of 64 tokens at most, within 60 s" in agent
     assert midtrain.startswith("  midtrain: version 0 -> 1 (") and "steps 1" in midtrain
     assert rl.startswith("  rl: version 1 -> 2 (") and "max_lag 3" in rl and "kind" not in rl
     assert workers.startswith("  workers: here, there, ")
-    assert "to train on" in tasks and "held out" in tasks
     assert sandboxes.startswith("  sandboxes: ")
     assert not place.directory.exists()
+
+
+def test_a_plan_says_what_was_found(tmp_path: Path) -> None:
+    findings = Findings(
+        tasks={"train": 12, "heldout": 400, "novel": 200},
+        parameters=134_500_000,
+        model_context=8192,
+        seconds={"midtrain": 30.0, "rl": 9000.0, "evaluations": 100.0},
+        disk_bytes=10**18,
+    )
+    told = local.plan(parse(TOML), RunDirectory(tmp_path / "r"), findings)
+    assert "; 134.5 M parameters, context 8192" in told
+    assert "tasks: 12 of 4096 to train on, 400 held out, 200 novel" in told
+    assert "some 2.5 h of computing (midtrain 30 s, rl 2.5 h, evaluations 1.7 min)" in told
+    assert "GB are free, which is too little" in told
 
 
 def test_a_summary_says_what_became_of_a_run(tmp_path: Path) -> None:

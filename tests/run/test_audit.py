@@ -46,9 +46,9 @@ max_lag = 1
 @pytest.fixture
 async def run() -> Run:
     objects = Objects.open("memory:")
-    await stage(objects, seed=1, last=LAST, max_lag=1)
     run = Run(objects)
     run.put_config(parse(CONFIG))
+    await stage(objects, seed=1, last=LAST, max_lag=1)
     run.put_checkpoint(f"{LAST:06d}.000000", b"")
     publish(objects, LAST, {"w": torch.zeros(1)}, stage="rl", step=LAST)
     for version in (1, FIRST, LAST):

@@ -32,7 +32,6 @@ from etude.model.directory import MODEL_FILES
 from etude.run import journal
 from etude.run.audit import audit
 from etude.run.evaluate import Report, report_name, reports
-from etude.serve.worker_protocol import read_model_files
 from etude.store import checkpoints
 from etude.store.checkpoints import Checkpoint, CheckpointWriter, Origin
 from etude.store.experts import get_experts, put_experts
@@ -165,7 +164,7 @@ class Looks:
     def looks(self) -> Iterator[tuple[str, Callable[[], object]]]:
         run = self.run
         yield "config", run.config
-        yield "model", lambda: read_model_files(self.objects)
+        yield "model", Run(self.objects).model_files
         yield "resume", self.resume
         yield "audit", lambda: audit(run)
         yield "show", self.show

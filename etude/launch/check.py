@@ -1,0 +1,174 @@
+"""The check before a start: everything that the processes of a run would refuse, told before any of
+them runs. The part that loads a model or code of the user's is a process of its own.
+
+    python -m etude.launch.check [--resumed] [--look]  < the config, as JSON
+
+With `--look` it also asks the environment for its tasks, and estimates what the run takes; the last
+line of its output is then a `Findings`, as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from urllib.error import URLError
+from urllib.request import urlopen
+
+from etude.core.config import RunConfig
+from etude.core.errors import EtudeError
+from etude.launch.launcher import check_port, locked, python
+from etude.run.controller import (
+    build_agent,
+    check_task,
+    open_environment,
+    read_tasks,
+    wanted_splits,
+)
+from etude.run.gateway_client import GatewayClient
+from etude.run.process import error_message
+from etude.run.sinks import check_sinks
+from etude.store.runs import Run
+from etude.trainer.prepare import check_stage_files, check_training, model_directory
+
+VLLM_S = 5.0
+"""For a vLLM server to say that it is well."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """What a run has to do with, and what it takes."""
+
+    tasks: dict[str, int]
+    """Split -> how many the environment gives."""
+    parameters: int
+    model_context: int
+    seconds: dict[str, float]
+    disk_bytes: int
+
+
+def check_start(
+    config: RunConfig, directory: Path, *, fresh: bool = False, look: bool = False
+) -> Findings | None:
+    """Raises EtudeError for all that a start in this directory would be refused for, and changes
+    nothing. `fresh`: what lies there is to be removed. The findings, if it shall `look`."""
+    _check_place(directory)
+    resumed = False
+    if fresh and directory.exists() and not _is_run(directory):
+        raise EtudeError(f"{directory} is no run of etude: it is not removed; give another --dir")
+    if directory.is_dir() and not fresh:
+        run = Run.open(f"file:{directory.absolute()}", create=False)
+        run.check_config(config)
+        resumed = bool(run.checkpoints())
+    if config.model.path is not None and not resumed:
+        model_directory(config.model.path)
+    check_stage_files(config)
+    check_sinks(config.sinks)
+    if config.engine.port:
+        check_port(config.engine.port)
+    _check_vllm(config.engine.vllm)
+    return _ask(config, resumed=resumed, look=look)
+
+
+def _is_run(directory: Path) -> bool:
+    """Also one that has lost its config."""
+    made_by_launcher = all((directory / name).exists() for name in ("lock", "logs"))
+    return (directory / "config.json").is_file() or made_by_launcher
+
+
+def _check_place(directory: Path) -> None:
+    if (directory / "lock").is_file():
+        with locked(directory):
+            return
+    place = directory
+    while not place.exists():
+        place = place.parent
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        why = "is not writable" if place.is_dir() else "is not a directory"
+        raise EtudeError(
+            f"no run can lie in {directory} ({place} {why}): choose another place with --dir"
+        )
+
+
+def _check_vllm(servers: dict[str, str]) -> None:
+    for region, url in servers.items():
+        try:
+            with urlopen(f"{url}/health", timeout=VLLM_S):
+                pass
+        except (URLError, OSError, ValueError) as e:
+            raise EtudeError(
+                f"engine.vllm: no vLLM server for the region {region} answers at {url} ({e}): "
+                f"start it as docs/serve.md says"
+            ) from e
+
+
+def _ask(config: RunConfig, *, resumed: bool, look: bool) -> Findings | None:
+    """Have the rest checked by a process that ends with it."""
+    flags = (["--resumed"] if resumed else []) + (["--look"] if look else [])
+    done = subprocess.run(
+        python("etude.launch.check", *flags),
+        input=config.model_dump_json(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode == 2:
+        raise EtudeError(done.stderr.rpartition("error: ")[2].strip())
+    if done.returncode:
+        raise EtudeError(f"the check of the run ended with {done.returncode}:\n{done.stderr}")
+    return Findings(**json.loads(done.stdout.splitlines()[-1])) if look else None
+
+
+async def examine(config: RunConfig, *, resumed: bool, look: bool) -> Findings | None:
+    """What `_ask` asks for, within this process."""
+    check_training(config, resumed=resumed)
+    tasks = {}
+    async with open_environment(config) as (environment, pool):
+        async with GatewayClient("http://127.0.0.1") as gateway:
+            build_agent(config.harness, gateway.http, temperature=1.0)
+        for split in wanted_splits(config) if look else ():
+            found = await read_tasks(environment, config.tasks, split)
+            for task in found:
+                check_task(task, split, pool.check)
+            tasks[split] = len(found)
+    if not look:
+        return None
+    from etude.trainer.estimate import estimate  # brings torch
+
+    return Findings(tasks=tasks, **asdict(estimate(config)))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="etude.launch.check", description="Check a config, read from standard input."
+    )
+    parser.add_argument("--resumed", action="store_true", help="there is a checkpoint")
+    parser.add_argument("--look", action="store_true", help="tell what is there, and what it takes")
+    args = parser.parse_args()
+    config = RunConfig.model_validate_json(sys.stdin.read())
+    try:
+        findings = asyncio.run(examine(config, resumed=args.resumed, look=args.look))
+    except (EtudeError, ExceptionGroup) as e:
+        if (told := error_message(e)) is None:
+            raise
+        print(f"error: {told}", file=sys.stderr)
+        return 2
+    except OSError as e:
+        print(
+            f"error: this machine refuses what the run needs ({e}): look for a full disk, or for "
+            f"rights that are missing",
+            file=sys.stderr,
+        )
+        return 2
+    if findings is not None:
+        print(json.dumps(asdict(findings)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

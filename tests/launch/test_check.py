@@ -1,0 +1,215 @@
+"""What a start refuses, `--dry-run` refuses too, and before anything is made."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from etude.cli import main
+from etude.core.config import RunConfig, parse
+from etude.core.errors import EtudeError
+from etude.launch import check
+from etude.launch.check import Findings, check_start, examine
+from etude.model.files import hf_state_dict, write_directory
+from etude.model.transformer import ModelConfig, init_from_scratch
+from etude.store.runs import Run
+from tests.small_model import small_files
+
+TOML = """
+name = "a"
+[tasks]
+train = 3
+heldout = 2
+novel = 0
+[sandbox]
+isolation = "process"
+[engine]
+regions = ["east"]
+[[stage]]
+kind = "midtrain"
+steps = 2
+[[stage]]
+kind = "rl"
+steps = 2
+"""
+
+CODE = """
+from etude.core.sandbox import SandboxSpec
+from etude.core.types import Task
+
+class Fine:
+    def __init__(self, pool, *, counts, seed): ...
+    def tasks(self, split):
+        return [Task(id=f"{split}{n}", prompt="do it") for n in range(2)]
+
+class Narrow:
+    def __init__(self, pool): ...
+
+class Empty(Fine):
+    def tasks(self, split): return []
+
+class Greedy(Fine):
+    def tasks(self, split):
+        return [Task(id="g", prompt="do it", sandbox=SandboxSpec(network=("pypi.org",)))]
+
+def loss(inputs): raise ZeroDivisionError("no")
+"""
+
+
+def model(path: Path) -> dict[str, bytes]:
+    files = small_files()
+    tensors = hf_state_dict(init_from_scratch(ModelConfig.from_json(files["config.json"]), 0))
+    write_directory(path, files, tensors)
+    return files
+
+
+def other_family(path: Path) -> None:
+    said = json.loads(model(path)["config.json"]) | {"model_type": "mamba"}
+    (path / "config.json").write_text(json.dumps(said))
+
+
+def half_a_download(path: Path) -> None:
+    model(path)
+    whole = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+
+
+def other_vocabulary(path: Path) -> None:
+    model(path)
+    write_directory(path / "teacher", small_files(vocab_size=290), {})
+
+
+def nothing(path: Path) -> None: ...
+
+
+TEACHER = '[[stage]]\nkind = "distill"\nsteps = 1\nteacher = "model/teacher"\n'
+
+
+@pytest.mark.parametrize(
+    ("override", "told", "made"),
+    [
+        ("harness.agent=code.py:Nobody", "code.py has nothing called 'Nobody'", nothing),
+        ("harness.agent=code.py:Narrow", "code.py:Narrow' takes \\(pool\\)", nothing),
+        ("tasks.environment=code.py:Nobody", "code.py has nothing called 'Nobody'", nothing),
+        ("tasks.environment=code.py:Narrow", "code.py:Narrow' takes \\(pool\\)", nothing),
+        ("tasks.environment=code.py:Empty", "gives no tasks for the split 'train'", nothing),
+        ("tasks.environment=code.py:Greedy", "task 'g' of the split 'train': .*network", nothing),
+        ("stage.rl.loss=code.py:loss", "code.py:loss' is a function: it must be", nothing),
+        ("engine.device=cuda", "torch sees no CUDA device", nothing),
+        ("trainer.device=cuda", "torch sees no CUDA device", nothing),
+        ("model.path=model", "model_type is 'mamba'", other_family),
+        ("model.path=model", "model.safetensors cannot be read", half_a_download),
+        ("model.path=model", "stage.distill.teacher = .* another vocabulary", other_vocabulary),
+    ],
+)
+async def test_what_a_child_process_would_refuse(
+    override: str,
+    told: str,
+    made: Callable[[Path], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    Path("code.py").write_text(CODE)
+    made(Path("model"))
+    config = parse(TOML + (TEACHER if made is other_vocabulary else ""), [override])
+    with pytest.raises(EtudeError, match=told):
+        await examine(config, resumed=False, look=True)
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("model.path=nowhere", "is no model to start from"),
+        ("stage.midtrain.heldout_path=nowhere.txt", "no such file"),
+        ('engine.vllm={east = "http://127.0.0.1:9"}', "no vLLM server for the region east"),
+        ("stage.midtrain.lr=1.0", "stage.midtrain.lr: 0.003 -> 1.0"),
+    ],
+)
+def test_what_the_launcher_would_refuse(
+    override: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(check, "_ask", None)  # never gets so far
+    if "lr" in override:
+        run = Run.open(f"file:{tmp_path}/r")
+        run.put_config(parse(TOML))
+        run.put_checkpoint("000001.000000", b"")
+    with pytest.raises(EtudeError, match=told):
+        check_start(parse(TOML, [override]), tmp_path / "r")
+
+
+def test_a_tracker_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(EtudeError, match="needs the package wandb"):
+        check_start(parse('sinks = ["wandb"]\n' + TOML), tmp_path / "r")
+
+
+def test_a_place_where_nothing_can_lie(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(EtudeError, match="no run can lie in .*file/r .*is not a directory"):
+        check_start(parse(TOML), tmp_path / "file" / "r")
+
+
+async def test_what_there_is_and_what_it_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("code.py").write_text(CODE)
+    model(Path("model"))
+    overrides = ["tasks.environment=code.py:Fine", "model.path=model", "model.max_context=64"]
+    found = await examine(parse(TOML, overrides), resumed=False, look=True)
+    assert found is not None and found.tasks == {"train": 2, "heldout": 2}
+    assert found.model_context == 256
+    files = small_files()
+    whole = init_from_scratch(ModelConfig.from_json(files["config.json"]), 0)
+    assert found.parameters == sum(p.numel() for p in whole.parameters())
+    assert found.seconds.keys() == {"midtrain", "rl", "evaluations"}
+    assert min(found.seconds.values()) > 0 and found.disk_bytes > 12 * found.parameters
+
+
+def test_the_dry_run_asks_the_same_and_makes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The one test that starts the real process of the check."""
+    monkeypatch.chdir(tmp_path)
+    Path("code.py").write_text(CODE)
+    Path("run.toml").write_text(TOML)
+    before = sorted(tmp_path.rglob("*"))
+    argv = ["run", "run.toml", "--dry-run", "--set", "tasks.environment=code.py:Fine"]
+    assert main([*argv, "--set", "harness.agent=code.py:Nobody"]) == 2
+    assert "error: harness.agent = 'code.py:Nobody'" in capsys.readouterr().err
+    assert main(argv) == 0
+    told = capsys.readouterr().out
+    assert "tasks: 2 of 3 to train on, 2 held out" in told
+    assert "expected time: some" in told and "expected disk: some" in told
+    assert [
+        path for path in sorted(tmp_path.rglob("*")) if "__pycache__" not in str(path)
+    ] == before
+
+
+def test_fresh_also_removes_a_run_that_lost_its_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def ask(config: RunConfig, **told: bool) -> Findings | None:
+        asked.append(told)
+        return None
+
+    monkeypatch.setattr(check, "_ask", ask)
+    place = tmp_path / "r"
+    Run.open(f"file:{place}").put_checkpoint("000001.000000", b"")
+    with pytest.raises(EtudeError, match="lost its config.json"):
+        check_start(parse(TOML), place)
+    with pytest.raises(EtudeError, match="is no run of etude"):
+        check_start(parse(TOML), place, fresh=True)
+    (place / "logs").mkdir()
+    (place / "lock").touch()
+    check_start(parse(TOML), place, fresh=True)
+    assert asked == [{"resumed": False, "look": False}]
