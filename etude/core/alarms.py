@@ -148,11 +148,12 @@ class Alarms:
             self._earned |= set(event.rewards)
         if self._in_vain < IN_VAIN:
             return None
-        count = self._in_vain
+        count, earned = self._in_vain, what_was_earned(self._earned)
         what = (
-            f"the last {count} groups had no difference"
+            f"the last {count} groups had no difference ({earned})"
             if self._differed
-            else f"no group had a difference yet: in each of {count} all attempts earned the same"
+            else f"no group had a difference yet: in each of {count} all attempts earned the "
+            f"same ({earned})"
         )
         return Alarm("signal", what, signal_advice(self._earned))
 
@@ -170,17 +171,22 @@ class Alarms:
 
 def signal_advice(rewards: Collection[float]) -> str:
     """What to do about groups without a difference whose attempts earned these rewards."""
-    if set(rewards) == {0.0}:
-        return (
-            "all 0: the tasks are too hard for the weights that rl starts from; show them more in "
-            "sft, or ask for less"
-        )
-    if set(rewards) == {1.0}:
-        return "all 1: the tasks are solved already; take harder ones, or end the run here"
-    return (
-        "not the same for all tasks: take a higher stage.rl.temperature, a larger group_size or "
-        "other tasks"
-    )
+    match sorted(set(rewards)):
+        case [0.0]:
+            return (
+                "the tasks are too hard for the weights that rl starts from; show them more in "
+                "sft, or ask for less"
+            )
+        case [1.0]:
+            return "the tasks are solved already; take harder ones, or end the run here"
+        case _:
+            return "take a higher stage.rl.temperature, a larger group_size or other tasks"
+
+
+def what_was_earned(rewards: Collection[float]) -> str:
+    """By the attempts of groups without a difference."""
+    values = sorted(set(rewards))
+    return f"all {values[0]:g}" if len(values) == 1 else "not the same for all tasks"
 
 
 def _silent(event: ProcessSilent) -> Alarm:
