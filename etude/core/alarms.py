@@ -41,7 +41,9 @@ FEW_SESSIONS = 4
 """So few say nothing about how many fail."""
 FAILING = 0.5
 IN_VAIN = 8
-"""Groups in a row without a difference that are worth an alarm."""
+"""Groups in a row without a difference that are worth an alarm, as long as none had one."""
+IN_VAIN_LATER = 32
+"""Then: a run that has learnt its tasks has many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +148,7 @@ class Alarms:
         elif event.rewards and not event.malformed and not event.untrainable:
             self._in_vain += 1
             self._earned |= set(event.rewards)
-        if self._in_vain < IN_VAIN:
+        if self._in_vain < (IN_VAIN_LATER if self._differed else IN_VAIN):
             return None
         count, earned = self._in_vain, what_was_earned(self._earned)
         what = (

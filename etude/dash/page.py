@@ -127,7 +127,7 @@ def headline(view: RunView) -> Line:
     if view.evaluating is not None:
         return Line("evaluating", f"{view.evaluating.split} tasks, {when(view.evaluating.stage)}")
     if view.reward_curve:
-        return Line("learning", _rise(view), "good")
+        return _rewarded(view)
     if view.groups.done and not view.groups.with_signal:
         return Line("sampling", no_difference(view))
     if view.ended:
@@ -140,15 +140,17 @@ def headline(view: RunView) -> Line:
     return Line("starting", "model, workers and trainer are being made ready")
 
 
-def _rise(view: RunView) -> str:
+def _rewarded(view: RunView) -> Line:
     steps = len(view.reward_curve)
     if steps == 1:
-        return f"mean reward {view.reward_curve[0]:.2f} in the first step"
-    span = max(1, min(5, steps // 2))
+        return Line("training", f"mean reward {view.reward_curve[0]:.2f} in the first step")
+    span = min(5, steps // 2)
     first, last = (
         sum(part) / span for part in (view.reward_curve[:span], view.reward_curve[-span:])
     )
-    return f"mean reward {first:.2f} at first, {last:.2f} now"
+    rises = last > first
+    text = f"mean reward {first:.2f} at first, {last:.2f} now"
+    return Line("learning" if rises else "training", text, "good" if rises else "")
 
 
 def no_difference(view: RunView) -> str:

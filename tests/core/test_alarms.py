@@ -8,6 +8,7 @@ from etude.core.alarms import (
     FEW_SESSIONS,
     FIRST_STEPS,
     IN_VAIN,
+    IN_VAIN_LATER,
     RECENT_GROUPS,
     Alarms,
     RepeatedRows,
@@ -249,6 +250,8 @@ def test_groups_without_a_difference_are_alarming() -> None:
     )
     assert alarm.advice.startswith("the tasks are too hard")
     assert begun(alarms, GROUP) == [] and alarms.active == {}
-    assert begun(alarms, *[replace(same, rewards=(1.0, 1.0))] * IN_VAIN) == ["signal"]
+    solved = replace(same, rewards=(1.0, 1.0))
+    assert begun(alarms, *[solved] * (IN_VAIN_LATER - 1)) == []
+    assert begun(alarms, solved) == ["signal"]
     (active,) = alarms.active.values()
-    assert active.what == "the last 8 groups had no difference (all 1)"
+    assert active.what == "the last 32 groups had no difference (all 1)"

@@ -157,6 +157,8 @@ def test_the_headline_says_what_is_going_on() -> None:
         "no group had a difference yet: in each of 1 all attempts earned 0",
     )
     assert headline(rl, *steps) == ("learning", "mean reward 0.12 at first, 0.62 now")
+    falling = [(float(n), e) for n in range(2) for e in (group(1 - n, 1 - n), step(n + 1))]
+    assert headline(rl, *falling) == ("training", "mean reward 1.00 at first, 0.00 now")
     label, text = headline(rl, *[(1.0, failed)] * 4)
     assert label == "failing" and text.startswith("4 of the last 4 sessions failed")
     label, text = headline(rl, *[(1.0, same)] * 8)
