@@ -230,7 +230,8 @@ def test_a_damaged_run_is_shown_with_what_is_missing(run: Run, tmp_path: Path) -
     ):
         assert words in text, words
     run.objects.delete("config.json")
-    assert "config.json is not there" in shown(tmp_path)[1]
+    text = shown(tmp_path)[1]
+    assert "config.json is not there" in text and "model/tokenizer.json is not there" in text
 
 
 def test_an_empty_directory_is_no_run(tmp_path: Path) -> None:

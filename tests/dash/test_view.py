@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import re
+from pathlib import Path
 
 import pytest
 from rich.console import Console, RenderableType
@@ -330,3 +332,13 @@ def test_a_curve_has_axes_and_a_fixed_scale() -> None:
     assert all(len(line) <= 30 for line in flat) and flat[1] == "     │" + "⠤" * 24
     assert plot([0.5], width=12, height=3, low=0.0, high=1.0)[-1].split() == ["1"]
     assert "nan" not in "".join(plot([2.0, 2.0], width=12, height=3, low=2.0, high=2.0))
+
+
+def test_the_page_of_the_docs_shows_the_captured_screens() -> None:
+    docs = Path(__file__).parent.parent.parent / "docs"
+    blocks = re.findall(
+        r"<!-- (screens/[\w.-]+) -->\n```\n(.*?)```", (docs / "screen.md").read_text(), re.DOTALL
+    )
+    assert len(blocks) == 3
+    for name, text in blocks:
+        assert (docs / name).read_text() == text, "run `make screens`"
