@@ -28,11 +28,13 @@ ROOT = HERE.parent.parent
 SIZES = ((80, 24), (200, 50))
 SETTLE_S = 3.0
 """For a resized screen to be drawn anew."""
+QUIET_S = 0.2
+"""Without output between two frames."""
 LIMIT_S = 240.0
 
 SLOW = ("harness.concurrency=4", "stage.rl.group_size=4", "stage.rl.groups_per_step=2")
 RUNS = {
-    "healthy": ((), r"rl (2[5-9]|3\d)/40"),
+    "healthy": ((), r"rl (1[5-9]|2\d|3\d)/40"),
     "failing": (("harness.agent=runs.py:Failing", *SLOW), r"(1\d|2\d) of the last \d+ sessions"),
     "no-signal": (("tasks.environment=runs.py:Unmoved", *SLOW), r"in each of (1[2-9]|[2-9]\d)"),
 }
@@ -75,6 +77,12 @@ class Terminal:
                 except OSError:  # the program is gone
                     return
 
+    def settle(self) -> None:
+        """Until a resized screen is drawn anew, and no frame is half written."""
+        self.read(SETTLE_S)
+        while select.select([self._master], [], [], QUIET_S)[0]:
+            self.read(QUIET_S)
+
     @property
     def text(self) -> str:
         lines = [line.rstrip() for line in self.screen.display]
@@ -103,7 +111,7 @@ def capture(name: str, changes: tuple[str, ...], pattern: str, project: Path) ->
         terminal.wait_for(pattern)
         for width, height in SIZES:
             terminal.resize(width, height)
-            terminal.read(SETTLE_S)
+            terminal.settle()
             path = HERE / f"{name}-{width}x{height}.txt"
             path.write_text(terminal.text)
             print(path.relative_to(ROOT), flush=True)
