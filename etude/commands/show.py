@@ -13,7 +13,6 @@ from rich.panel import Panel
 from rich.text import Text
 
 from etude.core.alarms import Alarm
-from etude.core.config import RunConfig
 from etude.core.errors import EtudeError
 from etude.core.ledger import Batched
 from etude.core.types import Json
@@ -115,8 +114,9 @@ def find_damage(run: Run) -> list[str]:
             f"{run.objects.url}: config.json is not there, without which the run cannot go on: "
             f"bring it back from a copy"
         )
-    elif (config := read(run.config)) is not None:
-        found += _missing_files(run, config)
+    else:
+        read(run.config)
+    found += _missing_files(run)
     read(lambda: find_newest(run.objects))
     for name in run.checkpoints()[-1:]:
         if (saved := read(lambda: checkpoints.read(run, name))) is not None:  # noqa: B023
@@ -140,7 +140,7 @@ def find_damage(run: Run) -> list[str]:
     return found
 
 
-def _missing_files(run: Run, config: RunConfig) -> list[str]:
+def _missing_files(run: Run) -> list[str]:
     """Files of the model that were there once: without work in the store they are yet to come."""
     if not _has_work(run):
         return []

@@ -42,7 +42,9 @@ FEW_SESSIONS = 4
 """So few say nothing about how many fail."""
 FAILING = 0.5
 IN_VAIN = 8
-"""Groups in a row without a difference that are worth an alarm."""
+"""Groups in a row without a difference that are worth an alarm, as long as none had one."""
+IN_VAIN_LATER = 32
+"""Then: a run that has learnt its tasks has many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,13 +151,14 @@ class Alarms:
         elif event.rewards and not event.malformed and not event.untrainable:
             self._in_vain += 1
             self._earned |= set(event.rewards)
-        if self._in_vain < IN_VAIN:
+        if self._in_vain < (IN_VAIN_LATER if self._differed else IN_VAIN):
             return None
-        count = self._in_vain
+        count, earned = self._in_vain, what_was_earned(self._earned)
         what = (
-            f"the last {count} groups had no difference"
+            f"the last {count} groups had no difference ({earned})"
             if self._differed
-            else f"no group had a difference yet: in each of {count} all attempts earned the same"
+            else f"no group had a difference yet: in each of {count} all attempts earned the "
+            f"same ({earned})"
         )
         return Alarm("signal", what, signal_advice(self._earned))
 
@@ -173,17 +176,22 @@ class Alarms:
 
 def signal_advice(rewards: Collection[float]) -> str:
     """What to do about groups without a difference whose attempts earned these rewards."""
-    if set(rewards) == {0.0}:
-        return (
-            "all 0: the tasks are too hard for the weights that rl starts from; show them more in "
-            "sft, or ask for less"
-        )
-    if set(rewards) == {1.0}:
-        return "all 1: the tasks are solved already; take harder ones, or end the run here"
-    return (
-        "not the same for all tasks: take a higher stage.rl.temperature, a larger group_size or "
-        "other tasks"
-    )
+    match sorted(set(rewards)):
+        case [0.0]:
+            return (
+                "the tasks are too hard for the weights that rl starts from; show them more in "
+                "sft, or ask for less"
+            )
+        case [1.0]:
+            return "the tasks are solved already; take harder ones, or end the run here"
+        case _:
+            return "take a higher stage.rl.temperature, a larger group_size or other tasks"
+
+
+def what_was_earned(rewards: Collection[float]) -> str:
+    """By the attempts of groups without a difference."""
+    values = sorted(set(rewards))
+    return f"all {values[0]:g}" if len(values) == 1 else "not the same for all tasks"
 
 
 def _silent(event: ProcessSilent) -> Alarm:

@@ -65,6 +65,8 @@ class Page:
     """All that a screen shows, the most important first in each list."""
 
     headline: Line
+    advice: str
+    """What to do about it, if it is bad."""
     alarms: tuple[Alarm, ...]
     """Without one that is the headline."""
     progress: tuple[Progress, ...]
@@ -79,12 +81,13 @@ LEGEND = {
     "failed": "something broke: no reward, and not trained on",
     "without signal": "all attempts at a task earned the same: nothing to learn",
     "timed out": "out of time or turns, graded as it stood",
-    "mean reward, solve rate": f"of the last {RECENT} groups; solved is reward 1",
-    "group": "all attempts at one task",
+    "mean reward": f"of the last {RECENT} groups",
+    "solve rate": "share of their attempts that earned 1",
+    "groups": "all attempts at one task are a group",
     "lag": "steps between the weights that sampled and those that learn",
+    "slots": "groups that may be under way or wait for the trainer",
     "k3": "how far trainer and engine are apart; above 0.01 is alarming",
     "entropy": "how freely the model chooses its words, in nats a token",
-    "slots": "groups under way or waiting for the trainer",
     "truncated": "share of tokens whose importance weight was cut",
 }
 """The most important first: a small screen shows only some."""
@@ -95,29 +98,36 @@ HEADLINES = {"failing": "failing", "signal": "no signal"}
 
 
 def describe(view: RunView, lag_bound: int) -> Page:
-    active = view.alarms.active
+    lines, shown = tuple(_lines(view, lag_bound)), _alarm_shown(view)
+    words = " ".join(f"{line.label} {line.text}" for line in lines)
     return Page(
         headline=headline(view),
-        alarms=tuple(alarm for name, alarm in active.items() if name not in HEADLINES),
+        advice=shown.advice if shown else "",
+        alarms=tuple(alarm for alarm in view.alarms.active.values() if alarm is not shown),
         progress=tuple(_progress(view)),
-        lines=tuple(_lines(view, lag_bound)),
+        lines=lines,
         curves=tuple(_curves(view)),
         sessions=tuple(reversed(view.newest_sessions)),
-        legend=tuple(LEGEND.items()) if view.newest_sessions else (),
+        legend=tuple((term, meaning) for term, meaning in LEGEND.items() if term in words),
     )
+
+
+def _alarm_shown(view: RunView) -> Alarm | None:
+    """The alarm that is the headline, if one is."""
+    active = view.alarms.active
+    return next((active[name] for name in HEADLINES if name in active), None)
 
 
 def headline(view: RunView) -> Line:
     """What is going on."""
     if view.finished:
-        return Line("finished", f"version {view.live or 0} is the last", "good")
-    for name, label in HEADLINES.items():
-        if (alarm := view.alarms.active.get(name)) is not None:
-            return Line(label, str(alarm), "bad")
+        return Line("finished", "the run is at its end", "good")
+    if (alarm := _alarm_shown(view)) is not None:
+        return Line(HEADLINES[alarm.name], alarm.what, "bad")
     if view.evaluating is not None:
         return Line("evaluating", f"{view.evaluating.split} tasks, {when(view.evaluating.stage)}")
     if view.reward_curve:
-        return Line("learning", _rise(view), "good")
+        return _rewarded(view)
     if view.groups.done and not view.groups.with_signal:
         return Line("sampling", no_difference(view))
     if view.ended:
@@ -130,15 +140,17 @@ def headline(view: RunView) -> Line:
     return Line("starting", "model, workers and trainer are being made ready")
 
 
-def _rise(view: RunView) -> str:
+def _rewarded(view: RunView) -> Line:
     steps = len(view.reward_curve)
     if steps == 1:
-        return f"mean reward {view.reward_curve[0]:.2f} in the first step"
-    span = max(1, min(5, steps // 2))
+        return Line("training", f"mean reward {view.reward_curve[0]:.2f} in the first step")
+    span = min(5, steps // 2)
     first, last = (
         sum(part) / span for part in (view.reward_curve[:span], view.reward_curve[-span:])
     )
-    return f"mean reward {first:.2f} at first, {last:.2f} now"
+    rises = last > first
+    text = f"mean reward {first:.2f} at first, {last:.2f} now"
+    return Line("learning" if rises else "training", text, "good" if rises else "")
 
 
 def no_difference(view: RunView) -> str:
@@ -211,11 +223,13 @@ def _learning(view: RunView, lag_bound: int) -> Iterator[Line]:
         bounds = f"{view.lag} now, {view.lag_max} at most, {lag_bound} allowed"
         yield Line("lag", bounds + slots)
     if view.loss is not None:
-        busy = f"{view.trainer_busy:.0%} busy   " if view.trainer_busy is not None else ""
-        gradient = f"   gradient {step.grad_norm:.2f}" if step else ""
-        speed = f"   {view.tokens_per_s:,.0f} tokens/s" if view.tokens_per_s is not None else ""
-        mfu = f"   {step.mfu:.1%} MFU" if step and step.mfu is not None else ""
+        busy = f"{view.trainer_busy:.0%} busy  " if view.trainer_busy is not None else ""
+        gradient = f"  gradient {step.grad_norm:.2f}" if step else ""
+        speed = f"  {view.tokens_per_s:,.0f} tokens/s" if view.tokens_per_s is not None else ""
+        mfu = f"  {step.mfu:.1%} MFU" if step and step.mfu is not None else ""
         yield Line("trainer", f"{busy}loss {view.loss:.4f}{gradient}{speed}{mfu}")
+    elif view.ended:
+        yield Line("trainer", "waits for the first batch of groups with a difference")
     if step is not None:
         routers = (
             f"   router mismatch {step.router_mismatch_frac:.2%}"
@@ -230,7 +244,7 @@ def _learning(view: RunView, lag_bound: int) -> Iterator[Line]:
 
 
 def _regions(view: RunView) -> Iterator[Line]:
-    regions = view.regions
+    regions = dict(sorted(view.regions.items()))
     if len(regions) > FEW_REGIONS:
         versions = [region.version for region in regions.values()]
         busy = sum(region.busy for region in regions.values()) / len(regions)

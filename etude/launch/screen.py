@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import zip_longest
 
 from rich.console import Console, Group, RenderableType
@@ -81,7 +81,9 @@ def layout(page: Page, title: str, elapsed_s: float, width: int, height: int) ->
     """The page in that many columns and at most that many lines."""
     right = f"{clock(elapsed_s)} · Ctrl-C stops, the same command resumes"
     top = [Text(title.ljust(width - len(right)) + right, style="reverse", no_wrap=True)]
-    top += _labelled(page.headline, width, bold=True, most=5)
+    top += _labelled(page.headline, width, bold=True, most=4)
+    if page.advice:
+        top += _labelled(Line("what to do", page.advice), width, most=3)
     for alarm in page.alarms:
         top += _labelled(Line("alarm", str(alarm), "bad"), width, most=3 if height < 40 else 5)
     top += [_bar(progress, width) for progress in page.progress]
@@ -106,7 +108,7 @@ def _body(page: Page, width: int) -> list[Text]:
         return [text for line in page.lines for text in _labelled(line, width)]
     half = width // 2
     left = [text for line in page.lines for text in _labelled(line, half - 2, most=3)]
-    right = _sessions(page.sessions[: max(len(left) - 1, 6)], width - half)
+    right = _sessions(page.sessions, width - half)
     rows = [text or Text("") for text, _ in zip_longest(left, right)]
     for text, beside in zip(rows, right, strict=False):
         text.pad_right(half - len(text.plain))
@@ -154,13 +156,16 @@ def _plots(curves: Sequence[Curve], width: int, height: int) -> list[Text]:
     ]
 
 
-def _sessions(sessions: Iterable[AttemptDone], width: int) -> list[Text]:
+def _sessions(sessions: Sequence[AttemptDone], width: int) -> list[Text]:
+    ids, tasks = (
+        min(24, max(len(getattr(each, name)) for each in sessions)) for name in ("id", "task")
+    )
     found = [Text("newest sessions", style="dim")]
     for each in sessions:
         reward = f"reward {each.reward:.2f}" if each.reward is not None else ""
         what = {"done": "finished", "timeout": "timed out"}.get(each.status, each.status)
-        told = f"{each.id[:22]:<22} {each.task[:20]:<20} {what:<9} {each.seconds:>5.1f} s  {reward}"
-        told += each.error or ""
+        named = f"{each.id[:ids]:<{ids}}  {each.task[:tasks]:<{tasks}}"
+        told = f"{named}  {what:<9} {each.seconds:>5.1f} s  {reward}{each.error or ''}"
         found.append(Text(_cut(told, width), style="red" if each.error else ""))
     return found
 
@@ -168,8 +173,7 @@ def _sessions(sessions: Iterable[AttemptDone], width: int) -> list[Text]:
 def _legend(legend: Sequence[tuple[str, str]], width: int, height: int) -> list[Text]:
     """Each term in a line of its own, or else as many as there is room for."""
     if len(legend) <= height:
-        names = max(map(len, dict(legend)), default=0)
-        return [Text(f"{term:<{names}}  {meaning}", style="dim") for term, meaning in legend]
+        return [Text(f"{term:<{LABEL}}{meaning}", style="dim") for term, meaning in legend]
     for count in range(len(legend), 0, -1):
         told = " · ".join(f"{term}: {meaning}" for term, meaning in legend[:count])
         if len(rows := textwrap.wrap(told, width)) <= height:

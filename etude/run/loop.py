@@ -19,7 +19,7 @@ from statistics import fmean
 from typing import TypeVar
 
 from etude.core.advantage import AdvantageEstimator, GroupOutcome, oldest_version, to_rows
-from etude.core.alarms import signal_advice
+from etude.core.alarms import signal_advice, what_was_earned
 from etude.core.errors import EtudeError
 from etude.core.events import AttemptDone, Event, GroupDone, WeightsLive
 from etude.core.ledger import Batched, Dropped, Issued, Trained
@@ -218,9 +218,10 @@ class SignalMonitor:
                 f"that above 0, then resume the run"
             )
         if self._in_vain >= self._limit:
+            why = f"{what_was_earned(self._rewards)}: {signal_advice(self._rewards)}"
             raise EtudeError(
                 f"{self._in_vain} groups in a row have nothing to learn from: all attempts at a "
-                f"task earn the same reward ({signal_advice(self._rewards)}). Such settings cannot "
+                f"task earn the same reward ({why}). Such settings cannot "
                 f"change within a run: begin anew with --fresh, or in another --dir"
             )
 

@@ -14,7 +14,7 @@ from etude.commands.show import show
 from etude.core.config import parse
 from etude.core.errors import EtudeError
 from etude.core.events import EVENTS, AttemptDone
-from etude.core.ledger import Batched, Issued
+from etude.core.ledger import Batched, Dropped, Issued
 from etude.core.sampling import VersionSpan
 from etude.core.types import Cost, Group, Part, Score, Segment, Trajectory
 from etude.dash.session import LONG, Block, read_session, said, shorten
@@ -92,6 +92,7 @@ def run(tmp_path: Path) -> Run:
     log.put_evaluation("000000.heldout", evaluated, stage="start", split="heldout", object=key)
     events.append(attempt_done(replace(failed("g000003.0"), error="sandbox: no room"), "train"))
     events.flush()
+    run.ledger.append(Dropped(samples=("g000002.1",), reason="failed"))
     return run
 
 
@@ -109,7 +110,7 @@ def test_all_sessions_are_found_whatever_became_of_them(run: Run) -> None:
         "g000001.0": ("step 1", "groups/g000001"),
         "g000001.1": ("step 1", "groups/g000001"),
         "g000002.0": ("waits", "groups/g000002"),
-        "g000002.1": ("waits", "groups/g000002"),
+        "g000002.1": ("failed", "groups/g000002"),
         "eval-0-heldout.h1": ("evaluation", "evals/000000.heldout.sessions"),
         "g000003.0": ("under way", None),
     }
@@ -134,9 +135,9 @@ def test_the_best_is_shown_whole(run: Run) -> None:
 def test_failures_have_their_error_and_what_the_model_said(run: Run) -> None:
     text = printed(run, failed=True, count=2)
     assert "2 of 2 sessions like that, of 6" in text
-    newest, older = text.index("g000003.0, train task"), text.index("g000002.1, train task")
-    assert newest < older
-    assert "error     sandbox: no room" in text and "is not stored" in text
+    assert text.index("g000003.0 ") < text.index("g000002.1 "), "the newest first"
+    assert "g000003.0, train task" not in text, "there is nothing more to read of it"
+    older = text.index("g000002.1, train task")
     assert "error     agent: KeyError in agent.py, line 4: 'x'\n          Traceback:" in text
     assert "raw       " in text[older:], "the agent left no messages, the recorder did"
 
@@ -144,6 +145,8 @@ def test_failures_have_their_error_and_what_the_model_said(run: Run) -> None:
 def test_by_task_and_by_name(run: Run) -> None:
     assert "1 of 1 sessions like that" in printed(run, task="t2")
     assert "g000001.1, train task t1" in printed(run, id="g000001.1")
+    lost = printed(run, id="g000003.0")
+    assert "error     sandbox: no room" in lost and "is not stored" in lost
     with pytest.raises(EtudeError, match="none of the 6 sessions .* tasks are h1, t1, t2"):
         printed(run, task="t9")
 
@@ -227,7 +230,8 @@ def test_a_damaged_run_is_shown_with_what_is_missing(run: Run, tmp_path: Path) -
     ):
         assert words in text, words
     run.objects.delete("config.json")
-    assert "config.json is not there" in shown(tmp_path)[1]
+    text = shown(tmp_path)[1]
+    assert "config.json is not there" in text and "model/tokenizer.json is not there" in text
 
 
 def test_an_empty_directory_is_no_run(tmp_path: Path) -> None:

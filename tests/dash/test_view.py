@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import re
+from pathlib import Path
 
 import pytest
 from rich.console import Console, RenderableType
@@ -176,10 +178,13 @@ def test_the_headline_says_what_is_going_on() -> None:
         "no group had a difference yet: in each of 1 all attempts earned 0",
     )
     assert headline(rl, *steps) == ("learning", "mean reward 0.12 at first, 0.62 now")
+    falling = [(float(n), e) for n in range(2) for e in (group(1 - n, 1 - n), step(n + 1))]
+    assert headline(rl, *falling) == ("training", "mean reward 1.00 at first, 0.00 now")
     label, text = headline(rl, *[(1.0, failed)] * 4)
     assert label == "failing" and text.startswith("4 of the last 4 sessions failed")
     label, text = headline(rl, *[(1.0, same)] * 8)
-    assert label == "no signal" and "no group had a difference yet" in text and "all 0" in text
+    assert label == "no signal" and "no group had a difference yet" in text
+    assert describe(view_of(rl, *[(1.0, same)] * 8), 0).advice.startswith("the tasks are too")
     assert headline(*steps, (9.0, RunDone(version=4)))[0] == "finished"
 
 
@@ -212,8 +217,8 @@ def test_a_small_screen_is_complete_and_a_wide_one_shows_more() -> None:
         "\n".join(line.plain for line in layout(full_page(), "etude", 60.0, *size))
         for size in ((80, 23), (200, 49))
     )
-    for words in ("failing", "alarm", "k3 is 0.5000", "rl 10/9", "9 finished, 30 failed", "east",
-                  "solve rate", "mean reward", "2 allowed"):  # fmt: skip
+    for words in ("failing", "what to do", "alarm", "k3 is 0.5000", "rl 10/9", "east",
+                  "9 finished, 30 failed", "solve rate", "mean reward", "2 allowed"):  # fmt: skip
         assert words in small, words
     assert small.index("failing") < small.index("alarm") < small.index("9 finished")
     for words in ("newest sessions", "entropy by step", "k3 ", "how far trainer and engine"):
@@ -269,7 +274,7 @@ def test_the_page_shows_how_the_policy_is_and_what_is_alarming() -> None:
         "step 3: k3 is 0.5000",
     ):
         assert words in text, words
-    assert "alarm" not in printed(draw(view_of((0.0, step(3))), "etude", lag_bound=2))
+    assert "alarm  " not in printed(draw(view_of((0.0, step(3))), "etude", lag_bound=2))
 
 
 def test_an_evaluation_has_its_time_to_go() -> None:
@@ -346,3 +351,13 @@ def test_a_curve_has_axes_and_a_fixed_scale() -> None:
     assert all(len(line) <= 30 for line in flat) and flat[1] == "     │" + "⠤" * 24
     assert plot([0.5], width=12, height=3, low=0.0, high=1.0)[-1].split() == ["1"]
     assert "nan" not in "".join(plot([2.0, 2.0], width=12, height=3, low=2.0, high=2.0))
+
+
+def test_the_page_of_the_docs_shows_the_captured_screens() -> None:
+    docs = Path(__file__).parent.parent.parent / "docs"
+    blocks = re.findall(
+        r"<!-- (screens/[\w.-]+) -->\n```\n(.*?)```", (docs / "screen.md").read_text(), re.DOTALL
+    )
+    assert len(blocks) == 3
+    for name, text in blocks:
+        assert (docs / name).read_text() == text, "run `make screens`"
