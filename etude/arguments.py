@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from etude import __version__
+from etude.core.sampling import DEFAULT_MAX_TOKENS
 from etude.core.types import EVAL_SPLITS
 
 BENCHMARKS = {
@@ -244,7 +245,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--default-max-tokens",
         type=_count,
-        default=2048,
+        default=DEFAULT_MAX_TOKENS,
         metavar="N",
         help="of an answer whose request gives no limit (default: %(default)s)",
     )

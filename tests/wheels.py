@@ -8,9 +8,12 @@ wheel do not depend on Python, so one wheel serves all versions. OpenMP is left 
 brings the one that both use.
 
 The wheel for this processor is installed with all its requirements into a fresh environment of
-each Python that is found, and there, far from the checkout, it must say its version, load its
-libraries and finish a demo of a few steps. So must the sdist, with the first of these. A wheel for
-another processor is checked for what is in it, and not run.
+each Python that is found. There, far from the checkout, it must say its version, load its
+libraries, finish a run of a few steps and talk to what that trained. So must the sdist, with the
+first of these. A wheel for another processor is checked for what is in it, and not run.
+
+The newest torch that fits is installed, which may be gigabytes for each Python; the variables of
+pip hold (PIP_CONSTRAINT, PIP_EXTRA_INDEX_URL).
 """
 
 from __future__ import annotations
@@ -42,11 +45,7 @@ from etude.weights import fast
 assert native.LIBRARY and fast.LIBRARY, "the compiled libraries are not loaded"
 print(f"{pathlib.Path(etude.__file__).parent}: libraries loaded, for {native.ISA.name.lower()}")
 """
-SHORT = (
-    "stage.midtrain.steps=2", "stage.sft.demonstrations=10", "stage.sft.max_epochs=1",
-    "stage.rl.steps=2", "stage.rl.groups_per_step=2", "stage.rl.group_size=2", "tasks.train=4",
-    "tasks.heldout=4", "tasks.novel=2", "sandbox.isolation=process",
-)  # fmt: skip
+SHORT = ("stage.rl.steps=3", "tasks.heldout=4", "sandbox.isolation=process")
 
 
 def main() -> None:
@@ -120,6 +119,7 @@ def try_all(sdist: Path, wheels: dict[str, Path], wanted: list[str], scratch: Pa
         say(f"Python {version}: {python}")
         place = scratch / version
         subprocess.run([python, "-m", "venv", place / "venv"], check=True)
+        shutil.copytree(ROOT / "examples", place / "examples")
         attempt(wheels[platform.machine()], place)
         if number == 0:
             attempt(sdist, place, "--no-deps", "--force-reinstall")
@@ -135,17 +135,19 @@ def attempt(package: Path, place: Path, *options: str) -> None:
     programs = place / "venv" / "bin"
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
 
-    def call(*argv: object) -> None:
+    def call(*argv: object, typed: str = "") -> None:
         command = [programs / str(argv[0]), *map(str, argv[1:])]
-        subprocess.run(command, check=True, cwd=place, env=environment)
+        subprocess.run(command, check=True, cwd=place, env=environment, input=typed, text=True)
 
     call("python", "-m", "pip", "install", "--quiet", *options, package)
     call("etude", "--version")
     call("etude", "--help")
     call("python", "-c", LOADED)
+    shutil.rmtree(place / "run", ignore_errors=True)
     changes = [word for change in SHORT for word in ("--set", change)]
-    call("etude", "demo", "--fresh", "--dir", "run", *changes)
+    call("etude", "run", "examples/custom_env.toml", "--dir", "run", *changes)
     call("etude", "audit", "run")
+    call("etude", "chat", "run", "--max-tokens", "8", typed="sing 1\n")
 
 
 def find_python(version: str) -> str | None:

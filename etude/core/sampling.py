@@ -13,6 +13,9 @@ from typing import Literal
 Priority = Literal["interactive", "standard", "batch"]
 """The priority class of a request, the first served first: people who wait, ordinary requests, work
 that may wait."""
+DEFAULT_MAX_TOKENS = 2048
+"""The limit of an answer in a chat whose client gives none: a model that does not stop must not
+hold its place until the context is full."""
 MIN_TEMPERATURE = 1e-3
 """The lowest temperature other than 0, which is greedy: logits divided by less overflow."""
 MAX_PENALTY = 100.0

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 from starlette.requests import Request as HttpRequest
 
 from etude.core.protocols import Policy
-from etude.core.sampling import Request, Sample, Token, expand_spans
+from etude.core.sampling import DEFAULT_MAX_TOKENS, Request, Sample, Token, expand_spans
 from etude.model.tokenizer import ChatTokenizer, Message, Tool
 from etude.serve.conversations import ConversationStore
 from etude.serve.grammar import GrammarBuilder
@@ -25,9 +25,6 @@ from etude.serve.metrics import Metrics
 
 MAX_ANSWERS = 2048
 """Of one request, to all of its prompts."""
-DEFAULT_MAX_TOKENS = 2048
-"""Of an answer whose request gives no limit: a model that does not stop must not hold its place
-until the context is full."""
 AT_ONCE_CHARS = 20_000
 """More than this is rendered and encoded on another thread, so that the port answers meanwhile. For
 less, the way there and back takes longer than the work."""

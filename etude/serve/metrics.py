@@ -20,7 +20,7 @@ class RequestRecord:
     method: str
     path: str
     route: str = "none"
-    """The name of the route; of the path anything may be wrong."""
+    """The name of the function that answers; none for a path that is not served."""
     status: int = 499  # unless it is answered, the client went away
     prompt_tokens: int = 0
     answer_tokens: int = 0
