@@ -3,8 +3,8 @@ one.
 
 A mutant replaces one piece of the text. What is only said to people is left alone (docstrings,
 messages, logs, help), and so is what no run of the program reads (annotations), what guards our own
-invariants (`assert`), and how many seconds something may take (names that end in `_s`): no test
-measures time.
+invariants (`assert`), and how many seconds something may take (names that end in `_s`, or begin
+with `timeout`): no test measures time.
 """
 
 from __future__ import annotations
@@ -434,8 +434,12 @@ def _arbitrary(node: ast.AST) -> Iterator[ast.AST]:
         case ast.Call(func=ast.Name(id="zip")):
             yield from node.keywords
     for name, given in pairs:
-        if given is not None and name and name.lower().endswith("_s"):
+        if given is not None and name and _is_time(name.lower()):
             yield from (part for part in ast.walk(given) if _number(part))
+
+
+def _is_time(name: str) -> bool:
+    return name.endswith("_s") or name.startswith("timeout")
 
 
 def _texts(*nodes: ast.AST) -> bool:
