@@ -438,6 +438,8 @@ def main() -> int:
             slots.run(trials(chosen, coverage, results, report, args.again, args.tests_s), until)
     ended = [results[mutant.key] for mutant in chosen if mutant.key in results]
     print(summary(len(chosen), ended, reasons))
+    if args.tests != ["tests"]:
+        print(f"by the tests in {' '.join(args.tests)} alone: others may catch more")
     return 0
 
 
