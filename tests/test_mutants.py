@@ -53,6 +53,8 @@ def test_plausible_mistakes(source: str, expected: set[str]) -> None:
         "x = {'description': 'one event'}\n",
         "x = zip(a, b, strict=True)\n",
         "def f(wait_s=1.0, *, poll_s=2):\n    return wait_s\n",
+        "def f(indent=1):\n    return g\n",
+        "def f(timeout_keep_alive=75):\n    return g\n",
     ],
 )
 def test_what_changes_no_behaviour_is_left_alone(source: str) -> None:

@@ -11,6 +11,7 @@ ends all that it left running.
 from __future__ import annotations
 
 import atexit
+import builtins
 import fcntl
 import os
 import resource
@@ -127,7 +128,7 @@ def _run_script(argv: list[str]) -> NoReturn:
     _forget_shadowed(beside)
     sys.path[:] = [beside, *sys.path]
     main = types.ModuleType("__main__")
-    main.__dict__.update(__file__=os.path.abspath(script), __builtins__=__builtins__)
+    main.__dict__.update(__file__=os.path.abspath(script), __builtins__=builtins)
     sys.modules["__main__"] = main
     code = 0
     try:

@@ -100,6 +100,7 @@ def test_entropy_is_compared_with_the_first_steps() -> None:
 def test_a_reward_that_has_nowhere_to_go() -> None:
     solved = replace(GROUP, rewards=(1.0, 1.0))
     alarms = Alarms()
+    assert begun(alarms, replace(solved, rewards=())) == [], "also if it is the first"
     assert begun(alarms, *[solved] * (RECENT_GROUPS - 1)) == []
     assert begun(alarms, replace(solved, rewards=())) == [], "a group that failed says nothing"
     assert begun(alarms, solved) == ["reward"]

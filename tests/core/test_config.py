@@ -530,6 +530,36 @@ def test_an_old_key_is_told_its_new_name(old: str, message: str) -> None:
         parse(GOOD, [old])
 
 
+def test_no_old_key_is_taken_for_a_slip_of_the_pen() -> None:
+    stage = {
+        "midtrain": {
+            "separate": "document_mask",
+            "held_out_path": "heldout_path",
+            "held_out_every": "heldout_every",
+            "row_tokens": "seq_len",
+            "decay": "lr_schedule",
+            "compute": "trainer.compute_dtype",
+        },
+        "rl": {
+            "replay": "router_replay",
+            "plausible": "router_replay_min_score",
+            "balance": "router_balance",
+        },
+    }
+    renamed = {f"stage.{kind}.{old}": new for kind in stage for old, new in stage[kind].items()}
+    for old, new in (renamed | {"trainer.compute": "trainer.compute_dtype"}).items():
+        with pytest.raises(EtudeError, match=f"unknown key {old} in .*: it is called {new} now"):
+            parse(GOOD, [f"{old}=1"])
+    for old, new in {
+        "centered": "dr_grpo",
+        "leave_one_out": "rloo",
+        "std_normalised": "grpo",
+        "batch_normalised": "reinforce_plus_plus_baseline",
+    }.items():
+        with pytest.raises(EtudeError, match=f"{old} is called {new} now"):
+            parse(GOOD, [f"stage.rl.advantage={old}"])
+
+
 def test_every_old_key_is_gone_and_every_new_one_is_there() -> None:
     known = {
         key for table in (RunConfig, TrainerConfig, *STAGES.values()) for key in table.model_fields

@@ -422,6 +422,7 @@ def test_ends(model: Transformer) -> None:
         ([1], {"repetition_penalty": -1.0}, "repetition_penalty"),
         ([1], {"repetition_penalty": 1e9}, "repetition_penalty"),
         ([1], {"repetition_penalty": float("nan")}, "repetition_penalty"),
+        ([1], {"top_logprobs": -1}, "top_logprobs"),
         ([1], {"max_tokens": 60}, "memory for"),
     ],
 )

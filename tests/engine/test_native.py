@@ -162,6 +162,20 @@ def test_new_weights_take_the_place_of_the_old() -> None:
     assert after.keys() == before.keys() and after["7"].tokens != before["7"].tokens
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", MODELS)
+def test_it_gives_back_the_weights_that_it_was_given(name: str, dtype: torch.dtype) -> None:
+    """A worker proves by these what it serves."""
+    engine = Engine(model(name, dtype=dtype), max_batch=2)
+    for version in range(3):  # the third takes the memory of the first
+        expected = hf_state_dict(model(name, seed=version, dtype=dtype))
+        engine.load_weights(version, expected)
+        found = engine.weights()
+        assert found.keys() == expected.keys()
+        for key, tensor in expected.items():
+            assert torch.equal(found[key], tensor), key
+
+
 def test_who_computes_what() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         assert isinstance(

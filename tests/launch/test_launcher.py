@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import signal
 import socket
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -219,6 +221,26 @@ async def test_a_process_that_does_not_listen_is_killed(
     assert not alive(noted(tmp_path))
 
 
+async def test_what_a_process_has_left_behind_goes_with_it(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    """Its own child does not listen to the signal that ends it, and is in its group."""
+    parent = "import os, signal\nif os.fork(): signal.pause()\n"
+    deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + noting_its_pid(tmp_path)
+    running = asyncio.create_task(
+        launcher.run_all([program("main", parent + deaf + FOREVER)], until="main")
+    )
+    while noted(tmp_path) is None:
+        await asyncio.sleep(0.01)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    status = Path(f"/proc/{noted(tmp_path)}/stat")
+    async with asyncio.timeout(60):  # until whoever adopted it has heard of it
+        while status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z":
+            await asyncio.sleep(0.01)
+
+
 def test_children_die_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
     note = noting_its_pid(tmp_path)
     code = f"""
@@ -248,6 +270,20 @@ def test_a_run_is_locked_against_a_second_launcher(tmp_path: Path) -> None:
         pass
     with locked(tmp_path, 0):
         pass
+
+
+def test_a_lock_that_is_about_to_be_let_go_is_waited_for(tmp_path: Path) -> None:
+    place = tmp_path / "not" / "there"
+    with locked(place):
+        pass
+    (place / "lock").write_text("123456789012, which is gone\n")
+    held = os.open(place / "lock", os.O_RDWR)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    letting_go = threading.Timer(0.2, os.close, [held])
+    letting_go.start()
+    with locked(place, wait_s=60):
+        assert (place / "lock").read_text() == f"{os.getpid()}\n"
+    letting_go.join()
 
 
 def test_others_may_see_who_runs_there_and_not_change_it(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ PACKAGES = (
 )
 # Needs an accelerator or somebody else's server: mistakes are made only in lines that a test
 # without them runs.
-ELSEWHERE = ("engine/kernels/", "engine/cuda.py", "serve/vllm.py")
+ELSEWHERE = ("engine/kernels/", "engine/cuda.py", "model/cudnn_attention.py", "serve/vllm.py")
 # Runs behind walls that no tracer passes: as often as a sandbox is started, that is where `STARTS`
 # is run.
 WALLED = (
@@ -438,6 +438,8 @@ def main() -> int:
             slots.run(trials(chosen, coverage, results, report, args.again, args.tests_s), until)
     ended = [results[mutant.key] for mutant in chosen if mutant.key in results]
     print(summary(len(chosen), ended, reasons))
+    if args.tests != ["tests"]:
+        print(f"by the tests in {' '.join(args.tests)} alone: others may catch more")
     return 0
 
 

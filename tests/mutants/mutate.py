@@ -3,8 +3,8 @@ one.
 
 A mutant replaces one piece of the text. What is only said to people is left alone (docstrings,
 messages, logs, help), and so is what no run of the program reads (annotations), what guards our own
-invariants (`assert`), and how many seconds something may take (names that end in `_s`): no test
-measures time.
+invariants (`assert`), and how many seconds something may take (names that end in `_s`, or begin
+with `timeout`): no test measures time. How far JSON is indented is for people, too.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ WORDING = {
     "name",
     "style",
     "errors",
+    "indent",
 }
 # Of what is described to people as JSON.
 PROSE = {"description", "title", "summary"}
@@ -434,8 +435,13 @@ def _arbitrary(node: ast.AST) -> Iterator[ast.AST]:
         case ast.Call(func=ast.Name(id="zip")):
             yield from node.keywords
     for name, given in pairs:
-        if given is not None and name and name.lower().endswith("_s"):
+        if given is not None and name and _is_free(name.lower()):
             yield from (part for part in ast.walk(given) if _number(part))
+
+
+def _is_free(name: str) -> bool:
+    """Seconds, and how far text for people is indented."""
+    return name.endswith("_s") or name.startswith("timeout") or name == "indent"
 
 
 def _texts(*nodes: ast.AST) -> bool:

@@ -172,6 +172,21 @@ def publish_too_much(run: Run) -> None:
     publish(run.objects, LAST + 1, {"w": torch.ones(1)}, stage="rl", step=LAST + 1)
 
 
+def slip_in_a_group(run: Run) -> None:
+    group = run.group(run.batch(LAST).rows[0].sample.rpartition(".")[0])
+    attempts = tuple(
+        dataclasses.replace(t, id=f"g999998.{n}", group="g999998")
+        for n, t in enumerate(group.trajectories)
+    )
+    run.put_group(dataclasses.replace(group, id="g999998", trajectories=attempts))
+
+
+def age_a_group(run: Run) -> None:
+    group = run.group(run.batch(LAST).rows[0].sample.rpartition(".")[0])
+    run.objects.delete(f"groups/{group.id}")
+    run.put_group(dataclasses.replace(group, admitted=LAST + 1))
+
+
 def interrupt_what_is_finished(run: Run) -> None:
     finished = run.batch(LAST).rows[0].sample
     run.ledger.append(Dropped(samples=(finished,), reason="interrupted"))
@@ -224,6 +239,8 @@ def _replace(run: Run, batch: object) -> None:
         (settle_twice, "cannot become 'failed'"),
         (publish_too_much, f"version {LAST + 1} is published, and the last stage ends with {LAST}"),
         (interrupt_what_is_finished, "was dropped as interrupted, and yet its group was finished"),
+        (slip_in_a_group, "3 stored samples were never issued, for example g999998.0"),
+        (age_a_group, "has a token that is older than its admission"),
         (lose_the_checkpoint, "the newest checkpoint is of version -1"),
         (unpublish, "and the newest published version is -1"),
         (lose_the_rows, "settled samples have no row, for example g000"),

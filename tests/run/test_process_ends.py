@@ -7,10 +7,12 @@ import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from etude.core.errors import EtudeError
+from etude.run import process
 from etude.run.process import error_message, run_process
 
 
@@ -90,3 +92,28 @@ def test_a_child_whose_parent_is_gone_already_does_not_begin() -> None:
         [sys.executable, "-c", ORPHAN], capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stdout) == (1, "")
+
+
+def test_a_process_whose_parent_died_before_it_could_ask_ends_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[tuple[int, ...]] = []
+    ended: list[int] = []
+    libc = SimpleNamespace(prctl=lambda *told: asked.append(told))
+    monkeypatch.setattr(process, "_libc", libc)
+    monkeypatch.setattr(process.os, "_exit", ended.append)
+    process.die_with_parent(os.getppid())
+    assert asked == [(1, signal.SIGKILL)] and ended == []  # 1: PR_SET_PDEATHSIG
+    process.die_with_parent(os.getppid() + 1)
+    assert ended == [1]
+
+
+def test_memory_that_is_freed_stays_where_the_library_can_keep_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: dict[int, int] = {}
+    monkeypatch.setattr(process, "_libc", SimpleNamespace(mallopt=told.__setitem__))
+    process.keep_freed_memory()
+    assert told == {-4: 0, -1: -1}  # no piece of its own from the kernel, and none given back
+    monkeypatch.setattr(process, "_libc", SimpleNamespace())
+    process.keep_freed_memory()

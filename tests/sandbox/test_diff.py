@@ -235,6 +235,17 @@ def test_texts_made_to_be_compared_slowly_are_shown_as_replaced() -> None:
     assert diff.count("\n-") + diff.count("\n+") >= 79_000
 
 
+def test_all_files_of_a_diff_share_the_time_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("etude.sandbox.diff._LINE_PAIRS", 250)
+    # 10 lines on each side, of which every other one is in both; both ends differ
+    old = "".join(f"{n}\n" if n % 2 else f"old {n}\n" for n in range(10)) + "old\n"
+    new = "".join(f"{n}\n" if n % 2 else f"new {n}\n" for n in range(10)) + "new\n"
+    before = {name: Entry(FILE, old.encode()) for name in "abc"}
+    parts = unified_diff(before, {name: Entry(FILE, new.encode()) for name in "abc"})
+    found = [part.count("\n-") - 1 for part in parts.split("diff --git")[1:]]
+    assert found == [6, 6, 11], "two are searched for what is alike, and then nothing is left"
+
+
 async def test_a_pool_is_not_held_up_while_a_diff_is_made(pool: SandboxPool) -> None:
     async with pool.open(SandboxSpec(files={"a": "1\n"})) as sandbox:
         await sandbox.write("a", "2\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import tempfile
 from pathlib import Path
 
@@ -241,6 +242,34 @@ async def test_a_fork_goes_its_own_way(pool: SandboxPool) -> None:
         assert (await fork.run(["test", "-x", "d/b"], timeout_s=LONG_S)).exit_code == 0
         await fork.close()
         await fork.close()
+
+
+async def test_requests_at_once_do_not_end_each_other(pool: SandboxPool) -> None:
+    async with pool.open(SandboxSpec(files={"a": "1"})) as sandbox:
+        script = "import time; print('begun', flush=True); time.sleep(0.3); print('ended')"
+        ran, read = await asyncio.gather(
+            sandbox.run(["python", "-c", script], timeout_s=LONG_S), sandbox.read("a")
+        )
+    assert (ran, read) == (CommandResult(0, "begun\nended\n"), "1")
+
+
+async def test_a_program_stays_one_when_it_is_written_anew(pool: SandboxPool) -> None:
+    async with pool.open(SandboxSpec(files={"go": "#!/bin/sh\necho old\n"})) as sandbox:
+        refused = await sandbox.run(["./go"], timeout_s=LONG_S)
+        await sandbox.run(["chmod", "+x", "go"], timeout_s=LONG_S)
+        await sandbox.write("go", "#!/bin/sh\necho new\n")
+        assert refused.exit_code == 127
+        assert await sandbox.run(["./go"], timeout_s=LONG_S) == CommandResult(0, "new\n")
+
+
+@pytest.mark.parametrize("pty", [False, True])
+async def test_a_start_that_fails_leaves_no_descriptor(pty: bool) -> None:
+    async with open_sandbox_pool("process").open(SandboxSpec()) as sandbox:
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(3):
+            with pytest.raises(ValueError, match="null byte"):
+                await sandbox.start(["a\0b"], pty=pty)
+        assert len(os.listdir("/proc/self/fd")) <= before
 
 
 async def test_a_cancelled_command_leaves_the_sandbox_usable(pool: SandboxPool) -> None:

@@ -51,10 +51,19 @@ def test_parameters_stand_where_the_standard_wants_them() -> None:
     for path, methods in document()["paths"].items():
         for operation in methods.values():
             parameters = operation.get("parameters", [])
-            assert {each["in"] for each in parameters} <= {"path", "header"}
+            assert {each["in"] for each in parameters} <= {"path", "header", "query"}
             assert all(each["name"] and each["schema"]["type"] for each in parameters)
             within = {each["name"]: each["required"] for each in parameters if each["in"] == "path"}
             assert within == dict.fromkeys(re.findall(r"\{(\w+)\}", path), True)
             assert all(answer["description"] for answer in operation["responses"].values())
+            statuses = {int(status) for status in operation["responses"]}
+            assert {200, 401} <= statuses and (404 in statuses or not within)
             if "requestBody" in operation:
                 assert operation["requestBody"]["required"] is True
+                assert statuses >= {400, 404, 408, 413, 429, 503}
+
+
+def test_messages_and_tools_have_shapes_of_their_own() -> None:
+    chat = document()["components"]["schemas"]["ChatRequest"]["properties"]
+    assert set(references(chat["messages"])) == {"#/components/schemas/ChatMessage"}
+    assert set(references(chat["tools"])) == {"#/components/schemas/Tool"}

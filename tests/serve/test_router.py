@@ -196,3 +196,27 @@ async def test_the_workers_of_a_region_are_reported_as_one(http: aiohttp.ClientS
             "east": WorkerStatus("east", 4, 11, 22, 33.0, 110.0, 1100),
             "west": WorkerStatus("west", 6, 7, 7, 7.0, 7.0, 7),
         }
+
+
+async def test_a_worker_that_goes_away_while_it_joins_is_told(http: aiohttp.ClientSession) -> None:
+    router = Router(http, live=3)
+
+    def leaves(request: web.Request) -> web.Response:
+        (worker,) = router.fleet.workers
+        router.fleet.leave(worker)
+        return web.json_response({})
+
+    async with Worker(load=leaves).listening() as url:
+        with pytest.raises(Unavailable, match="went away while it joined"):
+            await join(router, url)
+
+
+async def test_a_worker_that_does_not_answer_is_left_out_of_what_is_told(
+    http: aiohttp.ClientSession,
+) -> None:
+    router, status = Router(http), WorkerStatus("east", 0, 1, 1, 1.0, 1.0, 1)
+    there = Worker(status=lambda request: web.Response(body=msgspec.json.encode(status)))
+    async with there.listening() as url:
+        await join(router, url)
+        await join(router, "http://127.0.0.1:1", "west")
+        assert await router.regions() == {"east": status}

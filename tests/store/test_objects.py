@@ -3,6 +3,7 @@ winner."""
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import signal
@@ -170,3 +171,27 @@ def test_a_killed_writer_leaves_whole_objects(tmp_path: Path) -> None:
             assert objects.get(key) == b"x" * 200_000
             objects.delete(key)
     assert objects.list("a") == ["a/same"]
+
+
+@pytest.mark.parametrize(
+    ("number", "advice"),
+    [
+        (errno.ENOSPC, "free some space"),
+        (errno.EDQUOT, "free some space"),
+        (errno.EFBIG, "free some space"),
+        (errno.EPERM, "give this user the right to write there"),
+        (errno.EACCES, "give this user the right to write there"),
+        (errno.EROFS, "give this user the right to write there"),
+        (errno.EIO, "check the address"),
+    ],
+)
+def test_what_to_do_depends_on_what_the_system_says(
+    objects: Objects, monkeypatch: pytest.MonkeyPatch, number: int, advice: str
+) -> None:
+    def refuse(*told: object, **more: object) -> None:
+        raise OSError(f"Unable to write: {os.strerror(number)} (os error {number})\nDebug {{}}")
+
+    monkeypatch.setattr("etude.store.objects.obstore.put", refuse)
+    with pytest.raises(EtudeError, match=f"os error {number}\\); {advice}") as raised:
+        objects.put("a", b"")
+    assert "Debug" not in str(raised.value)

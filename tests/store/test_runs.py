@@ -17,7 +17,7 @@ from etude.core.ledger import Issued, Trained
 from etude.core.sampling import VersionSpan
 from etude.core.types import Batch, Group, RecomputedRow, Row, Score, Segment, Trajectory
 from etude.store import telemetry
-from etude.store.codec import pack
+from etude.store.codec import Damaged, from_json, pack, to_json
 from etude.store.experts import get_experts, put_experts
 from etude.store.objects import Missing
 from etude.store.runs import Run
@@ -191,6 +191,36 @@ def test_events_of_each_process(run: Run) -> None:
         log.flush()
     assert run.processes() == ["trainer", "worker-east"]
     assert run.events("trainer", [Beat]).records() == [Beat(1)]
+
+
+def test_a_reader_sees_each_event_once_in_the_order_of_time(run: Run) -> None:
+    now = 0.0
+    logs = {name: run.events(name, [StageStarted]) for name in ("trainer", "controller")}
+    for log in logs.values():
+        log._now = lambda: now
+
+    def tell(process: str, done: int) -> None:
+        nonlocal now
+        now += 1.0
+        logs[process].append(StageStarted(stage="rl", steps=9, done=done))
+        logs[process].flush()
+
+    reader = EventReader(run)
+    assert reader.new() == []
+    for done, process in enumerate(("trainer", "controller", "trainer")):
+        tell(process, done)
+    assert [stamped.record.done for stamped in reader.new()] == [0, 1, 2]  # type: ignore[union-attr]
+    assert reader.new() == []
+    tell("controller", 3)
+    assert [stamped.record.done for stamped in reader.new()] == [3]  # type: ignore[union-attr]
+    assert len(EventReader(run).new()) == 4
+
+
+@pytest.mark.parametrize("data", [b"{", b"[1]", b"\xff", b'{"n": "1"}', b"null"])
+def test_json_that_is_something_else_is_named(data: bytes) -> None:
+    with pytest.raises(Damaged, match=r"^there: "):
+        from_json(data, Beat, "there: the beat")
+    assert from_json(to_json(Beat(3)), Beat, "there") == Beat(3)
 
 
 def test_a_checkpoint_is_there_when_its_manifest_is(run: Run) -> None:

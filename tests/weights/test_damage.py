@@ -18,10 +18,10 @@ from etude.weights.cache import HostCache
 from etude.weights.collect import collect, find_garbage
 from etude.weights.compact import compact
 from etude.weights.delta_format import Damaged
-from etude.weights.follow import CorruptWeights, Follower
+from etude.weights.follow import LEASE_S, CorruptWeights, Follower
 from etude.weights.manifest import Chain
 from etude.weights.publish import Publisher, SnapshotPolicy, publish
-from etude.weights.records import Epoch, ExtraRoute, manifest_key, route_key, shard_key
+from etude.weights.records import Epoch, ExtraRoute, Lease, manifest_key, route_key, shard_key
 from etude.weights.shards import MAGIC, read
 from etude.weights.signing import Corrupt, Signer, Trust, Untrusted
 from etude.weights.tensors import TensorEntry, read_state, state_json
@@ -322,6 +322,9 @@ def test_a_shard_holds_no_chunk_that_its_tensor_does_not_have() -> None:
     for heads in (bytes([2, 1, 0, 0, 1, 0, 0]), bytes([1, 1, 0, 1])):
         with pytest.raises(Damaged, match="in disorder|longer or shorter"):
             read(MAGIC + heads, state)
+    with pytest.raises(Damaged, match="does not start as shards do"):
+        read(b"X" + MAGIC[1:] + bytes([0]), state)
+    assert read(MAGIC + bytes([0]), state) == []
 
 
 def test_a_forged_state_is_not_served(objects: Objects) -> None:
@@ -371,6 +374,50 @@ def test_a_damaged_lease_stops_the_collector_until_it_is_deleted(
     with pytest.raises(
         Corrupt, match=r"weights/leases/r.json .*; delete it if that reader is gone"
     ):
+        collect(reading(objects), keep=1)
+    objects.delete(key)
+    assert collect(reading(objects), keep=1).pending
+
+
+def test_a_lease_says_what_its_reader_needs_now_and_goes_with_it(
+    objects: Objects, made: dict[int, Tensors]
+) -> None:
+    told: list[tuple[str, int, float]] = []
+    now = 1000.0
+
+    class Noting(Objects):
+        def put_sealed(self, key: str, data: bytes) -> None:
+            super().put_sealed(key, data)
+            if key.startswith("weights/leases/"):
+                (lease,) = reading(objects).leases().values()
+                assert isinstance(lease, Lease)
+                told.append((lease.reader, lease.version, lease.until))
+
+    chain = Chain(Noting(objects._store, objects.url), sleep=lambda seconds: None)
+    reader = Follower(chain, name="r", now=lambda: now)
+    reader.fetch(2)
+    assert told[-1] == ("r", 2, 1000.0 + LEASE_S) and {version for _, version, _ in told} <= {1, 2}
+    told.clear()
+    now = 2000.0
+    reader.fetch(4)
+    # what it has, as long as the way leads from there; then what it came to
+    assert [version for _, version, _ in told] == [2, 4]
+    assert {until for *_, until in told} == {2000.0 + LEASE_S}
+    reader.close()
+    assert objects.list("weights/leases") == []
+    without = Follower(chain)
+    without.fetch(4)
+    without.close()
+    assert objects.list("weights/leases") == []
+
+
+def test_a_damaged_list_of_what_is_to_go_is_named(
+    objects: Objects, made: dict[int, Tensors]
+) -> None:
+    collect(reading(objects), keep=1)
+    (key,) = objects.list("weights/gc")
+    flip(objects, key)
+    with pytest.raises(Corrupt, match=rf"{key}.*; delete it: what it names is found again"):
         collect(reading(objects), keep=1)
     objects.delete(key)
     assert collect(reading(objects), keep=1).pending

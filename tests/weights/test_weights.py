@@ -24,7 +24,7 @@ from etude.weights.manifest import Chain, PublishedVersions
 from etude.weights.publish import Fenced, Publisher, SnapshotPolicy, publish
 from etude.weights.records import manifest_key
 from etude.weights.routes import RouteStep, cheapest
-from etude.weights.signing import Corrupt, Signer, Trust, Untrusted
+from etude.weights.signing import Corrupt, Signer, Trust, Untrusted, signer_from_environment
 from etude.weights.tensors import wrong_in
 
 Tensors = dict[str, torch.Tensor]
@@ -484,6 +484,25 @@ def test_keys_from_the_environment(
     monkeypatch.setenv("ETUDE_TRUSTED_KEY", "abc")
     with pytest.raises(EtudeError, match="must be the 64 hex digits"):
         fetch(objects, 1)
+
+
+def test_a_private_key_that_is_none_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ec = pytest.importorskip("cryptography.hazmat.primitives.asymmetric.ec")
+    from cryptography.hazmat.primitives import serialization as s
+
+    path = tmp_path / "key.pem"
+    monkeypatch.setenv("ETUDE_SIGNING_KEY", str(path))
+    with pytest.raises(EtudeError, match=f"cannot read a private key from {path}"):
+        signer_from_environment()
+    path.write_bytes(b"no key")
+    with pytest.raises(EtudeError, match=f"cannot read a private key from {path}"):
+        signer_from_environment()
+    other = ec.generate_private_key(ec.SECP256R1())
+    path.write_bytes(other.private_bytes(s.Encoding.PEM, s.PrivateFormat.PKCS8, s.NoEncryption()))
+    with pytest.raises(EtudeError, match=f"{path} holds another kind of key"):
+        signer_from_environment()
 
 
 def test_a_compactor_signs_what_it_makes(

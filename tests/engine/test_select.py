@@ -1,0 +1,60 @@
+"""Where a model runs, and how much it may keep there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from etude.core.errors import EtudeError
+from etude.engine.select import kv_cache_tokens, select_device
+from etude.model.config import LatentConfig
+from etude.model.transformer import ModelConfig, Transformer
+
+SHAPE = ModelConfig(
+    vocab_size=8,
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    intermediate_size=16,
+    max_position_embeddings=64,
+)
+TOKEN_BYTES = 2 * 2 * 8 * 4 * 2  # layers, heads, numbers of each, bytes of a number, key and value
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_the_device_is_what_was_asked_for_or_what_is_there(
+    there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
+    assert select_device("cpu").type == "cpu"
+    assert select_device("auto").type == ("cuda" if there else "cpu")
+    if there:
+        assert select_device("cuda").type == "cuda"
+    else:
+        with pytest.raises(EtudeError, match="sees no CUDA device here"):
+            select_device("cuda")
+
+
+def test_a_cache_has_room_for_four_times_what_runs_within_its_memory() -> None:
+    model = Transformer(SHAPE)
+    assert kv_cache_tokens(model, 3, None) == 4 * 3 * 64
+    assert kv_cache_tokens(model, 3, 100 * TOKEN_BYTES) == 100
+    assert kv_cache_tokens(model, 3, 100 * TOKEN_BYTES + 1) == 100
+    assert kv_cache_tokens(model, 3, 1) == 64, "one sequence in any case"
+    assert kv_cache_tokens(model.bfloat16(), 3, 100 * TOKEN_BYTES) == 200
+    # a GiB where nothing is said
+    assert kv_cache_tokens(Transformer(SHAPE), 1 << 20, None) == (1 << 30) // TOKEN_BYTES
+
+
+def test_a_latent_is_kept_once() -> None:
+    latent = LatentConfig(
+        kv_lora_rank=16, q_lora_rank=None, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8
+    )
+    model = Transformer(replace(SHAPE, model_type="deepseek_v3", latent=latent))
+    heads, size = model.config.cached_heads
+    assert heads * size == 16 + 4
+    assert kv_cache_tokens(model, 3, 100 * 2 * (16 + 4) * 4) == 100
