@@ -27,7 +27,6 @@ from etude.serve.engine_thread import EngineThread, exit_on_engine_failure
 from etude.serve.grammar import GrammarBuilder
 from etude.serve.http import create_app
 from etude.serve.metrics import Metrics
-from etude.serve.worker_protocol import read_model_files
 from etude.store.objects import BUCKETS
 from etude.store.runs import Run
 from etude.weights.follow import Follower
@@ -164,7 +163,7 @@ def is_run(target: str) -> bool:
 def _read_run(url: str, version: int | None) -> tuple[int, dict[str, bytes], dict[str, Tensor]]:
     chain = open_chain(url)
     found = find_version(chain, version)[1].version
-    return found, read_model_files(Run(chain.objects)), Follower(chain).fetch(found)
+    return found, Run(chain.objects).model_files(), Follower(chain).fetch(found)
 
 
 def _fastest(tensors: Mapping[str, Tensor], device: torch.device) -> torch.dtype:

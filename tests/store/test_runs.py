@@ -12,7 +12,7 @@ import pytest
 
 from etude.core.config import parse
 from etude.core.errors import EtudeError
-from etude.core.events import EVENTS, WeightsLive
+from etude.core.events import EVENTS, StageStarted, WeightsLive
 from etude.core.ledger import Issued, Trained
 from etude.core.sampling import VersionSpan
 from etude.core.types import Batch, Group, RecomputedRow, Row, Score, Segment, Trajectory
