@@ -156,5 +156,6 @@ def test_the_gateway_takes_a_worker_for_silent_when_the_run_says(
 
 def test_a_store_without_a_model_says_so(tmp_path: Path) -> None:
     objects = Run.open(f"file:{tmp_path}").objects
-    with pytest.raises(EtudeError, match="holds no model to serve, .* missing: start a run there first"):
+    told = "holds no model to serve, .* missing: start a run there first"
+    with pytest.raises(EtudeError, match=told):
         read_model_files(Run(objects))
