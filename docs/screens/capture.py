@@ -34,7 +34,7 @@ LIMIT_S = 240.0
 
 SLOW = ("harness.concurrency=4", "stage.rl.group_size=4", "stage.rl.groups_per_step=2")
 RUNS = {
-    "healthy": ((), r"rl (1[5-9]|2\d|3\d)/40"),
+    "healthy": (("stage.rl.max_lag=0",), r"rl (1[5-9]|2\d|3\d)/40"),
     "failing": (("harness.agent=runs.py:Failing", *SLOW), r"(1\d|2\d) of the last \d+ sessions"),
     "no-signal": (("tasks.environment=runs.py:Unmoved", *SLOW), r"in each of (1[2-9]|[2-9]\d)"),
 }
