@@ -1,7 +1,8 @@
 """A command in a sandbox: from a fork of the sandbox's first process to the program it becomes.
 
 Each is process 1 of a PID namespace below its keeper's, with a /proc of its own, without
-capabilities, without the calls that `syscalls` refuses, and without any descriptor but its three.
+capabilities, without the calls that `syscalls` refuses, bound by the rules of `landlock`, and
+without any descriptor but its three.
 It cannot name its keeper, so it cannot signal, trace or starve it; and when it ends, the kernel
 ends all that it left running.
 
@@ -21,7 +22,7 @@ import traceback
 import types
 from typing import NamedTuple, NoReturn
 
-from etude.sandbox import kernel
+from etude.sandbox import kernel, landlock
 from etude.sandbox.limits import NICENESS
 
 ENVIRONMENT = {
@@ -49,6 +50,8 @@ class Command(NamedTuple):
     output: int
     terminal: bool
     limits: dict[int, int]
+    rules: int | None
+    """Of `landlock`."""
 
 
 def spawn(command: Command, own_pids: int) -> tuple[int, int]:
@@ -92,6 +95,8 @@ def _become(command: Command, breaks: int) -> NoReturn:
         if command.terminal:
             os.setsid()
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        if command.rules is not None:
+            landlock.restrict(command.rules)
         kernel.filter_calls()
     except OSError as e:
         os.write(breaks, str(e).encode())

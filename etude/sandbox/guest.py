@@ -43,7 +43,7 @@ import time
 from typing import Any, NoReturn
 
 from etude.core.errors import RolloutFailure
-from etude.sandbox import kernel, tree
+from etude.sandbox import kernel, landlock, tree
 from etude.sandbox.command import HIDDEN, Command, spawn
 from etude.sandbox.limits import (
     COPY_BYTES,
@@ -164,6 +164,7 @@ class Guest:
         os.chdir(WORK)
         self._work = os.open(WORK, os.O_PATH | os.O_DIRECTORY)
         self._own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY)
+        self._rules = landlock.rules((WORK, "/tmp"), "/dev")
 
     def _mount_copies(self, more_flags: int = 0) -> None:
         flags = kernel.MS_NOSUID | kernel.MS_NODEV | more_flags
@@ -171,7 +172,10 @@ class Guest:
         for path in (WORK, "/tmp"):
             kernel.mount("tmpfs", path, "tmpfs", flags, options)
 
-    def op_limit(self, disk_bytes: int, disk_files: int, processes: int) -> None:
+    def op_limit(
+        self, disk_bytes: int, disk_files: int, processes: int, process_bytes: int
+    ) -> None:
+        self._limits[resource.RLIMIT_AS] = process_bytes
         self._copy_bytes = disk_bytes
         self._copy_files = disk_files
         self._limits[resource.RLIMIT_NPROC] = processes
@@ -266,7 +270,7 @@ class Guest:
         source = os.memfd_create("stdin")
         out_of, output = os.pipe()
         limits = {**self._limits, resource.RLIMIT_CPU: math.ceil(timeout_s) + 1}
-        command = Command(argv, env, directory, source, output, False, limits)
+        command = Command(argv, env, directory, source, output, False, limits, self._rules)
         try:
             os.pwrite(source, base64.b64decode(stdin), 0)
             child, broken = spawn(command, self._own_pids)
@@ -312,7 +316,9 @@ class Guest:
                     self._link.close()
                     for descriptor in theirs:
                         os.close(descriptor)
-                    command = Command(argv, env, directory, source, output, pty, self._limits)
+                    command = Command(
+                        argv, env, directory, source, output, pty, self._limits, self._rules
+                    )
                     keep(control, command, self._own_pids)
             finally:
                 for descriptor in set(opened):

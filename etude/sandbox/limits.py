@@ -1,9 +1,8 @@
 """Resource limits of a sandbox: numbers for small modules and their tests.
 
-Time, processes, files and the size of each process are bounded. The memory of a sandbox as a whole
-is not: each of its processes may hold RLIMIT_AS, and only a cgroup, which takes rights that we do
-not ask for, could bound the sum. When memory runs out, the kernel ends commands first. Where that
-is not enough, run the controller in a cgroup of its own.
+Time, processes, files and the size of each process are bounded in any case. What the processes hold
+together is bounded by a cgroup where one is writable (`cgroups`); where none is, each of them may
+hold RLIMIT_AS, and when memory runs out, the kernel ends commands first.
 """
 
 from __future__ import annotations
@@ -19,13 +18,17 @@ COPY_FILES = 4096
 """Files, directories and links in each of the two. Empty ones take no bytes, but memory of the
 kernel."""
 MAX_PROCESSES = 16
+MEMORY_BYTES = 1024 * MIB
+"""All processes, the working copy and /tmp together."""
+LEAST_MEMORY_BYTES = 16 * MIB
+PROCESS_BYTES = 512 * MIB
 READ_BYTES = MIB // 4
 """The largest file that is read out of a sandbox."""
 OUTPUT_BYTES = 16 << 10
 """The end of a command's output that is kept; stdout and stderr are one."""
 
 LIMITS = {
-    resource.RLIMIT_AS: 512 * MIB,
+    resource.RLIMIT_AS: PROCESS_BYTES,
     resource.RLIMIT_FSIZE: 16 * MIB,
     resource.RLIMIT_NPROC: MAX_PROCESSES,  # of the whole sandbox: its user exists only in there
     resource.RLIMIT_NOFILE: 256,

@@ -12,6 +12,7 @@ import asyncio
 import base64
 import contextlib
 import itertools
+import json
 import math
 import os
 import socket
@@ -27,11 +28,19 @@ from etude.core.sandbox import CommandResult, Limits, Process, SandboxSpec, clos
 from etude.sandbox.diff import unified_diff
 from etude.sandbox.files import inside, inside_directory, to_bytes
 from etude.sandbox.kept import Keeper, KeptProcess
-from etude.sandbox.limits import COPY_BYTES, MAX_PROCESSES, files_in
+from etude.sandbox.limits import (
+    COPY_BYTES,
+    LEAST_MEMORY_BYTES,
+    MAX_PROCESSES,
+    MEMORY_BYTES,
+    PROCESS_BYTES,
+    files_in,
+)
 from etude.sandbox.link import REPLY_TIMEOUT_S, Link
 from etude.sandbox.spec import check_env, check_spec, opening_tree
 from etude.sandbox.streams import Streams
 from etude.sandbox.tree import FILE, Entry, Tree, known
+from etude.sandbox.walls import Walls
 
 _ZYGOTES = 6
 """So many in a row may be silent when a sandbox is wanted."""
@@ -80,22 +89,28 @@ class NamespaceSandboxPool:
                 start_new_session=True,
             )
             theirs.close()
-            word = _first_line(self._control)
-        if word != "ready":
+            said = _first_line(self._control)
+        if "walls" not in said:
             self._control.close()
             self._zygote.wait()
             raise EtudeError(
                 f"this kernel refuses the namespaces that sandboxes are made of: "
-                f"{word or 'the launcher died'}. Allow "
+                f"{said.get('error', 'the launcher died')}. Allow "
                 'user namespaces (sysctl user.max_user_namespaces), or set isolation = "process" '
                 "under [sandbox], which "
                 "has no walls, for code that you trust"
             )
+        self.walls = Walls(**said["walls"])
 
     @contextlib.asynccontextmanager
     async def open(self, spec: SandboxSpec) -> AsyncIterator[NamespaceSandbox]:
         gives = {"repository", "user"} if spec.user == _USER else {"repository"}
-        check_spec(spec, backend="namespaces", gives=gives, limits=("disk_bytes", "processes"))
+        check_spec(spec, backend="namespaces", gives=gives, limits=self.walls.limits)
+        if (memory := spec.limits.memory_bytes or MEMORY_BYTES) < LEAST_MEMORY_BYTES:
+            raise EtudeError(
+                f"limits.memory_bytes is {memory}: a sandbox and its files take at least "
+                f"{LEAST_MEMORY_BYTES}"
+            )
         size = spec.limits.disk_bytes or COPY_BYTES
         before = await opening_tree(spec, max_bytes=size, max_entries=files_in(size))
         sandbox = await self.start(spec, before)
@@ -133,14 +148,21 @@ class NamespaceSandboxPool:
 
     async def _ask_for_one(self, spec: SandboxSpec, before: Tree) -> NamespaceSandbox | None:
         """None if the zygote is silent."""
+        number, limits = next(self._numbers), spec.limits
+        wanted = {
+            "name": str(number),
+            "memory_bytes": limits.memory_bytes or MEMORY_BYTES,
+            "cpus": limits.cpus,
+        }
         ours, theirs = socket.socketpair()
         with theirs:
             ours.setblocking(False)
-            socket.send_fds(self._control, [b"\0"], [theirs.fileno()])
+            line = json.dumps(wanted).encode() + b"\n"
+            socket.send_fds(self._control, [line], [theirs.fileno()])
         _, link = await asyncio.get_running_loop().create_unix_connection(
             lambda: Link(ours), sock=ours
         )
-        sandbox = NamespaceSandbox(self, link, next(self._numbers), spec, before)
+        sandbox = NamespaceSandbox(self, link, number, spec, before)
         self._sandboxes.add(sandbox)
         async with close_on_failure(sandbox):
             try:
@@ -169,7 +191,7 @@ class NamespaceSandboxPool:
             if self._asked is not None:
                 self._control.recv(1)
                 self._asked = None
-            self._control.send(b"?")
+            self._control.send(b"?\n")
             self._asked = now
         owed_s, self._owed_s = max(self._owed_s, now - (self._asked or now)), 0.0
         late = {f"sandbox {box.number}": now - box.due for box in self._sandboxes if box.due <= now}
@@ -179,6 +201,11 @@ class NamespaceSandboxPool:
 
     def forget(self, sandbox: NamespaceSandbox) -> None:
         self._sandboxes.discard(sandbox)
+
+    def ended(self, sandbox: NamespaceSandbox) -> None:
+        """Its zygote may tidy up after it, or will when it ends."""
+        with contextlib.suppress(OSError):
+            self._control.send(f"-{sandbox.number}\n".encode())
 
     async def close(self) -> None:
         self._closed = True
@@ -201,12 +228,13 @@ def _zygote_argv(control: int, mountpoint: str) -> list[str]:
     return [python, "-s", "-S", "-P", "-X", "utf8", "-c", _BOOT, source, str(control), mountpoint]
 
 
-def _first_line(control: socket.socket) -> str:
+def _first_line(control: socket.socket) -> dict[str, Any]:
+    """Empty if it died before it said a word."""
     control.settimeout(REPLY_TIMEOUT_S)
     with control.makefile("r") as lines:
-        word = lines.readline().strip()
+        line = lines.readline()
     control.setblocking(False)
-    return word
+    return dict(json.loads(line or "{}"))
 
 
 class NamespaceSandbox:
@@ -325,7 +353,11 @@ class NamespaceSandbox:
         processes = limits.processes or MAX_PROCESSES
         # the first process of the sandbox is one of its user's, too
         await self._ask(
-            op="limit", disk_bytes=size, disk_files=files_in(size), processes=processes + 1
+            op="limit",
+            disk_bytes=size,
+            disk_files=files_in(size),
+            processes=processes + 1,
+            process_bytes=max(PROCESS_BYTES, limits.memory_bytes or 0),
         )
 
     async def diff(self) -> str:
@@ -360,6 +392,7 @@ class NamespaceSandbox:
         self._pool.forget(self)
         self._close_processes()
         await self._link.close()
+        self._pool.ended(self)
 
     def abandon(self) -> None:
         """Does not wait for its end."""

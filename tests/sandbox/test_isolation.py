@@ -581,18 +581,24 @@ async def test_what_a_sandbox_says_that_was_stopped_is_a_failed_rollout(when: st
         await walled.close()
 
 
-def test_a_launcher_whose_host_was_killed_ends_without_a_word() -> None:
+def test_a_launcher_whose_host_was_killed_ends_without_a_word(tmp_path: Path) -> None:
+    need_namespaces()
     code = """
-import socket
-from etude.sandbox.zygote import _serve_one
+import os, socket, sys
+from etude.sandbox.zygote import Zygote
 
 host, own = socket.socketpair()
-host.send(b"??")
-assert _serve_one(own, iter([]))
+zygote = Zygote(own, sys.argv[1])
+host.send(b"?\\n?\\n")
+assert zygote.serve_one()
 host.close()  # with an answer unread
-assert _serve_one(own, iter([])) is False
+assert zygote.serve_one() is False
+zygote.close()
+os._exit(0)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
