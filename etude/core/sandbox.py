@@ -73,6 +73,13 @@ class CommandResult:
     exit_code: int | None
     output: str
     """Of stdout and stderr together; bytes that are not UTF-8 appear as replacement characters."""
+    report: bytes = b""
+    """What was written to the report, if there was to be one."""
+
+
+Patch = Mapping[str, tuple[int, bytes] | None]
+"""What was changed in a working copy: path -> mode, as git writes it (0o100644, 0o100755 and for
+links 0o120000), and content, which is where a link leads; None: it was deleted."""
 
 
 class Process(Protocol):
@@ -105,10 +112,12 @@ class Sandbox(Protocol):
         stdin: str | bytes = "",
         cwd: str = ".",
         env: Mapping[str, str] | None = None,
+        report: bool = False,
     ) -> CommandResult:
         """Runs a command to its end. Processes that it leaves behind in the background are killed
         with it; `start` is for those that are to live on. ValueError for a `cwd` that is not a
-        directory of the working copy."""
+        directory of the working copy. With `report` the command finds in ETUDE_REPORT the path of a
+        pipe that nothing else writes to."""
 
     async def start(
         self,
@@ -131,6 +140,13 @@ class Sandbox(Protocol):
     async def diff(self) -> str:
         """What changed in the working copy since it was opened, as a unified diff. In a fork: since
         the sandbox was opened that it comes from."""
+
+    async def patch(self) -> Patch:
+        """Kills every process in it and gives all that changed, as `diff` tells it, but whole.
+        ValueError if that is too much. Directories and special files are no part of it."""
+
+    async def apply(self, patch: Patch) -> None:
+        """Changes the working copy so. Links are replaced, never followed."""
 
     async def fork(self) -> Sandbox:
         """Another sandbox whose working copy starts as this one's is now. Only files are copied:

@@ -35,6 +35,8 @@ _ALWAYS_LOADED = frozenset(sys.builtin_module_names) | {
     "codecs", "encodings", "genericpath", "io", "os", "posixpath", "site", "stat", "zipimport",
 }  # fmt: skip
 """What a Python has loaded before the first line of a script."""
+_REPORT = 3
+REPORT_PATH = f"/dev/fd/{_REPORT}"
 HIDDEN = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
 READ_ONLY = HIDDEN | kernel.MS_RDONLY
 
@@ -52,6 +54,8 @@ class Command(NamedTuple):
     limits: dict[int, int]
     rules: int | None
     """Of `landlock`."""
+    report: int | None
+    """A pipe for what is to be told beside the output."""
 
 
 def spawn(command: Command, own_pids: int) -> tuple[int, int]:
@@ -101,7 +105,10 @@ def _become(command: Command, breaks: int) -> NoReturn:
     except OSError as e:
         os.write(breaks, str(e).encode())
         os._exit(1)
-    os.closerange(3, 1 << 20)
+    if command.report is not None:
+        os.dup2(command.report, _REPORT)
+        os.set_inheritable(_REPORT, True)
+    os.closerange(_REPORT if command.report is None else _REPORT + 1, 1 << 20)
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     if argv[0] in ("python", "python3"):

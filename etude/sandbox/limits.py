@@ -26,6 +26,10 @@ READ_BYTES = MIB // 4
 """The largest file that is read out of a sandbox."""
 OUTPUT_BYTES = 16 << 10
 """The end of a command's output that is kept; stdout and stderr are one."""
+PATCH_BYTES = 16 * MIB
+"""All changed files of a working copy together, when it is taken over as a whole."""
+REPORT_BYTES = MIB
+"""The end of a command's report that is kept."""
 
 LIMITS = {
     resource.RLIMIT_AS: PROCESS_BYTES,
@@ -52,6 +56,11 @@ TERMINAL_SIZE = struct.pack("=4H", 24, 80, 0, 0)
 """Rows and columns of a terminal, as the kernel takes them."""
 NICENESS = 10
 """Of commands: whatever they compute, the controller's event loop comes first."""
+
+
+def memory_for(disk_bytes: int) -> int:
+    """What a sandbox may hold of which nothing else is said: files are in memory, too."""
+    return MEMORY_BYTES + 2 * max(0, disk_bytes - COPY_BYTES)
 
 
 def files_in(copy_bytes: int) -> int:

@@ -24,7 +24,14 @@ from pathlib import Path
 from typing import Any
 
 from etude.core.errors import EtudeError, RolloutFailure
-from etude.core.sandbox import CommandResult, Limits, Process, SandboxSpec, close_on_failure
+from etude.core.sandbox import (
+    CommandResult,
+    Limits,
+    Patch,
+    Process,
+    SandboxSpec,
+    close_on_failure,
+)
 from etude.sandbox.diff import unified_diff
 from etude.sandbox.files import inside, inside_directory, to_bytes
 from etude.sandbox.kept import Keeper, KeptProcess
@@ -32,9 +39,9 @@ from etude.sandbox.limits import (
     COPY_BYTES,
     LEAST_MEMORY_BYTES,
     MAX_PROCESSES,
-    MEMORY_BYTES,
     PROCESS_BYTES,
     files_in,
+    memory_for,
 )
 from etude.sandbox.link import REPLY_TIMEOUT_S, Link
 from etude.sandbox.spec import check_env, check_spec, opening_tree
@@ -106,7 +113,7 @@ class NamespaceSandboxPool:
     async def open(self, spec: SandboxSpec) -> AsyncIterator[NamespaceSandbox]:
         gives = {"repository", "user"} if spec.user == _USER else {"repository"}
         check_spec(spec, backend="namespaces", gives=gives, limits=self.walls.limits)
-        if (memory := spec.limits.memory_bytes or MEMORY_BYTES) < LEAST_MEMORY_BYTES:
+        if (memory := _memory_bytes(spec.limits)) < LEAST_MEMORY_BYTES:
             raise EtudeError(
                 f"limits.memory_bytes is {memory}: a sandbox and its files take at least "
                 f"{LEAST_MEMORY_BYTES}"
@@ -151,7 +158,7 @@ class NamespaceSandboxPool:
         number, limits = next(self._numbers), spec.limits
         wanted = {
             "name": str(number),
-            "memory_bytes": limits.memory_bytes or MEMORY_BYTES,
+            "memory_bytes": _memory_bytes(limits),
             "cpus": limits.cpus,
         }
         ours, theirs = socket.socketpair()
@@ -269,9 +276,10 @@ class NamespaceSandbox:
         stdin: str | bytes = "",
         cwd: str = ".",
         env: Mapping[str, str] | None = None,
+        report: bool = False,
     ) -> CommandResult:
         check_env(env or {})
-        code, output = await self._ask(
+        code, output, reported = await self._ask(
             timeout_s,
             op="run",
             argv=list(argv),
@@ -279,8 +287,9 @@ class NamespaceSandbox:
             timeout_s=timeout_s,
             cwd=inside_directory(cwd),
             env={**self._spec.env, **(env or {})},
+            report=report,
         )
-        return CommandResult(code, output)
+        return CommandResult(code, output, base64.b64decode(reported))
 
     async def start(
         self,
@@ -371,6 +380,20 @@ class NamespaceSandbox:
         }
         return await asyncio.to_thread(unified_diff, self._before, changed)
 
+    async def patch(self) -> Patch:
+        self._close_processes()
+        before = await asyncio.to_thread(known, self._before)
+        answer = await self._ask(op="patch", before=before)
+        return {
+            path: each and (each[0], base64.b64decode(each[1])) for path, each in answer.items()
+        }
+
+    async def apply(self, patch: Patch) -> None:
+        encoded = {
+            inside(path): entry and [entry[0], _encode(entry[1])] for path, entry in patch.items()
+        }
+        await self._ask(op="apply", patch=encoded)
+
     async def fork(self) -> NamespaceSandbox:
         sandbox = await self._pool.start(self._spec, self._before)
         async with close_on_failure(sandbox):
@@ -428,6 +451,10 @@ class NamespaceSandbox:
         """What a sandbox says that was stopped, or its command's time, may be due to that."""
         if self._late_s >= self._pool.reply_timeout_s:
             raise RolloutFailure(f"sandbox: its answer came {self._late_s:.0f} s late")
+
+
+def _memory_bytes(limits: Limits) -> int:
+    return limits.memory_bytes or memory_for(limits.disk_bytes or COPY_BYTES)
 
 
 def _encode(content: str | bytes) -> str:
