@@ -1,9 +1,8 @@
 """A cgroup for each sandbox, which bounds what all of its processes hold together.
 
 Below the cgroup that this process is in, where that may be written to: as root, or where it was
-delegated. Both generations of the interface are spoken; with the second, the kernel wants a cgroup
-without processes of its own, so it has to be one made for the purpose. Standard library only: this
-runs in the zygote.
+delegated. Both generations of the interface are spoken. Standard library only: this runs in the
+zygote.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import time
 from collections.abc import Iterator
 
 _PREFIX = "etude-"
+_TRY_ABOVE = {errno.EBUSY: "it has processes of its own", errno.ENOENT: "it cannot count memory"}
 _PERIOD_US = 100_000
 _LOOKS, _LOOK_S = 150, 0.01
 """So often it is looked whether a cgroup is empty, when everything ends."""
@@ -31,19 +31,21 @@ class Cgroups:
         self._base = f"{_PREFIX}{os.getpid()}"
         self._parents: dict[str, int] = {}
         self._bases: dict[str, int] = {}
-        for place in dict.fromkeys(places.values()):
-            _sweep(place)
         for controller, place in places.items():
-            with _saying(place):
-                if self.version == "v2":
-                    _write(place, "cgroup.subtree_control", f"+{controller}")
-                with contextlib.suppress(FileExistsError):
-                    os.mkdir(f"{place}/{self._base}")
-                self._parents[controller] = os.open(place, os.O_PATH | os.O_DIRECTORY)
-                base = os.open(f"{place}/{self._base}", os.O_PATH | os.O_DIRECTORY)
-                self._bases[controller] = base
-                if self.version == "v2":
-                    _write(base, "cgroup.subtree_control", f"+{controller}")
+            self._open(controller, place)
+
+    def _open(self, controller: str, place: str) -> None:
+        if self.version == "v2":
+            place = _enable(controller, place)
+        with _saying(place):
+            _sweep(place)
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(f"{place}/{self._base}")
+            self._parents[controller] = os.open(place, os.O_PATH | os.O_DIRECTORY)
+            base = os.open(f"{place}/{self._base}", os.O_PATH | os.O_DIRECTORY)
+            self._bases[controller] = base
+            if self.version == "v2":
+                _write(base, "cgroup.subtree_control", f"+{controller}")
 
     def enter(self, name: str, memory_bytes: int, cpus: float | None) -> None:
         """Make it and move this process there; to be called in the fork that it is for."""
@@ -150,6 +152,21 @@ def _below(point: str, root: str, path: str) -> str:
     return f"{point}/{inner.strip('/')}".rstrip("/")
 
 
+def _enable(controller: str, own: str) -> str:
+    """The cgroup in which others can be made that count this: our own or the one above it, since
+    with the second generation it must not have processes."""
+    above = os.path.dirname(own)
+    for place in (own, above):
+        try:
+            with _saying(place):
+                _write(place, "cgroup.subtree_control", f"+{controller}")
+            return place
+        except OSError as e:
+            if e.errno not in _TRY_ABOVE or place == above:
+                raise
+    raise AssertionError("one of the two has raised")
+
+
 def _sweep(place: str) -> None:
     """Remove what zygotes left that were killed. A cgroup with a process in it stays."""
     for name in os.listdir(place):
@@ -168,7 +185,7 @@ def _saying(place: str) -> Iterator[None]:
     try:
         yield
     except OSError as e:
-        why = "it has processes of its own" if e.errno == errno.EBUSY else e.strerror
+        why = _TRY_ABOVE.get(e.errno or 0, e.strerror)
         raise OSError(e.errno, f"{place}: {why}") from e
 
 

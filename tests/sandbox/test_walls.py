@@ -286,3 +286,51 @@ def test_what_is_written_to_a_cgroup() -> None:
     assert limits("v2", 1 << 20, None) == {"memory.max": "1048576", "memory.swap.max": "0"}
     assert limits("v1", None, 0.5) == {"cpu.cfs_period_us": "100000", "cpu.cfs_quota_us": "50000"}
     assert limits("v2", None, 2.0) == {"cpu.max": "200000 100000"}
+
+
+SECOND = """
+import os, sys
+from etude.sandbox import cgroups
+place = sys.argv[1]
+cgroups._write(f"{place}/main", "cgroup.procs", "0")
+cgroups.find = lambda own, mounts: ("v2", {"hugetlb": f"{place}/main"})
+made = cgroups.Cgroups()
+made.expect("1")
+if os.fork() == 0:
+    made._make("hugetlb", "1", {"hugetlb.2MB.max": "0", "hugetlb.no.swap": "0"})
+    print(open("/proc/self/cgroup").read().splitlines()[-1].removeprefix("0::"), flush=True)
+    os._exit(0)
+os.wait()
+made.close()
+print(sorted(each.name for each in os.scandir(place) if each.is_dir()))
+"""
+
+
+def test_the_second_generation_with_a_controller_that_nobody_else_has() -> None:
+    """What bounds memory may belong to the first one here; how cgroups are made is the same."""
+    root = next(
+        (
+            line.split()[1]
+            for line in Path("/proc/self/mounts").read_text().splitlines()
+            if line.split()[2] == "cgroup2"
+        ),
+        "",
+    )
+    top, enabled = Path(root, f"etude-test-{os.getpid()}"), Path(root, "cgroup.subtree_control")
+    before = enabled.read_text().split() if root else []
+    try:
+        top.joinpath("main").mkdir(parents=True)
+        enabled.write_text("+hugetlb")
+    except OSError as e:
+        pytest.skip(f"no cgroups of the second generation can be made: {e}")
+    try:
+        argv = [sys.executable, "-c", SECOND, top]
+        ran = subprocess.run(argv, capture_output=True, text=True, check=True)
+        entered, left = ran.stdout.splitlines()
+        assert entered.startswith(f"/{top.name}/etude-") and entered.endswith("/1")
+        assert left == "['main']"
+    finally:
+        for each in (top / "main", top):
+            each.rmdir()
+        if "hugetlb" not in before:
+            enabled.write_text("-hugetlb")
