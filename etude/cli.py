@@ -15,6 +15,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from etude.commands import doctor
 from etude.core.errors import EtudeError
 from etude.core.types import EVAL_SPLITS
 
@@ -70,6 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_weights(commands.add_parser("weights", help="the weights of runs and models"))
 
     _add_inspection(add)
+    doctor.register(add)
     return parser
 
 

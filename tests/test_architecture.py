@@ -39,7 +39,8 @@ MIDDLE = {
 EDGES: dict[str, set[str]] = {
     "cli": {"commands", "launch"},
     "__main__": {"cli"},
-    "commands": {"engine", "model", "serve", "store", "train", "weights", "launch", "run"},
+    "commands": {"engine", "model", "serve", "store", "train", "weights", "launch", "run"}
+    | {"sandbox"},
     "launch": {
         "dash",
         "serve.heartbeat",

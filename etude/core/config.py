@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from etude.core.errors import EtudeError
+from etude.core.sandbox import TIERS, Tier
 from etude.core.schema import (
     OLD_KEYS,
     Config,
@@ -175,6 +176,18 @@ class SandboxConfig(Config):
     isolation: Literal["namespaces", "process"] = "namespaces"
     """The isolation of a sandbox. `process` isolates nothing: only for machines whose kernel
     refuses namespaces, and code you trust."""
+    tier: Tier = "process"
+    """The weakest isolation that this run accepts, whatever `isolation` says: it does not start
+    where the sandboxes of a machine hold less."""
+
+    @model_validator(mode="after")
+    def _isolation_holds_the_tier(self) -> SandboxConfig:
+        if TIERS.index(self.isolation) < TIERS.index(self.tier):
+            raise ValueError(
+                f'isolation "{self.isolation}" holds less than tier "{self.tier}": choose another '
+                "isolation, or a lower tier"
+            )
+        return self
 
 
 class EvalConfig(Config):
@@ -328,7 +341,7 @@ OPERATIONAL: dict[str, set[str]] = {
     "tasks": {"timeout_s"},
     "harness": {"concurrency"},
     "trainer": {"device", "ranks", "timeout_s"},
-    "sandbox": {"isolation"},
+    "sandbox": {"isolation", "tier"},
     "stage": {"threads", "microbatch_tokens"},
 }
 """Keys that do not change the experiment, only how a machine carries it out: they may differ when a

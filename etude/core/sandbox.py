@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, fields
-from typing import Protocol
+from typing import Literal, Protocol, get_args
+
+Tier = Literal["process", "namespaces", "gvisor", "vm"]
+"""How much stands between what runs in a sandbox and the machine: nothing, namespaces of its
+kernel, a kernel in a program, or a kernel of its own."""
+TIERS: tuple[Tier, ...] = get_args(Tier)
+"""From the weakest to the strongest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +164,10 @@ class Sandbox(Protocol):
 
 class SandboxPool(Protocol):
     """A pool that sandboxes are opened from."""
+
+    @property
+    def tier(self) -> Tier:
+        """What its sandboxes hold on this machine."""
 
     def open(self, spec: SandboxSpec) -> AbstractAsyncContextManager[Sandbox]:
         """A fresh sandbox as the spec says; closed on every way out."""

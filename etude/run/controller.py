@@ -32,7 +32,7 @@ from etude.run.loop import RolloutLoop, RunAttempt, endless_tasks
 from etude.run.plugins import build, load
 from etude.run.process import run_process
 from etude.run.rollout import RolloutRunner
-from etude.sandbox.pool import open_sandbox_pool
+from etude.sandbox.pool import check_tier, open_sandbox_pool
 from etude.store.rollouts import RolloutLog
 from etude.store.runs import Run
 from etude.store.telemetry import Emit, event_writer
@@ -208,6 +208,7 @@ async def open_controller(store: str, gateway_url: str, process: str) -> AsyncIt
     config = run.config()
     pool = open_sandbox_pool(config.sandbox.isolation, config.heartbeat_timeout_s)
     try:
+        check_tier(pool, config.sandbox.tier)
         counts = {split: getattr(config.tasks, split) for split in ("train", *EVAL_SPLITS)}
         environment = build(
             config.tasks.environment, "tasks.environment", pool, counts=counts, seed=config.seed

@@ -8,7 +8,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from etude.core.errors import RolloutFailure
-from etude.core.sandbox import CommandResult, Patch, SandboxSpec
+from etude.core.sandbox import CommandResult, Patch, SandboxSpec, Tier
 from etude.sandbox.diff import unified_diff
 from etude.sandbox.files import inside, inside_directory, to_bytes
 from etude.sandbox.limits import COPY_BYTES, COPY_FILES
@@ -26,6 +26,8 @@ def silent(files: Files, argv: Sequence[str]) -> CommandResult:
 
 class FakeSandboxPool:
     """A `core.sandbox.SandboxPool`. Nothing runs in its sandboxes, so any limits hold."""
+
+    tier: Tier = "vm"
 
     def __init__(self, respond: Respond = silent) -> None:
         self._respond = respond

@@ -30,6 +30,7 @@ from etude.core.sandbox import (
     Patch,
     Process,
     SandboxSpec,
+    Tier,
     close_on_failure,
 )
 from etude.sandbox.diff import unified_diff
@@ -108,6 +109,11 @@ class NamespaceSandboxPool:
                 "has no walls, for code that you trust"
             )
         self.walls = Walls(**said["walls"])
+
+    @property
+    def tier(self) -> Tier:
+        """Less than its name where the calls of what runs in there cannot be filtered."""
+        return "namespaces" if self.walls.seccomp else "process"
 
     @contextlib.asynccontextmanager
     async def open(self, spec: SandboxSpec) -> AsyncIterator[NamespaceSandbox]:

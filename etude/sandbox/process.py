@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO
 
 from etude.core.errors import RolloutFailure
-from etude.core.sandbox import CommandResult, Patch, SandboxSpec, close_on_failure
+from etude.core.sandbox import CommandResult, Patch, SandboxSpec, Tier, close_on_failure
 from etude.sandbox import tree
 from etude.sandbox.diff import unified_diff
 from etude.sandbox.files import inside, inside_directory, to_bytes
@@ -62,6 +62,8 @@ os._exit(127)
 
 class ProcessSandboxPool:
     """A `core.sandbox.SandboxPool`."""
+
+    tier: Tier = "process"
 
     def __init__(self) -> None:
         self._sandboxes: set[ProcessSandbox] = set()
