@@ -111,6 +111,10 @@ class NamespaceSandboxPool:
         self.walls = Walls(**said["walls"])
 
     @property
+    def zygote_pid(self) -> int:
+        return self._zygote.pid
+
+    @property
     def tier(self) -> Tier:
         """Less than its name where the calls of what runs in there cannot be filtered."""
         return "namespaces" if self.walls.seccomp else "process"
