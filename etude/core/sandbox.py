@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, fields
@@ -43,13 +44,24 @@ class Repository:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """A server beside the agent, such as a database, reached by its name within the sandbox."""
+    """A server beside the agent, such as a database, reached by its name within the sandbox. It is
+    up before the agent is, in a fork as well, which starts its own."""
 
     name: str
-    image: str
-    argv: tuple[str, ...] = ()
-    env: Mapping[str, str] = field(default_factory=dict)
+    """Letters, digits and hyphens."""
+    argv: tuple[str, ...]
     port: int
+    image: str = ""
+    """By name and digest; empty: a program of the sandbox's own."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    check: tuple[str, ...] = ()
+    """A command that ends with status 0 once the service is up; none: that its port answers."""
+    ready_s: float = 30.0
+    """So long it may take until it is up."""
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch("[A-Za-z0-9-]+", self.name):
+            raise ValueError(f"service {self.name!r}: a name has letters, digits and hyphens only")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ JSON line, in order:
     {"op": "apply", "patch": {path: [mode, content]}}    {"ok": null}
     {"op": "send"} and {"op": "receive"}                 the whole working copy, out and in
     {"op": "limit", ...}                                 {"ok": null}
+    {"op": "name_services", "names": [...]}              {"ok": null}
     what cannot be done                                  {"error": [kind, message]}
 
 Contents are in base64. With "start" comes a socket, which belongs to that process: back over it go
@@ -63,6 +64,8 @@ from etude.sandbox.limits import (
 GUEST_ID = 1000
 WORK = "/work"
 TERMINALS = "/dev/pts"
+_ASIDE = "/tmp"
+"""For a moment, before anything runs."""
 
 _UNLOCK_TERMINAL, _OPEN_PEER = 0x40045431, 0x5441  # ioctls that `termios` has no names for
 _MAX_TERMINALS = 16
@@ -190,6 +193,17 @@ class Guest:
         self._copy_files = disk_files
         self._limits[resource.RLIMIT_NPROC] = processes
         self._mount_copies(kernel.MS_REMOUNT)
+
+    def op_name_services(self, names: list[str]) -> None:
+        """Over the file of names that all sandboxes share, one of this one alone."""
+        with open("/etc/hosts") as file:
+            hosts = file.read() + "".join(f"127.0.0.1 {name}\n" for name in names)
+        flags = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
+        kernel.mount("tmpfs", _ASIDE, "tmpfs", flags, "size=64k,mode=0755")
+        kernel.put(f"{_ASIDE}/hosts", hosts)
+        kernel.bind(f"{_ASIDE}/hosts", "/etc/hosts")
+        kernel.protect("/etc/hosts")
+        kernel.unmount(_ASIDE)
 
     def op_write(self, files: dict[str, tuple[int, str]]) -> None:
         for path, (mode, content) in files.items():

@@ -80,6 +80,11 @@ def bind(source: str, target: str) -> None:
     mount(source, target, None, MS_BIND | MS_REC)
 
 
+def unmount(target: str) -> None:
+    """The uppermost mount there; what is bound elsewhere lives on."""
+    _check(_libc.umount2(target.encode(), _MNT_DETACH), f"umount2({target})")
+
+
 def protect(target: str) -> None:
     """Make the mount and all below it read-only, without set-user-id programs and devices. Unlike a
     remount, this keeps the flags that an ordinary user's namespace may not clear."""

@@ -44,7 +44,8 @@ from etude.sandbox.limits import (
     files_in,
     memory_for,
 )
-from etude.sandbox.link import REPLY_TIMEOUT_S, Link
+from etude.sandbox.link import REPLY_TIMEOUT_S, Link, decoded, encoded
+from etude.sandbox.services import start_services
 from etude.sandbox.spec import check_env, check_spec, opening_tree
 from etude.sandbox.streams import Streams
 from etude.sandbox.tree import FILE, Entry, Tree, known
@@ -121,7 +122,9 @@ class NamespaceSandboxPool:
 
     @contextlib.asynccontextmanager
     async def open(self, spec: SandboxSpec) -> AsyncIterator[NamespaceSandbox]:
-        gives = {"repository", "user"} if spec.user == _USER else {"repository"}
+        gives = {"repository"} | ({"user"} if spec.user == _USER else set())
+        if not any(service.image for service in spec.services):
+            gives.add("services")
         check_spec(spec, backend="namespaces", gives=gives, limits=self.walls.limits)
         if (memory := _memory_bytes(spec.limits)) < LEAST_MEMORY_BYTES:
             raise EtudeError(
@@ -133,6 +136,7 @@ class NamespaceSandboxPool:
         sandbox = await self.start(spec, before)
         try:
             await sandbox.fill(before)
+            await sandbox.serve()
             yield sandbox
         finally:
             await sandbox.close()
@@ -272,6 +276,7 @@ class NamespaceSandbox:
         self._spec = spec
         self._before = before
         self._processes: dict[int, Keeper] = {}
+        self._services: list[asyncio.Task[None]] = []
         self._process_numbers = itertools.count(1)
         self.due = math.inf
         """When it should have answered what it is asked now."""
@@ -364,8 +369,13 @@ class NamespaceSandbox:
         await self.fill({inside(path): Entry(FILE, to_bytes(content))})
 
     async def fill(self, files: Tree) -> None:
-        encoded = {path: [mode, _encode(content or b"")] for path, (mode, content) in files.items()}
-        await self._ask(op="write", files=encoded)
+        await self._ask(op="write", files=encoded(files))
+
+    async def serve(self) -> None:
+        """Start what is to run beside the agent."""
+        if services := self._spec.services:
+            await self._ask(op="name_services", names=[service.name for service in services])
+            self._services = await start_services(self, services)
 
     async def limit(self, limits: Limits) -> None:
         size = limits.disk_bytes or COPY_BYTES
@@ -382,27 +392,18 @@ class NamespaceSandbox:
     async def diff(self) -> str:
         before = await asyncio.to_thread(known, self._before)
         answer = await self._ask(op="changes", before=before)
-        changed = {
-            path: Entry(each[0], None if each[1] is None else base64.b64decode(each[1]))
-            if each
-            else None
-            for path, each in answer.items()
-        }
+        changed = {path: each and Entry(*each) for path, each in decoded(answer).items()}
         return await asyncio.to_thread(unified_diff, self._before, changed)
 
     async def patch(self) -> Patch:
         self._close_processes()
         before = await asyncio.to_thread(known, self._before)
-        answer = await self._ask(op="patch", before=before)
-        return {
-            path: each and (each[0], base64.b64decode(each[1])) for path, each in answer.items()
-        }
+        found = decoded(await self._ask(op="patch", before=before))
+        return {path: each and (each[0], each[1] or b"") for path, each in found.items()}
 
     async def apply(self, patch: Patch) -> None:
-        encoded = {
-            inside(path): entry and [entry[0], _encode(entry[1])] for path, entry in patch.items()
-        }
-        await self._ask(op="apply", patch=encoded)
+        plain = {inside(path): entry for path, entry in patch.items()}
+        await self._ask(op="apply", patch=encoded(plain))
 
     async def fork(self) -> NamespaceSandbox:
         sandbox = await self._pool.start(self._spec, self._before)
@@ -415,6 +416,7 @@ class NamespaceSandbox:
             # each of the two fails with the other; what the working copy is to blame for says why
             for failure in sorted(failures, key=lambda e: not isinstance(e, ValueError)):
                 raise failure
+            await sandbox.serve()
         return sandbox
 
     async def _copy(self, op: str, over: socket.socket) -> None:
@@ -434,6 +436,8 @@ class NamespaceSandbox:
         self._link.abort()
 
     def _close_processes(self) -> None:
+        for reading in self._services:
+            reading.cancel()
         for keeper in list(self._processes.values()):
             keeper.close()
 

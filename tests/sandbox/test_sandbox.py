@@ -23,7 +23,10 @@ LONG_S = 60.0
     ("part", "spec"),
     [
         ("image", SandboxSpec(image="python@sha256:0")),
-        ("services", SandboxSpec(services=(Service(name="db", image="postgres", port=5432),))),
+        (
+            "services",
+            SandboxSpec(services=(Service(name="db", image="postgres", argv=(), port=5432),)),
+        ),
         ("network", SandboxSpec(network=("pypi.org",))),
     ],
 )
