@@ -73,7 +73,7 @@ class Zygote:
         self._descriptors: list[int] = []
         self._cgroups, refused = _open_cgroups()
         root = os.geteuid() == 0
-        _wall_in(mountpoint)
+        _wall_in(mountpoint, with_cgroups=self._cgroups is not None)
         self._own_ids = _own_ids() if root else itertools.repeat(None)
         _become_template()
         self.walls = {
@@ -171,7 +171,7 @@ def _open_cgroups() -> tuple[Cgroups | None, str]:
         return None, str(e.strerror)
 
 
-def _wall_in(mountpoint: str) -> None:
+def _wall_in(mountpoint: str, *, with_cgroups: bool) -> None:
     kernel.forbid_new_privileges()
     kernel.adopt_orphans()
     if root := os.geteuid() == 0:
@@ -185,8 +185,9 @@ def _wall_in(mountpoint: str) -> None:
     kernel.change_root(mountpoint)
     if root:
         os.setgroups([])
-        # the last is for cgroups: the uppermost ones are writable to nobody, root included
-        kernel.drop_capabilities(kernel.CAP_SETUID, kernel.CAP_SETGID, kernel.CAP_DAC_OVERRIDE)
+        # the uppermost cgroups are writable to nobody, root included
+        tidying = (kernel.CAP_DAC_OVERRIDE,) if with_cgroups else ()
+        kernel.drop_capabilities(kernel.CAP_SETUID, kernel.CAP_SETGID, *tidying)
 
 
 def _own_ids() -> Iterator[int]:
