@@ -4,6 +4,7 @@ an agent left."""
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +15,7 @@ from etude.core.types import Score
 from etude.rewards.fresh import grade_by_command, run_in_fresh_sandbox
 from etude.rewards.junit import parse_junit
 from etude.sandbox.namespaces import NamespaceSandboxPool
+from etude.sandbox.process import ProcessSandboxPool
 from tests.namespaces import need_namespaces
 
 BROKEN = "def area(a, b):\n    return a + b\n"
@@ -201,3 +203,28 @@ BOMB = b'<!DOCTYPE x [<!ENTITY a "aaaa"><!ENTITY b "&a;&a;">]><x>&b;</x>'
 def test_no_report_breaks_the_parser(report: bytes) -> None:
     with pytest.raises(ValueError):
         parse_junit(report)
+
+
+async def test_pytest_reports_by_itself() -> None:
+    """In sandboxes without walls, which have what is installed here."""
+    tests = "import shape\n\ndef test_area():\n    assert shape.area(2, 3) == 6\n"
+    tests += "\nclass TestMore:\n    def test_square(self):\n        assert shape.area(3, 3) == 9\n"
+    argv = ["sh", "-c", f"{sys.executable} -m pytest -p no:cacheprovider --junitxml=$ETUDE_REPORT"]
+    expected = ("tests.test_shape::test_area", "tests.test_shape.TestMore::test_square")
+    spec = SandboxSpec(files={"shape.py": BROKEN}, env={"PYTHONPATH": "."})
+    pool = ProcessSandboxPool()
+    rewards = []
+    for source in (BROKEN, HONEST):
+        async with pool.open(spec) as sandbox:
+            await sandbox.write("shape.py", source)
+            score = await grade_by_command(
+                sandbox,
+                pool,
+                spec,
+                argv,
+                timeout_s=60,
+                files={"tests/test_shape.py": tests},
+                expected=expected,
+            )
+            rewards.append(worth(score))
+    assert rewards == [(0.0, 0.0), (1.0, 1.0)], score.parts[0].evidence
