@@ -31,8 +31,12 @@ class Cgroups:
         self._base = f"{_PREFIX}{os.getpid()}"
         self._parents: dict[str, int] = {}
         self._bases: dict[str, int] = {}
-        for controller, place in places.items():
-            self._open(controller, place)
+        try:
+            for controller, place in places.items():
+                self._open(controller, place)
+        except OSError:
+            self.close()
+            raise
 
     def _open(self, controller: str, place: str) -> None:
         if self.version == "v2":

@@ -51,8 +51,9 @@ def main(control: socket.socket, mountpoint: str) -> None:
     # the kernel reaps; nobody here asks how a sandbox ended
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    cgroups, refused = _open_cgroups()
     try:
-        zygote = Zygote(control, mountpoint)
+        zygote = Zygote(control, mountpoint, cgroups, refused)
         error = zygote.try_one()
     except OSError as e:
         error = str(e.strerror)
@@ -60,18 +61,22 @@ def main(control: socket.socket, mountpoint: str) -> None:
     control.sendall(json.dumps(said).encode() + b"\n")
     while not error and zygote.serve_one():
         pass
-    zygote.close()
+    if cgroups:
+        cgroups.close()
     os._exit(0)
 
 
 class Zygote:
     """This process, walled in."""
 
-    def __init__(self, control: socket.socket, mountpoint: str) -> None:
+    def __init__(
+        self, control: socket.socket, mountpoint: str, cgroups: Cgroups | None, refused: str
+    ) -> None:
+        """`refused`: why there are no cgroups."""
         self._control = control
         self._buffer = b""
         self._descriptors: list[int] = []
-        self._cgroups, refused = _open_cgroups()
+        self._cgroups = cgroups
         root = os.geteuid() == 0
         _wall_in(mountpoint, with_cgroups=self._cgroups is not None)
         self._own_ids = _own_ids() if root else itertools.repeat(None)
@@ -157,10 +162,6 @@ class Zygote:
             else {"error": ["", "the first process of a sandbox ended without a word"]}
         )
         return str(answer["error"][1]) if "error" in answer else ""
-
-    def close(self) -> None:
-        if self._cgroups:
-            self._cgroups.close()
 
 
 def _open_cgroups() -> tuple[Cgroups | None, str]:

@@ -588,12 +588,11 @@ import os, socket, sys
 from etude.sandbox.zygote import Zygote
 
 host, own = socket.socketpair()
-zygote = Zygote(own, sys.argv[1])
+zygote = Zygote(own, sys.argv[1], None, 'not tried')
 host.send(b"?\\n?\\n")
 assert zygote.serve_one()
 host.close()  # with an answer unread
 assert zygote.serve_one() is False
-zygote.close()
 os._exit(0)
 """
     done = subprocess.run(
@@ -643,7 +642,9 @@ asyncio.run(main())
         await until_gone(below)
 
 
-def test_a_kernel_that_refuses_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_refuses_is_named_with_the_way_out(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     refuse = (
         "import errno, os, socket, sys; sys.path.append(sys.argv[1]); from etude.sandbox import "
         "kernel, zygote\n"
@@ -656,6 +657,7 @@ def test_a_kernel_that_refuses_is_named_with_the_way_out(monkeypatch: pytest.Mon
         EtudeError, match=r"unshare\(0x20000\): Operation not permitted.*isolation = \"process\""
     ):
         NamespaceSandboxPool()
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.skipif(

@@ -13,7 +13,7 @@ import pytest
 
 from etude.core.errors import EtudeError
 from etude.core.sandbox import Limits, SandboxSpec
-from etude.sandbox import landlock, namespaces
+from etude.sandbox import cgroups, landlock, namespaces
 from etude.sandbox.cgroups import find, limits
 from etude.sandbox.namespaces import NamespaceSandboxPool
 from tests.namespaces import need_namespaces
@@ -242,6 +242,17 @@ zygote.main(socket.socket(fileno=int(sys.argv[2])), sys.argv[3])
                 pass
     finally:
         await pool.close()
+
+
+def test_what_was_made_before_something_was_refused_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "memory").mkdir()
+    places = {"memory": str(tmp_path / "memory"), "cpu": str(tmp_path / "nowhere")}
+    monkeypatch.setattr(cgroups, "find", lambda own, mounts: ("v1", places))
+    with pytest.raises(OSError, match="nowhere"):
+        cgroups.Cgroups()
+    assert list((tmp_path / "memory").iterdir()) == []
 
 
 FIRST = """\
