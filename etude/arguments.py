@@ -171,6 +171,12 @@ def _add_inspection(add: AddCommand) -> None:
     )
     keys_parser.add_argument("--markdown", action="store_true", help="all of them, as a page")
 
+    add(
+        "doctor",
+        "what this machine has for sandboxes, and how to get the rest",
+        json_text="print one line of JSON instead",
+    )
+
     bench_parser = add("bench", "run a benchmark", json_text="end with one line of JSON")
     bench_parser.formatter_class = argparse.RawDescriptionHelpFormatter
     bench_parser.epilog = "benchmarks:\n" + "\n".join(

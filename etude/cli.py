@@ -266,6 +266,12 @@ def _machine() -> str:
     return f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
 
 
+def doctor(args: argparse.Namespace) -> int:
+    from etude.commands.doctor import doctor
+
+    return doctor(as_json=args.json)
+
+
 COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "demo": demo,
     "run": run,
@@ -281,6 +287,7 @@ COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "show": show,
     "sessions": sessions,
     "keys": keys,
+    "doctor": doctor,
     "bench": bench,
 }
 

@@ -40,7 +40,8 @@ EDGES: dict[str, set[str]] = {
     "cli": {"arguments", "commands", "launch"},
     "arguments": set(),
     "__main__": {"cli"},
-    "commands": {"dash", "engine", "model", "serve", "store", "train", "weights", "launch", "run"},
+    "commands": {"dash", "engine", "model", "serve", "store", "train", "weights", "launch", "run"}
+    | {"sandbox"},
     "commands.trial": {"trainer.prepare"},
     "launch": {
         "dash",

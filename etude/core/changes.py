@@ -17,7 +17,7 @@ OPERATIONAL: dict[str, set[str]] = {
     "tasks": {"timeout_s"},
     "harness": {"concurrency", "timeout_s"},
     "trainer": {"device", "ranks", "timeout_s"},
-    "sandbox": {"isolation", "mounts", "cpus", "memory_mib", "disk_mib", "processes"},
+    "sandbox": {"isolation", "tier", "mounts", "cpus", "memory_mib", "disk_mib", "processes"},
     "stage": {"threads", "microbatch_tokens"},
 }
 """Keys that do not change the experiment, only how a machine carries it out."""

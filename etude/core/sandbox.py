@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, fields, replace
-from typing import Protocol
+from typing import Literal, Protocol, get_args
+
+Tier = Literal["process", "namespaces", "gvisor", "vm"]
+"""How much stands between what runs in a sandbox and the machine: nothing, namespaces of its
+kernel, a kernel in a program, or a kernel of its own."""
+TIERS: tuple[Tier, ...] = get_args(Tier)
+"""From the weakest to the strongest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,7 +21,7 @@ class Limits:
 
     cpus: float | None = None
     memory_bytes: int | None = None
-    """Of each process."""
+    """Of each process; of all together as well, where the machine can hold that."""
     disk_bytes: int | None = None
     """Of the working copy; temporary files may take as much again."""
     processes: int | None = None
@@ -43,13 +50,24 @@ class Repository:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """A server beside the agent, such as a database, reached by its name within the sandbox."""
+    """A server beside the agent, such as a database, reached by its name within the sandbox. It is
+    up before the agent is, in a fork as well, which starts its own."""
 
     name: str
-    image: str
-    argv: tuple[str, ...] = ()
-    env: Mapping[str, str] = field(default_factory=dict)
+    """Letters, digits and hyphens."""
+    argv: tuple[str, ...]
     port: int
+    image: str = ""
+    """By name and digest; empty: a program of the sandbox's own."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    check: tuple[str, ...] = ()
+    """A command that ends with status 0 once the service is up; none: that its port answers."""
+    ready_s: float = 30.0
+    """So long it may take until it is up."""
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch("[A-Za-z0-9-]+", self.name):
+            raise ValueError(f"service {self.name!r}: a name has letters, digits and hyphens only")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +97,13 @@ class CommandResult:
     exit_code: int | None
     output: str
     """Of stdout and stderr together; bytes that are not UTF-8 appear as replacement characters."""
+    report: bytes = b""
+    """What was written to the report, if there was to be one."""
+
+
+Patch = Mapping[str, tuple[int, bytes] | None]
+"""What was changed in a working copy: path -> mode, as git writes it (0o100644, 0o100755 and for
+links 0o120000), and content, which is where a link leads; None: it was deleted."""
 
 
 class Process(Protocol):
@@ -111,10 +136,12 @@ class Sandbox(Protocol):
         stdin: str | bytes = "",
         cwd: str = ".",
         env: Mapping[str, str] | None = None,
+        report: bool = False,
     ) -> CommandResult:
         """Runs a command to its end. Processes that it leaves behind in the background are killed
         with it; `start` is for those that are to live on. ValueError for a `cwd` that is not a
-        directory of the working copy."""
+        directory of the working copy. With `report` the command finds in ETUDE_REPORT the path of a
+        pipe that nothing else writes to."""
 
     async def start(
         self,
@@ -138,6 +165,13 @@ class Sandbox(Protocol):
         """What changed in the working copy since it was opened, as a unified diff. In a fork: since
         the sandbox was opened that it comes from."""
 
+    async def patch(self) -> Patch:
+        """Kills every process in it and gives all that changed, as `diff` tells it, but whole.
+        ValueError if that is too much. Directories and special files are no part of it."""
+
+    async def apply(self, patch: Patch) -> None:
+        """Changes the working copy so. Links are replaced, never followed."""
+
     async def fork(self) -> Sandbox:
         """Another sandbox whose working copy starts as this one's is now. Only files are copied:
         processes stay here."""
@@ -148,6 +182,10 @@ class Sandbox(Protocol):
 
 class SandboxPool(Protocol):
     """A pool that sandboxes are opened from."""
+
+    @property
+    def tier(self) -> Tier:
+        """What its sandboxes hold on this machine."""
 
     def open(self, spec: SandboxSpec) -> AbstractAsyncContextManager[Sandbox]:
         """A fresh sandbox as the spec says; closed on every way out."""

@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from etude.core.sandbox import Limits
+from etude.core.sandbox import TIERS, Limits, Tier
 from etude.core.schema import Config, Count, Positive
 
 
@@ -18,6 +18,9 @@ class SandboxConfig(Config):
     isolation: Literal["namespaces", "process"] = "namespaces"
     """The isolation of a sandbox. `process` isolates nothing: only for machines whose kernel
     refuses namespaces, and code you trust."""
+    tier: Tier = "process"
+    """The weakest isolation that this run accepts, whatever `isolation` says: it does not start
+    where the sandboxes of a machine hold less."""
     mounts: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Directories of this machine that every sandbox shows, read-only: `PATH`, at the same place,
     or `PATH:PLACE`. Relative paths start at the folder of the run's file. A `bin` in one is
@@ -27,11 +30,20 @@ class SandboxConfig(Config):
     """Processors that a sandbox may use; this and the next three hold for tasks that do not say
     otherwise, and None is what the backend gives by default (docs/sandboxes.md)."""
     memory_mib: Count | None = None
-    """Memory of each process."""
+    """Memory of each process, and where a cgroup is writable of all together."""
     disk_mib: Count | None = None
     """Size of the working copy, and of the temporary files."""
     processes: Count | None = None
     """Processes of a sandbox at the same time."""
+
+    @model_validator(mode="after")
+    def _isolation_holds_the_tier(self) -> SandboxConfig:
+        if TIERS.index(self.isolation) < TIERS.index(self.tier):
+            raise ValueError(
+                f'isolation "{self.isolation}" holds less than tier "{self.tier}": choose another '
+                "isolation, or a lower tier"
+            )
+        return self
 
     def seen_from(self, folder: Path) -> SandboxConfig:
         """The same with the paths of this machine made absolute."""

@@ -35,7 +35,7 @@ from etude.run.loop import RolloutLoop, RunAttempt, endless_tasks
 from etude.run.plugins import build, load
 from etude.run.process import run_process
 from etude.run.rollout import RolloutRunner
-from etude.sandbox.pool import open_sandbox_pool
+from etude.sandbox.pool import check_tier, open_sandbox_pool
 from etude.store.rollouts import RolloutLog
 from etude.store.runs import Run
 from etude.store.telemetry import Emit, event_writer
@@ -265,6 +265,7 @@ async def open_environment(config: RunConfig) -> AsyncIterator[tuple[Environment
         sandbox.isolation, config.heartbeat_timeout_s, mounts=sandbox.mounts, limits=sandbox.limits
     )
     try:
+        check_tier(pool, config.sandbox.tier)
         counts = {split: getattr(config.tasks, split) for split in ("train", *EVAL_SPLITS)}
         environment = build(
             config.tasks.environment, "tasks.environment", pool, counts=counts, seed=config.seed

@@ -1,7 +1,8 @@
 """A command in a sandbox: from a fork of the sandbox's first process to the program it becomes.
 
 Each is process 1 of a PID namespace below its keeper's, with a /proc of its own, without
-capabilities, without the calls that `syscalls` refuses, and without any descriptor but its three.
+capabilities, without the calls that `syscalls` refuses, bound by the rules of `landlock`, and
+without any descriptor but its three.
 It cannot name its keeper, so it cannot signal, trace or starve it; and when it ends, the kernel
 ends all that it left running.
 
@@ -22,7 +23,7 @@ import traceback
 import types
 from typing import NamedTuple, NoReturn
 
-from etude.sandbox import kernel
+from etude.sandbox import kernel, landlock
 from etude.sandbox.limits import NICENESS
 
 PROGRAMS: list[str] = []
@@ -33,6 +34,8 @@ _ALWAYS_LOADED = frozenset(sys.builtin_module_names) | {
     "codecs", "encodings", "genericpath", "io", "os", "posixpath", "site", "stat", "zipimport",
 }  # fmt: skip
 """What a Python has loaded before the first line of a script."""
+_REPORT = 3
+REPORT_PATH = f"/dev/fd/{_REPORT}"
 HIDDEN = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
 READ_ONLY = HIDDEN | kernel.MS_RDONLY
 
@@ -48,6 +51,10 @@ class Command(NamedTuple):
     output: int
     terminal: bool
     limits: dict[int, int]
+    rules: int | None
+    """Of `landlock`."""
+    report: int | None
+    """A pipe for what is to be told beside the output."""
 
 
 def environment() -> dict[str, str]:
@@ -99,11 +106,16 @@ def _become(command: Command, breaks: int) -> NoReturn:
         if command.terminal:
             os.setsid()
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        if command.rules is not None:
+            landlock.restrict(command.rules)
         kernel.filter_calls()
     except OSError as e:
         os.write(breaks, str(e).encode())
         os._exit(1)
-    os.closerange(3, 1 << 20)
+    if command.report is not None:
+        os.dup2(command.report, _REPORT)
+        os.set_inheritable(_REPORT, True)
+    os.closerange(_REPORT if command.report is None else _REPORT + 1, 1 << 20)
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     if argv[0] in ("python", "python3") and not PROGRAMS:

@@ -8,7 +8,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from etude.core.errors import RolloutFailure
-from etude.core.sandbox import CommandResult, SandboxSpec
+from etude.core.sandbox import CommandResult, Patch, SandboxSpec, Tier
 from etude.sandbox.diff import unified_diff
 from etude.sandbox.files import inside, inside_directory, to_bytes
 from etude.sandbox.limits import COPY_BYTES, COPY_FILES
@@ -28,6 +28,8 @@ def refuse(files: Files, argv: Sequence[str]) -> CommandResult:
 
 class FakeSandboxPool:
     """A `core.sandbox.SandboxPool`. Nothing runs in its sandboxes, so any limits hold."""
+
+    tier: Tier = "vm"
 
     def __init__(self, respond: Respond = refuse) -> None:
         self._respond = respond
@@ -72,6 +74,7 @@ class FakeSandbox:
         stdin: str | bytes = "",
         cwd: str = ".",
         env: Mapping[str, str] | None = None,
+        report: bool = False,
     ) -> CommandResult:
         return self._answer(argv, cwd, env)
 
@@ -112,11 +115,28 @@ class FakeSandbox:
         self.files[inside(path)] = content
 
     async def diff(self) -> str:
+        return unified_diff(self._before, self._changes())
+
+    def _changes(self) -> dict[str, Entry | None]:
         now = _tree(self.files)
         changed: dict[str, Entry | None] = {
             path: entry for path, entry in now.items() if self._before.get(path) != entry
         }
-        return unified_diff(self._before, changed | dict.fromkeys(self._before.keys() - now.keys()))
+        return changed | dict.fromkeys(self._before.keys() - now.keys())
+
+    async def patch(self) -> Patch:
+        await self.close()
+        return {
+            path: entry and (entry.mode, entry.content or b"")
+            for path, entry in self._changes().items()
+        }
+
+    async def apply(self, patch: Patch) -> None:
+        for path, entry in patch.items():
+            if entry is None:
+                self.files.pop(inside(path), None)
+            else:
+                self.files[inside(path)] = entry[1]
 
     async def fork(self) -> FakeSandbox:
         forked = FakeSandbox(self.files, self._respond)

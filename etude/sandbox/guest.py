@@ -6,15 +6,18 @@ JSON line, in order:
 
     {"op": "write", "files": {path: [mode, content]}}    {"ok": null}
     {"op": "read", "path": path}                         {"ok": content}
-    {"op": "run", "argv": [...], "stdin": content, ...}  {"ok": [code or null, output]}
+    {"op": "run", "argv": [...], "stdin": content, ...}  {"ok": [code or null, output, report]}
     {"op": "start", "argv": [...], "pty": bool, ...}     {"ok": null}
     {"op": "changes", "before": {path: [...]}}           {"ok": {path: [mode, content] or null}}
+    {"op": "patch", "before": {path: [...]}}             the same, whole, with all processes killed
+    {"op": "apply", "patch": {path: [mode, content]}}    {"ok": null}
     {"op": "send"} and {"op": "receive"}                 the whole working copy, out and in
     {"op": "limit", ...}                                 {"ok": null}
+    {"op": "name_services", "names": [...]}              {"ok": null}
     what cannot be done                                  {"error": [kind, message]}
 
 Contents are in base64. With "start" comes a socket, which belongs to that process: back over it go
-the host's ends of its streams, and from then on it is the business of a keeper (see `keep`). With
+the host's ends of its streams, and from then on it is the business of a `keeper`. With
 "send" and "receive" come the two ends of one between the sandboxes: a copy never passes the host.
 
 This process and the keepers are trusted, what they run is not, and they never meet (see `command`).
@@ -43,15 +46,18 @@ import time
 from typing import Any, NoReturn
 
 from etude.core.errors import RolloutFailure
-from etude.sandbox import kernel, tree
-from etude.sandbox.command import HIDDEN, Command, spawn
+from etude.sandbox import kernel, landlock, tree
+from etude.sandbox.command import HIDDEN, REPORT_PATH, Command, spawn
+from etude.sandbox.keeper import keep, raise_if_broken, reaped
 from etude.sandbox.limits import (
     COPY_BYTES,
     COPY_FILES,
     LIMITS,
     OUTPUT_BYTES,
+    PATCH_BYTES,
     QUOTAS,
     READ_BYTES,
+    REPORT_BYTES,
     TERMINAL_SIZE,
 )
 
@@ -60,6 +66,8 @@ WORK = "/work"
 TERMINALS = "/dev/pts"
 COVERED: list[tuple[str, str]] = []
 """Mounts whose place is below /tmp, and where the zygote keeps them."""
+_ASIDE = "/tmp"
+"""For a moment, before anything runs."""
 
 _UNLOCK_TERMINAL, _OPEN_PEER = 0x40045431, 0x5441  # ioctls that `termios` has no names for
 _MAX_TERMINALS = 16
@@ -111,11 +119,16 @@ def end() -> NoReturn:
     """End as the last process of the sandbox: when the host sees it, nothing in there is left. The
     kernel would kill the others as well, but only after it has closed our socket."""
     if os.getpid() == 1:
-        with contextlib.suppress(ProcessLookupError, ChildProcessError):
-            os.kill(-1, signal.SIGKILL)  # to process 1, all there are is this sandbox
-            while True:
-                os.waitpid(-1, 0)
+        _kill_all()
     os._exit(0)
+
+
+def _kill_all() -> None:
+    """Of process 1: to it, all there are is this sandbox."""
+    with contextlib.suppress(ProcessLookupError, ChildProcessError):
+        os.kill(-1, signal.SIGKILL)
+        while True:
+            os.waitpid(-1, 0)
 
 
 def serve(connection: socket.socket) -> NoReturn:
@@ -169,6 +182,7 @@ class Guest:
         os.chdir(WORK)
         self._work = os.open(WORK, os.O_PATH | os.O_DIRECTORY)
         self._own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY)
+        self._rules = landlock.rules((WORK, "/tmp"), "/dev")
 
     def _mount_copies(self, more_flags: int = 0) -> None:
         flags = kernel.MS_NOSUID | kernel.MS_NODEV | more_flags
@@ -184,6 +198,17 @@ class Guest:
         self._limits[resource.RLIMIT_NPROC] = processes
         self._limits[resource.RLIMIT_AS] = process_bytes
         self._mount_copies(kernel.MS_REMOUNT)
+
+    def op_name_services(self, names: list[str]) -> None:
+        """Over the file of names that all sandboxes share, one of this one alone."""
+        with open("/etc/hosts") as file:
+            hosts = file.read() + "".join(f"127.0.0.1 {name}\n" for name in names)
+        flags = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
+        kernel.mount("tmpfs", _ASIDE, "tmpfs", flags, "size=64k,mode=0755")
+        kernel.put(f"{_ASIDE}/hosts", hosts)
+        kernel.bind(f"{_ASIDE}/hosts", "/etc/hosts")
+        kernel.protect("/etc/hosts")
+        kernel.unmount(_ASIDE)
 
     def op_write(self, files: dict[str, tuple[int, str]]) -> None:
         for path, (mode, content) in files.items():
@@ -250,6 +275,19 @@ class Guest:
             for path, entry in changed.items()
         }
 
+    def op_patch(self, before: dict[str, list[Any]]) -> dict[str, Any]:
+        _kill_all()
+        known = {path: tuple(each) for path, each in before.items()}
+        found = tree.patch(self._opener, known, max_bytes=PATCH_BYTES, max_entries=self._copy_files)
+        return {path: each and [each[0], _encode(each[1])] for path, each in found.items()}
+
+    def op_apply(self, patch: dict[str, list[Any] | None]) -> None:
+        changed = {
+            path: (each[0], base64.b64decode(each[1])) if each else None
+            for path, each in patch.items()
+        }
+        tree.apply(WORK, changed)
+
     def op_send(self) -> None:
         # whoever does not read it to its end says why
         with self._link.take_socket() as to, contextlib.suppress(ConnectionError):
@@ -268,44 +306,59 @@ class Guest:
                 raise ValueError(f"the working copy cannot be copied: {e.strerror}") from e
 
     def op_run(
-        self, argv: list[str], stdin: str, timeout_s: float, cwd: str, env: dict[str, str]
-    ) -> tuple[int | None, str]:
-        directory = self._directory(cwd)
-        source = os.memfd_create("stdin")
-        out_of, output = os.pipe()
+        self,
+        argv: list[str],
+        stdin: str,
+        timeout_s: float,
+        cwd: str,
+        env: dict[str, str],
+        report: bool,
+    ) -> tuple[int | None, str, str]:
+        opened = [self._directory(cwd), os.memfd_create("stdin"), *os.pipe()]
+        directory, source, out_of, output = opened
+        tails = [_Tail(out_of, OUTPUT_BYTES)]
+        reporting = None
+        if report:
+            report_of, reporting = os.pipe()
+            opened += [report_of, reporting]
+            tails += [_Tail(report_of, REPORT_BYTES)]
+            env = {**env, "ETUDE_REPORT": REPORT_PATH}
         limits = {**self._limits, resource.RLIMIT_CPU: math.ceil(timeout_s) + 1}
-        command = Command(argv, env, directory, source, output, False, limits)
+        command = Command(
+            argv, env, directory, source, output, False, limits, self._rules, reporting
+        )
         try:
             os.pwrite(source, base64.b64decode(stdin), 0)
             child, broken = spawn(command, self._own_pids)
-            tail = _Tail(out_of)
-            code = self._wait(child, tail, time.monotonic() + timeout_s)
-            _raise_if_broken(broken)
-            return code, tail.rest().decode(errors="replace")
+            code = self._wait(child, tails, time.monotonic() + timeout_s)
+            raise_if_broken(broken)
+            told, *reported = [tail.rest() for tail in tails]
+            return code, told.decode(errors="replace"), _encode(b"".join(reported))
         except OSError as e:
             raise RolloutFailure(f"a command could not be run: {e}") from e
         finally:
-            for descriptor in (directory, source, out_of, output):
+            for descriptor in opened:
                 os.close(descriptor)
 
-    def _wait(self, child: int, tail: _Tail, deadline: float) -> int | None:
+    def _wait(self, child: int, tails: list[_Tail], deadline: float) -> int | None:
         """The exit status (minus the signal, if one ended it), or None when it was killed: for its
         time, or because the host asks for something else now, which it does only when nobody waits
         for this answer any more."""
         handle = os.pidfd_open(child)
         poll = select.poll()
-        for each in (handle, self._link, tail):
-            poll.register(each, select.POLLIN)
-        ready = {tail.fileno()}
-        while ready == {tail.fileno()}:
-            tail.read()
+        for descriptor in (handle, self._link.fileno(), *(tail.fileno() for tail in tails)):
+            poll.register(descriptor, select.POLLIN)
+        ready = {tail.fileno() for tail in tails}
+        while ready <= {tail.fileno() for tail in tails}:
+            for tail in tails:
+                tail.read()
             left = 0.0 if self._link.waiting() else max(0.0, deadline - time.monotonic())
             ready = {descriptor for descriptor, _ in poll.poll(math.ceil(left * 1000))}
             if left == 0.0:
                 break
         os.close(handle)
         ended = handle in ready
-        code = _reaped(child, kill=not ended)
+        code = reaped(child, kill=not ended)
         return code if ended else None
 
     def op_start(self, argv: list[str], cwd: str, env: dict[str, str], pty: bool) -> None:
@@ -320,7 +373,9 @@ class Guest:
                     self._link.close()
                     for descriptor in theirs:
                         os.close(descriptor)
-                    command = Command(argv, env, directory, source, output, pty, self._limits)
+                    command = Command(
+                        argv, env, directory, source, output, pty, self._limits, self._rules, None
+                    )
                     keep(control, command, self._own_pids)
             finally:
                 for descriptor in set(opened):
@@ -330,8 +385,9 @@ class Guest:
 class _Tail:
     """The last of what comes out of a pipe; the rest is read and forgotten."""
 
-    def __init__(self, pipe: int) -> None:
+    def __init__(self, pipe: int, limit: int) -> None:
         self._pipe = pipe
+        self._limit = limit
         self._kept = b""
         os.set_blocking(pipe, False)
 
@@ -344,7 +400,7 @@ class _Tail:
             data = os.read(self._pipe, 1 << 16)
         except BlockingIOError:
             return False
-        self._kept = (self._kept + data)[-OUTPUT_BYTES:]
+        self._kept = (self._kept + data)[-self._limit :]
         return bool(data)
 
     def rest(self) -> bytes:
@@ -352,69 +408,6 @@ class _Tail:
         while self.read():
             pass
         return self._kept
-
-
-def keep(control: socket.socket, command: Command, own_pids: int) -> NoReturn:
-    """Be the keeper of a process that lives on between commands.
-
-    A "?" from the host is answered with a "?" and a newline; "k", or the end of its side, kills the
-    process and all below it. The last word is a line with its exit status, or "!" and why it could
-    not be started."""
-    try:
-        child, broken = spawn(command, own_pids)
-        for descriptor in {command.directory, command.source, command.output}:
-            os.close(descriptor)
-        _attend(control, child)
-        code = _reaped(child, kill=True)
-        _raise_if_broken(broken)
-        _say_last(control, str(code))
-    except OSError as e:
-        _say_last(control, f"!a process could not be started: {e}")
-    finally:
-        os._exit(0)
-
-
-def _say_last(control: socket.socket, word: str) -> None:
-    """Stay until the host has heard it: a socket that ends with a question unread, or that is asked
-    when it has ended, takes what it said with it."""
-    with contextlib.suppress(ConnectionError):
-        control.sendall(f"{word}\n".encode())
-        while control.recv(64):
-            pass
-
-
-def _attend(control: socket.socket, child: int) -> None:
-    """Until the child has ended, or is to end."""
-    handle = os.pidfd_open(child)
-    poll = select.poll()
-    poll.register(handle, select.POLLIN)
-    poll.register(control, select.POLLIN)
-    while True:
-        ready = {descriptor for descriptor, _ in poll.poll()}
-        if handle in ready:
-            return
-        try:
-            word = control.recv(64)
-            if not word or b"k" in word:
-                return
-            control.sendall(b"?\n" * len(word))
-        except ConnectionError:
-            return
-
-
-def _reaped(child: int, *, kill: bool) -> int:
-    """Its exit status. Process 1 of a namespace is not reaped before every other process in it is
-    gone."""
-    if kill:
-        os.kill(child, signal.SIGKILL)  # without effect on one that has ended
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def _raise_if_broken(broken: int) -> None:
-    reason = os.read(broken, 1000)
-    os.close(broken)
-    if reason:
-        raise OSError(reason.decode())
 
 
 def _open_pipes() -> tuple[int, int, int, int]:

@@ -1,7 +1,7 @@
 """A process in the background of a sandbox in namespaces: the host's side.
 
 Its output and input are pipes, or a terminal, that the host holds the other ends of. Whether it
-lives, and how it ended, says its keeper (`guest.keep`), over a socket of its own: so it is reached
+lives, and how it ended, says its keeper (`keeper`), over a socket of its own: so it is reached
 at any time, whatever else the sandbox is doing.
 """
 

@@ -22,7 +22,7 @@ CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWUTS, CLONE_NEWIPC = (
 )
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 
-CAP_SETGID, CAP_SETUID = 6, 7
+CAP_DAC_OVERRIDE, CAP_SETGID, CAP_SETUID = 1, 6, 7
 
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
 MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
@@ -78,6 +78,11 @@ def mount(
 
 def bind(source: str, target: str) -> None:
     mount(source, target, None, MS_BIND | MS_REC)
+
+
+def unmount(target: str) -> None:
+    """The uppermost mount there; what is bound elsewhere lives on."""
+    _check(_libc.umount2(target.encode(), _MNT_DETACH), f"umount2({target})")
 
 
 def protect(target: str) -> None:
@@ -156,6 +161,10 @@ def drop_capabilities(*kept: int) -> None:
     header = struct.pack("=Ii", 0x20080522, 0)  # version 3, this thread
     low = sum(1 << each for each in kept)
     _check(_libc.capset(header, struct.pack("=6I", low, low, 0, 0, 0, 0)), "capset")
+
+
+def can_filter_calls() -> bool:
+    return _filter is not None
 
 
 def filter_calls() -> None:

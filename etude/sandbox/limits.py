@@ -1,9 +1,8 @@
 """Resource limits of a sandbox: numbers for small modules and their tests.
 
-Time, processes, files and the size of each process are bounded. The memory of a sandbox as a whole
-is not: each of its processes may hold RLIMIT_AS, and only a cgroup, which takes rights that we do
-not ask for, could bound the sum. When memory runs out, the kernel ends commands first. Where that
-is not enough, run the controller in a cgroup of its own.
+Time, processes, files and the size of each process are bounded in any case. What the processes hold
+together is bounded by a cgroup where one is writable (`cgroups`); where none is, each of them may
+hold RLIMIT_AS, and when memory runs out, the kernel ends commands first.
 """
 
 from __future__ import annotations
@@ -19,10 +18,18 @@ COPY_FILES = 4096
 """Files, directories and links in each of the two. Empty ones take no bytes, but memory of the
 kernel."""
 MAX_PROCESSES = 16
+MEMORY_BYTES = 1024 * MIB
+"""All processes, the working copy and /tmp together."""
+LEAST_MEMORY_BYTES = 16 * MIB
+PROCESS_BYTES = 512 * MIB
 READ_BYTES = MIB // 4
 """The largest file that is read out of a sandbox."""
 OUTPUT_BYTES = 16 << 10
 """The end of a command's output that is kept; stdout and stderr are one."""
+PATCH_BYTES = 16 * MIB
+"""All changed files of a working copy together, when it is taken over as a whole."""
+REPORT_BYTES = MIB
+"""The end of a command's report that is kept."""
 
 PROCESS_BYTES = 512 * MIB
 LIMITS = {
@@ -50,6 +57,11 @@ TERMINAL_SIZE = struct.pack("=4H", 24, 80, 0, 0)
 """Rows and columns of a terminal, as the kernel takes them."""
 NICENESS = 10
 """Of commands: whatever they compute, the controller's event loop comes first."""
+
+
+def memory_for(disk_bytes: int) -> int:
+    """What a sandbox may hold of which nothing else is said: files are in memory, too."""
+    return MEMORY_BYTES + 2 * max(0, disk_bytes - COPY_BYTES)
 
 
 def files_in(copy_bytes: int) -> int:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import socket
 from collections import deque
+from collections.abc import Mapping
 from typing import Any, cast
 
 from etude.core.errors import RolloutFailure
@@ -107,3 +109,22 @@ def _settle(future: asyncio.Future[Any], answer: dict[str, Any]) -> None:
         future.set_exception(_ERRORS[kind](message))
     else:
         future.set_result(answer["ok"])
+
+
+Entries = Mapping[str, tuple[int, bytes | None] | None]
+"""Path -> mode and content; no content: it is too much; nothing at all: it is gone."""
+
+
+def encoded(entries: Entries) -> dict[str, list[Any] | None]:
+    """As JSON has it."""
+    return {
+        path: [entry[0], base64.b64encode(entry[1] or b"").decode()] if entry else None
+        for path, entry in entries.items()
+    }
+
+
+def decoded(answer: dict[str, list[Any] | None]) -> Entries:
+    return {
+        path: (each[0], None if each[1] is None else base64.b64decode(each[1])) if each else None
+        for path, each in answer.items()
+    }

@@ -24,18 +24,33 @@ from pathlib import Path
 from typing import Any
 
 from etude.core.errors import EtudeError, RolloutFailure
-from etude.core.sandbox import CommandResult, Limits, Process, SandboxSpec, close_on_failure
+from etude.core.sandbox import (
+    CommandResult,
+    Limits,
+    Patch,
+    Process,
+    SandboxSpec,
+    Tier,
+    close_on_failure,
+)
 from etude.sandbox.diff import unified_diff
 from etude.sandbox.files import inside, inside_directory, to_bytes
 from etude.sandbox.kept import Keeper, KeptProcess
-from etude.sandbox.limits import COPY_BYTES, MAX_PROCESSES, PROCESS_BYTES, files_in
-from etude.sandbox.link import REPLY_TIMEOUT_S, Link
+from etude.sandbox.limits import (
+    COPY_BYTES,
+    LEAST_MEMORY_BYTES,
+    MAX_PROCESSES,
+    PROCESS_BYTES,
+    files_in,
+    memory_for,
+)
+from etude.sandbox.link import REPLY_TIMEOUT_S, Link, decoded, encoded
 from etude.sandbox.mounts import Mount, check_walled
+from etude.sandbox.services import start_services
 from etude.sandbox.spec import check_env, check_spec, opening_tree
 from etude.sandbox.streams import Streams
 from etude.sandbox.tree import FILE, Entry, Tree, known
-
-GIVEN_LIMITS = ("memory_bytes", "disk_bytes", "processes")
+from etude.sandbox.walls import Walls
 
 _ZYGOTES = 6
 """So many in a row may be silent when a sandbox is wanted."""
@@ -88,21 +103,38 @@ class NamespaceSandboxPool:
                 start_new_session=True,
             )
             theirs.close()
-            word = _first_line(self._control)
-        if word != "ready":
+            said = _first_line(self._control)
+        if "walls" not in said:
             self._control.close()
             self._zygote.wait()
             raise EtudeError(
                 f"this kernel refuses the namespaces that sandboxes are made of: "
-                f"{word or 'the launcher died'}. Allow "
+                f"{said.get('error', 'the launcher died')}. Allow "
                 'user namespaces (sysctl user.max_user_namespaces), or set isolation = "process" '
                 "under [sandbox], which "
                 "has no walls, for code that you trust"
             )
+        self.walls = Walls(**said["walls"])
+
+    @property
+    def zygote_pid(self) -> int:
+        return self._zygote.pid
+
+    @property
+    def tier(self) -> Tier:
+        """Less than its name where the calls of what runs in there cannot be filtered."""
+        return "namespaces" if self.walls.seccomp else "process"
 
     def check(self, spec: SandboxSpec) -> None:
-        gives = {"repository", "user"} if spec.user == _USER else {"repository"}
-        check_spec(spec, backend="namespaces", gives=gives, limits=GIVEN_LIMITS)
+        gives = {"repository"} | ({"user"} if spec.user == _USER else set())
+        if not any(service.image for service in spec.services):
+            gives.add("services")
+        check_spec(spec, backend="namespaces", gives=gives, limits=self.walls.limits)
+        if (memory := _memory_bytes(spec.limits)) < LEAST_MEMORY_BYTES:
+            raise EtudeError(
+                f"limits.memory_bytes is {memory}: a sandbox and its files take at least "
+                f"{LEAST_MEMORY_BYTES}"
+            )
 
     @contextlib.asynccontextmanager
     async def open(self, spec: SandboxSpec) -> AsyncIterator[NamespaceSandbox]:
@@ -112,6 +144,7 @@ class NamespaceSandboxPool:
         sandbox = await self.start(spec, before)
         try:
             await sandbox.fill(before)
+            await sandbox.serve()
             yield sandbox
         finally:
             await sandbox.close()
@@ -144,14 +177,21 @@ class NamespaceSandboxPool:
 
     async def _ask_for_one(self, spec: SandboxSpec, before: Tree) -> NamespaceSandbox | None:
         """None if the zygote is silent."""
+        number, limits = next(self._numbers), spec.limits
+        wanted = {
+            "name": str(number),
+            "memory_bytes": _memory_bytes(limits),
+            "cpus": limits.cpus,
+        }
         ours, theirs = socket.socketpair()
         with theirs:
             ours.setblocking(False)
-            socket.send_fds(self._control, [b"\0"], [theirs.fileno()])
+            line = json.dumps(wanted).encode() + b"\n"
+            socket.send_fds(self._control, [line], [theirs.fileno()])
         _, link = await asyncio.get_running_loop().create_unix_connection(
             lambda: Link(ours), sock=ours
         )
-        sandbox = NamespaceSandbox(self, link, next(self._numbers), spec, before)
+        sandbox = NamespaceSandbox(self, link, number, spec, before)
         self._sandboxes.add(sandbox)
         async with close_on_failure(sandbox):
             try:
@@ -180,7 +220,7 @@ class NamespaceSandboxPool:
             if self._asked is not None:
                 self._control.recv(1)
                 self._asked = None
-            self._control.send(b"?")
+            self._control.send(b"?\n")
             self._asked = now
         owed_s, self._owed_s = max(self._owed_s, now - (self._asked or now)), 0.0
         late = {f"sandbox {box.number}": now - box.due for box in self._sandboxes if box.due <= now}
@@ -190,6 +230,11 @@ class NamespaceSandboxPool:
 
     def forget(self, sandbox: NamespaceSandbox) -> None:
         self._sandboxes.discard(sandbox)
+
+    def ended(self, sandbox: NamespaceSandbox) -> None:
+        """Its zygote may tidy up after it, or will when it ends."""
+        with contextlib.suppress(OSError):
+            self._control.send(f"-{sandbox.number}\n".encode())
 
     async def close(self) -> None:
         self._closed = True
@@ -213,12 +258,13 @@ def _zygote_argv(control: int, mountpoint: str, mounts: Sequence[Mount]) -> list
     return [python, "-s", "-S", "-P", "-X", "utf8", "-c", _BOOT, *told]
 
 
-def _first_line(control: socket.socket) -> str:
+def _first_line(control: socket.socket) -> dict[str, Any]:
+    """Empty if it died before it said a word."""
     control.settimeout(REPLY_TIMEOUT_S)
     with control.makefile("r") as lines:
-        word = lines.readline().strip()
+        line = lines.readline()
     control.setblocking(False)
-    return word
+    return dict(json.loads(line or "{}"))
 
 
 class NamespaceSandbox:
@@ -239,6 +285,7 @@ class NamespaceSandbox:
         self._spec = spec
         self._before = before
         self._processes: dict[int, Keeper] = {}
+        self._services: list[asyncio.Task[None]] = []
         self._process_numbers = itertools.count(1)
         self.due = math.inf
         """When it should have answered what it is asked now."""
@@ -253,9 +300,10 @@ class NamespaceSandbox:
         stdin: str | bytes = "",
         cwd: str = ".",
         env: Mapping[str, str] | None = None,
+        report: bool = False,
     ) -> CommandResult:
         check_env(env or {})
-        code, output = await self._ask(
+        code, output, reported = await self._ask(
             timeout_s,
             op="run",
             argv=list(argv),
@@ -263,8 +311,9 @@ class NamespaceSandbox:
             timeout_s=timeout_s,
             cwd=inside_directory(cwd),
             env={**self._spec.env, **(env or {})},
+            report=report,
         )
-        return CommandResult(code, output)
+        return CommandResult(code, output, base64.b64decode(reported))
 
     async def start(
         self,
@@ -329,8 +378,13 @@ class NamespaceSandbox:
         await self.fill({inside(path): Entry(FILE, to_bytes(content))})
 
     async def fill(self, files: Tree) -> None:
-        encoded = {path: [mode, _encode(content or b"")] for path, (mode, content) in files.items()}
-        await self._ask(op="write", files=encoded)
+        await self._ask(op="write", files=encoded(files))
+
+    async def serve(self) -> None:
+        """Start what is to run beside the agent."""
+        if services := self._spec.services:
+            await self._ask(op="name_services", names=[service.name for service in services])
+            self._services = await start_services(self, services)
 
     async def limit(self, limits: Limits) -> None:
         size = limits.disk_bytes or COPY_BYTES
@@ -346,13 +400,18 @@ class NamespaceSandbox:
     async def diff(self) -> str:
         before = await asyncio.to_thread(known, self._before)
         answer = await self._ask(op="changes", before=before)
-        changed = {
-            path: Entry(each[0], None if each[1] is None else base64.b64decode(each[1]))
-            if each
-            else None
-            for path, each in answer.items()
-        }
+        changed = {path: each and Entry(*each) for path, each in decoded(answer).items()}
         return await asyncio.to_thread(unified_diff, self._before, changed)
+
+    async def patch(self) -> Patch:
+        self._close_processes()
+        before = await asyncio.to_thread(known, self._before)
+        found = decoded(await self._ask(op="patch", before=before))
+        return {path: each and (each[0], each[1] or b"") for path, each in found.items()}
+
+    async def apply(self, patch: Patch) -> None:
+        plain = {inside(path): entry for path, entry in patch.items()}
+        await self._ask(op="apply", patch=encoded(plain))
 
     async def fork(self) -> NamespaceSandbox:
         sandbox = await self._pool.start(self._spec, self._before)
@@ -365,6 +424,7 @@ class NamespaceSandbox:
             # each of the two fails with the other; what the working copy is to blame for says why
             for failure in sorted(failures, key=lambda e: not isinstance(e, ValueError)):
                 raise failure
+            await sandbox.serve()
         return sandbox
 
     async def _copy(self, op: str, over: socket.socket) -> None:
@@ -375,6 +435,7 @@ class NamespaceSandbox:
         self._pool.forget(self)
         self._close_processes()
         await self._link.close()
+        self._pool.ended(self)
 
     def abandon(self) -> None:
         """Does not wait for its end."""
@@ -383,6 +444,8 @@ class NamespaceSandbox:
         self._link.abort()
 
     def _close_processes(self) -> None:
+        for reading in self._services:
+            reading.cancel()
         for keeper in list(self._processes.values()):
             keeper.close()
 
@@ -410,6 +473,10 @@ class NamespaceSandbox:
         """What a sandbox says that was stopped, or its command's time, may be due to that."""
         if self._late_s >= self._pool.reply_timeout_s:
             raise RolloutFailure(f"sandbox: its answer came {self._late_s:.0f} s late")
+
+
+def _memory_bytes(limits: Limits) -> int:
+    return limits.memory_bytes or memory_for(limits.disk_bytes or COPY_BYTES)
 
 
 def _encode(content: str | bytes) -> str:

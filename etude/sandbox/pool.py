@@ -6,20 +6,18 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 
-from etude.core.sandbox import Limits, Sandbox, SandboxPool, SandboxSpec
-from etude.sandbox import namespaces
+from etude.core.errors import EtudeError
+from etude.core.sandbox import TIERS, Limits, Sandbox, SandboxPool, SandboxSpec, Tier
 from etude.sandbox.link import REPLY_TIMEOUT_S
 from etude.sandbox.mounts import Mount, find_mounts
 from etude.sandbox.namespaces import NamespaceSandboxPool
 from etude.sandbox.process import ProcessSandboxPool
-from etude.sandbox.spec import check_spec
 
 ISOLATION: dict[str, Callable[[float, Sequence[Mount]], SandboxPool]] = {
     "namespaces": NamespaceSandboxPool,
     "process": lambda reply_timeout_s, mounts: ProcessSandboxPool(mounts),
 }
 _NO_LIMITS = Limits()
-_GIVEN_LIMITS = {"namespaces": namespaces.GIVEN_LIMITS}
 
 
 def open_sandbox_pool(
@@ -34,13 +32,8 @@ def open_sandbox_pool(
 
     `mounts`: directories of the host, as `sandbox.mounts` of a run's file names them. `limits`: of
     sandboxes whose task does not say otherwise."""
-    check_spec(
-        SandboxSpec(limits=limits),
-        backend=isolation,
-        gives=(),
-        limits=_GIVEN_LIMITS.get(isolation, ()),
-    )
     pool = ISOLATION[isolation](reply_timeout_s, find_mounts(mounts))
+    pool.check(SandboxSpec(limits=limits))
     return pool if limits == _NO_LIMITS else _LimitedPool(pool, limits)
 
 
@@ -50,6 +43,10 @@ class _LimitedPool:
     def __init__(self, pool: SandboxPool, limits: Limits) -> None:
         self._pool = pool
         self._limits = limits
+
+    @property
+    def tier(self) -> Tier:
+        return self._pool.tier
 
     def check(self, spec: SandboxSpec) -> None:
         self._pool.check(self._limited(spec))
@@ -65,3 +62,12 @@ class _LimitedPool:
 
     async def close(self) -> None:
         await self._pool.close()
+
+
+def check_tier(pool: SandboxPool, lowest: Tier) -> None:
+    """Raise EtudeError if sandboxes of this pool hold less."""
+    if TIERS.index(pool.tier) < TIERS.index(lowest):
+        raise EtudeError(
+            f"the sandboxes of this machine hold no more than tier {pool.tier}, and sandbox.tier "
+            f"accepts none below {lowest}: etude doctor says what is missing"
+        )

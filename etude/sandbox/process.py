@@ -19,13 +19,20 @@ import termios
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import IO
 
 from etude.core.errors import EtudeError, RolloutFailure
-from etude.core.sandbox import CommandResult, SandboxSpec, close_on_failure
+from etude.core.sandbox import CommandResult, Patch, SandboxSpec, Tier, close_on_failure
 from etude.sandbox import tree
 from etude.sandbox.diff import unified_diff
 from etude.sandbox.files import inside, inside_directory, to_bytes
-from etude.sandbox.limits import OUTPUT_BYTES, READ_BYTES, TERMINAL_SIZE
+from etude.sandbox.limits import (
+    OUTPUT_BYTES,
+    PATCH_BYTES,
+    READ_BYTES,
+    REPORT_BYTES,
+    TERMINAL_SIZE,
+)
 from etude.sandbox.mounts import Mount, search_path
 from etude.sandbox.spec import check_env, check_spec, opening_tree
 from etude.sandbox.streams import Streams
@@ -56,6 +63,8 @@ os._exit(127)
 
 class ProcessSandboxPool:
     """A `core.sandbox.SandboxPool`."""
+
+    tier: Tier = "process"
 
     def __init__(self, mounts: Sequence[Mount] = ()) -> None:
         for each in mounts:
@@ -119,11 +128,18 @@ class ProcessSandbox:
         stdin: str | bytes = "",
         cwd: str = ".",
         env: Mapping[str, str] | None = None,
+        report: bool = False,
     ) -> CommandResult:
         environment, directory = self._environment(env), self._directory(cwd)
-        with tempfile.TemporaryFile() as source, tempfile.TemporaryFile() as output:
+        with (
+            tempfile.TemporaryFile() as source,
+            tempfile.TemporaryFile() as output,
+            tempfile.TemporaryFile() as reported,
+        ):
             source.write(to_bytes(stdin))
             source.seek(0)
+            if report:
+                environment["ETUDE_REPORT"] = f"/dev/fd/{reported.fileno()}"
             try:
                 process = await asyncio.create_subprocess_exec(
                     *self._with_python(argv),
@@ -133,6 +149,7 @@ class ProcessSandbox:
                     stdout=output,
                     stderr=output,
                     start_new_session=True,
+                    pass_fds=[reported.fileno()] if report else [],
                 )
             except OSError as e:
                 return CommandResult(127, f"{argv[0]}: {e.strerror}\n")
@@ -144,8 +161,8 @@ class ProcessSandbox:
             finally:
                 _kill(process.pid)
                 await process.wait()
-            output.seek(max(0, output.seek(0, os.SEEK_END) - OUTPUT_BYTES))
-            return CommandResult(code, output.read().decode(errors="replace"))
+            told = _last(output, OUTPUT_BYTES).decode(errors="replace")
+            return CommandResult(code, told, _last(reported, REPORT_BYTES))
 
     async def start(
         self,
@@ -268,6 +285,20 @@ class ProcessSandbox:
         )
         return unified_diff(self._before, changed)
 
+    async def patch(self) -> Patch:
+        await self._kill_all()
+        return await asyncio.to_thread(
+            tree.patch,
+            self._open,
+            tree.known(self._before),
+            max_bytes=PATCH_BYTES,
+            max_entries=_COPY_FILES,
+        )
+
+    async def apply(self, patch: Patch) -> None:
+        plain = {inside(path): entry for path, entry in patch.items()}
+        await asyncio.to_thread(tree.apply, str(self._root), plain)
+
     async def fork(self) -> ProcessSandbox:
         forked = ProcessSandbox(self._opened, self._env, self._before, self._programs)
         async with close_on_failure(forked):
@@ -291,6 +322,12 @@ class ProcessSandbox:
             return
         self._closed = True
         self._opened.discard(self)
+        await self._kill_all()
+        # not `shutil.rmtree`, which a thousand nested directories end
+        removing = await asyncio.create_subprocess_exec("rm", "-rf", "--", str(self._root))
+        await removing.wait()
+
+    async def _kill_all(self) -> None:
         for process in list(self._processes):
             process.close()
             await process.kill()
@@ -300,9 +337,11 @@ class ProcessSandbox:
             for pid in strays:
                 _kill(pid)
             await asyncio.sleep(0.01)
-        # not `shutil.rmtree`, which a thousand nested directories end
-        removing = await asyncio.create_subprocess_exec("rm", "-rf", "--", str(self._root))
-        await removing.wait()
+
+
+def _last(file: IO[bytes], limit: int) -> bytes:
+    file.seek(max(0, file.seek(0, os.SEEK_END) - limit))
+    return file.read()
 
 
 def _receive(source: int, root: str) -> None:

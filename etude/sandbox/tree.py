@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 FILE, EXECUTABLE, LINK = 0o100644, 0o100755, 0o120000
 """Modes, as git writes them. What is none of these keeps the mode that the system gives it."""
 CHANGES_BYTES = 4 << 20
-"""So much content of changed files is looked at, all together."""
+"""So much content of changed files is shown in a diff, all together."""
 
 _CHUNK = 1 << 20
 _GONE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EXDEV, errno.ENXIO, errno.EINVAL}
@@ -52,11 +52,30 @@ def known(tree: Tree) -> dict[str, Known]:
     }
 
 
+def patch(
+    opener: Open, before: Mapping[str, Known], *, max_bytes: int, max_entries: int
+) -> dict[str, tuple[int, bytes] | None]:
+    """The same, but whole. ValueError if there is more of it. Special files have no part in it."""
+    found: dict[str, tuple[int, bytes] | None] = {}
+    limits = {"file_bytes": max_bytes, "max_bytes": max_bytes, "max_entries": max_entries}
+    for path, entry in changes(opener, before, **limits).items():
+        if entry is None or entry.content is not None:
+            found[path] = entry and (entry.mode, entry.content or b"")
+        elif entry.mode in (FILE, EXECUTABLE):
+            raise ValueError(f"{path} cannot be taken over: more than {max_bytes} bytes changed")
+    return found
+
+
 def changes(
-    opener: Open, before: Mapping[str, Known], *, file_bytes: int, max_entries: int
+    opener: Open,
+    before: Mapping[str, Known],
+    *,
+    file_bytes: int,
+    max_entries: int,
+    max_bytes: int = CHANGES_BYTES,
 ) -> dict[str, Entry | None]:
     """What is not as it was: path -> how it is now, or None where nothing is any more."""
-    left = CHANGES_BYTES
+    left = max_bytes
     gone = set(before)
     changed: dict[str, Entry | None] = {}
     for path, directory, status in _walk(opener, max_entries):
@@ -146,6 +165,81 @@ def make_parents(root: str, path: str) -> None:
         place = f"{place}/{part}"
         with contextlib.suppress(FileExistsError):
             os.mkdir(place)
+
+
+def apply(root: str, changed: Mapping[str, tuple[int, bytes] | None]) -> None:
+    """Make what `patch` found in another working copy so in this one, in which nothing runs."""
+    base = os.open(root, os.O_PATH | os.O_DIRECTORY)
+    try:
+        # what was deleted first: a directory may have become a file, and a file a directory
+        for path, entry in sorted(changed.items(), key=lambda item: item[1] is not None):
+            try:
+                _apply_entry(base, path, entry)
+            except OSError as e:
+                raise ValueError(f"{path} cannot be written: {e.strerror}") from e
+    finally:
+        os.close(base)
+
+
+def _apply_entry(base: int, path: str, entry: tuple[int, bytes] | None) -> None:
+    *parents, name = path.split("/")
+    directory = os.dup(base)
+    try:
+        for part in parents:
+            try:
+                inner = _enter(directory, part)
+            except FileNotFoundError:
+                if entry is None:
+                    return
+                os.mkdir(part, 0o755, dir_fd=directory)
+                inner = _enter(directory, part)
+            os.close(directory)
+            directory = inner
+        _remove(directory, name)
+        if entry is not None:
+            _put(directory, name, *entry)
+    finally:
+        os.close(directory)
+
+
+def _enter(directory: int, name: str) -> int:
+    return os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=directory)
+
+
+def _remove(directory: int, name: str) -> None:
+    """Also a directory, if there is nothing in it but directories."""
+    try:
+        os.unlink(name, dir_fd=directory)
+    except FileNotFoundError:
+        return
+    except IsADirectoryError:
+        found = [name]
+        for path in found:
+            inner = _enter(directory, path)
+            try:
+                for each in os.listdir(inner):
+                    if not stat.S_ISDIR(os.stat(each, dir_fd=inner, follow_symlinks=False).st_mode):
+                        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY)) from None
+                    found.append(f"{path}/{each}")
+            finally:
+                os.close(inner)
+        for path in reversed(found):
+            os.rmdir(path, dir_fd=directory)
+
+
+def _put(directory: int, name: str, mode: int, content: bytes) -> None:
+    if mode == LINK:
+        os.symlink(os.fsdecode(content), name, dir_fd=directory)
+        return
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    file = os.open(name, flags, 0o600, dir_fd=directory)
+    try:
+        os.fchmod(file, 0o755 if mode == EXECUTABLE else 0o644)
+        left = memoryview(content)
+        while left:
+            left = left[os.write(file, left) :]
+    finally:
+        os.close(file)
 
 
 def send(opener: Open, to: int, *, max_bytes: int, max_entries: int) -> None:

@@ -2,15 +2,15 @@
 
 It is started once by the controller and builds the one root directory that all sandboxes share:
 read-only, with the system's programs, a Python, and empty places for /work, /tmp and /proc. Then it
-moves into it, and if it is root, gives up all of that but the right to become somebody else, which
-every sandbox does first. A sandbox is a fork with namespaces and a /work of its own, so opening one
-costs two forks and four mounts, however many others there are; no wall is built outside of the
-sandbox's own mount namespace.
+moves into it, and if it is root, gives up all of that but the rights to tidy up its cgroups and to
+become somebody else, which every sandbox does first. A sandbox is a fork with namespaces and a
+/work of its own, so opening one costs two forks and four mounts, however many others there are; no
+wall is built outside of the sandbox's own mount namespace.
 
-One byte and a socket come in over the control socket for each sandbox that is wanted. A byte
-without a socket asks for a sign of life, and is sent back. The control socket closes when the
-controller ends, however it ends, and so does every sandbox's: each process in here ends at the end
-of its socket, and no other means is needed to leave nothing behind.
+Over the control socket come lines: a sandbox that is wanted, as JSON and with the socket that it is
+to answer on; "-" and a name, for one that is gone; "?" for a sign of life, which is sent back. The
+control socket closes when the controller ends, however it ends, and so does every sandbox's: each
+process in here ends at the end of its socket, and no other means is needed to leave nothing behind.
 
 Standard library only, one thread, and no state of the controller: forks of this run other people's
 code.
@@ -28,14 +28,15 @@ import socket
 import sys
 from collections.abc import Iterator
 
-from etude.sandbox import kernel
+from etude.sandbox import kernel, landlock
+from etude.sandbox.cgroups import Cgroups
 from etude.sandbox.command import PROGRAMS, environment
 from etude.sandbox.guest import COVERED, GUEST_ID, TERMINALS, Link, serve
+from etude.sandbox.limits import MEMORY_BYTES
 
 NOBODY = 65534
 _OWN_IDS = range(1_879_048_192, 2_147_483_648)
 """Users and groups that no distribution gives to anybody."""
-READY = "ready"
 
 _SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")
 _DEVICES = ("null", "zero", "full", "random", "urandom")
@@ -51,33 +52,133 @@ def main(control: socket.socket, mountpoint: str, mounts: str = "[]") -> None:
     # the kernel reaps; nobody here asks how a sandbox ended
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    cgroups, refused = _open_cgroups()
     try:
-        _wall_in(mountpoint, json.loads(mounts))
-        own_ids = _own_ids() if os.geteuid() == 0 else itertools.repeat(None)
-        _become_template()
-        error = _try_one(next(own_ids))
+        zygote = Zygote(control, mountpoint, json.loads(mounts), cgroups, refused)
+        error = zygote.try_one()
     except OSError as e:
         error = str(e.strerror)
-    control.sendall(f"{error or READY}\n".encode())
-    while not error and _serve_one(control, own_ids):
+    said = {"error": error} if error else {"walls": zygote.walls}
+    control.sendall(json.dumps(said).encode() + b"\n")
+    while not error and zygote.serve_one():
         pass
+    if cgroups:
+        cgroups.close()
     os._exit(0)
 
 
-def _serve_one(control: socket.socket, own_ids: Iterator[int | None]) -> bool:
-    """False at the end of the host's side, which is a reset if it had not read our last word."""
+class Zygote:
+    """This process, walled in."""
+
+    def __init__(
+        self,
+        control: socket.socket,
+        mountpoint: str,
+        mounts: list[tuple[str, str]],
+        cgroups: Cgroups | None,
+        refused: str,
+    ) -> None:
+        """`refused`: why there are no cgroups."""
+        self._control = control
+        self._buffer = b""
+        self._descriptors: list[int] = []
+        self._cgroups = cgroups
+        root = os.geteuid() == 0
+        _wall_in(mountpoint, mounts, with_cgroups=self._cgroups is not None)
+        self._own_ids = _own_ids() if root else itertools.repeat(None)
+        _become_template()
+        self.walls = {
+            "seccomp": kernel.can_filter_calls(),
+            "landlock": landlock.version(),
+            "own_users": root and next(self._own_ids) != NOBODY,
+            "cgroup": self._cgroups.version if self._cgroups else "",
+            "cgroup_refused": refused,
+        }
+
+    def serve_one(self) -> bool:
+        """False at the end of the host's side, which is a reset if it had not read our last
+        word."""
+        try:
+            words, descriptors, _, _ = socket.recv_fds(self._control, 1 << 16, 64)
+            self._descriptors += descriptors
+            *lines, self._buffer = (self._buffer + words).split(b"\n")
+            for line in lines:
+                self._do(line)
+        except ConnectionError:
+            return False
+        return bool(words)
+
+    def _do(self, line: bytes) -> None:
+        if line == b"?":
+            self._control.sendall(line)
+        elif line.startswith(b"-"):
+            if self._cgroups:
+                self._cgroups.leave(line[1:].decode())
+        else:
+            link = socket.socket(fileno=self._descriptors.pop(0))
+            self._spawn(link, self._control, **json.loads(line))
+
+    def _spawn(
+        self,
+        link: socket.socket,
+        control: socket.socket,
+        name: str,
+        memory_bytes: int,
+        cpus: float | None,
+    ) -> None:
+        """Fork twice: the first child makes the namespaces, and only a child of its own is process
+        1 in them."""
+        own_id = next(self._own_ids)
+        if self._cgroups:
+            self._cgroups.expect(name)
+        if os.fork():
+            link.close()
+            return
+        control.close()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        try:
+            if self._cgroups:
+                self._cgroups.enter(name, memory_bytes, cpus)
+            if own_id is not None:
+                _become(own_id)
+            user, group = os.geteuid(), os.getegid()
+            kernel.unshare(_NAMESPACES)
+            _map_ids(GUEST_ID, user, GUEST_ID, group)
+            kernel.leave_keyring()
+        except OSError as e:
+            Link(link).send({"error": ["RolloutFailure", f"sandbox: {e.strerror}"]})
+            os._exit(1)
+        if os.fork() == 0:
+            serve(link)
+        os._exit(0)
+
+    def try_one(self) -> str:
+        """Open a sandbox and close it again. Empty, or the call that the kernel refused."""
+        here, there = socket.socketpair()
+        # A child of this process must not hold `here`, or the sandbox would never see it close.
+        here.settimeout(30)
+        self._spawn(there, here, "trial", MEMORY_BYTES, None)
+        with here, here.makefile("r") as lines:
+            line = lines.readline()
+        if self._cgroups:
+            self._cgroups.leave("trial")
+        answer = (
+            json.loads(line)
+            if line
+            else {"error": ["", "the first process of a sandbox ended without a word"]}
+        )
+        return str(answer["error"][1]) if "error" in answer else ""
+
+
+def _open_cgroups() -> tuple[Cgroups | None, str]:
+    """Or what is in the way."""
     try:
-        word, descriptors, _, _ = socket.recv_fds(control, 1, 1)
-        if descriptors:
-            _spawn(socket.socket(fileno=descriptors[0]), control, next(own_ids))
-        elif word:
-            control.sendall(word)
-    except ConnectionError:
-        return False
-    return bool(word)
+        return Cgroups(), ""
+    except OSError as e:
+        return None, str(e.strerror)
 
 
-def _wall_in(mountpoint: str, mounts: list[tuple[str, str]]) -> None:
+def _wall_in(mountpoint: str, mounts: list[tuple[str, str]], *, with_cgroups: bool) -> None:
     kernel.forbid_new_privileges()
     kernel.adopt_orphans()
     if root := os.geteuid() == 0:
@@ -91,7 +192,9 @@ def _wall_in(mountpoint: str, mounts: list[tuple[str, str]]) -> None:
     kernel.change_root(mountpoint)
     if root:
         os.setgroups([])
-        kernel.drop_capabilities(kernel.CAP_SETUID, kernel.CAP_SETGID)
+        # the uppermost cgroups are writable to nobody, root included
+        tidying = (kernel.CAP_DAC_OVERRIDE,) if with_cgroups else ()
+        kernel.drop_capabilities(kernel.CAP_SETUID, kernel.CAP_SETGID, *tidying)
 
 
 def _own_ids() -> Iterator[int]:
@@ -206,42 +309,3 @@ def _become_template() -> None:
     sys.dont_write_bytecode = True
     for name in [name for name in sys.modules if name.partition(".")[0] == "etude"]:
         del sys.modules[name]
-
-
-def _spawn(link: socket.socket, control: socket.socket, own_id: int | None) -> None:
-    """Fork twice: the first child makes the namespaces, and only a child of its own is process 1 in
-    them. `own_id`: None if there is no choice."""
-    if os.fork():
-        link.close()
-        return
-    control.close()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    try:
-        if own_id is not None:
-            _become(own_id)
-        user, group = os.geteuid(), os.getegid()
-        kernel.unshare(_NAMESPACES)
-        _map_ids(GUEST_ID, user, GUEST_ID, group)
-        kernel.leave_keyring()
-    except OSError as e:
-        Link(link).send({"error": ["RolloutFailure", f"sandbox: {e.strerror}"]})
-        os._exit(1)
-    if os.fork() == 0:
-        serve(link)
-    os._exit(0)
-
-
-def _try_one(own_id: int | None) -> str:
-    """Open a sandbox and close it again. Empty, or the call that the kernel refused."""
-    here, there = socket.socketpair()
-    # A child of this process must not hold `here`, or the sandbox would never see it close.
-    here.settimeout(30)
-    _spawn(there, here, own_id)
-    with here, here.makefile("r") as lines:
-        line = lines.readline()
-    answer = (
-        json.loads(line)
-        if line
-        else {"error": ["", "the first process of a sandbox ended without a word"]}
-    )
-    return str(answer["error"][1]) if "error" in answer else ""

@@ -207,6 +207,11 @@ def test_a_model_from_a_directory() -> None:
             "sandbox.isolation = 'none': .*'namespaces' or 'process'",
         ),
         (
+            "[model]",
+            '[sandbox]\nisolation = "process"\ntier = "namespaces"\n[model]',
+            'sandbox: isolation "process" holds less than tier "namespaces"',
+        ),
+        (
             'kind = "midtrain"',
             'kind = "rl"',
             "two stages are called rl: give one of them a name = of its own",

@@ -417,6 +417,8 @@ async def test_a_controller_has_what_it_needs_and_leaves_nothing_open(
     )
 
     class Pool:
+        tier = "process"
+
         def owing(self) -> dict[str, float]:
             return {"zygote": 1.0}
 

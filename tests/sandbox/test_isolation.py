@@ -581,18 +581,23 @@ async def test_what_a_sandbox_says_that_was_stopped_is_a_failed_rollout(when: st
         await walled.close()
 
 
-def test_a_launcher_whose_host_was_killed_ends_without_a_word() -> None:
+def test_a_launcher_whose_host_was_killed_ends_without_a_word(tmp_path: Path) -> None:
+    need_namespaces()
     code = """
-import socket
-from etude.sandbox.zygote import _serve_one
+import os, socket, sys
+from etude.sandbox.zygote import Zygote
 
 host, own = socket.socketpair()
-host.send(b"??")
-assert _serve_one(own, iter([]))
+zygote = Zygote(own, sys.argv[1], None, 'not tried')
+host.send(b"?\\n?\\n")
+assert zygote.serve_one()
 host.close()  # with an answer unread
-assert _serve_one(own, iter([])) is False
+assert zygote.serve_one() is False
+os._exit(0)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
@@ -637,7 +642,9 @@ asyncio.run(main())
         await until_gone(below)
 
 
-def test_a_kernel_that_refuses_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_refuses_is_named_with_the_way_out(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     refuse = (
         "import errno, os, socket, sys; sys.path.append(sys.argv[1]); from etude.sandbox import "
         "kernel, zygote\n"
@@ -650,6 +657,7 @@ def test_a_kernel_that_refuses_is_named_with_the_way_out(monkeypatch: pytest.Mon
         EtudeError, match=r"unshare\(0x20000\): Operation not permitted.*isolation = \"process\""
     ):
         NamespaceSandboxPool()
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.skipif(

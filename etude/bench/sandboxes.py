@@ -1,0 +1,207 @@
+"""Benchmark of sandboxes: how fast they start, one by one and in a burst, what each takes, and what
+a fork costs.
+
+    namespaces.start_p50_ms, start_p99_ms   from the wish to a sandbox that answers, all walls up
+    namespaces.echo_p50_ms, echo_p99_ms     the same and a first command in it, to its end
+    namespaces.close_p50_ms                 from the end of the last command to nothing left
+    namespaces.burst_s                      1,000 wanted at once, until the last one answers
+    namespaces.burst_close_s                until nothing of them is left
+    namespaces.mib_each                     PSS of all their processes, divided by their number
+    namespaces.kernel_mib_each              what else the machine has less, by MemAvailable
+    namespaces.fork_1gb_ms                  a fork of a working copy of 1 GB
+
+and beside them what is installed of bubblewrap, crun and runsc, with namespaces, a read-only /usr,
+no network, and `echo` as the command: `NAME.echo_p50_ms` and `echo_p99_ms`, until the process has
+ended. They start an engine for each sandbox and have no working copy, so they are a measure, not a
+rival. `load_before` is the machine's load (1 minute) at the start: time is that of the wall clock,
+and whatever else runs is in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from etude.core.sandbox import Limits, SandboxSpec
+from etude.sandbox.namespaces import NamespaceSandbox, NamespaceSandboxPool
+
+_STARTS = 200
+_OTHER_STARTS = 50
+_BURST = 1000
+_LONG_S = 600.0
+_GB = 1000 * 1000 * 1000
+_UP = "up\n"
+
+
+def run() -> dict[str, float]:
+    figures = {"load_before": os.getloadavg()[0]}
+    figures |= asyncio.run(_namespaces())
+    with tempfile.TemporaryDirectory(prefix="etude-bench-") as directory:
+        for name, argv in others(Path(directory)).items():
+            times = sorted(_echo_s(argv) for _ in range(_OTHER_STARTS))
+            figures |= _percentiles(f"{name}.echo", times)
+    return figures
+
+
+async def _namespaces() -> dict[str, float]:
+    pool = NamespaceSandboxPool()
+    try:
+        figures = await _one_by_one(pool)
+        figures |= await _burst(pool)
+        figures |= await _fork(pool)
+    finally:
+        await pool.close()
+    return {f"namespaces.{name}": value for name, value in figures.items()}
+
+
+async def _one_by_one(pool: NamespaceSandboxPool) -> dict[str, float]:
+    starts, echoes, closes = [], [], []
+    for _ in range(_STARTS):
+        began = time.perf_counter()
+        async with pool.open(SandboxSpec()) as sandbox:
+            starts.append(time.perf_counter() - began)
+            ran = await sandbox.run(["echo", "up"], timeout_s=_LONG_S)
+            assert ran.output == _UP
+            ended = time.perf_counter()
+            echoes.append(ended - began)
+        closes.append(time.perf_counter() - ended)
+    return (
+        _percentiles("start", sorted(starts))
+        | _percentiles("echo", sorted(echoes))
+        | {"close_p50_ms": 1e3 * sorted(closes)[len(closes) // 2]}
+    )
+
+
+async def _burst(pool: NamespaceSandboxPool) -> dict[str, float]:
+    available = _available_mib()
+    began = time.perf_counter()
+    opened = await asyncio.gather(*[pool.start(SandboxSpec(), {}) for _ in range(_BURST)])
+    burst_s = time.perf_counter() - began
+    pss_mib = sum(map(_pss_mib, _below(pool.zygote_pid)))
+    used_mib = available - _available_mib()
+    began = time.perf_counter()
+    await asyncio.gather(*[sandbox.close() for sandbox in opened])
+    return {
+        "burst_s": burst_s,
+        "burst_close_s": time.perf_counter() - began,
+        "mib_each": pss_mib / _BURST,
+        "kernel_mib_each": max(0.0, used_mib - pss_mib) / _BURST,
+    }
+
+
+async def _fork(pool: NamespaceSandboxPool) -> dict[str, float]:
+    limits = Limits(disk_bytes=2 * _GB)
+    script = f"for n in $(seq 100); do head -c {_GB // 100} /dev/urandom > f$n; done; du -sb ."
+    async with pool.open(SandboxSpec(limits=limits)) as sandbox:
+        filled = await sandbox.run(["sh", "-c", script], timeout_s=_LONG_S)
+        assert int(filled.output.split()[0]) >= _GB, filled.output
+        began = time.perf_counter()
+        fork: NamespaceSandbox = await sandbox.fork()
+        took_s = time.perf_counter() - began
+        await fork.close()
+    return {"fork_1gb_ms": 1e3 * took_s}
+
+
+def others(directory: Path) -> dict[str, list[str]]:
+    """What is installed -> the command that echoes in a sandbox of it."""
+    links = {name: os.readlink(f"/{name}") for name in ("bin", "lib", "lib64") if _is_link(name)}
+    found = {}
+    if shutil.which("bwrap"):
+        shown = [word for name, to in links.items() for word in ("--symlink", to, f"/{name}")]
+        plain = "--unshare-all --unshare-user --clearenv --ro-bind /usr /usr --proc /proc"
+        places = "--dev /dev --tmpfs /tmp --tmpfs /work --chdir /work /usr/bin/echo up"
+        found["bubblewrap"] = ["bwrap", *plain.split(), *shown, *places.split()]
+    if shutil.which("crun"):
+        bundle = directory / "crun"
+        for name in ("usr", "proc", "dev", "tmp", "work"):
+            (bundle / "rootfs" / name).mkdir(parents=True)
+        for name, to in links.items():
+            (bundle / "rootfs" / name).symlink_to(to)
+        (bundle / "config.json").write_text(json.dumps(_oci_config()))
+        # it refuses the mixture of both generations of cgroups, and needs neither for this
+        private = "umount /sys/fs/cgroup/unified 2>/dev/null; exec crun run -b $0 etude-bench-$$"
+        found["crun"] = ["unshare", "-m", "sh", "-c", private, str(bundle)]
+    if shutil.which("runsc"):
+        options = ["--network=none", "--ignore-cgroups", f"--root={directory / 'runsc'}"]
+        found["runsc"] = ["runsc", *options, "do", "/usr/bin/echo", "up"]
+    return found
+
+
+def _is_link(name: str) -> bool:
+    return os.path.islink(f"/{name}")
+
+
+def _oci_config() -> dict[str, Any]:
+    private = ["nosuid", "nodev"]
+    return {
+        "ociVersion": "1.0.0",
+        "process": {
+            "user": {"uid": 0, "gid": 0},
+            "args": ["/usr/bin/echo", "up"],
+            "env": ["PATH=/usr/bin"],
+            "cwd": "/",
+            "noNewPrivileges": True,
+        },
+        "root": {"path": "rootfs", "readonly": True},
+        "mounts": [
+            {"destination": "/proc", "type": "proc", "source": "proc"},
+            {"destination": "/dev", "type": "tmpfs", "source": "tmpfs", "options": ["nosuid"]},
+            {"destination": "/tmp", "type": "tmpfs", "source": "tmpfs", "options": private},
+            {"destination": "/work", "type": "tmpfs", "source": "tmpfs", "options": private},
+            {"destination": "/usr", "source": "/usr", "options": ["rbind", "ro"]},
+        ],
+        "linux": {
+            "namespaces": [
+                {"type": kind} for kind in ("pid", "network", "ipc", "uts", "mount", "cgroup")
+            ]
+        },
+    }
+
+
+def _echo_s(argv: Sequence[str]) -> float:
+    began = time.perf_counter()
+    ran = subprocess.run(argv, capture_output=True, text=True, check=False)
+    took_s = time.perf_counter() - began
+    assert ran.stdout == _UP, f"{argv[0]}: {ran.stderr or ran.stdout}"
+    return took_s
+
+
+def _percentiles(name: str, times_s: list[float]) -> dict[str, float]:
+    """Of times in order."""
+    return {
+        f"{name}_p{share}_ms": 1e3 * times_s[min(len(times_s) - 1, len(times_s) * share // 100)]
+        for share in (50, 99)
+    }
+
+
+def _below(pid: int) -> list[int]:
+    """The processes that descend from this one."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(entry.read_text().rpartition(")")[2].split()[1])
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        children.setdefault(parent, []).append(int(entry.parent.name))
+    found = list(children.get(pid, []))
+    for each in found:
+        found += children.get(each, [])
+    return found
+
+
+def _pss_mib(pid: int) -> float:
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024
+
+
+def _available_mib() -> float:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) / 1024

@@ -1,0 +1,197 @@
+"""`etude doctor`: what this machine has for sandboxes, and how to get what it lacks."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from etude.core.errors import EtudeError
+
+if TYPE_CHECKING:
+    from etude.sandbox.walls import Walls
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that sandboxes are made of."""
+
+    name: str
+    there: bool
+    found: str
+    needed_for: str
+    fix: str = ""
+    """A command, or what to change, if it is missing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """What was found on the machine."""
+
+    walls: Walls | None
+    refused: str
+    """Why there are no walls."""
+    sysctls: Mapping[str, str]
+    programs: frozenset[str]
+    file_systems: frozenset[str]
+
+
+_SWITCHES = {
+    "user.max_user_namespaces": ("0", "65536"),
+    "kernel.unprivileged_userns_clone": ("0", "1"),
+    "kernel.apparmor_restrict_unprivileged_userns": ("1", "0"),
+}
+"""Settings that turn user namespaces off -> the value that does, and one that does not."""
+
+
+def doctor(*, as_json: bool) -> int:
+    """0 if sandboxes in namespaces, the default, can be had."""
+    found = probe()
+    findings = examine(found)
+    if as_json:
+        tier = "namespaces" if _holds_namespaces(found) else "process"
+        print(json.dumps({"tier": tier, "findings": [asdict(each) for each in findings]}))
+    else:
+        print("\n".join(page(found, findings)))
+    return 0 if _holds_namespaces(found) else 1
+
+
+def probe() -> Probe:
+    """Opens a sandbox, which is the only way to know."""
+    walls, refused = _walls()
+    sysctls = {
+        name: path.read_text().strip()
+        for name in _SWITCHES
+        if (path := Path("/proc/sys", *name.split("."))).exists()
+    }
+    lines = Path("/proc/filesystems").read_text().splitlines()
+    return Probe(
+        walls=walls,
+        refused=refused,
+        sysctls=sysctls,
+        programs=frozenset(name for name in ("runsc", "mkfs.btrfs") if shutil.which(name)),
+        file_systems=frozenset(line.split()[-1] for line in lines),
+    )
+
+
+def _walls() -> tuple[Walls | None, str]:
+    import asyncio
+
+    from etude.sandbox.namespaces import NamespaceSandboxPool
+
+    async def tried() -> Walls:
+        pool = NamespaceSandboxPool()
+        await pool.close()
+        return pool.walls
+
+    try:
+        return asyncio.run(tried()), ""
+    except EtudeError as e:
+        return None, str(e)
+
+
+def examine(found: Probe) -> list[Finding]:
+    walls = found.walls
+    return [
+        _namespaces(found),
+        Finding(
+            name="seccomp",
+            there=walls is not None and walls.seccomp,
+            found=os.uname().machine,
+            needed_for="the tier namespaces",
+            fix="run on x86-64 or ARM64: the numbers of calls are known for these",
+        ),
+        Finding(
+            name="Landlock",
+            there=walls is not None and walls.landlock > 0,
+            found=f"version {walls.landlock}" if walls else "not tried",
+            needed_for="a second wall around files",
+            fix="a kernel from 5.13 on, with landlock among lsm= of its command line",
+        ),
+        _cgroups(walls),
+        Finding(
+            name="users",
+            there=walls is not None and walls.own_users,
+            found="one for each sandbox" if walls and walls.own_users else "one for all sandboxes",
+            needed_for="sandboxes that cannot use up each other's inotify instances and pipes",
+            fix="run as root, which is given up at once",
+        ),
+        Finding(
+            name="runsc",
+            there="runsc" in found.programs,
+            found="installed" if "runsc" in found.programs else "not installed",
+            needed_for="the tier gvisor, which this version cannot give yet",
+            fix="apt install -t bookworm-backports runsc",
+        ),
+        _btrfs(found),
+    ]
+
+
+def _namespaces(found: Probe) -> Finding:
+    off = [
+        f"sysctl -w {name}={on}"
+        for name, (bad, on) in _SWITCHES.items()
+        if found.sysctls.get(name) == bad
+    ]
+    return Finding(
+        name="user namespaces",
+        there=found.walls is not None,
+        found="a sandbox was opened" if found.walls else found.refused,
+        needed_for="the tier namespaces",
+        fix=" && ".join(off)
+        or "in a container: docker run --security-opt seccomp=unconfined "
+        "--security-opt apparmor=unconfined --security-opt systempaths=unconfined",
+    )
+
+
+def _cgroups(walls: Walls | None) -> Finding:
+    return Finding(
+        name="cgroups",
+        there=walls is not None and bool(walls.cgroup),
+        found="not tried"
+        if walls is None
+        else f"writable, {walls.cgroup}"
+        if walls.cgroup
+        else walls.cgroup_refused,
+        needed_for="limits.memory_bytes and limits.cpus",
+        fix="run as root, or in a cgroup that was delegated: systemd-run --user --scope "
+        "-p Delegate=yes sh -c 'g=/sys/fs/cgroup$(cut -d: -f3 /proc/self/cgroup); mkdir $g/main; "
+        "echo $$ > $g/main/cgroup.procs; exec etude run RUN.toml'",
+    )
+
+
+def _btrfs(found: Probe) -> Finding:
+    missing = []
+    if "btrfs" not in found.file_systems:
+        missing.append("modprobe btrfs")
+    if "mkfs.btrfs" not in found.programs:
+        missing.append("apt install btrfs-progs")
+    return Finding(
+        name="btrfs",
+        there=not missing,
+        found="kernel and programs" if not missing else f"{len(missing)} of 2 parts missing",
+        needed_for="images in snapshots, which this version does not make yet",
+        fix=" && ".join(missing),
+    )
+
+
+def _holds_namespaces(found: Probe) -> bool:
+    return found.walls is not None and found.walls.seccomp
+
+
+def page(found: Probe, findings: list[Finding]) -> list[str]:
+    lines = []
+    for each in findings:
+        lines.append(f"{'ok     ' if each.there else 'missing'} {each.name}: {each.found}")
+        if not each.there:
+            lines += [f"          for {each.needed_for}", f"          {each.fix}"]
+    lines.append("")
+    if _holds_namespaces(found):
+        lines.append(f"tier namespaces: {found.walls}")
+    else:
+        lines.append("tier namespaces: not held here; process is, which has no walls")
+    return [*lines, "tiers gvisor, vm: not in this version"]

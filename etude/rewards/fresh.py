@@ -1,0 +1,115 @@
+"""A verdict on a whole working copy, by a command that runs in a sandbox which the agent never
+touched.
+
+The agent's processes are killed and what it changed is collected: text and binary files, deletions,
+modes, and links as such. A fresh sandbox of the same spec gets that, and then the files of the
+grader over it, so that no edit of a test counts. Nothing takes part that the agent left running,
+linked or cached.
+
+What the agent wrote does run in there, together with the tests. It can end their process with
+status 0, or print what a passed test prints; so the exit code alone proves little. A report names
+each test. It comes over a pipe of its own, which nothing has to do with but this command, and is
+believed only where it names all tests that were expected, and nothing else did go wrong. Code that
+sets out to forge it can; where that is to be feared, keep the answers on the host
+(`rewards.tests`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from etude.core.sandbox import CommandResult, Patch, Sandbox, SandboxPool, SandboxSpec
+from etude.core.types import Part, Score
+from etude.rewards.junit import parse_junit
+
+CACHES = ("__pycache__/*", "*/__pycache__/*", "*.pyc", ".pytest_cache/*", ".git/*")
+"""Paths of a patch that are nobody's work, and could stand in for it. A star matches slashes."""
+_FILE = 0o100644
+_SHOWN_LINES = 20
+
+
+@dataclass(frozen=True, slots=True)
+class FreshRun:
+    """What came of a command over what an agent changed."""
+
+    ran: CommandResult
+    patch: Patch
+    """All that it had changed, caches included."""
+
+
+async def run_in_fresh_sandbox(
+    sandbox: Sandbox,
+    pool: SandboxPool,
+    spec: SandboxSpec,
+    argv: Sequence[str],
+    *,
+    timeout_s: float,
+    files: Mapping[str, str | bytes] | None = None,
+    without: Collection[str] = CACHES,
+) -> FreshRun:
+    """Run a command over a working copy, in a fresh sandbox of the `spec` that it was opened with.
+    `files` are the grader's own, put over it last; changes whose path matches a pattern of
+    `without` stay behind. ValueError if the working copy is such that it cannot be taken over,
+    which is the agent's doing."""
+    patch = await sandbox.patch()
+    taken = {
+        path: entry
+        for path, entry in patch.items()
+        if not any(fnmatchcase(path, pattern) for pattern in without)
+    }
+    own = {path: (_FILE, _bytes(content)) for path, content in (files or {}).items()}
+    async with pool.open(spec) as fresh:
+        await fresh.apply(taken)
+        await fresh.apply(own)
+        return FreshRun(await fresh.run(argv, timeout_s=timeout_s, report=True), patch)
+
+
+async def grade_by_command(
+    sandbox: Sandbox,
+    pool: SandboxPool,
+    spec: SandboxSpec,
+    argv: Sequence[str],
+    *,
+    timeout_s: float,
+    files: Mapping[str, str | bytes] | None = None,
+    without: Collection[str] = CACHES,
+    expected: Collection[str] = (),
+) -> Score:
+    """The reward is 1.0 if the command ends with status 0 and its report (JUnit XML, written to the
+    path in ETUDE_REPORT) says of each of the `expected` tests that it passed, else 0.0. Names are
+    `classname::name`, as in `tests.test_cart::test_total`. The part `tests` is the share that
+    passed."""
+    try:
+        done = await run_in_fresh_sandbox(
+            sandbox, pool, spec, argv, timeout_s=timeout_s, files=files, without=without
+        )
+    except ValueError as e:
+        return _worthless(f"the working copy cannot be taken over: {e}")
+    if done.ran.exit_code is None:
+        return _worthless(f"the command was still at work after {timeout_s:g} s")
+    if not expected:
+        share = float(done.ran.exit_code == 0)
+        return Score(share, (Part("tests", share, _told(done.ran)),))
+    try:
+        passed = parse_junit(done.ran.report)
+    except ValueError as e:
+        return _worthless(f"no report: {e}; {_told(done.ran)}")
+    right = [name for name in expected if passed.get(name)]
+    solved = len(right) == len(expected) and done.ran.exit_code == 0
+    evidence = f"{len(right)} of {len(expected)} tests passed; {_told(done.ran)}"
+    return Score(float(solved), (Part("tests", len(right) / len(expected), evidence),))
+
+
+def _told(ran: CommandResult) -> str:
+    last = "\n".join(ran.output.splitlines()[-_SHOWN_LINES:])
+    return f"exit code {ran.exit_code}\n{last}"
+
+
+def _worthless(evidence: str) -> Score:
+    return Score(0.0, (Part("tests", 0.0, evidence),))
+
+
+def _bytes(content: str | bytes) -> bytes:
+    return content.encode() if isinstance(content, str) else content

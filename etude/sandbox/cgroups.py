@@ -1,0 +1,208 @@
+"""A cgroup for each sandbox, which bounds what all of its processes hold together.
+
+Below the cgroup that this process is in, where that may be written to: as root, or where it was
+delegated. Both generations of the interface are spoken. Standard library only: this runs in the
+zygote.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import time
+from collections.abc import Iterator
+
+_PREFIX = "etude-"
+_TRY_ABOVE = {errno.EBUSY: "it has processes of its own", errno.ENOENT: "it cannot count memory"}
+_PERIOD_US = 100_000
+_LOOKS, _LOOK_S = 150, 0.01
+"""So often it is looked whether a cgroup is empty, when everything ends."""
+
+
+class Cgroups:
+    """Those of one zygote, by descriptors that are good after it has moved into its root."""
+
+    def __init__(self) -> None:
+        """Raises OSError with what is in the way."""
+        self.version, places = find(_read("/proc/self/cgroup"), _read("/proc/self/mountinfo"))
+        self._names: set[str] = set()
+        self._leaving: set[str] = set()
+        self._base = f"{_PREFIX}{os.getpid()}"
+        self._parents: dict[str, int] = {}
+        self._bases: dict[str, int] = {}
+        try:
+            for controller, place in places.items():
+                self._open(controller, place)
+        except OSError:
+            self.close()
+            raise
+
+    def _open(self, controller: str, place: str) -> None:
+        if self.version == "v2":
+            place = _enable(controller, place)
+        with _saying(place):
+            _sweep(place)
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(f"{place}/{self._base}")
+            self._parents[controller] = os.open(place, os.O_PATH | os.O_DIRECTORY)
+            base = os.open(f"{place}/{self._base}", os.O_PATH | os.O_DIRECTORY)
+            self._bases[controller] = base
+            if self.version == "v2":
+                _write(base, "cgroup.subtree_control", f"+{controller}")
+
+    def enter(self, name: str, memory_bytes: int, cpus: float | None) -> None:
+        """Make it and move this process there; to be called in the fork that it is for."""
+        self._make("memory", name, limits(self.version, memory_bytes, None))
+        if cpus is not None:
+            self._make("cpu", name, limits(self.version, None, cpus))
+        for descriptor in {*self._parents.values(), *self._bases.values()}:
+            os.close(descriptor)
+
+    def _make(self, controller: str, name: str, values: dict[str, str]) -> None:
+        base = self._bases[controller]
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(name, dir_fd=base)
+        made = os.open(name, os.O_PATH | os.O_DIRECTORY, dir_fd=base)
+        for file, value in values.items():
+            try:
+                _write(made, file, value)
+            except FileNotFoundError:
+                if "sw" not in file:  # a kernel that does not count swap
+                    raise
+        _write(made, "cgroup.procs", "0")
+        os.close(made)
+
+    def expect(self, name: str) -> None:
+        """A fork is about to enter it."""
+        self._names.add(name)
+
+    def leave(self, name: str) -> None:
+        """Remove it: the sandbox is gone, or is about to be."""
+        self._leaving.add(name)
+        self._leaving = {each for each in self._leaving if not self._removed(each)}
+
+    def _removed(self, name: str) -> bool:
+        busy = False
+        for base in set(self._bases.values()):
+            try:
+                os.rmdir(name, dir_fd=base)
+            except FileNotFoundError:
+                pass
+            except OSError:
+                busy = True
+        if not busy:
+            self._names.discard(name)
+        return not busy
+
+    def close(self) -> None:
+        """All of them, once the sandboxes are gone; what is not yet, whoever comes next sweeps."""
+        for _ in range(_LOOKS):
+            for name in list(self._names):
+                self._removed(name)
+            if not self._names:
+                break
+            time.sleep(_LOOK_S)
+        for parent in set(self._parents.values()):
+            with contextlib.suppress(OSError):
+                os.rmdir(self._base, dir_fd=parent)
+
+
+def limits(version: str, memory_bytes: int | None, cpus: float | None) -> dict[str, str]:
+    """Files of a cgroup and what is to be written to them, in this order."""
+    values: dict[str, str] = {}
+    if memory_bytes is not None and version == "v1":
+        values["memory.limit_in_bytes"] = str(memory_bytes)
+        values["memory.memsw.limit_in_bytes"] = str(memory_bytes)
+    elif memory_bytes is not None:
+        values["memory.max"] = str(memory_bytes)
+        values["memory.swap.max"] = "0"
+    if cpus is not None and version == "v1":
+        values["cpu.cfs_period_us"] = str(_PERIOD_US)
+        values["cpu.cfs_quota_us"] = str(round(cpus * _PERIOD_US))
+    elif cpus is not None:
+        values["cpu.max"] = f"{round(cpus * _PERIOD_US)} {_PERIOD_US}"
+    return values
+
+
+def find(own: str, mounts: str) -> tuple[str, dict[str, str]]:
+    """The generation of the interface that counts memory here, and the directory of our own cgroup
+    by controller. From /proc/self/cgroup and mountinfo."""
+    paths = {}
+    for line in own.splitlines():
+        _, controllers, path = line.split(":", 2)
+        paths.update(dict.fromkeys(controllers.split(","), path))
+    first: dict[str, str] = {}
+    second = ""
+    for line in mounts.splitlines():
+        head, _, tail = line.partition(" - ")
+        root, point = head.split()[3:5]
+        kind, _, options = tail.split()[:3]
+        if kind == "cgroup2" and "" in paths:
+            second = _below(point, root, paths[""])
+        elif kind == "cgroup":
+            for name in {"memory", "cpu"} & set(options.split(",")) & paths.keys():
+                first[name] = _below(point, root, paths[name])
+    if first.keys() >= {"memory", "cpu"}:
+        return "v1", first
+    if second:
+        return "v2", {"memory": second, "cpu": second}
+    raise OSError(errno.ENOENT, "no cgroup file system with memory and cpu is mounted")
+
+
+def _below(point: str, root: str, path: str) -> str:
+    """Where a cgroup is found that the mount shows from `root` on."""
+    inner = path.removeprefix(root) if root != "/" else path
+    return f"{point}/{inner.strip('/')}".rstrip("/")
+
+
+def _enable(controller: str, own: str) -> str:
+    """The cgroup in which others can be made that count this: our own or the one above it, since
+    with the second generation it must not have processes."""
+    above = os.path.dirname(own)
+    for place in (own, above):
+        try:
+            with _saying(place):
+                _write(place, "cgroup.subtree_control", f"+{controller}")
+            return place
+        except OSError as e:
+            if e.errno not in _TRY_ABOVE or place == above:
+                raise
+    raise AssertionError("one of the two has raised")
+
+
+def _sweep(place: str) -> None:
+    """Remove what zygotes left that were killed. A cgroup with a process in it stays."""
+    for name in os.listdir(place):
+        owner = name.removeprefix(_PREFIX)
+        if owner == name or os.path.exists(f"/proc/{owner}"):
+            continue
+        with contextlib.suppress(OSError):
+            for inner in os.scandir(f"{place}/{name}"):
+                if inner.is_dir():
+                    os.rmdir(inner.path)
+            os.rmdir(f"{place}/{name}")
+
+
+@contextlib.contextmanager
+def _saying(place: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as e:
+        why = _TRY_ABOVE.get(e.errno or 0, e.strerror)
+        raise OSError(e.errno, f"{place}: {why}") from e
+
+
+def _read(path: str) -> str:
+    with open(path) as file:
+        return file.read()
+
+
+def _write(place: str | int, name: str, value: str) -> None:
+    directory = None if isinstance(place, str) else place
+    path = f"{place}/{name}" if isinstance(place, str) else name
+    descriptor = os.open(path, os.O_WRONLY, dir_fd=directory)
+    try:
+        os.write(descriptor, value.encode())
+    finally:
+        os.close(descriptor)

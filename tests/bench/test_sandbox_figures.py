@@ -1,0 +1,46 @@
+"""The benchmark of sandboxes, small: every figure is there, and nothing is left."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from etude.bench import sandboxes
+from etude.cli import main
+from tests.namespaces import need_namespaces
+
+
+def test_the_figures(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    need_namespaces()
+    for name, value in (("_STARTS", 3), ("_BURST", 4), ("_OTHER_STARTS", 1), ("_GB", 1_000_000)):
+        monkeypatch.setattr(sandboxes, name, value)
+    monkeypatch.setattr(sandboxes, "others", lambda directory: {"plain": ["echo", "up"]})
+    assert main(["bench", "sandboxes", "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)["figures"]
+    assert figures.keys() == {
+        "load_before",
+        *(f"namespaces.{name}_p{share}_ms" for name in ("start", "echo") for share in (50, 99)),
+        "namespaces.close_p50_ms",
+        "namespaces.burst_s",
+        "namespaces.burst_close_s",
+        "namespaces.mib_each",
+        "namespaces.kernel_mib_each",
+        "namespaces.fork_1gb_ms",
+        "plain.echo_p50_ms",
+        "plain.echo_p99_ms",
+    }
+    assert all(value >= 0 for value in figures.values())
+    assert 0 < figures["namespaces.start_p50_ms"] < figures["namespaces.echo_p50_ms"]
+    assert figures["namespaces.mib_each"] > 0
+
+
+def test_others_are_what_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandboxes.shutil, "which", lambda name: None)
+    assert sandboxes.others(tmp_path) == {}
+    monkeypatch.setattr(sandboxes.shutil, "which", lambda name: f"/usr/bin/{name}")
+    found = sandboxes.others(tmp_path)
+    assert found.keys() == {"bubblewrap", "crun", "runsc"}
+    config = json.loads((tmp_path / "crun" / "config.json").read_text())
+    assert config["process"]["args"] == ["/usr/bin/echo", "up"]

@@ -1,0 +1,84 @@
+"""`etude doctor` on machines of all kinds, and on this one."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from etude.cli import main
+from etude.commands.doctor import Probe, examine, page
+from etude.core.errors import EtudeError
+from etude.sandbox.fake import FakeSandboxPool
+from etude.sandbox.pool import check_tier, open_sandbox_pool
+from etude.sandbox.walls import Walls
+from tests.namespaces import refusal
+
+WALLS = Walls(seccomp=True, landlock=7, own_users=True, cgroup="v2", cgroup_refused="")
+ALL = Probe(
+    walls=WALLS,
+    refused="",
+    sysctls={"user.max_user_namespaces": "96373"},
+    programs=frozenset({"runsc", "mkfs.btrfs"}),
+    file_systems=frozenset({"ext4", "btrfs"}),
+)
+NOTHING = Probe(
+    walls=None,
+    refused="unshare(0x10000000): Operation not permitted",
+    sysctls={"kernel.unprivileged_userns_clone": "0", "user.max_user_namespaces": "0"},
+    programs=frozenset(),
+    file_systems=frozenset({"ext4"}),
+)
+
+
+def test_a_machine_that_has_everything() -> None:
+    findings = examine(ALL)
+    assert all(each.there for each in findings)
+    told = page(ALL, findings)
+    assert not any("missing" in line for line in told)
+    assert f"tier namespaces: {WALLS}" in told
+
+
+def test_a_machine_that_has_nothing_is_told_how_to_get_it() -> None:
+    findings = {each.name: each for each in examine(NOTHING)}
+    assert not any(each.there for each in findings.values())
+    assert all(each.fix and each.needed_for for each in findings.values())
+    assert findings["user namespaces"].found == NOTHING.refused
+    assert findings["user namespaces"].fix == (
+        "sysctl -w user.max_user_namespaces=65536 && sysctl -w kernel.unprivileged_userns_clone=1"
+    )
+    assert findings["runsc"].fix == "apt install -t bookworm-backports runsc"
+    assert findings["btrfs"].fix == "modprobe btrfs && apt install btrfs-progs"
+    told = "\n".join(page(NOTHING, list(findings.values())))
+    assert "tier namespaces: not held here" in told and "sysctl -w" in told
+
+
+def test_an_ordinary_user_is_told_what_is_in_the_way_of_a_cgroup() -> None:
+    walls = Walls(
+        seccomp=True, landlock=0, own_users=False, cgroup="", cgroup_refused="/sys/x: it is full"
+    )
+    probe = Probe(
+        walls=walls, refused="", sysctls={}, programs=frozenset(), file_systems=frozenset()
+    )
+    findings = {each.name: each for each in examine(probe)}
+    assert findings["user namespaces"].there and not findings["Landlock"].there
+    assert findings["cgroups"].found == "/sys/x: it is full"
+    assert "Delegate=yes" in findings["cgroups"].fix
+
+
+def test_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["doctor", "--json"])
+    told = json.loads(capsys.readouterr().out)
+    possible = refusal() is None
+    assert code == (0 if possible else 1)
+    assert told["tier"] == ("namespaces" if possible else "process")
+    assert main(["doctor"]) == code
+    assert capsys.readouterr().out.count("\n") > len(told["findings"])
+
+
+def test_a_run_does_not_start_below_the_tier_that_it_accepts() -> None:
+    weak = open_sandbox_pool("process")
+    check_tier(weak, "process")
+    with pytest.raises(EtudeError, match="no more than tier process.*none below namespaces"):
+        check_tier(weak, "namespaces")
+    check_tier(FakeSandboxPool(), "vm")
