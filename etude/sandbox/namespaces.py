@@ -389,12 +389,15 @@ class NamespaceSandbox:
     async def limit(self, limits: Limits) -> None:
         size = limits.disk_bytes or COPY_BYTES
         processes = limits.processes or MAX_PROCESSES
+        memory = limits.memory_bytes or PROCESS_BYTES
+        if self._pool.walls.cgroup:  # which counts what is held, and not what is only mapped
+            memory = max(memory, PROCESS_BYTES)
         await self._ask(
             op="limit",
             disk_bytes=size,
             disk_files=files_in(size),
             processes=processes + 1,  # the first process of the sandbox is one of its user's, too
-            process_bytes=limits.memory_bytes or PROCESS_BYTES,
+            process_bytes=memory,
         )
 
     async def diff(self) -> str:

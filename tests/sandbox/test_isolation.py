@@ -588,7 +588,7 @@ import os, socket, sys
 from etude.sandbox.zygote import Zygote
 
 host, own = socket.socketpair()
-zygote = Zygote(own, sys.argv[1], None, 'not tried')
+zygote = Zygote(own, sys.argv[1], [], None, 'not tried')
 host.send(b"?\\n?\\n")
 assert zygote.serve_one()
 host.close()  # with an answer unread

@@ -154,8 +154,8 @@ async def test_limits_of_a_run_hold_where_a_task_says_nothing() -> None:
             told = (await output(sandbox, "bash", "-c", script)).split()
             assert told == [str(kib), "10", str(64 << 10)]
     await pool.close()
-    with pytest.raises(EtudeError, match=r"cannot give.*: limits.cpus\. "):
-        open_sandbox_pool("namespaces", limits=Limits(cpus=2))
+    with pytest.raises(EtudeError, match=r"cannot give.*: limits.processes\. "):
+        open_sandbox_pool("process", limits=Limits(processes=9))
 
 
 def test_the_keys_of_a_run() -> None:
