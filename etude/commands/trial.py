@@ -213,6 +213,7 @@ async def _attempt(
         agent,
         sessions,
         concurrency=1,
+        needs_model=name == SESSION and isinstance(sessions, PolicySessions),
         agent_timeout_s=config.harness.timeout_s + 10.0,
         sandbox_timeout_s=config.tasks.timeout_s,
     )

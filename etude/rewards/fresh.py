@@ -47,17 +47,18 @@ async def run_in_fresh_sandbox(
     *,
     timeout_s: float,
     files: Mapping[str, str | bytes] | None = None,
+    only: Collection[str] = ("*",),
     without: Collection[str] = CACHES,
 ) -> FreshRun:
     """Run a command over a working copy, in a fresh sandbox of the `spec` that it was opened with.
-    `files` are the grader's own, put over it last; changes whose path matches a pattern of
-    `without` stay behind. ValueError if the working copy is such that it cannot be taken over,
-    which is the agent's doing."""
+    `files` are the grader's own, put over it last; changes whose path matches no pattern of `only`,
+    or one of `without`, stay behind. ValueError if the working copy is such that it cannot be taken
+    over, which is the agent's doing."""
     patch = await sandbox.patch()
     taken = {
         path: entry
         for path, entry in patch.items()
-        if not any(fnmatchcase(path, pattern) for pattern in without)
+        if _matches(path, only) and not _matches(path, without)
     }
     own = {path: (_FILE, _bytes(content)) for path, content in (files or {}).items()}
     async with pool.open(spec) as fresh:
@@ -74,16 +75,17 @@ async def grade_by_command(
     *,
     timeout_s: float,
     files: Mapping[str, str | bytes] | None = None,
+    only: Collection[str] = ("*",),
     without: Collection[str] = CACHES,
     expected: Collection[str] = (),
 ) -> Score:
     """The reward is 1.0 if the command ends with status 0 and its report (JUnit XML, written to the
     path in ETUDE_REPORT) says of each of the `expected` tests that it passed, else 0.0. Names are
-    `classname::name`, as in `tests.test_cart::test_total`. The part `tests` is the share that
-    passed."""
+    `classname::name`, as in `tests.test_cart::test_total`, which stands for all cases of a
+    parametrized test. The part `tests` is the share that passed."""
     try:
         done = await run_in_fresh_sandbox(
-            sandbox, pool, spec, argv, timeout_s=timeout_s, files=files, without=without
+            sandbox, pool, spec, argv, timeout_s=timeout_s, files=files, only=only, without=without
         )
     except ValueError as e:
         return _worthless(f"the working copy cannot be taken over: {e}")
@@ -93,13 +95,22 @@ async def grade_by_command(
         share = float(done.ran.exit_code == 0)
         return Score(share, (Part("tests", share, _told(done.ran)),))
     try:
-        passed = parse_junit(done.ran.report)
+        cases = parse_junit(done.ran.report)
     except ValueError as e:
         return _worthless(f"no report: {e}; {_told(done.ran)}")
-    right = [name for name in expected if passed.get(name)]
+    right = [name for name in expected if _passed(name, cases)]
     solved = len(right) == len(expected) and done.ran.exit_code == 0
     evidence = f"{len(right)} of {len(expected)} tests passed; {_told(done.ran)}"
     return Score(float(solved), (Part("tests", len(right) / len(expected), evidence),))
+
+
+def _passed(name: str, cases: Mapping[str, bool]) -> bool:
+    own = [passed for case, passed in cases.items() if case == name or case.startswith(f"{name}[")]
+    return bool(own) and all(own)
+
+
+def _matches(path: str, patterns: Collection[str]) -> bool:
+    return any(fnmatchcase(path, pattern) for pattern in patterns)
 
 
 def _told(ran: CommandResult) -> str:

@@ -70,10 +70,12 @@ class RolloutRunner:
         source: str = "",
         policy: str = "",
         experts: bool = False,
+        needs_model: bool = True,
         agent_timeout_s: float | None = None,
         sandbox_timeout_s: float | None = None,
     ) -> None:
-        """`source`, `policy`: as of a `Trajectory`.
+        """`source`, `policy`: as of a `Trajectory`. `needs_model`: an agent that never asked the
+        model has failed.
 
         `agent_timeout_s`, `sandbox_timeout_s`: an agent, or an environment that opens a sandbox
         or scores, has failed if it is still at work then, so that one which hangs cannot hold up a
@@ -84,6 +86,7 @@ class RolloutRunner:
         self.source = source
         self.policy = policy
         self.experts = experts
+        self._needs_model = needs_model
         self._agent_timeout_s = agent_timeout_s
         self._sandbox_timeout_s = sandbox_timeout_s
         self._room = asyncio.Semaphore(concurrency)
@@ -160,7 +163,7 @@ class RolloutRunner:
                     await self._check_time(sample, began)
             async with boundary("segments"):
                 segments = await self.sessions.segments(sample, experts=self.experts)
-            if not segments:
+            if self._needs_model and not segments:
                 raise RolloutFailure(
                     "agent: it ended without an answer of the model: it must ask at the base_url "
                     "that run() is given, where the session is recorded"
