@@ -94,6 +94,7 @@ async def test_a_worker_that_fails_is_left_and_another_asked(http: aiohttp.Clien
         for _ in range(3):
             assert await router.sample(ASK) == replace(SAMPLED, region="west")
         assert [worker.url for worker in router.fleet.up] == [good] and len(broken.asked) <= 1
+        assert [worker.active for worker in router.fleet.workers] == [0], "nothing is under way"
 
 
 @pytest.mark.parametrize(
