@@ -134,7 +134,8 @@ def _run_script(argv: list[str]) -> NoReturn:
     """What `python SCRIPT ...` does, from the first line of the script to the exit status."""
     script = argv[0]
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_IGN)
     sys.argv = argv
     beside = os.path.dirname(os.path.abspath(script))
     _forget_shadowed(beside)

@@ -19,7 +19,7 @@ from etude.commands.import_weights import import_model
 from etude.core.errors import EtudeError
 from etude.model.attention import CausalAttention
 from etude.model.files import build_model, hf_state_dict, read_directory
-from etude.model.from_gguf import NAMES, convert
+from etude.model.from_gguf import convert
 from etude.model.tokenizer import ChatTokenizer
 from etude.model.transformer import ModelConfig, init_from_scratch
 
@@ -107,16 +107,13 @@ def write(
     writer.add_eos_token_id(2)
     writer.add_chat_template(TEMPLATE)
     expected = hf_state_dict(init_from_scratch(config, 0), torch.float32)
-    theirs = {ours: name for name, ours in NAMES.items()}
+    theirs = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config.num_hidden_layers)
     for name, tensor in expected.items():
-        parts = name.split(".")
-        prefix, own = (
-            (f"blk.{parts[2]}.", parts[3:-1]) if parts[1] == "layers" else ("", parts[:-1])
-        )
         values = tensor
-        if config.model_type == "llama" and own[-1] in ("q_proj", "k_proj"):
+        if config.model_type == "llama" and name.split(".")[-2] in ("q_proj", "k_proj"):
             values = rotated(tensor, config.head_dim)
-        key = f"{prefix}{theirs['.'.join(own)]}.{parts[-1]}"
+        key = theirs.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert key is not None
         if quantised and values.ndim == 2:
             kind = gguf.GGMLQuantizationType.Q8_0
             writer.add_tensor(key, gguf.quantize(values.numpy(), kind), raw_dtype=kind)

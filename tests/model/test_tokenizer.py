@@ -136,8 +136,11 @@ def test_more_tokens_may_end_an_answer() -> None:
         ChatTokenizer(FILES | {"generation_config.json": b'{"eos_token_id": "x"}'})
 
 
-def test_a_template_error_is_a_value_error() -> None:
-    broken = ChatTokenizer(FILES | {"chat_template.jinja": b"{{ messages[0].nothing.at_all }}"})
+@pytest.mark.parametrize(
+    "template", [b"{{ messages[0].nothing.at_all }}", b"{{ messages[0].content + 1 }}"]
+)
+def test_a_template_error_is_a_value_error(template: bytes) -> None:
+    broken = ChatTokenizer(FILES | {"chat_template.jinja": template})
     with pytest.raises(ValueError, match="chat template"):
         broken.render([{"role": "user", "content": "x"}])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -117,3 +118,16 @@ def test_the_seed_makes_the_weights() -> None:
     )
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), same.parameters(), strict=True))
     assert not torch.equal(one.model.embed_tokens.weight, other.model.embed_tokens.weight)
+
+
+def test_what_writes_to_the_residual_stream_begins_smaller_by_its_depth() -> None:
+    shape = replace(config(), hidden_size=64, intermediate_size=256, num_hidden_layers=8)
+    tensors = hf_tensors(init_from_scratch(shape, 0))
+
+    def deviation(name: str) -> float:
+        return float(tensors[f"model.layers.3.{name}.weight"].std())
+
+    assert deviation("mlp.gate_proj") == pytest.approx(1 / 64**0.5, rel=0.05)
+    assert deviation("mlp.down_proj") == pytest.approx(1 / 256**0.5 / 16**0.5, rel=0.05)
+    assert deviation("self_attn.v_proj") == pytest.approx(1 / 64**0.5, rel=0.1)
+    assert float(tensors["model.embed_tokens.weight"].std()) == pytest.approx(0.2, rel=0.05)

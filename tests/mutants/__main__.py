@@ -9,6 +9,7 @@ first, until one fails. Results are appended to a file as they come in; the same
 from there.
 
 `survivors.toml` says why a known survivor survives. A line that no test runs is a survivor at once.
+What was cut short, by `--budget-s` or `--tests-s`, is not decided, and counts for neither side.
 """
 
 from __future__ import annotations

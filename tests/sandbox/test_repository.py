@@ -148,6 +148,29 @@ async def test_what_is_wrong_is_said(repository: tuple[Path, str]) -> None:
             await read(place, commit, **limit)
 
 
+async def test_the_place_of_a_submodule_stays_empty_and_a_lost_object_is_named(
+    repository: tuple[Path, str],
+) -> None:
+    place, commit = repository
+    git(place, "update-index", "--add", "--cacheinfo", f"160000,{commit},vendor")
+    git(place, "commit", "-qm", "third")
+    third = git(place, "rev-parse", "HEAD")
+    assert (await read(place, third)).keys() == (await read(place, commit)).keys()
+    blob = git(place, "rev-parse", "HEAD:src/a.py")
+    (place / ".git" / "objects" / blob[:2] / blob[2:]).unlink()
+    with pytest.raises(EtudeError, match="missing or broken|git "):
+        await read(place, third)
+
+
+async def test_where_there_is_no_git_that_is_said(
+    repository: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, commit = repository
+    monkeypatch.setenv("PATH", str(place))
+    with pytest.raises(EtudeError, match="needs git, which is not installed"):
+        await read(place, commit)
+
+
 async def test_a_commit_that_does_not_fit_is_refused_before_a_sandbox_is_made(
     repository: tuple[Path, str],
 ) -> None:

@@ -38,7 +38,7 @@ print(json.dumps({
     "python": [sys.dont_write_bytecode, hasattr(__builtins__, "quit"), sys.argv, sys.path[0],
                __name__, sorted(name for name in sys.modules if name.startswith("etude"))],
     "signals": [signal.getsignal(number) is expected for number, expected in (
-        (signal.SIGPIPE, signal.SIG_IGN), (signal.SIGXFSZ, signal.SIG_DFL),
+        (signal.SIGPIPE, signal.SIG_IGN), (signal.SIGXFSZ, signal.SIG_IGN),
         (signal.SIGINT, signal.default_int_handler), (signal.SIGCHLD, signal.SIG_DFL))],
 }))
 """
@@ -115,3 +115,12 @@ async def test_the_end_of_what_it_says_is_kept(walled: NamespaceSandboxPool, siz
         script = f"import sys; sys.stdout.write('x' * {size} + 'end')"
         run = await sandbox.run(["python", "-c", script], timeout_s=60.0)
     assert run.output == "x" * min(size, (1 << 14) - 3) + "end"
+
+
+async def test_a_file_that_grows_too_large_is_an_error_of_the_script(
+    walled: NamespaceSandboxPool,
+) -> None:
+    script = "try: open('big', 'wb').write(bytes(17 << 20))\nexcept OSError as e: print(e.strerror)"
+    async with walled.open(SandboxSpec(files={"a.py": script})) as sandbox:
+        run = await sandbox.run(["python", "a.py"], timeout_s=60.0)
+    assert (run.exit_code, run.output) == (0, "File too large\n")

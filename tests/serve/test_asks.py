@@ -371,3 +371,14 @@ async def test_a_stream_shows_no_more_than_was_asked_for(
             for token in choice.get("token_ids", ())
         ]
         assert drawn == said("so test")
+
+
+async def test_the_scripted_policy_speaks_with_the_version_it_was_told_to_load() -> None:
+    policy = Scripted([said("a"), said("b")], version=3)
+    asked = Request(prompt=(5,), max_tokens=9, seed=1)
+    before = await policy.sample(asked)
+    await policy.load(4)
+    versions = [
+        span.version for sample in (before, await policy.sample(asked)) for span in sample.versions
+    ]
+    assert versions == [3, 4]

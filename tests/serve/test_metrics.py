@@ -7,9 +7,18 @@ import re
 import signal
 
 import pytest
+from starlette.requests import Request
 
 from etude.serve import process
-from etude.serve.http import ApiError, DeadlineExceeded, Unavailable, deadline, error_response
+from etude.serve.http import (
+    ApiError,
+    ClientDisconnected,
+    DeadlineExceeded,
+    Unavailable,
+    deadline,
+    error_response,
+    read,
+)
 from etude.serve.metrics import BOUNDS_S, Metrics
 
 
@@ -81,6 +90,22 @@ async def test_a_deadline_is_told_from_a_timeout_within() -> None:
     assert "of something else" in str(raised.value)
     async with deadline(None):
         pass
+
+
+async def test_a_client_that_leaves_in_the_middle_of_its_body_is_no_failure_of_ours() -> None:
+    parts = iter(
+        [
+            {"type": "http.request", "body": b"[1,", "more_body": True},
+            {"type": "http.disconnect"},
+        ]
+    )
+
+    async def receive() -> dict[str, object]:
+        return next(parts)
+
+    request = Request({"type": "http", "method": "POST", "headers": []}, receive)
+    with pytest.raises(ClientDisconnected):
+        await read(request, list[int])
 
 
 async def test_signals_mean_what_they_did_when_a_server_has_ended() -> None:

@@ -10,8 +10,9 @@ from typing import Any
 import msgspec
 
 from etude.serve import openapi
-from etude.serve.dialects import document
+from etude.serve.dialects import document, public_routes
 from etude.serve.http import respond, respond_packed
+from tests.serve.test_api import served_model
 
 
 def references(value: Any) -> Iterator[str]:
@@ -61,6 +62,18 @@ def test_parameters_stand_where_the_standard_wants_them() -> None:
             if "requestBody" in operation:
                 assert operation["requestBody"]["required"] is True
                 assert statuses >= {400, 404, 408, 413, 429, 503}
+
+
+def test_all_that_is_served_is_described_and_nothing_else() -> None:
+    routes = public_routes(served_model(), lambda http: None, dict)  # type: ignore[arg-type, return-value]
+    served = {
+        (re.sub(r":\w+", "", route.path), method.lower())
+        for route in routes
+        for method in route.methods or ()
+        if method != "HEAD"
+    }
+    paths = document()["paths"]
+    assert served == {(path, method) for path, methods in paths.items() for method in methods}
 
 
 def test_messages_and_tools_have_shapes_of_their_own() -> None:

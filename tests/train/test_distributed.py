@@ -132,3 +132,29 @@ def test_somebody_who_is_missing_is_not_waited_for_longer_because_others_ask_too
     assert 3 * distributed.LIVENESS_S <= now[0] < 4 * distributed.LIVENESS_S
     assert "rank 1 of 2 cannot be reached any more" in capsys.readouterr().err
     assert "here 0 0" in store
+
+
+def test_a_store_that_is_gone_was_kept_by_rank_0(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def gone(*told: object) -> None:
+        raise RuntimeError("connection reset by peer")
+
+    monkeypatch.setattr(distributed.threading, "Thread", lambda **told: SimpleNamespace(start=str))
+    monkeypatch.setattr(distributed, "POLL_S", 0.0)
+    monkeypatch.setattr(distributed.os, "_exit", sys.exit)
+    store = SimpleNamespace(add=gone, set=gone, check=gone)
+    check = LivenessCheck(store, ProcessGroup(rank=1, size=2))  # type: ignore[arg-type]
+    assert check.missing_ranks() == [0]
+    with pytest.raises(SystemExit, match="2"):
+        check._answer()
+    assert "rank 0 of 2 cannot be reached any more" in capsys.readouterr().err
+
+
+def test_a_check_that_is_closed_answers_nobody_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed, "POLL_S", 0.001)
+    store = SimpleNamespace(check=lambda keys: False)
+    check = LivenessCheck(store, ProcessGroup(rank=0, size=2))  # type: ignore[arg-type]
+    assert check._thread.is_alive()
+    check.close()
+    assert not check._thread.is_alive()

@@ -12,11 +12,13 @@ import torch
 
 from etude.core.config import RunConfig, parse
 from etude.core.errors import EtudeError
-from etude.core.events import Event, StageDone, StageStarted
+from etude.core.events import Event, FitStep, StageDone, StageStarted
 from etude.core.lineage import StageSpan, stage_spans
 from etude.store.runs import Run
 from etude.train.distributed import ProcessGroup
-from etude.trainer import stages
+from etude.train.stages import StageProgress
+from etude.train.stats import SupervisedStats
+from etude.trainer import stages, state
 from etude.trainer import trainer as trainer_module
 from etude.trainer.prepare import check_stage_files, store_files
 from etude.trainer.trainer import Trainer
@@ -181,3 +183,38 @@ def test_no_file_is_asked_for_where_none_is_needed() -> None:
     }
     text = "".join(f'[[stage]]\nkind = "{kind}"\n{more}\n' for kind, more in kinds.items())
     check_stage_files(parse(f'name = "a"\n{text}'))
+
+
+def test_a_supervised_step_is_reported_with_its_speed_and_saved_now_and_then(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[Event] = []
+    trainer = started(run, events)
+    trainer.stage = "midtrain"
+    now = 1000.0
+    saved: list[int] = []
+    monkeypatch.setattr(state.time, "monotonic", lambda: now)
+    monkeypatch.setattr(trainer, "save", lambda: saved.append(trainer.step))
+    report = trainer.report_fit()
+    fit = SupervisedStats(loss=1.5, grad_norm=1.0, lr=0.1, num_tokens=60, metrics={})
+    for step, seconds in ((1, 2.0), (2, 3.0), (3, state.CHECKPOINT_S), (4, 10.0)):
+        now += seconds
+        report(StageProgress(step=step, total=9, fit=fit, heldout_losses=(0.5,) * step))
+    told = [(e.stage, e.step, e.steps, e.loss) for e in events if isinstance(e, FitStep)]
+    assert told == [("midtrain", step, 9, 1.5) for step in (1, 2, 3, 4)]
+    speeds = [event.tokens_per_s for event in events if isinstance(event, FitStep)]
+    assert speeds == pytest.approx([30.0, 20.0, 60 / state.CHECKPOINT_S, 6.0])
+    assert saved == [3] and (trainer.step, trainer.heldout_losses) == (4, (0.5,) * 4)
+    assert trainer.ranks.activity == "step 5 of midtrain"
+
+
+def test_the_program_says_in_one_line_what_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(trainer_module.os, "_exit", ended.append)
+    monkeypatch.setattr(trainer_module.heartbeat, "send_heartbeats_from_thread", lambda: None)
+    monkeypatch.setattr("sys.argv", ["trainer", "--store", f"file:{tmp_path / 'none'}"])
+    trainer_module.main()
+    said = capsys.readouterr().err
+    assert ended == [2] and said.startswith("error: ") and said.count("\n") == 1

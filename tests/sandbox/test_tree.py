@@ -1,0 +1,121 @@
+"""A working copy, read while somebody may be changing it: what counts, up to which size."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from etude.sandbox import tree
+from etude.sandbox.tree import EXECUTABLE, FILE, LINK, Entry, changes, known, pack, unpack
+
+PLENTY = 1 << 20
+
+
+def opener(root: Path) -> tree.Open:
+    return lambda path, flags: os.open(root / path, flags)
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    root = tmp_path / "copy"
+    (root / "sub" / "deep").mkdir(parents=True)
+    (root / "a").write_bytes(b"1234")
+    (root / "sub" / "run").write_bytes(b"#!")
+    (root / "sub" / "run").chmod(0o755)
+    (root / "sub" / "link").symlink_to("../a")
+    return root
+
+
+TREE = {
+    "a": Entry(FILE, b"1234"),
+    "sub/run": Entry(EXECUTABLE, b"#!"),
+    "sub/link": Entry(LINK, b"../a"),
+}
+
+
+def changed(root: Path, before: tree.Tree, file_bytes: int = PLENTY) -> dict[str, Entry | None]:
+    return changes(opener(root), known(before), file_bytes=file_bytes, max_entries=100)
+
+
+def test_only_what_is_not_as_it_was_is_told(copy: Path) -> None:
+    assert changed(copy, TREE) == {}
+    assert changed(copy, {}) == TREE
+    (copy / "a").chmod(0o755)
+    (copy / "sub" / "run").write_bytes(b"##")
+    (copy / "sub" / "link").unlink()
+    assert changed(copy, TREE) == {
+        "a": Entry(EXECUTABLE, b"1234"),
+        "sub/run": Entry(EXECUTABLE, b"##"),
+        "sub/link": None,
+    }
+
+
+def test_what_is_too_large_is_named_without_its_content(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert changed(copy, {}, file_bytes=3)["a"] == Entry(FILE, None)
+    assert changed(copy, {}, file_bytes=4)["a"] == Entry(FILE, b"1234")
+    # as large as it is allowed to have been: that it has not changed can still be told
+    assert changed(copy, TREE, file_bytes=3) == {}
+    # all of it together: in the order of names, what is left goes to those that come first
+    monkeypatch.setattr(tree, "CHANGES_BYTES", 5)
+    found = changed(copy, {})
+    assert (found["a"], found["sub/run"]) == (Entry(FILE, b"1234"), Entry(EXECUTABLE, None))
+
+
+def test_what_is_no_file_is_never_opened(copy: Path) -> None:
+    os.mkfifo(copy / "pipe")
+    os.mknod(copy / "socket", stat.S_IFSOCK | 0o600)
+    found = changed(copy, TREE)
+    assert found.keys() == {"pipe", "socket"}
+    assert all(entry and entry.content is None for entry in found.values())
+    again = pack(opener(copy), max_bytes=PLENTY, max_entries=100)
+    unpack(again, str(copy.parent / "again"))
+    assert (copy.parent / "again" / "pipe").is_fifo()
+    assert not (copy.parent / "again" / "socket").exists()
+
+
+def test_a_copy_of_it_has_contents_modes_and_times(copy: Path, tmp_path: Path) -> None:
+    os.utime(copy / "a", (1, 12345))
+    unpack(pack(opener(copy), max_bytes=6, max_entries=5), str(tmp_path / "again"))
+    again = tmp_path / "again"
+    assert changed(again, TREE) == {} and (again / "sub" / "deep").is_dir()
+    assert (again / "a").stat().st_mtime == 12345
+    assert stat.S_IMODE((again / "sub" / "run").stat().st_mode) == 0o755
+
+
+def test_too_much_of_it_is_refused(copy: Path) -> None:
+    with pytest.raises(ValueError, match="holds more than 5 bytes"):
+        pack(opener(copy), max_bytes=5, max_entries=5)
+    for read in (
+        lambda: pack(opener(copy), max_bytes=PLENTY, max_entries=4),
+        lambda: changes(opener(copy), {}, file_bytes=PLENTY, max_entries=4),
+    ):
+        with pytest.raises(ValueError, match="has more than 4 entries"):
+            read()
+
+
+@pytest.mark.parametrize(
+    "error", [PermissionError(13, "Permission denied"), OSError(5, "I/O error")]
+)
+def test_a_directory_that_cannot_be_read_is_named_and_one_that_is_gone_is_not(
+    copy: Path, error: OSError
+) -> None:
+    def refusing(path: str, flags: int) -> int:
+        if path == "sub":
+            raise error
+        return os.open(copy / path, flags)
+
+    with pytest.raises(ValueError, match=f"sub cannot be read: {error.strerror}"):
+        changes(refusing, {}, file_bytes=PLENTY, max_entries=100)
+
+    def gone(path: str, flags: int) -> int:
+        if path == "sub":
+            raise FileNotFoundError(2, "No such file or directory")
+        return os.open(copy / path, flags)
+
+    found = changes(gone, known(TREE), file_bytes=PLENTY, max_entries=100)
+    assert found == {"sub/run": None, "sub/link": None}
