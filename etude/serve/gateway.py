@@ -1,6 +1,7 @@
 """The gateway: one URL in front of all workers, and the recorder of what was sampled.
 
-    POST   /v1/chat/completions                 like any OpenAI server; not recorded
+    POST   /v1/chat/completions                 like any OpenAI server; not recorded. So are
+                                                /v1/responses and /v1/messages
     POST   /s/{session}/v1/chat/completions     the same, recorded: a harness is given
                                                 /s/{session}/v1 as its base URL. Header
                                                 `X-Etude-Segment: summary` or `subagent`: what the
