@@ -38,6 +38,14 @@ test-vllm: $(DEV) models/smollm2-135m .venv-vllm ## a worker over a real vLLM se
 	@$@.part/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@mv $@.part $@
 
+test-agents: $(DEV) ## command-line agents of others in recorded sessions (installs them with npm and pip, 1 GB)
+	@mkdir -p .agents
+	@npm install --prefix .agents --no-audit --no-fund --silent @openai/codex@0.166.0 \
+	    @qwen-code/qwen-code@0.15.10 opencode-ai@1.18.18 @anthropic-ai/claude-code@2.1.325
+	@test -e .agents/venv/bin/mini || { $(PYTHON) -m venv .agents/venv && \
+	    .agents/venv/bin/python -m pip install --disable-pip-version-check --quiet mini-swe-agent==MINI; }
+	@$(BIN)/python -m pytest -q -m agents tests/agents
+
 mutants: $(DEV) ## the share of small, random mistakes that the tests catch (COUNT=300 SEED=0; takes hours, and may be stopped)
 	@$(BIN)/python -m tests.mutants --count $(or $(COUNT),300) --seed $(or $(SEED),0)
 
@@ -91,4 +99,4 @@ $(DEV): $(RUNTIME)
 	@$(PIP) -r requirements-dev.txt
 	@rm -f .venv/.dev-* && touch $@
 
-.PHONY: help demo test test-s3 test-vllm mutants lint format types bench bench-trl model clean
+.PHONY: help demo test test-s3 test-vllm test-agents mutants lint format types bench bench-trl model clean

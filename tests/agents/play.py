@@ -43,7 +43,8 @@ class Player(Scripted):
 
     def __init__(self, call: dict[str, Any]) -> None:
         super().__init__([])
-        self._call = f"<think>I should.</think>I do it now.<tool_call>{json.dumps(call)}</tool_call>"
+        said = f"<tool_call>{json.dumps(call)}</tool_call>"
+        self._call = f"<think>I should.</think>I do it now.{said}"
         self.said: list[tuple[int, ...]] = []
 
     async def sample(self, request: Request) -> Sample:
