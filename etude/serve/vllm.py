@@ -38,7 +38,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import aiohttp
 import msgspec
@@ -152,11 +152,9 @@ class VllmServer:
             return await self._sample(request)
 
     async def _sample(self, request: Request) -> Sample:
-        if request.begun and (
-            len(request.begun) == request.max_tokens
-            or request.begun[-1].token in request.stop_token_ids
-        ):
-            raise Unavailable("vLLM cannot say of an answer that it is whole already")
+        if (finish_reason := finished_already(request)) is not None:
+            empty = Sample(tokens=(), logprobs=(), versions=(), finish_reason=finish_reason)
+            return with_begun(request, empty)
         await self._open.wait()
         with self._busy():
             answer = await self._call(
@@ -289,7 +287,7 @@ def generate_request(request: Request, version: int) -> dict[str, Any]:
     params = asdict(request.params)  # vLLM has the same names
     del params["grammar"]
     return {
-        "token_ids": [*request.prompt, *(token.token for token in request.begun)],
+        "token_ids": (*request.prompt, *(token.token for token in request.begun)),
         "cache_salt": f"version-{version}",
         "sampling_params": params
         | {
@@ -337,6 +335,13 @@ def to_routed_experts(encoded: str, request: Request, config: ModelConfig) -> by
     kind = np.dtype(config.experts.id_dtype)
     data: bytes = ids[request.experts_from :].astype(kind).tobytes()
     return data
+
+
+def finished_already(request: Request) -> Literal["stop", "length"] | None:
+    """Why there is nothing left to sample of an answer that another worker has begun."""
+    if request.begun and request.begun[-1].token in request.stop_token_ids:
+        return "stop"
+    return "length" if len(request.begun) == request.max_tokens else None
 
 
 def with_begun(request: Request, sample: Sample) -> Sample:
