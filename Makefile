@@ -42,6 +42,7 @@ test-agents: $(DEV) ## command-line agents of others in recorded sessions (insta
 	@mkdir -p .agents
 	@npm install --prefix .agents --no-audit --no-fund --silent @openai/codex@0.166.0 \
 	    @qwen-code/qwen-code@0.15.10 opencode-ai@1.18.18 @anthropic-ai/claude-code@2.1.325
+	@cd .agents/node_modules/@anthropic-ai/claude-code && node install.cjs  # npm may not run it
 	@test -e .agents/venv/bin/mini || { $(PYTHON) -m venv .agents/venv && \
 	    .agents/venv/bin/python -m pip install --disable-pip-version-check --quiet mini-swe-agent==MINI; }
 	@$(BIN)/python -m pytest -q -m agents tests/agents
