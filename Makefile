@@ -44,7 +44,8 @@ test-agents: $(DEV) ## command-line agents of others in recorded sessions (insta
 	    @qwen-code/qwen-code@0.15.10 opencode-ai@1.18.18 @anthropic-ai/claude-code@2.1.325
 	@cd .agents/node_modules/@anthropic-ai/claude-code && node install.cjs  # npm may not run it
 	@test -e .agents/venv/bin/mini || { $(PYTHON) -m venv .agents/venv && \
-	    .agents/venv/bin/python -m pip install --disable-pip-version-check --quiet mini-swe-agent==MINI; }
+	    .agents/venv/bin/python -m pip install --disable-pip-version-check --quiet \
+	        mini-swe-agent==2.4.6 mcp==2.3.0; }  # mcp: what its litellm forgets to ask for
 	@$(BIN)/python -m pytest -q -m agents tests/agents
 
 mutants: $(DEV) ## the share of small, random mistakes that the tests catch (COUNT=300 SEED=0; takes hours, and may be stopped)
@@ -82,7 +83,7 @@ models/smollm2-135m: | $(RUNTIME)
 	@rm -rf models/.fetched
 
 clean: ## remove the virtual environment and every cache; runs stay
-	rm -rf .venv .venv-vllm build dist etude.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-vllm .agents build dist etude.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find etude tests examples -name __pycache__ -prune -exec rm -rf {} +
 
 $(RUNTIME):

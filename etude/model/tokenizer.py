@@ -59,8 +59,8 @@ REASONING_KEYS = {"reasoning_content": "reasoning_content", "message.thinking": 
 """Words of a template, and where it then looks for the reasoning of a message. One that has none of
 them finds it within the content, between its marks."""
 _MARK = re.compile(r"[<\[]\S+[>\]]")
-"""A token that was added to a vocabulary and means something else than its letters. Others are words
-or runs of spaces."""
+"""An added token that means something else than its letters; others are words or runs of
+spaces."""
 _TAIL = 8
 """Tokens at the end of a prompt that may hold the mark with which it begins the reasoning."""
 _NONCE = f"{secrets.randbelow(10**10):010d}"

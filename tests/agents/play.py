@@ -35,14 +35,14 @@ CONTEXT = 4_000_000
 
 
 class Player(Scripted):
-    """Calls once, then says that it is done. Asked without tools (for a title, a summary), it
-    says so."""
+    """Calls once, then ends. Asked without tools, it gives a title: that is what agents ask for."""
 
     tokenizer = TOKENIZER
     max_context = CONTEXT
 
-    def __init__(self, call: dict[str, Any]) -> None:
+    def __init__(self, call: dict[str, Any], end: str) -> None:
         super().__init__([])
+        self._end = end
         said = f"<tool_call>{json.dumps(call)}</tool_call>"
         self._call = f"<think>I should.</think>I do it now.{said}"
         self.said: list[tuple[int, ...]] = []
@@ -52,7 +52,7 @@ class Player(Scripted):
         if "<|tools|>" not in shown:
             text = "A title"
         else:
-            text = "Done." if "<|tool|>" in shown.rpartition("<|user|>")[2] else self._call
+            text = self._end if "<|tool|>" in shown.rpartition("<|user|>")[2] else self._call
         self._answers = iter(answers([text]))
         sample = await super().sample(request)
         self.said.append(sample.tokens)
@@ -60,9 +60,9 @@ class Player(Scripted):
 
 
 @asynccontextmanager
-async def playing(call: dict[str, Any]) -> AsyncIterator[tuple[str, Player]]:
+async def playing(call: dict[str, Any], end: str) -> AsyncIterator[tuple[str, Player]]:
     """A gateway's URL."""
-    player = Player(call)
+    player = Player(call, end)
     worker = Worker(player, FILES, "east")  # type: ignore[arg-type]
     with TemporaryDirectory() as directory:
         async with aiohttp.ClientSession() as http:
@@ -87,7 +87,7 @@ async def main() -> None:
     parser.add_argument("--call", type=json.loads, required=True)
     parser.add_argument("--shown", type=Path, help="where to write what the model was shown")
     given = parser.parse_args()
-    async with playing(given.call) as (url, player):
+    async with playing(given.call, "Done.") as (url, player):
         print(url, flush=True)
         await asyncio.to_thread(sys.stdin.read)
         for segment in await recorded(url, "one"):

@@ -1,7 +1,7 @@
 """Command-line agents that nobody here wrote complete recorded sessions: `make test-agents`.
 
 Each is told to write a file, and its model plays along: it calls the agent's own tool for that, and
-says that it is done when it is shown the result. What must hold: the tool was run, and the session
+ends when it is shown the result. What must hold: the tool was run, and the session
 is one unbroken segment of the very tokens that were sampled.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.agents.play import playing, recorded
-from tests.serve.scripted import TOKENIZER
+from tests.serve.scripted import TOKENIZER, call
 
 pytestmark = pytest.mark.agents
 INSTALLED = Path(__file__).parents[2] / ".agents"
@@ -34,6 +34,8 @@ class Agent:
     """Of its tool that runs a command."""
     argv: Callable[[str, Path], list[str]]
     environment: Callable[[str, Path], dict[str, str]]
+    end: str = "Done."
+    """What its model says when it is done."""
 
 
 def codex(url: str, home: Path) -> list[str]:
@@ -112,6 +114,7 @@ AGENTS = {
             "MSWEA_GLOBAL_CONFIG_DIR": str(home),
             "OPENAI_API_KEY": "x",
         },
+        call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"),
     ),
 }
 
@@ -123,7 +126,7 @@ async def test_an_agent_completes_a_recorded_session(name: str, tmp_path: Path) 
     home, work = tmp_path / "home", tmp_path / "work"
     home.mkdir()
     work.mkdir()
-    async with playing(agent.call) as (url, player):
+    async with playing(agent.call, agent.end) as (url, player):
         session = f"{url}/s/one"
         environment = {"HOME": str(home), "PATH": os.environ["PATH"], "CI": "1"}
         child = await asyncio.create_subprocess_exec(
@@ -147,4 +150,4 @@ async def test_an_agent_completes_a_recorded_session(name: str, tmp_path: Path) 
     (main,) = [s for s in segments if "<tool_call>" in TOKENIZER.decode(s.tokens)]
     text = TOKENIZER.decode(main.tokens)
     assert "<think>I should.</think>I do it now.<tool_call>" in text
-    assert text.endswith("Done.<|end|>")
+    assert text.endswith(f"{agent.end}<|end|>")
