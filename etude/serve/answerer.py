@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request as HttpRequest
@@ -177,12 +178,11 @@ def refusals() -> Iterator[None]:
         raise ApiError(str(e)) from e
 
 
-async def as_stream(sample: Sample) -> AsyncIterator[Token | Sample]:
-    """A sample that is whole already, as a stream."""
+async def as_stream(sample: Sample, first: int = 0) -> AsyncIterator[Token | Sample]:
+    """A sample that is whole already, as a stream; `first`: the token to begin with."""
     top = sample.top_logprobs or ((),) * len(sample.tokens)
-    for token, logprob, version, others in zip(
-        sample.tokens, sample.logprobs, expand_spans(sample.versions), top, strict=True
-    ):
+    tokens = zip(sample.tokens, sample.logprobs, expand_spans(sample.versions), top, strict=True)
+    for token, logprob, version, others in islice(tokens, first, None):
         yield Token(token, logprob, version, others)
     yield sample
 

@@ -1,6 +1,7 @@
 """The gateway: one URL in front of all workers, and the recorder of what was sampled.
 
-    POST   /v1/chat/completions                 like any OpenAI server; not recorded
+    POST   /v1/chat/completions                 like any OpenAI server; not recorded. So are
+                                                /v1/responses and /v1/messages
     POST   /s/{session}/v1/chat/completions     the same, recorded: a harness is given
                                                 /s/{session}/v1 as its base URL. Header
                                                 `X-Etude-Segment: summary` or `subagent`: what the
@@ -30,7 +31,7 @@
 
 Between the gateway and the workers go token ids both ways (`POST /generate`), and every request
 carries its own randomness. So a request whose worker dies, or falls silent, is simply sent to
-another one.
+another one, with the tokens that its client has been given already.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ import argparse
 import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import ExitStack, aclosing
 from dataclasses import replace
 from functools import wraps
 from typing import Protocol
@@ -57,7 +59,6 @@ from etude.serve.answerer import (
     ServedModel,
     Show,
     TemplateOptions,
-    as_stream,
     template_errors,
 )
 from etude.serve.dialects import public_routes, session_routes
@@ -65,6 +66,7 @@ from etude.serve.grammar import GrammarBuilder
 from etude.serve.headers import read_segment_kind
 from etude.serve.http import (
     ApiError,
+    EventStream,
     cancel_on_disconnect,
     create_app,
     gather,
@@ -120,8 +122,11 @@ class Gateway:
 
         @wraps(route.endpoint)
         async def endpoint(http: HttpRequest) -> Response:
-            with self.router.under_way(http.path_params["session"]):
+            with ExitStack() as stack:
+                stack.enter_context(self.router.under_way(http.path_params["session"]))
                 response: Response = await route.endpoint(http)
+                if isinstance(response, EventStream):
+                    response.hold(stack.pop_all())
                 return response
 
         return Route("/s/{session}" + route.path, endpoint, methods=list(route.methods or ()))
@@ -212,28 +217,38 @@ class SessionAnswerer:
         return self._prompt.tokens
 
     async def sample(self, requests: Sequence[Request], show: Show) -> list[Sample]:
-        prompt = self._prompt
-        assert prompt is not None
         samples = await gather(
-            [
-                self._router.sample(
-                    replace(request, experts_from=prompt.routed.num_tokens), self._session
-                )
-                for request in requests
-            ]
+            [self._router.sample(self._asked(request), self._session) for request in requests]
         )
         for request, sample in zip(requests, samples, strict=True):
-            message = show(request, sample)
-            self._recorder.record(
-                self._session, prompt, sample, message, request.params, self._kind
-            )
+            self._record(request, sample, show)
         return samples
 
     async def stream(
         self, requests: Sequence[Request], show: Show
     ) -> list[AsyncIterator[Token | Sample]]:
-        """What is recorded is what the client was given, so nothing is given before it is whole."""
-        return [as_stream(sample) for sample in await self.sample(requests, show)]
+        return [self._stream(request, show) for request in requests]
+
+    async def _stream(self, request: Request, show: Show) -> AsyncIterator[Token | Sample]:
+        """The answer is recorded when it is whole, before the client is told that it is."""
+        stream = self._router.stream(self._asked(request), self._session)
+        async with aclosing(stream):  # type: ignore[type-var]
+            async for event in stream:
+                if isinstance(event, Sample):
+                    self._record(request, event, show)
+                yield event
+
+    def _asked(self, request: Request) -> Request:
+        """With what the recorder wants to know beyond the client."""
+        assert self._prompt is not None
+        return replace(request, experts_from=self._prompt.routed.num_tokens)
+
+    def _record(self, request: Request, sample: Sample, show: Show) -> None:
+        assert self._prompt is not None
+        message = show(request, sample)
+        self._recorder.record(
+            self._session, self._prompt, sample, message, request.params, self._kind
+        )
 
 
 async def serve_gateway(

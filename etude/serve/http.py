@@ -237,17 +237,25 @@ class EventStream(Response):
         *,
         named: bool = False,
         failed: Callable[[ApiError], object] | None = None,
+        encode: Callable[[Any], bytes] | None = None,
     ) -> None:
-        """`failed`: the event that tells of an error, if it is not the body that does so
-        elsewhere."""
-        super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        """`failed`: the event that tells of an error, if it is not the body that does so elsewhere.
+        `encode`: an event as bytes, for streams of our own."""
+        media_type = "text/event-stream" if encode is None else MSGPACK
+        super().__init__(media_type=media_type, headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]
         self._work = work
-        self._named = named
+        self._named = named or encode is not None
         self._failed = failed
+        self._encoded = encode or self._as_event
+        self._held = contextlib.ExitStack()
+
+    def hold(self, stack: contextlib.ExitStack) -> None:
+        """What is to be closed when the stream has ended."""
+        self._held.push(stack)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with contextlib.suppress(ClientDisconnected):
+        with contextlib.suppress(ClientDisconnected), self._held:
             await _cancel_on_disconnect(receive, self._run(scope["path"], send))
 
     async def _run(self, path: str, send: Send) -> None:
@@ -273,7 +281,7 @@ class EventStream(Response):
             await send_event(self._failed(e) if self._failed else error_body(e, path))
         await write(b"" if self._named else b"data: [DONE]\n\n", more=False)
 
-    def _encoded(self, event: object) -> bytes:
+    def _as_event(self, event: object) -> bytes:
         data = b"data: " + msgspec.json.encode(event) + b"\n\n"
         if not self._named:
             return data

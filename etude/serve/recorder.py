@@ -35,6 +35,7 @@ from itertools import chain
 from typing import Any
 
 from etude.core.sampling import (
+    RegionSpan,
     Sample,
     SamplingParams,
     SamplingSpan,
@@ -43,7 +44,7 @@ from etude.core.sampling import (
     sampling_spans,
     version_spans,
 )
-from etude.core.types import RegionSpan, Segment, SegmentKind
+from etude.core.types import Segment, SegmentKind
 from etude.model.output_parser import THINK_END, THINK_START
 from etude.model.tokenizer import ChatTokenizer, Message, Tool
 from etude.model.tool_calls import Call
@@ -226,7 +227,8 @@ class Recorder:
         segment.sampling = sampling_spans(
             [*segment.sampling, SamplingSpan(params, len(sample.tokens))]
         )
-        segment.add_region(sample.region, len(sample.tokens))
+        for span in sample.regions or [RegionSpan("", len(sample.tokens))]:
+            segment.add_region(span.region, span.count)
         segment.answered.append(len(prompt.messages))
         segment.messages = (*prompt.messages, _without_nulls(message))
         segment.text, segment.answer = prompt.text, sample.tokens

@@ -11,18 +11,18 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from itertools import groupby
+from typing import NoReturn, TypeVar
 
 import aiohttp
 import msgspec
 
 from etude.core.clock import AwakeClock, SystemClock
 from etude.core.fleet import Fleet, Worker
-from etude.core.sampling import Request, Sample, Token
-from etude.serve.answerer import as_stream
+from etude.core.sampling import RegionSpan, Request, Sample, Token
 from etude.serve.http import (
     ApiError,
     ClientDisconnected,
@@ -31,6 +31,8 @@ from etude.serve.http import (
     deadline,
 )
 from etude.serve.worker_protocol import (
+    FRAME_SIZE_BYTES,
+    GenerateFrame,
     GenerateRequest,
     JoinRequest,
     LoadRequest,
@@ -64,6 +66,15 @@ class SessionRequests:
     """One of them took longer than its worker would have, if that had been well."""
 
 
+@dataclass(slots=True)
+class Attempt:
+    """A worker that is asked, and the request as it is by then."""
+
+    worker: Worker
+    request: Request
+    failure: WorkerFailed | None = None
+
+
 class Router:
     """The workers as one `Policy`."""
 
@@ -84,30 +95,72 @@ class Router:
 
     async def sample(self, request: Request, session: str = "") -> Sample:
         async with deadline(request.deadline_s):
-            return await self._sample(request, session)
+            attempts = self._attempts(request, session)
+            async with aclosing(attempts):
+                async for attempt in attempts:
+                    with self._failures_of(attempt):
+                        sample = await self._ask(attempt.worker, attempt.request)
+                        self._check_known(attempt.worker)
+                        regions = (RegionSpan(attempt.worker.region, len(sample.tokens)),)
+                        return replace(sample, regions=regions)
+        raise AssertionError("attempts end with an answer or an error")
 
-    async def _sample(self, request: Request, session: str) -> Sample:
+    async def stream(self, request: Request, session: str = "") -> AsyncIterator[Token | Sample]:
+        """Tokens as they are sampled. If the worker dies on the way, another one goes on behind
+        what was handed out."""
+        begun: list[Token] = []
+        regions: list[str] = []
+        attempts = self._attempts(request, session)
+        async with aclosing(attempts):
+            async for attempt in attempts:
+                worker = attempt.worker
+                with self._failures_of(attempt):
+                    left = replace(attempt.request, begun=tuple(begun))
+                    answer = self._stream_from(worker, left)
+                    async with aclosing(answer):
+                        async for event in answer:
+                            self._check_known(worker)
+                            if isinstance(event, Sample):
+                                regions += [worker.region] * (len(event.tokens) - len(begun))
+                                yield replace(event, regions=_region_spans(regions))
+                                return
+                            begun.append(event)
+                            regions.append(worker.region)
+                            yield event
+
+    async def _attempts(self, request: Request, session: str) -> AsyncGenerator[Attempt]:
+        """One after the other, each when the one before has failed. Raises when too many have."""
         requests = self._requests.get(session, SessionRequests())
-        began, failures = self._clock.now(), 0
+        began, failures, why = self._clock.now(), 0, ""
         while failures <= MAX_RETRIES:
             requests.disturbed |= not self.fleet.up
-            worker = await self._pick(session)
+            left = _left(request, self._clock.now() - began)
+            async with deadline(left.deadline_s):
+                worker = await self._pick(session)
+            attempt = Attempt(worker, left)
             try:
-                sample = await self._ask(worker, _left(request, self._clock.now() - began))
-                # A worker that was taken out meanwhile may have gone on with weights that are too
-                # old by now.
-                if self.fleet.knows(worker):
-                    return replace(sample, region=worker.region)
-                why = f"{worker.url} was taken out"
-            except WorkerFailed as e:
-                self.fleet.leave(worker)
-                why = str(e)
-                failures -= isinstance(e, WorkerSilent)
+                yield attempt
             finally:
                 self.fleet.done(worker)
-            failures += 1
+            failures += not isinstance(attempt.failure, WorkerSilent)
+            why = str(attempt.failure)
             requests.disturbed = True
         raise Unavailable(f"{failures} workers in a row have failed, the last one with: {why}")
+
+    @contextmanager
+    def _failures_of(self, attempt: Attempt) -> Iterator[None]:
+        """A worker that fails in the block is taken out, and the next attempt is made."""
+        try:
+            yield
+        except WorkerFailed as e:
+            self.fleet.leave(attempt.worker)
+            attempt.failure = e
+
+    def _check_known(self, worker: Worker) -> None:
+        """A worker that was taken out meanwhile may have gone on with weights that are too old by
+        now."""
+        if not self.fleet.knows(worker):
+            raise WorkerFailed(f"{worker.url} was taken out")
 
     @contextmanager
     def under_way(self, session: str) -> Iterator[None]:
@@ -145,12 +198,6 @@ class Router:
         for worker in self.fleet.expire(self._clock.now()):
             for limit in self._limits.pop(worker, ()):
                 limit.reschedule(0.0)
-
-    async def stream(self, request: Request, session: str = "") -> AsyncIterator[Token | Sample]:
-        """Only when it is whole: the worker may die before, and another one would have to begin
-        again."""
-        async for event in as_stream(await self.sample(request, session)):
-            yield event
 
     async def load(self, version: int) -> None:
         """A worker that says that it cannot follow is taken out. If all say so, the promise is not
@@ -223,13 +270,35 @@ class Router:
     async def _ask(self, worker: Worker, request: Request) -> Sample:
         asked = GenerateRequest(request, min_weight_version=self.fleet.live)
         status, body = await self._post(worker, "/generate", msgspec.msgpack.encode(asked))
-        if status == 408:
-            raise DeadlineExceeded()
-        if 400 <= status < 500:
-            raise ValueError(_message(body))
         if status != 200:
-            raise WorkerFailed(_message(body))
+            _raise_refusal(status, _message(body))
         return msgspec.msgpack.decode(body, type=Sample)
+
+    async def _stream_from(
+        self, worker: Worker, request: Request
+    ) -> AsyncGenerator[Token | Sample]:
+        """The tokens that the worker adds, and the whole sample. A worker that falls silent is
+        noticed while it is waited for, not while what it said is handed on."""
+        asked = GenerateRequest(request, min_weight_version=self.fleet.live, stream=True)
+        body, path = msgspec.msgpack.encode(asked), "/generate"
+        async with AsyncExitStack() as stack:
+            async with self._while_heard(worker, path):
+                response = await stack.enter_async_context(
+                    self._http.post(worker.url + path, data=body)
+                )
+                if response.status != 200:
+                    _raise_refusal(response.status, _message(await response.read()))
+            frame = GenerateFrame()
+            while frame.sample is None:
+                async with self._while_heard(worker, path):
+                    size = int.from_bytes(await response.content.readexactly(FRAME_SIZE_BYTES))
+                    data = await response.content.readexactly(size)
+                frame = msgspec.msgpack.decode(data, type=GenerateFrame)
+                if frame.status:
+                    _raise_refusal(frame.status, frame.error)
+                elif frame.token is not None:
+                    yield frame.token
+            yield frame.sample
 
     async def _load_on(self, worker: Worker, version: int) -> str | None:
         """Load a version on a worker; returns why, if it says that it cannot. One that is gone says
@@ -267,7 +336,7 @@ class Router:
                     limits.discard(limit)
                     if not limits:
                         self._limits.pop(worker, None)
-        except (aiohttp.ClientError, TimeoutError) as e:
+        except (aiohttp.ClientError, TimeoutError, asyncio.IncompleteReadError) as e:
             if limit.expired():
                 raise WorkerSilent(f"{worker.url}{path}: it fell silent") from e
             raise WorkerFailed(f"{worker.url}{path}: {type(e).__name__} {e}") from e
@@ -298,6 +367,20 @@ def _left(request: Request, elapsed_s: float) -> Request:
     if request.deadline_s <= elapsed_s:
         raise DeadlineExceeded()
     return replace(request, deadline_s=request.deadline_s - elapsed_s)
+
+
+def _raise_refusal(status: int, message: str) -> NoReturn:
+    """What a worker says instead of an answer. A deadline and what can never be answered are not
+    its fault."""
+    if status == 408:
+        raise DeadlineExceeded()
+    if 400 <= status < 500:
+        raise ValueError(message)
+    raise WorkerFailed(message)
+
+
+def _region_spans(regions: list[str]) -> tuple[RegionSpan, ...]:
+    return tuple(RegionSpan(region, len(list(run))) for region, run in groupby(regions))
 
 
 def _message(body: bytes) -> str:

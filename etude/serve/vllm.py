@@ -36,9 +36,9 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import aiohttp
 import msgspec
@@ -152,6 +152,9 @@ class VllmServer:
             return await self._sample(request)
 
     async def _sample(self, request: Request) -> Sample:
+        if (finish_reason := finished_already(request)) is not None:
+            empty = Sample(tokens=(), logprobs=(), versions=(), finish_reason=finish_reason)
+            return with_begun(request, empty)
         await self._open.wait()
         with self._busy():
             answer = await self._call(
@@ -161,11 +164,12 @@ class VllmServer:
             msgspec.convert(answer, GenerateResponse).choices[0], request, self.config
         )
         self.num_tokens += len(sample.tokens)
+        sample = with_begun(request, sample)
         return truncate_at_stop(request, sample, self.tokenizer) if request.stop else sample
 
     async def stream(self, request: Request) -> AsyncIterator[Token | Sample]:
         """Only when it is whole: which version computed a token is said at the end."""
-        async for event in as_stream(await self.sample(request)):
+        async for event in as_stream(await self.sample(request), len(request.begun)):
             yield event
 
     async def load(self, version: int) -> None:
@@ -283,11 +287,11 @@ def generate_request(request: Request, version: int) -> dict[str, Any]:
     params = asdict(request.params)  # vLLM has the same names
     del params["grammar"]
     return {
-        "token_ids": request.prompt,
+        "token_ids": (*request.prompt, *(token.token for token in request.begun)),
         "cache_salt": f"version-{version}",
         "sampling_params": params
         | {
-            "max_tokens": request.max_tokens,
+            "max_tokens": request.max_tokens - len(request.begun),
             "seed": request.seed,
             "stop_token_ids": request.stop_token_ids,
             "ignore_eos": True,
@@ -331,6 +335,28 @@ def to_routed_experts(encoded: str, request: Request, config: ModelConfig) -> by
     kind = np.dtype(config.experts.id_dtype)
     data: bytes = ids[request.experts_from :].astype(kind).tobytes()
     return data
+
+
+def finished_already(request: Request) -> Literal["stop", "length"] | None:
+    """Why there is nothing left to sample of an answer that another worker has begun."""
+    if request.begun and request.begun[-1].token in request.stop_token_ids:
+        return "stop"
+    return "length" if len(request.begun) == request.max_tokens else None
+
+
+def with_begun(request: Request, sample: Sample) -> Sample:
+    """With the beginning that another worker has sampled."""
+    if not request.begun:
+        return sample
+    versions = (*(token.version for token in request.begun), *expand_spans(sample.versions))
+    tops = (*(token.top for token in request.begun), *sample.top_logprobs)
+    return replace(
+        sample,
+        tokens=(*(token.token for token in request.begun), *sample.tokens),
+        logprobs=(*(token.logprob for token in request.begun), *sample.logprobs),
+        versions=version_spans(versions),
+        top_logprobs=tops if request.top_logprobs else (),
+    )
 
 
 def truncate_at_stop(request: Request, sample: Sample, tokenizer: ChatTokenizer) -> Sample:

@@ -26,17 +26,20 @@ from starlette.routing import Route
 
 from etude.core.config import RunConfig
 from etude.core.errors import EtudeError
+from etude.core.sampling import Request, Sample, Token
 from etude.engine.engine import Engine
 from etude.engine.select import select_device
 from etude.model.numerics import INVARIANT
 from etude.model.transformer import ModelConfig, Transformer
 from etude.serve import heartbeat, process
-from etude.serve.answerer import PolicyAnswerer, ServedModel
+from etude.serve.answerer import PolicyAnswerer, ServedModel, refusals
 from etude.serve.dialects import public_routes
 from etude.serve.engine_thread import EngineThread, FetchWeights, exit_on_engine_failure
 from etude.serve.grammar import GrammarBuilder
 from etude.serve.http import (
     ApiError,
+    EventStream,
+    SendEvent,
     Unavailable,
     cancel_on_disconnect,
     create_app,
@@ -46,6 +49,7 @@ from etude.serve.http import (
 )
 from etude.serve.vllm import VllmServer, connect
 from etude.serve.worker_protocol import (
+    GenerateFrame,
     GenerateRequest,
     LoadRequest,
     WorkerStatus,
@@ -102,12 +106,28 @@ class Worker:
                 f"this worker serves version {self.version}, and the request wants "
                 f"{asked.min_weight_version} or newer"
             )
-        try:
+        if asked.stream:
+            return EventStream(
+                lambda send: self._stream(asked.request, send),
+                failed=lambda error: GenerateFrame(status=error.status, error=str(error)),
+                encode=GenerateFrame.packed,
+            )
+        with refusals():
             sample = await cancel_on_disconnect(http, self.engine_thread.sample(asked.request))
-        except ValueError as e:
-            raise ApiError(str(e)) from e
         self.model.metrics.count_tokens(len(asked.request.prompt), len(sample.tokens))
         return respond_packed(sample)
+
+    async def _stream(self, request: Request, send: SendEvent) -> None:
+        stream = self.engine_thread.stream(request)
+        with refusals():
+            async with contextlib.aclosing(stream):  # type: ignore[type-var]
+                async for event in stream:
+                    if isinstance(event, Token):
+                        await send(GenerateFrame(token=event))
+                    else:
+                        await send(GenerateFrame(sample=event))
+        assert isinstance(event, Sample)
+        self.model.metrics.count_tokens(len(request.prompt), len(event.tokens))
 
     async def load(self, http: HttpRequest) -> Response:
         """Answers when the version is live."""

@@ -6,18 +6,38 @@ from __future__ import annotations
 import msgspec
 
 from etude.core.errors import EtudeError
-from etude.core.sampling import Request
+from etude.core.sampling import Request, Sample, Token
 from etude.model.directory import MODEL_FILES, cut_context
 from etude.store.runs import Run
 
 
 class GenerateRequest(msgspec.Struct):
-    """The body of `POST /generate`, in MessagePack; the answer is a `core.sampling.Sample`."""
+    """The body of `POST /generate`, in MessagePack; the answer is a `core.sampling.Sample`, or
+    frames of one with `stream`."""
 
     request: Request
     min_weight_version: int
     """A worker with older weights refuses (503): what the gateway promised holds even if it is
     wrong about a worker."""
+    stream: bool = False
+
+
+FRAME_SIZE_BYTES = 4
+
+
+class GenerateFrame(msgspec.Struct, omit_defaults=True):
+    """A part of a stream: in MessagePack, its size before it. One of these."""
+
+    token: Token | None = None
+    sample: Sample | None = None
+    """The last."""
+    status: int = 0
+    error: str = ""
+    """What went wrong behind the first token, as HTTP would have said it."""
+
+    def packed(self) -> bytes:
+        data = msgspec.msgpack.encode(self)
+        return len(data).to_bytes(FRAME_SIZE_BYTES) + data
 
 
 class LoadRequest(msgspec.Struct):

@@ -10,8 +10,8 @@ import pytest
 
 from etude.core.checks import check_batch
 from etude.core.errors import EtudeError
-from etude.core.sampling import SamplingParams, SamplingSpan, VersionSpan
-from etude.core.types import Batch, RegionSpan, Row
+from etude.core.sampling import RegionSpan, SamplingParams, SamplingSpan, VersionSpan
+from etude.core.types import Batch, Row
 
 ROW = Row(
     sample="g.0",

@@ -5,6 +5,7 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer
 
 from etude.core.errors import EtudeError
 from etude.model.from_scratch import tokenizer_files
@@ -231,6 +232,17 @@ def test_no_message_writes_a_control_token_that_is_not_special() -> None:
         [{"role": "user", "content": "a"}], options={"mood": "<|user|>", "messages": 3}
     )
     assert options.encode(text) == [*options.encode("a"), *options._as_plain("<|user|>", False), 0]
+
+
+def test_a_run_of_spaces_is_not_a_control_token() -> None:
+    """Some vocabularies have tokens for them that were added too."""
+    vocabulary = Tokenizer.from_str(FILES["tokenizer.json"].decode())
+    vocabulary.add_tokens([AddedToken("   ", normalized=False)])
+    tokenizer = ChatTokenizer(FILES | {"tokenizer.json": vocabulary.to_str().encode()})
+    (spaces,) = tokenizer.encode("   ")
+    for content in ("a   b", "a   b<|end|>"):
+        said = tokenizer.encode(tokenizer.render([{"role": "user", "content": content}]))
+        assert spaces in said and said.count(tokenizer.eos_token_id) == 1
 
 
 REASONING = {

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,20 @@ import pytest
 from starlette.types import ASGIApp
 
 from etude.core.config import parse
+from etude.engine.engine import Engine
 from etude.model.files import hf_state_dict
 from etude.model.transformer import ModelConfig, Transformer
 from etude.serve import process
+from etude.serve.engine_thread import EngineThread
+from etude.serve.gateway import Gateway
+from etude.serve.http import create_app
+from etude.serve.router import Router
+from etude.serve.worker import Worker, keep_joined
 from etude.store.objects import Objects
 from etude.store.runs import Run
+from etude.weights.follow import fetch
 from etude.weights.publish import publish
+from tests.serve.client import post, until_up
 from tests.small_model import sharp, small_files
 
 
@@ -87,3 +97,42 @@ def store(tmp_path: Path) -> Store:
 async def http() -> AsyncIterator[aiohttp.ClientSession]:
     async with aiohttp.ClientSession() as session:
         yield session
+
+
+@asynccontextmanager
+async def worker(
+    store: Store, region: str, gateway: str | None = None
+) -> AsyncIterator[tuple[Worker, str]]:
+    """One without weights, as it is when it starts."""
+    engine = Engine(Transformer(store.config), max_batch=8, version=-1)
+    thread = EngineThread(engine, partial(fetch, store.objects), store.files)
+    made = Worker(thread, store.files, region)
+    async with AsyncExitStack() as stack:
+        stack.callback(thread.close)
+        url = await stack.enter_async_context(served(create_app(made.routes(), None)))
+        if gateway is not None:
+            joined = asyncio.create_task(keep_joined(made, url, gateway, None))
+            stack.callback(joined.cancel)
+        yield made, url
+
+
+@pytest.fixture
+async def gateway(store: Store, http: aiohttp.ClientSession) -> AsyncIterator[str]:
+    made = Gateway(
+        Router(http), store.objects, store.files, max_context=store.config.max_position_embeddings
+    )
+    async with served(create_app(made.routes(), None)) as url:
+        yield url
+
+
+@pytest.fixture
+async def regions(
+    store: Store, gateway: str, http: aiohttp.ClientSession
+) -> AsyncIterator[list[Worker]]:
+    async with (
+        worker(store, "east", gateway) as (east, _),
+        worker(store, "west", gateway) as (west, _),
+    ):
+        await post(http, f"{gateway}/load", {"version": 0})
+        await until_up(http, gateway, 2)
+        yield [east, west]

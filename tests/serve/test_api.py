@@ -141,6 +141,28 @@ async def test_fields_that_change_nothing_here_are_taken(
     assert (await post(http, f"{url}/v1/chat/completions", ask))[0] == 200
 
 
+@pytest.mark.parametrize(
+    ("more", "status"),
+    [
+        ({"tool_choice": "required"}, 400),
+        ({"response_format": {"type": "json_object"}}, 400),
+        ({"response_format": {"type": "json_object"}, "tool_choice": "none"}, 200),
+        ({"tool_choice": "auto", "parallel_tool_calls": False}, 200),
+    ],
+)
+async def test_calls_that_cannot_be_enforced_are_refused(
+    http: aiohttp.ClientSession, policy: Scripted, more: dict[str, Any], status: int
+) -> None:
+    config = json.loads(FILES["tokenizer_config.json"]) | {"tool_syntax": "kimi_k2"}
+    files = FILES | {"tokenizer_config.json": json.dumps(config).encode()}
+    model = ServedModel(
+        tokenizer=ChatTokenizer(files), grammars=GrammarBuilder(files), max_context=64
+    )
+    async with served(app(policy, None, model)) as url:
+        ask = ASK | {"tools": TOOLS} | more
+        assert (await post(http, f"{url}/v1/chat/completions", ask))[0] == status
+
+
 async def test_completions_with_token_ids(
     http: aiohttp.ClientSession, url: str, policy: Scripted
 ) -> None:

@@ -61,15 +61,32 @@ async def chat(url: str, *, stream: bool, keep_reasoning: bool) -> None:
     messages: list[Any] = [{"role": "user", "content": "read"}]
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x") as client:
         for _ in TURNS:
-            made = await client.chat.completions.create(model="m", messages=messages, tools=tools)
-            answer = made.choices[0].message.model_dump(exclude_none=True)
+            asked: Any = {"model": "m", "messages": messages, "tools": tools}
+            if stream:
+                chunks = await client.chat.completions.create(stream=True, **asked)
+                answer = put_together([chunk.choices[0].delta async for chunk in chunks])
+            else:
+                made = await client.chat.completions.create(**asked)
+                answer = made.choices[0].message.model_dump(exclude_none=True)
             if not keep_reasoning:
                 answer.pop("reasoning_content", None)
             messages.append(answer)
             messages += [
-                {"role": "tool", "tool_call_id": made["id"], "content": "ok"}
-                for made in answer.get("tool_calls", ())
+                {"role": "tool", "tool_call_id": called["id"], "content": "ok"}
+                for called in answer.get("tool_calls", ())
             ]
+
+
+def put_together(deltas: Sequence[Any]) -> dict[str, Any]:
+    """A message out of its pieces."""
+    said = [delta.model_dump(exclude_none=True) for delta in deltas]
+    answer: dict[str, Any] = {"role": "assistant"}
+    for key in ("content", "reasoning_content"):
+        if text := "".join(piece.get(key, "") for piece in said):
+            answer[key] = text
+    calls = [called for piece in said for called in piece.get("tool_calls", ())]
+    assert [called.pop("index") for called in calls] == list(range(len(calls)))
+    return answer | ({"tool_calls": calls} if calls else {})
 
 
 async def messages(url: str, *, stream: bool, keep_reasoning: bool) -> None:

@@ -3,67 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
-from functools import partial
+from contextlib import AsyncExitStack
 
 import aiohttp
 import msgspec
 import pytest
 
 from etude.core.sampling import Request, SamplingParams, VersionSpan
-from etude.engine.engine import Engine
-from etude.model.transformer import Transformer
-from etude.serve.engine_thread import EngineThread
 from etude.serve.gateway import Gateway
 from etude.serve.http import Unavailable, create_app
 from etude.serve.router import Router, WorkerFailed
-from etude.serve.worker import Worker, keep_joined
+from etude.serve.worker import Worker
 from etude.serve.worker_protocol import GenerateRequest
-from etude.weights.follow import fetch
 from etude.weights.manifest import read_manifest
 from tests.serve.client import converse, post, segments, status, until_up, versions
-from tests.serve.conftest import Store, served
+from tests.serve.conftest import Store, served, worker
 from tests.small_model import ROUNDING, plain_logprobs
-
-
-@asynccontextmanager
-async def worker(
-    store: Store, region: str, gateway: str | None = None
-) -> AsyncIterator[tuple[Worker, str]]:
-    """One without weights, as it is when it starts."""
-    engine = Engine(Transformer(store.config), max_batch=8, version=-1)
-    thread = EngineThread(engine, partial(fetch, store.objects), store.files)
-    made = Worker(thread, store.files, region)
-    async with AsyncExitStack() as stack:
-        stack.callback(thread.close)
-        url = await stack.enter_async_context(served(create_app(made.routes(), None)))
-        if gateway is not None:
-            joined = asyncio.create_task(keep_joined(made, url, gateway, None))
-            stack.callback(joined.cancel)
-        yield made, url
-
-
-@pytest.fixture
-async def gateway(store: Store, http: aiohttp.ClientSession) -> AsyncIterator[str]:
-    made = Gateway(
-        Router(http), store.objects, store.files, max_context=store.config.max_position_embeddings
-    )
-    async with served(create_app(made.routes(), None)) as url:
-        yield url
-
-
-@pytest.fixture
-async def regions(
-    store: Store, gateway: str, http: aiohttp.ClientSession
-) -> AsyncIterator[list[Worker]]:
-    async with (
-        worker(store, "east", gateway) as (east, _),
-        worker(store, "west", gateway) as (west, _),
-    ):
-        await post(http, f"{gateway}/load", {"version": 0})
-        await until_up(http, gateway, 2)
-        yield [east, west]
 
 
 async def test_recorded_logprobs_are_those_of_the_model(

@@ -10,7 +10,7 @@ import aiohttp
 import msgspec
 import pytest
 
-from etude.core.sampling import Request, Sample, SamplingParams, VersionSpan
+from etude.core.sampling import RegionSpan, Request, Sample, SamplingParams, VersionSpan
 from etude.serve.fake import Scripted
 from etude.serve.http import DeadlineExceeded, create_app
 from etude.serve.router import Router
@@ -66,7 +66,7 @@ async def test_nothing_is_lost_on_the_way(http: aiohttp.ClientSession) -> None:
     engine = FakeEngine()
     async with router_to(engine, http) as (router, _):
         for request in (FULL, Request(prompt=(5,), max_tokens=1, seed=0)):
-            assert await router.sample(request) == replace(SAMPLE, region="east")
+            assert await router.sample(request) == replace(SAMPLE, regions=(RegionSpan("east", 2),))
             assert engine.asked[-1] == request
 
 

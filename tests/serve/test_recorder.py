@@ -8,8 +8,15 @@ from dataclasses import replace
 
 import pytest
 
-from etude.core.sampling import Sample, SamplingParams, SamplingSpan, VersionSpan, expand_spans
-from etude.core.types import RegionSpan, Segment, SegmentKind
+from etude.core.sampling import (
+    RegionSpan,
+    Sample,
+    SamplingParams,
+    SamplingSpan,
+    VersionSpan,
+    expand_spans,
+)
+from etude.core.types import Segment, SegmentKind
 from etude.model.tokenizer import ChatTokenizer, Message, Tool
 from etude.serve.recorder import Prompt, Recorder
 from tests.small_model import small_files
@@ -125,7 +132,13 @@ def test_each_token_knows_its_region() -> None:
     )
     for region in ("east", "east", "west", "east"):
         prompt = prompt_for(recorder, "s", messages)
-        recorder.record("s", prompt, replace(sample_of(tokens), region=region), answer, PLAIN)
+        recorder.record(
+            "s",
+            prompt,
+            replace(sample_of(tokens), regions=(RegionSpan(region, len(tokens)),)),
+            answer,
+            PLAIN,
+        )
         messages = [*prompt.messages, answer, user("more")]
     (segment,) = recorder.segments("s")
     n = len(tokens)

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from etude.core.sampling import VersionSpan
-from etude.core.types import RecomputedRow, RegionSpan, Row
+from etude.core.sampling import RegionSpan, VersionSpan
+from etude.core.types import RecomputedRow, Row
 from etude.train.mismatch import measure_mismatch, mismatch_stats, router_mismatch
 
 

@@ -159,6 +159,9 @@ def _chat_grammar(grammars: GrammarBuilder, asked: wire.ChatRequest) -> str | No
         if asked.tool_choice not in (None, "auto", "none"):
             message = "tool_choice: calls of this model's family cannot be enforced; use auto"
             raise ApiError(message, param="tool_choice")
+        if schema is not None and asked.tool_choice != "none":
+            message = "response_format: cannot be enforced beside tools for this model's family"
+            raise ApiError(message, param="response_format")
         parallel = True
     match asked.tool_choice:
         case wire.NamedTool(function=function):
@@ -167,7 +170,7 @@ def _chat_grammar(grammars: GrammarBuilder, asked: wire.ChatRequest) -> str | No
         case "required":
             return grammars.calls(tools, parallel=parallel)
         case None | "auto" if tools:
-            if schema is not None and grammars.enforces_calls:
+            if schema is not None:
                 return grammars.calls(tools, parallel=parallel, otherwise=schema)
             return None if parallel else grammars.one_call_at_most(tools)
     return None if schema is None else grammars.text(schema)

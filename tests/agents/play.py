@@ -1,0 +1,101 @@
+"""A gateway, a worker, and a model that plays an agent's part by what it is shown, behind a real
+tokenizer. Prints the gateway's URL, and at the end of its input what was recorded.
+
+    python -m tests.agents.play --call '{"name": "bash", "arguments": {"command": "date > made"}}'
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import aiohttp
+
+from etude.core.sampling import Request, Sample
+from etude.core.types import Segment
+from etude.serve.fake import Scripted
+from etude.serve.gateway import Gateway
+from etude.serve.http import create_app
+from etude.serve.router import Router
+from etude.serve.worker import Worker
+from etude.store.objects import Objects
+from tests.serve.client import post, segments
+from tests.serve.conftest import served
+from tests.serve.scripted import FILES, TOKENIZER, answers
+
+CONTEXT = 4_000_000
+"""Agents show much, and the small vocabulary has a token for each letter."""
+
+
+class Player(Scripted):
+    """Calls once, then ends. Asked without tools, it gives a title: that is what agents ask for."""
+
+    tokenizer = TOKENIZER
+    max_context = CONTEXT
+
+    def __init__(self, call: dict[str, Any], end: str) -> None:
+        super().__init__([])
+        self._end = end
+        said = f"<tool_call>{json.dumps(call)}</tool_call>"
+        self._call = f"<think>I should.</think>I do it now.{said}"
+        self.said: list[tuple[int, ...]] = []
+
+    async def sample(self, request: Request) -> Sample:
+        shown = TOKENIZER.decode(request.prompt)
+        if "<|tools|>" not in shown:
+            text = "A title"
+        else:
+            text = self._end if "<|tool|>" in shown.rpartition("<|user|>")[2] else self._call
+        self._answers = iter(answers([text]))
+        sample = await super().sample(request)
+        self.said.append(sample.tokens)
+        return sample
+
+
+@asynccontextmanager
+async def playing(call: dict[str, Any], end: str) -> AsyncIterator[tuple[str, Player]]:
+    """A gateway's URL."""
+    player = Player(call, end)
+    worker = Worker(player, FILES, "east")  # type: ignore[arg-type]
+    with TemporaryDirectory() as directory:
+        async with aiohttp.ClientSession() as http:
+            gateway = Gateway(
+                Router(http), Objects.open(f"file:{directory}"), FILES, max_context=CONTEXT
+            )
+            async with (
+                served(create_app(worker.routes(), None)) as at,
+                served(create_app(gateway.routes(), None)) as url,
+            ):
+                await post(http, f"{url}/workers", {"url": at, "region": "east", "version": 0})
+                yield url, player
+
+
+async def recorded(url: str, session: str) -> tuple[Segment, ...]:
+    async with aiohttp.ClientSession() as http:
+        return await segments(http, url, session)
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--call", type=json.loads, required=True)
+    parser.add_argument("--shown", type=Path, help="where to write what the model was shown")
+    given = parser.parse_args()
+    async with playing(given.call, "Done.") as (url, player):
+        print(url, flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+        for segment in await recorded(url, "one"):
+            print(segment.kind, len(segment.prompt), len(segment.tokens), sum(segment.mask))
+        if given.shown:
+            texts = [TOKENIZER.decode(request.prompt) for request in player.asked]
+            given.shown.write_text("\n\n=====\n\n".join(texts))
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
