@@ -142,7 +142,7 @@ class ChatTokenizer:
         except ValueError:
             return []
         behind = self.encode(shown.rpartition("Answer")[2].lstrip())
-        return [id for id in behind[:1] if id in self._added]
+        return [id for id in behind[:1] if id in self._controls]
 
     @property
     def vocab_size(self) -> int:

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from etude.core.protocols import Policy
-from etude.core.sampling import Request, Sample
+from etude.core.sampling import Request, Sample, Token
 from etude.core.types import Json, Segment
 from etude.model.tokenizer import ChatTokenizer
 from etude.serve import process
@@ -70,6 +70,9 @@ class PolicySessions(_Sessions):
 
     async def sample(self, request: Request, session: str) -> Sample:
         return await self._policy.sample(request)
+
+    def stream(self, request: Request, session: str) -> AsyncIterator[Token | Sample]:
+        return self._policy.stream(request)
 
     def routes(self) -> list[Route]:
         return [

@@ -192,6 +192,8 @@ class SessionPolicy(Protocol):
 
     async def sample(self, request: Request, session: str) -> Sample: ...
 
+    def stream(self, request: Request, session: str) -> AsyncIterator[Token | Sample]: ...
+
 
 class SessionAnswerer:
     """Answers one request of a session: its prompt goes on from what was recorded, and what is
