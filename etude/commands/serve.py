@@ -15,6 +15,7 @@ from torch import Tensor
 from etude.core.errors import EtudeError
 from etude.engine.engine import Engine
 from etude.engine.select import select_device
+from etude.model.checkpoint import Checkpoint
 from etude.model.files import build_model, read_directory
 from etude.model.numerics import INVARIANT
 from etude.model.transformer import Transformer
@@ -121,9 +122,9 @@ def load(
         ) from e
 
 
-def _fastest(tensors: Mapping[str, Tensor], device: torch.device) -> torch.dtype:
+def _fastest(tensors: Checkpoint, device: torch.device) -> torch.dtype:
     """The dtype of the weights, if the processor computes in it."""
-    in_bfloat16 = any(tensor.dtype == torch.bfloat16 for tensor in tensors.values())
+    in_bfloat16 = any(tensors.in_bfloat16(name) for name in tensors)
     computes = device.type == "cuda" or _computes_bfloat16()
     return torch.bfloat16 if in_bfloat16 and computes else torch.float32
 

@@ -25,6 +25,7 @@ from etude.core.stages import (
 )
 from etude.core.types import Json
 from etude.model.config_json import pin_context, rope_kind, stated_rope
+from etude.model.quantization import without_quantization
 from etude.run.plugins import check_file
 from etude.serve import heartbeat
 from etude.store.runs import Run
@@ -85,7 +86,7 @@ def pretrained_files(
     directory = model_directory(path)
     files = read_model_files(directory)
     try:
-        shape = json.loads(files["config.json"])
+        shape = json.loads(without_quantization(files["config.json"]))
         # What it says of rope is relative to the context that the model was made for, not to the
         # one that it is cut to.
         pin_context(shape)
