@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
 
 import pytest
@@ -130,8 +131,6 @@ def test_a_model_is_never_in_memory_twice(tmp_path: Path, monkeypatch: pytest.Mo
     def watched(self: Checkpoint, name: str) -> Tensor:
         assert all(each() is None for each in alive[:-1])
         tensor = read(self, name)
-        import weakref
-
         alive.append(weakref.ref(tensor))
         return tensor
 
