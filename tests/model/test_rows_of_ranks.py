@@ -12,7 +12,6 @@ from tests.engine.reference import FAMILIES
 from tests.engine.test_served_families import random_model
 from tests.small_model import sharp
 
-
 OTHERS = ["mixtral", "qwen2_moe", "phi3", "gpt_oss", "gemma3_text"]
 """Families whose tensors have names or layouts of their own."""
 
