@@ -14,6 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from etude.core.errors import EtudeError
 from etude.core.types import Manifest, Route, VersionRef
 from etude.model.files import MODEL_FILES, write_directory
+from etude.model.to_fp8 import to_fp8
 from etude.store.objects import Missing, Objects
 from etude.weights import compact as compacting
 from etude.weights.cache import HostCache
@@ -247,8 +248,8 @@ def gc(url: str, keep: int, grace: float, console: Console) -> int:
     return 0
 
 
-def export(url: str, version: int | None, target: Path, console: Console) -> int:
-    """A Hugging Face directory of any version."""
+def export(url: str, version: int | None, target: Path, dtype: str, console: Console) -> int:
+    """A Hugging Face directory of any version, in bf16 or FP8."""
     if target.exists():
         raise EtudeError(f"{target} is there already: give another directory, or remove it first")
     chain = open_chain(url)
@@ -259,6 +260,11 @@ def export(url: str, version: int | None, target: Path, console: Console) -> int
     for name in MODEL_FILES:
         with contextlib.suppress(Missing):
             small[name] = chain.objects.get_sealed(f"model/{name}")
+    if dtype == "fp8":
+        try:
+            small, tensors = to_fp8(small, tensors)
+        except (ValueError, KeyError) as e:
+            raise EtudeError(f"version {manifest.version} cannot be written in FP8: {e}") from e
     staging = target.with_name(f".{target.name}.part")
     write_directory(staging, small, tensors)
     staging.rename(target)

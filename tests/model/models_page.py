@@ -59,7 +59,8 @@ every device; blocks of the KV cache that no window reaches any more are kept.
 **Weights** in bf16, fp16 or fp32; in FP8 (e4m3, with a scale for each block, each row or each
 tensor: `fp8`, `fbgemm_fp8`, `compressed-tensors` of `float-quantized`) and MXFP4 (gpt-oss).
 Quantised weights are turned into bf16 tensor by tensor while they are read; what a run publishes
-and exports is bf16. Other methods are refused by name.
+is bf16, and `etude weights export --dtype fp8` writes blocks of FP8. Other methods are refused by
+name.
 
 **Rope**: default, linear, dynamic, llama3 and yarn, and longrope within the original context of a
 model: beyond it the angles of all tokens change with the length of a sequence, which no cache can

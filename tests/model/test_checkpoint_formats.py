@@ -16,6 +16,7 @@ from etude.model import checkpoint
 from etude.model.checkpoint import Checkpoint, from_fp8, from_mxfp4
 from etude.model.config import ModelConfig
 from etude.model.files import build_model, hf_state_dict, read_directory, write_directory
+from etude.model.to_fp8 import rounded, to_fp8
 from etude.model.transformer import Transformer, init_from_scratch
 from etude.trainer.prepare import pretrained_files
 from tests.model.test_families import MODELS, SHAPE, SMALL
@@ -163,3 +164,42 @@ def test_numbers_of_four_bits() -> None:
     blocks = torch.tensor([[[[0x21, 0xF9] + [0] * 14]]], dtype=torch.uint8)
     exponents = torch.tensor([[[128]]], dtype=torch.uint8)
     assert from_mxfp4(blocks, exponents)[0, :5, 0].tolist() == [1.0, 2.0, -1.0, -12.0, 0.0]
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3", "qwen2_moe", "phi3"])
+def test_a_model_written_in_fp8_is_read_back_but_for_rounding(name: str, tmp_path: Path) -> None:
+    given = model(name)
+    tensors = hf_state_dict(given)
+    small, stored = to_fp8(SMALL | {"config.json": given.config.to_json().encode()}, tensors)
+    write_directory(tmp_path, small, stored)
+    said = json.loads((tmp_path / "config.json").read_bytes())
+    assert said["quantization_config"]["weight_block_size"] == [128, 128]
+    back = Checkpoint(tmp_path)
+    assert back.keys() == tensors.keys()
+    for key, tensor in tensors.items():
+        if key + "_scale_inv" not in stored:
+            assert torch.equal(back[key], tensor), key
+            continue
+        # Of the three bits behind the point, half of the last one; and what is near zero.
+        off = (back[key].float() - tensor.float()).abs()
+        assert (off <= tensor.float().abs() / 15 + tensor.float().abs().max() / 100_000).all(), key
+    assert all(".layers." in key and "gate.weight" not in key for key in stored if "scale" in key)
+    assert build_model(*read_directory(tmp_path)).config == given.config
+
+
+def test_experts_in_one_tensor_have_no_fp8() -> None:
+    given = model("gpt_oss")
+    small = {"config.json": given.config.to_json().encode()}
+    with pytest.raises(ValueError, match=r"experts\.gate_up_proj holds many matrices"):
+        to_fp8(small, hf_state_dict(given))
+
+
+def test_large_matrices_and_edges_in_blocks() -> None:
+    weight = torch.randn(300, 200, generator=torch.Generator().manual_seed(0))
+    weight[:128, 128:] *= 100
+    weight[256:] = 0
+    stored, scale = rounded(weight)
+    assert scale.shape == (3, 2) and stored.shape == weight.shape
+    off = (from_fp8(stored, scale).float() - weight).abs()
+    assert (off <= weight.abs() / 15 + scale.max() / 100).all()
+    assert (off[256:] == 0).all()
