@@ -238,7 +238,13 @@ FAMILIES: dict[str, Family] = {
         windows="all",
         fused_files=True,
         rope_types=("default", "longrope"),
-        only={"attention_bias": (False,)},
+        # of other code than transformers', which reads none of the last three
+        only={
+            "attention_bias": (False,),
+            "full_attn_mod": (1,),
+            "interpolate_factor": (1,),
+            "lm_head_bias": (False,),
+        },
         defaults=_OWN_KEYS
         | {
             "rms_norm_eps": 1e-5,

@@ -343,7 +343,8 @@ KNOWN: dict[str, dict[str, Any]] = {
     "microsoft/Phi-4-mini-instruct": shape(32, 3072, 8192, (24, 8), 200064, 131072)
     | PHI3
     | {"original_max_position_embeddings": 4096, "partial_rotary_factor": 0.75}
-    | {"rope_scaling": PHI4_MINI_ROPE, "sliding_window": 262144, "tie_word_embeddings": True},
+    | {"rope_scaling": PHI4_MINI_ROPE, "sliding_window": 262144, "tie_word_embeddings": True}
+    | {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False, "mlp_bias": False},
     "ibm-granite/granite-3.3-8b-instruct": shape(40, 4096, 12800, (32, 8), 49159, 131072)
     | GRANITE
     | {"attention_multiplier": 0.0078125, "embedding_multiplier": 12.0, "logits_scaling": 16.0}
