@@ -66,6 +66,9 @@ lint: $(DEV) ## ruff: rules and format
 format: $(DEV) ## let ruff write the format
 	@$(BIN)/ruff format .
 
+models-page: $(DEV) ## write docs/models.md from the families and their tests
+	@TRITON_INTERPRET=1 $(BIN)/python -m tests.model.models_page
+
 types: $(DEV) ## mypy --strict
 	@$(BIN)/mypy --strict etude
 

@@ -317,6 +317,9 @@ def _add_weights(parser: argparse.ArgumentParser) -> None:
             )
         if name == "export":
             action.add_argument("target", type=Path, metavar="DIR", help="must not be there yet")
+            action.add_argument(
+                "--dtype", choices=("bf16", "fp8"), default="bf16", help="(default: %(default)s)"
+            )
 
 
 def _add_chat(parser: argparse.ArgumentParser) -> None:

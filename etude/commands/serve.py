@@ -16,6 +16,7 @@ from etude.commands.weights import find_version, open_chain
 from etude.core.errors import EtudeError
 from etude.engine.engine import Engine
 from etude.engine.select import select_device
+from etude.model.checkpoint import Checkpoint
 from etude.model.directory import missing_files
 from etude.model.files import build_model, read_directory
 from etude.model.numerics import INVARIANT
@@ -135,6 +136,7 @@ def load(
     target: str, dtype: str | None, device: torch.device, *, version: int | None = None
 ) -> LoadedModel:
     """The model of a directory, or a version of a run, by default its newest."""
+    tensors: Mapping[str, Tensor]
     try:
         if is_run(target):
             version, files, tensors = _read_run(target, version)
@@ -168,7 +170,10 @@ def _read_run(url: str, version: int | None) -> tuple[int, dict[str, bytes], dic
 
 def _fastest(tensors: Mapping[str, Tensor], device: torch.device) -> torch.dtype:
     """The dtype of the weights, if the processor computes in it."""
-    in_bfloat16 = any(tensor.dtype == torch.bfloat16 for tensor in tensors.values())
+    if isinstance(tensors, Checkpoint):
+        in_bfloat16 = any(map(tensors.in_bfloat16, tensors))
+    else:
+        in_bfloat16 = any(tensor.dtype == torch.bfloat16 for tensor in tensors.values())
     computes = device.type == "cuda" or _computes_bfloat16()
     return torch.bfloat16 if in_bfloat16 and computes else torch.float32
 

@@ -15,6 +15,7 @@ from etude.core.errors import EtudeError
 from etude.core.types import Manifest, Route, VersionRef
 from etude.model.directory import with_stop_tokens
 from etude.model.files import write_directory
+from etude.model.to_fp8 import to_fp8
 from etude.store.objects import Missing, Objects
 from etude.store.runs import Run
 from etude.weights import compact as compacting
@@ -249,18 +250,23 @@ def gc(url: str, keep: int, grace: float, console: Console) -> int:
     return 0
 
 
-def export(url: str, version: int | None, target: Path, console: Console) -> int:
-    """A Hugging Face directory of any version."""
+def export(url: str, version: int | None, target: Path, dtype: str, console: Console) -> int:
+    """A Hugging Face directory of any version, in bf16 or FP8."""
     if target.exists():
         raise EtudeError(f"{target} is there already: give another directory, or remove it first")
     chain = open_chain(url)
     _, manifest = find_version(chain, version)
     with _bar(console, f"version {manifest.version}") as report:
         tensors = Follower(chain, progress=report).fetch(manifest.version)
-    staging = target.with_name(f".{target.name}.part")
     small = Run(chain.objects).model_files()
     if "tokenizer.json" in small:  # a store may hold weights alone
         small = with_stop_tokens(small)
+    if dtype == "fp8":
+        try:
+            small, tensors = to_fp8(small, tensors)
+        except (ValueError, KeyError) as e:
+            raise EtudeError(f"version {manifest.version} cannot be written in FP8: {e}") from e
+    staging = target.with_name(f".{target.name}.part")
     write_directory(staging, small, tensors)
     staging.rename(target)
     _say(

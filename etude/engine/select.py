@@ -63,16 +63,17 @@ def has_kernels(model: Transformer, dtype: torch.dtype) -> bool:
     if not model.model.embed_tokens.weight.is_cuda or dtype != torch.bfloat16:
         return False
     # brings Triton, which is there only with a CUDA build of torch
-    from etude.engine.kernels.network import unsupported
+    from etude.engine.kernels.network import CAN, unsupported
 
-    if found := unsupported(model.config):
-        _say_once(f"our CUDA kernels do not compute {', '.join(found)}; torch's operators do")
-    return not found
+    _say_once("our CUDA kernels do", model.config.beyond(CAN))
+    return not unsupported(model.config)
 
 
-def _say_once(why: str) -> None:
-    """A model that no fast path computes is computed all the same."""
-    warnings.warn(why, RuntimeWarning, stacklevel=3)
+def _say_once(path: str, facts: list[str]) -> None:
+    """A model that a fast path cannot compute is computed all the same."""
+    if facts:
+        why = f"{path} not compute {', '.join(facts)}; torch's operators do"
+        warnings.warn(why, RuntimeWarning, stacklevel=3)
 
 
 def invariant_trainer_model(model: Transformer, dtype: torch.dtype) -> Transformer:
@@ -100,7 +101,7 @@ def select_runner(model: Transformer, max_batch: int, kv_bytes: int | None) -> R
     if model.invariant:
         return TorchInvariantRunner(model, -(-tokens // BLOCK_SIZE))
     if not weight.is_cuda and max_batch > 1:
-        if not (found := native.unsupported(model.config, weight.dtype)):
+        if not native.unsupported(model.config, weight.dtype):
             return native.NativeRunner(model, -(-tokens // native.BLOCK_SIZE))
-        _say_once(f"native.c does not compute {', '.join(found)}; torch's operators do")
+        _say_once("native.c does", model.config.beyond(native.CAN))
     return TorchRunner(model, -(-tokens // BLOCK_SIZE))

@@ -267,6 +267,7 @@ class _DecodeGroup:
         self._shelf = shelf
         self._num_rows = len(lengths)
         self._longest = max(lengths)
+        self._shortest = min(lengths)
         heads = shelf.k[0].shape[1]
         lengths_B = np.array(lengths)
         rows_BK = np.arange(len(lengths) * heads).reshape(-1, heads)
@@ -274,7 +275,7 @@ class _DecodeGroup:
         self._places = torch.from_numpy(places).to(shelf.k[0].device)
         self._last_B = torch.from_numpy(lengths_B - 1).to(shelf.k[0].device)
         self._mask: Tensor | None = None  # added to the scores; made once for all layers
-        if min(lengths) < self._longest:
+        if self._shortest < self._longest:
             hidden_BS = np.arange(self._longest) >= lengths_B[:, None]
             self._mask = _mask(hidden_BS, shelf.k[0])[:, None, None]
 
@@ -294,8 +295,11 @@ class _DecodeGroup:
         keys, values = (x[: self._num_rows, :, : self._longest] for x in (k, v))
         values = values[..., : v_BKV.shape[-1]]
         if scoring is not None:
-            places = torch.arange(self._longest, device=k.device)
+            # No row sees further back than the window of the shortest one.
+            low = 0 if scoring.window is None else max(0, self._shortest - scoring.window)
+            places = torch.arange(low, self._longest, device=k.device)
             hidden = scoring.hides(self._last_B[:, None, None], places)
+            keys, values = keys[:, :, low:], values[:, :, low:]
             return attend_hidden(q_BHD.unsqueeze(2), keys, values, hidden, scale, scoring)[:, :, 0]
         # Query heads that share a key head stand in for several queries, so that keys are read once
         # for all of them.
@@ -333,12 +337,9 @@ class _PrefillSequence:
         k, v = k_TKD, v_TKV
         if not self._from_the_first:
             cached_k, cached_v = self._cache.k[layer], self._cache.v[layer]
-            k = self._cache.gather(cached_k, self._blocks_M, self._length)
-            v = (
-                k
-                if cached_v is cached_k
-                else self._cache.gather(cached_v, self._blocks_M, self._length)
-            )
+            blocks_M, length = self._seen(len(q_THD), scoring)
+            k = self._cache.gather(cached_k, blocks_M, length)
+            v = k if cached_v is cached_k else self._cache.gather(cached_v, blocks_M, length)
             v = v[..., : v_TKV.shape[-1]]
         if scoring is not None:
             return attend_scored(q_THD, k, v, scale, scoring)
@@ -353,6 +354,14 @@ class _PrefillSequence:
             enable_gqa=True,
         )
         return mixed[0].transpose(0, 1)
+
+    def _seen(self, num_new: int, scoring: Scoring | None) -> tuple[Tensor, int]:
+        """The blocks that any of the new tokens sees, and how many tokens they hold."""
+        if scoring is None or scoring.window is None:
+            return self._blocks_M, self._length
+        size = self._cache.block_size
+        passed = max(0, self._length - num_new - scoring.window + 1) // size
+        return self._blocks_M[passed:], self._length - passed * size
 
 
 def _mask(hidden: NDArray[np.bool_], like: Tensor) -> Tensor:

@@ -13,7 +13,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from etude.model.config_json import read_fields, written
+from etude.model.config_json import read_fields
+from etude.model.config_written import written
 from etude.model.families import FAMILIES, Family
 from etude.model.parts import ExpertsConfig, Facts, LatentConfig, RopeScaling
 

@@ -1,4 +1,4 @@
-"""What config.json says, as the fields of a `ModelConfig`, and the other way round.
+"""What config.json says, as the fields of a `ModelConfig`.
 
 Every key is accounted for: it is read, or it is known to change nothing (`HARMLESS`), or it says
 what is so in every model of the family anyway. All else is refused by its name. A key that is left
@@ -8,11 +8,12 @@ out means what it means to transformers, or is asked for.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, fields
+from dataclasses import fields
 from typing import Any
 
 from etude.model.families import DEFAULTS, FAMILIES, HARMLESS, Family
 from etude.model.parts import ExpertsConfig, LatentConfig, RopeScaling
+from etude.model.quantization import check_quantization
 
 SIZES = (
     "vocab_size",
@@ -44,7 +45,6 @@ OFF = {
     "sliding_window": (None,),
     "attn_logit_softcapping": (None,),
     "final_logit_softcapping": (None,),
-    "quantization_config": (None,),
 }
 """Keys that change nothing in a family that does not read them, at these values."""
 NULLABLE = {
@@ -120,13 +120,15 @@ def read_fields(said: object) -> dict[str, Any]:
         "tie_word_embeddings": read("tie_word_embeddings"),
         "hidden_act": _activation(read),
         **{name: read(name) for name in PLAIN if read.knows(name)},
-        "latent": _latent(read, family),
+        "latent": _latent(said, read, family),
         "experts": _experts(read, family),
     }
     if read.knows("qkv_bias"):
         found["attention_bias"] = read("qkv_bias")
     found["attention_out_bias"] = bool(family.out_bias) and bool(read(family.out_bias or ""))
     found |= _windows(read, family) | _rope(said, read, family)
+    read.asked.add("quantization_config")
+    check_quantization(said.get("quantization_config"))
     _refuse_unread(said, read, family)
     return found
 
@@ -159,7 +161,7 @@ def _refuse_unread(said: Mapping[str, Any], read: _Reader, family: Family) -> No
     )
 
 
-def _latent(read: _Reader, family: Family) -> LatentConfig | None:
+def _latent(said: Mapping[str, Any], read: _Reader, family: Family) -> LatentConfig | None:
     if not family.latent:
         return None
     keys = [
@@ -167,7 +169,15 @@ def _latent(read: _Reader, family: Family) -> LatentConfig | None:
         for f in fields(LatentConfig)
         if f.name != "rope_interleave" or read.knows("rope_interleave")
     ]
-    return LatentConfig(**{name: read(name) for name in keys})
+    latent = LatentConfig(**{name: read(name) for name in keys})
+    # transformers writes down what follows from the others, and computes with what it reads.
+    rotated = latent.qk_rope_head_dim
+    follows = {"head_dim": rotated, "qk_head_dim": latent.qk_nope_head_dim + rotated}
+    for name, size in follows.items():
+        if said.get(name) not in (None, size):
+            raise ValueError(f"config.json: {name} = {said[name]!r} is not supported; {size} is")
+    read.asked |= follows.keys()
+    return latent
 
 
 # Windows
@@ -244,7 +254,7 @@ def _rope(said: Mapping[str, Any], read: _Reader, family: Family) -> dict[str, A
     elif LOCAL in (said.get("rope_parameters") or {}):
         raise ValueError(f"config.json: rope_parameters of {LOCAL} are not supported here")
     if not rope and said["model_type"] == "gpt_oss":
-        rope = dict(_GPT_OSS_ROPE)
+        rope = dict(GPT_OSS_ROPE)
     if unknown := rope.keys() - ROPE_KEYS:
         raise ValueError(f"config.json: rope: {', '.join(sorted(unknown))}: of no known meaning")
     # Rope stood in several keys until transformers 5, and stands in one since.
@@ -279,7 +289,7 @@ def _rope(said: Mapping[str, Any], read: _Reader, family: Family) -> dict[str, A
     return found | {"rope_scaling": _rope_scaling(kind, table, context)}
 
 
-_GPT_OSS_ROPE = {
+GPT_OSS_ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,
     "beta_fast": 32.0,
@@ -405,86 +415,3 @@ def _check_groups(experts: ExpertsConfig) -> None:
             f"config.json: num_experts_per_tok = {experts.num_experts_per_tok} of the {within} "
             f"experts that a token may choose from (n_group, topk_group) is not supported"
         )
-
-
-# Writing
-
-
-def written(config: Any, family: Family) -> dict[str, Any]:
-    """What config.json says of a `ModelConfig`, beyond its plain fields."""
-    known = {**DEFAULTS, **family.defaults}
-    said: dict[str, Any] = {name: getattr(config, name) for name in PLAIN if name in known}
-    said["hidden_activation" if "hidden_activation" in known else "hidden_act"] = config.hidden_act
-    if "qkv_bias" in known:
-        said["qkv_bias"] = config.attention_bias
-    if "attention_out_bias" in known:
-        said["attention_out_bias"] = config.attention_out_bias
-    said |= _windows_written(config, family)
-    said |= _rope_written(config, family)
-    if config.latent:
-        said |= asdict(config.latent)
-        if "rope_interleave" not in known:
-            del said["rope_interleave"]
-    else:
-        said["head_dim"] = config.head_dim
-    return said | _experts_written(config.experts, family, config.num_hidden_layers)
-
-
-def _windows_written(config: Any, family: Family) -> dict[str, Any]:
-    known, said = family.defaults, dict[str, Any]()
-    if "no_rope_layers" in known:
-        depth = range(config.num_hidden_layers)
-        said["no_rope_layers"] = [int(n not in config.unrotated_layers) for n in depth]
-    if family.windows is None:
-        return said
-    if "use_sliding_window" in known:
-        said["use_sliding_window"] = config.sliding_window is not None
-    if config.sliding_window is not None or "layer_types" not in known:
-        said["sliding_window"] = config.sliding_window
-    if "layer_types" in known:
-        said["layer_types"] = [
-            LOCAL if n in config.sliding_layers else FULL for n in range(config.num_hidden_layers)
-        ]
-    return said
-
-
-def _rope_written(config: Any, family: Family) -> dict[str, Any]:
-    said: dict[str, Any] = {"rope_scaling": None}
-    scaling: RopeScaling | None = config.rope_scaling
-    if scaling is not None:
-        optional = (
-            *("mscale", "mscale_all_dim", "attention_factor"),
-            *("short_factor", "long_factor"),
-        )
-        table = asdict(scaling)
-        said["rope_scaling"] = {k: v for k, v in table.items() if k not in optional or v}
-        if "original_max_position_embeddings" in family.defaults:
-            said["original_max_position_embeddings"] = scaling.original_max_position_embeddings
-    elif family.architecture == "GptOssForCausalLM":
-        said["rope_scaling"] = {"rope_type": "default"}
-    if family.local_rope:
-        said["rope_local_base_freq"] = config.local_rope_theta
-    return said
-
-
-def _experts_written(
-    experts: ExpertsConfig | None, family: Family, num_layers: int
-) -> dict[str, Any]:
-    keys = family.experts
-    if keys is None:
-        return {}
-    layers = experts.layers if experts else ()
-    said: dict[str, Any] = {}
-    if keys.layers == "after":
-        said["first_k_dense_replace"] = layers[0] if layers else num_layers
-    elif keys.layers == "every":
-        said["mlp_only_layers"] = [n for n in range(num_layers) if n not in layers]
-    said |= {key: values[0] for key, values in family.only.items() if key == "scoring_func"}
-    if experts is None:
-        return said
-    said |= {key: getattr(experts, key) for key in ("num_experts_per_tok", *keys.keys)}
-    if "topk_method" in family.defaults:
-        said["topk_method"] = "group_limited_greedy" if experts.n_group > 1 else "greedy"
-    if keys.size != "intermediate_size":
-        said[keys.size] = experts.moe_intermediate_size
-    return said | {keys.number[0]: experts.num_experts}

@@ -119,7 +119,7 @@ _LATENT_ONLY = {
     "moe_layer_freq": (1,),
     "hidden_act": ("silu",),
 }
-_LATENT_HARMLESS = frozenset({"head_dim", "qk_head_dim", "ep_size", "aux_loss_alpha", "seq_aux"})
+_LATENT_HARMLESS = frozenset({"ep_size", "aux_loss_alpha", "seq_aux"})
 
 _DEEPSEEK_V3 = Family(
     architecture="DeepseekV3ForCausalLM",
@@ -208,6 +208,12 @@ FAMILIES: dict[str, Family] = {
         out_bias="attention_bias",
         windows="asked",
         experts=_QWEN_EXPERTS,
+        # of the family before; transformers reads none of them
+        only={
+            "qkv_bias": (False,),
+            "shared_expert_intermediate_size": (0,),
+            "use_qk_norm": (True,),
+        },
         harmless=frozenset({"max_window_layers"}),
         defaults=_WINDOW | _SPARSE | {"attention_bias": False},
     ),
@@ -232,7 +238,13 @@ FAMILIES: dict[str, Family] = {
         windows="all",
         fused_files=True,
         rope_types=("default", "longrope"),
-        only={"attention_bias": (False,)},
+        # of other code than transformers', which reads none of the last three
+        only={
+            "attention_bias": (False,),
+            "full_attn_mod": (1,),
+            "interpolate_factor": (1,),
+            "lm_head_bias": (False,),
+        },
         defaults=_OWN_KEYS
         | {
             "rms_norm_eps": 1e-5,

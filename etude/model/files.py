@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
+from etude.model.checkpoint import Checkpoint
 from etude.model.directory import INDEX, MODEL_FILES, SINGLE_FILE, missing_files, read_model_files
 from etude.model.layers import FusedModule
+from etude.model.quantization import without_quantization
 from etude.model.transformer import ModelConfig, Transformer
 
 __all__ = [
@@ -152,23 +153,14 @@ def write_directory(
         (path / file).chmod(mode)
 
 
-def read_directory(path: Path) -> tuple[dict[str, bytes], dict[str, Tensor]]:
-    """The small files and the tensors of a model directory."""
+def read_directory(path: Path) -> tuple[dict[str, bytes], Checkpoint]:
+    """The small files and the tensors of a model directory. Tensors are read one by one, and come
+    out in bf16 if they are stored in FP8 or MXFP4; config.json no longer says that they are."""
     if missing := missing_files(path):
         raise FileNotFoundError(f"{path} is not a model directory: it has no {', '.join(missing)}")
-    index = path / INDEX
-    shards = (
-        sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-        if index.is_file()
-        else [SINGLE_FILE]
-    )
-    try:
-        tensors = {
-            name: tensor for shard in shards for name, tensor in load_file(path / shard).items()
-        }
-    except SafetensorError as e:
-        raise ValueError(f"{path} holds no safetensors that can be read: {e}") from e
-    return read_model_files(path), tensors
+    small = read_model_files(path)
+    small["config.json"] = without_quantization(small["config.json"])
+    return small, Checkpoint(path)
 
 
 def build_model(
@@ -176,9 +168,13 @@ def build_model(
 ) -> Transformer:
     config = ModelConfig.from_json(small["config.json"])
     model = Transformer(config).to(dtype)
-    load_weights(
-        model, {name: tensor for name, tensor in tensors.items() if not _is_unused(name, config)}
-    )
+    own = hf_tensors(model)
+    _check_names(own, {name for name in tensors if not _is_unused(name, config)})
+    with torch.no_grad():
+        for name, view in own.items():
+            tensor = tensors[name]
+            _check_shape(name, view, tensor)
+            view.copy_(tensor)
     return model
 
 
@@ -199,20 +195,27 @@ def _is_unused(name: str, config: ModelConfig) -> bool:
 
 
 def _check_fit(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-    if own.keys() != tensors.keys():
-        raise ValueError(
-            f"tensors do not fit the model: missing {_some(own.keys() - tensors.keys())}, "
-            f"unknown {_some(tensors.keys() - own.keys())}"
-        )
+    _check_names(own, tensors.keys())
     for name, view in own.items():
-        if view.shape != tensors[name].shape:
-            raise ValueError(
-                f"{name} is {tuple(tensors[name].shape)}, and the model has {tuple(view.shape)} "
-                f"there"
-            )
+        _check_shape(name, view, tensors[name])
 
 
-def _some(names: set[str]) -> str:
+def _check_names(own: Mapping[str, Tensor], names: Set[str]) -> None:
+    if own.keys() != names:
+        raise ValueError(
+            f"tensors do not fit the model: missing {_some(own.keys() - names)}, "
+            f"unknown {_some(names - own.keys())}"
+        )
+
+
+def _check_shape(name: str, view: Tensor, tensor: Tensor) -> None:
+    if view.shape != tensor.shape:
+        raise ValueError(
+            f"{name} is {tuple(tensor.shape)}, and the model has {tuple(view.shape)} there"
+        )
+
+
+def _some(names: Set[str]) -> str:
     first = sorted(names)[:8]
     return f"{first}{f' and {len(names) - 8} more' if len(names) > 8 else ''}"
 

@@ -132,6 +132,11 @@ class Transformer(nn.Module):
         """What is computed for a token has the same bits whatever else is computed with it."""
         return self.arithmetic is INVARIANT
 
+    def rope_of(self, layer: int) -> Tensor:
+        """The table by which a layer rotates."""
+        local = self.local_rope if self._is_local[layer] else None
+        return self.rope if local is None else local
+
     def compute_with(self, arithmetic: Arithmetic) -> Transformer:
         """From now on, in all of its parts; returns itself."""
         for module in self.modules():

@@ -291,7 +291,7 @@ class Notes:
         """Whether the angles are those of other positions."""
         name = next(name for name, part in self.trainer.named_modules() if isinstance(part, Block))
         angles_T = torch.stack([self.seen.input(name, place).float() for place in (1, 2)], 1)
-        table, count = self.trainer.rope, len(angles_T)
+        table, count = self.trainer.rope_of(0), len(angles_T)
         places = [(torch.arange(count) + shift).clamp(0, len(table) - 1) for shift in SHIFTS]
         distance_ST = torch.stack([(table[at] - angles_T).flatten(1).norm(dim=1) for at in places])
         moved = [SHIFTS[best] for best in distance_ST.argmin(0).tolist() if SHIFTS[best]]

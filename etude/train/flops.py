@@ -70,7 +70,8 @@ def _mlp_weights(config: ModelConfig, layer: int) -> int:
     if experts is None or layer not in experts.layers:
         return 3 * config.hidden_size * config.intermediate_size
     met = experts.num_experts_per_tok + experts.n_shared_experts
-    return config.hidden_size * (experts.num_experts + 3 * met * experts.moe_intermediate_size)
+    inner = met * experts.moe_intermediate_size + experts.shared_expert_intermediate_size
+    return config.hidden_size * (experts.num_experts + 3 * inner)
 
 
 def peak_flops(

@@ -28,6 +28,7 @@ from etude.core.stages import (
 from etude.core.types import Json
 from etude.model.config import ModelConfig
 from etude.model.config_json import rope_kind, stated_rope
+from etude.model.quantization import without_quantization
 from etude.run.plugins import check_file
 from etude.serve import heartbeat
 from etude.store.runs import Run
@@ -148,7 +149,7 @@ def pretrained_files(path: str, stretch: RopeScalingConfig | None = None) -> dic
     directory = model_directory(path)
     files = read_model_files(directory)
     try:
-        shape = json.loads(files["config.json"])
+        shape = json.loads(without_quantization(files["config.json"]))
         own = int(shape["max_position_embeddings"])
         if stretch is not None:
             _stretch(shape, stretch, own)

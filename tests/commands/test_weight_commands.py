@@ -65,6 +65,8 @@ def test_export_and_fetch(url: str, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert torch.equal(tensors["model.layers.0.up_proj.weight"], weights(5))
     assert (tmp_path / "out" / "config.json").read_bytes() == b"{}"
     assert main(["weights", "export", url, str(tmp_path / "out")]) == 2
+    assert main(["weights", "export", url, str(tmp_path / "small"), "--dtype", "fp8"]) == 0
+    assert b"fp8" in (tmp_path / "small" / "config.json").read_bytes()
     assert main(["weights", "fetch", url, "--cache", str(tmp_path / "cache")]) == 0
     assert "version 7" in capsys.readouterr().out
     assert [p for p in (tmp_path / "cache").iterdir() if not p.suffix]

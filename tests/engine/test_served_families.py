@@ -27,7 +27,7 @@ from tests.small_model import ROUNDING, Asked, add, request
 SERVED = [
     *("llama biases", "llama longrope", "qwen2 window", "mistral", "mixtral window", "qwen2_moe"),
     *("smollm3 window", "phi3 window", "granite", "olmo3 yarn", "gemma2", "gemma3_text linear"),
-    *("glm4_moe large", "gpt_oss", "deepseek_v2 groups"),
+    *("glm4_moe large", "gpt_oss", "deepseek_v2 groups", "olmo2", "seed_oss"),
 ]
 BIT_BY_BIT = ["olmo3 yarn", "gemma2", "gemma3_text", "gpt_oss"]
 

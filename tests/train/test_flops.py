@@ -43,7 +43,7 @@ MLA |= {
     "moe_intermediate_size": 16,
     "n_shared_experts": 1,
 }
-MLA |= {"first_k_dense_replace": 0, "n_group": 1, "topk_group": 1}
+MLA |= {"first_k_dense_replace": 0, "n_group": 1, "topk_group": 1, "head_dim": None}
 
 
 @pytest.mark.parametrize(

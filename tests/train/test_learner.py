@@ -348,6 +348,7 @@ def test_a_checkpoint_holds_what_is_never_trained() -> None:
         "moe_intermediate_size": 16,
         "model_type": "deepseek_v3",
         "q_lora_rank": None,
+        "head_dim": None,
     }
     shape |= {"first_k_dense_replace": 0, "n_group": 1, "topk_group": 1, "n_shared_experts": 0}
     config = ModelConfig.from_json(json.dumps(json.loads(CONFIG.to_json()) | shape))

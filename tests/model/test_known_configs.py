@@ -1,0 +1,63 @@
+"""config.json of models that many people use: read, or refused with the reason."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from etude.model.config import ModelConfig
+from etude.model.config_json import pin_context
+from etude.model.rope import attention_factor
+from tests.model.known_configs import KNOWN, REFUSED
+
+
+@pytest.mark.parametrize("name", [name for name in KNOWN if name not in REFUSED])
+def test_known_models_are_read(name: str) -> None:
+    said = KNOWN[name]
+    config = ModelConfig.from_json(json.dumps(said))
+    assert config.num_hidden_layers == said["num_hidden_layers"]
+    assert config.max_position_embeddings == said["max_position_embeddings"]
+    assert bool(config.experts) == any("experts" in key for key in said)
+    windowed = said.get("layer_types", []).count("sliding_attention")
+    assert not windowed or len(config.sliding_layers) == windowed
+    assert ModelConfig.from_json(config.to_json()) == config
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_others_are_refused_with_the_reason(name: str) -> None:
+    with pytest.raises(ValueError, match=REFUSED[name]):
+        ModelConfig.from_json(json.dumps(KNOWN[name]))
+
+
+def test_a_longrope_model_is_read_within_its_original_context() -> None:
+    """With the factor of the context that it was made for, as a run cuts it."""
+    said = json.loads(json.dumps(KNOWN["microsoft/Phi-4-mini-instruct"]))
+    pin_context(said)
+    config = ModelConfig.from_json(json.dumps(said | {"max_position_embeddings": 4096}))
+    assert config.rope_scaling is not None and config.rope_scaling.factor == 32
+    assert config.rotary_dim == 96
+    assert attention_factor(config.rope_scaling) == pytest.approx(1.1902380714238083)
+
+
+def test_what_some_facts_come_to() -> None:
+    def read(name: str) -> ModelConfig:
+        return ModelConfig.from_json(json.dumps(KNOWN[name]))
+
+    gemma = read("google/gemma-3-1b-it")
+    assert gemma.facts(5).rope == "global" and gemma.facts(5).window is None
+    assert gemma.facts(4).rope == "local" and gemma.facts(4).window == 512
+    assert gemma.facts(0).scale == 1 / 16
+    smol = read("HuggingFaceTB/SmolLM3-3B")
+    assert [n for n in range(36) if smol.facts(n).rope is None] == list(range(3, 36, 4))
+    oss = read("openai/gpt-oss-20b")
+    assert oss.facts(0).sinks and oss.facts(0).window == 128 and oss.facts(1).window is None
+    assert read("zai-org/GLM-4.6").rotary_dim == 64
+    assert read("mistralai/Devstral-Small-2505").facts(0).window is None
+
+
+def test_the_page_of_models_is_current() -> None:
+    pytest.importorskip("triton", reason="the kernels' list is beside them")
+    from tests.model import models_page
+
+    assert models_page.PAGE.read_text() == models_page.page(), "run `make models-page`"
