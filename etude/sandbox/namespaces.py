@@ -141,15 +141,20 @@ class NamespaceSandboxPool:
         finally:
             await sandbox.close()
 
-    async def start(self, spec: SandboxSpec, before: Tree) -> NamespaceSandbox:
-        """A sandbox with an empty working copy, which the caller closes."""
-        sandbox = await self._start(spec, before)
+    async def start(
+        self, spec: SandboxSpec, before: Tree, like: NamespaceSandbox | None = None
+    ) -> NamespaceSandbox:
+        """A sandbox with an empty working copy, which the caller closes. `like`: one that it may
+        share files with."""
+        sandbox = await self._start(spec, before, like)
         if spec.limits != Limits():
             async with close_on_failure(sandbox):
                 await sandbox.limit(spec.limits)
         return sandbox
 
-    async def _start(self, spec: SandboxSpec, before: Tree) -> NamespaceSandbox:
+    async def _start(
+        self, spec: SandboxSpec, before: Tree, like: NamespaceSandbox | None
+    ) -> NamespaceSandbox:
         async with self._opening:
             if self._closed:
                 raise RolloutFailure("sandbox: the pool is closed")
@@ -158,7 +163,7 @@ class NamespaceSandboxPool:
                 if self._zygote.poll() is not None:
                     self._replace()
                 zygote = self._zygote
-                if (sandbox := await self._ask_for_one(spec, before)) is not None:
+                if (sandbox := await self._ask_for_one(spec, before, like)) is not None:
                     return sandbox
                 if zygote is self._zygote and not self._closed:
                     self._replace()
@@ -167,13 +172,16 @@ class NamespaceSandboxPool:
             f"sandbox: none came from {_ZYGOTES} zygotes in {self.reply_timeout_s:g} s each"
         )
 
-    async def _ask_for_one(self, spec: SandboxSpec, before: Tree) -> NamespaceSandbox | None:
+    async def _ask_for_one(
+        self, spec: SandboxSpec, before: Tree, like: NamespaceSandbox | None
+    ) -> NamespaceSandbox | None:
         """None if the zygote is silent."""
         number, limits = next(self._numbers), spec.limits
         wanted = {
             "name": str(number),
             "memory_bytes": _memory_bytes(limits),
             "cpus": limits.cpus,
+            "like": str(like.number) if like else None,
         }
         ours, theirs = socket.socketpair()
         with theirs:
@@ -273,6 +281,7 @@ class NamespaceSandbox:
         self._pool = pool
         self._link = link
         self.number = number
+        self.zygote_pid = pool.zygote_pid
         self._spec = spec
         self._before = before
         self._processes: dict[int, Keeper] = {}
@@ -406,18 +415,33 @@ class NamespaceSandbox:
         await self._ask(op="apply", patch=encoded(plain))
 
     async def fork(self) -> NamespaceSandbox:
-        sandbox = await self._pool.start(self._spec, self._before)
+        sandbox = await self._pool.start(self._spec, self._before, like=self)
         async with close_on_failure(sandbox):
-            ours, theirs = socket.socketpair()
-            done = await asyncio.gather(
-                self._copy("send", ours), sandbox._copy("receive", theirs), return_exceptions=True
-            )
-            failures = [each for each in done if isinstance(each, BaseException)]
-            # each of the two fails with the other; what the working copy is to blame for says why
-            for failure in sorted(failures, key=lambda e: not isinstance(e, ValueError)):
-                raise failure
+            if not await self._share(sandbox):
+                await self._copy_to(sandbox)
             await sandbox.serve()
         return sandbox
+
+    async def _share(self, sandbox: NamespaceSandbox) -> bool:
+        """False if the files have to be copied."""
+        if sandbox.zygote_pid != self.zygote_pid:  # and so not the same user
+            return False
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            if not await self._ask(op="freeze", descriptor=ours):
+                return False
+            await sandbox._ask(op="adopt", descriptor=theirs)
+        return True
+
+    async def _copy_to(self, sandbox: NamespaceSandbox) -> None:
+        ours, theirs = socket.socketpair()
+        done = await asyncio.gather(
+            self._copy("send", ours), sandbox._copy("receive", theirs), return_exceptions=True
+        )
+        failures = [each for each in done if isinstance(each, BaseException)]
+        # each of the two fails with the other; what the working copy is to blame for says why
+        for failure in sorted(failures, key=lambda e: not isinstance(e, ValueError)):
+            raise failure
 
     async def _copy(self, op: str, over: socket.socket) -> None:
         with over:  # when this one has failed, the other one must see its end
