@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from etude.core.sandbox import Limits, SandboxSpec
-from etude.sandbox.namespaces import NamespaceSandbox, NamespaceSandboxPool
+from etude.sandbox.namespaces import NamespaceSandboxPool
 
 _STARTS = 200
 _OTHER_STARTS = 50
@@ -104,7 +104,7 @@ async def _fork(pool: NamespaceSandboxPool) -> dict[str, float]:
         filled = await sandbox.run(["sh", "-c", script], timeout_s=_LONG_S)
         assert int(filled.output.split()[0]) >= _GB, filled.output
         began = time.perf_counter()
-        fork: NamespaceSandbox = await sandbox.fork()
+        fork = await sandbox.fork()
         took_s = time.perf_counter() - began
         await fork.close()
     return {"fork_1gb_ms": 1e3 * took_s}

@@ -12,13 +12,15 @@ JSON line, in order:
     {"op": "patch", "before": {path: [...]}}             the same, whole, with all processes killed
     {"op": "apply", "patch": {path: [mode, content]}}    {"ok": null}
     {"op": "send"} and {"op": "receive"}                 the whole working copy, out and in
+    {"op": "freeze"} and {"op": "adopt"}                 the same, shared instead of copied
     {"op": "limit", ...}                                 {"ok": null}
     {"op": "name_services", "names": [...]}              {"ok": null}
     what cannot be done                                  {"error": [kind, message]}
 
 Contents are in base64. With "start" comes a socket, which belongs to that process: back over it go
 the host's ends of its streams, and from then on it is the business of a `keeper`. With
-"send" and "receive" come the two ends of one between the sandboxes: a copy never passes the host.
+"send" and "receive", "freeze" and "adopt", come the two ends of one between the sandboxes: a copy
+never passes the host.
 
 This process and the keepers are trusted, what they run is not, and they never meet (see `command`).
 Standard library only.
@@ -49,6 +51,7 @@ from etude.core.errors import RolloutFailure
 from etude.sandbox import kernel, landlock, tree
 from etude.sandbox.command import HIDDEN, REPORT_PATH, Command, spawn
 from etude.sandbox.keeper import keep, raise_if_broken, reaped
+from etude.sandbox.layers import MAX_LAYERS, Layers
 from etude.sandbox.limits import (
     COPY_BYTES,
     COPY_FILES,
@@ -92,16 +95,17 @@ class Link:
         return b"\n" in self._buffer
 
     def receive(self) -> Any:
-        while not self.waiting():
+        parts = [self._buffer]  # joined once: a working copy may come in thousands of them
+        while b"\n" not in parts[-1]:
             try:
                 chunk, descriptors, _, _ = socket.recv_fds(self._connection, 1 << 16, 1)
             except ConnectionError:  # the host was killed before it had read our last answer
                 chunk, descriptors = b"", []
             if not chunk:
                 end()
-            self._buffer += chunk
+            parts.append(chunk)
             self._descriptors += descriptors
-        line, self._buffer = self._buffer.split(b"\n", 1)
+        line, self._buffer = b"".join(parts).split(b"\n", 1)
         return json.loads(line)
 
     def take_socket(self) -> socket.socket:
@@ -179,16 +183,29 @@ class Guest:
                 kernel.put(f"/proc/sys/{name}", value)
         socket.sethostname("localhost")
         kernel.raise_loopback()
+        self._own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY)
+        self._layers = Layers(WORK)
+        self._enter()
+
+    def _enter(self) -> None:
+        """The working copy as it is mounted now."""
         os.chdir(WORK)
         self._work = os.open(WORK, os.O_PATH | os.O_DIRECTORY)
-        self._own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY)
         self._rules = landlock.rules((WORK, "/tmp"), "/dev")
+
+    def _leave(self) -> None:
+        os.chdir("/")
+        for descriptor in (self._work, self._rules):
+            if descriptor is not None:
+                os.close(descriptor)
 
     def _mount_copies(self, more_flags: int = 0) -> None:
         flags = kernel.MS_NOSUID | kernel.MS_NODEV | more_flags
-        options = f"size={self._copy_bytes},nr_inodes={self._copy_files},mode=0755"
         for path in (WORK, "/tmp"):
-            kernel.mount("tmpfs", path, "tmpfs", flags, options)
+            kernel.mount("tmpfs", path, "tmpfs", flags, self._copy_options())
+
+    def _copy_options(self) -> str:
+        return f"size={self._copy_bytes},nr_inodes={self._copy_files},mode=0755"
 
     def op_limit(
         self, disk_bytes: int, disk_files: int, processes: int, process_bytes: int
@@ -287,6 +304,37 @@ class Guest:
             for path, each in patch.items()
         }
         tree.apply(WORK, changed)
+
+    def op_freeze(self) -> bool:
+        """Share the working copy as it is, if that is worth it and nothing is at work in it. False
+        if it has to be copied."""
+        with self._link.take_socket() as to:
+            copy = os.statvfs(self._work)
+            used = (copy.f_blocks - copy.f_bfree) * copy.f_frsize
+            others = [name for name in os.listdir("/proc") if name.isdigit() and name != "1"]
+            large = used > COPY_BYTES or len(self._layers)
+            if others or not large or len(self._layers) >= MAX_LAYERS:
+                return False
+            self._leave()
+            try:
+                layers = self._layers.freeze(self._copy_options())
+            except OSError:  # an old kernel, which knows no overlays of an ordinary user's
+                return False
+            finally:
+                self._enter()
+            socket.send_fds(to, [b"\0"], layers)
+            for layer in layers:
+                os.close(layer)
+            return True
+
+    def op_adopt(self) -> None:
+        with self._link.take_socket() as source:
+            _, layers, _, _ = socket.recv_fds(source, 1, MAX_LAYERS + 1)
+        self._leave()
+        try:
+            self._layers.adopt(layers, self._copy_options())
+        finally:
+            self._enter()
 
     def op_send(self) -> None:
         # whoever does not read it to its end says why

@@ -30,13 +30,14 @@ MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
 _MNT_DETACH = 2
 _MOUNT_ATTR_RDONLY, _MOUNT_ATTR_NOSUID, _MOUNT_ATTR_NODEV = 1, 2, 4
 _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
+_OPEN_TREE_CLONE, _MOVE_MOUNT_F_EMPTY_PATH = 1, 4
 _RESOLVE_NO_XDEV, _RESOLVE_NO_MAGICLINKS, _RESOLVE_BENEATH = 0x01, 0x02, 0x08
 _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 4, 22, 36, 38
 _SECCOMP_MODE_FILTER = 2
 _KEYCTL_JOIN_SESSION_KEYRING = 1
 _SIOCSIFFLAGS, _IFF_UP, _IFF_RUNNING = 0x8914, 0x1, 0x40
 # newer than the split of the tables: the same on every architecture
-_SYS_openat2, _SYS_mount_setattr = 437, 442
+_SYS_open_tree, _SYS_move_mount, _SYS_openat2, _SYS_mount_setattr = 428, 429, 437, 442
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
@@ -78,6 +79,26 @@ def mount(
 
 def bind(source: str, target: str) -> None:
     mount(source, target, None, MS_BIND | MS_REC)
+
+
+def clone_mount(path: str) -> int:
+    """A descriptor of what is mounted at `path`, which another mount namespace can attach."""
+    flags = _OPEN_TREE_CLONE | os.O_CLOEXEC
+    return _check(
+        _libc.syscall(_SYS_open_tree, _AT_FDCWD, path.encode(), flags), f"open_tree({path})"
+    )
+
+
+def attach_mount(descriptor: int, target: str) -> None:
+    result = _libc.syscall(
+        _SYS_move_mount,
+        descriptor,
+        b"",
+        _AT_FDCWD,
+        target.encode(),
+        _MOVE_MOUNT_F_EMPTY_PATH,
+    )
+    _check(result, f"move_mount({target})")
 
 
 def unmount(target: str) -> None:

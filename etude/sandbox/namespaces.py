@@ -1,55 +1,33 @@
 """Sandboxes in Linux namespaces: the host's side.
 
 `NamespaceSandboxPool` starts one `zygote` process; every sandbox is a fork of it and answers over a
-socket that only this process holds (`link`; see `guest` for the lines that go over it). All of them
-live in one event loop, without threads. Needs no daemon, no package and no privilege: an ordinary
-user's kernel permits it, unless the system has turned it off.
+socket of its own (`namespace_sandbox`). All of them live in one event loop, without threads. Needs
+no daemon, no package and no privilege: an ordinary user's kernel permits it, unless the system has
+turned it off.
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import itertools
 import json
-import math
-import os
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from etude.core.errors import EtudeError, RolloutFailure
-from etude.core.sandbox import (
-    CommandResult,
-    Limits,
-    Patch,
-    Process,
-    SandboxSpec,
-    Tier,
-    close_on_failure,
-)
-from etude.sandbox.diff import unified_diff
-from etude.sandbox.files import inside, inside_directory, to_bytes
-from etude.sandbox.kept import Keeper, KeptProcess
-from etude.sandbox.limits import (
-    COPY_BYTES,
-    LEAST_MEMORY_BYTES,
-    MAX_PROCESSES,
-    PROCESS_BYTES,
-    files_in,
-    memory_for,
-)
-from etude.sandbox.link import REPLY_TIMEOUT_S, Link, decoded, encoded
+from etude.core.sandbox import Limits, SandboxSpec, Tier, close_on_failure
+from etude.sandbox.limits import COPY_BYTES, LEAST_MEMORY_BYTES, files_in, memory_for
+from etude.sandbox.link import REPLY_TIMEOUT_S, Link
 from etude.sandbox.mounts import Mount, check_walled
-from etude.sandbox.services import start_services
-from etude.sandbox.spec import check_env, check_spec, opening_tree
-from etude.sandbox.streams import Streams
-from etude.sandbox.tree import FILE, Entry, Tree, known
+from etude.sandbox.namespace_sandbox import NamespaceSandbox
+from etude.sandbox.spec import check_spec, opening_tree
+from etude.sandbox.tree import Tree
 from etude.sandbox.walls import Walls
 
 _ZYGOTES = 6
@@ -149,15 +127,20 @@ class NamespaceSandboxPool:
         finally:
             await sandbox.close()
 
-    async def start(self, spec: SandboxSpec, before: Tree) -> NamespaceSandbox:
-        """A sandbox with an empty working copy, which the caller closes."""
-        sandbox = await self._start(spec, before)
+    async def start(
+        self, spec: SandboxSpec, before: Tree, like: NamespaceSandbox | None = None
+    ) -> NamespaceSandbox:
+        """A sandbox with an empty working copy, which the caller closes. `like`: one that it may
+        share files with."""
+        sandbox = await self._start(spec, before, like)
         if spec.limits != Limits():
             async with close_on_failure(sandbox):
                 await sandbox.limit(spec.limits)
         return sandbox
 
-    async def _start(self, spec: SandboxSpec, before: Tree) -> NamespaceSandbox:
+    async def _start(
+        self, spec: SandboxSpec, before: Tree, like: NamespaceSandbox | None
+    ) -> NamespaceSandbox:
         async with self._opening:
             if self._closed:
                 raise RolloutFailure("sandbox: the pool is closed")
@@ -166,7 +149,7 @@ class NamespaceSandboxPool:
                 if self._zygote.poll() is not None:
                     self._replace()
                 zygote = self._zygote
-                if (sandbox := await self._ask_for_one(spec, before)) is not None:
+                if (sandbox := await self._ask_for_one(spec, before, like)) is not None:
                     return sandbox
                 if zygote is self._zygote and not self._closed:
                     self._replace()
@@ -175,13 +158,16 @@ class NamespaceSandboxPool:
             f"sandbox: none came from {_ZYGOTES} zygotes in {self.reply_timeout_s:g} s each"
         )
 
-    async def _ask_for_one(self, spec: SandboxSpec, before: Tree) -> NamespaceSandbox | None:
+    async def _ask_for_one(
+        self, spec: SandboxSpec, before: Tree, like: NamespaceSandbox | None
+    ) -> NamespaceSandbox | None:
         """None if the zygote is silent."""
         number, limits = next(self._numbers), spec.limits
         wanted = {
             "name": str(number),
             "memory_bytes": _memory_bytes(limits),
             "cpus": limits.cpus,
+            "like": str(like.number) if like else None,
         }
         ours, theirs = socket.socketpair()
         with theirs:
@@ -267,220 +253,5 @@ def _first_line(control: socket.socket) -> dict[str, Any]:
     return dict(json.loads(line or "{}"))
 
 
-class NamespaceSandbox:
-    """A `core.sandbox.Sandbox`, by the socket of its first process."""
-
-    def __init__(
-        self,
-        pool: NamespaceSandboxPool,
-        link: Link,
-        number: int,
-        spec: SandboxSpec,
-        before: Tree,
-    ) -> None:
-        """`before`: what the working copy is compared with."""
-        self._pool = pool
-        self._link = link
-        self.number = number
-        self._spec = spec
-        self._before = before
-        self._processes: dict[int, Keeper] = {}
-        self._services: list[asyncio.Task[None]] = []
-        self._process_numbers = itertools.count(1)
-        self.due = math.inf
-        """When it should have answered what it is asked now."""
-        self._late_s = 0.0
-        self._turn = asyncio.Lock()  # a request that arrives during a command ends the command
-
-    async def run(
-        self,
-        argv: Sequence[str],
-        *,
-        timeout_s: float,
-        stdin: str | bytes = "",
-        cwd: str = ".",
-        env: Mapping[str, str] | None = None,
-        report: bool = False,
-    ) -> CommandResult:
-        check_env(env or {})
-        code, output, reported = await self._ask(
-            timeout_s,
-            op="run",
-            argv=list(argv),
-            stdin=_encode(stdin),
-            timeout_s=timeout_s,
-            cwd=inside_directory(cwd),
-            env={**self._spec.env, **(env or {})},
-            report=report,
-        )
-        return CommandResult(code, output, base64.b64decode(reported))
-
-    async def start(
-        self,
-        argv: Sequence[str],
-        *,
-        cwd: str = ".",
-        env: Mapping[str, str] | None = None,
-        pty: bool = False,
-    ) -> Process:
-        check_env(env or {})
-        variables = {**({"TERM": "xterm"} if pty else {}), **self._spec.env, **(env or {})}
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        try:
-            with theirs:
-                await self._ask(
-                    op="start",
-                    descriptor=theirs,
-                    argv=list(argv),
-                    cwd=inside_directory(cwd),
-                    env=variables,
-                    pty=pty,
-                )
-            descriptors = socket.recv_fds(ours, 1, 2)[1]
-        except BaseException:
-            ours.close()
-            raise
-        return await self._keep(ours, descriptors)
-
-    async def _keep(self, control: socket.socket, descriptors: list[int]) -> KeptProcess:
-        output = descriptors[0]
-        source = descriptors[1] if len(descriptors) > 1 else os.dup(output)
-        streams = Streams(output, source, terminal=len(descriptors) == 1)
-        number = next(self._process_numbers)
-
-        def ended() -> None:
-            streams.finish()
-            self._processes.pop(number, None)
-
-        keeper = self._processes[number] = Keeper(ended)
-        # without a wait in it, for a socket that is connected already
-        await asyncio.get_running_loop().create_unix_connection(lambda: keeper, sock=control)
-        return KeptProcess(keeper, streams, self._pool.reply_timeout_s, self._answered_late)
-
-    def keepers_owing(self) -> dict[str, float]:
-        return {
-            f"sandbox {self.number} process {number}": owed_s
-            for number, keeper in self._processes.items()
-            if (owed_s := keeper.owed_s()) > 0.0
-        }
-
-    def _answered_late(self, seconds: float) -> None:
-        self._late_s = max(self._late_s, seconds)
-
-    async def read(self, path: str) -> str:
-        return (await self.read_bytes(path)).decode()
-
-    async def read_bytes(self, path: str) -> bytes:
-        return base64.b64decode(await self._ask(op="read", path=inside(path)))
-
-    async def write(self, path: str, content: str | bytes) -> None:
-        await self.fill({inside(path): Entry(FILE, to_bytes(content))})
-
-    async def fill(self, files: Tree) -> None:
-        await self._ask(op="write", files=encoded(files))
-
-    async def serve(self) -> None:
-        """Start what is to run beside the agent."""
-        if services := self._spec.services:
-            await self._ask(op="name_services", names=[service.name for service in services])
-            self._services = await start_services(self, services)
-
-    async def limit(self, limits: Limits) -> None:
-        size = limits.disk_bytes or COPY_BYTES
-        processes = limits.processes or MAX_PROCESSES
-        memory = limits.memory_bytes or PROCESS_BYTES
-        if self._pool.walls.cgroup:  # which counts what is held, and not what is only mapped
-            memory = max(memory, PROCESS_BYTES)
-        await self._ask(
-            op="limit",
-            disk_bytes=size,
-            disk_files=files_in(size),
-            processes=processes + 1,  # the first process of the sandbox is one of its user's, too
-            process_bytes=memory,
-        )
-
-    async def diff(self) -> str:
-        before = await asyncio.to_thread(known, self._before)
-        answer = await self._ask(op="changes", before=before)
-        changed = {path: each and Entry(*each) for path, each in decoded(answer).items()}
-        return await asyncio.to_thread(unified_diff, self._before, changed)
-
-    async def patch(self) -> Patch:
-        self._close_processes()
-        before = await asyncio.to_thread(known, self._before)
-        found = decoded(await self._ask(op="patch", before=before))
-        return {path: each and (each[0], each[1] or b"") for path, each in found.items()}
-
-    async def apply(self, patch: Patch) -> None:
-        plain = {inside(path): entry for path, entry in patch.items()}
-        await self._ask(op="apply", patch=encoded(plain))
-
-    async def fork(self) -> NamespaceSandbox:
-        sandbox = await self._pool.start(self._spec, self._before)
-        async with close_on_failure(sandbox):
-            ours, theirs = socket.socketpair()
-            done = await asyncio.gather(
-                self._copy("send", ours), sandbox._copy("receive", theirs), return_exceptions=True
-            )
-            failures = [each for each in done if isinstance(each, BaseException)]
-            # each of the two fails with the other; what the working copy is to blame for says why
-            for failure in sorted(failures, key=lambda e: not isinstance(e, ValueError)):
-                raise failure
-            await sandbox.serve()
-        return sandbox
-
-    async def _copy(self, op: str, over: socket.socket) -> None:
-        with over:  # when this one has failed, the other one must see its end
-            await self._ask(op=op, descriptor=over)
-
-    async def close(self) -> None:
-        self._pool.forget(self)
-        self._close_processes()
-        await self._link.close()
-        self._pool.ended(self)
-
-    def abandon(self) -> None:
-        """Does not wait for its end."""
-        self._pool.forget(self)
-        self._close_processes()
-        self._link.abort()
-
-    def _close_processes(self) -> None:
-        for reading in self._services:
-            reading.cancel()
-        for keeper in list(self._processes.values()):
-            keeper.close()
-
-    async def _ask(
-        self, working_s: float = 0.0, descriptor: socket.socket | None = None, **request: Any
-    ) -> Any:
-        clock = asyncio.get_running_loop().time
-        async with self._turn:
-            self._check()
-            self.due = clock() + working_s
-            try:
-                if descriptor is not None:
-                    await self._link.send_socket(descriptor)
-                    descriptor.close()  # or its end would not be seen at the other one
-                answer = await self._link.answer(
-                    self._link.send(request), working_s + REPLY_TIMEOUT_S
-                )
-            finally:
-                self._late_s = max(self._late_s, clock() - self.due)
-                self.due = math.inf
-            self._check()
-            return answer
-
-    def _check(self) -> None:
-        """What a sandbox says that was stopped, or its command's time, may be due to that."""
-        if self._late_s >= self._pool.reply_timeout_s:
-            raise RolloutFailure(f"sandbox: its answer came {self._late_s:.0f} s late")
-
-
 def _memory_bytes(limits: Limits) -> int:
     return limits.memory_bytes or memory_for(limits.disk_bytes or COPY_BYTES)
-
-
-def _encode(content: str | bytes) -> str:
-    return base64.b64encode(to_bytes(content)).decode()

@@ -94,6 +94,7 @@ class Zygote:
             "cgroup": self._cgroups.version if self._cgroups else "",
             "cgroup_refused": refused,
         }
+        self._users: dict[str, int | None] = {}
 
     def serve_one(self) -> bool:
         """False at the end of the host's side, which is a reset if it had not read our last
@@ -112,8 +113,10 @@ class Zygote:
         if line == b"?":
             self._control.sendall(line)
         elif line.startswith(b"-"):
+            name = line[1:].decode()
+            self._users.pop(name, None)
             if self._cgroups:
-                self._cgroups.leave(line[1:].decode())
+                self._cgroups.leave(name)
         else:
             link = socket.socket(fileno=self._descriptors.pop(0))
             self._spawn(link, self._control, **json.loads(line))
@@ -125,10 +128,12 @@ class Zygote:
         name: str,
         memory_bytes: int,
         cpus: float | None,
+        like: str | None = None,
     ) -> None:
         """Fork twice: the first child makes the namespaces, and only a child of its own is process
-        1 in them."""
-        own_id = next(self._own_ids)
+        1 in them. `like`: the sandbox whose user it is to be, since they share files."""
+        own_id = self._users[like] if like in self._users else next(self._own_ids)
+        self._users[name] = own_id
         if self._cgroups:
             self._cgroups.expect(name)
         if os.fork():

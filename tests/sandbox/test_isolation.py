@@ -26,6 +26,7 @@ from etude.core.errors import EtudeError, RolloutFailure
 from etude.core.sandbox import SandboxSpec
 from etude.sandbox import guest, kernel, namespaces, syscalls
 from etude.sandbox.limits import NICENESS
+from etude.sandbox.namespace_sandbox import NamespaceSandbox
 from etude.sandbox.namespaces import NamespaceSandboxPool
 from tests.namespaces import need_namespaces
 
@@ -494,16 +495,16 @@ async def test_launchers_are_not_tried_for_ever(
 async def test_a_fork_that_fails_or_is_given_up_leaves_no_sandbox_open(
     walled: NamespaceSandboxPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ask = namespaces.NamespaceSandbox._ask
+    ask = NamespaceSandbox._ask
 
-    async def fails(self: namespaces.NamespaceSandbox, *, op: str, **more: object) -> object:
+    async def fails(self: NamespaceSandbox, *, op: str, **more: object) -> object:
         if op == "receive":
             raise RolloutFailure("sandbox: no room")
         return await ask(self, op=op, **more)
 
     async with walled.open(SandboxSpec(files={"a": "1"})) as sandbox:
         with monkeypatch.context() as patch:
-            patch.setattr(namespaces.NamespaceSandbox, "_ask", fails)
+            patch.setattr(NamespaceSandbox, "_ask", fails)
             with pytest.raises(RolloutFailure, match="no room"):
                 await sandbox.fork()
         assert walled._sandboxes == {sandbox}
@@ -621,6 +622,7 @@ async def test_all_vanish_with_a_killed_controller() -> None:
     controller = """
 import asyncio
 from etude.core.sandbox import SandboxSpec
+from etude.sandbox.namespace_sandbox import NamespaceSandbox
 from etude.sandbox.namespaces import NamespaceSandboxPool
 async def main():
     pool = NamespaceSandboxPool()
@@ -679,6 +681,7 @@ root = os.path.dirname(os.path.dirname(sys.argv[1]))
 sys.path.insert(0, root)
 import asyncio
 from etude.core.sandbox import SandboxSpec
+from etude.sandbox.namespace_sandbox import NamespaceSandbox
 from etude.sandbox.namespaces import NamespaceSandboxPool
 async def main():
     pool = NamespaceSandboxPool()

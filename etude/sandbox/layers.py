@@ -1,0 +1,76 @@
+"""A working copy in layers: those below are frozen and shared by forks, the one on top takes what
+is written (overlayfs).
+
+A fork of a large working copy costs two mounts this way, whatever its size. All layers lie below
+each other at the place of the working copy, each covering the last, so that nothing in the sandbox
+can reach one but by way of the topmost mount. Standard library only: this runs in the first process
+of a sandbox.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+from etude.sandbox import kernel
+
+_FLAGS = kernel.MS_NOSUID | kernel.MS_NODEV
+MAX_LAYERS = 64
+"""What names them to the kernel has to fit into a page."""
+
+
+class Layers:
+    """Those of the working copy that is mounted at `root`."""
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+        self._frozen: list[int] = []
+        self._upper: int | None = None
+
+    def __len__(self) -> int:
+        return len(self._frozen)
+
+    def freeze(self, options: str) -> list[int]:
+        """What there is becomes a layer, with an empty one on top. Descriptors of all layers for
+        another sandbox, from the lowest on. OSError if the kernel refuses, with nothing changed."""
+        before = self._frozen, self._upper
+        if self._upper is None:
+            top = os.open(self._root, os.O_PATH | os.O_DIRECTORY)
+        else:
+            top = os.open("upper", os.O_PATH | os.O_DIRECTORY, dir_fd=self._upper)
+            kernel.unmount(self._root)
+        self._frozen = [*self._frozen, top]
+        try:
+            self._cover(options)
+        except OSError:
+            self._frozen, self._upper = before
+            if self._upper is not None:
+                self._mount()
+            raise
+        return [kernel.clone_mount(f"/proc/self/fd/{layer}") for layer in self._frozen]
+
+    def adopt(self, layers: list[int], options: str) -> None:
+        """Those of another, over what there is."""
+        for layer in layers:
+            kernel.attach_mount(layer, self._root)
+        self._frozen = layers
+        self._cover(options)
+
+    def _cover(self, options: str) -> None:
+        """With a new empty layer, and the mount that shows all of them as one."""
+        kernel.mount("tmpfs", self._root, "tmpfs", _FLAGS, options)
+        try:
+            self._upper = os.open(self._root, os.O_PATH | os.O_DIRECTORY)
+            for name in ("upper", "work"):
+                os.mkdir(name, 0o755, dir_fd=self._upper)
+            self._mount()
+        except OSError:
+            with contextlib.suppress(OSError):
+                kernel.unmount(self._root)
+            raise
+
+    def _mount(self) -> None:
+        lower = ":".join(f"/proc/self/fd/{layer}" for layer in reversed(self._frozen))
+        upper = f"/proc/self/fd/{self._upper}"
+        options = f"lowerdir={lower},upperdir={upper}/upper,workdir={upper}/work,userxattr"
+        kernel.mount("overlay", self._root, "overlay", _FLAGS, options)

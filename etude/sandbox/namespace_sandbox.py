@@ -1,0 +1,286 @@
+"""One sandbox in namespaces: the host's side.
+
+It answers over a socket that only this process holds (`link`; see `guest` for the lines that go
+over it).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import itertools
+import math
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from etude.core.errors import RolloutFailure
+from etude.core.sandbox import (
+    CommandResult,
+    Limits,
+    Patch,
+    Process,
+    SandboxSpec,
+    close_on_failure,
+)
+from etude.sandbox.diff import unified_diff
+from etude.sandbox.files import inside, inside_directory, to_bytes
+from etude.sandbox.kept import Keeper, KeptProcess
+from etude.sandbox.limits import COPY_BYTES, MAX_PROCESSES, PROCESS_BYTES, files_in
+from etude.sandbox.link import REPLY_TIMEOUT_S, Link, decoded, encoded
+from etude.sandbox.services import start_services
+from etude.sandbox.spec import check_env
+from etude.sandbox.streams import Streams
+from etude.sandbox.tree import FILE, Entry, Tree, known
+from etude.sandbox.walls import Walls
+
+
+class Owner(Protocol):
+    """What a sandbox needs of the pool that it was opened from."""
+
+    reply_timeout_s: float
+    walls: Walls
+
+    @property
+    def zygote_pid(self) -> int: ...
+
+    async def start(
+        self, spec: SandboxSpec, before: Tree, like: NamespaceSandbox | None = None
+    ) -> NamespaceSandbox: ...
+
+    def forget(self, sandbox: NamespaceSandbox) -> None: ...
+
+    def ended(self, sandbox: NamespaceSandbox) -> None: ...
+
+
+class NamespaceSandbox:
+    """A `core.sandbox.Sandbox`, by the socket of its first process."""
+
+    def __init__(
+        self,
+        pool: Owner,
+        link: Link,
+        number: int,
+        spec: SandboxSpec,
+        before: Tree,
+    ) -> None:
+        """`before`: what the working copy is compared with."""
+        self._pool = pool
+        self._link = link
+        self.number = number
+        self.zygote_pid = pool.zygote_pid
+        self._spec = spec
+        self._before = before
+        self._processes: dict[int, Keeper] = {}
+        self._services: list[asyncio.Task[None]] = []
+        self._process_numbers = itertools.count(1)
+        self.due = math.inf
+        """When it should have answered what it is asked now."""
+        self._late_s = 0.0
+        self._turn = asyncio.Lock()  # a request that arrives during a command ends the command
+
+    async def run(
+        self,
+        argv: Sequence[str],
+        *,
+        timeout_s: float,
+        stdin: str | bytes = "",
+        cwd: str = ".",
+        env: Mapping[str, str] | None = None,
+        report: bool = False,
+    ) -> CommandResult:
+        check_env(env or {})
+        code, output, reported = await self._ask(
+            timeout_s,
+            op="run",
+            argv=list(argv),
+            stdin=_encode(stdin),
+            timeout_s=timeout_s,
+            cwd=inside_directory(cwd),
+            env={**self._spec.env, **(env or {})},
+            report=report,
+        )
+        return CommandResult(code, output, base64.b64decode(reported))
+
+    async def start(
+        self,
+        argv: Sequence[str],
+        *,
+        cwd: str = ".",
+        env: Mapping[str, str] | None = None,
+        pty: bool = False,
+    ) -> Process:
+        check_env(env or {})
+        variables = {**({"TERM": "xterm"} if pty else {}), **self._spec.env, **(env or {})}
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        try:
+            with theirs:
+                await self._ask(
+                    op="start",
+                    descriptor=theirs,
+                    argv=list(argv),
+                    cwd=inside_directory(cwd),
+                    env=variables,
+                    pty=pty,
+                )
+            descriptors = socket.recv_fds(ours, 1, 2)[1]
+        except BaseException:
+            ours.close()
+            raise
+        return await self._keep(ours, descriptors)
+
+    async def _keep(self, control: socket.socket, descriptors: list[int]) -> KeptProcess:
+        output = descriptors[0]
+        source = descriptors[1] if len(descriptors) > 1 else os.dup(output)
+        streams = Streams(output, source, terminal=len(descriptors) == 1)
+        number = next(self._process_numbers)
+
+        def ended() -> None:
+            streams.finish()
+            self._processes.pop(number, None)
+
+        keeper = self._processes[number] = Keeper(ended)
+        # without a wait in it, for a socket that is connected already
+        await asyncio.get_running_loop().create_unix_connection(lambda: keeper, sock=control)
+        return KeptProcess(keeper, streams, self._pool.reply_timeout_s, self._answered_late)
+
+    def keepers_owing(self) -> dict[str, float]:
+        return {
+            f"sandbox {self.number} process {number}": owed_s
+            for number, keeper in self._processes.items()
+            if (owed_s := keeper.owed_s()) > 0.0
+        }
+
+    def _answered_late(self, seconds: float) -> None:
+        self._late_s = max(self._late_s, seconds)
+
+    async def read(self, path: str) -> str:
+        return (await self.read_bytes(path)).decode()
+
+    async def read_bytes(self, path: str) -> bytes:
+        return base64.b64decode(await self._ask(op="read", path=inside(path)))
+
+    async def write(self, path: str, content: str | bytes) -> None:
+        await self.fill({inside(path): Entry(FILE, to_bytes(content))})
+
+    async def fill(self, files: Tree) -> None:
+        await self._ask(op="write", files=encoded(files))
+
+    async def serve(self) -> None:
+        """Start what is to run beside the agent."""
+        if services := self._spec.services:
+            await self._ask(op="name_services", names=[service.name for service in services])
+            self._services = await start_services(self, services)
+
+    async def limit(self, limits: Limits) -> None:
+        size = limits.disk_bytes or COPY_BYTES
+        processes = limits.processes or MAX_PROCESSES
+        memory = limits.memory_bytes or PROCESS_BYTES
+        if self._pool.walls.cgroup:  # which counts what is held, and not what is only mapped
+            memory = max(memory, PROCESS_BYTES)
+        # the first process of the sandbox is one of its user's, too
+        await self._ask(
+            op="limit",
+            disk_bytes=size,
+            disk_files=files_in(size),
+            processes=processes + 1,
+            process_bytes=memory,
+        )
+
+    async def diff(self) -> str:
+        before = await asyncio.to_thread(known, self._before)
+        answer = await self._ask(op="changes", before=before)
+        changed = {path: each and Entry(*each) for path, each in decoded(answer).items()}
+        return await asyncio.to_thread(unified_diff, self._before, changed)
+
+    async def patch(self) -> Patch:
+        self._close_processes()
+        before = await asyncio.to_thread(known, self._before)
+        found = decoded(await self._ask(op="patch", before=before))
+        return {path: each and (each[0], each[1] or b"") for path, each in found.items()}
+
+    async def apply(self, patch: Patch) -> None:
+        plain = {inside(path): entry for path, entry in patch.items()}
+        await self._ask(op="apply", patch=encoded(plain))
+
+    async def fork(self) -> NamespaceSandbox:
+        sandbox = await self._pool.start(self._spec, self._before, like=self)
+        async with close_on_failure(sandbox):
+            if not await self._share(sandbox):
+                await self._copy_to(sandbox)
+            await sandbox.serve()
+        return sandbox
+
+    async def _share(self, sandbox: NamespaceSandbox) -> bool:
+        """False if the files have to be copied."""
+        if sandbox.zygote_pid != self.zygote_pid:  # and so not the same user
+            return False
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            if not await self._ask(op="freeze", descriptor=ours):
+                return False
+            await sandbox._ask(op="adopt", descriptor=theirs)
+        return True
+
+    async def _copy_to(self, sandbox: NamespaceSandbox) -> None:
+        ours, theirs = socket.socketpair()
+        done = await asyncio.gather(
+            self._copy("send", ours), sandbox._copy("receive", theirs), return_exceptions=True
+        )
+        failures = [each for each in done if isinstance(each, BaseException)]
+        # each of the two fails with the other; what the working copy is to blame for says why
+        for failure in sorted(failures, key=lambda e: not isinstance(e, ValueError)):
+            raise failure
+
+    async def _copy(self, op: str, over: socket.socket) -> None:
+        with over:  # when this one has failed, the other one must see its end
+            await self._ask(op=op, descriptor=over)
+
+    async def close(self) -> None:
+        self._pool.forget(self)
+        self._close_processes()
+        await self._link.close()
+        self._pool.ended(self)
+
+    def abandon(self) -> None:
+        """Does not wait for its end."""
+        self._pool.forget(self)
+        self._close_processes()
+        self._link.abort()
+
+    def _close_processes(self) -> None:
+        for reading in self._services:
+            reading.cancel()
+        for keeper in list(self._processes.values()):
+            keeper.close()
+
+    async def _ask(
+        self, working_s: float = 0.0, descriptor: socket.socket | None = None, **request: Any
+    ) -> Any:
+        clock = asyncio.get_running_loop().time
+        async with self._turn:
+            self._check()
+            self.due = clock() + working_s
+            try:
+                if descriptor is not None:
+                    await self._link.send_socket(descriptor)
+                    descriptor.close()  # or its end would not be seen at the other one
+                answer = await self._link.answer(
+                    self._link.send(request), working_s + REPLY_TIMEOUT_S
+                )
+            finally:
+                self._late_s = max(self._late_s, clock() - self.due)
+                self.due = math.inf
+            self._check()
+            return answer
+
+    def _check(self) -> None:
+        """What a sandbox says that was stopped, or its command's time, may be due to that."""
+        if self._late_s >= self._pool.reply_timeout_s:
+            raise RolloutFailure(f"sandbox: its answer came {self._late_s:.0f} s late")
+
+
+def _encode(content: str | bytes) -> str:
+    return base64.b64encode(to_bytes(content)).decode()
