@@ -81,7 +81,8 @@ class ChatTokenizer:
         }
         self._control_ids = {_in_json(text): id for id, text in self._controls.items()}
         self._control_texts = _any_of(self._control_ids)
-        special = [token.content for token in added.values() if token.special]
+        self._special_ids = {id for id, token in added.items() if token.special}
+        special = [added[id].content for id in sorted(self._special_ids)]
         self._special_texts = _any_of(map(_in_json, special))
         self.longest = 2 * max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)))
         """No token stands for more characters. A vocabulary spells a token with at least one for
@@ -142,7 +143,7 @@ class ChatTokenizer:
         except ValueError:
             return []
         behind = self.encode(shown.rpartition("Answer")[2].lstrip())
-        return [id for id in behind[:1] if id in self._controls]
+        return [id for id in behind[:1] if id in self._special_ids]
 
     @property
     def vocab_size(self) -> int:
