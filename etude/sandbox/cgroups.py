@@ -104,6 +104,7 @@ class Cgroups:
                 break
             time.sleep(_LOOK_S)
         for parent in set(self._parents.values()):
+            _sweep(f"/proc/self/fd/{parent}")
             with contextlib.suppress(OSError):
                 os.rmdir(self._base, dir_fd=parent)
 

@@ -17,7 +17,7 @@ from etude.sandbox import cgroups, landlock, namespaces
 from etude.sandbox.cgroups import find, limits
 from etude.sandbox.namespaces import NamespaceSandboxPool
 from tests.namespaces import need_namespaces
-from tests.sandbox.test_isolation import LONG_S, until
+from tests.sandbox.test_isolation import LONG_S, descendants, until, until_gone
 
 
 def need_cgroup(pool: NamespaceSandboxPool) -> None:
@@ -214,6 +214,21 @@ async def test_the_cgroups_of_a_zygote_that_was_killed_are_swept_by_the_next() -
         if await swept():
             return
     pytest.fail(f"left: {left_of(zygote)}")
+
+
+async def test_a_pool_whose_zygote_was_replaced_leaves_no_cgroup() -> None:
+    need_namespaces()
+    pool = NamespaceSandboxPool()
+    zygotes = [pool.zygote_pid]
+    async with pool.open(SandboxSpec()):
+        processes = descendants(pool.zygote_pid)
+        pool._zygote.kill()
+        pool._zygote.wait()
+        async with pool.open(SandboxSpec()):
+            zygotes.append(pool.zygote_pid)
+    await until_gone(processes)
+    await pool.close()
+    assert [left_of(zygote) for zygote in zygotes] == [[], []]
 
 
 async def test_without_a_cgroup_what_needs_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
