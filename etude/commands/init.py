@@ -137,12 +137,14 @@ def _tell(directory: Path, files: list[str], inside: bool, console: Console) -> 
     console.print(f"its tasks are functions of {source}", highlight=False, soft_wrap=True)
     if _mounts() == [".venv"]:
         console.print(
-            f"pytest is not installed beside etude: make {directory / '.venv'} with it, or change "
-            f"`mounts` in run.toml",
+            f"the environment of etude, {sys.prefix}, has no pytest of its own: make one that has, "
+            f"with what your code needs, or change `mounts` in run.toml",
             highlight=False,
             soft_wrap=True,
         )
     if directory.resolve() != Path.cwd():
         console.print(f"  cd {directory}", highlight=False)
+    if _mounts() == [".venv"]:
+        console.print("  python -m venv .venv && .venv/bin/pip install pytest", highlight=False)
     for line in ("etude try run.toml", "pytest test_environment.py", "etude run run.toml"):
         console.print(f"  {line}", highlight=False)

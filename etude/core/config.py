@@ -436,11 +436,11 @@ def _explain(error: dict[str, Any]) -> str:
 def _hint(key: str, table: type[BaseModel]) -> str:
     """What to write instead of a key that the table does not have."""
     keys = list(table.model_fields)
+    if kinds := [kind for kind, stage in STAGES.items() if key in stage.model_fields]:
+        return f"it is a key of a [[stage]] of kind {' or '.join(kinds)}, as stage.{kinds[0]}.{key}"
     near = difflib.get_close_matches(key, keys, n=1) or [k for k in keys if key in k.split("_")]
     if near:
         return f"did you mean {near[0]}?"
-    if kinds := [kind for kind, stage in STAGES.items() if key in stage.model_fields]:
-        return f"it is a key of a [[stage]] of kind {' or '.join(kinds)}"
     return f"valid keys are {', '.join(keys)}"
 
 

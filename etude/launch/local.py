@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import os
 import shutil
 import signal
 from collections.abc import AsyncIterator, Coroutine, Sequence
@@ -99,8 +100,11 @@ def _expected(findings: Findings, place: RunDirectory) -> list[str]:
     short = "" if needed < free else ", which is too little"
     parts = ", ".join(f"{name} {_duration(s)}" for name, s in findings.seconds.items() if s)
     whole = _duration(sum(findings.seconds.values()))
+    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    busy = f"; this machine is busy now, load {load:.0f} on {cores} cores" if load > cores else ""
     return [
-        f"  expected time: some {whole} of computing ({parts}), beside tools and tests of yours",
+        f"  expected time: some {whole} of computing ({parts}), beside tools and tests of yours"
+        f"{busy}",
         f"  expected disk: some {needed / 1e9:.2g} GB, and {free / 1e9:.3g} GB are free{short}",
     ]
 

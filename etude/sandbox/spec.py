@@ -32,8 +32,8 @@ def check_spec(
     if asked:
         raise EtudeError(
             f"{backend} sandboxes cannot give what the task asks for: {', '.join(asked)}. "
-            "Take it out of the task's SandboxSpec, or choose an isolation under [sandbox] that "
-            "gives it (docs/sandboxes.md)"
+            "Take it out of the task's SandboxSpec, or out of [sandbox] if it stands there; "
+            "docs/sandboxes.md says what each isolation gives"
         )
     check_env(spec.env)
 

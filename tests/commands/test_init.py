@@ -103,7 +103,7 @@ def test_the_repository_around_it_is_used(
     directory = repository / "training" / "first"
     assert main(["init", str(directory), "--model", str(model)]) == 0
     written = {"agent.py", "environment.py", "run.toml", "solve.py", "test_environment.py"}
-    assert {path.name for path in directory.iterdir()} == written
+    assert {path.name for path in directory.iterdir()} == {*written, ".gitignore"}
     monkeypatch.chdir(directory)
     config = read_run_file(Path("run.toml"))
     assert config.model.path == str(model) and config.name == "first"
@@ -121,7 +121,7 @@ def test_the_repository_around_it_is_used(
     assert "best" not in heldout.sandbox.files["cart.py"]
     capsys.readouterr()
     assert main(["init", str(directory)]) == 2
-    assert "has agent.py, environment.py" in capsys.readouterr().err
+    assert "has .gitignore, agent.py, environment.py" in capsys.readouterr().err
 
 
 def test_a_model_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
