@@ -44,7 +44,7 @@ def tasks(given: Any) -> Any:
         'name = "a"\n[[stage]]\nkind = "rl"\nsteps = 1\n[tasks]\nenvironment = "mine.py:A"\ntrain '
         "= 7"
     )
-    run: Any = SimpleNamespace(objects=None)
+    run = Run.open("memory:")
     environment: Any = SimpleNamespace(tasks=lambda split: given())
     gateway: Any = None
     return asyncio.run(
