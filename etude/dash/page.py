@@ -202,10 +202,15 @@ def sessions(view: RunView) -> str:
 
 def _evaluations(view: RunView) -> Iterator[Line]:
     for split in dict.fromkeys(split for _, split in view.evals):
-        results = [(stage, r) for (stage, of), r in view.evals.items() if of == split]
-        earlier = "".join(f"{r.solved / r.total:.1%} {when(s)}, " for s, r in results[:-1])
-        stage, last = results[-1]
-        yield Line(f"{split} solved", f"{earlier}{_result(last)} {when(stage)}")
+        *earlier, last = (result for (_, of), result in view.evals.items() if of == split)
+        told = "".join(f"{r.solved / r.total:.1%} {_evaluated(r, view)}, " for r in earlier)
+        yield Line(f"{split} solved", f"{told}{_result(last)} {_evaluated(last, view)}")
+
+
+def _evaluated(result: EvalDone, view: RunView) -> str:
+    """When: a stage that was extended goes on after what was its end."""
+    goes_on = result.stage == view.stage and view.done < view.steps
+    return f"at version {result.version}" if goes_on else when(result.stage)
 
 
 def share(solved: int, total: int, low: float, high: float) -> str:

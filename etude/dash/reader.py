@@ -113,6 +113,10 @@ class RunView:
         self.began = t if self.began is None else min(self.began, t)
         self.now = max(self.now, t)
         match event:
+            case Launched():  # what ended, ended the life before
+                self.finished = False
+                self.failure = None
+                self.evaluating = None
             case StageStarted():
                 if event.stage != self.stage:
                     self._clear_curves()

@@ -82,10 +82,12 @@ def test_the_clock_stands_still_while_nothing_runs() -> None:
     view = view_of(
         (100.0, Launched(resumed=False)),
         (101.0, StageStarted(stage="rl", steps=20)),
+        *[(130.0, attempt())] * 2,
         (130.0, group(1.0, 0.0)),
         (131.0, step(1)),
         (hours, Launched(resumed=True)),
         (hours + 2.0, StageStarted(stage="rl", steps=20, done=1)),
+        *[(hours + 4.0, attempt())] * 2,
         (hours + 4.0, group(1.0, 0.0)),
         (hours + 6.0, step(2)),
     )
@@ -93,6 +95,31 @@ def test_the_clock_stands_still_while_nothing_runs() -> None:
     assert "0:37 · Ctrl-C stops" in printed(draw(view, "run", lag_bound=0))
     assert view.eta_s == 4.0 * 18
     assert view.sessions_per_s == 4 / 15
+
+
+def test_a_finished_run_that_goes_on_is_not_finished() -> None:
+    evaluated = EvalDone(
+        stage="rl", split="heldout", version=4, solved=1, total=2, low=0.1, high=0.9
+    )
+    before: list[tuple[float, Event]] = [
+        (0.0, Launched(resumed=False)),
+        (0.0, StageStarted(stage="rl", steps=4)),
+        (1.0, attempt("failed", None, "agent: KeyError: 'x'")),
+        (2.0, group(1.0, 0.0)),
+        *((2.0, step(number)) for number in range(1, 5)),
+        (3.0, evaluated),
+        (4.0, RunDone(version=4)),
+    ]
+    again: list[tuple[float, Event]] = [
+        (90.0, Launched(resumed=True)),
+        (91.0, StageStarted(stage="rl", steps=8, done=4)),
+    ]
+    ended, goes_on = (
+        printed(draw(view_of(*events), "run", lag_bound=0)) for events in (before, before + again)
+    )
+    assert "the run is at its end" in ended and "newest error" in ended and "after rl" in ended
+    assert "the run is at its end" not in goes_on and "newest error" not in goes_on
+    assert "1/2 at version 4" in goes_on and "after rl" not in goes_on
 
 
 def test_rl_counts_from_its_own_start_also_when_resumed() -> None:
