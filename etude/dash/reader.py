@@ -13,6 +13,7 @@ from etude.core.events import (
     EvalDone,
     EvalProgress,
     Event,
+    FewTasks,
     FitStep,
     FleetStatus,
     GroupDone,
@@ -72,6 +73,8 @@ class RunView:
     first_step: int = 0
     live: int | None = None
     trainer_busy: float | None = None
+    few_tasks: dict[str, FewTasks] = field(default_factory=dict)
+    """By split."""
     regions: dict[str, RegionStatus] = field(default_factory=dict)
     window_slots: tuple[int, int] = (0, 0)
     evaluating: EvalProgress | None = None
@@ -117,6 +120,9 @@ class RunView:
                 self.finished = False
                 self.failure = None
                 self.evaluating = None
+                self.few_tasks = {}
+            case FewTasks():
+                self.few_tasks[event.split] = event
             case StageStarted():
                 if event.stage != self.stage:
                     self._clear_curves()
@@ -154,6 +160,11 @@ class RunView:
             case RunDone():
                 self.finished = True
         return self.alarms.apply(event)
+
+    @property
+    def recent_groups(self) -> int:
+        """Groups behind `mean_reward` and `solve_rate`."""
+        return len(self._rewards)
 
     @property
     def mean_reward(self) -> float | None:
