@@ -81,6 +81,7 @@ class Page:
 LEGEND = {
     "failed": "something broke: no reward, and not trained on",
     "without signal": "all attempts at a task earned the same: nothing to learn",
+    "dropped": "drawn in a way that the trainer cannot recompute",
     "timed out": "out of time or turns, graded as it stood",
     "solve rate": "share of attempts that earned 1",
     "groups": "all attempts at one task are a group",
@@ -157,6 +158,8 @@ def _rewarded(view: RunView) -> Line:
 def no_difference(view: RunView) -> str:
     """Why there is nothing to learn from, while no group had a difference."""
     earned, count = view.groups.earned, view.groups.done
+    if not earned and view.groups.untrainable:
+        return f"no group can be trained on yet: of {count} all attempts were dropped for sampling"
     if not earned:
         return f"no group had a difference yet: in {count} all attempts failed"
     every = f"all attempts earned {min(earned):g}" if len(earned) == 1 else "all earned the same"
@@ -208,10 +211,11 @@ def _few(event: FewTasks) -> str:
 
 def sessions(view: RunView) -> str:
     """How those of training ended."""
-    ended = view.ended
+    ended, untrainable = view.ended, view.groups.untrainable
     return (
         f"{ended['done']} finished, {ended['failed']} failed, {ended['timeout']} timed out, "
         f"{view.groups.sessions_without} without signal"
+        + (f", {untrainable} dropped for sampling" if untrainable else "")
     )
 
 

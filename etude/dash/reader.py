@@ -51,6 +51,8 @@ class Groups:
     with_signal: int = 0
     sessions_without: int = 0
     """Sessions of groups without signal: all attempts earned the same."""
+    untrainable: int = 0
+    """Sessions that were sampled with parameters that the trainer cannot recompute."""
     earned: set[float] = field(default_factory=set)
     """The rewards in groups without signal."""
 
@@ -233,10 +235,12 @@ class RunView:
 
     def _grouped(self, event: GroupDone) -> None:
         self.groups.done += 1
+        self.groups.untrainable += len(event.untrainable)
+        compared = len(event.rewards) - len(event.untrainable)
         if event.kept:
             self.groups.with_signal += 1
-        elif event.rewards:
-            self.groups.sessions_without += len(event.rewards)
+        elif compared > 0:
+            self.groups.sessions_without += compared
             self.groups.earned |= set(event.rewards)
         if count := len(event.rewards):
             solved = sum(reward == 1.0 for reward in event.rewards)

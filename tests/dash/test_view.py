@@ -191,6 +191,20 @@ def test_how_sessions_ended_is_counted_and_the_newest_error_kept() -> None:
         assert words in text, words
 
 
+def test_attempts_that_were_dropped_for_sampling_are_not_without_signal() -> None:
+    greedy = dataclasses.replace(
+        group(0.0, 0.0), kept=False, untrainable={f"g.{n}": "temperature 0" for n in range(2)}
+    )
+    view = view_of((1.0, attempt()), (1.0, attempt()), (2.0, greedy))
+    assert (view.groups.sessions_without, view.groups.untrainable) == (0, 2)
+    told = next(line.text for line in describe(view, 0).lines if line.label == "sessions")
+    assert told.endswith("0 without signal, 2 dropped for sampling")
+    assert "all attempts were dropped for sampling" in describe(view, 0).headline.text
+    mixed = dataclasses.replace(greedy, rewards=(0.0, 0.0, 0.0), untrainable={"g.0": "top_p"})
+    view.apply(3.0, mixed)
+    assert (view.groups.sessions_without, view.groups.untrainable) == (2, 3)
+
+
 def test_curves_are_those_of_one_stage() -> None:
     rl = StageStarted(stage="rl", steps=4)
     fit = FitStep(stage="sft", step=1, steps=2, loss=3.0, tokens_per_s=1.0)
