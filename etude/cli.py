@@ -76,7 +76,8 @@ def _train(config: RunConfig, directory: Path, args: argparse.Namespace) -> int:
     place, console = local.RunDirectory(directory), _console(args.json)
     if getattr(args, "dry_run", False):
         findings = check_start(config, directory, fresh=args.fresh, look=True)
-        print(local.plan(config, place, findings))
+        standing = None if args.fresh else local.Standing.of(place, config)
+        print(local.plan(config, place, findings, standing))
         return 0
     before = (
         not args.fresh
@@ -121,10 +122,11 @@ def try_run(args: argparse.Namespace) -> int:
 
 def evaluate(args: argparse.Namespace) -> int:
     from etude.launch import local, screen
+    from etude.run.audit import evaluated_versions
 
     place, console = _existing(args.run), _console(args.json)
     report = local.evaluate(place, console, version=args.version, split=args.split)
-    console.print(screen.results([report]))
+    console.print(screen.results([report], evaluated_versions(place.open().config())))
     if args.json:
         fields = ("stage", "split", "version", "solved", "total", "low", "high")
         print(json.dumps({name: getattr(report, name) for name in fields}))

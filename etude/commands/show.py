@@ -20,7 +20,7 @@ from etude.dash.session import said
 from etude.launch import screen
 from etude.launch.local import RunDirectory, plan
 from etude.model.directory import MODEL_FILES
-from etude.run.audit import Audit, audit, is_finished
+from etude.run.audit import Audit, audit, evaluated_versions, is_finished
 from etude.run.evaluate import Report, reports
 from etude.run.journal import group_of
 from etude.store import checkpoints
@@ -72,7 +72,7 @@ def page(run: Run, place: RunDirectory, console: Console, *, everything: bool = 
     version = "none" if newest is None else newest.version
     _print(console, f"{config.name} in {place.directory}: {state}; newest version {version}")
     if found:
-        console.print(screen.results(found))
+        console.print(screen.results(found, evaluated_versions(config)))
     if everything:
         print_example(run, console)
     if everything and saved:

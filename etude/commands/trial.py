@@ -17,6 +17,7 @@ import aiohttp
 from rich.console import Console
 from rich.markup import escape
 
+from etude.core.advantage import untrainable_params
 from etude.core.config import RunConfig
 from etude.core.errors import EtudeError, RolloutFailure
 from etude.core.protocols import Agent, Environment
@@ -150,6 +151,12 @@ def _session_findings(session: Trial) -> list[str]:
         found.append("the session has no answer of the model: does the agent ask base_url?")
     if session.trajectory.status == "timeout":
         found.append("the session was not finished: its agent ran out of time, turns or context")
+    if names := untrainable_params(session.trajectory):
+        found.append(
+            f"the session was sampled with {names}, which the trainer cannot recompute: such "
+            f"attempts are dropped. Have the agent set no sampling parameter but the temperature, "
+            f"and that above 0"
+        )
     if not session.diff:
         found.append("the session changed no file of the working copy")
     return found

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from etude.core.events import (
     AttemptDone,
     Event,
-    FewTasks,
     GroupDone,
     Launched,
     ProcessHeard,
@@ -86,8 +85,6 @@ class Alarms:
                 found = {SILENT + event.process: _silent(event)}
             case ProcessHeard():
                 found = {SILENT + event.process: None}
-            case FewTasks():
-                found = {f"tasks {event.split}": _few_tasks(event)}
             case StageStarted() if event.stage != self._stage:
                 self._enter(event.stage)
             case StepDone():
@@ -200,15 +197,6 @@ def _silent(event: ProcessSilent) -> Alarm:
         f"the {event.process} has been silent for {event.seconds:.0f} s",
         "it is stopped, or hangs, or gets no processor; the run goes on without it where it can, "
         "and with it when it is heard again",
-    )
-
-
-def _few_tasks(event: FewTasks) -> Alarm:
-    return Alarm(
-        f"tasks {event.split}",
-        f"the environment has {event.given} {event.split} tasks, and the run asks for "
-        f"{event.wanted}",
-        f"it goes on with those; set tasks.{event.split} to what there is",
     )
 
 

@@ -12,6 +12,7 @@ from etude.core.events import (
     AttemptDone,
     EvalDone,
     Event,
+    FewTasks,
     FitStep,
     OverlongSkipped,
     ProcessHeard,
@@ -19,7 +20,7 @@ from etude.core.events import (
     StageStarted,
     StepDone,
 )
-from etude.dash.reader import RECENT, RunView
+from etude.dash.reader import RunView
 
 Tone = Literal["", "good", "bad", "dim"]
 
@@ -80,9 +81,9 @@ class Page:
 LEGEND = {
     "failed": "something broke: no reward, and not trained on",
     "without signal": "all attempts at a task earned the same: nothing to learn",
+    "dropped": "drawn in a way that the trainer cannot recompute",
     "timed out": "out of time or turns, graded as it stood",
-    "mean reward": f"of the last {RECENT} groups",
-    "solve rate": "share of their attempts that earned 1",
+    "solve rate": "share of attempts that earned 1",
     "groups": "all attempts at one task are a group",
     "lag": "steps between the weights that sampled and those that learn",
     "slots": "groups that may be under way or wait for the trainer",
@@ -141,21 +142,24 @@ def headline(view: RunView) -> Line:
 
 
 def _rewarded(view: RunView) -> Line:
-    steps = len(view.reward_curve)
-    if steps == 1:
+    count = len(view.reward_curve)
+    if count == 1:
         return Line("training", f"mean reward {view.reward_curve[0]:.2f} in the first step")
-    span = min(5, steps // 2)
+    span = min(5, count // 2)
     first, last = (
         sum(part) / span for part in (view.reward_curve[:span], view.reward_curve[-span:])
     )
     rises = last > first
-    text = f"mean reward {first:.2f} at first, {last:.2f} now"
+    steps = "step" if span == 1 else f"{span} steps"
+    text = f"mean reward {first:.2f} in the first {steps}, {last:.2f} in the last"
     return Line("learning" if rises else "training", text, "good" if rises else "")
 
 
 def no_difference(view: RunView) -> str:
     """Why there is nothing to learn from, while no group had a difference."""
     earned, count = view.groups.earned, view.groups.done
+    if not earned and view.groups.untrainable:
+        return f"no group can be trained on yet: of {count} all attempts were dropped for sampling"
     if not earned:
         return f"no group had a difference yet: in {count} all attempts failed"
     every = f"all attempts earned {min(earned):g}" if len(earned) == 1 else "all earned the same"
@@ -185,27 +189,47 @@ def _lines(view: RunView, lag_bound: int) -> Iterator[Line]:
         ago = clock(view.now - view.failure.t)
         yield Line("newest error", f"{ago} ago, {view.failure.id}: {view.failure.error}", "bad")
     if view.mean_reward is not None and view.solve_rate is not None:
-        yield Line("mean reward", f"{view.mean_reward:.3f}   solve rate {view.solve_rate:.1%}")
+        rewards = f"{view.mean_reward:.3f}   solve rate {view.solve_rate:.1%}"
+        yield Line("mean reward", f"{rewards}   ({_recent(view)})")
+    if view.few_tasks:
+        yield Line("tasks", ", ".join(map(_few, view.few_tasks.values())), "dim")
     yield from _evaluations(view)
     yield from _learning(view, lag_bound)
     yield from _regions(view)
 
 
+def _recent(view: RunView) -> str:
+    count = view.recent_groups
+    return f"last {count} groups" if count > 1 else "first group"
+
+
+def _few(event: FewTasks) -> str:
+    name = "held-out" if event.split == "heldout" else event.split
+    plural = "" if event.given == 1 else "s"
+    return f"{event.given} {name} task{plural} (at most {event.wanted} were asked for)"
+
+
 def sessions(view: RunView) -> str:
     """How those of training ended."""
-    ended = view.ended
+    ended, untrainable = view.ended, view.groups.untrainable
     return (
         f"{ended['done']} finished, {ended['failed']} failed, {ended['timeout']} timed out, "
         f"{view.groups.sessions_without} without signal"
+        + (f", {untrainable} dropped for sampling" if untrainable else "")
     )
 
 
 def _evaluations(view: RunView) -> Iterator[Line]:
     for split in dict.fromkeys(split for _, split in view.evals):
-        results = [(stage, r) for (stage, of), r in view.evals.items() if of == split]
-        earlier = "".join(f"{r.solved / r.total:.1%} {when(s)}, " for s, r in results[:-1])
-        stage, last = results[-1]
-        yield Line(f"{split} solved", f"{earlier}{_result(last)} {when(stage)}")
+        *earlier, last = (result for (_, of), result in view.evals.items() if of == split)
+        told = "".join(f"{r.solved / r.total:.1%} {_evaluated(r, view)}, " for r in earlier)
+        yield Line(f"{split} solved", f"{told}{_result(last)} {_evaluated(last, view)}")
+
+
+def _evaluated(result: EvalDone, view: RunView) -> str:
+    """When: a stage that was extended goes on after what was its end."""
+    goes_on = result.stage == view.stage and view.done < view.steps
+    return f"at version {result.version}" if goes_on else when(result.stage)
 
 
 def share(solved: int, total: int, low: float, high: float) -> str:
@@ -320,6 +344,8 @@ def event_line(event: Event, view: RunView) -> str | None:
         case StageStarted():
             before = f", {event.done} steps of it were done before" if event.done else ""
             return f"{event.stage} begins{before}"
+        case FewTasks():
+            return _few(event)
         case ProcessHeard():
             return f"the {event.process} is heard again after {event.seconds:.0f} s of silence"
         case StageDone():
@@ -337,16 +363,17 @@ def event_line(event: Event, view: RunView) -> str | None:
                 f"{', '.join(event.where)} ..."
             )
         case StepDone():
-            return _step_line(event, view.solve_rate)
+            return _step_line(event, view)
         case EvalDone():
             return f"{event.split} tasks solved {when(event.stage)}: {_result(event)}"
         case _:
             return None
 
 
-def _step_line(event: StepDone, solve_rate: float | None) -> str:
-    reward = f"  mean reward {event.reward:.3f}" if event.reward is not None else ""
-    reward += f"  solve rate {solve_rate:.1%}" if solve_rate is not None else ""
+def _step_line(event: StepDone, view: RunView) -> str:
+    reward = f"  mean reward {event.reward:.3f} (its groups)" if event.reward is not None else ""
+    if view.solve_rate is not None:
+        reward += f"  solve rate {view.solve_rate:.1%} ({_recent(view)})"
     teacher = f"  KL to the teacher {event.teacher_kl:.3f}" if event.teacher_kl is not None else ""
     return (
         f"version {event.step}  loss {event.loss:+.4f}{reward}  lag {event.lag}  "

@@ -13,6 +13,7 @@ from etude.core.events import (
     EvalDone,
     EvalProgress,
     Event,
+    FewTasks,
     FitStep,
     FleetStatus,
     GroupDone,
@@ -50,6 +51,8 @@ class Groups:
     with_signal: int = 0
     sessions_without: int = 0
     """Sessions of groups without signal: all attempts earned the same."""
+    untrainable: int = 0
+    """Sessions that were sampled with parameters that the trainer cannot recompute."""
     earned: set[float] = field(default_factory=set)
     """The rewards in groups without signal."""
 
@@ -72,6 +75,8 @@ class RunView:
     first_step: int = 0
     live: int | None = None
     trainer_busy: float | None = None
+    few_tasks: dict[str, FewTasks] = field(default_factory=dict)
+    """By split."""
     regions: dict[str, RegionStatus] = field(default_factory=dict)
     window_slots: tuple[int, int] = (0, 0)
     evaluating: EvalProgress | None = None
@@ -113,6 +118,13 @@ class RunView:
         self.began = t if self.began is None else min(self.began, t)
         self.now = max(self.now, t)
         match event:
+            case Launched():  # what ended, ended the life before
+                self.finished = False
+                self.failure = None
+                self.evaluating = None
+                self.few_tasks = {}
+            case FewTasks():
+                self.few_tasks[event.split] = event
             case StageStarted():
                 if event.stage != self.stage:
                     self._clear_curves()
@@ -150,6 +162,11 @@ class RunView:
             case RunDone():
                 self.finished = True
         return self.alarms.apply(event)
+
+    @property
+    def recent_groups(self) -> int:
+        """Groups behind `mean_reward` and `solve_rate`."""
+        return len(self._rewards)
 
     @property
     def mean_reward(self) -> float | None:
@@ -218,10 +235,12 @@ class RunView:
 
     def _grouped(self, event: GroupDone) -> None:
         self.groups.done += 1
+        self.groups.untrainable += len(event.untrainable)
+        compared = len(event.rewards) - len(event.untrainable)
         if event.kept:
             self.groups.with_signal += 1
-        elif event.rewards:
-            self.groups.sessions_without += len(event.rewards)
+        elif compared > 0:
+            self.groups.sessions_without += compared
             self.groups.earned |= set(event.rewards)
         if count := len(event.rewards):
             solved = sum(reward == 1.0 for reward in event.rewards)

@@ -101,6 +101,11 @@ class ProgramAgent:
             # someone else's time ran out: a failure, not the end of the session
             if not deadline.expired():
                 raise
+            if not session.has_asked:
+                raise RolloutFailure(
+                    f"agent: its time was over after {self._timeout_s:g} s (harness.timeout_s), "
+                    f"and it had not asked the model yet"
+                ) from None
         said = {"role": "tool", "name": "program", "content": output.decode(errors="replace")}
         return Transcript(messages=[*(session.messages or task.opening), said], finished=finished)
 
@@ -146,6 +151,10 @@ class _Session:
         self.messages: list[dict[str, Json]] = []
         """Of the last question, with its answer."""
         self.out_of_context = False
+
+    @property
+    def has_asked(self) -> bool:
+        return self._turn > 0
 
     async def ask(self, path: str, body: str) -> Answer:
         if path != _CHAT:

@@ -21,7 +21,7 @@ from etude.core.errors import EtudeError
 from etude.core.events import EVENTS, Event, Launched
 from etude.core.lineage import stage_spans
 from etude.core.stages import RolloutStageConfig
-from etude.core.types import Json
+from etude.core.types import EVAL_SPLITS, Json
 from etude.launch import screen
 from etude.launch.check import Findings, check_start
 from etude.launch.launcher import (
@@ -59,8 +59,37 @@ class RunDirectory:
         return run
 
 
-def plan(config: RunConfig, place: RunDirectory, findings: Findings | None = None) -> str:
-    """What `etude run` would do. `findings`: of the check before a start."""
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Where a run goes on that was begun before."""
+
+    version: int
+    evaluations_left: float
+    """Share of all."""
+    finished: bool
+
+    @classmethod
+    def of(cls, place: RunDirectory, config: RunConfig) -> Standing | None:
+        """None if nothing has been done yet."""
+        if not place.directory.is_dir():
+            return None
+        run = Run.open(place.store, create=False)
+        if not (saved := run.checkpoints()):
+            return None
+        splits = [split for split in EVAL_SPLITS if getattr(config.tasks, split)]
+        versions = evaluated_versions(config)
+        wanted = {report_name(version, split) for version in versions for split in splits}
+        left = len(wanted - set(run.evals())) / max(1, len(wanted))
+        return cls(int(saved[-1].partition(".")[0]), left, is_finished(run, config))
+
+
+def plan(
+    config: RunConfig,
+    place: RunDirectory,
+    findings: Findings | None = None,
+    standing: Standing | None = None,
+) -> str:
+    """What `etude run` would do, or has yet to. `findings`: of the check before a start."""
     model, tasks, harness, engine = config.model, config.tasks, config.harness, config.engine
     asked = {"train": "to train on", "heldout": "held out", "novel": "novel"}
     given = findings.tasks if findings else {}
@@ -77,29 +106,55 @@ def plan(config: RunConfig, place: RunDirectory, findings: Findings | None = Non
         f"  agent: {harness.agent}, {harness.max_turns} turns of {harness.max_tokens} tokens at "
         f"most, within {harness.timeout_s:g} s",
     ]
+    if standing is not None:
+        version = standing.version
+        is_over = f"finished at version {version}: nothing is left to do"
+        lines.append("  " + (is_over if standing.finished else f"resumes at version {version}"))
+    reached = standing.version if standing else 0
     for span in stage_spans(config.stage):
+        if span.end <= reached:
+            continue
         told = span.stage.model_dump(
             exclude={"name"} if span.name != span.stage.kind else {"name", "kind"}
         )
         values = ", ".join(f"{key} {value}" for key, value in told.items() if value is not None)
-        lines.append(f"  {span.name}: version {span.start} -> {span.end} ({values})")
+        start = max(span.start, reached)
+        lines.append(f"  {span.name}: version {start} -> {span.end} ({values})")
     lines += [
         f"  workers: {', '.join(engine.regions)}, {engine.max_batch} requests each at once",
         f"  sandboxes: {config.sandbox.isolation}, {harness.concurrency} sessions at once",
     ]
-    return "\n".join([*lines, *(_expected(findings, place) if findings else ())])
+    if findings is not None:
+        lines += _expected(_seconds_left(config, findings, standing), findings.disk_bytes, place)
+    return "\n".join(lines)
+
+
+def _seconds_left(
+    config: RunConfig, findings: Findings, standing: Standing | None
+) -> dict[str, float]:
+    if standing is None:
+        return findings.seconds
+    left = {
+        span.name: (span.end - max(span.start, min(standing.version, span.end)))
+        / (span.end - span.start)
+        for span in stage_spans(config.stage)
+    }
+    left["evaluations"] = standing.evaluations_left
+    return {name: seconds * left.get(name, 1.0) for name, seconds in findings.seconds.items()}
 
 
 def _size_of_model(findings: Findings) -> str:
     return f"; {findings.parameters / 1e6:.1f} M parameters, context {findings.model_context}"
 
 
-def _expected(findings: Findings, place: RunDirectory) -> list[str]:
+def _expected(seconds: dict[str, float], needed: int, place: RunDirectory) -> list[str]:
     there = next(path for path in (place.directory, *place.directory.parents) if path.exists())
-    free, needed = shutil.disk_usage(there).free, findings.disk_bytes
+    free = shutil.disk_usage(there).free
     short = "" if needed < free else ", which is too little"
-    parts = ", ".join(f"{name} {_duration(s)}" for name, s in findings.seconds.items() if s)
-    whole = _duration(sum(findings.seconds.values()))
+    parts = ", ".join(f"{name} {_duration(s)}" for name, s in seconds.items() if s)
+    if not parts:
+        return []
+    whole = _duration(sum(seconds.values()))
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     busy = f"; this machine is busy now, load {load:.0f} on {cores} cores" if load > cores else ""
     return [

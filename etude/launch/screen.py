@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import zip_longest
 
 from rich.console import Console, Group, RenderableType
@@ -186,8 +186,9 @@ def _cut(text: str, width: int) -> str:
     return line if len(line) <= width else line[: width - 4] + " ..."
 
 
-def results(reports: Sequence[Report]) -> RenderableType:
-    """Solve rates after each stage."""
+def results(reports: Sequence[Report], ends: Collection[int] | None = None) -> RenderableType:
+    """Solve rates after each stage. `ends`: the versions that stages end with; others lie within
+    one."""
     splits = list(dict.fromkeys(report.split for report in reports))
     table = Table(title="tasks solved (95 % interval)", title_justify="left")
     table.add_column("")
@@ -203,5 +204,7 @@ def results(reports: Sequence[Report]) -> RenderableType:
     stages = {report.version: report.stage for report in reports}
     for version in sorted({report.version for report in reports}):
         rates = (found.get((version, split), "") for split in splits)
-        table.add_row(when(stages[version]), str(version), *rates)
+        is_end = ends is None or version in ends or version == 0
+        stage = when(stages[version]) if is_end else f"within {stages[version]}"
+        table.add_row(stage, str(version), *rates)
     return table

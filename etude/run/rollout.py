@@ -109,6 +109,8 @@ class RolloutRunner:
             try:
                 trajectory = await self._attempt(task, seed, trajectory)
             except RolloutFailure as e:
+                if _is_cancelled():
+                    raise asyncio.CancelledError from e
                 trajectory = replace(
                     trajectory,
                     error=str(e),
@@ -164,10 +166,7 @@ class RolloutRunner:
             async with boundary("segments"):
                 segments = await self.sessions.segments(sample, experts=self.experts)
             if self._needs_model and not segments:
-                raise RolloutFailure(
-                    "agent: it ended without an answer of the model: it must ask at the base_url "
-                    "that run() is given, where the session is recorded"
-                )
+                raise RolloutFailure(_unanswered(transcript))
             async with boundary("score"), _at_most(self._sandbox_timeout_s, "tasks.timeout_s"):
                 attempt = Attempt(transcript=transcript, segments=segments)
                 scoring = self.environment.score(task, sandbox, attempt)
@@ -200,6 +199,13 @@ async def _at_most(seconds: float | None, key: str) -> AsyncIterator[None]:
         if not deadline.expired():
             raise
         raise TimeoutError(f"still at work after {seconds:g} s: it must keep to {key}") from e
+
+
+def _is_cancelled() -> bool:
+    """Whether the attempt ends because the run does: what breaks on the way out is no failure of
+    its own."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def _coroutine(method: str, result: Awaitable[T]) -> Awaitable[T]:
@@ -268,6 +274,18 @@ def _cost(segments: tuple[Segment, ...], seconds: float) -> Cost:
         sampled_tokens=sum(len(answer) for _, answer in answers),
         seconds=seconds,
         calls=len(answers),
+    )
+
+
+def _unanswered(transcript: Transcript) -> str:
+    if not transcript.finished:
+        return (
+            "agent: it had no answer of the model when its time (harness.timeout_s) or its context "
+            "(model.max_context) was over"
+        )
+    return (
+        "agent: it ended without an answer of the model: it must ask at the base_url that run() is "
+        "given, where the session is recorded"
     )
 
 

@@ -144,7 +144,8 @@ class _Git:
         try:
             out, err = await process.communicate(stdin)
         except BaseException:
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
+                process.kill()
             await process.wait()
             raise
         if process.returncode:

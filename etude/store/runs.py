@@ -2,6 +2,7 @@
 
     config.json              what the run was started with
     model/                   the small files of its model, made from the config
+    tasks/{split}.json       the tasks that it began with, by id and digest (`run.task_record`)
     ledger/N.jsonl           what became of every sample
     events/{process}/N.jsonl what each process did, for people and the dashboard
     groups/{id}              finished groups, whole
@@ -118,6 +119,17 @@ class Run:
         """The small files of the model, as they were before the run cut its context. Empty if the
         run was not prepared."""
         return {name: self.objects.get_sealed(f"model/{name}") for name in self._names("model")}
+
+    def put_tasks(self, split: str, record: object) -> None:
+        self.objects.put_sealed(f"tasks/{split}.json", to_json(record))
+
+    def has_tasks(self, split: str) -> bool:
+        return self.objects.exists(f"tasks/{split}.json")
+
+    def tasks(self, split: str, type: type[R]) -> R:
+        """What `put_tasks` was given."""
+        key = f"tasks/{split}.json"
+        return from_json(self.objects.get_sealed(key), type, f"{self.objects.url}: {key}")
 
     def events(
         self,

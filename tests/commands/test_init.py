@@ -139,3 +139,14 @@ def test_it_runs(project: Path) -> None:
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "0/1" in done.stdout
+
+
+def test_a_function_stays_on_its_side_when_others_come(project: Path) -> None:
+    from etude.run.plugins import load
+
+    choose = load("environment.py:choose_held_out", "k")
+    many = [f"a.py:f{number}" for number in range(200)]
+    assert 30 < len(choose(many)) < 70
+    assert choose(many[:100]) == choose(many) & set(many[:100])
+    for few in ([many[0], many[1]], sorted(choose(many))[:3], sorted(set(many) - choose(many))[:3]):
+        assert 0 < len(choose(few)) < len(few)

@@ -11,7 +11,8 @@ import pytest
 
 from etude.cli import main
 from etude.commands.trial import GIVEN, REFERENCE, SESSION, UNTOUCHED, Trial, findings
-from etude.core.types import Score, Trajectory
+from etude.core.sampling import SamplingParams, SamplingSpan, VersionSpan
+from etude.core.types import Score, Segment, Trajectory
 from etude.serve.alone import parse_script
 from tests.serve.serving import write_model
 
@@ -170,12 +171,22 @@ def test_what_cannot_be_tried(
     assert why in capsys.readouterr().err
 
 
+GREEDY = Segment(
+    prompt=(1,),
+    tokens=(2,),
+    mask=(True,),
+    logprobs=(0.0,),
+    versions=(VersionSpan(0, 1),),
+    sampling=(SamplingSpan(SamplingParams(temperature=0.0), 1),),
+)
+
+
 def trial(name: str, reward: float | None, **more: Any) -> Trial:
     trajectory = Trajectory(
         id="t.0",
         task="t",
         group="t",
-        segments=(),
+        segments=more.get("segments", ()),
         score=None if reward is None else Score(reward),
         status="failed" if reward is None else more.get("status", "done"),
         messages=[{"role": role} for role in more.get("roles", ("user", "assistant"))],
@@ -207,6 +218,10 @@ def trial(name: str, reward: float | None, **more: Any) -> Trial:
                 trial(SESSION, 0.0, status="timeout", roles=("user",), diff=""),
             ],
             ["no answer of the model", "not finished", "changed no file"],
+        ),
+        (
+            [trial(UNTOUCHED, 0.0), trial(GIVEN, 1.0), trial(SESSION, 0.0, segments=(GREEDY,))],
+            ["sampled with temperature 0, which the trainer cannot recompute"],
         ),
     ],
 )

@@ -15,6 +15,7 @@ from etude.core.events import (
     EvalDone,
     EvalProgress,
     Event,
+    FewTasks,
     FitStep,
     FleetStatus,
     GroupDone,
@@ -28,7 +29,7 @@ from etude.core.events import (
     WeightsLive,
 )
 from etude.core.types import Status
-from etude.dash.page import TELL_ERRORS, TELL_S, Page, Teller, describe
+from etude.dash.page import TELL_ERRORS, TELL_S, Line, Page, Teller, describe
 from etude.dash.plot import plot
 from etude.dash.reader import RunView
 from etude.launch.screen import draw, layout
@@ -82,10 +83,12 @@ def test_the_clock_stands_still_while_nothing_runs() -> None:
     view = view_of(
         (100.0, Launched(resumed=False)),
         (101.0, StageStarted(stage="rl", steps=20)),
+        *[(130.0, attempt())] * 2,
         (130.0, group(1.0, 0.0)),
         (131.0, step(1)),
         (hours, Launched(resumed=True)),
         (hours + 2.0, StageStarted(stage="rl", steps=20, done=1)),
+        *[(hours + 4.0, attempt())] * 2,
         (hours + 4.0, group(1.0, 0.0)),
         (hours + 6.0, step(2)),
     )
@@ -93,6 +96,53 @@ def test_the_clock_stands_still_while_nothing_runs() -> None:
     assert "0:37 · Ctrl-C stops" in printed(draw(view, "run", lag_bound=0))
     assert view.eta_s == 4.0 * 18
     assert view.sessions_per_s == 4 / 15
+
+
+def test_a_finished_run_that_goes_on_is_not_finished() -> None:
+    evaluated = EvalDone(
+        stage="rl", split="heldout", version=4, solved=1, total=2, low=0.1, high=0.9
+    )
+    before: list[tuple[float, Event]] = [
+        (0.0, Launched(resumed=False)),
+        (0.0, StageStarted(stage="rl", steps=4)),
+        (1.0, attempt("failed", None, "agent: KeyError: 'x'")),
+        (2.0, group(1.0, 0.0)),
+        *((2.0, step(number)) for number in range(1, 5)),
+        (3.0, evaluated),
+        (4.0, RunDone(version=4)),
+    ]
+    again: list[tuple[float, Event]] = [
+        (90.0, Launched(resumed=True)),
+        (91.0, StageStarted(stage="rl", steps=8, done=4)),
+    ]
+    ended, goes_on = (
+        printed(draw(view_of(*events), "run", lag_bound=0)) for events in (before, before + again)
+    )
+    assert "the run is at its end" in ended and "newest error" in ended and "after rl" in ended
+    assert "the run is at its end" not in goes_on and "newest error" not in goes_on
+    assert "1/2 at version 4" in goes_on and "after rl" not in goes_on
+
+
+def test_few_tasks_are_a_notice_and_no_alarm() -> None:
+    view, teller, told = RunView(), Teller(), list[str]()
+    events = [
+        Launched(resumed=False),
+        FewTasks(split="train", wanted=64, given=6),
+        FewTasks(split="heldout", wanted=16, given=1),
+        StageStarted(stage="rl", steps=8),
+        step(1),
+    ]
+    for t, event in enumerate(events):
+        told += teller.tell(t, event, view, view.apply(t, event))
+    few = [
+        "6 train tasks (at most 64 were asked for)",
+        "1 held-out task (at most 16 were asked for)",
+    ]
+    assert [line for line in told if "asked for" in line] == few
+    page = describe(view, 0)
+    assert not page.alarms and Line("tasks", ", ".join(few), "dim") in page.lines
+    view.apply(9.0, Launched(resumed=True))
+    assert all(line.label != "tasks" for line in describe(view, 0).lines)
 
 
 def test_rl_counts_from_its_own_start_also_when_resumed() -> None:
@@ -141,6 +191,20 @@ def test_how_sessions_ended_is_counted_and_the_newest_error_kept() -> None:
         assert words in text, words
 
 
+def test_attempts_that_were_dropped_for_sampling_are_not_without_signal() -> None:
+    greedy = dataclasses.replace(
+        group(0.0, 0.0), kept=False, untrainable={f"g.{n}": "temperature 0" for n in range(2)}
+    )
+    view = view_of((1.0, attempt()), (1.0, attempt()), (2.0, greedy))
+    assert (view.groups.sessions_without, view.groups.untrainable) == (0, 2)
+    told = next(line.text for line in describe(view, 0).lines if line.label == "sessions")
+    assert told.endswith("0 without signal, 2 dropped for sampling")
+    assert "all attempts were dropped for sampling" in describe(view, 0).headline.text
+    mixed = dataclasses.replace(greedy, rewards=(0.0, 0.0, 0.0), untrainable={"g.0": "top_p"})
+    view.apply(3.0, mixed)
+    assert (view.groups.sessions_without, view.groups.untrainable) == (2, 3)
+
+
 def test_curves_are_those_of_one_stage() -> None:
     rl = StageStarted(stage="rl", steps=4)
     fit = FitStep(stage="sft", step=1, steps=2, loss=3.0, tokens_per_s=1.0)
@@ -177,9 +241,15 @@ def test_the_headline_says_what_is_going_on() -> None:
         "sampling",
         "no group had a difference yet: in each of 1 all attempts earned 0",
     )
-    assert headline(rl, *steps) == ("learning", "mean reward 0.12 at first, 0.62 now")
+    assert headline(rl, *steps) == (
+        "learning",
+        "mean reward 0.12 in the first 2 steps, 0.62 in the last",
+    )
     falling = [(float(n), e) for n in range(2) for e in (group(1 - n, 1 - n), step(n + 1))]
-    assert headline(rl, *falling) == ("training", "mean reward 1.00 at first, 0.00 now")
+    assert headline(rl, *falling) == (
+        "training",
+        "mean reward 1.00 in the first step, 0.00 in the last",
+    )
     label, text = headline(rl, *[(1.0, failed)] * 4)
     assert label == "failing" and text.startswith("4 of the last 4 sessions failed")
     label, text = headline(rl, *[(1.0, same)] * 8)
@@ -247,6 +317,7 @@ def test_the_page_says_all_of_it() -> None:
     )
     text = printed(draw(view, "etude", lag_bound=2))
     for words in (
+        "mean reward    0.500   solve rate 50.0%   (first group)",
         "rl 1/4",
         "2 allowed",
         "east",
@@ -338,7 +409,7 @@ def test_a_step_has_its_solve_rate_beside_the_mean_reward() -> None:
     view = view_of((0.0, StageStarted(stage="rl", steps=4)), (1.0, group(1.0, 0.5, 0.0, 0.0)))
     done = dataclasses.replace(step(1), reward=0.375)
     (line,) = Teller().tell(2.0, done, view, view.apply(2.0, done))
-    assert "mean reward 0.375" in line and "solve rate 25.0%" in line
+    assert "mean reward 0.375 (its groups)  solve rate 25.0% (first group)" in line
 
 
 def test_a_curve_has_axes_and_a_fixed_scale() -> None:

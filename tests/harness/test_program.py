@@ -145,17 +145,26 @@ def alive(marker: str) -> list[str]:
     return found
 
 
-async def test_a_program_out_of_time_is_ended_with_what_it_started(tmp_path: Path) -> None:
+@pytest.mark.parametrize("asks", [True, False])
+async def test_a_program_out_of_time_is_ended_with_what_it_started(
+    asks: bool, tmp_path: Path
+) -> None:
     marker = f"marker-{tmp_path.name}-{time.time_ns()}"
     text = f"""
 import subprocess
+{"ask(messages=task['messages'])" if asks else ""}
 subprocess.Popen(["sh", "-c", "sleep 1000; : {marker}"], start_new_session=True)
 print("started", flush=True)
 subprocess.run(["sleep", "1000"])
 """
     async with opened("namespaces") as sandbox:
-        transcript, _ = await play(text, sandbox, timeout_s=2.0)
-        assert not transcript.finished
+        if asks:
+            transcript, _ = await play(text, sandbox, says(content="la"), timeout_s=2.0)
+            assert not transcript.finished
+        else:
+            over = r"its time was over after 2 s \(harness.timeout_s\)"
+            with pytest.raises(RolloutFailure, match=over):
+                await play(text, sandbox, timeout_s=2.0)
     assert not alive(marker)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import signal
 import socket
@@ -20,10 +21,10 @@ from etude.core.errors import EtudeError
 from etude.core.events import Event, Launched, WeightsLive
 from etude.core.ledger import Dropped, Issued
 from etude.core.stages import RopeScalingConfig
-from etude.launch import check, local
+from etude.launch import check, local, screen
 from etude.launch.check import Findings
 from etude.launch.launcher import Program
-from etude.launch.local import RunDirectory, seconds_at_work
+from etude.launch.local import RunDirectory, Standing, seconds_at_work
 from etude.model.directory import cut_context
 from etude.model.files import hf_state_dict, write_directory
 from etude.model.transformer import ModelConfig, init_from_scratch
@@ -366,6 +367,39 @@ def test_a_plan_says_what_was_found(tmp_path: Path) -> None:
     assert "tasks: 12 of 4096 to train on, 400 held out, 200 novel" in told
     assert "some 2.5 h of computing (midtrain 30 s, rl 2.5 h, evaluations 1.7 min)" in told
     assert "GB are free, which is too little" in told
+
+
+def test_a_plan_of_an_interrupted_run_is_that_of_the_rest(tmp_path: Path) -> None:
+    config = parse(TOML, ["stage.rl.steps=4", "tasks.novel=0"])
+    findings = Findings(
+        tasks={}, parameters=1, model_context=8, disk_bytes=1,
+        seconds={"midtrain": 30.0, "rl": 9000.0, "evaluations": 100.0},
+    )  # fmt: skip
+    place = RunDirectory(tmp_path / "r")
+    assert Standing.of(place, config) is None
+    run = Run.open(place.store)
+    assert Standing.of(place, config) is None
+    run.put_checkpoint("000003.000000", b"")
+    run.put_eval(report_name(1, "heldout"), {})
+    standing = Standing.of(place, config)
+    assert standing == Standing(version=3, evaluations_left=0.5, finished=False)
+    told = local.plan(config, place, findings, standing)
+    assert "\n  resumes at version 3\n  rl: version 3 -> 5 (" in told and "midtrain" not in told
+    assert "some 1.3 h of computing (rl 1.2 h, evaluations 50 s)" in told
+    over = local.plan(config, place, findings, Standing(5, 0.0, True))
+    assert "finished at version 5: nothing is left to do" in over
+    assert "expected" not in over and "->" not in over
+
+
+def test_scores_within_a_stage_are_not_said_to_be_those_after_it() -> None:
+    report = Report(
+        stage="rl", split="heldout", version=20, solved=1, total=4, low=0.0, high=1.0,
+        rewards={}, example=[],
+    )  # fmt: skip
+    out = io.StringIO()
+    table = screen.results([report, replace(report, version=40)], ends=[40])
+    Console(file=out, width=80).print(table)
+    assert "within rl" in out.getvalue() and "after rl" in out.getvalue()
 
 
 def test_a_summary_says_what_became_of_a_run(tmp_path: Path) -> None:

@@ -288,6 +288,35 @@ async def test_an_agent_that_never_asks_the_model_is_told_where_to() -> None:
     assert got.error.startswith("agent: it ended without an answer of the model: it must ask at")
 
 
+async def test_an_agent_that_was_out_of_time_before_an_answer_is_told_so() -> None:
+    class Slow(Parts):
+        async def segments(self, session: str, *, experts: bool) -> tuple[Segment, ...]:
+            return ()
+
+    got = await rollouts(Slow(finished=False)).attempt(TASK, "g.0", 7)
+    assert got.status == "failed" and got.error is not None
+    assert "no answer of the model when its time (harness.timeout_s)" in got.error
+
+
+async def test_what_breaks_because_the_run_stops_is_no_failure() -> None:
+    class BreaksOnItsWayOut(Parts):
+        @contextlib.asynccontextmanager
+        async def open(self, task: Task) -> AsyncIterator[Sandbox]:
+            try:
+                await asyncio.get_running_loop().create_future()
+                yield FakeSandbox()
+            finally:
+                raise ProcessLookupError
+
+    parts = BreaksOnItsWayOut()
+    attempt = asyncio.create_task(rollouts(parts).attempt(TASK, "g.0", 7))
+    await asyncio.sleep(0.01)
+    attempt.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await attempt
+    assert parts.forgotten == ["g.0"]
+
+
 async def test_an_agent_that_returns_nothing_has_failed() -> None:
     class Forgets(Parts):
         async def run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 from pathlib import Path
@@ -203,3 +204,17 @@ def test_a_path_and_a_name_become_one_commit(repository: tuple[Path, str]) -> No
 async def test_its_texts_can_be_read_from_within_a_loop(repository: tuple[Path, str]) -> None:
     texts = read_texts(repository_at(repository[0]))
     assert texts["src/a.py"] == "new\r\n" and "link" not in texts
+
+
+async def test_a_git_that_has_ended_needs_no_killing(
+    repository: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def ends_too_late(self: asyncio.subprocess.Process, data: bytes) -> tuple[bytes, bytes]:
+        assert self.stdin is not None
+        self.stdin.close()
+        await self.wait()
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(asyncio.subprocess.Process, "communicate", ends_too_late)
+    with pytest.raises(asyncio.CancelledError):
+        await read(*repository)

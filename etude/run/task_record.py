@@ -1,0 +1,96 @@
+"""The tasks that a run began with, and whether those of a later start are the same.
+
+A run may be stopped for days, and its environment read what moves: a branch, a file, a dataset. If
+a task that was trained on became a held-out one meanwhile, no score of the run would mean anything,
+and nothing else would show it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from etude.core.errors import EtudeError
+from etude.core.sandbox import Limits
+from etude.core.types import Task
+from etude.store.runs import Run
+
+NAMED = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskRecord:
+    """The tasks of a split, as they are stored with the run."""
+
+    digests: dict[str, str]
+    """By id."""
+    commits: tuple[str, ...]
+    """Of the repositories that their working copies come from."""
+
+    @classmethod
+    def of(cls, tasks: Sequence[Task]) -> TaskRecord:
+        repositories = [task.sandbox.repository for task in tasks]
+        return cls(
+            digests={task.id: _digest(task) for task in tasks},
+            commits=tuple(sorted({each.commit for each in repositories if each is not None})),
+        )
+
+
+def check_record(run: Run, split: str, tasks: Sequence[Task]) -> None:
+    """Refuse tasks that are not those that the run began with, once any of them was attempted;
+    until then they are what it begins with."""
+    here = TaskRecord.of(tasks)
+    there = run.tasks(split, TaskRecord) if run.has_tasks(split) else None
+    if there is None or not (run.ledger.end() or run.evals()):
+        run.put_tasks(split, here)
+    elif there.digests != here.digests:
+        raise EtudeError(
+            f"the tasks of the split {split!r} are not those that the run began with: "
+            f"{_differences(there.digests, here.digests)}. These cannot change within a run, or "
+            f"what it was trained on might be held out now: {_way_back(there, here)}, choose "
+            f"another --dir, or begin anew with --fresh, which removes this run"
+        )
+
+
+def _digest(task: Task) -> str:
+    """Without what says only how a machine carries the task out: the place of a repository, and
+    limits."""
+    sandbox = replace(task.sandbox, limits=Limits())
+    if sandbox.repository is not None:
+        sandbox = replace(sandbox, repository=replace(sandbox.repository, url=""))
+    told = msgspec.json.encode(
+        replace(task, sandbox=sandbox), enc_hook=_plain, order="deterministic"
+    )
+    return hashlib.blake2b(told, digest_size=16).hexdigest()
+
+
+def _plain(value: object) -> object:
+    """What an environment gives beside JSON. The text of an object may hold its address, which is
+    another in every process."""
+    return dict(value) if isinstance(value, Mapping) else type(value).__name__
+
+
+def _differences(there: Mapping[str, str], here: Mapping[str, str]) -> str:
+    found = {
+        "new": [id for id in here if id not in there],
+        "gone": [id for id in there if id not in here],
+        "changed": [id for id in here if id in there and here[id] != there[id]],
+    }
+    return "; ".join(
+        f"{len(ids)} {what} ({', '.join(ids[:NAMED])}{', ...' if len(ids) > NAMED else ''})"
+        for what, ids in found.items()
+        if ids
+    )
+
+
+def _way_back(there: TaskRecord, here: TaskRecord) -> str:
+    if there.commits and there.commits != here.commits:
+        was, now = (", ".join(each.commits) or "none" for each in (there, here))
+        return (
+            f"their repository was at commit {was}, and is at {now}: have the environment take the "
+            f"old one (REF in what `etude init` writes)"
+        )
+    return "put the environment, and what it reads, back as it was"
