@@ -20,6 +20,7 @@ BENCHMARKS = {
     "loop": "asynchrony: the same work with max_lag 0 and 2",
     "publish": "weight updates while a model is trained, every version checked",
     "replay": "router replay: a sparse model whose engine computes in another precision",
+    "sandboxes": "starts, bursts and forks of sandboxes, beside bubblewrap, crun and runsc",
     "train": "the trainer's throughput: steps of rl as a run takes them",
     "trl": "beside TRL's GRPOTrainer on the same task (make bench-trl)",
 }

@@ -4,6 +4,7 @@ nothing left behind."""
 from __future__ import annotations
 
 import json
+import os
 import resource
 import socket
 import subprocess
@@ -39,6 +40,10 @@ def etude(
         return code, out, err
 
     return call
+
+
+# Under a limit on the size of files Python leaves cut-off bytecode behind, for all who come after.
+NO_BYTECODE = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 def refused(answer: tuple[int, str, str], *said: str) -> None:
@@ -166,7 +171,9 @@ def test_a_full_disk_leaves_nothing_that_a_later_run_trips_over(tmp_path: Path) 
         f"model.path={model}",
     ]
     limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))  # noqa: E731
-    ended = subprocess.run(argv, capture_output=True, text=True, preexec_fn=limit, check=False)
+    ended = subprocess.run(
+        argv, capture_output=True, text=True, preexec_fn=limit, check=False, env=NO_BYTECODE
+    )
     assert ended.returncode == 2
     assert "cannot write model/" in ended.stderr and "free some space" in ended.stderr
     assert "Traceback" not in ended.stderr
@@ -179,7 +186,9 @@ def test_a_full_disk_leaves_nothing_that_a_later_run_trips_over(tmp_path: Path) 
 def test_a_disk_without_any_room(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "etude", "run", str(TINY), "--dir", str(tmp_path / "r")]
     limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # noqa: E731
-    ended = subprocess.run(argv, capture_output=True, text=True, preexec_fn=limit, check=False)
+    ended = subprocess.run(
+        argv, capture_output=True, text=True, preexec_fn=limit, check=False, env=NO_BYTECODE
+    )
     assert ended.returncode == 2
     assert ended.stderr.startswith("error: ") and "full disk" in ended.stderr
     assert "Traceback" not in ended.stderr and not (tmp_path / "r").exists()

@@ -251,7 +251,7 @@ def group(*rewards: float | None) -> Group:
 @pytest.mark.parametrize(
     ("rewards", "told"),
     [((0.0, None), "all 0: the tasks are too hard"), ((1.0,), "all 1: the tasks are solved"),
-     ((0.5,), "not the same for all tasks")],
+     ((0.5,), "all 0.5: take a higher")],
 )  # fmt: skip
 def test_a_run_that_learns_nothing_says_what_may_help(
     rewards: tuple[float | None, ...], told: str
