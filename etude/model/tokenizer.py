@@ -98,7 +98,6 @@ class ChatTokenizer:
                 f"the token that ends a turn"
             )
         self.eos_token_id: int = eos_id
-        self._end_ids = _end_ids(read_config(files, "generation_config.json"))
         template = (
             files["chat_template.jinja"].decode()
             if "chat_template.jinja" in files
@@ -113,6 +112,9 @@ class ChatTokenizer:
             raise EtudeError(
                 f"the chat template cannot be read ({e}): fetch the model again, or repair it"
             ) from e
+        end_ids = _end_ids(read_config(files, "generation_config.json"))
+        self.stop_token_ids = tuple(dict.fromkeys((eos_id, *end_ids, *self._ends_of_turn())))
+        """All tokens that end an answer, `eos_token_id` first."""
 
     def _read_format(self, config: Mapping[str, Any], template: str) -> None:
         """How the model writes what is more than text."""
@@ -129,11 +131,6 @@ class ChatTokenizer:
         self._reasons = THINK_START in template or THINK_END in template
         keys = (key for word, key in REASONING_KEYS.items() if word in template)
         self._reasoning_key = next(keys, None)
-
-    @cached_property
-    def stop_token_ids(self) -> tuple[int, ...]:
-        """All tokens that end an answer, `eos_token_id` first."""
-        return tuple(dict.fromkeys((self.eos_token_id, *self._end_ids, *self._ends_of_turn())))
 
     def _ends_of_turn(self) -> list[int]:
         """The special token that the template writes behind an answer, if it is one."""

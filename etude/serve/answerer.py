@@ -93,8 +93,9 @@ class ServedModel:
     tokenizer: ChatTokenizer
     grammars: GrammarBuilder
     max_context: int
-    name: str = "etude"
-    """A request may name the model, and then by this name."""
+    name: str | None = None
+    """A request may name the model, and then by this name; None: by any, since harnesses have names
+    of their own."""
     default_max_tokens: int = DEFAULT_MAX_TOKENS
     """The limit of an answer in a chat whose request gives none."""
     concurrency: ConcurrencyLimit = field(default_factory=lambda: ConcurrencyLimit(None))

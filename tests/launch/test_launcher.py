@@ -329,7 +329,7 @@ async def test_the_programs_share_a_token_that_nobody_else_knows(
 async def test_the_controller_sends_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ETUDE_TOKEN", "secret")
     async with GatewayClient("http://127.0.0.1:1") as gateway:
-        assert gateway.http.headers["Authorization"] == "Bearer secret"
+        assert gateway.headers["Authorization"] == "Bearer secret"
 
 
 async def test_a_program_that_gives_no_sign_of_life_is_named(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def test_fp8_is_read_as_the_numbers_that_it_stands_for(
     assert all(torch.equal(again[key], tensor) for key, tensor in meant.items())
     # What goes on from here is a model in bf16, and says so.
     assert "quantization_config" not in json.loads(small["config.json"])
-    assert b"quantization_config" not in pretrained_files(str(tmp_path), 64)["config.json"]
+    assert b"quantization_config" not in pretrained_files(str(tmp_path))["config.json"]
 
 
 def test_mxfp4_is_read_as_transformers_reads_it(tmp_path: Path) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import stat
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from etude.sandbox import tree
-from etude.sandbox.tree import EXECUTABLE, FILE, LINK, Entry, changes, known, pack, unpack
+from etude.sandbox.tree import EXECUTABLE, FILE, LINK, Entry, changes, known
 
 PLENTY = 1 << 20
 
@@ -40,6 +41,14 @@ def changed(root: Path, before: tree.Tree, file_bytes: int = PLENTY) -> dict[str
     return changes(opener(root), known(before), file_bytes=file_bytes, max_entries=100)
 
 
+def copied(root: Path, to: Path, *, max_bytes: int = PLENTY, max_entries: int = 100) -> None:
+    with tempfile.TemporaryFile() as between:
+        tree.send(opener(root), between.fileno(), max_bytes=max_bytes, max_entries=max_entries)
+        os.lseek(between.fileno(), 0, os.SEEK_SET)
+        to.mkdir()
+        tree.receive(between.fileno(), str(to))
+
+
 def test_only_what_is_not_as_it_was_is_told(copy: Path) -> None:
     assert changed(copy, TREE) == {}
     assert changed(copy, {}) == TREE
@@ -53,16 +62,13 @@ def test_only_what_is_not_as_it_was_is_told(copy: Path) -> None:
     }
 
 
-def test_what_is_too_large_is_named_without_its_content(
-    copy: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_too_large_is_named_without_its_content(copy: Path) -> None:
     assert changed(copy, {}, file_bytes=3)["a"] == Entry(FILE, None)
     assert changed(copy, {}, file_bytes=4)["a"] == Entry(FILE, b"1234")
     # as large as it is allowed to have been: that it has not changed can still be told
     assert changed(copy, TREE, file_bytes=3) == {}
     # all of it together: in the order of names, what is left goes to those that come first
-    monkeypatch.setattr(tree, "CHANGES_BYTES", 5)
-    found = changed(copy, {})
+    found = changes(opener(copy), {}, file_bytes=PLENTY, max_entries=100, max_bytes=5)
     assert (found["a"], found["sub/run"]) == (Entry(FILE, b"1234"), Entry(EXECUTABLE, None))
 
 
@@ -72,26 +78,25 @@ def test_what_is_no_file_is_never_opened(copy: Path) -> None:
     found = changed(copy, TREE)
     assert found.keys() == {"pipe", "socket"}
     assert all(entry and entry.content is None for entry in found.values())
-    again = pack(opener(copy), max_bytes=PLENTY, max_entries=100)
-    unpack(again, str(copy.parent / "again"))
+    copied(copy, copy.parent / "again")
     assert (copy.parent / "again" / "pipe").is_fifo()
     assert not (copy.parent / "again" / "socket").exists()
 
 
 def test_a_copy_of_it_has_contents_modes_and_times(copy: Path, tmp_path: Path) -> None:
     os.utime(copy / "a", (1, 12345))
-    unpack(pack(opener(copy), max_bytes=6, max_entries=5), str(tmp_path / "again"))
+    copied(copy, tmp_path / "again", max_bytes=6, max_entries=5)
     again = tmp_path / "again"
     assert changed(again, TREE) == {} and (again / "sub" / "deep").is_dir()
     assert (again / "a").stat().st_mtime == 12345
     assert stat.S_IMODE((again / "sub" / "run").stat().st_mode) == 0o755
 
 
-def test_too_much_of_it_is_refused(copy: Path) -> None:
-    with pytest.raises(ValueError, match="holds more than 5 bytes"):
-        pack(opener(copy), max_bytes=5, max_entries=5)
+def test_too_much_of_it_is_refused(copy: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="holds more bytes than it may"):
+        copied(copy, tmp_path / "again", max_bytes=5)
     for read in (
-        lambda: pack(opener(copy), max_bytes=PLENTY, max_entries=4),
+        lambda: copied(copy, tmp_path / "again", max_entries=4),
         lambda: changes(opener(copy), {}, file_bytes=PLENTY, max_entries=4),
     ):
         with pytest.raises(ValueError, match="has more than 4 entries"):

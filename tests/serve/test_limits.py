@@ -101,7 +101,11 @@ class Watched(ChatTokenizer):
     """Tells what it was made to work on, and where."""
 
     def __init__(self) -> None:
+        self._forget()
         super().__init__(FILES)
+        self._forget()  # it works on a little when it is made
+
+    def _forget(self) -> None:
         self.rendered = 0
         self.encoded = 0
         self.threads = set[bool]()

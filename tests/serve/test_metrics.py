@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import signal
+import time
 
 import pytest
 from starlette.requests import Request
@@ -19,7 +20,7 @@ from etude.serve.http import (
     error_response,
     read,
 )
-from etude.serve.metrics import BOUNDS_S, Metrics
+from etude.serve.metrics import BOUNDS_S, Metrics, RequestRecord
 
 
 def figures(text: str) -> dict[str, float]:
@@ -32,7 +33,7 @@ def test_a_server_that_was_asked_nothing_has_counted_nothing() -> None:
     assert set(figures(Metrics().text({})).values()) == {0.0}
 
 
-def test_requests_are_counted_by_route_status_and_time() -> None:
+def test_requests_are_counted_by_route_status_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
     metrics = Metrics()
     for route, status, seconds in (
         ("/a", 200, 0.01),
@@ -40,7 +41,10 @@ def test_requests_are_counted_by_route_status_and_time() -> None:
         ("/a", 400, 0.5),
         ("/b", 200, 500.0),
     ):
-        metrics.count_request(route, status, seconds)
+        clock = iter((0.0, seconds))
+        monkeypatch.setattr(time, "monotonic", clock.__next__)
+        with metrics.answering(RequestRecord(method="GET", path=route, route=route, status=status)):
+            pass
     for prompt, sampled in ((5, 7), (50, 70)):
         metrics.count_tokens(prompt, sampled)
     found = figures(metrics.text({"running": 3, "free": 0.5}))
@@ -70,7 +74,7 @@ def test_requests_are_counted_by_route_status_and_time() -> None:
 def test_whose_mistake_it_was_and_what_to_do(
     error: ApiError, status: int, kind: bytes, headers: dict[str, str] | set[str]
 ) -> None:
-    response = error_response(error)
+    response = error_response(error, "/v1/chat/completions")
     assert response.status_code == status and kind in bytes(response.body)
     told = {
         name: value

@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from etude.core.clock import AwakeClock, ManualClock
-from etude.core.sampling import Request, Sample, Token, VersionSpan
+from etude.core.sampling import RegionSpan, Request, Sample, VersionSpan
 from etude.serve.http import ApiError, DeadlineExceeded, Unavailable
 from etude.serve.router import MAX_RETRIES, Router
 from etude.serve.worker_protocol import GenerateRequest, JoinRequest, WorkerStatus
@@ -92,7 +92,9 @@ async def test_a_worker_that_fails_is_left_and_another_asked(http: aiohttp.Clien
         await join(router, bad)
         await join(router, good, "west")
         for _ in range(3):
-            assert await router.sample(ASK) == replace(SAMPLED, region="west")
+            assert await router.sample(ASK) == replace(
+                SAMPLED, regions=(RegionSpan("west", len(SAMPLED.tokens)),)
+            )
         assert [worker.url for worker in router.fleet.up] == [good] and len(broken.asked) <= 1
         assert [worker.active for worker in router.fleet.workers] == [0], "nothing is under way"
 
@@ -165,21 +167,6 @@ async def test_a_worker_that_cannot_load_what_is_promised_is_told_and_may_come_a
         await join(router, url)
         assert [each.version for each in router.fleet.up] == [3]
         assert [path for path, _ in worker.asked] == ["/load"] * 3
-
-
-async def test_a_stream_of_a_worker_is_its_sample_token_by_token(
-    http: aiohttp.ClientSession,
-) -> None:
-    router, worker = Router(http), Worker(generate=samples)
-    async with worker.listening() as url:
-        await join(router, url)
-        *tokens, whole = [event async for event in router.stream(ASK)]
-    assert whole == replace(SAMPLED, region="east")
-    assert tokens == [
-        Token(7, -1.0, 4, ((7, -1.0),)),
-        Token(8, -2.0, 4, ((3, -0.5),)),
-        Token(9, -3.0, 5, ((9, -3.0),)),
-    ]
 
 
 async def test_the_workers_of_a_region_are_reported_as_one(http: aiohttp.ClientSession) -> None:
