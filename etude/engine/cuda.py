@@ -125,7 +125,7 @@ class InputLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class HostInputs:
+class GraphInputs:
     """The inputs of one graph on the host: the decode or the prefill part of a batch."""
 
     values: dict[str, NDArray[Any]]
@@ -203,7 +203,8 @@ class CudaRunner:
 
     def _prompt_size(self, tokens: int, sequences: int, rows: int) -> GraphShape:
         """The shape of a prefill graph, with the most tiles that such a batch can have."""
-        tiles = tokens // attention.tile_tokens(self._network.layers[0].attention_layer) + sequences
+        params = self._network.layers[0].attention_params
+        tiles = tokens // attention.tile_tokens(params) + sequences
         return GraphShape(tokens, sequences, rows, tiles)
 
     def _graph_shapes(self) -> list[GraphShape]:
@@ -278,13 +279,13 @@ class CudaRunner:
             return tokens_N
         return -1 - self._last_place_R[np.clip(-1 - tokens_N, 0, len(self._last_place_R) - 1)]
 
-    def _prefill_inputs(self, batch: ForwardBatch, tokens_N: Ints) -> HostInputs | None:
+    def _prefill_inputs(self, batch: ForwardBatch, tokens_N: Ints) -> GraphInputs | None:
         begin = batch.num_decode  # of the sequences, and of the tokens
         if begin == len(batch.query_starts_B):
             return None
         starts_B = batch.query_starts_B[begin:] - begin
         ends_B = np.append(starts_B[1:], len(batch.tokens_N) - begin)
-        step = attention.tile_tokens(self._network.layers[0].attention_layer)
+        step = attention.tile_tokens(self._network.layers[0].attention_params)
         tiles = [
             (b, n)
             for b, (s, e) in enumerate(zip(starts_B, ends_B, strict=True))
@@ -299,7 +300,7 @@ class CudaRunner:
             "sequence": sequence_T, "first": first_T,
         }  # fmt: skip
         packed = _packed(values) | _sampling_inputs(batch, row_R)
-        return HostInputs(
+        return GraphInputs(
             packed,
             batch.block_table_BM[begin:],
             len(batch.tokens_N) - begin,
@@ -308,7 +309,7 @@ class CudaRunner:
             row_R,
         )
 
-    def _upload(self, part: HostInputs, host: _PinnedBuffers) -> GraphShape:
+    def _upload(self, part: GraphInputs, host: _PinnedBuffers) -> GraphShape:
         """Copy the inputs of a part to the device, and return the shape that it is computed for."""
         wanted = GraphShape(
             part.num_tokens, part.num_sequences, max(1, len(part.row_indices_R)), part.num_tiles
@@ -337,7 +338,7 @@ class CudaRunner:
         )  # fmt: skip
 
     def _decode_attention(self, got: Mapping[str, Tensor]) -> Callable[[int, Tensor], Tensor]:
-        first, rows = self._network.layers[0].attention_layer, len(got["tokens"])
+        first, rows = self._network.layers[0].attention_params, len(got["tokens"])
         decode = (
             batch_invariant.decode
             if self._invariant
@@ -348,7 +349,7 @@ class CudaRunner:
             layer = self._network.layers[number]
             out = qkv.new_empty(rows, first.num_q_heads * first.head_dim)
             decode(
-                layer.attention_layer, qkv, self._k[number], self._v[number], got["blocks"],
+                layer.attention_params, qkv, self._k[number], self._v[number], got["blocks"],
                 got["stride"], got["lengths"], got["slot_mapping"], out, page=self.block_size,
                 pdl=qkv.is_cuda,
             )  # fmt: skip
@@ -356,7 +357,7 @@ class CudaRunner:
 
         return attend
 
-    def _split_buffers(self, rows: int, layer: attention.AttentionLayer) -> attention.SplitBuffers:
+    def _split_buffers(self, rows: int, layer: attention.AttentionParams) -> attention.SplitBuffers:
         splits = attention.num_splits(rows, layer.num_kv_heads)
         shape = (rows, layer.num_kv_heads, splits, attention.group_rows(layer))
         device = self._words.device
@@ -371,7 +372,7 @@ class CudaRunner:
         prefill = batch_invariant.prefill if self._invariant else attention.prefill
 
         def attend(number: int, qkv: Tensor) -> Tensor:
-            heads = self._network.layers[number].attention_layer
+            heads = self._network.layers[number].attention_params
             k = self._k[number]
             v = self._v[number]
             attention.write(
@@ -458,7 +459,7 @@ def _sampling_inputs(batch: ForwardBatch, row_R: Ints) -> dict[str, NDArray[Any]
     return {"temperature": batch.sampling.temperature_R[row_R], "u": batch.sampling.u_R[row_R]}
 
 
-def _decode_inputs(batch: ForwardBatch, tokens_N: Ints) -> HostInputs | None:
+def _decode_inputs(batch: ForwardBatch, tokens_N: Ints) -> GraphInputs | None:
     count = batch.num_decode
     if not count:
         return None
@@ -468,7 +469,7 @@ def _decode_inputs(batch: ForwardBatch, tokens_N: Ints) -> HostInputs | None:
         "slot_mapping": batch.slot_mapping_N[:count],
         "lengths": batch.seq_lens_B[:count],
     }
-    return HostInputs(
+    return GraphInputs(
         _packed(values) | _sampling_inputs(batch, row_R),
         batch.block_table_BM[:count],
         count,

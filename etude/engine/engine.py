@@ -32,7 +32,14 @@ from etude.engine.select import select_runner
 from etude.engine.speculate import Drafter
 from etude.model.transformer import Transformer
 
-__all__ = ["Constraint", "Engine", "ExpiredRequest", "FinishedRequest", "Stats", "StreamedToken"]
+__all__ = [
+    "Constraint",
+    "Engine",
+    "EngineStats",
+    "ExpiredRequest",
+    "FinishedRequest",
+    "StreamedToken",
+]
 
 _Row = tuple[int, float, list[tuple[int, float]]]
 """A sampled token, its log-prob, and the top log-probs in its place."""
@@ -65,7 +72,7 @@ class ExpiredRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stats:
+class EngineStats:
     """The state of the engine, and its counters since it was made."""
 
     running: int
@@ -95,7 +102,7 @@ class _SampledSequence:
 
 
 @dataclass(frozen=True, slots=True)
-class _ForwardPass:
+class _InFlightPass:
     """A forward pass that was started; `read` waits for its output."""
 
     version: int
@@ -134,7 +141,7 @@ class Engine:
             max_batched_tokens=max_batched_tokens if max_batch > 1 else self.max_context,
         )
         self._arrivals = itertools.count()
-        self._in_flight: _ForwardPass | None = None
+        self._in_flight: _InFlightPass | None = None
         self._whole: list[FinishedRequest] = []  # requests that were whole when they came
         self._generation_tokens = self._draft_tokens = self._accepted_tokens = 0
 
@@ -152,8 +159,8 @@ class Engine:
             self._scheduler.running or self._scheduler.waiting or self._in_flight or self._whole
         )
 
-    def stats(self) -> Stats:
-        return Stats(
+    def stats(self) -> EngineStats:
+        return EngineStats(
             running=self.num_running,
             waiting=self.num_waiting,
             preemptions=self._scheduler.num_preempted,
@@ -271,13 +278,13 @@ class Engine:
             done, self._in_flight = self._in_flight, started
         return events + (self._process_output(done) if done else [])
 
-    def _start(self) -> _ForwardPass | None:
+    def _start(self) -> _InFlightPass | None:
         chosen, num_decode = self._scheduler.schedule(self.version)
         if not chosen:
             return None
         drawing = [sequence for sequence, _ in chosen if not sequence.num_uncomputed_tokens]
         read = self._runner.start(build_batch(chosen, num_decode, self._blocks.block_size))
-        started = _ForwardPass(
+        started = _InFlightPass(
             self.version,
             [_SampledSequence(each, each.incarnation, each.draft) for each in drawing],
             read,
@@ -291,7 +298,7 @@ class Engine:
             row += count
         return started
 
-    def _process_output(self, done: _ForwardPass) -> list[StreamedToken | FinishedRequest]:
+    def _process_output(self, done: _InFlightPass) -> list[StreamedToken | FinishedRequest]:
         sampled = done.read()
         rows = iter(
             zip(

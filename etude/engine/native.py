@@ -136,9 +136,9 @@ class NativeRunner:
         self._keys = self._like.new_zeros(shape)
         self._values = self._like.new_zeros(shape)
         self._scratch = torch.empty(0, dtype=torch.uint8)
-        self._weights = _Weights(model, self._keys, self._values)
+        self._weights = _PackedWeights(model, self._keys, self._values)
         self._staging: Transformer | None = None
-        self._spare: _Weights | None = None
+        self._spare: _PackedWeights | None = None
 
     def start(self, batch: ForwardBatch) -> Callable[[], SamplerOutput]:
         assert LIBRARY is not None
@@ -181,7 +181,7 @@ class NativeRunner:
         load_weights(self._staging, tensors)
         weights, self._spare = self._spare, None
         if weights is None:
-            weights = _Weights(self._staging, self._keys, self._values)
+            weights = _PackedWeights(self._staging, self._keys, self._values)
         else:
             weights.fill(self._staging)
 
@@ -196,7 +196,7 @@ class NativeRunner:
         return published(shell, state=self._weights.plain(shell, self._like.dtype))
 
 
-class _Weights:
+class _PackedWeights:
     """The parameters of a model by their names, laid out for `native.c`; all that `model` points
     to."""
 

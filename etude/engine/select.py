@@ -81,9 +81,9 @@ def invariant_trainer_model(model: Transformer, dtype: torch.dtype) -> Transform
     kernels, or with the same operators."""
     if not has_kernels(model, dtype):
         return model.compute_with(INVARIANT)
-    from etude.engine.kernels.trainable import TrainableNetwork
+    from etude.engine.kernels.transformer import BatchInvariantTransformer
 
-    trainable = TrainableNetwork(model.config).to(model.model.embed_tokens.weight.device)
+    trainable = BatchInvariantTransformer(model.config).to(model.model.embed_tokens.weight.device)
     trainable.load_state_dict(model.state_dict())
     return trainable
 

@@ -161,11 +161,13 @@ COMPANY = {"few": (6, 40), "some": (80, 300), "many": (300, 1300)}
 
 def on_device(name: str, company: str, compositions: int) -> dict[str, float]:
     from etude.engine.cuda import CudaRunner
-    from etude.engine.kernels.trainable import TrainableNetwork
+    from etude.engine.kernels.transformer import BatchInvariantTransformer
 
     max_batch, max_batched_tokens = COMPANY[company]
     source, rng = init_from_scratch(MODELS[name], seed=0), Random(name + company)
-    model = Transformer(source.config) if name == "latent" else TrainableNetwork(source.config)
+    model = (
+        Transformer(source.config) if name == "latent" else BatchInvariantTransformer(source.config)
+    )
     model.load_state_dict(source.state_dict())
     model = model.to("cuda", torch.bfloat16).requires_grad_(False)
     if name == "latent":

@@ -124,7 +124,7 @@ def test_a_step_on_fresh_samples_finds_no_drift() -> None:
         add(engine, each)
     done = drain(engine)
     rows = tuple(row(each, done[each.id]) for each in asked)
-    stats = learner.step(
+    stats = learner.rl_step(
         Batch(step=1, rows=rows, oldest=0), lr=1e-4, temperature=TEMPERATURE, microbatch_tokens=300
     )
     assert (

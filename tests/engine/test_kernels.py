@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from etude.core.sampling import Sample
 from etude.engine import cuda
 from etude.engine.engine import Engine
-from etude.engine.kernels.trainable import TrainableNetwork
+from etude.engine.kernels.transformer import BatchInvariantTransformer
 from etude.model.config import ExpertsConfig
 from etude.model.experts import Routing
 from etude.model.transformer import ModelConfig, Transformer
@@ -125,7 +125,7 @@ def test_a_trainable_model_on_kernels_has_the_values_and_gradients_of_the_plain_
         [TokenSequence((5, 9, 20, 7, 3), (True,) * 5), TokenSequence((8, 11, 2), (True,) * 3)]
     )
     found, routings = [], []
-    for kind in (Transformer, TrainableNetwork):
+    for kind in (Transformer, BatchInvariantTransformer):
         model = kind(MODELS[name])
         model.load_state_dict(sharp(MODELS[name], seed=3, factor=2.0).state_dict())
         warm = replace(packed, temperature_N=torch.full((packed.num_tokens,), 0.7))

@@ -81,7 +81,7 @@ def test_a_learner_computes_in_what_the_trainer_says() -> None:
         learner = Learner(init_from_scratch(config(), 0), compute=dtype)
         text = pack_batch([TokenSequence((1, 2, 3), (False, True, True))])
         before, _ = predicting_states(learner.model, text)
-        learner.fit([TokenSequence((1, 2, 3), (False, True, True))], lr=0.1)
+        learner.supervised_step([TokenSequence((1, 2, 3), (False, True, True))], lr=0.1)
         after, _ = predicting_states(learner.model, text)
         assert before.dtype == after.dtype == dtype and not torch.equal(before, after)
 

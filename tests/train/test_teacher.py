@@ -115,5 +115,5 @@ def test_steps_bring_the_student_to_the_teacher() -> None:
         rows = sampled(step, [(3,), (4,)] * 12, 1, learner.model)
         batch = Batch(step=step + 1, rows=tuple(rows), oldest=step)
         judged, _ = teacher.compute_advantages(batch, temperature=1.0, microbatch_tokens=1000)
-        learner.step(judged, lr=5e-3, objective=RlObjective(distills=True))
+        learner.rl_step(judged, lr=5e-3, objective=RlObjective(distills=True))
     assert distance() < 0.5 * before

@@ -156,7 +156,7 @@ def test_the_event_says_what_the_step_did() -> None:
     reporter = StepReporter(learner)
     first = reporter.report(
         batch := reporter.check(run.batch(3), "memory: batches/000003"),
-        learner.step(batch, lr=1e-3),
+        learner.rl_step(batch, lr=1e-3),
     )
     assert (first.step, first.reward, first.lag, first.lags, first.tokens, first.repeated_rows) == (
         3,
@@ -172,6 +172,6 @@ def test_the_event_says_what_the_step_did() -> None:
         and 0 < first.mfu < 1
     )
     again = reporter.report(
-        batch := reporter.check(run.batch(4), "here"), learner.step(batch, lr=1e-3)
+        batch := reporter.check(run.batch(4), "here"), learner.rl_step(batch, lr=1e-3)
     )
     assert again.repeated_rows == 2 and again.lags == (0, 2, 2)
