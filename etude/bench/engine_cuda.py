@@ -122,15 +122,15 @@ class CountingRunner:
         self.passes = self.tokens_read = 0
         self.slot_mapping: Ints = np.zeros(0, np.int64)
 
-    def start(self, batch: ForwardBatch) -> Callable[[], SamplerOutput]:
+    def launch(self, batch: ForwardBatch) -> Callable[[], SamplerOutput]:
         if batch.num_decode:
             self.passes += 1
             self.tokens_read += int(batch.seq_lens_B[: batch.num_decode].sum())
             self.slot_mapping = batch.slot_mapping_N[: batch.num_decode]
-        return self.runner.start(batch)
+        return self.runner.launch(batch)
 
-    def experts(self, blocks: Ints, length: int) -> bytes | None:
-        return self.runner.experts(blocks, length)
+    def routed_experts(self, blocks: Ints, length: int) -> bytes | None:
+        return self.runner.routed_experts(blocks, length)
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
         return self.runner.prepare(tensors)
@@ -209,7 +209,7 @@ def weight_bytes(model: Transformer, active: float) -> float:
 
 def active_experts(counting: CountingRunner) -> float:
     """How many experts of a layer the last pass used, mean over the layers."""
-    record = counting.runner.routed_experts
+    record = counting.runner.expert_ids
     if record is None:
         return 0.0
     used = record[torch.from_numpy(counting.slot_mapping).cuda()].cpu().numpy()

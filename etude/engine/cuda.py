@@ -167,7 +167,7 @@ class CudaRunner:
         )
         self._k = weight.new_zeros(shape)
         self._v = weight.new_zeros(shape)
-        self.routed_experts: Tensor | None = None
+        self.expert_ids: Tensor | None = None
         if c.experts:
             kind = getattr(torch, c.experts.id_dtype)
             places = (
@@ -175,7 +175,7 @@ class CudaRunner:
                 len(c.experts.layers),
                 c.experts.num_experts_per_tok,
             )
-            self.routed_experts = torch.zeros(places, dtype=kind, device=weight.device)
+            self.expert_ids = torch.zeros(places, dtype=kind, device=weight.device)
         # Tokens drawn and the bits of their log-probs: of single tokens, then of prompts.
         num_rows = max_batch + self._max_rows
         self._results = torch.zeros(2, num_rows, dtype=torch.int32, device=weight.device)
@@ -231,7 +231,7 @@ class CudaRunner:
             self._graphs[size] = graph
 
     @torch.inference_mode()
-    def start(self, batch: ForwardBatch) -> Callable[[], SamplerOutput]:
+    def launch(self, batch: ForwardBatch) -> Callable[[], SamplerOutput]:
         host = self._host_buffers[self._next_buffer]
         self._next_buffer = (self._next_buffer + 1) % NUM_HOST_BUFFERS
         host.wait()
@@ -327,7 +327,7 @@ class CudaRunner:
         pdl = self._words.is_cuda
         attend = self._prefill_attention(got) if size.tiles else self._decode_attention(got)
         hidden_NE = self._network.hidden(
-            got["tokens"], got["slot_mapping"], self._results[0], attend, self.routed_experts, pdl
+            got["tokens"], got["slot_mapping"], self._results[0], attend, self.expert_ids, pdl
         )
         if size.tiles:
             hidden_NE = hidden_NE.index_select(0, got["drawing"])
@@ -394,15 +394,15 @@ class CudaRunner:
 
         return attend
 
-    def experts(self, blocks: Ints, length: int) -> bytes | None:
-        if self.routed_experts is None:
+    def routed_experts(self, blocks: Ints, length: int) -> bytes | None:
+        if self.expert_ids is None:
             return None
         # Beside the passes under way: those that wrote what is asked for were read back.
         with torch.cuda.stream(self._copies):
-            by_block = self.routed_experts.view(
-                self.num_blocks, self.block_size, *self.routed_experts.shape[1:]
+            by_block = self.expert_ids.view(
+                self.num_blocks, self.block_size, *self.expert_ids.shape[1:]
             )
-            where = torch.from_numpy(blocks).to(self.routed_experts.device)
+            where = torch.from_numpy(blocks).to(self.expert_ids.device)
             return by_block[where].flatten(0, 1)[:length].cpu().numpy().tobytes()
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:

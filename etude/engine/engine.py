@@ -110,8 +110,8 @@ class _InFlightPass:
     read: Callable[[], SamplerOutput]
 
     @property
-    def blocks_next(self) -> bool:
-        """The next pass cannot be planned without the output of this one."""
+    def must_be_read_first(self) -> bool:
+        """True if the next pass cannot be planned without the output of this one."""
         return any(each.sequence.drafter for each in self.sequences)
 
 
@@ -233,7 +233,7 @@ class Engine:
             sequence.num_pending += 1
             sequence.append(token.token, token.logprob, token.version, token.top)
         if sequence.finish_reason:  # nothing was missing but the word that it is whole
-            self._whole.append(FinishedRequest(id, sequence.sample(experts=None)))
+            self._whole.append(FinishedRequest(id, sequence.to_sample(experts=None)))
         else:
             self._scheduler.add(sequence)
 
@@ -270,20 +270,20 @@ class Engine:
         are finished."""
         events: list[StreamedToken | FinishedRequest] = [*self._whole]
         self._whole.clear()
-        if self._in_flight and self._in_flight.blocks_next:
+        if self._in_flight and self._in_flight.must_be_read_first:
             events += self._process_output(self._in_flight)
             self._in_flight = None
-        done = started = self._start()
+        done = started = self._launch()
         if self._runner.overlaps:
             done, self._in_flight = self._in_flight, started
         return events + (self._process_output(done) if done else [])
 
-    def _start(self) -> _InFlightPass | None:
+    def _launch(self) -> _InFlightPass | None:
         chosen, num_decode = self._scheduler.schedule(self.version)
         if not chosen:
             return None
         drawing = [sequence for sequence, _ in chosen if not sequence.num_uncomputed_tokens]
-        read = self._runner.start(build_batch(chosen, num_decode, self._blocks.block_size))
+        read = self._runner.launch(build_batch(chosen, num_decode, self._blocks.block_size))
         started = _InFlightPass(
             self.version,
             [_SampledSequence(each, each.incarnation, each.draft) for each in drawing],
@@ -343,14 +343,14 @@ class Engine:
     def _finish(self, sequence: Sequence) -> FinishedRequest:
         experts = self._experts(sequence)
         self._scheduler.release(sequence)
-        return FinishedRequest(sequence.id, sequence.sample(experts))
+        return FinishedRequest(sequence.id, sequence.to_sample(experts))
 
     def _experts(self, sequence: Sequence) -> bytes | None:
         # the last token was drawn, not read
         first, num_read = sequence.request.experts_from, len(sequence.tokens) - 1
         if first is None or sequence.block_table is None:
             return None
-        experts = self._runner.experts(np.array(sequence.block_table.blocks), num_read)
+        experts = self._runner.routed_experts(np.array(sequence.block_table.blocks), num_read)
         return None if experts is None else experts[first * len(experts) // num_read :]
 
 

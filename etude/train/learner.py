@@ -125,7 +125,7 @@ class Learner:
             self.model, min_score=router_replay_min_score, router_balance=router_balance
         )
         rows, divisor = self._weighed(batch, objective.aggregate, microbatch_tokens, temperature)
-        num_tokens = sum(row.num_tokens for row in rows)
+        num_loss_tokens = sum(row.num_loss_tokens for row in rows)
         mine = self._share(
             rows, partial(pack_rollouts, experts=self._experts(fetch)), microbatch_tokens
         )
@@ -137,7 +137,7 @@ class Learner:
         sums, seen = [], []
         for micro, ref_logp_N in zip(mine, references, strict=False):
             summed, columns_N5 = self._backward(
-                micro, routers, objective, ref_logp_N, num_tokens=num_tokens, divisor=divisor
+                micro, routers, objective, ref_logp_N, total=num_loss_tokens, divisor=divisor
             )
             sums.append(summed)
             seen.append(columns_N5)
@@ -146,7 +146,7 @@ class Learner:
         norm = self._update(lr, weight_decay)  # goes on while figures are made
         sums_M4, seen_N5 = (copy.wait() for copy in copies)
         loss_sum, *others_sum = self.world.all_reduce_sum(*map(sum, sums_M4.T.tolist()))
-        truncated_frac, zero_grad_frac, entropy = (each / num_tokens for each in others_sum)
+        truncated_frac, zero_grad_frac, entropy = (each / num_loss_tokens for each in others_sum)
         seen_N5 = self.world.all_gather(seen_N5.flatten()).view(-1, 5)
         return RlStats(
             recomputed=_by_row(seen_N5, len(rows)),
@@ -157,7 +157,7 @@ class Learner:
             entropy=entropy,
             lr=lr,
             num_rows=len(rows),
-            num_tokens=num_tokens,
+            num_loss_tokens=num_loss_tokens,
             num_forward_tokens=sum(row.length for row in rows),
             router_mismatch_frac=routers.mismatch_frac,
             experts_replaced_frac=routers.replaced_frac,
@@ -176,18 +176,18 @@ class Learner:
         objective: RlObjective,
         ref_logp_N: Tensor | None,
         *,
-        num_tokens: int,
+        total: int,
         divisor: float,
     ) -> tuple[Tensor, Tensor]:
         """Add the gradient of one microbatch; return its sums and the columns of its tokens to
-        report."""
+        report. `total`: the loss tokens of the whole batch."""
         routing = routers.begin_microbatch(micro)
         logp_N, others = token_logprobs(self.model, micro, routing, with_stats=True)
         losses = objective.token_losses(
             logp_N, micro.old_logprobs_N, micro.advantages_N, micro.row_ids_N, ref_logp_N
         )
         router_mismatch_N = routers.token_mismatches(routing, micro.logits_indices_N)
-        balancing = routers.end_microbatch(routing, micro) * (micro.num_tokens / num_tokens)
+        balancing = routers.end_microbatch(routing, micro) * (micro.num_loss_tokens / total)
         loss = (losses.loss_N * micro.weights_N).sum() / divisor + balancing
         loss.backward()  # type: ignore[no-untyped-call]
         parts = (
@@ -237,12 +237,14 @@ class Learner:
         together."""
         routers = RouterManager(self.model, router_balance=router_balance)
         count = sum(item.num_loss_terms for item in items)
-        num_tokens = sum(item.num_tokens for item in items)
+        num_loss_tokens = sum(item.num_loss_tokens for item in items)
         totals, metrics = [], Metrics()
         for micro in self._share(items, pack):
             routing = routers.begin_microbatch(micro)
             sum_of_losses, seen = loss(self.model, micro, routing)
-            balancing = routers.end_microbatch(routing, micro) * (micro.num_tokens / num_tokens)
+            balancing = routers.end_microbatch(routing, micro) * (
+                micro.num_loss_tokens / num_loss_tokens
+            )
             mean = sum_of_losses / count + balancing
             mean.backward()  # type: ignore[no-untyped-call]
             totals.append(mean.detach().double())
@@ -257,7 +259,7 @@ class Learner:
             loss=total,
             grad_norm=_finite(self._update(lr, weight_decay)),
             lr=lr,
-            num_tokens=num_tokens,
+            num_loss_tokens=num_loss_tokens,
             metrics=dict(zip(metrics, sums, strict=True)),
         )
 
@@ -270,7 +272,7 @@ class Learner:
         ]
         self.world.reshard(self.model)
         (total,) = self.world.all_reduce_sum(sum(torch.stack(logps).tolist()))
-        return -total / sum(text.num_tokens for text in texts)
+        return -total / sum(text.num_loss_tokens for text in texts)
 
     @torch.no_grad()
     def _reference(self, microbatches: Sequence[PackedRollouts]) -> list[Tensor]:
@@ -324,7 +326,7 @@ class Learner:
 
     def state(self) -> dict[str, Tensor]:
         """This rank's part of the state that the next step depends on. It shares memory with the
-        learner: pack it before stepping."""
+        learner: serialize it before stepping."""
         return self._whole() | {
             f"snapshot.{name}": tensor for name, tensor in self._snapshot.items()
         }

@@ -84,7 +84,7 @@ class RouterManager:
         """Count mismatches and loads; return the load-balancing loss, a mean over the tokens of the
         microbatch."""
         # a rank without work only keeps company
-        if routing is None or not self._config or not micro.num_tokens:
+        if routing is None or not self._config or not micro.num_loss_tokens:
             return 0.0
         if routing.replay is not None:
             self.num_replayed += int((routing.replay[..., 0, 0] >= 0).sum())

@@ -22,7 +22,7 @@ from etude.train.packing import TokenSequence, plan_microbatches
 from etude.train.schedule import learning_rate
 from etude.train.stats import SupervisedStats
 from etude.train.stream import SourceMix, TokenizedDocuments, shuffled
-from etude.train.supervised import Metrics, PreferencePair, answer_logprobs, pack_pairs, preference
+from etude.train.supervised import Metrics, PreferencePair, dpo_loss, pack_pairs, sequence_logprobs
 
 Demonstration = tuple[Sequence[int], Sequence[bool]]
 """The tokens of a session, and which of them the assistant said."""
@@ -78,7 +78,7 @@ def midtrain(
             step, lr=stage.lr, warmup=stage.warmup_steps, total=stage.steps, decay="cosine"
         )
         stats = learner.supervised_step(
-            documents(mix.rows(step * num_rows, num_rows), ends),
+            split_documents(mix.rows(step * num_rows, num_rows), ends),
             lr=rate,
             weight_decay=stage.weight_decay,
         )
@@ -88,7 +88,7 @@ def midtrain(
         on_step(StepReport(step=done, total=stage.steps, stats=stats, metrics=metrics))
 
 
-def documents(tokens_BT: NDArray[np.int64], eos: int | None) -> list[TokenSequence]:
+def split_documents(tokens_BT: NDArray[np.int64], eos: int | None) -> list[TokenSequence]:
     """Rows of tokens as sequences in which the loss counts every token. With `eos`, a row is split
     into its documents, none of which sees another; otherwise a row is one sequence."""
     found = []
@@ -105,7 +105,7 @@ def _heldout_rows(heldout: TokenizedDocuments, width: int, eos: int | None) -> l
     that do not fill a row."""
     tokens_N = heldout.tokens_N[:HELDOUT_TOKENS].astype(np.int64)
     width = min(width, len(tokens_N))
-    return documents(tokens_N[: len(tokens_N) // width * width].reshape(-1, width), eos)
+    return split_documents(tokens_N[: len(tokens_N) // width * width].reshape(-1, width), eos)
 
 
 def sft(
@@ -172,7 +172,7 @@ def dpo(
         )
     steps_per_epoch = max(1, round(len(pairs) / stage.batch_pairs))
     total = stage.epochs * steps_per_epoch
-    loss = preference(beta=stage.beta, length_normalised=stage.length_normalised)
+    loss = dpo_loss(beta=stage.beta, length_normalised=stage.length_normalised)
     for step in range(start_step, total):
         epoch, part = divmod(step, steps_per_epoch)
         chosen = np.array_split(shuffled(len(pairs), seed, epoch), steps_per_epoch)[part].tolist()
@@ -194,7 +194,7 @@ def _judged(learner: Learner, pairs: Sequence[PreferencePair], mean: bool) -> li
     )[0]:
         packed = pack_pairs([pairs[i] for i in some]).to(learner.device)
         for i, (chosen, rejected) in zip(
-            some, answer_logprobs(learner.model, packed, mean=mean).tolist(), strict=True
+            some, sequence_logprobs(learner.model, packed, mean=mean).tolist(), strict=True
         ):
             judged[i] = replace(pairs[i], reference=(chosen, rejected))
     return judged

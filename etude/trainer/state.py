@@ -28,7 +28,7 @@ from etude.store import checkpoints
 from etude.store.checkpoints import Checkpoint, CheckpointWriter, Origin, code_version
 from etude.store.runs import Run
 from etude.store.telemetry import Emit
-from etude.train.checkpoint import pack, unpack
+from etude.train.checkpoint import from_bytes, to_bytes
 from etude.train.distributed import SINGLE_PROCESS, World
 from etude.train.learner import Learner
 from etude.train.mismatch import measure_mismatch
@@ -169,7 +169,7 @@ class TrainerState:
         def on_step(report: StepReport) -> None:
             nonlocal last, saved
             now = time.monotonic()
-            speed = report.stats.num_tokens / max(now - last, 1e-9)
+            speed = report.stats.num_loss_tokens / max(now - last, 1e-9)
             self.emit(
                 FitStep(
                     stage=self.stage,
@@ -234,7 +234,7 @@ class TrainerState:
                 "batches_digest": self.batches_digest,
             },
         )
-        self.saver.save(checkpoint, pack(self.learner.state()), then)
+        self.saver.save(checkpoint, to_bytes(self.learner.state()), then)
 
     def resume(self, checkpoint: Checkpoint) -> None:
         self.stage, self.version, self.step = checkpoint.stage, checkpoint.version, checkpoint.step
@@ -246,7 +246,7 @@ class TrainerState:
         self.batches_digest = checkpoint.cursor["batches_digest"]
 
         def shard(rank: int) -> dict[str, torch.Tensor]:
-            return unpack(
+            return from_bytes(
                 checkpoints.read_part(self.run, checkpoint, rank), f"checkpoint {checkpoint.name}"
             )
 

@@ -121,7 +121,7 @@ class StepReporter:
             experts_replaced_frac=stats.experts_replaced_frac,
             entropy=stats.entropy,
             grad_norm=stats.grad_norm,
-            tokens=stats.num_tokens,
+            tokens=stats.num_loss_tokens,
             tokens_per_s=stats.num_forward_tokens / seconds,
             mfu=step_flops(self._config, batch.rows) / seconds / self._peak,
             repeated_rows=self._repeats.count(batch),

@@ -46,15 +46,15 @@ class Watching:
         self.overlaps = runner.overlaps
         self.num_blocks = runner.num_blocks
         self.block_size = runner.block_size
-        self.experts = runner.experts
+        self.routed_experts = runner.routed_experts
         self.prepare = runner.prepare
         self.weights = runner.weights
         self.seen: set[tuple[tuple[int, int], ...]] = set()
 
-    def start(self, plan: ForwardBatch) -> Callable[[], SamplerOutput]:
+    def launch(self, plan: ForwardBatch) -> Callable[[], SamplerOutput]:
         counts_B: Ints = np.diff(np.append(plan.query_starts_B, len(plan.tokens_N)))
         self.seen.add(tuple(zip(counts_B.tolist(), plan.seq_lens_B.tolist(), strict=True)))
-        return self._runner.start(plan)
+        return self._runner.launch(plan)
 
 
 def random_request(rng: Random, id: int, scale: int = 1) -> Asked:
@@ -117,7 +117,7 @@ def trained(model: Transformer, sessions: Sessions, rng: Random) -> dict[str, Bi
             for id in group
         ]
         packed = pack_batch([TokenSequence(*each) for each in zip(rows, masks, strict=True)])
-        temperature_N = torch.full((packed.num_tokens,), TEMPERATURE)
+        temperature_N = torch.full((packed.num_loss_tokens,), TEMPERATURE)
         with torch.no_grad():
             logp_N, _ = token_logprobs(
                 model, replace(packed, temperature_N=temperature_N).to(device)

@@ -318,7 +318,7 @@ def check_experts(
     )
     counts = torch.full((num,), -1, dtype=torch.int32, device=new.device)
     choices = torch.full((num, rows), -1, dtype=torch.int32, device=new.device)
-    experts.gather(ids, counts, choices)
+    experts.group_by_expert(ids, counts, choices)
     for expert in range(num):
         mine = (ids.flatten() == expert).nonzero()[:, 0]
         assert counts[expert] == len(mine) and torch.equal(

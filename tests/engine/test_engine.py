@@ -254,9 +254,9 @@ class Watched(TorchRunner):
         super().__init__(model, 64)
         self.plans: list[ForwardBatch] = []
 
-    def start(self, batch: ForwardBatch):  # type: ignore[no-untyped-def]
+    def launch(self, batch: ForwardBatch):  # type: ignore[no-untyped-def]
         self.plans.append(batch)
-        return super().start(batch)
+        return super().launch(batch)
 
 
 def test_samples_of_one_prompt_share_its_blocks(model: Transformer) -> None:

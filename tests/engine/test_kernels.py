@@ -128,7 +128,7 @@ def test_a_trainable_model_on_kernels_has_the_values_and_gradients_of_the_plain_
     for kind in (Transformer, BatchInvariantTransformer):
         model = kind(MODELS[name])
         model.load_state_dict(sharp(MODELS[name], seed=3, factor=2.0).state_dict())
-        warm = replace(packed, temperature_N=torch.full((packed.num_tokens,), 0.7))
+        warm = replace(packed, temperature_N=torch.full((packed.num_loss_tokens,), 0.7))
         routing = Routing(torch.tensor(replay)[:, None]) if replay else None
         routings.append(routing)
         logp_N, _ = token_logprobs(model, warm, routing)

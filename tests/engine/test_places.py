@@ -111,7 +111,7 @@ def test_after_new_weights_nothing_is_shared_with_what_was_read_before() -> None
     scheduler.add(first)
     advance(scheduler)
     scheduler.stop_sharing()
-    assert first.block_table is not None and first.block_table.last_registered is None
+    assert first.block_table is not None and first.block_table.last_cached is None
     scheduler.add(second)
     chosen, _ = scheduler.schedule(version=1)
     assert (chosen[1][1], scheduler.num_cached_tokens) == (10, 0)
@@ -122,16 +122,16 @@ def test_who_follows_a_grammar_waits_until_its_token_is_known() -> None:
     bound.constraint = OnlyEven()
     for each in (free, bound):
         each.num_pending = 1
-    assert (free.blocked, bound.blocked) == (False, True)
+    assert (free.awaits_output, bound.awaits_output) == (False, True)
     bound.num_pending = 0
-    assert not bound.blocked
+    assert not bound.awaits_output
 
 
 def test_who_must_not_repeat_itself_waits_until_its_token_is_known() -> None:
     each = in_sequence(request("0", [2] * 3, repetition_penalty=1.1), 0, 8)
-    assert not each.blocked
+    assert not each.awaits_output
     each.num_pending = 1
-    assert each.blocked
+    assert each.awaits_output
 
 
 def proposed(scheduler: Scheduler, *sequences: Sequence) -> list[int]:
@@ -187,7 +187,7 @@ def test_a_sample_says_how_much_was_guessed_right() -> None:
     for token in (8, 9):
         each.num_pending += 1
         each.append(token, -1.0, 4, ())
-    sample = each.sample(b"experts")
+    sample = each.to_sample(b"experts")
     assert (
         sample.accepted_draft_tokens,
         sample.rejected_draft_tokens,

@@ -125,9 +125,9 @@ class Watched(TorchRunner):
         super().__init__(model, 64)
         self.plans: list[ForwardBatch] = []
 
-    def start(self, batch: ForwardBatch) -> Callable[[], SamplerOutput]:
+    def launch(self, batch: ForwardBatch) -> Callable[[], SamplerOutput]:
         self.plans.append(batch)
-        return super().start(batch)
+        return super().launch(batch)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -235,8 +235,8 @@ def test_drafts_under_a_constraint(model: Transformer, overlaps: bool) -> None:
 class Biased(TorchRunner):
     """Takes a draft's word for it in one case of eight, whatever the distribution says."""
 
-    def start(self, batch: ForwardBatch) -> Callable[[], SamplerOutput]:
-        drawn = super().start(batch)()
+    def launch(self, batch: ForwardBatch) -> Callable[[], SamplerOutput]:
+        drawn = super().launch(batch)()
         for row, place in enumerate(batch.logits_indices_R[:-1]):
             if (
                 batch.logits_indices_R[row + 1] == place + 1

@@ -64,7 +64,7 @@ def test_an_event_of_a_step_has_each_figure_in_its_place() -> None:
         *("router_mismatch_frac", "entropy", "grad_norm"),
     )
     assert {name: event[name] for name in same} == {name: getattr(stats, name) for name in same}
-    assert event["tokens"] == stats.num_tokens and event["teacher_kl"] == 0.5
+    assert event["tokens"] == stats.num_loss_tokens and event["teacher_kl"] == 0.5
     assert (event["k1"], event["k1_p99"]) == (mismatch.k1, mismatch.k1_p99)
     assert (event["k3_mean"], event["k3_p99"]) == (mismatch.k3, mismatch.k3_p99)
     assert event["wait_s"] >= 0 and event["seconds"] > 0

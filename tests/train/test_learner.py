@@ -16,7 +16,7 @@ from etude.core.types import Batch, Row
 from etude.model.attention import CausalAttention
 from etude.model.files import hf_tensors
 from etude.model.transformer import ModelConfig, init_from_scratch
-from etude.train.checkpoint import pack, unpack
+from etude.train.checkpoint import from_bytes, to_bytes
 from etude.train.learner import MAX_GRAD_NORM, Learner
 from etude.train.loss import token_logprobs
 from etude.train.objective import RlObjective
@@ -71,7 +71,7 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 def through_bytes(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    return unpack(pack(state), "here")
+    return from_bytes(to_bytes(state), "here")
 
 
 def test_the_model_computes_with_what_is_published() -> None:
@@ -154,7 +154,7 @@ def test_how_rows_are_cut_into_microbatches_changes_only_rounding() -> None:
         assert other.loss == pytest.approx(stats[0].loss, rel=1e-4)
         assert other.grad_norm == pytest.approx(stats[0].grad_norm, rel=1e-4)
         assert other.mismatch.k3 == pytest.approx(stats[0].mismatch.k3, rel=1e-4)
-        assert other.num_tokens == stats[0].num_tokens
+        assert other.num_loss_tokens == stats[0].num_loss_tokens
 
 
 def test_rows_are_what_is_published_and_stay_as_they_are() -> None:

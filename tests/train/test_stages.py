@@ -118,7 +118,7 @@ def test_midtrain_learns_and_says_so() -> None:
     assert [report.step for report in seen] == list(range(1, 9))
     assert seen[-1].stats.loss < seen[0].stats.loss
     # 3 whole rows of 32; the first token of a document does not count
-    assert 3 * 24 < seen[0].stats.num_tokens < 3 * 31
+    assert 3 * 24 < seen[0].stats.num_loss_tokens < 3 * 31
     exams = {report.step: report.metrics["heldout"] for report in seen if report.metrics}
     assert exams.keys() == {3, 6, 8} and exams[8] < exams[3]
 
@@ -140,14 +140,14 @@ def test_documents_that_share_a_row_do_not_see_each_other() -> None:
     model = init_from_scratch(CONFIG, 0)
     docs = [[3, 7, 7, 2, EOS], [5, 1, EOS], [9, 9, 4, EOS]]
     row = np.array([[token for doc in docs for token in doc]])
-    document_mask, joined = (pack_batch(stages.documents(row, eos)) for eos in (EOS, None))
+    document_mask, joined = (pack_batch(stages.split_documents(row, eos)) for eos in (EOS, None))
     together, _ = token_logprobs(model, document_mask)
     alone = [
-        token_logprobs(model, pack_batch(stages.documents(np.array([doc]), None)))[0]
+        token_logprobs(model, pack_batch(stages.split_documents(np.array([doc]), None)))[0]
         for doc in docs
     ]
     torch.testing.assert_close(together, torch.cat(alone), rtol=1e-5, atol=1e-5)
-    assert joined.num_tokens == 11 and document_mask.num_tokens == 9
+    assert joined.num_loss_tokens == 11 and document_mask.num_loss_tokens == 9
     mixed, _ = token_logprobs(model, joined)
     assert not torch.allclose(mixed[5:7], alone[1], atol=1e-3)
 
@@ -345,7 +345,7 @@ def test_sft_takes_no_step_without_a_session() -> None:
         on_step=seen.append,
     )
     assert [report.total for report in seen] == [3, 3, 3]
-    assert all(report.stats.num_tokens == 10 for report in seen)
+    assert all(report.stats.num_loss_tokens == 10 for report in seen)
 
 
 def test_sft_goes_on_to_the_bit_wherever_it_was_killed() -> None:

@@ -21,7 +21,7 @@ from etude.train.schedule import learning_rate
 from etude.train.stages import dpo, midtrain, sft
 from etude.train.stats import SupervisedStats
 from etude.train.stream import TokenizedDocuments
-from etude.train.supervised import PreferencePair, pack_pairs, preference
+from etude.train.supervised import PreferencePair, dpo_loss, pack_pairs
 from tests.train import test_routers
 from tests.train.test_learner import batch, equal, learner, texts, through_bytes
 from tests.train.test_stages import (
@@ -52,7 +52,7 @@ def test_a_step_takes_probabilities_at_the_temperature_of_sampling() -> None:
 def test_what_a_step_tells_of_its_batch() -> None:
     lesson = batch(1)
     stats = learner().rl_step(lesson, lr=1e-3, microbatch_tokens=64)
-    assert (stats.lr, stats.num_rows, stats.num_tokens) == (
+    assert (stats.lr, stats.num_rows, stats.num_loss_tokens) == (
         1e-3,
         6,
         sum(sum(row.mask) for row in lesson.rows),
@@ -81,12 +81,12 @@ def test_a_supervised_step_is_the_mean_over_all_tokens_however_they_are_cut(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     one, other = learner(), learner()
-    counts = [text.num_tokens for text in UNEQUAL]
+    counts = [text.num_loss_tokens for text in UNEQUAL]
     apart = [other.evaluate([text]) for text in UNEQUAL]
     mean = sum(c * loss for c, loss in zip(counts, apart, strict=True)) / sum(counts)
     assert other.evaluate(UNEQUAL) == pytest.approx(mean, rel=1e-6)
     stats = one.supervised_step(UNEQUAL, lr=1e-3)
-    assert stats.loss == pytest.approx(mean, rel=1e-5) and (stats.num_tokens, stats.lr) == (
+    assert stats.loss == pytest.approx(mean, rel=1e-5) and (stats.num_loss_tokens, stats.lr) == (
         sum(counts),
         1e-3,
     )
@@ -116,7 +116,10 @@ def test_the_loss_that_balances_counts_by_tokens_in_a_supervised_step(
         .loss
         for b in (False, True)
     ]
-    counts, alone = [text.num_tokens for text in UNEQUAL], [balancing(text) for text in UNEQUAL]
+    counts, alone = (
+        [text.num_loss_tokens for text in UNEQUAL],
+        [balancing(text) for text in UNEQUAL],
+    )
     expected = sum(c * loss for c, loss in zip(counts, alone, strict=True)) / sum(counts)
     assert expected != pytest.approx(sum(alone) / len(alone), rel=1e-2)
     assert losses[1] - losses[0] == pytest.approx(expected, rel=1e-3)
@@ -209,7 +212,9 @@ class Noted:
     def supervised_step(self, items: list[PackItem], **told: Any) -> SupervisedStats:
         self.items.append(items)
         self.told.append(told)
-        return SupervisedStats(loss=1.0, grad_norm=1.0, lr=told["lr"], num_tokens=1, metrics={})
+        return SupervisedStats(
+            loss=1.0, grad_norm=1.0, lr=told["lr"], num_loss_tokens=1, metrics={}
+        )
 
     def rates(self) -> list[float]:
         return [told["lr"] for told in self.told]
@@ -324,7 +329,7 @@ def test_a_preference_balances_too() -> None:
         for row in test_routers.TEXT_BT[:2].tolist()
     ]
     pairs = [PreferencePair(chosen, rejected) for chosen, rejected in halves]
-    loss = preference(beta=0.1, length_normalised=True)
+    loss = dpo_loss(beta=0.1, length_normalised=True)
     plain, balanced = (
         Learner(init_from_scratch(test_routers.SPARSE, 0))
         .supervised_step(pairs, lr=1e-3, pack=pack_pairs, loss=loss, router_balance=router_balance)

@@ -196,7 +196,7 @@ def test_a_supervised_step_is_reported_with_its_speed_and_saved_now_and_then(
     monkeypatch.setattr(state.time, "monotonic", lambda: now)
     monkeypatch.setattr(trainer, "save", lambda: saved.append(trainer.step))
     report = trainer.report_fit()
-    stats = SupervisedStats(loss=1.5, grad_norm=1.0, lr=0.1, num_tokens=60, metrics={})
+    stats = SupervisedStats(loss=1.5, grad_norm=1.0, lr=0.1, num_loss_tokens=60, metrics={})
     for step, seconds in ((1, 2.0), (2, 3.0), (3, state.CHECKPOINT_S), (4, 10.0)):
         now += seconds
         report(StepReport(step=step, total=9, stats=stats, heldout_losses=(0.5,) * step))

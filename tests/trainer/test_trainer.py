@@ -102,7 +102,7 @@ def test_the_first_rank_decides_when_a_checkpoint_is_due(
     monkeypatch.setattr(trainer, "save", lambda: saved.append(trainer.step))
     monkeypatch.setattr(state, "CHECKPOINT_S", math.inf if due else -1.0)
     trainer.world = Second(float(due))
-    stats = SupervisedStats(loss=1.0, grad_norm=1.0, lr=0.1, num_tokens=1, metrics={})
+    stats = SupervisedStats(loss=1.0, grad_norm=1.0, lr=0.1, num_loss_tokens=1, metrics={})
     trainer.report_fit()(StepReport(step=3, total=9, stats=stats))
     assert saved == ([3] if due else [])
 

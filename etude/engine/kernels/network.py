@@ -226,7 +226,7 @@ def expert_parts(
         slot_mapping_N.new_empty(c.num_experts),
         slot_mapping_N.new_empty(c.num_experts, rows),
     )
-    experts.gather(ids_Nk, counts_X, choices_XN, pdl)
+    experts.group_by_expert(ids_Nk, counts_X, choices_XN, pdl)
     act = x_NE.new_empty(rows * top, c.moe_intermediate_size)
     parts_NkE = x_NE.new_empty(rows, top, x_NE.shape[1])
     up, down = layer.experts.gate_up_proj, layer.experts.down_proj
