@@ -45,7 +45,7 @@ max_tokens = 32
 
 [engine]
 regions = ["here"]
-max_batch = 1
+max_num_seqs = 1
 
 [sandbox]
 isolation = "process"

@@ -204,7 +204,9 @@ def write(
 ) -> Written:
     """All at once. Without predictions plainly."""
     knowing = ScriptedRunner(runner, answers)
-    engine = Engine(model, max_batch=max(2, len(answers)), max_batched_tokens=1024, runner=knowing)
+    engine = Engine(
+        model, max_num_seqs=max(2, len(answers)), max_batched_tokens=1024, runner=knowing
+    )
     for number, (prompt, answer) in enumerate(answers):
         asked = Request(
             prompt=prompt,
@@ -325,7 +327,9 @@ def really_said(model: Transformer, runner: Runner, prompt: Tokens) -> dict[str,
 
 
 def _said(model: Transformer, runner: Runner, asked: Request) -> Sample:
-    engine = Engine(model, max_batch=2, max_batched_tokens=1024, prefix_cache=False, runner=runner)
+    engine = Engine(
+        model, max_num_seqs=2, max_batched_tokens=1024, prefix_cache=False, runner=runner
+    )
     engine.add(asked, "0")
     (done,) = _events(engine)
     return done.sample

@@ -223,7 +223,11 @@ def engine_figures(
     blocks = 2 * batch * ((PROMPT + NEW) // CudaRunner.block_size + 1) + 64
     counting = CountingRunner(CudaRunner(model, blocks, batch))
     engine = Engine(
-        model, max_batch=batch, max_batched_tokens=batch + 1024, prefix_cache=False, runner=counting
+        model,
+        max_num_seqs=batch,
+        max_batched_tokens=batch + 1024,
+        prefix_cache=False,
+        runner=counting,
     )
     served = serve(engine, counting, batch, num_tokens)
     token_bytes = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * 2

@@ -149,7 +149,7 @@ def sampled(
     reward of all."""
     engine = Engine(
         model,
-        max_batch=len(asked),
+        max_num_seqs=len(asked),
         prefix_cache=False,
         max_batched_tokens=len(asked) * (PROMPT_DIGITS + 2),
     )

@@ -144,13 +144,13 @@ class CudaRunner:
     block_size = 64
 
     def __init__(
-        self, model: Transformer, num_blocks: int, max_batch: int, *, invariant: bool = False
+        self, model: Transformer, num_blocks: int, max_num_seqs: int, *, invariant: bool = False
     ) -> None:
         """Capture the graphs. `invariant`: with batch-invariant kernels, which give a token the
         same bits in any batch."""
         self.num_blocks = num_blocks
-        self.max_batch = max_batch
-        self._max_rows = max_batch + MAX_DRAFT_TOKENS
+        self.max_num_seqs = max_num_seqs
+        self._max_rows = max_num_seqs + MAX_DRAFT_TOKENS
         self._model = model.eval()
         self._network = (batch_invariant.BatchInvariantNetwork if invariant else KernelNetwork)(
             model
@@ -177,7 +177,7 @@ class CudaRunner:
             )
             self.expert_ids = torch.zeros(places, dtype=kind, device=weight.device)
         # Tokens drawn and the bits of their log-probs: of single tokens, then of prompts.
-        num_rows = max_batch + self._max_rows
+        num_rows = max_num_seqs + self._max_rows
         self._results = torch.zeros(2, num_rows, dtype=torch.int32, device=weight.device)
         self._logits = weight.new_empty(num_rows, c.vocab_size, dtype=torch.float32)
         self._words = torch.zeros(2, self._num_words(), dtype=torch.int32, device=weight.device)
@@ -196,8 +196,8 @@ class CudaRunner:
 
     def _num_words(self) -> int:
         largest = max(*PREFILL_GRAPH_SIZES, self._model.config.max_position_embeddings)
-        fixed = InputLayout(self._prompt_size(largest, self.max_batch, self._max_rows)).fixed
-        return fixed + self.max_batch * -(
+        fixed = InputLayout(self._prompt_size(largest, self.max_num_seqs, self._max_rows)).fixed
+        return fixed + self.max_num_seqs * -(
             -self._model.config.max_position_embeddings // self.block_size
         )
 
@@ -209,11 +209,13 @@ class CudaRunner:
 
     def _graph_shapes(self) -> list[GraphShape]:
         """The shapes to capture, decode graphs first, each kind from small to large."""
-        singles = sorted({*(n for n in DECODE_GRAPH_SIZES if n < self.max_batch), self.max_batch})
+        singles = sorted(
+            {*(n for n in DECODE_GRAPH_SIZES if n < self.max_num_seqs), self.max_num_seqs}
+        )
         prompts = [
-            (n, few := min(max(16, n // 32), self.max_batch), few) for n in PREFILL_GRAPH_SIZES
+            (n, few := min(max(16, n // 32), self.max_num_seqs), few) for n in PREFILL_GRAPH_SIZES
         ]
-        drafts = [(n, min(n, self.max_batch), min(n, self._max_rows)) for n in DRAFT_GRAPH_SIZES]
+        drafts = [(n, min(n, self.max_num_seqs), min(n, self._max_rows)) for n in DRAFT_GRAPH_SIZES]
         both = sorted({*prompts, *drafts}, key=lambda each: (each[0], each[2]))
         return [GraphShape(n, n, n) for n in singles] + [self._prompt_size(*each) for each in both]
 
@@ -253,7 +255,7 @@ class CudaRunner:
         place_R = np.zeros(len(batch.logits_indices_R), np.int64)
         for part in parts:
             place_R[part.row_indices_R] = np.arange(len(part.row_indices_R)) + (
-                self.max_batch if part.num_tiles else 0
+                self.max_num_seqs if part.num_tiles else 0
             )
         self._last_place_R = place_R
         if batch.sampling.is_unfiltered and not batch.sampling.num_top_logprobs:
@@ -331,7 +333,7 @@ class CudaRunner:
         )
         if size.tiles:
             hidden_NE = hidden_NE.index_select(0, got["drawing"])
-        rows = slice(which * self.max_batch, which * self.max_batch + size.rows)
+        rows = slice(which * self.max_num_seqs, which * self.max_num_seqs + size.rows)
         self._network.sample(
             hidden_NE, got["temperature"], got["u"], self._logits[rows],
             self._results[0, rows], self._results[1, rows].view(torch.float32), pdl,

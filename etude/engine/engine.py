@@ -119,7 +119,7 @@ class Engine:
     """A synchronous inference engine: add requests, call `step`, swap weights between steps."""
 
     def __init__(
-        self, model: Transformer, *, max_batch: int, version: int = 0,
+        self, model: Transformer, *, max_num_seqs: int, version: int = 0,
         max_batched_tokens: int = 512, prefix_cache: bool = True, kv_bytes: int | None = None,
         runner: Runner | None = None,
     ) -> None:  # fmt: skip
@@ -130,15 +130,15 @@ class Engine:
         self.version = version
         self.max_context = c.max_position_embeddings
         self.vocab_size = c.vocab_size
-        self._runner = runner or select_runner(model, max_batch, kv_bytes)
+        self._runner = runner or select_runner(model, max_num_seqs, kv_bytes)
         self._blocks = BlockManager(
             self._runner.num_blocks, self._runner.block_size, reuse=prefix_cache
         )
         # Chunks are for the others' sake; where there are none, a prompt is computed at once.
         self._scheduler = Scheduler(
             self._blocks,
-            max_batch=max_batch,
-            max_batched_tokens=max_batched_tokens if max_batch > 1 else self.max_context,
+            max_num_seqs=max_num_seqs,
+            max_batched_tokens=max_batched_tokens if max_num_seqs > 1 else self.max_context,
         )
         self._arrivals = itertools.count()
         self._in_flight: _InFlightPass | None = None

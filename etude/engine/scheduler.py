@@ -152,11 +152,11 @@ class Sequence:
 class Scheduler:
     """Continuous batching with chunked prefill, priorities and preemption."""
 
-    def __init__(self, blocks: BlockManager, *, max_batch: int, max_batched_tokens: int) -> None:
+    def __init__(self, blocks: BlockManager, *, max_num_seqs: int, max_batched_tokens: int) -> None:
         self.blocks = blocks
-        self.max_batch = max_batch
+        self.max_num_seqs = max_num_seqs
         # when all but one draw, the last still gets on
-        self.max_batched_tokens = max(max_batched_tokens, max_batch + 1)
+        self.max_batched_tokens = max(max_batched_tokens, max_num_seqs + 1)
         self.waiting: list[Sequence] = []  # both in order of rank
         self.running: list[Sequence] = []
         self.num_preempted = self.num_prompt_tokens = self.num_cached_tokens = 0
@@ -266,10 +266,10 @@ class Scheduler:
         # Room to grow is left for those who run: to admit one only to preempt it at once would be
         # work for nothing.
         needed = self.blocks.num_blocks_for(len(sequence.tokens)) + len(self.running)
-        return len(self.running) < self.max_batch and needed <= self.blocks.num_free
+        return len(self.running) < self.max_num_seqs and needed <= self.blocks.num_free
 
     def _admit(self, version: int) -> Sequence | None:
-        if not self.waiting or len(self.running) == self.max_batch:
+        if not self.waiting or len(self.running) == self.max_num_seqs:
             return None
         sequence = self.waiting[0]
         table = self.blocks.match_prefix(sequence.tokens, version)

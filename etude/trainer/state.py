@@ -88,7 +88,7 @@ class TrainerState:
             model,
             world,
             optimizer=config.trainer.optimizer,
-            dtype=getattr(torch, config.trainer.weights_dtype),
+            dtype=getattr(torch, config.trainer.published_dtype),
             compute=compute,
         )
         self.stage = ""
@@ -264,6 +264,6 @@ def computed_in(config: TrainerConfig, device: torch.device) -> torch.dtype:
         return getattr(torch, config.compute_dtype)  # type: ignore[no-any-return]
     return (
         torch.bfloat16
-        if device.type == "cuda" and config.weights_dtype == "bfloat16"
+        if device.type == "cuda" and config.published_dtype == "bfloat16"
         else torch.float32
     )

@@ -36,13 +36,13 @@ def objective_of(stage: RlConfig) -> RlObjective:
         )
     objective = RlObjective(
         loss=loss,
-        aggregate=stage.aggregate or loss.aggregate,
+        aggregate=stage.loss_aggregation or loss.aggregate,
         clip=Clip(
             loss.clip.low if stage.clip_low is None else stage.clip_low,
             loss.clip.high if stage.clip_high is None else stage.clip_high,
         ),
         correction=stage.correction or loss.correction,
-        ratio_cap=stage.ratio_cap,
+        correction_cap=stage.correction_cap,
         kl_coef=stage.kl_coef,
     )
     for key, value, known in (

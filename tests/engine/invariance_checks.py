@@ -69,13 +69,13 @@ def random_request(rng: Random, id: int, scale: int = 1) -> Asked:
 
 
 def serve(
-    model: Transformer, runner: Watching, rng: Random, compositions: int, *, max_batch: int = 6,
+    model: Transformer, runner: Watching, rng: Random, compositions: int, *, max_num_seqs: int = 6,
     max_batched_tokens: int = 16, scale: int = 1,
 ) -> Sessions:  # fmt: skip
     """Requests come and go, some are given up or put off, until so many different passes were
     made."""
     engine = Engine(
-        model, max_batch=max_batch, max_batched_tokens=max_batched_tokens, runner=runner
+        model, max_num_seqs=max_num_seqs, max_batched_tokens=max_batched_tokens, runner=runner
     )
     asked: dict[str, Asked] = {}
     done: dict[str, Sample] = {}
@@ -83,7 +83,7 @@ def serve(
         while (
             len(runner.seen) < compositions
             and rng.random() < 0.5
-            and engine.num_waiting < max_batch
+            and engine.num_waiting < max_num_seqs
         ):
             new = random_request(rng, len(asked), scale)
             asked[new.id] = new
@@ -163,7 +163,7 @@ def on_device(name: str, company: str, compositions: int) -> dict[str, float]:
     from etude.engine.cuda import CudaRunner
     from etude.engine.kernels.transformer import BatchInvariantTransformer
 
-    max_batch, max_batched_tokens = COMPANY[company]
+    max_num_seqs, max_batched_tokens = COMPANY[company]
     source, rng = init_from_scratch(MODELS[name], seed=0), Random(name + company)
     model = (
         Transformer(source.config) if name == "latent" else BatchInvariantTransformer(source.config)
@@ -172,24 +172,24 @@ def on_device(name: str, company: str, compositions: int) -> dict[str, float]:
     model = model.to("cuda", torch.bfloat16).requires_grad_(False)
     if name == "latent":
         model.compute_with(INVARIANT)
-    blocks = 20 * max_batch + 40
+    blocks = 20 * max_num_seqs + 40
 
-    def runner(max_batch: int) -> Runner:
+    def runner(max_num_seqs: int) -> Runner:
         if name == "latent":
             return TorchInvariantRunner(model, 4 * blocks)
-        return CudaRunner(model, blocks, max_batch, invariant=True)
+        return CudaRunner(model, blocks, max_num_seqs, invariant=True)
 
-    watching = Watching(runner(max_batch))
+    watching = Watching(runner(max_num_seqs))
     sessions = serve(
         model,
         watching,
         rng,
         compositions,
-        max_batch=max_batch,
+        max_num_seqs=max_num_seqs,
         max_batched_tokens=max_batched_tokens,
         scale=8,
     )
-    by_itself = Engine(model, max_batch=1, prefix_cache=False, runner=runner(1))
+    by_itself = Engine(model, max_num_seqs=1, prefix_cache=False, runner=runner(1))
     chosen = rng.sample(sorted(sessions), 8)
     changed = sum(alone(by_itself, sessions[id][0]) != sessions[id][1] for id in chosen)
     found = differing(sessions, trained(model, sessions, rng))

@@ -390,9 +390,9 @@ def check_engine(experts: ExpertsConfig | None) -> dict[str, float]:
     )
     engine = Engine(
         before,
-        max_batch=24,
+        max_num_seqs=24,
         max_batched_tokens=200,
-        runner=CudaRunner(before, num_blocks=200, max_batch=24),
+        runner=CudaRunner(before, num_blocks=200, max_num_seqs=24),
     )
     engine.load_weights(1, {name: tensor.cpu() for name, tensor in hf_state_dict(model).items()})
     prefix = torch.randint(0, 5000, (130,)).tolist()
@@ -459,7 +459,7 @@ def check_operators() -> dict[str, float]:
     model = sharp(config, seed=0, factor=3.0)
     found = []
     for device in ("cpu", "cuda"):
-        engine = Engine(model.to(device), max_batch=4, max_batched_tokens=20)
+        engine = Engine(model.to(device), max_num_seqs=4, max_batched_tokens=20)
         for i in range(6):
             add(
                 engine,

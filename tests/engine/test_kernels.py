@@ -70,8 +70,11 @@ def test_an_engine_on_kernels_says_what_the_model_says(
     ]
     model = sharp(MODELS[name], seed=3)
     found = []
-    for runner in (cuda.CudaRunner(model, num_blocks=12, max_batch=3, invariant=invariant), None):
-        engine = Engine(model, max_batch=3, max_batched_tokens=9, runner=runner)
+    for runner in (
+        cuda.CudaRunner(model, num_blocks=12, max_num_seqs=3, invariant=invariant),
+        None,
+    ):
+        engine = Engine(model, max_num_seqs=3, max_batched_tokens=9, runner=runner)
         for each in requests:
             add(engine, each)
         found.append(drain(engine))
@@ -94,8 +97,8 @@ def test_drafts_on_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         for i in range(3)
     ]
     found: list[dict[str, Sample]] = []
-    for runner in (None, cuda.CudaRunner(model, num_blocks=12, max_batch=3)):
-        engine = Engine(model, max_batch=3, max_batched_tokens=20, runner=runner)
+    for runner in (None, cuda.CudaRunner(model, num_blocks=12, max_num_seqs=3)):
+        engine = Engine(model, max_num_seqs=3, max_batched_tokens=20, runner=runner)
         for each in plain:
             if found and each.id != "1":
                 answer = found[0][each.id].tokens

@@ -198,7 +198,9 @@ def test_a_step_is_one_adamw_step_on_the_formula() -> None:
         ).sum() / total
     loss.backward()
     norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
-    stats = one.rl_step(batch(1), lr=1e-2, objective=RlObjective(ratio_cap=1.1), weight_decay=0.1)
+    stats = one.rl_step(
+        batch(1), lr=1e-2, objective=RlObjective(correction_cap=1.1), weight_decay=0.1
+    )
     assert stats.loss == pytest.approx(loss.item(), rel=1e-4)
     assert stats.grad_norm == pytest.approx(norm.item(), rel=1e-4)
     state = one.state()
@@ -321,10 +323,10 @@ def test_the_reference_is_what_was_kept_and_survives_a_checkpoint() -> None:
 
 def test_shares_of_what_a_correction_did() -> None:
     stats = learner().rl_step(
-        batch(1), lr=1e-3, objective=RlObjective(correction="masked", ratio_cap=1.01)
+        batch(1), lr=1e-3, objective=RlObjective(correction="masked", correction_cap=1.01)
     )
     assert 0.5 < stats.truncated_frac == stats.zero_grad_frac <= 1.0
-    stats = learner().rl_step(batch(1), lr=1e-3, objective=RlObjective(ratio_cap=1.0))
+    stats = learner().rl_step(batch(1), lr=1e-3, objective=RlObjective(correction_cap=1.0))
     assert 0.0 < stats.truncated_frac < 1.0 and stats.zero_grad_frac == 0.0
 
 

@@ -253,7 +253,7 @@ def test_a_batch_invariant_engine_and_the_trainer_agree_to_the_bit(name: str) ->
     assert type(model).__name__ == "BatchInvariantTransformer"
     learner = Learner(model, compute=torch.bfloat16)
     served = Transformer(config).to("cuda", torch.bfloat16).requires_grad_(False)
-    engine = Engine(served.compute_with(INVARIANT), max_batch=4)
+    engine = Engine(served.compute_with(INVARIANT), max_num_seqs=4)
     engine.load_weights(0, learner.weights())
     temperatures = (0.6, 1.0, 1.4, 1.0, 0.6, 1.0)
     for number, temperature in enumerate(temperatures):

@@ -42,7 +42,7 @@ SIGMOID = replace(
 
 def sampled(model: Transformer) -> tuple[Batch, dict[str, bytes]]:
     """What an engine says and how it routed, as a batch and the objects that its rows name."""
-    engine = Engine(model, max_batch=4)
+    engine = Engine(model, max_num_seqs=4)
     asks = [request(str(n), [3 + n, 7, 11 + n], max_tokens=5 + 3 * n) for n in range(4)]
     for ask in asks:
         add(engine, ask)

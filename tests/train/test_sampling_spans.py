@@ -73,7 +73,7 @@ def learner() -> Learner:
 
 
 def batch(learner: Learner, *temperatures: float) -> Batch:
-    engine = Engine(learner.model, max_batch=2)
+    engine = Engine(learner.model, max_num_seqs=2)
     rows = [
         row
         for seed in range(4)

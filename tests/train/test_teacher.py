@@ -90,7 +90,7 @@ def test_its_gradient_is_that_of_the_reverse_kl_also_if_an_older_student_spoke()
     (exact,) = torch.autograd.grad(
         (logp_V.exp() * (logp_V - teacher_V)).sum(), logits, retain_graph=True
     )
-    objective, row_V = RlObjective(distills=True, ratio_cap=math.inf), torch.arange(9)
+    objective, row_V = RlObjective(distills=True, correction_cap=math.inf), torch.arange(9)
     loss_V = objective.token_losses(logp_V, older_V, teacher_V - older_V, row_V).loss_N
     (ours,) = torch.autograd.grad((older_V.exp() * loss_V).sum(), logits)
     torch.testing.assert_close(ours, exact, rtol=1e-12, atol=1e-12)

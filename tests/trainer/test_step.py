@@ -53,7 +53,12 @@ def test_a_loss_brings_what_it_goes_with_and_the_config_has_the_last_word() -> N
     dapo = objective_of(rl('loss = "dapo"'))
     assert (dapo.correction, dapo.aggregate, dapo.clip) == ("none", "token", Clip(0.2, 0.28))
     mine = objective_of(
-        rl('loss = "dapo"', 'aggregate = "constant"', "clip_high = 0.4", 'correction = "masked"')
+        rl(
+            'loss = "dapo"',
+            'loss_aggregation = "constant"',
+            "clip_high = 0.4",
+            'correction = "masked"',
+        )
     )
     assert (mine.correction, mine.aggregate, mine.clip) == ("masked", "constant", Clip(0.2, 0.4))
 
