@@ -238,7 +238,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         "--token-file", type=Path, metavar="FILE", help="holds the token (default: ETUDE_TOKEN)"
     )
     parser.add_argument(
-        "--max-batch",
+        "--max-num-seqs",
         type=_count,
         default=32,
         help="answers computed together (default: %(default)s)",

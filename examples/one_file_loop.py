@@ -198,7 +198,7 @@ def backward(model: Transformer, session: Session, num_tokens: int, rl: RlConfig
     # only: decoding and training add the same numbers up in another order. It is a constant to the
     # gradient.
     ratio = (logp.detach() - torch.tensor([session.logprobs])[mask]).exp()
-    loss = (-ratio.clamp(max=rl.ratio_cap) * session.advantage * logp).sum() / num_tokens
+    loss = (-ratio.clamp(max=rl.correction_cap) * session.advantage * logp).sum() / num_tokens
     loss.backward()
     return loss.item()
 

@@ -66,9 +66,9 @@ def test_a_broken_config(etude: Etude, tmp_path: Path) -> None:
 
 def test_an_unknown_key(etude: Etude, tmp_path: Path) -> None:
     refused(
-        etude("run", TINY, "--set", "engine.max_bach=3"),
-        "unknown key engine.max_bach",
-        "did you mean max_batch?",
+        etude("run", TINY, "--set", "engine.max_num_seq=3"),
+        "unknown key engine.max_num_seq",
+        "did you mean max_num_seqs?",
     )
     assert list(tmp_path.iterdir()) == []
 

@@ -70,7 +70,7 @@ def test_a_run_with_environment_agent_loss_and_sink_of_ones_own(tmp_path: Path) 
     ]
     keys += [
         "tasks.heldout=1",
-        'sinks=["tensorboard"]',
+        'trackers=["tensorboard"]',
         "stage.rl.kl_coef=0.01",
         "engine.regions=['here']",
     ]

@@ -45,7 +45,7 @@ max_tokens = 32
 
 [engine]
 regions = ["here"]
-max_batch = 1
+max_num_seqs = 1
 
 [sandbox]
 isolation = "process"
@@ -82,7 +82,7 @@ def half_trained(path: Path) -> None:
     )
     learner = Learner(init_from_scratch(config, 0))
     lesson = [TokenSequence(*row) for session in shortest for row in tokenize(session, tokenizer)]
-    while learner.fit(lesson, lr=3e-3).loss > 0.012:
+    while learner.supervised_step(lesson, lr=3e-3).loss > 0.012:
         pass
     write_directory(path, small | {"config.json": config.to_json().encode()}, learner.weights())
 

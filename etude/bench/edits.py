@@ -162,9 +162,9 @@ class ScriptedRunner:
         self.num_passes = 0
         """That drew."""
 
-    def start(self, batch: ForwardBatch) -> Callable[[], SamplerOutput]:
+    def launch(self, batch: ForwardBatch) -> Callable[[], SamplerOutput]:
         read = (
-            self._runner.start(batch)
+            self._runner.launch(batch)
             if self._runner
             else lambda: SamplerOutput(tokens=[], logprobs=[0.0] * len(batch.logits_indices_R))
         )
@@ -176,8 +176,8 @@ class ScriptedRunner:
         tokens = [int(self._texts[id][place]) for id, place in zip(ids_R, places_R, strict=True)]
         return lambda: replace(read(), tokens=tokens)
 
-    def experts(self, blocks: Ints, length: int) -> bytes | None:
-        return self._runner.experts(blocks, length) if self._runner else None
+    def routed_experts(self, blocks: Ints, length: int) -> bytes | None:
+        return self._runner.routed_experts(blocks, length) if self._runner else None
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
         raise NotImplementedError("the answers are known")
@@ -204,7 +204,9 @@ def write(
 ) -> Written:
     """All at once. Without predictions plainly."""
     knowing = ScriptedRunner(runner, answers)
-    engine = Engine(model, max_batch=max(2, len(answers)), max_batched_tokens=1024, runner=knowing)
+    engine = Engine(
+        model, max_num_seqs=max(2, len(answers)), max_batched_tokens=1024, runner=knowing
+    )
     for number, (prompt, answer) in enumerate(answers):
         asked = Request(
             prompt=prompt,
@@ -325,7 +327,9 @@ def really_said(model: Transformer, runner: Runner, prompt: Tokens) -> dict[str,
 
 
 def _said(model: Transformer, runner: Runner, asked: Request) -> Sample:
-    engine = Engine(model, max_batch=2, max_batched_tokens=1024, prefix_cache=False, runner=runner)
+    engine = Engine(
+        model, max_num_seqs=2, max_batched_tokens=1024, prefix_cache=False, runner=runner
+    )
     engine.add(asked, "0")
     (done,) = _events(engine)
     return done.sample

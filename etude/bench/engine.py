@@ -169,7 +169,7 @@ def random_tokens(seed: int, rows: int, length: int) -> list[list[int]]:
 
 
 def answer(model: Transformer, prompts: list[list[int]]) -> None:
-    engine = Engine(model, max_batch=max(2, len(prompts)))
+    engine = Engine(model, max_num_seqs=max(2, len(prompts)))
     for number, prompt in enumerate(prompts):
         engine.add(Request(prompt=tuple(prompt), max_tokens=NEW, seed=0), str(number))
     while not engine.idle:
@@ -177,7 +177,7 @@ def answer(model: Transformer, prompts: list[list[int]]) -> None:
 
 
 def ttft_cached_share(model: Transformer) -> float:
-    engine = Engine(model, max_batch=2)
+    engine = Engine(model, max_num_seqs=2)
     shares = []
     for repeat in range(1 + REPEATS):
         (shared,) = random_tokens(100 + repeat, 1, SHARED)

@@ -122,15 +122,15 @@ class CountingRunner:
         self.passes = self.tokens_read = 0
         self.slot_mapping: Ints = np.zeros(0, np.int64)
 
-    def start(self, batch: ForwardBatch) -> Callable[[], SamplerOutput]:
+    def launch(self, batch: ForwardBatch) -> Callable[[], SamplerOutput]:
         if batch.num_decode:
             self.passes += 1
             self.tokens_read += int(batch.seq_lens_B[: batch.num_decode].sum())
             self.slot_mapping = batch.slot_mapping_N[: batch.num_decode]
-        return self.runner.start(batch)
+        return self.runner.launch(batch)
 
-    def experts(self, blocks: Ints, length: int) -> bytes | None:
-        return self.runner.experts(blocks, length)
+    def routed_experts(self, blocks: Ints, length: int) -> bytes | None:
+        return self.runner.routed_experts(blocks, length)
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
         return self.runner.prepare(tensors)
@@ -209,7 +209,7 @@ def weight_bytes(model: Transformer, active: float) -> float:
 
 def active_experts(counting: CountingRunner) -> float:
     """How many experts of a layer the last pass used, mean over the layers."""
-    record = counting.runner.routed_experts
+    record = counting.runner.expert_ids
     if record is None:
         return 0.0
     used = record[torch.from_numpy(counting.slot_mapping).cuda()].cpu().numpy()
@@ -223,7 +223,11 @@ def engine_figures(
     blocks = 2 * batch * ((PROMPT + NEW) // CudaRunner.block_size + 1) + 64
     counting = CountingRunner(CudaRunner(model, blocks, batch))
     engine = Engine(
-        model, max_batch=batch, max_batched_tokens=batch + 1024, prefix_cache=False, runner=counting
+        model,
+        max_num_seqs=batch,
+        max_batched_tokens=batch + 1024,
+        prefix_cache=False,
+        runner=counting,
     )
     served = serve(engine, counting, batch, num_tokens)
     token_bytes = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * 2

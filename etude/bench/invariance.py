@@ -70,7 +70,7 @@ def on_device(shape: str) -> Rate:
         counting = engine_cuda.CountingRunner(CudaRunner(model, blocks, batch, invariant=invariant))
         engine = Engine(
             model,
-            max_batch=batch,
+            max_num_seqs=batch,
             max_batched_tokens=batch + 1024,
             prefix_cache=False,
             runner=counting,
@@ -86,7 +86,7 @@ def on_cpu() -> Rate:
 
     def rate(batch: int, invariant: bool) -> float:
         engine = Engine(
-            model.compute_with(INVARIANT if invariant else PLAIN), max_batch=max(2, batch)
+            model.compute_with(INVARIANT if invariant else PLAIN), max_num_seqs=max(2, batch)
         )
         for number in range(batch):
             engine.add(_request(model, number), str(number))

@@ -55,7 +55,7 @@ concurrency = SESSIONS
 temperature = 1.0
 
 [engine]
-max_batch = SESSIONS
+max_num_seqs = SESSIONS
 
 [[stage]]
 kind = "rl"

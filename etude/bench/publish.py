@@ -71,7 +71,7 @@ max_turns = 1
 max_tokens = 24
 [engine]
 regions = ["east", "west"]
-max_batch = 4
+max_num_seqs = 4
 device = "auto"
 [[stage]]
 kind = "rl"

@@ -122,7 +122,7 @@ def steps(
         batch, objects, reward = sampled(serve(learner), asked, step)
         if batch.rows:
             fetch = objects.__getitem__ if replay else None
-            yield reward, learner.step(batch, lr=LR * min(1.0, step / WARMUP), fetch=fetch)
+            yield reward, learner.rl_step(batch, lr=LR * min(1.0, step / WARMUP), fetch=fetch)
 
 
 def unrounded(learner: Learner) -> Transformer:
@@ -149,7 +149,7 @@ def sampled(
     reward of all."""
     engine = Engine(
         model,
-        max_batch=len(asked),
+        max_num_seqs=len(asked),
         prefix_cache=False,
         max_batched_tokens=len(asked) * (PROMPT_DIGITS + 2),
     )

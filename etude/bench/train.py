@@ -127,7 +127,7 @@ def _ours(shape: str, rows: int, length: int) -> Step:
     flops = [step_flops(learner.model.config, batch.rows) for batch in batches]
 
     def step() -> tuple[int, float]:
-        learner.step(batches.pop(0), lr=1e-6, microbatch_tokens=rows * length)
+        learner.rl_step(batches.pop(0), lr=1e-6, microbatch_tokens=rows * length)
         return rows * length, flops.pop(0)
 
     return step

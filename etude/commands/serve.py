@@ -46,7 +46,7 @@ class Options:
     port: int
     name: str | None
     token_file: Path | None
-    max_batch: int
+    max_num_seqs: int
     """Answers that are computed together; others wait."""
     max_answers: int
     """Answers under way at once, waiting ones included; beyond them requests are refused."""
@@ -111,7 +111,7 @@ async def _serve(options: Options) -> None:
     if options.invariant:
         loaded.model.compute_with(INVARIANT)
     engine = EngineThread(
-        Engine(loaded.model, max_batch=options.max_batch, version=loaded.version),
+        Engine(loaded.model, max_num_seqs=options.max_num_seqs, version=loaded.version),
         no_other_version,
         loaded.files,
     )

@@ -353,7 +353,7 @@ async def _open_sessions(
     directory = model_directory(config.model.path) if config.model.path else None
     model = initial_model(directory, files["config.json"], config.seed).requires_grad_(False)
     model.to(select_device(config.engine.device))
-    engine = EngineThread(Engine(model, max_batch=1), no_other_version, files)
+    engine = EngineThread(Engine(model, max_num_seqs=1), no_other_version, files)
     recorded = PolicySessions(engine, files, max_context=engine.max_context)
     try:
         async with recorded.open():

@@ -12,12 +12,12 @@ from etude.core.lineage import stage_spans
 from etude.core.stages import RolloutStageConfig
 
 OPERATIONAL: dict[str, set[str]] = {
-    "": {"sinks", "heartbeat_timeout_s"},
-    "engine": {"port", "threads", "max_batch", "device", "vllm"},
+    "": {"trackers", "heartbeat_timeout_s"},
+    "engine": {"port", "threads", "max_num_seqs", "device", "vllm_urls"},
     "tasks": {"timeout_s"},
     "harness": {"concurrency", "timeout_s"},
     "trainer": {"device", "ranks", "timeout_s"},
-    "sandbox": {"isolation", "tier", "mounts", "cpus", "memory_mib", "disk_mib", "processes"},
+    "sandbox": {"isolation", "tier", "mounts", "cpus", "memory_mib", "disk_mib", "max_processes"},
     "stage": {"threads", "microbatch_tokens"},
 }
 """Keys that do not change the experiment, only how a machine carries it out."""

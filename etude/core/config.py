@@ -116,17 +116,17 @@ class EngineConfig(Config):
 
     regions: Annotated[tuple[Name, ...], Field(min_length=1, strict=False)] = ("east", "west")
     """The regions of the run, with one inference worker in each."""
-    max_batch: Count = 32
+    max_num_seqs: Count = 32
     """Requests that a worker decodes together."""
     threads: Count = 1
-    """CPU threads of a worker, and of the trainer."""
+    """CPU threads of each worker. Those of the trainer are `threads` of its stage."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """The dtype that the workers compute in; auto: bfloat16 on a CUDA device, float32 on the
     CPU."""
     device: Literal["auto", "cpu", "cuda"] = "cpu"
     """The device of the workers; auto: a CUDA device if there is one, in bf16. On the CPU they
     compute in fp32, and their log-probs are nearest to those of a trainer on the CPU."""
-    vllm: dict[Name, str] = {}
+    vllm_urls: dict[Name, str] = {}
     """Regions served by a vLLM server instead of our engine, with the server's URL
     (docs/serve.md)."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
@@ -142,9 +142,9 @@ class EngineConfig(Config):
 
     @model_validator(mode="after")
     def _vllm_regions(self) -> EngineConfig:
-        if unknown := sorted(self.vllm.keys() - set(self.regions)):
+        if unknown := sorted(self.vllm_urls.keys() - set(self.regions)):
             raise ValueError(
-                f"vllm names {unknown[0]}, which is not one of the regions "
+                f"vllm_urls names {unknown[0]}, which is not one of the regions "
                 f"{', '.join(self.regions)}"
             )
         return self
@@ -162,7 +162,7 @@ class TrainerConfig(Config):
     optimizer: Literal["adamw", "muon"] = "adamw"
     """The optimizer. `muon` updates the matrices within layers by orthogonalised momentum, and the
     rest as `adamw` does."""
-    weights_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    published_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """The dtype that weights are rounded to for computing and publishing. The masters are float32
     in any case."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -214,7 +214,7 @@ class RunConfig(Config):
     trainer: TrainerConfig = TrainerConfig()
     sandbox: SandboxConfig = SandboxConfig()
     eval: EvalConfig = EvalConfig()
-    sinks: Annotated[
+    trackers: Annotated[
         tuple[Literal["tensorboard", "wandb", "trackio"], ...], Field(strict=False)
     ] = ()
     """Trackers that the metrics of the run are sent to, beside its own store."""
@@ -279,9 +279,9 @@ class RunConfig(Config):
             self.engine.threads,
             *(stage.threads for stage in self.stage if isinstance(stage, RlConfig)),
         }
-        if self.engine.vllm and (self.batch_invariant or self.deterministic):
+        if self.engine.vllm_urls and (self.batch_invariant or self.deterministic):
             raise ValueError(
-                "a vLLM server promises nothing about its bits: leave out engine.vllm, or "
+                "a vLLM server promises nothing about its bits: leave out engine.vllm_urls, or "
                 "batch_invariant and deterministic"
             )
         if self.batch_invariant and len(threads) > 1:
@@ -296,10 +296,10 @@ class RunConfig(Config):
                 "batch_invariant = true computes in float32 on the CPU, and in bfloat16 on CUDA: "
                 "leave out engine.dtype and trainer.compute_dtype"
             )
-        if (self.trainer.weights_dtype, self.trainer.compute_dtype) == ("float32", "bfloat16"):
+        if (self.trainer.published_dtype, self.trainer.compute_dtype) == ("float32", "bfloat16"):
             raise ValueError(
                 'trainer.compute_dtype = "bfloat16" rounds weights too: leave out '
-                "trainer.weights_dtype"
+                "trainer.published_dtype"
             )
         devices = {self.engine.device, self.trainer.device}
         if self.batch_invariant and devices not in ({"cpu"}, {"cuda"}):
@@ -307,7 +307,7 @@ class RunConfig(Config):
                 'batch_invariant = true needs device = "cpu", or "cuda", for both engine and '
                 "trainer"
             )
-        plain = (self.engine.dtype, self.trainer.compute_dtype, self.trainer.weights_dtype)
+        plain = (self.engine.dtype, self.trainer.compute_dtype, self.trainer.published_dtype)
         if (
             self.batch_invariant
             and devices == {"cuda"}
@@ -315,7 +315,7 @@ class RunConfig(Config):
         ):
             raise ValueError(
                 "batch_invariant = true on CUDA computes in bfloat16 on one rank: leave out "
-                "engine.dtype, trainer.compute_dtype, trainer.weights_dtype and trainer.ranks"
+                "engine.dtype, trainer.compute_dtype, trainer.published_dtype and trainer.ranks"
             )
         return self
 

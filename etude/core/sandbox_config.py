@@ -33,7 +33,7 @@ class SandboxConfig(Config):
     """Memory of each process, and where a cgroup is writable of all together."""
     disk_mib: Count | None = None
     """Size of the working copy, and of the temporary files."""
-    processes: Count | None = None
+    max_processes: Count | None = None
     """Processes of a sandbox at the same time."""
 
     @model_validator(mode="after")
@@ -57,5 +57,5 @@ class SandboxConfig(Config):
             cpus=self.cpus,
             memory_bytes=self.memory_mib and self.memory_mib << 20,
             disk_bytes=self.disk_mib and self.disk_mib << 20,
-            processes=self.processes,
+            processes=self.max_processes,
         )

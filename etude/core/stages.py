@@ -35,8 +35,8 @@ class StageConfig(Config):
     """The stage's name in the run; by default its kind, so only a second one of a kind needs a
     name."""
     threads: Count = 1
-    """CPU threads of the trainer. In the stages without sessions the engines are idle, so it may
-    take all cores."""
+    """CPU threads of each rank of the trainer in this stage. In a stage without sessions (midtrain,
+    sft, dpo) the workers are idle, so the trainer may take all cores."""
 
     @model_validator(mode="before")
     @classmethod
@@ -182,7 +182,7 @@ class RolloutStageConfig(StageConfig):
     max_lag: CountOrZero = 2
     """The most steps between the weights that sampled a token and those that train on it
     (staleness, off-policy steps). 0 is synchronous training."""
-    lookahead: Count = 1
+    reorder_window: Count = 1
     """How many of the oldest groups may be taken out of order, so that a straggler does not hold up
     the rest."""
     lr: Positive = 3e-4
@@ -209,7 +209,9 @@ class RolloutStageConfig(StageConfig):
 
     @model_validator(mode="after")
     def _window(self) -> RolloutStageConfig:
-        Window[None](per_step=self.groups_per_step, max_lag=self.max_lag, lookahead=self.lookahead)
+        Window[None](
+            per_step=self.groups_per_step, max_lag=self.max_lag, reorder_window=self.reorder_window
+        )
         return self
 
 
@@ -259,7 +261,7 @@ class RlConfig(RolloutStageConfig):
     loss: str = "reinforce"
     """The policy loss: reinforce, ppo_clip, grpo, dr_grpo, dapo, gspo, cispo, or your own as
     "file.py:name" or "module:name" (docs/your-own-loss.md)."""
-    aggregate: Literal["token", "sequence", "constant"] | None = None
+    loss_aggregation: Literal["token", "sequence", "constant"] | None = None
     """How token losses are aggregated: the mean of all, the mean of attempts' means, or a sum over
     a constant. None: the loss's own."""
     clip_low: NonNegative | None = None
@@ -272,7 +274,7 @@ class RlConfig(RolloutStageConfig):
     ) = None
     """The importance-sampling correction for tokens that other weights sampled
     (`train.correction`). None: the loss's own."""
-    ratio_cap: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 2.0
+    correction_cap: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 2.0
     """The cap of importance weights: the truncated corrections cut larger ones to it, the masked
     ones drop tokens above it, or below its inverse."""
     kl_coef: NonNegative = 0.0

@@ -6,13 +6,12 @@ being stale, and yet no token is trained more than `max_lag` steps after the wei
 it.
 
 Why the bound holds. Let a group be admitted while version v is live. At most `capacity - 1` older
-groups are alive, and at most `lookahead - 1` younger ones may be taken before it; every alive group
-is trained in some step after v, `per_step` to a step. So the group is trained at step v + 1 +
-(capacity + lookahead - 2) // per_step at the latest, on top of the weights one below: its lag is at
-most (capacity + lookahead - 2) // per_step, and `capacity` is chosen to make that `max_lag`.
-Letting younger groups overtake a straggler costs slots, not staleness. `max_lag = 0` is synchronous
-training.
-"""
+groups are alive, and at most `reorder_window - 1` younger ones may be taken before it; every alive
+group is trained in some step after v, `per_step` to a step. So the group is trained at step v + 1 +
+(capacity + reorder_window - 2) // per_step at the latest, on top of the weights one below: its lag
+is at most (capacity + reorder_window - 2) // per_step, and `capacity` is chosen to make that
+`max_lag`. Letting younger groups overtake a straggler costs slots, not staleness. `max_lag = 0` is
+synchronous training."""
 
 from __future__ import annotations
 
@@ -33,16 +32,19 @@ class Window(Generic[T]):
     """Slots are numbered in the order of admission. Pure: the controller waits and wakes, this only
     decides."""
 
-    def __init__(self, *, per_step: int, max_lag: int, lookahead: int = 1, live: int = 0) -> None:
+    def __init__(
+        self, *, per_step: int, max_lag: int, reorder_window: int = 1, live: int = 0
+    ) -> None:
         self.per_step = per_step
         self.max_lag = max_lag
-        self.lookahead = lookahead
+        self.reorder_window = reorder_window
         self.live = live
-        self.capacity = (max_lag + 1) * per_step - (lookahead - 1)
-        if lookahead < 1 or self.capacity < per_step:
+        self.capacity = (max_lag + 1) * per_step - (reorder_window - 1)
+        if reorder_window < 1 or self.capacity < per_step:
             raise ValueError(
-                f"lookahead {lookahead} leaves {self.capacity} slots for {per_step} groups a step: "
-                f"with max_lag {max_lag} it must be from 1 to {max_lag * per_step + 1}"
+                f"reorder_window {reorder_window} leaves {self.capacity} slots for {per_step} "
+                f"groups a step: with max_lag {max_lag} it must be from 1 to "
+                f"{max_lag * per_step + 1}"
             )
         self.step = live + 1  # the step that take() fills
         self._next = 0
@@ -104,7 +106,7 @@ class Window(Generic[T]):
         none."""
         if not self._waiting:
             return None
-        horizon = next(iter(self._waiting)) + self.lookahead
+        horizon = next(iter(self._waiting)) + self.reorder_window
         for slot, entry in self._waiting.items():
             if slot >= horizon:
                 return None

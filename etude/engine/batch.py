@@ -99,14 +99,14 @@ class Runner(Protocol):
     num_blocks: int
     block_size: int
     overlaps: bool
-    """True if `start` returns before the pass is computed. The engine then plans the next pass
+    """True if `launch` returns before the pass is computed. The engine then plans the next pass
     meanwhile, and reads the output one pass later. Passes are computed in the order in which they
     were started."""
 
-    def start(self, batch: ForwardBatch) -> Callable[[], SamplerOutput]:
-        """Start a forward pass. Call the result to wait for its output."""
+    def launch(self, batch: ForwardBatch) -> Callable[[], SamplerOutput]:
+        """Launch a forward pass. Call the result to wait for its output."""
 
-    def experts(self, blocks: Ints, length: int) -> bytes | None:
+    def routed_experts(self, blocks: Ints, length: int) -> bytes | None:
         """The routed experts of the first `length` tokens of a sequence in these blocks,
         [length, layers with experts, experts per token], uint8 or (with more than 256 experts)
         int16; None for a dense model. The ids are kept by slot, like keys and values, so that

@@ -41,7 +41,7 @@ class TorchInvariantRunner:
         self._used = RoutedExpertsBuffer(model.config, num_blocks, self._device)
 
     @torch.inference_mode()
-    def start(self, batch: ForwardBatch) -> Callable[[], SamplerOutput]:
+    def launch(self, batch: ForwardBatch) -> Callable[[], SamplerOutput]:
         attend = TiledPagedAttention(
             self._cache,
             self._model.config.num_attention_heads,
@@ -68,7 +68,7 @@ class TorchInvariantRunner:
             )
         return lambda: sampled
 
-    def experts(self, blocks: Ints, length: int) -> bytes | None:
+    def routed_experts(self, blocks: Ints, length: int) -> bytes | None:
         return self._used.read(blocks, length)
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:

@@ -31,10 +31,10 @@ class BlockTable:
 
     version: int
     blocks: list[int] = field(default_factory=list)
-    num_registered: int = 0
-    """How many blocks, from the first, are registered for prefix reuse."""
-    last_registered: int | None = 0
-    """The number of the last registered block; None when the sequence shares no further blocks."""
+    num_cached: int = 0
+    """How many blocks, from the first, are cached for prefix reuse."""
+    last_cached: int | None = 0
+    """The number of the last cached block; None when the sequence shares no further blocks."""
 
 
 class BlockManager:
@@ -65,22 +65,22 @@ class BlockManager:
         token is left out: it has to be computed, for what comes after it."""
         table, size = BlockTable(version), self.block_size
         if not self._reuse:
-            table.last_registered = None
+            table.last_cached = None
             return table
         data, width = _packed(tokens), _WIDTH * size
         for start in range(0, (len(tokens) - 1) // size * width, width):
-            assert table.last_registered is not None
-            found = self._cached.get((version, table.last_registered, data[start : start + width]))
+            assert table.last_cached is not None
+            found = self._cached.get((version, table.last_cached, data[start : start + width]))
             if found is None:
                 break
-            block, table.last_registered = found
+            block, table.last_cached = found
             self._evictable.pop(block, None)
             self._ref_counts[block] += 1
             table.blocks.append(block)
-        table.num_registered = len(table.blocks)
+        table.num_cached = len(table.blocks)
         return table
 
-    def extend(self, table: BlockTable, num_tokens: int) -> bool:
+    def allocate(self, table: BlockTable, num_tokens: int) -> bool:
         """Allocate blocks for so many tokens. False, and nothing is changed, if there are not
         enough free blocks."""
         missing = self.num_blocks_for(num_tokens) - len(table.blocks)
@@ -94,23 +94,23 @@ class BlockManager:
         """The most tokens that a table could be extended to now."""
         return (len(table.blocks) + self.num_free) * self.block_size
 
-    def register(self, table: BlockTable, tokens: Sequence[int], count: int) -> None:
-        """Register the blocks that the first `count` tokens fill for prefix reuse: they are written
+    def cache_full_blocks(self, table: BlockTable, tokens: Sequence[int], count: int) -> None:
+        """Cache the full blocks of the first `count` tokens for prefix reuse: they are written
         from now on. Of what somebody else already has, ours stays a private copy."""
         size = self.block_size
-        while table.last_registered is not None and (table.num_registered + 1) * size <= count:
-            start, block = table.num_registered * size, table.blocks[table.num_registered]
-            key = (table.version, table.last_registered, _packed(tokens[start : start + size]))
+        while table.last_cached is not None and (table.num_cached + 1) * size <= count:
+            start, block = table.num_cached * size, table.blocks[table.num_cached]
+            key = (table.version, table.last_cached, _packed(tokens[start : start + size]))
             if key not in self._cached:
                 self._cached[key] = block, next(self._numbers)
                 self._keys[block] = key
-            table.last_registered = self._cached[key][1]
-            table.num_registered += 1
+            table.last_cached = self._cached[key][1]
+            table.num_cached += 1
 
     def stop_sharing(self, table: BlockTable) -> None:
         """Stop sharing the blocks that this sequence fills from now on: other weights write
         them."""
-        table.last_registered = None
+        table.last_cached = None
 
     def free(self, table: BlockTable) -> None:
         for block in reversed(table.blocks):

@@ -125,7 +125,7 @@ class InputLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class HostInputs:
+class GraphInputs:
     """The inputs of one graph on the host: the decode or the prefill part of a batch."""
 
     values: dict[str, NDArray[Any]]
@@ -144,13 +144,13 @@ class CudaRunner:
     block_size = 64
 
     def __init__(
-        self, model: Transformer, num_blocks: int, max_batch: int, *, invariant: bool = False
+        self, model: Transformer, num_blocks: int, max_num_seqs: int, *, invariant: bool = False
     ) -> None:
         """Capture the graphs. `invariant`: with batch-invariant kernels, which give a token the
         same bits in any batch."""
         self.num_blocks = num_blocks
-        self.max_batch = max_batch
-        self._max_rows = max_batch + MAX_DRAFT_TOKENS
+        self.max_num_seqs = max_num_seqs
+        self._max_rows = max_num_seqs + MAX_DRAFT_TOKENS
         self._model = model.eval()
         self._network = (batch_invariant.BatchInvariantNetwork if invariant else KernelNetwork)(
             model
@@ -167,7 +167,7 @@ class CudaRunner:
         )
         self._k = weight.new_zeros(shape)
         self._v = weight.new_zeros(shape)
-        self.routed_experts: Tensor | None = None
+        self.expert_ids: Tensor | None = None
         if c.experts:
             kind = getattr(torch, c.experts.id_dtype)
             places = (
@@ -175,9 +175,9 @@ class CudaRunner:
                 len(c.experts.layers),
                 c.experts.num_experts_per_tok,
             )
-            self.routed_experts = torch.zeros(places, dtype=kind, device=weight.device)
+            self.expert_ids = torch.zeros(places, dtype=kind, device=weight.device)
         # Tokens drawn and the bits of their log-probs: of single tokens, then of prompts.
-        num_rows = max_batch + self._max_rows
+        num_rows = max_num_seqs + self._max_rows
         self._results = torch.zeros(2, num_rows, dtype=torch.int32, device=weight.device)
         self._logits = weight.new_empty(num_rows, c.vocab_size, dtype=torch.float32)
         self._words = torch.zeros(2, self._num_words(), dtype=torch.int32, device=weight.device)
@@ -196,23 +196,26 @@ class CudaRunner:
 
     def _num_words(self) -> int:
         largest = max(*PREFILL_GRAPH_SIZES, self._model.config.max_position_embeddings)
-        fixed = InputLayout(self._prompt_size(largest, self.max_batch, self._max_rows)).fixed
-        return fixed + self.max_batch * -(
+        fixed = InputLayout(self._prompt_size(largest, self.max_num_seqs, self._max_rows)).fixed
+        return fixed + self.max_num_seqs * -(
             -self._model.config.max_position_embeddings // self.block_size
         )
 
     def _prompt_size(self, tokens: int, sequences: int, rows: int) -> GraphShape:
         """The shape of a prefill graph, with the most tiles that such a batch can have."""
-        tiles = tokens // attention.tile_tokens(self._network.layers[0].attention_layer) + sequences
+        params = self._network.layers[0].attention_params
+        tiles = tokens // attention.tile_tokens(params) + sequences
         return GraphShape(tokens, sequences, rows, tiles)
 
     def _graph_shapes(self) -> list[GraphShape]:
         """The shapes to capture, decode graphs first, each kind from small to large."""
-        singles = sorted({*(n for n in DECODE_GRAPH_SIZES if n < self.max_batch), self.max_batch})
+        singles = sorted(
+            {*(n for n in DECODE_GRAPH_SIZES if n < self.max_num_seqs), self.max_num_seqs}
+        )
         prompts = [
-            (n, few := min(max(16, n // 32), self.max_batch), few) for n in PREFILL_GRAPH_SIZES
+            (n, few := min(max(16, n // 32), self.max_num_seqs), few) for n in PREFILL_GRAPH_SIZES
         ]
-        drafts = [(n, min(n, self.max_batch), min(n, self._max_rows)) for n in DRAFT_GRAPH_SIZES]
+        drafts = [(n, min(n, self.max_num_seqs), min(n, self._max_rows)) for n in DRAFT_GRAPH_SIZES]
         both = sorted({*prompts, *drafts}, key=lambda each: (each[0], each[2]))
         return [GraphShape(n, n, n) for n in singles] + [self._prompt_size(*each) for each in both]
 
@@ -230,7 +233,7 @@ class CudaRunner:
             self._graphs[size] = graph
 
     @torch.inference_mode()
-    def start(self, batch: ForwardBatch) -> Callable[[], SamplerOutput]:
+    def launch(self, batch: ForwardBatch) -> Callable[[], SamplerOutput]:
         host = self._host_buffers[self._next_buffer]
         self._next_buffer = (self._next_buffer + 1) % NUM_HOST_BUFFERS
         host.wait()
@@ -252,7 +255,7 @@ class CudaRunner:
         place_R = np.zeros(len(batch.logits_indices_R), np.int64)
         for part in parts:
             place_R[part.row_indices_R] = np.arange(len(part.row_indices_R)) + (
-                self.max_batch if part.num_tiles else 0
+                self.max_num_seqs if part.num_tiles else 0
             )
         self._last_place_R = place_R
         if batch.sampling.is_unfiltered and not batch.sampling.num_top_logprobs:
@@ -278,13 +281,13 @@ class CudaRunner:
             return tokens_N
         return -1 - self._last_place_R[np.clip(-1 - tokens_N, 0, len(self._last_place_R) - 1)]
 
-    def _prefill_inputs(self, batch: ForwardBatch, tokens_N: Ints) -> HostInputs | None:
+    def _prefill_inputs(self, batch: ForwardBatch, tokens_N: Ints) -> GraphInputs | None:
         begin = batch.num_decode  # of the sequences, and of the tokens
         if begin == len(batch.query_starts_B):
             return None
         starts_B = batch.query_starts_B[begin:] - begin
         ends_B = np.append(starts_B[1:], len(batch.tokens_N) - begin)
-        step = attention.tile_tokens(self._network.layers[0].attention_layer)
+        step = attention.tile_tokens(self._network.layers[0].attention_params)
         tiles = [
             (b, n)
             for b, (s, e) in enumerate(zip(starts_B, ends_B, strict=True))
@@ -299,7 +302,7 @@ class CudaRunner:
             "sequence": sequence_T, "first": first_T,
         }  # fmt: skip
         packed = _packed(values) | _sampling_inputs(batch, row_R)
-        return HostInputs(
+        return GraphInputs(
             packed,
             batch.block_table_BM[begin:],
             len(batch.tokens_N) - begin,
@@ -308,7 +311,7 @@ class CudaRunner:
             row_R,
         )
 
-    def _upload(self, part: HostInputs, host: _PinnedBuffers) -> GraphShape:
+    def _upload(self, part: GraphInputs, host: _PinnedBuffers) -> GraphShape:
         """Copy the inputs of a part to the device, and return the shape that it is computed for."""
         wanted = GraphShape(
             part.num_tokens, part.num_sequences, max(1, len(part.row_indices_R)), part.num_tiles
@@ -326,18 +329,18 @@ class CudaRunner:
         pdl = self._words.is_cuda
         attend = self._prefill_attention(got) if size.tiles else self._decode_attention(got)
         hidden_NE = self._network.hidden(
-            got["tokens"], got["slot_mapping"], self._results[0], attend, self.routed_experts, pdl
+            got["tokens"], got["slot_mapping"], self._results[0], attend, self.expert_ids, pdl
         )
         if size.tiles:
             hidden_NE = hidden_NE.index_select(0, got["drawing"])
-        rows = slice(which * self.max_batch, which * self.max_batch + size.rows)
+        rows = slice(which * self.max_num_seqs, which * self.max_num_seqs + size.rows)
         self._network.sample(
             hidden_NE, got["temperature"], got["u"], self._logits[rows],
             self._results[0, rows], self._results[1, rows].view(torch.float32), pdl,
         )  # fmt: skip
 
     def _decode_attention(self, got: Mapping[str, Tensor]) -> Callable[[int, Tensor], Tensor]:
-        first, rows = self._network.layers[0].attention_layer, len(got["tokens"])
+        first, rows = self._network.layers[0].attention_params, len(got["tokens"])
         decode = (
             batch_invariant.decode
             if self._invariant
@@ -348,7 +351,7 @@ class CudaRunner:
             layer = self._network.layers[number]
             out = qkv.new_empty(rows, first.num_q_heads * first.head_dim)
             decode(
-                layer.attention_layer, qkv, self._k[number], self._v[number], got["blocks"],
+                layer.attention_params, qkv, self._k[number], self._v[number], got["blocks"],
                 got["stride"], got["lengths"], got["slot_mapping"], out, page=self.block_size,
                 pdl=qkv.is_cuda,
             )  # fmt: skip
@@ -356,7 +359,7 @@ class CudaRunner:
 
         return attend
 
-    def _split_buffers(self, rows: int, layer: attention.AttentionLayer) -> attention.SplitBuffers:
+    def _split_buffers(self, rows: int, layer: attention.AttentionParams) -> attention.SplitBuffers:
         splits = attention.num_splits(rows, layer.num_kv_heads)
         shape = (rows, layer.num_kv_heads, splits, attention.group_rows(layer))
         device = self._words.device
@@ -371,7 +374,7 @@ class CudaRunner:
         prefill = batch_invariant.prefill if self._invariant else attention.prefill
 
         def attend(number: int, qkv: Tensor) -> Tensor:
-            heads = self._network.layers[number].attention_layer
+            heads = self._network.layers[number].attention_params
             k = self._k[number]
             v = self._v[number]
             attention.write(
@@ -393,15 +396,15 @@ class CudaRunner:
 
         return attend
 
-    def experts(self, blocks: Ints, length: int) -> bytes | None:
-        if self.routed_experts is None:
+    def routed_experts(self, blocks: Ints, length: int) -> bytes | None:
+        if self.expert_ids is None:
             return None
         # Beside the passes under way: those that wrote what is asked for were read back.
         with torch.cuda.stream(self._copies):
-            by_block = self.routed_experts.view(
-                self.num_blocks, self.block_size, *self.routed_experts.shape[1:]
+            by_block = self.expert_ids.view(
+                self.num_blocks, self.block_size, *self.expert_ids.shape[1:]
             )
-            where = torch.from_numpy(blocks).to(self.routed_experts.device)
+            where = torch.from_numpy(blocks).to(self.expert_ids.device)
             return by_block[where].flatten(0, 1)[:length].cpu().numpy().tobytes()
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
@@ -458,7 +461,7 @@ def _sampling_inputs(batch: ForwardBatch, row_R: Ints) -> dict[str, NDArray[Any]
     return {"temperature": batch.sampling.temperature_R[row_R], "u": batch.sampling.u_R[row_R]}
 
 
-def _decode_inputs(batch: ForwardBatch, tokens_N: Ints) -> HostInputs | None:
+def _decode_inputs(batch: ForwardBatch, tokens_N: Ints) -> GraphInputs | None:
     count = batch.num_decode
     if not count:
         return None
@@ -468,7 +471,7 @@ def _decode_inputs(batch: ForwardBatch, tokens_N: Ints) -> HostInputs | None:
         "slot_mapping": batch.slot_mapping_N[:count],
         "lengths": batch.seq_lens_B[:count],
     }
-    return HostInputs(
+    return GraphInputs(
         _packed(values) | _sampling_inputs(batch, row_R),
         batch.block_table_BM[:count],
         count,

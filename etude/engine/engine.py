@@ -32,7 +32,14 @@ from etude.engine.select import select_runner
 from etude.engine.speculate import Drafter
 from etude.model.transformer import Transformer
 
-__all__ = ["Constraint", "Engine", "ExpiredRequest", "FinishedRequest", "Stats", "StreamedToken"]
+__all__ = [
+    "Constraint",
+    "Engine",
+    "EngineStats",
+    "ExpiredRequest",
+    "FinishedRequest",
+    "StreamedToken",
+]
 
 _Row = tuple[int, float, list[tuple[int, float]]]
 """A sampled token, its log-prob, and the top log-probs in its place."""
@@ -65,7 +72,7 @@ class ExpiredRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stats:
+class EngineStats:
     """The state of the engine, and its counters since it was made."""
 
     running: int
@@ -95,7 +102,7 @@ class _SampledSequence:
 
 
 @dataclass(frozen=True, slots=True)
-class _ForwardPass:
+class _InFlightPass:
     """A forward pass that was started; `read` waits for its output."""
 
     version: int
@@ -103,8 +110,8 @@ class _ForwardPass:
     read: Callable[[], SamplerOutput]
 
     @property
-    def blocks_next(self) -> bool:
-        """The next pass cannot be planned without the output of this one."""
+    def must_be_read_first(self) -> bool:
+        """True if the next pass cannot be planned without the output of this one."""
         return any(each.sequence.drafter for each in self.sequences)
 
 
@@ -112,7 +119,7 @@ class Engine:
     """A synchronous inference engine: add requests, call `step`, swap weights between steps."""
 
     def __init__(
-        self, model: Transformer, *, max_batch: int, version: int = 0,
+        self, model: Transformer, *, max_num_seqs: int, version: int = 0,
         max_batched_tokens: int = 512, prefix_cache: bool = True, kv_bytes: int | None = None,
         runner: Runner | None = None,
     ) -> None:  # fmt: skip
@@ -123,18 +130,18 @@ class Engine:
         self.version = version
         self.max_context = c.max_position_embeddings
         self.vocab_size = c.vocab_size
-        self._runner = runner or select_runner(model, max_batch, kv_bytes)
+        self._runner = runner or select_runner(model, max_num_seqs, kv_bytes)
         self._blocks = BlockManager(
             self._runner.num_blocks, self._runner.block_size, reuse=prefix_cache
         )
         # Chunks are for the others' sake; where there are none, a prompt is computed at once.
         self._scheduler = Scheduler(
             self._blocks,
-            max_batch=max_batch,
-            max_batched_tokens=max_batched_tokens if max_batch > 1 else self.max_context,
+            max_num_seqs=max_num_seqs,
+            max_batched_tokens=max_batched_tokens if max_num_seqs > 1 else self.max_context,
         )
         self._arrivals = itertools.count()
-        self._in_flight: _ForwardPass | None = None
+        self._in_flight: _InFlightPass | None = None
         self._whole: list[FinishedRequest] = []  # requests that were whole when they came
         self._generation_tokens = self._draft_tokens = self._accepted_tokens = 0
 
@@ -152,8 +159,8 @@ class Engine:
             self._scheduler.running or self._scheduler.waiting or self._in_flight or self._whole
         )
 
-    def stats(self) -> Stats:
-        return Stats(
+    def stats(self) -> EngineStats:
+        return EngineStats(
             running=self.num_running,
             waiting=self.num_waiting,
             preemptions=self._scheduler.num_preempted,
@@ -226,7 +233,7 @@ class Engine:
             sequence.num_pending += 1
             sequence.append(token.token, token.logprob, token.version, token.top)
         if sequence.finish_reason:  # nothing was missing but the word that it is whole
-            self._whole.append(FinishedRequest(id, sequence.sample(experts=None)))
+            self._whole.append(FinishedRequest(id, sequence.to_sample(experts=None)))
         else:
             self._scheduler.add(sequence)
 
@@ -263,21 +270,21 @@ class Engine:
         are finished."""
         events: list[StreamedToken | FinishedRequest] = [*self._whole]
         self._whole.clear()
-        if self._in_flight and self._in_flight.blocks_next:
+        if self._in_flight and self._in_flight.must_be_read_first:
             events += self._process_output(self._in_flight)
             self._in_flight = None
-        done = started = self._start()
+        done = started = self._launch()
         if self._runner.overlaps:
             done, self._in_flight = self._in_flight, started
         return events + (self._process_output(done) if done else [])
 
-    def _start(self) -> _ForwardPass | None:
+    def _launch(self) -> _InFlightPass | None:
         chosen, num_decode = self._scheduler.schedule(self.version)
         if not chosen:
             return None
         drawing = [sequence for sequence, _ in chosen if not sequence.num_uncomputed_tokens]
-        read = self._runner.start(build_batch(chosen, num_decode, self._blocks.block_size))
-        started = _ForwardPass(
+        read = self._runner.launch(build_batch(chosen, num_decode, self._blocks.block_size))
+        started = _InFlightPass(
             self.version,
             [_SampledSequence(each, each.incarnation, each.draft) for each in drawing],
             read,
@@ -291,7 +298,7 @@ class Engine:
             row += count
         return started
 
-    def _process_output(self, done: _ForwardPass) -> list[StreamedToken | FinishedRequest]:
+    def _process_output(self, done: _InFlightPass) -> list[StreamedToken | FinishedRequest]:
         sampled = done.read()
         rows = iter(
             zip(
@@ -336,14 +343,14 @@ class Engine:
     def _finish(self, sequence: Sequence) -> FinishedRequest:
         experts = self._experts(sequence)
         self._scheduler.release(sequence)
-        return FinishedRequest(sequence.id, sequence.sample(experts))
+        return FinishedRequest(sequence.id, sequence.to_sample(experts))
 
     def _experts(self, sequence: Sequence) -> bytes | None:
         # the last token was drawn, not read
         first, num_read = sequence.request.experts_from, len(sequence.tokens) - 1
         if first is None or sequence.block_table is None:
             return None
-        experts = self._runner.experts(np.array(sequence.block_table.blocks), num_read)
+        experts = self._runner.routed_experts(np.array(sequence.block_table.blocks), num_read)
         return None if experts is None else experts[first * len(experts) // num_read :]
 
 

@@ -136,11 +136,11 @@ class NativeRunner:
         self._keys = self._like.new_zeros(shape)
         self._values = self._like.new_zeros(shape)
         self._scratch = torch.empty(0, dtype=torch.uint8)
-        self._weights = _Weights(model, self._keys, self._values)
+        self._weights = _PackedWeights(model, self._keys, self._values)
         self._staging: Transformer | None = None
-        self._spare: _Weights | None = None
+        self._spare: _PackedWeights | None = None
 
-    def start(self, batch: ForwardBatch) -> Callable[[], SamplerOutput]:
+    def launch(self, batch: ForwardBatch) -> Callable[[], SamplerOutput]:
         assert LIBRARY is not None
         counts_B = np.diff(batch.query_starts_B, append=len(batch.tokens_N))
         sequence_N = np.arange(len(batch.query_starts_B)).repeat(counts_B)
@@ -169,7 +169,7 @@ class NativeRunner:
             )
         return lambda: sampled
 
-    def experts(self, blocks: Ints, length: int) -> bytes | None:
+    def routed_experts(self, blocks: Ints, length: int) -> bytes | None:
         return None
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
@@ -181,7 +181,7 @@ class NativeRunner:
         load_weights(self._staging, tensors)
         weights, self._spare = self._spare, None
         if weights is None:
-            weights = _Weights(self._staging, self._keys, self._values)
+            weights = _PackedWeights(self._staging, self._keys, self._values)
         else:
             weights.fill(self._staging)
 
@@ -196,7 +196,7 @@ class NativeRunner:
         return published(shell, state=self._weights.plain(shell, self._like.dtype))
 
 
-class _Weights:
+class _PackedWeights:
     """The parameters of a model by their names, laid out for `native.c`; all that `model` points
     to."""
 
@@ -232,7 +232,7 @@ class _Weights:
             held = self._held[name]
             if held.dtype == torch.int32:
                 held = unpacked(held, len(like), dtype)
-            state[name] = unpaired(held) if name.endswith(PAIRED) else held
+            state[name] = deinterleave_gate_up(held) if name.endswith(GATE_UP) else held
         return state
 
     def _layer(self, path: str, keys: Tensor, values: Tensor) -> _Layer:
@@ -243,7 +243,7 @@ class _Weights:
         return self._held[name].data_ptr() if name in self._held else None
 
 
-HEAD, PAIRED = "lm_head.weight", "gate_up_proj.weight"
+HEAD, GATE_UP = "lm_head.weight", "gate_up_proj.weight"
 LAYER = {
     "norm": "input_layernorm.weight",
     "bias": "self_attn.qkv_proj.bias",
@@ -265,7 +265,7 @@ def _laid_out(model: Transformer) -> Iterator[tuple[str, Tensor]]:
     yield HEAD, packed(state.pop(HEAD, embedding))
     for name, tensor in state.items():
         if tensor is not embedding:
-            whole = paired(tensor) if name.endswith(PAIRED) else tensor
+            whole = interleave_gate_up(tensor) if name.endswith(GATE_UP) else tensor
             yield name, packed(whole) if tensor.ndim == 2 else tensor.float().clone()
 
 
@@ -280,10 +280,10 @@ def unpacked(words: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
     return words.transpose(1, 2).reshape(-1, words.shape[1]).view(dtype)[:num_rows]
 
 
-def paired(gate_up: Tensor) -> Tensor:
-    """Half a unit of the gate, half a unit of its partner, and so on."""
+def interleave_gate_up(gate_up: Tensor) -> Tensor:
+    """Half a unit of the gate, half a unit of `up`, and so on."""
     return gate_up.detach().view(2, -1, UNIT // 2, gate_up.shape[1]).transpose(0, 1).flatten(0, 2)
 
 
-def unpaired(gate_up: Tensor) -> Tensor:
+def deinterleave_gate_up(gate_up: Tensor) -> Tensor:
     return gate_up.view(-1, 2, UNIT // 2, gate_up.shape[1]).transpose(0, 1).flatten(0, 2)

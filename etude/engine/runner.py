@@ -67,7 +67,7 @@ class TorchRunner:
         self._used = RoutedExpertsBuffer(model.config, num_blocks, self._device)
 
     @torch.inference_mode()
-    def start(self, batch: ForwardBatch) -> Callable[[], SamplerOutput]:
+    def launch(self, batch: ForwardBatch) -> Callable[[], SamplerOutput]:
         attend = PagedAttention(
             self._cache,
             ids=batch.seq_ids_B.tolist(),
@@ -94,7 +94,7 @@ class TorchRunner:
             sampled = sample(self._model.logits(hidden_RE), batch.sampling)
         return lambda: sampled
 
-    def experts(self, blocks: Ints, length: int) -> bytes | None:
+    def routed_experts(self, blocks: Ints, length: int) -> bytes | None:
         return self._used.read(blocks, length)
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:

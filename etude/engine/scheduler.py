@@ -101,8 +101,9 @@ class Sequence:
         return len(self.tokens) + len(self.draft) + self.num_pending - self.num_computed_tokens
 
     @property
-    def blocked(self) -> bool:
-        """Waiting for its pending token, which is the last or decides what may follow."""
+    def awaits_output(self) -> bool:
+        """True while it waits for its pending token, which is the last or decides what may
+        follow."""
         return self.num_pending > 0 and (
             self.num_sampled_tokens == len(self.uniforms)
             or self.constraint is not None
@@ -134,7 +135,7 @@ class Sequence:
             return "stop"
         return "length" if len(self.logprobs) == len(self.uniforms) else None
 
-    def sample(self, experts: bytes | None) -> Sample:
+    def to_sample(self, experts: bytes | None) -> Sample:
         assert self.finish_reason is not None
         return Sample(
             tokens=tuple(self.tokens[len(self.request.prompt) :]),
@@ -151,11 +152,11 @@ class Sequence:
 class Scheduler:
     """Continuous batching with chunked prefill, priorities and preemption."""
 
-    def __init__(self, blocks: BlockManager, *, max_batch: int, max_batched_tokens: int) -> None:
+    def __init__(self, blocks: BlockManager, *, max_num_seqs: int, max_batched_tokens: int) -> None:
         self.blocks = blocks
-        self.max_batch = max_batch
+        self.max_num_seqs = max_num_seqs
         # when all but one draw, the last still gets on
-        self.max_batched_tokens = max(max_batched_tokens, max_batch + 1)
+        self.max_batched_tokens = max(max_batched_tokens, max_num_seqs + 1)
         self.waiting: list[Sequence] = []  # both in order of rank
         self.running: list[Sequence] = []
         self.num_preempted = self.num_prompt_tokens = self.num_cached_tokens = 0
@@ -195,7 +196,7 @@ class Scheduler:
         included. First come those that read one token and were there before; the second value is
         their number."""
         self._preempt_for_priority()
-        ready = [sequence for sequence in self.running if not sequence.blocked]
+        ready = [sequence for sequence in self.running if not sequence.awaits_output]
         for sequence in ready:
             self._ensure_blocks(sequence)
         ready = [sequence for sequence in ready if sequence.block_table is not None]
@@ -234,13 +235,13 @@ class Scheduler:
             room = self.blocks.max_tokens_for(sequence.block_table) - len(sequence.tokens)
             limit = min(left // (len(able) - number), to_draw - 1, room)
             sequence.draft = sequence.drafter.propose(sequence.tokens, limit)
-            self.blocks.extend(sequence.block_table, len(sequence.tokens) + len(sequence.draft))
+            self.blocks.allocate(sequence.block_table, len(sequence.tokens) + len(sequence.draft))
             left -= len(sequence.draft)
 
     def _mark_computed(self, sequence: Sequence, count: int) -> None:
         assert sequence.block_table is not None
         sequence.num_computed_tokens += count
-        self.blocks.register(
+        self.blocks.cache_full_blocks(
             sequence.block_table,
             sequence.tokens,
             min(sequence.num_computed_tokens, len(sequence.tokens)),
@@ -249,7 +250,7 @@ class Scheduler:
     def _ensure_blocks(self, sequence: Sequence) -> None:
         """Allocate the blocks for its uncomputed tokens, preempting the last in rank if need be,
         which may be itself."""
-        while sequence.block_table is not None and not self.blocks.extend(
+        while sequence.block_table is not None and not self.blocks.allocate(
             sequence.block_table, sequence.num_computed_tokens + sequence.num_uncomputed_tokens
         ):
             self._preempt(self.running[-1])
@@ -265,10 +266,10 @@ class Scheduler:
         # Room to grow is left for those who run: to admit one only to preempt it at once would be
         # work for nothing.
         needed = self.blocks.num_blocks_for(len(sequence.tokens)) + len(self.running)
-        return len(self.running) < self.max_batch and needed <= self.blocks.num_free
+        return len(self.running) < self.max_num_seqs and needed <= self.blocks.num_free
 
     def _admit(self, version: int) -> Sequence | None:
-        if not self.waiting or len(self.running) == self.max_batch:
+        if not self.waiting or len(self.running) == self.max_num_seqs:
             return None
         sequence = self.waiting[0]
         table = self.blocks.match_prefix(sequence.tokens, version)
@@ -278,11 +279,11 @@ class Scheduler:
         if spare < len(self.running):
             self.blocks.free(table)
             return None
-        self.blocks.extend(table, len(sequence.tokens))
+        self.blocks.allocate(table, len(sequence.tokens))
         del self.waiting[0]
         insort(self.running, sequence, key=_schedule_order)
         sequence.block_table = table
-        sequence.num_computed_tokens = table.num_registered * self.blocks.block_size
+        sequence.num_computed_tokens = table.num_cached * self.blocks.block_size
         self.num_prompt_tokens += len(sequence.tokens)
         self.num_cached_tokens += sequence.num_computed_tokens
         return sequence

@@ -39,7 +39,7 @@ def check_ranks(device: torch.device, ranks: int) -> None:
         )
 
 
-def kv_cache_tokens(model: Transformer, max_batch: int, kv_bytes: int | None) -> int:
+def kv_cache_tokens(model: Transformer, max_num_seqs: int, kv_bytes: int | None) -> int:
     """The number of tokens that the KV cache has room for: four times as many as can run at once,
     so that sessions find what they said before; in any case within `kv_bytes`, and in any case one
     sequence. None: a GiB, or on a device most of what is free there."""
@@ -55,7 +55,7 @@ def kv_cache_tokens(model: Transformer, max_batch: int, kv_bytes: int | None) ->
         c.num_hidden_layers * heads * size * weight.element_size() * (1 if c.latent else 2)
     )
     context = c.max_position_embeddings
-    return max(context, min(4 * max_batch * context, kv_bytes // token_bytes))
+    return max(context, min(4 * max_num_seqs * context, kv_bytes // token_bytes))
 
 
 def has_kernels(model: Transformer, dtype: torch.dtype) -> bool:
@@ -81,26 +81,26 @@ def invariant_trainer_model(model: Transformer, dtype: torch.dtype) -> Transform
     kernels, or with the same operators."""
     if not has_kernels(model, dtype):
         return model.compute_with(INVARIANT)
-    from etude.engine.kernels.trainable import TrainableNetwork
+    from etude.engine.kernels.transformer import BatchInvariantTransformer
 
-    trainable = TrainableNetwork(model.config).to(model.model.embed_tokens.weight.device)
+    trainable = BatchInvariantTransformer(model.config).to(model.model.embed_tokens.weight.device)
     trainable.load_state_dict(model.state_dict())
     return trainable
 
 
-def select_runner(model: Transformer, max_batch: int, kv_bytes: int | None) -> Runner:
+def select_runner(model: Transformer, max_num_seqs: int, kv_bytes: int | None) -> Runner:
     """The fastest runner that supports the model on its device; a batch-invariant one if the
-    model's arithmetic is. With `max_batch` 1 on a CPU it is the `TorchRunner`, whose bits anyone
+    model's arithmetic is. With `max_num_seqs` 1 on a CPU it is the `TorchRunner`, whose bits anyone
     can reproduce with the model definition: deterministic runs are checked by that."""
-    weight, tokens = model.model.embed_tokens.weight, kv_cache_tokens(model, max_batch, kv_bytes)
+    weight, tokens = model.model.embed_tokens.weight, kv_cache_tokens(model, max_num_seqs, kv_bytes)
     if has_kernels(model, weight.dtype):
         from etude.engine.cuda import CudaRunner
 
         blocks = -(-tokens // CudaRunner.block_size)
-        return CudaRunner(model, blocks, max_batch, invariant=model.invariant)
+        return CudaRunner(model, blocks, max_num_seqs, invariant=model.invariant)
     if model.invariant:
         return TorchInvariantRunner(model, -(-tokens // BLOCK_SIZE))
-    if not weight.is_cuda and max_batch > 1:
+    if not weight.is_cuda and max_num_seqs > 1:
         if not native.unsupported(model.config, weight.dtype):
             return native.NativeRunner(model, -(-tokens // native.BLOCK_SIZE))
         _say_once("native.c does", model.config.beyond(native.CAN))

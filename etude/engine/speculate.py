@@ -58,7 +58,7 @@ def longest_match(text_S: Ints, tail: Ints) -> tuple[int, Ints]:
     return (len(tail) if len(places_M) else 0), places_M
 
 
-class DraftText:
+class DraftSource:
     """A text that drafts are copied from, and the pointer behind the last draft."""
 
     def __init__(self, tokens_S: Ints) -> None:
@@ -95,11 +95,11 @@ class Drafter:
         self._history = np.full(len(prompt) + max_tokens, SEPARATOR, np.int64)
         self._history_len = 0
         joined = [token for draft in drafts for token in (*draft, SEPARATOR)]
-        self._own_text = DraftText(self._history[:0])
+        self._own_text = DraftSource(self._history[:0])
         self._sources = [
-            DraftText(np.array(prediction, np.int64)),
+            DraftSource(np.array(prediction, np.int64)),
             self._own_text,
-            DraftText(np.array(joined, np.int64)),
+            DraftSource(np.array(joined, np.int64)),
         ]
         self._length = FIRST_LENGTH
         self._draft: list[int] = []

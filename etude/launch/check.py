@@ -68,10 +68,10 @@ def check_start(
     if config.model.path is not None and not resumed:
         model_directory(config.model.path)
     check_stage_files(config)
-    check_sinks(config.sinks)
+    check_sinks(config.trackers)
     if config.engine.port:
         check_port(config.engine.port)
-    _check_vllm(config.engine.vllm)
+    _check_vllm(config.engine.vllm_urls)
     return _ask(config, resumed=resumed, look=look)
 
 
@@ -102,7 +102,7 @@ def _check_vllm(servers: dict[str, str]) -> None:
                 pass
         except (URLError, OSError, ValueError) as e:
             raise EtudeError(
-                f"engine.vllm: no vLLM server for the region {region} answers at {url} ({e}): "
+                f"engine.vllm_urls: no vLLM server for the region {region} answers at {url} ({e}): "
                 f"start it as docs/serve.md says"
             ) from e
 

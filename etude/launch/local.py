@@ -121,7 +121,7 @@ def plan(
         start = max(span.start, reached)
         lines.append(f"  {span.name}: version {start} -> {span.end} ({values})")
     lines += [
-        f"  workers: {', '.join(engine.regions)}, {engine.max_batch} requests each at once",
+        f"  workers: {', '.join(engine.regions)}, {engine.max_num_seqs} requests each at once",
         f"  sandboxes: {config.sandbox.isolation}, {harness.concurrency} sessions at once",
     ]
     if findings is not None:
@@ -212,7 +212,7 @@ async def _run(
         (stage.max_lag for stage in config.stage if isinstance(stage, RolloutStageConfig)),
         default=0,
     )
-    sinks = Sinks(config.sinks, run=config.name, directory=place.directory)
+    sinks = Sinks(config.trackers, run=config.name, directory=place.directory)
     title = f"etude · {config.name}"
     async with (
         on_screen(run, launcher, console, title=title, lag_bound=lag_bound),

@@ -145,7 +145,7 @@ class Controller:
         self.window = Window(
             per_step=stage.groups_per_step,
             max_lag=stage.max_lag,
-            lookahead=stage.lookahead,
+            reorder_window=stage.reorder_window,
             live=live,
         )
         await RolloutLoop(

@@ -1,5 +1,5 @@
 """Tracking sinks for a run's metrics: TensorBoard, Weights & Biases, trackio. A run names them in
-`sinks`.
+`trackers`.
 
 The events in the store come first and are complete; a sink is a copy of their numbers for people
 who have a page open already. Each needs a package that Etude does not: it is imported when it is
@@ -115,8 +115,8 @@ def check_sinks(names: Sequence[str]) -> None:
 
 def _not_installed(name: str, package: str) -> EtudeError:
     return EtudeError(
-        f"sinks = [{name!r}] needs the package {package}, which is not installed: pip install "
-        f"'etude[{name}]', or take it out of sinks"
+        f"trackers = [{name!r}] needs the package {package}, which is not installed: pip install "
+        f"'etude[{name}]', or take it out of trackers"
     )
 
 

@@ -243,7 +243,7 @@ class _Trials:
     make_engine: MakeEngine
 
     def alone(self, model: Transformer | None = None, **options: Any) -> list[Sample]:
-        engine = self.make_engine(model or self.model, max_batch=1, prefix_cache=False)
+        engine = self.make_engine(model or self.model, max_num_seqs=1, prefix_cache=False)
         asked = enumerate(self.prompts)
         return [self._ask(engine, [prompt], seed=number, **options)[0] for number, prompt in asked]
 
@@ -290,12 +290,12 @@ class _Trials:
 
     def follow(self, prompt: Prompt, row: Sequence[int]) -> None:
         """The engine answers with the rest of the row."""
-        engine = self.make_engine(self.model, max_batch=1, prefix_cache=False)
+        engine = self.make_engine(self.model, max_num_seqs=1, prefix_cache=False)
         said = _ForcedTokens(row[len(prompt) :], self.model.config.vocab_size)
         self._ask(engine, [prompt], constraint=said, max_tokens=len(row) - len(prompt))
 
     def _engine(self, **settings: Any) -> Engine:
-        return self.make_engine(self.model, max_batch=max(2, len(self.prompts)), **settings)
+        return self.make_engine(self.model, max_num_seqs=max(2, len(self.prompts)), **settings)
 
     def _ask(
         self, engine: Engine, prompts: Sequence[Prompt], *, seed: int = 0,

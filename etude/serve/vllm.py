@@ -5,7 +5,7 @@
 
 and in the run's file, for each region that has one:
 
-    [engine.vllm]
+    [engine.vllm_urls]
     east = "http://127.0.0.1:8000"
 
 Nothing in vLLM is changed. `/inference/v1/generate` takes and gives token ids, with log-probs, with

@@ -211,9 +211,11 @@ async def own_engine(
         model.compute_with(INVARIANT)
     # One request at a time in deterministic mode: what else is in a batch changes the last bits of
     # a result, and nothing may depend on what was asked before.
-    max_batch = 1 if config.deterministic else config.engine.max_batch
+    max_num_seqs = 1 if config.deterministic else config.engine.max_num_seqs
     engine = EngineThread(
-        Engine(model, max_batch=max_batch, version=-1, prefix_cache=max_batch > 1), fetch, files
+        Engine(model, max_num_seqs=max_num_seqs, version=-1, prefix_cache=max_num_seqs > 1),
+        fetch,
+        files,
     )
     yield engine
     engine.close()
@@ -238,7 +240,7 @@ async def serve_worker(
     fetch = Follower(
         Chain(run.objects), name=f"{region}-{port}", cache=HostCache.beside(store_url, cache)
     ).fetch
-    vllm = config.engine.vllm.get(region)
+    vllm = config.engine.vllm_urls.get(region)
     async with connect(vllm, fetch, files) if vllm else own_engine(files, fetch, config) as engine:
         worker = Worker(engine, files, region, config.heartbeat_timeout_s)
         if version is not None:
@@ -271,11 +273,11 @@ def main() -> None:
         "--cache", type=Path, help="where this host's workers keep what one of them has downloaded"
     )
     own = parser.add_argument_group("in place of the run's [engine]")
-    own.add_argument("--max-batch", type=int)
+    own.add_argument("--max-num-seqs", type=int)
     own.add_argument("--threads", type=int)
     own.add_argument("--device", choices=("auto", "cpu", "cuda"), help="auto: cuda if there is one")
     a = parser.parse_args()
-    given = {"max_batch": a.max_batch, "threads": a.threads, "device": a.device}
+    given = {"max_num_seqs": a.max_num_seqs, "threads": a.threads, "device": a.device}
     process.run(
         lambda: serve_worker(
             store_url=a.store,

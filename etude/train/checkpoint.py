@@ -11,13 +11,13 @@ from torch import Tensor
 from etude.core.errors import EtudeError
 
 
-def pack(tensors: Mapping[str, Tensor]) -> bytes:
+def to_bytes(tensors: Mapping[str, Tensor]) -> bytes:
     """Tensors to bytes. It is a copy: the tensors may change as soon as this returns. Equal tensors
     give equal bytes."""
     return save({name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()})
 
 
-def unpack(data: bytes, source: str) -> dict[str, Tensor]:
+def from_bytes(data: bytes, source: str) -> dict[str, Tensor]:
     """Bytes back to tensors. `source` names the bytes in the error for damaged ones."""
     try:
         return load(data)

@@ -41,13 +41,13 @@ LIVENESS_S = 10.0  # for a rank that is well, however busy
 POLL_S = 0.5
 
 
-class ProcessGroup:
+class World:
     """The ranks that train one model together, seen from one of them. All ranks must call the
     collective methods in the same order, and all get the same results."""
 
-    def __init__(self, rank: int = 0, size: int = 1, store: Store | None = None) -> None:
+    def __init__(self, rank: int = 0, world_size: int = 1, store: Store | None = None) -> None:
         self.rank = rank
-        self.size = size
+        self.world_size = world_size
         self.activity = "the start"
         """The present activity of this rank, for the message when another one is lost."""
         self._liveness = LivenessCheck(store, self) if store else None
@@ -55,14 +55,14 @@ class ProcessGroup:
     @classmethod
     def on_one_machine(
         cls, rank: int, size: int, rendezvous_file: Path, timeout_s: float, device: str = "cpu"
-    ) -> ProcessGroup:
+    ) -> World:
         """A group of processes on one machine, whose rendezvous is a file that does not exist yet.
         It is not reachable from outside."""
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         return cls._rendezvous(FileStore(str(rendezvous_file), size), rank, size, timeout_s, device)
 
     @classmethod
-    def from_torchrun(cls, timeout_s: float, device: str = "cpu") -> ProcessGroup:
+    def from_torchrun(cls, timeout_s: float, device: str = "cpu") -> World:
         """The group that torchrun has started; without torchrun this process alone."""
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             return cls()
@@ -72,7 +72,7 @@ class ProcessGroup:
     @classmethod
     def _rendezvous(
         cls, store: Store, rank: int, size: int, timeout_s: float, device: str
-    ) -> ProcessGroup:
+    ) -> World:
         """Join the group. `timeout_s` holds for every collective, the rendezvous included."""
         # figures are exchanged on the CPU in any case
         backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
@@ -95,9 +95,9 @@ class ProcessGroup:
     def shard(self, model: Transformer) -> None:
         """Shard a model (FSDP2): from now on every rank holds its rows of each parameter, and
         gradients are summed over the ranks."""
-        if self.size == 1:
+        if self.world_size == 1:
             return
-        mesh = init_device_mesh(next(model.parameters()).device.type, (self.size,))
+        mesh = init_device_mesh(next(model.parameters()).device.type, (self.world_size,))
         exact = MixedPrecisionPolicy(reduce_dtype=torch.float32)
         for block in model.model.layers:
             fully_shard(block, mesh=mesh, mp_policy=exact)
@@ -118,7 +118,7 @@ class ProcessGroup:
 
     def all_reduce_sum(self, *values: float) -> list[float]:
         """The sums over all ranks, added up in their order."""
-        if self.size == 1:
+        if self.world_size == 1:
             return list(values)
         return [
             math.fsum(column)
@@ -129,13 +129,13 @@ class ProcessGroup:
         """The norm of all gradients, from that of each rank's own."""
         return (
             own
-            if self.size == 1
+            if self.world_size == 1
             else own.new_tensor(math.sqrt(self.all_reduce_sum(float(own) ** 2)[0]))
         )
 
     def all_gather(self, own_N: Tensor) -> Tensor:
         """The tensors of all ranks, one after the other."""
-        if self.size == 1:
+        if self.world_size == 1:
             return own_N
         sizes = [int(size) for (size,) in self._table(torch.tensor([len(own_N)])).tolist()]
         padded = torch.cat((own_N, own_N.new_zeros(max(sizes) - len(own_N))))
@@ -143,7 +143,7 @@ class ProcessGroup:
 
     def _table(self, row_N: Tensor) -> Tensor:
         """The rows of all ranks."""
-        rows = [torch.empty_like(row_N) for _ in range(self.size)]
+        rows = [torch.empty_like(row_N) for _ in range(self.world_size)]
         dist.all_gather(rows, row_N)
         return torch.stack(rows)
 
@@ -152,7 +152,7 @@ class ProcessGroup:
 
     def local_rows(self, count: int) -> slice:
         """The rows of a tensor of `count` rows that this rank holds."""
-        return shard_rows(count, self.rank, self.size)
+        return shard_rows(count, self.rank, self.world_size)
 
     @contextlib.contextmanager
     def naming_lost_ranks(self) -> Iterator[None]:
@@ -165,7 +165,7 @@ class ProcessGroup:
             raise
 
 
-SINGLE_PROCESS = ProcessGroup()
+SINGLE_PROCESS = World()
 
 
 def shard_rows(count: int, rank: int, size: int) -> slice:
@@ -200,9 +200,9 @@ class LivenessCheck:
     numbered. A rank that waits for a lost one ends its
     process."""
 
-    def __init__(self, store: Store, ranks: ProcessGroup) -> None:
+    def __init__(self, store: Store, world: World) -> None:
         self._store = store
-        self._ranks = ranks
+        self._world = world
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._answer, name="liveness check", daemon=True)
         self._thread.start()
@@ -211,7 +211,7 @@ class LivenessCheck:
         """The ranks that do not answer, after waiting for them."""
         try:
             number = self._store.add("calls", 1) - 1
-            self._store.set(f"call {number}", self._ranks.activity)
+            self._store.set(f"call {number}", self._world.activity)
             deadline = time.monotonic() + LIVENESS_S
             while (missing := self._missing(number)) and time.monotonic() < deadline:
                 time.sleep(POLL_S / 5)
@@ -222,11 +222,11 @@ class LivenessCheck:
     def message(self, missing: list[int]) -> str:
         lost = (
             f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of "
-            f"{self._ranks.size}"
+            f"{self._world.world_size}"
         )
         return (
-            f"{lost} cannot be reached any more, and so rank {self._ranks.rank} stops at "
-            f"{self._ranks.activity}: see the log "
+            f"{lost} cannot be reached any more, and so rank {self._world.rank} stops at "
+            f"{self._world.activity}: see the log "
             f"of {lost}, then start again; the run goes on from its newest checkpoint"
         )
 
@@ -242,7 +242,7 @@ class LivenessCheck:
         while not self._ended.wait(POLL_S):
             try:
                 while self._store.check([f"call {number}"]):
-                    self._store.set(f"here {number} {self._ranks.rank}", self._ranks.activity)
+                    self._store.set(f"here {number} {self._world.rank}", self._world.activity)
                     number, over = number + 1, min(over, time.monotonic() + 2 * LIVENESS_S)
                 missing = self._missing(number - 1) if time.monotonic() > over else []
             except RuntimeError:
@@ -254,6 +254,6 @@ class LivenessCheck:
     def _missing(self, number: int) -> list[int]:
         return [
             rank
-            for rank in range(self._ranks.size)
+            for rank in range(self._world.world_size)
             if not self._store.check([f"here {number} {rank}"])
         ]

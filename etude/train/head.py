@@ -25,7 +25,7 @@ MAX_LOGITS = {"cpu": 2**25, "cuda": 2**28}  # numbers at once: 128 MB, 1 GB
 MAX_FUSED_LOGITS = 2**32  # 8 GB, and as much for their gradient
 
 
-class DistributionStats(NamedTuple):
+class TokenDistributionStats(NamedTuple):
     """Entropy and argmax of the distribution at each token; without gradient, and empty if not
     asked for."""
 
@@ -34,7 +34,7 @@ class DistributionStats(NamedTuple):
 
 
 Part = Callable[
-    [Transformer, Tensor, Tensor, Tensor | None, bool], tuple[Tensor, DistributionStats]
+    [Transformer, Tensor, Tensor, Tensor | None, bool], tuple[Tensor, TokenDistributionStats]
 ]
 
 
@@ -45,7 +45,7 @@ def head_logprobs(
     temperature_N: Tensor | None = None,
     *,
     with_stats: bool = False,
-) -> tuple[Tensor, DistributionStats]:
+) -> tuple[Tensor, TokenDistributionStats]:
     """The log-prob of each token, and with `with_stats` the statistics of its distribution."""
     part = _fused_part() if model.fused else _part
     most = MAX_FUSED_LOGITS if model.fused else MAX_LOGITS[hidden_NE.device.type]
@@ -71,7 +71,7 @@ def head_logprobs(
         )
     ]
     logps, others = zip(*parts, strict=True)
-    return torch.cat(logps), DistributionStats(*map(torch.cat, zip(*others, strict=True)))
+    return torch.cat(logps), TokenDistributionStats(*map(torch.cat, zip(*others, strict=True)))
 
 
 @cache
@@ -85,9 +85,11 @@ def _part(
     tokens_N: Tensor,
     temperature_N: Tensor | None,
     with_stats: bool,
-) -> tuple[Tensor, DistributionStats]:
+) -> tuple[Tensor, TokenDistributionStats]:
     logp_N, logp_NV = model.logprobs(hidden_NE, tokens_N, temperature_N)
     if not with_stats:
-        return logp_N, DistributionStats(logp_N.new_zeros(0), tokens_N.new_zeros(0))
+        return logp_N, TokenDistributionStats(logp_N.new_zeros(0), tokens_N.new_zeros(0))
     with torch.no_grad():
-        return logp_N, DistributionStats(-(logp_NV.exp() * logp_NV).sum(-1), logp_NV.argmax(-1))
+        return logp_N, TokenDistributionStats(
+            -(logp_NV.exp() * logp_NV).sum(-1), logp_NV.argmax(-1)
+        )

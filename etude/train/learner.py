@@ -6,8 +6,8 @@ published and served, while steps too small for bf16 still add up in the masters
 rounded weights is taken as the masters' gradient. Gradients add up in fp32 too, whatever the model
 computes in.
 
-A learner is one of `ranks`, alone by default. Each is handed the same batch, computes its share of
-it and holds its rows of model, masters and optimizer; all of them take the same step.
+A learner is one rank of its `world`, alone by default. Each is handed the same batch, computes its
+share of it and holds its rows of model, masters and optimizer; all of them take the same step.
 
 One thread or many, and on which cores, is the business of the process that holds the learner.
 """
@@ -28,7 +28,7 @@ from etude.core.errors import EtudeError
 from etude.core.types import Batch, RecomputedRow, Row
 from etude.model import files
 from etude.model.transformer import Transformer
-from etude.train.distributed import SINGLE_PROCESS, ProcessGroup, local_tensor, shard_rows
+from etude.train.distributed import SINGLE_PROCESS, World, local_tensor, shard_rows
 from etude.train.host_copy import AsyncHostCopy
 from etude.train.loss import token_logprobs
 from etude.train.mismatch import mismatch_stats
@@ -72,23 +72,23 @@ class Learner:
     def __init__(
         self,
         model: Transformer,
-        ranks: ProcessGroup = SINGLE_PROCESS,
+        world: World = SINGLE_PROCESS,
         *,
         optimizer: str = "adamw",
         dtype: torch.dtype = torch.bfloat16,
         compute: torch.dtype = torch.float32,
     ) -> None:
         self.model = model
-        self.ranks = ranks
+        self.world = world
         self.dtype = dtype
         self.compute = compute
         self.device = next(model.parameters()).device
         self._sequence_cost = sequence_cost(model)
         self._masters = {
-            name: p.detach()[ranks.local_rows(len(p))].to(torch.float32, copy=True)
+            name: p.detach()[world.local_rows(len(p))].to(torch.float32, copy=True)
             for name, p in model.named_parameters()
         }
-        ranks.shard(model.cast(compute))
+        world.shard(model.cast(compute))
         self._parameters = dict(model.named_parameters())
         # and no learner is held by a parameter, or neither would ever go
         self._gradients: dict[str, Tensor] = {}
@@ -100,10 +100,10 @@ class Learner:
             name: t for name, t in model.state_dict().items() if name not in self._parameters
         }
         self._snapshot: dict[str, Tensor] = {}
-        self._optimizer: Optimizer = OPTIMIZER[optimizer](self._masters, model, ranks)
+        self._optimizer: Optimizer = OPTIMIZER[optimizer](self._masters, model, world)
         self._round(self._masters)
 
-    def step(
+    def rl_step(
         self,
         batch: Batch,
         *,
@@ -125,7 +125,7 @@ class Learner:
             self.model, min_score=router_replay_min_score, router_balance=router_balance
         )
         rows, divisor = self._weighed(batch, objective.aggregate, microbatch_tokens, temperature)
-        num_tokens = sum(row.num_tokens for row in rows)
+        num_loss_tokens = sum(row.num_loss_tokens for row in rows)
         mine = self._share(
             rows, partial(pack_rollouts, experts=self._experts(fetch)), microbatch_tokens
         )
@@ -137,17 +137,17 @@ class Learner:
         sums, seen = [], []
         for micro, ref_logp_N in zip(mine, references, strict=False):
             summed, columns_N5 = self._backward(
-                micro, routers, objective, ref_logp_N, num_tokens=num_tokens, divisor=divisor
+                micro, routers, objective, ref_logp_N, total=num_loss_tokens, divisor=divisor
             )
             sums.append(summed)
             seen.append(columns_N5)
-        routers.end_step(self.ranks)
+        routers.end_step(self.world)
         copies = AsyncHostCopy(torch.stack(sums)), AsyncHostCopy(torch.cat(seen))
         norm = self._update(lr, weight_decay)  # goes on while figures are made
         sums_M4, seen_N5 = (copy.wait() for copy in copies)
-        loss_sum, *others_sum = self.ranks.all_reduce_sum(*map(sum, sums_M4.T.tolist()))
-        truncated_frac, zero_grad_frac, entropy = (each / num_tokens for each in others_sum)
-        seen_N5 = self.ranks.all_gather(seen_N5.flatten()).view(-1, 5)
+        loss_sum, *others_sum = self.world.all_reduce_sum(*map(sum, sums_M4.T.tolist()))
+        truncated_frac, zero_grad_frac, entropy = (each / num_loss_tokens for each in others_sum)
+        seen_N5 = self.world.all_gather(seen_N5.flatten()).view(-1, 5)
         return RlStats(
             recomputed=_by_row(seen_N5, len(rows)),
             loss=loss_sum,
@@ -157,7 +157,7 @@ class Learner:
             entropy=entropy,
             lr=lr,
             num_rows=len(rows),
-            num_tokens=num_tokens,
+            num_loss_tokens=num_loss_tokens,
             num_forward_tokens=sum(row.length for row in rows),
             router_mismatch_frac=routers.mismatch_frac,
             experts_replaced_frac=routers.replaced_frac,
@@ -176,18 +176,18 @@ class Learner:
         objective: RlObjective,
         ref_logp_N: Tensor | None,
         *,
-        num_tokens: int,
+        total: int,
         divisor: float,
     ) -> tuple[Tensor, Tensor]:
         """Add the gradient of one microbatch; return its sums and the columns of its tokens to
-        report."""
+        report. `total`: the loss tokens of the whole batch."""
         routing = routers.begin_microbatch(micro)
         logp_N, others = token_logprobs(self.model, micro, routing, with_stats=True)
         losses = objective.token_losses(
             logp_N, micro.old_logprobs_N, micro.advantages_N, micro.row_ids_N, ref_logp_N
         )
         router_mismatch_N = routers.token_mismatches(routing, micro.logits_indices_N)
-        balancing = routers.end_microbatch(routing, micro) * (micro.num_tokens / num_tokens)
+        balancing = routers.end_microbatch(routing, micro) * (micro.num_loss_tokens / total)
         loss = (losses.loss_N * micro.weights_N).sum() / divisor + balancing
         loss.backward()  # type: ignore[no-untyped-call]
         parts = (
@@ -223,7 +223,7 @@ class Learner:
             for n, (row, w) in enumerate(zip(batch.rows, weights, strict=True))
         ], divisor
 
-    def fit(
+    def supervised_step(
         self,
         items: Sequence[PackItem],
         *,
@@ -237,27 +237,29 @@ class Learner:
         together."""
         routers = RouterManager(self.model, router_balance=router_balance)
         count = sum(item.num_loss_terms for item in items)
-        num_tokens = sum(item.num_tokens for item in items)
+        num_loss_tokens = sum(item.num_loss_tokens for item in items)
         totals, metrics = [], Metrics()
         for micro in self._share(items, pack):
             routing = routers.begin_microbatch(micro)
             sum_of_losses, seen = loss(self.model, micro, routing)
-            balancing = routers.end_microbatch(routing, micro) * (micro.num_tokens / num_tokens)
+            balancing = routers.end_microbatch(routing, micro) * (
+                micro.num_loss_tokens / num_loss_tokens
+            )
             mean = sum_of_losses / count + balancing
             mean.backward()  # type: ignore[no-untyped-call]
             totals.append(mean.detach().double())
             metrics |= {
                 name: metrics.get(name, 0.0) + value / count for name, value in seen.items()
             }
-        routers.end_step(self.ranks)
-        total, *sums = self.ranks.all_reduce_sum(
+        routers.end_step(self.world)
+        total, *sums = self.world.all_reduce_sum(
             sum(torch.stack(totals).tolist()), *metrics.values()
         )
         return SupervisedStats(
             loss=total,
             grad_norm=_finite(self._update(lr, weight_decay)),
             lr=lr,
-            num_tokens=num_tokens,
+            num_loss_tokens=num_loss_tokens,
             metrics=dict(zip(metrics, sums, strict=True)),
         )
 
@@ -268,9 +270,9 @@ class Learner:
             token_logprobs(self.model, packed)[0].double().sum()
             for packed in self._share(texts, pack_batch)
         ]
-        self.ranks.reshard(self.model)
-        (total,) = self.ranks.all_reduce_sum(sum(torch.stack(logps).tolist()))
-        return -total / sum(text.num_tokens for text in texts)
+        self.world.reshard(self.model)
+        (total,) = self.world.all_reduce_sum(sum(torch.stack(logps).tolist()))
+        return -total / sum(text.num_loss_tokens for text in texts)
 
     @torch.no_grad()
     def _reference(self, microbatches: Sequence[PackedRollouts]) -> list[Tensor]:
@@ -290,7 +292,7 @@ class Learner:
         """A copy of this rank's rows of the tensors to publish."""
         held = {
             name: (
-                self.ranks.local_rows(len(p)).start,
+                self.world.local_rows(len(p)).start,
                 local_tensor(p).detach().to(self.dtype, copy=True),
             )
             for name, p in self._parameters.items()
@@ -319,12 +321,12 @@ class Learner:
         try:
             yield
         finally:
-            self.ranks.reshard(self.model)
+            self.world.reshard(self.model)
             self._round(self._masters)
 
     def state(self) -> dict[str, Tensor]:
         """This rank's part of the state that the next step depends on. It shares memory with the
-        learner: pack it before stepping."""
+        learner: serialize it before stepping."""
         return self._whole() | {
             f"snapshot.{name}": tensor for name, tensor in self._snapshot.items()
         }
@@ -346,8 +348,8 @@ class Learner:
     def load_shards(self, size: int, shard: Callable[[int], Mapping[str, Tensor]]) -> None:
         """Load the states of `size` ranks, of which `shard` reads one. The number of ranks may have
         changed: each takes its rows of what they had, and sums are then made in another order."""
-        if size == self.ranks.size:
-            self.load_state(shard(self.ranks.rank))
+        if size == self.world.world_size:
+            self.load_state(shard(self.world.rank))
             return
         mine: dict[str, list[Tensor]] = {}
         for rank in range(size):
@@ -362,7 +364,7 @@ class Learner:
         if name.startswith("fixed.") or tensor.ndim == 0:  # every rank has the whole of it
             return tensor if rank == 0 or tensor.ndim == 0 else tensor[:0]
         count = len(self._parameters[name.partition(".")[2]])
-        theirs, ours = shard_rows(count, rank, size), self.ranks.local_rows(count)
+        theirs, ours = shard_rows(count, rank, size), self.world.local_rows(count)
         start, stop = max(theirs.start, ours.start), min(theirs.stop, ours.stop)
         return tensor[start - theirs.start : max(start, stop) - theirs.start].clone()
 
@@ -384,11 +386,11 @@ class Learner:
             MICROBATCH_TOKENS[self.device.type] if microbatch_tokens is None else microbatch_tokens
         )
         plans = plan_microbatches(
-            [item.length for item in items], limit, self.ranks.size, self._sequence_cost
+            [item.length for item in items], limit, self.world.world_size, self._sequence_cost
         )
         return (
             pack([items[index] for index in some]).to(self.device)
-            for some in plans[self.ranks.rank]
+            for some in plans[self.world.rank]
         )
 
     def _update(self, lr: float, weight_decay: float) -> Tensor:
@@ -398,7 +400,7 @@ class Learner:
             name: self._gradients[name] for name in self._masters if name in self._gradients
         }
         self._gradients.clear()
-        norm = self.ranks.global_norm(torch.nn.utils.get_total_norm(gradients.values()))
+        norm = self.world.global_norm(torch.nn.utils.get_total_norm(gradients.values()))
         divisor = ((norm + 1e-6) / MAX_GRAD_NORM).clamp(min=1.0)
         self._optimizer.step(gradients, lr=lr, weight_decay=weight_decay, divisor=divisor)
         self._round(self._masters)

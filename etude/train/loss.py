@@ -35,7 +35,7 @@ from torch import Tensor
 from etude.model.attention import CausalAttention
 from etude.model.tiled_attention import TiledCausalAttention
 from etude.model.transformer import Routing, Transformer
-from etude.train.head import DistributionStats, head_logprobs
+from etude.train.head import TokenDistributionStats, head_logprobs
 from etude.train.packing import PackedBatch
 
 
@@ -144,7 +144,7 @@ def token_logprobs(
     routing: Routing | None = None,
     *,
     with_stats: bool = False,
-) -> tuple[Tensor, DistributionStats]:
+) -> tuple[Tensor, TokenDistributionStats]:
     """The log-prob of each token that the loss counts, at the temperature that it was sampled at;
     with `with_stats` also the statistics of its distribution.
 

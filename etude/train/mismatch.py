@@ -37,11 +37,11 @@ def measure_mismatch(
 ) -> MismatchMeasured:  # fmt: skip
     """Measure the mismatch over the rows that `step` trained on, with the weights of the version
     before it."""
-    tokens = _Tokens(
-        old_N=np.array(
+    pairs = _LogprobPairs(
+        engine_logp_N=np.array(
             [p for row in rows for p, said in zip(row.logprobs, row.mask, strict=True) if said]
         ),
-        new_N=np.array([p for each in found for p in each.logprobs]),
+        trainer_logp_N=np.array([p for each in found for p in each.logprobs]),
         token_N=np.array(
             [t for row in rows for t, said in zip(row.tokens, row.mask, strict=True) if said]
         ),
@@ -52,13 +52,12 @@ def measure_mismatch(
     region_of = [span.region for row in rows for span in row.regions for _ in range(span.count)]
     return MismatchMeasured(
         step=step,
-        all=tokens.stats(),
+        all=pairs.stats(),
         by_lag={
-            lag: tokens.at(where).stats()
-            for lag, where in _groups([step - 1 - v for v in versions])
+            lag: pairs.at(where).stats() for lag, where in _groups([step - 1 - v for v in versions])
         },
-        by_region={region: tokens.at(where).stats() for region, where in _groups(region_of)},
-        worst=_worst_tokens(rows, tokens, versions, decode, num_worst),
+        by_region={region: pairs.at(where).stats() for region, where in _groups(region_of)},
+        worst=_worst_tokens(rows, pairs, versions, decode, num_worst),
     )
 
 
@@ -68,17 +67,17 @@ def router_mismatch(old_NLk: NDArray[np.int64], new_NLk: NDArray[np.int64]) -> N
 
 
 def mismatch_stats(
-    old_N: Floats,
-    new_N: Floats,
+    engine_logp_N: Floats,
+    trainer_logp_N: Floats,
     *,
     argmax_flip_frac: float | None = None,
     router_mismatch_frac: float | None = None,
 ) -> MismatchStats:
-    ratio_N, k3_N = np.exp(new_N - old_N), _k3(old_N, new_N)
+    ratio_N, k3_N = np.exp(trainer_logp_N - engine_logp_N), _k3(engine_logp_N, trainer_logp_N)
     return MismatchStats(
         num_tokens=len(ratio_N),
-        k1=float((old_N - new_N).mean()),
-        k1_p99=_quantile(abs(old_N - new_N), 0.99),
+        k1=float((engine_logp_N - trainer_logp_N).mean()),
+        k1_p99=_quantile(abs(engine_logp_N - trainer_logp_N), 0.99),
         k3=float(k3_N.mean()),
         k3_p99=_quantile(k3_N, 0.99),
         k3_max=float(k3_N.max()),
@@ -91,8 +90,8 @@ def mismatch_stats(
     )
 
 
-def _k3(old_N: Floats, new_N: Floats) -> Floats:
-    return np.asarray(np.expm1(new_N - old_N) - (new_N - old_N))
+def _k3(engine_logp_N: Floats, trainer_logp_N: Floats) -> Floats:
+    return np.asarray(np.expm1(trainer_logp_N - engine_logp_N) - (trainer_logp_N - engine_logp_N))
 
 
 def _quantile(x_N: Floats, q: float) -> float:
@@ -100,18 +99,20 @@ def _quantile(x_N: Floats, q: float) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Tokens:
-    old_N: Floats
-    new_N: Floats
+class _LogprobPairs:
+    """The log-probs of the engine and of the trainer, side by side for the same tokens."""
+
+    engine_logp_N: Floats
+    trainer_logp_N: Floats
     token_N: NDArray[np.int64]
     argmax_N: NDArray[np.int64] | None
     router_mismatch_N: NDArray[np.bool_] | None
 
-    def at(self, where: NDArray[np.int64]) -> _Tokens:
+    def at(self, where: NDArray[np.int64]) -> _LogprobPairs:
         likeliest, otherwise = self.argmax_N, self.router_mismatch_N
-        return _Tokens(
-            old_N=self.old_N[where],
-            new_N=self.new_N[where],
+        return _LogprobPairs(
+            engine_logp_N=self.engine_logp_N[where],
+            trainer_logp_N=self.trainer_logp_N[where],
             token_N=self.token_N[where],
             argmax_N=None if likeliest is None else likeliest[where],
             router_mismatch_N=None if otherwise is None else otherwise[where],
@@ -120,8 +121,8 @@ class _Tokens:
     def stats(self) -> MismatchStats:
         otherwise = self.router_mismatch_N
         return mismatch_stats(
-            self.old_N,
-            self.new_N,
+            self.engine_logp_N,
+            self.trainer_logp_N,
             argmax_flip_frac=self._argmax_flip_frac(),
             router_mismatch_frac=None if otherwise is None else float(otherwise.mean()),
         )
@@ -129,7 +130,7 @@ class _Tokens:
     def _argmax_flip_frac(self) -> float | None:
         if self.argmax_N is None:
             return None
-        certain_N = self.old_N > CERTAIN_LOGPROB
+        certain_N = self.engine_logp_N > CERTAIN_LOGPROB
         flipped_N = certain_N & (self.argmax_N != self.token_N)
         return float(flipped_N.sum() / max(1, certain_N.sum()))
 
@@ -148,12 +149,13 @@ def _groups(keys: Sequence[Key]) -> Iterator[tuple[Key, NDArray[np.int64]]]:
 
 
 def _worst_tokens(
-    rows: Sequence[Row], tokens: _Tokens, versions: Sequence[int],
+    rows: Sequence[Row], pairs: _LogprobPairs, versions: Sequence[int],
     decode: Callable[[Sequence[int]], str] | None, count: int,
 ) -> tuple[MismatchedToken, ...]:  # fmt: skip
     where = [(row, place) for row in rows for place, said in enumerate(row.mask) if said]
     found = []
-    for n in np.argsort(-_k3(tokens.old_N, tokens.new_N), kind="stable")[:count].tolist():
+    k3_N = _k3(pairs.engine_logp_N, pairs.trainer_logp_N)
+    for n in np.argsort(-k3_N, kind="stable")[:count].tolist():
         row, place = where[n]
         seen = row.tokens[max(0, place - CONTEXT_TOKENS) : place + 1]
         found.append(
@@ -162,8 +164,8 @@ def _worst_tokens(
                 position=place,
                 token=row.tokens[place],
                 text=decode(seen) if decode else "",
-                old=float(tokens.old_N[n]),
-                new=float(tokens.new_N[n]),
+                old=float(pairs.engine_logp_N[n]),
+                new=float(pairs.trainer_logp_N[n]),
                 version=versions[n],
             )
         )

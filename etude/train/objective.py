@@ -84,7 +84,7 @@ class RlObjective:
     aggregate: str = "token"
     clip: Clip = LOSS["reinforce"].clip
     correction: str = "truncated"
-    ratio_cap: float = 2.0
+    correction_cap: float = 2.0
     kl_coef: float = 0.0
     distills: bool = False
     """On-policy distillation: the advantages given are log teacher - log engine (`train.teacher`);
@@ -112,7 +112,7 @@ class RlObjective:
         if self.correction != "none":
             correction = CORRECTION[self.correction]
             ratio_N = correction.ratio(own_N - engine_logp_N, row_N)
-            weight_N = correction.bound(ratio_N, self.ratio_cap)
+            weight_N = correction.bound(ratio_N, self.correction_cap)
             old_N, weighed_N, truncated_N = own_N, weight_N * adv_N, weight_N != ratio_N
 
         def losses(logp_N: Tensor) -> Tensor:

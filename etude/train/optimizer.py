@@ -15,7 +15,7 @@ from torch import Tensor
 
 from etude.model import files
 from etude.model.transformer import Transformer
-from etude.train.distributed import ProcessGroup, full_tensor
+from etude.train.distributed import World, full_tensor
 
 BETAS = (0.9, 0.95)
 MOMENTUM = 0.95
@@ -43,9 +43,7 @@ class Optimizer(Protocol):
 class AdamW:
     """torch's fused AdamW over the master weights: one pass over memory."""
 
-    def __init__(
-        self, masters: Mapping[str, Tensor], model: Transformer, ranks: ProcessGroup
-    ) -> None:
+    def __init__(self, masters: Mapping[str, Tensor], model: Transformer, world: World) -> None:
         self._masters = dict(masters)
         decays = {n: m.ndim >= 2 and not n.endswith("bias") for n, m in self._masters.items()}
         matrices = [m for n, m in self._masters.items() if decays[n]]
@@ -95,18 +93,16 @@ class Muon:
     its rows.
     """
 
-    def __init__(
-        self, masters: Mapping[str, Tensor], model: Transformer, ranks: ProcessGroup
-    ) -> None:
+    def __init__(self, masters: Mapping[str, Tensor], model: Transformer, world: World) -> None:
         self._model = model
-        self._ranks = ranks
+        self._world = world
         self._parameters = dict(model.named_parameters())
         self._masters = {
             name: master for name, master in masters.items() if is_hidden(name, master)
         }
         self._momentum = {name: torch.zeros_like(master) for name, master in self._masters.items()}
         self._rest = AdamW(
-            {n: m for n, m in masters.items() if n not in self._masters}, model, ranks
+            {n: m for n, m in masters.items() if n not in self._masters}, model, world
         )
 
     @torch.no_grad()
@@ -126,7 +122,7 @@ class Muon:
                 for matrix in tensor.view(-1, *tensor.shape[-2:]):
                     matrix.copy_(orthogonal(matrix) * 0.2 * math.sqrt(max(matrix.shape)))
             master.mul_(1 - lr * weight_decay).sub_(
-                update[self._ranks.local_rows(len(update))], alpha=lr
+                update[self._world.local_rows(len(update))], alpha=lr
             )
 
     def reset(self) -> None:

@@ -37,7 +37,7 @@ class PackItem(Protocol):
         """The number of tokens that are read."""
 
     @property
-    def num_tokens(self) -> int:
+    def num_loss_tokens(self) -> int:
         """The number of tokens that the loss counts."""
 
     @property
@@ -62,12 +62,12 @@ class TokenSequence:
         return int(self.loss_positions[-1]) if len(self.loss_positions) else 0
 
     @property
-    def num_tokens(self) -> int:
+    def num_loss_tokens(self) -> int:
         return len(self.loss_positions)
 
     @property
     def num_loss_terms(self) -> int:
-        return self.num_tokens
+        return self.num_loss_tokens
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class RolloutSequence(TokenSequence):
     def temperatures(self) -> NDArray[np.float64]:
         """The sampling temperature of each token that the loss counts."""
         if not self.row.sampling:
-            return np.full(self.num_tokens, self.temperature)
+            return np.full(self.num_loss_tokens, self.temperature)
         spans = self.row.sampling
         return np.repeat(
             [span.params.temperature for span in spans], [span.count for span in spans]
@@ -131,7 +131,7 @@ class PackedBatch:
         return replace(self, **there)
 
     @property
-    def num_tokens(self) -> int:
+    def num_loss_tokens(self) -> int:
         """The number of tokens that the loss counts."""
         return len(self.targets_N)
 
@@ -172,8 +172,12 @@ def pack_rollouts(
         advantages_N=_joined(
             [_numbers(each.row.advantages)[each.loss_positions] for each in rows], torch.float32
         ),
-        weights_N=_joined([np.full(each.num_tokens, each.weight) for each in rows], torch.float32),
-        row_ids_N=_joined([np.full(each.num_tokens, each.number) for each in rows], torch.int64),
+        weights_N=_joined(
+            [np.full(each.num_loss_tokens, each.weight) for each in rows], torch.float32
+        ),
+        row_ids_N=_joined(
+            [np.full(each.num_loss_tokens, each.number) for each in rows], torch.int64
+        ),
     )
 
 
@@ -198,7 +202,7 @@ def _packed(texts: Sequence[TokenSequence]) -> dict[str, Any]:
             [own[text.loss_positions] for own, text in zip(tokens, texts, strict=True)], torch.int64
         ),
         "sequence_N": _joined(
-            [np.full(text.num_tokens, n) for n, text in enumerate(texts)], torch.int64
+            [np.full(text.num_loss_tokens, n) for n, text in enumerate(texts)], torch.int64
         ),
     }
 

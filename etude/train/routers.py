@@ -22,7 +22,7 @@ from etude.core.types import Row
 from etude.model.config import ExpertsConfig
 from etude.model.experts import Router, Routing, read_ids
 from etude.model.transformer import Transformer
-from etude.train.distributed import SINGLE_PROCESS, ProcessGroup
+from etude.train.distributed import SINGLE_PROCESS, World
 from etude.train.packing import PackedBatch
 
 BIAS_STEP = 1e-3
@@ -84,7 +84,7 @@ class RouterManager:
         """Count mismatches and loads; return the load-balancing loss, a mean over the tokens of the
         microbatch."""
         # a rank without work only keeps company
-        if routing is None or not self._config or not micro.num_tokens:
+        if routing is None or not self._config or not micro.num_loss_tokens:
             return 0.0
         if routing.replay is not None:
             self.num_replayed += int((routing.replay[..., 0, 0] >= 0).sum())
@@ -100,7 +100,7 @@ class RouterManager:
         return self._config.router_aux_loss_coef * balance_loss(routing.scores, used_TLk)
 
     @torch.no_grad()
-    def end_step(self, ranks: ProcessGroup = SINGLE_PROCESS) -> None:
+    def end_step(self, world: World = SINGLE_PROCESS) -> None:
         """Sum the counts over all ranks and adjust the routers' biases, after the last
         microbatch."""
         counts = (
@@ -110,7 +110,7 @@ class RouterManager:
             *self.loads_LX.flatten().tolist(),
         )
         self.num_replayed, self.num_mismatched, self.num_replaced, *loads = map(
-            int, ranks.all_reduce_sum(*counts)
+            int, world.all_reduce_sum(*counts)
         )
         self.loads_LX = torch.tensor(loads).view(self.loads_LX.shape)
         for router, load_X in zip(self._routers, self.loads_LX, strict=True):

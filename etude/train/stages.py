@@ -21,8 +21,8 @@ from etude.train.learner import MICROBATCH_TOKENS, Learner
 from etude.train.packing import TokenSequence, plan_microbatches
 from etude.train.schedule import learning_rate
 from etude.train.stats import SupervisedStats
-from etude.train.stream import Documents, SourceMix, shuffled
-from etude.train.supervised import Metrics, PreferencePair, answer_logprobs, pack_pairs, preference
+from etude.train.stream import SourceMix, TokenizedDocuments, shuffled
+from etude.train.supervised import Metrics, PreferencePair, dpo_loss, pack_pairs, sequence_logprobs
 
 Demonstration = tuple[Sequence[int], Sequence[bool]]
 """The tokens of a session, and which of them the assistant said."""
@@ -35,7 +35,7 @@ loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageProgress:
+class StepReport:
     """The report of a supervised stage (`midtrain`, `sft`, `dpo`) to `on_step` after every step,
     when the learner's state may be checkpointed."""
 
@@ -43,24 +43,24 @@ class StageProgress:
     """Steps done."""
     total: int
     """Steps at most."""
-    fit: SupervisedStats
+    stats: SupervisedStats
     heldout_losses: tuple[float, ...] = ()
     """The loss on held-out demonstrations after each epoch so far."""
     metrics: Metrics = field(default_factory=dict)
     """Further metrics: the loss on held-out documents, how often the chosen answer wins."""
 
 
-OnStep = Callable[[StageProgress], None]
+OnStep = Callable[[StepReport], None]
 
 
-def _ignore(progress: StageProgress) -> None: ...
+def _ignore(report: StepReport) -> None: ...
 
 
 def midtrain(
     learner: Learner,
     stage: MidtrainConfig,
-    sources: Sequence[tuple[Documents, float]],
-    heldout: Documents | None = None,
+    sources: Sequence[tuple[TokenizedDocuments, float]],
+    heldout: TokenizedDocuments | None = None,
     *,
     eos: int,
     seed: int,
@@ -77,18 +77,18 @@ def midtrain(
         rate = learning_rate(
             step, lr=stage.lr, warmup=stage.warmup_steps, total=stage.steps, decay="cosine"
         )
-        fit = learner.fit(
-            documents(mix.rows(step * num_rows, num_rows), ends),
+        stats = learner.supervised_step(
+            split_documents(mix.rows(step * num_rows, num_rows), ends),
             lr=rate,
             weight_decay=stage.weight_decay,
         )
         done = step + 1
         due = heldout_rows and (done % stage.heldout_every == 0 or done == stage.steps)
         metrics = {"heldout": learner.evaluate(heldout_rows)} if due else {}
-        on_step(StageProgress(step=done, total=stage.steps, fit=fit, metrics=metrics))
+        on_step(StepReport(step=done, total=stage.steps, stats=stats, metrics=metrics))
 
 
-def documents(tokens_BT: NDArray[np.int64], eos: int | None) -> list[TokenSequence]:
+def split_documents(tokens_BT: NDArray[np.int64], eos: int | None) -> list[TokenSequence]:
     """Rows of tokens as sequences in which the loss counts every token. With `eos`, a row is split
     into its documents, none of which sees another; otherwise a row is one sequence."""
     found = []
@@ -100,12 +100,12 @@ def documents(tokens_BT: NDArray[np.int64], eos: int | None) -> list[TokenSequen
     return found
 
 
-def _heldout_rows(heldout: Documents, width: int, eos: int | None) -> list[TokenSequence]:
+def _heldout_rows(heldout: TokenizedDocuments, width: int, eos: int | None) -> list[TokenSequence]:
     """The held-out rows, the same at every evaluation: the first held-out tokens, without those
     that do not fill a row."""
     tokens_N = heldout.tokens_N[:HELDOUT_TOKENS].astype(np.int64)
     width = min(width, len(tokens_N))
-    return documents(tokens_N[: len(tokens_N) // width * width].reshape(-1, width), eos)
+    return split_documents(tokens_N[: len(tokens_N) // width * width].reshape(-1, width), eos)
 
 
 def sft(
@@ -134,7 +134,7 @@ def sft(
     while step < total and evaluations_since_best(losses) < stage.patience:
         epoch, part = divmod(step, steps_per_epoch)
         chosen = np.array_split(shuffled(len(demonstrations), seed, epoch), steps_per_epoch)[part]
-        fit = learner.fit(
+        stats = learner.supervised_step(
             [texts[i] for i in chosen],
             lr=learning_rate(step, lr=stage.lr, warmup=0, total=total, decay="linear"),
         )
@@ -143,7 +143,7 @@ def sft(
             losses.append(learner.evaluate(heldout_rows))
             if evaluations_since_best(losses) == 0:
                 learner.snapshot()
-        on_step(StageProgress(step=step, total=total, fit=fit, heldout_losses=tuple(losses)))
+        on_step(StepReport(step=step, total=total, stats=stats, heldout_losses=tuple(losses)))
     learner.restore_snapshot()
     return tuple(losses)
 
@@ -172,15 +172,17 @@ def dpo(
         )
     steps_per_epoch = max(1, round(len(pairs) / stage.batch_pairs))
     total = stage.epochs * steps_per_epoch
-    loss = preference(beta=stage.beta, length_normalised=stage.length_normalised)
+    loss = dpo_loss(beta=stage.beta, length_normalised=stage.length_normalised)
     for step in range(start_step, total):
         epoch, part = divmod(step, steps_per_epoch)
         chosen = np.array_split(shuffled(len(pairs), seed, epoch), steps_per_epoch)[part].tolist()
         rate = learning_rate(
             step, lr=stage.lr, warmup=stage.warmup_steps, total=total, decay="linear"
         )
-        fit = learner.fit([judged[i] for i in chosen], lr=rate, pack=pack_pairs, loss=loss)
-        on_step(StageProgress(step=step + 1, total=total, fit=fit, metrics=fit.metrics))
+        stats = learner.supervised_step(
+            [judged[i] for i in chosen], lr=rate, pack=pack_pairs, loss=loss
+        )
+        on_step(StepReport(step=step + 1, total=total, stats=stats, metrics=stats.metrics))
 
 
 @torch.no_grad()
@@ -192,7 +194,7 @@ def _judged(learner: Learner, pairs: Sequence[PreferencePair], mean: bool) -> li
     )[0]:
         packed = pack_pairs([pairs[i] for i in some]).to(learner.device)
         for i, (chosen, rejected) in zip(
-            some, answer_logprobs(learner.model, packed, mean=mean).tolist(), strict=True
+            some, sequence_logprobs(learner.model, packed, mean=mean).tolist(), strict=True
         ):
             judged[i] = replace(pairs[i], reference=(chosen, rejected))
     return judged

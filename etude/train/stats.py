@@ -26,7 +26,7 @@ class RlStats:
     """The norm of the gradient before clipping."""
     lr: float
     num_rows: int
-    num_tokens: int
+    num_loss_tokens: int
     """Sampled tokens."""
     num_forward_tokens: int
     """Tokens that went through the model, prompts included."""
@@ -47,6 +47,6 @@ class SupervisedStats:
     loss: float
     grad_norm: float
     lr: float
-    num_tokens: int
+    num_loss_tokens: int
     metrics: Metrics
     """Further metrics of the loss, each a mean over the terms of the loss."""

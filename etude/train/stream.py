@@ -22,14 +22,14 @@ GOLDEN = (5**0.5 - 1) / 2
 
 
 @dataclass(frozen=True, slots=True)
-class Documents:
+class TokenizedDocuments:
     """D documents of N tokens in all, each with the `eos` that ends it."""
 
     tokens_N: NDArray[np.uint32]
     ends_D: NDArray[np.int64]
 
     @classmethod
-    def of(cls, documents: Iterable[Sequence[int]], eos: int) -> Documents:
+    def of(cls, documents: Iterable[Sequence[int]], eos: int) -> TokenizedDocuments:
         ended = [[*document, eos] for document in documents]
         flat = [token for document in ended for token in document]
         return cls(
@@ -38,10 +38,10 @@ class Documents:
         )
 
 
-def joined(parts: Sequence[Documents]) -> Documents:
+def joined(parts: Sequence[TokenizedDocuments]) -> TokenizedDocuments:
     """Concatenate documents, in memory."""
     before = np.cumsum([0, *(len(part.tokens_N) for part in parts)])
-    return Documents(
+    return TokenizedDocuments(
         np.concatenate([part.tokens_N for part in parts]),
         np.concatenate([part.ends_D + size for part, size in zip(parts, before, strict=False)]),
     )
@@ -50,7 +50,7 @@ def joined(parts: Sequence[Documents]) -> Documents:
 class TokenStream:
     """The documents as one endless stream of tokens; every epoch has a new order."""
 
-    def __init__(self, documents: Documents, *, seed: int) -> None:
+    def __init__(self, documents: TokenizedDocuments, *, seed: int) -> None:
         if not len(documents.ends_D):
             raise ValueError("there are no documents to train on")
         self._tokens_N = documents.tokens_N
@@ -83,7 +83,7 @@ class SourceMix:
     """A weighted mixture of sources: rows of `width` tokens, each from one source."""
 
     def __init__(
-        self, sources: Sequence[tuple[Documents, float]], *, width: int, seed: int
+        self, sources: Sequence[tuple[TokenizedDocuments, float]], *, width: int, seed: int
     ) -> None:
         # The first source alone keeps the seed: whether others are there does not change what it
         # gives.

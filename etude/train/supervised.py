@@ -40,15 +40,15 @@ class PreferencePair:
     chosen: TokenSequence
     rejected: TokenSequence
     reference: tuple[float, float] = (0.0, 0.0)
-    """The `answer_logprobs` of both under the reference weights."""
+    """The `sequence_logprobs` of both under the reference weights."""
 
     @property
     def length(self) -> int:
         return self.chosen.length + self.rejected.length
 
     @property
-    def num_tokens(self) -> int:
-        return self.chosen.num_tokens + self.rejected.num_tokens
+    def num_loss_tokens(self) -> int:
+        return self.chosen.num_loss_tokens + self.rejected.num_loss_tokens
 
     @property
     def num_loss_terms(self) -> int:
@@ -70,7 +70,7 @@ def pack_pairs(pairs: Sequence[PreferencePair]) -> PackedPairs:
     )
 
 
-def answer_logprobs(
+def sequence_logprobs(
     model: Transformer, pairs: PackedPairs, *, mean: bool, routing: Routing | None = None
 ) -> Tensor:
     """The log-probs of the chosen and the rejected session of each pair, summed over the tokens
@@ -85,7 +85,7 @@ def answer_logprobs(
     return (sums_A / sizes_A if mean else sums_A).view(-1, 2)
 
 
-def preference(*, beta: float, length_normalised: bool) -> SupervisedLoss:
+def dpo_loss(*, beta: float, length_normalised: bool) -> SupervisedLoss:
     """DPO: the chosen answer is to gain on the rejected one, as seen from the reference, with no
     reward model between.
 
@@ -98,7 +98,7 @@ def preference(*, beta: float, length_normalised: bool) -> SupervisedLoss:
     ) -> tuple[Tensor, Metrics]:
         assert isinstance(pairs, PackedPairs)
         gain_B2 = (
-            answer_logprobs(model, pairs, mean=length_normalised, routing=routing)
+            sequence_logprobs(model, pairs, mean=length_normalised, routing=routing)
             - pairs.reference_B2
         )
         return sigmoid_loss(gain_B2, beta)

@@ -37,7 +37,7 @@ class Teacher:
         """The batch with the teacher's advantages, and an estimate of the KL of student to teacher
         a token. Both are compared at the temperature that each token was drawn at; `temperature`
         is that of rows which do not say."""
-        rows, total, num_tokens = list(batch.rows), 0.0, 0
+        rows, total, num_loss_tokens = list(batch.rows), 0.0, 0
         texts = [
             RolloutSequence.from_row(row, number, temperature=temperature)
             for number, row in enumerate(rows)
@@ -49,11 +49,11 @@ class Teacher:
                 scores = iter(token_logprobs(self.model, packed)[0].tolist())
             for index in some:
                 rows[index] = with_teacher_advantages(
-                    rows[index], list(islice(scores, texts[index].num_tokens))
+                    rows[index], list(islice(scores, texts[index].num_loss_tokens))
                 )
                 total -= sum(rows[index].advantages)
-                num_tokens += texts[index].num_tokens
-        return replace(batch, rows=tuple(rows)), total / num_tokens
+                num_loss_tokens += texts[index].num_loss_tokens
+        return replace(batch, rows=tuple(rows)), total / num_loss_tokens
 
 
 def with_teacher_advantages(row: Row, teacher: Sequence[float]) -> Row:

@@ -24,7 +24,7 @@ from etude.core.stages import BUILT_IN, MidtrainConfig, SourceConfig
 from etude.model.tokenizer import ChatTokenizer
 from etude.tasks import corpus as built_in
 from etude.tasks import sources
-from etude.train.stream import Documents, joined
+from etude.train.stream import TokenizedDocuments, joined
 
 NUM_BUILT_IN = 8192
 FORMAT = 1  # of the cached files
@@ -35,9 +35,9 @@ PARTS = ("train", "heldout")
 class Corpus:
     """The documents of mid-training, and those held out for evaluation."""
 
-    sources: tuple[tuple[Documents, float], ...]
+    sources: tuple[tuple[TokenizedDocuments, float], ...]
     """With their weights."""
-    heldout: Documents
+    heldout: TokenizedDocuments
     about: str
     """How much it is, and a digest of all of it."""
 
@@ -91,8 +91,8 @@ def read_corpus(stage: MidtrainConfig, files: Mapping[str, bytes], seed: int) ->
 class _Part:
     """A source, and a digest of all its tokens."""
 
-    train: Documents
-    heldout: Documents
+    train: TokenizedDocuments
+    heldout: TokenizedDocuments
     digest: str
 
 
@@ -132,7 +132,7 @@ def _part(
     if source.path == BUILT_IN:
         texts = built_in.documents(NUM_BUILT_IN, seed)
         train, heldout = (
-            Documents.of(
+            TokenizedDocuments.of(
                 (tokenizer.encode(t) for t in texts if rule.is_heldout(t) == is_held),
                 tokenizer.eos_token_id,
             )
@@ -188,8 +188,10 @@ def _write(folder: Path, texts: Iterable[str], tokenizer: ChatTokenizer, rule: _
                 raise
 
 
-def _mapped(folder: Path, name: str) -> Documents:
+def _mapped(folder: Path, name: str) -> TokenizedDocuments:
     ends_D = np.fromfile(folder / f"{name}.ends", dtype=np.int64)
     if not len(ends_D):  # nothing can be mapped where nothing is
-        return Documents(np.empty(0, dtype=np.uint32), ends_D)
-    return Documents(np.memmap(folder / f"{name}.tokens", dtype=np.uint32, mode="r"), ends_D)
+        return TokenizedDocuments(np.empty(0, dtype=np.uint32), ends_D)
+    return TokenizedDocuments(
+        np.memmap(folder / f"{name}.tokens", dtype=np.uint32, mode="r"), ends_D
+    )

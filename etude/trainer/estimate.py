@@ -82,7 +82,7 @@ def estimate(config: RunConfig) -> Estimate:
     versions = stage_spans(config.stage)[-1].end
     evaluated = sum(getattr(config.tasks, split) for split in EVAL_SPLITS) * len(config.stage)
     seconds["evaluations"] = sampling(evaluated)
-    weights = parameters * (4 if config.trainer.weights_dtype == "float32" else 2)
+    weights = parameters * (4 if config.trainer.published_dtype == "float32" else 2)
     disk_bytes = parameters * STATE_BYTES * CHECKPOINTS
     disk_bytes += weights + int(weights * DELTA * versions)
     disk_bytes += (sessions + evaluated) * length * TOKEN_BYTES

@@ -172,7 +172,7 @@ def run_steps(
             total=stage.steps,
             decay=stage.lr_schedule,
         )
-        stats = trainer.learner.step(
+        stats = trainer.learner.rl_step(
             batch,
             lr=lr,
             objective=objective,

@@ -28,11 +28,11 @@ from etude.store import checkpoints
 from etude.store.checkpoints import Checkpoint, CheckpointWriter, Origin, code_version
 from etude.store.runs import Run
 from etude.store.telemetry import Emit
-from etude.train.checkpoint import pack, unpack
-from etude.train.distributed import SINGLE_PROCESS, ProcessGroup
+from etude.train.checkpoint import from_bytes, to_bytes
+from etude.train.distributed import SINGLE_PROCESS, World
 from etude.train.learner import Learner
 from etude.train.mismatch import measure_mismatch
-from etude.train.stages import StageProgress
+from etude.train.stages import StepReport
 from etude.train.start import compile_layers, initial_model
 from etude.trainer.peers import TorchPeer
 from etude.trainer.prepare import model_directory
@@ -54,25 +54,25 @@ class TrainerState:
         run: Run,
         config: RunConfig,
         emit: Emit,
-        ranks: ProcessGroup = SINGLE_PROCESS,
+        world: World = SINGLE_PROCESS,
         device: torch.device = CPU,
     ) -> None:
         self.run = run
         self.config = config
         self.emit = emit
-        self.ranks = ranks
+        self.world = world
         for stage in config.stage:
             if isinstance(stage, RlConfig):
                 # a loss that cannot be loaded shall not cost the stages before its own
                 objective_of(stage)
         torch.use_deterministic_algorithms(config.deterministic)
         self.publisher = Publisher(
-            Chain(run.objects), peers=TorchPeer() if ranks.size > 1 else None
+            Chain(run.objects), peers=TorchPeer() if world.world_size > 1 else None
         )
-        self.saver = CheckpointWriter(run, ranks.rank, ranks.size)
-        if ranks.rank == 0:
+        self.saver = CheckpointWriter(run, world.rank, world.world_size)
+        if world.rank == 0:
             self.saver.clean()
-        ranks.barrier()
+        world.barrier()
         self.files = cut_context(run.model_files(), config.model.max_context)
         self.tokenizer = ChatTokenizer(self.files)
         names = run.checkpoints()
@@ -86,9 +86,9 @@ class TrainerState:
             compile_layers(model)
         self.learner = Learner(
             model,
-            ranks,
+            world,
             optimizer=config.trainer.optimizer,
-            dtype=getattr(torch, config.trainer.weights_dtype),
+            dtype=getattr(torch, config.trainer.published_dtype),
             compute=compute,
         )
         self.stage = ""
@@ -126,7 +126,7 @@ class TrainerState:
             self.lineage = (*self.lineage, origin)
             self.batches_digest = hashlib.sha256().hexdigest()
             self.learner.reset()
-        self.ranks.activity = f"the start of {span.name}"
+        self.world.activity = f"the start of {span.name}"
 
     @property
     def context(self) -> int:
@@ -147,7 +147,7 @@ class TrainerState:
     def read_batch(self, step: int, span: StageSpan) -> Batch:
         """Waits for it, and enters it into the lineage."""
         batch = self.run.wait_batch(step)
-        self.ranks.activity = f"step {step} of {self.stage}"
+        self.world.activity = f"step {step} of {self.stage}"
         self.batches_digest = hashlib.sha256(
             f"{self.batches_digest} {self.run.batch_digest(step)}".encode()
         ).hexdigest()
@@ -156,36 +156,36 @@ class TrainerState:
 
     def report_mismatch(self, batch: Batch, found: tuple[RecomputedRow, ...]) -> None:
         """Measure the train/inference mismatch of a batch, for the store and as an event."""
-        if self.ranks.rank == 0:
+        if self.world.rank == 0:
             self.run.put_recomputed(batch.step, found)
             self.emit(
                 measure_mismatch(batch.rows, found, step=batch.step, decode=self.tokenizer.decode)
             )
 
-    def report_fit(self) -> Callable[[StageProgress], None]:
+    def report_fit(self) -> Callable[[StepReport], None]:
         """The callback after each supervised step: an event, and now and then a checkpoint."""
         last = saved = time.monotonic()
 
-        def on_step(progress: StageProgress) -> None:
+        def on_step(report: StepReport) -> None:
             nonlocal last, saved
             now = time.monotonic()
-            speed = progress.fit.num_tokens / max(now - last, 1e-9)
+            speed = report.stats.num_loss_tokens / max(now - last, 1e-9)
             self.emit(
                 FitStep(
                     stage=self.stage,
-                    step=progress.step,
-                    steps=progress.total,
-                    loss=progress.fit.loss,
+                    step=report.step,
+                    steps=report.total,
+                    loss=report.stats.loss,
                     tokens_per_s=speed,
-                    metrics=progress.metrics,
+                    metrics=report.metrics,
                 )
             )
-            self.step, self.heldout_losses = progress.step, progress.heldout_losses
-            self.ranks.activity = f"step {progress.step + 1} of {self.stage}"
+            self.step, self.heldout_losses = report.step, report.heldout_losses
+            self.world.activity = f"step {report.step + 1} of {self.stage}"
             # One clock decides for all: a checkpoint that only some ranks hold to be due would
             # never be whole.
-            (due,) = self.ranks.all_reduce_sum(
-                float(self.ranks.rank == 0 and now - saved > CHECKPOINT_S)
+            (due,) = self.world.all_reduce_sum(
+                float(self.world.rank == 0 and now - saved > CHECKPOINT_S)
             )
             if due:
                 self.save()
@@ -234,7 +234,7 @@ class TrainerState:
                 "batches_digest": self.batches_digest,
             },
         )
-        self.saver.save(checkpoint, pack(self.learner.state()), then)
+        self.saver.save(checkpoint, to_bytes(self.learner.state()), then)
 
     def resume(self, checkpoint: Checkpoint) -> None:
         self.stage, self.version, self.step = checkpoint.stage, checkpoint.version, checkpoint.step
@@ -246,7 +246,7 @@ class TrainerState:
         self.batches_digest = checkpoint.cursor["batches_digest"]
 
         def shard(rank: int) -> dict[str, torch.Tensor]:
-            return unpack(
+            return from_bytes(
                 checkpoints.read_part(self.run, checkpoint, rank), f"checkpoint {checkpoint.name}"
             )
 
@@ -264,6 +264,6 @@ def computed_in(config: TrainerConfig, device: torch.device) -> torch.dtype:
         return getattr(torch, config.compute_dtype)  # type: ignore[no-any-return]
     return (
         torch.bfloat16
-        if device.type == "cuda" and config.weights_dtype == "bfloat16"
+        if device.type == "cuda" and config.published_dtype == "bfloat16"
         else torch.float32
     )

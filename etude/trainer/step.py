@@ -36,13 +36,13 @@ def objective_of(stage: RlConfig) -> RlObjective:
         )
     objective = RlObjective(
         loss=loss,
-        aggregate=stage.aggregate or loss.aggregate,
+        aggregate=stage.loss_aggregation or loss.aggregate,
         clip=Clip(
             loss.clip.low if stage.clip_low is None else stage.clip_low,
             loss.clip.high if stage.clip_high is None else stage.clip_high,
         ),
         correction=stage.correction or loss.correction,
-        ratio_cap=stage.ratio_cap,
+        correction_cap=stage.correction_cap,
         kl_coef=stage.kl_coef,
     )
     for key, value, known in (
@@ -85,7 +85,7 @@ class StepReporter:
 
     def __init__(self, learner: Learner) -> None:
         self._config = learner.model.config
-        self._peak = learner.ranks.size * peak_flops(learner.device, learner.compute)
+        self._peak = learner.world.world_size * peak_flops(learner.device, learner.compute)
         self._repeats = RepeatedRows()
         self._idle_since = self._began = time.monotonic()
 
@@ -121,7 +121,7 @@ class StepReporter:
             experts_replaced_frac=stats.experts_replaced_frac,
             entropy=stats.entropy,
             grad_norm=stats.grad_norm,
-            tokens=stats.num_tokens,
+            tokens=stats.num_loss_tokens,
             tokens_per_s=stats.num_forward_tokens / seconds,
             mfu=step_flops(self._config, batch.rows) / seconds / self._peak,
             repeated_rows=self._repeats.count(batch),

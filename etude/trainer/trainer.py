@@ -25,7 +25,7 @@ from etude.run.process import keep_freed_memory
 from etude.serve import heartbeat
 from etude.store.runs import Run
 from etude.store.telemetry import sync_event_writer
-from etude.train.distributed import ProcessGroup
+from etude.train.distributed import World
 from etude.trainer.stages import STAGE
 from etude.trainer.state import TrainerState
 
@@ -78,13 +78,13 @@ def main() -> int:
             config.trainer.device, args.rank or int(os.environ.get("LOCAL_RANK", "0"))
         )
         if args.rendezvous:
-            ranks = ProcessGroup.on_one_machine(
+            world = World.on_one_machine(
                 args.rank, args.ranks, args.rendezvous, timeout_s, device.type
             )
         else:
-            ranks = ProcessGroup.from_torchrun(timeout_s, device.type)
+            world = World.from_torchrun(timeout_s, device.type)
         keep_freed_memory()
-        train(run, config, ranks, device)
+        train(run, config, world, device)
     except EtudeError as e:
         print(f"error: {e}", file=sys.stderr, flush=True)
         os._exit(2)  # no thread may wait any longer for a rank that is gone
@@ -101,26 +101,26 @@ def rank_device(asked: str, number: int) -> torch.device:
     return torch.device("cuda", number)
 
 
-def train(run: Run, config: RunConfig, ranks: ProcessGroup, device: torch.device) -> None:
+def train(run: Run, config: RunConfig, world: World, device: torch.device) -> None:
     """To the end of the last stage."""
-    heard = ranks.rank == 0
+    heard = world.rank == 0
     writer = (
         sync_event_writer(run, "trainer") if heard else contextlib.nullcontext(lambda event: None)
     )
-    with ranks.naming_lost_ranks(), writer as emit:
-        trainer = Trainer(run, config, emit, ranks, device)
+    with world.naming_lost_ranks(), writer as emit:
+        trainer = Trainer(run, config, emit, world, device)
         try:
             trainer.train()
         except torch.OutOfMemoryError as e:
             raise EtudeError(
-                f"{device} has too little memory at {ranks.activity} "
+                f"{device} has too little memory at {world.activity} "
                 f"({str(e).partition('. ')[0]}): go on with less of "
                 f"microbatch_tokens or with more ranks, or begin anew with --fresh and less of "
                 f"max_context"
             ) from e
         finally:
             trainer.close()
-        ranks.close()
+        world.close()
 
 
 if __name__ == "__main__":

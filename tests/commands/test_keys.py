@@ -58,10 +58,10 @@ def test_in_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     assert "stage.distill: steps" in capsys.readouterr().out
     assert main(["keys", "engine"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "[engine]" in said and "max_batch" in said and "\\" not in said
+    assert "[engine]" in said and "max_num_seqs" in said and "\\" not in said
     assert main(["keys", "stage.rl.max_lag"]) == 0
     said = capsys.readouterr().out
-    assert "staleness" in said and "lookahead" not in said
+    assert "staleness" in said and "reorder_window" not in said
     assert main(["keys", "stage.midtrain.sources"]) == 0
     assert "weight" in capsys.readouterr().out
     assert main(["keys", "max_lagg"]) == 2

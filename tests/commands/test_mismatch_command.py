@@ -183,7 +183,7 @@ def record(
     policy = trainer_copy(sharp(shape, seed=0, factor=2.0))
     for version in range(step):
         publish(run.objects, version, hf_state_dict(policy), stage="rl", step=version)
-    engine, rows = Engine(policy, max_batch=1), []
+    engine, rows = Engine(policy, max_num_seqs=1), []
     for number, prompt in enumerate(PROMPTS):
         add(
             engine,
@@ -278,7 +278,7 @@ def test_only_rows_of_one_version_are_judged_and_not_too_many() -> None:
 def test_what_stands_behind_the_last_sampled_token_changes_nothing() -> None:
     """A session may end with what a tool said."""
     one, tail = model("qwen3_moe"), (7, 8, 9)
-    engine = Engine(one, max_batch=1)
+    engine = Engine(one, max_num_seqs=1)
     add(engine, request("0", list(PROMPTS[0]), max_tokens=8))
     sample = drain(engine)["0"]
     assert sample.experts is not None and one.config.experts is not None
@@ -319,7 +319,7 @@ def test_the_command_on_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     store_files(run, small)
     policy = trainer_copy(sharp(config(vocab_size=300, context=256), seed=0, factor=4.0))
     publish(run.objects, 0, hf_state_dict(policy), stage="rl", step=0)
-    engine, rows = Engine(policy, max_batch=4), []
+    engine, rows = Engine(policy, max_num_seqs=4), []
     for number, prompt in enumerate(PROMPTS):
         add(engine, request(str(number), list(prompt), top_p=0.7, stop_token_ids=()))
         rows.append(row_of(str(number), prompt, drain(engine)[str(number)]))

@@ -9,7 +9,7 @@ from etude.core.config import parse
 from tests.core.test_config import EVERY_KIND, GOOD
 
 OTHERS = {
-    "engine.port": 8000, "engine.threads": 7, "engine.max_batch": 3, "engine.device": "auto",
+    "engine.port": 8000, "engine.threads": 7, "engine.max_num_seqs": 3, "engine.device": "auto",
     "tasks.timeout_s": 9.0, "harness.concurrency": 5, "harness.timeout_s": 9.0,
     "trainer.device": "auto", "trainer.ranks": 2, "trainer.timeout_s": 9.0,
     "sandbox.isolation": "process", "stage.midtrain.threads": 5,
@@ -24,7 +24,7 @@ def test_how_the_work_is_done_may_change_between_two_lives(key: str) -> None:
 
 
 def test_trackers_may_change() -> None:
-    here = parse('sinks = ["wandb"]\n' + EVERY_KIND)
+    here = parse('trackers = ["wandb"]\n' + EVERY_KIND)
     assert refused_changes(parse(EVERY_KIND), here, version=99) == []
 
 
@@ -39,7 +39,7 @@ def test_trackers_may_change() -> None:
         ("engine.dtype=float32", 'engine.dtype: "auto" -> "float32"'),
         ("engine.regions=['a']", 'engine.regions: ["east", "west"] -> ["a"]'),
         ("trainer.optimizer=muon", 'trainer.optimizer: "adamw" -> "muon"'),
-        ("trainer.weights_dtype=float32", 'trainer.weights_dtype: "bfloat16" -> "float32"'),
+        ("trainer.published_dtype=float32", 'trainer.published_dtype: "bfloat16" -> "float32"'),
         ("trainer.compute_dtype=bfloat16", 'trainer.compute_dtype: "auto" -> "bfloat16"'),
         ("eval.temperature=1", "eval.temperature: 0.0 -> 1.0"),
         ("stage.midtrain.lr=1", "stage.midtrain.lr: 0.003 -> 1.0"),

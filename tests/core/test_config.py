@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from etude.core.advantage import ADVANTAGE
-from etude.core.config import STAGES, RunConfig, TrainerConfig, parse
+from etude.core.config import STAGES, EngineConfig, RunConfig, TrainerConfig, parse
 from etude.core.errors import EtudeError
+from etude.core.sandbox_config import SandboxConfig
 from etude.core.schema import OLD_ESTIMATORS, OLD_KEYS
 from etude.core.stages import MidtrainConfig, RlConfig
 
@@ -114,7 +115,7 @@ def test_what_the_trainer_computes_in() -> None:
     with pytest.raises(EtudeError, match="leave out engine.dtype and trainer.compute_dtype"):
         parse(GOOD, ["batch_invariant=true", "trainer.compute_dtype=bfloat16"])
     with pytest.raises(EtudeError, match=r'trainer.compute_dtype = "bfloat16" rounds weights too'):
-        parse(GOOD, ["trainer.compute_dtype=bfloat16", "trainer.weights_dtype=float32"])
+        parse(GOOD, ["trainer.compute_dtype=bfloat16", "trainer.published_dtype=float32"])
 
 
 def test_a_model_from_a_directory() -> None:
@@ -183,8 +184,8 @@ def test_a_model_from_a_directory() -> None:
         ),
         (
             "max_lag = 1",
-            "max_lag = 0\nlookahead = 2",
-            "stage.rl: lookahead 2 leaves 15 slots .* from 1 to 1",
+            "max_lag = 0\nreorder_window = 2",
+            "stage.rl: reorder_window 2 leaves 15 slots .* from 1 to 1",
         ),
         (
             "hidden_size = 64",
@@ -279,8 +280,8 @@ def test_a_model_from_a_directory() -> None:
         ("max_lag", "kl", "unknown key stage.rl.kl .*did you mean kl_coef"),
         (
             "seed = 3",
-            'seed = 3\nsinks = "wandb"',
-            r"sinks = 'wandb': it must be a list, such as \['wandb'\]",
+            'seed = 3\ntrackers = "wandb"',
+            r"trackers = 'wandb': it must be a list, such as \['wandb'\]",
         ),
     ],
 )
@@ -340,9 +341,10 @@ def test_a_lineage_in_any_order_with_a_kind_more_than_once() -> None:
 
 def test_a_mistake_in_the_only_stage_is_one_line() -> None:
     with pytest.raises(EtudeError) as caught:
-        parse('name = "a"\n[[stage]]\nkind = "rl"\nsteps = 1\naggregate = "tokens"\n')
+        parse('name = "a"\n[[stage]]\nkind = "rl"\nsteps = 1\nloss_aggregation = "tokens"\n')
     expected = (
-        "config: stage.rl.aggregate = 'tokens': input should be 'token', 'sequence' or 'constant'"
+        "config: stage.rl.loss_aggregation = 'tokens': "
+        "input should be 'token', 'sequence' or 'constant'"
     )
     assert str(caught.value) == expected
 
@@ -408,7 +410,7 @@ def test_batch_invariance_on_a_device() -> None:
             'needs device = "cpu", or "cuda", for both',
         ),
         ([*ON_CUDA, "trainer.ranks=2"], "on CUDA computes in bfloat16 on one rank"),
-        ([*ON_CUDA, "trainer.weights_dtype=float32"], "on CUDA computes in bfloat16 on one rank"),
+        ([*ON_CUDA, "trainer.published_dtype=float32"], "on CUDA computes in bfloat16 on one rank"),
         ([*ON_CUDA, "engine.dtype=float32"], "on CUDA computes in bfloat16 on one rank"),
         (
             ["deterministic=true", "stage.rl.max_lag=0", "stage.distill.max_lag=0"],
@@ -428,7 +430,10 @@ def test_batch_invariance_on_a_device() -> None:
             ["stage.rl.group_size=1"],
             "stage.rl.group_size = 1: input should be greater than or equal to 2",
         ),
-        (["stage.rl.ratio_cap=0.9"], "stage.rl.ratio_cap = 0.9: .* greater than or equal to 1"),
+        (
+            ["stage.rl.correction_cap=0.9"],
+            "stage.rl.correction_cap = 0.9: .* greater than or equal to 1",
+        ),
         (
             ["stage.rl.router_replay_min_score=1.1"],
             "stage.rl.router_replay_min_score = 1.1: .* less than or equal to 1",
@@ -461,7 +466,7 @@ def test_settings_that_contradict(overrides: list[str], message: str) -> None:
         ["model.hidden_size=8", "model.num_heads=4", "model.num_kv_heads=4"],
         ["model.path=base", "stage.midtrain.rope_scaling={type='yarn', factor=1.5}"],
         [
-            "stage.rl.ratio_cap=1",
+            "stage.rl.correction_cap=1",
             "stage.rl.router_replay_min_score=1",
             "stage.rl.kl_coef=0",
             "stage.rl.group_size=2",
@@ -510,7 +515,7 @@ def test_a_text_needs_no_quotation_marks_and_may_stand_apart() -> None:
         ),
         (
             "trainer.weights=float32",
-            "unknown key trainer.weights in .trainer.: it is called trainer.weights_dtype now",
+            "unknown key trainer.weights in .trainer.: it is called trainer.published_dtype now",
         ),
         (
             "stage.rl.credit=praise",
@@ -536,6 +541,16 @@ def test_an_old_key_is_told_its_new_name(old: str, message: str) -> None:
         parse(GOOD, [old])
 
 
+OTHERS_RENAMED = {
+    "trainer.compute": "trainer.compute_dtype",
+    "trainer.weights_dtype": "trainer.published_dtype",
+    "engine.max_batch": "max_num_seqs",
+    "engine.vllm": "vllm_urls",
+    "sandbox.processes": "max_processes",
+    "sinks": "trackers",
+}
+
+
 def test_no_old_key_is_taken_for_a_slip_of_the_pen() -> None:
     stage = {
         "midtrain": {
@@ -550,10 +565,13 @@ def test_no_old_key_is_taken_for_a_slip_of_the_pen() -> None:
             "replay": "router_replay",
             "plausible": "router_replay_min_score",
             "balance": "router_balance",
+            "lookahead": "reorder_window",
+            "aggregate": "loss_aggregation",
+            "ratio_cap": "correction_cap",
         },
     }
     renamed = {f"stage.{kind}.{old}": new for kind in stage for old, new in stage[kind].items()}
-    for old, new in (renamed | {"trainer.compute": "trainer.compute_dtype"}).items():
+    for old, new in (renamed | OTHERS_RENAMED).items():
         with pytest.raises(EtudeError, match=f"unknown key {old} in .*: it is called {new} now"):
             parse(GOOD, [f"{old}=1"])
     for old, new in {
@@ -567,9 +585,8 @@ def test_no_old_key_is_taken_for_a_slip_of_the_pen() -> None:
 
 
 def test_every_old_key_is_gone_and_every_new_one_is_there() -> None:
-    known = {
-        key for table in (RunConfig, TrainerConfig, *STAGES.values()) for key in table.model_fields
-    }
+    tables = (RunConfig, EngineConfig, SandboxConfig, TrainerConfig, *STAGES.values())
+    known = {key for table in tables for key in table.model_fields}
     for old, new in OLD_KEYS.items():
         assert old.rpartition(".")[2] not in known - {"weights"} and new.rpartition(".")[2] in known
     assert set(OLD_ESTIMATORS.values()) == set(ADVANTAGE)
@@ -577,11 +594,13 @@ def test_every_old_key_is_gone_and_every_new_one_is_there() -> None:
 
 def test_a_vllm_server_belongs_to_a_region_and_promises_no_bits() -> None:
     base = (
-        'name = "a"\n{top}\n[engine]\nregions = ["east"]\nvllm = {{{region} = "http://h:1"}}\n'
+        'name = "a"\n{top}\n[engine]\nregions = ["east"]\nvllm_urls = {{{region} = "http://h:1"}}\n'
         + ('[[stage]]\nkind = "rl"\nsteps = 1\nmax_lag = 0\n')
     )
-    assert parse(base.format(top="", region="east")).engine.vllm == {"east": "http://h:1"}
-    with pytest.raises(EtudeError, match="vllm names west, which is not one of the regions east"):
+    assert parse(base.format(top="", region="east")).engine.vllm_urls == {"east": "http://h:1"}
+    with pytest.raises(
+        EtudeError, match="vllm_urls names west, which is not one of the regions east"
+    ):
         parse(base.format(top="", region="west"))
     for top in ("deterministic = true", "batch_invariant = true"):
         with pytest.raises(EtudeError, match="promises nothing about its bits"):

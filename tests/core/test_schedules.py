@@ -30,10 +30,10 @@ class Schedule:
         rng = self.rng = random.Random(seed)
         per_step = rng.randint(1, 5)
         max_lag = rng.randint(0, 3)
-        lookahead = rng.choice((1, rng.randint(1, max_lag * per_step + 1)))
+        reorder_window = rng.choice((1, rng.randint(1, max_lag * per_step + 1)))
         self.start = rng.choice((0, 0, 10))
         self.window: Window[int] = Window(
-            per_step=per_step, max_lag=max_lag, lookahead=lookahead, live=self.start
+            per_step=per_step, max_lag=max_lag, reorder_window=reorder_window, live=self.start
         )
         self.last_step = self.start + rng.randint(1, 7)
         self.group_size = rng.randint(1, 3)
@@ -114,7 +114,7 @@ class Schedule:
         if not self.surviving:
             return False
         oldest = min(min(self.surviving), min(self.running, default=min(self.surviving)))
-        return min(self.surviving) < oldest + self.window.lookahead
+        return min(self.surviving) < oldest + self.window.reorder_window
 
     def can_take(self) -> bool:
         return self.window.step <= self.last_step and self.in_reach()

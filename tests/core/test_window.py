@@ -60,10 +60,10 @@ def test_there_are_scripts() -> None:
 
 @pytest.mark.parametrize(("per_step", "max_lag", "most"), [(2, 0, 1), (2, 1, 3), (16, 2, 33)])
 def test_lookahead_has_a_limit(per_step: int, max_lag: int, most: int) -> None:
-    Window[int](per_step=per_step, max_lag=max_lag, lookahead=most)
-    for lookahead in (0, most + 1):
+    Window[int](per_step=per_step, max_lag=max_lag, reorder_window=most)
+    for reorder_window in (0, most + 1):
         with pytest.raises(ValueError, match=f"from 1 to {most}$"):
-            Window[int](per_step=per_step, max_lag=max_lag, lookahead=lookahead)
+            Window[int](per_step=per_step, max_lag=max_lag, reorder_window=reorder_window)
 
 
 def test_live_weights_never_go_back() -> None:
@@ -75,7 +75,7 @@ def test_live_weights_never_go_back() -> None:
 def test_a_restored_window_goes_on_where_the_run_stopped() -> None:
     """Steps 1 and 2 are live, step 3 is batched and not live, slots 6 and 8 are finished, 7 and 9
     were in flight."""
-    window: Window[str] = Window(per_step=2, max_lag=2, lookahead=2, live=2)
+    window: Window[str] = Window(per_step=2, max_lag=2, reorder_window=2, live=2)
     window.restore(step=4, slots=10, finished=[(8, 2, "eight"), (6, 1, "six")])
     assert (window.step, window.active) == (4, 4), "two that wait, and the batch of step 3"
     assert not window.finish(7, "late") and not window.drop(9), "what was in flight is gone"

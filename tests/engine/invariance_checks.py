@@ -46,15 +46,15 @@ class Watching:
         self.overlaps = runner.overlaps
         self.num_blocks = runner.num_blocks
         self.block_size = runner.block_size
-        self.experts = runner.experts
+        self.routed_experts = runner.routed_experts
         self.prepare = runner.prepare
         self.weights = runner.weights
         self.seen: set[tuple[tuple[int, int], ...]] = set()
 
-    def start(self, plan: ForwardBatch) -> Callable[[], SamplerOutput]:
+    def launch(self, plan: ForwardBatch) -> Callable[[], SamplerOutput]:
         counts_B: Ints = np.diff(np.append(plan.query_starts_B, len(plan.tokens_N)))
         self.seen.add(tuple(zip(counts_B.tolist(), plan.seq_lens_B.tolist(), strict=True)))
-        return self._runner.start(plan)
+        return self._runner.launch(plan)
 
 
 def random_request(rng: Random, id: int, scale: int = 1) -> Asked:
@@ -69,13 +69,13 @@ def random_request(rng: Random, id: int, scale: int = 1) -> Asked:
 
 
 def serve(
-    model: Transformer, runner: Watching, rng: Random, compositions: int, *, max_batch: int = 6,
+    model: Transformer, runner: Watching, rng: Random, compositions: int, *, max_num_seqs: int = 6,
     max_batched_tokens: int = 16, scale: int = 1,
 ) -> Sessions:  # fmt: skip
     """Requests come and go, some are given up or put off, until so many different passes were
     made."""
     engine = Engine(
-        model, max_batch=max_batch, max_batched_tokens=max_batched_tokens, runner=runner
+        model, max_num_seqs=max_num_seqs, max_batched_tokens=max_batched_tokens, runner=runner
     )
     asked: dict[str, Asked] = {}
     done: dict[str, Sample] = {}
@@ -83,7 +83,7 @@ def serve(
         while (
             len(runner.seen) < compositions
             and rng.random() < 0.5
-            and engine.num_waiting < max_batch
+            and engine.num_waiting < max_num_seqs
         ):
             new = random_request(rng, len(asked), scale)
             asked[new.id] = new
@@ -117,7 +117,7 @@ def trained(model: Transformer, sessions: Sessions, rng: Random) -> dict[str, Bi
             for id in group
         ]
         packed = pack_batch([TokenSequence(*each) for each in zip(rows, masks, strict=True)])
-        temperature_N = torch.full((packed.num_tokens,), TEMPERATURE)
+        temperature_N = torch.full((packed.num_loss_tokens,), TEMPERATURE)
         with torch.no_grad():
             logp_N, _ = token_logprobs(
                 model, replace(packed, temperature_N=temperature_N).to(device)
@@ -161,33 +161,35 @@ COMPANY = {"few": (6, 40), "some": (80, 300), "many": (300, 1300)}
 
 def on_device(name: str, company: str, compositions: int) -> dict[str, float]:
     from etude.engine.cuda import CudaRunner
-    from etude.engine.kernels.trainable import TrainableNetwork
+    from etude.engine.kernels.transformer import BatchInvariantTransformer
 
-    max_batch, max_batched_tokens = COMPANY[company]
+    max_num_seqs, max_batched_tokens = COMPANY[company]
     source, rng = init_from_scratch(MODELS[name], seed=0), Random(name + company)
-    model = Transformer(source.config) if name == "latent" else TrainableNetwork(source.config)
+    model = (
+        Transformer(source.config) if name == "latent" else BatchInvariantTransformer(source.config)
+    )
     model.load_state_dict(source.state_dict())
     model = model.to("cuda", torch.bfloat16).requires_grad_(False)
     if name == "latent":
         model.compute_with(INVARIANT)
-    blocks = 20 * max_batch + 40
+    blocks = 20 * max_num_seqs + 40
 
-    def runner(max_batch: int) -> Runner:
+    def runner(max_num_seqs: int) -> Runner:
         if name == "latent":
             return TorchInvariantRunner(model, 4 * blocks)
-        return CudaRunner(model, blocks, max_batch, invariant=True)
+        return CudaRunner(model, blocks, max_num_seqs, invariant=True)
 
-    watching = Watching(runner(max_batch))
+    watching = Watching(runner(max_num_seqs))
     sessions = serve(
         model,
         watching,
         rng,
         compositions,
-        max_batch=max_batch,
+        max_num_seqs=max_num_seqs,
         max_batched_tokens=max_batched_tokens,
         scale=8,
     )
-    by_itself = Engine(model, max_batch=1, prefix_cache=False, runner=runner(1))
+    by_itself = Engine(model, max_num_seqs=1, prefix_cache=False, runner=runner(1))
     chosen = rng.sample(sorted(sessions), 8)
     changed = sum(alone(by_itself, sessions[id][0]) != sessions[id][1] for id in chosen)
     found = differing(sessions, trained(model, sessions, rng))

@@ -98,17 +98,17 @@ def check_linear(new: Inputs, rows: int, outputs: int, inner: int) -> dict[str, 
         found["gemv"] = error(out, plain[0] + bias.double())
         found["gemv gated"] = error(pair, gated(rms_norm(x, gain, 1e-6) @ w.double().T)[0])
         found["gemv add"] = error(added, kept.double() + plain[0])
-    cut = linear.tile(rows, outputs, inner, split=True)
+    cut = linear.gemm_config(rows, outputs, inner, split=True)
     parts, out = (
         new.poison(cut.split_k, rows, outputs, dtype=torch.float32),
         new.poison(rows, outputs),
     )
-    linear.gemm(x, w[:outputs], parts, tile=cut)
+    linear.gemm(x, w[:outputs], parts, config=cut)
     found[f"gemm in {cut.split_k}"] = error(parts.sum(0), plain)
-    whole = linear.tile(rows, outputs, inner, gated=True)
-    linear.gemm(x, w, out, tile=whole, gated=True)
+    whole = linear.gemm_config(rows, outputs, inner, gated=True)
+    linear.gemm(x, w, out, config=whole, gated=True)
     found["gemm gated"] = error(out, both)
-    linear.gemm(x, w[:outputs], out, tile=whole, bias_N=bias)
+    linear.gemm(x, w[:outputs], out, config=whole, bias_N=bias)
     found["gemm bias"] = error(out, plain + bias.double())
     return found
 
@@ -132,7 +132,7 @@ class Sequences:
 
     new: Inputs
     lengths: list[int]
-    heads: attention.AttentionLayer
+    heads: attention.AttentionParams
     page: int = 16
 
     def __post_init__(self) -> None:
@@ -159,12 +159,14 @@ class Sequences:
 
 def random_heads(
     new: Inputs, queries: int, keys: int, size: int, normed: bool, positions: int
-) -> attention.AttentionLayer:
+) -> attention.AttentionParams:
     gains = (new.normal(size), new.normal(size)) if normed else (None, None)
     angle = torch.rand(positions, size // 2, device=new.device, generator=new.generator) * 6
     cos, sin = angle.cos(), angle.sin()
     rope = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)
-    return attention.AttentionLayer(queries, keys, size, size**-0.5, 1e-6, *gains, rope[:, :, None])
+    return attention.AttentionParams(
+        queries, keys, size, size**-0.5, 1e-6, *gains, rope[:, :, None]
+    )
 
 
 def check_decode(
@@ -316,7 +318,7 @@ def check_experts(
     )
     counts = torch.full((num,), -1, dtype=torch.int32, device=new.device)
     choices = torch.full((num, rows), -1, dtype=torch.int32, device=new.device)
-    experts.gather(ids, counts, choices)
+    experts.group_by_expert(ids, counts, choices)
     for expert in range(num):
         mine = (ids.flatten() == expert).nonzero()[:, 0]
         assert counts[expert] == len(mine) and torch.equal(
@@ -388,9 +390,9 @@ def check_engine(experts: ExpertsConfig | None) -> dict[str, float]:
     )
     engine = Engine(
         before,
-        max_batch=24,
+        max_num_seqs=24,
         max_batched_tokens=200,
-        runner=CudaRunner(before, num_blocks=200, max_batch=24),
+        runner=CudaRunner(before, num_blocks=200, max_num_seqs=24),
     )
     engine.load_weights(1, {name: tensor.cpu() for name, tensor in hf_state_dict(model).items()})
     prefix = torch.randint(0, 5000, (130,)).tolist()
@@ -457,7 +459,7 @@ def check_operators() -> dict[str, float]:
     model = sharp(config, seed=0, factor=3.0)
     found = []
     for device in ("cpu", "cuda"):
-        engine = Engine(model.to(device), max_batch=4, max_batched_tokens=20)
+        engine = Engine(model.to(device), max_num_seqs=4, max_batched_tokens=20)
         for i in range(6):
             add(
                 engine,

@@ -110,15 +110,15 @@ class Overlapping:
         self.num_blocks = runner.num_blocks
         self.block_size = runner.block_size
 
-    def start(self, plan: ForwardBatch) -> Callable[[], SamplerOutput]:
+    def launch(self, plan: ForwardBatch) -> Callable[[], SamplerOutput]:
         for place, token in enumerate(plan.tokens_N):
             if token < 0:
                 plan.tokens_N[place] = self._before.tokens[-1 - token]
-        self._before = drawn = self._runner.start(plan)()
+        self._before = drawn = self._runner.launch(plan)()
         return lambda: drawn
 
-    def experts(self, blocks: Ints, length: int) -> bytes | None:
-        return self._runner.experts(blocks, length)
+    def routed_experts(self, blocks: Ints, length: int) -> bytes | None:
+        return self._runner.routed_experts(blocks, length)
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
         return self._runner.prepare(tensors)

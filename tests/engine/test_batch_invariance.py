@@ -42,7 +42,7 @@ def test_no_bit_depends_on_the_batch(name: str) -> None:
     model, rng = small(name), Random(name)
     runner = Watching(TorchInvariantRunner(model, num_blocks=14))
     sessions = serve(model, runner, rng, -(-COMPOSITIONS // len(FAMILIES)))
-    by_itself = Engine(model, max_batch=1, prefix_cache=False)
+    by_itself = Engine(model, max_num_seqs=1, prefix_cache=False)
     for id in rng.sample(sorted(sessions), 12):
         assert alone(by_itself, sessions[id][0]) == sessions[id][1]
     assert len(sessions) > 50 and differing(sessions, trained(model, sessions, rng)) == 0
@@ -53,13 +53,13 @@ def test_nor_in_bf16(name: str) -> None:
     """Models that `native.c` does not know run operator by operator. In bf16 those promise no bits
     in company, on any processor; invariant mode does."""
     model, rng = small(name).to(torch.bfloat16), Random(name)
-    engine = Engine(model, max_batch=6, max_batched_tokens=16)
+    engine = Engine(model, max_num_seqs=6, max_batched_tokens=16)
     asked = [random_request(rng, id) for id in range(12)]
     for each in asked:
         add(engine, each)
     done = drain(engine)
     sessions = {each.id: (each, done[each.id]) for each in asked}
-    by_itself = Engine(model, max_batch=1, prefix_cache=False)
+    by_itself = Engine(model, max_num_seqs=1, prefix_cache=False)
     assert all(alone(by_itself, each) == done[each.id] for each in asked)
     assert differing(sessions, trained(model, sessions, rng)) == 0
 
@@ -67,7 +67,7 @@ def test_nor_in_bf16(name: str) -> None:
 def test_otherwise_bits_do_depend_on_it() -> None:
     """So the test above can fail."""
     model, rng = small("llama").compute_with(PLAIN), Random(0)
-    engine = Engine(model, max_batch=6, max_batched_tokens=16)
+    engine = Engine(model, max_num_seqs=6, max_batched_tokens=16)
     asked = [random_request(rng, id) for id in range(12)]
     for each in asked:
         add(engine, each)
@@ -83,7 +83,7 @@ def test_across_a_swap_of_weights(name: str) -> None:
     other = hf_state_dict(sharp(small(name).config, seed=1, factor=3.0), torch.float32)
 
     def run(company: int) -> Sample:
-        engine = Engine(small(name), max_batch=4, max_batched_tokens=11)
+        engine = Engine(small(name), max_num_seqs=4, max_batched_tokens=11)
         add(engine, request("0", [5, 9, 20] * 9, max_tokens=12, stop_token_ids=()))
         for id in range(1, 1 + company):
             add(engine, request(str(id), [3, id, 4] * 5 * id, max_tokens=3, stop_token_ids=()))
@@ -118,13 +118,13 @@ def row(asked: Asked, sample: Sample) -> Row:
 def test_a_step_on_fresh_samples_finds_no_drift() -> None:
     model, rng = small("qwen3_moe"), Random(0)
     learner = Learner(model.requires_grad_())
-    engine = Engine(model, max_batch=4, max_batched_tokens=16)
+    engine = Engine(model, max_num_seqs=4, max_batched_tokens=16)
     asked = [random_request(rng, id) for id in range(8)]
     for each in asked:
         add(engine, each)
     done = drain(engine)
     rows = tuple(row(each, done[each.id]) for each in asked)
-    stats = learner.step(
+    stats = learner.rl_step(
         Batch(step=1, rows=rows, oldest=0), lr=1e-4, temperature=TEMPERATURE, microbatch_tokens=300
     )
     assert (

@@ -30,7 +30,7 @@ def engine() -> Engine:
     """In arithmetic that does not depend on what is computed together."""
     model = sharp(config(), seed=0)
     model.compute_with(INVARIANT)
-    return Engine(model, max_batch=4, version=7)
+    return Engine(model, max_num_seqs=4, version=7)
 
 
 def ended(asked: Asked) -> Sample:

@@ -41,23 +41,23 @@ def test_random_schedules(num_blocks: int, seed: int) -> None:
             # what is found is just what would be computed
             for place, block in enumerate(table.blocks):
                 assert memory.held[block] == (version, tuple(tokens[: (place + 1) * SIZE]))
-            if not blocks.extend(table, len(tokens)):
+            if not blocks.allocate(table, len(tokens)):
                 blocks.free(table)
                 continue
             memory.write(table, tokens, version)
-            blocks.register(table, tokens, len(tokens))
+            blocks.cache_full_blocks(table, tokens, len(tokens))
             live.append((table, tokens))
         elif action < 7 and live:
             table, tokens = live[draw(len(live) - 1)]
             written = len(tokens) // SIZE
-            if blocks.extend(table, len(tokens) + 1):
+            if blocks.allocate(table, len(tokens) + 1):
                 # The block that the next token goes to belongs to nobody else.
                 assert sum(table.blocks[written] in other.blocks for other, _ in live) == 1
                 tokens.append(draw(1))
                 memory.held[table.blocks[written]] = (-1, ())
-                if table.version == version and table.last_registered is not None:
+                if table.version == version and table.last_cached is not None:
                     memory.write(table, tokens, version)
-                    blocks.register(table, tokens, len(tokens))
+                    blocks.cache_full_blocks(table, tokens, len(tokens))
         elif action == 7:
             version += 1
             for table, _ in live:
@@ -71,22 +71,22 @@ def test_random_schedules(num_blocks: int, seed: int) -> None:
         blocks.free(table)
     assert blocks.num_free == num_blocks
     everything = BlockTable(version)
-    assert blocks.extend(everything, num_blocks * SIZE)
+    assert blocks.allocate(everything, num_blocks * SIZE)
     assert sorted(everything.blocks) == list(range(num_blocks))
-    assert not blocks.extend(everything, num_blocks * SIZE + 1)
+    assert not blocks.allocate(everything, num_blocks * SIZE + 1)
 
 
 def learned(blocks: BlockManager, tokens: list[int], version: int = 0) -> BlockTable:
     table = blocks.match_prefix(tokens, version)
-    assert blocks.extend(table, len(tokens))
-    blocks.register(table, tokens, len(tokens))
+    assert blocks.allocate(table, len(tokens))
+    blocks.cache_full_blocks(table, tokens, len(tokens))
     return table
 
 
 def num_known(blocks: BlockManager, tokens: list[int], version: int = 0) -> int:
     table = blocks.match_prefix(tokens, version)
     blocks.free(table)
-    return table.num_registered
+    return table.num_cached
 
 
 def test_beginnings_are_shared_and_the_rest_is_not() -> None:
@@ -110,8 +110,8 @@ def test_two_that_compute_the_same_at_once_keep_their_own() -> None:
     blocks = BlockManager(10, SIZE)
     one, two = (blocks.match_prefix([1] * 9, 0) for _ in range(2))
     for table in (one, two):
-        blocks.extend(table, 9)
-        blocks.register(table, [1] * 9, 9)
+        blocks.allocate(table, 9)
+        blocks.cache_full_blocks(table, [1] * 9, 9)
     assert not set(one.blocks) & set(two.blocks)
     blocks.free(one)
     blocks.free(two)

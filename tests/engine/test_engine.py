@@ -31,7 +31,7 @@ def engine_with(
 
 
 def alone(model: Transformer, asked: Asked) -> Sample:
-    engine = Engine(model, max_batch=1)
+    engine = Engine(model, max_num_seqs=1)
     add(engine, asked)
     return drain(engine)[asked.id]
 
@@ -66,7 +66,7 @@ def test_what_watches_a_request_may_end_it(any_model: Transformer, overlaps: boo
         return len(told) == 3
 
     plain = request("1", [5, 9, 20], max_tokens=10, stop_token_ids=())
-    engine = engine_with(any_model, overlaps=overlaps, max_batch=2)
+    engine = engine_with(any_model, overlaps=overlaps, max_num_seqs=2)
     add(engine, replace(plain, stop_check=third))
     sample = drain(engine)["1"]
     assert sample.finish_reason == "stop" and list(sample.tokens) == told == list(
@@ -85,7 +85,7 @@ def test_random_schedules(any_model: Transformer, seed: int, overlaps: bool) -> 
         any_model,
         11,
         overlaps=overlaps,
-        max_batch=rng.choice((3, 6)),
+        max_num_seqs=rng.choice((3, 6)),
         max_batched_tokens=rng.choice((8, 25, 200)),
     )
     asked = {str(id): some_request(id, rng) for id in range(20)}
@@ -142,7 +142,7 @@ def test_random_swaps(overlaps: bool) -> None:
     config = FAMILIES["llama"]
     versions = [sharp(config, seed) for seed in range(3)]
     rng = random.Random(1)
-    engine = engine_with(sharp(config, 0), overlaps=overlaps, max_batch=4, prefix_cache=False)
+    engine = engine_with(sharp(config, 0), overlaps=overlaps, max_num_seqs=4, prefix_cache=False)
     asked = [
         request(str(id), [rng.randrange(61) for _ in range(rng.randrange(1, 60))])
         for id in range(12)
@@ -189,7 +189,7 @@ def test_random_swaps(overlaps: bool) -> None:
 def test_a_swap_drops_nobody_and_every_token_says_its_version(
     model: Transformer, other_model: Transformer, other_weights: dict[str, torch.Tensor]
 ) -> None:
-    engine = Engine(model, max_batch=2, version=4)
+    engine = Engine(model, max_num_seqs=2, version=4)
     for id in ("1", "2", "3"):
         add(engine, request(id, [5, 6, 7], stop_token_ids=()))
     before = alone(model, request("1", [5, 6, 7], stop_token_ids=()))
@@ -205,15 +205,15 @@ def test_a_swap_drops_nobody_and_every_token_says_its_version(
     check(other_model, request("3", [5, 6, 7], stop_token_ids=()), done["3"])
 
 
-@pytest.mark.parametrize("max_batch", [1, 2])
+@pytest.mark.parametrize("max_num_seqs", [1, 2])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_memory_of_old_weights_is_used_again_and_the_given_model_is_left_alone(
-    family: str, max_batch: int
+    family: str, max_num_seqs: int
 ) -> None:
     given = sharp(FAMILIES[family], 0)
     before = hf_state_dict(given, torch.float32)
     versions = [hf_state_dict(sharp(FAMILIES[family], seed)) for seed in range(5)]
-    engine = Engine(given, max_batch=max_batch)
+    engine = Engine(given, max_num_seqs=max_num_seqs)
     for version, tensors in enumerate(versions):
         engine.prepare_weights(versions[0])  # a load that failed afterwards
         engine.load_weights(version, tensors)
@@ -232,7 +232,7 @@ def test_old_weights_leave_nothing_behind(
 ) -> None:
     """Neither what they computed alone nor what a swap has mixed is used by requests that come
     later."""
-    engine = Engine(model, max_batch=2)
+    engine = Engine(model, max_num_seqs=2)
     old, mixed = [7] * 40, [8] * 40
     add(engine, request("1", old))
     drain(engine)
@@ -254,15 +254,15 @@ class Watched(TorchRunner):
         super().__init__(model, 64)
         self.plans: list[ForwardBatch] = []
 
-    def start(self, batch: ForwardBatch):  # type: ignore[no-untyped-def]
+    def launch(self, batch: ForwardBatch):  # type: ignore[no-untyped-def]
         self.plans.append(batch)
-        return super().start(batch)
+        return super().launch(batch)
 
 
 def test_samples_of_one_prompt_share_its_blocks(model: Transformer) -> None:
     """Even when all of them start in the same pass."""
     runner = Watched(model)
-    engine = Engine(model, max_batch=8, runner=runner)
+    engine = Engine(model, max_num_seqs=8, runner=runner)
     prompt = [1] * (3 * BLOCK_SIZE) + [2]
     for id in range(4):
         add(engine, request(str(id), prompt, stop_token_ids=(), max_tokens=10))
@@ -278,7 +278,7 @@ def test_samples_of_one_prompt_share_its_blocks(model: Transformer) -> None:
 
 def test_a_long_prompt_does_not_stall_the_others(model: Transformer) -> None:
     runner = Watched(model)
-    engine = Engine(model, max_batch=2, runner=runner, max_batched_tokens=8)
+    engine = Engine(model, max_num_seqs=2, runner=runner, max_batched_tokens=8)
     add(engine, request("1", [3, 4], stop_token_ids=()))
     engine.step()
     add(engine, request("2", [5] * 50, stop_token_ids=(), max_tokens=3))
@@ -290,7 +290,7 @@ def test_a_long_prompt_does_not_stall_the_others(model: Transformer) -> None:
 
 
 def test_priority_goes_first(model: Transformer) -> None:
-    engine = Engine(model, max_batch=1)
+    engine = Engine(model, max_num_seqs=1)
     finished: list[str] = []
     for id, priority in (("1", "standard"), ("2", "standard"), ("3", "interactive")):
         add(engine, request(id, [4, 2], stop_token_ids=(), priority=priority))
@@ -304,7 +304,7 @@ def test_priority_goes_first(model: Transformer) -> None:
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_what_is_late_is_dropped_and_the_others_go_on(model: Transformer, overlaps: bool) -> None:
     runner = TorchRunner(model, 40)
-    engine = Engine(model, max_batch=2, runner=Overlapping(runner) if overlaps else runner)
+    engine = Engine(model, max_num_seqs=2, runner=Overlapping(runner) if overlaps else runner)
     asked = [request(id, [4, 2, int(id)], stop_token_ids=()) for id in "123"]
     for each, deadline in zip(asked, (10.0, math.inf, 10.0), strict=True):
         engine.add(each, each.id, deadline=deadline)
@@ -320,7 +320,7 @@ def test_what_is_late_is_dropped_and_the_others_go_on(model: Transformer, overla
 
 def test_the_rows_of_a_swap_of_seats_stay_apart(model: Transformer) -> None:
     """Sequences end in another order than they came, so others move to their rows."""
-    engine = Engine(model, max_batch=6)
+    engine = Engine(model, max_num_seqs=6)
     asked = [
         request(str(i), [i + 1] * (4 * i + 1), stop_token_ids=(), max_tokens=3 + 5 * (i * 5 % 6))
         for i in range(6)
@@ -334,7 +334,7 @@ def test_the_rows_of_a_swap_of_seats_stay_apart(model: Transformer) -> None:
 
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_constraints_are_obeyed(model: Transformer, overlaps: bool) -> None:
-    engine = engine_with(model, overlaps=overlaps, max_batch=3)
+    engine = engine_with(model, overlaps=overlaps, max_num_seqs=3)
     constraint = OnlyEven()
     add(engine, request("1", [3], constraint=constraint, stop_token_ids=(), max_tokens=12))
     add(engine, request("2", [3], stop_token_ids=(), max_tokens=12))
@@ -347,7 +347,7 @@ def test_constraints_are_obeyed(model: Transformer, overlaps: bool) -> None:
 
 
 def test_the_likeliest_tokens_are_told(model: Transformer) -> None:
-    engine = Engine(model, max_batch=2)
+    engine = Engine(model, max_num_seqs=2)
     add(engine, request("1", [3], top_logprobs=3, stop_token_ids=(), max_tokens=4, temperature=0.0))
     add(engine, request("2", [3], stop_token_ids=(), max_tokens=4))
     done = drain(engine)
@@ -361,7 +361,7 @@ def test_the_likeliest_tokens_are_told(model: Transformer) -> None:
 
 
 def test_an_aborted_request_gives_its_place_back(model: Transformer) -> None:
-    engine = Engine(model, max_batch=2)
+    engine = Engine(model, max_num_seqs=2)
     for id in ("1", "2", "3", "4"):
         add(engine, request(id, [int(id)] * 3, stop_token_ids=()))
     engine.step()
@@ -429,7 +429,7 @@ def test_ends(model: Transformer) -> None:
 def test_what_cannot_be_served_is_refused(
     model: Transformer, prompt: list[int], options: dict[str, object], message: str
 ) -> None:
-    engine = engine_with(model, 2, max_batch=1)
+    engine = engine_with(model, 2, max_num_seqs=1)
     with pytest.raises(ValueError, match=message):
         add(engine, request("1", prompt, **options))
     assert engine.idle
@@ -439,7 +439,7 @@ def test_what_cannot_be_served_is_refused(
 def test_one_row_is_the_plain_loop_bit_for_bit(model: Transformer) -> None:
     """Sessions that take turns at an engine of one row, without a prefix cache, get the bits of a
     loop of their own."""
-    engine = Engine(model, max_batch=1, prefix_cache=False)
+    engine = Engine(model, max_num_seqs=1, prefix_cache=False)
     said = {name: [name, 2, 3] for name in (1, 2, 3)}
     for turn in range(3):
         for name in said:
@@ -475,7 +475,7 @@ def test_packed_matrices_give_the_same_bits(family: str, monkeypatch: pytest.Mon
     before, samples = hf_state_dict(model), []
     for pack in (True, False):
         monkeypatch.setattr("etude.engine.runner._packed", _packed if pack else lambda model: model)
-        engine = engine_with(model, max_batch=4)
+        engine = engine_with(model, max_num_seqs=4)
         for version in (1, 2):
             for id in range(3):
                 add(

@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from etude.core.sampling import Sample
 from etude.engine import cuda
 from etude.engine.engine import Engine
-from etude.engine.kernels.trainable import TrainableNetwork
+from etude.engine.kernels.transformer import BatchInvariantTransformer
 from etude.model.config import ExpertsConfig
 from etude.model.experts import Routing
 from etude.model.transformer import ModelConfig, Transformer
@@ -70,8 +70,11 @@ def test_an_engine_on_kernels_says_what_the_model_says(
     ]
     model = sharp(MODELS[name], seed=3)
     found = []
-    for runner in (cuda.CudaRunner(model, num_blocks=12, max_batch=3, invariant=invariant), None):
-        engine = Engine(model, max_batch=3, max_batched_tokens=9, runner=runner)
+    for runner in (
+        cuda.CudaRunner(model, num_blocks=12, max_num_seqs=3, invariant=invariant),
+        None,
+    ):
+        engine = Engine(model, max_num_seqs=3, max_batched_tokens=9, runner=runner)
         for each in requests:
             add(engine, each)
         found.append(drain(engine))
@@ -94,8 +97,8 @@ def test_drafts_on_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         for i in range(3)
     ]
     found: list[dict[str, Sample]] = []
-    for runner in (None, cuda.CudaRunner(model, num_blocks=12, max_batch=3)):
-        engine = Engine(model, max_batch=3, max_batched_tokens=20, runner=runner)
+    for runner in (None, cuda.CudaRunner(model, num_blocks=12, max_num_seqs=3)):
+        engine = Engine(model, max_num_seqs=3, max_batched_tokens=20, runner=runner)
         for each in plain:
             if found and each.id != "1":
                 answer = found[0][each.id].tokens
@@ -125,10 +128,10 @@ def test_a_trainable_model_on_kernels_has_the_values_and_gradients_of_the_plain_
         [TokenSequence((5, 9, 20, 7, 3), (True,) * 5), TokenSequence((8, 11, 2), (True,) * 3)]
     )
     found, routings = [], []
-    for kind in (Transformer, TrainableNetwork):
+    for kind in (Transformer, BatchInvariantTransformer):
         model = kind(MODELS[name])
         model.load_state_dict(sharp(MODELS[name], seed=3, factor=2.0).state_dict())
-        warm = replace(packed, temperature_N=torch.full((packed.num_tokens,), 0.7))
+        warm = replace(packed, temperature_N=torch.full((packed.num_loss_tokens,), 0.7))
         routing = Routing(torch.tensor(replay)[:, None]) if replay else None
         routings.append(routing)
         logp_N, _ = token_logprobs(model, warm, routing)

@@ -90,7 +90,9 @@ def answers(engine: Engine, asked: list[Asked]) -> dict[str, Sample]:
 def test_what_the_operators_compute(name: str) -> None:
     made = model(name)
     ours, reference = (
-        answers(Engine(made, max_batch=5, max_batched_tokens=40, runner=kind(made, 40)), requests())
+        answers(
+            Engine(made, max_num_seqs=5, max_batched_tokens=40, runner=kind(made, 40)), requests()
+        )
         for kind in (NativeRunner, TorchRunner)
     )
     for id, sample in ours.items():
@@ -102,7 +104,7 @@ def test_what_the_operators_compute(name: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_bf16_is_as_near_to_fp32_as_with_the_operators(name: str) -> None:
     exact, made = model(name), model(name, dtype=torch.bfloat16)
-    found = answers(Engine(made, max_batch=5, max_batched_tokens=40), requests())
+    found = answers(Engine(made, max_num_seqs=5, max_batched_tokens=40), requests())
     ours, theirs = [], []
     for asked in requests()[2:5]:
         sample, temperature = found[asked.id], asked.temperature or 1.0
@@ -117,10 +119,11 @@ def test_bf16_is_as_near_to_fp32_as_with_the_operators(name: str) -> None:
 def test_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
     made = model("qwen3", dtype=dtype)
     torch.set_num_threads(2)
-    together = answers(Engine(made, max_batch=8, max_batched_tokens=30), requests())
+    together = answers(Engine(made, max_num_seqs=8, max_batched_tokens=30), requests())
     torch.set_num_threads(1)
     alone = {
-        r.id: answers(Engine(made, max_batch=2, prefix_cache=False), [r])[r.id] for r in requests()
+        r.id: answers(Engine(made, max_num_seqs=2, prefix_cache=False), [r])[r.id]
+        for r in requests()
     }
     assert together == alone
 
@@ -131,10 +134,10 @@ def test_drafts_change_no_bit(dtype: torch.dtype) -> None:
     """What was foreseen, and what was not, has the tokens and the log-probs of plain decoding, to
     the bit."""
     made = model("qwen3", dtype=dtype)
-    plain = answers(Engine(made, max_batch=8), requests())
+    plain = answers(Engine(made, max_num_seqs=8), requests())
     guesses = {id: (*sample.tokens[:3], 7, *sample.tokens[4:]) for id, sample in plain.items()}
     drafted = answers(
-        Engine(made, max_batch=8, max_batched_tokens=60),
+        Engine(made, max_num_seqs=8, max_batched_tokens=60),
         [replace(each, prediction=guesses[each.id]) for each in requests()],
     )
     assert (
@@ -152,10 +155,10 @@ def test_drafts_change_no_bit(dtype: torch.dtype) -> None:
 
 def test_new_weights_take_the_place_of_the_old() -> None:
     old, new = model("qwen2"), model("qwen2", seed=4)
-    engine = Engine(old, max_batch=4)
+    engine = Engine(old, max_num_seqs=4)
     before = answers(engine, requests())
     engine.load_weights(1, hf_state_dict(new))
-    after, expected = answers(engine, requests()), answers(Engine(new, max_batch=4), requests())
+    after, expected = answers(engine, requests()), answers(Engine(new, max_num_seqs=4), requests())
     assert {id: sample.tokens for id, sample in after.items()} == {
         id: s.tokens for id, s in expected.items()
     }
@@ -166,7 +169,7 @@ def test_new_weights_take_the_place_of_the_old() -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_it_gives_back_the_weights_that_it_was_given(name: str, dtype: torch.dtype) -> None:
     """A worker proves by these what it serves."""
-    engine = Engine(model(name, dtype=dtype), max_batch=2)
+    engine = Engine(model(name, dtype=dtype), max_num_seqs=2)
     for version in range(3):  # the third takes the memory of the first
         expected = hf_state_dict(model(name, seed=version, dtype=dtype))
         engine.load_weights(version, expected)
@@ -179,9 +182,10 @@ def test_it_gives_back_the_weights_that_it_was_given(name: str, dtype: torch.dty
 def test_who_computes_what() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         assert isinstance(
-            select_runner(model("llama", dtype=dtype), max_batch=2, kv_bytes=1 << 20), NativeRunner
+            select_runner(model("llama", dtype=dtype), max_num_seqs=2, kv_bytes=1 << 20),
+            NativeRunner,
         )
-    assert isinstance(select_runner(model("llama"), max_batch=1, kv_bytes=1 << 20), TorchRunner)
+    assert isinstance(select_runner(model("llama"), max_num_seqs=1, kv_bytes=1 << 20), TorchRunner)
     sparse = replace(SMALL, model_type="qwen3_moe", experts=EXPERTS)
     assert unsupported(sparse, torch.float32) == ["router softmax"]
     assert unsupported(replace(SMALL, head_dim=16), torch.float32) == ["head_dim 16"]

@@ -28,7 +28,7 @@ def names(sequences: list[Sequence]) -> list[str]:
 @pytest.mark.parametrize(("told", "made"), [(1, 5), (4, 5), (5, 5), (6, 6)])
 def test_when_all_but_one_answer_the_last_still_gets_on(told: int, made: int) -> None:
     assert (
-        Scheduler(BlockManager(8, SIZE), max_batch=4, max_batched_tokens=told).max_batched_tokens
+        Scheduler(BlockManager(8, SIZE), max_num_seqs=4, max_batched_tokens=told).max_batched_tokens
         == made
     )
 
@@ -37,7 +37,9 @@ def test_a_place_leaves_room_for_those_who_run_to_grow() -> None:
     """The first fills two blocks with its fifth token; the newcomer needs one, and one more is for
     the first."""
     for num_blocks, admitted in ((4, True), (3, False)):
-        scheduler = Scheduler(BlockManager(num_blocks, SIZE), max_batch=4, max_batched_tokens=100)
+        scheduler = Scheduler(
+            BlockManager(num_blocks, SIZE), max_num_seqs=4, max_batched_tokens=100
+        )
         scheduler.add(sequence(0, 4))
         advance(scheduler)
         scheduler.add(sequence(1, 4))
@@ -46,7 +48,7 @@ def test_a_place_leaves_room_for_those_who_run_to_grow() -> None:
 
 
 def test_only_a_higher_priority_takes_a_place_and_only_as_many_as_it_needs() -> None:
-    scheduler = Scheduler(BlockManager(100, SIZE), max_batch=2, max_batched_tokens=100)
+    scheduler = Scheduler(BlockManager(100, SIZE), max_num_seqs=2, max_batched_tokens=100)
     for id in range(2):
         scheduler.add(sequence(id, 3))
     advance(scheduler)
@@ -61,7 +63,7 @@ def test_only_a_higher_priority_takes_a_place_and_only_as_many_as_it_needs() -> 
 
 
 def test_a_priority_takes_no_place_while_there_is_one() -> None:
-    scheduler = Scheduler(BlockManager(100, SIZE), max_batch=2, max_batched_tokens=100)
+    scheduler = Scheduler(BlockManager(100, SIZE), max_num_seqs=2, max_batched_tokens=100)
     scheduler.add(sequence(0, 3))
     advance(scheduler)
     scheduler.add(sequence(1, 3, priority="interactive"))
@@ -71,7 +73,7 @@ def test_a_priority_takes_no_place_while_there_is_one() -> None:
 
 def test_what_is_released_gives_back_what_it_had() -> None:
     blocks = BlockManager(8, SIZE, reuse=False)
-    scheduler = Scheduler(blocks, max_batch=1, max_batched_tokens=100)
+    scheduler = Scheduler(blocks, max_num_seqs=1, max_batched_tokens=100)
     running, waiting = sequence(0, 5), sequence(1, 5)
     scheduler.add(running)
     scheduler.add(waiting)
@@ -93,7 +95,7 @@ def test_what_is_released_gives_back_what_it_had() -> None:
 
 
 def test_what_was_known_is_counted_apart_from_what_is_read() -> None:
-    scheduler = Scheduler(BlockManager(100, SIZE), max_batch=4, max_batched_tokens=100)
+    scheduler = Scheduler(BlockManager(100, SIZE), max_num_seqs=4, max_batched_tokens=100)
     asked = [5] * 10
     first, second = (in_sequence(request(str(n), asked), n, 8) for n in range(2))
     scheduler.add(first)
@@ -105,13 +107,13 @@ def test_what_was_known_is_counted_apart_from_what_is_read() -> None:
 
 
 def test_after_new_weights_nothing_is_shared_with_what_was_read_before() -> None:
-    scheduler = Scheduler(BlockManager(100, SIZE), max_batch=4, max_batched_tokens=100)
+    scheduler = Scheduler(BlockManager(100, SIZE), max_num_seqs=4, max_batched_tokens=100)
     asked = [5] * 10
     first, second = (in_sequence(request(str(n), asked), n, 8) for n in range(2))
     scheduler.add(first)
     advance(scheduler)
     scheduler.stop_sharing()
-    assert first.block_table is not None and first.block_table.last_registered is None
+    assert first.block_table is not None and first.block_table.last_cached is None
     scheduler.add(second)
     chosen, _ = scheduler.schedule(version=1)
     assert (chosen[1][1], scheduler.num_cached_tokens) == (10, 0)
@@ -122,16 +124,16 @@ def test_who_follows_a_grammar_waits_until_its_token_is_known() -> None:
     bound.constraint = OnlyEven()
     for each in (free, bound):
         each.num_pending = 1
-    assert (free.blocked, bound.blocked) == (False, True)
+    assert (free.awaits_output, bound.awaits_output) == (False, True)
     bound.num_pending = 0
-    assert not bound.blocked
+    assert not bound.awaits_output
 
 
 def test_who_must_not_repeat_itself_waits_until_its_token_is_known() -> None:
     each = in_sequence(request("0", [2] * 3, repetition_penalty=1.1), 0, 8)
-    assert not each.blocked
+    assert not each.awaits_output
     each.num_pending = 1
-    assert each.blocked
+    assert each.awaits_output
 
 
 def proposed(scheduler: Scheduler, *sequences: Sequence) -> list[int]:
@@ -146,28 +148,28 @@ def proposed(scheduler: Scheduler, *sequences: Sequence) -> list[int]:
 
 def test_guesses_never_reach_beyond_the_last_token_that_may_be_drawn() -> None:
     """Of six tokens one is drawn; a draft of four leaves the sixth to be drawn behind it."""
-    scheduler = Scheduler(BlockManager(100, SIZE), max_batch=4, max_batched_tokens=100)
+    scheduler = Scheduler(BlockManager(100, SIZE), max_num_seqs=4, max_batched_tokens=100)
     assert proposed(scheduler, guessing(0, 8, limit=6)) == [4]
 
 
 def test_guesses_share_half_of_what_a_pass_reads() -> None:
-    scheduler = Scheduler(BlockManager(100, SIZE), max_batch=4, max_batched_tokens=22)
+    scheduler = Scheduler(BlockManager(100, SIZE), max_num_seqs=4, max_batched_tokens=22)
     assert proposed(scheduler, guessing(0, 8, limit=50), guessing(1, 8, limit=50)) == [5, 5]
 
 
 def test_what_one_does_not_guess_is_there_for_the_others() -> None:
-    scheduler = Scheduler(BlockManager(100, SIZE), max_batch=4, max_batched_tokens=22)
+    scheduler = Scheduler(BlockManager(100, SIZE), max_num_seqs=4, max_batched_tokens=22)
     assert proposed(scheduler, guessing(0, 8, limit=4), guessing(1, 8, limit=50)) == [2, 8]
 
 
 def test_guesses_take_only_blocks_that_are_free() -> None:
     """Nine tokens lie in three blocks of four, and there is a fourth."""
-    scheduler = Scheduler(BlockManager(4, SIZE), max_batch=1, max_batched_tokens=100)
+    scheduler = Scheduler(BlockManager(4, SIZE), max_num_seqs=1, max_batched_tokens=100)
     assert proposed(scheduler, guessing(0, 8, limit=50)) == [16 - 9]
 
 
 def test_a_draft_is_read_whole_beside_those_who_read_one_token() -> None:
-    scheduler = Scheduler(BlockManager(100, SIZE), max_batch=4, max_batched_tokens=100)
+    scheduler = Scheduler(BlockManager(100, SIZE), max_num_seqs=4, max_batched_tokens=100)
     plain, quick = sequence(0, 4), guessing(1, 8, limit=6)
     for each in (plain, quick):
         scheduler.add(each)
@@ -187,7 +189,7 @@ def test_a_sample_says_how_much_was_guessed_right() -> None:
     for token in (8, 9):
         each.num_pending += 1
         each.append(token, -1.0, 4, ())
-    sample = each.sample(b"experts")
+    sample = each.to_sample(b"experts")
     assert (
         sample.accepted_draft_tokens,
         sample.rejected_draft_tokens,

@@ -73,7 +73,7 @@ def test_a_token_is_drawn_from_what_the_parameters_describe(kind: str, drafts: b
         asked = [
             replace(each, prediction=(*said[each.id][:9], 3, *said[each.id][10:])) for each in asked
         ]
-    engine = Engine(model, max_batch=4, runner=RUNNERS[kind](model))
+    engine = Engine(model, max_num_seqs=4, runner=RUNNERS[kind](model))
     for each in asked:
         add(engine, each)
     done = drain(engine)
@@ -98,10 +98,10 @@ def check_on_kernels(
 
     monkeypatch.setattr(cuda, "sample", sample)
     asked = requests(max_tokens)
-    max_batch = len(asked)
-    runner = cuda.CudaRunner(model, num_blocks=64, max_batch=max_batch, invariant=invariant)
+    max_num_seqs = len(asked)
+    runner = cuda.CudaRunner(model, num_blocks=64, max_num_seqs=max_num_seqs, invariant=invariant)
     for drafts in (False, True):
-        engine = Engine(model, max_batch=max_batch, runner=runner)
+        engine = Engine(model, max_num_seqs=max_num_seqs, runner=runner)
         for each in asked:
             add(engine, each)
         done = drain(engine)
@@ -129,6 +129,6 @@ def check_row(
 
 
 def answer(model: Transformer, asked: Asked) -> tuple[int, ...]:
-    engine = Engine(model, max_batch=1, runner=TorchRunner(model, 40))
+    engine = Engine(model, max_num_seqs=1, runner=TorchRunner(model, 40))
     add(engine, asked)
     return drain(engine)[asked.id].tokens

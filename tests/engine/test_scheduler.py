@@ -42,11 +42,11 @@ def advance(scheduler: Scheduler) -> list[tuple[str, int]]:
 
 @given(st.integers(4, 12), st.integers(1, 4), st.integers(1, 12), st.data())
 def test_everyone_gets_through(
-    num_blocks: int, max_batch: int, max_batched_tokens: int, data: st.DataObject
+    num_blocks: int, max_num_seqs: int, max_batched_tokens: int, data: st.DataObject
 ) -> None:
     """Under any load: limits hold in every pass, and all are served in the end."""
     blocks = BlockManager(num_blocks, SIZE)
-    scheduler = Scheduler(blocks, max_batch=max_batch, max_batched_tokens=max_batched_tokens)
+    scheduler = Scheduler(blocks, max_num_seqs=max_num_seqs, max_batched_tokens=max_batched_tokens)
     added = []
     for id in range(data.draw(st.integers(1, 12))):
         prompt = data.draw(st.integers(1, num_blocks * SIZE - 8))
@@ -55,7 +55,7 @@ def test_everyone_gets_through(
         for _ in range(data.draw(st.integers(0, 3))):
             passed = advance(scheduler)
             assert sum(count for _, count in passed) <= scheduler.max_batched_tokens
-            assert len(scheduler.running) <= max_batch
+            assert len(scheduler.running) <= max_num_seqs
     for _ in range(2000):
         if not (scheduler.running or scheduler.waiting):
             break
@@ -70,7 +70,7 @@ def test_drafts_share_one_budget(max_batched_tokens: int, num_sequences: int) ->
     `MAX_DRAFT_TOKENS`. A long prompt is read in what they leave."""
     scheduler = Scheduler(
         BlockManager(20_000, SIZE),
-        max_batch=num_sequences + 1,
+        max_num_seqs=num_sequences + 1,
         max_batched_tokens=max_batched_tokens,
     )
     for id in range(num_sequences):
@@ -93,7 +93,7 @@ def test_drafts_share_one_budget(max_batched_tokens: int, num_sequences: int) ->
 
 
 def test_first_come_first_served_within_a_priority() -> None:
-    scheduler = Scheduler(BlockManager(100, SIZE), max_batch=2, max_batched_tokens=100)
+    scheduler = Scheduler(BlockManager(100, SIZE), max_num_seqs=2, max_batched_tokens=100)
     for id, priority in enumerate(("standard", "standard", "standard", "interactive")):
         scheduler.add(sequence(id, 3, priority=priority))
     assert advance(scheduler) == [("3", 3), ("0", 3)]
@@ -101,7 +101,7 @@ def test_first_come_first_served_within_a_priority() -> None:
 
 
 def test_prompts_are_read_in_pieces_beside_those_who_answer() -> None:
-    scheduler = Scheduler(BlockManager(100, SIZE), max_batch=3, max_batched_tokens=6)
+    scheduler = Scheduler(BlockManager(100, SIZE), max_num_seqs=3, max_batched_tokens=6)
     scheduler.add(sequence(0, 4))
     assert advance(scheduler) == [("0", 4)]
     scheduler.add(sequence(1, 11))
@@ -113,7 +113,7 @@ def test_prompts_are_read_in_pieces_beside_those_who_answer() -> None:
 
 def test_whoever_came_last_gives_way_when_blocks_run_out() -> None:
     blocks = BlockManager(5, SIZE, reuse=False)
-    scheduler = Scheduler(blocks, max_batch=2, max_batched_tokens=100)
+    scheduler = Scheduler(blocks, max_num_seqs=2, max_batched_tokens=100)
     for id in range(2):
         scheduler.add(sequence(id, 7, limit=10))
     assert advance(scheduler) == [("0", 7), ("1", 7)]
@@ -131,7 +131,7 @@ def test_whoever_came_last_gives_way_when_blocks_run_out() -> None:
 
 
 def test_what_is_not_read_back_yet_is_counted() -> None:
-    scheduler = Scheduler(BlockManager(100, SIZE), max_batch=2, max_batched_tokens=100)
+    scheduler = Scheduler(BlockManager(100, SIZE), max_num_seqs=2, max_batched_tokens=100)
     s = sequence(0, 4, limit=2)
     scheduler.add(s)
     for pending in (1, 2):
@@ -144,7 +144,7 @@ def test_what_is_not_read_back_yet_is_counted() -> None:
 
 def test_what_is_late_is_released_wherever_it_is() -> None:
     blocks = BlockManager(8, SIZE, reuse=False)
-    scheduler = Scheduler(blocks, max_batch=2, max_batched_tokens=100)
+    scheduler = Scheduler(blocks, max_num_seqs=2, max_batched_tokens=100)
     made = [sequence(id, 5) for id in range(4)]
     for each, deadline in zip(made, (5.0, math.inf, 6.0, 5.0), strict=True):
         each.deadline = deadline
@@ -159,7 +159,7 @@ def test_what_is_late_is_released_wherever_it_is() -> None:
 
 
 def test_the_classes_of_priority_in_order() -> None:
-    scheduler = Scheduler(BlockManager(100, SIZE), max_batch=1, max_batched_tokens=100)
+    scheduler = Scheduler(BlockManager(100, SIZE), max_num_seqs=1, max_batched_tokens=100)
     for id, priority in enumerate(("batch", "standard", "interactive", "standard")):
         scheduler.add(sequence(id, 3, priority=priority))
     assert [s.id for s in scheduler.waiting] == ["2", "1", "3", "0"]
@@ -167,7 +167,7 @@ def test_the_classes_of_priority_in_order() -> None:
 
 def test_what_is_shared_needs_no_room_of_its_own() -> None:
     blocks = BlockManager(6, SIZE)
-    scheduler = Scheduler(blocks, max_batch=3, max_batched_tokens=100)
+    scheduler = Scheduler(blocks, max_num_seqs=3, max_batched_tokens=100)
     shared = [1, 2, 3, 4] * 3
     scheduler.add(in_sequence(request("0", [*shared, 5]), 0, 8))
     assert advance(scheduler) == [("0", 13)]

@@ -77,7 +77,9 @@ def test_a_token_has_the_logprob_of_the_model_definition(name: str) -> None:
         )
         for id in range(7)
     ]  # fmt: skip
-    engine = Engine(models[0], runner=TorchRunner(models[0], 9), max_batch=4, max_batched_tokens=9)
+    engine = Engine(
+        models[0], runner=TorchRunner(models[0], 9), max_num_seqs=4, max_batched_tokens=9
+    )
     for version, model in enumerate(models):
         if version:
             engine.load_weights(version, hf_state_dict(model, torch.float32))

@@ -56,7 +56,7 @@ def engine_with(
 
 
 def answers(model: Transformer, asked: list[Asked]) -> dict[str, Sample]:
-    engine = engine_with(model, 400, max_batch=8)
+    engine = engine_with(model, 400, max_num_seqs=8)
     for each in asked:
         add(engine, each)
     return drain(engine)
@@ -88,7 +88,7 @@ def test_random_schedules(family: str, overlaps: bool) -> None:
         guesses = tuple(spoiled(expected[id].tokens, rng) for _ in range(rng.randrange(3)))
         asked[id] = replace(plain[id], prediction=spoiled(expected[id].tokens, rng), drafts=guesses)
     engine = engine_with(
-        model, 14, overlaps=overlaps, max_batch=5, max_batched_tokens=rng.choice((25, 200))
+        model, 14, overlaps=overlaps, max_num_seqs=5, max_batched_tokens=rng.choice((25, 200))
     )
     waiting, done, streamed = list(asked.values()), {}, {}
     while waiting or not engine.idle:
@@ -125,9 +125,9 @@ class Watched(TorchRunner):
         super().__init__(model, 64)
         self.plans: list[ForwardBatch] = []
 
-    def start(self, batch: ForwardBatch) -> Callable[[], SamplerOutput]:
+    def launch(self, batch: ForwardBatch) -> Callable[[], SamplerOutput]:
         self.plans.append(batch)
-        return super().start(batch)
+        return super().launch(batch)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -138,7 +138,7 @@ def test_an_answer_that_was_foreseen_takes_few_passes(temperature: float) -> Non
     changed = (*expected.tokens[:60], 60, *expected.tokens[61:])
     for guess in ({"prediction": changed}, {"drafts": ((9, 9, 9), changed)}):
         runner = Watched(model)
-        engine = Engine(model, max_batch=2, runner=runner)
+        engine = Engine(model, max_num_seqs=2, runner=runner)
         add(engine, replace(plain, **guess))
         sample = drain(engine)["7"]
         assert sample.tokens == expected.tokens
@@ -155,7 +155,7 @@ def test_an_answer_that_was_foreseen_takes_few_passes(temperature: float) -> Non
 def test_without_a_hit_it_is_plain_decoding(model: Transformer) -> None:
     plain = request("1", [5, 6, 7], stop_token_ids=())
     runner = Watched(model)
-    engine = Engine(model, max_batch=2, runner=runner)
+    engine = Engine(model, max_num_seqs=2, runner=runner)
     add(engine, replace(plain, prediction=()))
     check(model, plain, drain(engine)["1"])
 
@@ -169,7 +169,7 @@ def test_a_swap_between_two_drafts(overlaps: bool) -> None:
     plain = [request(str(id), [id, 2, 3], stop_token_ids=(), max_tokens=60) for id in range(4)]
     rng = random.Random(3)
     old = answers(sharp(config, 0, factor=3.0), plain)
-    engine = engine_with(sharp(config, 0, factor=3.0), overlaps=overlaps, max_batch=4)
+    engine = engine_with(sharp(config, 0, factor=3.0), overlaps=overlaps, max_num_seqs=4)
     for each in plain:
         add(engine, replace(each, prediction=spoiled(old[each.id].tokens, rng)))
     done: dict[str, Sample] = {}
@@ -180,7 +180,7 @@ def test_a_swap_between_two_drafts(overlaps: bool) -> None:
             event.id: event.sample for event in engine.step() if isinstance(event, FinishedRequest)
         }
     for each in plain:
-        single = Engine(sharp(config, 0, factor=3.0), max_batch=1)
+        single = Engine(sharp(config, 0, factor=3.0), max_num_seqs=1)
         add(single, each)
         for version in expand_spans(done[each.id].versions):
             if version != single.version:
@@ -203,7 +203,7 @@ def test_what_was_rejected_is_never_shared(model: Transformer) -> None:
     plain = request("1", [5, 6, 7], stop_token_ids=(), max_tokens=50, temperature=0.0)
     answer = answers(model, [plain])["1"].tokens
     wrong = tuple((token + 1) % 61 for token in answer[8:])
-    engine = Engine(model, max_batch=2)
+    engine = Engine(model, max_num_seqs=2)
     add(engine, replace(plain, prediction=answer[:8] + wrong))
     sample = drain(engine)["1"]
     assert sample.tokens == answer
@@ -221,7 +221,7 @@ def test_drafts_under_a_constraint(model: Transformer, overlaps: bool) -> None:
     rng = random.Random(5)
     plain = [request(str(id), [3, id], stop_token_ids=(), max_tokens=40) for id in range(3)]
     expected = answers(model, [replace(each, constraint=OnlyEven()) for each in plain])
-    engine = engine_with(model, overlaps=overlaps, max_batch=3)
+    engine = engine_with(model, overlaps=overlaps, max_num_seqs=3)
     for each in plain:
         guess = spoiled(expected[each.id].tokens, rng)
         add(engine, replace(each, constraint=OnlyEven(), prediction=guess))
@@ -235,8 +235,8 @@ def test_drafts_under_a_constraint(model: Transformer, overlaps: bool) -> None:
 class Biased(TorchRunner):
     """Takes a draft's word for it in one case of eight, whatever the distribution says."""
 
-    def start(self, batch: ForwardBatch) -> Callable[[], SamplerOutput]:
-        drawn = super().start(batch)()
+    def launch(self, batch: ForwardBatch) -> Callable[[], SamplerOutput]:
+        drawn = super().launch(batch)()
         for row, place in enumerate(batch.logits_indices_R[:-1]):
             if (
                 batch.logits_indices_R[row + 1] == place + 1
@@ -257,7 +257,7 @@ def surprise(model: Transformer, runner: TorchRunner) -> float:
     )
     p = (p_1[:, None] * p_12).sum(0).double().numpy()
     guess = tuple(token for pair in enumerate(p_12.argmax(-1).tolist()) for token in pair)
-    engine = Engine(model, max_batch=64, runner=runner, max_batched_tokens=1024)
+    engine = Engine(model, max_num_seqs=64, runner=runner, max_batched_tokens=1024)
     for seed in range(num_samples):
         add(
             engine,

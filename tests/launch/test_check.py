@@ -127,7 +127,7 @@ async def test_what_a_child_process_would_refuse(
     [
         ("model.path=nowhere", "is no model to start from"),
         ("stage.midtrain.heldout_path=nowhere.txt", "no such file"),
-        ('engine.vllm={east = "http://127.0.0.1:9"}', "no vLLM server for the region east"),
+        ('engine.vllm_urls={east = "http://127.0.0.1:9"}', "no vLLM server for the region east"),
         ("stage.midtrain.lr=1.0", "stage.midtrain.lr: 0.003 -> 1.0"),
     ],
 )
@@ -147,7 +147,7 @@ def test_what_the_launcher_would_refuse(
 def test_a_tracker_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(EtudeError, match="needs the package wandb"):
-        check_start(parse('sinks = ["wandb"]\n' + TOML), tmp_path / "r")
+        check_start(parse('trackers = ["wandb"]\n' + TOML), tmp_path / "r")
 
 
 def test_a_place_where_nothing_can_lie(tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ async def stage(
     seed: int,
     last: int,
     max_lag: int,
-    lookahead: int = 1,
+    reorder_window: int = 1,
     writes: int | None = None,
     failures: float = 0.1,
     solves: float = 0.4,
@@ -166,7 +166,9 @@ async def stage(
         await book.write(Trained(step=newest))
     versions = Versions(run, newest, rng)
     engine = Engine(rng, version=newest, failure_rate=failures, solve_rate=solves, spoil=spoil)
-    window: Window[Group] = Window(per_step=2, max_lag=max_lag, lookahead=lookahead, live=newest)
+    window: Window[Group] = Window(
+        per_step=2, max_lag=max_lag, reorder_window=reorder_window, live=newest
+    )
     controller = RolloutLoop(
         journal=book,
         recovered=recovered,

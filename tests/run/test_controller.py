@@ -184,7 +184,7 @@ async def test_a_loop_runs_as_its_stage_says(replay: bool, monkeypatch: pytest.M
     bench = Bench(
         monkeypatch,
         'seed = 5\n[[stage]]\nkind = "rl"\nname = "fix"\nsteps = 3\ntemperature = 0.7\n'
-        "groups_per_step = 5\ngroup_size = 6\nmax_lag = 2\nlookahead = 4\n"
+        "groups_per_step = 5\ngroup_size = 6\nmax_lag = 2\nreorder_window = 4\n"
         f"router_replay = {str(replay).lower()}\n"
         "[harness]\nmax_turns = 9\nmax_tokens = 77\ntimeout_s = 12.0\nconcurrency = 3\n"
         "tool_delay_s = 0.5\n[tasks]\ntimeout_s = 21.0",
@@ -192,7 +192,7 @@ async def test_a_loop_runs_as_its_stage_says(replay: bool, monkeypatch: pytest.M
     await bench.run_loop()
     told, window = bench.told, bench.told["window"]
     assert (told["group_size"], told["stage"], told["seed"], told["last"]) == (6, "fix", 5, 3)
-    assert (window.per_step, window.max_lag, window.lookahead, window.live) == (5, 2, 4, 0)
+    assert (window.per_step, window.max_lag, window.reorder_window, window.live) == (5, 2, 4, 0)
     assert window is bench.controller.window
     assert told["estimator"] == estimator_of(bench.spans[0].stage, 512)
     assert told["load"] == bench.gateway.load
@@ -408,7 +408,7 @@ async def test_a_controller_has_what_it_needs_and_leaves_nothing_open(
     run.put_config(
         parse(
             'name = "a"\nseed = 5\nheartbeat_timeout_s = 33.0\n[[stage]]\nkind = "rl"\nsteps = 1\n'
-            '[sandbox]\nisolation = "process"\nmounts = ["/opt/data"]\nprocesses = 8\n'
+            '[sandbox]\nisolation = "process"\nmounts = ["/opt/data"]\nmax_processes = 8\n'
             "disk_mib = 64\n[tasks]\ntrain = 7\nheldout = 3\nnovel = 2"
         )
     )

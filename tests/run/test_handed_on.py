@@ -35,15 +35,15 @@ from tests.trainer.test_step import BATCH, rl
 
 def test_an_objective_has_every_setting_of_the_stage() -> None:
     told = objective_of(
-        rl('loss = "ppo_clip"', "clip_low = 0.1", "ratio_cap = 3.0", "kl_coef = 0.25")
+        rl('loss = "ppo_clip"', "clip_low = 0.1", "correction_cap = 3.0", "kl_coef = 0.25")
     )
-    assert (told.clip.low, told.ratio_cap, told.kl_coef) == (0.1, 3.0, 0.25)
+    assert (told.clip.low, told.correction_cap, told.kl_coef) == (0.1, 3.0, 0.25)
     assert told.clip == Clip(0.1, objective_of(rl('loss = "ppo_clip"')).clip.high)
     assert objective_of(rl("clip_low = 0.0", "clip_high = 0.0")).clip == Clip(0.0, 0.0), (
         "0 is not nothing"
     )
     plain = objective_of(rl())
-    assert (plain.ratio_cap, plain.kl_coef, plain.distills) == (2.0, 0.0, False)
+    assert (plain.correction_cap, plain.kl_coef, plain.distills) == (2.0, 0.0, False)
 
 
 def test_an_event_of_a_step_has_each_figure_in_its_place() -> None:
@@ -64,7 +64,7 @@ def test_an_event_of_a_step_has_each_figure_in_its_place() -> None:
         *("router_mismatch_frac", "entropy", "grad_norm"),
     )
     assert {name: event[name] for name in same} == {name: getattr(stats, name) for name in same}
-    assert event["tokens"] == stats.num_tokens and event["teacher_kl"] == 0.5
+    assert event["tokens"] == stats.num_loss_tokens and event["teacher_kl"] == 0.5
     assert (event["k1"], event["k1_p99"]) == (mismatch.k1, mismatch.k1_p99)
     assert (event["k3_mean"], event["k3_p99"]) == (mismatch.k3, mismatch.k3_p99)
     assert event["wait_s"] >= 0 and event["seconds"] > 0
@@ -74,14 +74,14 @@ def test_a_learner_computes_in_what_the_trainer_says() -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     bf16, fp32 = torch.bfloat16, torch.float32
     assert [computed_in(TrainerConfig(), device) for device in (cpu, cuda)] == [fp32, bf16]
-    assert computed_in(TrainerConfig(weights_dtype="float32"), cuda) == fp32
+    assert computed_in(TrainerConfig(published_dtype="float32"), cuda) == fp32
     assert computed_in(TrainerConfig(compute_dtype="bfloat16"), cpu) == bf16
     assert computed_in(TrainerConfig(compute_dtype="float32"), cuda) == fp32
     for dtype in (fp32, bf16):
         learner = Learner(init_from_scratch(config(), 0), compute=dtype)
         text = pack_batch([TokenSequence((1, 2, 3), (False, True, True))])
         before, _ = predicting_states(learner.model, text)
-        learner.fit([TokenSequence((1, 2, 3), (False, True, True))], lr=0.1)
+        learner.supervised_step([TokenSequence((1, 2, 3), (False, True, True))], lr=0.1)
         after, _ = predicting_states(learner.model, text)
         assert before.dtype == after.dtype == dtype and not torch.equal(before, after)
 

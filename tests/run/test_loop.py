@@ -45,11 +45,11 @@ def check_finished(objects: Objects, *, max_lag: int) -> Ledger:
     return ledger
 
 
-@pytest.mark.parametrize(("max_lag", "lookahead"), [(0, 1), (1, 1), (1, 3), (3, 2)])
+@pytest.mark.parametrize(("max_lag", "reorder_window"), [(0, 1), (1, 1), (1, 3), (3, 2)])
 @pytest.mark.parametrize("seed", range(4))
-async def test_a_run_ends_and_balances(seed: int, max_lag: int, lookahead: int) -> None:
+async def test_a_run_ends_and_balances(seed: int, max_lag: int, reorder_window: int) -> None:
     objects = Objects.open("memory:")
-    await stage(objects, seed=seed, last=LAST, max_lag=max_lag, lookahead=lookahead)
+    await stage(objects, seed=seed, last=LAST, max_lag=max_lag, reorder_window=reorder_window)
     ledger = check_finished(objects, max_lag=max_lag)
     assert ledger.dropped["interrupted"] == 0
 
@@ -61,7 +61,12 @@ async def test_a_store_that_dies_at_any_write_loses_nothing_that_was_finished(wr
     for life, budget in enumerate([writes, writes // 2 + 3, None]):
         try:
             await stage(
-                objects, seed=writes * 3 + life, last=LAST, max_lag=2, lookahead=2, writes=budget
+                objects,
+                seed=writes * 3 + life,
+                last=LAST,
+                max_lag=2,
+                reorder_window=2,
+                writes=budget,
             )
         except* EtudeError as e:
             assert "the store is gone" in (error_message(e) or "")

@@ -293,7 +293,7 @@ def test_what_cannot_be_explained_is_called_so(kind: torch.dtype) -> None:
 
 def test_tokens_that_are_too_unlikely_for_a_probability_have_a_bound() -> None:
     model, trainer = sides("llama", FP32)
-    engine = Engine(model, max_batch=1)
+    engine = Engine(model, max_num_seqs=1)
     add(engine, request("0", list(PROMPTS[0]), stop_token_ids=()))
     row = row_of("0", PROMPTS[0], drain(engine)["0"])
     # below float32 for all but the likeliest
@@ -307,9 +307,11 @@ def test_a_fault_in_the_kernels_is_not_called_batch() -> None:
     wrong_weight(wrong)
 
     class WithKernels(Engine):
-        def __init__(self, model: Transformer, *, max_batch: int, **settings: Any) -> None:
-            settings.setdefault("runner", select_runner(wrong if max_batch > 1 else model, 1, None))
-            super().__init__(model, max_batch=max_batch, **settings)
+        def __init__(self, model: Transformer, *, max_num_seqs: int, **settings: Any) -> None:
+            settings.setdefault(
+                "runner", select_runner(wrong if max_num_seqs > 1 else model, 1, None)
+            )
+            super().__init__(model, max_num_seqs=max_num_seqs, **settings)
 
     (cause,) = diagnose(engine, trainer, PROMPTS, max_tokens=6, make_engine=WithKernels).causes
     assert cause.startswith("engine kernels")

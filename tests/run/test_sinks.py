@@ -103,10 +103,10 @@ def test_sinks_may_change_between_two_lives_of_a_run() -> None:
     run = Run(Objects.open("memory:"))
     run.put_config(parse(text))
     run.put_checkpoint("000001.000000", b"")
-    run.put_config(parse('sinks = ["wandb"]\n' + text))
-    assert run.config().sinks == ("wandb",)
+    run.put_config(parse('trackers = ["wandb"]\n' + text))
+    assert run.config().trackers == ("wandb",)
     with pytest.raises(EtudeError, match="input should be 'tensorboard', 'wandb' or 'trackio'"):
-        parse('sinks = ["mlflow"]\n' + text)
+        parse('trackers = ["mlflow"]\n' + text)
 
 
 async def test_what_breaks_meanwhile_is_told_afterwards() -> None:

@@ -160,7 +160,7 @@ async def test_limits_of_a_run_hold_where_a_task_says_nothing() -> None:
 
 def test_the_keys_of_a_run() -> None:
     text = 'name = "a"\n[[stage]]\nkind = "rl"\nsteps = 1\n[sandbox]\nmounts = [".venv", "/d:/e"]\n'
-    config = parse(text + "memory_mib = 2048\ndisk_mib = 128\nprocesses = 64\ncpus = 1.5")
+    config = parse(text + "memory_mib = 2048\ndisk_mib = 128\nmax_processes = 64\ncpus = 1.5")
     assert config.sandbox.seen_from(Path("/home/me")).mounts == ("/home/me/.venv", "/d:/e")
     assert config.sandbox.limits == Limits(
         cpus=1.5, memory_bytes=2 << 30, disk_bytes=128 << 20, processes=64

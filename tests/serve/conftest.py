@@ -104,7 +104,7 @@ async def worker(
     store: Store, region: str, gateway: str | None = None
 ) -> AsyncIterator[tuple[Worker, str]]:
     """One without weights, as it is when it starts."""
-    engine = Engine(Transformer(store.config), max_batch=8, version=-1)
+    engine = Engine(Transformer(store.config), max_num_seqs=8, version=-1)
     thread = EngineThread(engine, partial(fetch, store.objects), store.files)
     made = Worker(thread, store.files, region)
     async with AsyncExitStack() as stack:

@@ -27,7 +27,7 @@ CONFIG = ModelConfig.from_json(FILES["config.json"])
 @contextmanager
 def thread(version: int = 0) -> Iterator[EngineThread]:
     made = EngineThread(
-        Engine(sharp(CONFIG, 0), max_batch=4, version=version), lambda version: {}, FILES
+        Engine(sharp(CONFIG, 0), max_num_seqs=4, version=version), lambda version: {}, FILES
     )
     yield made
     made.close()

@@ -64,7 +64,7 @@ async def test_a_learner_routes_a_whole_session_as_the_engine_did(
     )
     run.put_batch(Batch(step=1, rows=tuple(to_rows(trajectory, 1.0)), oldest=0))
     learner = Learner(sparse.model(0).requires_grad_(True))
-    stats = learner.step(
+    stats = learner.rl_step(
         run.batch(1),
         lr=1e-3,
         router_replay_min_score=1.0,

@@ -44,7 +44,7 @@ ENDLESS: dict[str, Any] = {"prompt": [1], "max_tokens": 250, "stop_token_ids": [
 
 @pytest.fixture
 async def worker() -> AsyncIterator[tuple[Worker, str]]:
-    engine = Engine(sharp(ModelConfig.from_json(FILES["config.json"]), 0), max_batch=4)
+    engine = Engine(sharp(ModelConfig.from_json(FILES["config.json"]), 0), max_num_seqs=4)
     thread = EngineThread(engine, lambda version: {}, FILES)
     made = Worker(thread, FILES, "here")
     made.model.concurrency.limit = 3

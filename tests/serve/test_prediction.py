@@ -58,7 +58,7 @@ async def url(http: aiohttp.ClientSession, tmp_path: Path) -> AsyncIterator[str]
     """In float32: what is computed together does not change a token."""
     config = ModelConfig.from_json(FILES["config.json"])
     thread = EngineThread(
-        Engine(sharp(config, 0, factor=3.0), max_batch=8), lambda version: {}, FILES
+        Engine(sharp(config, 0, factor=3.0), max_num_seqs=8), lambda version: {}, FILES
     )
     objects = Objects.open(f"file:{tmp_path}/run")
     gateway = Gateway(Router(http), objects, FILES, max_context=config.max_position_embeddings)

@@ -24,7 +24,7 @@ heartbeat_timeout_s = 7.0
 {top}
 [engine]
 regions = ["east"]
-max_batch = 5
+max_num_seqs = 5
 {engine}
 [[stage]]
 kind = "rl"
@@ -71,7 +71,7 @@ async def test_an_engine_is_made_as_the_run_says(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, settings = await engine_of(store, config(), monkeypatch)
-    assert settings == {"max_batch": 5, "version": -1, "prefix_cache": True}
+    assert settings == {"max_num_seqs": 5, "version": -1, "prefix_cache": True}
     assert not model.invariant and next(model.parameters()).dtype == torch.float32
     model, _ = await engine_of(store, config(engine='dtype = "bfloat16"'), monkeypatch)
     assert next(model.parameters()).dtype == torch.bfloat16
@@ -83,12 +83,12 @@ async def test_a_deterministic_run_is_served_one_request_at_a_time(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, settings = await engine_of(store, config(top="deterministic = true"), monkeypatch)
-    assert settings == {"max_batch": 1, "version": -1, "prefix_cache": False}
+    assert settings == {"max_num_seqs": 1, "version": -1, "prefix_cache": False}
 
 
 @pytest.mark.parametrize(
     ("flags", "expected"),
-    [([], (5, 1, "cpu")), (["--max-batch", "9", "--threads", "2"], (9, 2, "cpu"))],
+    [([], (5, 1, "cpu")), (["--max-num-seqs", "9", "--threads", "2"], (9, 2, "cpu"))],
 )
 def test_what_a_worker_is_started_with_goes_before_the_run(
     tmp_path: Path,
@@ -113,14 +113,14 @@ def test_what_a_worker_is_started_with_goes_before_the_run(
     with pytest.raises(Stop):
         worker.main()
     ((run,), engine) = seen, seen[0].engine
-    assert (engine.max_batch, engine.threads, engine.device) == expected
+    assert (engine.max_num_seqs, engine.threads, engine.device) == expected
     assert run.heartbeat_timeout_s == 7.0 and threads == [expected[1]]
 
 
 def test_a_region_with_a_vllm_server_connects_to_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = config(engine='vllm = {east = "http://127.0.0.1:8000"}')
+    run = config(engine='vllm_urls = {east = "http://127.0.0.1:8000"}')
     store, urls = store_of(tmp_path, run), list[str]()
 
     @asynccontextmanager

@@ -161,7 +161,7 @@ def test_how_a_machine_does_the_work_may_change_at_any_time(run: Run) -> None:
     run.put_config(parse(TOML))
     run.put_checkpoint("000001.000000", b"")
     run.objects.put("model/config.json", b"{}")
-    engine = ["engine.port=8100", "engine.threads=2", "engine.max_batch=4"]
+    engine = ["engine.port=8100", "engine.threads=2", "engine.max_num_seqs=4"]
     others = ["harness.concurrency=3", "sandbox.isolation=process", "stage.rl.threads=2"]
     run.put_config(parse(TOML, engine + others))
     assert run.config() == parse(TOML, engine + others)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from etude.core.types import Batch, Row
 from etude.model.transformer import ModelConfig, init_from_scratch
-from etude.train.distributed import ProcessGroup
+from etude.train.distributed import World
 from etude.train.learner import Learner
 from etude.train.packing import TokenSequence
 from etude.train.stats import RlStats
@@ -90,7 +90,7 @@ def batch(step: int, rows: int = 7) -> Batch:
 
 
 def train(
-    ranks: ProcessGroup,
+    world: World,
     model: str,
     optimizer: str,
     steps: int,
@@ -98,13 +98,13 @@ def train(
     device: str = "cpu",
 ) -> Curve:
     learner = Learner(
-        init_from_scratch(MODELS[model], 0).to(device), ranks, optimizer=optimizer, dtype=dtype
+        init_from_scratch(MODELS[model], 0).to(device), world, optimizer=optimizer, dtype=dtype
     )
     exam = [TokenSequence(row.tokens, row.mask) for row in batch(0).rows]
     stats = []
     for step in range(1, steps + 1):
-        ranks.activity = f"step {step}"
-        stats.append(learner.step(batch(step), lr=1e-3, weight_decay=0.1, microbatch_tokens=128))
+        world.activity = f"step {step}"
+        stats.append(learner.rl_step(batch(step), lr=1e-3, weight_decay=0.1, microbatch_tokens=128))
         if step == 2:
             learner.evaluate(exam)  # which must change nothing
     return Curve(stats, learner.evaluate(exam), published(learner), arrays(learner.state()))
@@ -113,32 +113,32 @@ def train(
 CASES = (("dense", "adamw"), ("moe", "muon"))
 
 
-def train_all(ranks: ProcessGroup, steps: int, device: str = "cpu") -> dict[str, Curve]:
+def train_all(world: World, steps: int, device: str = "cpu") -> dict[str, Curve]:
     """One process group for all cases saves the time to make it."""
     return {
-        model: train(ranks, model, optimizer, steps, torch.float32, device)
+        model: train(world, model, optimizer, steps, torch.float32, device)
         for model, optimizer in CASES
     }
 
 
-def resume(ranks: ProcessGroup, states: list[Arrays], model: str, optimizer: str) -> Curve:
+def resume(world: World, states: list[Arrays], model: str, optimizer: str) -> Curve:
     learner = Learner(
-        init_from_scratch(MODELS[model], 1), ranks, optimizer=optimizer, dtype=torch.float32
+        init_from_scratch(MODELS[model], 1), world, optimizer=optimizer, dtype=torch.float32
     )
     learner.load_shards(
         len(states), lambda rank: {n: torch.from_numpy(a) for n, a in states[rank].items()}
     )
     before = published(learner)
-    return Curve([learner.step(batch(9), lr=1e-3)], 0.0, before, {})
+    return Curve([learner.rl_step(batch(9), lr=1e-3)], 0.0, before, {})
 
 
-def die_in_step(ranks: ProcessGroup, victim: int) -> None:
+def die_in_step(world: World, victim: int) -> None:
     """One rank dies in the middle of a pass."""
-    learner = Learner(init_from_scratch(MODELS["dense"], 0), ranks)
+    learner = Learner(init_from_scratch(MODELS["dense"], 0), world)
     for step in range(1, 100):
-        ranks.activity = f"step {step} of rl"
-        if step == 3 and ranks.rank == victim:
+        world.activity = f"step {step} of rl"
+        if step == 3 and world.rank == victim:
             learner.model.model.layers[1].register_forward_hook(
                 lambda *_: os.kill(os.getpid(), signal.SIGKILL)
             )
-        learner.step(batch(step), lr=1e-3)
+        learner.rl_step(batch(step), lr=1e-3)

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from etude.core.errors import EtudeError
-from etude.train.checkpoint import pack, unpack
+from etude.train.checkpoint import from_bytes, to_bytes
 
-WHOLE = pack({"a": torch.arange(64.0)})
+WHOLE = to_bytes({"a": torch.arange(64.0)})
 
 
 @pytest.mark.parametrize(
@@ -16,4 +16,4 @@ WHOLE = pack({"a": torch.arange(64.0)})
 )
 def test_what_is_not_a_whole_checkpoint_is_refused_by_name(data: bytes) -> None:
     with pytest.raises(EtudeError, match=r"runs/x/000004 is not a whole part of a checkpoint"):
-        unpack(data, "runs/x/000004")
+        from_bytes(data, "runs/x/000004")

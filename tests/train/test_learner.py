@@ -16,7 +16,7 @@ from etude.core.types import Batch, Row
 from etude.model.attention import CausalAttention
 from etude.model.files import hf_tensors
 from etude.model.transformer import ModelConfig, init_from_scratch
-from etude.train.checkpoint import pack, unpack
+from etude.train.checkpoint import from_bytes, to_bytes
 from etude.train.learner import MAX_GRAD_NORM, Learner
 from etude.train.loss import token_logprobs
 from etude.train.objective import RlObjective
@@ -71,13 +71,13 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 def through_bytes(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    return unpack(pack(state), "here")
+    return from_bytes(to_bytes(state), "here")
 
 
 def test_the_model_computes_with_what_is_published() -> None:
     one = learner()
     for step in (1, 2):
-        one.step(batch(step), lr=1e-2)
+        one.rl_step(batch(step), lr=1e-2)
         published = one.weights()
         assert all(tensor.dtype == torch.bfloat16 for tensor in published.values())
         assert equal({n: t.float() for n, t in published.items()}, hf_tensors(one.model))
@@ -87,11 +87,11 @@ def test_steps_too_small_for_bf16_add_up() -> None:
     """A norm's gain is 1.0, and the bf16 numbers next to it are 0.002 and more away from the middle
     between them."""
     one, name = learner(), "model.norm.weight"
-    one.step(batch(1), lr=1e-3)
+    one.rl_step(batch(1), lr=1e-3)
     assert torch.equal(one.weights()[name], torch.ones(32, dtype=torch.bfloat16))
     assert not torch.equal(one.state()[f"master.{name}"], torch.ones(32))
     for _ in range(9):
-        one.step(batch(1), lr=1e-3)
+        one.rl_step(batch(1), lr=1e-3)
     assert not torch.equal(one.weights()[name], torch.ones(32, dtype=torch.bfloat16))
 
 
@@ -101,8 +101,11 @@ def test_a_learner_that_computes_in_bf16_keeps_masters_and_gradients_in_fp32() -
     assert all(p.dtype == torch.bfloat16 for p in one.model.parameters())
     for name, p in init_from_scratch(CONFIG, 0).named_parameters():
         assert torch.equal(one.state()[f"master.{name}"], p)
-    whole, cut = one.step(batch(1), lr=1e-3), parts.step(batch(1), lr=1e-3, microbatch_tokens=0)
-    exact = learner().step(batch(1), lr=1e-3)
+    whole, cut = (
+        one.rl_step(batch(1), lr=1e-3),
+        parts.rl_step(batch(1), lr=1e-3, microbatch_tokens=0),
+    )
+    exact = learner().rl_step(batch(1), lr=1e-3)
     for stats in (whole, cut):
         assert stats.loss == pytest.approx(exact.loss, rel=0.02)
         assert stats.grad_norm == pytest.approx(exact.grad_norm, rel=0.02)
@@ -117,7 +120,7 @@ def test_a_learner_that_computes_in_bf16_keeps_masters_and_gradients_in_fp32() -
 
 def test_a_learner_that_nobody_needs_is_gone() -> None:
     one = learner()
-    one.step(batch(1), lr=1e-3)
+    one.rl_step(batch(1), lr=1e-3)
     master = weakref.ref(next(iter(one.state().values())))
     del one
     gc.collect()
@@ -128,7 +131,7 @@ def test_published_weights_are_a_copy() -> None:
     one = learner()
     published = one.weights()
     copies = copy.deepcopy(published)
-    one.step(batch(1), lr=1e-2)
+    one.rl_step(batch(1), lr=1e-2)
     assert equal(published, copies)
 
 
@@ -137,7 +140,7 @@ def test_two_learners_take_the_same_steps_to_the_bit(microbatch_tokens: int) -> 
     first, second = learner(), learner()
     for step in (1, 2, 3):
         stats = [
-            one.step(batch(step), lr=1e-3, microbatch_tokens=microbatch_tokens)
+            one.rl_step(batch(step), lr=1e-3, microbatch_tokens=microbatch_tokens)
             for one in (first, second)
         ]
         assert stats[0] == stats[1]
@@ -146,18 +149,18 @@ def test_two_learners_take_the_same_steps_to_the_bit(microbatch_tokens: int) -> 
 
 
 def test_how_rows_are_cut_into_microbatches_changes_only_rounding() -> None:
-    stats = [learner().step(batch(1), lr=1e-3, microbatch_tokens=size) for size in (0, 40, 4096)]
+    stats = [learner().rl_step(batch(1), lr=1e-3, microbatch_tokens=size) for size in (0, 40, 4096)]
     for other in stats[1:]:
         assert other.loss == pytest.approx(stats[0].loss, rel=1e-4)
         assert other.grad_norm == pytest.approx(stats[0].grad_norm, rel=1e-4)
         assert other.mismatch.k3 == pytest.approx(stats[0].mismatch.k3, rel=1e-4)
-        assert other.num_tokens == stats[0].num_tokens
+        assert other.num_loss_tokens == stats[0].num_loss_tokens
 
 
 def test_rows_are_what_is_published_and_stay_as_they_are() -> None:
     one = learner()
     rows, whole = one.hf_rows(), one.weights()
-    one.step(batch(1), lr=1e-2)
+    one.rl_step(batch(1), lr=1e-2)
     assert (
         all(torch.equal(data, whole[name]) for name, (data, *_) in rows.items())
         and rows.keys() == whole.keys()
@@ -169,7 +172,7 @@ def test_rows_are_what_is_published_and_stay_as_they_are() -> None:
 def test_a_step_tells_what_it_found_for_each_token_of_each_row(microbatch_tokens: int) -> None:
     one, rows = learner(), batch(1).rows
     expected = [token_logprobs(one.model, packed(row), with_stats=True) for row in rows]
-    found = one.step(batch(1), lr=1e-3, microbatch_tokens=microbatch_tokens).recomputed
+    found = one.rl_step(batch(1), lr=1e-3, microbatch_tokens=microbatch_tokens).recomputed
     for each, (logp_N, others) in zip(found, expected, strict=True):
         assert each.logprobs == pytest.approx(logp_N.tolist(), abs=1e-5)
         assert each.argmax == tuple(others.argmax_N.tolist()) and each.router_mismatch is None
@@ -195,7 +198,9 @@ def test_a_step_is_one_adamw_step_on_the_formula() -> None:
         ).sum() / total
     loss.backward()
     norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
-    stats = one.step(batch(1), lr=1e-2, objective=RlObjective(ratio_cap=1.1), weight_decay=0.1)
+    stats = one.rl_step(
+        batch(1), lr=1e-2, objective=RlObjective(correction_cap=1.1), weight_decay=0.1
+    )
     assert stats.loss == pytest.approx(loss.item(), rel=1e-4)
     assert stats.grad_norm == pytest.approx(norm.item(), rel=1e-4)
     state = one.state()
@@ -221,7 +226,7 @@ def test_a_gradient_is_no_longer_than_allowed(scale: float, optimizer: str) -> N
         replace(row, advantages=tuple(scale * adv for adv in row.advantages))
         for row in batch(1).rows
     ]
-    stats = one.step(replace(batch(1), rows=tuple(rows)), lr=1e-3)
+    stats = one.rl_step(replace(batch(1), rows=tuple(rows)), lr=1e-3)
     assert (stats.grad_norm > 10) == (scale > 1)
     remembered = {"exp_avg": 1 - BETAS[0], "momentum": 1 - MOMENTUM}
     parts = [(name.partition(".")[0], tensor) for name, tensor in one.state().items()]
@@ -237,7 +242,7 @@ def test_the_reference_is_computed_at_the_temperature_of_the_policy() -> None:
     free, held = learner(), learner()
     held.snapshot()
     stats = [
-        one.step(batch(1), lr=1e-3, temperature=0.5, objective=RlObjective(kl_coef=kl_coef))
+        one.rl_step(batch(1), lr=1e-3, temperature=0.5, objective=RlObjective(kl_coef=kl_coef))
         for one, kl_coef in ((free, 0.0), (held, 10.0))
     ]
     assert stats[1].loss == pytest.approx(stats[0].loss, abs=1e-4)
@@ -270,7 +275,7 @@ def test_a_step_adds_up_over_the_whole_batch_as_the_objective_says(aggregate: st
     }
     for microbatch_tokens in (0, 64):
         lesson = replace(batch(1), rows=tuple(rows))
-        stats = learner().step(
+        stats = learner().rl_step(
             lesson,
             lr=1e-3,
             objective=RlObjective(aggregate=aggregate),
@@ -285,12 +290,18 @@ def test_the_reference_is_what_was_kept_and_survives_a_checkpoint() -> None:
     priced = RlObjective(kl_coef=0.5)
     free, held = learner(), learner()
     held.snapshot()
-    assert held.step(batch(1), lr=1e-2, objective=priced).loss == free.step(batch(1), lr=1e-2).loss
-    assert held.step(batch(2), lr=1e-2, objective=priced).loss != free.step(batch(2), lr=1e-2).loss
+    assert (
+        held.rl_step(batch(1), lr=1e-2, objective=priced).loss
+        == free.rl_step(batch(1), lr=1e-2).loss
+    )
+    assert (
+        held.rl_step(batch(2), lr=1e-2, objective=priced).loss
+        != free.rl_step(batch(2), lr=1e-2).loss
+    )
 
     resumed = learner(seed=9)
     resumed.load_state(through_bytes(held.state()))
-    assert resumed.step(batch(3), lr=1e-2, objective=priced) == held.step(
+    assert resumed.rl_step(batch(3), lr=1e-2, objective=priced) == held.rl_step(
         batch(3), lr=1e-2, objective=priced
     )
 
@@ -302,7 +313,7 @@ def test_the_reference_is_what_was_kept_and_survives_a_checkpoint() -> None:
     unrewarded = tuple(replace(row, advantages=(0.0,) * len(row.mask)) for row in batch(4).rows)
     before = sum(map(gap, unrewarded))
     for _ in range(20):
-        held.step(
+        held.rl_step(
             replace(batch(4), rows=unrewarded),
             lr=2e-3,
             objective=RlObjective(correction="none", kl_coef=1.0),
@@ -311,26 +322,26 @@ def test_the_reference_is_what_was_kept_and_survives_a_checkpoint() -> None:
 
 
 def test_shares_of_what_a_correction_did() -> None:
-    stats = learner().step(
-        batch(1), lr=1e-3, objective=RlObjective(correction="masked", ratio_cap=1.01)
+    stats = learner().rl_step(
+        batch(1), lr=1e-3, objective=RlObjective(correction="masked", correction_cap=1.01)
     )
     assert 0.5 < stats.truncated_frac == stats.zero_grad_frac <= 1.0
-    stats = learner().step(batch(1), lr=1e-3, objective=RlObjective(ratio_cap=1.0))
+    stats = learner().rl_step(batch(1), lr=1e-3, objective=RlObjective(correction_cap=1.0))
     assert 0.0 < stats.truncated_frac < 1.0 and stats.zero_grad_frac == 0.0
 
 
 def test_a_resumed_learner_is_the_same_to_the_bit() -> None:
     straight = learner()
     for step in (1, 2, 3, 4):
-        straight.step(batch(step), lr=1e-3)
+        straight.rl_step(batch(step), lr=1e-3)
     first = learner()
-    first.step(batch(1), lr=1e-3)
-    first.step(batch(2), lr=1e-3)
+    first.rl_step(batch(1), lr=1e-3)
+    first.rl_step(batch(2), lr=1e-3)
     second = learner(seed=9)
     second.load_state(through_bytes(first.state()))
     assert equal(second.weights(), first.weights())
-    second.step(batch(3), lr=1e-3)
-    second.step(batch(4), lr=1e-3)
+    second.rl_step(batch(3), lr=1e-3)
+    second.rl_step(batch(4), lr=1e-3)
     assert equal(second.state(), straight.state())
     assert equal(second.weights(), straight.weights())
 
@@ -356,7 +367,7 @@ def test_a_checkpoint_holds_what_is_never_trained() -> None:
     bias = "model.layers.1.mlp.gate.e_score_correction_bias"
     hf_tensors(first.model)[bias].normal_()
     before = first.weights()[bias]
-    first.step(batch(1), lr=1e-3)
+    first.rl_step(batch(1), lr=1e-3)
     second.load_state(through_bytes(first.state()))
     assert equal(second.weights(), first.weights())
     assert (
@@ -368,7 +379,7 @@ def test_a_checkpoint_holds_what_is_never_trained() -> None:
 
 def test_a_new_stage_takes_the_masters_and_nothing_else() -> None:
     first = learner()
-    first.fit(texts(0), lr=1e-3)
+    first.supervised_step(texts(0), lr=1e-3)
     first.snapshot()
     masters = {
         name: tensor.clone() for name, tensor in first.state().items() if name.startswith("master.")
@@ -382,10 +393,10 @@ def test_a_new_stage_takes_the_masters_and_nothing_else() -> None:
 
 def test_kept_weights_survive_steps_and_checkpoints() -> None:
     one = learner()
-    one.fit(texts(0), lr=1e-2)
+    one.supervised_step(texts(0), lr=1e-2)
     best = one.weights()
     one.snapshot()
-    one.fit(texts(1), lr=1e-2)
+    one.supervised_step(texts(1), lr=1e-2)
     assert not equal(one.weights(), best)
     other = learner(seed=3)
     other.load_state(through_bytes(one.state()))
@@ -404,7 +415,7 @@ def test_learning_raises_what_was_rewarded() -> None:
 
     before = mean_logp(good), mean_logp(bad)
     for step in range(5):
-        one.step(replace(lesson, step=step + 1), lr=3e-3)
+        one.rl_step(replace(lesson, step=step + 1), lr=3e-3)
     assert mean_logp(good) > before[0] and mean_logp(bad) < before[1]
 
 
@@ -420,14 +431,14 @@ def test_fit_is_cross_entropy_and_evaluate_changes_nothing() -> None:
     state = {name: tensor.clone() for name, tensor in one.state().items()}
     assert one.evaluate(lesson) == pytest.approx(expected, rel=1e-5)
     assert equal(one.state(), state)
-    assert one.fit(lesson, lr=1e-2).loss == pytest.approx(expected, rel=1e-5)
+    assert one.supervised_step(lesson, lr=1e-2).loss == pytest.approx(expected, rel=1e-5)
     assert one.evaluate(lesson) < expected
 
 
 def test_a_batch_without_sampled_tokens_is_refused() -> None:
     rows = tuple(replace(row, mask=(False,) * len(row.mask)) for row in batch(1).rows)
     with pytest.raises(ValueError, match="step 1 has no sampled token"):
-        learner().step(Batch(step=1, rows=rows, oldest=0), lr=1e-3)
+        learner().rl_step(Batch(step=1, rows=rows, oldest=0), lr=1e-3)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZER)
@@ -440,7 +451,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run_before_it_reaches_the_maste
         replace(row, advantages=tuple(float("inf") for _ in row.mask)) for row in batch(1).rows
     )
     with pytest.raises(EtudeError, match="the gradient of this step is not finite"):
-        one.step(Batch(step=1, rows=rows, oldest=0), lr=1e-3)
+        one.rl_step(Batch(step=1, rows=rows, oldest=0), lr=1e-3)
     assert equal(one.state(), state)
 
 

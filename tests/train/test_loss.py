@@ -141,7 +141,9 @@ def test_a_ratio_that_overflows_gives_a_weight_that_is_finite(name: str) -> None
 
 
 def at_temperature(packed: PackedBatch, temperature: float) -> PackedBatch:
-    return replace(packed, temperature_N=torch.full((packed.num_tokens,), temperature).double())
+    return replace(
+        packed, temperature_N=torch.full((packed.num_loss_tokens,), temperature).double()
+    )
 
 
 def test_token_logprobs_are_those_of_the_plain_softmax_before_each_token() -> None:

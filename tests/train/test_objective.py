@@ -30,11 +30,11 @@ def slopes(objective: RlObjective, ref: Tensor | None = None) -> list[float]:
 
 
 def test_the_default_by_hand() -> None:
-    losses = RlObjective(ratio_cap=3.0).token_losses(NEW, OLD, ADV, ROW_N)
+    losses = RlObjective(correction_cap=3.0).token_losses(NEW, OLD, ADV, ROW_N)
     expected = [-2 * 1 * math.log(0.5), -3 * -2 * math.log(0.9), -0.5 * 3 * math.log(0.2)]
     assert losses.loss_N.tolist() == pytest.approx(expected)
     assert losses.truncated_N.tolist() == [False, True, False] and not losses.zero_grad_N.any()
-    assert slopes(RlObjective(ratio_cap=3.0)) == pytest.approx([-2.0, 6.0, -1.5])
+    assert slopes(RlObjective(correction_cap=3.0)) == pytest.approx([-2.0, 6.0, -1.5])
 
 
 def test_the_default_is_one_rounding_from_the_formula_and_no_more() -> None:
@@ -49,7 +49,7 @@ def test_the_default_is_one_rounding_from_the_formula_and_no_more() -> None:
 
 
 def test_masked_tokens_are_silent() -> None:
-    losses = RlObjective(correction="masked", ratio_cap=3.0).token_losses(NEW, OLD, ADV, ROW_N)
+    losses = RlObjective(correction="masked", correction_cap=3.0).token_losses(NEW, OLD, ADV, ROW_N)
     assert losses.truncated_N.tolist() == losses.zero_grad_N.tolist() == [False, True, False]
 
 
@@ -58,7 +58,7 @@ def test_masked_tokens_are_silent() -> None:
 )
 def test_each_correction_weighs_the_gradient(correction: str, weights: list[int]) -> None:
     expected = [-w * a for w, a in zip(weights, ADV.tolist(), strict=True)]
-    assert slopes(RlObjective(correction=correction, ratio_cap=3.0)) == pytest.approx(expected)
+    assert slopes(RlObjective(correction=correction, correction_cap=3.0)) == pytest.approx(expected)
 
 
 def test_without_a_correction_the_loss_clips_the_whole_ratio() -> None:
@@ -73,14 +73,14 @@ def test_behind_a_correction_no_clip_acts(name: str) -> None:
     """One step a batch: the policy that learns is the proximal one, so only the importance weight
     is left."""
     objective = RlObjective(
-        loss=LOSS[name], clip=LOSS[name].clip, correction="truncated", ratio_cap=3.0
+        loss=LOSS[name], clip=LOSS[name].clip, correction="truncated", correction_cap=3.0
     )
-    assert slopes(objective) == pytest.approx(slopes(RlObjective(ratio_cap=3.0)))
+    assert slopes(objective) == pytest.approx(slopes(RlObjective(correction_cap=3.0)))
 
 
 def test_cispo_is_reinforce_with_weights_cut_on_both_sides() -> None:
     cispo = RlObjective(loss=LOSS["cispo"], clip=Clip(1.0, 2.0), correction="none")
-    assert slopes(cispo) == pytest.approx(slopes(RlObjective(ratio_cap=3.0)))
+    assert slopes(cispo) == pytest.approx(slopes(RlObjective(correction_cap=3.0)))
 
 
 def test_the_kl_is_a_price_on_each_token() -> None:

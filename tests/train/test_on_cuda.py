@@ -93,7 +93,9 @@ def test_in_bf16_it_is_near_the_cpu(shape: str, compiled: bool) -> None:
         given = replace(given, rows=named)
     for microbatch_tokens in (4096, 64):  # the second time other shapes, in several passes
         theirs, ours = (
-            one.step(given, lr=0.0, microbatch_tokens=microbatch_tokens, fetch=experts.__getitem__)
+            one.rl_step(
+                given, lr=0.0, microbatch_tokens=microbatch_tokens, fetch=experts.__getitem__
+            )
             for one in (there, here)
         )
         found, expected = (
@@ -185,19 +187,19 @@ def random_inputs(
 @pytest.mark.parametrize("optimizer", OPTIMIZER)
 def test_a_gradient_that_is_not_finite_moves_nothing(optimizer: str) -> None:
     one = Learner(init_from_scratch(CONFIG, 0).to("cuda"), optimizer=optimizer)
-    one.step(batch(1), lr=1e-3)
+    one.rl_step(batch(1), lr=1e-3)
     state = through_bytes(one.state())
     rows = tuple(replace(row, advantages=(math.inf,) * len(row.mask)) for row in batch(2).rows)
     with pytest.raises(EtudeError, match="not finite"):
-        one.step(replace(batch(2), rows=rows), lr=1e-3)
+        one.rl_step(replace(batch(2), rows=rows), lr=1e-3)
     assert equal(through_bytes(one.state()), state)
 
 
 def test_a_state_goes_on_to_the_bit_and_to_the_other_kind_of_device() -> None:
     first = Learner(init_from_scratch(CONFIG, 0).to("cuda"))
-    first.fit(texts(0), lr=1e-3)
+    first.supervised_step(texts(0), lr=1e-3)
     first.snapshot()
-    first.step(batch(1), lr=1e-3, microbatch_tokens=0)
+    first.rl_step(batch(1), lr=1e-3, microbatch_tokens=0)
     state = through_bytes(first.state())
     second, on_cpu = (
         Learner(init_from_scratch(CONFIG, 1).to("cuda")),
@@ -205,7 +207,7 @@ def test_a_state_goes_on_to_the_bit_and_to_the_other_kind_of_device() -> None:
     )
     second.load_state(state)
     on_cpu.load_state(state)
-    stats = [one.step(batch(2), lr=1e-3, microbatch_tokens=0) for one in (first, second, on_cpu)]
+    stats = [one.rl_step(batch(2), lr=1e-3, microbatch_tokens=0) for one in (first, second, on_cpu)]
     assert stats[0] == stats[1] and stats[2].loss == pytest.approx(stats[0].loss, rel=1e-4)
     assert equal(first.state(), second.state())
     second.restore_snapshot()
@@ -248,10 +250,10 @@ def test_a_batch_invariant_engine_and_the_trainer_agree_to_the_bit(name: str) ->
         config = replace(SERVED, model_type="qwen3_moe", experts=EXPERTS)
     source = init_from_scratch(config, 0).to("cuda")
     model = invariant_trainer_model(source, torch.bfloat16)
-    assert type(model).__name__ == "TrainableNetwork"
+    assert type(model).__name__ == "BatchInvariantTransformer"
     learner = Learner(model, compute=torch.bfloat16)
     served = Transformer(config).to("cuda", torch.bfloat16).requires_grad_(False)
-    engine = Engine(served.compute_with(INVARIANT), max_batch=4)
+    engine = Engine(served.compute_with(INVARIANT), max_num_seqs=4)
     engine.load_weights(0, learner.weights())
     temperatures = (0.6, 1.0, 1.4, 1.0, 0.6, 1.0)
     for number, temperature in enumerate(temperatures):
@@ -274,7 +276,7 @@ def test_a_batch_invariant_engine_and_the_trainer_agree_to_the_bit(name: str) ->
     assert bool(kept) == (name == "moe")
     lesson = Batch(step=1, rows=tuple(rows), oldest=0)
     for microbatch_tokens in (0, 200):
-        stats = learner.step(
+        stats = learner.rl_step(
             lesson, lr=0.0, microbatch_tokens=microbatch_tokens, fetch=kept.__getitem__,
             router_replay_min_score=0.5,
         )  # fmt: skip

@@ -137,7 +137,7 @@ def test_a_rank_without_work_reads_a_token_that_does_not_count() -> None:
         pack_rollouts([]),
         pack_pairs([]),
     ):
-        assert idle.lengths == (1,) and idle.tokens_T.shape == (1,) and idle.num_tokens == 0
+        assert idle.lengths == (1,) and idle.tokens_T.shape == (1,) and idle.num_loss_tokens == 0
 
 
 @pytest.mark.parametrize(("microbatch_tokens", "max_tokens"), [(0, 16), (8192, 16), (16, 8192)])

@@ -42,7 +42,7 @@ SIGMOID = replace(
 
 def sampled(model: Transformer) -> tuple[Batch, dict[str, bytes]]:
     """What an engine says and how it routed, as a batch and the objects that its rows name."""
-    engine = Engine(model, max_batch=4)
+    engine = Engine(model, max_num_seqs=4)
     asks = [request(str(n), [3 + n, 7, 11 + n], max_tokens=5 + 3 * n) for n in range(4)]
     for ask in asks:
         add(engine, ask)
@@ -80,7 +80,7 @@ def step(
 ) -> RlStats:
     learner = Learner(sharp(model_config, 0).requires_grad_(True))
     fetch = objects.__getitem__ if objects is not None else None
-    return learner.step(batch, lr=1e-3, fetch=fetch, **options)  # type: ignore[arg-type]
+    return learner.rl_step(batch, lr=1e-3, fetch=fetch, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("model_config", [SPARSE, SIGMOID], ids=["qwen3_moe", "deepseek_v3"])
@@ -191,9 +191,9 @@ def test_biases_are_nudged_until_the_load_is_even() -> None:
 def test_a_nudge_is_published() -> None:
     learner = Learner(init_from_scratch(SIGMOID, 0))
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
-    learner.fit(TEXTS, lr=1e-3)
+    learner.supervised_step(TEXTS, lr=1e-3)
     assert not learner.weights()[name].any()
-    learner.fit(TEXTS, lr=1e-3, router_balance=True)
+    learner.supervised_step(TEXTS, lr=1e-3, router_balance=True)
     published = learner.weights()[name]
     assert torch.equal(published, hf_state_dict(learner.model)[name])
     assert published.abs().max() == published.abs()[published != 0].min() == pytest.approx(1e-3)
@@ -205,7 +205,7 @@ def test_the_loss_makes_the_load_even() -> None:
     for router_balance in (False, True):
         learner = Learner(init_from_scratch(strong, 0))
         for _ in range(25):
-            learner.fit(TEXTS, lr=3e-3, router_balance=router_balance)
+            learner.supervised_step(TEXTS, lr=3e-3, router_balance=router_balance)
         ends[router_balance] = most_loaded(learner.model, Routing())
     assert ends[True] < 1.15 < ends[False], ends
 
@@ -243,7 +243,7 @@ def test_the_balance_of_a_text_is_the_mean_over_its_tokens(monkeypatch: pytest.M
     def price(texts: list[TokenSequence]) -> float:
         losses = [
             Learner(sharp(SPARSE, 0).requires_grad_(True))
-            .fit(texts, lr=1e-3, router_balance=b)
+            .supervised_step(texts, lr=1e-3, router_balance=b)
             .loss
             for b in (True, False)
         ]

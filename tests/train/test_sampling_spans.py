@@ -73,7 +73,7 @@ def learner() -> Learner:
 
 
 def batch(learner: Learner, *temperatures: float) -> Batch:
-    engine = Engine(learner.model, max_batch=2)
+    engine = Engine(learner.model, max_num_seqs=2)
     rows = [
         row
         for seed in range(4)
@@ -94,7 +94,7 @@ def test_a_harness_with_a_temperature_of_its_own_has_ratio_1_at_lag_0(
     """To the bit, in batch-invariant arithmetic; the stage's own temperature is another one."""
     one = learner()
     lesson = batch(one, *temperatures)
-    stats = one.step(lesson, lr=1e-4, temperature=0.8, microbatch_tokens=microbatch_tokens)
+    stats = one.rl_step(lesson, lr=1e-4, temperature=0.8, microbatch_tokens=microbatch_tokens)
     assert stats.mismatch.k3_max == 0.0 and stats.mismatch.ratio_max == 1.0
     for row, found in zip(lesson.rows, stats.recomputed, strict=True):
         said = [p for p, sampled in zip(row.logprobs, row.mask, strict=True) if sampled]
@@ -103,7 +103,7 @@ def test_a_harness_with_a_temperature_of_its_own_has_ratio_1_at_lag_0(
 
 def test_the_ratio_is_wrong_where_nobody_says_how_it_was_sampled() -> None:
     one = learner()
-    stats = one.step(without_sampling(batch(one, 0.5)), lr=1e-4, temperature=1.0)
+    stats = one.rl_step(without_sampling(batch(one, 0.5)), lr=1e-4, temperature=1.0)
     assert stats.mismatch.k3 > 0.01
 
 
@@ -112,7 +112,7 @@ def test_rows_that_do_not_say_take_the_stages_temperature_with_the_same_bits() -
 
     def step(lesson: Batch) -> tuple[RlStats, dict[str, torch.Tensor]]:
         one = learner()
-        stats = one.step(lesson, lr=1e-2, temperature=0.7, objective=RlObjective())
+        stats = one.rl_step(lesson, lr=1e-2, temperature=0.7, objective=RlObjective())
         return stats, one.weights()
 
     lesson = batch(learner(), 0.7, 0.7)
@@ -192,7 +192,7 @@ def test_the_reference_is_computed_at_the_temperature_of_each_token() -> None:
     free, held = learner(), learner()
     held.snapshot()
     stats = [
-        one.step(lesson, lr=1e-3, temperature=0.9, objective=RlObjective(kl_coef=kl_coef))
+        one.rl_step(lesson, lr=1e-3, temperature=0.9, objective=RlObjective(kl_coef=kl_coef))
         for one, kl_coef in ((free, 0.0), (held, 10.0))
     ]
     assert stats[1].loss == pytest.approx(stats[0].loss, abs=1e-4)

@@ -62,8 +62,8 @@ def test_what_a_row_costs() -> None:
 
 def test_a_rank_that_finds_nobody_says_so(tmp_path: Path) -> None:
     alone = (
-        "from pathlib import Path; from etude.train.distributed import ProcessGroup\n"
-        f"ProcessGroup.on_one_machine(0, 2, Path({str(tmp_path / 'meeting')!r}), timeout_s=1.0)"
+        "from pathlib import Path; from etude.train.distributed import World\n"
+        f"World.on_one_machine(0, 2, Path({str(tmp_path / 'meeting')!r}), timeout_s=1.0)"
     )
     done = subprocess.run(
         [sys.executable, "-c", alone], capture_output=True, text=True, check=False
@@ -73,9 +73,9 @@ def test_a_rank_that_finds_nobody_says_so(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", ["", "1"])
 def test_without_torchrun_a_process_is_alone(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from etude.train.distributed import ProcessGroup
+    from etude.train.distributed import World
 
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     if size:
         monkeypatch.setenv("WORLD_SIZE", size)
-    assert (ProcessGroup.from_torchrun(1.0).rank, ProcessGroup.from_torchrun(1.0).size) == (0, 1)
+    assert (World.from_torchrun(1.0).rank, World.from_torchrun(1.0).world_size) == (0, 1)

@@ -20,13 +20,13 @@ from etude.train.schedule import learning_rate
 from etude.train.stages import (
     Demonstration,
     OnStep,
-    StageProgress,
+    StepReport,
     dpo,
     evaluations_since_best,
     midtrain,
     sft,
 )
-from etude.train.stream import Documents
+from etude.train.stream import TokenizedDocuments
 
 CONFIG = ModelConfig(
     vocab_size=16,
@@ -86,22 +86,25 @@ class KillAt:
         self.learner = learner
         self.step = step
 
-    def __call__(self, progress: StageProgress) -> None:
-        self.progress = progress
+    def __call__(self, report: StepReport) -> None:
+        self.report = report
         self.state = {name: tensor.clone() for name, tensor in self.learner.state().items()}
-        if progress.step == self.step:
+        if report.step == self.step:
             raise Killed
 
 
 def run_midtrain(
     one: Learner, start_step: int = 0, on_step: KillAt | None = None, seed: int = 0
-) -> list[StageProgress]:
-    seen: list[StageProgress] = []
+) -> list[StepReport]:
+    seen: list[StepReport] = []
     midtrain(
         one,
         midtrain_stage(steps=8, heldout_every=3, batch_tokens=100, lr=1e-2, warmup_steps=2),
-        [(Documents.of(documents(), EOS), 2.0), (Documents.of([[3, 4] * 9], EOS), 1.0)],
-        Documents.of(documents(4), EOS),
+        [
+            (TokenizedDocuments.of(documents(), EOS), 2.0),
+            (TokenizedDocuments.of([[3, 4] * 9], EOS), 1.0),
+        ],
+        TokenizedDocuments.of(documents(4), EOS),
         eos=EOS,
         seed=seed,
         start_step=start_step,
@@ -112,11 +115,11 @@ def run_midtrain(
 
 def test_midtrain_learns_and_says_so() -> None:
     seen = run_midtrain(learner())
-    assert [progress.step for progress in seen] == list(range(1, 9))
-    assert seen[-1].fit.loss < seen[0].fit.loss
+    assert [report.step for report in seen] == list(range(1, 9))
+    assert seen[-1].stats.loss < seen[0].stats.loss
     # 3 whole rows of 32; the first token of a document does not count
-    assert 3 * 24 < seen[0].fit.num_tokens < 3 * 31
-    exams = {progress.step: progress.metrics["heldout"] for progress in seen if progress.metrics}
+    assert 3 * 24 < seen[0].stats.num_loss_tokens < 3 * 31
+    exams = {report.step: report.metrics["heldout"] for report in seen if report.metrics}
     assert exams.keys() == {3, 6, 8} and exams[8] < exams[3]
 
 
@@ -128,7 +131,7 @@ def test_midtrain_goes_on_to_the_bit(kill: int) -> None:
     with pytest.raises(Killed):
         run_midtrain(first, on_step=killer)
     second.load_state(killer.state)
-    run_midtrain(second, start_step=killer.progress.step)
+    run_midtrain(second, start_step=killer.report.step)
     assert equal(second.state(), straight.state())
 
 
@@ -137,14 +140,14 @@ def test_documents_that_share_a_row_do_not_see_each_other() -> None:
     model = init_from_scratch(CONFIG, 0)
     docs = [[3, 7, 7, 2, EOS], [5, 1, EOS], [9, 9, 4, EOS]]
     row = np.array([[token for doc in docs for token in doc]])
-    document_mask, joined = (pack_batch(stages.documents(row, eos)) for eos in (EOS, None))
+    document_mask, joined = (pack_batch(stages.split_documents(row, eos)) for eos in (EOS, None))
     together, _ = token_logprobs(model, document_mask)
     alone = [
-        token_logprobs(model, pack_batch(stages.documents(np.array([doc]), None)))[0]
+        token_logprobs(model, pack_batch(stages.split_documents(np.array([doc]), None)))[0]
         for doc in docs
     ]
     torch.testing.assert_close(together, torch.cat(alone), rtol=1e-5, atol=1e-5)
-    assert joined.num_tokens == 11 and document_mask.num_tokens == 9
+    assert joined.num_loss_tokens == 11 and document_mask.num_loss_tokens == 9
     mixed, _ = token_logprobs(model, joined)
     assert not torch.allclose(mixed[5:7], alone[1], atol=1e-3)
 
@@ -165,7 +168,7 @@ def preferences(count: int) -> list[tuple[Demonstration, Demonstration]]:
     return pairs
 
 
-def run_dpo(one: Learner, start_step: int = 0, on_step: OnStep = lambda progress: None) -> None:
+def run_dpo(one: Learner, start_step: int = 0, on_step: OnStep = lambda report: None) -> None:
     dpo(
         one,
         dpo_stage(epochs=3, batch_pairs=4, beta=0.5, lr=1e-2),
@@ -177,16 +180,16 @@ def run_dpo(one: Learner, start_step: int = 0, on_step: OnStep = lambda progress
 
 
 def test_dpo_learns_what_is_preferred() -> None:
-    seen: list[StageProgress] = []
+    seen: list[StepReport] = []
     run_dpo(learner(), on_step=seen.append)
-    assert [progress.step for progress in seen] == list(range(1, 10)) and seen[0].total == 9
+    assert [report.step for report in seen] == list(range(1, 10)) and seen[0].total == 9
     # Before the first step the weights are the reference: nothing is preferred.
     assert (
-        seen[0].fit.loss == pytest.approx(math.log(2), rel=1e-5)
+        seen[0].stats.loss == pytest.approx(math.log(2), rel=1e-5)
         and seen[0].metrics["margin"] == 0.0
     )
     assert (
-        seen[-1].fit.loss < 0.5
+        seen[-1].stats.loss < 0.5
         and seen[-1].metrics["accuracy"] == 1.0
         and seen[-1].metrics["margin"] > 0.5
     )
@@ -194,7 +197,7 @@ def test_dpo_learns_what_is_preferred() -> None:
 
 def test_two_sessions_together_may_be_longer_than_the_context() -> None:
     long, short = ([1] * 30, [False] + [True] * 29), ([2] * 4, [False] + [True] * 3)
-    seen: list[StageProgress] = []
+    seen: list[StepReport] = []
     pairs = [
         (long, short),
         (short, long),
@@ -203,7 +206,7 @@ def test_two_sessions_together_may_be_longer_than_the_context() -> None:
     ]
     stage = dpo_stage(batch_pairs=4, beta=0.5, lr=1e-2)
     dpo(learner(), stage, pairs, seed=0, on_step=seen.append)
-    assert seen[0].fit.loss == pytest.approx(math.log(2), rel=1e-5)
+    assert seen[0].stats.loss == pytest.approx(math.log(2), rel=1e-5)
 
 
 @pytest.mark.parametrize("kill", [1, 5, 9])
@@ -270,7 +273,7 @@ def test_sft_stops_by_its_rule_with_the_best_weights(monkeypatch: pytest.MonkeyP
         return next(script)
 
     monkeypatch.setattr(one, "evaluate", scripted)
-    seen: list[StageProgress] = []
+    seen: list[StepReport] = []
     losses = sft(
         one,
         sft_stage(max_epochs=9, batch_tokens=100, lr=1e-2),
@@ -287,7 +290,7 @@ def test_sft_stops_by_its_rule_with_the_best_weights(monkeypatch: pytest.MonkeyP
 
 def test_sft_with_a_rate_that_hurts_ends_with_its_best_weights() -> None:
     one = learner()
-    losses = run_sft(one, lr=0.5, on_step=lambda progress: None)
+    losses = run_sft(one, lr=0.5, on_step=lambda report: None)
     assert min(losses) < max(losses)
     exam = [TokenSequence(*session) for session in sessions(20, 1)]
     assert one.evaluate(exam) == pytest.approx(min(losses), rel=1e-6)
@@ -297,7 +300,7 @@ def test_sft_stops_early_when_what_it_imitates_is_not_what_it_is_examined_on() -
     """Every demonstration says one thing and every held-back session another, so each epoch makes
     the exam worse."""
     one = learner()
-    seen: list[StageProgress] = []
+    seen: list[StepReport] = []
     imitated, examined = (
         [([5, 3] * 6, [False, True] * 6)] * 20,
         [([5] * 12, [False] + [True] * 11)] * 4,
@@ -317,11 +320,13 @@ def test_sft_stops_early_when_what_it_imitates_is_not_what_it_is_examined_on() -
 def test_sft_uses_every_demonstration_once_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     one = learner()
     counts: list[int] = []
-    fit = one.fit
+    step = one.supervised_step
     monkeypatch.setattr(
-        one, "fit", lambda texts, **kw: (counts.append(len(texts)), fit(texts, **kw))[1]
+        one,
+        "supervised_step",
+        lambda texts, **kw: (counts.append(len(texts)), step(texts, **kw))[1],
     )
-    seen: list[StageProgress] = []
+    seen: list[StepReport] = []
     losses = run_sft(one, on_step=seen.append)
     assert sum(counts) == 40 * len(losses)
     assert max(counts) - min(counts) <= 1
@@ -330,7 +335,7 @@ def test_sft_uses_every_demonstration_once_an_epoch(monkeypatch: pytest.MonkeyPa
 def test_sft_takes_no_step_without_a_session() -> None:
     """However few tokens a step may have."""
     session = [5, 6, 7, 8] * 5, [False] * 10 + [True] * 10
-    seen: list[StageProgress] = []
+    seen: list[StepReport] = []
     sft(
         learner(),
         sft_stage(max_epochs=1, batch_tokens=2),
@@ -339,13 +344,13 @@ def test_sft_takes_no_step_without_a_session() -> None:
         seed=0,
         on_step=seen.append,
     )
-    assert [progress.total for progress in seen] == [3, 3, 3]
-    assert all(progress.fit.num_tokens == 10 for progress in seen)
+    assert [report.total for report in seen] == [3, 3, 3]
+    assert all(report.stats.num_loss_tokens == 10 for report in seen)
 
 
 def test_sft_goes_on_to_the_bit_wherever_it_was_killed() -> None:
     straight = learner()
-    seen: list[StageProgress] = []
+    seen: list[StepReport] = []
     losses = run_sft(straight, on_step=seen.append)
     for kill in {1, seen[-1].total // 6, seen[-1].total // 6 + 1, seen[-1].step}:
         first, second = learner(), learner()
@@ -355,7 +360,7 @@ def test_sft_goes_on_to_the_bit_wherever_it_was_killed() -> None:
         second.load_state(killer.state)
         assert (
             run_sft(
-                second, start_step=kill, losses=killer.progress.heldout_losses, on_step=seen.append
+                second, start_step=kill, losses=killer.report.heldout_losses, on_step=seen.append
             )
             == losses
         )

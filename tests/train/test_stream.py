@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from etude.train.stream import Documents, SourceMix, TokenStream, joined
+from etude.train.stream import SourceMix, TokenizedDocuments, TokenStream, joined
 
 EOS = 0
 
@@ -19,8 +19,8 @@ def lists(count: int = 12) -> list[list[int]]:
     return [[rng.randrange(1, 16) for _ in range(rng.randint(3, 20))] for _ in range(count)]
 
 
-def documents(count: int = 12) -> Documents:
-    return Documents.of(lists(count), EOS)
+def documents(count: int = 12) -> TokenizedDocuments:
+    return TokenizedDocuments.of(lists(count), EOS)
 
 
 def test_every_pass_holds_every_document_once() -> None:
@@ -49,7 +49,9 @@ def test_the_same_in_any_pieces() -> None:
 def test_tokens_may_lie_in_a_file(tmp_path: Path) -> None:
     there = documents()
     there.tokens_N.tofile(tmp_path / "tokens")
-    mapped = Documents(np.memmap(tmp_path / "tokens", dtype=np.uint32, mode="r"), there.ends_D)
+    mapped = TokenizedDocuments(
+        np.memmap(tmp_path / "tokens", dtype=np.uint32, mode="r"), there.ends_D
+    )
     assert np.array_equal(
         TokenStream(mapped, seed=3).read(0, 500), TokenStream(there, seed=3).read(0, 500)
     )
@@ -57,7 +59,7 @@ def test_tokens_may_lie_in_a_file(tmp_path: Path) -> None:
 
 def test_sources_are_mixed_by_their_weights_at_any_length() -> None:
     sources = [
-        (Documents.of([[source] * 5], EOS), weight)
+        (TokenizedDocuments.of([[source] * 5], EOS), weight)
         for source, weight in ((1, 5.0), (2, 3.0), (3, 2.0))
     ]
     mix = SourceMix(sources, width=6, seed=0)
@@ -82,9 +84,9 @@ def test_one_source_is_read_from_end_to_end() -> None:
 
 def test_joined_and_none() -> None:
     both = joined([documents(3), documents(4)])
-    again = Documents.of(lists(3) + lists(4), EOS)
+    again = TokenizedDocuments.of(lists(3) + lists(4), EOS)
     assert np.array_equal(both.tokens_N, again.tokens_N) and np.array_equal(
         both.ends_D, again.ends_D
     )
     with pytest.raises(ValueError, match="no documents"):
-        TokenStream(Documents.of([], EOS), seed=0)
+        TokenStream(TokenizedDocuments.of([], EOS), seed=0)

@@ -14,10 +14,10 @@ from etude.train.packing import TokenSequence, pack_batch
 from etude.train.supervised import (
     PackedPairs,
     PreferencePair,
-    answer_logprobs,
     cross_entropy,
+    dpo_loss,
     pack_pairs,
-    preference,
+    sequence_logprobs,
     sigmoid_loss,
 )
 from tests.small_model import config
@@ -55,7 +55,7 @@ def test_the_sigmoid_loss_by_hand() -> None:
 def test_preference_is_the_formula_over_whole_answers(mean: bool) -> None:
     """Every answer alone, by a loop in float64."""
     model = init_from_scratch(config(), 1).double()
-    loss, _ = preference(beta=0.3, length_normalised=mean)(model, pairs(), None)
+    loss, _ = dpo_loss(beta=0.3, length_normalised=mean)(model, pairs(), None)
 
     def worth(tokens: list[int], mask: list[int]) -> torch.Tensor:
         logp_N, _ = token_logprobs(model, pack_batch([TokenSequence(tokens, mask)]))
@@ -76,7 +76,7 @@ def test_preference_is_the_formula_over_whole_answers(mean: bool) -> None:
 
 def test_what_counts() -> None:
     model, rows = init_from_scratch(config(), 1), pairs()
-    assert rows.num_tokens == 9 and rows.lengths == (4, 4, 3, 2)
-    assert answer_logprobs(model, rows, mean=False).shape == (2, 2)
+    assert rows.num_loss_tokens == 9 and rows.lengths == (4, 4, 3, 2)
+    assert sequence_logprobs(model, rows, mean=False).shape == (2, 2)
     logp_N, _ = token_logprobs(model, rows)
     assert cross_entropy(model, rows)[0].item() == pytest.approx(-logp_N.sum().item())

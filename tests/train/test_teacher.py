@@ -90,7 +90,7 @@ def test_its_gradient_is_that_of_the_reverse_kl_also_if_an_older_student_spoke()
     (exact,) = torch.autograd.grad(
         (logp_V.exp() * (logp_V - teacher_V)).sum(), logits, retain_graph=True
     )
-    objective, row_V = RlObjective(distills=True, ratio_cap=math.inf), torch.arange(9)
+    objective, row_V = RlObjective(distills=True, correction_cap=math.inf), torch.arange(9)
     loss_V = objective.token_losses(logp_V, older_V, teacher_V - older_V, row_V).loss_N
     (ours,) = torch.autograd.grad((older_V.exp() * loss_V).sum(), logits)
     torch.testing.assert_close(ours, exact, rtol=1e-12, atol=1e-12)
@@ -115,5 +115,5 @@ def test_steps_bring_the_student_to_the_teacher() -> None:
         rows = sampled(step, [(3,), (4,)] * 12, 1, learner.model)
         batch = Batch(step=step + 1, rows=tuple(rows), oldest=step)
         judged, _ = teacher.compute_advantages(batch, temperature=1.0, microbatch_tokens=1000)
-        learner.step(judged, lr=5e-3, objective=RlObjective(distills=True))
+        learner.rl_step(judged, lr=5e-3, objective=RlObjective(distills=True))
     assert distance() < 0.5 * before

@@ -20,8 +20,8 @@ from etude.train.routers import balance_loss
 from etude.train.schedule import learning_rate
 from etude.train.stages import dpo, midtrain, sft
 from etude.train.stats import SupervisedStats
-from etude.train.stream import Documents
-from etude.train.supervised import PreferencePair, pack_pairs, preference
+from etude.train.stream import TokenizedDocuments
+from etude.train.supervised import PreferencePair, dpo_loss, pack_pairs
 from tests.train import test_routers
 from tests.train.test_learner import batch, equal, learner, texts, through_bytes
 from tests.train.test_stages import (
@@ -42,7 +42,7 @@ def test_a_step_takes_probabilities_at_the_temperature_of_sampling() -> None:
     one, rows = learner(), batch(1).rows
     sequences = [RolloutSequence.from_row(row, 0, temperature=0.5) for row in rows]
     found = [token_logprobs(one.model, pack_rollouts([s]), with_stats=True) for s in sequences]
-    stats = one.step(batch(1), lr=1e-3, temperature=0.5, microbatch_tokens=64)
+    stats = one.rl_step(batch(1), lr=1e-3, temperature=0.5, microbatch_tokens=64)
     for told, (logp_N, _) in zip(stats.recomputed, found, strict=True):
         assert told.logprobs == pytest.approx(logp_N.tolist(), abs=1e-5)
     entropy_N = torch.cat([others.entropy_N for _, others in found])
@@ -51,8 +51,8 @@ def test_a_step_takes_probabilities_at_the_temperature_of_sampling() -> None:
 
 def test_what_a_step_tells_of_its_batch() -> None:
     lesson = batch(1)
-    stats = learner().step(lesson, lr=1e-3, microbatch_tokens=64)
-    assert (stats.lr, stats.num_rows, stats.num_tokens) == (
+    stats = learner().rl_step(lesson, lr=1e-3, microbatch_tokens=64)
+    assert (stats.lr, stats.num_rows, stats.num_loss_tokens) == (
         1e-3,
         6,
         sum(sum(row.mask) for row in lesson.rows),
@@ -81,20 +81,20 @@ def test_a_supervised_step_is_the_mean_over_all_tokens_however_they_are_cut(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     one, other = learner(), learner()
-    counts = [text.num_tokens for text in UNEQUAL]
+    counts = [text.num_loss_tokens for text in UNEQUAL]
     apart = [other.evaluate([text]) for text in UNEQUAL]
     mean = sum(c * loss for c, loss in zip(counts, apart, strict=True)) / sum(counts)
     assert other.evaluate(UNEQUAL) == pytest.approx(mean, rel=1e-6)
-    fit = one.fit(UNEQUAL, lr=1e-3)
-    assert fit.loss == pytest.approx(mean, rel=1e-5) and (fit.num_tokens, fit.lr) == (
+    stats = one.supervised_step(UNEQUAL, lr=1e-3)
+    assert stats.loss == pytest.approx(mean, rel=1e-5) and (stats.num_loss_tokens, stats.lr) == (
         sum(counts),
         1e-3,
     )
     one_by_one(monkeypatch)
     assert other.evaluate(UNEQUAL) == pytest.approx(mean, rel=1e-6)
-    again = other.fit(UNEQUAL, lr=1e-3)
+    again = other.supervised_step(UNEQUAL, lr=1e-3)
     assert again.loss == pytest.approx(mean, rel=1e-5)
-    assert again.grad_norm == pytest.approx(fit.grad_norm, rel=1e-4)
+    assert again.grad_norm == pytest.approx(stats.grad_norm, rel=1e-4)
 
 
 def test_the_loss_that_balances_counts_by_tokens_in_a_supervised_step(
@@ -112,27 +112,30 @@ def test_the_loss_that_balances_counts_by_tokens_in_a_supervised_step(
     one_by_one(monkeypatch)
     losses = [
         Learner(init_from_scratch(test_routers.SPARSE, 0))
-        .fit(UNEQUAL, lr=1e-3, router_balance=b)
+        .supervised_step(UNEQUAL, lr=1e-3, router_balance=b)
         .loss
         for b in (False, True)
     ]
-    counts, alone = [text.num_tokens for text in UNEQUAL], [balancing(text) for text in UNEQUAL]
+    counts, alone = (
+        [text.num_loss_tokens for text in UNEQUAL],
+        [balancing(text) for text in UNEQUAL],
+    )
     expected = sum(c * loss for c, loss in zip(counts, alone, strict=True)) / sum(counts)
     assert expected != pytest.approx(sum(alone) / len(alone), rel=1e-2)
     assert losses[1] - losses[0] == pytest.approx(expected, rel=1e-3)
 
 
-@pytest.mark.parametrize("kind", ["fit", "step"])
+@pytest.mark.parametrize("kind", ["supervised", "rl"])
 def test_decay_pulls_matrices_and_leaves_gains(kind: str) -> None:
     """On equal gradients: what the decayed learner has less is lr x decay of what it had."""
     ends = []
     for decay in (0.0, 0.5):
         one = learner()
         before = {name: tensor.clone() for name, tensor in one.state().items()}
-        if kind == "fit":
-            one.fit(texts(0), lr=0.1, weight_decay=decay)
+        if kind == "supervised":
+            one.supervised_step(texts(0), lr=0.1, weight_decay=decay)
         else:
-            one.step(batch(1), lr=0.1, weight_decay=decay)
+            one.rl_step(batch(1), lr=0.1, weight_decay=decay)
         ends.append(one.state())
     for name in (name for name in before if name.startswith("master.")):
         pulled = (
@@ -147,10 +150,10 @@ def test_a_learner_with_muon_goes_on_to_the_bit_and_its_momentum_adds_up() -> No
     )
     states = []
     for seed in (0, 1):
-        first.fit(texts(seed), lr=1e-3)
+        first.supervised_step(texts(seed), lr=1e-3)
         states.append({name: tensor.clone() for name, tensor in first.state().items()})
     second.load_state(through_bytes(states[0]))
-    second.fit(texts(1), lr=1e-3)
+    second.supervised_step(texts(1), lr=1e-3)
     assert equal(second.state(), states[1])
     momentum = [name for name in states[0] if name.startswith("momentum.")]
     assert momentum and all(not torch.equal(states[0][name], states[1][name]) for name in momentum)
@@ -171,14 +174,14 @@ def test_rows_that_were_handed_out_keep_their_routers_biases() -> None:
     one = Learner(init_from_scratch(test_routers.SIGMOID, 0))
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
     handed = one.hf_rows()[name][0]
-    one.fit(test_routers.TEXTS, lr=1e-3, router_balance=True)
+    one.supervised_step(test_routers.TEXTS, lr=1e-3, router_balance=True)
     assert not handed.any() and one.hf_rows()[name][0].any()
 
 
 def test_kept_weights_do_not_leave_the_model_when_a_block_fails() -> None:
     one = learner()
     one.snapshot()
-    one.fit(texts(0), lr=1e-2)
+    one.supervised_step(texts(0), lr=1e-2)
     moved = one.weights()
     with pytest.raises(KeyError), one.using_snapshot():
         assert not equal(one.weights(), moved)
@@ -188,7 +191,7 @@ def test_kept_weights_do_not_leave_the_model_when_a_block_fails() -> None:
 
 def test_a_price_of_moving_needs_weights_to_measure_from() -> None:
     with pytest.raises(AssertionError, match="a kl_coef needs a reference"):
-        learner().step(batch(1), lr=1e-3, objective=RlObjective(kl_coef=0.1))
+        learner().rl_step(batch(1), lr=1e-3, objective=RlObjective(kl_coef=0.1))
 
 
 def test_a_rate_without_steps_to_fall_over() -> None:
@@ -204,12 +207,14 @@ class Noted:
     def __init__(self, one: Learner, monkeypatch: pytest.MonkeyPatch) -> None:
         self.items: list[list[Any]] = []
         self.told: list[dict[str, Any]] = []
-        monkeypatch.setattr(one, "fit", self.fit)
+        monkeypatch.setattr(one, "supervised_step", self.supervised_step)
 
-    def fit(self, items: list[PackItem], **told: Any) -> SupervisedStats:
+    def supervised_step(self, items: list[PackItem], **told: Any) -> SupervisedStats:
         self.items.append(items)
         self.told.append(told)
-        return SupervisedStats(loss=1.0, grad_norm=1.0, lr=told["lr"], num_tokens=1, metrics={})
+        return SupervisedStats(
+            loss=1.0, grad_norm=1.0, lr=told["lr"], num_loss_tokens=1, metrics={}
+        )
 
     def rates(self) -> list[float]:
         return [told["lr"] for told in self.told]
@@ -217,7 +222,7 @@ class Noted:
 
 def run_midtrain(one: Learner, **table: Any) -> None:
     usual = {"steps": 4, "batch_tokens": 64, "lr": 0.5, "warmup_steps": 1, "weight_decay": 0.25}
-    sources = [(Documents.of(documents(), EOS), 1.0)]
+    sources = [(TokenizedDocuments.of(documents(), EOS), 1.0)]
     midtrain(one, midtrain_stage(**(usual | table)), sources, eos=EOS, seed=0)
 
 
@@ -324,10 +329,10 @@ def test_a_preference_balances_too() -> None:
         for row in test_routers.TEXT_BT[:2].tolist()
     ]
     pairs = [PreferencePair(chosen, rejected) for chosen, rejected in halves]
-    loss = preference(beta=0.1, length_normalised=True)
+    loss = dpo_loss(beta=0.1, length_normalised=True)
     plain, balanced = (
         Learner(init_from_scratch(test_routers.SPARSE, 0))
-        .fit(pairs, lr=1e-3, pack=pack_pairs, loss=loss, router_balance=router_balance)
+        .supervised_step(pairs, lr=1e-3, pack=pack_pairs, loss=loss, router_balance=router_balance)
         .loss
         for router_balance in (False, True)
     )
@@ -338,6 +343,6 @@ def test_a_preference_balances_too() -> None:
 
 def test_a_state_of_one_is_read_by_one() -> None:
     first, second = learner(), learner(seed=9)
-    first.step(batch(1), lr=1e-3)
+    first.rl_step(batch(1), lr=1e-3)
     second.load_shards(1, lambda rank: through_bytes(first.state()))
     assert equal(second.state(), first.state()) and equal(second.weights(), first.weights())

@@ -21,7 +21,7 @@ _context.set_forkserver_preload(
 def together(
     size: int, work: Callable[..., R], *arguments: Any, timeout_s: float = 30.0
 ) -> list[R | str]:
-    """`work(ranks, *arguments)` on every rank: what each returned, or as a string how it ended."""
+    """`work(world, *arguments)` on every rank: what each returned, or as a string how it ended."""
     with tempfile.TemporaryDirectory() as folder:
         started = []
         for rank in range(size):
@@ -62,10 +62,10 @@ def _rank(
 
     module.LIVENESS_S = 2.0
     torch.set_num_threads(1)
-    ranks = module.ProcessGroup.on_one_machine(rank, size, meeting, timeout_s)
+    world = module.World.on_one_machine(rank, size, meeting, timeout_s)
     try:
-        with ranks.naming_lost_ranks():
-            pipe.send(work(ranks, *arguments))
-        ranks.close()
+        with world.naming_lost_ranks():
+            pipe.send(work(world, *arguments))
+        world.close()
     except EtudeError as e:
         pipe.send(str(e))

@@ -144,7 +144,7 @@ def live(
     import torch
 
     from etude.train import distributed as ranks_module
-    from etude.train.distributed import SINGLE_PROCESS, ProcessGroup
+    from etude.train.distributed import SINGLE_PROCESS, World
     from etude.trainer import state
     from etude.trainer.trainer import Trainer
 
@@ -174,9 +174,7 @@ def live(
     torch.set_num_threads(1)
     state.CHECKPOINT_S, ranks_module.LIVENESS_S = 0.0, 2.0
     run = Mortal.open(store, create=False)
-    together = (
-        ProcessGroup.on_one_machine(rank, ranks, meeting, 30.0) if meeting else SINGLE_PROCESS
-    )
+    together = World.on_one_machine(rank, ranks, meeting, 30.0) if meeting else SINGLE_PROCESS
     try:
         with together.naming_lost_ranks():
             made = Trainer(run, run.config(), emit, together)

@@ -12,7 +12,7 @@ from etude.core.config import parse
 from etude.core.errors import EtudeError
 from etude.core.stages import MidtrainConfig
 from etude.model.tokenizer import ChatTokenizer
-from etude.train.stream import Documents
+from etude.train.stream import TokenizedDocuments
 from etude.trainer import documents
 from etude.trainer.documents import read_corpus
 from tests.small_model import small_files
@@ -33,7 +33,7 @@ def stage(text: str) -> MidtrainConfig:
     return found
 
 
-def said(given: Documents) -> list[str]:
+def said(given: TokenizedDocuments) -> list[str]:
     starts = [0, *given.ends_D[:-1]]
     pieces = [given.tokens_N[a:b] for a, b in zip(starts, given.ends_D, strict=True)]
     assert all(piece[-1] == TOKENIZER.eos_token_id for piece in pieces)

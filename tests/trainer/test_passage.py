@@ -15,8 +15,8 @@ from etude.core.errors import EtudeError
 from etude.core.events import Event, FitStep, StageDone, StageStarted
 from etude.core.lineage import StageSpan, stage_spans
 from etude.store.runs import Run
-from etude.train.distributed import ProcessGroup
-from etude.train.stages import StageProgress
+from etude.train.distributed import World
+from etude.train.stages import StepReport
 from etude.train.stats import SupervisedStats
 from etude.trainer import stages, state
 from etude.trainer import trainer as trainer_module
@@ -118,7 +118,7 @@ class AtTheBarrier(Exception):
     """Before any rank goes on."""
 
 
-class Watched(ProcessGroup):
+class Watched(World):
     def barrier(self) -> None:
         raise AtTheBarrier
 
@@ -128,7 +128,7 @@ def test_the_first_rank_sweeps_what_was_never_committed(run: Run, rank: int) -> 
     run.put_checkpoint_part("000003.000003", "00000.ab", b"half of it")
     assert run.checkpoint_parts() and not run.checkpoints()
     with pytest.raises(AtTheBarrier):
-        Trainer(run, parse(TOML), emit=lambda event: None, ranks=Watched(rank=rank))
+        Trainer(run, parse(TOML), emit=lambda event: None, world=Watched(rank=rank))
     assert bool(run.checkpoint_parts()) == (rank != 0)
 
 
@@ -196,16 +196,16 @@ def test_a_supervised_step_is_reported_with_its_speed_and_saved_now_and_then(
     monkeypatch.setattr(state.time, "monotonic", lambda: now)
     monkeypatch.setattr(trainer, "save", lambda: saved.append(trainer.step))
     report = trainer.report_fit()
-    fit = SupervisedStats(loss=1.5, grad_norm=1.0, lr=0.1, num_tokens=60, metrics={})
+    stats = SupervisedStats(loss=1.5, grad_norm=1.0, lr=0.1, num_loss_tokens=60, metrics={})
     for step, seconds in ((1, 2.0), (2, 3.0), (3, state.CHECKPOINT_S), (4, 10.0)):
         now += seconds
-        report(StageProgress(step=step, total=9, fit=fit, heldout_losses=(0.5,) * step))
+        report(StepReport(step=step, total=9, stats=stats, heldout_losses=(0.5,) * step))
     told = [(e.stage, e.step, e.steps, e.loss) for e in events if isinstance(e, FitStep)]
     assert told == [("midtrain", step, 9, 1.5) for step in (1, 2, 3, 4)]
     speeds = [event.tokens_per_s for event in events if isinstance(event, FitStep)]
     assert speeds == pytest.approx([30.0, 20.0, 60 / state.CHECKPOINT_S, 6.0])
     assert saved == [3] and (trainer.step, trainer.heldout_losses) == (4, (0.5,) * 4)
-    assert trainer.ranks.activity == "step 5 of midtrain"
+    assert trainer.world.activity == "step 5 of midtrain"
 
 
 def test_the_program_says_in_one_line_what_is_wrong(

@@ -53,7 +53,12 @@ def test_a_loss_brings_what_it_goes_with_and_the_config_has_the_last_word() -> N
     dapo = objective_of(rl('loss = "dapo"'))
     assert (dapo.correction, dapo.aggregate, dapo.clip) == ("none", "token", Clip(0.2, 0.28))
     mine = objective_of(
-        rl('loss = "dapo"', 'aggregate = "constant"', "clip_high = 0.4", 'correction = "masked"')
+        rl(
+            'loss = "dapo"',
+            'loss_aggregation = "constant"',
+            "clip_high = 0.4",
+            'correction = "masked"',
+        )
     )
     assert (mine.correction, mine.aggregate, mine.clip) == ("masked", "constant", Clip(0.2, 0.4))
 
@@ -156,7 +161,7 @@ def test_the_event_says_what_the_step_did() -> None:
     reporter = StepReporter(learner)
     first = reporter.report(
         batch := reporter.check(run.batch(3), "memory: batches/000003"),
-        learner.step(batch, lr=1e-3),
+        learner.rl_step(batch, lr=1e-3),
     )
     assert (first.step, first.reward, first.lag, first.lags, first.tokens, first.repeated_rows) == (
         3,
@@ -172,6 +177,6 @@ def test_the_event_says_what_the_step_did() -> None:
         and 0 < first.mfu < 1
     )
     again = reporter.report(
-        batch := reporter.check(run.batch(4), "here"), learner.step(batch, lr=1e-3)
+        batch := reporter.check(run.batch(4), "here"), learner.rl_step(batch, lr=1e-3)
     )
     assert again.repeated_rows == 2 and again.lags == (0, 2, 2)

@@ -19,8 +19,8 @@ from etude.model.files import hf_state_dict, write_directory
 from etude.model.transformer import ModelConfig, init_from_scratch
 from etude.store.runs import Run
 from etude.store.telemetry import Emit
-from etude.train.distributed import ProcessGroup
-from etude.train.stages import StageProgress
+from etude.train.distributed import World
+from etude.train.stages import StepReport
 from etude.train.stats import SupervisedStats
 from etude.trainer import stages, state
 from etude.trainer import trainer as trainer_module
@@ -78,7 +78,7 @@ def test_the_model_directory_is_needed_once(
         Trainer(empty, config, emit=lambda event: None)
 
 
-class Second(ProcessGroup):
+class Second(World):
     """A rank among others, of which the first has spoken last."""
 
     def __init__(self, heard: float) -> None:
@@ -101,9 +101,9 @@ def test_the_first_rank_decides_when_a_checkpoint_is_due(
     saved: list[int] = []
     monkeypatch.setattr(trainer, "save", lambda: saved.append(trainer.step))
     monkeypatch.setattr(state, "CHECKPOINT_S", math.inf if due else -1.0)
-    trainer.ranks = Second(float(due))
-    fit = SupervisedStats(loss=1.0, grad_norm=1.0, lr=0.1, num_tokens=1, metrics={})
-    trainer.report_fit()(StageProgress(step=3, total=9, fit=fit))
+    trainer.world = Second(float(due))
+    stats = SupervisedStats(loss=1.0, grad_norm=1.0, lr=0.1, num_loss_tokens=1, metrics={})
+    trainer.report_fit()(StepReport(step=3, total=9, stats=stats))
     assert saved == ([3] if due else [])
 
 
@@ -121,7 +121,7 @@ def test_a_device_without_enough_memory_is_one_sentence(monkeypatch: pytest.Monk
         match=r"too little memory at the start \(CUDA out of memory\): go on with less of "
         r"microbatch_tokens",
     ):
-        trainer_module.train(run, parse(TOML), ProcessGroup(), torch.device("cpu"))
+        trainer_module.train(run, parse(TOML), World(), torch.device("cpu"))
 
 
 def test_each_rank_has_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,21 +150,21 @@ def test_the_program_trains_as_the_rank_that_it_is(
         devices.append(number)
         return torch.device(asked)
 
-    def train(run: Run, config: RunConfig, ranks: object, device: torch.device) -> None:
-        happened.append((config, ranks, device))
+    def train(run: Run, config: RunConfig, world: object, device: torch.device) -> None:
+        happened.append((config, world, device))
 
     monkeypatch.setattr(trainer_module, "rank_device", device_of)
     monkeypatch.setattr(trainer_module, "keep_freed_memory", lambda: None)
     monkeypatch.setattr(trainer_module, "train", train)
-    monkeypatch.setattr(ProcessGroup, "on_one_machine", lambda *told: told)
-    monkeypatch.setattr(ProcessGroup, "from_torchrun", lambda *told: told)
+    monkeypatch.setattr(World, "on_one_machine", lambda *told: told)
+    monkeypatch.setattr(World, "from_torchrun", lambda *told: told)
     meeting = tmp_path / "meeting"
     asked = ["--rank", "3", "--ranks", "4", "--rendezvous", str(meeting)]
     monkeypatch.setenv("LOCAL_RANK", "5")
     monkeypatch.setattr("sys.argv", ["trainer", "--store", store, *([] if torchrun else asked)])
     assert trainer_module.main() == 0
-    ranks = (77.0, "cpu") if torchrun else (3, 4, meeting, 77.0, "cpu")
-    assert happened == [(config, ranks, torch.device("cpu"))]
+    world = (77.0, "cpu") if torchrun else (3, 4, meeting, 77.0, "cpu")
+    assert happened == [(config, world, torch.device("cpu"))]
     assert devices == [5 if torchrun else 3]
 
 
@@ -265,13 +265,13 @@ def test_a_trainer_is_closed_however_it_ends_and_the_first_rank_speaks(
         def close(self) -> None:
             happened.append("close")
 
-    class Ranks(ProcessGroup):
+    class Ranks(World):
         def close(self) -> None:
-            happened.append("ranks close")
+            happened.append("world closes")
 
     monkeypatch.setattr(trainer_module, "Trainer", Watched)
     run = Run.open("memory:")
     with pytest.raises(EtudeError) if broken else contextlib.nullcontext():
         trainer_module.train(run, parse(TOML), Ranks(rank=rank), torch.device("cpu"))
-    assert happened == ["train", "close", *([] if broken else ["ranks close"])]
+    assert happened == ["train", "close", *([] if broken else ["world closes"])]
     assert run.processes() == (["trainer"] if rank == 0 else [])

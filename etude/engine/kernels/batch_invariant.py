@@ -30,13 +30,13 @@ from etude.engine.kernels import head, linear
 from etude.engine.kernels.attention import (
     LOG2E,
     PREFILL_ROWS,
-    AttentionLayer,
+    AttentionParams,
     _place,
     _places,
     _rotated,
     group_rows,
 )
-from etude.engine.kernels.linear import Tile
+from etude.engine.kernels.linear import GemmConfig
 from etude.engine.kernels.network import Attend, KernelNetwork, expert_parts
 from etude.model.experts import SparseMoE
 
@@ -182,23 +182,24 @@ def num_splits(outputs: int, inner: int) -> int:
     return splits
 
 
-def tile(rows: int, *, split_k: int = 1, gated: bool = False) -> Tile:
-    """The tile for so many rows, measured on an H200. The bits depend on `split_k` alone."""
+def gemm_config(rows: int, *, split_k: int = 1, gated: bool = False) -> GemmConfig:
+    """The configuration for so many rows, measured on an H200. The bits depend on `split_k`
+    alone."""
     if rows <= 16:
-        return Tile(16, 32, 128, split_k)
+        return GemmConfig(16, 32, 128, split_k)
     if rows <= 64:
-        return Tile(64, 64, 128, split_k)
+        return GemmConfig(64, 64, 128, split_k)
     if gated:
-        return Tile(128, 64, 64, split_k, warps=8, stages=4 if rows <= 256 else 3)
+        return GemmConfig(128, 64, 64, split_k, warps=8, stages=4 if rows <= 256 else 3)
     if rows <= 256:
-        return Tile(64, 128, 128, split_k)
+        return GemmConfig(64, 128, 128, split_k)
     if rows <= 512:
-        return Tile(128, 128 if split_k == 1 else 64, 64, split_k, warps=8)
-    return Tile(128, 128, 64, split_k, warps=8, stages=3)
+        return GemmConfig(128, 128 if split_k == 1 else 64, 64, split_k, warps=8)
+    return GemmConfig(128, 128, 64, split_k, warps=8, stages=3)
 
 
 def prefill(
-    params: AttentionLayer, qkv: Tensor, k: Tensor, v: Tensor, blocks: Tensor, stride: Tensor,
+    params: AttentionParams, qkv: Tensor, k: Tensor, v: Tensor, blocks: Tensor, stride: Tensor,
     ends_B: Tensor, lengths_B: Tensor, sequence_T: Tensor, first_T: Tensor, out: Tensor, *,
     page: int, pdl: bool = False,
 ) -> None:  # fmt: skip
@@ -211,7 +212,7 @@ def prefill(
 
 
 def decode(
-    params: AttentionLayer, qkv: Tensor, k: Tensor, v: Tensor, blocks: Tensor, stride: Tensor,
+    params: AttentionParams, qkv: Tensor, k: Tensor, v: Tensor, blocks: Tensor, stride: Tensor,
     lengths_B: Tensor, slot_mapping_B: Tensor, out: Tensor, *, page: int, pdl: bool = False,
 ) -> None:  # fmt: skip
     """As `attention.decode`, without splits."""
@@ -255,13 +256,13 @@ def logprobs(
 
 def product(x_NC: Tensor, w_MC: Tensor, bias_M: Tensor | None = None, pdl: bool = False) -> Tensor:
     out_NM = x_NC.new_empty(len(x_NC), len(w_MC))
-    linear.gemm(x_NC, w_MC, out_NM, tile=tile(len(x_NC)), bias_N=bias_M, pdl=pdl)
+    linear.gemm(x_NC, w_MC, out_NM, config=gemm_config(len(x_NC)), bias_N=bias_M, pdl=pdl)
     return out_NM
 
 
 def gated(x_NC: Tensor, w_MC: Tensor, pdl: bool = False) -> Tensor:
     out_NM = x_NC.new_empty(len(x_NC), len(w_MC) // 2)
-    linear.gemm(x_NC, w_MC, out_NM, tile=tile(len(x_NC), gated=True), gated=True, pdl=pdl)
+    linear.gemm(x_NC, w_MC, out_NM, config=gemm_config(len(x_NC), gated=True), gated=True, pdl=pdl)
     return out_NM
 
 
@@ -269,14 +270,14 @@ def split_product(x_NC: Tensor, w_MC: Tensor, pdl: bool = False) -> Tensor:
     """A split-K product: SNM in float32, for `norm.add_norm` to add up in order."""
     count = num_splits(*w_MC.shape)
     out_SNM = x_NC.new_empty(count, len(x_NC), len(w_MC), dtype=torch.float32)
-    linear.gemm(x_NC, w_MC, out_SNM, tile=tile(len(x_NC), split_k=count), pdl=pdl)
+    linear.gemm(x_NC, w_MC, out_SNM, config=gemm_config(len(x_NC), split_k=count), pdl=pdl)
     return out_SNM
 
 
 def router_logits(x_NE: Tensor, layer: SparseMoE, pdl: bool = False) -> Tensor:
     """The router's product, in tiles of one size."""
     logits_NX = x_NE.new_empty(len(x_NE), len(layer.gate.weight), dtype=torch.float32)
-    linear.gemm(x_NE, layer.gate.weight, logits_NX, tile=tile(len(x_NE)), pdl=pdl)
+    linear.gemm(x_NE, layer.gate.weight, logits_NX, config=gemm_config(len(x_NE)), pdl=pdl)
     return logits_NX
 
 

@@ -1,9 +1,9 @@
 """Mixture-of-experts layers: routing, and grouped products that read the weights of an active
 expert once.
 
-`route` takes the router's logits to the chosen experts and their shares, `gather` lists for every
-expert the choices that fell on it, and `grouped_gemm` multiplies each expert's weights with its
-tokens. A choice is token * k + rank.
+`route` takes the router's logits to the chosen experts and their shares, `group_by_expert` lists
+for every expert the choices that fell on it, and `grouped_gemm` multiplies each expert's weights
+with its tokens. A choice is token * k + rank.
 
 Shapes: B tokens, X experts, k experts of a token, E hidden size, I expert size.
 """
@@ -59,7 +59,9 @@ def _route(
 
 
 @triton.jit
-def _gather(ids, counts, choices, num_choices, capacity, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _group_by_expert(
+    ids, counts, choices, num_choices, capacity, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     expert = tl.program_id(0)
     if PDL:
         gpu.gdc_launch_dependents()
@@ -128,11 +130,13 @@ def route(
     )  # fmt: skip
 
 
-def gather(ids_Bk: Tensor, counts_X: Tensor, choices_XB: Tensor, pdl: bool = False) -> None:
+def group_by_expert(
+    ids_Bk: Tensor, counts_X: Tensor, choices_XB: Tensor, pdl: bool = False
+) -> None:
     """List the choices that fell on each expert, in order, so that the same batch always gives the
     same sums."""
     block = min(1024, triton.next_power_of_2(ids_Bk.numel()))
-    _gather[(len(counts_X),)](
+    _group_by_expert[(len(counts_X),)](
         ids_Bk,
         counts_X,
         choices_XB,

@@ -110,9 +110,9 @@ def _gemm(
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
-    """The tile of a matrix product: rows, outputs and inner size of one program, and the number of
-    splits of the inner axis (split-K)."""
+class GemmConfig:
+    """The launch configuration of a matrix product: rows, outputs and inner size of one program,
+    and the number of splits of the inner axis (split-K)."""
 
     rows: int
     outputs: int
@@ -122,22 +122,24 @@ class Tile:
     stages: int = 4
 
 
-def tile(rows: int, outputs: int, inner: int, *, gated: bool = False, split: bool = False) -> Tile:
-    """The tile for a product of this shape, measured on an H200: about one program for every
-    multiprocessor, and no more splits than that needs."""
+def gemm_config(
+    rows: int, outputs: int, inner: int, *, gated: bool = False, split: bool = False
+) -> GemmConfig:
+    """The configuration for a product of this shape, measured on an H200: about one program for
+    every multiprocessor, and no more splits than that needs."""
     bb = 16 if rows <= 16 else 64
     if gated and outputs >= 8192:
-        return Tile(bb, 32, 64, 1)
+        return GemmConfig(bb, 32, 64, 1)
     if gated and rows > 64:
-        return Tile(128, 64, 64, 1, warps=8, stages=4 if rows <= 256 else 3)
+        return GemmConfig(128, 64, 64, 1, warps=8, stages=4 if rows <= 256 else 3)
     if gated:
-        return Tile(bb, bb if bb == 64 else 32, 128, 1, stages=4 if bb == 64 else 3)
+        return GemmConfig(bb, bb if bb == 64 else 32, 128, 1, stages=4 if bb == 64 else 3)
     if not split:
-        return Tile(bb, 64 if bb == 64 else 32, 128, 1)
+        return GemmConfig(bb, 64 if bb == 64 else 32, 128, 1)
     split_k, programs = 1, triton.cdiv(outputs, 64) * triton.cdiv(rows, bb)
     while programs * split_k < 128 and inner // (2 * split_k) >= 256:
         split_k *= 2
-    return Tile(bb, 64, 128 if bb == 64 else 64, split_k, stages=4 if bb == 64 else 5)
+    return GemmConfig(bb, 64, 128 if bb == 64 else 64, split_k, stages=4 if bb == 64 else 5)
 
 
 def gemv(
@@ -157,17 +159,17 @@ def gemv(
 
 
 def gemm(
-    x_BC: Tensor, w_NC: Tensor, out_SBN: Tensor, *, tile: Tile, bias_N: Tensor | None = None,
-    gated: bool = False, pdl: bool = False,
+    x_BC: Tensor, w_NC: Tensor, out_SBN: Tensor, *, config: GemmConfig,
+    bias_N: Tensor | None = None, gated: bool = False, pdl: bool = False,
 ) -> None:  # fmt: skip
     """Matrix product on the tensor cores: out[s] = split s of x wᵀ, or of silu(gate) * up with
     `gated`. `gated` and a bias take one split only."""
     rows, inner = x_BC.shape
     outputs = w_NC.shape[0] // (2 if gated else 1)
-    assert tile.split_k == 1 or not (gated or bias_N is not None)
-    piece = triton.cdiv(triton.cdiv(inner, tile.inner), tile.split_k) * tile.inner
-    _gemm[(triton.cdiv(outputs, tile.outputs), tile.split_k, triton.cdiv(rows, tile.rows))](
+    assert config.split_k == 1 or not (gated or bias_N is not None)
+    piece = triton.cdiv(triton.cdiv(inner, config.inner), config.split_k) * config.inner
+    _gemm[(triton.cdiv(outputs, config.outputs), config.split_k, triton.cdiv(rows, config.rows))](
         x_BC, w_NC, w_NC if bias_N is None else bias_N, out_SBN, rows, outputs, inner, piece,
-        gated, bias_N is not None, tile.rows, tile.outputs, tile.inner, pdl,
-        num_warps=tile.warps, num_stages=tile.stages, launch_pdl=pdl,
+        gated, bias_N is not None, config.rows, config.outputs, config.inner, pdl,
+        num_warps=config.warps, num_stages=config.stages, launch_pdl=pdl,
     )  # fmt: skip

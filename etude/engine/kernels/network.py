@@ -34,7 +34,7 @@ sees."""
 
 
 CAN = {"qkv_bias": (True,), "qk_norm": ("head",), "router": ("softmax",)}
-"""What these kernels, and those of `trainable`, compute beyond a plain layer; a model with any
+"""What these kernels, and those of `transformer`, compute beyond a plain layer; a model with any
 other fact is not run on them."""
 
 
@@ -50,7 +50,7 @@ class Layer:
 
     input_gain: Tensor
     qkv: nn.Linear
-    attention_layer: attention.AttentionLayer
+    attention_params: attention.AttentionParams
     out: Tensor
     mlp_gain: Tensor
     mlp: MLP | SparseMoE
@@ -133,9 +133,8 @@ class KernelNetwork:
         if len(x_NC) > FEW_ROWS:
             return F.linear(x_NC, w, bias)
         out = x_NC.new_empty(len(x_NC), len(w))
-        linear.gemm(
-            x_NC, w, out, tile=linear.tile(len(x_NC), w.shape[0], w.shape[1]), bias_N=bias, pdl=pdl
-        )
+        config = linear.gemm_config(len(x_NC), w.shape[0], w.shape[1])
+        linear.gemm(x_NC, w, out, config=config, bias_N=bias, pdl=pdl)
         return out
 
     def _gated(self, x_NC: Tensor, w: Tensor, pdl: bool) -> Tensor:
@@ -145,17 +144,17 @@ class KernelNetwork:
             gate, up = F.linear(x_NC, w).chunk(2, -1)
             return F.silu(gate) * up
         out = x_NC.new_empty(len(x_NC), len(w) // 2)
-        tile = linear.tile(len(out), out.shape[1], w.shape[1], gated=True)
-        linear.gemm(x_NC, w, out, tile=tile, gated=True, pdl=pdl)
+        config = linear.gemm_config(len(out), out.shape[1], w.shape[1], gated=True)
+        linear.gemm(x_NC, w, out, config=config, gated=True, pdl=pdl)
         return out
 
     def _split_product(self, x_NC: Tensor, w: Tensor, pdl: bool) -> Tensor:
         """A split-K product, whose splits `norm.add_norm` adds up."""
         if not _is_ours(x_NC, w):
             return F.linear(x_NC, w)[None]
-        tile = linear.tile(len(x_NC), w.shape[0], w.shape[1], split=True)
-        parts = x_NC.new_empty(tile.split_k, len(x_NC), len(w), dtype=torch.float32)
-        linear.gemm(x_NC, w, parts, tile=tile, pdl=pdl)
+        config = linear.gemm_config(len(x_NC), w.shape[0], w.shape[1], split=True)
+        parts = x_NC.new_empty(config.split_k, len(x_NC), len(w), dtype=torch.float32)
+        linear.gemm(x_NC, w, parts, config=config, pdl=pdl)
         return parts
 
     def _one_row(self, x_NE: Tensor, attend: Attend, pdl: bool) -> Tensor:
@@ -192,9 +191,8 @@ class KernelNetwork:
     ) -> Tensor:
         (rows, inner), outputs = x_NE.shape, len(layer.gate.weight)
         logits_NX = x_NE.new_empty(rows, outputs, dtype=torch.float32)
-        linear.gemm(
-            x_NE, layer.gate.weight, logits_NX, tile=linear.tile(rows, outputs, inner), pdl=pdl
-        )
+        config = linear.gemm_config(rows, outputs, inner)
+        linear.gemm(x_NE, layer.gate.weight, logits_NX, config=config, pdl=pdl)
         return expert_parts(x_NE, layer, logits_NX, slot_mapping_N, record_Sk, pdl)[0]
 
 
@@ -228,7 +226,7 @@ def expert_parts(
         slot_mapping_N.new_empty(c.num_experts),
         slot_mapping_N.new_empty(c.num_experts, rows),
     )
-    experts.gather(ids_Nk, counts_X, choices_XN, pdl)
+    experts.group_by_expert(ids_Nk, counts_X, choices_XN, pdl)
     act = x_NE.new_empty(rows * top, c.moe_intermediate_size)
     parts_NkE = x_NE.new_empty(rows, top, x_NE.shape[1])
     up, down = layer.experts.gate_up_proj, layer.experts.down_proj
@@ -249,7 +247,7 @@ def _layer(block: Block, rope: Tensor, eps: float) -> Layer:
     return Layer(
         input_gain=block.input_layernorm.weight.detach(),
         qkv=heads.qkv_proj,
-        attention_layer=attention.AttentionLayer(
+        attention_params=attention.AttentionParams(
             heads.num_q, heads.num_kv, size, size**-0.5, eps, q_gain, k_gain, rope
         ),
         out=heads.o_proj.weight.detach(),

@@ -31,7 +31,7 @@ from etude.model.transformer import Block, Transformer
 PAGE = 64
 
 
-class TrainableNetwork(Transformer):
+class BatchInvariantTransformer(Transformer):
     """A transformer with the forward bits of `BatchInvariantNetwork`, and the usual gradients. It
     takes packed sequences only, with causal attention."""
 
@@ -47,13 +47,14 @@ class TrainableNetwork(Transformer):
         routing: Routing | None = None,
     ) -> Tensor:
         assert isinstance(attend, TiledCausalAttention), "which says how long the sequences are"
-        network, cache = KernelNetwork(self), _Sequences(self, attend.lengths, positions_N)
+        network = KernelNetwork(self)
+        paged = _PagedCausalAttention(self, attend.lengths, positions_N)
         x_NE = F.embedding(tokens_N, self.model.embed_tokens.weight)
         for block, layer in zip(self.model.layers, network.layers, strict=True):
             assert isinstance(block, Block) and isinstance(block.self_attn, GroupedQueryAttention)
             qkv = _linear(_normed(x_NE, block.input_layernorm), layer.qkv.weight, layer.qkv.bias)
             x_NE = x_NE + _summed(
-                cache.attend(layer, block.self_attn, qkv), block.self_attn.o_proj.weight
+                paged.attend(layer, block.self_attn, qkv), block.self_attn.o_proj.weight
             )
             normed_NE = _normed(x_NE, block.post_attention_layernorm)
             if isinstance(layer.mlp, SparseMoE):
@@ -82,9 +83,9 @@ class TrainableNetwork(Transformer):
         return value_of(exact, gradient_of=lambda: logp_N), logp_NV
 
 
-class _Sequences:
-    """Keys and values of whole sequences, one layer at a time, in the pages that the kernels read.
-    Each sequence has as many pages as the longest."""
+class _PagedCausalAttention:
+    """Causal attention within whole sequences, one layer at a time, over keys and values in the
+    pages that the kernels read. Each sequence has as many pages as the longest."""
 
     def __init__(self, model: Transformer, lengths: Sequence[int], positions_N: Tensor) -> None:
         c = model.config
@@ -120,7 +121,7 @@ class _Sequences:
     def attend(self, layer: Layer, own: GroupedQueryAttention, qkv: Tensor) -> Tensor:
         def exact() -> Tensor:
             turned, out = qkv.clone(), qkv.new_empty(len(qkv), own.num_q * own.head_dim)
-            params = layer.attention_layer
+            params = layer.attention_params
             attention.write(
                 params, turned, self._k, self._v, self._positions, self._slots, page=PAGE
             )
