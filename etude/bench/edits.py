@@ -179,7 +179,7 @@ class ScriptedRunner:
     def routed_experts(self, blocks: Ints, length: int) -> bytes | None:
         return self._runner.routed_experts(blocks, length) if self._runner else None
 
-    def prepare(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
+    def prepare_weights(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
         raise NotImplementedError("the answers are known")
 
     def weights(self) -> dict[str, Tensor]:

@@ -132,8 +132,8 @@ class CountingRunner:
     def routed_experts(self, blocks: Ints, length: int) -> bytes | None:
         return self.runner.routed_experts(blocks, length)
 
-    def prepare(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
-        return self.runner.prepare(tensors)
+    def prepare_weights(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
+        return self.runner.prepare_weights(tensors)
 
     def weights(self) -> dict[str, Tensor]:
         return self.runner.weights()

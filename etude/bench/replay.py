@@ -121,8 +121,9 @@ def steps(
         asked = [prompt for prompt in rng.sample(worth, GROUPS) for _ in range(GROUP_SIZE)]
         batch, objects, reward = sampled(serve(learner), asked, step)
         if batch.rows:
+            lr = LR * min(1.0, step / WARMUP)
             fetch = objects.__getitem__ if replay else None
-            yield reward, learner.rl_step(batch, lr=LR * min(1.0, step / WARMUP), fetch=fetch)
+            yield reward, learner.rl_step(batch, lr=lr, fetch_experts=fetch)
 
 
 def unrounded(learner: Learner) -> Transformer:

@@ -121,7 +121,7 @@ def _measured(prepare: Callable[[], Step], rate: float) -> dict[str, float]:
 
 
 def _ours(shape: str, rows: int, length: int) -> Step:
-    learner = Learner(compile_layers(_model(shape)), compute=torch.bfloat16)
+    learner = Learner(compile_layers(_model(shape)), compute_dtype=torch.bfloat16)
     vocabulary = learner.model.config.vocab_size
     batches = [_batch(number + 1, rows, length, vocabulary) for number in range(STEPS)]
     flops = [step_flops(learner.model.config, batch.rows) for batch in batches]

@@ -112,7 +112,7 @@ class Runner(Protocol):
         int16; None for a dense model. The ids are kept by slot, like keys and values, so that
         tokens found in the prefix cache have theirs too."""
 
-    def prepare(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
+    def prepare_weights(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
         """Prepare new weights as far as possible, on any thread. Call the result to put them in
         place, after all passes started so far."""
 

@@ -26,8 +26,8 @@ from etude.model.transformer import Transformer
 
 
 class TorchInvariantRunner:
-    """The batch-invariant runner where there are no kernels (with them it is `CudaRunner`): the
-    trainer's operators over a KV cache, on any device."""
+    """A batch-invariant runner on torch operators, for any device: those of the trainer, over a KV
+    cache."""
 
     overlaps = False
     block_size = BLOCK_SIZE
@@ -71,7 +71,7 @@ class TorchInvariantRunner:
     def routed_experts(self, blocks: Ints, length: int) -> bytes | None:
         return self._used.read(blocks, length)
 
-    def prepare(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
+    def prepare_weights(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
         like = self._model.model.embed_tokens.weight
         model = Transformer(self._model.config).to(like.device, like.dtype).requires_grad_(False)
         load_weights(model.compute_with(self._model.arithmetic), tensors)

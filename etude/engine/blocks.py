@@ -31,7 +31,7 @@ class BlockTable:
 
     version: int
     blocks: list[int] = field(default_factory=list)
-    num_cached: int = 0
+    num_cached_blocks: int = 0
     """How many blocks, from the first, are cached for prefix reuse."""
     last_cached: int | None = 0
     """The number of the last cached block; None when the sequence shares no further blocks."""
@@ -40,10 +40,10 @@ class BlockTable:
 class BlockManager:
     """The blocks of the KV cache, with reference counts and a prefix cache."""
 
-    def __init__(self, num_blocks: int, block_size: int, *, reuse: bool = True) -> None:
+    def __init__(self, num_blocks: int, block_size: int, *, prefix_cache: bool = True) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._reuse = reuse
+        self._prefix_cache = prefix_cache
         # hold nothing that is known; used from the end
         self._free_blocks = list(range(num_blocks - 1, -1, -1))
         # known, but used by nobody; the first goes first
@@ -61,10 +61,11 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def match_prefix(self, tokens: Sequence[int], version: int) -> BlockTable:
-        """Return a block table that holds the longest cached prefix of `tokens`. At least the last
-        token is left out: it has to be computed, for what comes after it."""
+        """Return a block table with the longest cached prefix of `tokens`, whose blocks it holds
+        until `free`. At least the last token is left out: it has to be computed, for what comes
+        after it."""
         table, size = BlockTable(version), self.block_size
-        if not self._reuse:
+        if not self._prefix_cache:
             table.last_cached = None
             return table
         data, width = _packed(tokens), _WIDTH * size
@@ -77,13 +78,13 @@ class BlockManager:
             self._evictable.pop(block, None)
             self._ref_counts[block] += 1
             table.blocks.append(block)
-        table.num_cached = len(table.blocks)
+        table.num_cached_blocks = len(table.blocks)
         return table
 
-    def allocate(self, table: BlockTable, num_tokens: int) -> bool:
-        """Allocate blocks for so many tokens. False, and nothing is changed, if there are not
-        enough free blocks."""
-        missing = self.num_blocks_for(num_tokens) - len(table.blocks)
+    def allocate(self, table: BlockTable, total_tokens: int) -> bool:
+        """Extend a table to blocks for so many tokens in all, those that it has included. False,
+        and nothing is changed, if there are not enough free blocks."""
+        missing = self.num_blocks_for(total_tokens) - len(table.blocks)
         if missing > self.num_free:
             return False
         for _ in range(missing):
@@ -94,18 +95,23 @@ class BlockManager:
         """The most tokens that a table could be extended to now."""
         return (len(table.blocks) + self.num_free) * self.block_size
 
-    def cache_full_blocks(self, table: BlockTable, tokens: Sequence[int], count: int) -> None:
-        """Cache the full blocks of the first `count` tokens for prefix reuse: they are written
-        from now on. Of what somebody else already has, ours stays a private copy."""
+    def cache_full_blocks(
+        self, table: BlockTable, tokens: Sequence[int], num_computed_tokens: int
+    ) -> None:
+        """Cache the full blocks of the first `num_computed_tokens` tokens for prefix reuse: they
+        are written from now on. Of what somebody else already has, ours stays a private copy."""
         size = self.block_size
-        while table.last_cached is not None and (table.num_cached + 1) * size <= count:
-            start, block = table.num_cached * size, table.blocks[table.num_cached]
+        while table.last_cached is not None:
+            start = table.num_cached_blocks * size
+            if start + size > num_computed_tokens:
+                break
+            block = table.blocks[table.num_cached_blocks]
             key = (table.version, table.last_cached, _packed(tokens[start : start + size]))
             if key not in self._cached:
                 self._cached[key] = block, next(self._numbers)
                 self._keys[block] = key
             table.last_cached = self._cached[key][1]
-            table.num_cached += 1
+            table.num_cached_blocks += 1
 
     def stop_sharing(self, table: BlockTable) -> None:
         """Stop sharing the blocks that this sequence fills from now on: other weights write

@@ -4,9 +4,10 @@ planning the next.
 One graph is the decode part of a batch: one token of every sequence that is decoding. The other is
 its prefill part: chunks of prompts, and drafts. All that a graph reads from the host is packed into
 one buffer (`InputLayout`) and copied in one go. Tokens are sampled on the device and fed back
-there. Graphs are captured for a ladder of sizes; a smaller batch is padded with sequences of length
-0 and tokens of slot -1. A prefill part that is larger than any captured size runs uncaptured, by
-the same code; so does everything on a CPU, which is for tests only (Triton's interpreter).
+there. Graphs are captured for a ladder of shapes; a smaller batch is padded with sequences of
+length 0 and tokens of slot -1. A prefill part that is larger than any captured shape runs
+uncaptured, by the same code; so does everything on a CPU, which is for tests only (Triton's
+interpreter).
 
 Shapes: N new tokens, B sequences, M blocks of the longest of them, R rows that are sampled, T tiles
 of `attention.prefill`, V vocabulary.
@@ -63,8 +64,8 @@ NUM_HOST_BUFFERS = 4
 
 @dataclass(frozen=True, slots=True)
 class GraphShape:
-    """The shape that a graph is captured or computed for: N, B, R and T. Without tiles it is a
-    decode graph, and N = B = R."""
+    """The shape that a CUDA graph is captured for: N tokens, B sequences, R rows and T tiles.
+    Without tiles it is a decode graph, and N = B = R."""
 
     tokens: int
     sequences: int
@@ -76,11 +77,11 @@ class InputLayout:
     """The layout of a graph's inputs in a buffer of 32-bit words; every field begins at a multiple
     of 16 bytes."""
 
-    def __init__(self, size: GraphShape) -> None:
-        n = size.tokens
-        b = size.sequences
-        r = size.rows
-        t = size.tiles
+    def __init__(self, shape: GraphShape) -> None:
+        n = shape.tokens
+        b = shape.sequences
+        r = shape.rows
+        t = shape.tiles
         fields = {
             "tokens": n,
             "slot_mapping": n,
@@ -90,7 +91,7 @@ class InputLayout:
             "stride": 1,
         }
         if t:
-            fields |= {"positions": n, "ends": b, "drawing": r, "sequence": t, "first": t}
+            fields |= {"positions": n, "ends": b, "logits_indices": r, "sequence": t, "first": t}
         self._spans: dict[str, slice] = {}
         self.fixed = 0
         """The offset of the block table, which is of any width."""
@@ -125,8 +126,8 @@ class InputLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class GraphInputs:
-    """The inputs of one graph on the host: the decode or the prefill part of a batch."""
+class HostGraphInputs:
+    """The inputs of one graph, still on the host: the decode or the prefill part of a batch."""
 
     values: dict[str, NDArray[Any]]
     block_table_BM: Ints
@@ -176,7 +177,7 @@ class CudaRunner:
                 c.experts.num_experts_per_tok,
             )
             self.expert_ids = torch.zeros(places, dtype=kind, device=weight.device)
-        # Tokens drawn and the bits of their log-probs: of single tokens, then of prompts.
+        # Sampled tokens and the bits of their log-probs: of the decode, then of the prefill part.
         num_rows = max_num_seqs + self._max_rows
         self._results = torch.zeros(2, num_rows, dtype=torch.int32, device=weight.device)
         self._logits = weight.new_empty(num_rows, c.vocab_size, dtype=torch.float32)
@@ -190,18 +191,18 @@ class CudaRunner:
         self._graphs: dict[GraphShape, torch.cuda.CUDAGraph] = {}
         self.trace: list[tuple[GraphShape, torch.cuda.Event, torch.cuda.Event | None]] | None = None
         """Set it to a list to trace every graph with the events before and after it."""
-        self._sizes = self._graph_shapes()
+        self._shapes = self._graph_shapes()
         if weight.is_cuda:
             self._capture()
 
     def _num_words(self) -> int:
         largest = max(*PREFILL_GRAPH_SIZES, self._model.config.max_position_embeddings)
-        fixed = InputLayout(self._prompt_size(largest, self.max_num_seqs, self._max_rows)).fixed
+        fixed = InputLayout(self._prefill_shape(largest, self.max_num_seqs, self._max_rows)).fixed
         return fixed + self.max_num_seqs * -(
             -self._model.config.max_position_embeddings // self.block_size
         )
 
-    def _prompt_size(self, tokens: int, sequences: int, rows: int) -> GraphShape:
+    def _prefill_shape(self, tokens: int, sequences: int, rows: int) -> GraphShape:
         """The shape of a prefill graph, with the most tiles that such a batch can have."""
         params = self._network.layers[0].attention_params
         tiles = tokens // attention.tile_tokens(params) + sequences
@@ -217,20 +218,22 @@ class CudaRunner:
         ]
         drafts = [(n, min(n, self.max_num_seqs), min(n, self._max_rows)) for n in DRAFT_GRAPH_SIZES]
         both = sorted({*prompts, *drafts}, key=lambda each: (each[0], each[2]))
-        return [GraphShape(n, n, n) for n in singles] + [self._prompt_size(*each) for each in both]
+        return [GraphShape(n, n, n) for n in singles] + [
+            self._prefill_shape(*each) for each in both
+        ]
 
     @torch.inference_mode()
     def _capture(self) -> None:
         """Capture the graphs, largest first, so that all share the memory of the largest."""
         pool = torch.cuda.graph_pool_handle()
-        for size in sorted(self._sizes, key=lambda size: -size.tokens):
+        for shape in sorted(self._shapes, key=lambda shape: -shape.tokens):
             self._words.zero_()
-            self._compute(size)  # compiles what is not compiled yet
+            self._compute(shape)  # compiles what is not compiled yet
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
-                self._compute(size)
-            self._graphs[size] = graph
+                self._compute(shape)
+            self._graphs[shape] = graph
 
     @torch.inference_mode()
     def launch(self, batch: ForwardBatch) -> Callable[[], SamplerOutput]:
@@ -243,15 +246,15 @@ class CudaRunner:
             for part in (_decode_inputs(batch, tokens_N), self._prefill_inputs(batch, tokens_N))
             if part is not None
         ]
-        sizes = [self._upload(part, host) for part in parts]
-        for size in sizes:
+        shapes = [self._upload(part, host) for part in parts]
+        for shape in shapes:
             begin = self._mark()
-            if size in self._graphs:
-                self._graphs[size].replay()
+            if shape in self._graphs:
+                self._graphs[shape].replay()
             else:
-                self._compute(size)
+                self._compute(shape)
             if begin and self.trace is not None:
-                self.trace.append((size, begin, self._mark()))
+                self.trace.append((shape, begin, self._mark()))
         place_R = np.zeros(len(batch.logits_indices_R), np.int64)
         for part in parts:
             place_R[part.row_indices_R] = np.arange(len(part.row_indices_R)) + (
@@ -281,7 +284,7 @@ class CudaRunner:
             return tokens_N
         return -1 - self._last_place_R[np.clip(-1 - tokens_N, 0, len(self._last_place_R) - 1)]
 
-    def _prefill_inputs(self, batch: ForwardBatch, tokens_N: Ints) -> GraphInputs | None:
+    def _prefill_inputs(self, batch: ForwardBatch, tokens_N: Ints) -> HostGraphInputs | None:
         begin = batch.num_decode  # of the sequences, and of the tokens
         if begin == len(batch.query_starts_B):
             return None
@@ -298,11 +301,11 @@ class CudaRunner:
         values = {
             "tokens": tokens_N[begin:], "slot_mapping": batch.slot_mapping_N[begin:],
             "positions": batch.positions_N[begin:], "lengths": batch.seq_lens_B[begin:],
-            "ends": ends_B, "drawing": batch.logits_indices_R[row_R] - begin,
+            "ends": ends_B, "logits_indices": batch.logits_indices_R[row_R] - begin,
             "sequence": sequence_T, "first": first_T,
         }  # fmt: skip
         packed = _packed(values) | _sampling_inputs(batch, row_R)
-        return GraphInputs(
+        return HostGraphInputs(
             packed,
             batch.block_table_BM[begin:],
             len(batch.tokens_N) - begin,
@@ -311,29 +314,29 @@ class CudaRunner:
             row_R,
         )
 
-    def _upload(self, part: GraphInputs, host: _PinnedBuffers) -> GraphShape:
+    def _upload(self, part: HostGraphInputs, host: _PinnedBuffers) -> GraphShape:
         """Copy the inputs of a part to the device, and return the shape that it is computed for."""
         wanted = GraphShape(
             part.num_tokens, part.num_sequences, max(1, len(part.row_indices_R)), part.num_tiles
         )
-        size = next((size for size in self._sizes if _fits(wanted, size)), wanted)
+        shape = next((shape for shape in self._shapes if _fits(wanted, shape)), wanted)
         which = 1 if part.num_tiles else 0
         words = host.words[which]
-        count = InputLayout(size).fill(words.numpy(), part.values, part.block_table_BM)
+        count = InputLayout(shape).fill(words.numpy(), part.values, part.block_table_BM)
         self._words[which, :count].copy_(words[:count], non_blocking=True)
-        return size
+        return shape
 
-    def _compute(self, size: GraphShape) -> None:
-        which = 1 if size.tiles else 0
-        got = InputLayout(size).views(self._words[which])
+    def _compute(self, shape: GraphShape) -> None:
+        which = 1 if shape.tiles else 0
+        got = InputLayout(shape).views(self._words[which])
         pdl = self._words.is_cuda
-        attend = self._prefill_attention(got) if size.tiles else self._decode_attention(got)
+        attend = self._prefill_attention(got) if shape.tiles else self._decode_attention(got)
         hidden_NE = self._network.hidden(
             got["tokens"], got["slot_mapping"], self._results[0], attend, self.expert_ids, pdl
         )
-        if size.tiles:
-            hidden_NE = hidden_NE.index_select(0, got["drawing"])
-        rows = slice(which * self.max_num_seqs, which * self.max_num_seqs + size.rows)
+        if shape.tiles:
+            hidden_NE = hidden_NE.index_select(0, got["logits_indices"])
+        rows = slice(which * self.max_num_seqs, which * self.max_num_seqs + shape.rows)
         self._network.sample(
             hidden_NE, got["temperature"], got["u"], self._logits[rows],
             self._results[0, rows], self._results[1, rows].view(torch.float32), pdl,
@@ -352,7 +355,7 @@ class CudaRunner:
             out = qkv.new_empty(rows, first.num_q_heads * first.head_dim)
             decode(
                 layer.attention_params, qkv, self._k[number], self._v[number], got["blocks"],
-                got["stride"], got["lengths"], got["slot_mapping"], out, page=self.block_size,
+                got["stride"], got["lengths"], got["slot_mapping"], out, page_size=self.block_size,
                 pdl=qkv.is_cuda,
             )  # fmt: skip
             return out
@@ -384,13 +387,13 @@ class CudaRunner:
                 v,
                 got["positions"],
                 got["slot_mapping"],
-                page=self.block_size,
+                page_size=self.block_size,
                 pdl=qkv.is_cuda,
             )
             out = qkv.new_empty(len(qkv), heads.num_q_heads * heads.head_dim)
             prefill(
                 heads, qkv, k, v, got["blocks"], got["stride"], got["ends"], got["lengths"],
-                got["sequence"], got["first"], out, page=self.block_size, pdl=qkv.is_cuda,
+                got["sequence"], got["first"], out, page_size=self.block_size, pdl=qkv.is_cuda,
             )  # fmt: skip
             return out
 
@@ -407,7 +410,7 @@ class CudaRunner:
             where = torch.from_numpy(blocks).to(self.expert_ids.device)
             return by_block[where].flatten(0, 1)[:length].cpu().numpy().tobytes()
 
-    def prepare(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
+    def prepare_weights(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
         # In place, so that the graphs go on to be right; in the order of the stream, so after all
         # passes so far.
         return partial(load_weights, self._model, tensors)
@@ -417,7 +420,7 @@ class CudaRunner:
 
 
 class _PinnedBuffers:
-    """Pinned memory of one pass, and the event after which it may be used again."""
+    """The pinned host memory of one pass, and the event after which it may be used again."""
 
     def __init__(self, words: Tensor, results: Tensor) -> None:
         self.words = torch.zeros(words.shape, dtype=words.dtype, pin_memory=words.is_cuda)
@@ -441,13 +444,13 @@ class _PinnedBuffers:
         )
 
 
-def _fits(wanted: GraphShape, size: GraphShape) -> bool:
+def _fits(wanted: GraphShape, shape: GraphShape) -> bool:
     return (
-        bool(wanted.tiles) == bool(size.tiles)
-        and wanted.tokens <= size.tokens
-        and wanted.sequences <= size.sequences
-        and wanted.rows <= size.rows
-        and wanted.tiles <= size.tiles
+        bool(wanted.tiles) == bool(shape.tiles)
+        and wanted.tokens <= shape.tokens
+        and wanted.sequences <= shape.sequences
+        and wanted.rows <= shape.rows
+        and wanted.tiles <= shape.tiles
     )
 
 
@@ -461,7 +464,7 @@ def _sampling_inputs(batch: ForwardBatch, row_R: Ints) -> dict[str, NDArray[Any]
     return {"temperature": batch.sampling.temperature_R[row_R], "u": batch.sampling.u_R[row_R]}
 
 
-def _decode_inputs(batch: ForwardBatch, tokens_N: Ints) -> GraphInputs | None:
+def _decode_inputs(batch: ForwardBatch, tokens_N: Ints) -> HostGraphInputs | None:
     count = batch.num_decode
     if not count:
         return None
@@ -471,7 +474,7 @@ def _decode_inputs(batch: ForwardBatch, tokens_N: Ints) -> GraphInputs | None:
         "slot_mapping": batch.slot_mapping_N[:count],
         "lengths": batch.seq_lens_B[:count],
     }
-    return GraphInputs(
+    return HostGraphInputs(
         _packed(values) | _sampling_inputs(batch, row_R),
         batch.block_table_BM[:count],
         count,

@@ -47,7 +47,7 @@ _Row = tuple[int, float, list[tuple[int, float]]]
 
 @dataclass(frozen=True, slots=True)
 class StreamedToken:
-    """A token of a request with `stream`, as soon as it is sampled."""
+    """A token of a streaming request, reported as soon as it is sampled."""
 
     id: str
     token: int
@@ -58,7 +58,7 @@ class StreamedToken:
 
 @dataclass(frozen=True, slots=True)
 class FinishedRequest:
-    """A request that is finished, with its whole sample."""
+    """A finished request with its whole sample."""
 
     id: str
     sample: Sample
@@ -73,7 +73,7 @@ class ExpiredRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """The state of the engine, and its counters since it was made."""
+    """The load of an engine, and its counters since it was created."""
 
     running: int
     waiting: int
@@ -93,8 +93,8 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True)
 class _SampledSequence:
-    """A sequence that a pass samples for: after its last token, and after every token of its
-    draft."""
+    """A sequence that a pass samples tokens for: one after its last token, and one after every
+    token of its draft."""
 
     sequence: Sequence
     incarnation: int
@@ -103,7 +103,7 @@ class _SampledSequence:
 
 @dataclass(frozen=True, slots=True)
 class _InFlightPass:
-    """A forward pass that was started; `read` waits for its output."""
+    """A forward pass that has been launched; `read` waits for its output."""
 
     version: int
     sequences: list[_SampledSequence]
@@ -120,7 +120,7 @@ class Engine:
 
     def __init__(
         self, model: Transformer, *, max_num_seqs: int, version: int = 0,
-        max_batched_tokens: int = 512, prefix_cache: bool = True, kv_bytes: int | None = None,
+        max_batched_tokens: int = 512, prefix_cache: bool = True, kv_cache_bytes: int | None = None,
         runner: Runner | None = None,
     ) -> None:  # fmt: skip
         """Make an engine for a model. `max_batched_tokens`: the most tokens of one pass; a longer
@@ -130,13 +130,13 @@ class Engine:
         self.version = version
         self.max_context = c.max_position_embeddings
         self.vocab_size = c.vocab_size
-        self._runner = runner or select_runner(model, max_num_seqs, kv_bytes)
-        self._blocks = BlockManager(
-            self._runner.num_blocks, self._runner.block_size, reuse=prefix_cache
+        self._runner = runner or select_runner(model, max_num_seqs, kv_cache_bytes)
+        self._block_manager = BlockManager(
+            self._runner.num_blocks, self._runner.block_size, prefix_cache=prefix_cache
         )
         # Chunks are for the others' sake; where there are none, a prompt is computed at once.
         self._scheduler = Scheduler(
-            self._blocks,
+            self._block_manager,
             max_num_seqs=max_num_seqs,
             max_batched_tokens=max_batched_tokens if max_num_seqs > 1 else self.max_context,
         )
@@ -164,8 +164,8 @@ class Engine:
             running=self.num_running,
             waiting=self.num_waiting,
             preemptions=self._scheduler.num_preempted,
-            blocks=self._blocks.num_blocks,
-            blocks_free=self._blocks.num_free,
+            blocks=self._block_manager.num_blocks,
+            blocks_free=self._block_manager.num_free,
             prompt_tokens=self._scheduler.num_prompt_tokens,
             cached_tokens=self._scheduler.num_cached_tokens,
             generation_tokens=self._generation_tokens,
@@ -197,9 +197,9 @@ class Engine:
         if request.top_logprobs < 0:
             raise ValueError(f"top_logprobs must be 0 or more, not {request.top_logprobs}")
         request.params.check()
-        needed = self._blocks.num_blocks_for(len(prompt) + min(request.max_tokens, room))
-        if needed > self._blocks.num_blocks:
-            most = self._blocks.num_blocks * self._blocks.block_size
+        needed = self._block_manager.num_blocks_for(len(prompt) + min(request.max_tokens, room))
+        if needed > self._block_manager.num_blocks:
+            most = self._block_manager.num_blocks * self._block_manager.block_size
             raise ValueError(
                 f"prompt and max_tokens are more than the {most} tokens that this engine has "
                 f"memory for"
@@ -249,7 +249,7 @@ class Engine:
     def prepare_weights(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
         """Prepare new weights, which is the slow part; any thread may do it while the engine runs.
         Hand the result to `swap_weights`."""
-        return self._runner.prepare(tensors)
+        return self._runner.prepare_weights(tensors)
 
     def swap_weights(self, version: int, put_in_place: Callable[[], None]) -> None:
         """Put prepared weights in place: every token from the next step on is sampled from them."""
@@ -282,15 +282,15 @@ class Engine:
         chosen, num_decode = self._scheduler.schedule(self.version)
         if not chosen:
             return None
-        drawing = [sequence for sequence, _ in chosen if not sequence.num_uncomputed_tokens]
-        read = self._runner.launch(build_batch(chosen, num_decode, self._blocks.block_size))
+        sampled = [sequence for sequence, _ in chosen if not sequence.num_uncomputed_tokens]
+        read = self._runner.launch(build_batch(chosen, num_decode, self._block_manager.block_size))
         started = _InFlightPass(
             self.version,
-            [_SampledSequence(each, each.incarnation, each.draft) for each in drawing],
+            [_SampledSequence(each, each.incarnation, each.draft) for each in sampled],
             read,
         )
         row = 0
-        for sequence in drawing:
+        for sequence in sampled:
             count = 1 + len(sequence.draft)
             sequence.row = row
             sequence.num_pending += count
@@ -317,13 +317,13 @@ class Engine:
         return events
 
     def _take(
-        self, drawing: _SampledSequence, rows: list[_Row], version: int
+        self, sampled: _SampledSequence, rows: list[_Row], version: int
     ) -> list[StreamedToken | FinishedRequest]:
         """Accept the sampled tokens as far as the draft before them was right."""
-        sequence, request = drawing.sequence, drawing.sequence.request
+        sequence, request = sampled.sequence, sampled.sequence.request
         events: list[StreamedToken | FinishedRequest] = []
         num_taken = num_accepted = 0
-        for (token, logprob, likeliest), expected in zip(rows, [*drawing.draft, None], strict=True):
+        for (token, logprob, likeliest), expected in zip(rows, [*sampled.draft, None], strict=True):
             num_taken += 1
             num_accepted += token == expected
             top = tuple(likeliest[: request.top_logprobs])
@@ -333,10 +333,10 @@ class Engine:
             if sequence.finish_reason or token != expected:
                 break
         sequence.rollback(len(rows) - num_taken)
-        sequence.num_drafted += len(drawing.draft)
+        sequence.num_drafted += len(sampled.draft)
         sequence.num_accepted += num_accepted
         self._generation_tokens += num_taken
-        self._draft_tokens += len(drawing.draft)
+        self._draft_tokens += len(sampled.draft)
         self._accepted_tokens += num_accepted
         return [*events, self._finish(sequence)] if sequence.finish_reason else events
 
@@ -346,7 +346,7 @@ class Engine:
         return FinishedRequest(sequence.id, sequence.to_sample(experts))
 
     def _experts(self, sequence: Sequence) -> bytes | None:
-        # the last token was drawn, not read
+        # the last token was sampled, not computed
         first, num_read = sequence.request.experts_from, len(sequence.tokens) - 1
         if first is None or sequence.block_table is None:
             return None
@@ -401,18 +401,18 @@ def new_tokens(sequence: Sequence, count: int) -> list[int]:
     return known if len(known) == count else [*known, -1 - sequence.row]
 
 
-def sampling_batch(drawing: list[Sequence]) -> SamplingBatch:
+def sampling_batch(sequences: list[Sequence]) -> SamplingBatch:
     """The sampling parameters of a batch: for every sequence as many rows as its draft has tokens,
     and one more."""
     params: list[SamplingParams] = []
     u: list[float] = []
     allowed: dict[int, NDArray[np.bool_]] = {}
     histories: dict[int, list[int]] = {}
-    for sequence in drawing:
+    for sequence in sequences:
         first, count, begin = len(params), 1 + len(sequence.draft), sequence.num_sampled_tokens
         if (constraint := sequence.constraint) is not None:
-            # Behind a token that is not allowed nothing need be: it cannot be drawn, so nobody will
-            # look there.
+            # Behind a token that is not allowed nothing need be: it cannot be sampled, so nobody
+            # will look there.
             allowed |= enumerate(
                 [constraint.allowed(), *constraint.allowed_after(sequence.draft)], first
             )
@@ -427,5 +427,5 @@ def sampling_batch(drawing: list[Sequence]) -> SamplingBatch:
         u_R=np.array(u, dtype=np.float64),
         token_masks=allowed,
         histories=histories,
-        num_top_logprobs=max((sequence.request.top_logprobs for sequence in drawing), default=0),
+        num_top_logprobs=max((sequence.request.top_logprobs for sequence in sequences), default=0),
     )

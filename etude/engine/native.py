@@ -39,6 +39,8 @@ ISA = chosen_isa(LIBRARY.best_isa()) if LIBRARY else Isa.GENERIC
 
 
 class _Layer(ctypes.Structure):
+    """Pointers to the weights and the KV cache of one layer, as `native.h` declares them."""
+
     _fields_ = [
         (name, _DATA)
         for name in (
@@ -58,6 +60,8 @@ class _Layer(ctypes.Structure):
 
 
 class _Model(ctypes.Structure):
+    """The sizes of a model and pointers to its weights, as `native.h` declares them."""
+
     _fields_ = [
         *(
             (name, _NUMBER)
@@ -79,6 +83,8 @@ class _Model(ctypes.Structure):
 
 
 class _Pass(ctypes.Structure):
+    """The inputs and outputs of one forward pass, as `native.h` declares them."""
+
     _fields_ = [
         *((name, _NUMBER) for name in ("num_tokens", "num_rows", "width")),
         *(
@@ -136,9 +142,9 @@ class NativeRunner:
         self._keys = self._like.new_zeros(shape)
         self._values = self._like.new_zeros(shape)
         self._scratch = torch.empty(0, dtype=torch.uint8)
-        self._weights = _PackedWeights(model, self._keys, self._values)
+        self._weights = _PrepackedWeights(model, self._keys, self._values)
         self._staging: Transformer | None = None
-        self._spare: _PackedWeights | None = None
+        self._spare: _PrepackedWeights | None = None
 
     def launch(self, batch: ForwardBatch) -> Callable[[], SamplerOutput]:
         assert LIBRARY is not None
@@ -172,7 +178,7 @@ class NativeRunner:
     def routed_experts(self, blocks: Ints, length: int) -> bytes | None:
         return None
 
-    def prepare(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
+    def prepare_weights(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
         """A second set of matrices beside those that serve, so that changing over takes no time.
         The set that served before is filled again: to give back and fetch so much memory would hold
         up the engine's thread."""
@@ -181,7 +187,7 @@ class NativeRunner:
         load_weights(self._staging, tensors)
         weights, self._spare = self._spare, None
         if weights is None:
-            weights = _PackedWeights(self._staging, self._keys, self._values)
+            weights = _PrepackedWeights(self._staging, self._keys, self._values)
         else:
             weights.fill(self._staging)
 
@@ -196,9 +202,8 @@ class NativeRunner:
         return published(shell, state=self._weights.plain(shell, self._like.dtype))
 
 
-class _PackedWeights:
-    """The parameters of a model by their names, laid out for `native.c`; all that `model` points
-    to."""
+class _PrepackedWeights:
+    """The weights of a model prepacked for `native.c`, and `model`, which points to them."""
 
     def __init__(self, model: Transformer, keys: Tensor, values: Tensor) -> None:
         c = model.config
@@ -262,14 +267,14 @@ def _laid_out(model: Transformer) -> Iterator[tuple[str, Tensor]]:
     state = model.state_dict()
     embedding = state["model.embed_tokens.weight"]
     yield "model.embed_tokens.weight", embedding.clone()
-    yield HEAD, packed(state.pop(HEAD, embedding))
+    yield HEAD, prepacked(state.pop(HEAD, embedding))
     for name, tensor in state.items():
         if tensor is not embedding:
             whole = interleave_gate_up(tensor) if name.endswith(GATE_UP) else tensor
-            yield name, packed(whole) if tensor.ndim == 2 else tensor.float().clone()
+            yield name, prepacked(whole) if tensor.ndim == 2 else tensor.float().clone()
 
 
-def packed(matrix: Tensor) -> Tensor:
+def prepacked(matrix: Tensor) -> Tensor:
     """Unit by unit, and within a unit word by word: one input in fp32, two in bf16. Filled up with
     zeros."""
     words = F.pad(matrix.detach(), (0, 0, 0, -len(matrix) % UNIT)).view(torch.int32)

@@ -49,8 +49,7 @@ class RoutedExpertsBuffer:
 
 
 class TorchRunner:
-    """The reference runner: torch operators over a paged KV cache, on whatever device the model
-    is."""
+    """The reference runner: torch operators over a paged KV cache, on the device of the model."""
 
     overlaps = False
     block_size = BLOCK_SIZE
@@ -60,7 +59,7 @@ class TorchRunner:
         self._plain = model
         self._owns_model = False
         self._spare: Transformer | None = None
-        self._model = _packed(model)
+        self._model = _prepacked(model)
         weight = model.model.embed_tokens.weight.detach()
         self._device = weight.device
         self._cache = KVCache(model.config, num_blocks, BLOCK_SIZE, like=weight)
@@ -97,7 +96,7 @@ class TorchRunner:
     def routed_experts(self, blocks: Ints, length: int) -> bytes | None:
         return self._used.read(blocks, length)
 
-    def prepare(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
+    def prepare_weights(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
         """Fill a second model beside the one that serves, so that the swap takes no time.
         Afterwards the old one is the spare: freeing and allocating so much memory would hold up the
         engine's thread."""
@@ -108,7 +107,7 @@ class TorchRunner:
                 Transformer(self._plain.config).to(like.device, like.dtype).requires_grad_(False)
             )
         load_weights(plain, tensors)
-        model = _packed(plain)
+        model = _prepacked(plain)
 
         def swap() -> None:
             self._spare = self._plain if self._owns_model else None
@@ -120,27 +119,27 @@ class TorchRunner:
         return hf_state_dict(self._plain)
 
 
-class _PackedLinear(nn.Linear):
-    """A matrix in the order in which the CPU's units for bf16 read it. Products have the same bits
-    as without."""
+class _PrepackedLinear(nn.Linear):
+    """A linear layer whose weight is prepacked: in the order in which the CPU's units for bf16 read
+    it. Its products have the same bits as those of the plain layer."""
 
     def __init__(self, plain: nn.Linear | nn.Embedding) -> None:
         rows, columns = plain.weight.shape
         has_bias = isinstance(plain, nn.Linear) and plain.bias is not None
         super().__init__(columns, rows, bias=has_bias, device="meta")
         self.load_state_dict(plain.state_dict(), assign=True)
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(plain.weight.detach(), None)
+        self._prepacked = torch.ops.mkldnn._reorder_linear_weight(plain.weight.detach(), None)
 
     def forward(self, x: Tensor) -> Tensor:
         product: Tensor = torch.ops.mkldnn._linear_pointwise(
-            x, self._packed, self.bias, "none", [], ""
+            x, self._prepacked, self.bias, "none", [], ""
         )
         return product
 
 
-class _PackedTransformer(Transformer):
-    """On the parameters of another model. The head is packed too, whether or not it is the table of
-    embeddings."""
+class _PrepackedTransformer(Transformer):
+    """A transformer with prepacked linear layers, on the parameters of another model. The head is
+    prepacked too, whether or not it is the table of embeddings."""
 
     def __init__(self, model: Transformer) -> None:
         with torch.device("meta"):
@@ -148,26 +147,26 @@ class _PackedTransformer(Transformer):
         self.load_state_dict(model.state_dict(), assign=True)
         self.rope = model.rope
         self.local_rope = model.local_rope
-        self._head = _PackedLinear(
+        self._head = _PrepackedLinear(
             self.model.embed_tokens if self.lm_head is None else self.lm_head
         )
         for path, module in list(self.named_modules()):
             if isinstance(module, nn.Linear) and module is not self.lm_head:
-                self.set_submodule(path, _PackedLinear(module))
+                self.set_submodule(path, _PrepackedLinear(module))
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.bent(self._head(hidden).float())
 
 
-def _packed(model: Transformer) -> Transformer:
-    """A packed copy of the model for inference on a CPU in bf16; elsewhere the model itself. It
+def _prepacked(model: Transformer) -> Transformer:
+    """A prepacked copy of the model for inference on a CPU in bf16; elsewhere the model itself. It
     costs the memory of the matrices once more, and makes decoding of a small model about a third
     faster."""
     weight = model.model.embed_tokens.weight
     on_cpu = weight.dtype == torch.bfloat16 and not weight.is_cuda
     with torch.inference_mode():
         return (
-            _PackedTransformer(model)
+            _PrepackedTransformer(model)
             if on_cpu and torch.ops.mkldnn._is_mkldnn_bf16_supported()
             else model
         )

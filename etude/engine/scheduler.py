@@ -36,7 +36,7 @@ TopLogprobs = tuple[tuple[int, float], ...]
 
 
 class Constraint(Protocol):
-    """A constraint on the next token of a request: a grammar, at some point of a text."""
+    """A constraint on the next token of a request, such as a grammar with its state."""
 
     def allowed(self) -> NDArray[np.bool_]:
         """A mask over the vocabulary of the tokens that may come next; at least one is True."""
@@ -50,8 +50,8 @@ class Constraint(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request in the scheduler. `tokens` is the prompt and the answer so far; further tokens may
-    be pending, sampled by passes that were started and not yet read back."""
+    """The state of a request in the scheduler. `tokens` is the prompt and the answer so far;
+    further tokens may be pending, sampled by passes that were started and not yet read back."""
 
     request: Request
     id: str
@@ -152,10 +152,12 @@ class Sequence:
 class Scheduler:
     """Continuous batching with chunked prefill, priorities and preemption."""
 
-    def __init__(self, blocks: BlockManager, *, max_num_seqs: int, max_batched_tokens: int) -> None:
-        self.blocks = blocks
+    def __init__(
+        self, block_manager: BlockManager, *, max_num_seqs: int, max_batched_tokens: int
+    ) -> None:
+        self.block_manager = block_manager
         self.max_num_seqs = max_num_seqs
-        # when all but one draw, the last still gets on
+        # when all but one decode, the last still gets on
         self.max_batched_tokens = max(max_batched_tokens, max_num_seqs + 1)
         self.waiting: list[Sequence] = []  # both in order of rank
         self.running: list[Sequence] = []
@@ -174,7 +176,7 @@ class Scheduler:
         if sequence.block_table is None:
             self.waiting.remove(sequence)
         else:
-            self.blocks.free(sequence.block_table)
+            self.block_manager.free(sequence.block_table)
             sequence.block_table = None
             self.running.remove(sequence)
 
@@ -189,7 +191,7 @@ class Scheduler:
         """Stop sharing what running sequences compute from now on: the weights have changed."""
         for sequence in self.running:
             assert sequence.block_table is not None
-            self.blocks.stop_sharing(sequence.block_table)
+            self.block_manager.stop_sharing(sequence.block_table)
 
     def schedule(self, version: int) -> tuple[list[tuple[Sequence, int]], int]:
         """Schedule the next pass: its sequences, and how many tokens of each it computes, drafts
@@ -232,16 +234,18 @@ class Scheduler:
         for number, sequence in enumerate(able):
             assert sequence.block_table is not None and sequence.drafter is not None
             to_draw = len(sequence.uniforms) - len(sequence.logprobs)
-            room = self.blocks.max_tokens_for(sequence.block_table) - len(sequence.tokens)
+            room = self.block_manager.max_tokens_for(sequence.block_table) - len(sequence.tokens)
             limit = min(left // (len(able) - number), to_draw - 1, room)
             sequence.draft = sequence.drafter.propose(sequence.tokens, limit)
-            self.blocks.allocate(sequence.block_table, len(sequence.tokens) + len(sequence.draft))
+            self.block_manager.allocate(
+                sequence.block_table, len(sequence.tokens) + len(sequence.draft)
+            )
             left -= len(sequence.draft)
 
     def _mark_computed(self, sequence: Sequence, count: int) -> None:
         assert sequence.block_table is not None
         sequence.num_computed_tokens += count
-        self.blocks.cache_full_blocks(
+        self.block_manager.cache_full_blocks(
             sequence.block_table,
             sequence.tokens,
             min(sequence.num_computed_tokens, len(sequence.tokens)),
@@ -250,7 +254,7 @@ class Scheduler:
     def _ensure_blocks(self, sequence: Sequence) -> None:
         """Allocate the blocks for its uncomputed tokens, preempting the last in rank if need be,
         which may be itself."""
-        while sequence.block_table is not None and not self.blocks.allocate(
+        while sequence.block_table is not None and not self.block_manager.allocate(
             sequence.block_table, sequence.num_computed_tokens + sequence.num_uncomputed_tokens
         ):
             self._preempt(self.running[-1])
@@ -265,25 +269,25 @@ class Scheduler:
     def _can_admit(self, sequence: Sequence) -> bool:
         # Room to grow is left for those who run: to admit one only to preempt it at once would be
         # work for nothing.
-        needed = self.blocks.num_blocks_for(len(sequence.tokens)) + len(self.running)
-        return len(self.running) < self.max_num_seqs and needed <= self.blocks.num_free
+        needed = self.block_manager.num_blocks_for(len(sequence.tokens)) + len(self.running)
+        return len(self.running) < self.max_num_seqs and needed <= self.block_manager.num_free
 
     def _admit(self, version: int) -> Sequence | None:
         if not self.waiting or len(self.running) == self.max_num_seqs:
             return None
         sequence = self.waiting[0]
-        table = self.blocks.match_prefix(sequence.tokens, version)
-        spare = self.blocks.num_free - (
-            self.blocks.num_blocks_for(len(sequence.tokens)) - len(table.blocks)
+        table = self.block_manager.match_prefix(sequence.tokens, version)
+        spare = self.block_manager.num_free - (
+            self.block_manager.num_blocks_for(len(sequence.tokens)) - len(table.blocks)
         )
         if spare < len(self.running):
-            self.blocks.free(table)
+            self.block_manager.free(table)
             return None
-        self.blocks.allocate(table, len(sequence.tokens))
+        self.block_manager.allocate(table, len(sequence.tokens))
         del self.waiting[0]
         insort(self.running, sequence, key=_schedule_order)
         sequence.block_table = table
-        sequence.num_computed_tokens = table.num_cached * self.blocks.block_size
+        sequence.num_computed_tokens = table.num_cached_blocks * self.block_manager.block_size
         self.num_prompt_tokens += len(sequence.tokens)
         self.num_cached_tokens += sequence.num_computed_tokens
         return sequence

@@ -39,13 +39,13 @@ def check_ranks(device: torch.device, ranks: int) -> None:
         )
 
 
-def kv_cache_tokens(model: Transformer, max_num_seqs: int, kv_bytes: int | None) -> int:
+def kv_cache_tokens(model: Transformer, max_num_seqs: int, kv_cache_bytes: int | None) -> int:
     """The number of tokens that the KV cache has room for: four times as many as can run at once,
-    so that sessions find what they said before; in any case within `kv_bytes`, and in any case one
-    sequence. None: a GiB, or on a device most of what is free there."""
+    so that sessions find what they said before; in any case within `kv_cache_bytes`, and in any
+    case one sequence. None: a GiB, or on a device most of what is free there."""
     c, weight = model.config, model.model.embed_tokens.weight
-    if kv_bytes is None:
-        kv_bytes = (
+    if kv_cache_bytes is None:
+        kv_cache_bytes = (
             int(KV_MEMORY_FRACTION * torch.cuda.mem_get_info(weight.device)[0])
             if weight.is_cuda
             else 1 << 30
@@ -55,7 +55,7 @@ def kv_cache_tokens(model: Transformer, max_num_seqs: int, kv_bytes: int | None)
         c.num_hidden_layers * heads * size * weight.element_size() * (1 if c.latent else 2)
     )
     context = c.max_position_embeddings
-    return max(context, min(4 * max_num_seqs * context, kv_bytes // token_bytes))
+    return max(context, min(4 * max_num_seqs * context, kv_cache_bytes // token_bytes))
 
 
 def has_kernels(model: Transformer, dtype: torch.dtype) -> bool:
@@ -88,11 +88,14 @@ def invariant_trainer_model(model: Transformer, dtype: torch.dtype) -> Transform
     return trainable
 
 
-def select_runner(model: Transformer, max_num_seqs: int, kv_bytes: int | None) -> Runner:
+def select_runner(model: Transformer, max_num_seqs: int, kv_cache_bytes: int | None) -> Runner:
     """The fastest runner that supports the model on its device; a batch-invariant one if the
     model's arithmetic is. With `max_num_seqs` 1 on a CPU it is the `TorchRunner`, whose bits anyone
     can reproduce with the model definition: deterministic runs are checked by that."""
-    weight, tokens = model.model.embed_tokens.weight, kv_cache_tokens(model, max_num_seqs, kv_bytes)
+    weight, tokens = (
+        model.model.embed_tokens.weight,
+        kv_cache_tokens(model, max_num_seqs, kv_cache_bytes),
+    )
     if has_kernels(model, weight.dtype):
         from etude.engine.cuda import CudaRunner
 

@@ -2,9 +2,9 @@
 repeat (prompt lookup, n-gram speculation). Pure: no tensor, no clock.
 
 An edited file is mostly written again. So the engine hands the model a draft, some tokens that may
-come next, and has it read all of them in one pass. Each place is drawn with the request's own
-number for it, exactly as it would be drawn in a pass of its own; what was drawn is taken as long as
-it is what the draft said, and one token more. A wrong draft costs work and nothing else: tokens and
+come next, and has it read all of them in one pass. Each place is sampled with the request's own
+random number for it, exactly as in a pass of its own; what was sampled is taken as long as it is
+what the draft said, and one token more. A wrong draft costs work and nothing else: tokens and
 log-probs are those of plain decoding, sampled ones too.
 
 A draft continues a text behind the place where the last tokens of the request stand in it. The
@@ -59,7 +59,7 @@ def longest_match(text_S: Ints, tail: Ints) -> tuple[int, Ints]:
 
 
 class DraftSource:
-    """A text that drafts are copied from, and the pointer behind the last draft."""
+    """A text that drafts are copied from, with a pointer to where the last one was given up."""
 
     def __init__(self, tokens_S: Ints) -> None:
         self.tokens_S = tokens_S
@@ -82,8 +82,8 @@ class DraftSource:
 
 
 class Drafter:
-    """Proposes the drafts of one request. The tokens of each call show what was accepted of the
-    last draft."""
+    """The n-gram drafter of one request. The tokens of each call show what was accepted of the last
+    draft."""
 
     def __init__(
         self,

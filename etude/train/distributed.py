@@ -196,9 +196,8 @@ def full_tensor(own_rows: Tensor, like: nn.Parameter) -> Tensor:
 
 
 class LivenessCheck:
-    """A check of which ranks are still alive, which a thread of every rank answers. Checks are
-    numbered. A rank that waits for a lost one ends its
-    process."""
+    """A check of which ranks are still alive; a thread of every rank answers it. Checks are
+    numbered. A rank that waits for a lost one ends its process."""
 
     def __init__(self, store: Store, world: World) -> None:
         self._store = store

@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 class AsyncHostCopy:
-    """A copy of a device tensor on the host, with the values after all work queued so far. `wait`
-    does not wait for work that is queued later."""
+    """An asynchronous copy of a device tensor to the host, as it is after all work queued so far.
+    `wait` returns it, and does not wait for work that is queued later."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)

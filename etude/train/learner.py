@@ -63,10 +63,10 @@ class Learner:
     """A model with its fp32 master weights and its optimizer, on one rank. It takes the model over:
     from now on its parameters are the rounded masters, and this rank's rows of them only.
 
-    `dtype` is what masters are rounded to. float32 leaves them as they are: for models that are too
-    small or steps that are too exact for bf16, and to compare ranks without the noise of rounding.
-    `compute` is the type of the parameters, and so of activations; bfloat16 is for processors that
-    have units for it.
+    `published_dtype` is what masters are rounded to. float32 leaves them as they are: for models
+    that are too small or steps that are too exact for bf16, and to compare ranks without the noise
+    of rounding. `compute_dtype` is the type of the parameters, and so of activations; bfloat16 is
+    for processors that have units for it.
     """
 
     def __init__(
@@ -75,20 +75,20 @@ class Learner:
         world: World = SINGLE_PROCESS,
         *,
         optimizer: str = "adamw",
-        dtype: torch.dtype = torch.bfloat16,
-        compute: torch.dtype = torch.float32,
+        published_dtype: torch.dtype = torch.bfloat16,
+        compute_dtype: torch.dtype = torch.float32,
     ) -> None:
         self.model = model
         self.world = world
-        self.dtype = dtype
-        self.compute = compute
+        self.published_dtype = published_dtype
+        self.compute_dtype = compute_dtype
         self.device = next(model.parameters()).device
         self._sequence_cost = sequence_cost(model)
         self._masters = {
             name: p.detach()[world.local_rows(len(p))].to(torch.float32, copy=True)
             for name, p in model.named_parameters()
         }
-        world.shard(model.cast(compute))
+        world.shard(model.cast(compute_dtype))
         self._parameters = dict(model.named_parameters())
         # and no learner is held by a parameter, or neither would ever go
         self._gradients: dict[str, Tensor] = {}
@@ -112,22 +112,22 @@ class Learner:
         temperature: float = 1.0,
         microbatch_tokens: int = 8192,
         weight_decay: float = 0.0,
-        fetch: Callable[[str], bytes] | None = None,
+        fetch_experts: Callable[[str], bytes] | None = None,
         router_replay_min_score: float = 0.0,
         router_balance: bool = False,
     ) -> RlStats:
         """Take one RL step. `temperature` is that of rows which do not say what they were sampled
         with. `microbatch_tokens = 0`: row after row in their order, deterministic. An objective
-        with a `kl_coef` takes the snapshot for its reference. `fetch` reads the experts that a row
-        names; without it none are replayed. `router_replay_min_score`, `router_balance`: see
-        `routers`."""
+        with a `kl_coef` takes the snapshot for its reference. `fetch_experts` reads the experts
+        that a row names; without it none are replayed. `router_replay_min_score`, `router_balance`:
+        see `routers`."""
         routers = RouterManager(
             self.model, min_score=router_replay_min_score, router_balance=router_balance
         )
         rows, divisor = self._weighed(batch, objective.aggregate, microbatch_tokens, temperature)
         num_loss_tokens = sum(row.num_loss_tokens for row in rows)
         mine = self._share(
-            rows, partial(pack_rollouts, experts=self._experts(fetch)), microbatch_tokens
+            rows, partial(pack_rollouts, experts=self._experts(fetch_experts)), microbatch_tokens
         )
         references: Iterable[Tensor | None] = itertools.repeat(None)
         if objective.kl_coef:
@@ -164,10 +164,12 @@ class Learner:
             grad_norm=_finite(norm),  # last: the update is waited for
         )
 
-    def _experts(self, fetch: Callable[[str], bytes] | None) -> Callable[[Row], Tensor | None]:
+    def _experts(
+        self, fetch_experts: Callable[[str], bytes] | None
+    ) -> Callable[[Row], Tensor | None]:
         """The function that gives `pack_rollouts` the routed experts of a row."""
         config = self.model.config.experts
-        return lambda row: experts_to_replay(row, config, fetch) if fetch else None
+        return lambda row: experts_to_replay(row, config, fetch_experts) if fetch_experts else None
 
     def _backward(
         self,
@@ -264,15 +266,15 @@ class Learner:
         )
 
     @torch.no_grad()
-    def evaluate(self, texts: Sequence[TokenSequence]) -> float:
+    def evaluate(self, sequences: Sequence[TokenSequence]) -> float:
         """The mean cross entropy of the tokens that the loss counts; changes nothing."""
         logps = [
             token_logprobs(self.model, packed)[0].double().sum()
-            for packed in self._share(texts, pack_batch)
+            for packed in self._share(sequences, pack_batch)
         ]
         self.world.reshard(self.model)
         (total,) = self.world.all_reduce_sum(sum(torch.stack(logps).tolist()))
-        return -total / sum(text.num_loss_tokens for text in texts)
+        return -total / sum(sequence.num_loss_tokens for sequence in sequences)
 
     @torch.no_grad()
     def _reference(self, microbatches: Sequence[PackedRollouts]) -> list[Tensor]:
@@ -286,22 +288,22 @@ class Learner:
     def weights(self) -> dict[str, Tensor]:
         """A copy of the tensors to publish, the very values that the next forward pass computes
         with. Only without further ranks."""
-        return files.hf_state_dict(self.model, self.dtype)
+        return files.hf_state_dict(self.model, self.published_dtype)
 
     def hf_rows(self) -> dict[str, files.Rows]:
         """A copy of this rank's rows of the tensors to publish."""
         held = {
             name: (
                 self.world.local_rows(len(p)).start,
-                local_tensor(p).detach().to(self.dtype, copy=True),
+                local_tensor(p).detach().to(self.published_dtype, copy=True),
             )
             for name, p in self._parameters.items()
         }
         fixed = {name: (0, tensor.clone()) for name, tensor in self._fixed.items()}
-        return files.hf_rows(self.model, held | fixed, self.dtype)
+        return files.hf_rows(self.model, held | fixed, self.published_dtype)
 
-    def reset(self) -> None:
-        """Reset the optimizer and drop the snapshot, as a new stage does; the weights stay."""
+    def begin_stage(self) -> None:
+        """Begin a stage: reset the optimizer and drop the snapshot. The weights stay."""
         self._optimizer.reset()
         self._snapshot = {}
 
@@ -345,16 +347,19 @@ class Learner:
         )
         self._round(self._masters)
 
-    def load_shards(self, size: int, shard: Callable[[int], Mapping[str, Tensor]]) -> None:
-        """Load the states of `size` ranks, of which `shard` reads one. The number of ranks may have
-        changed: each takes its rows of what they had, and sums are then made in another order."""
-        if size == self.world.world_size:
-            self.load_state(shard(self.world.rank))
+    def load_shards(
+        self, world_size: int, read_shard: Callable[[int], Mapping[str, Tensor]]
+    ) -> None:
+        """Load the states of `world_size` ranks; `read_shard` reads that of one. The number of
+        ranks may have changed: each takes its rows of what they had, and sums are then made in
+        another order."""
+        if world_size == self.world.world_size:
+            self.load_state(read_shard(self.world.rank))
             return
         mine: dict[str, list[Tensor]] = {}
-        for rank in range(size):
-            for name, tensor in shard(rank).items():
-                mine.setdefault(name, []).append(self._mine(name, tensor, rank, size))
+        for rank in range(world_size):
+            for name, tensor in read_shard(rank).items():
+                mine.setdefault(name, []).append(self._mine(name, tensor, rank, world_size))
         self.load_state(
             {name: torch.cat(parts) if parts[0].ndim else parts[0] for name, parts in mine.items()}
         )
@@ -411,8 +416,8 @@ class Learner:
         """Round weights into the model."""
         exact = (
             weights.values()
-            if self.compute == self.dtype
-            else [w.to(self.dtype) for w in weights.values()]
+            if self.compute_dtype == self.published_dtype
+            else [w.to(self.published_dtype) for w in weights.values()]
         )
         torch._foreach_copy_(
             [local_tensor(self._parameters[name]) for name in weights], list(exact)

@@ -112,8 +112,8 @@ def sum_by_row(x_N: Tensor, row_N: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSpec:
-    """An entry of `LOSS`: a policy loss and the defaults that it brings. The values that a run uses
-    are those of `RlObjective`."""
+    """A policy loss with its default aggregation, clip range and correction. The values that a run
+    uses are those of `RlObjective`."""
 
     function: PolicyLoss
     aggregate: str = "token"

@@ -101,7 +101,7 @@ class RolloutSequence(TokenSequence):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedBatch:
-    """A microbatch: sequences one behind the other, without padding, for one forward and backward
+    """A microbatch: sequences one after the other, without padding, for one forward and backward
     pass."""
 
     tokens_T: Tensor
@@ -231,7 +231,7 @@ def _pack_experts(lengths: Sequence[int], experts: Sequence[Tensor | None]) -> T
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceCost:
-    """The compute cost of a sequence: linear in its tokens, quadratic in its attention."""
+    """The cost model of a sequence by its length: linear in tokens, quadratic in attention."""
 
     per_token: float = 1.0
     per_pair: float = 0.0

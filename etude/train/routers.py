@@ -30,8 +30,8 @@ BIAS_STEP = 1e-3
 
 
 class RouterManager:
-    """Replays routed experts, counts mismatches and balances loads over the microbatches of one
-    step: `begin_microbatch`, the forward pass, `end_microbatch`, and at last `end_step`."""
+    """The routers of a sparse model during one step: replay, mismatches and load balancing. For
+    each microbatch `begin_microbatch`, the forward pass, `end_microbatch`; then `end_step`."""
 
     def __init__(
         self, model: Transformer, *, min_score: float = 0.0, router_balance: bool = False

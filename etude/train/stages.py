@@ -35,9 +35,9 @@ loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepReport:
-    """The report of a supervised stage (`midtrain`, `sft`, `dpo`) to `on_step` after every step,
-    when the learner's state may be checkpointed."""
+class SupervisedStepReport:
+    """A report on one step of a supervised stage (`midtrain`, `sft`, `dpo`). `on_step` gets it
+    after the step, when the learner's state may be checkpointed."""
 
     step: int
     """Steps done."""
@@ -50,10 +50,10 @@ class StepReport:
     """Further metrics: the loss on held-out documents, how often the chosen answer wins."""
 
 
-OnStep = Callable[[StepReport], None]
+OnStep = Callable[[SupervisedStepReport], None]
 
 
-def _ignore(report: StepReport) -> None: ...
+def _ignore(report: SupervisedStepReport) -> None: ...
 
 
 def midtrain(
@@ -85,7 +85,7 @@ def midtrain(
         done = step + 1
         due = heldout_rows and (done % stage.heldout_every == 0 or done == stage.steps)
         metrics = {"heldout": learner.evaluate(heldout_rows)} if due else {}
-        on_step(StepReport(step=done, total=stage.steps, stats=stats, metrics=metrics))
+        on_step(SupervisedStepReport(step=done, total=stage.steps, stats=stats, metrics=metrics))
 
 
 def split_documents(tokens_BT: NDArray[np.int64], eos: int | None) -> list[TokenSequence]:
@@ -143,7 +143,9 @@ def sft(
             losses.append(learner.evaluate(heldout_rows))
             if evaluations_since_best(losses) == 0:
                 learner.snapshot()
-        on_step(StepReport(step=step, total=total, stats=stats, heldout_losses=tuple(losses)))
+        on_step(
+            SupervisedStepReport(step=step, total=total, stats=stats, heldout_losses=tuple(losses))
+        )
     learner.restore_snapshot()
     return tuple(losses)
 
@@ -182,7 +184,9 @@ def dpo(
         stats = learner.supervised_step(
             [judged[i] for i in chosen], lr=rate, pack=pack_pairs, loss=loss
         )
-        on_step(StepReport(step=step + 1, total=total, stats=stats, metrics=stats.metrics))
+        on_step(
+            SupervisedStepReport(step=step + 1, total=total, stats=stats, metrics=stats.metrics)
+        )
 
 
 @torch.no_grad()

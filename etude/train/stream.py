@@ -23,7 +23,7 @@ GOLDEN = (5**0.5 - 1) / 2
 
 @dataclass(frozen=True, slots=True)
 class TokenizedDocuments:
-    """D documents of N tokens in all, each with the `eos` that ends it."""
+    """Tokenized documents: D of them, of N tokens in all, each with the `eos` that ends it."""
 
     tokens_N: NDArray[np.uint32]
     ends_D: NDArray[np.int64]

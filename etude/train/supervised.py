@@ -35,7 +35,7 @@ def cross_entropy(
 
 @dataclass(frozen=True, slots=True)
 class PreferencePair:
-    """A chosen session and a rejected one, which begin alike."""
+    """A chosen and a rejected session with the same beginning."""
 
     chosen: TokenSequence
     rejected: TokenSequence
@@ -57,7 +57,7 @@ class PreferencePair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedPairs(PackedBatch):
-    """A microbatch of preference pairs: of each the chosen session, then the rejected one."""
+    """A microbatch of preference pairs: the chosen, then the rejected session of each."""
 
     reference_B2: Tensor
 

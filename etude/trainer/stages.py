@@ -134,7 +134,7 @@ def distill(trainer: TrainerState, span: StageSpan) -> None:
     stage = span.stage
     assert isinstance(stage, DistillConfig)
     teacher = read_teacher(stage.teacher, trainer.files, trainer.context)
-    teacher.model.to(trainer.learner.device).cast(trainer.learner.compute)
+    teacher.model.to(trainer.learner.device).cast(trainer.learner.compute_dtype)
 
     def score_batch(batch: Batch, microbatch_tokens: int) -> tuple[Batch, float]:
         return teacher.compute_advantages(
@@ -178,7 +178,7 @@ def run_steps(
             objective=objective,
             temperature=stage.temperature,
             microbatch_tokens=microbatch_tokens,
-            fetch=(lambda name: get_experts(trainer.run.objects, name))
+            fetch_experts=(lambda name: get_experts(trainer.run.objects, name))
             if stage.router_replay
             else None,
             router_replay_min_score=stage.router_replay_min_score,

@@ -32,7 +32,7 @@ from etude.train.checkpoint import from_bytes, to_bytes
 from etude.train.distributed import SINGLE_PROCESS, World
 from etude.train.learner import Learner
 from etude.train.mismatch import measure_mismatch
-from etude.train.stages import StepReport
+from etude.train.stages import SupervisedStepReport
 from etude.train.start import compile_layers, initial_model
 from etude.trainer.peers import TorchPeer
 from etude.trainer.prepare import model_directory
@@ -88,8 +88,8 @@ class TrainerState:
             model,
             world,
             optimizer=config.trainer.optimizer,
-            dtype=getattr(torch, config.trainer.published_dtype),
-            compute=compute,
+            published_dtype=getattr(torch, config.trainer.published_dtype),
+            compute_dtype=compute,
         )
         self.stage = ""
         self.version = 0
@@ -125,7 +125,7 @@ class TrainerState:
             self.heldout_losses = ()
             self.lineage = (*self.lineage, origin)
             self.batches_digest = hashlib.sha256().hexdigest()
-            self.learner.reset()
+            self.learner.begin_stage()
         self.world.activity = f"the start of {span.name}"
 
     @property
@@ -162,11 +162,11 @@ class TrainerState:
                 measure_mismatch(batch.rows, found, step=batch.step, decode=self.tokenizer.decode)
             )
 
-    def report_fit(self) -> Callable[[StepReport], None]:
+    def report_fit(self) -> Callable[[SupervisedStepReport], None]:
         """The callback after each supervised step: an event, and now and then a checkpoint."""
         last = saved = time.monotonic()
 
-        def on_step(report: StepReport) -> None:
+        def on_step(report: SupervisedStepReport) -> None:
             nonlocal last, saved
             now = time.monotonic()
             speed = report.stats.num_loss_tokens / max(now - last, 1e-9)

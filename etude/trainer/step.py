@@ -85,7 +85,7 @@ class StepReporter:
 
     def __init__(self, learner: Learner) -> None:
         self._config = learner.model.config
-        self._peak = learner.world.world_size * peak_flops(learner.device, learner.compute)
+        self._peak = learner.world.world_size * peak_flops(learner.device, learner.compute_dtype)
         self._repeats = RepeatedRows()
         self._idle_since = self._began = time.monotonic()
 

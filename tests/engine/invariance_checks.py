@@ -47,7 +47,7 @@ class Watching:
         self.num_blocks = runner.num_blocks
         self.block_size = runner.block_size
         self.routed_experts = runner.routed_experts
-        self.prepare = runner.prepare
+        self.prepare_weights = runner.prepare_weights
         self.weights = runner.weights
         self.seen: set[tuple[tuple[int, int], ...]] = set()
 

@@ -133,12 +133,12 @@ class Sequences:
     new: Inputs
     lengths: list[int]
     heads: attention.AttentionParams
-    page: int = 16
+    page_size: int = 16
 
     def __post_init__(self) -> None:
-        blocks = [-(-length // self.page) for length in self.lengths]
+        blocks = [-(-length // self.page_size) for length in self.lengths]
         order = self.new.shuffled(sum(blocks) + 1)
-        shape = (len(order), self.heads.num_kv_heads, self.page, self.heads.head_dim)
+        shape = (len(order), self.heads.num_kv_heads, self.page_size, self.heads.head_dim)
         self.k = self.new.normal(*shape)
         self.v = self.new.normal(*shape)
         self.table = torch.zeros(
@@ -154,7 +154,10 @@ class Sequences:
 
     def slots(self, row: int) -> Tensor:
         position = torch.arange(self.lengths[row], device=self.new.device)
-        return self.table[row, position // self.page].long() * self.page + position % self.page
+        return (
+            self.table[row, position // self.page_size].long() * self.page_size
+            + position % self.page_size
+        )
 
 
 def random_heads(
@@ -196,7 +199,7 @@ def check_decode(
         slots,
         out,
         splits=splits,
-        page=all.page,
+        page_size=all.page_size,
     )
     assert not splits.counter.any()
     real = [row for row in range(rows) if lengths[row]]
@@ -239,7 +242,7 @@ def check_prefill(
         all.v,
         F.pad(positions, (0, 3)).int(),
         torch.cat((slots, nobody)).int(),
-        page=all.page,
+        page_size=all.page_size,
     )
     step = attention.tile_tokens(heads)
     tiles = [
@@ -249,7 +252,7 @@ def check_prefill(
     out = new.poison(sum(fresh), queries * size)
     attention.prefill(
         heads, qkv, all.k, all.v, all.table, all.stride, new.ints(ends), new.ints(lengths),
-        *new.ints(tiles).T.contiguous(), out, page=all.page,
+        *new.ints(tiles).T.contiguous(), out, page_size=all.page_size,
     )  # fmt: skip
     q, k = (
         turned(x, g, heads.rope[positions]) for x, g in ((q, heads.q_gain_D), (k, heads.k_gain_D))

@@ -120,8 +120,8 @@ class Overlapping:
     def routed_experts(self, blocks: Ints, length: int) -> bytes | None:
         return self._runner.routed_experts(blocks, length)
 
-    def prepare(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
-        return self._runner.prepare(tensors)
+    def prepare_weights(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
+        return self._runner.prepare_weights(tensors)
 
     def weights(self) -> dict[str, Tensor]:
         return self._runner.weights()

@@ -86,7 +86,7 @@ def learned(blocks: BlockManager, tokens: list[int], version: int = 0) -> BlockT
 def num_known(blocks: BlockManager, tokens: list[int], version: int = 0) -> int:
     table = blocks.match_prefix(tokens, version)
     blocks.free(table)
-    return table.num_cached
+    return table.num_cached_blocks
 
 
 def test_beginnings_are_shared_and_the_rest_is_not() -> None:
@@ -129,6 +129,6 @@ def test_the_longest_unused_goes_first_and_ends_go_before_beginnings() -> None:
 
 
 def test_without_reuse_nothing_is_found() -> None:
-    blocks = BlockManager(4, SIZE, reuse=False)
+    blocks = BlockManager(4, SIZE, prefix_cache=False)
     blocks.free(learned(blocks, [1] * 8))
     assert num_known(blocks, [1] * 9) == 0

@@ -14,7 +14,7 @@ import torch
 from etude.core.sampling import Sample, VersionSpan, expand_spans
 from etude.engine.batch import ForwardBatch
 from etude.engine.engine import Engine, ExpiredRequest, FinishedRequest, StreamedToken
-from etude.engine.runner import BLOCK_SIZE, TorchRunner, _packed
+from etude.engine.runner import BLOCK_SIZE, TorchRunner, _prepacked
 from etude.engine.sampler import inverse_cdf, uniforms
 from etude.model.attention import KVCache, PagedAttention
 from etude.model.files import hf_state_dict
@@ -469,12 +469,16 @@ def test_one_row_is_the_plain_loop_bit_for_bit(model: Transformer) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_packed_matrices_give_the_same_bits(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prepacked_matrices_give_the_same_bits(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also after a swap, and the model that was handed in stays as it is."""
     model, after = (sharp(FAMILIES[family], seed, factor=3.0).to(torch.bfloat16) for seed in (0, 1))
     before, samples = hf_state_dict(model), []
     for pack in (True, False):
-        monkeypatch.setattr("etude.engine.runner._packed", _packed if pack else lambda model: model)
+        monkeypatch.setattr(
+            "etude.engine.runner._prepacked", _prepacked if pack else lambda model: model
+        )
         engine = engine_with(model, max_num_seqs=4)
         for version in (1, 2):
             for id in range(3):

@@ -182,10 +182,12 @@ def test_it_gives_back_the_weights_that_it_was_given(name: str, dtype: torch.dty
 def test_who_computes_what() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         assert isinstance(
-            select_runner(model("llama", dtype=dtype), max_num_seqs=2, kv_bytes=1 << 20),
+            select_runner(model("llama", dtype=dtype), max_num_seqs=2, kv_cache_bytes=1 << 20),
             NativeRunner,
         )
-    assert isinstance(select_runner(model("llama"), max_num_seqs=1, kv_bytes=1 << 20), TorchRunner)
+    assert isinstance(
+        select_runner(model("llama"), max_num_seqs=1, kv_cache_bytes=1 << 20), TorchRunner
+    )
     sparse = replace(SMALL, model_type="qwen3_moe", experts=EXPERTS)
     assert unsupported(sparse, torch.float32) == ["router softmax"]
     assert unsupported(replace(SMALL, head_dim=16), torch.float32) == ["head_dim 16"]

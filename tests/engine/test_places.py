@@ -72,7 +72,7 @@ def test_a_priority_takes_no_place_while_there_is_one() -> None:
 
 
 def test_what_is_released_gives_back_what_it_had() -> None:
-    blocks = BlockManager(8, SIZE, reuse=False)
+    blocks = BlockManager(8, SIZE, prefix_cache=False)
     scheduler = Scheduler(blocks, max_num_seqs=1, max_batched_tokens=100)
     running, waiting = sequence(0, 5), sequence(1, 5)
     scheduler.add(running)

@@ -112,7 +112,7 @@ def test_prompts_are_read_in_pieces_beside_those_who_answer() -> None:
 
 
 def test_whoever_came_last_gives_way_when_blocks_run_out() -> None:
-    blocks = BlockManager(5, SIZE, reuse=False)
+    blocks = BlockManager(5, SIZE, prefix_cache=False)
     scheduler = Scheduler(blocks, max_num_seqs=2, max_batched_tokens=100)
     for id in range(2):
         scheduler.add(sequence(id, 7, limit=10))
@@ -143,7 +143,7 @@ def test_what_is_not_read_back_yet_is_counted() -> None:
 
 
 def test_what_is_late_is_released_wherever_it_is() -> None:
-    blocks = BlockManager(8, SIZE, reuse=False)
+    blocks = BlockManager(8, SIZE, prefix_cache=False)
     scheduler = Scheduler(blocks, max_num_seqs=2, max_batched_tokens=100)
     made = [sequence(id, 5) for id in range(4)]
     for each, deadline in zip(made, (5.0, math.inf, 6.0, 5.0), strict=True):

@@ -78,7 +78,7 @@ def test_a_learner_computes_in_what_the_trainer_says() -> None:
     assert computed_in(TrainerConfig(compute_dtype="bfloat16"), cpu) == bf16
     assert computed_in(TrainerConfig(compute_dtype="float32"), cuda) == fp32
     for dtype in (fp32, bf16):
-        learner = Learner(init_from_scratch(config(), 0), compute=dtype)
+        learner = Learner(init_from_scratch(config(), 0), compute_dtype=dtype)
         text = pack_batch([TokenSequence((1, 2, 3), (False, True, True))])
         before, _ = predicting_states(learner.model, text)
         learner.supervised_step([TokenSequence((1, 2, 3), (False, True, True))], lr=0.1)

@@ -40,7 +40,7 @@ Plant = Callable[[Transformer], None]
 def as_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine runs the very model that it is given: where processors have units for bf16, it
     would pack a copy."""
-    monkeypatch.setattr(runner, "_packed", lambda model: model)
+    monkeypatch.setattr(runner, "_prepacked", lambda model: model)
 
 
 def sides(name: str, kind: torch.dtype) -> tuple[Transformer, Transformer]:

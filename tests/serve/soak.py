@@ -66,7 +66,9 @@ async def soak(requests: int, seed: int = 0, swap_s: float = 1.0) -> Report:
     def fetch(version: int) -> Mapping[str, Tensor]:
         return versions[version % 2]
 
-    engine = EngineThread(Engine(sharp(config, 0), max_num_seqs=16, kv_bytes=1 << 20), fetch, files)
+    engine = EngineThread(
+        Engine(sharp(config, 0), max_num_seqs=16, kv_cache_bytes=1 << 20), fetch, files
+    )
     server = Worker(engine, files, "here")
     server.model.concurrency.limit = MAX_ANSWERS
     outcomes: Counter[str] = Counter()

@@ -68,7 +68,7 @@ async def test_a_learner_routes_a_whole_session_as_the_engine_did(
         run.batch(1),
         lr=1e-3,
         router_replay_min_score=1.0,
-        fetch=lambda name: get_experts(sparse.objects, name),
+        fetch_experts=lambda name: get_experts(sparse.objects, name),
     )
     assert stats.router_mismatch_frac == 0.0 and stats.mismatch.k3 < 1e-9
 

@@ -98,7 +98,10 @@ def train(
     device: str = "cpu",
 ) -> Curve:
     learner = Learner(
-        init_from_scratch(MODELS[model], 0).to(device), world, optimizer=optimizer, dtype=dtype
+        init_from_scratch(MODELS[model], 0).to(device),
+        world,
+        optimizer=optimizer,
+        published_dtype=dtype,
     )
     exam = [TokenSequence(row.tokens, row.mask) for row in batch(0).rows]
     stats = []
@@ -123,7 +126,10 @@ def train_all(world: World, steps: int, device: str = "cpu") -> dict[str, Curve]
 
 def resume(world: World, states: list[Arrays], model: str, optimizer: str) -> Curve:
     learner = Learner(
-        init_from_scratch(MODELS[model], 1), world, optimizer=optimizer, dtype=torch.float32
+        init_from_scratch(MODELS[model], 1),
+        world,
+        optimizer=optimizer,
+        published_dtype=torch.float32,
     )
     learner.load_shards(
         len(states), lambda rank: {n: torch.from_numpy(a) for n, a in states[rank].items()}

@@ -97,7 +97,9 @@ def test_steps_too_small_for_bf16_add_up() -> None:
 
 def test_a_learner_that_computes_in_bf16_keeps_masters_and_gradients_in_fp32() -> None:
     """Small steps add up as ever, and so do the gradients of many microbatches."""
-    one, parts = (Learner(init_from_scratch(CONFIG, 0), compute=torch.bfloat16) for _ in range(2))
+    one, parts = (
+        Learner(init_from_scratch(CONFIG, 0), compute_dtype=torch.bfloat16) for _ in range(2)
+    )
     assert all(p.dtype == torch.bfloat16 for p in one.model.parameters())
     for name, p in init_from_scratch(CONFIG, 0).named_parameters():
         assert torch.equal(one.state()[f"master.{name}"], p)
@@ -384,7 +386,7 @@ def test_a_new_stage_takes_the_masters_and_nothing_else() -> None:
     masters = {
         name: tensor.clone() for name, tensor in first.state().items() if name.startswith("master.")
     }
-    first.reset()
+    first.begin_stage()
     state = first.state()
     assert equal({name: tensor for name, tensor in state.items() if name in masters}, masters)
     assert not any(tensor.any() for name, tensor in state.items() if name not in masters)

@@ -84,7 +84,7 @@ def test_in_bf16_it_is_near_the_cpu(shape: str, compiled: bool) -> None:
     """The log-prob of every token and the gradient of every parameter. Experts are given: which of
     two that are nearly as good a router takes hangs on rounding. Some are used by no token."""
     model = init_from_scratch(SHAPES[shape], 0).to("cuda")
-    there = Learner(compile_layers(model) if compiled else model, compute=torch.bfloat16)
+    there = Learner(compile_layers(model) if compiled else model, compute_dtype=torch.bfloat16)
     here = Learner(init_from_scratch(SHAPES[shape], 0))
     given = batch(1)
     experts = {row.sample: bytes(n % 12 for n in range(2 * len(row.tokens))) for row in given.rows}
@@ -94,7 +94,10 @@ def test_in_bf16_it_is_near_the_cpu(shape: str, compiled: bool) -> None:
     for microbatch_tokens in (4096, 64):  # the second time other shapes, in several passes
         theirs, ours = (
             one.rl_step(
-                given, lr=0.0, microbatch_tokens=microbatch_tokens, fetch=experts.__getitem__
+                given,
+                lr=0.0,
+                microbatch_tokens=microbatch_tokens,
+                fetch_experts=experts.__getitem__,
             )
             for one in (there, here)
         )
@@ -251,7 +254,7 @@ def test_a_batch_invariant_engine_and_the_trainer_agree_to_the_bit(name: str) ->
     source = init_from_scratch(config, 0).to("cuda")
     model = invariant_trainer_model(source, torch.bfloat16)
     assert type(model).__name__ == "BatchInvariantTransformer"
-    learner = Learner(model, compute=torch.bfloat16)
+    learner = Learner(model, compute_dtype=torch.bfloat16)
     served = Transformer(config).to("cuda", torch.bfloat16).requires_grad_(False)
     engine = Engine(served.compute_with(INVARIANT), max_num_seqs=4)
     engine.load_weights(0, learner.weights())
@@ -277,7 +280,7 @@ def test_a_batch_invariant_engine_and_the_trainer_agree_to_the_bit(name: str) ->
     lesson = Batch(step=1, rows=tuple(rows), oldest=0)
     for microbatch_tokens in (0, 200):
         stats = learner.rl_step(
-            lesson, lr=0.0, microbatch_tokens=microbatch_tokens, fetch=kept.__getitem__,
+            lesson, lr=0.0, microbatch_tokens=microbatch_tokens, fetch_experts=kept.__getitem__,
             router_replay_min_score=0.5,
         )  # fmt: skip
         assert stats.mismatch.k3_max == 0.0 and stats.mismatch.ratio_max == 1.0

@@ -80,7 +80,7 @@ def step(
 ) -> RlStats:
     learner = Learner(sharp(model_config, 0).requires_grad_(True))
     fetch = objects.__getitem__ if objects is not None else None
-    return learner.rl_step(batch, lr=1e-3, fetch=fetch, **options)  # type: ignore[arg-type]
+    return learner.rl_step(batch, lr=1e-3, fetch_experts=fetch, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("model_config", [SPARSE, SIGMOID], ids=["qwen3_moe", "deepseek_v3"])

@@ -20,7 +20,7 @@ from etude.train.schedule import learning_rate
 from etude.train.stages import (
     Demonstration,
     OnStep,
-    StepReport,
+    SupervisedStepReport,
     dpo,
     evaluations_since_best,
     midtrain,
@@ -86,7 +86,7 @@ class KillAt:
         self.learner = learner
         self.step = step
 
-    def __call__(self, report: StepReport) -> None:
+    def __call__(self, report: SupervisedStepReport) -> None:
         self.report = report
         self.state = {name: tensor.clone() for name, tensor in self.learner.state().items()}
         if report.step == self.step:
@@ -95,8 +95,8 @@ class KillAt:
 
 def run_midtrain(
     one: Learner, start_step: int = 0, on_step: KillAt | None = None, seed: int = 0
-) -> list[StepReport]:
-    seen: list[StepReport] = []
+) -> list[SupervisedStepReport]:
+    seen: list[SupervisedStepReport] = []
     midtrain(
         one,
         midtrain_stage(steps=8, heldout_every=3, batch_tokens=100, lr=1e-2, warmup_steps=2),
@@ -180,7 +180,7 @@ def run_dpo(one: Learner, start_step: int = 0, on_step: OnStep = lambda report: 
 
 
 def test_dpo_learns_what_is_preferred() -> None:
-    seen: list[StepReport] = []
+    seen: list[SupervisedStepReport] = []
     run_dpo(learner(), on_step=seen.append)
     assert [report.step for report in seen] == list(range(1, 10)) and seen[0].total == 9
     # Before the first step the weights are the reference: nothing is preferred.
@@ -197,7 +197,7 @@ def test_dpo_learns_what_is_preferred() -> None:
 
 def test_two_sessions_together_may_be_longer_than_the_context() -> None:
     long, short = ([1] * 30, [False] + [True] * 29), ([2] * 4, [False] + [True] * 3)
-    seen: list[StepReport] = []
+    seen: list[SupervisedStepReport] = []
     pairs = [
         (long, short),
         (short, long),
@@ -273,7 +273,7 @@ def test_sft_stops_by_its_rule_with_the_best_weights(monkeypatch: pytest.MonkeyP
         return next(script)
 
     monkeypatch.setattr(one, "evaluate", scripted)
-    seen: list[StepReport] = []
+    seen: list[SupervisedStepReport] = []
     losses = sft(
         one,
         sft_stage(max_epochs=9, batch_tokens=100, lr=1e-2),
@@ -300,7 +300,7 @@ def test_sft_stops_early_when_what_it_imitates_is_not_what_it_is_examined_on() -
     """Every demonstration says one thing and every held-back session another, so each epoch makes
     the exam worse."""
     one = learner()
-    seen: list[StepReport] = []
+    seen: list[SupervisedStepReport] = []
     imitated, examined = (
         [([5, 3] * 6, [False, True] * 6)] * 20,
         [([5] * 12, [False] + [True] * 11)] * 4,
@@ -326,7 +326,7 @@ def test_sft_uses_every_demonstration_once_an_epoch(monkeypatch: pytest.MonkeyPa
         "supervised_step",
         lambda texts, **kw: (counts.append(len(texts)), step(texts, **kw))[1],
     )
-    seen: list[StepReport] = []
+    seen: list[SupervisedStepReport] = []
     losses = run_sft(one, on_step=seen.append)
     assert sum(counts) == 40 * len(losses)
     assert max(counts) - min(counts) <= 1
@@ -335,7 +335,7 @@ def test_sft_uses_every_demonstration_once_an_epoch(monkeypatch: pytest.MonkeyPa
 def test_sft_takes_no_step_without_a_session() -> None:
     """However few tokens a step may have."""
     session = [5, 6, 7, 8] * 5, [False] * 10 + [True] * 10
-    seen: list[StepReport] = []
+    seen: list[SupervisedStepReport] = []
     sft(
         learner(),
         sft_stage(max_epochs=1, batch_tokens=2),
@@ -350,7 +350,7 @@ def test_sft_takes_no_step_without_a_session() -> None:
 
 def test_sft_goes_on_to_the_bit_wherever_it_was_killed() -> None:
     straight = learner()
-    seen: list[StepReport] = []
+    seen: list[SupervisedStepReport] = []
     losses = run_sft(straight, on_step=seen.append)
     for kill in {1, seen[-1].total // 6, seen[-1].total // 6 + 1, seen[-1].step}:
         first, second = learner(), learner()

@@ -162,7 +162,7 @@ def test_a_learner_with_muon_goes_on_to_the_bit_and_its_momentum_adds_up() -> No
 def test_float32_weights_are_not_rounded() -> None:
     model = init_from_scratch(test_routers.SPARSE, 0)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    Learner(model, dtype=torch.float32)
+    Learner(model, published_dtype=torch.float32)
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
     Learner(model)
     assert all(

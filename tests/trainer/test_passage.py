@@ -16,7 +16,7 @@ from etude.core.events import Event, FitStep, StageDone, StageStarted
 from etude.core.lineage import StageSpan, stage_spans
 from etude.store.runs import Run
 from etude.train.distributed import World
-from etude.train.stages import StepReport
+from etude.train.stages import SupervisedStepReport
 from etude.train.stats import SupervisedStats
 from etude.trainer import stages, state
 from etude.trainer import trainer as trainer_module
@@ -62,7 +62,7 @@ def test_a_new_stage_takes_nothing_but_the_weights_and_a_resumed_one_all(
     first, second = stage_spans(trainer.config.stage)
     fresh = trainer.batches_digest
     resets: list[str] = []
-    monkeypatch.setattr(trainer.learner, "reset", lambda: resets.append(trainer.stage))
+    monkeypatch.setattr(trainer.learner, "begin_stage", lambda: resets.append(trainer.stage))
 
     trainer.enter_stage(first)
     trainer.step, trainer.heldout_losses, trainer.batches_digest = 7, (0.5,), "of midtrain"
@@ -199,7 +199,7 @@ def test_a_supervised_step_is_reported_with_its_speed_and_saved_now_and_then(
     stats = SupervisedStats(loss=1.5, grad_norm=1.0, lr=0.1, num_loss_tokens=60, metrics={})
     for step, seconds in ((1, 2.0), (2, 3.0), (3, state.CHECKPOINT_S), (4, 10.0)):
         now += seconds
-        report(StepReport(step=step, total=9, stats=stats, heldout_losses=(0.5,) * step))
+        report(SupervisedStepReport(step=step, total=9, stats=stats, heldout_losses=(0.5,) * step))
     told = [(e.stage, e.step, e.steps, e.loss) for e in events if isinstance(e, FitStep)]
     assert told == [("midtrain", step, 9, 1.5) for step in (1, 2, 3, 4)]
     speeds = [event.tokens_per_s for event in events if isinstance(event, FitStep)]

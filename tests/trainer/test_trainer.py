@@ -20,7 +20,7 @@ from etude.model.transformer import ModelConfig, init_from_scratch
 from etude.store.runs import Run
 from etude.store.telemetry import Emit
 from etude.train.distributed import World
-from etude.train.stages import StepReport
+from etude.train.stages import SupervisedStepReport
 from etude.train.stats import SupervisedStats
 from etude.trainer import stages, state
 from etude.trainer import trainer as trainer_module
@@ -103,7 +103,7 @@ def test_the_first_rank_decides_when_a_checkpoint_is_due(
     monkeypatch.setattr(state, "CHECKPOINT_S", math.inf if due else -1.0)
     trainer.world = Second(float(due))
     stats = SupervisedStats(loss=1.0, grad_norm=1.0, lr=0.1, num_loss_tokens=1, metrics={})
-    trainer.report_fit()(StepReport(step=3, total=9, stats=stats))
+    trainer.report_fit()(SupervisedStepReport(step=3, total=9, stats=stats))
     assert saved == ([3] if due else [])
 
 

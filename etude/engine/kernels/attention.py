@@ -307,7 +307,7 @@ def group_rows(params: AttentionParams) -> int:
 
 def decode(
     params: AttentionParams, qkv: Tensor, k: Tensor, v: Tensor, blocks: Tensor, stride: Tensor,
-    lengths_B: Tensor, slot_mapping_B: Tensor, out: Tensor, *, splits: SplitBuffers, page: int,
+    lengths_B: Tensor, slot_mapping_B: Tensor, out: Tensor, *, splits: SplitBuffers, page_size: int,
     pdl: bool = False,
 ) -> None:  # fmt: skip
     """Decode attention: one new token a sequence, whose key and value go to `slot_mapping_B`;
@@ -318,9 +318,9 @@ def decode(
     _decode[(params.num_kv_heads, len(lengths_B), splits.splits)](
         qkv, *gains, params.rope, k, v, blocks, lengths_B, slot_mapping_B, out, splits.part,
         splits.stats, splits.counter, stride, params.scale, params.eps, params.num_q_heads,
-        params.num_kv_heads,
-        group_rows(params), params.head_dim, page, 16 * warps, splits.splits, splits.splits > 1,
-        params.q_gain_D is not None, pdl, num_warps=warps, num_stages=3, launch_pdl=pdl,
+        params.num_kv_heads, group_rows(params), params.head_dim, page_size, 16 * warps,
+        splits.splits, splits.splits > 1, params.q_gain_D is not None, pdl, num_warps=warps,
+        num_stages=3, launch_pdl=pdl,
     )  # fmt: skip
 
 
@@ -332,14 +332,14 @@ def write(
     positions_N: Tensor,
     slot_mapping_N: Tensor,
     *,
-    page: int,
+    page_size: int,
     pdl: bool = False,
 ) -> None:
     """Turns q in place, and puts k and v of the new tokens where they belong."""
     gains = [qkv if gain is None else gain for gain in (params.q_gain_D, params.k_gain_D)]
     _write[(len(positions_N), triton.cdiv(params.num_q_heads + 2 * params.num_kv_heads, 8))](
         qkv, *gains, params.rope, k, v, positions_N, slot_mapping_N, params.eps, params.num_q_heads,
-        params.num_kv_heads, params.head_dim, page, 8, params.q_gain_D is not None, pdl,
+        params.num_kv_heads, params.head_dim, page_size, 8, params.q_gain_D is not None, pdl,
         num_warps=2, launch_pdl=pdl,
     )  # fmt: skip
 
@@ -355,14 +355,14 @@ def tile_tokens(params: AttentionParams) -> int:
 def prefill(
     params: AttentionParams, qkv: Tensor, k: Tensor, v: Tensor, blocks: Tensor, stride: Tensor,
     ends_B: Tensor, lengths_B: Tensor, sequence_T: Tensor, first_T: Tensor, out: Tensor, *,
-    page: int, pdl: bool = False,
+    page_size: int, pdl: bool = False,
 ) -> None:  # fmt: skip
     """Prefill attention: several new tokens a sequence, already written. Tile t is `tile_tokens` of
     sequence_T[t], of which first_T[t] is the first. One that begins at the sequence's end is empty;
     a token of slot -1 belongs to nobody."""
     _prefill[(len(sequence_T), params.num_kv_heads)](
         qkv, k, v, blocks, ends_B, lengths_B, sequence_T, first_T, out, stride, params.scale,
-        params.num_q_heads, params.num_kv_heads, params.head_dim, page, PREFILL_ROWS, 64, pdl,
+        params.num_q_heads, params.num_kv_heads, params.head_dim, page_size, PREFILL_ROWS, 64, pdl,
         num_warps=4,
         num_stages=3, launch_pdl=pdl,
     )  # fmt: skip

@@ -201,26 +201,26 @@ def gemm_config(rows: int, *, split_k: int = 1, gated: bool = False) -> GemmConf
 def prefill(
     params: AttentionParams, qkv: Tensor, k: Tensor, v: Tensor, blocks: Tensor, stride: Tensor,
     ends_B: Tensor, lengths_B: Tensor, sequence_T: Tensor, first_T: Tensor, out: Tensor, *,
-    page: int, pdl: bool = False,
+    page_size: int, pdl: bool = False,
 ) -> None:  # fmt: skip
     """As `attention.prefill`."""
     _prefill[(len(sequence_T), params.num_kv_heads)](
         qkv, k, v, blocks, ends_B, lengths_B, sequence_T, first_T, out, stride, params.scale,
-        params.num_q_heads, params.num_kv_heads, params.head_dim, page, PREFILL_ROWS, BLOCK, pdl,
-        num_warps=4, num_stages=3, launch_pdl=pdl,
+        params.num_q_heads, params.num_kv_heads, params.head_dim, page_size, PREFILL_ROWS, BLOCK,
+        pdl, num_warps=4, num_stages=3, launch_pdl=pdl,
     )  # fmt: skip
 
 
 def decode(
     params: AttentionParams, qkv: Tensor, k: Tensor, v: Tensor, blocks: Tensor, stride: Tensor,
-    lengths_B: Tensor, slot_mapping_B: Tensor, out: Tensor, *, page: int, pdl: bool = False,
+    lengths_B: Tensor, slot_mapping_B: Tensor, out: Tensor, *, page_size: int, pdl: bool = False,
 ) -> None:  # fmt: skip
     """As `attention.decode`, without splits."""
     gains = [qkv if gain is None else gain for gain in (params.q_gain_D, params.k_gain_D)]
     _decode[(params.num_kv_heads, len(lengths_B))](
         qkv, *gains, params.rope, k, v, blocks, lengths_B, slot_mapping_B, out, stride,
         params.scale, params.eps, params.num_q_heads, params.num_kv_heads, group_rows(params),
-        params.head_dim, page, BLOCK, params.q_gain_D is not None, pdl, num_warps=4,
+        params.head_dim, page_size, BLOCK, params.q_gain_D is not None, pdl, num_warps=4,
         num_stages=3, launch_pdl=pdl,
     )  # fmt: skip
 

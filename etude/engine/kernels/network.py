@@ -4,7 +4,7 @@ inputs and outputs.
 One row of a dense model takes five kernels a layer, more rows take seven, experts a few more.
 Rounding to the type of the weights happens where the model definition rounds.
 
-Shapes: N new tokens, E hidden size, R rows that draw, V vocabulary, S pieces of a split product or
+Shapes: N new tokens, E hidden size, R rows that are sampled, V vocabulary, S splits of a product or
 experts of a token, X experts, k experts of a token.
 """
 
@@ -57,7 +57,7 @@ class Layer:
 
 
 class KernelNetwork:
-    """The forward pass of a `Transformer` on Triton kernels, on its own parameters."""
+    """The forward pass of a `Transformer` on Triton kernels, on the parameters of that model."""
 
     def __init__(self, model: Transformer) -> None:
         c = model.config

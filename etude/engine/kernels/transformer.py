@@ -28,12 +28,12 @@ from etude.model.rope import rotate
 from etude.model.tiled_attention import TiledCausalAttention
 from etude.model.transformer import Block, Transformer
 
-PAGE = 64
+PAGE_SIZE = 64
 
 
 class BatchInvariantTransformer(Transformer):
-    """A transformer with the forward bits of `BatchInvariantNetwork`, and the usual gradients. It
-    takes packed sequences only, with causal attention."""
+    """A trainable transformer whose forward pass has the bits of `BatchInvariantNetwork`, with the
+    usual gradients. It takes packed sequences only, with causal attention."""
 
     @property
     def invariant(self) -> bool:
@@ -91,9 +91,9 @@ class _PagedCausalAttention:
         c = model.config
         weight = model.model.embed_tokens.weight.detach()
         self._plain = CausalAttention(lengths, weight.device)
-        pages = -(-max(lengths) // PAGE)
+        pages = -(-max(lengths) // PAGE_SIZE)
         self._k, self._v = weight.new_zeros(
-            2, len(lengths) * pages, c.num_key_value_heads, PAGE, c.head_dim
+            2, len(lengths) * pages, c.num_key_value_heads, PAGE_SIZE, c.head_dim
         )
         self._cos, self._sin = model.rope[positions_N].to(weight.dtype).unbind(1)
 
@@ -104,7 +104,7 @@ class _PagedCausalAttention:
         end_B = length_B.cumsum(0)
         sequence_N = torch.arange(len(lengths)).repeat_interleave(length_B)
         self._positions = ints(positions_N)
-        self._slots = ints(sequence_N * pages * PAGE + positions_N.cpu())
+        self._slots = ints(sequence_N * pages * PAGE_SIZE + positions_N.cpu())
         self._blocks = ints(torch.arange(len(lengths) * pages))
         self._stride = ints(torch.tensor([pages]))
         self._ends = ints(end_B)
@@ -123,11 +123,11 @@ class _PagedCausalAttention:
             turned, out = qkv.clone(), qkv.new_empty(len(qkv), own.num_q * own.head_dim)
             params = layer.attention_params
             attention.write(
-                params, turned, self._k, self._v, self._positions, self._slots, page=PAGE
+                params, turned, self._k, self._v, self._positions, self._slots, page_size=PAGE_SIZE
             )
             invariant.prefill(
                 params, turned, self._k, self._v, self._blocks, self._stride, self._ends,
-                self._lengths, self._sequence, self._first, out, page=PAGE,
+                self._lengths, self._sequence, self._first, out, page_size=PAGE_SIZE,
             )  # fmt: skip
             return out
 
