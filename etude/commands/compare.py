@@ -25,13 +25,15 @@ def compare(before: str, after: str, split: str, console: Console) -> dict[str, 
             f"{before} was evaluated with {first.samples} attempts at each task, {after} with "
             f"{second.samples}: evaluate both alike (etude eval --samples N)"
         )
-    counts = [report.solved_by_task for report in (first, second)]
-    if not (common := counts[0].keys() & counts[1].keys()):
+    there, here = first.solved_by_task, second.solved_by_task
+    if not (common := sorted(there.keys() & here.keys())):
         raise EtudeError(f"{before} and {after} have no {split} task in common: nothing to compare")
     found = compare_paired(
-        *({task: each[task] for task in sorted(common)} for each in counts), first.samples
+        {task: there[task] for task in common},
+        {task: here[task] for task in common},
+        first.samples,
     )
-    left_out = len(counts[0].keys() | counts[1].keys()) - len(common)
+    left_out = len(there.keys() | here.keys()) - len(common)
     console.print(table([(before, first), (after, second)]))
     console.print(verdict(found, left_out))
     fields = ("num_tasks", "before", "after", "difference", "low", "high", "p_value")

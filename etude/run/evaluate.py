@@ -111,22 +111,29 @@ async def evaluate(
         for number in range(samples):
             for task in tasks:
                 group.create_task(solve(task, number))
-    solved = _solved(outcomes)
-    by_task = Counter({task.id: 0 for task in tasks})
-    by_task.update(t.task for t in outcomes if t.reward == 1.0)
-    low, high = (
-        wilson(solved, total) if samples == 1 else clustered_wilson([*by_task.values()], samples)
-    )
+    report = _report(outcomes, samples, stage=stage, split=split, version=version)
     emit(
         EvalDone(
             stage=stage,
             split=split,
             version=version,
-            solved=solved,
+            solved=report.solved,
             total=total,
-            low=low,
-            high=high,
+            low=report.low,
+            high=report.high,
         )
+    )
+    return report
+
+
+def _report(
+    outcomes: Sequence[Trajectory], samples: int, *, stage: str, split: str, version: int
+) -> Report:
+    solved, total = _solved(outcomes), len(outcomes)
+    by_task = Counter({t.task: 0 for t in outcomes})
+    by_task.update(t.task for t in outcomes if t.reward == 1.0)
+    low, high = (
+        wilson(solved, total) if samples == 1 else clustered_wilson([*by_task.values()], samples)
     )
     return Report(
         stage=stage,
