@@ -97,6 +97,33 @@ def _add_runs(add: AddCommand) -> None:
     eval_parser.add_argument("run", type=Path, metavar="RUN")
     eval_parser.add_argument("--version", type=int, help="weight version (default: the newest)")
     eval_parser.add_argument("--split", choices=EVAL_SPLITS, default="heldout")
+    eval_parser.add_argument(
+        "--samples",
+        type=_at_least_one,
+        default=1,
+        metavar="N",
+        help="attempts at each task, for pass@k (default: 1)",
+    )
+    _add_compare(add)
+
+
+def _add_compare(add: AddCommand) -> None:
+    parser = add(
+        "compare",
+        "compare two versions on the same tasks: paired, with interval and p-value",
+        json_text="end with one line of JSON",
+    )
+    for name, text in (("before", "the version to beat"), ("after", "the other version")):
+        parser.add_argument(
+            name, metavar="RUN[@VERSION]", help=f"{text} (default: the newest that was evaluated)"
+        )
+    parser.add_argument("--split", choices=EVAL_SPLITS, default="heldout")
+
+
+def _at_least_one(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return number
 
 
 def _add_init(add: AddCommand) -> None:

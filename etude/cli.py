@@ -123,13 +123,29 @@ def try_run(args: argparse.Namespace) -> int:
 def evaluate(args: argparse.Namespace) -> int:
     from etude.launch import local, screen
     from etude.run.audit import evaluated_versions
+    from etude.run.evaluate import pass_ks
 
     place, console = _existing(args.run), _console(args.json)
-    report = local.evaluate(place, console, version=args.version, split=args.split)
+    report = local.evaluate(
+        place, console, version=args.version, split=args.split, samples=args.samples
+    )
     console.print(screen.results([report], evaluated_versions(place.open().config())))
+    at_k = {k: report.pass_at(k) for k in pass_ks(report.samples)}
+    if report.samples > 1:
+        console.print("  ".join(f"pass@{k} {100 * rate:.1f} %" for k, rate in at_k.items()))
     if args.json:
         fields = ("stage", "split", "version", "solved", "total", "low", "high")
-        print(json.dumps({name: getattr(report, name) for name in fields}))
+        told = {name: getattr(report, name) for name in fields}
+        print(json.dumps(told | ({"pass_at": at_k} if report.samples > 1 else {})))
+    return 0
+
+
+def compare(args: argparse.Namespace) -> int:
+    from etude.commands.compare import compare
+
+    found = compare(args.before, args.after, args.split, _console(args.json))
+    if args.json:
+        print(json.dumps(found))
     return 0
 
 
@@ -280,6 +296,7 @@ COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "init": init,
     "try": try_run,
     "eval": evaluate,
+    "compare": compare,
     "serve": serve,
     "chat": chat,
     "mismatch": mismatch,

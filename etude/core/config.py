@@ -177,7 +177,11 @@ class EvalConfig(Config):
     """Sampling in evaluations."""
 
     temperature: NonNegative = 0.0
-    """Sampling temperature; 0 is greedy, and the same at every evaluation of a version."""
+    """Sampling temperature; 0 is greedy, and the same at every evaluation of a version. Several
+    attempts at a task (`etude eval --samples`) would be one then: they are sampled at 1."""
+
+    def temperature_of(self, samples: int) -> float:
+        return self.temperature if self.temperature or samples == 1 else 1.0
 
 
 AnyStage = MidtrainConfig | SftConfig | RlConfig | DpoConfig | DistillConfig

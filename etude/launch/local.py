@@ -232,7 +232,9 @@ async def _run(
         await launcher.run_all([*servers, *trainers, controller], until="controller")
 
 
-def evaluate(place: RunDirectory, console: Console, *, version: int | None, split: str) -> Report:
+def evaluate(
+    place: RunDirectory, console: Console, *, version: int | None, split: str, samples: int = 1
+) -> Report:
     """One version on one split, now; the report, which may be there already."""
     run = place.open()
     config = run.config()
@@ -246,12 +248,14 @@ def evaluate(place: RunDirectory, console: Console, *, version: int | None, spli
         raise EtudeError(
             f"{place.directory} has no {split} tasks: tasks.{split} is 0 in its config"
         )
-    if report_name(version, split) not in run.evals():
+    name = report_name(version, split, samples)
+    if name not in run.evals():
+        wanted = ("--version", version, "--split", split, "--samples", samples)
         with locked(place.directory) as lock:
-            resume = f"etude eval {place.directory} --version {version} --split {split}"
+            resume = " ".join(map(str, ("etude eval", place.directory, *wanted)))
             launcher = _launcher(config, place, resume, lock)
-            _run_loop(_evaluate(run, config, place, launcher, console, version, split))
-    return run.eval(report_name(version, split), Report)
+            _run_loop(_evaluate(run, config, place, launcher, console, wanted))
+    return run.eval(name, Report)
 
 
 async def _evaluate(
@@ -260,24 +264,14 @@ async def _evaluate(
     place: RunDirectory,
     launcher: Launcher,
     console: Console,
-    version: int,
-    split: str,
+    wanted: Sequence[object],
 ) -> None:
     _tell_launch(run)
     async with on_screen(
         run, launcher, console, title=f"etude · evaluation of {config.name}", lag_bound=0
     ):
         servers, url = server_programs(place.store, config.engine)
-        arguments = (
-            "--store",
-            place.store,
-            "--gateway",
-            url,
-            "--version",
-            version,
-            "--split",
-            split,
-        )
+        arguments = ("--store", place.store, "--gateway", url, *wanted)
         evaluation = Program("evaluation", python("etude.run.controller", *arguments))
         await launcher.run_all([*servers, evaluation], until="evaluation")
 

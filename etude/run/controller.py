@@ -103,9 +103,9 @@ class Controller:
         """The newest version, as soon as it is this one or a later one."""
         return (await self.versions.wait(after=version - 1)).version
 
-    async def evaluate(self, version: int, split: str) -> None:
+    async def evaluate(self, version: int, split: str, samples: int = 1) -> None:
         """Evaluate a version on a split, unless there are no tasks in it or it was done before."""
-        name = report_name(version, split)
+        name = report_name(version, split, samples)
         if getattr(self.config.tasks, split) == 0 or name in self.run.evals():
             return
         await self.gateway.load(version)
@@ -113,11 +113,12 @@ class Controller:
         attempts: list[Trajectory] = []
         report = await evaluate(
             await self.tasks(split),
-            self.rollouts(temperature=self.config.eval.temperature),
+            self.rollouts(temperature=self.config.eval.temperature_of(samples)),
             stage=stage,
             split=split,
             version=version,
             seed=self.config.seed,
+            samples=samples,
             emit=self.emit,
             keep=attempts.append,
         )
@@ -303,6 +304,7 @@ def main() -> int:
     parser.add_argument("--gateway", required=True, help="the gateway's URL")
     parser.add_argument("--version", type=int, help="evaluate this version and end")
     parser.add_argument("--split", choices=EVAL_SPLITS, default="heldout")
+    parser.add_argument("--samples", type=int, default=1, help="attempts at each task")
     args = parser.parse_args()
 
     async def program() -> None:
@@ -311,7 +313,7 @@ def main() -> int:
             await (
                 controller.run_stages()
                 if args.version is None
-                else controller.evaluate(args.version, args.split)
+                else controller.evaluate(args.version, args.split, args.samples)
             )
 
     return run_process(program)

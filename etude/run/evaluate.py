@@ -1,22 +1,23 @@
 """Evaluation: the solve rate of a version on a split, with a confidence interval.
 
-Every task once, through the same gateway and harness as in training. The version must not change
-under an evaluation: whoever runs one holds the weights still, and every token is checked to come
-from the version that is evaluated. A session that fails in infrastructure is tried again: it is no
-zero.
+Every task once, or several times for pass@k, through the same gateway and harness as in training.
+The version must not change under an evaluation: whoever runs one holds the weights still, and every
+token is checked to come from the version that is evaluated. A session that fails in infrastructure
+is tried again: it is no zero.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from etude.core.errors import EtudeError
 from etude.core.events import EvalDone, EvalProgress, Event
 from etude.core.seeds import derive
-from etude.core.types import Json, Task, Trajectory
+from etude.core.statistics import clustered_wilson, pass_at_k, wilson
+from etude.core.types import Cost, Json, Task, Trajectory
 from etude.run.loop import RunAttempt, attempt_done
 from etude.store.runs import Run
 
@@ -37,30 +38,36 @@ class Report:
     high: float
     """Wilson interval, 95 %."""
     rewards: dict[str, float]
-    """By task."""
+    """By task, the mean of its attempts."""
     example: list[Json]
     """The messages of the longest session that solved its task; empty if none did."""
+    samples: int = 1
+    """Attempts at each task; `solved` and `total` count attempts."""
+    solved_by_task: dict[str, int] = field(default_factory=dict)
+    cost: Cost = field(default_factory=Cost)
+    """Of all attempts together."""
 
     @property
     def name(self) -> str:
-        return report_name(self.version, self.split)
+        return report_name(self.version, self.split, self.samples)
 
     @property
     def rate(self) -> float:
         return self.solved / self.total
 
-
-def wilson(solved: int, total: int, z: float = 1.959964) -> tuple[float, float]:
-    """A 95 % interval for a share; unlike the textbook one it holds near 0 and 1, and for few
-    tries."""
-    share, spread = solved / total, z * z / total
-    middle = (share + spread / 2) / (1 + spread)
-    half = z / (1 + spread) * math.sqrt(share * (1 - share) / total + spread / (4 * total))
-    return max(0.0, middle - half), min(1.0, middle + half)
+    def pass_at(self, k: int) -> float:
+        """The chance that one of k attempts solves a task, over all tasks."""
+        counts = self.solved_by_task.values()
+        return sum(pass_at_k(self.samples, count, k) for count in counts) / len(counts)
 
 
-def report_name(version: int, split: str) -> str:
-    return f"{version:06d}.{split}"
+def report_name(version: int, split: str, samples: int = 1) -> str:
+    return f"{version:06d}.{split}" + (f"_x{samples}" if samples > 1 else "")
+
+
+def pass_ks(samples: int) -> list[int]:
+    """The k of pass@k that are told for so many attempts: powers of two, and all."""
+    return sorted({1 << n for n in range(samples.bit_length())} | {samples})
 
 
 def reports(run: Run) -> list[Report]:
@@ -76,15 +83,18 @@ async def evaluate(
     split: str,
     version: int,
     seed: int,
+    samples: int = 1,
     emit: Callable[[Event], None] = lambda event: None,
     keep: Callable[[Trajectory], object] = lambda trajectory: None,
 ) -> Report:
-    """`keep` is handed every attempt that counts."""
+    """Attempt every task `samples` times. `keep` is handed every attempt that counts."""
     outcomes: list[Trajectory] = []
     telling = _telling(attempt, split, emit)
 
-    async def solve(task: Task) -> None:
-        sample, own_seed = f"eval-{version}-{split}.{task.id}", derive(seed, "eval", task.id)
+    async def solve(task: Task, number: int) -> None:
+        again = (str(number),) if samples > 1 else ()
+        sample = ".".join((f"eval-{version}-{split}", task.id, *again))
+        own_seed = derive(seed, "eval", task.id, *again)
         outcomes.append(await _persistent(telling, task, sample, own_seed))
         _check_version(outcomes[-1], version)
         keep(outcomes[-1])
@@ -93,24 +103,37 @@ async def evaluate(
 
     def progress() -> EvalProgress:
         done, solved = len(outcomes), _solved(outcomes)
-        return EvalProgress(stage=stage, split=split, done=done, total=len(tasks), solved=solved)
+        return EvalProgress(stage=stage, split=split, done=done, total=total, solved=solved)
 
+    total = len(tasks) * samples
     emit(progress())
     async with asyncio.TaskGroup() as group:
-        for task in tasks:
-            group.create_task(solve(task))
-    solved, total = _solved(outcomes), len(tasks)
-    low, high = wilson(solved, total)
+        for number in range(samples):
+            for task in tasks:
+                group.create_task(solve(task, number))
+    report = _report(outcomes, samples, stage=stage, split=split, version=version)
     emit(
         EvalDone(
             stage=stage,
             split=split,
             version=version,
-            solved=solved,
+            solved=report.solved,
             total=total,
-            low=low,
-            high=high,
+            low=report.low,
+            high=report.high,
         )
+    )
+    return report
+
+
+def _report(
+    outcomes: Sequence[Trajectory], samples: int, *, stage: str, split: str, version: int
+) -> Report:
+    solved, total = _solved(outcomes), len(outcomes)
+    by_task = Counter({t.task: 0 for t in outcomes})
+    by_task.update(t.task for t in outcomes if t.reward == 1.0)
+    low, high = (
+        wilson(solved, total) if samples == 1 else clustered_wilson([*by_task.values()], samples)
     )
     return Report(
         stage=stage,
@@ -120,10 +143,28 @@ async def evaluate(
         total=total,
         low=low,
         high=high,
-        rewards={
-            t.task: t.reward for t in sorted(outcomes, key=lambda t: t.task) if t.reward is not None
-        },
+        rewards=_mean_rewards(outcomes),
         example=max((t.messages for t in outcomes if t.reward == 1.0), key=len, default=[]),
+        samples=samples,
+        solved_by_task=dict(sorted(by_task.items())),
+        cost=_total_cost(outcomes),
+    )
+
+
+def _mean_rewards(outcomes: Sequence[Trajectory]) -> dict[str, float]:
+    rewards: dict[str, list[float]] = {}
+    for trajectory in sorted(outcomes, key=lambda t: t.task):
+        if trajectory.reward is not None:
+            rewards.setdefault(trajectory.task, []).append(trajectory.reward)
+    return {task: sum(each) / len(each) for task, each in rewards.items()}
+
+
+def _total_cost(outcomes: Sequence[Trajectory]) -> Cost:
+    return Cost(
+        prompt_tokens=sum(t.cost.prompt_tokens for t in outcomes),
+        sampled_tokens=sum(t.cost.sampled_tokens for t in outcomes),
+        seconds=sum(t.cost.seconds for t in outcomes),
+        calls=sum(t.cost.calls for t in outcomes),
     )
 
 

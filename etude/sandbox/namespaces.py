@@ -237,11 +237,11 @@ class NamespaceSandboxPool:
 
 def _zygote_argv(control: int, mountpoint: str, mounts: Sequence[Mount]) -> list[str]:
     # The Python below the virtual environment, without its packages: a sandbox sees the standard
-    # library only.
+    # library only. Without bytecode: on a full disk it would be cut off, and break later starts.
     python = getattr(sys, "_base_executable", sys.executable)
     source = str(Path(__file__).resolve().parents[2])
     told = [source, str(control), mountpoint, json.dumps(mounts)]
-    return [python, "-s", "-S", "-P", "-X", "utf8", "-c", _BOOT, *told]
+    return [python, "-B", "-s", "-S", "-P", "-X", "utf8", "-c", _BOOT, *told]
 
 
 def _first_line(control: socket.socket) -> dict[str, Any]:

@@ -123,22 +123,25 @@ def test_whatever_is_stopped_is_named_and_the_run_goes_on(
     screen.end()
 
 
-@pytest.mark.parametrize("name", ["worker-east", "gateway", "controller"])
-def test_no_session_is_graded_for_it(etude: Etude, stopped: list[int], name: str) -> None:
+def test_no_session_is_graded_for_it(etude: Etude, stopped: list[int]) -> None:
     """In one region, so that every request has to wait, and for longer than the agent does."""
     screen = Screen(
         etude,
         ONE_REGION.replace(*LONG).replace("[harness]", f'[harness]\nagent = "{AGENT}:Impatient"'),
     )
+    waited = {}
     try:
         etude.wait_for_groups(1, screen.process)
-        stopped.append(screen.pid(name))
-        os.kill(stopped[-1], signal.SIGSTOP)
-        screen.until(f"alarm: the {name} has been silent")
-        time.sleep(WAIT_S + SILENCE_S)
-        os.kill(stopped[-1], signal.SIGCONT)
-        screen.until(f"the {name} is heard again")
-        screen.go_on()
+        for name in ("worker-east", "gateway", "controller"):
+            start = len(screen.text())
+            stopped.append(screen.pid(name))
+            os.kill(stopped[-1], signal.SIGSTOP)
+            screen.until(f"alarm: the {name} has been silent", start)
+            time.sleep(WAIT_S + SILENCE_S)
+            os.kill(stopped[-1], signal.SIGCONT)
+            screen.until(f"the {name} is heard again", start)
+            screen.go_on()
+            waited[name] = [t.error for t in trajectories(etude) if t.status == "failed"]
         screen.end()
     finally:
         print(screen.text())
@@ -147,6 +150,4 @@ def test_no_session_is_graded_for_it(etude: Etude, stopped: list[int], name: str
     assert all(
         (trajectory.reward is None) == (trajectory.status == "failed") for trajectory in found
     )
-    waited = [trajectory.error for trajectory in found if trajectory.status == "failed"]
-    if name == "worker-east":
-        assert "agent: its time ran out while it waited for the model" in waited
+    assert "agent: its time ran out while it waited for the model" in waited["worker-east"]

@@ -252,8 +252,8 @@ def test_an_evaluation_starts_what_it_needs(
     needed = ["gateway", "worker-here", "worker-there", "evaluation"]
     assert launcher.names == [(needed, "evaluation")]
     ((*_, evaluation), _) = launcher.happened[0]
-    assert evaluation.argv[-4:] == ("--version", "2", "--split", "heldout")
-    assert launcher.told["resume"].endswith("--version 2 --split heldout")
+    assert evaluation.argv[-6:] == ("--version", "2", "--split", "heldout", "--samples", "1")
+    assert launcher.told["resume"].endswith("--version 2 --split heldout --samples 1")
     assert launches(run) == [False]
 
 

@@ -113,6 +113,22 @@ class Exam:
         )  # fmt: skip
 
 
+async def test_several_attempts_at_each_task() -> None:
+    exam = Exam([1.0, 0.0, 1.0, 1.0, 0.0, 0.5])
+    report = await evaluate(
+        TASKS, exam.attempt, stage="rl", split="novel", version=3, seed=7, samples=2
+    )
+    assert (report.solved, report.total, report.samples) == (3, 6, 2)
+    assert report.solved_by_task == {"a": 0, "b": 1, "c": 2}
+    assert report.rewards == {"a": 0.0, "b": 0.75, "c": 1.0}
+    assert report.pass_at(1) == 0.5 and report.pass_at(2) == pytest.approx(2 / 3)
+    assert report.name == "000003.novel_x2"
+    assert [sample for _, sample, _ in exam.asked] == [
+        f"eval-3-novel.{task}.{number}" for number in "01" for task in "cab"
+    ]
+    assert len({seed for *_, seed in exam.asked}) == 6
+
+
 async def test_an_evaluation_tells_each_task_apart() -> None:
     exam, events = Exam([1.0, 0.9, 1.0]), list[Event]()
     report = await evaluate(

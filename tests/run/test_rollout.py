@@ -16,6 +16,7 @@ from etude.core.errors import EtudeError
 from etude.core.protocols import Sandbox
 from etude.core.sampling import VersionSpan
 from etude.core.sandbox import SandboxSpec
+from etude.core.statistics import wilson
 from etude.core.types import (
     Attempt,
     Cost,
@@ -27,7 +28,7 @@ from etude.core.types import (
     Trajectory,
     Transcript,
 )
-from etude.run.evaluate import evaluate, wilson
+from etude.run.evaluate import evaluate
 from etude.run.process import AwakeLoop
 from etude.run.rollout import RolloutRunner
 from etude.sandbox.fake import FakeSandbox
@@ -489,9 +490,3 @@ async def test_an_evaluation_tries_again_and_never_counts_a_failure_as_zero() ->
             [TASK], rollouts(Parts("sandbox")).attempt, stage="rl", split="novel", version=3, seed=0
         )
     assert isinstance(caught.value.exceptions[0], EtudeError)
-
-
-def test_the_interval_by_hand() -> None:
-    low, high = wilson(50, 100)
-    assert (round(low, 4), round(high, 4)) == (0.4038, 0.5962)
-    assert wilson(0, 10)[0] == 0.0 and round(wilson(0, 10)[1], 4) == 0.2775

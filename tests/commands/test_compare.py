@@ -1,0 +1,60 @@
+"""`etude compare` over evaluations in a store."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from etude.cli import main
+from etude.core.config import parse
+from etude.core.types import Cost
+from etude.run.evaluate import Report
+from etude.store.runs import Run
+
+SOLVED = {0: {"a": 0, "b": 0, "c": 1, "d": 0}, 6: {"a": 1, "b": 1, "c": 1, "d": 0, "e": 1}}
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    run = Run.open(f"file:{tmp_path}")
+    run.put_config(parse('name = "x"\n[[stage]]\nkind = "rl"\nsteps = 6\n'))
+    for version, solved in SOLVED.items():
+        report = Report(
+            stage="rl", split="heldout", version=version, solved=sum(solved.values()),
+            total=len(solved), low=0.0, high=1.0, rewards={}, example=[], solved_by_task=solved,
+            cost=Cost(sampled_tokens=100, seconds=8.0, calls=12),
+        )  # fmt: skip
+        run.put_eval(report.name, report)
+    return tmp_path
+
+
+def test_two_versions_of_a_run(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", f"{directory}@0", str(directory), "--json"]) == 0
+    told = capsys.readouterr()
+    found = json.loads(told.out)
+    assert (found["num_tasks"], found["before"], found["after"]) == (4, 0.25, 0.75)
+    assert (found["gained"], found["lost"], found["p_value"]) == (2, 0, 0.5)
+    assert "1 tasks that only one of them has tried are left out" in told.err
+    assert "+50.0 points" in told.err and "sign-flip test over 4 tasks" in told.err
+
+
+def test_what_was_not_evaluated_is_said_with_the_command_that_does(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compare", f"{directory}@3", str(directory)]) == 2
+    assert f"etude eval {directory} --version 3 --split heldout" in capsys.readouterr().err
+    assert main(["compare", f"{directory}@new", str(directory)]) == 2
+    assert "write RUN@NUMBER" in capsys.readouterr().err
+
+
+def test_unequal_attempts_are_not_compared(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run.open(f"file:{directory}")
+    report = replace(run.eval("000006.heldout", Report), samples=4)
+    run.put_eval(report.name, report)
+    assert main(["compare", f"{directory}@0", f"{directory}@6"]) == 2
+    assert "with 1 attempts at each task" in capsys.readouterr().err
