@@ -21,8 +21,9 @@ from starlette.types import ASGIApp
 from etude.core.errors import EtudeError
 
 TOKEN_VARIABLE = "ETUDE_TOKEN"
-"""The bearer token that every request must carry, and that our own requests carry. An environment
-variable, because everyone on a machine can read the arguments of a process."""
+"""The token that requests of this process carry; at a worker and at `etude serve` also the one that
+requests to it must carry. An environment variable, because everyone on a machine can read the
+arguments of a process."""
 
 
 def token(file: Path | None = None) -> str | None:
@@ -48,11 +49,12 @@ def authorization(token: str | None) -> dict[str, str]:
     return {"Authorization": f"Bearer {token}"} if token else {}
 
 
-def bind(host: str, port: int, token: str | None) -> socket.socket:
-    """A listening port. Without a token, only where nobody but this machine can reach it."""
-    if token is None and not _is_loopback(host):
+def bind(host: str, port: int, key: str | None, variable: str = TOKEN_VARIABLE) -> socket.socket:
+    """A listening port. Without a key, only where nobody but this machine can reach it. `variable`:
+    where the key is taken from."""
+    if key is None and not is_loopback(host):
         raise EtudeError(
-            f"{host} can be reached from outside: set {TOKEN_VARIABLE}, or serve on 127.0.0.1"
+            f"{host} can be reached from outside: set {variable}, or serve on 127.0.0.1"
         )
     if not 0 <= port < 2**16:
         raise EtudeError(
@@ -73,7 +75,7 @@ def bind(host: str, port: int, token: str | None) -> socket.socket:
     return listener
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -30,6 +30,7 @@ from etude.serve.http import (
     Unavailable,
     deadline,
 )
+from etude.serve.process import authorization
 from etude.serve.worker_protocol import (
     FRAME_SIZE_BYTES,
     GenerateFrame,
@@ -90,6 +91,7 @@ class Router:
         self._clock = clock or AwakeClock(SystemClock())
         self._changed = asyncio.Condition()
         self._requests: dict[str, SessionRequests] = {}
+        self._tokens: dict[str, str] = {}
         # of what waits for an answer of this worker
         self._limits: dict[Worker, set[asyncio.Timeout]] = {}
 
@@ -221,7 +223,9 @@ class Router:
         self.fleet.require_version(version)
         await self._wake()
 
-    async def join(self, joining: JoinRequest) -> None:
+    async def join(self, joining: JoinRequest, token: str = "") -> None:
+        """`token`: the worker's own, which it is asked with: no worker learns that of another."""
+        self._tokens[joining.url] = token
         worker = self.fleet.join(joining.url, joining.region, joining.version, self._clock.now())
         if worker.joining:
             return
@@ -284,7 +288,7 @@ class Router:
         async with AsyncExitStack() as stack:
             async with self._while_heard(worker, path):
                 response = await stack.enter_async_context(
-                    self._http.post(worker.url + path, data=body)
+                    self._http.post(worker.url + path, data=body, headers=self._headers(worker))
                 )
                 if response.status != 200:
                     _raise_refusal(response.status, _message(await response.read()))
@@ -318,9 +322,14 @@ class Router:
     async def _post(self, worker: Worker, path: str, body: bytes) -> tuple[int, bytes]:
         async with (
             self._while_heard(worker, path),
-            self._http.post(worker.url + path, data=body) as response,
+            self._http.post(
+                worker.url + path, data=body, headers=self._headers(worker)
+            ) as response,
         ):
             return response.status, await response.read()
+
+    def _headers(self, worker: Worker) -> dict[str, str]:
+        return authorization(self._tokens.get(worker.url))
 
     @asynccontextmanager
     async def _while_heard(self, worker: Worker, path: str) -> AsyncIterator[None]:
@@ -348,7 +357,7 @@ class Router:
             with suppress(WorkerFailed):
                 async with (
                     self._while_heard(worker, path),
-                    self._http.get(worker.url + path) as response,
+                    self._http.get(worker.url + path, headers=self._headers(worker)) as response,
                 ):
                     return [msgspec.json.decode(await response.read(), type=type)]
             return []
@@ -374,7 +383,7 @@ def _raise_refusal(status: int, message: str) -> NoReturn:
     its fault."""
     if status == 408:
         raise DeadlineExceeded()
-    if 400 <= status < 500:
+    if 400 <= status < 500 and status not in (401, 403):
         raise ValueError(message)
     raise WorkerFailed(message)
 
