@@ -118,17 +118,19 @@ class ServedModel:
             message = f"there is no model {name[:200]!r} here, only {self.label!r}"
             raise ApiError(message, status=404, code="model_not_found", param="model")
 
-    async def encode(self, texts: Sequence[str], param: str, contexts: int = 1) -> list[list[int]]:
-        """Texts that cannot fit are refused before they are encoded, which may take long."""
+    async def encode(
+        self, texts: Sequence[str], param: str, contexts: int = 1, *, plain: bool = False
+    ) -> list[list[int]]:
+        """Texts that cannot fit are refused before they are encoded, which may take long. `plain`:
+        nothing in them is a control token."""
         most = contexts * self.max_context
         if any(self.tokenizer.exceeds(text, most) for text in texts):
             message = f"{param}: the text is too long for {most} tokens, whatever they are"
             raise ApiError(message, code="context_length_exceeded", param=param)
         size = sum(map(len, texts))
         long = size > AT_ONCE_CHARS
-        return await in_thread_if_long(
-            size, lambda: [self.tokenizer.encode(text, long=long) for text in texts]
-        )
+        encode = self.tokenizer.encode_plain if plain else self.tokenizer.encode
+        return await in_thread_if_long(size, lambda: [encode(text, long=long) for text in texts])
 
 
 @dataclass(frozen=True, slots=True)

@@ -336,7 +336,7 @@ async def test_a_body_has_a_deadline(url: str, monkeypatch: pytest.MonkeyPatch) 
     place = urlsplit(url)
     reader, writer = await asyncio.open_connection(place.hostname, place.port)
     writer.write(
-        b"POST /v1/chat/completions HTTP/1.1\r\nHost: here\r\nContent-Length: 100\r\n\r\n{"
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"
     )
     head, _, body = (await reader.read()).partition(b"\r\n\r\n")  # up to the end of the connection
     assert head.startswith(b"HTTP/1.1 408")
