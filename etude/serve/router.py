@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -276,7 +276,7 @@ class Router:
         status, body = await self._post(worker, "/generate", msgspec.msgpack.encode(asked))
         if status != 200:
             _raise_refusal(status, _message(body))
-        return msgspec.msgpack.decode(body, type=Sample)
+        return _decoded(body, Sample)
 
     async def _stream_from(
         self, worker: Worker, request: Request
@@ -297,7 +297,7 @@ class Router:
                 async with self._while_heard(worker, path):
                     size = int.from_bytes(await response.content.readexactly(FRAME_SIZE_BYTES))
                     data = await response.content.readexactly(size)
-                frame = msgspec.msgpack.decode(data, type=GenerateFrame)
+                frame = _decoded(data, GenerateFrame)
                 if frame.status:
                     _raise_refusal(frame.status, frame.error)
                 elif frame.token is not None:
@@ -359,7 +359,7 @@ class Router:
                     self._while_heard(worker, path),
                     self._http.get(worker.url + path, headers=self._headers(worker)) as response,
                 ):
-                    return [msgspec.json.decode(await response.read(), type=type)]
+                    return [_decoded(await response.read(), type, msgspec.json.decode)]
             return []
 
         return [
@@ -367,6 +367,13 @@ class Router:
             for told in await asyncio.gather(*map(ask, self.fleet.workers))
             for answer in told
         ]
+
+
+def _decoded(data: bytes, type: type[T], decode: Callable[..., T] = msgspec.msgpack.decode) -> T:
+    try:
+        return decode(data, type=type)
+    except msgspec.MsgspecError as e:
+        raise WorkerFailed(f"it does not speak as a worker: {e}") from e
 
 
 def _left(request: Request, elapsed_s: float) -> Request:
