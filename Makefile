@@ -56,6 +56,9 @@ test-agents: $(DEV) ## command-line agents of others in recorded sessions (insta
 	        mini-swe-agent==2.4.6 mcp==2.3.0; }  # mcp: what its litellm forgets to ask for
 	@$(BIN)/python -m pytest -q -m agents tests/agents
 
+test-schema: $(DEV) ## thousands of requests made up from the schema of every dialect, at `etude serve` and at a gateway
+	@$(BIN)/python -m pytest -q -m schema tests/serve/test_openapi.py
+
 mutants: $(DEV) ## the share of small, random mistakes that the tests catch (COUNT=300 SEED=0; takes hours, and may be stopped)
 	@$(BIN)/python -m tests.mutants --count $(or $(COUNT),300) --seed $(or $(SEED),0)
 
@@ -115,4 +118,4 @@ $(DEV): $(RUNTIME)
 	@$(PIP) -r requirements-dev.txt
 	@rm -f .venv/.dev-* && touch $@
 
-.PHONY: help demo test test-s3 test-vllm test-agents wheels mutants lint format types bench bench-trl model screens clean
+.PHONY: help demo test test-s3 test-vllm test-agents test-schema wheels mutants lint format types bench bench-trl model screens clean

@@ -48,6 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_runs(add)
     _add_serve(add("serve", "serve a model, or what a run trained, by an OpenAI-compatible API"))
     _add_chat(add("chat", "talk to a model in the terminal"))
+    _add_token(add("token", "make a token for a gateway, with its secret (ETUDE_SECRET)"))
 
     _add_mismatch(add)
     _add_weights(commands.add_parser("weights", help="the weights of runs and models"))
@@ -299,6 +300,17 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         help="the same bits whatever is answered together; slower",
     )
     parser.add_argument("--quiet", action="store_true", help="no line for every request")
+
+
+def _add_token(parser: argparse.ArgumentParser) -> None:
+    scopes = ("session", "user", "worker", "feedback", "admin")
+    parser.add_argument("scope", choices=scopes, help="what it opens: docs/serve.md")
+    parser.add_argument(
+        "--subject", default="", metavar="NAME", help="whose it is; the id of a session for session"
+    )
+    parser.add_argument(
+        "--days", type=float, default=30.0, help="until it ends (default: %(default)g)"
+    )
 
 
 def _add_weights(parser: argparse.ArgumentParser) -> None:

@@ -224,6 +224,13 @@ def weights(args: argparse.Namespace) -> int:
     return code
 
 
+def token(args: argparse.Namespace) -> int:
+    from etude.commands.token import make_token
+
+    print(make_token(args.scope, args.subject, args.days))
+    return 0
+
+
 def keys(args: argparse.Namespace) -> int:
     from etude.commands.keys import markdown, show
 
@@ -299,6 +306,7 @@ COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "compare": compare,
     "serve": serve,
     "chat": chat,
+    "token": token,
     "mismatch": mismatch,
     "weights": weights,
     "weights import": import_weights,

@@ -47,6 +47,7 @@ EDGES: dict[str, set[str]] = {
         "dash",
         "serve.heartbeat",
         "serve.process",
+        "serve.tokens",
         "store",
         "weights",
         "run",

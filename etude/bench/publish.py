@@ -45,6 +45,7 @@ from etude.launch.launcher import Launcher, Program, locked, python, server_prog
 from etude.run.controller import open_controller
 from etude.run.gateway_client import GatewayClient
 from etude.run.process import run_process
+from etude.serve.tokens import Scope
 from etude.serve.worker_protocol import WorkerWeights
 from etude.store.codec import Stamped, from_json, to_json
 from etude.store.runs import Run
@@ -123,7 +124,8 @@ def run(model: str | None = None, steps: int = STEPS) -> dict[str, float]:
         servers, url = server_programs(f"file:{scratch}", config.engine)
         store = ("--store", f"file:{scratch}")
         trainer = Program("trainer", python("etude.trainer.trainer", *store))
-        controller = Program("controller", python("etude.bench.publish", *store, "--gateway", url))
+        program = python("etude.bench.publish", *store, "--gateway", url)
+        controller = Program("controller", program, scope=Scope.ADMIN)
 
         async def execute() -> None:
             await launcher.run_to_end(

@@ -22,6 +22,7 @@ from etude.model.files import build_model, read_directory
 from etude.model.numerics import INVARIANT
 from etude.model.transformer import Transformer
 from etude.serve import process
+from etude.serve.access import OneToken
 from etude.serve.answerer import ConcurrencyLimit, PolicyAnswerer, ServedModel
 from etude.serve.dialects import public_routes
 from etude.serve.engine_thread import EngineThread, exit_on_engine_failure
@@ -92,7 +93,7 @@ def create_server(
     )
     answerer = PolicyAnswerer(model, engine)
     routes = public_routes(model, lambda http: answerer, engine.gauges)
-    return create_app(routes, token, model.metrics)
+    return create_app(routes, OneToken(token) if token else None, model.metrics)
 
 
 def serve(options: Options) -> None:

@@ -104,6 +104,14 @@ def turns(segment: Segment) -> list[range]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SessionAccess:
+    """What a harness is given of its session: where, and the key that opens this session only."""
+
+    base_url: str
+    api_key: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Transcript:
     """A session as the harness saw it."""
 

@@ -31,7 +31,8 @@ from etude.core.events import Event
 from etude.core.liveness import Liveness
 from etude.run.process import die_with_parent
 from etude.serve import heartbeat
-from etude.serve.process import TOKEN_VARIABLE, token
+from etude.serve.process import TOKEN_VARIABLE
+from etude.serve.tokens import MAX_LIFETIME_S, SECRET_VARIABLE, Scope, TokenAuthority, read_secret
 
 STOP_S = 5.0
 """From SIGTERM to SIGKILL."""
@@ -39,6 +40,7 @@ START_S = 60.0
 """From the start of a process to its first sign of life, which comes when its modules are there."""
 LOOK_EVERY_S = 0.5
 LAST_LINES = 15
+CREDENTIALS = (SECRET_VARIABLE, TOKEN_VARIABLE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,10 @@ class Program:
     """It is there for others, and not meant to end by itself."""
     restarts: int = 0
     """How often it may be started again within a minute."""
+    scope: Scope | None = None
+    """Of the token that it is given."""
+    makes_tokens: bool = False
+    """It is given the secret that tokens are signed with."""
 
 
 class Restarts:
@@ -71,8 +77,9 @@ class Restarts:
 
 
 class Launcher:
-    """Runs programs in a run's directory; their output goes to `logs/`. They share a token that
-    keeps others on this machine from using their ports."""
+    """Runs programs in a run's directory; their output goes to `logs/`. Each has the token that it
+    needs, so that nobody else on this machine can use their ports, nor one of them do what is for
+    another."""
 
     def __init__(
         self,
@@ -96,9 +103,11 @@ class Launcher:
             # core is wanted by other processes of the run. The default spins for milliseconds.
             "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "10000"),
             "PYTHONUNBUFFERED": "1",
-            TOKEN_VARIABLE: token() or secrets.token_urlsafe(),
         }
-        self._environment = os.environ | own
+        kept = {name: value for name, value in os.environ.items() if name not in CREDENTIALS}
+        self._environment = kept | own
+        self._secret = read_secret() or secrets.token_urlsafe(32)
+        self._tokens = TokenAuthority(self._secret)
         self._alive: dict[str, asyncio.subprocess.Process] = {}
         # where the present life of a program begins in its log
         self._log_starts: dict[str, int] = {}
@@ -144,10 +153,19 @@ class Launcher:
                 start_new_session=True,
                 pass_fds=(self.lock, pipe),
                 preexec_fn=lambda: die_with_parent(parent),
-                env=self._environment | {heartbeat.HEARTBEAT_VARIABLE: str(pipe)},
+                env=self._environment
+                | self._credentials(program)
+                | {heartbeat.HEARTBEAT_VARIABLE: str(pipe)},
             )
             self._alive[program.name] = process
             return await process.wait()
+
+    def _credentials(self, program: Program) -> dict[str, str]:
+        given = {SECRET_VARIABLE: self._secret} if program.makes_tokens else {}
+        if program.scope is not None:
+            token = self._tokens.mint(program.scope, program.name, MAX_LIFETIME_S)
+            given[TOKEN_VARIABLE] = token
+        return given
 
     @contextlib.contextmanager
     def _listening(self, program: Program) -> Iterator[int]:
@@ -301,7 +319,9 @@ def server_programs(store: str, engine: EngineConfig) -> tuple[list[Program], st
     gateway_port = engine.port or free
     url = f"http://127.0.0.1:{gateway_port}"
     listening = ("--store", store, "--port", gateway_port)
-    gateway = Program("gateway", python("etude.serve.gateway", *listening), serves=True)
+    gateway = Program(
+        "gateway", python("etude.serve.gateway", *listening), serves=True, makes_tokens=True
+    )
     workers = [
         Program(
             f"worker-{region}",
@@ -311,6 +331,7 @@ def server_programs(store: str, engine: EngineConfig) -> tuple[list[Program], st
             ),
             serves=True,
             restarts=3,
+            scope=Scope.WORKER,
         )
         for region, port in zip(engine.regions, ports, strict=True)
     ]

@@ -35,6 +35,7 @@ from etude.launch.launcher import (
 from etude.run.audit import audit, evaluated_versions, is_finished
 from etude.run.evaluate import Report, report_name, reports
 from etude.run.sinks import Sinks, forward_events
+from etude.serve.tokens import Scope
 from etude.store.codec import Stamped
 from etude.store.runs import Run
 from etude.store.telemetry import EventReader, event_writer
@@ -227,7 +228,9 @@ async def _run(
             place.store, config.trainer.ranks, place.directory / "rendezvous"
         )
         controller = Program(
-            "controller", python("etude.run.controller", "--store", place.store, "--gateway", url)
+            "controller",
+            python("etude.run.controller", "--store", place.store, "--gateway", url),
+            scope=Scope.ADMIN,
         )
         await launcher.run_all([*servers, *trainers, controller], until="controller")
 
@@ -272,7 +275,8 @@ async def _evaluate(
     ):
         servers, url = server_programs(place.store, config.engine)
         arguments = ("--store", place.store, "--gateway", url, *wanted)
-        evaluation = Program("evaluation", python("etude.run.controller", *arguments))
+        program = python("etude.run.controller", *arguments)
+        evaluation = Program("evaluation", program, scope=Scope.ADMIN)
         await launcher.run_all([*servers, evaluation], until="evaluation")
 
 

@@ -162,9 +162,13 @@ class ChatTokenizer:
             first, start = last + 1, behind
         return found
 
-    def _as_plain(self, text: str, long: bool) -> list[int]:
-        ids: list[int] = _encoded(self._plain, self._as_said(text), long).ids
+    def encode_plain(self, text: str, *, long: bool = False) -> list[int]:
+        """A text of anybody's: nothing in it is a control token."""
+        ids: list[int] = _encoded(self._plain, text, long).ids
         return ids
+
+    def _as_plain(self, text: str, long: bool) -> list[int]:
+        return self.encode_plain(self._as_said(text), long=long)
 
     @cached_property
     def _plain(self) -> Tokenizer:

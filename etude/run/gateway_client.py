@@ -1,4 +1,4 @@
-"""The controller's client of the gateway: sessions are opened by using them, read when they are
+"""The controller's client of the gateway: a session is opened for an attempt, read when that is
 over, then forgotten."""
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import msgspec
 
 from etude.core.errors import EtudeError
 from etude.core.events import RegionStatus
-from etude.core.types import Segment
+from etude.core.types import Segment, SessionAccess
 from etude.serve.process import authorization, token
+from etude.serve.tokens import Scope, new_session_id
 
 START_S = 60.0
 RETRY_S = 0.05
@@ -24,13 +25,16 @@ NO_SEGMENTS = msgspec.msgpack.encode(())
 
 class GatewayClient:
     """`async with GatewayClient(url) as gateway`. `http` is the one connection pool, for the
-    harness too, which is given the key that its requests carry."""
+    harness too, which is given the key that its requests carry. Ours is an admin's.
 
-    def __init__(self, url: str) -> None:
+    At the gateway a session has an id that nobody can guess; here it is called by its sample."""
+
+    def __init__(self, url: str, *, session_s: float = 86400.0) -> None:
+        """`session_s`: how long a session may be used."""
         self.url = url
-        self.api_key = token() or "none"
-        """Clients of OpenAI's API refuse to start without one."""
-        self.headers = authorization(self.api_key)
+        self.headers = authorization(token())
+        self._session_s = session_s
+        self._ids: dict[str, str] = {}
         self._busy_s: dict[str, tuple[float, float]] = {}
 
     async def __aenter__(self) -> GatewayClient:
@@ -73,24 +77,31 @@ class GatewayClient:
         told = {"version": version}
         await self._ask("POST", "/load", f"the workers cannot load version {version}", json=told)
 
-    def base_url(self, session: str) -> str:
-        """Where a harness reaches the model, so that what it says is recorded under this name."""
-        return f"{self.url}/s/{session}/v1"
+    async def open_session(self, session: str) -> SessionAccess:
+        id, what = new_session_id(), f"session {session} cannot be opened"
+        told = {"scope": Scope.SESSION, "subject": id, "lifetime_s": self._session_s}
+        key = msgspec.json.decode(await self._ask("POST", "/tokens", what, json=told))["token"]
+        self._ids[session] = id
+        return SessionAccess(base_url=f"{self.url}/s/{id}/v1", api_key=key)
 
     async def segments(self, session: str, *, experts: bool) -> tuple[Segment, ...]:
+        if session not in self._ids:
+            return ()
         told = {"experts": "true"} if experts else None
         what = f"session {session} cannot be read"
-        path = f"/s/{session}/segments"
+        path = f"/s/{self._ids[session]}/segments"
         answer = await self._ask("GET", path, what, unknown=NO_SEGMENTS, params=told)
         return msgspec.msgpack.decode(answer, type=tuple[Segment, ...])
 
     async def disturbed(self, session: str, age_s: float) -> bool:
         told, what = {"age_s": str(age_s)}, f"session {session} cannot be asked about"
-        answer = await self._ask("GET", f"/s/{session}/disturbed", what, params=told)
+        path = f"/s/{self._ids[session]}/disturbed"
+        answer = await self._ask("GET", path, what, params=told)
         return msgspec.json.decode(answer, type=bool)
 
     async def forget(self, session: str) -> None:
-        await self._ask("DELETE", f"/s/{session}", f"session {session} cannot be deleted")
+        if (id := self._ids.pop(session, None)) is not None:
+            await self._ask("DELETE", f"/s/{id}", f"session {session} cannot be deleted")
 
     async def regions(self) -> tuple[dict[str, RegionStatus], list[str]]:
         """Those that answer, and the names of those in which a worker is silent."""

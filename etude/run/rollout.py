@@ -24,6 +24,7 @@ from etude.core.types import (
     Part,
     Score,
     Segment,
+    SessionAccess,
     Task,
     Trajectory,
     Transcript,
@@ -38,15 +39,14 @@ RECORDED_S = 5.0
 
 
 class SessionRecorder(Protocol):
-    """Sessions with the model that are recorded: the gateway, or a fake."""
-
-    api_key: str
-    """What requests to it carry."""
-
-    def base_url(self, session: str) -> str: ...
+    """Sessions with the model that are recorded: the gateway, or a fake. Each has the name of its
+    sample here."""
 
     async def up(self) -> None:
         """Returns as soon as there is a model to be reached."""
+
+    async def open_session(self, session: str) -> SessionAccess:
+        """A new one, which no harness of another can reach."""
 
     async def disturbed(self, session: str, age_s: float) -> bool:
         """Whether a request of the session, which began so long ago, had to wait for a process that
@@ -146,6 +146,7 @@ class RolloutRunner:
         sample = started.id
         async with boundary("model"):
             await self.sessions.up()
+            access = await self.sessions.open_session(sample)
         began = asyncio.get_running_loop().time()
         async with boundary("sandbox"), contextlib.AsyncExitStack() as stack:
             async with _at_most(self._sandbox_timeout_s, "tasks.timeout_s"):
@@ -154,8 +155,8 @@ class RolloutRunner:
                 running = self.agent.run(
                     task,
                     sandbox,
-                    base_url=self.sessions.base_url(sample),
-                    api_key=self.sessions.api_key,
+                    base_url=access.base_url,
+                    api_key=access.api_key,
                     seed=seed,
                 )
                 transcript = await _coroutine("run", running)

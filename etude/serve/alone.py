@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
 
 from starlette.requests import Request as HttpRequest
@@ -14,9 +13,10 @@ from starlette.routing import Route
 
 from etude.core.protocols import Policy
 from etude.core.sampling import Request, Sample, Token
-from etude.core.types import Json, Segment
+from etude.core.types import Json, Segment, SessionAccess
 from etude.model.tokenizer import ChatTokenizer
 from etude.serve import process
+from etude.serve.access import SignedTokens
 from etude.serve.answerer import ServedModel
 from etude.serve.dialects import session_routes
 from etude.serve.gateway import SessionAnswerer
@@ -24,13 +24,14 @@ from etude.serve.grammar import GrammarBuilder
 from etude.serve.headers import read_segment_kind
 from etude.serve.http import ApiError, create_app, read, respond
 from etude.serve.recorder import Recorder
+from etude.serve.tokens import MAX_LIFETIME_S, Scope, TokenAuthority
 
 
 class _Sessions:
     """A port for sessions, open from the first moment to the last."""
 
     def __init__(self) -> None:
-        self.api_key = secrets.token_urlsafe()
+        self._tokens = TokenAuthority()
         self._url = ""
 
     def routes(self) -> list[Route]:
@@ -38,15 +39,17 @@ class _Sessions:
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
-        listener = process.bind("127.0.0.1", 0, self.api_key)
+        listener = process.bind("127.0.0.1", 0, None)
         self._url = process.url_of(listener)
-        async with process.serving(create_app(self.routes(), self.api_key), listener):
+        app = create_app(self.routes(), SignedTokens(self._tokens))
+        async with process.serving(app, listener):
             yield
 
-    def base_url(self, session: str) -> str:
-        return f"{self._url}/s/{session}/v1"
-
     async def up(self) -> None: ...
+
+    async def open_session(self, session: str) -> SessionAccess:
+        key = self._tokens.mint(Scope.SESSION, session, MAX_LIFETIME_S)
+        return SessionAccess(base_url=f"{self._url}/s/{session}/v1", api_key=key)
 
     async def disturbed(self, session: str, age_s: float) -> bool:
         return False

@@ -8,6 +8,7 @@ records what is said in a session is in `gateway.py`.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,6 +27,8 @@ from etude.serve.metrics import Metrics
 
 MAX_ANSWERS = 2048
 """Of one request, to all of its prompts."""
+MAX_ANSWERS_PER_CLIENT = 256
+"""Where there is no limit for all."""
 AT_ONCE_CHARS = 20_000
 """More than this is rendered and encoded on another thread, so that the port answers meanwhile. For
 less, the way there and back takes longer than the work."""
@@ -57,33 +60,50 @@ OpenAnswerer = Callable[[HttpRequest], Answerer]
 
 
 class ConcurrencyLimit:
-    """A limit on the number of answers under way at once."""
+    """A limit on the number of answers under way at once, and on how many of them one client may
+    have: half of all, so that nobody keeps all others out."""
 
     def __init__(self, limit: int | None) -> None:
         self.limit = limit
         self.in_use = 0
+        self._of_clients: Counter[str] = Counter()
 
-    def check(self, count: int, param: str = "n") -> None:
+    @property
+    def per_client(self) -> int:
+        return MAX_ANSWERS_PER_CLIENT if self.limit is None else max(1, self.limit // 2)
+
+    def check(self, count: int, param: str = "n", client: str = "") -> None:
         """Of one request: more than all that there are will never be free."""
         limit = MAX_ANSWERS if self.limit is None else self.limit
+        limit = min(limit, self.per_client) if client else limit
         if count > limit:
             message = f"{param}: this server gives at most {limit} answers at once, not {count}"
             raise ApiError(message, param=param)
 
     @contextmanager
-    def acquire(self, count: int) -> Iterator[None]:
-        self.check(count)
+    def acquire(self, count: int, client: str = "") -> Iterator[None]:
+        """`client`: who asks, if several share this server."""
+        self.check(count, client=client)
         if self.limit is not None and self.in_use + count > self.limit:
-            message = (
-                f"{self.in_use} answers are under way, and {self.limit} are the most: try again "
-                f"soon"
+            raise _too_many(f"{self.in_use} answers are under way, and {self.limit} are the most")
+        if client and self._of_clients[client] + count > self.per_client:
+            raise _too_many(
+                f"{self._of_clients[client]} answers of yours are under way, and {self.per_client} "
+                f"are the most for one client"
             )
-            raise Unavailable(message, status=429, code="too_many_requests")
         self.in_use += count
+        self._of_clients[client] += count
         try:
             yield
         finally:
             self.in_use -= count
+            self._of_clients[client] -= count
+            if not self._of_clients[client]:
+                del self._of_clients[client]
+
+
+def _too_many(message: str) -> Unavailable:
+    return Unavailable(f"{message}: try again soon", status=429, code="too_many_requests")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,17 +138,19 @@ class ServedModel:
             message = f"there is no model {name[:200]!r} here, only {self.label!r}"
             raise ApiError(message, status=404, code="model_not_found", param="model")
 
-    async def encode(self, texts: Sequence[str], param: str, contexts: int = 1) -> list[list[int]]:
-        """Texts that cannot fit are refused before they are encoded, which may take long."""
+    async def encode(
+        self, texts: Sequence[str], param: str, contexts: int = 1, *, plain: bool = False
+    ) -> list[list[int]]:
+        """Texts that cannot fit are refused before they are encoded, which may take long. `plain`:
+        nothing in them is a control token."""
         most = contexts * self.max_context
         if any(self.tokenizer.exceeds(text, most) for text in texts):
             message = f"{param}: the text is too long for {most} tokens, whatever they are"
             raise ApiError(message, code="context_length_exceeded", param=param)
         size = sum(map(len, texts))
         long = size > AT_ONCE_CHARS
-        return await in_thread_if_long(
-            size, lambda: [self.tokenizer.encode(text, long=long) for text in texts]
-        )
+        encode = self.tokenizer.encode_plain if plain else self.tokenizer.encode
+        return await in_thread_if_long(size, lambda: [encode(text, long=long) for text in texts])
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,12 +22,15 @@
                                                 there; answers when
                                                 it is up, unless it is being told what to load
                                                 already
+    POST   /tokens {scope, subject, lifetime_s}  makes a token; DELETE /tokens/{id} revokes one
     GET    /up                                  answers as soon as a worker is up
     GET    /status
     GET    /weights                             what every worker computes with, by the digest of
                                                 its live tensors
 
     python -m etude.serve.gateway --store RUN --port 8100
+
+Who may use which of them: `serve/policies.py`.
 
 Between the gateway and the workers go token ids both ways (`POST /generate`), and every request
 carries its own randomness. So a request whose worker dies, or falls silent, is simply sent to
@@ -54,6 +57,7 @@ from etude.core.sampling import Request, Sample, Token
 from etude.core.types import SegmentKind
 from etude.model.tokenizer import ChatTokenizer, Message, Tool
 from etude.serve import heartbeat, process
+from etude.serve.access import SignedTokens, identity_of
 from etude.serve.answerer import (
     PolicyAnswerer,
     ServedModel,
@@ -76,6 +80,8 @@ from etude.serve.http import (
 )
 from etude.serve.recorder import Prompt, Recorder
 from etude.serve.router import Router
+from etude.serve.token_routes import TokenRoutes
+from etude.serve.tokens import SECRET_VARIABLE, TokenAuthority, read_secret
 from etude.serve.worker_protocol import JoinRequest, LoadRequest, read_model_files
 from etude.store.experts import put_experts
 from etude.store.objects import Objects
@@ -87,10 +93,13 @@ class Gateway:
     which workers join and weights change."""
 
     def __init__(
-        self, router: Router, objects: Objects, files: Mapping[str, bytes], *, max_context: int
-    ) -> None:
+        self, router: Router, objects: Objects, files: Mapping[str, bytes], *, max_context: int,
+        tokens: TokenAuthority | None = None,
+    ) -> None:  # fmt: skip
         self.router = router
         self.objects = objects
+        self.tokens = tokens or TokenAuthority()
+        self.token_routes = TokenRoutes(self.tokens, objects)
         self.model = ServedModel(
             tokenizer=ChatTokenizer(files),
             grammars=GrammarBuilder(files),
@@ -110,6 +119,7 @@ class Gateway:
             Route("/up", self.up),
             Route("/status", self.status),
             Route("/weights", self.weights),
+            *self.token_routes.routes(),
             *public_routes(self.model, lambda http: plain, dict),
         ]
 
@@ -150,6 +160,7 @@ class Gateway:
 
     async def forget(self, http: HttpRequest) -> Response:
         session: str = http.path_params["session"]
+        self.tokens.close_session(session)
         self.recorder.forget(session)
         self.router.forget(session)
         self.model.conversations.forget(session)
@@ -168,7 +179,8 @@ class Gateway:
         return respond(LoadRequest(version=self.router.fleet.live))
 
     async def join(self, http: HttpRequest) -> Response:
-        await self.router.join(await read(http, JoinRequest))
+        """The worker is asked with the token that it joins with."""
+        await self.router.join(await read(http, JoinRequest), identity_of(http).token)
         return respond(LoadRequest(version=self.router.fleet.live))
 
     async def up(self, http: HttpRequest) -> Response:
@@ -260,24 +272,28 @@ async def serve_gateway(
     host: str = "127.0.0.1",
     version: int = -1,
 ) -> None:
-    token = process.token()
-    listener = process.bind(host, port, token)
+    secret = read_secret()
+    listener = process.bind(host, port, secret, SECRET_VARIABLE)
+    tokens = TokenAuthority(secret)
+    access = SignedTokens(tokens) if secret else None
     run = Run.open(store_url, create=False)
     files = read_model_files(run)
     max_context = json.loads(files["config.json"])["max_position_embeddings"]
-    headers = process.authorization(token)
     # As many connections as there are requests, and no limit on their time: a worker that dies
     # closes its connections.
     connector = aiohttp.TCPConnector(limit=0)
     patient = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
-    async with aiohttp.ClientSession(headers=headers, connector=connector, timeout=patient) as http:
+    async with aiohttp.ClientSession(connector=connector, timeout=patient) as http:
         router = Router(http, version, run.config().heartbeat_timeout_s)
-        gateway = Gateway(router, run.objects, files, max_context=max_context)
+        gateway = Gateway(router, run.objects, files, max_context=max_context, tokens=tokens)
+        await gateway.token_routes.restore()
         async with process.serving(
-            create_app(gateway.routes(), token, gateway.model.metrics), listener
+            create_app(gateway.routes(), access, gateway.model.metrics), listener
         ) as running:
             print(f"gateway at {process.url_of(listener)}", flush=True)
-            async with process.meanwhile(router.watch(), heartbeat.send_heartbeats()):
+            async with process.meanwhile(
+                router.watch(), gateway.token_routes.watch(), heartbeat.send_heartbeats()
+            ):
                 await running
 
 

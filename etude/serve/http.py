@@ -1,32 +1,34 @@
-"""HTTP basics of all servers: bodies of bounded size, errors, ids of requests, the token, and
+"""HTTP basics of all servers: bodies of bounded size, errors, ids of requests, who is let in, and
 clients that go away.
 
 An error is `{"error": {"message": .., "type": .., "code": .., "param": ..}}` with the status that
 fits, as OpenAI has it; on Anthropic's routes it has Anthropic's form. A request may bring an id in
-`x-request-id`; the answer carries it, or one that we made. If there is a token, every route needs
-it.
+`x-request-id`; the answer carries it, or one that we made. Who is asking is known before anything
+of a request is read, and every route has a policy (`serve/policies.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import re
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from functools import wraps
 from typing import Any, TypeVar, cast
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from etude.serve.access import IDENTITY, Access, AccessDenied, NoToken, identity_of
 from etude.serve.metrics import Metrics, RequestRecord
-from etude.serve.process import authorization
+from etude.serve.policies import policy_of
 
 MAX_BODY_BYTES = 8 << 20
 BODY_S = 60.0
@@ -290,23 +292,27 @@ class EventStream(Response):
 
 
 def create_app(
-    routes: Sequence[Route], token: str | None, metrics: Metrics | None = None
+    routes: Sequence[Route], access: Access | None, metrics: Metrics | None = None
 ) -> ASGIApp:
+    """`access`: how it is known who is asking; None: everybody on this machine is let in. Raises
+    for a route without a policy."""
+
     def failed(request: Request, error: Exception) -> Response:
         headers: Mapping[str, str] = {}
         if isinstance(error, HTTPException):
             code = "not_found" if error.status_code == 404 else "invalid_request"
             headers = error.headers or {}
             error = ApiError(error.detail, status=error.status_code, code=code)
+        if isinstance(error, AccessDenied):
+            error = ApiError(str(error), status=error.status, code=error.code)
         assert isinstance(error, ApiError)
         response = error_response(error, request.url.path)
         response.headers.update(headers)
         return response
 
-    app: ASGIApp = Starlette(
-        routes=routes, exception_handlers={ApiError: failed, HTTPException: failed}
-    )
-    app = with_request_ids(app if token is None else requiring_token(app, token))
+    handlers = dict.fromkeys((ApiError, AccessDenied, HTTPException), failed)
+    app: ASGIApp = Starlette(routes=list(map(guarded, routes)), exception_handlers=handlers)
+    app = with_request_ids(with_identity(app, access or NoToken()))
     return app if metrics is None else with_metrics(app, metrics)
 
 
@@ -344,23 +350,30 @@ def with_request_ids(app: ASGIApp) -> ASGIApp:
     return call
 
 
-def requiring_token(app: ASGIApp, token: str) -> ASGIApp:
-    """Nothing behind it is reached without the token. Anthropic's clients send it in a header of
-    their own."""
-    expected = {
-        b"authorization": authorization(token)["Authorization"].encode(),
-        b"x-api-key": token.encode(),
-    }
+def with_identity(app: ASGIApp, access: Access) -> ASGIApp:
+    """Nothing behind it is reached by somebody who is not known."""
 
-    async def check(scope: Scope, receive: Receive, send: Send) -> None:
-        given = dict(scope.get("headers", ()))
-        if any(
-            hmac.compare_digest(given.get(name, b""), value) for name, value in expected.items()
-        ):
-            await app(scope, receive, send)
-        else:
-            message = "send the token of this server as 'Authorization: Bearer ..'"
-            error = ApiError(message, status=401, code="unauthorized")
+    async def call(scope: Scope, receive: Receive, send: Send) -> None:
+        address, _ = scope.get("client") or ("", 0)
+        try:
+            scope[IDENTITY] = access.identify(Headers(scope=scope), address)
+        except AccessDenied as e:
+            error = ApiError(str(e), status=e.status, code=e.code)
             await error_response(error, scope.get("path", ""))(scope, receive, send)
+        else:
+            await app(scope, receive, send)
 
-    return check
+    return call
+
+
+def guarded(route: Route) -> Route:
+    """The route, open to those whom its policy names."""
+    policies = {method: policy_of(method, route.path) for method in route.methods or ()}
+
+    @wraps(route.endpoint)
+    async def endpoint(http: Request) -> Response:
+        identity_of(http).check(policies[http.method], http.path_params)
+        response: Response = await route.endpoint(http)
+        return response
+
+    return Route(route.path, endpoint, methods=list(policies))

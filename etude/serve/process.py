@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import ipaddress
 import os
+import resource
 import signal
 import socket
 import sys
@@ -19,10 +20,14 @@ import uvloop
 from starlette.types import ASGIApp
 
 from etude.core.errors import EtudeError
+from etude.serve.connections import Connections
 
+NEVER_S = 10**6
+MAX_OPEN_FILES = 1 << 16
 TOKEN_VARIABLE = "ETUDE_TOKEN"
-"""The bearer token that every request must carry, and that our own requests carry. An environment
-variable, because everyone on a machine can read the arguments of a process."""
+"""The token that requests of this process carry; at a worker and at `etude serve` also the one that
+requests to it must carry. An environment variable, because everyone on a machine can read the
+arguments of a process."""
 
 
 def token(file: Path | None = None) -> str | None:
@@ -48,11 +53,12 @@ def authorization(token: str | None) -> dict[str, str]:
     return {"Authorization": f"Bearer {token}"} if token else {}
 
 
-def bind(host: str, port: int, token: str | None) -> socket.socket:
-    """A listening port. Without a token, only where nobody but this machine can reach it."""
-    if token is None and not _is_loopback(host):
+def bind(host: str, port: int, key: str | None, variable: str = TOKEN_VARIABLE) -> socket.socket:
+    """A listening port. Without a key, only where nobody but this machine can reach it. `variable`:
+    where the key is taken from."""
+    if key is None and not is_loopback(host):
         raise EtudeError(
-            f"{host} can be reached from outside: set {TOKEN_VARIABLE}, or serve on 127.0.0.1"
+            f"{host} can be reached from outside: set {variable}, or serve on 127.0.0.1"
         )
     if not 0 <= port < 2**16:
         raise EtudeError(
@@ -73,7 +79,7 @@ def bind(host: str, port: int, token: str | None) -> socket.socket:
     return listener
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -106,16 +112,16 @@ class _Server(uvicorn.Server):
 async def serving(app: ASGIApp, listener: socket.socket) -> AsyncIterator[asyncio.Task[None]]:
     """Answers on the port while the block runs. The task that is handed out ends when the process
     is told to stop, from the first line of the block on."""
+    connections = Connections()
     config = uvicorn.Config(
         app,
-        http="httptools",
+        http=connections.protocol,  # type: ignore[arg-type]
         ws="none",
         lifespan="off",
         access_log=False,
-        log_level="warning",
-        # Longer than clients keep an idle connection: whoever closes it first must not be the one
-        # who may be asked.
-        timeout_keep_alive=75,
+        # its warnings are of what clients send, as often as they like
+        log_level="error",
+        timeout_keep_alive=NEVER_S,  # idle connections are ended by the others' rule
         timeout_graceful_shutdown=1,
     )
     server = _Server(config)
@@ -124,10 +130,12 @@ async def serving(app: ASGIApp, listener: socket.socket) -> AsyncIterator[asynci
         for number in (signal.SIGTERM, signal.SIGINT)
     }
     running = asyncio.create_task(server.serve(sockets=[listener]))
+    watching = asyncio.create_task(connections.watch())
     try:
         yield running
     finally:
         server.should_exit = True
+        watching.cancel()
         try:
             await running
         finally:
@@ -152,6 +160,9 @@ def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
     # Before it serves there is nothing to finish, and a model may take minutes to load: either
     # signal ends it at once, where asyncio would wait for the next pause of the loop.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(main())

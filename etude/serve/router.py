@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -30,6 +30,7 @@ from etude.serve.http import (
     Unavailable,
     deadline,
 )
+from etude.serve.process import authorization
 from etude.serve.worker_protocol import (
     FRAME_SIZE_BYTES,
     GenerateFrame,
@@ -90,6 +91,7 @@ class Router:
         self._clock = clock or AwakeClock(SystemClock())
         self._changed = asyncio.Condition()
         self._requests: dict[str, SessionRequests] = {}
+        self._tokens: dict[str, str] = {}
         # of what waits for an answer of this worker
         self._limits: dict[Worker, set[asyncio.Timeout]] = {}
 
@@ -221,7 +223,9 @@ class Router:
         self.fleet.require_version(version)
         await self._wake()
 
-    async def join(self, joining: JoinRequest) -> None:
+    async def join(self, joining: JoinRequest, token: str = "") -> None:
+        """`token`: the worker's own, which it is asked with: no worker learns that of another."""
+        self._tokens[joining.url] = token
         worker = self.fleet.join(joining.url, joining.region, joining.version, self._clock.now())
         if worker.joining:
             return
@@ -272,7 +276,7 @@ class Router:
         status, body = await self._post(worker, "/generate", msgspec.msgpack.encode(asked))
         if status != 200:
             _raise_refusal(status, _message(body))
-        return msgspec.msgpack.decode(body, type=Sample)
+        return _decoded(body, Sample)
 
     async def _stream_from(
         self, worker: Worker, request: Request
@@ -284,7 +288,7 @@ class Router:
         async with AsyncExitStack() as stack:
             async with self._while_heard(worker, path):
                 response = await stack.enter_async_context(
-                    self._http.post(worker.url + path, data=body)
+                    self._http.post(worker.url + path, data=body, headers=self._headers(worker))
                 )
                 if response.status != 200:
                     _raise_refusal(response.status, _message(await response.read()))
@@ -293,7 +297,7 @@ class Router:
                 async with self._while_heard(worker, path):
                     size = int.from_bytes(await response.content.readexactly(FRAME_SIZE_BYTES))
                     data = await response.content.readexactly(size)
-                frame = msgspec.msgpack.decode(data, type=GenerateFrame)
+                frame = _decoded(data, GenerateFrame)
                 if frame.status:
                     _raise_refusal(frame.status, frame.error)
                 elif frame.token is not None:
@@ -318,9 +322,14 @@ class Router:
     async def _post(self, worker: Worker, path: str, body: bytes) -> tuple[int, bytes]:
         async with (
             self._while_heard(worker, path),
-            self._http.post(worker.url + path, data=body) as response,
+            self._http.post(
+                worker.url + path, data=body, headers=self._headers(worker)
+            ) as response,
         ):
             return response.status, await response.read()
+
+    def _headers(self, worker: Worker) -> dict[str, str]:
+        return authorization(self._tokens.get(worker.url))
 
     @asynccontextmanager
     async def _while_heard(self, worker: Worker, path: str) -> AsyncIterator[None]:
@@ -348,9 +357,9 @@ class Router:
             with suppress(WorkerFailed):
                 async with (
                     self._while_heard(worker, path),
-                    self._http.get(worker.url + path) as response,
+                    self._http.get(worker.url + path, headers=self._headers(worker)) as response,
                 ):
-                    return [msgspec.json.decode(await response.read(), type=type)]
+                    return [_decoded(await response.read(), type, msgspec.json.decode)]
             return []
 
         return [
@@ -358,6 +367,13 @@ class Router:
             for told in await asyncio.gather(*map(ask, self.fleet.workers))
             for answer in told
         ]
+
+
+def _decoded(data: bytes, type: type[T], decode: Callable[..., T] = msgspec.msgpack.decode) -> T:
+    try:
+        return decode(data, type=type)
+    except msgspec.MsgspecError as e:
+        raise WorkerFailed(f"it does not speak as a worker: {e}") from e
 
 
 def _left(request: Request, elapsed_s: float) -> Request:
@@ -374,7 +390,7 @@ def _raise_refusal(status: int, message: str) -> NoReturn:
     its fault."""
     if status == 408:
         raise DeadlineExceeded()
-    if 400 <= status < 500:
+    if 400 <= status < 500 and status not in (401, 403):
         raise ValueError(message)
     raise WorkerFailed(message)
 

@@ -15,6 +15,7 @@ from etude.core.sampling import Request, Sample, Token
 from etude.model.detokenizer import first_of
 from etude.model.output_parser import Event, message_of
 from etude.model.tokenizer import ChatTokenizer, Message, Tool
+from etude.serve.access import identity_of
 from etude.serve.answer_events import AnswerReader, answer_events
 from etude.serve.answerer import Answerer, ServedModel, refusals
 from etude.serve.headers import Scheduling
@@ -46,7 +47,7 @@ class Turn:
 
     async def sample(self, http: HttpRequest) -> tuple[Sample, list[Event]]:
         """The whole answer."""
-        with self.model.concurrency.acquire(1), refusals():
+        with self.model.concurrency.acquire(1, identity_of(http).client), refusals():
             (sample,) = await cancel_on_disconnect(
                 http, self.answerer.sample([self.request], self._message)
             )
@@ -61,7 +62,7 @@ class Turn:
         reader = AnswerReader(self.model.tokenizer, self.request, self.tools)
 
         async def work(send_event: SendEvent) -> None:
-            with self.model.concurrency.acquire(1), refusals():
+            with self.model.concurrency.acquire(1, identity_of(http).client), refusals():
                 async with aclosing(tokens):  # type: ignore[type-var]
                     async for event in tokens:
                         for told in writer.push(event, reader.push(event)):

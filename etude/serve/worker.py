@@ -32,6 +32,7 @@ from etude.engine.select import select_device
 from etude.model.numerics import INVARIANT
 from etude.model.transformer import ModelConfig, Transformer
 from etude.serve import heartbeat, process
+from etude.serve.access import OneToken
 from etude.serve.answerer import PolicyAnswerer, ServedModel, refusals
 from etude.serve.dialects import public_routes
 from etude.serve.engine_thread import EngineThread, FetchWeights, exit_on_engine_failure
@@ -184,6 +185,7 @@ async def keep_joined(worker: Worker, url: str, gateway_url: str, token: str | N
     # No word waits for the answer to the last one: the gateway counts the time between them.
     short = aiohttp.ClientTimeout(total=HEARTBEAT_S)
     async with aiohttp.ClientSession(headers=headers, timeout=short) as session:
+        refused = False
         while True:
             body = msgspec.json.encode(
                 {"url": url, "region": worker.region, "version": worker.version}
@@ -191,8 +193,11 @@ async def keep_joined(worker: Worker, url: str, gateway_url: str, token: str | N
             # it is not there now; it will be
             with contextlib.suppress(aiohttp.ClientError, TimeoutError):
                 if worker.well():
-                    async with session.post(f"{gateway_url}/workers", data=body):
-                        pass
+                    async with session.post(f"{gateway_url}/workers", data=body) as response:
+                        if response.status in (401, 403) and not refused:
+                            said = (await response.text())[:500]
+                            process.log_to_stderr(f"the gateway does not take this worker: {said}")
+                        refused = response.status in (401, 403)
             await asyncio.sleep(HEARTBEAT_S)
 
 
@@ -246,7 +251,8 @@ async def serve_worker(
         if version is not None:
             await engine.load(version)
         async with process.serving(
-            create_app(worker.routes(), token, worker.model.metrics), listener
+            create_app(worker.routes(), OneToken(token) if token else None, worker.model.metrics),
+            listener,
         ) as running:
             url = process.url_of(listener)
             print(f"worker {region} at {url}", flush=True)

@@ -32,8 +32,8 @@ from etude.launch.launcher import (
     server_programs,
     trainer_programs,
 )
-from etude.run.gateway_client import GatewayClient
 from etude.run.process import AwakeLoop, error_message
+from etude.serve.tokens import Scope
 
 FOREVER = "import time\nwhile True: time.sleep(1)"
 
@@ -304,32 +304,10 @@ async def test_logs_that_cannot_be_written(launcher: Launcher, tmp_path: Path) -
         Launcher(tmp_path / "file", threads=1, resume="", lock=0)
 
 
-async def test_the_programs_share_a_token_that_nobody_else_knows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def tokens() -> set[str]:
-        with locked(tmp_path) as lock:
-            launcher = Launcher(tmp_path, threads=1, resume="", lock=lock)
-            for name in ("one", "two"):
-                await launcher.run_to_end(
-                    program(name, "import os; print(os.environ['ETUDE_TOKEN'])")
-                )
-        return {
-            (tmp_path / "logs" / f"{name}.log").read_text().split()[-1] for name in ("one", "two")
-        }
-
-    monkeypatch.delenv("ETUDE_TOKEN", raising=False)
-    (first,) = await tokens()
-    (second,) = await tokens()
-    assert len(first) > 20 and first != second
-    monkeypatch.setenv("ETUDE_TOKEN", "given")
-    assert await tokens() == {"given"}
-
-
-async def test_the_controller_sends_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ETUDE_TOKEN", "secret")
-    async with GatewayClient("http://127.0.0.1:1") as gateway:
-        assert gateway.headers["Authorization"] == "Bearer secret"
+async def test_a_gateway_makes_tokens_and_its_workers_have_one() -> None:
+    (gateway, worker), _ = server_programs("file:/nowhere", EngineConfig(regions=("east",)))
+    assert (gateway.makes_tokens, gateway.scope) == (True, None)
+    assert (worker.makes_tokens, worker.scope) == (False, Scope.WORKER)
 
 
 async def test_a_program_that_gives_no_sign_of_life_is_named(tmp_path: Path) -> None:

@@ -17,9 +17,14 @@ from etude.run import gateway_client
 from etude.run.gateway_client import RETRIES, GatewayClient
 
 
-async def asked(resets: int, status: int = 200) -> bool:
+async def asked(resets: int, status: int = 200) -> None:
     async with answering(resets, status) as gateway:
-        return await gateway.disturbed("s", age_s=1.0)
+        await gateway.load(3)
+
+
+@pytest.fixture(autouse=True)
+def admin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ETUDE_TOKEN", "admin's")
 
 
 @contextlib.asynccontextmanager
@@ -29,7 +34,7 @@ async def answering(resets: int, status: int) -> AsyncIterator[GatewayClient]:
 
     async def answer(request: web.Request) -> web.Response:
         nonlocal left
-        assert request.headers["Authorization"] == "Bearer none"
+        assert request.headers["Authorization"] == "Bearer admin's"
         if left:
             left -= 1
             assert request.transport is not None
@@ -49,7 +54,7 @@ async def answering(resets: int, status: int) -> AsyncIterator[GatewayClient]:
 
 
 async def test_a_gateway_that_resets_connections_when_it_wakes_is_asked_again() -> None:
-    assert await asked(resets=RETRIES) is True
+    await asked(resets=RETRIES)
     with pytest.raises(aiohttp.ClientConnectionError):
         await asked(resets=100)
 
@@ -63,7 +68,7 @@ async def test_a_gateway_that_never_comes_is_named(monkeypatch: pytest.MonkeyPat
 
 async def test_what_it_refuses_is_not_asked_again() -> None:
     with pytest.raises(
-        EtudeError, match="session s cannot be asked about: the gateway answers 502: true"
+        EtudeError, match="the workers cannot load version 3: the gateway answers 502: true"
     ):
         await asked(resets=0, status=502)
 
@@ -74,12 +79,16 @@ async def test_each_question_goes_to_its_own_place(monkeypatch: pytest.MonkeyPat
 
     async def ask(method: str, path: str, what: str, **more: object) -> bytes:
         asked.append((method, path, more.get("json") or more.get("params")))
-        return segments if path.endswith("/segments") else b"true"
+        answers = {"/tokens": b'{"token": "the key"}'}
+        return segments if path.endswith("/segments") else answers.get(path, b"true")
 
-    gateway = GatewayClient("http://there")
+    gateway = GatewayClient("http://there", session_s=5.0)
     monkeypatch.setattr(gateway, "_ask", ask)
     await gateway.up()
     await gateway.load(7)
+    access = await gateway.open_session("s")
+    id = access.base_url.removeprefix("http://there/s/").removesuffix("/v1")
+    assert access.api_key == "the key" and len(id) == 32
     assert await gateway.segments("s", experts=True) == ()
     await gateway.segments("s", experts=False)
     assert await gateway.disturbed("s", 2.5)
@@ -87,22 +96,31 @@ async def test_each_question_goes_to_its_own_place(monkeypatch: pytest.MonkeyPat
     assert asked == [
         ("GET", "/up", None),
         ("POST", "/load", {"version": 7}),
-        ("GET", "/s/s/segments", {"experts": "true"}),
-        ("GET", "/s/s/segments", None),
-        ("GET", "/s/s/disturbed", {"age_s": "2.5"}),
-        ("DELETE", "/s/s", None),
+        ("POST", "/tokens", {"scope": "session", "subject": id, "lifetime_s": 5.0}),
+        ("GET", f"/s/{id}/segments", {"experts": "true"}),
+        ("GET", f"/s/{id}/segments", None),
+        ("GET", f"/s/{id}/disturbed", {"age_s": "2.5"}),
+        ("DELETE", f"/s/{id}", None),
     ]
-    assert gateway.base_url("s") == "http://there/s/s/v1"
+    await gateway.open_session("s")
+    assert asked[-1][2] != asked[2][2], "another attempt is another session"
 
 
-async def test_the_key_is_handed_on_and_not_sent_in_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ETUDE_TOKEN", "secret")
+async def test_a_session_that_was_never_opened_has_nothing() -> None:
+    gateway = GatewayClient("http://127.0.0.1:1")
+    assert await gateway.segments("s", experts=False) == ()
+    await gateway.forget("s")
+
+
+async def test_a_harness_that_is_given_the_connections_is_not_given_our_token() -> None:
     async with GatewayClient("http://there") as gateway:
-        assert gateway.api_key == "secret" and "Authorization" not in gateway.http.headers
+        assert gateway.headers == {"Authorization": "Bearer admin's"}
+        assert "Authorization" not in gateway.http.headers
 
 
 async def test_a_session_that_nobody_knows_has_no_segments() -> None:
     async with answering(0, status=404) as gateway:
+        gateway._ids["s"] = "id"
         assert await gateway.segments("s", experts=True) == ()
         with pytest.raises(EtudeError, match="the gateway answers 404"):
             await gateway.disturbed("s", age_s=1.0)

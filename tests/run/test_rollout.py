@@ -24,6 +24,7 @@ from etude.core.types import (
     Part,
     Score,
     Segment,
+    SessionAccess,
     Task,
     Trajectory,
     Transcript,
@@ -88,10 +89,8 @@ class Parts:
     async def disturbed(self, session: str, age_s: float) -> bool:
         return self.breaks == "waits"
 
-    api_key = "key"
-
-    def base_url(self, session: str) -> str:
-        return f"/s/{session}"
+    async def open_session(self, session: str) -> SessionAccess:
+        return SessionAccess(base_url=f"/s/{session}", api_key=f"key of {session}")
 
     async def segments(self, session: str, *, experts: bool) -> tuple[Segment, ...]:
         self._maybe("segments")
@@ -379,7 +378,7 @@ async def test_a_transcript_that_cannot_be_stored_is_the_failure_of_its_agent(
 async def test_a_session_is_graded_as_it_stands(finished: bool, status: str) -> None:
     trajectory = await rollouts(Parts("forget", finished=finished)).attempt(TASK, "g.0", seed=9)
     assert (trajectory.status, trajectory.reward, trajectory.num_sampled) == (status, 1.0, 1)
-    assert trajectory.messages == [{"role": "user", "content": "/s/g.0 key 9"}]
+    assert trajectory.messages == [{"role": "user", "content": "/s/g.0 key of g.0 9"}]
 
 
 async def test_a_session_that_ran_out_of_time_while_it_waited_for_the_model_is_not_graded() -> None:

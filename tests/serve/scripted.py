@@ -10,6 +10,7 @@ from typing import Any
 from starlette.types import ASGIApp
 
 from etude.model.tokenizer import ChatTokenizer
+from etude.serve.access import OneToken
 from etude.serve.answerer import PolicyAnswerer, ServedModel
 from etude.serve.dialects import public_routes
 from etude.serve.fake import Scripted
@@ -56,7 +57,8 @@ def answers(texts: Sequence[str]) -> list[list[int]]:
 def scripted_app(policy: Scripted, token: str | None = None) -> ASGIApp:
     model = ServedModel(tokenizer=TOKENIZER, grammars=GrammarBuilder(FILES), max_context=4096)
     answerer = PolicyAnswerer(model, policy)
-    return create_app(public_routes(model, lambda http: answerer, dict), token, model.metrics)
+    routes = public_routes(model, lambda http: answerer, dict)
+    return create_app(routes, OneToken(token) if token else None, model.metrics)
 
 
 def prompts(policy: Scripted) -> list[str]:

@@ -14,6 +14,7 @@ from etude.core.errors import EtudeError
 from etude.core.sampling import Request, Sample
 from etude.model.tokenizer import ChatTokenizer
 from etude.serve import process
+from etude.serve.access import OneToken
 from etude.serve.answerer import PolicyAnswerer, ServedModel
 from etude.serve.dialects import public_routes
 from etude.serve.fake import Scripted
@@ -44,9 +45,8 @@ def served_model(**options: Any) -> ServedModel:
 
 def app(policy: Scripted, token: str | None, model: ServedModel | None = None) -> ASGIApp:
     answerer = PolicyAnswerer(model or served_model(), policy)
-    return create_app(
-        public_routes(answerer.model, lambda http: answerer, dict), token, answerer.model.metrics
-    )
+    routes = public_routes(answerer.model, lambda http: answerer, dict)
+    return create_app(routes, OneToken(token) if token else None, answerer.model.metrics)
 
 
 def said(text: str) -> list[int]:
@@ -336,7 +336,7 @@ async def test_a_body_has_a_deadline(url: str, monkeypatch: pytest.MonkeyPatch) 
     place = urlsplit(url)
     reader, writer = await asyncio.open_connection(place.hostname, place.port)
     writer.write(
-        b"POST /v1/chat/completions HTTP/1.1\r\nHost: here\r\nContent-Length: 100\r\n\r\n{"
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"
     )
     head, _, body = (await reader.read()).partition(b"\r\n\r\n")  # up to the end of the connection
     assert head.startswith(b"HTTP/1.1 408")

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,14 @@ from etude.engine.engine import Engine
 from etude.model.tokenizer import ChatTokenizer
 from etude.model.transformer import ModelConfig
 from etude.serve import process
+from etude.serve.access import SignedTokens
+from etude.serve.answerer import ConcurrencyLimit
 from etude.serve.engine_thread import EngineThread
 from etude.serve.gateway import Gateway
-from etude.serve.http import create_app
+from etude.serve.http import ApiError, Unavailable, create_app
 from etude.serve.recorder import Recorder
 from etude.serve.router import Router
+from etude.serve.tokens import Scope, TokenAuthority
 from etude.serve.worker import Worker
 from etude.store.objects import Objects
 from tests.serve.conftest import served
@@ -95,6 +99,52 @@ async def test_too_many_at_once_are_told_to_wait(
         ) as response:
             assert response.status == 200
     assert made.model.concurrency.in_use == 0
+
+
+def test_one_client_does_not_keep_the_others_out() -> None:
+    limit = ConcurrencyLimit(4)
+    with ExitStack() as stack:
+        stack.enter_context(limit.acquire(1, "ann"))
+        stack.enter_context(limit.acquire(1, "ann"))
+        with pytest.raises(Unavailable, match="2 answers of yours"), limit.acquire(1, "ann"):
+            raise AssertionError
+        stack.enter_context(limit.acquire(2, "bob"))
+        with pytest.raises(Unavailable, match="4 answers are under way"), limit.acquire(1, "eve"):
+            raise AssertionError
+    with pytest.raises(ApiError, match="at most 2 answers at once, not 3"), limit.acquire(3, "ann"):
+        raise AssertionError
+    with limit.acquire(2, "ann"), limit.acquire(2, "bob"):
+        pass
+    with limit.acquire(4):  # who is alone has all of them
+        assert limit.in_use == 4
+    assert (limit.in_use, dict(limit._of_clients)) == (0, {})
+
+
+async def test_a_client_is_who_has_the_token(
+    worker: tuple[Worker, str], http: aiohttp.ClientSession
+) -> None:
+    made, _ = worker
+    authority = TokenAuthority()
+    made.model.concurrency.limit = 4
+    async with served(create_app(made.routes(), SignedTokens(authority))) as url:
+
+        async def asked(name: str, path: str, body: dict[str, Any]) -> int:
+            token = authority.mint(Scope.USER, name, 60.0)
+            headers = process.authorization(token)
+            async with http.post(f"{url}/v1/{path}", json=body, headers=headers) as response:
+                return response.status
+
+        short = {"max_tokens": 1}
+        with made.model.concurrency.acquire(2, "ann"):
+            for more in ({}, {"stream": True}):
+                for path, body in (
+                    ("chat/completions", ASK | short),
+                    ("completions", {"prompt": [1]} | short),
+                    ("messages", ASK | short),
+                    ("responses", {"input": "read", "max_output_tokens": 1}),
+                ):
+                    assert await asked("ann", path, body | more) == 429
+                    assert await asked("bob", path, body | more) == 200
 
 
 class Watched(ChatTokenizer):

@@ -3,17 +3,26 @@ as described."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 import schemathesis
 from hypothesis import HealthCheck, given, settings
 from schemathesis.checks import not_a_server_error
 from schemathesis.generation import GenerationMode
 from schemathesis.specs.openapi.checks import response_schema_conformance, status_code_conformance
 
+from etude.serve.process import authorization
+from etude.serve.tokens import Scope, TokenAuthority
+from tests.serve.conftest import Store
 from tests.serve.serving import serving, write_model
+from tests.serve.test_processes import SECRET, Processes
+from tests.serve.test_processes import url as url_of
+
+SMALL = {"max_position_embeddings": 12}
 
 CHECKS = [not_a_server_error, status_code_conformance, response_schema_conformance]
 OPERATIONS = 13  # schemathesis leaves out the document itself
@@ -28,26 +37,63 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield url
 
 
-@pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
-def test_the_server_is_as_it_describes_itself(url: str, mode: GenerationMode) -> None:
+MODES = [GenerationMode.POSITIVE, GenerationMode.NEGATIVE]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("count", [20, pytest.param(500, marks=pytest.mark.schema)])
+def test_the_server_is_as_it_describes_itself(url: str, mode: GenerationMode, count: int) -> None:
     schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
-    operations = [found.ok() for found in schema.get_all_operations()]
-    assert len(operations) == OPERATIONS
-    for operation in operations:
-        if operation.method == "post" or mode == GenerationMode.POSITIVE:
-            try_out(operation, mode)
+    for operation in operations(schema, mode):
+        try_out(operation, mode, count, lambda case: case.call_and_validate(checks=CHECKS))
 
 
-def try_out(operation: Any, mode: GenerationMode) -> None:
+def operations(schema: Any, mode: GenerationMode) -> list[Any]:
+    """Those of which there are requests in this mode: without parameters none is wrong."""
+    found = [each.ok() for each in schema.get_all_operations()]
+    assert len(found) == OPERATIONS
+    return [each for each in found if each.method == "post" or mode == GenerationMode.POSITIVE]
+
+
+@pytest.mark.schema
+@pytest.mark.parametrize("mode", MODES)
+def test_no_request_breaks_a_gateway(tmp_path: Path, mode: GenerationMode) -> None:
+    """Neither outside of a session nor in one, with the token that is for it."""
+    authority, processes = TokenAuthority(SECRET), Processes(Store(tmp_path, **SMALL))
+    tokens = {scope: authority.mint(scope, "x", 86400.0) for scope in Scope}
+    try:
+        gateway = url_of(processes.start("etude.serve.gateway", ETUDE_SECRET=SECRET))
+        where = ("--region", "east", "--gateway", gateway, "--version", "0")
+        processes.start("etude.serve.worker", *where, ETUDE_TOKEN=tokens[Scope.WORKER])
+        admin = authorization(tokens[Scope.ADMIN])
+        requests.get(f"{gateway}/up", headers=admin, timeout=600).raise_for_status()
+        schema = schemathesis.openapi.from_url(f"{gateway}/openapi.json", headers=admin)
+        for operation in operations(schema, mode):
+            for base, scope in ((gateway, Scope.USER), (f"{gateway}/s/x", Scope.SESSION)):
+                headers = authorization(tokens[scope])
+
+                def call(case: Any, base: str = base, headers: Any = headers) -> None:
+                    response = case.call(base_url=base, headers=headers)
+                    case.validate_response(response, checks=[not_a_server_error])
+
+                try_out(operation, mode, 100, call)
+    finally:
+        for child in processes.running:
+            child.kill()
+            child.communicate()
+
+
+def try_out(operation: Any, mode: GenerationMode, count: int, call: Callable[[Any], None]) -> None:
     everything = list(HealthCheck)
 
     @settings(
-        max_examples=20 if operation.method == "post" else 3,
+        max_examples=count if operation.method == "post" else 3,
         suppress_health_check=everything,
         database=None,
+        deadline=None,
     )
     @given(case=operation.as_strategy(generation_mode=mode))
     def tried(case: Any) -> None:
-        case.call_and_validate(checks=CHECKS)
+        call(case)
 
     tried()

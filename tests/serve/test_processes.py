@@ -12,8 +12,14 @@ from collections.abc import Iterator
 import aiohttp
 import pytest
 
+from etude.core.config import parse
+from etude.serve.process import authorization
+from etude.serve.tokens import Scope, TokenAuthority
+from etude.store.runs import Run
 from tests.serve.client import post, status, until_up
-from tests.serve.conftest import Store
+from tests.serve.conftest import RUN, Store
+
+SECRET = "the secret of a gateway that is a process"
 
 
 class Processes:
@@ -21,9 +27,11 @@ class Processes:
         self.store = store
         self.running: list[subprocess.Popen[str]] = []
 
-    def start(self, module: str, *arguments: str, port: str = "0") -> subprocess.Popen[str]:
+    def start(
+        self, module: str, *arguments: str, port: str = "0", **environment: str
+    ) -> subprocess.Popen[str]:
         argv = [sys.executable, "-m", module, "--store", self.store.url, "--port", port, *arguments]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        environment = os.environ | {"OMP_NUM_THREADS": "1"} | environment
         child = subprocess.Popen(
             argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
         )
@@ -49,11 +57,18 @@ def processes(store: Store) -> Iterator[Processes]:
 async def test_a_request_survives_its_worker(
     processes: Processes, http: aiohttp.ClientSession
 ) -> None:
-    gateway = url(processes.start("etude.serve.gateway"))
-    east, west = (
-        processes.start("etude.serve.worker", "--region", region, "--gateway", gateway)
-        for region in ("east", "west")
-    )
+    """Each with the token that it needs, and no other."""
+    Run(processes.store.objects).put_config(parse(f"heartbeat_timeout_s = 3.0\n{RUN}"))
+    gateway = url(processes.start("etude.serve.gateway", ETUDE_SECRET=SECRET))
+    authority = TokenAuthority(SECRET)
+    http.headers.update(authorization(authority.mint(Scope.ADMIN, "", 3600.0)))
+
+    def worker(region: str) -> subprocess.Popen[str]:
+        token = authority.mint(Scope.WORKER, region, 3600.0)
+        where = ("--region", region, "--gateway", gateway)
+        return processes.start("etude.serve.worker", *where, ETUDE_TOKEN=token)
+
+    east, west = worker("east"), worker("west")
     await post(http, f"{gateway}/load", {"version": 0})
     await until_up(http, gateway, 2)
     asked = {
@@ -64,6 +79,16 @@ async def test_a_request_survives_its_worker(
         "return_token_ids": True,
     }
     expected = (await post(http, f"{gateway}/v1/completions", asked))["choices"][0]["token_ids"]
+
+    # It is stopped, not dead: nothing ends its connections, but it is silent.
+    east.send_signal(signal.SIGSTOP)
+    asking = [post(http, f"{gateway}/v1/completions", asked) for _ in range(8)]
+    answers = await asyncio.gather(*asking)
+    assert [answer["choices"][0]["token_ids"] for answer in answers] == [expected] * 8
+    assert "east" in (await status(http, gateway))["silent"]
+    east.send_signal(signal.SIGCONT)
+    await until_up(http, gateway, 2)
+
     # so that half of the requests are surely under way when it dies
     east.send_signal(signal.SIGSTOP)
     waiting = {
@@ -80,7 +105,7 @@ async def test_a_request_survives_its_worker(
     # A worker that starts again has no weights. It is up when it serves what the others serve, not
     # before.
     await post(http, f"{gateway}/load", {"version": 1})
-    again = processes.start("etude.serve.worker", "--region", "east", "--gateway", gateway)
+    again = worker("east")
     await until_up(http, gateway, 2)
     assert {region["version"] for region in (await status(http, gateway))["regions"].values()} == {
         1

@@ -139,7 +139,8 @@ async def _prompts(model: ServedModel, asked: wire.CompletionRequest) -> Sequenc
         return [prompt]  # type: ignore[list-item]
     model.concurrency.check(len(prompt) * (asked.n or 1), "prompt" if len(prompt) > 1 else "n")
     if kinds == {str}:
-        return await model.encode(prompt, "prompt")  # type: ignore[arg-type]
+        plain = not asked.parse_special
+        return await model.encode(prompt, "prompt", plain=plain)  # type: ignore[arg-type]
     if kinds == {list}:
         return prompt  # type: ignore[return-value]
     raise ApiError(

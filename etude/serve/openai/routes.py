@@ -8,7 +8,7 @@ builder shows those as chat or as text, whole or as they come. What goes beyond 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing
 
 from msgspec import UNSET
 from starlette.requests import Request as HttpRequest
@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from etude.core.sampling import Request, Sample, Token
+from etude.serve.access import identity_of
 from etude.serve.answerer import Answerer, OpenAnswerer, ServedModel, refusals
 from etude.serve.headers import read_scheduling
 from etude.serve.http import (
@@ -90,13 +91,16 @@ class OpenAi:
         self, http: HttpRequest, answerer: Answerer, asked: wire.Sampling,
         builder: ResponseBuilder, requests: Sequence[Request],
     ) -> Response:  # fmt: skip
+        slots = self._model.concurrency.acquire(len(requests), identity_of(http).client)
         if asked.stream:
             with refusals():
                 streams = await cancel_on_disconnect(
                     http, answerer.stream(requests, builder.message)
                 )
-            return EventStream(lambda send: self._stream(send, asked, builder, requests, streams))
-        with self._model.concurrency.acquire(len(requests)), refusals():
+            return EventStream(
+                lambda send: self._stream(send, slots, asked, builder, requests, streams)
+            )
+        with slots, refusals():
             samples = await cancel_on_disconnect(http, answerer.sample(requests, builder.message))
         usage = self._usage(requests, samples)
         choices = [
@@ -106,7 +110,8 @@ class OpenAi:
         return respond(builder.completion(choices, usage))
 
     async def _stream(
-        self, send_event: SendEvent, asked: wire.Sampling, builder: ResponseBuilder,
+        self, send_event: SendEvent, slots: AbstractContextManager[None],
+        asked: wire.Sampling, builder: ResponseBuilder,
         requests: Sequence[Request], streams: Sequence[AsyncIterator[Token | Sample]],
     ) -> None:  # fmt: skip
         """The choices side by side, each piece as it comes."""
@@ -125,7 +130,7 @@ class OpenAi:
             assert isinstance(event, Sample)
             return event
 
-        with self._model.concurrency.acquire(len(requests)):
+        with slots:
             with refusals():
                 samples = await gather([one(index) for index in range(len(requests))])
             usage = self._usage(requests, samples)

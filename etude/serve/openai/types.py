@@ -202,6 +202,9 @@ class ChatRequest(Sampling, kw_only=True, forbid_unknown_fields=True):
 class CompletionRequest(Sampling, kw_only=True, forbid_unknown_fields=True):
     prompt: str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
     """A text, token ids, or a list of one of the two."""
+    parse_special: bool | None = None
+    """Control tokens that are spelled in a text are those tokens. Without it they are text, and
+    whoever puts the words of others into a prompt need not look through them."""
     logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP)] | None = None
     """0: the sampled tokens only; more: as many alternatives."""
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_IDS)] | None = None

@@ -12,6 +12,7 @@ from starlette.routing import Route
 
 from etude.model.output_parser import message_of
 from etude.model.tokenizer import Message
+from etude.serve.access import identity_of
 from etude.serve.answerer import OpenAnswerer, ServedModel
 from etude.serve.conversations import StoredResponse
 from etude.serve.headers import read_scheduling
@@ -151,4 +152,5 @@ class Responses:
 
 
 def _session(http: HttpRequest) -> str:
-    return str(http.path_params.get("session", ""))
+    """Whose responses these are: of a session, or of whoever asks outside of one."""
+    return str(http.path_params.get("session", identity_of(http).owner))

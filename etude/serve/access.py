@@ -1,0 +1,144 @@
+"""Who is asking: the identity behind a request, and whether it may do what it asks for.
+
+Three kinds of servers: a gateway that others can reach verifies signed tokens; a worker, or `etude
+serve`, has one token, and whoever has that may do everything there; on the loopback interface
+without any of them everybody on the machine may, but for what comes from a browser, since any page
+that is open there can send requests.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+from urllib.parse import urlsplit
+
+from starlette.requests import Request as HttpRequest
+
+from etude.serve.policies import Policy
+from etude.serve.process import is_loopback
+from etude.serve.tokens import Scope, TokenAuthority, TokenRefused
+
+IDENTITY = "etude.identity"
+"""Its key in the scope of a request."""
+
+
+class AccessDenied(Exception):
+    """Says why, and with which status."""
+
+    def __init__(self, message: str, *, status: int, code: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    scope: Scope
+    subject: str = ""
+    client: str = ""
+    """Whose share of the slots its requests take; empty: of nobody in particular."""
+    token: str = ""
+    """As it was sent."""
+    expires: float = float("inf")
+
+    @property
+    def owner(self) -> str:
+        """Of what a server keeps between two requests outside of sessions. No id of a session looks
+        like it."""
+        return f"/user/{self.subject}" if self.scope is Scope.USER else ""
+
+    def check(self, policy: Policy, path_params: Mapping[str, str]) -> None:
+        if self.scope not in policy:
+            opens = ", ".join(sorted(policy))
+            message = f"this needs a token of another scope ({opens}), not of {self.scope}"
+            raise AccessDenied(message, status=403, code="wrong_scope")
+        if self.scope is Scope.SESSION and path_params.get("session", self.subject) != self.subject:
+            message = "this token is for another session"
+            raise AccessDenied(message, status=403, code="wrong_session")
+
+
+class Access(Protocol):
+    """How a server knows who is asking. `address`: where the request comes from."""
+
+    def identify(self, headers: Mapping[str, str], address: str) -> Identity: ...
+
+
+class SignedTokens:
+    """Tokens of an authority."""
+
+    def __init__(self, authority: TokenAuthority) -> None:
+        self._authority = authority
+
+    def identify(self, headers: Mapping[str, str], address: str) -> Identity:
+        why = "send a token of this server as 'Authorization: Bearer ..'"
+        for token in _tokens_in(headers):
+            try:
+                claims = self._authority.verify(token)
+            except TokenRefused as e:
+                why = str(e)
+            else:
+                return Identity(
+                    scope=claims.scope,
+                    subject=claims.subject,
+                    client="" if claims.scope is Scope.ADMIN else claims.subject or claims.id,
+                    token=token,
+                    expires=claims.expires,
+                )
+        raise AccessDenied(why, status=401, code="unauthorized")
+
+
+class OneToken:
+    """One token that opens everything; its clients are told apart by their addresses."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token.encode()
+
+    def identify(self, headers: Mapping[str, str], address: str) -> Identity:
+        for token in _tokens_in(headers):
+            if hmac.compare_digest(token.encode("latin-1"), self._token):
+                return Identity(scope=Scope.ADMIN, client=address, token=token)
+        message = "send the token of this server as 'Authorization: Bearer ..'"
+        raise AccessDenied(message, status=401, code="unauthorized")
+
+
+class NoToken:
+    """Everybody on this machine, but no page in a browser: that has an origin, or reaches us by a
+    name that its owner has pointed here."""
+
+    def identify(self, headers: Mapping[str, str], address: str) -> Identity:
+        host, origin = headers.get("host"), headers.get("origin")
+        if host is not None and not is_loopback(_name_in(host)):
+            raise AccessDenied(
+                f"a server without a token answers to 127.0.0.1 and localhost, not to "
+                f"{host[:200]!r}",
+                status=403,
+                code="wrong_host",
+            )
+        foreign = origin is not None and origin != f"http://{host}"
+        if foreign or headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+            message = "a server without a token answers no page of a browser"
+            raise AccessDenied(message, status=403, code="wrong_origin")
+        sent = next(iter(_tokens_in(headers)), "")
+        return Identity(scope=Scope.ADMIN, token=sent)
+
+
+def identity_of(http: HttpRequest) -> Identity:
+    """Who is asking, as it was found at the door."""
+    identity: Identity = http.scope[IDENTITY]
+    return identity
+
+
+def _name_in(host: str) -> str:
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def _tokens_in(headers: Mapping[str, str]) -> list[str]:
+    """Anthropic's clients send theirs in a header of their own."""
+    kind, _, bearer = headers.get("authorization", "").partition(" ")
+    found = [bearer.strip()] if kind.lower() == "bearer" else []
+    return [token for token in (*found, headers.get("x-api-key", "")) if token]

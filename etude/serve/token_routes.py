@@ -1,0 +1,80 @@
+"""The routes by which tokens are made and revoked. What was revoked is kept in the store, for the
+next life of the gateway and for others beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+
+import msgspec
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+
+from etude.core.errors import EtudeError
+from etude.serve.access import identity_of
+from etude.serve.http import ApiError, read, respond
+from etude.serve.process import log_to_stderr
+from etude.serve.tokens import Scope, TokenAuthority
+from etude.store.objects import Objects
+
+FOLDER = "revoked-tokens"
+LOOK_EVERY_S = 10.0
+_ID = re.compile(r"[0-9a-f]{16}")
+
+
+class TokenRequest(msgspec.Struct, forbid_unknown_fields=True):
+    scope: Scope
+    subject: str = ""
+    lifetime_s: float = 86400.0
+
+
+class MintedToken(msgspec.Struct):
+    token: str
+    id: str
+    expires: float
+
+
+class TokenRoutes:
+    def __init__(self, authority: TokenAuthority, objects: Objects) -> None:
+        self._authority = authority
+        self._objects = objects
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/tokens", self.mint, methods=["POST"]),
+            Route("/tokens/{id}", self.revoke, methods=["DELETE"]),
+        ]
+
+    async def mint(self, http: HttpRequest) -> Response:
+        """A token that was made by means of another ends with it at the latest."""
+        asked, own = await read(http, TokenRequest), identity_of(http)
+        lifetime_s = min(asked.lifetime_s, own.expires - time.time())
+        try:
+            claims = self._authority.claims(asked.scope, asked.subject, lifetime_s)
+        except ValueError as e:
+            raise ApiError(str(e)) from e
+        return respond(MintedToken(self._authority.sign(claims), claims.id, claims.expires))
+
+    async def revoke(self, http: HttpRequest) -> Response:
+        """Answers when it is written down."""
+        id: str = http.path_params["id"]
+        if not _ID.fullmatch(id):
+            raise ApiError(f"{id[:200]!r} is no id of a token", param="id")
+        self._authority.revoke(id)
+        await asyncio.to_thread(self._objects.put, f"{FOLDER}/{id}", b"")
+        return Response(status_code=204)
+
+    async def restore(self) -> None:
+        """Knows again what was revoked, here or by another process."""
+        for key in await asyncio.to_thread(self._objects.list, FOLDER):
+            self._authority.revoke(key.rpartition("/")[2])
+
+    async def watch(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            try:
+                await self.restore()
+            except EtudeError as e:
+                log_to_stderr(f"revoked tokens cannot be read, and are looked for again: {e}")
