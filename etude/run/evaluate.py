@@ -83,9 +83,10 @@ async def evaluate(
     outcomes: list[Trajectory] = []
     telling = _telling(attempt, split, emit)
 
-    async def solve(task: Task) -> None:
-        sample, own_seed = f"eval-{version}-{split}.{task.id}", derive(seed, "eval", task.id)
-        outcomes.append(await _persistent(telling, task, sample, own_seed))
+    async def solve(number: int, task: Task) -> None:
+        # a number, and not the task's id: the name is a part of the session's URL
+        sample = f"eval-{version}-{split}.{number}"
+        outcomes.append(await _persistent(telling, task, sample, derive(seed, "eval", task.id)))
         _check_version(outcomes[-1], version)
         keep(outcomes[-1])
         if len(outcomes) % REPORT_EVERY == 0:
@@ -97,8 +98,8 @@ async def evaluate(
 
     emit(progress())
     async with asyncio.TaskGroup() as group:
-        for task in tasks:
-            group.create_task(solve(task))
+        for number, task in enumerate(tasks):
+            group.create_task(solve(number, task))
     solved, total = _solved(outcomes), len(tasks)
     low, high = wilson(solved, total)
     emit(
