@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 
 from rich.console import Console
@@ -23,6 +25,10 @@ from etude.store.telemetry import EventReader
 
 LISTED = 20
 """Sessions of the table."""
+ERROR_WIDTH = 100
+"""Characters of an error in the table; the session below has all of it."""
+NEAREST = 5
+"""Names that are told if there is none like the one that was asked for."""
 STYLES = {
     "user": "cyan",
     "model": "bold",
@@ -92,9 +98,7 @@ def sessions(directory: Path, console: Console, choice: Choice, *, as_json: bool
         console.print(f"none of the {len(found)} sessions failed", highlight=False)
         return
     if not chosen:
-        tasks = sorted({each.task for each in found})
-        near = f"; tasks are {', '.join(tasks[:5])}, ..." if choice.task else ""
-        raise EtudeError(f"none of the {len(found)} sessions of {directory} is like that{near}")
+        raise EtudeError(_nothing_found(directory, choice, found))
     # a session whose group never ended has no conversation to read
     wholes = ([each for each in chosen if each.object] or chosen)[: choice.count]
     if as_json:
@@ -105,6 +109,18 @@ def sessions(directory: Path, console: Console, choice: Choice, *, as_json: bool
     decode = _decoder(run)
     for each in wholes:
         _print_whole(run, each, decode, console)
+
+
+def _nothing_found(directory: Path, choice: Choice, found: Sequence[Session]) -> str:
+    if wanted := choice.id or choice.task:
+        what = "session" if choice.id else "task"
+        names = sorted({each.id if choice.id else each.task for each in found})
+        near = ", ".join(get_close_matches(wanted, names, n=NEAREST, cutoff=0.0))
+        return (
+            f"{directory} has no {what} {wanted}: the nearest of {len(names)} are {near}; "
+            f"`etude sessions {directory}` lists the newest"
+        )
+    return f"none of the {len(found)} sessions of {directory} has a reward yet"
 
 
 def find_sessions(run: Run) -> tuple[list[Session], list[str]]:
@@ -182,6 +198,7 @@ def _of_event(t: float, event: AttemptDone) -> Session:
         error=event.error,
         seconds=event.seconds,
         t=t,
+        became="under way" if event.split == "train" else "evaluation",
     )
 
 
@@ -216,7 +233,7 @@ def _print_table(chosen: Sequence[Session], total: int, console: Console) -> Non
             "" if each.turns is None else str(each.turns),
             f"{each.seconds:.1f}",
             each.became,
-            (each.error or "").replace("\n", " "),
+            textwrap.shorten(each.error or "", ERROR_WIDTH, placeholder=" ..."),
         )
         for each in shown
     ]
@@ -238,7 +255,8 @@ def _print_whole(
     trajectory = whole(run, session)
     if trajectory is None:
         told = session.error or f"{STATUS[session.status]}, reward {session.reward}"
-        why = "its conversation is not stored: a session is when its whole group has ended"
+        when = "its whole group has ended" if session.split == "train" else "it has a score"
+        why = f"its conversation is not stored: a session is when {when}"
         blocks = [Block("error" if session.error else "score", told), Block("note", why)]
     else:
         blocks = read_session(trajectory, decode)

@@ -25,6 +25,7 @@ from etude.core.types import Json, Task, Transcript
 OUTPUT_BYTES = 64 << 10
 """The end of its output that is kept."""
 _LAST_WORDS = 500
+_REFUSAL = 200
 _CHAT = "/v1/chat/completions"
 _SERVER = """
 import http.server, json, sys
@@ -151,6 +152,8 @@ class _Session:
         self.messages: list[dict[str, Json]] = []
         """Of the last question, with its answer."""
         self.out_of_context = False
+        self.refusal = ""
+        """What was said to the last question, if that was no answer."""
 
     @property
     def has_asked(self) -> bool:
@@ -175,6 +178,8 @@ class _Session:
         return answer
 
     def _note(self, asked: dict[str, Json], answer: Answer) -> None:
+        told = " ".join(answer.text.split())[:_REFUSAL]
+        self.refusal = "" if answer.status == 200 else f"{answer.status} {told}"
         self.out_of_context |= answer.status == 400 and "context_length_exceeded" in answer.text
         if answer.status == 200:
             self.messages = list(asked["messages"])
@@ -190,9 +195,20 @@ def _ended_well(code: int, output: bytearray, session: _Session) -> bool:
     """Whether it came to its end; a program that has to give up because the model can read no more
     has not, and is graded as it stands."""
     if code and not session.out_of_context:
-        said = output[-_LAST_WORDS:].decode(errors="replace").strip()
-        raise RolloutFailure(f"the program ended with exit code {code}; its last words: {said}")
+        refused = f"its last question was refused ({session.refusal}); " if session.refusal else ""
+        raise RolloutFailure(
+            f"the program ended with exit code {code}; {refused}its last words: {_end(output)}"
+        )
     return code == 0
+
+
+def _end(output: bytearray) -> str:
+    """Its last lines, from the beginning of one."""
+    said = output.decode(errors="replace").strip()
+    if len(said) <= _LAST_WORDS:
+        return said
+    cut = said[-_LAST_WORDS:]
+    return cut.partition("\n")[2] or cut
 
 
 @contextlib.asynccontextmanager

@@ -62,7 +62,11 @@ class Report:
 
 
 def report_name(version: int, split: str, samples: int = 1) -> str:
-    return f"{version:06d}.{split}" + (f"_x{samples}" if samples > 1 else "")
+    return f"{version:06d}.{_times(split, samples)}"
+
+
+def _times(split: str, samples: int) -> str:
+    return f"{split}_x{samples}" if samples > 1 else split
 
 
 def pass_ks(samples: int) -> list[int]:
@@ -91,9 +95,9 @@ async def evaluate(
     outcomes: list[Trajectory] = []
     telling = _telling(attempt, split, emit)
 
-    async def solve(task: Task, number: int) -> None:
-        again = (str(number),) if samples > 1 else ()
-        sample = ".".join((f"eval-{version}-{split}", task.id, *again))
+    async def solve(number: int, task: Task, *again: int) -> None:
+        # a number, and not the task's id: the name is a part of the session's URL
+        sample = f"eval-{version}-{_times(split, samples)}.{number}"
         own_seed = derive(seed, "eval", task.id, *again)
         outcomes.append(await _persistent(telling, task, sample, own_seed))
         _check_version(outcomes[-1], version)
@@ -108,9 +112,9 @@ async def evaluate(
     total = len(tasks) * samples
     emit(progress())
     async with asyncio.TaskGroup() as group:
-        for number in range(samples):
-            for task in tasks:
-                group.create_task(solve(task, number))
+        for number, task in enumerate(tuple(tasks) * samples):
+            again = (number // len(tasks),) if samples > 1 else ()
+            group.create_task(solve(number, task, *again))
     report = _report(outcomes, samples, stage=stage, split=split, version=version)
     emit(
         EvalDone(

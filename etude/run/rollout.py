@@ -286,7 +286,7 @@ def _unanswered(transcript: Transcript) -> str:
         )
     return (
         "agent: it ended without an answer of the model: it must ask at the base_url that run() is "
-        "given, where the session is recorded"
+        "given (a program: at OPENAI_BASE_URL), where the session is recorded"
     )
 
 

@@ -147,8 +147,24 @@ def test_by_task_and_by_name(run: Run) -> None:
     assert "g000001.1, train task t1" in printed(run, id="g000001.1")
     lost = printed(run, id="g000003.0")
     assert "error     sandbox: no room" in lost and "is not stored" in lost
-    with pytest.raises(EtudeError, match="none of the 6 sessions .* tasks are h1, t1, t2"):
+    with pytest.raises(EtudeError, match="no task t9: the nearest of 3 are t2, t1, h1"):
         printed(run, task="t9")
+    with pytest.raises(EtudeError, match=r"no session g1.1: the nearest of 6 are g000001\.1,"):
+        printed(run, id="g1.1")
+
+
+def test_an_evaluation_that_failed_is_no_session_under_way(run: Run) -> None:
+    long = "the program ended with exit code 1\n" + "  File somewhere\n" * 99
+    event = attempt_done(replace(failed("eval-3-heldout.0"), error=long), "heldout")
+    events = run.events("controller", EVENTS)
+    events.append(event)
+    events.flush()
+    table, _, below = printed(run, failed=True).partition("eval-3-heldout.0, heldout task")
+    (line,) = (line for line in table.splitlines() if line.startswith("eval-3"))
+    assert " evaluation " in line and line.rstrip().endswith("...") and len(line) < 200
+    printed_whole = printed(run, id="eval-3-heldout.0")
+    assert printed_whole.count("File somewhere") > 99, "all of it, below"
+    assert "a session is when it has a score" in printed_whole
 
 
 def test_as_json(run: Run, capsys: pytest.CaptureFixture[str]) -> None:

@@ -112,7 +112,9 @@ print(ask(messages=1)[:3], ask("/chat/completions")[:3])
     [
         ("1 / 0", "exit code 1; .*ZeroDivisionError"),
         ("os.kill(os.getpid(), 9)", "exit code -9"),
-        ("print(ask(messages=[])); sys.exit(2)", "exit code 2; its last words: 503 no engine"),
+        ("print(ask(messages=[])); sys.exit(2)", "exit code 2; .*last words: 503 no engine"),
+        ("ask(messages=[]); 1 / 0", r"its last question was refused \(503 no engine\); its last"),
+        ("print('long ' * 99); print('the end'); sys.exit(3)", "its last words: the end"),
     ],
 )
 async def test_a_program_that_breaks_has_failed(text: str, why: str) -> None:

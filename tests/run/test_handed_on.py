@@ -123,8 +123,8 @@ async def test_several_attempts_at_each_task() -> None:
     assert report.rewards == {"a": 0.0, "b": 0.75, "c": 1.0}
     assert report.pass_at(1) == 0.5 and report.pass_at(2) == pytest.approx(2 / 3)
     assert report.name == "000003.novel_x2"
-    assert [sample for _, sample, _ in exam.asked] == [
-        f"eval-3-novel.{task}.{number}" for number in "01" for task in "cab"
+    assert [(task, sample) for task, sample, _ in exam.asked] == [
+        (task, f"eval-3-novel_x2.{number}") for number, task in enumerate("cabcab")
     ]
     assert len({seed for *_, seed in exam.asked}) == 6
 
@@ -140,7 +140,7 @@ async def test_an_evaluation_tells_each_task_apart() -> None:
     assert list(report.rewards.items()) == [("a", 0.9), ("b", 1.0), ("c", 1.0)]
     assert len(report.example) == 3, "of those that were solved, the longest"
     assert (report.name, report_name(12, "heldout")) == ("000003.novel", "000012.heldout")
-    assert [sample for _, sample, _ in exam.asked] == [f"eval-3-novel.{name}" for name in "cab"]
+    assert [sample for _, sample, _ in exam.asked] == [f"eval-3-novel.{n}" for n in range(3)]
     seeds = {task: seed for task, _, seed in exam.asked}
     assert len(set(seeds.values())) == 3
     again, other = Exam([0.0] * 3, version=4), Exam([0.0] * 3)
@@ -159,6 +159,14 @@ async def test_an_evaluation_tells_each_task_apart() -> None:
     )
     assert (done.solved, done.total, done.low, done.high) == (2, 3, report.low, report.high)
     assert events[0] == EvalProgress(stage="rl", split="novel", done=0, total=3, solved=0)
+
+
+async def test_the_sessions_of_an_evaluation_have_names_for_a_url() -> None:
+    exam = Exam([1.0, 0.0])
+    tasks = [Task(id=id, prompt="go") for id in ("src/cart.py:total", "tests/x.py::t[a b?#%2F]")]
+    report = await evaluate(tasks, exam.attempt, stage="rl", split="heldout", version=3, seed=7)
+    assert [sample for _, sample, _ in exam.asked] == ["eval-3-heldout.0", "eval-3-heldout.1"]
+    assert report.rewards == {"src/cart.py:total": 1.0, "tests/x.py::t[a b?#%2F]": 0.0}
 
 
 async def test_an_evaluation_shows_how_far_it_is() -> None:
