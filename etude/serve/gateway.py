@@ -59,6 +59,7 @@ from etude.serve.answerer import (
     ServedModel,
     Show,
     TemplateOptions,
+    as_stream,
     template_errors,
 )
 from etude.serve.dialects import public_routes, session_routes
@@ -74,8 +75,11 @@ from etude.serve.http import (
     respond,
     respond_packed,
 )
-from etude.serve.recorder import Prompt, Recorder
+from etude.serve.recorder import Prompt
 from etude.serve.router import Router
+from etude.serve.segments import RecordedTurn
+from etude.serve.session_journal import SessionJournal
+from etude.serve.session_records import SessionRecords
 from etude.serve.worker_protocol import JoinRequest, LoadRequest, read_model_files
 from etude.store.experts import put_experts
 from etude.store.objects import Objects
@@ -96,7 +100,12 @@ class Gateway:
             grammars=GrammarBuilder(files),
             max_context=max_context,
         )
-        self.recorder = Recorder(self.model.tokenizer)
+        self.records = SessionRecords(self.model.tokenizer, self.model.conversations)
+
+    def restore(self, journal: SessionJournal) -> None:
+        """Sessions of earlier lives go on. All of them waited for us."""
+        for session in self.records.restore(journal):
+            self.router.disturb(session)
 
     def routes(self) -> list[Route]:
         plain = PolicyAnswerer(self.model, self.router)
@@ -115,7 +124,8 @@ class Gateway:
 
     def _session_answerer(self, http: HttpRequest) -> SessionAnswerer:
         session, kind = http.path_params["session"], read_segment_kind(http.headers)
-        return SessionAnswerer(self.model, self.router, self.recorder, session, kind)
+        self.records.check(session)
+        return SessionAnswerer(self.model, self.router, self.records, session, kind)
 
     def _session_route(self, route: Route) -> Route:
         """From the first byte of its body to its answer a request is under way."""
@@ -133,8 +143,10 @@ class Gateway:
 
     async def segments(self, http: HttpRequest) -> Response:
         session: str = http.path_params["session"]
+        recorder = self.records.recorder
+        self.records.check(session)
         try:
-            segments, experts = self.recorder.segments(session), self.recorder.experts(session)
+            segments, experts = recorder.segments(session), recorder.experts(session)
         except KeyError as e:
             raise ApiError(
                 f"session {session!r} has no recorded answer", status=404, code="unknown_session"
@@ -150,9 +162,8 @@ class Gateway:
 
     async def forget(self, http: HttpRequest) -> Response:
         session: str = http.path_params["session"]
-        self.recorder.forget(session)
         self.router.forget(session)
-        self.model.conversations.forget(session)
+        await self.records.forget(session)
         return Response(status_code=204)
 
     async def disturbed(self, http: HttpRequest) -> Response:
@@ -200,12 +211,12 @@ class SessionAnswerer:
     answered is recorded."""
 
     def __init__(
-        self, model: ServedModel, router: SessionPolicy, recorder: Recorder, session: str,
+        self, model: ServedModel, router: SessionPolicy, records: SessionRecords, session: str,
         kind: SegmentKind,
     ) -> None:  # fmt: skip
         self._model = model
         self._router = router
-        self._recorder = recorder
+        self._records = records
         self._session = session
         self._kind = kind
         self._prompt: Prompt | None = None
@@ -214,17 +225,19 @@ class SessionAnswerer:
         self, messages: Sequence[Message], tools: Sequence[Tool], options: TemplateOptions
     ) -> tuple[int, ...]:
         with template_errors():
-            draft = self._recorder.partial_prompt(self._session, messages, tools, options)
+            draft = self._records.recorder.partial_prompt(self._session, messages, tools, options)
             self._prompt = draft.complete(*await self._model.encode([draft.text], "messages"))
         return self._prompt.tokens
 
     async def sample(self, requests: Sequence[Request], show: Show) -> list[Sample]:
-        samples = await gather(
-            [self._router.sample(self._asked(request), self._session) for request in requests]
-        )
-        for request, sample in zip(requests, samples, strict=True):
-            self._record(request, sample, show)
-        return samples
+        return await gather([self._sample(request, show) for request in requests])
+
+    async def _sample(self, request: Request, show: Show) -> Sample:
+        if (again := self._unreceived(request)) is not None:
+            return again
+        sample = await self._router.sample(self._asked(request), self._session)
+        self._records.recorder.received(await self._record(request, sample, show))
+        return sample
 
     async def stream(
         self, requests: Sequence[Request], show: Show
@@ -233,22 +246,35 @@ class SessionAnswerer:
 
     async def _stream(self, request: Request, show: Show) -> AsyncIterator[Token | Sample]:
         """The answer is recorded when it is whole, before the client is told that it is."""
+        if (again := self._unreceived(request)) is not None:
+            async for event in as_stream(again):
+                yield event
+            return
         stream = self._router.stream(self._asked(request), self._session)
         async with aclosing(stream):  # type: ignore[type-var]
             async for event in stream:
                 if isinstance(event, Sample):
-                    self._record(request, event, show)
-                yield event
+                    turn = await self._record(request, event, show)
+                    yield event
+                    self._records.recorder.received(turn)
+                else:
+                    yield event
+
+    def _unreceived(self, request: Request) -> Sample | None:
+        """The answer that was recorded before its client, or we, went away."""
+        assert self._prompt is not None
+        recorder = self._records.recorder
+        return recorder.take_unreceived(self._session, self._prompt, request.params)
 
     def _asked(self, request: Request) -> Request:
         """With what the recorder wants to know beyond the client."""
         assert self._prompt is not None
         return replace(request, experts_from=self._prompt.routed.num_tokens)
 
-    def _record(self, request: Request, sample: Sample, show: Show) -> None:
+    async def _record(self, request: Request, sample: Sample, show: Show) -> RecordedTurn:
         assert self._prompt is not None
         message = show(request, sample)
-        self._recorder.record(
+        return await self._records.record(
             self._session, self._prompt, sample, message, request.params, self._kind
         )
 
@@ -273,6 +299,7 @@ async def serve_gateway(
     async with aiohttp.ClientSession(headers=headers, connector=connector, timeout=patient) as http:
         router = Router(http, version, run.config().heartbeat_timeout_s)
         gateway = Gateway(router, run.objects, files, max_context=max_context)
+        gateway.restore(SessionJournal(run.objects))
         async with process.serving(
             create_app(gateway.routes(), token, gateway.model.metrics), listener
         ) as running:

@@ -88,6 +88,7 @@ class Router:
         self.fleet = Fleet(live, heartbeat_timeout_s)
         self._http = http
         self._clock = clock or AwakeClock(SystemClock())
+        self._began = self._clock.now()
         self._changed = asyncio.Condition()
         self._requests: dict[str, SessionRequests] = {}
         # of what waits for an answer of this worker
@@ -176,12 +177,18 @@ class Router:
         finally:
             requests.pending -= 1
 
+    def disturb(self, session: str) -> None:
+        """It has lost time."""
+        self._requests.setdefault(session, SessionRequests()).disturbed = True
+
     def disturbed(self, session: str, age_s: float = math.inf) -> bool:
         """Also by a request that is under way: nobody knows yet how long it will take. And by a
-        stop of ours: what was asked meanwhile may still be unread."""
+        stop of ours: what was asked meanwhile may still be unread. And if it is older than we are:
+        it may have asked one before us."""
         requests = self._requests.get(session, SessionRequests())
-        stopped = self._clock.slept_since(self._clock.now() - age_s)
-        return requests.disturbed or requests.pending > 0 or stopped
+        began = self._clock.now() - age_s
+        absent = self._clock.slept_since(began) or -math.inf < began < self._began
+        return requests.disturbed or requests.pending > 0 or absent
 
     def forget(self, session: str) -> None:
         """The session is over."""
