@@ -17,7 +17,7 @@
                                                 since it began
     DELETE /s/{session}                         forgets it
     POST   /load {version}                      every worker moves to the version; answers when all
-                                                of them serve it
+                                                of them serve it, and all shards know
     POST   /workers {url, region, version}      a worker joins, and says again and again that it is
                                                 there; answers when
                                                 it is up, unless it is being told what to load
@@ -40,7 +40,7 @@ import argparse
 import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import ExitStack, aclosing
+from contextlib import AsyncExitStack, ExitStack, aclosing
 from dataclasses import replace
 from functools import wraps
 from typing import Protocol
@@ -80,6 +80,7 @@ from etude.serve.router import Router
 from etude.serve.segments import RecordedTurn
 from etude.serve.session_journal import SessionJournal
 from etude.serve.session_records import SessionRecords
+from etude.serve.shards import FORWARDED, ShardedApp, Shards
 from etude.serve.worker_protocol import JoinRequest, LoadRequest, read_model_files
 from etude.store.experts import put_experts
 from etude.store.objects import Objects
@@ -91,9 +92,11 @@ class Gateway:
     which workers join and weights change."""
 
     def __init__(
-        self, router: Router, objects: Objects, files: Mapping[str, bytes], *, max_context: int
-    ) -> None:
+        self, router: Router, objects: Objects, files: Mapping[str, bytes], *, max_context: int,
+        shards: Shards | None = None,
+    ) -> None:  # fmt: skip
         self.router = router
+        self.shards = shards or Shards()
         self.objects = objects
         self.model = ServedModel(
             tokenizer=ChatTokenizer(files),
@@ -176,6 +179,8 @@ class Gateway:
     async def load(self, http: HttpRequest) -> Response:
         asked = await read(http, LoadRequest)
         await self.router.load(asked.version)
+        if FORWARDED not in http.headers:
+            await self.router.tell(self.shards.others, "/load", asked)
         return respond(LoadRequest(version=self.router.fleet.live))
 
     async def join(self, http: HttpRequest) -> Response:
@@ -285,27 +290,37 @@ async def serve_gateway(
     port: int,
     host: str = "127.0.0.1",
     version: int = -1,
+    shards: Shards | None = None,
 ) -> None:
-    token = process.token()
+    token, shards = process.token(), shards or Shards()
     listener = process.bind(host, port, token)
     run = Run.open(store_url, create=False)
     files = read_model_files(run)
     max_context = json.loads(files["config.json"])["max_position_embeddings"]
-    headers = process.authorization(token)
-    # As many connections as there are requests, and no limit on their time: a worker that dies
-    # closes its connections.
-    connector = aiohttp.TCPConnector(limit=0)
-    patient = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
-    async with aiohttp.ClientSession(headers=headers, connector=connector, timeout=patient) as http:
-        router = Router(http, version, run.config().heartbeat_timeout_s)
-        gateway = Gateway(router, run.objects, files, max_context=max_context)
-        gateway.restore(SessionJournal(run.objects))
-        async with process.serving(
-            create_app(gateway.routes(), token, gateway.model.metrics), listener
-        ) as running:
-            print(f"gateway at {process.url_of(listener)}", flush=True)
-            async with process.meanwhile(router.watch(), heartbeat.send_heartbeats()):
-                await running
+    async with AsyncExitStack() as stack:
+        to_workers = await stack.enter_async_context(http_client(process.authorization(token)))
+        to_shards = await stack.enter_async_context(http_client())
+        router = Router(to_workers, version, run.config().heartbeat_timeout_s)
+        gateway = Gateway(router, run.objects, files, max_context=max_context, shards=shards)
+        gateway.restore(SessionJournal(run.objects, shards.name))
+        app = create_app(gateway.routes(), token, gateway.model.metrics)
+        running = await stack.enter_async_context(
+            process.serving(ShardedApp(app, shards, to_shards), listener)
+        )
+        print(f"gateway at {process.url_of(listener)}", flush=True)
+        async with process.meanwhile(router.watch(), heartbeat.send_heartbeats()):
+            await running
+
+
+def http_client(headers: Mapping[str, str] | None = None) -> aiohttp.ClientSession:
+    """As many connections as there are requests, and no limit on their time: a worker that dies
+    closes its connections."""
+    return aiohttp.ClientSession(
+        headers=headers,
+        connector=aiohttp.TCPConnector(limit=0),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=5.0),
+        auto_decompress=False,
+    )
 
 
 def main() -> None:
@@ -319,9 +334,19 @@ def main() -> None:
     parser.add_argument(
         "--version", type=int, default=-1, help="the oldest weights that may answer"
     )
+    parser.add_argument(
+        "--shards", default="", metavar="URL,URL", help="all gateway processes, each with a share"
+    )
+    parser.add_argument("--shard", type=int, default=0, help="which of them this is, from 0")
     a = parser.parse_args()
     process.run(
-        lambda: serve_gateway(store_url=a.store, port=a.port, host=a.host, version=a.version)
+        lambda: serve_gateway(
+            store_url=a.store,
+            port=a.port,
+            host=a.host,
+            version=a.version,
+            shards=Shards(a.shards.split(","), a.shard),
+        )
     )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -30,6 +30,7 @@ from etude.serve.http import (
     Unavailable,
     deadline,
 )
+from etude.serve.shards import FORWARDED
 from etude.serve.worker_protocol import (
     FRAME_SIZE_BYTES,
     GenerateFrame,
@@ -227,6 +228,22 @@ class Router:
             self.fleet.leave(worker)
         self.fleet.require_version(version)
         await self._wake()
+
+    async def tell(self, gateways: Sequence[str], path: str, told: object) -> None:
+        """Says the same to other gateways, which must take it."""
+
+        async def one(url: str) -> None:
+            body = msgspec.json.encode(told)
+            try:
+                async with self._http.post(
+                    url + path, data=body, headers={FORWARDED: "1"}
+                ) as answer:
+                    if not answer.ok:
+                        raise Unavailable(f"{url}{path}: {_message(await answer.read())}")
+            except aiohttp.ClientError as e:
+                raise Unavailable(f"the gateway at {url} is away: {type(e).__name__}") from e
+
+        await asyncio.gather(*map(one, gateways))
 
     async def join(self, joining: JoinRequest) -> None:
         worker = self.fleet.join(joining.url, joining.region, joining.version, self._clock.now())
