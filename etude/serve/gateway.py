@@ -17,7 +17,7 @@
                                                 since it began
     DELETE /s/{session}                         forgets it
     POST   /load {version}                      every worker moves to the version; answers when all
-                                                of them serve it
+                                                of them serve it, and all shards know
     POST   /workers {url, region, version}      a worker joins, and says again and again that it is
                                                 there; answers when
                                                 it is up, unless it is being told what to load
@@ -63,6 +63,7 @@ from etude.serve.answerer import (
     ServedModel,
     Show,
     TemplateOptions,
+    as_stream,
     template_errors,
 )
 from etude.serve.dialects import public_routes, session_routes
@@ -78,8 +79,12 @@ from etude.serve.http import (
     respond,
     respond_packed,
 )
-from etude.serve.recorder import Prompt, Recorder
+from etude.serve.recorder import Prompt
 from etude.serve.router import Router
+from etude.serve.segments import RecordedTurn
+from etude.serve.session_journal import SessionJournal
+from etude.serve.session_records import SessionRecords
+from etude.serve.shards import FORWARDED, ShardedApp, Shards
 from etude.serve.token_routes import TokenRoutes
 from etude.serve.tokens import SECRET_VARIABLE, TokenAuthority, read_secret
 from etude.serve.worker_protocol import JoinRequest, LoadRequest, read_model_files
@@ -95,8 +100,10 @@ class Gateway:
     def __init__(
         self, router: Router, objects: Objects, files: Mapping[str, bytes], *, max_context: int,
         tokens: TokenAuthority | None = None,
+        shards: Shards | None = None,
     ) -> None:  # fmt: skip
         self.router = router
+        self.shards = shards or Shards()
         self.objects = objects
         self.tokens = tokens or TokenAuthority()
         self.token_routes = TokenRoutes(self.tokens, objects)
@@ -105,7 +112,12 @@ class Gateway:
             grammars=GrammarBuilder(files),
             max_context=max_context,
         )
-        self.recorder = Recorder(self.model.tokenizer)
+        self.records = SessionRecords(self.model.tokenizer, self.model.conversations)
+
+    def restore(self, journal: SessionJournal) -> None:
+        """Sessions of earlier lives go on. All of them waited for us."""
+        for session in self.records.restore(journal):
+            self.router.disturb(session)
 
     def routes(self) -> list[Route]:
         plain = PolicyAnswerer(self.model, self.router)
@@ -125,7 +137,8 @@ class Gateway:
 
     def _session_answerer(self, http: HttpRequest) -> SessionAnswerer:
         session, kind = http.path_params["session"], read_segment_kind(http.headers)
-        return SessionAnswerer(self.model, self.router, self.recorder, session, kind)
+        self.records.check(session)
+        return SessionAnswerer(self.model, self.router, self.records, session, kind)
 
     def _session_route(self, route: Route) -> Route:
         """From the first byte of its body to its answer a request is under way."""
@@ -143,8 +156,10 @@ class Gateway:
 
     async def segments(self, http: HttpRequest) -> Response:
         session: str = http.path_params["session"]
+        recorder = self.records.recorder
+        self.records.check(session)
         try:
-            segments, experts = self.recorder.segments(session), self.recorder.experts(session)
+            segments, experts = recorder.segments(session), recorder.experts(session)
         except KeyError as e:
             raise ApiError(
                 f"session {session!r} has no recorded answer", status=404, code="unknown_session"
@@ -161,9 +176,8 @@ class Gateway:
     async def forget(self, http: HttpRequest) -> Response:
         session: str = http.path_params["session"]
         self.tokens.close_session(session)
-        self.recorder.forget(session)
         self.router.forget(session)
-        self.model.conversations.forget(session)
+        await self.records.forget(session)
         return Response(status_code=204)
 
     async def disturbed(self, http: HttpRequest) -> Response:
@@ -176,6 +190,8 @@ class Gateway:
     async def load(self, http: HttpRequest) -> Response:
         asked = await read(http, LoadRequest)
         await self.router.load(asked.version)
+        if FORWARDED not in http.headers:
+            await self.router.tell(self.shards.others, "/load", asked, identity_of(http).token)
         return respond(LoadRequest(version=self.router.fleet.live))
 
     async def join(self, http: HttpRequest) -> Response:
@@ -212,12 +228,12 @@ class SessionAnswerer:
     answered is recorded."""
 
     def __init__(
-        self, model: ServedModel, router: SessionPolicy, recorder: Recorder, session: str,
+        self, model: ServedModel, router: SessionPolicy, records: SessionRecords, session: str,
         kind: SegmentKind,
     ) -> None:  # fmt: skip
         self._model = model
         self._router = router
-        self._recorder = recorder
+        self._records = records
         self._session = session
         self._kind = kind
         self._prompt: Prompt | None = None
@@ -226,17 +242,19 @@ class SessionAnswerer:
         self, messages: Sequence[Message], tools: Sequence[Tool], options: TemplateOptions
     ) -> tuple[int, ...]:
         with template_errors():
-            draft = self._recorder.partial_prompt(self._session, messages, tools, options)
+            draft = self._records.recorder.partial_prompt(self._session, messages, tools, options)
             self._prompt = draft.complete(*await self._model.encode([draft.text], "messages"))
         return self._prompt.tokens
 
     async def sample(self, requests: Sequence[Request], show: Show) -> list[Sample]:
-        samples = await gather(
-            [self._router.sample(self._asked(request), self._session) for request in requests]
-        )
-        for request, sample in zip(requests, samples, strict=True):
-            self._record(request, sample, show)
-        return samples
+        return await gather([self._sample(request, show) for request in requests])
+
+    async def _sample(self, request: Request, show: Show) -> Sample:
+        if (again := self._unreceived(request)) is not None:
+            return again
+        sample = await self._router.sample(self._asked(request), self._session)
+        self._records.recorder.received(await self._record(request, sample, show))
+        return sample
 
     async def stream(
         self, requests: Sequence[Request], show: Show
@@ -245,22 +263,35 @@ class SessionAnswerer:
 
     async def _stream(self, request: Request, show: Show) -> AsyncIterator[Token | Sample]:
         """The answer is recorded when it is whole, before the client is told that it is."""
+        if (again := self._unreceived(request)) is not None:
+            async for event in as_stream(again):
+                yield event
+            return
         stream = self._router.stream(self._asked(request), self._session)
         async with aclosing(stream):  # type: ignore[type-var]
             async for event in stream:
                 if isinstance(event, Sample):
-                    self._record(request, event, show)
-                yield event
+                    turn = await self._record(request, event, show)
+                    yield event
+                    self._records.recorder.received(turn)
+                else:
+                    yield event
+
+    def _unreceived(self, request: Request) -> Sample | None:
+        """The answer that was recorded before its client, or we, went away."""
+        assert self._prompt is not None
+        recorder = self._records.recorder
+        return recorder.take_unreceived(self._session, self._prompt, request.params)
 
     def _asked(self, request: Request) -> Request:
         """With what the recorder wants to know beyond the client."""
         assert self._prompt is not None
         return replace(request, experts_from=self._prompt.routed.num_tokens)
 
-    def _record(self, request: Request, sample: Sample, show: Show) -> None:
+    async def _record(self, request: Request, sample: Sample, show: Show) -> RecordedTurn:
         assert self._prompt is not None
         message = show(request, sample)
-        self._recorder.record(
+        return await self._records.record(
             self._session, self._prompt, sample, message, request.params, self._kind
         )
 
@@ -271,30 +302,39 @@ async def serve_gateway(
     port: int,
     host: str = "127.0.0.1",
     version: int = -1,
+    shards: Shards | None = None,
 ) -> None:
-    secret = read_secret()
+    secret, shards = read_secret(), shards or Shards()
     listener = process.bind(host, port, secret, SECRET_VARIABLE)
     tokens = TokenAuthority(secret)
     access = SignedTokens(tokens) if secret else None
     run = Run.open(store_url, create=False)
     files = read_model_files(run)
     max_context = json.loads(files["config.json"])["max_position_embeddings"]
-    # As many connections as there are requests, and no limit on their time: a worker that dies
-    # closes its connections.
-    connector = aiohttp.TCPConnector(limit=0)
-    patient = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
-    async with aiohttp.ClientSession(connector=connector, timeout=patient) as http:
+    async with http_client() as http:
         router = Router(http, version, run.config().heartbeat_timeout_s)
-        gateway = Gateway(router, run.objects, files, max_context=max_context, tokens=tokens)
+        gateway = Gateway(
+            router, run.objects, files, max_context=max_context, tokens=tokens, shards=shards
+        )
         await gateway.token_routes.restore()
-        async with process.serving(
-            create_app(gateway.routes(), access, gateway.model.metrics), listener
-        ) as running:
+        gateway.restore(SessionJournal(run.objects, shards.name))
+        app = create_app(gateway.routes(), access, gateway.model.metrics)
+        async with process.serving(ShardedApp(app, shards, http), listener) as running:
             print(f"gateway at {process.url_of(listener)}", flush=True)
             async with process.meanwhile(
                 router.watch(), gateway.token_routes.watch(), heartbeat.send_heartbeats()
             ):
                 await running
+
+
+def http_client() -> aiohttp.ClientSession:
+    """As many connections as there are requests, and no limit on their time: a worker that dies
+    closes its connections."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=5.0),
+        auto_decompress=False,
+    )
 
 
 def main() -> None:
@@ -308,9 +348,19 @@ def main() -> None:
     parser.add_argument(
         "--version", type=int, default=-1, help="the oldest weights that may answer"
     )
+    parser.add_argument(
+        "--shards", default="", metavar="URL,URL", help="all gateway processes, each with a share"
+    )
+    parser.add_argument("--shard", type=int, default=0, help="which of them this is, from 0")
     a = parser.parse_args()
     process.run(
-        lambda: serve_gateway(store_url=a.store, port=a.port, host=a.host, version=a.version)
+        lambda: serve_gateway(
+            store_url=a.store,
+            port=a.port,
+            host=a.host,
+            version=a.version,
+            shards=Shards(a.shards.split(","), a.shard),
+        )
     )
 
 

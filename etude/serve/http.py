@@ -151,7 +151,7 @@ def error_response(error: ApiError, path: str) -> Response:
 async def read(request: Request, type: type[T], decode: Decode = msgspec.json.decode) -> T:
     """The body of a request, or 400 with the place that is wrong."""
     try:
-        return cast(T, decode(await _body(request), type=type))
+        return cast(T, decode(await read_bytes(request), type=type))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
         raise ApiError(f"request body: {e}", param=_param(str(e))) from e
 
@@ -162,7 +162,8 @@ def _param(message: str) -> str | None:
     return next(filter(None, found.groups()), None) if found else None
 
 
-async def _body(request: Request) -> bytearray:
+async def read_bytes(request: Request) -> bytearray:
+    """The body, which is bounded in size and time."""
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_S):

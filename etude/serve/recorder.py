@@ -31,31 +31,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Any
 
-from etude.core.sampling import (
-    RegionSpan,
-    Sample,
-    SamplingParams,
-    SamplingSpan,
-    VersionSpan,
-    expand_spans,
-    sampling_spans,
-    version_spans,
-)
+from etude.core.sampling import Sample, SamplingParams
 from etude.core.types import Segment, SegmentKind
 from etude.model.output_parser import THINK_END, THINK_START
 from etude.model.tokenizer import ChatTokenizer, Message, Tool
 from etude.model.tool_calls import Call
-
-
-@dataclass(frozen=True, slots=True)
-class RoutedExperts:
-    """The experts of the first `num_tokens` tokens of a context, as the engine reports them."""
-
-    num_tokens: int = 0
-    ids: bytes = b""
+from etude.serve.segments import OpenSegment, RecordedTurn, RoutedExperts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +50,8 @@ class Prompt:
     tools: tuple[Tool, ...]
     text: str
     """The messages as the template shows them."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Of the template."""
     routed: RoutedExperts = RoutedExperts()
 
 
@@ -81,55 +66,14 @@ class PartialPrompt:
         return replace(self.known, tokens=(*self.known.tokens, *tokens))
 
 
-@dataclass(slots=True, kw_only=True)
-class _OpenSegment:
-    """A segment that may still grow."""
+@dataclass(slots=True)
+class _Session:
+    segments: list[OpenSegment] = field(default_factory=list)
+    num_turns: int = 0
 
-    prompt: tuple[int, ...]
-    messages: tuple[Message, ...]
-    tools: tuple[Tool, ...]
-    kind: SegmentKind
-    parent: int | None
-    answered: list[int] = field(default_factory=list)
-    """Which of the messages were sampled here."""
-    text: str = ""
-    """What the tokens before the last answer stand for."""
-    answer: tuple[int, ...] = ()
-    """The last one."""
-    tokens: list[int] = field(default_factory=list)  # behind the prompt
-    mask: list[bool] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: tuple[VersionSpan, ...] = ()
-    regions: list[RegionSpan] = field(default_factory=list)
-    sampling: tuple[SamplingSpan, ...] = ()
-    routed: RoutedExperts = RoutedExperts()
 
-    @property
-    def context(self) -> tuple[int, ...]:
-        return (*self.prompt, *self.tokens)
-
-    def append(self, tokens: Sequence[int], logprobs: Sequence[float] | None = None) -> None:
-        self.tokens += tokens
-        self.mask += [logprobs is not None] * len(tokens)
-        self.logprobs += [0.0] * len(tokens) if logprobs is None else logprobs
-
-    def add_region(self, region: str, count: int) -> None:
-        if self.regions and self.regions[-1].region == region:
-            count += self.regions.pop().count
-        self.regions.append(RegionSpan(region, count))
-
-    def to_segment(self) -> Segment:
-        return Segment(
-            prompt=self.prompt,
-            tokens=tuple(self.tokens),
-            mask=tuple(self.mask),
-            logprobs=tuple(self.logprobs),
-            versions=self.versions,
-            regions=tuple(self.regions),
-            sampling=self.sampling,
-            kind=self.kind,
-            parent=self.parent,
-        )
+class Hole(Exception):
+    """A turn does not go on from what is known of its session."""
 
 
 class Recorder:
@@ -138,7 +82,7 @@ class Recorder:
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer = tokenizer
-        self._sessions: dict[str, list[_OpenSegment]] = {}
+        self._sessions: dict[str, _Session] = {}
 
     def partial_prompt(
         self,
@@ -149,104 +93,176 @@ class Recorder:
     ) -> PartialPrompt:
         """The recorded tokens and what the messages add to them, or all of the messages rendered
         anew. `options`: of the template."""
-        said, offered = tuple(map(_without_nulls, messages)), tuple(tools)
-        for segment in reversed(self._sessions.get(session, [])):
-            history = _restored(segment, said) if segment.tools == offered else None
-            if history is None:
-                continue
-            text = self._tokenizer.render(history, offered, answer=True, options=options)
-            if (added := self._added(segment, text)) is not None:
-                known = Prompt(
-                    tokens=segment.context,
-                    messages=history,
-                    tools=offered,
-                    text=text,
-                    routed=segment.routed,
-                )
-                return PartialPrompt(known, added)
-        text = self._tokenizer.render(said, offered, answer=True, options=options)
-        return PartialPrompt(Prompt(tokens=(), messages=said, tools=offered, text=text), text)
+        said = tuple(map(_without_nulls, messages))
+        new = Prompt(tokens=(), messages=said, tools=tuple(tools), text="", options=options or {})
+        for segment in reversed(self._segments(session)):
+            known = self._known(segment, new) if segment.tools == new.tools else None
+            if known is not None:
+                return known
+        text = self._render(new)
+        return PartialPrompt(replace(new, text=text), text)
 
-    def _added(self, segment: _OpenSegment, text: str) -> str | None:
+    def _known(self, segment: OpenSegment, new: Prompt) -> PartialPrompt | None:
+        """What the new prompt adds to the segment, or to what its last answer was asked with; None
+        if it does not go on from there."""
+        again = len(new.messages) == len(segment.messages) - 1
+        history = _restored(segment, new.messages, segment.answered[: -1 if again else None])
+        if history is None:
+            return None
+        prompt = replace(new, messages=history)
+        text = self._render(prompt)
+        if again:
+            if text != self._text(segment):
+                return None
+            known = replace(prompt, tokens=segment.asked, text=text, routed=segment.asked_routed)
+            return PartialPrompt(known, "")
+        if (added := self._added(segment, text)) is None:
+            return None
+        known = replace(prompt, tokens=segment.context, text=text, routed=segment.routed)
+        return PartialPrompt(known, added)
+
+    def _added(self, segment: OpenSegment, text: str) -> str | None:
         """What stands in `text` behind the segment; None if it does not go on from it."""
-        if not text.startswith(segment.text):  # a template that shows old turns in another way
+        before = self._text(segment)
+        if not text.startswith(before):  # a template that shows old turns in another way
             return None
         # The end of the answer: sampled, or, if the answer was cut off, missing from what was
         # recorded so far.
         last = segment.answer[-1]
         ended = last in self._tokenizer.stop_token_ids
         end_mark = self._tokenizer.decode([last]) if ended else self._tokenizer.eos_token
-        end = text.find(end_mark, len(segment.text))
-        if end < 0 or not self._shows(text[len(segment.text) : end], segment):
+        end = text.find(end_mark, len(before))
+        if end < 0 or not self._shows(text[len(before) : end], segment):
             return None
         return text[end + len(end_mark) * ended :]
 
-    def _shows(self, shown: str, segment: _OpenSegment) -> bool:
+    def _shows(self, shown: str, segment: OpenSegment) -> bool:
         """Whether the template's text of the last answer says what was sampled. Calls may be spelt
         otherwise, and there may be other space around; no word may be missing."""
-        before = segment.context[: -len(segment.answer)]
         told, sampled = (
-            self._tokenizer.parse(tokens, segment.tools, str, before)
+            self._tokenizer.parse(tokens, segment.tools, str, segment.asked)
             for tokens in (self._tokenizer.encode(shown), segment.answer)
         )
         return _echoes(told, sampled, reasoning=True)
+
+    def _text(self, segment: OpenSegment) -> str:
+        """Of a session that was read back it is made when it is needed."""
+        if segment.text is None:
+            asked = Prompt(
+                tokens=(), messages=segment.messages[:-1], tools=segment.tools, text="",
+                options=segment.options,
+            )  # fmt: skip
+            segment.text = self._render(asked)
+        return segment.text
+
+    def _render(self, prompt: Prompt) -> str:
+        return self._tokenizer.render(
+            prompt.messages, prompt.tools, answer=True, options=prompt.options
+        )
 
     def record(
         self, session: str, prompt: Prompt, sample: Sample, message: Message,
         params: SamplingParams, kind: SegmentKind = "turns",
     ) -> None:  # fmt: skip
+        self.apply(self.turn(session, prompt, sample, message, params, kind), prompt.text)
+
+    def turn(
+        self, session: str, prompt: Prompt, sample: Sample, message: Message,
+        params: SamplingParams, kind: SegmentKind = "turns",
+    ) -> RecordedTurn:  # fmt: skip
         """The engine answered `prompt` with `sample`, drawn with `params`, and the harness was
         given it as `message`. The experts of the sample begin where those of the prompt end.
-        `kind`: of the segment, if this opens one."""
-        segments = self._sessions.setdefault(session, [])
+        `kind`: of the segment, if this opens one. Changes nothing before `apply`."""
+        known = self._sessions.get(session) or _Session()
         # Tokens decide, not messages: of two answers to the same prompt, the second one begins a
         # segment of its own.
-        segment = next(
-            (
-                s
-                for s in reversed(segments)
-                if s.context == prompt.tokens[: len(s.prompt) + len(s.tokens)]
-            ),
-            None,
+        numbers = reversed(range(len(known.segments)))
+        number = next((n for n in numbers if _goes_on(known.segments[n], prompt)), None)
+        segment = OpenSegment(kind=kind, parent=None, tools=())
+        if number is not None:
+            segment = known.segments[number]
+        num_known = _num_common(segment.messages, prompt.messages)
+        return RecordedTurn(
+            session=session,
+            number=known.num_turns,
+            segment=len(known.segments) if number is None else number,
+            kind=kind,
+            num_known=num_known,
+            messages=prompt.messages[num_known:],
+            message=_without_nulls(message),
+            tools=prompt.tools if number is None else (),
+            options=prompt.options,
+            tokens=prompt.tokens[len(segment.context) :],
+            routed=None if prompt.routed == segment.routed else prompt.routed,
+            sample=replace(sample, top_logprobs=()),
+            params=params,
         )
-        if segment is None:
-            segment = _OpenSegment(
-                prompt=prompt.tokens,
-                messages=(),
-                tools=prompt.tools,
-                routed=prompt.routed,
-                kind=kind,
-                parent=len(segments) - 1 if segments else None,
-            )
-            segments.append(segment)
-        segment.append(prompt.tokens[len(segment.prompt) + len(segment.tokens) :])
-        segment.append(sample.tokens, sample.logprobs)
-        segment.versions = version_spans(
-            chain(expand_spans(segment.versions), expand_spans(sample.versions))
-        )
-        segment.sampling = sampling_spans(
-            [*segment.sampling, SamplingSpan(params, len(sample.tokens))]
-        )
-        for span in sample.regions or [RegionSpan("", len(sample.tokens))]:
-            segment.add_region(span.region, span.count)
-        segment.answered.append(len(prompt.messages))
-        segment.messages = (*prompt.messages, _without_nulls(message))
-        segment.text, segment.answer = prompt.text, sample.tokens
-        if sample.experts is not None:
-            num_read = len(prompt.tokens) + len(sample.tokens) - 1
-            segment.routed = RoutedExperts(num_read, prompt.routed.ids + sample.experts)
+
+    def apply(self, turn: RecordedTurn, text: str | None = None) -> None:
+        """`text`: the prompt as the template shows it. Raises `Hole` if turns before it are
+        missing."""
+        session = self._sessions.get(turn.session) or _Session()
+        segments = session.segments
+        if turn.number != session.num_turns or turn.segment > len(segments):
+            raise Hole(f"turn {turn.number} follows {session.num_turns} turns")
+        if turn.segment == len(segments):
+            parent = len(segments) - 1 if segments else None
+            segments.append(OpenSegment(kind=turn.kind, parent=parent, tools=turn.tools))
+        segments[turn.segment].apply(turn, text)
+        session.num_turns += 1
+        self._sessions[turn.session] = session
+
+    def received(self, turn: RecordedTurn) -> None:
+        """The harness has the answer."""
+        segments = self._segments(turn.session)
+        if turn.segment < len(segments) and segments[turn.segment].unreceived is turn.sample:
+            segments[turn.segment].unreceived = None
+
+    def take_unreceived(
+        self, session: str, prompt: Prompt, params: SamplingParams
+    ) -> Sample | None:
+        """The answer to the prompt that was recorded, if its harness may not have it: whoever asks
+        again is given it."""
+        for segment in self._segments(session):
+            sample = segment.unreceived
+            if (
+                sample is not None
+                and segment.sampling[-1].params == params
+                and segment.asked == prompt.tokens
+            ):
+                segment.unreceived = None
+                return sample
+        return None
+
+    def _segments(self, session: str) -> list[OpenSegment]:
+        known = self._sessions.get(session)
+        return known.segments if known else []
+
+    @property
+    def sessions(self) -> list[str]:
+        return list(self._sessions)
 
     def segments(self, session: str) -> tuple[Segment, ...]:
         """All segments of a session in the order in which they began. Raises KeyError for an
         unknown session."""
-        return tuple(segment.to_segment() for segment in self._sessions[session])
+        return tuple(segment.to_segment() for segment in self._sessions[session].segments)
 
     def experts(self, session: str) -> tuple[bytes, ...]:
         """Of each segment; empty if none were reported."""
-        return tuple(segment.routed.ids for segment in self._sessions[session])
+        return tuple(segment.routed.ids for segment in self._sessions[session].segments)
 
     def forget(self, session: str) -> None:
         self._sessions.pop(session, None)
+
+
+def _goes_on(segment: OpenSegment, prompt: Prompt) -> bool:
+    return segment.context == prompt.tokens[: len(segment.context)]
+
+
+def _num_common(known: Sequence[Message], messages: Sequence[Message]) -> int:
+    """Of the messages at the beginning."""
+    pairs = enumerate(zip(known, messages, strict=False))
+    return next((n for n, (a, b) in pairs if a is not b and a != b), min(len(known), len(messages)))
 
 
 def _without_nulls(message: Message) -> Message:
@@ -254,13 +270,14 @@ def _without_nulls(message: Message) -> Message:
     return {key: value for key, value in message.items() if value is not None}
 
 
-def _restored(segment: _OpenSegment, said: tuple[Message, ...]) -> tuple[Message, ...] | None:
-    """The messages with the segment's answers as they were given; None if one is not there."""
-    if len(said) < len(segment.messages):
-        return None
+def _restored(
+    segment: OpenSegment, said: tuple[Message, ...], answered: Sequence[int]
+) -> tuple[Message, ...] | None:
+    """The messages with those of the segment's answers as they were given; None if one is not
+    there."""
     history = list(said)
-    for place in segment.answered:
-        if not _echoes(said[place], segment.messages[place]):
+    for place in answered:
+        if place >= len(said) or not _echoes(said[place], segment.messages[place]):
             return None
         history[place] = segment.messages[place]
     return tuple(history)

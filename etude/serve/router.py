@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -31,6 +31,7 @@ from etude.serve.http import (
     deadline,
 )
 from etude.serve.process import authorization
+from etude.serve.shards import FORWARDED
 from etude.serve.worker_protocol import (
     FRAME_SIZE_BYTES,
     GenerateFrame,
@@ -89,6 +90,7 @@ class Router:
         self.fleet = Fleet(live, heartbeat_timeout_s)
         self._http = http
         self._clock = clock or AwakeClock(SystemClock())
+        self._began = self._clock.now()
         self._changed = asyncio.Condition()
         self._requests: dict[str, SessionRequests] = {}
         self._tokens: dict[str, str] = {}
@@ -178,12 +180,18 @@ class Router:
         finally:
             requests.pending -= 1
 
+    def disturb(self, session: str) -> None:
+        """It has lost time."""
+        self._requests.setdefault(session, SessionRequests()).disturbed = True
+
     def disturbed(self, session: str, age_s: float = math.inf) -> bool:
         """Also by a request that is under way: nobody knows yet how long it will take. And by a
-        stop of ours: what was asked meanwhile may still be unread."""
+        stop of ours: what was asked meanwhile may still be unread. And if it is older than we are:
+        it may have asked one before us."""
         requests = self._requests.get(session, SessionRequests())
-        stopped = self._clock.slept_since(self._clock.now() - age_s)
-        return requests.disturbed or requests.pending > 0 or stopped
+        began = self._clock.now() - age_s
+        absent = self._clock.slept_since(began) or -math.inf < began < self._began
+        return requests.disturbed or requests.pending > 0 or absent
 
     def forget(self, session: str) -> None:
         """The session is over."""
@@ -222,6 +230,22 @@ class Router:
             self.fleet.leave(worker)
         self.fleet.require_version(version)
         await self._wake()
+
+    async def tell(self, gateways: Sequence[str], path: str, told: object, token: str = "") -> None:
+        """Says the same to other gateways, with the token of who said it here; they must take
+        it."""
+        headers = {FORWARDED: "1", **authorization(token)}
+
+        async def one(url: str) -> None:
+            body = msgspec.json.encode(told)
+            try:
+                async with self._http.post(url + path, data=body, headers=headers) as answer:
+                    if not answer.ok:
+                        raise Unavailable(f"{url}{path}: {_message(await answer.read())}")
+            except aiohttp.ClientError as e:
+                raise Unavailable(f"the gateway at {url} is away: {type(e).__name__}") from e
+
+        await asyncio.gather(*map(one, gateways))
 
     async def join(self, joining: JoinRequest, token: str = "") -> None:
         """`token`: the worker's own, which it is asked with: no worker learns that of another."""

@@ -65,7 +65,10 @@ class Turn:
             with self.model.concurrency.acquire(1, identity_of(http).client), refusals():
                 async with aclosing(tokens):  # type: ignore[type-var]
                     async for event in tokens:
-                        for told in writer.push(event, reader.push(event)):
+                        events = writer.push(event, reader.push(event))
+                        if isinstance(event, Sample):
+                            await self.model.conversations.journal.commit()
+                        for told in events:
                             await send_event(told)
             assert isinstance(event, Sample)
             self._count(event)

@@ -256,7 +256,8 @@ async def serve_worker(
         ) as running:
             url = process.url_of(listener)
             print(f"worker {region} at {url}", flush=True)
-            joined = [keep_joined(worker, url, gateway_url, token)] if gateway_url else []
+            gateways = gateway_url.split(",") if gateway_url else []
+            joined = [keep_joined(worker, url, gateway, token) for gateway in gateways]
             async with process.meanwhile(heartbeat.send_heartbeats(worker.well), *joined):
                 await running
 
@@ -271,7 +272,9 @@ def main() -> None:
     parser.add_argument("--region", required=True)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--gateway", help="where to join; without it the worker serves alone")
+    parser.add_argument(
+        "--gateway", help="where to join, or URL,URL; without it the worker is alone"
+    )
     parser.add_argument(
         "--version", type=int, help="weights to load at once; otherwise the gateway says which"
     )

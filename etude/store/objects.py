@@ -141,6 +141,12 @@ class Objects:
                 if re.search(r"#\d+$", path.name):
                     path.unlink(missing_ok=True)
 
+    def path(self, key: str) -> Path | None:
+        """The file of an object, for whoever appends to it; None in a bucket."""
+        if not isinstance(self._store, LocalStore) or self._store.prefix is None:
+            return None
+        return Path(self._store.prefix) / key
+
     def delete(self, key: str) -> None:
         """The key is free afterwards, whether or not it was before."""
         with _explained(f"delete {key} in {self.url}"), contextlib.suppress(*_MISSING):

@@ -221,7 +221,7 @@ async def watched(
     made = Gateway(Router(http), Objects.open(f"file:{tmp_path}/run"), FILES, max_context=256)
     tokenizer = Watched()
     made.model = replace(made.model, tokenizer=tokenizer)
-    made.recorder = Recorder(tokenizer)
+    made.records.recorder = Recorder(tokenizer)
     async with served(create_app(made.routes(), None)) as url:
         yield tokenizer, url
 

@@ -1,4 +1,4 @@
-"""The routes of the Responses dialect. Conversations are kept in memory, apart for each session."""
+"""The routes of the Responses dialect. Conversations are kept apart for each session."""
 
 from __future__ import annotations
 
@@ -66,6 +66,7 @@ class Responses:
         sample, events = await turn.sample(http)
         made = builder.whole(sample, builder.items(sample, events))
         self._keep(http, asked, messages, made)
+        await self._model.conversations.journal.commit()
         return respond(made)
 
     async def count_input_tokens(self, http: HttpRequest) -> Response:
@@ -84,6 +85,7 @@ class Responses:
         self._stored(http)
         id: str = http.path_params["response"]
         self._model.conversations.delete(_session(http), id)
+        await self._model.conversations.journal.commit()
         return respond(responses.Deleted(id))
 
     async def list_input_items(self, http: HttpRequest) -> Response:
@@ -139,7 +141,12 @@ class Responses:
             for item in listed(asked.input)
         ]
         said = (*messages, *(answer or [message_of([])]))
-        stored = StoredResponse(response=made, items=tuple(items), messages=said)
+        stored = StoredResponse(
+            response=made,
+            items=tuple(items),
+            messages=said,
+            previous=asked.previous_response_id,
+        )
         self._model.conversations.put(_session(http), made.id, stored)
 
     def _stored(self, http: HttpRequest) -> StoredResponse:

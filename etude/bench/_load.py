@@ -1,0 +1,157 @@
+"""Streaming sessions with a chat API, as many as wanted at once, and what they measure. Written on
+the bare protocol: a client must cost less than what it measures."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import msgspec
+
+EVENT = re.compile(rb"data: (\{.*?\})\n\n")
+END = b"0\r\n\r\n"
+RETRY_S = 0.05
+
+
+class BrokenOff(Exception):
+    """An answer that is not whole."""
+
+
+@dataclass(slots=True)
+class Measured:
+    turn_s: list[float] = field(default_factory=list)
+    first_s: list[float] = field(default_factory=list)
+    """To the first token, of each turn."""
+    num_retries: int = 0
+    seconds: float = 0.0
+
+
+class Connection(asyncio.Protocol):
+    """One request at a time."""
+
+    def __init__(self) -> None:
+        self._received: list[bytes] = []
+        self._done: asyncio.Future[bytes] | None = None
+        self.first_at = 0.0
+        self.is_closed = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.WriteTransport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        if not self.first_at and b'"content":"' in data and b'"content":""' not in data:
+            self.first_at = time.perf_counter()
+        self._received.append(data)
+        if data.endswith(END) or b"\r\nContent-Length: " in self._received[0].title():
+            self._end(None)
+
+    def connection_lost(self, e: Exception | None) -> None:
+        self.is_closed = True
+        self._end(BrokenOff("the connection was closed"))
+
+    def _end(self, e: Exception | None) -> None:
+        if self._done is None or self._done.done():
+            return
+        if e is None:
+            self._done.set_result(b"".join(self._received))
+        else:
+            self._done.set_exception(e)
+
+    async def ask(self, request: bytes) -> bytes:
+        """The response, with its headers."""
+        self._received, self.first_at = [], 0.0
+        self._done = asyncio.get_running_loop().create_future()
+        if self.is_closed:
+            raise BrokenOff("the connection was closed")
+        self.transport.write(request)
+        return await self._done
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """Sessions with one server."""
+
+    path: Callable[[int], str]
+    """Of the chat route of a session."""
+    url: Callable[[int], str]
+    turns: int
+    spread_s: float
+    """The sessions begin one after the other in this time."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """More that a request says."""
+    retries: bool = False
+    told: Callable[[int, list[dict[str, Any]]], None] = lambda session, choices: None
+    """Called with every answer that is whole."""
+
+    async def run(self, sessions: Sequence[int]) -> Measured:
+        measured = Measured()
+        began = time.perf_counter()
+
+        async def one(place: int, session: int) -> None:
+            await asyncio.sleep(self.spread_s * place / len(sessions))
+            await self._session(session, measured)
+
+        async with asyncio.TaskGroup() as group:
+            for place, session in enumerate(sessions):
+                group.create_task(one(place, session))
+        measured.seconds = time.perf_counter() - began
+        return measured
+
+    async def _session(self, session: int, measured: Measured) -> None:
+        messages: list[dict[str, Any]] = [{"role": "user", "content": f"task {session}"}]
+        connection: Connection | None = None
+        for turn in range(self.turns):
+            asked = {"model": "fake", "stream": True, "messages": messages, **self.extra}
+            request = self._request(session, asked | {"seed": session * 1000 + turn})
+            while True:
+                try:
+                    if connection is None or connection.is_closed:
+                        connection = await self._connect(session)
+                    began = time.perf_counter()
+                    choices = _choices(await connection.ask(request))
+                    break
+                except (BrokenOff, OSError):
+                    if not self.retries:
+                        raise
+                    measured.num_retries += 1
+                    if connection is not None:
+                        connection.transport.close()
+                    connection = None
+                    await asyncio.sleep(RETRY_S)
+            measured.turn_s.append(time.perf_counter() - began)
+            measured.first_s.append(connection.first_at - began)
+            self.told(session, choices)
+            text = "".join(choice["delta"].get("content") or "" for choice in choices)
+            messages += [
+                {"role": "assistant", "content": text},
+                {"role": "user", "content": f"turn {turn}"},
+            ]
+        if connection is not None:
+            connection.transport.close()
+
+    async def _connect(self, session: int) -> Connection:
+        host, _, port = self.url(session).removeprefix("http://").partition(":")
+        loop = asyncio.get_running_loop()
+        return (await loop.create_connection(Connection, host, int(port)))[1]
+
+    def _request(self, session: int, asked: dict[str, Any]) -> bytes:
+        body = msgspec.json.encode(asked)
+        head = (
+            f"POST {self.path(session)} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer x\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        return head.encode() + body
+
+
+def _choices(response: bytes) -> list[dict[str, Any]]:
+    """Raises `BrokenOff` if it is not a whole answer."""
+    if not response.startswith(b"HTTP/1.1 200") or b"[DONE]" not in response:
+        raise BrokenOff(response[:500].decode(errors="replace"))
+    found = [msgspec.json.decode(event) for event in EVENT.findall(response)]
+    if any("error" in event for event in found):
+        raise BrokenOff(str(found[-1]))
+    return [choice for event in found for choice in event["choices"]]

@@ -1,0 +1,339 @@
+"""The journal of a gateway: what its sessions were told, in the store, so that they go on when the
+gateway is back.
+
+    sessions/{shard}-of-{shards}/{number:010d}.log      frames: a head, an entry
+
+Nothing is acknowledged to a client before it is stored, and what several sessions have to store is
+stored together. In a directory a frame is appended to the newest file, which costs one write and
+survives the death of the process; a bucket cannot append, and gets an object for all that came
+while the one before was on its way. A file begins where the one before was full, or where its
+writer began; it is deleted when no session is left that has an entry in it or in one before it.
+
+The end of a file may be cut off: its writer was killed, and nobody was told of that entry. Damage
+anywhere else is a hole, and whose entry is missing cannot be known: every session that was open
+then is told to be incomplete, and none of them is trained on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from etude.core.errors import EtudeError
+from etude.serve.http import Unavailable
+from etude.serve.segments import RecordedTurn
+from etude.store.frames import DamagedFrame, read_frames, to_frame
+from etude.store.objects import Objects
+
+FOLDER = "sessions"
+MAX_FILE_BYTES = 32 << 20
+MAX_IDLE_S = 24 * 3600.0
+"""A session of an earlier life that said nothing for so long is over."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptResponse:
+    """A response that the server keeps for its client, of a session or of none ("")."""
+
+    session: str
+    id: str
+    previous: str | None
+    """The one that it goes on from."""
+    response: dict[str, Any]
+    items: tuple[dict[str, Any], ...]
+    messages: tuple[dict[str, Any], ...]
+    """Those behind the conversation of `previous`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForgottenResponse:
+    session: str
+    id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForgottenSession:
+    session: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BrokenSession:
+    """A session with a hole, and why. It stays until it is forgotten."""
+
+    session: str
+    reason: str
+
+
+Entry = RecordedTurn | KeptResponse | ForgottenResponse | ForgottenSession | BrokenSession
+KINDS: dict[str, type[Entry]] = {
+    kind.__name__: kind
+    for kind in (RecordedTurn, KeptResponse, ForgottenResponse, ForgottenSession, BrokenSession)
+}
+
+
+class Envelope(msgspec.Struct, array_like=True):
+    kind: str
+    t: float
+    """Seconds since the epoch."""
+    owner: str
+    """Whose it is: it is needed as long as its owner is there."""
+    entry: msgspec.Raw
+
+
+class Journal(Protocol):
+    """Where a gateway writes down what must outlive it."""
+
+    def append(self, entry: Entry) -> None: ...
+
+    async def commit(self) -> None: ...
+
+
+class NoJournal:
+    """For a process whose sessions end with it."""
+
+    def append(self, entry: Entry) -> None: ...
+
+    async def commit(self) -> None: ...
+
+
+class SessionJournal:
+    """The journal in a store. One process writes it at a time."""
+
+    def __init__(
+        self,
+        objects: Objects,
+        shard: str = "0-of-1",
+        now: Callable[[], float] = time.time,
+        max_file_bytes: int = MAX_FILE_BYTES,
+    ) -> None:
+        self._objects = objects
+        self._folder = f"{FOLDER}/{shard}"
+        self._now = now
+        self._max_file_bytes = max_file_bytes
+        self._buffer: list[bytes] = []
+        self._file: _AppendedFile | None = None  # in a directory
+        self._object: tuple[int, bytes] | None = None  # in a bucket: on its way
+        self._storing: asyncio.Task[None] | None = None
+        self._num_appended = self._num_taken = self._num_stored = 0
+        # where the next entry goes
+        self._number = 0
+        # the owners of what each file holds, the oldest file first
+        self._owners: OrderedDict[int, set[str]] = OrderedDict()
+
+    def restore(self, apply: Callable[[Entry], None]) -> None:
+        """Hands every entry of earlier lives that is still needed to `apply`. They are written
+        anew and the old files deleted, so the journal is as small as it can be. Call it once,
+        first."""
+        self._check_shards()
+        keys = self._objects.list(self._folder)
+        live = _Live(self._now() - MAX_IDLE_S)
+        with contextlib.ExitStack() as stack:
+            if keys and (path := self._objects.path(keys[-1])) is not None:
+                stack.callback(_AppendedFile(str(path)).close)  # nobody else has it
+            for key in keys:
+                for envelope in self._read(key, live):
+                    live.add(envelope)
+            envelopes = live.envelopes()
+            for envelope in envelopes:
+                apply(msgspec.msgpack.decode(envelope.entry, type=KINDS[envelope.kind]))
+            self._number = max(map(_number, keys), default=-1) + 1
+            self._begin_file(b"".join(map(_frame, envelopes)), {each.owner for each in envelopes})
+            for key in keys:
+                self._objects.delete(key)
+
+    def append(self, entry: Entry) -> None:
+        """Takes an entry down. Raises ValueError for one that cannot be stored."""
+        owner = _owner(entry)
+        try:
+            packed = msgspec.msgpack.encode(entry)
+        except OverflowError as e:
+            raise ValueError(f"messages: a number is too large to be recorded ({e})") from e
+        envelope = Envelope(type(entry).__name__, self._now(), owner, msgspec.Raw(packed))
+        self._buffer.append(_frame(envelope))
+        self._num_appended += 1
+        if _is_end(envelope):
+            for owners in self._owners.values():
+                owners.discard(owner)
+        else:
+            self._owners[self._number].add(owner)
+
+    async def commit(self) -> None:
+        """Returns when everything that was appended is stored."""
+        if self._file is not None:
+            self._append_to(self._file)
+            return
+        mark = self._num_appended
+        while self._num_stored < mark:
+            # Who comes while an object is on its way goes along with the next one.
+            if self._storing is None:
+                self._storing = asyncio.create_task(self._store())
+            await asyncio.shield(self._storing)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def _append_to(self, file: _AppendedFile) -> None:
+        if not self._buffer:
+            return
+        file.append(b"".join(self._buffer), self._key(self._number))
+        self._buffer.clear()
+        if file.size > self._max_file_bytes:
+            file.close()
+            self._number += 1
+            self._begin_file()
+        self._delete_unneeded()
+
+    async def _store(self) -> None:
+        try:
+            if self._object is None:
+                self._object = self._number, b"".join(self._buffer)
+                self._num_taken = self._num_appended
+                self._buffer.clear()
+                self._number += 1
+                self._owners[self._number] = set()
+            number, data = self._object
+            try:
+                await asyncio.to_thread(self._create, number, data)
+            except EtudeError as e:
+                raise Unavailable(f"what was said cannot be stored: {e}") from e
+            self._object, self._num_stored = None, self._num_taken
+            await asyncio.to_thread(self._delete_unneeded)
+        finally:
+            self._storing = None
+
+    def _begin_file(self, data: bytes = b"", owners: Collection[str] = ()) -> None:
+        self._create(self._number, data)
+        self._owners[self._number] = set(owners)
+        path = self._objects.path(self._key(self._number))
+        if path is not None:
+            self._file = _AppendedFile(str(path))
+        else:
+            self._number += 1
+            self._owners[self._number] = set()
+
+    def _create(self, number: int, data: bytes) -> None:
+        """It may be there already, if only the answer to a first try was lost."""
+        key = self._key(number)
+        if not self._objects.create(key, data) and self._objects.get(key) != data:
+            raise EtudeError(f"{self._objects.url}: another gateway has written {key}; stop it")
+
+    def _delete_unneeded(self) -> None:
+        # Only from the oldest on: a later file may say that a session of an earlier one is over.
+        for number in list(self._owners):
+            if number == self._number or self._owners[number]:
+                return
+            del self._owners[number]
+            self._objects.delete(self._key(number))
+
+    def _read(self, key: str, live: _Live) -> Iterator[Envelope]:
+        """The entries of a file. Damage breaks every session that is open by then."""
+        for record in read_frames(self._objects.get(key)):
+            if isinstance(record, DamagedFrame):
+                where = f"{self._objects.url}: {key} is damaged at byte {record.place}"
+                live.break_all(f"{where}, so that turns may be missing")
+            else:
+                yield msgspec.msgpack.decode(record, type=Envelope)
+
+    def _check_shards(self) -> None:
+        folders = {key.split("/")[1] for key in self._objects.list(FOLDER)}
+        shards = self._folder.rpartition("-")[2]
+        if others := sorted(name for name in folders if name.rpartition("-")[2] != shards):
+            raise EtudeError(
+                f"{self._objects.url}: sessions of a gateway in other shards are in "
+                f"{FOLDER}/{others[0]}: start as many processes as then, or delete the folder if "
+                f"nobody needs them"
+            )
+
+    def _key(self, number: int) -> str:
+        return f"{self._folder}/{number:010d}.log"
+
+
+class _AppendedFile:
+    """A file that one process appends to. A write that fails leaves it as it was."""
+
+    def __init__(self, path: str) -> None:
+        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        self.size = os.fstat(self._fd).st_size
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as e:
+            os.close(self._fd)
+            raise EtudeError(
+                f"another gateway writes {path}: stop it, or give each a shard of its own"
+            ) from e
+
+    def append(self, data: bytes, key: str) -> None:
+        try:
+            written = os.write(self._fd, data)
+            if written < len(data):
+                raise OSError(f"only {written} of {len(data)} bytes")
+        except OSError as e:
+            os.ftruncate(self._fd, self.size)
+            raise Unavailable(f"what was said cannot be stored in {key}: {e}") from e
+        self.size += len(data)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class _Live:
+    """The entries that are still needed, by their owners."""
+
+    def __init__(self, oldest: float) -> None:
+        """`oldest`: who has said nothing since then is over."""
+        self._oldest = oldest
+        self._by_owner: dict[str, list[Envelope]] = {}
+
+    def add(self, envelope: Envelope) -> None:
+        if _is_end(envelope):
+            self._by_owner.pop(envelope.owner, None)
+        else:
+            self._by_owner.setdefault(envelope.owner, []).append(envelope)
+
+    def break_all(self, reason: str) -> None:
+        for owner, envelopes in self._by_owner.items():
+            if not owner.startswith("/"):  # a response of no session is whole, or not there
+                packed = msgspec.msgpack.encode(BrokenSession(session=owner, reason=reason))
+                kind = BrokenSession.__name__
+                envelopes.append(Envelope(kind, envelopes[-1].t, owner, msgspec.Raw(packed)))
+
+    def envelopes(self) -> list[Envelope]:
+        """Those of one owner in their order; owners come in the order of their first."""
+        return [
+            envelope
+            for envelopes in self._by_owner.values()
+            if envelopes[-1].t >= self._oldest
+            for envelope in envelopes
+        ]
+
+
+def _owner(entry: Entry) -> str:
+    """A session; a response of none is its own."""
+    if isinstance(entry, KeptResponse | ForgottenResponse) and not entry.session:
+        return f"/{entry.id}"
+    return entry.session
+
+
+def _is_end(envelope: Envelope) -> bool:
+    """Whether nothing of its owner is needed any more."""
+    if envelope.kind == ForgottenResponse.__name__:
+        return envelope.owner.startswith("/")
+    return envelope.kind == ForgottenSession.__name__
+
+
+def _frame(envelope: Envelope) -> bytes:
+    return to_frame(msgspec.msgpack.encode(envelope))
+
+
+def _number(key: str) -> int:
+    return int(key.rpartition("/")[2].removesuffix(".log"))

@@ -1,0 +1,87 @@
+"""What was recorded of all sessions, in memory and in the journal: memory is what the journal
+says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from etude.core.sampling import Sample, SamplingParams
+from etude.core.types import SegmentKind
+from etude.model.tokenizer import ChatTokenizer, Message
+from etude.serve.conversations import ConversationStore
+from etude.serve.http import ApiError
+from etude.serve.recorder import Hole, Prompt, Recorder
+from etude.serve.segments import RecordedTurn
+from etude.serve.session_journal import (
+    BrokenSession,
+    Entry,
+    ForgottenSession,
+    Journal,
+    NoJournal,
+    SessionJournal,
+)
+
+
+class SessionRecords:
+    """The recorder, and the journal that it comes back from."""
+
+    def __init__(self, tokenizer: ChatTokenizer, conversations: ConversationStore) -> None:
+        self.recorder = Recorder(tokenizer)
+        self._conversations = conversations
+        self._journal: Journal = NoJournal()
+        self._broken: dict[str, str] = {}
+
+    def restore(self, journal: SessionJournal) -> list[str]:
+        """The sessions of earlier lives, which go on; all of them from now on are written down."""
+        journal.restore(self._apply)
+        self._journal = self._conversations.journal = journal
+        return [*self.recorder.sessions, *self._broken]
+
+    def _apply(self, entry: Entry) -> None:
+        match entry:
+            case RecordedTurn():
+                with self._holes(entry.session):
+                    self.recorder.apply(entry)
+            case BrokenSession():
+                self._break(entry.session, entry.reason)
+            case ForgottenSession():
+                raise AssertionError("the journal leaves out what was forgotten")
+            case _:
+                self._conversations.restore(entry)
+
+    @contextmanager
+    def _holes(self, session: str) -> Iterator[None]:
+        try:
+            yield
+        except Hole as e:
+            self._break(session, f"the journal has a hole: {e}")
+
+    def _break(self, session: str, reason: str) -> None:
+        self.recorder.forget(session)
+        self._broken.setdefault(session, reason)
+
+    def check(self, session: str) -> None:
+        """A session that has lost a turn is not gone on with, and not read."""
+        if (reason := self._broken.get(session)) is not None:
+            message = f"session {session!r} is incomplete and was dropped: {reason}"
+            raise ApiError(message, status=409, code="session_incomplete")
+
+    async def record(
+        self, session: str, prompt: Prompt, sample: Sample, message: Message,
+        params: SamplingParams, kind: SegmentKind,
+    ) -> RecordedTurn:  # fmt: skip
+        """Returns when the turn is stored. In memory it is at once, so that turns are written in
+        the order in which they build on each other."""
+        turn = self.recorder.turn(session, prompt, sample, message, params, kind)
+        self._journal.append(turn)
+        self.recorder.apply(turn, prompt.text)
+        await self._journal.commit()
+        return turn
+
+    async def forget(self, session: str) -> None:
+        self._broken.pop(session, None)
+        self.recorder.forget(session)
+        self._conversations.forget(session)
+        self._journal.append(ForgottenSession(session=session))
+        await self._journal.commit()

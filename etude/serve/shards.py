@@ -1,0 +1,121 @@
+"""Several gateway processes, each with its share of the sessions.
+
+The hash of its name says whose a session is. A request that reaches another one is passed on as it
+is, token and all: every URL is as good as another. Workers join all of them, and which weights are
+live is told to all.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import aiohttp
+from starlette.requests import Request as HttpRequest
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from etude.core.errors import EtudeError
+from etude.serve.http import (
+    ApiError,
+    ClientDisconnected,
+    Unavailable,
+    cancel_on_disconnect,
+    error_response,
+    read_bytes,
+)
+
+FORWARDED = "x-etude-forwarded"
+"""Of a request that comes from another shard: it goes no further."""
+NOT_PASSED_ON = {b"host", b"connection", b"keep-alive", b"transfer-encoding", b"content-length"}
+"""Headers of a connection, not of what is said over it."""
+
+
+class Shards:
+    """All shards, and which of them this process is."""
+
+    def __init__(self, urls: Sequence[str] = ("",), index: int = 0) -> None:
+        if not 0 <= index < len(urls):
+            raise EtudeError(f"there is no shard {index}: {len(urls)} are named, counted from 0")
+        self._urls = [url.rstrip("/") for url in urls]
+        self._index = index
+
+    @property
+    def name(self) -> str:
+        return f"{self._index}-of-{len(self._urls)}"
+
+    @property
+    def others(self) -> list[str]:
+        return [url for n, url in enumerate(self._urls) if n != self._index]
+
+    def elsewhere(self, path: str) -> str | None:
+        """The URL of the shard that a path belongs to; None if it is this one, or any."""
+        if len(self._urls) == 1 or not path.startswith("/s/"):
+            return None
+        session = path.split("/")[2]
+        owner = zlib.crc32(session.encode()) % len(self._urls)
+        return None if owner == self._index else self._urls[owner]
+
+
+class ShardedApp:
+    """The app of one shard, which passes on what belongs to another."""
+
+    def __init__(self, app: ASGIApp, shards: Shards, http: aiohttp.ClientSession) -> None:
+        """`http`: without headers of its own; a request is passed on with its own token."""
+        self._app = app
+        self._shards = shards
+        self._http = http
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        url = self._shards.elsewhere(scope["path"])
+        if url is None:
+            await self._app(scope, receive, send)
+            return
+        request = HttpRequest(scope, receive)
+        try:
+            if FORWARDED in request.headers:
+                message = (
+                    f"this session belongs to {url}: all shards need the same list of shards, in "
+                    f"the same order"
+                )
+                raise ApiError(message, status=421, code="wrong_shard")
+            body = bytes(await read_bytes(request))
+            await cancel_on_disconnect(request, self._forward(request, url, body, send))
+        except ClientDisconnected:
+            pass
+        except ApiError as e:
+            await error_response(e, scope["path"])(scope, receive, send)
+
+    async def _forward(self, request: HttpRequest, url: str, body: bytes, send: Send) -> None:
+        scope, started = request.scope, False
+        query = scope["query_string"].decode()
+        path = scope["raw_path"].decode() + (f"?{query}" if query else "")
+        headers = [
+            (name.decode("latin-1"), value.decode("latin-1"))
+            for name, value in scope["headers"]
+            if name not in NOT_PASSED_ON
+        ]
+        try:
+            async with self._http.request(
+                scope["method"], url + path, data=body or None,
+                headers=[*headers, (FORWARDED, "1")], allow_redirects=False,
+            ) as response:  # fmt: skip
+                answered = [
+                    (name.lower(), value)
+                    for name, value in response.raw_headers
+                    if name.lower() not in NOT_PASSED_ON
+                ]
+                started = True
+                await send(
+                    {
+                        "type": "http.response.start",
+                        "status": response.status,
+                        "headers": answered,
+                    }
+                )
+                async for chunk in response.content.iter_any():
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                await send({"type": "http.response.body", "body": b""})
+        except aiohttp.ClientError as e:
+            if started:
+                raise  # the connection ends, as that of the other shard did
+            raise Unavailable(f"the gateway at {url}, whose session this is, is away") from e

@@ -1,0 +1,101 @@
+"""Several gateways: every session has one place, whichever of them is asked."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import aiohttp
+import pytest
+
+from etude.core.errors import EtudeError
+from etude.serve import process
+from etude.serve.gateway import Gateway, http_client
+from etude.serve.http import create_app
+from etude.serve.router import Router
+from etude.serve.session_journal import SessionJournal
+from etude.serve.shards import FORWARDED, ShardedApp, Shards
+from etude.serve.worker import keep_joined
+from tests.serve.client import converse, post, segments, status, until_up
+from tests.serve.conftest import Store, worker
+
+
+@asynccontextmanager
+async def two_gateways(store: Store, http: aiohttp.ClientSession) -> AsyncIterator[list[str]]:
+    listeners = [process.bind("127.0.0.1", 0, None) for _ in range(2)]
+    urls = [process.url_of(listener) for listener in listeners]
+    async with AsyncExitStack() as stack:
+        plain = await stack.enter_async_context(http_client())
+        for index, listener in enumerate(listeners):
+            shards = Shards(urls, index)
+            made = Gateway(Router(http), store.objects, store.files, max_context=256, shards=shards)
+            journal = SessionJournal(store.objects, shards.name)
+            made.restore(journal)
+            stack.callback(journal.close)
+            app = ShardedApp(create_app(made.routes(), None), shards, plain)
+            await stack.enter_async_context(process.serving(app, listener))
+        yield urls
+
+
+async def test_any_gateway_answers_for_any_session(
+    store: Store, http: aiohttp.ClientSession
+) -> None:
+    names = [f"s{n}" for n in range(6)]
+    async with two_gateways(store, http) as urls, worker(store, "east") as (east, own):
+        joined = [asyncio.create_task(keep_joined(east, own, url, None)) for url in urls]
+        await post(http, f"{urls[0]}/load", {"version": 1})
+        for url in urls:
+            await until_up(http, url, 1)
+        assert [(await status(http, url))["version"] for url in urls] == [1, 1]
+        for n, name in enumerate(names):
+            await converse(http, urls[n % 2], name, turns=2, max_tokens=4)
+        recorded = [[await segments(http, url, name) for name in names] for url in urls]
+        assert recorded[0] == recorded[1] and all(len(each) == 1 for each in recorded[0])
+        body = {"messages": [{"role": "user", "content": "read"}], "stream": True, "max_tokens": 4}
+        for url in urls:
+            async with http.post(f"{url}/s/s0/v1/chat/completions?a=b", json=body) as response:
+                assert response.status == 200 and "x-request-id" in response.headers
+                assert (await response.read()).endswith(b"data: [DONE]\n\n")
+        for task in joined:
+            task.cancel()
+        folders = {key.split("/")[1] for key in store.objects.list("sessions")}
+        assert folders == {"0-of-2", "1-of-2"}
+        # both hold some of them
+        assert all(store.objects.size(f"sessions/{folder}") > 0 for folder in folders)
+    async with two_gateways(store, http) as urls:
+        assert [await segments(http, urls[0], name) for name in names[1:]] == recorded[0][1:]
+
+
+async def test_a_gateway_that_is_away_is_named(http: aiohttp.ClientSession, store: Store) -> None:
+    away = "http://127.0.0.1:9"
+    shards = Shards(["http://here", away], 0)
+    made = Gateway(Router(http), store.objects, store.files, max_context=256, shards=shards)
+    theirs = next(name for name in map(str, range(9)) if shards.elsewhere(f"/s/{name}/v1"))
+    listener = process.bind("127.0.0.1", 0, None)
+    url = process.url_of(listener)
+    async with process.serving(ShardedApp(create_app(made.routes(), None), shards, http), listener):
+        for path in (f"/s/{theirs}/segments", "/load"):
+            method = "POST" if path == "/load" else "GET"
+            async with http.request(method, url + path, json={"version": 0}) as response:
+                assert response.status == 503
+                assert away in (await response.json())["error"]["message"]
+        async with http.get(f"{url}/s/{theirs}/segments", headers={FORWARDED: "1"}) as response:
+            assert response.status == 421
+            assert (await response.json())["error"]["code"] == "wrong_shard"
+    with pytest.raises(EtudeError, match="no shard 2: 2 are named"):
+        Shards(["a", "b"], 2)
+
+
+def test_sessions_are_spread_and_stay() -> None:
+    urls = ["http://a", "http://b", "http://c"]
+    every = [Shards(urls, index) for index in range(3)]
+    owned = [0, 0, 0]
+    for n in range(300):
+        path = f"/s/g{n:06d}.1/v1/chat/completions"
+        places = [shards.elsewhere(path) for shards in every]
+        owner = places.index(None)
+        assert [place for place in places if place] == [urls[owner]] * 2
+        owned[owner] += 1
+    assert min(owned) > 60
+    assert {shards.elsewhere("/v1/responses") for shards in every} == {None}
