@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 import aiohttp
 
-from etude.core.config import HarnessConfig, RunConfig, TasksConfig
+from etude.core.config import HarnessConfig, RunConfig
 from etude.core.errors import EtudeError, user_code
 from etude.core.events import FewTasks, FleetStatus, RunDone
 from etude.core.ledger import Issued, Trained
@@ -26,6 +26,7 @@ from etude.core.liveness import DisturbanceTracker
 from etude.core.protocols import Agent, Environment
 from etude.core.sandbox import SandboxPool, SandboxSpec
 from etude.core.stages import RolloutStageConfig
+from etude.core.tasks_config import TasksConfig
 from etude.core.types import EVAL_SPLITS, Group, Task, Trajectory
 from etude.core.window import Window
 from etude.run import journal
@@ -35,6 +36,7 @@ from etude.run.loop import RolloutLoop, RunAttempt, endless_tasks
 from etude.run.plugins import build, load
 from etude.run.process import run_process
 from etude.run.rollout import RolloutRunner
+from etude.run.service import ServiceClient, ServiceEnvironment
 from etude.run.task_record import check_record
 from etude.sandbox.pool import check_tier, open_sandbox_pool
 from etude.store.rollouts import RolloutLog
@@ -170,7 +172,7 @@ class Controller:
         harness = self.config.harness
         self.runner = RolloutRunner(
             self.environment,
-            build_agent(harness, self.gateway.http, temperature=temperature),
+            build_agent(harness, self.environment, self.gateway.http, temperature=temperature),
             self.gateway,
             concurrency=harness.concurrency,
             source=self.config.tasks.environment,
@@ -247,38 +249,53 @@ def check_task(task: Task, split: str, check_spec: Callable[[SandboxSpec], None]
         raise EtudeError(f"task {task.id!r} of the split {split!r}: {e}") from e
 
 
-def build_agent(config: HarnessConfig, http: aiohttp.ClientSession, *, temperature: float) -> Agent:
-    agent: Agent = build(
-        config.agent,
-        "harness.agent",
-        http,
-        max_turns=config.max_turns,
-        max_tokens=config.max_tokens,
-        timeout_s=config.timeout_s,
-        temperature=temperature,
-        tool_delay_s=config.tool_delay_s,
+def build_agent(
+    config: HarnessConfig,
+    environment: Environment,
+    http: aiohttp.ClientSession,
+    *,
+    temperature: float,
+) -> Agent:
+    """The agent that belongs to the environment, or the one that the config names."""
+    limits = {
+        "max_turns": config.max_turns,
+        "max_tokens": config.max_tokens,
+        "timeout_s": config.timeout_s,
+        "temperature": temperature,
+        "tool_delay_s": config.tool_delay_s,
+    }
+    own = getattr(environment, "own_agent", None)
+    agent: Agent = (
+        own(http, **limits) if own else build(config.agent, "harness.agent", http, **limits)
     )
     return agent
 
 
 @contextlib.asynccontextmanager
 async def open_environment(config: RunConfig) -> AsyncIterator[tuple[Environment, SandboxPool]]:
-    """The environment of a run over a pool of its sandboxes, which is closed at the end."""
+    """The environment of a run over a pool of its sandboxes, both closed at the end."""
     sandbox = config.sandbox
     pool = open_sandbox_pool(
         sandbox.isolation, config.heartbeat_timeout_s, mounts=sandbox.mounts, limits=sandbox.limits
     )
-    try:
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(pool.close)
         check_tier(pool, config.sandbox.tier)
-        counts = {split: getattr(config.tasks, split) for split in ("train", *EVAL_SPLITS)}
-        environment = build(
-            config.tasks.environment, "tasks.environment", pool, counts=counts, seed=config.seed
-        )
+        reference = config.tasks.environment
+        counts: dict[str, int] = {
+            split: getattr(config.tasks, split) for split in ("train", *EVAL_SPLITS)
+        }
+        environment: Environment
+        if config.tasks.is_remote:
+            service = await stack.enter_async_context(ServiceClient(reference))
+            environment = ServiceEnvironment(service, counts=counts, path=config.tasks.path)
+        else:
+            environment = build(
+                reference, "tasks.environment", pool, counts=counts, seed=config.seed
+            )
         # what is misspelt shall not cost the stages before rl
         load(config.harness.agent, "harness.agent")
         yield environment, pool
-    finally:
-        await pool.close()
 
 
 @contextlib.asynccontextmanager
@@ -289,7 +306,7 @@ async def open_controller(store: str, gateway_url: str, process: str) -> AsyncIt
     async with (
         open_environment(config) as (environment, pool),
         event_writer(run, process) as emit,
-        GatewayClient(gateway_url) as gateway,
+        GatewayClient(gateway_url, config.engine.public_url) as gateway,
     ):
         await gateway.ready()
         yield Controller(run, config, gateway, environment, emit, pool.owing, pool.check)

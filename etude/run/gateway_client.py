@@ -26,8 +26,10 @@ class GatewayClient:
     """`async with GatewayClient(url) as gateway`. `http` is the one connection pool, for the
     harness too, which is given the key that its requests carry."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, public_url: str | None = None) -> None:
+        """`public_url`: where a harness reaches it, if that is elsewhere."""
         self.url = url
+        self._public_url = (public_url or url).rstrip("/")
         self.api_key = token() or "none"
         """Clients of OpenAI's API refuse to start without one."""
         self.headers = authorization(self.api_key)
@@ -75,7 +77,7 @@ class GatewayClient:
 
     def base_url(self, session: str) -> str:
         """Where a harness reaches the model, so that what it says is recorded under this name."""
-        return f"{self.url}/s/{session}/v1"
+        return f"{self._public_url}/s/{session}/v1"
 
     async def segments(self, session: str, *, experts: bool) -> tuple[Segment, ...]:
         told = {"experts": "true"} if experts else None
