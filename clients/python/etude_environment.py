@@ -207,11 +207,7 @@ class Service:
         return 202, begun
 
     def _run(self, asked: Rollout) -> None:
-        try:
-            result = self._rollout(asked).to_json()
-        except Exception as e:  # whatever it is, it is no result
-            result = {"status": "failed", "error": f"{type(e).__name__}: {e}"}
-        result["id"] = asked.id
+        result = _outcome(self._rollout, asked)
         with self._changed:
             self._asked.pop(asked.id, None)
             if not asked.cancelled.is_set():
@@ -239,6 +235,18 @@ class Service:
             self._known.pop(id, None)
             self._changed.notify_all()
         return 204, None
+
+
+def pull(gateway: str, token: str, rollout: Callable[[Rollout], Result]) -> bool:
+    """The other way round: ask a gateway for one session, run it and send the result. False if
+    there was none to run. Call it in as many threads as there is room for."""
+    answer = _post(f"{gateway}/v1/sessions", {"wait_s": MAX_WAIT_S}, token, 2 * MAX_WAIT_S)
+    if not answer:
+        return False
+    asked = Rollout.from_json(json.loads(answer))
+    assert asked.callback_url is not None
+    _call_back(asked.callback_url, _outcome(rollout, asked), asked.token)
+    return True
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -272,6 +280,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *line: object) -> None:
         pass
+
+
+def _outcome(rollout: Callable[[Rollout], Result], asked: Rollout) -> dict[str, Any]:
+    try:
+        result = rollout(asked).to_json()
+    except Exception as e:  # whatever it is, it is no result
+        result = {"status": "failed", "error": f"{type(e).__name__}: {e}"}
+    return {"id": asked.id, **result}
 
 
 def _post(url: str, value: object, token: str, timeout_s: float) -> bytes:

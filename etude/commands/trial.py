@@ -104,7 +104,9 @@ async def _try(config: RunConfig, options: Options, console: Console) -> dict[st
         if options.solution:
             await attempt(GIVEN, _given_solver(options.solution), nobody)
         if script is not None or not options.no_model:
-            agent = build_agent(config.harness, environment, http, temperature=_temperature(config))
+            agent = build_agent(
+                config.harness, environment, http, desk=None, temperature=_temperature(config)
+            )
             console.print(f"[dim]a session with {_described(config, script)} ...[/]")
             async with _open_sessions(config, script) as sessions:
                 await attempt(SESSION, agent, sessions)

@@ -107,3 +107,31 @@ class ServiceHealth:
     """Rollouts that it can run at once."""
     running: int = 0
     status: Literal["ok"] = "ok"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionOffer:
+    """A session that somebody else shall run, as the controller tells the gateway."""
+
+    request: RolloutRequest
+    """Its deadline is set when it is claimed."""
+    timeout_s: float
+    """From then on."""
+    claimed: bool = False
+    """Somebody has it already: all that is missing is the result."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionOutcome:
+    """How far an offered session has come."""
+
+    claimed: bool
+    result: RolloutResult | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClaimRequest:
+    """The body of `POST /v1/sessions`."""
+
+    wait_s: float = 0.0
+    """How long to wait for a session, if there is none to run now."""

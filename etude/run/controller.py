@@ -26,7 +26,7 @@ from etude.core.liveness import DisturbanceTracker
 from etude.core.protocols import Agent, Environment
 from etude.core.sandbox import SandboxPool, SandboxSpec
 from etude.core.stages import RolloutStageConfig
-from etude.core.tasks_config import TasksConfig
+from etude.core.tasks_config import PULL, TasksConfig
 from etude.core.types import EVAL_SPLITS, Group, Task, Trajectory
 from etude.core.window import Window
 from etude.run import journal
@@ -35,7 +35,8 @@ from etude.run.gateway_client import GatewayClient
 from etude.run.loop import RolloutLoop, RunAttempt, endless_tasks
 from etude.run.plugins import build, load
 from etude.run.process import run_process
-from etude.run.rollout import RolloutRunner
+from etude.run.pull import PullEnvironment
+from etude.run.rollout import RolloutRunner, SessionDesk
 from etude.run.service import ServiceClient, ServiceEnvironment
 from etude.run.task_record import check_record
 from etude.sandbox.pool import check_tier, open_sandbox_pool
@@ -172,16 +173,27 @@ class Controller:
         harness = self.config.harness
         self.runner = RolloutRunner(
             self.environment,
-            build_agent(harness, self.environment, self.gateway.http, temperature=temperature),
+            build_agent(
+                harness,
+                self.environment,
+                self.gateway.http,
+                desk=self.gateway,
+                temperature=temperature,
+            ),
             self.gateway,
             concurrency=harness.concurrency,
             source=self.config.tasks.environment,
             policy=self.config.name,
             experts=experts,
-            agent_timeout_s=harness.timeout_s + AGENT_GRACE_S,
+            agent_timeout_s=harness.timeout_s + AGENT_GRACE_S + self._claim_s,
             sandbox_timeout_s=self.config.tasks.timeout_s,
         )
         return self.runner.attempt
+
+    @property
+    def _claim_s(self) -> float:
+        """How long a session may wait until somebody runs it."""
+        return self.config.tasks.timeout_s if self.config.tasks.environment == PULL else 0.0
 
     async def tasks(self, split: str) -> Sequence[Task]:
         """Those that the run began with: others are refused."""
@@ -254,6 +266,7 @@ def build_agent(
     environment: Environment,
     http: aiohttp.ClientSession,
     *,
+    desk: SessionDesk | None,
     temperature: float,
 ) -> Agent:
     """The agent that belongs to the environment, or the one that the config names."""
@@ -266,7 +279,7 @@ def build_agent(
     }
     own = getattr(environment, "own_agent", None)
     agent: Agent = (
-        own(http, **limits) if own else build(config.agent, "harness.agent", http, **limits)
+        own(desk, **limits) if own else build(config.agent, "harness.agent", http, **limits)
     )
     return agent
 
@@ -286,7 +299,12 @@ async def open_environment(config: RunConfig) -> AsyncIterator[tuple[Environment
             split: getattr(config.tasks, split) for split in ("train", *EVAL_SPLITS)
         }
         environment: Environment
-        if config.tasks.is_remote:
+        if reference == PULL:
+            assert config.tasks.path is not None
+            environment = PullEnvironment(
+                config.tasks.path, counts=counts, claim_s=config.tasks.timeout_s
+            )
+        elif config.tasks.is_remote:
             service = await stack.enter_async_context(ServiceClient(reference))
             environment = ServiceEnvironment(service, counts=counts, path=config.tasks.path)
         else:

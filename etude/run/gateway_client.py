@@ -12,6 +12,7 @@ import msgspec
 
 from etude.core.errors import EtudeError
 from etude.core.events import RegionStatus
+from etude.core.remote import SessionOffer, SessionOutcome
 from etude.core.types import Segment
 from etude.serve.process import authorization, token
 
@@ -85,6 +86,23 @@ class GatewayClient:
         path = f"/s/{session}/segments"
         answer = await self._ask("GET", path, what, unknown=NO_SEGMENTS, params=told)
         return msgspec.msgpack.decode(answer, type=tuple[Segment, ...])
+
+    def score_url(self, session: str) -> str:
+        """Where whoever runs the session says what became of it."""
+        return f"{self._public_url}/v1/sessions/{session}/score"
+
+    async def offer(self, session: str, offer: SessionOffer) -> None:
+        what = f"session {session} cannot be offered"
+        told = {"data": msgspec.json.encode(offer)}
+        await self._ask("PUT", f"/v1/sessions/{session}", what, **told)
+
+    async def outcome(
+        self, session: str, wait_s: float, *, claimed: bool = False
+    ) -> SessionOutcome | None:
+        told = {"wait_s": str(wait_s), "claimed": "true" if claimed else "false"}
+        what = f"session {session} cannot be asked about"
+        answer = await self._ask("GET", f"/v1/sessions/{session}", what, unknown=b"", params=told)
+        return msgspec.json.decode(answer, type=SessionOutcome) if answer else None
 
     async def disturbed(self, session: str, age_s: float) -> bool:
         told, what = {"age_s": str(age_s)}, f"session {session} cannot be asked about"

@@ -16,6 +16,7 @@ from typing import Protocol, TypeVar
 
 from etude.core.errors import Interrupted, RolloutFailure, boundary, user_traceback
 from etude.core.protocols import Agent, Environment
+from etude.core.remote import SessionOffer, SessionOutcome
 from etude.core.types import (
     Attempt,
     Cost,
@@ -61,6 +62,21 @@ class SessionRecorder(Protocol):
         store, and the segments name them."""
 
     async def forget(self, session: str) -> None: ...
+
+
+class SessionDesk(Protocol):
+    """Where sessions are offered to others, who say there what became of them: the gateway."""
+
+    def score_url(self, session: str) -> str: ...
+
+    async def offer(self, session: str, offer: SessionOffer) -> None:
+        """The same again changes nothing."""
+
+    async def outcome(
+        self, session: str, wait_s: float, *, claimed: bool = False
+    ) -> SessionOutcome | None:
+        """As soon as it is claimed, or, where that is known, has a result; or after so long. None:
+        no such session was offered."""
 
 
 class RolloutRunner:

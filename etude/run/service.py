@@ -30,10 +30,18 @@ import aiohttp
 import msgspec
 
 from etude.core.errors import EtudeError, Interrupted, RolloutFailure
-from etude.core.remote import RemoteTask, RolloutRequest, RolloutResult, ServiceHealth, TaskPage
+from etude.core.remote import (
+    RemoteTask,
+    RolloutRequest,
+    RolloutResult,
+    ServiceHealth,
+    SessionOffer,
+    TaskPage,
+)
 from etude.core.sandbox import Sandbox, SandboxSpec
 from etude.core.types import Attempt, Score, Task, Transcript
 from etude.run.remote_tasks import read_task_file
+from etude.run.rollout import SessionDesk
 from etude.sandbox.fake import FakeSandboxPool
 
 TOKEN_VARIABLE = "ETUDE_SERVICE_TOKEN"
@@ -143,10 +151,6 @@ class ServiceClient:
         except asyncio.CancelledError:
             await self._cancel(asked.id)
             raise
-        if result.status == "failed":
-            raise RolloutFailure(f"the service says that it failed: {result.error}")
-        if result.score is None:
-            raise RolloutFailure(f"the service says {result.status!r}, and gives no score")
         return result
 
     async def _begin(self, asked: RolloutRequest) -> RolloutResult:
@@ -237,8 +241,8 @@ class ServiceEnvironment:
         async with self._service.place(), FakeSandboxPool().open(SandboxSpec()) as nothing:
             yield nothing
 
-    def own_agent(self, http: aiohttp.ClientSession, **limits: Any) -> ServiceAgent:
-        return ServiceAgent(self._service, **limits)
+    def own_agent(self, desk: SessionDesk | None, **limits: Any) -> ServiceAgent:
+        return ServiceAgent(self._service, desk, **limits)
 
     async def score(self, task: Task, sandbox: Sandbox, attempt: Attempt) -> Score:
         assert attempt.transcript.score is not None
@@ -251,13 +255,16 @@ class ServiceAgent:
     def __init__(
         self,
         service: ServiceClient,
+        desk: SessionDesk | None,
         *,
         max_tokens: int,
         timeout_s: float,
         temperature: float,
         **unused: Any,
     ) -> None:
+        """`desk`: where a result may be sent without being asked for."""
         self._service = service
+        self._desk = desk
         self._max_tokens = max_tokens
         self._timeout_s = timeout_s
         self._temperature = temperature
@@ -265,8 +272,9 @@ class ServiceAgent:
     async def run(
         self, task: Task, sandbox: Sandbox, *, base_url: str, api_key: str, seed: int
     ) -> Transcript:
+        session = session_of(base_url)
         asked = RolloutRequest(
-            id=self._service.rollout_id(session_of(base_url)),
+            id=self._service.rollout_id(session),
             task=RemoteTask.of(task),
             base_url=base_url,
             token=api_key,
@@ -274,10 +282,11 @@ class ServiceAgent:
             deadline=time.time() + self._timeout_s,
             temperature=self._temperature,
             max_tokens=self._max_tokens,
+            callback_url=self._desk.score_url(session) if self._desk else None,
         )
         try:
             async with asyncio.timeout(self._timeout_s + GRACE_S) as late:
-                return to_transcript(task, await self._service.rollout(asked))
+                result = await self._result(asked, session)
         except TimeoutError as e:
             if not late.expired():
                 raise
@@ -285,6 +294,40 @@ class ServiceAgent:
                 f"the service at {self._service.url} has no result {GRACE_S:g} s after the "
                 f"deadline of the rollout (harness.timeout_s = {self._timeout_s:g})"
             ) from e
+        if result.status == "failed":
+            raise RolloutFailure(f"the service says that it failed: {result.error}")
+        if result.score is None:
+            raise RolloutFailure(f"the service says {result.status!r}, and gives no score")
+        return to_transcript(task, result)
+
+    async def _result(self, asked: RolloutRequest, session: str) -> RolloutResult:
+        """As the service answers, or as it sends it to the desk: what comes first."""
+        if self._desk is None:
+            return await self._service.rollout(asked)
+        offer = SessionOffer(request=asked, timeout_s=self._timeout_s, claimed=True)
+        await self._desk.offer(session, offer)
+        answered = asyncio.ensure_future(self._service.rollout(asked))
+        sent = asyncio.ensure_future(self._sent(self._desk, session, offer))
+        try:
+            await asyncio.wait({answered, sent}, return_when=asyncio.FIRST_COMPLETED)
+            if answered.done() and answered.exception() is not None:
+                # It may have been sent before the service was lost.
+                outcome = await self._desk.outcome(session, 0.0)
+                if outcome is not None and outcome.result is not None:
+                    return outcome.result
+            return answered.result() if answered.done() else sent.result()
+        finally:
+            for each in (answered, sent):
+                each.cancel()
+            await asyncio.wait({answered, sent})
+
+    async def _sent(self, desk: SessionDesk, session: str, offer: SessionOffer) -> RolloutResult:
+        while True:
+            outcome = await desk.outcome(session, WAIT_S, claimed=True)
+            if outcome is None:  # the gateway was restarted
+                await desk.offer(session, offer)
+            elif outcome.result is not None:
+                return outcome.result
 
 
 def session_of(base_url: str) -> str:

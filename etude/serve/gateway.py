@@ -16,6 +16,7 @@
                                                 stopped ourselves
                                                 since it began
     DELETE /s/{session}                         forgets it
+    ..     /v1/sessions                         sessions that others run (`serve.session_desk`)
     POST   /load {version}                      every worker moves to the version; answers when all
                                                 of them serve it
     POST   /workers {url, region, version}      a worker joins, and says again and again that it is
@@ -76,6 +77,7 @@ from etude.serve.http import (
 )
 from etude.serve.recorder import Prompt, Recorder
 from etude.serve.router import Router
+from etude.serve.session_desk import SessionRoutes
 from etude.serve.worker_protocol import JoinRequest, LoadRequest, read_model_files
 from etude.store.experts import put_experts
 from etude.store.objects import Objects
@@ -97,6 +99,7 @@ class Gateway:
             max_context=max_context,
         )
         self.recorder = Recorder(self.model.tokenizer)
+        self.desk = SessionRoutes()
 
     def routes(self) -> list[Route]:
         plain = PolicyAnswerer(self.model, self.router)
@@ -110,6 +113,7 @@ class Gateway:
             Route("/up", self.up),
             Route("/status", self.status),
             Route("/weights", self.weights),
+            *self.desk.routes(),
             *public_routes(self.model, lambda http: plain, dict),
         ]
 
@@ -153,6 +157,7 @@ class Gateway:
         self.recorder.forget(session)
         self.router.forget(session)
         self.model.conversations.forget(session)
+        await self.desk.forget(session)
         return Response(status_code=204)
 
     async def disturbed(self, http: HttpRequest) -> Response:

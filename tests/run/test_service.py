@@ -23,7 +23,7 @@ from etude.core.types import Segment, Task, Trajectory
 from etude.model.tokenizer import ChatTokenizer
 from etude.run import service as service_module
 from etude.run.remote_tasks import read_task_file
-from etude.run.rollout import TRIES, RolloutRunner
+from etude.run.rollout import TRIES, RolloutRunner, SessionDesk
 from etude.run.service import ServiceAgent, ServiceClient, ServiceEnvironment
 from etude.run.service_openapi import document
 from etude.serve.alone import PolicySessions
@@ -99,7 +99,7 @@ class Service:
 
     @contextlib.asynccontextmanager
     async def runner(
-        self, sessions: Any = None, timeout_s: float = 60.0, concurrency: int = 16
+        self, sessions: Any = None, timeout_s: float = 60.0, desk: SessionDesk | None = None
     ) -> AsyncIterator[RolloutRunner]:
         app = web.Application()
         app.router.add_get("/health", self.health)
@@ -113,7 +113,7 @@ class Service:
         assert site._server is not None
         port = site._server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]
         try:
-            async with runner(f"http://127.0.0.1:{port}", sessions, timeout_s, concurrency) as made:
+            async with runner(f"http://127.0.0.1:{port}", sessions, timeout_s, desk) as made:
                 yield made
         finally:
             await running.cleanup()
@@ -121,13 +121,13 @@ class Service:
 
 @contextlib.asynccontextmanager
 async def runner(
-    url: str, sessions: Any = None, timeout_s: float = 60.0, concurrency: int = 16
+    url: str, sessions: Any = None, timeout_s: float = 60.0, desk: SessionDesk | None = None
 ) -> AsyncIterator[RolloutRunner]:
     async with ServiceClient(url) as client:
         environment = ServiceEnvironment(client, counts={"train": 3}, path=None)
-        agent = environment.own_agent(None, max_tokens=9, timeout_s=timeout_s, temperature=0.5)  # type: ignore[arg-type]
+        agent = environment.own_agent(desk, max_tokens=9, timeout_s=timeout_s, temperature=0.5)
         assert isinstance(agent, ServiceAgent)
-        yield RolloutRunner(environment, agent, sessions or Sessions(), concurrency=concurrency)
+        yield RolloutRunner(environment, agent, sessions or Sessions(), concurrency=16)
 
 
 async def attempt(service: Service, **more: Any) -> Trajectory:
