@@ -59,6 +59,11 @@ test-agents: $(DEV) ## command-line agents of others in recorded sessions (insta
 test-schema: $(DEV) ## thousands of requests made up from the schema of every dialect, at `etude serve` and at a gateway
 	@$(BIN)/python -m pytest -q -m schema tests/serve/test_openapi.py
 
+test-typescript: $(DEV) ## the TypeScript client, and a run that is trained on a service in it (needs node and npm)
+	@cd clients/typescript && npm install --no-audit --no-fund --silent && npm test
+	@cd examples/by_url && npm install --no-audit --no-fund --silent && npm run --silent build
+	@$(BIN)/python -m pytest -q -rP -m typescript tests/clients
+
 mutants: $(DEV) ## the share of small, random mistakes that the tests catch (COUNT=300 SEED=0; takes hours, and may be stopped)
 	@$(BIN)/python -m tests.mutants --count $(or $(COUNT),300) --seed $(or $(SEED),0)
 
@@ -124,4 +129,4 @@ $(DEV): $(RUNTIME)
 	@$(PIP) -r requirements-dev.txt
 	@rm -f .venv/.dev-* && touch $@
 
-.PHONY: help demo test test-s3 test-vllm test-agents test-schema wheels mutants lint format types bench bench-trl bench-gateway model screens clean
+.PHONY: help demo test test-s3 test-vllm test-agents test-schema test-typescript wheels mutants lint format types bench bench-trl bench-gateway model screens clean

@@ -81,6 +81,7 @@ OUTSIDE: dict[str, set[str]] = {
     "core.sandbox_config": {"pydantic"},
     "core.schema": {"pydantic"},
     "core.stages": {"pydantic"},
+    "core.tasks_config": {"pydantic"},
     "store": {"obstore", "msgspec", "blake3"},
     "store.rollouts": {"arro3", "numpy"},
     "weights": TORCH | {"blake3"},

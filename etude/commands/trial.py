@@ -96,18 +96,21 @@ async def _try(config: RunConfig, options: Options, console: Console) -> dict[st
             trials.append(trial)
 
         nobody = ScriptedSessions([])
-        await attempt(UNTOUCHED, _Solver({}), nobody)
+        if not config.tasks.is_remote:  # else there is no working copy
+            await attempt(UNTOUCHED, _Solver({}), nobody)
         solution = getattr(environment, "solution", lambda task: None)(task)
         if solution is not None:
             await attempt(REFERENCE, _Solver(solution), nobody)
         if options.solution:
             await attempt(GIVEN, _given_solver(options.solution), nobody)
         if script is not None or not options.no_model:
-            agent = build_agent(config.harness, http, temperature=_temperature(config))
+            agent = build_agent(
+                config.harness, environment, http, desk=None, temperature=_temperature(config)
+            )
             console.print(f"[dim]a session with {_described(config, script)} ...[/]")
             async with _open_sessions(config, script) as sessions:
                 await attempt(SESSION, agent, sessions)
-    advice = findings(trials)
+    advice = findings(trials, has_files=not config.tasks.is_remote)
     for line in advice:
         console.print(f"[yellow]look:[/] {escape(line)}", highlight=False, soft_wrap=True)
     if not advice:
@@ -115,8 +118,9 @@ async def _try(config: RunConfig, options: Options, console: Console) -> dict[st
     return {"task": task.id, "trials": [trial.to_json() for trial in trials], "look": advice}
 
 
-def findings(trials: Sequence[Trial]) -> list[str]:
-    """What somebody should look at, in sentences."""
+def findings(trials: Sequence[Trial], *, has_files: bool = True) -> list[str]:
+    """What somebody should look at, in sentences. `has_files`: the environment has working
+    copies."""
     by_name = {trial.name: trial for trial in trials}
     rewards = {trial.name: trial.reward for trial in trials if trial.reward is not None}
     found = [
@@ -135,19 +139,20 @@ def findings(trials: Sequence[Trial]) -> list[str]:
             )
     if len(rewards) > 1 and len(set(rewards.values())) == 1:
         found.append(f"everything earns {paid:g}: where no two attempts differ, nothing is learned")
-    if REFERENCE not in by_name and GIVEN not in by_name:
+    if has_files and REFERENCE not in by_name and GIVEN not in by_name:
         found.append(
             "no good answer was scored: give one with --solution, or let your environment have "
             "solution(task)"
         )
-    return found + (_session_findings(by_name[SESSION]) if SESSION in by_name else [])
+    return found + (_session_findings(by_name[SESSION], has_files) if SESSION in by_name else [])
 
 
-def _session_findings(session: Trial) -> list[str]:
+def _session_findings(session: Trial, has_files: bool) -> list[str]:
     if session.reward is None:
         return []
     found = []
-    if not any(message.get("role") == "assistant" for message in session.trajectory.messages):
+    messages = session.trajectory.messages
+    if has_files and not any(message.get("role") == "assistant" for message in messages):
         found.append("the session has no answer of the model: does the agent ask base_url?")
     if session.trajectory.status == "timeout":
         found.append("the session was not finished: its agent ran out of time, turns or context")
@@ -157,7 +162,7 @@ def _session_findings(session: Trial) -> list[str]:
             f"attempts are dropped. Have the agent set no sampling parameter but the temperature, "
             f"and that above 0"
         )
-    if not session.diff:
+    if has_files and not session.diff:
         found.append("the session changed no file of the working copy")
     return found
 

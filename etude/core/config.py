@@ -24,6 +24,7 @@ from etude.core.schema import (
     NonNegative,
     Positive,
     Reference,
+    Url,
 )
 from etude.core.stages import (
     DistillConfig,
@@ -34,6 +35,7 @@ from etude.core.stages import (
     SftConfig,
     StageConfig,
 )
+from etude.core.tasks_config import TasksConfig
 
 
 class ModelConfig(Config):
@@ -77,22 +79,6 @@ class ModelConfig(Config):
         return self
 
 
-class TasksConfig(Config):
-    """The environment, and how many of its tasks are used."""
-
-    environment: Reference = "etude.run.environment:CodeRepair"
-    """The environment, which gives tasks and scores attempts: a `core.protocols.Environment`,
-    called with the sandbox pool, counts and seed."""
-    train: Count = 4096
-    """Tasks to train on."""
-    heldout: Count = 400
-    """Tasks for evaluation; they share no program with the training tasks."""
-    novel: CountOrZero = 200
-    """Tasks for evaluation from templates that are never trained on."""
-    timeout_s: Positive = 600.0
-    """Time to open the sandbox of an attempt, and again to score it."""
-
-
 class HarnessConfig(Config):
     """The agent, and the limits of its sessions."""
 
@@ -132,6 +118,9 @@ class EngineConfig(Config):
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """The port of the gateway, on the loopback interface; 0 chooses a free one. Requests carry the
     token in ETUDE_TOKEN; if that is not set, every launch makes a token of its own."""
+    public_url: Url | None = None
+    """The URL at which others reach the gateway, such as that of a proxy in front of its port; it
+    is what a service elsewhere is given. None: the port itself."""
 
     @field_validator("regions")
     @classmethod
@@ -248,6 +237,16 @@ class RunConfig(Config):
                     f"a path, and put the stage first (a model made by another run can be exported "
                     f"and given as path)"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _one_agent(self) -> RunConfig:
+        default = HarnessConfig.model_fields["agent"].default
+        if self.tasks.is_remote and self.harness.agent != default:
+            raise ValueError(
+                f"tasks.environment = {self.tasks.environment!r} runs its sessions itself: leave "
+                f"out harness.agent"
+            )
         return self
 
     @model_validator(mode="after")

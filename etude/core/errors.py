@@ -24,6 +24,11 @@ class RolloutFailure(Exception):
     reward of 0."""
 
 
+class Interrupted(RolloutFailure):
+    """An attempt lost the process that ran it, through no fault of its own: it can be made again,
+    in a session of its own."""
+
+
 @contextlib.asynccontextmanager
 async def boundary(what: str) -> AsyncIterator[None]:
     """Name the place that a failure crossed; anything already named passes through."""

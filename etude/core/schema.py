@@ -11,6 +11,7 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 """Part of a key in the store: letters, digits, `.`, `_` and `-`."""
 Reference = Annotated[str, Field(pattern=r"^.+:\w+$")]
 """Code by name: `file.py:name` or `module:name`."""
+Url = Annotated[str, Field(pattern=r"^https?://[^\s/]+(/\S*)?$")]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 CountOrZero = Annotated[int, Field(ge=0)]

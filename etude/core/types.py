@@ -118,6 +118,8 @@ class Transcript:
     messages: list[dict[str, Json]]
     finished: bool
     """False if the agent ran out of turns or time of its own."""
+    score: Score | None = None
+    """What whoever ran the session says that it was worth, if its environment is to hear it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -130,7 +130,7 @@ async def examine(config: RunConfig, *, resumed: bool, look: bool) -> Findings |
     tasks = {}
     async with open_environment(config) as (environment, pool):
         async with GatewayClient("http://127.0.0.1") as gateway:
-            build_agent(config.harness, gateway.http, temperature=1.0)
+            build_agent(config.harness, environment, gateway.http, desk=gateway, temperature=1.0)
         for split in wanted_splits(config) if look else ():
             found = await read_tasks(environment, config.tasks, split)
             for task in found:

@@ -104,8 +104,7 @@ def plan(
         f"  model: {model.path or 'fresh weights'}, sessions of {model.max_context} tokens at most"
         + (f"{_size_of_model(findings)}" if findings else ""),
         f"  environment: {tasks.environment}; tasks: {counts}",
-        f"  agent: {harness.agent}, {harness.max_turns} turns of {harness.max_tokens} tokens at "
-        f"most, within {harness.timeout_s:g} s",
+        f"  agent: {_described_agent(config)} within {harness.timeout_s:g} s",
     ]
     if standing is not None:
         version = standing.version
@@ -128,6 +127,13 @@ def plan(
     if findings is not None:
         lines += _expected(_seconds_left(config, findings, standing), findings.disk_bytes, place)
     return "\n".join(lines)
+
+
+def _described_agent(config: RunConfig) -> str:
+    harness = config.harness
+    if config.tasks.is_remote:
+        return f"the environment's own, answers of {harness.max_tokens} tokens at most,"
+    return f"{harness.agent}, {harness.max_turns} turns of {harness.max_tokens} tokens at most,"
 
 
 def _seconds_left(

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 import aiohttp
 
-from etude.core.config import HarnessConfig, RunConfig, TasksConfig
+from etude.core.config import HarnessConfig, RunConfig
 from etude.core.errors import EtudeError, user_code
 from etude.core.events import FewTasks, FleetStatus, RunDone
 from etude.core.ledger import Issued, Trained
@@ -26,6 +26,7 @@ from etude.core.liveness import DisturbanceTracker
 from etude.core.protocols import Agent, Environment
 from etude.core.sandbox import SandboxPool, SandboxSpec
 from etude.core.stages import RolloutStageConfig
+from etude.core.tasks_config import PULL, TasksConfig
 from etude.core.types import EVAL_SPLITS, Group, Task, Trajectory
 from etude.core.window import Window
 from etude.run import journal
@@ -34,7 +35,9 @@ from etude.run.gateway_client import GatewayClient
 from etude.run.loop import RolloutLoop, RunAttempt, endless_tasks
 from etude.run.plugins import build, load
 from etude.run.process import run_process
-from etude.run.rollout import RolloutRunner
+from etude.run.pull import PullEnvironment
+from etude.run.rollout import RolloutRunner, SessionDesk
+from etude.run.service import ServiceClient, ServiceEnvironment
 from etude.run.task_record import check_record
 from etude.sandbox.pool import check_tier, open_sandbox_pool
 from etude.serve.tokens import MAX_LIFETIME_S
@@ -172,16 +175,27 @@ class Controller:
         harness = self.config.harness
         self.runner = RolloutRunner(
             self.environment,
-            build_agent(harness, self.gateway.http, temperature=temperature),
+            build_agent(
+                harness,
+                self.environment,
+                self.gateway.http,
+                desk=self.gateway,
+                temperature=temperature,
+            ),
             self.gateway,
             concurrency=harness.concurrency,
             source=self.config.tasks.environment,
             policy=self.config.name,
             experts=experts,
-            agent_timeout_s=harness.timeout_s + AGENT_GRACE_S,
+            agent_timeout_s=harness.timeout_s + AGENT_GRACE_S + self._claim_s,
             sandbox_timeout_s=self.config.tasks.timeout_s,
         )
         return self.runner.attempt
+
+    @property
+    def _claim_s(self) -> float:
+        """How long a session may wait until somebody runs it."""
+        return self.config.tasks.timeout_s if self.config.tasks.environment == PULL else 0.0
 
     async def tasks(self, split: str) -> Sequence[Task]:
         """Those that the run began with: others are refused."""
@@ -249,38 +263,59 @@ def check_task(task: Task, split: str, check_spec: Callable[[SandboxSpec], None]
         raise EtudeError(f"task {task.id!r} of the split {split!r}: {e}") from e
 
 
-def build_agent(config: HarnessConfig, http: aiohttp.ClientSession, *, temperature: float) -> Agent:
-    agent: Agent = build(
-        config.agent,
-        "harness.agent",
-        http,
-        max_turns=config.max_turns,
-        max_tokens=config.max_tokens,
-        timeout_s=config.timeout_s,
-        temperature=temperature,
-        tool_delay_s=config.tool_delay_s,
+def build_agent(
+    config: HarnessConfig,
+    environment: Environment,
+    http: aiohttp.ClientSession,
+    *,
+    desk: SessionDesk | None,
+    temperature: float,
+) -> Agent:
+    """The agent that belongs to the environment, or the one that the config names."""
+    limits = {
+        "max_turns": config.max_turns,
+        "max_tokens": config.max_tokens,
+        "timeout_s": config.timeout_s,
+        "temperature": temperature,
+        "tool_delay_s": config.tool_delay_s,
+    }
+    own = getattr(environment, "own_agent", None)
+    agent: Agent = (
+        own(desk, **limits) if own else build(config.agent, "harness.agent", http, **limits)
     )
     return agent
 
 
 @contextlib.asynccontextmanager
 async def open_environment(config: RunConfig) -> AsyncIterator[tuple[Environment, SandboxPool]]:
-    """The environment of a run over a pool of its sandboxes, which is closed at the end."""
+    """The environment of a run over a pool of its sandboxes, both closed at the end."""
     sandbox = config.sandbox
     pool = open_sandbox_pool(
         sandbox.isolation, config.heartbeat_timeout_s, mounts=sandbox.mounts, limits=sandbox.limits
     )
-    try:
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(pool.close)
         check_tier(pool, config.sandbox.tier)
-        counts = {split: getattr(config.tasks, split) for split in ("train", *EVAL_SPLITS)}
-        environment = build(
-            config.tasks.environment, "tasks.environment", pool, counts=counts, seed=config.seed
-        )
+        reference = config.tasks.environment
+        counts: dict[str, int] = {
+            split: getattr(config.tasks, split) for split in ("train", *EVAL_SPLITS)
+        }
+        environment: Environment
+        if reference == PULL:
+            assert config.tasks.path is not None
+            environment = PullEnvironment(
+                config.tasks.path, counts=counts, claim_s=config.tasks.timeout_s
+            )
+        elif config.tasks.is_remote:
+            service = await stack.enter_async_context(ServiceClient(reference))
+            environment = ServiceEnvironment(service, counts=counts, path=config.tasks.path)
+        else:
+            environment = build(
+                reference, "tasks.environment", pool, counts=counts, seed=config.seed
+            )
         # what is misspelt shall not cost the stages before rl
         load(config.harness.agent, "harness.agent")
         yield environment, pool
-    finally:
-        await pool.close()
 
 
 @contextlib.asynccontextmanager
@@ -294,7 +329,7 @@ async def open_controller(store: str, gateway_url: str, process: str) -> AsyncIt
     async with (
         open_environment(config) as (environment, pool),
         event_writer(run, process) as emit,
-        GatewayClient(gateway_url, session_s=session_s) as gateway,
+        GatewayClient(gateway_url, config.engine.public_url, session_s=session_s) as gateway,
     ):
         await gateway.ready()
         yield Controller(run, config, gateway, environment, emit, pool.owing, pool.check)

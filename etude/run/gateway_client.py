@@ -12,6 +12,7 @@ import msgspec
 
 from etude.core.errors import EtudeError
 from etude.core.events import RegionStatus
+from etude.core.remote import SessionOffer, SessionOutcome
 from etude.core.types import Segment, SessionAccess
 from etude.serve.process import authorization, token
 from etude.serve.tokens import Scope, new_session_id
@@ -29,9 +30,13 @@ class GatewayClient:
 
     At the gateway a session has an id that nobody can guess; here it is called by its sample."""
 
-    def __init__(self, url: str, *, session_s: float = 86400.0) -> None:
-        """`session_s`: how long a session may be used."""
+    def __init__(
+        self, url: str, public_url: str | None = None, *, session_s: float = 86400.0
+    ) -> None:
+        """`public_url`: where a harness reaches it, if that is elsewhere. `session_s`: how long a
+        session may be used."""
         self.url = url
+        self._public_url = (public_url or url).rstrip("/")
         self.headers = authorization(token())
         self._session_s = session_s
         self._ids: dict[str, str] = {}
@@ -82,7 +87,7 @@ class GatewayClient:
         told = {"scope": Scope.SESSION, "subject": id, "lifetime_s": self._session_s}
         key = msgspec.json.decode(await self._ask("POST", "/tokens", what, json=told))["token"]
         self._ids[session] = id
-        return SessionAccess(base_url=f"{self.url}/s/{id}/v1", api_key=key)
+        return SessionAccess(base_url=f"{self._public_url}/s/{id}/v1", api_key=key)
 
     async def segments(self, session: str, *, experts: bool) -> tuple[Segment, ...]:
         if session not in self._ids:
@@ -92,6 +97,23 @@ class GatewayClient:
         path = f"/s/{self._ids[session]}/segments"
         answer = await self._ask("GET", path, what, unknown=NO_SEGMENTS, params=told)
         return msgspec.msgpack.decode(answer, type=tuple[Segment, ...])
+
+    def score_url(self, session: str) -> str:
+        """Where whoever runs the session says what became of it."""
+        return f"{self._public_url}/v1/sessions/{session}/score"
+
+    async def offer(self, session: str, offer: SessionOffer) -> None:
+        what = f"session {session} cannot be offered"
+        told = {"data": msgspec.json.encode(offer)}
+        await self._ask("PUT", f"/v1/sessions/{session}", what, **told)
+
+    async def outcome(
+        self, session: str, wait_s: float, *, claimed: bool = False
+    ) -> SessionOutcome | None:
+        told = {"wait_s": str(wait_s), "claimed": "true" if claimed else "false"}
+        what = f"session {session} cannot be asked about"
+        answer = await self._ask("GET", f"/v1/sessions/{session}", what, unknown=b"", params=told)
+        return msgspec.json.decode(answer, type=SessionOutcome) if answer else None
 
     async def disturbed(self, session: str, age_s: float) -> bool:
         told, what = {"age_s": str(age_s)}, f"session {session} cannot be asked about"

@@ -14,8 +14,9 @@ from dataclasses import replace
 from numbers import Real
 from typing import Protocol, TypeVar
 
-from etude.core.errors import RolloutFailure, boundary, user_traceback
+from etude.core.errors import Interrupted, RolloutFailure, boundary, user_traceback
 from etude.core.protocols import Agent, Environment
+from etude.core.remote import SessionOffer, SessionOutcome
 from etude.core.types import (
     Attempt,
     Cost,
@@ -38,6 +39,10 @@ RECORDED_S = 5.0
 """For the recording of a session that failed: the cause may be that nobody answers."""
 
 
+TRIES = 4
+"""Of an attempt that is interrupted."""
+
+
 class SessionRecorder(Protocol):
     """Sessions with the model that are recorded: the gateway, or a fake. Each has the name of its
     sample here."""
@@ -57,6 +62,21 @@ class SessionRecorder(Protocol):
         store, and the segments name them."""
 
     async def forget(self, session: str) -> None: ...
+
+
+class SessionDesk(Protocol):
+    """Where sessions are offered to others, who say there what became of them: the gateway."""
+
+    def score_url(self, session: str) -> str: ...
+
+    async def offer(self, session: str, offer: SessionOffer) -> None:
+        """The same again changes nothing."""
+
+    async def outcome(
+        self, session: str, wait_s: float, *, claimed: bool = False
+    ) -> SessionOutcome | None:
+        """As soon as it is claimed, or, where that is known, has a result; or after so long. None:
+        no such session was offered."""
 
 
 class RolloutRunner:
@@ -106,25 +126,37 @@ class RolloutRunner:
                 source=self.source,
                 policy=self.policy,
             )
-            try:
-                trajectory = await self._attempt(task, seed, trajectory)
-            except RolloutFailure as e:
-                if _is_cancelled():
-                    raise asyncio.CancelledError from e
-                trajectory = replace(
-                    trajectory,
-                    error=str(e),
-                    traceback=user_traceback(e.__cause__) if e.__cause__ else "",
-                    segments=await self._recorded(sample),
-                )
-            finally:
-                # Recording that nobody will read: if it cannot be thrown away now, the gateway's
-                # end does it.
-                with contextlib.suppress(RolloutFailure):
-                    async with boundary("forget"):
-                        await self.sessions.forget(sample)
+            for number in range(TRIES):
+                # What still runs of an earlier try must not be able to speak in this one.
+                session = f"{sample}~{number}" if number else sample
+                outcome, is_final = await self._try(task, seed, session, trajectory)
+                if is_final:
+                    break
             seconds = asyncio.get_running_loop().time() - began
-            return replace(trajectory, cost=_cost(trajectory.segments, seconds))
+            return replace(outcome, cost=_cost(outcome.segments, seconds))
+
+    async def _try(
+        self, task: Task, seed: int, session: str, started: Trajectory
+    ) -> tuple[Trajectory, bool]:
+        """What came of it, and whether that is to stand."""
+        try:
+            return await self._attempt(task, seed, session, started), True
+        except RolloutFailure as e:
+            if _is_cancelled():
+                raise asyncio.CancelledError from e
+            failed = replace(
+                started,
+                error=str(e),
+                traceback=user_traceback(e.__cause__) if e.__cause__ else "",
+                segments=await self._recorded(session),
+            )
+            return failed, not isinstance(e, Interrupted)
+        finally:
+            # Recording that nobody will read: if it cannot be thrown away now, the gateway's end
+            # does it.
+            with contextlib.suppress(RolloutFailure):
+                async with boundary("forget"):
+                    await self.sessions.forget(session)
 
     @contextlib.asynccontextmanager
     async def _counted(self) -> AsyncIterator[None]:
@@ -134,19 +166,20 @@ class RolloutRunner:
         finally:
             self.running -= 1
 
-    async def _recorded(self, sample: str) -> tuple[Segment, ...]:
+    async def _recorded(self, session: str) -> tuple[Segment, ...]:
         """What the model said in a session that failed, for people to read; nothing if that cannot
         be had."""
         with contextlib.suppress(RolloutFailure):
             async with boundary("segments"), asyncio.timeout(RECORDED_S):
-                return await self.sessions.segments(sample, experts=False)
+                return await self.sessions.segments(session, experts=False)
         return ()
 
-    async def _attempt(self, task: Task, seed: int, started: Trajectory) -> Trajectory:
-        sample = started.id
+    async def _attempt(
+        self, task: Task, seed: int, session: str, started: Trajectory
+    ) -> Trajectory:
         async with boundary("model"):
             await self.sessions.up()
-            access = await self.sessions.open_session(sample)
+            access = await self.sessions.open_session(session)
         began = asyncio.get_running_loop().time()
         async with boundary("sandbox"), contextlib.AsyncExitStack() as stack:
             async with _at_most(self._sandbox_timeout_s, "tasks.timeout_s"):
@@ -163,9 +196,9 @@ class RolloutRunner:
                 messages = _messages(transcript)
             async with boundary("agent"):
                 if not transcript.finished:
-                    await self._check_time(sample, began)
+                    await self._check_time(session, began)
             async with boundary("segments"):
-                segments = await self.sessions.segments(sample, experts=self.experts)
+                segments = await self.sessions.segments(session, experts=self.experts)
             if self._needs_model and not segments:
                 raise RolloutFailure(_unanswered(transcript))
             async with boundary("score"), _at_most(self._sandbox_timeout_s, "tasks.timeout_s"):
@@ -180,13 +213,13 @@ class RolloutRunner:
             messages=messages,
         )
 
-    async def _check_time(self, sample: str, began: float) -> None:
+    async def _check_time(self, session: str, began: float) -> None:
         """An agent that did not finish may have run out of time that it did not have."""
         if stopped_since(began):
             raise RolloutFailure(
                 "agent: its time ran out, and the controller was stopped meanwhile"
             )
-        if await self.sessions.disturbed(sample, asyncio.get_running_loop().time() - began):
+        if await self.sessions.disturbed(session, asyncio.get_running_loop().time() - began):
             raise RolloutFailure("agent: its time ran out while it waited for the model")
 
 

@@ -16,6 +16,7 @@
                                                 stopped ourselves
                                                 since it began
     DELETE /s/{session}                         forgets it
+    ..     /v1/sessions                         sessions that others run (`serve.session_desk`)
     POST   /load {version}                      every worker moves to the version; answers when all
                                                 of them serve it, and all shards know
     POST   /workers {url, region, version}      a worker joins, and says again and again that it is
@@ -82,6 +83,7 @@ from etude.serve.http import (
 from etude.serve.recorder import Prompt
 from etude.serve.router import Router
 from etude.serve.segments import RecordedTurn
+from etude.serve.session_desk import SessionRoutes
 from etude.serve.session_journal import SessionJournal
 from etude.serve.session_records import SessionRecords
 from etude.serve.shards import FORWARDED, ShardedApp, Shards
@@ -113,6 +115,7 @@ class Gateway:
             max_context=max_context,
         )
         self.records = SessionRecords(self.model.tokenizer, self.model.conversations)
+        self.desk = SessionRoutes()
 
     def restore(self, journal: SessionJournal) -> None:
         """Sessions of earlier lives go on. All of them waited for us."""
@@ -132,6 +135,7 @@ class Gateway:
             Route("/status", self.status),
             Route("/weights", self.weights),
             *self.token_routes.routes(),
+            *self.desk.routes(),
             *public_routes(self.model, lambda http: plain, dict),
         ]
 
@@ -178,6 +182,7 @@ class Gateway:
         self.tokens.close_session(session)
         self.router.forget(session)
         await self.records.forget(session)
+        await self.desk.forget(session)
         return Response(status_code=204)
 
     async def disturbed(self, http: HttpRequest) -> Response:

@@ -18,6 +18,7 @@ ADMIN: Policy = frozenset({Scope.ADMIN})
 SESSION: Policy = frozenset({Scope.SESSION, Scope.ADMIN})
 USER: Policy = frozenset({Scope.USER, Scope.ADMIN})
 WORKER: Policy = frozenset({Scope.WORKER, Scope.ADMIN})
+SCHEDULER: Policy = frozenset({Scope.SCHEDULER, Scope.ADMIN})
 ANY: Policy = frozenset(Scope)
 
 CONVERSATIONS = (
@@ -40,6 +41,10 @@ POLICIES: Mapping[tuple[str, str], Policy] = {
     ("GET", "/s/{session}/segments"): ADMIN,
     ("GET", "/s/{session}/disturbed"): ADMIN,
     ("DELETE", "/s/{session}"): ADMIN,
+    ("POST", "/v1/sessions"): SCHEDULER,
+    ("POST", "/v1/sessions/{session}/score"): SESSION,
+    ("PUT", "/v1/sessions/{session}"): ADMIN,
+    ("GET", "/v1/sessions/{session}"): ADMIN,
     ("POST", "/v1/completions"): USER,
     ("GET", "/v1/models"): ANY,
     ("GET", "/v1/models/{model:path}"): ANY,

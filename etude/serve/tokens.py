@@ -37,6 +37,8 @@ class Scope(StrEnum):
     sees."""
     WORKER = "worker"
     """Join a gateway, and be asked by it."""
+    SCHEDULER = "scheduler"
+    """Ask for sessions to run elsewhere; each comes with a token of its own."""
     FEEDBACK = "feedback"
     """Say what became of answers."""
     ADMIN = "admin"

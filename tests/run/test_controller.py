@@ -425,7 +425,7 @@ async def test_a_controller_has_what_it_needs_and_leaves_nothing_open(
             happened.append("closed")
 
     class Ready(Gateway):
-        def __init__(self, url: str) -> None:
+        def __init__(self, url: str, public_url: str | None = None) -> None:
             super().__init__()
             happened.append(url)
 

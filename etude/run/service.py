@@ -1,0 +1,351 @@
+"""An environment by URL: a service of the user's own runs the sessions, against the gateway, and
+says what each was worth (docs/environments-by-url.md).
+
+    GET    /health            that it is there, and how many rollouts it can run at once
+    GET    /tasks             ?split=train&limit=100&after=..
+    POST   /rollouts          begins one; 200 with its result, or 202 and it is asked for
+    GET    /rollouts/{id}     ?wait_s=20: its result, as soon as there is one
+    DELETE /rollouts/{id}     nobody wants it any more
+
+What breaks at a service is never a result. A service that is away is waited for; one that does not
+know a rollout any more was restarted under it, and the attempt is made again in another session, so
+that what the first one said cannot get into it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+from urllib.error import URLError
+from urllib.parse import urlencode
+from urllib.request import Request, urlopen
+
+import aiohttp
+import msgspec
+
+from etude.core.errors import EtudeError, Interrupted, RolloutFailure
+from etude.core.remote import (
+    RemoteTask,
+    RolloutRequest,
+    RolloutResult,
+    ServiceHealth,
+    SessionOffer,
+    TaskPage,
+)
+from etude.core.sandbox import Sandbox, SandboxSpec
+from etude.core.types import Attempt, Score, Task, Transcript
+from etude.run.remote_tasks import read_task_file
+from etude.run.rollout import SessionDesk
+from etude.sandbox.fake import FakeSandboxPool
+
+TOKEN_VARIABLE = "ETUDE_SERVICE_TOKEN"
+"""What our requests to a service carry."""
+RETRY_S = 0.5
+WAIT_S = 20.0
+"""That we ask a service to wait with its answer, if a rollout is still running."""
+ASK_S = 30.0
+"""For any answer but that to `POST /rollouts`, which may be the result."""
+PAGE = 500
+GRACE_S = 5.0
+"""So much later than its deadline a rollout may be answered."""
+CANCEL_S = 2.0
+ARTIFACT_CHARS = 64 << 10
+BUSY = (429, 503)
+SAID_CHARS = 500
+
+T = TypeVar("T")
+
+
+class ServiceClient:
+    """`async with ServiceClient(url) as service`."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        token = os.environ.get(TOKEN_VARIABLE)
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._nonce = secrets.token_hex(4)
+        self._capacity = 0
+        self._taken = 0
+        self._changed = asyncio.Condition()
+
+    async def __aenter__(self) -> ServiceClient:
+        self._http = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0), headers=self._headers
+        )
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, e: BaseException | None, at: TracebackType | None
+    ) -> None:
+        await self._http.close()
+
+    def rollout_id(self, session: str) -> str:
+        """Unlike that of any other run, or of another life of this one, at the same service."""
+        return f"{session}-{self._nonce}"
+
+    def tasks(self, split: str, limit: int) -> list[Task]:
+        """At most so many. Blocks: it is asked for before anything runs."""
+        found: list[RemoteTask] = []
+        after: str | None = None
+        while len(found) < limit:
+            asked = {"split": split, "limit": str(min(PAGE, limit - len(found)))}
+            query = urlencode(asked | ({"after": after} if after else {}))
+            page = self._page(f"{self.url}/tasks?{query}")
+            found += page.tasks
+            after = page.next
+            if after is None or not page.tasks:
+                break
+        return [task.to_task() for task in found[:limit]]
+
+    def _page(self, url: str) -> TaskPage:
+        try:
+            with urlopen(Request(url, headers=self._headers), timeout=ASK_S) as answer:
+                return msgspec.json.decode(answer.read(), type=TaskPage)
+        except (URLError, OSError) as e:
+            raise EtudeError(
+                f"the service at {self.url} gives no tasks ({e}): start it, or name a file of them "
+                f"with tasks.path"
+            ) from e
+        except msgspec.MsgspecError as e:
+            raise EtudeError(f"{url} answers what is no page of tasks: {e}") from e
+
+    @contextlib.asynccontextmanager
+    async def place(self) -> AsyncIterator[None]:
+        """A place for one rollout: waits until the service answers, and has room for it."""
+        await self._health()
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._taken < self._capacity)
+            self._taken += 1
+        try:
+            yield
+        finally:
+            async with self._changed:
+                self._taken -= 1
+                self._changed.notify()
+
+    async def _health(self) -> None:
+        while True:
+            status, body = await self._ask("GET", "/health")
+            if status == 200:
+                health = self._decoded(body, ServiceHealth)
+                async with self._changed:
+                    self._capacity = max(1, health.capacity)
+                    self._changed.notify_all()
+                return
+            if status < 500 and status not in BUSY:
+                raise RolloutFailure(self._refusal("GET /health", status, body))
+            await asyncio.sleep(RETRY_S)
+
+    async def rollout(self, asked: RolloutRequest) -> RolloutResult:
+        """Its result. Interrupted if the service has lost it."""
+        try:
+            result = await self._begin(asked)
+            while result.status == "running":
+                result = await self._look(asked.id)
+        except asyncio.CancelledError:
+            await self._cancel(asked.id)
+            raise
+        return result
+
+    async def _begin(self, asked: RolloutRequest) -> RolloutResult:
+        headers = {"Idempotency-Key": asked.id, "Content-Type": "application/json"}
+        body = msgspec.json.encode(asked)
+        while True:
+            try:
+                status, answer = await self._send("POST", "/rollouts", data=body, headers=headers)
+            except aiohttp.ClientConnectorError:  # it was not told
+                await asyncio.sleep(RETRY_S)
+                continue
+            except aiohttp.ClientError:
+                return await self._look(asked.id)
+            if status in (200, 201, 202):
+                return self._decoded(answer, RolloutResult)
+            if status in BUSY:
+                await asyncio.sleep(RETRY_S)
+            elif status >= 500:
+                raise Interrupted(self._refusal("POST /rollouts", status, answer))
+            else:
+                raise RolloutFailure(self._refusal("POST /rollouts", status, answer))
+
+    async def _look(self, id: str) -> RolloutResult:
+        while True:
+            status, body = await self._ask("GET", f"/rollouts/{id}", params={"wait_s": f"{WAIT_S}"})
+            if status == 200:
+                return self._decoded(body, RolloutResult)
+            if status == 404:
+                raise Interrupted(
+                    f"the service at {self.url} does not know the rollout {id} any more: was it "
+                    f"restarted?"
+                )
+            if status < 500 and status not in BUSY:
+                raise RolloutFailure(self._refusal("GET /rollouts", status, body))
+            await asyncio.sleep(RETRY_S)
+
+    async def _cancel(self, id: str) -> None:
+        """If that can be said quickly; else the service ends it at its deadline."""
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+            async with asyncio.timeout(CANCEL_S):
+                await self._send("DELETE", f"/rollouts/{id}")
+
+    async def _ask(self, method: str, path: str, **more: Any) -> tuple[int, bytes]:
+        """As soon as there is any answer: a service may be away for a while."""
+        while True:
+            with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+                async with asyncio.timeout(ASK_S):
+                    return await self._send(method, path, **more)
+            await asyncio.sleep(RETRY_S)
+
+    async def _send(self, method: str, path: str, **more: Any) -> tuple[int, bytes]:
+        patient = aiohttp.ClientTimeout(total=None, sock_connect=ASK_S)
+        async with self._http.request(method, self.url + path, timeout=patient, **more) as answer:
+            return answer.status, await answer.read()
+
+    def _decoded(self, body: bytes, kind: type[T]) -> T:
+        try:
+            return msgspec.json.decode(body, type=kind)
+        except msgspec.MsgspecError as e:
+            raise RolloutFailure(
+                f"the service at {self.url} answers what is no {kind.__name__}: {e}"
+            ) from e
+
+    def _refusal(self, what: str, status: int, body: bytes) -> str:
+        said = body[:SAID_CHARS].decode(errors="replace").strip()
+        return f"the service at {self.url} answers {status} to {what}: {said}"
+
+
+class ServiceEnvironment:
+    """A `core.protocols.Environment` whose sessions are run and scored by a service."""
+
+    def __init__(
+        self, service: ServiceClient, *, counts: Mapping[str, int], path: str | None
+    ) -> None:
+        """`path`: a file of tasks, instead of those of the service."""
+        self._service = service
+        self._counts = counts
+        self._path = path
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        if self._path is not None:
+            return read_task_file(self._path, split, self._counts[split])
+        return self._service.tasks(split, self._counts[split])
+
+    @contextlib.asynccontextmanager
+    async def open(self, task: Task) -> AsyncIterator[Sandbox]:
+        """A place at the service; there is nothing in it for us to look at."""
+        async with self._service.place(), FakeSandboxPool().open(SandboxSpec()) as nothing:
+            yield nothing
+
+    def own_agent(self, desk: SessionDesk | None, **limits: Any) -> ServiceAgent:
+        return ServiceAgent(self._service, desk, **limits)
+
+    async def score(self, task: Task, sandbox: Sandbox, attempt: Attempt) -> Score:
+        assert attempt.transcript.score is not None
+        return attempt.transcript.score
+
+
+class ServiceAgent:
+    """A `core.protocols.Agent`: the service, which does it all."""
+
+    def __init__(
+        self,
+        service: ServiceClient,
+        desk: SessionDesk | None,
+        *,
+        max_tokens: int,
+        timeout_s: float,
+        temperature: float,
+        **unused: Any,
+    ) -> None:
+        """`desk`: where a result may be sent without being asked for."""
+        self._service = service
+        self._desk = desk
+        self._max_tokens = max_tokens
+        self._timeout_s = timeout_s
+        self._temperature = temperature
+
+    async def run(
+        self, task: Task, sandbox: Sandbox, *, base_url: str, api_key: str, seed: int
+    ) -> Transcript:
+        session = session_of(base_url)
+        asked = RolloutRequest(
+            id=self._service.rollout_id(session),
+            task=RemoteTask.of(task),
+            base_url=base_url,
+            token=api_key,
+            seed=seed,
+            deadline=time.time() + self._timeout_s,
+            temperature=self._temperature,
+            max_tokens=self._max_tokens,
+            callback_url=self._desk.score_url(session) if self._desk else None,
+        )
+        try:
+            async with asyncio.timeout(self._timeout_s + GRACE_S) as late:
+                result = await self._result(asked, session)
+        except TimeoutError as e:
+            if not late.expired():
+                raise
+            raise RolloutFailure(
+                f"the service at {self._service.url} has no result {GRACE_S:g} s after the "
+                f"deadline of the rollout (harness.timeout_s = {self._timeout_s:g})"
+            ) from e
+        if result.status == "failed":
+            raise RolloutFailure(f"the service says that it failed: {result.error}")
+        if result.score is None:
+            raise RolloutFailure(f"the service says {result.status!r}, and gives no score")
+        return to_transcript(task, result)
+
+    async def _result(self, asked: RolloutRequest, session: str) -> RolloutResult:
+        """As the service answers, or as it sends it to the desk: what comes first."""
+        if self._desk is None:
+            return await self._service.rollout(asked)
+        offer = SessionOffer(request=asked, timeout_s=self._timeout_s, claimed=True)
+        await self._desk.offer(session, offer)
+        answered = asyncio.ensure_future(self._service.rollout(asked))
+        sent = asyncio.ensure_future(self._sent(self._desk, session, offer))
+        try:
+            await asyncio.wait({answered, sent}, return_when=asyncio.FIRST_COMPLETED)
+            if answered.done() and answered.exception() is not None:
+                # It may have been sent before the service was lost.
+                outcome = await self._desk.outcome(session, 0.0)
+                if outcome is not None and outcome.result is not None:
+                    return outcome.result
+            return answered.result() if answered.done() else sent.result()
+        finally:
+            for each in (answered, sent):
+                each.cancel()
+            await asyncio.wait({answered, sent})
+
+    async def _sent(self, desk: SessionDesk, session: str, offer: SessionOffer) -> RolloutResult:
+        while True:
+            outcome = await desk.outcome(session, WAIT_S, claimed=True)
+            if outcome is None:  # the gateway was restarted
+                await desk.offer(session, offer)
+            elif outcome.result is not None:
+                return outcome.result
+
+
+def session_of(base_url: str) -> str:
+    """The name in `.../s/{session}/v1`."""
+    return base_url.rstrip("/").split("/")[-2]
+
+
+def to_transcript(task: Task, result: RolloutResult) -> Transcript:
+    made = [
+        {
+            "role": "tool",
+            "name": f"artifact {artifact.name}",
+            "content": artifact.text[:ARTIFACT_CHARS] or artifact.url,
+        }
+        for artifact in result.artifacts
+    ]
+    return Transcript(
+        messages=[*(result.messages or task.opening), *made],
+        finished=result.status == "done",
+        score=result.score,
+    )

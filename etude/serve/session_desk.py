@@ -1,0 +1,168 @@
+"""Sessions that others run: they are offered by the controller of a run, claimed by whoever asks
+for one, and settled by the result.
+
+    POST   /v1/sessions {wait_s}            a session to run: task, base URL, token, deadline; 204
+                                            if there is none
+    POST   /v1/sessions/{session}/score     what became of it; the first result stands
+    PUT    /v1/sessions/{session}           offers it; the same again changes nothing
+    GET    /v1/sessions/{session}?wait_s=.. whether it is claimed, and its result: as soon as it is
+                                            claimed, or with `claimed=true` as soon as it has one
+
+A result may also be sent for a session that a service was asked to run (`callback_url`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+
+from etude.core.remote import (
+    ENDED,
+    ClaimRequest,
+    RolloutRequest,
+    RolloutResult,
+    SessionOffer,
+    SessionOutcome,
+)
+from etude.serve.http import ApiError, cancel_on_disconnect, read, respond
+
+MAX_WAIT_S = 60.0
+
+T = TypeVar("T")
+
+
+class SessionDesk:
+    """Which sessions are free, which are claimed, and what became of them. Pure."""
+
+    def __init__(self) -> None:
+        self._offers: dict[str, SessionOffer] = {}
+        self._results: dict[str, RolloutResult] = {}
+
+    def offer(self, session: str, offer: SessionOffer) -> None:
+        known = self._offers.get(session)
+        self._offers[session] = replace(offer, claimed=True) if known and known.claimed else offer
+
+    def claim(self, now: float) -> RolloutRequest | None:
+        """The session that waits longest."""
+        for session, offer in self._offers.items():
+            if not offer.claimed:
+                self._offers[session] = replace(offer, claimed=True)
+                return replace(offer.request, deadline=now + offer.timeout_s)
+        return None
+
+    def settle(self, session: str, result: RolloutResult) -> None:
+        """KeyError for a session that nobody offered, ValueError for one that has another
+        result."""
+        self._offers[session]
+        if self._results.setdefault(session, result) != result:
+            raise ValueError
+
+    def outcome(self, session: str) -> SessionOutcome:
+        """KeyError for a session that nobody offered."""
+        return SessionOutcome(
+            claimed=self._offers[session].claimed, result=self._results.get(session)
+        )
+
+    def forget(self, session: str) -> None:
+        self._offers.pop(session, None)
+        self._results.pop(session, None)
+
+
+class SessionRoutes:
+    """The desk over HTTP."""
+
+    def __init__(self) -> None:
+        self._desk = SessionDesk()
+        self._changed = asyncio.Condition()
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/sessions", self.claim, methods=["POST"]),
+            Route("/v1/sessions/{session}/score", self.settle, methods=["POST"]),
+            Route("/v1/sessions/{session}", self.offer, methods=["PUT"]),
+            Route("/v1/sessions/{session}", self.outcome, methods=["GET"]),
+        ]
+
+    async def claim(self, http: HttpRequest) -> Response:
+        asked = await read(http, ClaimRequest)
+        waiting = self._when(lambda: self._desk.claim(time.time()), asked.wait_s)
+        claimed = await cancel_on_disconnect(http, waiting)
+        await self._tell()
+        return Response(status_code=204) if claimed is None else respond(claimed)
+
+    async def settle(self, http: HttpRequest) -> Response:
+        session, result = http.path_params["session"], await read(http, RolloutResult)
+        if result.status not in ENDED or (result.score is None) != (result.status == "failed"):
+            raise ApiError(
+                f"status {result.status!r} {'with' if result.score else 'without'} a score: give "
+                f"one with done and timeout, and none with failed",
+                param="status",
+            )
+        try:
+            self._desk.settle(session, result)
+        except KeyError as e:
+            raise _unknown(session) from e
+        except ValueError as e:
+            raise ApiError(
+                f"session {session!r} has another result already", status=409, code="settled"
+            ) from e
+        await self._tell()
+        return Response(status_code=204)
+
+    async def offer(self, http: HttpRequest) -> Response:
+        self._desk.offer(http.path_params["session"], await read(http, SessionOffer))
+        await self._tell()
+        return Response(status_code=204)
+
+    async def outcome(self, http: HttpRequest) -> Response:
+        session = http.path_params["session"]
+        is_known = http.query_params.get("claimed") == "true"
+        try:
+            wait_s = float(http.query_params.get("wait_s", 0.0))
+        except ValueError as e:
+            raise ApiError("wait_s must be a number", param="wait_s") from e
+
+        def news() -> SessionOutcome | None:
+            now = self._desk.outcome(session)
+            return now if now.result is not None or (now.claimed and not is_known) else None
+
+        await http.body()
+        try:
+            found = await cancel_on_disconnect(http, self._when(news, wait_s))
+            return respond(found or self._desk.outcome(session))
+        except KeyError as e:  # also if it is forgotten meanwhile
+            raise _unknown(session) from e
+
+    async def forget(self, session: str) -> None:
+        self._desk.forget(session)
+        await self._tell()
+
+    async def _tell(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _when(self, poll: Callable[[], T | None], wait_s: float) -> T | None:
+        """What `poll` gives, as soon as it gives something, or None after so long."""
+        found = poll()
+        if found is not None or not wait_s > 0:
+            return found
+        try:
+            async with asyncio.timeout(min(wait_s, MAX_WAIT_S)), self._changed:
+                while (found := poll()) is None:
+                    await self._changed.wait()
+        except TimeoutError:
+            return None
+        return found
+
+
+def _unknown(session: str) -> ApiError:
+    return ApiError(
+        f"session {session!r} is not one that was offered", status=404, code="unknown_session"
+    )

@@ -1,0 +1,217 @@
+"""Sessions that others ask for, and results that others send: the desk of the gateway, and the
+environment behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from etude.core.errors import EtudeError
+from etude.core.remote import RemoteTask, RolloutRequest, RolloutResult, SessionOffer
+from etude.core.types import Score, Trajectory
+from etude.run import service as service_module
+from etude.run.gateway_client import GatewayClient
+from etude.run.pull import PullEnvironment
+from etude.run.rollout import RolloutRunner
+from etude.serve import process
+from etude.serve.http import create_app
+from etude.serve.session_desk import SessionDesk, SessionRoutes
+from tests.run.test_service import TASK, Service, Sessions
+
+RESULT = {"status": "done", "score": {"reward": 0.75}}
+
+
+@contextlib.asynccontextmanager
+async def gateway(desk: SessionRoutes | None = None) -> AsyncIterator[GatewayClient]:
+    listener = process.bind("127.0.0.1", 0, None)
+    app = create_app((desk or SessionRoutes()).routes(), None)
+    async with process.serving(app, listener), GatewayClient(process.url_of(listener)) as client:
+        yield client
+
+
+async def post(client: GatewayClient, path: str, body: Any) -> tuple[int, Any]:
+    async with client.http.post(client.url + path, json=body) as response:
+        text = await response.text()
+        return response.status, json.loads(text) if text else None
+
+
+def rollouts(
+    client: GatewayClient, path: Path, *, claim_s: float = 60.0, timeout_s: float = 60.0
+) -> tuple[RolloutRunner, Sessions]:
+    environment = PullEnvironment(str(path), counts={"train": 3}, claim_s=claim_s)
+    agent = environment.own_agent(client, max_tokens=9, timeout_s=timeout_s, temperature=0.5)
+    sessions = Sessions()
+    return RolloutRunner(environment, agent, sessions, concurrency=16), sessions
+
+
+async def test_a_scheduler_asks_for_sessions_and_sends_their_scores(tmp_path: Path) -> None:
+    async with gateway() as client:
+        runner, _ = rollouts(client, tmp_path)
+        attempts = [asyncio.create_task(runner.attempt(TASK, f"g.{n}", seed=n)) for n in range(3)]
+        seen = set()
+        for _ in attempts:
+            status, asked = await post(client, "/v1/sessions", {"wait_s": 30})
+            assert status == 200 and asked["task"]["prompt"] == "sing"
+            assert asked["base_url"] == f"http://gateway/s/{asked['id']}/v1"
+            assert (asked["token"], asked["max_tokens"]) == ("key", 9)
+            assert asked["deadline"] > 1e9
+            seen.add(asked["id"])
+            score = f"/v1/sessions/{asked['id']}/score"
+            assert asked["callback_url"] == client.url + score
+            assert (await post(client, score, RESULT))[0] == 204
+        done: list[Trajectory] = await asyncio.gather(*attempts)
+    assert seen == {"g.0", "g.1", "g.2"}
+    assert [(each.status, each.reward) for each in done] == [("done", 0.75)] * 3
+
+
+async def test_without_one_to_run_there_is_nothing_to_say(tmp_path: Path) -> None:
+    async with gateway() as client:
+        assert await post(client, "/v1/sessions", {}) == (204, None)
+        assert await post(client, "/v1/sessions", {"wait_s": 0.01}) == (204, None)
+        status, said = await post(client, "/v1/sessions/g.0/score", RESULT)
+        assert (status, said["error"]["code"]) == (404, "unknown_session")
+
+
+async def test_a_claimed_session_without_a_result_is_offered_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("etude.run.pull.GRACE_S", 0.0)
+    async with gateway() as client:
+        runner, sessions = rollouts(client, tmp_path, timeout_s=0.2)
+        attempt = asyncio.create_task(runner.attempt(TASK, "g.0", seed=0))
+        _, lost = await post(client, "/v1/sessions", {"wait_s": 30})
+        _, again = await post(client, "/v1/sessions", {"wait_s": 30})
+        assert (lost["id"], again["id"]) == ("g.0", "g.0~1")
+        await post(client, "/v1/sessions/g.0~1/score", RESULT)
+        assert (await attempt).reward == 0.75
+        assert sessions.forgotten == ["g.0", "g.0~1"]
+
+
+async def test_what_nobody_asks_for_fails_and_says_so(tmp_path: Path) -> None:
+    async with gateway() as client:
+        runner, _ = rollouts(client, tmp_path, claim_s=0.05)
+        done = await runner.attempt(TASK, "g.0", seed=0)
+    assert done.score is None and done.error is not None
+    assert "nobody asked for the session for 0.05 s (tasks.timeout_s)" in done.error
+
+
+async def test_a_session_that_failed_has_no_reward(tmp_path: Path) -> None:
+    async with gateway() as client:
+        runner, _ = rollouts(client, tmp_path)
+        attempt = asyncio.create_task(runner.attempt(TASK, "g.0", seed=0))
+        await post(client, "/v1/sessions", {"wait_s": 30})
+        failed = {"status": "failed", "error": "no browser"}
+        assert (await post(client, "/v1/sessions/g.0/score", failed))[0] == 204
+        done = await attempt
+    assert done.score is None and done.error is not None and "no browser" in done.error
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"status": "running"},
+        {"status": "done"},
+        {"status": "failed", "score": {"reward": 0.0}},
+        {"status": "done", "score": {"reward": "much"}},
+        {"score": {"reward": 1.0}},
+    ],
+)
+async def test_what_is_no_result_is_refused(wrong: dict[str, Any], tmp_path: Path) -> None:
+    async with gateway() as client:
+        await client.offer("g.0", offer("g.0"))
+        assert (await post(client, "/v1/sessions/g.0/score", wrong))[0] == 400
+
+
+async def test_a_desk_that_forgot_is_told_again(tmp_path: Path) -> None:
+    """As after a restart of the gateway, when the session is claimed."""
+    desk = SessionRoutes()
+    async with gateway(desk) as client:
+        runner, _ = rollouts(client, tmp_path)
+        attempt = asyncio.create_task(runner.attempt(TASK, "g.0", seed=0))
+        await post(client, "/v1/sessions", {"wait_s": 30})
+        await desk.forget("g.0")
+        while await client.outcome("g.0", 0.0) is None:
+            await asyncio.sleep(0.01)
+        assert await post(client, "/v1/sessions", {}) == (204, None), "it is not free again"
+        await post(client, "/v1/sessions/g.0/score", RESULT)
+        assert (await attempt).reward == 0.75
+
+
+def test_nothing_to_try_without_a_run(tmp_path: Path) -> None:
+    environment = PullEnvironment(str(tmp_path), counts={}, claim_s=1.0)
+    with pytest.raises(EtudeError, match="start it with etude run"):
+        environment.own_agent(None)
+
+
+async def test_a_service_may_send_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Instead of waiting to be asked: this one never says that a rollout has ended."""
+    monkeypatch.setattr(service_module, "RETRY_S", 0.01)
+    async with gateway() as client:
+        service = Service((202, {"status": "running"}))
+
+        async def look(http: web.Request) -> web.Response:
+            url = service.asked[-1]["callback_url"]
+            async with client.http.post(url, json=RESULT) as response:
+                assert response.status == 204
+            await asyncio.sleep(600)
+            raise AssertionError
+
+        service.looked = look
+        async with service.runner(desk=client) as runner:
+            done = await runner.attempt(TASK, "g.0", seed=0)
+    assert (done.status, done.reward) == ("done", 0.75)
+
+
+async def test_a_result_that_was_sent_before_the_service_was_lost_counts() -> None:
+    async with gateway() as client:
+        service = Service((202, {"status": "running"}))
+
+        async def look(http: web.Request) -> web.Response:
+            async with client.http.post(service.asked[-1]["callback_url"], json=RESULT):
+                return web.Response(status=404)
+
+        service.looked = look
+        async with service.runner(desk=client) as runner:
+            done = await runner.attempt(TASK, "g.0", seed=0)
+    assert done.reward == 0.75 and len(service.asked) == 1
+
+
+def offer(session: str) -> SessionOffer:
+    request = RolloutRequest(
+        id=session,
+        task=RemoteTask(id="t", prompt="x"),
+        base_url="",
+        token="",
+        seed=0,
+        deadline=0.0,
+    )
+    return SessionOffer(request=request, timeout_s=5.0)
+
+
+def test_the_desk_alone() -> None:
+    desk = SessionDesk()
+    for session in ("a", "b"):
+        desk.offer(session, offer(session))
+    first = desk.claim(now=100.0)
+    assert first is not None and (first.id, first.deadline) == ("a", 105.0)
+    desk.offer("a", offer("a"))
+    second = desk.claim(now=100.0)
+    assert second is not None and second.id == "b", "told again, it stays claimed"
+    assert desk.claim(now=100.0) is None
+    result = RolloutResult(status="done", score=Score(1.0))
+    desk.settle("a", result)
+    desk.settle("a", result)
+    with pytest.raises(ValueError):
+        desk.settle("a", RolloutResult(status="done", score=Score(0.0)))
+    assert desk.outcome("a").result == result
+    desk.forget("a")
+    for lost in (lambda: desk.outcome("a"), lambda: desk.settle("a", result)):
+        with pytest.raises(KeyError):
+            lost()
