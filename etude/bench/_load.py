@@ -12,6 +12,8 @@ from typing import Any, cast
 
 import msgspec
 
+from etude.core.errors import EtudeError
+
 EVENT = re.compile(rb"data: (\{.*?\})\n\n")
 END = b"0\r\n\r\n"
 RETRY_S = 0.05
@@ -141,14 +143,17 @@ class Load:
     def _request(self, session: int, asked: dict[str, Any]) -> bytes:
         body = msgspec.json.encode(asked)
         head = (
-            f"POST {self.path(session)} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer x\r\n"
+            f"POST {self.path(session)} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer x\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         )
         return head.encode() + body
 
 
 def _choices(response: bytes) -> list[dict[str, Any]]:
-    """Raises `BrokenOff` if it is not a whole answer."""
+    """Raises `BrokenOff` if it is not a whole answer, and EtudeError if it is a refusal, which the
+    next try would get too."""
+    if response.startswith((b"HTTP/1.1 400", b"HTTP/1.1 401", b"HTTP/1.1 403", b"HTTP/1.1 404")):
+        raise EtudeError(response[:500].decode(errors="replace"))
     if not response.startswith(b"HTTP/1.1 200") or b"[DONE]" not in response:
         raise BrokenOff(response[:500].decode(errors="replace"))
     found = [msgspec.json.decode(event) for event in EVENT.findall(response)]
