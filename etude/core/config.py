@@ -116,8 +116,8 @@ class EngineConfig(Config):
     """Regions served by a vLLM server instead of our engine, with the server's URL
     (docs/serve.md)."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """The port of the gateway, on the loopback interface; 0 chooses a free one. Requests carry the
-    token in ETUDE_TOKEN; if that is not set, every launch makes a token of its own."""
+    """The port of the gateway, on the loopback interface; 0 chooses a free one. Its tokens are
+    signed with ETUDE_SECRET; if that is not set, every launch makes a secret of its own."""
     public_url: Url | None = None
     """The URL at which others reach the gateway, such as that of a proxy in front of its port; it
     is what a service elsewhere is given. None: the port itself."""
