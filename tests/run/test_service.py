@@ -19,7 +19,7 @@ from aiohttp import web
 
 from etude.core.config import parse
 from etude.core.errors import EtudeError
-from etude.core.types import Segment, Task, Trajectory
+from etude.core.types import Segment, SessionAccess, Task, Trajectory
 from etude.model.tokenizer import ChatTokenizer
 from etude.run import service as service_module
 from etude.run.remote_tasks import read_task_file
@@ -43,13 +43,11 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 class Sessions:
     """Sessions that always have one recorded answer."""
 
-    api_key = "key"
-
     def __init__(self) -> None:
         self.forgotten: list[str] = []
 
-    def base_url(self, session: str) -> str:
-        return f"http://gateway/s/{session}/v1"
+    async def open_session(self, session: str) -> SessionAccess:
+        return SessionAccess(base_url=f"http://gateway/s/{session}/v1", api_key="key")
 
     async def up(self) -> None: ...
 
