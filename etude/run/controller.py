@@ -49,6 +49,7 @@ AGENT_GRACE_S = 10.0
 """An agent ends its session after harness.timeout_s by itself; what does not is ended so much
 later."""
 FLEET_REPORT_S = 1.0
+COMMAND_AGENT = "etude.harness.program:CommandAgent"
 
 
 class Controller:
@@ -277,10 +278,13 @@ def build_agent(
         "temperature": temperature,
         "tool_delay_s": config.tool_delay_s,
     }
-    own = getattr(environment, "own_agent", None)
-    agent: Agent = (
-        own(desk, **limits) if own else build(config.agent, "harness.agent", http, **limits)
-    )
+    if own := getattr(environment, "own_agent", None):
+        agent: Agent = own(desk, **limits)
+    elif config.command:
+        told = {"argv": config.command, "env": config.env}
+        agent = build(COMMAND_AGENT, "harness.command", http, **limits, **told)
+    else:
+        agent = build(config.agent, "harness.agent", http, **limits)
     return agent
 
 

@@ -276,6 +276,8 @@ def test_the_config_takes_one() -> None:
     assert not parse(text).tasks.is_remote
     with pytest.raises(EtudeError, match="leave out harness.agent"):
         parse(text, ["tasks.environment=http://h", "harness.agent=a:B"])
+    with pytest.raises(EtudeError, match="two agents: leave out one"):
+        parse(text, ["harness.command=['x']", "harness.agent=a:B"])
     with pytest.raises(EtudeError, match="name a file of them with path"):
         parse(text, ["tasks.environment=pull"])
     with pytest.raises(EtudeError, match="path is for an environment by URL"):
