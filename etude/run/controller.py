@@ -187,7 +187,7 @@ class Controller:
             policy=self.config.name,
             experts=experts,
             agent_timeout_s=harness.timeout_s + AGENT_GRACE_S + self._claim_s,
-            sandbox_timeout_s=self.config.tasks.timeout_s,
+            sandbox_timeout_s=_open_timeout_s(self.config.tasks),
         )
         return self.runner.attempt
 
@@ -226,6 +226,11 @@ class Controller:
                 FleetStatus(regions=regions, active=active, capacity=capacity, sessions=sessions)
             )
             await asyncio.sleep(FLEET_REPORT_S)
+
+
+def _open_timeout_s(config: TasksConfig) -> float:
+    """What waits for a service gives up by itself, and says for what."""
+    return config.timeout_s + (AGENT_GRACE_S if config.is_remote else 0.0)
 
 
 def wanted_splits(config: RunConfig) -> list[str]:
@@ -310,7 +315,9 @@ async def open_environment(config: RunConfig) -> AsyncIterator[tuple[Environment
             )
         elif config.tasks.is_remote:
             service = await stack.enter_async_context(ServiceClient(reference))
-            environment = ServiceEnvironment(service, counts=counts, path=config.tasks.path)
+            environment = ServiceEnvironment(
+                service, counts=counts, path=config.tasks.path, wait_s=config.tasks.timeout_s
+            )
         else:
             environment = build(
                 reference, "tasks.environment", pool, counts=counts, seed=config.seed
