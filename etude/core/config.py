@@ -84,6 +84,11 @@ class HarnessConfig(Config):
 
     agent: Reference = "etude.harness.agent:CodingAgent"
     """The agent: a `core.protocols.Agent`, called with an HTTP session and the values below."""
+    command: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Or a program as the agent, started in the sandbox: its name and arguments, in which
+    `{prompt}`, `{task}` (its id) and `{base_url}` stand for what they say."""
+    env: dict[str, str] = {}
+    """Environment variables for `command`, beside those that say where the model is."""
     max_turns: Count = 8
     """Calls of the model in one session."""
     max_tokens: Count = 64
@@ -241,12 +246,14 @@ class RunConfig(Config):
 
     @model_validator(mode="after")
     def _one_agent(self) -> RunConfig:
-        default = HarnessConfig.model_fields["agent"].default
-        if self.tasks.is_remote and self.harness.agent != default:
+        is_named = self.harness.agent != HarnessConfig.model_fields["agent"].default
+        if self.tasks.is_remote and (is_named or self.harness.command):
             raise ValueError(
                 f"tasks.environment = {self.tasks.environment!r} runs its sessions itself: leave "
-                f"out harness.agent"
+                f"out harness.agent and harness.command"
             )
+        if is_named and self.harness.command:
+            raise ValueError("harness.agent and harness.command are two agents: leave out one")
         return self
 
     @model_validator(mode="after")

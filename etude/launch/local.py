@@ -133,6 +133,8 @@ def _described_agent(config: RunConfig) -> str:
     harness = config.harness
     if config.tasks.is_remote:
         return f"the environment's own, answers of {harness.max_tokens} tokens at most,"
+    if harness.command:
+        return f"{' '.join(harness.command)}, answers of {harness.max_tokens} tokens at most,"
     return f"{harness.agent}, {harness.max_turns} turns of {harness.max_tokens} tokens at most,"
 
 

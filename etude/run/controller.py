@@ -50,6 +50,7 @@ AGENT_GRACE_S = 10.0
 """An agent ends its session after harness.timeout_s by itself; what does not is ended so much
 later."""
 FLEET_REPORT_S = 1.0
+COMMAND_AGENT = "etude.harness.program:CommandAgent"
 
 
 class Controller:
@@ -188,7 +189,7 @@ class Controller:
             policy=self.config.name,
             experts=experts,
             agent_timeout_s=harness.timeout_s + AGENT_GRACE_S + self._claim_s,
-            sandbox_timeout_s=self.config.tasks.timeout_s,
+            sandbox_timeout_s=_open_timeout_s(self.config.tasks),
         )
         return self.runner.attempt
 
@@ -227,6 +228,11 @@ class Controller:
                 FleetStatus(regions=regions, active=active, capacity=capacity, sessions=sessions)
             )
             await asyncio.sleep(FLEET_REPORT_S)
+
+
+def _open_timeout_s(config: TasksConfig) -> float:
+    """What waits for a service gives up by itself, and says for what."""
+    return config.timeout_s + (AGENT_GRACE_S if config.is_remote else 0.0)
 
 
 def wanted_splits(config: RunConfig) -> list[str]:
@@ -279,10 +285,13 @@ def build_agent(
         "temperature": temperature,
         "tool_delay_s": config.tool_delay_s,
     }
-    own = getattr(environment, "own_agent", None)
-    agent: Agent = (
-        own(desk, **limits) if own else build(config.agent, "harness.agent", http, **limits)
-    )
+    if own := getattr(environment, "own_agent", None):
+        agent: Agent = own(desk, **limits)
+    elif config.command:
+        told = {"argv": config.command, "env": config.env}
+        agent = build(COMMAND_AGENT, "harness.command", http, **limits, **told)
+    else:
+        agent = build(config.agent, "harness.agent", http, **limits)
     return agent
 
 
@@ -308,7 +317,9 @@ async def open_environment(config: RunConfig) -> AsyncIterator[tuple[Environment
             )
         elif config.tasks.is_remote:
             service = await stack.enter_async_context(ServiceClient(reference))
-            environment = ServiceEnvironment(service, counts=counts, path=config.tasks.path)
+            environment = ServiceEnvironment(
+                service, counts=counts, path=config.tasks.path, wait_s=config.tasks.timeout_s
+            )
         else:
             environment = build(
                 reference, "tasks.environment", pool, counts=counts, seed=config.seed

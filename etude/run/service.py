@@ -116,12 +116,19 @@ class ServiceClient:
             raise EtudeError(f"{url} answers what is no page of tasks: {e}") from e
 
     @contextlib.asynccontextmanager
-    async def place(self) -> AsyncIterator[None]:
+    async def place(self, wait_s: float) -> AsyncIterator[None]:
         """A place for one rollout: waits until the service answers, and has room for it."""
-        await self._health()
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._taken < self._capacity)
-            self._taken += 1
+        try:
+            async with asyncio.timeout(wait_s):
+                await self._health()
+                async with self._changed:
+                    await self._changed.wait_for(lambda: self._taken < self._capacity)
+                    self._taken += 1
+        except TimeoutError as e:
+            raise RolloutFailure(
+                f"the service at {self.url} does not answer, or has no room, for {wait_s:g} s "
+                f"(tasks.timeout_s): is it running?"
+            ) from e
         try:
             yield
         finally:
@@ -223,10 +230,17 @@ class ServiceEnvironment:
     """A `core.protocols.Environment` whose sessions are run and scored by a service."""
 
     def __init__(
-        self, service: ServiceClient, *, counts: Mapping[str, int], path: str | None
+        self,
+        service: ServiceClient,
+        *,
+        counts: Mapping[str, int],
+        path: str | None,
+        wait_s: float,
     ) -> None:
-        """`path`: a file of tasks, instead of those of the service."""
+        """`path`: a file of tasks, instead of those of the service. `wait_s`: how long a rollout
+        waits for a place there."""
         self._service = service
+        self._wait_s = wait_s
         self._counts = counts
         self._path = path
 
@@ -238,7 +252,10 @@ class ServiceEnvironment:
     @contextlib.asynccontextmanager
     async def open(self, task: Task) -> AsyncIterator[Sandbox]:
         """A place at the service; there is nothing in it for us to look at."""
-        async with self._service.place(), FakeSandboxPool().open(SandboxSpec()) as nothing:
+        async with (
+            self._service.place(self._wait_s),
+            FakeSandboxPool().open(SandboxSpec()) as nothing,
+        ):
             yield nothing
 
     def own_agent(self, desk: SessionDesk | None, **limits: Any) -> ServiceAgent:

@@ -19,7 +19,7 @@ from aiohttp import web
 from etude.core.errors import RolloutFailure
 from etude.core.sandbox import Sandbox, SandboxSpec
 from etude.core.types import Task, Transcript
-from etude.harness.program import ProgramAgent
+from etude.harness.program import CommandAgent, ProgramAgent
 from etude.sandbox.pool import open_sandbox_pool
 from tests.harness.test_agent import Answer, model, says
 from tests.namespaces import need_namespaces
@@ -95,16 +95,114 @@ print("done", "key" in os.environ["OPENAI_API_KEY"].split())
     ]
 
 
-async def test_nothing_but_its_own_conversation_is_reached() -> None:
+async def test_its_own_session_is_reached_and_nothing_else() -> None:
+    """Not another session, not the gateway itself, not the network, whatever the spelling."""
     text = """
-for path in ("/models", "/../../other/v1/chat/completions", "/chat/completions?x=1"):
-    print(ask(path)[:3], end=" ")
-print(ask(messages=1)[:3], ask("/chat/completions")[:3])
+import socket
+def connects(*address):
+    try:
+        socket.create_connection(address, 5).close()
+        return True
+    except OSError:
+        return False
+port = int(task["meta"]["port"])
+print(connects("127.0.0.1", port), connects("192.0.2.1", 80), connects("localhost", port))
+paths = ("/../../other/v1/chat/completions", "/%2e%2e/%2e%2e/other/v1/chat/completions",
+         "/..%2f..%2fother/v1/chat/completions", "/../status", "", "//chat/completions",
+         "/chat/completions/../../x")
+print(*(ask(path)[:3] for path in paths))
+print(os.environ["OPENAI_API_KEY"] == os.environ["ANTHROPIC_API_KEY"] == "the-sandbox-has-it")
+print(ask(messages=task["messages"])["content"])
+print(ask("/chat/completions?beta=true", messages=1)[:3], ask("/models")[:3])
 """
-    async with opened("namespaces") as sandbox:
-        broken = [web.Response(status=400, text="what is that") for _ in range(2)]
-        transcript, requests = await play(text, sandbox, *broken)
-    assert transcript.messages[-1]["content"] == "404 404 404 400 400\n" and len(requests) == 2
+    answers = iter([says(content="la"), web.Response(status=400, text="what is that")])
+    async with (
+        opened("namespaces") as sandbox,
+        model(lambda request: next(answers)) as (url, requests),
+        aiohttp.ClientSession() as http,
+    ):
+        task = Task(id="t", prompt="sing", meta={"port": url.split(":")[2].split("/")[0]})
+        agent = Script(http, max_tokens=9, timeout_s=60.0, temperature=0.5)
+        agent.text = text
+        transcript = await agent.run(task, sandbox, base_url=url, api_key="key", seed=7)
+    assert transcript.messages[-1]["content"].splitlines() == [
+        "False False False",
+        "404 404 404 404 404 404 404",
+        "True",
+        "la",
+        "400 404",
+    ]
+    assert len(requests) == 2
+
+
+async def test_answers_stream_and_do_not_wait_for_each_other() -> None:
+    """The second answer is asked for when the first word of the first has come, and the rest of
+    that comes only then. An answer that the program does not want to hear is no failure."""
+    text = """
+def begin(**body):
+    return urllib.request.urlopen(urllib.request.Request(
+        os.environ["ANTHROPIC_BASE_URL"] + "/v1/messages?beta=true", json.dumps(body).encode()))
+first = begin(number=1)
+print(first.readline().decode().strip())
+print(begin(number=2).read().decode().strip())
+print(first.read().decode().strip())
+begin(number=1).close()
+print(begin(number=2).read().decode().strip())
+"""
+    second = asyncio.Event()
+    asked: list[Answer] = []
+
+    async def messages(http: web.Request) -> web.StreamResponse:
+        asked.append({**await http.json(), "by": http.headers["Authorization"]})
+        if asked[-1]["number"] == 2:
+            second.set()
+            return web.Response(text="two")
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(http)
+        await response.write(b"one\n")
+        await second.wait()
+        await response.write(b"done\n")
+        return response
+
+    app = web.Application()
+    app.router.add_post("/s/x/v1/messages", messages)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    assert site._server is not None
+    port = site._server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]
+    try:
+        async with opened("namespaces") as sandbox, aiohttp.ClientSession() as http:
+            agent = Script(http, max_tokens=9, timeout_s=60.0, temperature=0.5)
+            agent.text = text
+            url = f"http://127.0.0.1:{port}/s/x/v1"
+            transcript = await agent.run(TASK, sandbox, base_url=url, api_key="key", seed=7)
+    finally:
+        await runner.cleanup()
+    assert transcript.messages[-1]["content"].split() == ["one", "two", "done", "two"]
+    assert [(each["by"], each["temperature"]) for each in asked] == [("Bearer key", 0.5)] * 4
+
+
+async def test_a_template_is_a_program() -> None:
+    async with (
+        opened("namespaces") as sandbox,
+        model(lambda request: says(content="la")) as (url, _),
+        aiohttp.ClientSession() as http,
+    ):
+        script = ASK + "print(sys.argv[1:], os.environ['MODE'], ask(messages=[])['content'])"
+        agent = CommandAgent(
+            http,
+            argv=["python", "-c", script, "{task}", "--say={prompt}", "{base_url}"],
+            env={"MODE": "quick"},
+            max_tokens=9,
+            timeout_s=60.0,
+            temperature=0.5,
+            max_turns=3,
+        )
+        transcript = await agent.run(TASK, sandbox, base_url=url, api_key="key", seed=7)
+    said = transcript.messages[-1]["content"]
+    assert said.startswith("['t', '--say=sing', 'http://127.0.0.1:") and "quick la" in said
 
 
 @pytest.mark.parametrize(

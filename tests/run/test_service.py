@@ -119,10 +119,14 @@ class Service:
 
 @contextlib.asynccontextmanager
 async def runner(
-    url: str, sessions: Any = None, timeout_s: float = 60.0, desk: SessionDesk | None = None
+    url: str,
+    sessions: Any = None,
+    timeout_s: float = 60.0,
+    desk: SessionDesk | None = None,
+    wait_s: float = 60.0,
 ) -> AsyncIterator[RolloutRunner]:
     async with ServiceClient(url) as client:
-        environment = ServiceEnvironment(client, counts={"train": 3}, path=None)
+        environment = ServiceEnvironment(client, counts={"train": 3}, path=None, wait_s=wait_s)
         agent = environment.own_agent(desk, max_tokens=9, timeout_s=timeout_s, temperature=0.5)
         assert isinstance(agent, ServiceAgent)
         yield RolloutRunner(environment, agent, sessions or Sessions(), concurrency=16)
@@ -236,6 +240,13 @@ async def test_one_that_does_not_end_is_cancelled_and_has_failed(
     assert service.requests[-1] == ("DELETE", service.asked[0]["id"])
 
 
+async def test_one_that_stays_away_fails_the_attempt_and_is_named() -> None:
+    async with runner("http://127.0.0.1:9", wait_s=0.1) as rollouts:
+        done = await rollouts.attempt(TASK, "g1.0", seed=7)
+    assert done.score is None and done.error is not None
+    assert "127.0.0.1:9 does not answer, or has no room, for 0.1 s (tasks.timeout_s)" in done.error
+
+
 async def test_no_more_rollouts_than_it_has_room_for() -> None:
     service = Service(*[(200, DONE)] * 12, capacity=3)
     async with service.runner() as rollouts:
@@ -274,6 +285,8 @@ def test_the_config_takes_one() -> None:
     assert not parse(text).tasks.is_remote
     with pytest.raises(EtudeError, match="leave out harness.agent"):
         parse(text, ["tasks.environment=http://h", "harness.agent=a:B"])
+    with pytest.raises(EtudeError, match="two agents: leave out one"):
+        parse(text, ["harness.command=['x']", "harness.agent=a:B"])
     with pytest.raises(EtudeError, match="name a file of them with path"):
         parse(text, ["tasks.environment=pull"])
     with pytest.raises(EtudeError, match="path is for an environment by URL"):

@@ -1,0 +1,151 @@
+"""The model of one session, for a program that must reach nothing else: requests below `/v1` are
+passed on to the session's own URL, with the true key, and what comes back is passed on as it
+comes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Awaitable
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from etude.core.seeds import derive
+from etude.core.types import Json
+
+_PATH = re.compile(r"/v1((?:/[A-Za-z0-9_-][A-Za-z0-9_.-]*)+)")
+_CHAT = "/chat/completions"
+_SAMPLING = ("/responses", "/messages", "/completions")
+_FORWARDED = ("Content-Type", "Accept", "anthropic-version", "anthropic-beta", "X-Etude-Segment")
+_MAX_BODY_BYTES = 64 << 20
+_NOTED_BYTES = 1 << 20
+_REFUSAL_CHARS = 200
+
+
+class SessionProxy:
+    """A handler of `web.Server`."""
+
+    def __init__(
+        self,
+        http: aiohttp.ClientSession,
+        *,
+        base_url: str,
+        api_key: str,
+        seed: int,
+        defaults: dict[str, Json],
+    ) -> None:
+        """`defaults`: what a request for an answer says where its client says nothing."""
+        self._http = http
+        self._base_url = base_url.rstrip("/")
+        self._api_key = api_key
+        self._seed = seed
+        self._defaults = defaults
+        self._turn = 0
+        self.messages: list[dict[str, Json]] = []
+        """Of the last question, with its answer if that did not come in a stream."""
+        self.out_of_context = False
+        self.refusal = ""
+        """What was said to the last question, if that was no answer."""
+        self.lost: aiohttp.ClientError | None = None
+        """Why the model could not be reached."""
+
+    @property
+    def has_asked(self) -> bool:
+        return self._turn > 0
+
+    async def __call__(self, request: web.BaseRequest) -> web.StreamResponse:
+        place = _PATH.fullmatch(request.path)
+        if place is None:
+            return _refusal(404, "there is nothing here but the model, below /v1")
+        try:
+            asked = await self._asked(request, place[1])
+        except ValueError as e:
+            return _refusal(400, f"the body is no JSON object: {e}")
+        try:
+            return await self._pass_on(request, place[1], asked)
+        except aiohttp.ClientError as e:
+            self.lost = e
+            return _refusal(502, "the model cannot be reached")
+
+    async def _asked(self, request: web.BaseRequest, path: str) -> dict[str, Json] | None:
+        """The body, with what it leaves out; None if there is none."""
+        body = bytearray()
+        async for chunk in request.content.iter_any():
+            body += chunk
+            if len(body) > _MAX_BODY_BYTES:
+                raise ValueError(f"it has more than {_MAX_BODY_BYTES} bytes")
+        if request.method != "POST":
+            return None
+        asked = json.loads(body)
+        if not isinstance(asked, dict):
+            raise ValueError(f"it is a {type(asked).__name__}")
+        defaults: dict[str, Json] = {}
+        if path == _CHAT:
+            defaults = {**self._defaults, "seed": derive(self._seed, self._turn)}
+        elif path in _SAMPLING:
+            defaults = {"temperature": self._defaults["temperature"]}
+        if defaults:
+            self._turn += 1
+        return {**defaults, **asked}
+
+    async def _pass_on(
+        self, request: web.BaseRequest, path: str, asked: dict[str, Json] | None
+    ) -> web.StreamResponse:
+        told: dict[str, Any] = {} if asked is None else {"json": asked}
+        headers = {name: request.headers[name] for name in _FORWARDED if name in request.headers}
+        async with self._http.request(
+            request.method,
+            self._base_url + path,
+            params=request.query,
+            headers={
+                **headers,
+                "Authorization": f"Bearer {self._api_key}",
+                "Accept-Encoding": "identity",
+            },
+            timeout=aiohttp.ClientTimeout(total=None),
+            **told,
+        ) as answer:
+            response = web.StreamResponse(status=answer.status)
+            response.content_type = answer.content_type
+            if answer.content_length is not None:
+                response.content_length = answer.content_length
+            said = bytearray()
+            with contextlib.suppress(_ProgramGone):
+                await _to_program(response.prepare(request))
+                async for chunk in answer.content.iter_any():
+                    said += chunk[: _NOTED_BYTES - len(said)]
+                    await _to_program(response.write(chunk))
+                self._note(asked or {}, answer, bytes(said))
+                await _to_program(response.write_eof())
+            return response
+
+    def _note(self, asked: dict[str, Json], answer: aiohttp.ClientResponse, said: bytes) -> None:
+        told = " ".join(said.decode(errors="replace").split())[:_REFUSAL_CHARS]
+        self.refusal = "" if answer.status == 200 else f"{answer.status} {told}"
+        self.out_of_context |= answer.status == 400 and b"context_length_exceeded" in said
+        messages = asked.get("messages")
+        if answer.status != 200 or not isinstance(messages, list):
+            return
+        self.messages = list(messages)
+        if answer.content_type == "application/json":
+            choices = json.loads(said).get("choices") or [{}]
+            self.messages += [choices[0]["message"]] if "message" in choices[0] else []
+
+
+class _ProgramGone(Exception):
+    """The program closed its connection, as it may."""
+
+
+async def _to_program(sending: Awaitable[object]) -> None:
+    """Errors of the two connections are of the same kinds, and only the model's are failures."""
+    try:
+        await sending
+    except ConnectionError as e:
+        raise _ProgramGone from e
+
+
+def _refusal(status: int, message: str) -> web.Response:
+    return web.json_response({"error": {"message": message}}, status=status)
