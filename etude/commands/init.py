@@ -27,7 +27,8 @@ groups_per_step = 4              # tasks of one step
 group_size = 8                   # attempts at each: they are compared with each other
 max_lag = 1                      # 0 waits for every session before the next step
 temperature = 0.8
-lr = 1e-5"""
+lr = 1e-5
+threads = @THREADS@                      # of the trainer"""
 SFT_STAGE = f"""\
 # Fresh weights solve nothing, and rl compares attempts that were solved with others that were not.
 # So they imitate some sessions here, to be seen running. With a model in `path` above, take
@@ -35,7 +36,8 @@ SFT_STAGE = f"""\
 [[stage]]
 kind = "sft"
 path = "{DEMONSTRATIONS}"
-max_epochs = 2"""
+max_epochs = 2
+threads = @THREADS@                      # of the trainer"""
 
 
 def init(directory: Path, model: Path | None, console: Console) -> None:
@@ -59,8 +61,8 @@ def init(directory: Path, model: Path | None, console: Console) -> None:
         "NAME": "".join(c if c.isalnum() else "-" for c in directory.resolve().name) or "mine",
         "MODEL": _model_lines(model),
         "MOUNTS": ", ".join(f'"{each}"' for each in _mounts()),
-        "THREADS": str(len(os.sched_getaffinity(0))),
         "STAGE": SFT_STAGE if model is None else RL_STAGE,
+        "THREADS": str(len(os.sched_getaffinity(0))),
     }
     for path, text in files.items():
         for name, value in values.items():

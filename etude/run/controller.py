@@ -35,7 +35,7 @@ from etude.run.loop import RolloutLoop, RunAttempt, endless_tasks
 from etude.run.plugins import build, load
 from etude.run.process import run_process
 from etude.run.rollout import RolloutRunner
-from etude.run.task_record import check_record
+from etude.run.task_record import keep_record
 from etude.sandbox.pool import check_tier, open_sandbox_pool
 from etude.store.rollouts import RolloutLog
 from etude.store.runs import Run
@@ -185,7 +185,7 @@ class Controller:
         """Those that the run began with: others are refused."""
         if split not in self._tasks:
             tasks = await read_tasks(self.environment, self.config.tasks, split)
-            await asyncio.to_thread(check_record, self.run, split, tasks)
+            await asyncio.to_thread(keep_record, self.run, split, tasks)
             self._tasks[split] = tasks
         return self._tasks[split]
 

@@ -1,10 +1,10 @@
 """A rough estimate of what a run takes, from the shape of its model and a product on this machine.
-Sessions are taken to be half as long as they may be; tools and tests of the user's own are not
-counted."""
+Sessions are taken to be half as long as they may be, and at most half of one to be the model's
+words; tools and tests of the user's own are not counted."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,7 +44,8 @@ class Estimate:
     disk_bytes: int
 
 
-def estimate(config: RunConfig) -> Estimate:
+def estimate(config: RunConfig, tasks: Mapping[str, int]) -> Estimate:
+    """`tasks`: how many there are of each split."""
     shape = model_shape(config)
     with torch.device("meta"):
         parameters = sum(tensor.numel() for tensor in hf_tensors(Transformer(shape)).values())
@@ -52,7 +53,7 @@ def estimate(config: RunConfig) -> Estimate:
     context = min(config.model.max_context, shape.max_position_embeddings)
     sampled = config.harness.max_turns * config.harness.max_tokens // 2
     length = min(context, 2 * sampled) // 2
-    sampled = min(sampled, length)
+    sampled = min(sampled, length // 2)
 
     def training(length: int, count: float) -> float:
         flops = (1 + BACKWARD_COST) * forward_flops(shape, length, length)
@@ -80,7 +81,8 @@ def estimate(config: RunConfig) -> Estimate:
                 seconds[stage.name] = training(length, count) + sampling(count)
                 sessions += count
     versions = stage_spans(config.stage)[-1].end
-    evaluated = sum(getattr(config.tasks, split) for split in EVAL_SPLITS) * len(config.stage)
+    evaluations = len(config.stage) + (config.model.path is not None)  # a given model's first
+    evaluated = sum(tasks.get(split, 0) for split in EVAL_SPLITS) * evaluations
     seconds["evaluations"] = sampling(evaluated)
     weights = parameters * (4 if config.trainer.published_dtype == "float32" else 2)
     disk_bytes = parameters * STATE_BYTES * CHECKPOINTS
