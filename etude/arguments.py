@@ -110,6 +110,13 @@ def _add_init(add: AddCommand) -> None:
         metavar="DIR",
         help="a Hugging Face directory (default: fresh weights)",
     )
+    parser.add_argument(
+        "--repo",
+        type=Path,
+        metavar="PATH",
+        help="a git repository, or a folder in one, to take tasks from (default: the one around "
+        "DIR, else a small one that is made)",
+    )
 
 
 def _add_try(add: AddCommand) -> None:

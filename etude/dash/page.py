@@ -382,7 +382,7 @@ def event_line(event: Event, view: RunView) -> str | None:
         case StepDone():
             return _step_line(event, view)
         case EvalProgress() if event.done == 0:
-            return f"{event.total} {event.split} tasks are tried {when(event.stage)}"
+            return f"trying {event.split} tasks {when(event.stage)}: {event.total} of them"
         case EvalDone():
             return f"{event.split} tasks solved {when(event.stage)}: {_result(event)}"
         case _:

@@ -395,7 +395,7 @@ def test_a_log_tells_how_a_run_begins() -> None:
     fleet = FleetStatus(regions={}, active=4, capacity=4, sessions=16)
     begun = "the first 16 sessions are under way"
     expected: list[tuple[Event, list[str]]] = [
-        (tried, ["3 heldout tasks are tried before any training"]),
+        (tried, ["trying heldout tasks before any training: 3 of them"]),
         (fleet, []),
         (evaluated, ["heldout tasks solved before any training: 0.0% (0.0% - 50.0%) 0/3"]),
         (fleet, [begun]),
