@@ -104,7 +104,8 @@ async def _try(config: RunConfig, options: Options, console: Console) -> dict[st
             await attempt(GIVEN, _given_solver(options.solution), nobody)
         if script is not None or not options.no_model:
             agent = build_agent(config.harness, http, temperature=_temperature(config))
-            console.print(f"[dim]a session with {_described(config, script)} ...[/]")
+            loads = "" if script is not None else ", which is loaded first"
+            console.print(f"[dim]a session with {_described(config, script)}{loads} ...[/]")
             async with _open_sessions(config, script) as sessions:
                 await attempt(SESSION, agent, sessions)
     advice = findings(trials)

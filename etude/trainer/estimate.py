@@ -21,8 +21,9 @@ from etude.tasks import sources
 from etude.train.flops import BACKWARD_COST, forward_flops, peak_flops
 from etude.trainer.prepare import model_shape
 
-TRAINING, SAMPLING = 0.35, 0.1
-"""Share of the arithmetic of a large product that is reached."""
+TRAINING, SAMPLING = 0.45, 0.1
+"""Share of the arithmetic of a large product that is reached; prompts are read like what is trained
+on."""
 CHARACTERS = 4
 """Of a token, in files of the user's own."""
 STATE_BYTES = 12
@@ -60,7 +61,9 @@ def estimate(config: RunConfig, tasks: Mapping[str, int]) -> Estimate:
         return count * flops / (rate * TRAINING)
 
     def sampling(count: float) -> float:
-        return count * forward_flops(shape, length, sampled) / (rate * SAMPLING)
+        share = sampled / length
+        flops = forward_flops(shape, length, sampled)
+        return count * flops / rate * (share / SAMPLING + (1 - share) / TRAINING)
 
     seconds: dict[str, float] = {}
     sessions, versions = 0, 0
