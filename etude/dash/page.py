@@ -181,7 +181,7 @@ def when(stage: str) -> str:
 
 def _progress(view: RunView) -> Iterator[Progress]:
     count = f" {view.done}/{view.steps}" if view.steps else ""
-    yield Progress(view.stage + count, view.done, view.steps, view.eta_s)
+    yield Progress(view.stage + count, view.done if view.steps else 0, view.steps, view.eta_s)
     if (doing := view.evaluating) is not None:
         what = f"{doing.split} {doing.done}/{doing.total}, {doing.solved} solved"
         yield Progress(what, doing.done, doing.total, view.eval_eta_s)

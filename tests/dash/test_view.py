@@ -123,6 +123,7 @@ def test_a_finished_run_that_goes_on_is_not_finished() -> None:
     assert "1/2 at version 4" in goes_on and "after rl" not in goes_on
     starts = printed(draw(view_of(*before, again[0]), "run", lag_bound=0))
     assert "rl 4/4" in ended and "4/4" not in starts and "to go" not in starts
+    assert "━" in ended and "━" not in starts
 
 
 def test_few_tasks_are_a_notice_and_no_alarm() -> None:
