@@ -52,7 +52,8 @@ def build_parser() -> argparse.ArgumentParser:
     _add_token(add("token", "make a token for a gateway, with its secret (ETUDE_SECRET)"))
 
     _add_mismatch(add)
-    _add_weights(commands.add_parser("weights", help="the weights of runs and models"))
+    text = "the weights of runs and models"
+    _add_weights(commands.add_parser("weights", help=text, description=text))
 
     _add_inspection(add)
     return parser
@@ -138,6 +139,13 @@ def _add_init(add: AddCommand) -> None:
         type=Path,
         metavar="DIR",
         help="a Hugging Face directory (default: fresh weights)",
+    )
+    parser.add_argument(
+        "--repo",
+        type=Path,
+        metavar="PATH",
+        help="a git repository, or a folder in one, to take tasks from (default: the one around "
+        "DIR, else a small one that is made)",
     )
 
 
@@ -338,7 +346,7 @@ def _add_weights(parser: argparse.ArgumentParser) -> None:
         ("export", "make a Hugging Face directory of a version"),
     ):
         action = actions.add_parser(name, help=text, description=text)
-        action.add_argument("url", metavar="URL", help="a run's directory, or s3://, gs://, az://")
+        action.add_argument("url", metavar="RUN|URL", help="a run's directory, or its store's URL")
         action.set_defaults(command="weights", action=name)
         if name in ("show", "fetch", "export"):
             action.add_argument("--version", type=int, help="(default: the newest)")

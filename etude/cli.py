@@ -104,7 +104,7 @@ def _train(config: RunConfig, directory: Path, args: argparse.Namespace) -> int:
 def init(args: argparse.Namespace) -> int:
     from etude.commands.init import init
 
-    init(args.dir, args.model, _console(False))
+    init(args.dir, args.model, args.repo, _console(False))
     return 0
 
 

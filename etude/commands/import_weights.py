@@ -13,11 +13,13 @@ from etude.core.errors import EtudeError
 
 
 def import_model(source: Path, target: Path, console: Console) -> None:
+    if target.exists():
+        raise EtudeError(f"{target} is there already: give another directory, or remove it first")
+    if not source.is_file():
+        raise EtudeError(f"{source} is not there: give the path of a GGUF file")
     from etude.model.files import write_directory
     from etude.model.from_gguf import convert
 
-    if target.exists():
-        raise EtudeError(f"{target} is there already: give another directory, or remove it first")
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task(f"reading {source.name}", total=None)
         model = convert(

@@ -4,6 +4,7 @@ repository with pytest as the judge, an agent that is a program, a run file, a t
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -27,7 +28,8 @@ groups_per_step = 4              # tasks of one step
 group_size = 8                   # attempts at each: they are compared with each other
 max_lag = 1                      # 0 waits for every session before the next step
 temperature = 0.8
-lr = 1e-5"""
+lr = 1e-5
+threads = @THREADS@                      # of the trainer"""
 SFT_STAGE = f"""\
 # Fresh weights solve nothing, and rl compares attempts that were solved with others that were not.
 # So they imitate some sessions here, to be seen running. With a model in `path` above, take
@@ -35,18 +37,21 @@ SFT_STAGE = f"""\
 [[stage]]
 kind = "sft"
 path = "{DEMONSTRATIONS}"
-max_epochs = 2"""
+max_epochs = 2
+threads = @THREADS@                      # of the trainer"""
 
 
-def init(directory: Path, model: Path | None, console: Console) -> None:
+def init(directory: Path, model: Path | None, repo: Path | None, console: Console) -> None:
     """Write the project. Nothing that is there is touched."""
     if model is not None and not (model / "config.json").is_file():
         raise EtudeError(f"--model {model}: there is no model directory; `make model` fetches one")
-    inside = _in_repository(directory)
+    if repo is not None and not (repo.is_dir() and _in_repository(repo)):
+        raise EtudeError(f"--repo {repo}: there is no git repository; `git init` makes one")
+    is_made = repo is None and not _in_repository(directory)
     files = {
         path: text
         for path, text in _templates(resources.files("etude.commands").joinpath("project")).items()
-        if not (inside and path.startswith(f"{POCKET}/"))
+        if (is_made or not path.startswith(f"{POCKET}/"))
         and (model is None or path != DEMONSTRATIONS)
     }
     if taken := sorted(path for path in files if (directory / path).exists()):
@@ -55,21 +60,29 @@ def init(directory: Path, model: Path | None, console: Console) -> None:
             f"directory"
         )
     values = {
-        "POCKET": "" if inside else f' / "{POCKET}"',
+        "REPOSITORY": _repository(repo, is_made),
         "NAME": "".join(c if c.isalnum() else "-" for c in directory.resolve().name) or "mine",
         "MODEL": _model_lines(model),
         "MOUNTS": ", ".join(f'"{each}"' for each in _mounts()),
-        "THREADS": str(len(os.sched_getaffinity(0))),
         "STAGE": SFT_STAGE if model is None else RL_STAGE,
+        "THREADS": str(len(os.sched_getaffinity(0))),
     }
     for path, text in files.items():
         for name, value in values.items():
             text = text.replace(f"@{name}@", value)
         (directory / path).parent.mkdir(parents=True, exist_ok=True)
         (directory / path).write_text(text)
-    if not inside:
+    if is_made:
         _commit(directory / POCKET)
-    _tell(directory, sorted(files), inside, console)
+    source = repo or (directory / POCKET if is_made else "the git repository around it")
+    _tell(directory, sorted(files), f"{source}{', made for you' if is_made else ''}", console)
+
+
+def _repository(repo: Path | None, is_made: bool) -> str:
+    """As Python."""
+    if repo is not None:
+        return f"Path({json.dumps(str(repo.resolve()))})"
+    return f'Path(__file__).parent / "{POCKET}"' if is_made else "Path(__file__).parent"
 
 
 def _templates(folder: Traversable, prefix: str = "") -> dict[str, str]:
@@ -131,9 +144,8 @@ def _mounts() -> list[str]:
     return [f"{sys.prefix}:/opt/venv" if taken else sys.prefix]
 
 
-def _tell(directory: Path, files: list[str], inside: bool, console: Console) -> None:
+def _tell(directory: Path, files: list[str], source: str, console: Console) -> None:
     console.print(f"wrote {', '.join(files)} to {directory}", highlight=False, soft_wrap=True)
-    source = "the git repository around it" if inside else f"{directory / POCKET}, made for you"
     console.print(f"its tasks are functions of {source}", highlight=False, soft_wrap=True)
     if _mounts() == [".venv"]:
         console.print(

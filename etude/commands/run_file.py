@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,5 +20,23 @@ def read_run_file(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
             f"TOML"
         ) from e
     config = parse(text, overrides, source=str(path))
+    _check_started_there(config, path)
     sandbox = config.sandbox.seen_from(path.absolute().parent)
     return config.model_copy(update={"sandbox": sandbox})
+
+
+def _check_started_there(config: RunConfig, path: Path) -> None:
+    """Paths of code are seen from where a run is started, which is where its file lies, most of the
+    time."""
+    folder = path.absolute().parent
+    for key, reference in (
+        ("tasks.environment", config.tasks.environment),
+        ("harness.agent", config.harness.agent),
+    ):
+        file = reference.partition(":")[0]
+        if file.endswith(".py") and not Path(file).is_file() and (folder / file).is_file():
+            raise EtudeError(
+                f"{key} = {reference!r} is seen from the folder in which etude is started, and "
+                f"{file} lies with {path.name}: cd {shlex.quote(str(folder))}, and give "
+                f"{path.name} there"
+            )

@@ -12,7 +12,7 @@ from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.text import Text
 
-from etude.core.alarms import Alarm
+from etude.core.alarms import SILENT, Alarm
 from etude.core.errors import EtudeError
 from etude.core.ledger import Batched
 from etude.core.types import Json
@@ -81,7 +81,10 @@ def page(run: Run, place: RunDirectory, console: Console, *, everything: bool = 
         console,
         f"sessions: {audited.equation}; lag {audited.lag_max} at most, {audited.lag_bound} allowed",
     )
-    for line in _alarm_lines(audited.alarms, everything=everything):
+    alarms = audited.alarms
+    if state == "finished" and not everything:
+        alarms = [alarm for alarm in alarms if not alarm.name.startswith(SILENT)]  # it was heard
+    for line in _alarm_lines(alarms, everything=everything):
         _print(console, line)
     return audited
 

@@ -107,7 +107,8 @@ async def _try(config: RunConfig, options: Options, console: Console) -> dict[st
             agent = build_agent(
                 config.harness, environment, http, desk=None, temperature=_temperature(config)
             )
-            console.print(f"[dim]a session with {_described(config, script)} ...[/]")
+            loads = "" if script is not None else ", which is loaded first"
+            console.print(f"[dim]a session with {_described(config, script)}{loads} ...[/]")
             async with _open_sessions(config, script) as sessions:
                 await attempt(SESSION, agent, sessions)
     advice = findings(trials, has_files=not config.tasks.is_remote)
@@ -201,10 +202,11 @@ def _said(message: Mapping[str, Json]) -> str:
 
 
 def _print_indented(text: str, console: Console, indent: int = 2, *, end: bool = False) -> None:
-    """Its first lines, or its last ones."""
+    """Its first lines; or the first one, which may sum it up, and its end."""
     lines = text.splitlines()
     if len(lines) > _SHOWN_LINES:
-        lines = ["...", *lines[-_SHOWN_LINES:]] if end else [*lines[:_SHOWN_LINES], "..."]
+        last = [lines[0], "...", *lines[-_SHOWN_LINES:]]
+        lines = last if end else [*lines[:_SHOWN_LINES], "..."]
     for line in lines:
         shown = line if len(line) <= _SHOWN_CHARS else f"{line[:_SHOWN_CHARS]} ..."
         console.print(" " * indent + escape(shown), style="dim", highlight=False, soft_wrap=True)

@@ -28,8 +28,13 @@ def refused_changes(there: RunConfig, here: RunConfig, *, version: int) -> list[
     A batch for a version counts as the version."""
     old, new = dict(_flat(_experiment(there))), dict(_flat(_experiment(here)))
     allowed = set(_open_steps(there, here, version))
+    done = {
+        f"stage.{span.name}.steps": f" ({min(version, span.end) - span.start} are done)"
+        for span in stage_spans(there.stage)
+        if isinstance(span.stage, RolloutStageConfig) and version > span.start
+    }
     return [
-        f"{key}: {old.get(key, 'absent')} -> {new.get(key, 'absent')}"
+        f"{key}: {old.get(key, 'absent')} -> {new.get(key, 'absent')}{done.get(key, '')}"
         for key in sorted(old.keys() | new.keys())
         if old.get(key) != new.get(key) and key not in allowed
     ]

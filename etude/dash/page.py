@@ -11,9 +11,11 @@ from etude.core.alarms import Alarm
 from etude.core.events import (
     AttemptDone,
     EvalDone,
+    EvalProgress,
     Event,
     FewTasks,
     FitStep,
+    FleetStatus,
     OverlongSkipped,
     ProcessHeard,
     StageDone,
@@ -132,13 +134,19 @@ def headline(view: RunView) -> Line:
     if view.groups.done and not view.groups.with_signal:
         return Line("sampling", no_difference(view))
     if view.ended:
-        return Line("sampling", "sessions end; the trainer waits for its first batch")
+        return Line("sampling", "sessions end; the first step of the trainer is not done yet")
     if view.running:
         return Line("sampling", f"the first {view.running} sessions are under way")
     if view.loss is not None:
         first = view.loss_curve[0] if view.loss_curve else view.loss
         return Line("learning", f"loss {first:.3f} at first, {view.loss:.3f} now", "good")
     return Line("starting", "model, workers and trainer are being made ready")
+
+
+def beginning(view: RunView) -> str:
+    """The first line of a log: what comes next takes a while with a large model."""
+    stands = f", at step {view.done} of {view.stage}" if view.done else ""
+    return f"model, workers and trainer are being made ready{stands}; Ctrl-C stops"
 
 
 def _rewarded(view: RunView) -> Line:
@@ -173,7 +181,7 @@ def when(stage: str) -> str:
 
 def _progress(view: RunView) -> Iterator[Progress]:
     count = f" {view.done}/{view.steps}" if view.steps else ""
-    yield Progress(view.stage + count, view.done, view.steps, view.eta_s)
+    yield Progress(view.stage + count, view.done if view.steps else 0, view.steps, view.eta_s)
     if (doing := view.evaluating) is not None:
         what = f"{doing.split} {doing.done}/{doing.total}, {doing.solved} solved"
         yield Progress(what, doing.done, doing.total, view.eval_eta_s)
@@ -252,6 +260,8 @@ def _learning(view: RunView, lag_bound: int) -> Iterator[Line]:
         speed = f"  {view.tokens_per_s:,.0f} tokens/s" if view.tokens_per_s is not None else ""
         mfu = f"  {step.mfu:.1%} MFU" if step and step.mfu is not None else ""
         yield Line("trainer", f"{busy}loss {view.loss:.4f}{gradient}{speed}{mfu}")
+    elif view.groups.with_signal:
+        yield Line("trainer", "is at its first step, or waits for more groups with a difference")
     elif view.ended:
         yield Line("trainer", "waits for the first batch of groups with a difference")
     if step is not None:
@@ -306,6 +316,7 @@ class Teller:
     def __init__(self) -> None:
         self._told: float | None = None
         self._told_ends = 0
+        self._told_running = False
         self._errors: set[str] = set()
 
     def tell(self, t: float, event: Event, view: RunView, begun: Sequence[Alarm]) -> Iterator[str]:
@@ -313,6 +324,9 @@ class Teller:
         if line := event_line(event, view):
             to_go = isinstance(event, FitStep | StepDone) and view.eta_s
             yield line + (f"  {clock(to_go)} to go" if to_go else "")
+        if isinstance(event, FleetStatus) and self._is_first_sampling(view):
+            self._told_running = True
+            yield f"the first {view.running} sessions are under way"
         yield from (f"alarm: {alarm}" for alarm in begun)
         if isinstance(event, AttemptDone) and event.error and self._is_news(event.error):
             yield f"session {event.id} failed: {event.error}"
@@ -322,6 +336,9 @@ class Teller:
         elif t > self._told + pause_s and ends > self._told_ends:
             self._told, self._told_ends = t, ends
             yield self._summary(view)
+
+    def _is_first_sampling(self, view: RunView) -> bool:
+        return view.running > 0 and not (self._told_running or view.ended or view.evaluating)
 
     def _is_news(self, error: str) -> bool:
         if error in self._errors or len(self._errors) == TELL_ERRORS:
@@ -364,6 +381,8 @@ def event_line(event: Event, view: RunView) -> str | None:
             )
         case StepDone():
             return _step_line(event, view)
+        case EvalProgress() if event.done == 0:
+            return f"trying {event.split} tasks {when(event.stage)}: {event.total} of them"
         case EvalDone():
             return f"{event.split} tasks solved {when(event.stage)}: {_result(event)}"
         case _:

@@ -123,6 +123,7 @@ class RunView:
                 self.failure = None
                 self.evaluating = None
                 self.few_tasks = {}
+                self.steps = 0  # it may have been given more
             case FewTasks():
                 self.few_tasks[event.split] = event
             case StageStarted():

@@ -1,10 +1,11 @@
 """The check before a start: everything that the processes of a run would refuse, told before any of
 them runs. The part that loads a model or code of the user's is a process of its own.
 
-    python -m etude.launch.check [--resumed] [--look]  < the config, as JSON
+    python -m etude.launch.check [--resumed] [--look] [--store URL]  < the config, as JSON
 
-With `--look` it also asks the environment for its tasks, and estimates what the run takes; the last
-line of its output is then a `Findings`, as JSON.
+With `--look` it also asks the environment for its tasks, compares them with those of the run that
+is there, and estimates what the run takes; the last line of its output is then a `Findings`, as
+JSON.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from etude.run.controller import (
 from etude.run.gateway_client import GatewayClient
 from etude.run.process import error_message
 from etude.run.sinks import check_sinks
+from etude.run.task_record import check_record
 from etude.store.runs import Run
 from etude.trainer.prepare import check_stage_files, check_training, model_directory
 
@@ -58,11 +60,12 @@ def check_start(
     """Raises EtudeError for all that a start in this directory would be refused for, and changes
     nothing. `fresh`: what lies there is to be removed. The findings, if it shall `look`."""
     _check_place(directory)
-    resumed = False
+    resumed, store = False, None
     if fresh and directory.exists() and not _is_run(directory):
         raise EtudeError(f"{directory} is no run of etude: it is not removed; give another --dir")
     if directory.is_dir() and not fresh:
-        run = Run.open(f"file:{directory.absolute()}", create=False)
+        store = f"file:{directory.absolute()}"
+        run = Run.open(store, create=False)
         run.check_config(config)
         resumed = bool(run.checkpoints())
     if config.model.path is not None and not resumed:
@@ -72,7 +75,7 @@ def check_start(
     if config.engine.port:
         check_port(config.engine.port)
     _check_vllm(config.engine.vllm_urls)
-    return _ask(config, resumed=resumed, look=look)
+    return _ask(config, resumed=resumed, look=look, store=store)
 
 
 def _is_run(directory: Path) -> bool:
@@ -107,9 +110,12 @@ def _check_vllm(servers: dict[str, str]) -> None:
             ) from e
 
 
-def _ask(config: RunConfig, *, resumed: bool, look: bool) -> Findings | None:
+def _ask(
+    config: RunConfig, *, resumed: bool, look: bool, store: str | None = None
+) -> Findings | None:
     """Have the rest checked by a process that ends with it."""
     flags = (["--resumed"] if resumed else []) + (["--look"] if look else [])
+    flags += ["--store", store] if store else []
     done = subprocess.run(
         python("etude.launch.check", *flags),
         input=config.model_dump_json(),
@@ -124,8 +130,11 @@ def _ask(config: RunConfig, *, resumed: bool, look: bool) -> Findings | None:
     return Findings(**json.loads(done.stdout.splitlines()[-1])) if look else None
 
 
-async def examine(config: RunConfig, *, resumed: bool, look: bool) -> Findings | None:
+async def examine(
+    config: RunConfig, *, resumed: bool, look: bool, store: str | None = None
+) -> Findings | None:
     """What `_ask` asks for, within this process."""
+    run = Run.open(store, create=False) if store else None
     check_training(config, resumed=resumed)
     tasks = {}
     async with open_environment(config) as (environment, pool):
@@ -135,12 +144,14 @@ async def examine(config: RunConfig, *, resumed: bool, look: bool) -> Findings |
             found = await read_tasks(environment, config.tasks, split)
             for task in found:
                 check_task(task, split, pool.check)
+            if run is not None:
+                check_record(run, split, found)
             tasks[split] = len(found)
     if not look:
         return None
     from etude.trainer.estimate import estimate  # brings torch
 
-    return Findings(tasks=tasks, **asdict(estimate(config)))
+    return Findings(tasks=tasks, **asdict(estimate(config, tasks)))
 
 
 def main() -> int:
@@ -149,10 +160,11 @@ def main() -> int:
     )
     parser.add_argument("--resumed", action="store_true", help="there is a checkpoint")
     parser.add_argument("--look", action="store_true", help="tell what is there, and what it takes")
+    parser.add_argument("--store", help="of the run that is there")
     args = parser.parse_args()
     config = RunConfig.model_validate_json(sys.stdin.read())
     try:
-        findings = asyncio.run(examine(config, resumed=args.resumed, look=args.look))
+        findings = asyncio.run(examine(config, **vars(args)))
     except (EtudeError, ExceptionGroup) as e:
         if (told := error_message(e)) is None:
             raise

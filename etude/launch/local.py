@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from etude.core.config import RunConfig
+from etude.core.config import AnyStage, RunConfig
 from etude.core.errors import EtudeError
 from etude.core.events import EVENTS, Event, Launched
 from etude.core.lineage import stage_spans
@@ -114,10 +114,7 @@ def plan(
     for span in stage_spans(config.stage):
         if span.end <= reached:
             continue
-        told = span.stage.model_dump(
-            exclude={"name"} if span.name != span.stage.kind else {"name", "kind"}
-        )
-        values = ", ".join(f"{key} {value}" for key, value in told.items() if value is not None)
+        values = ", ".join(f"{key} {value}" for key, value in _settings(span.stage).items())
         start = max(span.start, reached)
         lines.append(f"  {span.name}: version {start} -> {span.end} ({values})")
     lines += [
@@ -136,6 +133,17 @@ def _described_agent(config: RunConfig) -> str:
     if harness.command:
         return f"{' '.join(harness.command)}, answers of {harness.max_tokens} tokens at most,"
     return f"{harness.agent}, {harness.max_turns} turns of {harness.max_tokens} tokens at most,"
+
+
+def _settings(stage: AnyStage) -> dict[str, Json]:
+    """What a stage does; not the defaults of what only sparse models have."""
+    told = stage.model_dump(exclude={"name", "kind"} if stage.name == stage.kind else {"name"})
+    changed = stage.model_dump(exclude_defaults=True)
+    return {
+        key: value
+        for key, value in told.items()
+        if value is not None and (not key.startswith("router_") or key in changed)
+    }
 
 
 def _seconds_left(

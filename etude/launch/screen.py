@@ -17,7 +17,18 @@ from rich.table import Table
 from rich.text import Text
 
 from etude.core.events import AttemptDone
-from etude.dash.page import Curve, Line, Page, Progress, Teller, clock, describe, share, when
+from etude.dash.page import (
+    Curve,
+    Line,
+    Page,
+    Progress,
+    Teller,
+    beginning,
+    clock,
+    describe,
+    share,
+    when,
+)
 from etude.dash.plot import plot
 from etude.dash.reader import RunView
 from etude.run.evaluate import Report
@@ -44,6 +55,7 @@ async def watch(run: Run, console: Console, *, title: str, lag_bound: int) -> No
         view.apply(stamped.t, stamped.record)
     if not console.is_terminal:
         teller = Teller()
+        _print(console, f"{title}: {beginning(view)}")
         while True:
             for stamped in await asyncio.to_thread(events.new):
                 begun = view.apply(stamped.t, stamped.record)

@@ -38,9 +38,7 @@ class Audit:
 
     @property
     def equation(self) -> str:
-        dropped = (
-            " + ".join(f"{count} {reason}" for reason, count in sorted(self.dropped.items())) or "0"
-        )
+        reasons = " + ".join(f"{count} {why}" for why, count in sorted(self.dropped.items()))
         sign = (
             "="
             if self.issued == self.trained + sum(self.dropped.values()) + self.in_flight
@@ -48,8 +46,7 @@ class Audit:
         )
         return (
             f"{self.issued} issued {sign} {self.trained} trained + {sum(self.dropped.values())} "
-            f"dropped ({dropped}) "
-            f"+ {self.in_flight} in flight"
+            f"dropped{f' ({reasons})' if reasons else ''} + {self.in_flight} in flight"
         )
 
 

@@ -38,7 +38,7 @@ from etude.run.process import run_process
 from etude.run.pull import PullEnvironment
 from etude.run.rollout import RolloutRunner, SessionDesk
 from etude.run.service import ServiceClient, ServiceEnvironment
-from etude.run.task_record import check_record
+from etude.run.task_record import keep_record
 from etude.sandbox.pool import check_tier, open_sandbox_pool
 from etude.serve.tokens import MAX_LIFETIME_S
 from etude.store.rollouts import RolloutLog
@@ -202,7 +202,7 @@ class Controller:
         """Those that the run began with: others are refused."""
         if split not in self._tasks:
             tasks = await read_tasks(self.environment, self.config.tasks, split)
-            await asyncio.to_thread(check_record, self.run, split, tasks)
+            await asyncio.to_thread(keep_record, self.run, split, tasks)
             self._tasks[split] = tasks
         return self._tasks[split]
 

@@ -24,15 +24,20 @@ def load(reference: str, key: str) -> Any:
     place, _, name = reference.partition(":")
     if (here := os.getcwd()) not in sys.path:
         sys.path.append(here)  # last: a file of the user's that is called token.py is not Python's
+    check_file(reference, key)
     with user_code(f"{key} = {reference!r}: {place} cannot be loaded"):
         try:
             module = (
                 _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
             )
-        except (ImportError, OSError, SyntaxError) as e:
+        except SyntaxError as e:
             raise EtudeError(
-                f"{key} = {reference!r}: {place} cannot be loaded ({e}); start the run where it "
-                f"lies, or give its path"
+                f"{key} = {reference!r}: {e.filename or place}, line {e.lineno}: {e.msg}"
+            ) from e
+        except (ImportError, OSError) as e:
+            raise EtudeError(
+                f"{key} = {reference!r}: {place} cannot be loaded ({e}); it is imported from "
+                f"{here}, with the packages of {sys.prefix}"
             ) from e
     if not hasattr(module, name):
         raise EtudeError(
@@ -47,9 +52,8 @@ def check_file(reference: str, key: str) -> None:
     place, _, _ = reference.partition(":")
     if place.endswith(".py") and not Path(place).is_file():
         raise EtudeError(
-            f"{key} = {reference!r}: there is no file {place} seen from {os.getcwd()}; start the "
-            f"run where it lies, or "
-            f"give its path"
+            f"{key} = {reference!r}: there is no file {Path(place).absolute()}; paths of code are "
+            f"seen from the folder in which etude is started"
         )
 
 
@@ -80,8 +84,6 @@ def _check_call(make: Any, what: str, args: tuple[Any, ...], options: dict[str, 
 
 
 def _from_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise FileNotFoundError("no such file")
     name = str(path.resolve())  # not the stem, which another module may have
     if name in sys.modules:
         return sys.modules[name]

@@ -39,14 +39,24 @@ class TaskRecord:
         )
 
 
+def keep_record(run: Run, split: str, tasks: Sequence[Task]) -> None:
+    """Store the tasks as those that the run begins with, until any of them was attempted; from then
+    on refuse others."""
+    check_record(run, split, tasks)
+    if not (run.has_tasks(split) and _is_begun(run)):
+        run.put_tasks(split, TaskRecord.of(tasks))
+
+
+def _is_begun(run: Run) -> bool:
+    return bool(run.ledger.end() or run.evals())
+
+
 def check_record(run: Run, split: str, tasks: Sequence[Task]) -> None:
-    """Refuse tasks that are not those that the run began with, once any of them was attempted;
-    until then they are what it begins with."""
-    here = TaskRecord.of(tasks)
-    there = run.tasks(split, TaskRecord) if run.has_tasks(split) else None
-    if there is None or not (run.ledger.end() or run.evals()):
-        run.put_tasks(split, here)
-    elif there.digests != here.digests:
+    """Refuse tasks that are not those that the run began with; changes nothing."""
+    if not (run.has_tasks(split) and _is_begun(run)):
+        return
+    here, there = TaskRecord.of(tasks), run.tasks(split, TaskRecord)
+    if there.digests != here.digests:
         raise EtudeError(
             f"the tasks of the split {split!r} are not those that the run began with: "
             f"{_differences(there.digests, here.digests)}. These cannot change within a run, or "

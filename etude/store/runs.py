@@ -30,6 +30,7 @@ import re
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import TypeVar, get_args
 
 from etude.core.changes import refused_changes
@@ -77,7 +78,7 @@ class Run:
         otherwise = "choose another --dir, or begin anew with --fresh, which removes this one"
         if not self.objects.exists("config.json"):
             raise EtudeError(
-                f"{self.objects.url} holds a run that has lost its config.json, and nothing else "
+                f"{self._place} holds a run that has lost its config.json, and nothing else "
                 f"says what it was started with: bring the file back from a copy, {otherwise}"
             )
         reached = [int(name.partition(".")[0]) for name in self.checkpoints()] + self.batches()
@@ -85,7 +86,7 @@ class Run:
         if refused := refused_changes(self.config(), config, version=version):
             changes = "".join(f"\n  {change}" for change in refused)
             raise EtudeError(
-                f"{self.objects.url} holds a run that was started with other settings. These "
+                f"{self._place} holds a run that was started with other settings. These "
                 f"cannot change within a run:{changes}\ngo on with the old values, {otherwise}"
             )
 
@@ -103,7 +104,8 @@ class Run:
             data = self.objects.get_sealed("config.json")
         except Missing as e:
             raise Missing(
-                f"{self.objects.url} holds no run: check the path, or start one with `etude run`"
+                f"{self._place} holds no run: check the path{self._runs_below()}, or start one "
+                f"with `etude run`"
             ) from e
         try:
             return RunConfig.model_validate_json(data)
@@ -111,6 +113,18 @@ class Run:
             raise EtudeError(
                 f"{self.objects.url}: config.json was written by another version of etude: {e}"
             ) from e
+
+    @property
+    def _place(self) -> str:
+        """As people write it."""
+        return self.objects.url.removeprefix("file:")
+
+    def _runs_below(self) -> str:
+        """Of a project's folder, in which `etude run` was started."""
+        if not self.objects.url.startswith("file:"):
+            return ""
+        found = sorted(path.parent for path in Path(self._place).glob("runs/*/config.json"))
+        return f" (there is {', '.join(map(str, found))})" if found else ""
 
     def put_model_file(self, name: str, data: bytes) -> None:
         self.objects.put_sealed(f"model/{name}", data)

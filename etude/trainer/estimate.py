@@ -1,10 +1,10 @@
 """A rough estimate of what a run takes, from the shape of its model and a product on this machine.
-Sessions are taken to be half as long as they may be; tools and tests of the user's own are not
-counted."""
+Sessions are taken to be half as long as they may be, and at most half of one to be the model's
+words; tools and tests of the user's own are not counted."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,8 +21,9 @@ from etude.tasks import sources
 from etude.train.flops import BACKWARD_COST, forward_flops, peak_flops
 from etude.trainer.prepare import model_shape
 
-TRAINING, SAMPLING = 0.35, 0.1
-"""Share of the arithmetic of a large product that is reached."""
+TRAINING, SAMPLING = 0.45, 0.1
+"""Share of the arithmetic of a large product that is reached; prompts are read like what is trained
+on."""
 CHARACTERS = 4
 """Of a token, in files of the user's own."""
 STATE_BYTES = 12
@@ -44,7 +45,8 @@ class Estimate:
     disk_bytes: int
 
 
-def estimate(config: RunConfig) -> Estimate:
+def estimate(config: RunConfig, tasks: Mapping[str, int]) -> Estimate:
+    """`tasks`: how many there are of each split."""
     shape = model_shape(config)
     with torch.device("meta"):
         parameters = sum(tensor.numel() for tensor in hf_tensors(Transformer(shape)).values())
@@ -52,14 +54,16 @@ def estimate(config: RunConfig) -> Estimate:
     context = min(config.model.max_context, shape.max_position_embeddings)
     sampled = config.harness.max_turns * config.harness.max_tokens // 2
     length = min(context, 2 * sampled) // 2
-    sampled = min(sampled, length)
+    sampled = min(sampled, length // 2)
 
     def training(length: int, count: float) -> float:
         flops = (1 + BACKWARD_COST) * forward_flops(shape, length, length)
         return count * flops / (rate * TRAINING)
 
     def sampling(count: float) -> float:
-        return count * forward_flops(shape, length, sampled) / (rate * SAMPLING)
+        share = sampled / length
+        flops = forward_flops(shape, length, sampled)
+        return count * flops / rate * (share / SAMPLING + (1 - share) / TRAINING)
 
     seconds: dict[str, float] = {}
     sessions, versions = 0, 0
@@ -80,7 +84,8 @@ def estimate(config: RunConfig) -> Estimate:
                 seconds[stage.name] = training(length, count) + sampling(count)
                 sessions += count
     versions = stage_spans(config.stage)[-1].end
-    evaluated = sum(getattr(config.tasks, split) for split in EVAL_SPLITS) * len(config.stage)
+    evaluations = len(config.stage) + (config.model.path is not None)  # a given model's first
+    evaluated = sum(tasks.get(split, 0) for split in EVAL_SPLITS) * evaluations
     seconds["evaluations"] = sampling(evaluated)
     weights = parameters * (4 if config.trainer.published_dtype == "float32" else 2)
     disk_bytes = parameters * STATE_BYTES * CHECKPOINTS

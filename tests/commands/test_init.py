@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tomllib
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +124,43 @@ def test_the_repository_around_it_is_used(
     capsys.readouterr()
     assert main(["init", str(directory)]) == 2
     assert "has .gitignore, agent.py, environment.py" in capsys.readouterr().err
+
+
+def test_a_repository_elsewhere_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    repository = tmp_path / 'the "shop"'
+    (repository / "src").mkdir(parents=True)
+    functions = (f'def f{n}():\n    """Return {n}."""\n    return {n}\n' for n in range(2))
+    (repository / "src" / "cart.py").write_text("\n\n".join(functions))
+    (repository / "test_cart.py").write_text("from src.cart import f0, f1\n")
+    argv = ["init", str(tmp_path / "mine"), "--repo", str(repository)]
+    assert main(argv) == 2
+    assert "there is no git repository" in capsys.readouterr().err
+    git(repository, "init", "-q")
+    git(repository, "add", ".")
+    git(repository, "commit", "-qm", "one")
+    assert main(argv) == 0
+    told = capsys.readouterr().out
+    assert f"its tasks are functions of {repository}\n" in told and "pocket" not in told
+    monkeypatch.chdir(tmp_path / "mine")
+    assert not Path("pocket").exists()
+    from etude.run.plugins import build
+
+    counts = {"train": 9, "heldout": 9}
+    environment = build("environment.py:Functions", "k", None, counts=counts, seed=0)
+    found = {task.id for split in counts for task in environment.tasks(split)}
+    assert found == {"src/cart.py:f0", "src/cart.py:f1"}
+
+
+def test_every_template_is_in_the_package() -> None:
+    root = Path(__file__).parents[2]
+    project = tomllib.loads((root / "pyproject.toml").read_text())
+    patterns = project["tool"]["setuptools"]["package-data"]["*"]
+    place = root / "etude" / "commands"
+    packed = {file for each in patterns for file in glob(each, root_dir=place, recursive=True)}
+    there = {str(file.relative_to(place)) for file in place.rglob("*.template")}
+    assert there <= packed, "a dot at the beginning is not matched by a star"
 
 
 def test_a_model_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from etude.commands.sessions import Choice, find_sessions, sessions
 from etude.commands.show import show
 from etude.core.config import parse
 from etude.core.errors import EtudeError
-from etude.core.events import EVENTS, AttemptDone
+from etude.core.events import EVENTS, AttemptDone, ProcessSilent
 from etude.core.ledger import Batched, Dropped, Issued
 from etude.core.sampling import VersionSpan
 from etude.core.types import Cost, Group, Part, Score, Segment, Trajectory
@@ -251,8 +251,27 @@ def test_a_damaged_run_is_shown_with_what_is_missing(run: Run, tmp_path: Path) -
 
 
 def test_an_empty_directory_is_no_run(tmp_path: Path) -> None:
-    with pytest.raises(EtudeError, match="holds no run"):
+    with pytest.raises(EtudeError, match=f"^{tmp_path} holds no run: check the path, or"):
         shown(tmp_path)
+    there = tmp_path / "runs" / "mine"
+    Run.open(f"file:{there}").put_config(parse('name = "x"\n[[stage]]\nkind = "rl"\nsteps = 1\n'))
+    with pytest.raises(EtudeError, match=rf"check the path \(there is {there}\), or"):
+        shown(tmp_path)
+
+
+def test_a_process_that_was_silent_is_no_alarm_of_a_finished_run(tmp_path: Path) -> None:
+    run = Run.open(f"file:{tmp_path}")
+    run.put_config(parse('name = "x"\n[tasks]\nnovel = 0\n[[stage]]\nkind = "rl"\nsteps = 1\n'))
+    events = run.events("launcher", EVENTS)
+    events.append(ProcessSilent(process="trainer", seconds=10.0))
+    events.flush()
+    texts = []
+    for finished in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("etude.commands.show.is_finished", lambda run, config: finished)  # noqa: B023
+            texts.append(shown(tmp_path)[1])
+    assert "alarm: the trainer has been silent" in texts[0]
+    assert "finished" in texts[1] and "alarm" not in texts[1]
 
 
 def test_an_event_of_an_attempt_holds_its_outcome() -> None:

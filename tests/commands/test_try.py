@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from etude.cli import main
-from etude.commands.trial import GIVEN, REFERENCE, SESSION, UNTOUCHED, Trial, findings
+from etude.commands.trial import GIVEN, REFERENCE, SESSION, UNTOUCHED, Trial, findings, show
 from etude.core.sampling import SamplingParams, SamplingSpan, VersionSpan
-from etude.core.types import Score, Segment, Trajectory
+from etude.core.types import Part, Score, Segment, Trajectory
 from etude.serve.alone import parse_script
 from tests.serve.serving import write_model
 
@@ -243,3 +244,17 @@ def test_scripts() -> None:
     ]
     with pytest.raises(ValueError, match="text or a message"):
         parse_script("[1]", lines_of_json=True)
+
+
+def test_long_evidence_keeps_the_line_that_sums_it_up() -> None:
+    evidence = "\n".join(["11 of 12 tests passed; exit code 1", *map(str, range(40))])
+    scored = Score(0.0, parts=(Part("tests", 11 / 12, evidence=evidence),))
+    attempted = Trajectory(
+        id="try.0", task="t", group="try", segments=(), score=scored, status="done"
+    )
+    console = Console(record=True, width=100)
+    trial = Trial(name=UNTOUCHED, trajectory=attempted, diff="", open_s=0.0, score_s=0.0)
+    show(trial, console)
+    _, part, *lines = console.export_text().splitlines()
+    assert part == "  tests = 0.916667" and lines[0] == "    11 of 12 tests passed; exit code 1"
+    assert lines[1] == "    ..." and lines[-1] == "    39" and len(lines) < 20

@@ -29,7 +29,7 @@ from etude.core.events import (
     WeightsLive,
 )
 from etude.core.types import Status
-from etude.dash.page import TELL_ERRORS, TELL_S, Line, Page, Teller, describe
+from etude.dash.page import TELL_ERRORS, TELL_S, Line, Page, Teller, beginning, describe
 from etude.dash.plot import plot
 from etude.dash.reader import RunView
 from etude.launch.screen import draw, layout
@@ -121,6 +121,9 @@ def test_a_finished_run_that_goes_on_is_not_finished() -> None:
     assert "the run is at its end" in ended and "newest error" in ended and "after rl" in ended
     assert "the run is at its end" not in goes_on and "newest error" not in goes_on
     assert "1/2 at version 4" in goes_on and "after rl" not in goes_on
+    starts = printed(draw(view_of(*before, again[0]), "run", lag_bound=0))
+    assert "rl 4/4" in ended and "4/4" not in starts and "to go" not in starts
+    assert "━" in ended and "━" not in starts
 
 
 def test_few_tasks_are_a_notice_and_no_alarm() -> None:
@@ -382,6 +385,40 @@ def test_a_silent_process_is_named_and_named_again_when_it_is_heard() -> None:
         "the trainer is heard again after 92 s of silence"
     ]
     assert "silent" not in printed(draw(view, "etude", lag_bound=0))
+
+
+def test_a_log_tells_how_a_run_begins() -> None:
+    view, teller = view_of((0.0, Launched(resumed=False))), Teller()
+    tried = EvalProgress(stage="start", split="heldout", done=0, total=3, solved=0)
+    evaluated = EvalDone(
+        stage="start", split="heldout", version=0, solved=0, total=3, low=0.0, high=0.5
+    )
+    fleet = FleetStatus(regions={}, active=4, capacity=4, sessions=16)
+    begun = "the first 16 sessions are under way"
+    expected: list[tuple[Event, list[str]]] = [
+        (tried, ["trying heldout tasks before any training: 3 of them"]),
+        (fleet, []),
+        (evaluated, ["heldout tasks solved before any training: 0.0% (0.0% - 50.0%) 0/3"]),
+        (fleet, [begun]),
+        (fleet, []),
+        (attempt(), []),
+    ]
+    assert beginning(view) == "model, workers and trainer are being made ready; Ctrl-C stops"
+    for event, lines in expected:
+        assert [*teller.tell(1.0, event, view, view.apply(1.0, event))] == lines
+    assert ", at step 1 of rl" in beginning(
+        view_of((0.0, StageStarted(stage="rl", steps=4)), (1.0, step(2)))
+    )
+
+
+def test_a_trainer_that_may_be_at_work_is_not_said_to_wait() -> None:
+    begun: list[tuple[float, Event]] = [(0.0, StageStarted(stage="rl", steps=4)), (1.0, attempt())]
+    without, with_some = (
+        printed(draw(view_of(*begun, *more), "run", lag_bound=0))
+        for more in ((), ((2.0, group(1.0, 0.0)),))
+    )
+    assert "waits for the first batch of groups with a difference" in without
+    assert "is at its first step, or waits for more" in with_some
 
 
 def test_sessions_are_told_now_and_then_and_each_error_once() -> None:

@@ -12,10 +12,13 @@ import pytest
 from etude.cli import main
 from etude.core.config import RunConfig, parse
 from etude.core.errors import EtudeError
+from etude.core.ledger import Issued
+from etude.core.types import Task
 from etude.launch import check
 from etude.launch.check import Findings, check_start, examine
 from etude.model.files import hf_state_dict, write_directory
 from etude.model.transformer import ModelConfig, init_from_scratch
+from etude.run.task_record import TaskRecord, keep_record
 from etude.store.runs import Run
 from tests.small_model import small_files
 
@@ -156,6 +159,41 @@ def test_a_place_where_nothing_can_lie(tmp_path: Path) -> None:
         check_start(parse(TOML), tmp_path / "file" / "r")
 
 
+async def test_tasks_of_a_run_that_moved_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("code.py").write_text(CODE)
+    config = parse(TOML, ["tasks.environment=code.py:Fine"])
+    run = Run.open(f"file:{tmp_path}/r")
+    run.put_config(config)
+    began_with = [Task(id=f"train{n}", prompt="do it") for n in range(3)]
+    keep_record(run, "train", began_with)
+    look = {"resumed": True, "look": True, "store": f"file:{tmp_path}/r"}
+    assert await examine(config, **look), "nothing was attempted yet"
+    run.ledger.append(Issued(group="g", task="train0", samples=("g.0",), version=0, epoch=0))
+    with pytest.raises(EtudeError, match=r"the split 'train' are not .*: 1 gone \(train2\)"):
+        await examine(config, **look)
+    assert run.tasks("train", TaskRecord) == TaskRecord.of(began_with)
+
+
+@pytest.mark.parametrize("command", ["try", "run"])
+def test_a_run_file_in_another_folder(
+    command: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "code.py").write_text(CODE)
+    text = TOML.replace("[tasks]", '[tasks]\nenvironment = "code.py:Fine"')
+    (tmp_path / "mine" / "run.toml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    assert main([command, "mine/run.toml"]) == 2
+    told = capsys.readouterr().err
+    assert f"code.py lies with run.toml: cd {tmp_path / 'mine'}, and give run.toml there" in told
+
+
 async def test_what_there_is_and_what_it_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,4 +250,4 @@ def test_fresh_also_removes_a_run_that_lost_its_config(
     (place / "logs").mkdir()
     (place / "lock").touch()
     check_start(parse(TOML), place, fresh=True)
-    assert asked == [{"resumed": False, "look": False}]
+    assert asked == [{"resumed": False, "look": False, "store": None}], "nothing is there then"

@@ -349,6 +349,9 @@ def test_a_plan_says_what_would_run(tmp_path: Path) -> None:
     assert "CodingAgent, 8 turns of 64 tokens at most, within 60 s" in agent
     assert midtrain.startswith("  midtrain: version 0 -> 1 (") and "steps 1" in midtrain
     assert rl.startswith("  rl: version 1 -> 2 (") and "max_lag 3" in rl and "kind" not in rl
+    assert "router_" not in rl, "its defaults are for sparse models"
+    sparse = local.plan(parse(TOML, ["stage.rl.router_replay=false"]), place)
+    assert "router_replay False" in sparse and "router_balance" not in sparse
     assert workers.startswith("  workers: here, there, ")
     assert sandboxes.startswith("  sandboxes: ")
     assert not place.directory.exists()

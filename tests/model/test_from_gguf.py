@@ -201,6 +201,8 @@ def test_a_file_of_another_kind_is_not_called_a_damaged_one(tmp_path: Path) -> N
 
 
 def test_nothing_is_written_over(tmp_path: Path) -> None:
+    with pytest.raises(EtudeError, match="m.gguf is not there: give the path of a GGUF file"):
+        import_model(tmp_path / "m.gguf", tmp_path / "m", Console(file=io.StringIO()))
     with pytest.raises(EtudeError, match="is there already"):
         import_model(tmp_path / "m.gguf", tmp_path, Console(file=io.StringIO()))
 

@@ -15,7 +15,7 @@ from etude.core.ledger import Issued
 from etude.core.sandbox import Limits, Repository, SandboxSpec
 from etude.core.types import Task
 from etude.run.controller import Controller
-from etude.run.task_record import check_record
+from etude.run.task_record import keep_record
 from etude.store.runs import Run
 
 OLD, NEW = "a" * 40, "b" * 40
@@ -31,7 +31,7 @@ def task(id: str, commit: str = OLD, url: str = "/here", **fields: Any) -> Task:
 def began(*tasks: Task) -> Run:
     """A run that has attempted one."""
     run = Run.open("memory:")
-    check_record(run, "train", tasks)
+    keep_record(run, "train", tasks)
     run.ledger.append(Issued(group="g000000", task="a", samples=("g000000.0",), version=0, epoch=0))
     run.ledger.flush()
     return run
@@ -47,8 +47,8 @@ def test_the_same_tasks_are_taken_wherever_they_lie() -> None:
         limits=Limits(cpus=2.0),
     )
     meta = MappingProxyType({"x": [1]})
-    check_record(run, "train", [task("b"), task("a", sandbox=elsewhere, meta=meta)])
-    check_record(run, "heldout", [task("c")])
+    keep_record(run, "train", [task("b"), task("a", sandbox=elsewhere, meta=meta)])
+    keep_record(run, "heldout", [task("c")])
 
 
 @pytest.mark.parametrize(
@@ -64,25 +64,25 @@ def test_the_same_tasks_are_taken_wherever_they_lie() -> None:
 def test_a_changed_task_is_refused_with_its_id(changed: dict[str, Any]) -> None:
     run = began(task("a"), task("b"))
     with pytest.raises(EtudeError, match=r"1 changed \(a\).* put the environment, .* --fresh"):
-        check_record(run, "train", [replace(task("a"), **changed), task("b")])
+        keep_record(run, "train", [replace(task("a"), **changed), task("b")])
 
 
 def test_another_commit_is_refused_with_the_old_one() -> None:
     run = began(task("a"), task("b"), task("c"), task("d"), task("e"))
     moved = [task(id, NEW) for id in "bcdef"]
     with pytest.raises(EtudeError) as refused:
-        check_record(run, "train", moved)
+        keep_record(run, "train", moved)
     assert "1 new (f); 1 gone (a); 4 changed (b, c, d, ...)" in str(refused.value)
     assert f"was at commit {OLD}, and is at {NEW}" in str(refused.value)
 
 
 def test_until_the_first_attempt_tasks_may_change() -> None:
     run = Run.open("memory:")
-    check_record(run, "train", [task("a")])
-    check_record(run, "train", [task("b")])
+    keep_record(run, "train", [task("a")])
+    keep_record(run, "train", [task("b")])
     run.put_eval("000000.heldout", {})
     with pytest.raises(EtudeError, match=r"1 new \(a\); 1 gone \(b\)"):
-        check_record(run, "train", [task("a")])
+        keep_record(run, "train", [task("a")])
 
 
 @pytest.mark.parametrize("version", [None, 1])
@@ -99,8 +99,8 @@ def test_a_start_and_an_evaluation_both_look(version: int | None) -> None:
         made = Controller(run, config, gateway, environment, lambda event: None)
         asyncio.run(made.check_tasks() if version is None else made.evaluate(version, "heldout"))
 
-    check_record(run, "train", [task("a")])
-    check_record(run, "heldout", [task("b")])
+    keep_record(run, "train", [task("a")])
+    keep_record(run, "heldout", [task("b")])
     run.put_eval("000000.heldout", {})
     with pytest.raises(EtudeError, match="are not those that the run began with"):
         start(task("c"))

@@ -74,8 +74,8 @@ def of(losses: str, *parts: str) -> str:
 @pytest.mark.parametrize(
     ("text", "name", "told"),
     [
-        (None, "mine", "my_loss.py cannot be loaded (no such file)"),
-        ("def mine(:", "mine", "my_loss.py cannot be loaded (invalid syntax"),
+        (None, "mine", "my_loss.py; paths of code are seen from"),
+        ("def mine(:", "mine", "my_loss.py, line 1: invalid syntax"),
         (
             "import nowhere_to_be_found",
             "mine",
