@@ -19,5 +19,6 @@ def read_run_file(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
             f"TOML"
         ) from e
     config = parse(text, overrides, source=str(path))
-    sandbox = config.sandbox.seen_from(path.absolute().parent)
-    return config.model_copy(update={"sandbox": sandbox})
+    folder = path.absolute().parent
+    sandbox, tasks = config.sandbox.seen_from(folder), config.tasks.seen_from(folder)
+    return config.model_copy(update={"sandbox": sandbox, "tasks": tasks})

@@ -7,13 +7,16 @@ Components take plain values out of the tree, or one of its tables, never the tr
 from __future__ import annotations
 
 import difflib
+import os
 import tomllib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from etude.core.errors import EtudeError
+from etude.core.sandbox import VENVS
 from etude.core.sandbox_config import SandboxConfig
 from etude.core.schema import (
     OLD_KEYS,
@@ -83,6 +86,10 @@ class TasksConfig(Config):
     environment: Reference = "etude.run.environment:CodeRepair"
     """The environment, which gives tasks and scores attempts: a `core.protocols.Environment`,
     called with the sandbox pool, counts and seed."""
+    path: str | None = None
+    """The folder of tasks that the environment reads, for `etude.run.task_folder:TaskFolder` one
+    that `etude tasks build` made. Relative paths start at the folder of the run's file. Its virtual
+    environments are in every sandbox, read-only."""
     train: Count = 4096
     """Tasks to train on."""
     heldout: Count = 400
@@ -91,6 +98,16 @@ class TasksConfig(Config):
     """Tasks for evaluation from templates that are never trained on."""
     timeout_s: Positive = 600.0
     """Time to open the sandbox of an attempt, and again to score it."""
+
+    def seen_from(self, folder: Path) -> TasksConfig:
+        """The same with the path made absolute."""
+        path = None if self.path is None else os.path.join(folder, self.path)
+        return self.model_copy(update={"path": path})
+
+    @property
+    def mounts(self) -> tuple[str, ...]:
+        """What sandboxes show of the folder."""
+        return () if self.path is None else (f"{self.path}/venvs:{VENVS}",)
 
 
 class HarnessConfig(Config):

@@ -266,13 +266,22 @@ async def open_environment(config: RunConfig) -> AsyncIterator[tuple[Environment
     """The environment of a run over a pool of its sandboxes, which is closed at the end."""
     sandbox = config.sandbox
     pool = open_sandbox_pool(
-        sandbox.isolation, config.heartbeat_timeout_s, mounts=sandbox.mounts, limits=sandbox.limits
+        sandbox.isolation,
+        config.heartbeat_timeout_s,
+        mounts=[*sandbox.mounts, *config.tasks.mounts],
+        limits=sandbox.limits,
     )
     try:
         check_tier(pool, config.sandbox.tier)
         counts = {split: getattr(config.tasks, split) for split in ("train", *EVAL_SPLITS)}
+        place = {} if config.tasks.path is None else {"path": config.tasks.path}
         environment = build(
-            config.tasks.environment, "tasks.environment", pool, counts=counts, seed=config.seed
+            config.tasks.environment,
+            "tasks.environment",
+            pool,
+            counts=counts,
+            seed=config.seed,
+            **place,
         )
         # what is misspelt shall not cost the stages before rl
         load(config.harness.agent, "harness.agent")
