@@ -7,7 +7,6 @@ import json as json_format
 import os
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
@@ -86,7 +85,9 @@ def check(*, dir: Path, repeat: int, jobs: int | None, json: bool, console: Cons
         found = asyncio.run(run())
     for name, why in found.broken.items():
         console.print(f"{name}: {why}", highlight=False, soft_wrap=True)
-    console.print(f"{found.ok} of {found.tasks} tasks hold; {found.flaky} are flaky", highlight=False)
+    console.print(
+        f"{found.ok} of {found.tasks} tasks hold; {found.flaky} are flaky", highlight=False
+    )
     if json:
         told = {"tasks": found.tasks, "ok": found.ok, "flaky": found.flaky}
         print(json_format.dumps(told), flush=True)
@@ -104,7 +105,7 @@ def stats(*, dir: Path, json: bool, console: Console) -> int:
     mutations = ", ".join(f"{name} {count}" for name, count in found.mutations.most_common())
     console.print(f"mutations: {mutations or 'none'}", highlight=False, soft_wrap=True)
     console.print(
-        f"tests that fail until a task is solved: {statistics.median(found.failing):g} in the median",
+        f"tests that a solution mends: {statistics.median(found.failing):g} in the median",
         highlight=False,
     )
     rates = found.solve_rates
@@ -115,7 +116,14 @@ def stats(*, dir: Path, json: bool, console: Console) -> int:
         highlight=False,
     )
     if json:
-        print(json_format.dumps(asdict(found)), flush=True)
+        told = {
+            "tasks": found.kinds.total(),
+            "kinds": found.kinds,
+            "repositories": found.repositories,
+            "mutations": found.mutations,
+            "solve_rates": found.solve_rates,
+        }
+        print(json_format.dumps(told), flush=True)
     return 0
 
 

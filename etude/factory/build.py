@@ -1,8 +1,8 @@
-"""The build: prepares every source, then proves drafts of all of them in turn until there are enough
-tasks.
+"""The build: prepares every source, then proves drafts of all of them in turn until there are
+enough tasks.
 
-`build.jsonl` has a line for each draft that was looked at. A build that was interrupted, or is asked
-for more, goes on after them: drafts come in the same order every time.
+`build.jsonl` has a line for each draft that was looked at. A build that was interrupted, or is
+asked for more, goes on after them: drafts come in the same order every time.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import asyncio
 import contextlib
 import json
 import re
+import shutil
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,9 @@ from etude.factory.check import task_folders
 from etude.factory.harbor import read_task, write_task
 from etude.factory.install import Installer, PipInstaller
 from etude.factory.leaks import windows_of_folder
-from etude.factory.prepare import Discarded, Workshop, check_names, prepare
+from etude.factory.prepare import Discarded, Workshop, check_names, is_prepared, prepare
 from etude.factory.prove import REPETITIONS, Rejected, Repository, Seen, digests_of, prove
 from etude.factory.recipe import HeuristicProposer, Proposer
-from etude.factory.sources import name_of
 from etude.factory.swebench import Row, read_rows, write_rows
 from etude.sandbox.pool import open_sandbox_pool
 
@@ -91,8 +91,21 @@ class BuildLog:
                     entry = json.loads(line)
                     self.entries[entry["task"]] = entry
 
-    def add(self, draft: Draft, verdict: str, digests: Sequence[str] = ()) -> None:
-        entry = {"task": draft.id, "kind": draft.kind, "verdict": verdict, "like": sorted(digests)}
+    def kept_of(self, repository: str) -> int:
+        """How many tasks of it were kept."""
+        told = [(entry["repository"], entry["verdict"]) for entry in self.entries.values()]
+        return told.count((repository, KEPT))
+
+    def add(
+        self, draft: Draft, repository: str, verdict: str, digests: Collection[str] = ()
+    ) -> None:
+        entry = {
+            "task": draft.id,
+            "repository": repository,
+            "kind": draft.kind,
+            "verdict": verdict,
+            "like": sorted(digests),
+        }
         self.entries[draft.id] = entry
         with self._path.open("a") as file:
             file.write("\n" * self._torn() + json.dumps(entry) + "\n")
@@ -124,11 +137,9 @@ async def build(
     if not sources:
         raise EtudeError("give a source: a git URL, a folder, an sdist, or the name of a package")
     status = Status(sources=len(sources), limit=options.limit or PER_SOURCE * len(sources))
+    log = BuildLog(folder / "build.jsonl")
     async with open_workshop(folder, options) as workshop:
-        repositories = await _prepare_all(sources, workshop, options.jobs, status, changed)
-        log = BuildLog(folder / "build.jsonl")
-        stream = _in_turn(repositories, workshop, {name_of(each): rows[each] for each in rows})
-        await _prove_all(stream, workshop, log, options, status, changed)
+        await _Build(workshop, log, options, status, changed).run(sources, rows)
     if status.kept:
         write_rows(folder / "swe-bench.jsonl", map(read_task, task_folders(folder)))
     return status
@@ -145,107 +156,152 @@ def rows_of(sources: Sequence[str]) -> dict[str, list[Row]]:
     return found
 
 
-async def _prepare_all(
-    sources: Sequence[str],
-    workshop: Workshop,
-    jobs: int,
-    status: Status,
-    changed: Callable[[Status], None],
-) -> list[Repository]:
-    at_once = asyncio.Semaphore(jobs)
-    prepared: dict[str, Repository] = {}
+@dataclass(slots=True)
+class _Line:
+    """A repository in the build, with the drafts that are still to be looked at."""
 
-    async def one(source: str) -> None:
+    repository: Repository
+    drafts: Iterator[Draft]
+    kept: int
+    tried: int = 0
+    under_way: int = 0
+    drawing: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class _Build:
+    """Sources are prepared while those that are ready are worked on. Each has its share of the
+    limit; what some cannot fill, the others may, once all are ready."""
+
+    def __init__(
+        self,
+        workshop: Workshop,
+        log: BuildLog,
+        options: Options,
+        status: Status,
+        changed: Callable[[Status], None],
+    ) -> None:
+        self._workshop = workshop
+        self._log = log
+        self._options = options
+        self._status = status
+        self._tell = changed
+        self._lines: list[_Line] = []
+        self._waiting = status.sources
+        self._moved = asyncio.Condition()
+        self._seen = Seen()
+        for entry in log.entries.values():
+            if entry["verdict"] == KEPT:
+                status.kinds[entry["kind"]] += 1
+                self._seen.digests.update(entry["like"])
+            else:
+                status.rejected[entry["verdict"]] += 1
+
+    async def run(self, sources: Sequence[str], rows: Mapping[str, Sequence[Row]]) -> None:
+        sources = sorted(sources, key=lambda each: not is_prepared(each, self._workshop))
+        at_once = asyncio.Semaphore(max(1, self._options.jobs // 2))
+        async with asyncio.TaskGroup() as group:
+            for source in sources:
+                group.create_task(self._prepare(source, rows.get(source, ()), at_once))
+            for _ in range(self._options.jobs):
+                group.create_task(self._work())
+        await asyncio.to_thread(self._refuse_late_leaks)
+
+    async def _prepare(self, source: str, rows: Sequence[Row], at_once: asyncio.Semaphore) -> None:
         async with at_once:
-            status.doing = f"preparing {source}"
-            changed(status)
+            self._status.doing = f"preparing {source}"
+            self._tell(self._status)
             try:
-                repository = await prepare(source, workshop)
+                each = await prepare(source, self._workshop)
             except Discarded as e:
-                status.discarded[source] = str(e)
+                self._status.discarded[source] = str(e)
             else:
-                prepared[source] = repository
-                status.repositories[repository.name] = len(repository.survey.seconds)
-            changed(status)
+                venv = self._workshop.venvs / each.name / "lib"
+                self._seen.installed[each.name] = await asyncio.to_thread(windows_of_folder, venv)
+                clone = self._workshop.clone_of(each.name)
+                drafts = Drafts(each.name, each.files, each.recipe, each.survey, clone, rows)
+                self._lines.append(_Line(each, drafts.all(), self._log.kept_of(each.name)))
+                self._status.repositories[each.name] = len(each.survey.seconds)
+        async with self._moved:
+            self._waiting -= 1
+            self._moved.notify_all()
+        self._tell(self._status)
 
-    async with asyncio.TaskGroup() as group:
-        for source in sources:
-            group.create_task(one(source))
-    return [prepared[source] for source in sources if source in prepared]
+    async def _work(self) -> None:
+        while (found := await self._take()) is not None:
+            line, draft = found
+            await self._prove(line, draft)
+            async with self._moved:
+                line.under_way -= 1
+                self._moved.notify_all()
+            self._tell(self._status)
 
+    async def _take(self) -> tuple[_Line, Draft] | None:
+        """The next draft; None if there are enough tasks, or no drafts any more."""
+        while True:
+            async with self._moved:
+                while (line := self._choose()) is None:
+                    busy = any(each.under_way for each in self._lines)
+                    if self._status.kept >= self._status.limit or not (self._waiting or busy):
+                        return None
+                    await self._moved.wait()
+                line.under_way += 1
+                line.tried += 1
+            async with line.drawing:
+                draft = await asyncio.to_thread(next, _unknown(line.drafts, self._log), None)
+            if draft is not None:
+                self._status.doing = draft.id
+                return line, draft
+            async with self._moved:
+                line.under_way -= 1
+                if line in self._lines:
+                    self._lines.remove(line)
+                self._moved.notify_all()
 
-async def _prove_all(
-    stream: Iterator[tuple[Repository, Draft]],
-    workshop: Workshop,
-    log: BuildLog,
-    options: Options,
-    status: Status,
-    changed: Callable[[Status], None],
-) -> None:
-    seen = Seen()
-    for entry in log.entries.values():
-        if entry["verdict"] == KEPT:
-            status.kinds[entry["kind"]] += 1
-            seen.digests.update(entry["like"])
-        else:
-            status.rejected[entry["verdict"]] += 1
-    for venv in sorted(workshop.venvs.iterdir()):
-        seen.installed[venv.name] = await asyncio.to_thread(windows_of_folder, venv / "lib")
-    taking = asyncio.Lock()
-    under_way = 0
+    def _choose(self) -> _Line | None:
+        """The line that was asked least, of those that may have more."""
+        under_way = sum(each.under_way for each in self._lines)
+        if self._status.kept + under_way >= self._status.limit:
+            return None
+        share = -(-self._status.limit // self._status.sources)
+        within = [each for each in self._lines if each.kept + each.under_way < share]
+        open_to = within or ([] if self._waiting else self._lines)
+        return min(open_to, key=lambda each: each.tried, default=None)
 
-    async def take() -> tuple[Repository, Draft] | None:
-        async with taking:
-            while True:
-                found = await asyncio.to_thread(next, stream, None)
-                if found is None or found[1].id not in log.entries:
-                    return found
+    async def _prove(self, line: _Line, draft: Draft) -> None:
+        try:
+            task = await prove(
+                draft,
+                line.repository,
+                self._seen,
+                self._workshop.pool,
+                self._options.repetitions,
+            )
+        except Rejected as e:
+            self._status.rejected[str(e)] += 1
+            self._log.add(draft, line.repository.name, str(e))
+            return
+        folder = self._workshop.folder
+        await asyncio.to_thread(write_task, folder / "tasks", task, folder / "archives")
+        line.kept += 1
+        self._status.kinds[draft.kind] += 1
+        self._log.add(draft, line.repository.name, KEPT, digests_of(task))
 
-    async def work() -> None:
-        nonlocal under_way
-        while status.kept + under_way < status.limit and (found := await take()) is not None:
-            repository, draft = found
-            status.doing = draft.id
-            under_way += 1
+    def _refuse_late_leaks(self) -> None:
+        """Every sandbox shows the virtual environments of all sources, also of those that came
+        after a task was proven."""
+        for entry in [each for each in self._log.entries.values() if each["verdict"] == KEPT]:
+            place = self._workshop.folder / "tasks" / entry["task"]
             try:
-                task = await prove(draft, repository, seen, workshop.pool, options.repetitions)
+                self._seen.check_installed(read_task(place))
             except Rejected as e:
-                status.rejected[str(e)] += 1
-                log.add(draft, str(e))
-            else:
-                write_task(workshop.folder / "tasks", task, workshop.folder / "archives")
-                status.kinds[draft.kind] += 1
-                log.add(draft, KEPT, digests_of(task))
-            finally:
-                under_way -= 1
-            changed(status)
-
-    async with asyncio.TaskGroup() as group:
-        for _ in range(options.jobs):
-            group.create_task(work())
+                shutil.rmtree(place)
+                self._status.kinds[entry["kind"]] -= 1
+                self._status.rejected[str(e)] += 1
+                self._log.add(
+                    Draft(entry["task"], entry["kind"], lambda: None), entry["repository"], str(e)
+                )
 
 
-def _in_turn(
-    repositories: Sequence[Repository], workshop: Workshop, rows: Mapping[str, Sequence[Row]]
-) -> Iterator[tuple[Repository, Draft]]:
-    """A draft of each repository, then another of each."""
-    streams = [
-        (
-            each,
-            Drafts(
-                each.name,
-                each.files,
-                each.recipe,
-                each.survey,
-                workshop.clone_of(each.name),
-                rows.get(each.name, ()),
-            ).all(),
-        )
-        for each in repositories
-    ]
-    while streams:
-        for pair in list(streams):
-            if (draft := next(pair[1], None)) is None:
-                streams.remove(pair)
-            else:
-                yield pair[0], draft
+def _unknown(drafts: Iterator[Draft], log: BuildLog) -> Iterator[Draft]:
+    """Those that were not looked at before."""
+    return (draft for draft in drafts if draft.id not in log.entries)

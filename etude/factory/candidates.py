@@ -1,7 +1,7 @@
 """What could become a task: changes of a repository that undo something its tests look at.
 
-A `Draft` is cheap and has a name that does not change between builds; its `make` does the work. What
-comes of it is for `prove` to see.
+A `Draft` is cheap and has a name that does not change between builds; its `make` does the work.
+What comes of it is for `prove` to see.
 """
 
 from __future__ import annotations
@@ -87,7 +87,12 @@ class Drafts:
         if self._rows:
             yield from self._of_rows()
             return
-        streams = [self._bugs(), self._several(), self._deletions("stub"), self._deletions("removal")]
+        streams = [
+            self._bugs(),
+            self._several(),
+            self._deletions("stub"),
+            self._deletions("removal"),
+        ]
         if self._history is not None:
             streams += [self._commits(), self._commits(split=True)]
         while streams:
@@ -223,9 +228,7 @@ class Drafts:
             yield self._draft(kind, path, function.name, make=make)
 
     def _deleted(self, kind: str, path: str, function: Function) -> Candidate | None:
-        covered = [
-            line for line in function.body_lines if self._survey.covering(path, [line])
-        ]
+        covered = [line for line in function.body_lines if self._survey.covering(path, [line])]
         tests = self._survey.covering(path, covered)
         if len(covered) < _LEAST_LINES or len(tests) > max(_WIDEST * len(self._survey.seconds), 20):
             return None
@@ -242,9 +245,7 @@ class Drafts:
 
     def _commits(self, *, split: bool = False) -> Iterator[Draft]:
         assert self._history is not None
-        listed = git(
-            self._history, "log", "--no-merges", f"-{_COMMITS}", "--format=%H %P", "HEAD"
-        )
+        listed = git(self._history, "log", "--no-merges", f"-{_COMMITS}", "--format=%H %P", "HEAD")
         for line in listed.decode().splitlines():
             commit, *parents = line.split()
             if len(parents) != 1 or (int(commit[:2], 16) % 4 == 0) != split:
@@ -284,17 +285,19 @@ class Drafts:
             broken, solution = halves
         if _size({**before, **broken}, solution) > _LARGEST_CHANGE:
             return None
-        named = _changed_tests({path: before.get(path, b"") for path in tests}, after, tests)
-        if not named[0]:
+        old = {path: before.get(path, b"") for path in tests}
+        changed_tests, others = _changed_tests(old, after, tests)
+        if not changed_tests:
             return None
+        stable = [name for name in others if name in self._survey.seconds]
         message = git(self._history, "log", "-1", "--format=%B", commit).decode(errors="replace")
         return Candidate(
             base=base,
             broken=broken,
             solution=solution,
-            tests=(*named[0], *named[1][:_OTHER_TESTS]),
+            tests=(*changed_tests, *stable[:_OTHER_TESTS]),
             test_files={path: after[path] for path in sorted(tests)},
-            noticed_by=(frozenset(named[0]),),
+            noticed_by=(frozenset(changed_tests),),
             facts={
                 "commit": commit,
                 "parent": parent,

@@ -87,9 +87,7 @@ def stats(folder: Path) -> Stats:
         task: RepositoryTask = read_task(place)
         found.kinds[task.kind] += 1
         found.repositories.setdefault(task.repository, Counter())[task.kind] += 1
-        found.mutations.update(
-            each for each in task.facts.get("mutations", "").split(", ") if each
-        )
+        found.mutations.update(each for each in task.facts.get("mutations", "").split(", ") if each)
         found.failing.append(len(task.fail_to_pass))
         if task.solve_rate is not None:
             found.solve_rates.append(task.solve_rate)

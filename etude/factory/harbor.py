@@ -1,5 +1,5 @@
-"""Harbor's format: a task is a directory with `task.toml`, `instruction.md`, `environment/`, `tests/`
-and `solution/`.
+"""Harbor's format: a task is a directory with `task.toml`, `instruction.md`, `environment/`,
+`tests/` and `solution/`.
 
 What is ours stands under `[metadata.etude]`, where others do not look. A directory is published by
 its name: one that is there is whole.
@@ -85,7 +85,9 @@ def read_settings(folder: Path) -> dict[str, Any]:
     try:
         return tomllib.loads((folder / "task.toml").read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
-        raise EtudeError(f"{folder}: task.toml cannot be read ({e}): is this a task of Harbor?") from e
+        raise EtudeError(
+            f"{folder}: task.toml cannot be read ({e}): is this a task of Harbor?"
+        ) from e
 
 
 def write_solve_rate(folder: Path, rate: float) -> None:

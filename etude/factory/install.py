@@ -70,16 +70,18 @@ class CopyInstaller:
         site = make_venv(place)
         for name in (*TOOLS, "pluggy", "iniconfig", "packaging", "pygments"):
             for each in importlib.metadata.files(name) or []:
-                if each.parts[0] != ".." and each.suffix != ".pyc":
+                if each.parts[0] != ".." and each.locate().is_file():
                     target = site / each
                     target.parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copyfile(str(each.locate()), target)
+                    shutil.copy2(str(each.locate()), target)  # a compiled file knows its time
         return Installed(requirements=recipe.requirements, generated={})
 
 
 def module_names(recipe: Recipe) -> list[str]:
     """The names that the package is imported by."""
-    return [each.removesuffix("/*").removesuffix(".py").rpartition("/")[2] for each in recipe.sources]
+    return [
+        each.removesuffix("/*").removesuffix(".py").rpartition("/")[2] for each in recipe.sources
+    ]
 
 
 def make_venv(place: Path) -> Path:
@@ -116,7 +118,9 @@ def _add_metadata(checkout: Checkout, recipe: Recipe, place: Path, site: Path) -
         source, target = Path(scratch, "source"), Path(scratch, "built")
         write_files(source, checkout.files)
         try:
-            _pip(place, "install", "--no-deps", "--no-compile", "--target", str(target), str(source))
+            _pip(
+                place, "install", "--no-deps", "--no-compile", "--target", str(target), str(source)
+            )
         except InstallFailed:
             return {}
         for folder in target.glob("*.dist-info"):

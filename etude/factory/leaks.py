@@ -15,7 +15,19 @@ WINDOW_LINES = 4
 SHARE = 0.5
 """Of the windows around the solution's lines: found elsewhere, they give it away."""
 _LARGEST_BYTES = 2 << 20
-_TEXT = (".py", ".pyi", ".pyx", ".txt", ".md", ".rst", ".orig", ".patch", ".diff", ".json", ".ipynb")
+_TEXT = (
+    ".py",
+    ".pyi",
+    ".pyx",
+    ".txt",
+    ".md",
+    ".rst",
+    ".orig",
+    ".patch",
+    ".diff",
+    ".json",
+    ".ipynb",
+)
 
 Windows = set[int]
 
@@ -77,7 +89,9 @@ def hunks(old: Sequence[AnyStr], new: Sequence[AnyStr]) -> list[Hunk]:
 
 
 def _lines(content: bytes) -> list[str]:
-    return [line for each in content.decode(errors="replace").splitlines() if (line := each.strip())]
+    return [
+        line for each in content.decode(errors="replace").splitlines() if (line := each.strip())
+    ]
 
 
 def _windows(lines: list[str]) -> Iterator[int]:

@@ -16,9 +16,7 @@ try:
     import libcst as cst
     from libcst.metadata import MetadataWrapper, PositionProvider
 except ModuleNotFoundError as e:
-    raise EtudeError(
-        "tasks from repositories need libcst: pip install 'etude[tasks]'"
-    ) from e
+    raise EtudeError("tasks from repositories need libcst: pip install 'etude[tasks]'") from e
 
 Replacement = cst.CSTNode | cst.RemovalSentinel
 Mutation = Callable[[cst.CSTNode], Sequence[Replacement]]
@@ -55,7 +53,19 @@ _UPDATES: dict[type[cst.CSTNode], cst.BaseAugOp] = {
     cst.BitOrAssign: cst.BitAndAssign(),
     cst.BitAndAssign: cst.BitOrAssign(),
 }
-_WRAPPERS = {"list", "tuple", "sorted", "reversed", "set", "iter", "abs", "str", "int", "max", "min"} | {
+_WRAPPERS = {
+    "list",
+    "tuple",
+    "sorted",
+    "reversed",
+    "set",
+    "iter",
+    "abs",
+    "str",
+    "int",
+    "max",
+    "min",
+} | {
     "enumerate",
     "len",
 }
@@ -320,9 +330,9 @@ class SourceFile:
                     ]
                 ):
                     for element in listed.elements:
-                        if isinstance(element.value, cst.SimpleString):
-                            if element.value.raw_value == name:
-                                yield place, element
+                        value = element.value
+                        if isinstance(value, cst.SimpleString) and value.raw_value == name:
+                            yield place, element
 
     def _changed(self, changes: Mapping[cst.CSTNode, Replacement]) -> bytes:
         """Only the statements of the module that a change is in are visited and written anew."""
@@ -420,8 +430,10 @@ class _Finder(cst.CSTVisitor):
 def _docstring(node: cst.FunctionDef) -> cst.SimpleStatementLine | None:
     body = node.body.body
     match body[0] if body else None:
-        case cst.SimpleStatementLine(
-            body=[cst.Expr(value=cst.SimpleString() | cst.ConcatenatedString())]
-        ) as line:
+        case (
+            cst.SimpleStatementLine(
+                body=[cst.Expr(value=cst.SimpleString() | cst.ConcatenatedString())]
+            ) as line
+        ):
             return line
     return None

@@ -55,10 +55,14 @@ class Workshop:
         return place if place.is_dir() else None
 
 
+def is_prepared(source: str, workshop: Workshop) -> bool:
+    return (workshop.place(name_of(source)) / "repository.json").is_file()
+
+
 async def prepare(source: str, workshop: Workshop) -> Repository:
     """The repository of a source, from the disk if it was prepared before. Raises Discarded."""
     place = workshop.place(name_of(source))
-    if (place / "repository.json").is_file():
+    if is_prepared(source, workshop):
         return _load(place)
     try:
         checkout = await asyncio.to_thread(fetch, source, workshop.folder / "repositories")
@@ -94,7 +98,11 @@ async def _find_recipe(
         ran = await run_suite(workshop.pool, files, recipe, venv, lines=True)
         if best is None or len(ran.passed) > len(best[2].passed):
             best = recipe, installed, ran
-        if ran.passed and len(ran.passed) >= _GOOD * len(ran.outcomes) and "ERROR" not in ran.output:
+        if (
+            ran.passed
+            and len(ran.passed) >= _GOOD * len(ran.outcomes)
+            and "ERROR" not in ran.output
+        ):
             break
         failures.append(ran.output)
     shutil.rmtree(workshop.venvs / venv, ignore_errors=True)

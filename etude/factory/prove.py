@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from xml.etree import ElementTree
@@ -17,12 +18,23 @@ from etude.factory.instruct import instruct
 from etude.factory.leaks import Windows, is_leaked, windows_of
 from etude.factory.recipe import Recipe
 from etude.factory.survey import Survey
-from etude.factory.task import LIMITS, Files, RepositoryTask, pytest_argv, reported_name, sandbox_env
+from etude.factory.task import (
+    LIMITS,
+    Files,
+    RepositoryTask,
+    pytest_argv,
+    reported_name,
+    sandbox_env,
+)
 from etude.rewards.junit import parse_junit
 
-REPETITIONS = 3
-"""Of each end. Whatever differs between them is flaky."""
-_UNKNOWN_S = 90.0
+REPETITIONS = 2
+"""Of each end, after the tests were surveyed and the change was looked at. What differs between
+them is flaky."""
+_UNKNOWN_S = 30.0
+"""Of a processor, for tests that are not in the survey."""
+_WAITING_S = 300.0
+"""For what waits, and does not compute."""
 
 
 class Rejected(Exception):
@@ -66,6 +78,12 @@ class Seen:
             if is_leaked(before, after, [*rest, *self.installed.values()]):
                 raise Rejected("leak")
 
+    def check_installed(self, task: RepositoryTask) -> None:
+        """Rejected if the solution stands in a virtual environment."""
+        for path, after in task.solution.items():
+            if is_leaked(task.opening.get(path, b""), after, self.installed.values()):
+                raise Rejected("leak")
+
     def _windows(self, files: Files) -> dict[str, Windows]:
         if id(files) not in self._trees:
             if len(self._trees) > 8:
@@ -76,19 +94,23 @@ class Seen:
 
 def digests_of(task: RepositoryTask) -> set[str]:
     """Two tasks that share one of these ask for the same: the same lines in the same surroundings,
-    or the same functions with the same tests."""
+    or the same functions in the same way with the same tests."""
     lines = sorted(
         line.strip()
         for path, after in task.solution.items()
         for line in set(after.splitlines()) ^ set(task.opening.get(path, b"").splitlines())
     )
-    told = (b"\n".join(lines), repr((task.repository, task.facts.get("functions"), task.fail_to_pass)))
-    first = hashlib.blake2b(told[0], digest_size=8).hexdigest()
-    return {first, hashlib.blake2b(told[1].encode(), digest_size=8).hexdigest()}
+    place = repr((task.repository, task.kind, task.facts.get("functions"), task.fail_to_pass))
+    told = (b"\n".join(lines), place.encode())
+    return {hashlib.blake2b(each, digest_size=8).hexdigest() for each in told}
 
 
 async def prove(
-    draft: Draft, repository: Repository, seen: Seen, pool: SandboxPool, repetitions: int = REPETITIONS
+    draft: Draft,
+    repository: Repository,
+    seen: Seen,
+    pool: SandboxPool,
+    repetitions: int = REPETITIONS,
 ) -> RepositoryTask:
     """The task that a draft becomes. Raises Rejected."""
     candidate = await asyncio.to_thread(draft.make)
@@ -132,14 +154,14 @@ async def _look(candidate: Candidate, repository: Repository, pool: SandboxPool)
     """Which tests notice the change."""
     known = all(test in repository.survey.seconds for test in candidate.tests)
     expected_s = repository.survey.estimate_s(candidate.tests)
-    timeout_s = 10 + 4 * expected_s if known else _UNKNOWN_S
+    processor_s = 4 + 4 * expected_s if known else _UNKNOWN_S
     tests = set(candidate.tests)
     if candidate.test_files:
         files = {**candidate.base, **candidate.broken, **candidate.solution, **candidate.test_files}
-        cases, _ = await _outcomes(candidate, repository, pool, files, timeout_s)
+        cases, _ = await _outcomes(candidate, repository, pool, files, processor_s)
         tests = {name for name in tests if cases.get(name)}
     files = {**candidate.base, **candidate.broken, **candidate.test_files}
-    cases, error = await _outcomes(candidate, repository, pool, files, timeout_s)
+    cases, error = await _outcomes(candidate, repository, pool, files, processor_s)
     failing = tuple(sorted(name for name in tests if not cases.get(name)))
     if not failing:
         raise Rejected("no test notices")
@@ -149,14 +171,19 @@ async def _look(candidate: Candidate, repository: Repository, pool: SandboxPool)
 
 
 async def _outcomes(
-    candidate: Candidate, repository: Repository, pool: SandboxPool, files: Files, timeout_s: float
+    candidate: Candidate,
+    repository: Repository,
+    pool: SandboxPool,
+    files: Files,
+    processor_s: float,
 ) -> tuple[Mapping[str, bool], str]:
     """Test -> whether it passed, and the first error."""
     env = sandbox_env(repository.name, repository.recipe.pythonpath)
     spec = SandboxSpec(files=files, env=env, limits=LIMITS)
     async with pool.open(spec) as sandbox:
-        ran = await sandbox.run(pytest_argv(candidate.tests), timeout_s=timeout_s, report=True)
-    if ran.exit_code is None:
+        argv = pytest_argv(candidate.tests, plain=False, processor_s=processor_s)
+        ran = await sandbox.run(argv, timeout_s=_WAITING_S, report=True)
+    if ran.exit_code in (None, -signal.SIGXCPU, -signal.SIGKILL):
         raise Rejected("hangs")
     try:
         cases = parse_junit(ran.report)
@@ -218,7 +245,9 @@ def _assembled(
         venv=repository.name,
         requirements=repository.requirements,
         pythonpath=repository.recipe.pythonpath,
-        facts={name: told for name, told in candidate.facts.items() if name not in ("head", "message")},
+        facts={
+            name: told for name, told in candidate.facts.items() if name not in ("head", "message")
+        },
     )
 
 

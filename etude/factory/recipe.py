@@ -126,20 +126,38 @@ def find_layout(files: Files) -> tuple[tuple[str, ...], tuple[str, ...], tuple[s
             elif len(inner) == 1 and inner[0] not in _NO_MODULE and (root or len(inner) == 1):
                 sources.append(path)
     tests = tuple(
-        sorted(path for path in python if re.search(r"(^|/)(test_[^/]*|[^/]*_test|tests?)\.py$", path))
+        sorted(
+            path for path in python if re.search(r"(^|/)(test_[^/]*|[^/]*_test|tests?)\.py$", path)
+        )
     )
     if not sources or not tests:
         return None
     return tuple(sorted(roots, reverse=True)), tuple(dict.fromkeys(sources)), tests
 
 
-_NO_PACKAGE = {"docs", "doc", "examples", "example", "benchmarks", "benchmark", "scripts", "tools"} | {
+_NO_PACKAGE = {
+    "docs",
+    "doc",
+    "examples",
+    "example",
+    "benchmarks",
+    "benchmark",
+    "scripts",
+    "tools",
+} | {
     "tests",
     "test",
     "bench",
     "ci",
 }
-_NO_MODULE = {"setup.py", "noxfile.py", "conftest.py", "tasks.py", "fabfile.py", "versioneer.py"} | {
+_NO_MODULE = {
+    "setup.py",
+    "noxfile.py",
+    "conftest.py",
+    "tasks.py",
+    "fabfile.py",
+    "versioneer.py",
+} | {
     "ez_setup.py",
     "manage.py",
     "toxfile.py",

@@ -1,7 +1,7 @@
 """Where repositories come from: a git URL, a folder, an sdist, or the name of a package.
 
-What is fetched is kept as files in memory, without caches, builds and history; of git sources a bare
-clone stays beside the tasks, for those made from commits.
+What is fetched is kept as files in memory, without caches, builds and history; of git sources a
+bare clone stays beside the tasks, for those made from commits.
 """
 
 from __future__ import annotations
@@ -181,9 +181,7 @@ def _from_index(wanted: str) -> Checkout:
     normal = re.sub(r"[-_.]+", "-", name).lower()
     page = _download(f"{index}/{normal}/").decode(errors="replace")
     links = [html.unescape(each) for each in re.findall(r'href="([^"]+)"', page)]
-    sdists = [
-        link for link in links if urlsplit(link).path.endswith((".tar.gz", ".zip"))
-    ]
+    sdists = [link for link in links if urlsplit(link).path.endswith((".tar.gz", ".zip"))]
     versions = [(_version(link, normal), link) for link in sdists]
     usable = [
         (found, link)

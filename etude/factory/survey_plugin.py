@@ -1,10 +1,11 @@
-"""A plugin of pytest, for use in a sandbox: how each test ended, how long it took, and which lines
-it ran. It stands alone there."""
+"""A plugin of pytest, for use in a sandbox: how each test ended, what it cost, and which lines it
+ran. It stands alone there. Times are of the processor: how busy a machine is does not matter."""
 
 import json
 import os
 import re
 import sys
+import time
 import zlib
 
 CASE = re.compile(r"\[.*\]$", re.DOTALL)
@@ -14,6 +15,8 @@ class Survey:
     def __init__(self, prefix):
         """`prefix`: of the files whose lines are wanted; empty: none are."""
         self.outcomes = {}
+        self.start_s = None
+        self.begun = 0.0
         self.prefix = prefix
         self.coverage = None
         if prefix:
@@ -25,13 +28,18 @@ class Survey:
             self.coverage.start()
 
     def pytest_runtest_logstart(self, nodeid, location):
+        self.begun = time.process_time()
+        if self.start_s is None:
+            self.start_s = self.begun
         if self.coverage:
             self.coverage.switch_context(CASE.sub("", nodeid))
 
     def pytest_runtest_logreport(self, report):
         name = CASE.sub("", report.nodeid)
         passed, seconds = self.outcomes.get(name, (True, 0.0))
-        self.outcomes[name] = (passed and report.outcome == "passed", seconds + report.duration)
+        now = time.process_time()
+        self.outcomes[name] = (passed and report.outcome == "passed", seconds + now - self.begun)
+        self.begun = now
 
     def pytest_sessionfinish(self, session):
         order = {name: place for place, name in enumerate(self.outcomes)}
@@ -44,9 +52,9 @@ class Survey:
                     line: sorted(order[name] for name in names if name in order)
                     for line, names in data.contexts_by_lineno(path).items()
                 }
-        told = json.dumps({"tests": self.outcomes, "lines": lines}).encode()
+        told = {"tests": self.outcomes, "lines": lines, "start_s": self.start_s or 0.0}
         with open(os.path.join(session.config.rootpath, ".etude-survey"), "wb") as file:
-            file.write(zlib.compress(told))
+            file.write(zlib.compress(json.dumps(told).encode()))
 
 
 def pytest_configure(config):

@@ -147,7 +147,9 @@ def patched(files: Files, patch: str) -> Files:
             check=False,
         )
         if ran.returncode:
-            raise EtudeError(f"a patch does not apply: {ran.stderr.decode(errors='replace').strip()}")
+            raise EtudeError(
+                f"a patch does not apply: {ran.stderr.decode(errors='replace').strip()}"
+            )
         return {
             path: (Path(scratch) / path).read_bytes()
             for path in patched_paths(patch)

@@ -3,6 +3,7 @@ has."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,6 +22,9 @@ PYTEST = (
     "--rootdir=. --tb=short"
 )
 """Without the project's own options: they ask for coverage, other processes and the like."""
+PLAIN = "--assert=plain"
+"""Failures are told in fewer words, and files with thousands of tests are read in a fraction of the
+time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +87,11 @@ class RepositoryTask:
             id=self.id,
             prompt=self.instruction,
             sandbox=SandboxSpec(files=self.opening, env=self.env, limits=LIMITS),
-            meta={"module": next(iter(self.solution)), "kind": self.kind, "repository": self.repository},
+            meta={
+                "module": next(iter(self.solution)),
+                "kind": self.kind,
+                "repository": self.repository,
+            },
         )
 
 
@@ -96,10 +104,15 @@ def sandbox_env(venv: str, pythonpath: tuple[str, ...]) -> dict[str, str]:
     }
 
 
-def pytest_argv(tests: tuple[str, ...]) -> list[str]:
-    """The command that runs these tests and reports on each."""
+def pytest_argv(
+    tests: tuple[str, ...], *, plain: bool = True, processor_s: float | None = None
+) -> list[str]:
+    """The command that runs these tests and reports on each. Not `plain`: in more words.
+    `processor_s`: it is ended after so much time of a processor, however busy the machine is."""
     quoted = " ".join("'" + name.replace("'", "'\\''") + "'" for name in tests)
-    return ["sh", "-c", f"{PYTEST} --junitxml=$ETUDE_REPORT {quoted}"]
+    limit = "" if processor_s is None else f"ulimit -t {math.ceil(processor_s)}; "
+    way = PLAIN if plain else ""
+    return ["sh", "-c", f"{limit}exec {PYTEST} {way} --junitxml=$ETUDE_REPORT {quoted}"]
 
 
 def reported_name(test: str) -> str:
