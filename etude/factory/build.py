@@ -120,6 +120,8 @@ class BuildLog:
 async def open_workshop(folder: Path, options: Options) -> AsyncIterator[Workshop]:
     """A folder of tasks with the sandboxes that they run in."""
     (folder / "venvs").mkdir(parents=True, exist_ok=True)
+    for left in (folder / "venvs").glob("*-[tn][re][yw]"):  # by a build that was killed
+        shutil.rmtree(left)
     pool = open_sandbox_pool(options.isolation, mounts=[f"{folder / 'venvs'}:{VENVS}"])
     try:
         yield Workshop(folder, pool, options.proposer, options.installer)
@@ -198,7 +200,7 @@ class _Build:
 
     async def run(self, sources: Sequence[str], rows: Mapping[str, Sequence[Row]]) -> None:
         sources = sorted(sources, key=lambda each: not is_prepared(each, self._workshop))
-        at_once = asyncio.Semaphore(max(1, self._options.jobs // 2))
+        at_once = asyncio.Semaphore(self._options.jobs)
         async with asyncio.TaskGroup() as group:
             for source in sources:
                 group.create_task(self._prepare(source, rows.get(source, ()), at_once))

@@ -276,8 +276,8 @@ class Drafts:
         except EtudeError:
             return None
         base = {**_generated(self._files, before), **before}
-        broken: dict[str, bytes] = {}
-        solution = {path: after[path] for path in sorted(sources)}
+        broken: Files = {}
+        solution: Files = {path: after[path] for path in sorted(sources)}
         if split:
             halves = split_change(before, solution)
             if halves is None:

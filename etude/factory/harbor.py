@@ -13,7 +13,7 @@ import os
 import shutil
 import tarfile
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -116,7 +116,7 @@ def _settings(task: RepositoryTask) -> str:
     }
     if task.solve_rate is not None:
         own["solve_rate"] = task.solve_rate
-    told = {
+    told: dict[str, Mapping[str, Any]] = {
         "task": {
             "name": f"etude/{task.id}",
             "description": f"{task.kind} in {task.repository}",

@@ -37,6 +37,8 @@ class Installed:
     """With versions: these make the same environment again."""
     generated: Files
     """Files of the package that are made by its build, such as `_version.py`."""
+    metadata: Files
+    """What is installed of the package itself."""
 
 
 class Installer(Protocol):
@@ -45,6 +47,9 @@ class Installer(Protocol):
     def install(self, checkout: Checkout, recipe: Recipe, place: Path) -> Installed:
         """Make the environment at `place`. Raises InstallFailed."""
 
+    def install_again(self, installed: Installed, place: Path) -> None:
+        """Make the same environment at another place."""
+
 
 class PipInstaller:
     """An `Installer` with pip, the network, and the code that a package runs when it is built."""
@@ -52,14 +57,23 @@ class PipInstaller:
     def install(self, checkout: Checkout, recipe: Recipe, place: Path) -> Installed:
         site = make_venv(place)
         _pip(place, "install", *recipe.requirements)
-        frozen = _pip(place, "freeze", "--all").splitlines()
-        locked = tuple(line for line in frozen if "==" in line)
         if own := [name for name in module_names(recipe) if _is_in(site, name)]:
             raise InstallFailed(
                 f"leak: {own[0]} itself is among what its tests need, and would be in every sandbox"
             )
-        generated = _add_metadata(checkout, recipe, place, site)
-        return Installed(requirements=locked, generated=generated)
+        frozen = _pip(place, "freeze", "--all").splitlines()
+        metadata, generated = _built(checkout, recipe, place)
+        write_files(site, metadata)
+        return Installed(
+            requirements=tuple(line for line in frozen if "==" in line),
+            generated=generated,
+            metadata=metadata,
+        )
+
+    def install_again(self, installed: Installed, place: Path) -> None:
+        site = make_venv(place)
+        _pip(place, "install", "--no-deps", *installed.requirements)
+        write_files(site, installed.metadata)
 
 
 class CopyInstaller:
@@ -67,14 +81,18 @@ class CopyInstaller:
     nothing else. It needs no network."""
 
     def install(self, checkout: Checkout, recipe: Recipe, place: Path) -> Installed:
+        installed = Installed(requirements=recipe.requirements, generated={}, metadata={})
+        self.install_again(installed, place)
+        return installed
+
+    def install_again(self, installed: Installed, place: Path) -> None:
         site = make_venv(place)
         for name in (*TOOLS, "pluggy", "iniconfig", "packaging", "pygments"):
             for each in importlib.metadata.files(name) or []:
-                if each.parts[0] != ".." and each.locate().is_file():
+                if each.parts[0] != ".." and Path(each.locate()).is_file():
                     target = site / each
                     target.parent.mkdir(parents=True, exist_ok=True)
                     shutil.copy2(str(each.locate()), target)  # a compiled file knows its time
-        return Installed(requirements=recipe.requirements, generated={})
 
 
 def module_names(recipe: Recipe) -> list[str]:
@@ -110,23 +128,22 @@ def _pip(place: Path, *argv: str) -> str:
     return ran.stdout
 
 
-def _add_metadata(checkout: Checkout, recipe: Recipe, place: Path, site: Path) -> Files:
-    """Put the metadata of the package into the environment; the files that its build made. Where
-    it cannot be built, tests may do without."""
+def _built(checkout: Checkout, recipe: Recipe, place: Path) -> tuple[Files, Files]:
+    """The metadata of the package, and the files that its build made. Where it cannot be built,
+    tests may do without."""
+    metadata: dict[str, bytes] = {}
     generated: dict[str, bytes] = {}
     with tempfile.TemporaryDirectory(prefix="etude-build-") as scratch:
         source, target = Path(scratch, "source"), Path(scratch, "built")
         write_files(source, checkout.files)
+        where = ("--target", str(target), str(source))
         try:
-            _pip(
-                place, "install", "--no-deps", "--no-compile", "--target", str(target), str(source)
-            )
+            _pip(place, "install", "--no-deps", "--no-compile", *where)
         except InstallFailed:
-            return {}
-        for folder in target.glob("*.dist-info"):
-            for name in ("RECORD", "direct_url.json"):
-                (folder / name).unlink(missing_ok=True)
-            shutil.copytree(folder, site / folder.name, dirs_exist_ok=True)
+            return {}, {}
+        for file in target.glob("*.dist-info/*"):
+            if file.is_file() and file.name not in ("RECORD", "direct_url.json"):
+                metadata[str(file.relative_to(target))] = file.read_bytes()
         for pattern in recipe.sources:
             top = pattern.removesuffix("/*")
             inside = top.rpartition("/")[0]
@@ -134,7 +151,7 @@ def _add_metadata(checkout: Checkout, recipe: Recipe, place: Path, site: Path) -
                 path = f"{inside}/{file.relative_to(target)}".lstrip("/")
                 if path not in checkout.files:
                     generated[path] = file.read_bytes()
-    return generated
+    return metadata, generated
 
 
 def write_files(folder: Path, files: Files) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from etude.core.errors import EtudeError
 
@@ -353,9 +354,7 @@ class _Replace(cst.CSTTransformer):
         super().__init__()
         self._changes = changes
 
-    def on_leave(
-        self, original_node: cst.CSTNode, updated_node: cst.CSTNode
-    ) -> cst.CSTNode | cst.RemovalSentinel:
+    def on_leave(self, original_node: cst.CSTNodeT, updated_node: cst.CSTNodeT) -> Any:
         return self._changes.get(original_node, updated_node)
 
 

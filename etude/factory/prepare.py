@@ -11,7 +11,7 @@ import asyncio
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from etude.core.errors import EtudeError
@@ -116,17 +116,16 @@ async def _reproduce(
     checkout: Checkout, recipe: Recipe, installed: Installed, first: SuiteRun, workshop: Workshop
 ) -> Repository:
     """The second pass."""
-    locked = replace(recipe, requirements=installed.requirements)
     final, half = workshop.venvs / checkout.name, workshop.venvs / f"{checkout.name}-new"
     try:
-        again = await asyncio.to_thread(workshop.installer.install, checkout, locked, half)
+        await asyncio.to_thread(workshop.installer.install_again, installed, half)
     except InstallFailed as e:
         raise Discarded("the recipe does not work twice") from e
     shutil.rmtree(final, ignore_errors=True)
     half.rename(final)
-    files = {**checkout.files, **again.generated}
+    files = {**checkout.files, **installed.generated}
     others = [
-        await run_suite(workshop.pool, files, locked, checkout.name, lines=False)
+        await run_suite(workshop.pool, files, recipe, checkout.name, lines=False)
         for _ in range(PLAIN_RUNS)
     ]
     survey = combine(first, others)

@@ -6,6 +6,7 @@ bare clone stays beside the tasks, for those made from commits.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import html
 import io
@@ -21,7 +22,10 @@ from pathlib import Path, PurePosixPath
 from urllib.parse import urljoin, urlsplit
 
 from etude.core.errors import EtudeError
+from etude.core.sandbox import Repository
 from etude.factory.task import Files
+from etude.sandbox import repository as repositories
+from etude.sandbox.tree import LINK
 
 _GIT_URL = re.compile(r"^(https?|ssh|git|file)://|^git@|\.git/?$")
 _PACKAGE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?(==[\w.]+)?$")
@@ -32,6 +36,7 @@ _UNWANTED = re.compile(
 )
 """Copies and caches, in which the answer to a task may stand."""
 _MAX_BYTES = 48 << 20
+_MAX_FILES = 10_000
 _TIMEOUT_S = 60.0
 
 
@@ -98,9 +103,14 @@ def git(directory: Path, *argv: str, stdin: bytes | None = None) -> bytes:
 
 
 def read_commit(directory: Path, commit: str) -> Files:
-    """The files of a commit; links and submodules are left out."""
-    packed = git(directory, "archive", "--format=tar", commit)
-    return _wanted(_untarred(io.BytesIO(packed), strip=False))
+    """The files of a commit; links and submodules are left out. It waits: not for a thread with an
+    event loop."""
+    repository = Repository(url=str(directory.absolute()), commit=commit)
+    entries = asyncio.run(
+        repositories.read_commit(repository, max_bytes=_MAX_BYTES, max_entries=_MAX_FILES)
+    )
+    found = {path: entry.content for path, entry in entries.items() if entry.mode != LINK}
+    return _wanted({path: content for path, content in found.items() if content is not None})
 
 
 def _is_git(path: Path) -> bool:

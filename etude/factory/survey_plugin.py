@@ -7,18 +7,19 @@ import re
 import sys
 import time
 import zlib
+from typing import Any
 
 CASE = re.compile(r"\[.*\]$", re.DOTALL)
 
 
 class Survey:
-    def __init__(self, prefix):
+    def __init__(self, prefix: str) -> None:
         """`prefix`: of the files whose lines are wanted; empty: none are."""
-        self.outcomes = {}
-        self.start_s = None
+        self.outcomes: dict[str, tuple[bool, float]] = {}
+        self.start_s: float | None = None
         self.begun = 0.0
         self.prefix = prefix
-        self.coverage = None
+        self.coverage: Any = None
         if prefix:
             import coverage
 
@@ -27,21 +28,21 @@ class Survey:
             )
             self.coverage.start()
 
-    def pytest_runtest_logstart(self, nodeid, location):
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.begun = time.process_time()
         if self.start_s is None:
             self.start_s = self.begun
         if self.coverage:
             self.coverage.switch_context(CASE.sub("", nodeid))
 
-    def pytest_runtest_logreport(self, report):
+    def pytest_runtest_logreport(self, report: Any) -> None:
         name = CASE.sub("", report.nodeid)
         passed, seconds = self.outcomes.get(name, (True, 0.0))
         now = time.process_time()
         self.outcomes[name] = (passed and report.outcome == "passed", seconds + now - self.begun)
         self.begun = now
 
-    def pytest_sessionfinish(self, session):
+    def pytest_sessionfinish(self, session: Any) -> None:
         order = {name: place for place, name in enumerate(self.outcomes)}
         lines = {}
         if self.coverage:
@@ -57,7 +58,7 @@ class Survey:
             file.write(zlib.compress(json.dumps(told).encode()))
 
 
-def pytest_configure(config):
+def pytest_configure(config: Any) -> None:
     config.pluginmanager.register(PLUGIN, "etude-survey-results")
 
 
