@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import textwrap
 from collections.abc import Mapping
 
 _MOST_LINES = 40
@@ -15,8 +16,8 @@ _MOST_LINES = 40
 _BUG = (
     "Something broke in {where}. This used to pass:\n\n```python\n{test}```\n\nNow it ends with\n\n"
     "```\n{error}\n```\n\nFind the cause and fix it.",
-    "`{name}` fails since the last change:\n\n```\n{error}\n```\n\nPlease fix the code, not the "
-    "test.",
+    "CI runs `{name}`, which is not in this copy; it fails since the last change:\n\n```\n{error}\n"
+    "```\n\nPlease fix the code.",
     "{function} in {where} misbehaves: {error}",
     "Users report wrong results from {where}. An example of what should hold:\n\n```python\n{test}"
     "```\n\nRepair it without changing what works.",
@@ -24,14 +25,14 @@ _BUG = (
 _BUGS = (
     "Several things broke in {where} at once; {count} tests fail. One of them:\n\n```python\n{test}"
     "```\n\n```\n{error}\n```\n\nFind every cause.",
-    "{count} tests of {where} fail after a careless refactoring, such as `{name}`. There is more "
-    "than one mistake. Fix them all.",
+    "{count} tests of {where} fail in CI after a careless refactoring, such as `{name}` (not in "
+    "this copy):\n\n```\n{error}\n```\n\nThere is more than one mistake. Fix them all.",
 )
 _STUB = (
     "`{function}` in {where} only raises NotImplementedError. Implement it:\n\n```python\n{head}\n"
     "```\n\nIt is done when this passes, among others:\n\n```python\n{test}```",
     "Implement `{function}` in {where} as its signature and the code around it ask for. "
-    "{count} tests wait for it, such as `{name}`.",
+    "{count} tests wait for it. One of them:\n\n```python\n{test}```",
 )
 _REMOVAL = (
     "`{function}` is missing from {where}. Add it:\n\n```python\n{head}\n```\n\nAn example of its "
@@ -45,7 +46,7 @@ TEMPLATES = {"bug": _BUG, "bugs": _BUGS, "stub": _STUB, "removal": _REMOVAL}
 def instruct(
     id: str, kind: str, facts: Mapping[str, str], failing: tuple[str, ...], test: str, error: str
 ) -> str:
-    """`test`: the source of the first of the failing tests. `error`: what it says."""
+    """`test`: the source of the first of the failing tests. `error`: what it ends with."""
     if kind == "row":
         return facts["message"]
     if kind in ("history", "split"):
@@ -59,7 +60,7 @@ def instruct(
         name=failing[0],
         count=len(failing),
         head=facts.get("head", ""),
-        test=_shortened(test),
+        test=_shortened(textwrap.dedent(test)),
         error=_shortened(error).strip() or "a failure",
     )
 

@@ -148,6 +148,7 @@ class _Found:
     failing: tuple[str, ...]
     passing: tuple[str, ...]
     error: str
+    """Of the first that fails."""
 
 
 async def _look(candidate: Candidate, repository: Repository, pool: SandboxPool) -> _Found:
@@ -161,13 +162,13 @@ async def _look(candidate: Candidate, repository: Repository, pool: SandboxPool)
         cases, _ = await _outcomes(candidate, repository, pool, files, processor_s)
         tests = {name for name in tests if cases.get(name)}
     files = {**candidate.base, **candidate.broken, **candidate.test_files}
-    cases, error = await _outcomes(candidate, repository, pool, files, processor_s)
+    cases, report = await _outcomes(candidate, repository, pool, files, processor_s)
     failing = tuple(sorted(name for name in tests if not cases.get(name)))
     if not failing:
         raise Rejected("no test notices")
     if any(not each & set(failing) for each in candidate.noticed_by):
         raise Rejected("a change goes unnoticed")
-    return _Found(failing, tuple(sorted(tests - set(failing))), error)
+    return _Found(failing, tuple(sorted(tests - set(failing))), _error_of(failing[0], report))
 
 
 async def _outcomes(
@@ -176,8 +177,8 @@ async def _outcomes(
     pool: SandboxPool,
     files: Files,
     processor_s: float,
-) -> tuple[Mapping[str, bool], str]:
-    """Test -> whether it passed, and the first error."""
+) -> tuple[Mapping[str, bool], bytes]:
+    """Test -> whether it passed, and the report that says so."""
     env = sandbox_env(repository.name, repository.recipe.pythonpath)
     spec = SandboxSpec(files=files, env=env, limits=LIMITS)
     async with pool.open(spec) as sandbox:
@@ -196,16 +197,19 @@ async def _outcomes(
         for name in candidate.tests
         if (own := [ok for case, ok in cases.items() if _is_case(case, reported_name(name))])
     }
-    return outcomes, _first_error(ran.report)
+    return outcomes, ran.report
 
 
 def _is_case(case: str, name: str) -> bool:
     return case == name or case.startswith(f"{name}[")
 
 
-def _first_error(report: bytes) -> str:
-    for failure in ElementTree.fromstring(report).iter("failure"):
-        return failure.get("message", "").strip()
+def _error_of(test: str, report: bytes) -> str:
+    """What a test ended with."""
+    for case in ElementTree.fromstring(report).iter("testcase"):
+        if _is_case(f"{case.get('classname')}::{case.get('name')}", reported_name(test)):
+            for failure in (*case.iter("failure"), *case.iter("error")):
+                return failure.get("message", "").strip()
     return ""
 
 

@@ -38,7 +38,7 @@ _OTHER_NAMES = {
     "pkg_resources": "setuptools<81",
 }
 _USELESS = re.compile(
-    r"^(pytest-(cov|xdist|benchmark|flake8|black|mypy|ruff|enabler|checkdocs|pylint|codspeed)|tox|"
+    r"^(pytest-(cov|xdist|benchmark|flake8|black|mypy|ruff|enabler|checkdocs|pylint|codspeed)|pip|tox|"
     r"nox|pre-commit|black|ruff|flake8.*|mypy|sphinx.*|furo|twine|build|wheel|coveralls|codecov|"
     r"isort|pylint|check-manifest|readme.renderer|towncrier|zest.*|jaraco\.packaging|rst\.linker|"
     r"bumpversion|types-.*|pyright|pytype|mkdocs.*|diff-cover|pip-tools|uv|hatch.*|numpy|pandas|"

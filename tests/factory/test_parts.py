@@ -13,6 +13,7 @@ from etude.core.errors import EtudeError
 from etude.factory.candidates import split_change
 from etude.factory.harbor import read_task, write_solve_rate, write_task
 from etude.factory.hiding import functions_of, without_functions
+from etude.factory.instruct import instruct
 from etude.factory.leaks import hunks, is_leaked, windows_of
 from etude.factory.mutations import MUTATIONS, SourceFile
 from etude.factory.recipe import HeuristicProposer, find_layout
@@ -215,3 +216,19 @@ def test_without_libcst_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(sys.modules, "libcst", None)
     with pytest.raises(EtudeError, match=r"pip install 'etude\[tasks\]'"):
         importlib.import_module("etude.factory.mutations")
+
+
+def test_what_the_user_says() -> None:
+    facts = {"functions": "shop/cart.py:Cart.total", "head": "def total(self):"}
+    test = "    def test_total(self):\n        assert 1\n"
+    for number in range(12):
+        for kind in ("bug", "bugs", "stub", "removal"):
+            said = instruct(
+                f"{kind}-{number}", kind, facts, ("a.py::test_total",), test, "boom {x}"
+            )
+            assert ("shop/cart.py" in said or "test_total" in said) and "    def" not in said
+    message = "Add totals (#12)\n\nMore.\n\nFixes #3\nSigned-off-by: A <a@b.c>"
+    said = instruct("x", "split", {"message": message}, ("t",), test, "")
+    assert (
+        said.startswith("Add totals\n\nMore.") and "Signed" not in said and "Do the rest." in said
+    )
