@@ -55,6 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
     text = "the weights of runs and models"
     _add_weights(commands.add_parser("weights", help=text, description=text))
 
+    _add_tasks(commands.add_parser("tasks", help="tasks from repositories: build, check, look at"))
     _add_inspection(add)
     return parser
 
@@ -189,6 +190,35 @@ def _add_mismatch(add: AddCommand) -> None:
     mismatch_parser.add_argument(
         "--invariant", action="store_true", help="with invariant arithmetic on both sides"
     )
+
+
+def _add_tasks(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(command="tasks")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+
+    def add(name: str, text: str) -> argparse.ArgumentParser:
+        made = actions.add_parser(name, help=text, description=text)
+        made.add_argument("--json", action="store_true", help="end with one line of JSON")
+        return made
+
+    build = add("build", "make proven tasks from repositories; the same command goes on with it")
+    build.add_argument(
+        "sources",
+        nargs="+",
+        metavar="SOURCE",
+        help="a git URL, a folder, an sdist, the name of a package, or a .jsonl of SWE-bench rows",
+    )
+    build.add_argument("--out", type=Path, required=True, metavar="DIR")
+    build.add_argument("--limit", type=_count, help="tasks in DIR (default: 50 for each source)")
+    check = add("check", "grade no change and the solution of every task again")
+    check.add_argument("--repeat", type=_count, default=5, help="so often (default: 5)")
+    for each in (build, check):
+        each.add_argument("--jobs", type=_count, help="sandboxes at once (default: the cores)")
+    for each in (check, add("stats", "count the tasks of a folder")):
+        each.add_argument("dir", type=Path, metavar="DIR")
+    show = add("show", "a task: what is asked for, the change that solves it, its tests")
+    show.add_argument("dir", type=Path, metavar="DIR", help="of all tasks, or of one")
+    show.add_argument("task", nargs="?", metavar="ID", help="(default: a list)")
 
 
 def _add_inspection(add: AddCommand) -> None:

@@ -231,6 +231,16 @@ def token(args: argparse.Namespace) -> int:
     return 0
 
 
+def tasks(args: argparse.Namespace) -> int:
+    from etude.commands import tasks
+
+    options = {
+        name: value for name, value in vars(args).items() if name not in ("command", "action")
+    }
+    code: int = getattr(tasks, args.action)(**options, console=_console(args.json))
+    return code
+
+
 def keys(args: argparse.Namespace) -> int:
     from etude.commands.keys import markdown, show
 
@@ -310,6 +320,7 @@ COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "mismatch": mismatch,
     "weights": weights,
     "weights import": import_weights,
+    "tasks": tasks,
     "audit": audit,
     "show": show,
     "sessions": sessions,

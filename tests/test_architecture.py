@@ -42,6 +42,7 @@ EDGES: dict[str, set[str]] = {
     "__main__": {"cli"},
     "commands": {"dash", "engine", "model", "serve", "store", "train", "weights", "launch", "run"}
     | {"sandbox"},
+    "commands.tasks": {"factory"},
     "commands.trial": {"trainer.prepare"},
     "launch": {
         "dash",
@@ -57,11 +58,13 @@ EDGES: dict[str, set[str]] = {
     "trainer": {"engine", "harness", "model", "store", "tasks", "train", "weights"}
     | {"run.plugins", "run.process", "serve.heartbeat"},
     "run": {"rewards", "sandbox", "serve", "store", "tasks", "weights"},
+    "run.task_folder": {"factory"},
     "run.diagnose": {"engine", "model", "train"},
     "run.trials": {"engine", "model", "train"},
     "run.operators": {"model"},
     "bench": MIDDLE | {"commands", "launch", "run", "trainer"},
     "dash": {"store"},
+    "factory": {"rewards", "sandbox"},
     "rewards": {"tasks.repair"},
     "engine": {"model"},
     "train": {"model"},
@@ -102,6 +105,8 @@ OUTSIDE: dict[str, set[str]] = {
     "serve.worker": {"torch"},
     "serve.vllm": {"torch", "numpy"},
     "harness": {"aiohttp"},
+    "factory.mutations": {"libcst"},
+    "factory.survey_plugin": {"coverage"},
     "tasks": {"tokenizers"},
     "tasks.sources": {"pyarrow"},
     "commands": {"torch", "rich"},
@@ -118,7 +123,10 @@ OUTSIDE: dict[str, set[str]] = {
 
 # What only an extra installs: it is imported where it is used, and its absence is one clear
 # sentence.
-OPTIONAL = {"cryptography", "gguf", "pyarrow", "tensorboard", "trackio", "wandb", "zstandard"}
+OPTIONAL = {"cryptography", "gguf", "pyarrow", "tensorboard", "trackio", "wandb", "zstandard"} | {
+    "coverage",
+    "libcst",
+}
 
 # What nobody has to install: triton comes with a CUDA build of torch, cudnn makes the trainer
 # faster on one, the others are what benchmarks compare with.

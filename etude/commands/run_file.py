@@ -21,8 +21,9 @@ def read_run_file(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         ) from e
     config = parse(text, overrides, source=str(path))
     _check_started_there(config, path)
-    sandbox = config.sandbox.seen_from(path.absolute().parent)
-    return config.model_copy(update={"sandbox": sandbox})
+    folder = path.absolute().parent
+    sandbox, tasks = config.sandbox.seen_from(folder), config.tasks.seen_from(folder)
+    return config.model_copy(update={"sandbox": sandbox, "tasks": tasks})
 
 
 def _check_started_there(config: RunConfig, path: Path) -> None:

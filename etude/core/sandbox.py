@@ -13,6 +13,8 @@ Tier = Literal["process", "namespaces", "gvisor", "vm"]
 kernel, a kernel in a program, or a kernel of its own."""
 TIERS: tuple[Tier, ...] = get_args(Tier)
 """From the weakest to the strongest."""
+VENVS = "/opt/venvs"
+"""Where sandboxes show the virtual environments of a folder of tasks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

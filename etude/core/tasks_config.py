@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field, model_validator
 
+from etude.core.sandbox import VENVS
 from etude.core.schema import Config, Count, CountOrZero, Positive
 
 PULL = "pull"
 """The environment is whoever asks the gateway for sessions."""
+CODE_REPAIR = "etude.run.environment:CodeRepair"
 URL = r"https?://[^\s/]+(/\S*)?"
 EnvironmentReference = Annotated[str, Field(pattern=rf"^({PULL}|{URL}|.+:\w+)$")]
 """Code by name, the URL of a service, or `pull`."""
@@ -18,12 +22,15 @@ EnvironmentReference = Annotated[str, Field(pattern=rf"^({PULL}|{URL}|.+:\w+)$")
 class TasksConfig(Config):
     """The environment, and how many of its tasks are used."""
 
-    environment: EnvironmentReference = "etude.run.environment:CodeRepair"
+    environment: EnvironmentReference = CODE_REPAIR
     """The environment, which gives tasks and scores attempts: a `core.protocols.Environment`,
     called with the sandbox pool, counts and seed; or the URL of a service that runs the sessions
     itself; or `pull`, where a scheduler asks the gateway for them (docs/environments-by-url.md)."""
     path: str | None = None
-    """A file of tasks in lines of JSON, instead of those that a service gives. `pull` needs one."""
+    """Where the tasks lie: a folder that `etude tasks build` made, for
+    `etude.run.task_folder:TaskFolder` (its virtual environments are in every sandbox, read-only);
+    or a file of tasks in lines of JSON, for `pull` or instead of those that a service gives.
+    Relative paths start at the folder of the run's file."""
     train: Count = 4096
     """Tasks to train on."""
     heldout: Count = 400
@@ -39,10 +46,23 @@ class TasksConfig(Config):
         """Whether sessions are run elsewhere, by whoever knows what they were worth."""
         return self.environment == PULL or self.environment.startswith(("http://", "https://"))
 
+    def seen_from(self, folder: Path) -> TasksConfig:
+        """The same with the path made absolute."""
+        path = None if self.path is None else os.path.join(folder, self.path)
+        return self.model_copy(update={"path": path})
+
+    @property
+    def mounts(self) -> tuple[str, ...]:
+        """What sandboxes show of the folder."""
+        return () if self.path is None or self.is_remote else (f"{self.path}/venvs:{VENVS}",)
+
     @model_validator(mode="after")
     def _tasks_from_somewhere(self) -> TasksConfig:
-        if self.path is not None and not self.is_remote:
-            raise ValueError("path is for an environment by URL: this one has tasks of its own")
+        if self.path is not None and self.environment == CODE_REPAIR:
+            raise ValueError(
+                "path: the built-in environment has tasks of its own; for a folder of tasks "
+                'environment = "etude.run.task_folder:TaskFolder"'
+            )
         if self.path is None and self.environment == PULL:
             raise ValueError('environment = "pull" gives no tasks: name a file of them with path')
         return self

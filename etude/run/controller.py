@@ -300,7 +300,10 @@ async def open_environment(config: RunConfig) -> AsyncIterator[tuple[Environment
     """The environment of a run over a pool of its sandboxes, both closed at the end."""
     sandbox = config.sandbox
     pool = open_sandbox_pool(
-        sandbox.isolation, config.heartbeat_timeout_s, mounts=sandbox.mounts, limits=sandbox.limits
+        sandbox.isolation,
+        config.heartbeat_timeout_s,
+        mounts=[*sandbox.mounts, *config.tasks.mounts],
+        limits=sandbox.limits,
     )
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(pool.close)
@@ -321,8 +324,9 @@ async def open_environment(config: RunConfig) -> AsyncIterator[tuple[Environment
                 service, counts=counts, path=config.tasks.path, wait_s=config.tasks.timeout_s
             )
         else:
+            place = {} if config.tasks.path is None else {"path": config.tasks.path}
             environment = build(
-                reference, "tasks.environment", pool, counts=counts, seed=config.seed
+                reference, "tasks.environment", pool, counts=counts, seed=config.seed, **place
             )
         # what is misspelt shall not cost the stages before rl
         load(config.harness.agent, "harness.agent")

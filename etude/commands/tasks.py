@@ -1,0 +1,164 @@
+"""`etude tasks`: build tasks from repositories, check them, and look at them."""
+
+from __future__ import annotations
+
+import asyncio
+import json as json_format
+import os
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.syntax import Syntax
+from rich.table import Table
+
+from etude.core.errors import EtudeError
+from etude.factory import check as checking
+from etude.factory.build import Options, Status, open_workshop
+from etude.factory.build import build as build_tasks
+from etude.factory.harbor import read_task
+from etude.factory.swebench import diff
+
+
+def build(
+    *,
+    sources: Sequence[str],
+    out: Path,
+    limit: int | None,
+    jobs: int | None,
+    json: bool,
+    console: Console,
+) -> int:
+    options = Options(limit=limit, jobs=jobs or os.cpu_count() or 1)
+    with _progress(console) as progress:
+        bar = progress.add_task("", total=limit)
+        told: set[str] = set()
+
+        def changed(status: Status) -> None:
+            for source, why in status.discarded.items():
+                if source not in told:
+                    told.add(source)
+                    console.print(f"{source}: discarded: {why}", highlight=False, soft_wrap=True)
+            progress.update(
+                bar, completed=status.kept, total=status.limit, description=status.doing[:48]
+            )
+
+        status = asyncio.run(build_tasks(sources, out, options, changed))
+    _print_build(status, out, console)
+    if json:
+        print(json_format.dumps(status.summary()), flush=True)
+    return 0 if status.kept else 1
+
+
+def _print_build(status: Status, out: Path, console: Console) -> None:
+    found = status.summary()
+    console.print(
+        f"{found['kept']} tasks of {len(found['kinds'])} kinds from {found['repositories']} "
+        f"repositories in {out}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    for title, counts in (("kept", found["kinds"]), ("rejected", found["rejected"])):
+        told = ", ".join(f"{name} {count}" for name, count in counts.items())
+        console.print(f"{title}: {told or 'none'}", highlight=False, soft_wrap=True)
+    console.print(f"look at them: etude tasks show {out}", highlight=False, soft_wrap=True)
+
+
+def check(*, dir: Path, repeat: int, jobs: int | None, json: bool, console: Console) -> int:
+    total = len(checking.task_folders(dir))
+    jobs = jobs or os.cpu_count() or 1
+
+    async def run() -> checking.Checked:
+        async with open_workshop(dir, Options(jobs=jobs)) as workshop:
+            return await checking.check(
+                dir,
+                workshop.pool,
+                repetitions=repeat,
+                jobs=jobs,
+                changed=lambda found: progress.update(bar, completed=found.tasks),
+            )
+
+    with _progress(console) as progress:
+        bar = progress.add_task("checking", total=total)
+        found = asyncio.run(run())
+    for name, why in found.broken.items():
+        console.print(f"{name}: {why}", highlight=False, soft_wrap=True)
+    console.print(
+        f"{found.ok} of {found.tasks} tasks hold; {found.flaky} are flaky", highlight=False
+    )
+    if json:
+        told = {"tasks": found.tasks, "ok": found.ok, "flaky": found.flaky}
+        print(json_format.dumps(told), flush=True)
+    return 0 if found.ok == found.tasks else 1
+
+
+def stats(*, dir: Path, json: bool, console: Console) -> int:
+    found = checking.stats(dir)
+    kinds = sorted(found.kinds)
+    table = Table("repository", *kinds, "tasks", box=None)
+    for name, counts in sorted(found.repositories.items()):
+        table.add_row(name, *(str(counts[kind]) for kind in kinds), str(counts.total()))
+    table.add_row("all", *(str(found.kinds[kind]) for kind in kinds), str(found.kinds.total()))
+    console.print(table)
+    mutations = ", ".join(f"{name} {count}" for name, count in found.mutations.most_common())
+    console.print(f"mutations: {mutations or 'none'}", highlight=False, soft_wrap=True)
+    console.print(
+        f"tests that a solution mends: {statistics.median(found.failing):g} in the median",
+        highlight=False,
+    )
+    rates = found.solve_rates
+    console.print(
+        f"solve rate: {statistics.mean(rates):.2f} over {len(rates)} tasks"
+        if rates
+        else "solve rate: not measured",
+        highlight=False,
+    )
+    if json:
+        told = {
+            "tasks": found.kinds.total(),
+            "kinds": found.kinds,
+            "repositories": found.repositories,
+            "mutations": found.mutations,
+            "solve_rates": found.solve_rates,
+        }
+        print(json_format.dumps(told), flush=True)
+    return 0
+
+
+def show(*, dir: Path, task: str | None, json: bool, console: Console) -> int:
+    folders = [dir] if (dir / "task.toml").is_file() else checking.task_folders(dir)
+    if task is None and folders != [dir]:
+        for folder in folders:
+            told = read_task(folder)
+            first = told.instruction.strip().splitlines()[0]
+            console.print(f"{told.id}  {first[:70]}", highlight=False, markup=False, soft_wrap=True)
+        return 0
+    chosen = [folder for folder in folders if task in (None, folder.name)]
+    if not chosen:
+        raise EtudeError(f"{dir} has no task {task}: etude tasks show {dir} lists them")
+    found = read_task(chosen[0])
+    console.print(f"{found.id}: {found.kind} in {found.origin}", highlight=False, markup=False)
+    console.print(f"\n{found.instruction}", highlight=False, markup=False)
+    console.print(Syntax(diff(found.opening, found.solution), "diff", background_color="default"))
+    for title, names in (("fails", found.fail_to_pass), ("passes", found.pass_to_pass)):
+        for name in names[:20]:
+            console.print(f"{title}: {name}", highlight=False, markup=False, soft_wrap=True)
+        if len(names) > 20:
+            console.print(f"{title}: and {len(names) - 20} more", highlight=False)
+    if json:
+        told_fields = ("id", "kind", "repository", "origin", "instruction", "fail_to_pass")
+        told_json = {name: getattr(found, name) for name in told_fields}
+        print(json_format.dumps(told_json), flush=True)
+    return 0
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}", markup=False),
+        console=console,
+    )

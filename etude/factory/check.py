@@ -1,0 +1,94 @@
+"""A folder of tasks, looked at again: read, graded, counted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from etude.core.errors import EtudeError
+from etude.core.sandbox import SandboxPool
+from etude.factory.harbor import read_task
+from etude.factory.prove import Rejected, check_both_ends
+from etude.factory.task import RepositoryTask
+
+
+def task_folders(folder: Path) -> list[Path]:
+    """The directories of a folder's tasks. EtudeError if there are none."""
+    place = folder / "tasks" if (folder / "tasks").is_dir() else folder
+    found = sorted(path.parent for path in place.glob("[!.]*/task.toml"))
+    if not found:
+        raise EtudeError(
+            f"{folder} has no tasks: give a folder that etude tasks build made, or one of Harbor's "
+            f"directories"
+        )
+    return found
+
+
+@dataclass(slots=True)
+class Checked:
+    """What became of a check."""
+
+    tasks: int = 0
+    ok: int = 0
+    flaky: int = 0
+    broken: dict[str, str] = field(default_factory=dict)
+    """Task -> what does not hold."""
+
+
+async def check(
+    folder: Path,
+    pool: SandboxPool,
+    *,
+    repetitions: int,
+    jobs: int,
+    changed: Callable[[Checked], None],
+) -> Checked:
+    """Grade no change and the solution of every task again."""
+    found = Checked()
+    waiting = iter(task_folders(folder))
+
+    async def work() -> None:
+        for place in waiting:
+            try:
+                await check_both_ends(read_task(place), pool, repetitions)
+            except (Rejected, EtudeError) as e:
+                found.flaky += str(e) == "flaky"
+                found.broken[place.name] = str(e)
+            else:
+                found.ok += 1
+            found.tasks += 1
+            changed(found)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(jobs):
+            group.create_task(work())
+    return found
+
+
+@dataclass(slots=True)
+class Stats:
+    """What is in a folder."""
+
+    kinds: Counter[str] = field(default_factory=Counter)
+    repositories: dict[str, Counter[str]] = field(default_factory=dict)
+    mutations: Counter[str] = field(default_factory=Counter)
+    failing: list[int] = field(default_factory=list)
+    """Tests that must pass again, of each task."""
+    solve_rates: list[float] = field(default_factory=list)
+
+
+def stats(folder: Path) -> Stats:
+    """Count the tasks of a folder."""
+    found = Stats()
+    for place in task_folders(folder):
+        task: RepositoryTask = read_task(place)
+        found.kinds[task.kind] += 1
+        found.repositories.setdefault(task.repository, Counter())[task.kind] += 1
+        found.mutations.update(each for each in task.facts.get("mutations", "").split(", ") if each)
+        found.failing.append(len(task.fail_to_pass))
+        if task.solve_rate is not None:
+            found.solve_rates.append(task.solve_rate)
+    return found

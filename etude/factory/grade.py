@@ -1,0 +1,27 @@
+"""The verdict on an attempt at a task of a folder: in a fresh sandbox, with the tests as they were,
+over the files of the package that the agent changed, and nothing else of its working copy."""
+
+from __future__ import annotations
+
+from etude.core.sandbox import Sandbox, SandboxPool
+from etude.core.types import Score
+from etude.factory.task import GRADING_S, RepositoryTask
+from etude.rewards.fresh import CACHES, grade_by_command
+
+NOT_TAKEN = (*CACHES, "*conftest.py", "*/tests/*", "*/test/*", "*/test_*.py", "*_test.py", "*.pth")
+"""What the grader never takes over, wherever it lies: tests, and what changes how they run."""
+
+
+async def grade(task: RepositoryTask, sandbox: Sandbox, pool: SandboxPool) -> Score:
+    """1.0 if every test that is expected to pass is reported as passed, else 0.0."""
+    return await grade_by_command(
+        sandbox,
+        pool,
+        task.as_task().sandbox,
+        task.argv,
+        timeout_s=GRADING_S,
+        files=task.tests,
+        only=task.sources,
+        without=NOT_TAKEN,
+        expected=task.expected,
+    )

@@ -1,0 +1,162 @@
+"""Virtual environments for the repositories: what a package needs, and never the package itself.
+
+An installed copy would be the answer to every task, in reach of the agent. What is brought along of
+the package is its metadata, which some ask for their version, and the files that its build makes.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import venv as virtual
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from etude.factory.recipe import TOOLS, Recipe
+from etude.factory.sources import Checkout
+from etude.factory.task import Files
+
+_TIMEOUT_S = 400.0
+_SHOWN = 3000
+
+
+class InstallFailed(Exception):
+    """What the installation said."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Installed:
+    """What was installed."""
+
+    requirements: tuple[str, ...]
+    """With versions: these make the same environment again."""
+    generated: Files
+    """Files of the package that are made by its build, such as `_version.py`."""
+    metadata: Files
+    """What is installed of the package itself."""
+
+
+class Installer(Protocol):
+    """What makes virtual environments."""
+
+    def install(self, checkout: Checkout, recipe: Recipe, place: Path) -> Installed:
+        """Make the environment at `place`. Raises InstallFailed."""
+
+    def install_again(self, installed: Installed, place: Path) -> None:
+        """Make the same environment at another place."""
+
+
+class PipInstaller:
+    """An `Installer` with pip, the network, and the code that a package runs when it is built."""
+
+    def install(self, checkout: Checkout, recipe: Recipe, place: Path) -> Installed:
+        site = make_venv(place)
+        _pip(place, "install", *recipe.requirements)
+        if own := [name for name in module_names(recipe) if _is_in(site, name)]:
+            raise InstallFailed(
+                f"leak: {own[0]} itself is among what its tests need, and would be in every sandbox"
+            )
+        frozen = _pip(place, "freeze", "--all").splitlines()
+        metadata, generated = _built(checkout, recipe, place)
+        write_files(site, metadata)
+        return Installed(
+            requirements=tuple(line for line in frozen if "==" in line),
+            generated=generated,
+            metadata=metadata,
+        )
+
+    def install_again(self, installed: Installed, place: Path) -> None:
+        site = make_venv(place)
+        _pip(place, "install", "--no-deps", *installed.requirements)
+        write_files(site, installed.metadata)
+
+
+class CopyInstaller:
+    """An `Installer` that copies pytest and coverage from this Python, for packages that need
+    nothing else. It needs no network."""
+
+    def install(self, checkout: Checkout, recipe: Recipe, place: Path) -> Installed:
+        installed = Installed(requirements=recipe.requirements, generated={}, metadata={})
+        self.install_again(installed, place)
+        return installed
+
+    def install_again(self, installed: Installed, place: Path) -> None:
+        site = make_venv(place)
+        for name in (*TOOLS, "pluggy", "iniconfig", "packaging", "pygments"):
+            for each in importlib.metadata.files(name) or []:
+                if each.parts[0] != ".." and Path(each.locate()).is_file():
+                    target = site / each
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copy2(str(each.locate()), target)  # a compiled file knows its time
+
+
+def module_names(recipe: Recipe) -> list[str]:
+    """The names that the package is imported by."""
+    return [
+        each.removesuffix("/*").removesuffix(".py").rpartition("/")[2] for each in recipe.sources
+    ]
+
+
+def make_venv(place: Path) -> Path:
+    """An empty virtual environment of this Python; where its packages lie."""
+    virtual.EnvBuilder(clear=True, symlinks=True, with_pip=False).create(place)
+    # whatever umask says: commands in a sandbox are an ordinary user's
+    os.chmod(place, 0o755)
+    return next((place / "lib").glob("python*")) / "site-packages"
+
+
+def _is_in(site: Path, name: str) -> bool:
+    return (site / name).exists() or (site / f"{name}.py").exists()
+
+
+def _pip(place: Path, *argv: str) -> str:
+    command = [sys.executable, "-m", "pip", "--python", str(place / "bin" / "python"), *argv]
+    quiet = ("-q", "--disable-pip-version-check", "--no-input")
+    try:
+        ran = subprocess.run(
+            [*command, *quiet], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired as e:
+        raise InstallFailed(f"pip {argv[0]} took more than {_TIMEOUT_S:g} s") from e
+    if ran.returncode:
+        raise InstallFailed((ran.stdout + ran.stderr)[-_SHOWN:])
+    return ran.stdout
+
+
+def _built(checkout: Checkout, recipe: Recipe, place: Path) -> tuple[Files, Files]:
+    """The metadata of the package, and the files that its build made. Where it cannot be built,
+    tests may do without."""
+    metadata: dict[str, bytes] = {}
+    generated: dict[str, bytes] = {}
+    with tempfile.TemporaryDirectory(prefix="etude-build-") as scratch:
+        source, target = Path(scratch, "source"), Path(scratch, "built")
+        write_files(source, checkout.files)
+        where = ("--target", str(target), str(source))
+        try:
+            _pip(place, "install", "--no-deps", "--no-compile", *where)
+        except InstallFailed:
+            return {}, {}
+        for file in target.glob("*.dist-info/*"):
+            if file.is_file() and file.name not in ("RECORD", "direct_url.json"):
+                metadata[str(file.relative_to(target))] = file.read_bytes()
+        for pattern in recipe.sources:
+            top = pattern.removesuffix("/*")
+            inside = top.rpartition("/")[0]
+            for file in sorted((target / top.rpartition("/")[2]).rglob("*.py")):
+                path = f"{inside}/{file.relative_to(target)}".lstrip("/")
+                if path not in checkout.files:
+                    generated[path] = file.read_bytes()
+    return metadata, generated
+
+
+def write_files(folder: Path, files: Files) -> None:
+    """Write files below a folder."""
+    for path, content in files.items():
+        place = folder / path
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(content)

@@ -1,0 +1,147 @@
+"""The tests of a repository as it is: which pass every time, how long each takes, and which lines
+each runs."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import resources
+from typing import Any
+
+from etude.core.sandbox import SandboxPool, SandboxSpec
+from etude.factory.recipe import Recipe
+from etude.factory.task import LIMITS, PLAIN, PYTEST, Files, sandbox_env
+
+MAX_TESTS = 80
+"""Of one task."""
+MAX_TESTS_S = 4.0
+_RESULT = ".etude-survey"
+_PLUGIN = "etude_survey.py"
+_SUITE_S = 1500.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuiteRun:
+    """One run of all tests."""
+
+    outcomes: Mapping[str, tuple[bool, float]]
+    """Test -> whether it passed, and its seconds of the processor."""
+    lines: Mapping[str, Mapping[int, Sequence[int]]]
+    """File -> line -> the tests that ran it, by their place in `outcomes`."""
+    output: str
+    start_s: float
+
+    @property
+    def passed(self) -> set[str]:
+        return {name for name, (passed, _) in self.outcomes.items() if passed}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survey:
+    """What is known of the tests that pass whenever they run."""
+
+    seconds: Mapping[str, float]
+    """Test -> how long it takes a processor."""
+    lines: Mapping[str, Mapping[int, frozenset[str]]]
+    """File -> line -> the tests that run it."""
+    start_s: float
+    """How long it takes until the first test runs."""
+
+    def covering(self, path: str, lines: Iterable[int]) -> set[str]:
+        """The tests that run any of these lines."""
+        known = self.lines.get(path, {})
+        return set().union(*(known.get(line, frozenset()) for line in lines))
+
+    def choose(self, tests: Iterable[str]) -> tuple[str, ...]:
+        """As many as a task may have, those that run least beside it first."""
+        breadth = self.breadth
+        chosen: list[str] = []
+        spent = 0.0
+        for test in sorted(tests, key=lambda each: (breadth.get(each, 0), each)):
+            spent += self.seconds[test]
+            if chosen and (spent > MAX_TESTS_S or len(chosen) == MAX_TESTS):
+                break
+            chosen.append(test)
+        return tuple(sorted(chosen))
+
+    @property
+    def breadth(self) -> Mapping[str, int]:
+        """Test -> how many lines it runs."""
+        if id(self) not in _BREADTH:
+            counts: dict[str, int] = {}
+            for lines in self.lines.values():
+                for tests in lines.values():
+                    for test in tests:
+                        counts[test] = counts.get(test, 0) + 1
+            _BREADTH[id(self)] = (self, counts)
+        return _BREADTH[id(self)][1]
+
+    def estimate_s(self, tests: Iterable[str]) -> float:
+        return self.start_s + sum(self.seconds.get(test, 0.0) for test in tests)
+
+    def to_bytes(self) -> bytes:
+        told = asdict(self) | {
+            "lines": {
+                path: {str(line): sorted(tests) for line, tests in lines.items()}
+                for path, lines in self.lines.items()
+            }
+        }
+        return zlib.compress(json.dumps(told).encode())
+
+    @classmethod
+    def from_bytes(cls, packed: bytes) -> Survey:
+        told = json.loads(zlib.decompress(packed))
+        lines = {
+            path: {int(line): frozenset(tests) for line, tests in found.items()}
+            for path, found in told["lines"].items()
+        }
+        return cls(seconds=told["seconds"], lines=lines, start_s=told["start_s"])
+
+
+_BREADTH: dict[int, tuple[Survey, Mapping[str, int]]] = {}
+
+
+def combine(first: SuiteRun, others: Sequence[SuiteRun]) -> Survey:
+    """What holds in all runs. The first one has the lines."""
+    stable = first.passed.intersection(*(run.passed for run in others))
+    usable = {name for name in stable if name.isprintable() and "'" not in name}
+    names = list(first.outcomes)
+    plain = others[0] if others else first
+    seconds = {name: plain.outcomes[name][1] for name in names if name in usable}
+    lines = {
+        path: {
+            line: frozenset(names[n] for n in tests if names[n] in usable)
+            for line, tests in found.items()
+        }
+        for path, found in first.lines.items()
+    }
+    return Survey(seconds=seconds, lines=lines, start_s=plain.start_s)
+
+
+async def run_suite(
+    pool: SandboxPool, files: Files, recipe: Recipe, venv: str, *, lines: bool
+) -> SuiteRun:
+    """All tests in a fresh sandbox. `lines`: with what each runs, which takes longer."""
+    plugin = resources.files("etude.factory").joinpath("survey_plugin.py").read_bytes()
+    env = sandbox_env(venv, recipe.pythonpath) | ({"ETUDE_SURVEY": "/work/"} if lines else {})
+    spec = SandboxSpec(files={**files, _PLUGIN: plugin}, env=env, limits=LIMITS)
+    quoted = " ".join(f"'{path}'" for path in recipe.tests)
+    command = f"{PYTEST} {PLAIN} -p etude_survey --continue-on-collection-errors {quoted}"
+    async with pool.open(spec) as sandbox:
+        ran = await sandbox.run(["sh", "-c", command], timeout_s=_SUITE_S)
+        made = await sandbox.patch()
+    found: dict[str, Any] = {"tests": {}, "lines": {}, "start_s": 0.0}
+    if (entry := made.get(_RESULT)) is not None:
+        found = json.loads(zlib.decompress(entry[1]))
+    output = ran.output if ran.exit_code is not None else f"timed out\n{ran.output}"
+    return SuiteRun(
+        outcomes={name: (passed, took) for name, (passed, took) in found["tests"].items()},
+        lines={
+            path: {int(line): tests for line, tests in each.items()}
+            for path, each in found["lines"].items()
+        },
+        output=output,
+        start_s=found["start_s"],
+    )

@@ -1,0 +1,164 @@
+"""A build from end to end: a small repository becomes proven tasks, of which a run can be made."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from etude.cli import main
+from etude.core.types import Attempt, Transcript
+from etude.factory.build import Options, Status, open_workshop
+from etude.factory.check import check, task_folders
+from etude.factory.grade import grade
+from etude.factory.harbor import read_task
+from etude.factory.task import RepositoryTask
+from etude.run.task_folder import TaskFolder, split_of
+from tests.factory.tiny import build_tiny, make_repository
+
+LIMIT = 5
+NOTHING = Attempt(transcript=Transcript(messages=[], finished=True), segments=())
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Status]:
+    place = tmp_path_factory.mktemp("factory")
+    place.chmod(0o755)
+    source = make_repository(place / "shop")
+    return place / "out", build_tiny(source, place / "out", LIMIT)
+
+
+def tasks_of(folder: Path) -> list[RepositoryTask]:
+    return [read_task(place) for place in task_folders(folder)]
+
+
+def test_tasks_of_many_kinds_are_kept(built: tuple[Path, Status]) -> None:
+    folder, status = built
+    kinds = {task.kind for task in tasks_of(folder)}
+    assert {"bug", "bugs", "history"} <= kinds
+    assert status.kept == len(tasks_of(folder)) == sum(status.summary()["kinds"].values())
+
+
+def test_a_flaky_test_is_in_no_task(built: tuple[Path, Status]) -> None:
+    for task in tasks_of(built[0]):
+        assert not any("flaky" in test for test in (*task.fail_to_pass, *task.pass_to_pass))
+
+
+def test_what_shows_the_bug_is_not_in_the_working_copy(built: tuple[Path, Status]) -> None:
+    for task in tasks_of(built[0]):
+        shown = task.opening["tests/test_cart.py"].decode()
+        for test in task.fail_to_pass:
+            assert f"def {test.rpartition('::')[2]}(" not in shown
+        for path, content in task.solution.items():
+            assert task.opening[path] != content
+        assert not any(path.startswith(".git") for path in task.opening)
+
+
+def test_the_package_itself_is_not_installed(built: tuple[Path, Status]) -> None:
+    assert not list((built[0] / "venvs").rglob("shop/cart.py"))
+
+
+def test_the_same_command_goes_on(built: tuple[Path, Status]) -> None:
+    folder, status = built
+    log = folder / "build.jsonl"
+    lines = log.read_text()
+    log.write_text(lines + '{"task": "torn')  # killed in the middle of a line
+    try:
+        again = build_tiny(folder.parent / "shop", folder, LIMIT)
+        assert again.summary() == status.summary()
+        assert len(task_folders(folder)) == status.kept
+    finally:
+        log.write_text(lines)
+
+
+def test_rows_are_written_and_read(built: tuple[Path, Status], tmp_path: Path) -> None:
+    folder, status = built
+    rows = [json.loads(line) for line in (folder / "swe-bench.jsonl").read_text().splitlines()]
+    assert len(rows) == status.kept
+    row = next(row for row in rows if "-history-" in row["instance_id"])
+    assert json.loads(row["FAIL_TO_PASS"]) and row["test_patch"] and len(row["base_commit"]) == 40
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row | {"repo": str(folder.parent / "shop")}))
+    tmp_path.chmod(0o755)
+    out = tmp_path / "out"
+    for part in ("venvs", "repositories"):  # prepared before
+        shutil.copytree(folder / part, out / part, symlinks=True)
+    assert build_tiny(str(tmp_path / "rows.jsonl"), out, 3).kinds == {"row": 1}
+    (again,) = tasks_of(out)
+    (before,) = [task for task in tasks_of(folder) if task.id == row["instance_id"]]
+    assert again.fail_to_pass == before.fail_to_pass
+    assert (again.opening, again.solution) == (before.opening, before.solution)
+
+
+async def test_only_the_package_is_taken_over(built: tuple[Path, Status]) -> None:
+    task = tasks_of(built[0])[0]
+    cheats = {
+        "shop/conftest.py": "import os; os._exit(0)\n",
+        "conftest.py": "import os; os._exit(0)\n",
+        "tests/test_cart.py": "def test_total():\n    pass\n",
+        "pytest.py": "raise SystemExit(0)\n",
+        "sitecustomize.py": "import os; os._exit(0)\n",
+    }
+    async with (
+        open_workshop(built[0], Options()) as workshop,
+        workshop.pool.open(task.as_task().sandbox) as sandbox,
+    ):
+        for path, text in cheats.items():
+            await sandbox.write(path, text)
+        score = await grade(task, sandbox, workshop.pool)
+    # nothing of it had an effect: those that pass do, those that fail too
+    share = len(task.pass_to_pass) / len(task.expected)
+    assert (score.reward, score.parts[0].value) == (0.0, share)
+
+
+async def test_a_check_finds_what_does_not_hold(built: tuple[Path, Status], tmp_path: Path) -> None:
+    wrong = task_folders(built[0])[0]
+    shutil.copytree(wrong, tmp_path / wrong.name)
+    for file in (tmp_path / wrong.name / "solution" / "files").rglob("*.py"):
+        file.write_bytes(b"raise ImportError\n")
+    async with open_workshop(built[0], Options()) as workshop:
+        found = await check(
+            tmp_path, workshop.pool, repetitions=1, jobs=2, changed=lambda found: None
+        )
+    assert found.broken == {wrong.name: "the solution fails"}
+    assert (found.tasks, found.ok, found.flaky) == (1, 0, 0)
+
+
+async def test_a_run_can_be_made_of_it(built: tuple[Path, Status]) -> None:
+    counts = {"train": 100, "heldout": 100, "novel": 0}
+    async with open_workshop(built[0], Options()) as workshop:
+        environment = TaskFolder(workshop.pool, counts=counts, seed=0, path=str(built[0]))
+        tasks = [*environment.tasks("train"), *environment.tasks("heldout")]
+        assert {task.id for task in tasks} == {task.id for task in tasks_of(built[0])}
+        task = tasks[0]
+        async with environment.open(task) as sandbox:
+            assert (await environment.score(task, sandbox, NOTHING)).reward == 0.0
+            for path, text in environment.solution(task).items():
+                await sandbox.write(path, text)
+            assert (await environment.score(task, sandbox, NOTHING)).reward == 1.0
+
+
+def test_tasks_that_change_the_same_file_are_on_the_same_side(built: tuple[Path, Status]) -> None:
+    assert len({split_of(task) for task in tasks_of(built[0])}) == 1
+
+
+def test_the_commands_say_what_there_is(
+    built: tuple[Path, Status], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = built[0]
+    assert main(["tasks", "stats", str(folder), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["kinds"] == dict(built[1].kinds)
+    one = task_folders(folder)[0]
+    assert main(["tasks", "show", str(folder), one.name]) == 0
+    said = capsys.readouterr().out
+    assert one.name in said and "+++ b/" in said
+    assert main(["tasks", "show", str(folder), "nothing-of-the-kind"]) == 2
+
+
+def test_a_source_that_is_none_is_told(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    tmp_path.chmod(0o755)
+    status = build_tiny(tmp_path / "empty", tmp_path / "out", 1)
+    assert status.kept == 0
+    assert "no package with tests" in status.discarded[str(tmp_path / "empty")]

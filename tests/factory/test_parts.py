@@ -1,0 +1,234 @@
+"""The parts of the factory that decide, without a sandbox."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+from etude.core.errors import EtudeError
+from etude.factory.candidates import split_change
+from etude.factory.harbor import read_task, write_solve_rate, write_task
+from etude.factory.hiding import functions_of, without_functions
+from etude.factory.instruct import instruct
+from etude.factory.leaks import hunks, is_leaked, windows_of
+from etude.factory.mutations import MUTATIONS, SourceFile
+from etude.factory.recipe import HeuristicProposer, find_layout
+from etude.factory.sources import fetch, name_of
+from etude.factory.swebench import Row, diff, patched
+from etude.factory.task import RepositoryTask, is_test_file, reported_name
+from tests.factory.tiny import CART, TESTS
+
+SAMPLE = b'''\
+"""Many things to get wrong."""
+
+__all__ = ["pick", "other"]
+
+
+def pick(items, limit=None, *, key=None):
+    """Pick some."""
+    found = []
+    count = 0
+    for item in items:  # a comment
+        if not item or item in found:
+            continue
+        if count >= 3 and limit is not None:
+            break
+        elif key:
+            found.append(sorted(item, key=key))
+        else:
+            found.append(item)
+        count += 1
+    try:
+        return found[1:limit] + list(divmod(count, 2))
+    except (TypeError, ValueError):
+        raise
+
+
+def other(a):
+    return a * 2
+'''
+
+
+def test_every_kind_of_mutation_is_found_and_leaves_python() -> None:
+    file = SourceFile(SAMPLE)
+    assert {site.kind for site in file.sites} == MUTATIONS.keys()
+    for site in file.sites:
+        mutated = file.mutated([site])
+        ast.parse(mutated)
+        assert mutated != SAMPLE
+        changed = hunks(SAMPLE.splitlines(), mutated.splitlines())
+        assert len(changed) == 1 and b"# a comment" in mutated
+
+
+def test_several_mutations_at_once() -> None:
+    file = SourceFile(SAMPLE)
+    first = next(site for site in file.sites if site.function == "pick")
+    second = next(site for site in file.sites if site.function == "other")
+    mutated = file.mutated([first, second])
+    assert len(hunks(SAMPLE.splitlines(), mutated.splitlines())) == 2
+
+
+def test_functions_are_emptied_and_removed() -> None:
+    file = SourceFile(SAMPLE)
+    (other,) = [each for each in file.functions if each.name == "other"]
+    assert file.stubbed(other).endswith(b"def other(a):\n    raise NotImplementedError\n")
+    removed = file.without(other)
+    assert b"other" not in removed and b'__all__ = ["pick"' in removed
+    (pick,) = [each for each in file.functions if each.name == "pick"]
+    assert pick.head.endswith('"""Pick some."""') and pick.body_lines[0] == 8
+    assert b'"""Pick some."""\n    raise NotImplementedError' in file.stubbed(pick)
+
+
+def test_tests_are_taken_out_of_their_file() -> None:
+    names = {"TestCart::test_total", "TestCart::test_discount", "TestCart::test_names"}
+    assert names < functions_of(TESTS.encode()).keys()
+    without = without_functions(TESTS.encode(), names)
+    assert b"test_total" not in without and b"parametrize" not in without
+    tree = ast.parse(without)
+    (cart,) = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    assert isinstance(cart.body[0], ast.Pass)
+    assert functions_of(without).keys() == functions_of(TESTS.encode()).keys() - names
+
+
+def test_a_copy_elsewhere_is_a_leak() -> None:
+    broken = CART.replace("full * discount // 100", "full * discount // 101").encode()
+    elsewhere = windows_of({"build/cart.py": CART.encode()})
+    assert is_leaked(broken, CART.encode(), elsewhere.values())
+    others = windows_of({"a.py": TESTS.encode(), "b.py": broken})
+    assert not is_leaked(broken, CART.encode(), others.values())
+
+
+def test_a_commit_in_two_halves() -> None:
+    before = {"a.py": b"x = 1\ny = 2\nz = 3\n"}
+    done, rest = split_change(before, {"a.py": b"x = 2\ny = 2\nz = 4\n"}) or ({}, {})
+    assert done == {"a.py": b"x = 2\ny = 2\nz = 3\n"} and rest == {"a.py": b"x = 2\ny = 2\nz = 4\n"}
+    assert split_change(before, {"a.py": b"x = 2\ny = 2\nz = 3\n"}) is None
+
+
+def test_the_layout_of_a_repository() -> None:
+    flat = {
+        "shop/__init__.py": b"",
+        "shop/cart.py": b"",
+        "tests/test_cart.py": b"",
+        "setup.py": b"",
+    }
+    assert find_layout(flat) == (("",), ("shop/*",), ("tests/test_cart.py",))
+    inner = {"src/shop/__init__.py": b"", "src/shop/tests/test_a.py": b"", "docs/conf.py": b""}
+    assert find_layout(inner) == (("src", ""), ("src/shop/*",), ("src/shop/tests/test_a.py",))
+    single = {"shop.py": b"", "test/test_shop.py": b"", "setup.py": b""}
+    assert find_layout(single) == (("",), ("shop.py",), ("test/test_shop.py",))
+    assert find_layout({"shop/__init__.py": b""}) is None
+
+
+def test_requirements_come_from_where_people_write_them() -> None:
+    files = {
+        "shop/__init__.py": b"",
+        "tests/test_a.py": b"",
+        "pyproject.toml": b'[project]\nname = "shop"\ndependencies = ["attrs>=22"]\n'
+        b'[project.optional-dependencies]\ntest = ["hypothesis", "pytest-cov", "shop[x]"]\n',
+        "tox.ini": b"[testenv]\ndeps =\n    pytest\n    py3: freezegun\n",
+        ".github/workflows/ci.yml": b"run: pip install pyyaml && pytest\n",
+    }
+    proposer = HeuristicProposer()
+    first = proposer.propose(files, [])
+    assert first is not None
+    assert {"attrs>=22", "hypothesis", "freezegun", "pyyaml", "pytest"} <= {*first.requirements}
+    assert not {"pytest-cov", "shop[x]"} & {*first.requirements}
+    second = proposer.propose(files, ["E   ModuleNotFoundError: No module named 'dateutil'"])
+    assert second is not None and "python-dateutil" in second.requirements
+    third = proposer.propose(files, ["ERROR: No matching distribution found for freezegun"])
+    assert third is not None and "freezegun" not in third.requirements
+
+
+def task() -> RepositoryTask:
+    return RepositoryTask(
+        id="shop-bug-1",
+        kind="bug",
+        repository="shop",
+        origin="shop@" + "0" * 40,
+        instruction='Mend "it": \\ \u2713\n',
+        base={"shop/cart.py": b"x = 1\n", "data.bin": b"\0\1"},
+        changes={"shop/cart.py": b"x = 2\n"},
+        solution={"shop/cart.py": b"x = 1\n"},
+        tests={"tests/test_a.py": b""},
+        fail_to_pass=("tests/test_a.py::test_a",),
+        pass_to_pass=("tests/test_a.py::TestB::test_b",),
+        sources=("shop/*",),
+        venv="shop",
+        requirements=("pytest==9.0",),
+        facts={"mutations": "constant", "quoted": 'a "b" \\ c'},
+    )
+
+
+def test_a_task_is_read_as_it_was_written(tmp_path: Path) -> None:
+    place = write_task(tmp_path, task(), tmp_path / "archives")
+    assert read_task(place) == task()
+    write_solve_rate(place, 0.25)
+    write_solve_rate(place, 0.5)
+    assert read_task(place).solve_rate == 0.5
+    assert {each.name for each in place.iterdir()} == {
+        "task.toml", "instruction.md", "environment", "tests", "solution"
+    }  # fmt: skip
+
+
+def test_a_task_of_others_is_told_to_need_a_container(tmp_path: Path) -> None:
+    (tmp_path / "task.toml").write_text('schema_version = "1.1"\n[verifier]\ntimeout_sec = 60\n')
+    with pytest.raises(EtudeError, match="container"):
+        read_task(tmp_path)
+
+
+def test_patches_apply() -> None:
+    before = {"a.py": b"x = 1\ny = 2", "b.py": b"z\n"}
+    after = {"a.py": b"x = 1\ny = 3", "new.py": b"n\n"}
+    assert patched(before, diff(before, after)) == after
+    with pytest.raises(EtudeError, match="does not apply"):
+        patched({"a.py": b"other\n"}, diff(before, after))
+
+
+def test_a_row_that_is_none_is_told() -> None:
+    with pytest.raises(EtudeError, match="rows:3: .*'repo'"):
+        Row.from_json({"instance_id": "x"}, "rows:3")
+
+
+def test_names() -> None:
+    assert reported_name("tests/test_a.py::TestB::test_c") == "tests.test_a.TestB::test_c"
+    assert name_of("https://host/people/more-itertools.git") == "more-itertools"
+    assert name_of("Some_Package==1.2.3") == "some-package"
+    assert name_of("some_package-1.2.3.tar.gz") == "some-package"
+    assert is_test_file("pkg/tests/helper.py") and not is_test_file("pkg/testimony.py")
+
+
+def test_a_folder_is_fetched_without_caches(tmp_path: Path) -> None:
+    for path in ("shop/a.py", "build/lib/shop/a.py", "shop/__pycache__/a.pyc", "x.egg-info/b"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text("a")
+    assert fetch(str(tmp_path), tmp_path / "clones").files.keys() == {"shop/a.py"}
+    with pytest.raises(EtudeError, match="no such folder"):
+        fetch("./nothing/here", tmp_path)
+
+
+def test_without_libcst_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "etude.factory.mutations")
+    monkeypatch.setitem(sys.modules, "libcst", None)
+    with pytest.raises(EtudeError, match=r"pip install 'etude\[tasks\]'"):
+        importlib.import_module("etude.factory.mutations")
+
+
+def test_what_the_user_says() -> None:
+    facts = {"functions": "shop/cart.py:Cart.total", "head": "def total(self):"}
+    test = "    def test_total(self):\n        assert 1\n"
+    for number in range(12):
+        for kind in ("bug", "bugs", "stub", "removal"):
+            said = instruct(
+                f"{kind}-{number}", kind, facts, ("a.py::test_total",), test, "boom {x}"
+            )
+            assert ("shop/cart.py" in said or "test_total" in said) and "    def" not in said
+    message = "Add totals (#12)\n\nMore.\n\nFixes #3\nSigned-off-by: A <a@b.c>"
+    said = instruct("x", "split", {"message": message}, ("t",), test, "")
+    assert (
+        said.startswith("Add totals\n\nMore.") and "Signed" not in said and "Do the rest." in said
+    )
