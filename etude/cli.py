@@ -269,9 +269,22 @@ def _machine() -> str:
 
 
 def doctor(args: argparse.Namespace) -> int:
+    if args.run is not None:
+        from etude.commands.waiting import waiting
+
+        return waiting(args.run, as_json=args.json)
+
     from etude.commands.doctor import doctor
 
     return doctor(as_json=args.json)
+
+
+def dash(args: argparse.Namespace) -> int:
+    from etude.commands.dash import Options, dash
+
+    given = {name: value for name, value in vars(args).items() if name != "command"}
+    dash(Options(**given))
+    return 0
 
 
 COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
@@ -288,6 +301,7 @@ COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "audit": audit,
     "show": show,
     "sessions": sessions,
+    "dash": dash,
     "keys": keys,
     "doctor": doctor,
     "bench": bench,

@@ -61,6 +61,8 @@ EDGES: dict[str, set[str]] = {
     "run.operators": {"model"},
     "bench": MIDDLE | {"commands", "launch", "run", "trainer"},
     "dash": {"store"},
+    "dash.fleet": {"weights.manifest"},
+    "dash.server": {"model.directory", "model.tokenizer"},
     "rewards": {"tasks.repair"},
     "engine": {"model"},
     "train": {"model"},
@@ -84,6 +86,10 @@ OUTSIDE: dict[str, set[str]] = {
     "store.rollouts": {"arro3", "numpy"},
     "weights": TORCH | {"blake3"},
     "weights.signing": {"cryptography"},
+    "dash.answers": {"numpy"},
+    "dash.guard": {"starlette"},
+    "dash.server": {"starlette", "msgspec", "blake3"},
+    "dash.table": {"numpy"},
     "bench": {"torch", "numpy", "zstandard"},
     "bench.engine": {"transformers"},
     "bench.engine_cuda": {"torch", "transformers"},
@@ -133,6 +139,7 @@ WITHOUT_TORCH = [
     "etude.run.loop",
     "etude.run.controller",
     "etude.launch.launcher",
+    "etude.commands.dash",
 ]
 
 MAX_BROAD_EXCEPTS = 3
