@@ -12,7 +12,7 @@ import numpy as np
 from etude.core.lineage import stage_spans
 from etude.dash.page import describe
 from etude.dash.recorded import RecordedRun, clusters
-from etude.dash.table import Filter, RolloutTable, became
+from etude.dash.table import WAITS, Filter, RolloutTable, became
 from etude.dash.waits import summed_up
 from etude.store.codec import Stamped
 from etude.store.rollouts import RolloutRow
@@ -61,12 +61,12 @@ def overview(recorded: RecordedRun) -> dict[str, Any]:
         "legend": page.legend,
         "lag_bound": bound,
         "lags": history.lags,
-        "lag_split": lag_split(recorded.table),
+        "lag_split": recorded.memo("lag_split", lambda: lag_split(recorded.table)),
         "stages": _stages(recorded),
         "steps": history.steps | {"ess": history.ess},
         "fits": history.fits,
         "evals": [asdict(each) for each in history.evals],
-        "solve": solve_rates(recorded.table),
+        "solve": recorded.memo("solve", lambda: solve_rates(recorded.table)),
         "cost": _cost(recorded.table),
     }
 
@@ -186,9 +186,14 @@ def _worst_tasks(
 
 
 def ledger(recorded: RecordedRun) -> dict[str, Any]:
+    return recorded.memo("ledger", lambda: _ledger(recorded))
+
+
+def _ledger(recorded: RecordedRun) -> dict[str, Any]:
     ledger, table = recorded.ledger, recorded.table
     places = table.find(Filter(kind="train"))
-    settled = np.array([p for p in places if became(table.rows[p]) != "waits"], dtype=np.int64)
+    known = (p for p in places if (row := table.rows[p]).object and became(row) != WAITS)
+    settled = np.fromiter(known, np.int64)
     return {
         "issued": ledger.issued,
         "trained": ledger.trained,

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 from etude.core.config import RunConfig
 from etude.core.errors import EtudeError
@@ -30,7 +30,7 @@ from etude.store.telemetry import EventReader
 
 T = TypeVar("T")
 
-FRESH_S = 0.8
+FRESH_S = 0.4
 """What was read within that time is not read again."""
 LOOK_S = 30.0
 """Between two looks for what is missing."""
@@ -63,6 +63,7 @@ class RecordedRun:
         self._looked: float | None = None
         self._missing: list[str] = []
         self._causes: dict[str, tuple[str, str]] = {}
+        self._memos: dict[str, tuple[int, Any]] = {}
         self._unsettled: set[str] = set()
         """Rollouts that are known by their events alone."""
 
@@ -127,6 +128,14 @@ class RecordedRun:
         except KeyError:  # of an evaluation, or the entry that issued it is lost
             return None
 
+    def memo(self, name: str, compute: Callable[[], T]) -> T:
+        """What was computed of this name since something new was read."""
+        found = self._memos.get(name)
+        if found is None or found[0] != self.revision:
+            found = self._memos[name] = (self.revision, compute())
+        value: T = found[1]
+        return value
+
     @property
     def config(self) -> RunConfig | None:
         """None if there is none that can be read."""
@@ -160,7 +169,7 @@ class RecordedRun:
             found.append(f"{url}: {len(lost)} trained groups are not there, such as {lost[0]}")
         if gone := sorted(self._batched.keys() - batches):
             found.append(
-                f"{url}: the batches of {len(gone)} steps are not there, such as {gone[0]}"
+                f"{url}: {len(gone)} batches are not there, such as that of step {gone[0]}"
             )
         if groups and not self.run.objects.exists("model/tokenizer.json"):
             found.append(f"{url}: model/tokenizer.json is not there: tokens cannot be read as text")

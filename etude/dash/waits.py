@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from etude.core.events import AttemptDone, Event, GroupDone, RunDone
+from etude.core.events import AttemptDone, Event, GroupDone, Launched, RunDone
 from etude.core.ledger import Batched, Dropped, Entry, Issued, Trained
 
 STOPPED_S = 60.0
@@ -68,7 +68,8 @@ class Waits:
 
     def apply(self, t: float, event: Event) -> None:
         self.told = max(self.told, t)
-        self.finished = isinstance(event, RunDone)
+        if isinstance(event, Launched | RunDone):
+            self.finished = isinstance(event, RunDone)
         if isinstance(event, AttemptDone) and (found := self._open.get(event.id)) is not None:
             found.ended = True
             found.since = max(found.since, t)

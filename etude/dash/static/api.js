@@ -60,7 +60,7 @@ export async function download(path, name) {
   URL.revokeObjectURL(url);
 }
 
-const EVERY_MS = 1500;
+const EVERY_MS = 1000;
 
 // {data, error}: what the server says of each path, asked again while the page is seen.
 export function useAll(paths, every = EVERY_MS) {

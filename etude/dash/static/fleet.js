@@ -15,7 +15,7 @@ function Workers({ data }) {
         <small>${percent(each.busy)} busy, ${each.running} running, ${each.waiting} waiting</small><${Bar} share=${each.busy} />
       </div>`,
     )}
-    <div class="tile"><span>window</span><b>${data.slots[0]} of ${data.slots[1]}</b><small>slots in use, ${data.sessions} sessions under way</small></div>
+    <div class="tile"><span>window</span><b>${data.slots[0]} of ${data.slots[1]}</b><small>slots in use and ${data.sessions} sessions under way, as last told</small></div>
   </div>`;
 }
 
@@ -48,7 +48,7 @@ export function Fleet({ run }) {
   const sizes = data.versions.filter((each) => each.digest && !each.snapshot).reverse();
   return html`
     <${Workers} data=${data} />
-    <div class="charts">
+    <div class="charts four">
       <${Chart} title="Version served" note="by seconds" series=${lines("version")} sync="time" />
       <${Chart} title="Engine busy" note="by seconds" series=${lines("busy")} unit=${percent} range=${() => [0, 1]} sync="time" />
       <${Chart} title="Requests running" note="by seconds" series=${lines("running")} sync="time" />

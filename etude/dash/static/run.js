@@ -124,7 +124,7 @@ function solveCurves(found, order) {
   return found
     .flatMap((run) =>
       Object.entries(run.solve).map(([kind, { version, rate }]) => ({
-        label: found.length > 1 ? `${run.name} ${kind}` : kind.replace(/^train .*:/, "train "),
+        label: `${found.length > 1 ? `${run.name} ` : ""}${kind.replace(/^train .*:/, "train ")}`,
         x: version,
         y: rate,
       })),
