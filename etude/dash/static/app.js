@@ -142,7 +142,7 @@ function App() {
   return html`
     <a class="skip" href="#main">to the content</a>
     <header>
-      <${Link} to=${place(runs.join(","))} class="logo" aria-label="etude, overview">étude<//>
+      <${Link} to=${place(runs.join(","))} class="logo">étude<//>
       <${RunChoice} all=${all} chosen=${runs} view=${at.view} />
       <nav aria-label="views">
         ${VIEWS.map(

@@ -1,6 +1,6 @@
 // Small parts that all views use. All text goes through Preact, which never makes markup of it.
 
-import { html, useEffect, useState } from "/vendor/preact.js";
+import { html, useEffect, useLayoutEffect, useState } from "/vendor/preact.js";
 
 // Places: a path, and what is asked of it.
 
@@ -118,7 +118,7 @@ export function Alarms({ alarms = [], advice, missing = [] }) {
 
 // Keys: {key: handler}, unless somebody is typing.
 export function useKeys(keys) {
-  useEffect(() => {
+  useLayoutEffect(() => {
     const press = (event) => {
       const typing = /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName);
       if (typing || event.metaKey || event.ctrlKey || event.altKey) return;
