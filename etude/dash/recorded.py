@@ -195,8 +195,8 @@ class RecordedRun:
         key = row.object or f"groups/{row.group}"
         if row.object is None and not self.run.objects.exists(key):
             raise Missing(
-                f"the conversation of {id} is not stored yet: that happens when all attempts of "
-                f"its group have ended"
+                f"the conversation of {id} is not stored: a group is when all its attempts have "
+                f"ended" + (f", and this one was {row.dropped} before" if row.dropped else "")
             )
         return key
 

@@ -52,7 +52,8 @@ export function Chart({ title, note, series, log = false, unit = short, range, s
           ...axis,
           size: 52,
           grid: { ...axis.grid, show: !log },
-          values: log ? powers : (u, marks) => marks.map((v) => (v == null ? "" : unit(v))),
+          ticks: { ...axis.ticks, show: !log },
+          values: log ? powers : (u, marks) => marks.map((v) => (v == null ? "" : unit === short && Math.abs(v) < 1e4 ? Number(v.toPrecision(3)) : unit(v))),
         },
       ],
       series: [
