@@ -70,6 +70,7 @@ def _add_runs(add: AddCommand) -> None:
     demo_parser.add_argument(
         "--fresh", action="store_true", help="remove an earlier demo there first"
     )
+    _add_no_dash(demo_parser)
     _add_set(demo_parser)
 
     run_parser = add(
@@ -85,6 +86,7 @@ def _add_runs(add: AddCommand) -> None:
     run_parser.add_argument(
         "--dry-run", action="store_true", help="check all that a start checks, print the plan, end"
     )
+    _add_no_dash(run_parser)
     _add_set(run_parser)
 
     _add_init(add)
@@ -364,6 +366,12 @@ def _seconds(text: str) -> float:
     if not 0 <= (value := float(text)) < float("inf"):
         raise argparse.ArgumentTypeError("seconds, 0 or more")
     return value
+
+
+def _add_no_dash(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--no-dash", action="store_true", help="no link to a dashboard on the terminal"
+    )
 
 
 def _add_set(parser: argparse.ArgumentParser) -> None:

@@ -84,15 +84,16 @@ def _train(config: RunConfig, directory: Path, args: argparse.Namespace) -> int:
         and directory.joinpath("config.json").is_file()
         and is_finished(Run.open(place.store), config)
     )
-    local.execute(config, place, console, resume=_again(None), fresh=args.fresh)
+    with_dash = console.is_terminal and not args.no_dash
+    local.execute(config, place, console, resume=_again(None), fresh=args.fresh, dash=with_dash)
     run = place.open()
     if before:
         console.print("this run was finished before; here is what it came to", highlight=False)
     print_example(run, console)
     audited = page(run, place, console)
     console.print(
-        f"inspect it: etude sessions {directory}   etude show {directory} --all   "
-        f"etude audit {directory}",
+        f"inspect it: etude dash {directory}   etude sessions {directory}   "
+        f"etude show {directory} --all   etude audit {directory}",
         highlight=False,
         soft_wrap=True,
     )

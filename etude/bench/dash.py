@@ -32,7 +32,7 @@ from etude.core.config import parse
 from etude.core.events import EVENTS, AttemptDone, StepDone
 from etude.core.ledger import Batched, Issued, Trained
 from etude.core.sampling import VersionSpan
-from etude.core.types import Cost, Group, Part, Score, Segment, Trajectory
+from etude.core.types import Cost, Group, Json, Part, Score, Segment, Trajectory
 from etude.store.rollouts import RolloutLog, RolloutRow
 from etude.store.runs import Run
 
@@ -151,7 +151,7 @@ def _long_group() -> Group:
         versions=tuple(VersionSpan(version, sampled // 10) for version in range(10)),
     )
     call = {"id": "1", "function": {"name": "run", "arguments": '{"command": "pytest -q"}'}}
-    messages = [
+    messages: list[dict[str, Json]] = [
         {"role": "assistant", "content": "I look at the next file.", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "1", "content": "def f(x):\n    return x + 1\n" * 120},
     ] * 250

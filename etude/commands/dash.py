@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,10 +34,20 @@ async def _serve(options: Options) -> None:
     token = process.token(options.token_file)
     runs = open_runs(options.runs)
     listener = process.bind(options.host, options.port, token)
-    app = create_app(runs, Access(host=options.host, token=token))
-    async with process.serving(app, listener) as running:
+    await _answer(runs, listener, Access(host=options.host, token=token))
+
+
+async def serve_beside(directory: str, listener: socket.socket) -> None:
+    """For the run in that directory, which may have nothing in its store yet, on a port that its
+    launcher has opened."""
+    run = RecordedRun(Path(directory).name, Run.open(directory, create=False))
+    await _answer([run], listener, Access(host="127.0.0.1", token=process.token()))
+
+
+async def _answer(runs: Sequence[RecordedRun], listener: socket.socket, access: Access) -> None:
+    async with process.serving(create_app(runs, access), listener) as running:
         # In the part of an address behind # nothing is sent to a server or written to its log.
-        secret = f"#token={token}" if token else ""
+        secret = f"#token={access.token}" if access.token else ""
         print(f"dashboard at {process.url_of(listener)}/{secret}", flush=True)
         await running
 
@@ -52,3 +64,8 @@ def open_runs(urls: Sequence[str]) -> list[RecordedRun]:
         name = next(name for name in names if name not in found)
         found[name] = RecordedRun(name, run)
     return list(found.values())
+
+
+if __name__ == "__main__":
+    store, descriptor = sys.argv[1:]
+    process.run(lambda: serve_beside(store, socket.socket(fileno=int(descriptor))))
