@@ -64,6 +64,17 @@ test-typescript: $(DEV) ## the TypeScript client, and a run that is trained on a
 	@cd examples/by_url && npm install --no-audit --no-fund --silent && npm run --silent build
 	@$(BIN)/python -m pytest -q -rP -m typescript tests/clients
 
+test-dash: $(DEV) .venv-dash ## the dashboard in a real browser (apt install chromium; installs Playwright and axe-core, 130 MB)
+	@AXE=.venv-dash/node_modules/axe-core/axe.min.js PYTHONPATH="$$($(BIN)/python -c \
+	    'import site; print(site.getsitepackages()[0])')" .venv-dash/bin/python -m pytest -q -m browser tests/dash
+
+# An environment of its own, which sees ours.
+.venv-dash:
+	@$(PYTHON) -m venv $@.part
+	@$@.part/bin/python -m pip install --disable-pip-version-check --quiet playwright==1.65.0
+	@npm install --prefix $@.part --no-audit --no-fund --silent axe-core@4.14.0
+	@mv $@.part $@
+
 mutants: $(DEV) ## the share of small, random mistakes that the tests catch (COUNT=300 SEED=0; takes hours, and may be stopped)
 	@$(BIN)/python -m tests.mutants --count $(or $(COUNT),300) --seed $(or $(SEED),0)
 
@@ -111,7 +122,7 @@ screens: $(DEV) ## capture docs/screens/ from real runs in a terminal (takes min
 	@$(BIN)/python docs/screens/capture.py
 
 clean: ## remove the virtual environment and every cache; runs stay
-	rm -rf .venv .venv-vllm .venv-wheels .agents build dist etude.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-dash .venv-vllm .venv-wheels .agents build dist etude.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find etude tests examples -name __pycache__ -prune -exec rm -rf {} +
 
 $(RUNTIME):
@@ -129,4 +140,4 @@ $(DEV): $(RUNTIME)
 	@$(PIP) -r requirements-dev.txt
 	@rm -f .venv/.dev-* && touch $@
 
-.PHONY: help demo test test-s3 test-vllm test-agents test-schema test-typescript wheels mutants lint format types bench bench-trl bench-gateway model screens clean
+.PHONY: help demo test test-s3 test-vllm test-agents test-schema test-typescript test-dash wheels mutants lint format types bench bench-trl bench-gateway model screens clean

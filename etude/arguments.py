@@ -11,6 +11,7 @@ from etude.core.sampling import DEFAULT_MAX_TOKENS
 from etude.core.types import EVAL_SPLITS
 
 BENCHMARKS = {
+    "dash": "the dashboard over 100,000 rollouts: filters, a session of 200,000 tokens, memory",
     "delta": "weight deltas: size, and speed of one core at making and applying them",
     "edits": "speculative edits: forward passes over real edits, and time",
     "engine": "the engine's throughput, beside transformers on the same weights",
@@ -73,6 +74,7 @@ def _add_runs(add: AddCommand) -> None:
     demo_parser.add_argument(
         "--fresh", action="store_true", help="remove an earlier demo there first"
     )
+    _add_no_dash(demo_parser)
     _add_set(demo_parser)
 
     run_parser = add(
@@ -88,6 +90,7 @@ def _add_runs(add: AddCommand) -> None:
     run_parser.add_argument(
         "--dry-run", action="store_true", help="check all that a start checks, print the plan, end"
     )
+    _add_no_dash(run_parser)
     _add_set(run_parser)
 
     _add_init(add)
@@ -221,10 +224,27 @@ def _add_tasks(parser: argparse.ArgumentParser) -> None:
     show.add_argument("task", nargs="?", metavar="ID", help="(default: a list)")
 
 
+def _add_dash(add: AddCommand) -> None:
+    parser = add("dash", "look at runs in a browser, in whatever state they are")
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN", help="a run's directory, or s3://, gs://, az://"
+    )
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="another address needs a token (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--port", type=int, default=8765, help="0: a free one (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--token-file", type=Path, metavar="FILE", help="holds the token (default: ETUDE_TOKEN)"
+    )
+
+
 def _add_inspection(add: AddCommand) -> None:
     text = "recompute the ledger of a run from its store"
     add("audit", text).add_argument("run", type=Path, metavar="RUN")
     _add_sessions(add)
+    _add_dash(add)
     show_parser = add("show", "what became of a run, or a checkpoint and its lineage")
     show_parser.add_argument(
         "--all", action="store_true", help="with the plan, a session and the lineage"
@@ -239,11 +259,12 @@ def _add_inspection(add: AddCommand) -> None:
     )
     keys_parser.add_argument("--markdown", action="store_true", help="all of them, as a page")
 
-    add(
+    doctor_parser = add(
         "doctor",
-        "what this machine has for sandboxes, and how to get the rest",
+        "what this machine has for sandboxes; or what each unfinished rollout of a run waits for",
         json_text="print one line of JSON instead",
     )
+    doctor_parser.add_argument("run", nargs="?", metavar="RUN", help="(default: this machine)")
 
     bench_parser = add("bench", "run a benchmark", json_text="end with one line of JSON")
     bench_parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -430,6 +451,12 @@ def _seconds(text: str) -> float:
     if not 0 <= (value := float(text)) < float("inf"):
         raise argparse.ArgumentTypeError("seconds, 0 or more")
     return value
+
+
+def _add_no_dash(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--no-dash", action="store_true", help="no link to a dashboard on the terminal"
+    )
 
 
 def _add_set(parser: argparse.ArgumentParser) -> None:

@@ -84,15 +84,16 @@ def _train(config: RunConfig, directory: Path, args: argparse.Namespace) -> int:
         and directory.joinpath("config.json").is_file()
         and is_finished(Run.open(place.store), config)
     )
-    local.execute(config, place, console, resume=_again(None), fresh=args.fresh)
+    with_dash = console.is_terminal and not args.no_dash
+    local.execute(config, place, console, resume=_again(None), fresh=args.fresh, dash=with_dash)
     run = place.open()
     if before:
         console.print("this run was finished before; here is what it came to", highlight=False)
     print_example(run, console)
     audited = page(run, place, console)
     console.print(
-        f"inspect it: etude sessions {directory}   etude show {directory} --all   "
-        f"etude audit {directory}",
+        f"inspect it: etude dash {directory}   etude sessions {directory}   "
+        f"etude show {directory} --all   etude audit {directory}",
         highlight=False,
         soft_wrap=True,
     )
@@ -302,9 +303,22 @@ def _machine() -> str:
 
 
 def doctor(args: argparse.Namespace) -> int:
+    if args.run is not None:
+        from etude.commands.waiting import waiting
+
+        return waiting(args.run, as_json=args.json)
+
     from etude.commands.doctor import doctor
 
     return doctor(as_json=args.json)
+
+
+def dash(args: argparse.Namespace) -> int:
+    from etude.commands.dash import Options, dash
+
+    given = {name: value for name, value in vars(args).items() if name != "command"}
+    dash(Options(**given))
+    return 0
 
 
 COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
@@ -324,6 +338,7 @@ COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "audit": audit,
     "show": show,
     "sessions": sessions,
+    "dash": dash,
     "keys": keys,
     "doctor": doctor,
     "bench": bench,

@@ -65,6 +65,8 @@ EDGES: dict[str, set[str]] = {
     "bench": MIDDLE | {"commands", "launch", "run", "trainer"},
     "dash": {"store"},
     "factory": {"rewards", "sandbox"},
+    "dash.fleet": {"weights.manifest"},
+    "dash.server": {"model.directory", "model.tokenizer"},
     "rewards": {"tasks.repair"},
     "engine": {"model"},
     "train": {"model"},
@@ -89,6 +91,10 @@ OUTSIDE: dict[str, set[str]] = {
     "store.rollouts": {"arro3", "numpy"},
     "weights": TORCH | {"blake3"},
     "weights.signing": {"cryptography"},
+    "dash.answers": {"numpy"},
+    "dash.guard": {"starlette"},
+    "dash.server": {"starlette", "msgspec", "blake3"},
+    "dash.table": {"numpy"},
     "bench": {"torch", "numpy", "zstandard"},
     "bench.engine": {"transformers"},
     "bench.engine_cuda": {"torch", "transformers"},
@@ -143,6 +149,7 @@ WITHOUT_TORCH = [
     "etude.run.loop",
     "etude.run.controller",
     "etude.launch.launcher",
+    "etude.commands.dash",
 ]
 
 MAX_BROAD_EXCEPTS = 3

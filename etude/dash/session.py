@@ -34,7 +34,7 @@ def said(messages: Sequence[dict[str, Json]]) -> Iterator[Block]:
         role, content = str(message.get("role", "?")), message.get("content")
         who = {"assistant": "model"}.get(role, role)
         calls = [_call(call) for call in message.get("tool_calls") or ()]
-        text = _plain(content)
+        text = plain(content)
         if text or not calls:
             yield Block(who, shorten(text or "(says nothing)"))
         yield from (Block("call", shorten(call)) for call in calls)
@@ -81,7 +81,7 @@ def shorten(text: str) -> str:
     return "\n".join(lines)
 
 
-def _plain(content: Json) -> str:
+def plain(content: Json) -> str:
     """The text of a message, which may come in parts."""
     if isinstance(content, list):
         return "\n".join(
@@ -105,5 +105,5 @@ def _call(call: Json) -> str:
     if len(short) <= 100 and "\\n" not in short:
         return f"{name}({short})"
     # long texts, such as a file, are read as they are and not as one line with escapes
-    parts = "\n".join(f"  {key} = {_plain(value)}" for key, value in arguments.items())
+    parts = "\n".join(f"  {key} = {plain(value)}" for key, value in arguments.items())
     return f"{name}(\n{parts}\n)"

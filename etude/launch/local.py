@@ -24,6 +24,7 @@ from etude.core.stages import RolloutStageConfig
 from etude.core.types import EVAL_SPLITS, Json
 from etude.launch import screen
 from etude.launch.check import Findings, check_start
+from etude.launch.dashboard import dashboard
 from etude.launch.launcher import (
     Launcher,
     Program,
@@ -189,9 +190,16 @@ def _duration(seconds: float) -> str:
 
 
 def execute(
-    config: RunConfig, place: RunDirectory, console: Console, *, resume: str, fresh: bool = False
+    config: RunConfig,
+    place: RunDirectory,
+    console: Console,
+    *,
+    resume: str,
+    fresh: bool = False,
+    dash: bool = False,
 ) -> None:
-    """Runs it to its end, from wherever it stands; from nothing, if it shall be `fresh`."""
+    """Runs it to its end, from wherever it stands; from nothing, if it shall be `fresh`. `dash`:
+    with a dashboard beside it, whose link is printed."""
     check_start(config, place.directory, fresh=fresh)
     if fresh and place.directory.exists():
         with locked(place.directory):
@@ -201,7 +209,7 @@ def execute(
         run.put_config(config)
         if not is_finished(run, config):
             launcher = _launcher(config, place, resume, lock)
-            _run_loop(_run(run, config, place, launcher, console))
+            _run_loop(_run(run, config, place, launcher, console, dash=dash))
 
 
 def _launcher(config: RunConfig, place: RunDirectory, resume: str, lock: int) -> Launcher:
@@ -222,7 +230,13 @@ def _tell_launch(run: Run) -> None:
 
 
 async def _run(
-    run: Run, config: RunConfig, place: RunDirectory, launcher: Launcher, console: Console
+    run: Run,
+    config: RunConfig,
+    place: RunDirectory,
+    launcher: Launcher,
+    console: Console,
+    *,
+    dash: bool,
 ) -> None:
     _tell_launch(run)
     lag_bound = max(
@@ -232,6 +246,7 @@ async def _run(
     sinks = Sinks(config.trackers, run=config.name, directory=place.directory)
     title = f"etude · {config.name}"
     async with (
+        _linked(place, console) if dash else contextlib.nullcontext(),
         on_screen(run, launcher, console, title=title, lag_bound=lag_bound),
         in_background(forward_events(run, sinks)),
     ):
@@ -249,6 +264,14 @@ async def _run(
             scope=Scope.ADMIN,
         )
         await launcher.run_all([*servers, *trainers, controller], until="controller")
+
+
+@contextlib.asynccontextmanager
+async def _linked(place: RunDirectory, console: Console) -> AsyncIterator[None]:
+    """A dashboard beside the block."""
+    async with dashboard(place.directory) as link:
+        console.print(f"dashboard: {link}", highlight=False, markup=False, soft_wrap=True)
+        yield
 
 
 def evaluate(

@@ -133,7 +133,7 @@ class RolloutLog:
             return
         if self._number is None:
             self._number = self._end()
-        key, data = _key(self._number), _encode(rows)
+        key, data = _key(self._number), encode_rows(rows)
         if not self._objects.create(key, data) and self._objects.get(key) != data:
             raise EtudeError(
                 f"{self._objects.url}: somebody else has written {key}; stop the other process "
@@ -154,15 +154,24 @@ class RolloutLog:
         it is there the evaluation is repeated, and so are they."""
         by_task = sorted(trajectories, key=lambda t: t.task)
         rows = [_row(t, kind=split, stage=stage, object=object) for t in by_task]
-        self._objects.put(f"{FOLDER}/{name}.parquet", _encode(rows))
+        self._objects.put(f"{FOLDER}/{name}.parquet", encode_rows(rows))
 
     def rows(self) -> list[RolloutRow]:
         """All rows: those of training in the order of their files, then those of evaluations."""
+        return [row for key in self.files() for row in self.read(key)]
+
+    def files(self, start: int = 0) -> list[str]:
+        """The keys of all files: those of training from number `start` on, in their order, then
+        those of evaluations."""
         listed = self._objects.list(FOLDER)
         evaluations = [
             key for key in listed if re.fullmatch(rf"{FOLDER}/\d{{6,}}\.\w+\.parquet", key)
         ]
-        return [row for key in [*self._keys(), *evaluations] for row in _decode(self._table(key))]
+        return [*map(_key, range(start, self._end(start))), *evaluations]
+
+    def read(self, key: str) -> list[RolloutRow]:
+        """The rows of one file."""
+        return _decode(self._table(key))
 
     def groups(self) -> set[str]:
         """The groups whose rows are there."""
@@ -173,8 +182,8 @@ class RolloutLog:
     def _keys(self) -> list[str]:
         return [_key(number) for number in range(self._end())]
 
-    def _end(self) -> int:
-        return first_free(self._objects, FOLDER, _key)
+    def _end(self, start: int = 0) -> int:
+        return first_free(self._objects, FOLDER, _key, start)
 
     def _table(self, key: str) -> Table:
         data = self._objects.get(key)
@@ -189,12 +198,38 @@ class RolloutLog:
         return read_parquet(io.BytesIO(data)).read_all()
 
 
+class RolloutReader:
+    """Reads all rows of a run, as they come. What is damaged is left out, and told."""
+
+    def __init__(self, objects: Objects) -> None:
+        self._log = RolloutLog(objects)
+        self._start = 0
+        self._evaluations: set[str] = set()
+        self.damaged: list[EtudeError] = []
+
+    def new(self) -> list[RolloutRow]:
+        found: list[RolloutRow] = []
+        for key in self._log.files(self._start):
+            if key in self._evaluations:
+                continue
+            try:
+                found += self._log.read(key)
+            except EtudeError as e:
+                self.damaged.append(e)
+            if key == _key(self._start):
+                self._start += 1
+            else:
+                self._evaluations.add(key)
+        return found
+
+
 _BLANK = b"0" * 64
 _DIGEST = re.compile(rb"blake3\x18@([0-9a-f]{64})")
 """A key and its value as a Parquet footer spells them."""
 
 
-def _encode(rows: Sequence[RolloutRow]) -> bytes:
+def encode_rows(rows: Sequence[RolloutRow]) -> bytes:
+    """A Parquet file of these rows, with its digest; of at least one."""
     kinds = {field.name: str(field.type) for field in fields(RolloutRow)}
     arrays = [
         _column(kind.removesuffix(" | None"), [getattr(row, name) for row in rows])

@@ -289,7 +289,7 @@ def test_the_config_takes_one() -> None:
         parse(text, ["harness.command=['x']", "harness.agent=a:B"])
     with pytest.raises(EtudeError, match="name a file of them with path"):
         parse(text, ["tasks.environment=pull"])
-    with pytest.raises(EtudeError, match="path is for an environment by URL"):
+    with pytest.raises(EtudeError, match="has tasks of its own"):
         parse(text, ["tasks.path=tasks.jsonl"])
 
 

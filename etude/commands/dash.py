@@ -1,0 +1,71 @@
+"""`etude dash`: runs in a browser, from their stores alone."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from etude.core.errors import EtudeError
+from etude.dash.guard import Access
+from etude.dash.recorded import RecordedRun
+from etude.dash.server import create_app
+from etude.serve import process
+from etude.store.runs import Run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    runs: Sequence[str]
+    """Directories, or URLs of stores."""
+    host: str
+    port: int
+    token_file: Path | None
+
+
+def dash(options: Options) -> None:
+    """Returns when the process is told to stop."""
+    process.run(lambda: _serve(options))
+
+
+async def _serve(options: Options) -> None:
+    token = process.token(options.token_file)
+    runs = open_runs(options.runs)
+    listener = process.bind(options.host, options.port, token)
+    await _answer(runs, listener, Access(host=options.host, token=token))
+
+
+async def serve_beside(directory: str, listener: socket.socket) -> None:
+    """For the run in that directory, which may have nothing in its store yet, on a port that its
+    launcher has opened."""
+    run = RecordedRun(Path(directory).name, Run.open(directory, create=False))
+    await _answer([run], listener, Access(host="127.0.0.1", token=process.token()))
+
+
+async def _answer(runs: Sequence[RecordedRun], listener: socket.socket, access: Access) -> None:
+    async with process.serving(create_app(runs, access), listener) as running:
+        # In the part of an address behind # nothing is sent to a server or written to its log.
+        secret = f"#token={access.token}" if access.token else ""
+        print(f"dashboard at {process.url_of(listener)}/{secret}", flush=True)
+        await running
+
+
+def open_runs(urls: Sequence[str]) -> list[RecordedRun]:
+    """Each under the last part of its URL, with a number where two have the same."""
+    found: dict[str, RecordedRun] = {}
+    for url in urls:
+        run = Run.open(url, create=False)
+        if not run.objects.list("events") and not run.objects.exists("config.json"):
+            raise EtudeError(f"{url} holds no run: check the path, or start one with `etude run`")
+        stem = url.rstrip("/").rpartition("/")[2] or "run"
+        names = [stem, *(f"{stem}-{number}" for number in range(2, len(urls) + 1))]
+        name = next(name for name in names if name not in found)
+        found[name] = RecordedRun(name, run)
+    return list(found.values())
+
+
+if __name__ == "__main__":
+    store, descriptor = sys.argv[1:]
+    process.run(lambda: serve_beside(store, socket.socket(fileno=int(descriptor))))

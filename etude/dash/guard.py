@@ -1,0 +1,137 @@
+"""Who may ask the dashboard, and what a browser may do with its answers.
+
+A page that a stranger wrote can make a browser send requests to loopback, under a name that it has
+pointed there (DNS rebinding) or across sites. So a request must name a host that is ours, come from
+our own page if a browser says where it comes from, and carry the token if there is one. The token
+travels in a header that no other site can set, never in a cookie or an address.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+API = "/api/"
+READING = ("GET", "HEAD")
+CSP = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self' data:",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
+    )
+)
+HEADERS = {
+    "content-security-policy": CSP,
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "permissions-policy": "camera=(), geolocation=(), microphone=()",
+    "cache-control": "no-cache",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """The rules of one server."""
+
+    host: str
+    """What it listens on."""
+    token: str | None = None
+
+    def refusal(self, scope: Scope) -> tuple[int, str] | None:
+        """(status, why), or None if the request may pass."""
+        given = _headers(scope)
+        hosts = given.get("host", ())
+        if len(hosts) != 1 or not self._is_ours(hosts[0]):
+            return 421, "this server does not answer to that host name"
+        origins = given.get("origin", ())
+        if any(urlsplit(origin).netloc != hosts[0] for origin in origins):
+            return 403, "requests from other sites are refused"
+        if not scope["path"].startswith(API):
+            return None if scope["method"] in READING else (405, "pages can only be read")
+        if any(site not in ("same-origin", "none") for site in given.get("sec-fetch-site", ())):
+            return 403, "requests from other sites are refused"
+        if self.token is None and scope["method"] not in READING:
+            return 403, "verdicts need a token: start `etude dash` with --token-file or ETUDE_TOKEN"
+        if self.token is not None and not self._has_token(given):
+            return 401, "send the token of this server as 'Authorization: Bearer ..'"
+        return None
+
+    def _is_ours(self, host: str) -> bool:
+        """Loopback by any name. Bound more widely, also an address, which no name server can
+        forge, and the names of this machine."""
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+        except ValueError:
+            return False
+        if name == "localhost":
+            return True
+        wide = not _is_loopback(self.host)
+        try:
+            return ipaddress.ip_address(name).is_loopback or wide
+        except ValueError:
+            return wide and name in {self.host.lower(), *_machine_names()}
+
+    def _has_token(self, given: Mapping[str, tuple[str, ...]]) -> bool:
+        assert self.token is not None
+        expected = f"Bearer {self.token}".encode()
+        sent = given.get("authorization", ())
+        return len(sent) == 1 and hmac.compare_digest(sent[0].encode(), expected)
+
+
+def _machine_names() -> set[str]:
+    return {socket.gethostname().lower(), socket.getfqdn().lower()}
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _headers(scope: Scope) -> dict[str, tuple[str, ...]]:
+    found: dict[str, tuple[str, ...]] = {}
+    for name, value in scope.get("headers", ()):
+        key = name.decode("latin-1").lower()
+        found[key] = (*found.get(key, ()), value.decode("latin-1"))
+    return found
+
+
+def guarded(app: ASGIApp, access: Access) -> ASGIApp:
+    """Nothing behind it is reached against the rules, and every answer carries `HEADERS`."""
+    extra = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
+
+    async def call(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], *extra]
+            await send(message)
+
+        refused = access.refusal(scope)
+        if refused is not None:
+            status, why = refused
+            await JSONResponse({"error": why}, status)(scope, receive, send_with_headers)
+            return
+        await app(scope, receive, send_with_headers)
+
+    return call

@@ -1,0 +1,286 @@
+"""A run as it lies in its store, read as far as it has come: dead, running or elsewhere. Nothing is
+written, and nothing is read that nobody asked for but events, ledger and rows."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar, get_args
+
+from etude.core.config import RunConfig
+from etude.core.errors import EtudeError
+from etude.core.events import AttemptDone, Event
+from etude.core.ledger import Batched, Entry, Ledger, Unbalanced
+from etude.core.stages import RolloutStageConfig
+from etude.core.types import Trajectory
+from etude.dash.history import History
+from etude.dash.reader import RunView
+from etude.dash.table import RolloutTable, cause_of
+from etude.dash.waits import Waits
+from etude.store.codec import Stamped
+from etude.store.log import Log
+from etude.store.objects import Missing
+from etude.store.rollouts import RolloutReader, RolloutRow
+from etude.store.runs import Run
+from etude.store.sessions import read_conversations, read_session
+from etude.store.telemetry import EventReader
+
+T = TypeVar("T")
+
+FRESH_S = 0.4
+"""What was read within that time is not read again."""
+LOOK_S = 30.0
+"""Between two looks for what is missing."""
+
+
+class RecordedRun:
+    """`refresh` reads what is new; it is the only method that changes anything but caches."""
+
+    def __init__(self, name: str, run: Run, *, now: Callable[[], float] = time.time) -> None:
+        self.name = name
+        self.run = run
+        self.view = RunView()
+        self.history = History()
+        self.table = RolloutTable()
+        self.ledger = Ledger()
+        self.waits = Waits()
+        self.revision = 0
+        self.damage: list[str] = []
+        self.now = now
+        self.lock = threading.RLock()
+        self._events = EventReader(run)
+        self._rows = RolloutReader(run.objects)
+        self._log: Log[Entry] = Log(
+            run.objects, "ledger", get_args(Entry), durable=True, skipped=self._damaged
+        )
+        self._entered = 0
+        self._batched: dict[int, frozenset[str]] = {}
+        """Step -> the groups of its batch."""
+        self._read: float | None = None
+        self._looked: float | None = None
+        self._missing: list[str] = []
+        self._causes: dict[str, tuple[str, str]] = {}
+        self._memos: dict[str, tuple[int, Any]] = {}
+        self._unsettled: set[str] = set()
+        """Rollouts that are known by their events alone."""
+
+    def refresh(self) -> None:
+        with self.lock:
+            if self._read is not None and time.monotonic() < self._read + FRESH_S:
+                return
+            # An attempt is issued before its events: read events first, enter the ledger first.
+            events = self._events.new()
+            entries, self._entered = self._log.read(self._entered)
+            rows = self._rows.new()
+            self._enter(entries)
+            self._apply(events)
+            self.table.add(rows)
+            self._unsettled -= {row.id for row in rows}
+            self._settle()
+            for each in (self._events.damaged, self._rows.damaged):
+                while each:
+                    self._damaged(each.pop(0))
+            if events or entries or rows:
+                self.revision += 1
+            self._read = time.monotonic()
+
+    def _damaged(self, e: EtudeError) -> None:
+        self.damage.append(str(e))
+
+    def _enter(self, entries: Sequence[Stamped[Entry]]) -> None:
+        for stamped in entries:
+            self.waits.enter(stamped.t, stamped.record)
+            if isinstance(stamped.record, Batched):
+                groups = frozenset(group_of(sample) for sample in stamped.record.samples)
+                self._batched[stamped.record.step] = groups
+            try:
+                self.ledger.apply(stamped.record)
+            except Unbalanced as e:
+                self.damage.append(f"{self.run.objects.url}: the ledger does not add up: {e}")
+
+    def _apply(self, events: Sequence[Stamped[Event]]) -> None:
+        ended: list[RolloutRow] = []
+        for stamped in events:
+            begun = self.view.apply(stamped.t, stamped.record)
+            self.history.apply(stamped.t, stamped.record, begun)
+            self.waits.apply(stamped.t, stamped.record)
+            if isinstance(stamped.record, AttemptDone) and stamped.record.id not in self.table:
+                ended.append(_of_event(stamped.record, self.view.stage))
+        self.table.add(ended)
+        self._unsettled |= {row.id for row in ended}
+
+    def _settle(self) -> None:
+        """Some never get a row: those of a group that was cut off."""
+        for id in list(self._unsettled):
+            fate = self._fate(id)
+            if fate is not None:
+                self._unsettled.discard(id)
+                row = self.row(id)
+                step, dropped = (fate, None) if isinstance(fate, int) else (None, fate)
+                self.table.add([replace(row, step=step, dropped=dropped)])
+
+    def _fate(self, id: str) -> int | str | None:
+        try:
+            return self.ledger.fate(id)
+        except KeyError:  # of an evaluation, or the entry that issued it is lost
+            return None
+
+    def memo(self, name: str, compute: Callable[[], T]) -> T:
+        """What was computed of this name since something new was read."""
+        found = self._memos.get(name)
+        if found is None or found[0] != self.revision:
+            found = self._memos[name] = (self.revision, compute())
+        value: T = found[1]
+        return value
+
+    @property
+    def config(self) -> RunConfig | None:
+        """None if there is none that can be read."""
+        try:
+            return self.run.config()
+        except EtudeError:
+            return None
+
+    @property
+    def lag_bound(self) -> int:
+        stages = config.stage if (config := self.config) else ()
+        return max((s.max_lag for s in stages if isinstance(s, RolloutStageConfig)), default=0)
+
+    def missing(self) -> list[str]:
+        """What belongs to the run and is not there, or is damaged, as far as a listing tells."""
+        with self.lock:
+            if self._looked is None or time.monotonic() > self._looked + LOOK_S:
+                self._missing = list(self._look())
+                self._looked = time.monotonic()
+            return [*dict.fromkeys(self.damage), *self._missing]
+
+    def _look(self) -> list[str]:
+        url, found = self.run.objects.url, []
+        try:
+            self.run.config()
+        except EtudeError as e:
+            found.append(str(e))
+        groups, batches = set(self.run.groups()), set(self.run.batches())
+        lost = sorted(set().union(*self._batched.values()) - groups)
+        if lost:
+            found.append(f"{url}: {len(lost)} trained groups are not there, such as {lost[0]}")
+        if gone := sorted(self._batched.keys() - batches):
+            found.append(
+                f"{url}: {len(gone)} batches are not there, such as that of step {gone[0]}"
+            )
+        if groups and not self.run.objects.exists("model/tokenizer.json"):
+            found.append(f"{url}: model/tokenizer.json is not there: tokens cannot be read as text")
+        return found
+
+    def row(self, id: str) -> RolloutRow:
+        if (row := self.table.get(id)) is None:
+            raise Missing(f"{self.run.objects.url} has no session {id!r}")
+        return row
+
+    def session(self, id: str) -> Trajectory:
+        """Whole, with its tokens as far as they are stored."""
+        return read_session(self.run, self._key(id), id)
+
+    def conversation(self, id: str) -> Trajectory:
+        return next(t for t in read_conversations(self.run, self._key(id)) if t.id == id)
+
+    def group(self, group: str) -> list[Trajectory]:
+        return read_conversations(self.run, f"groups/{group}")
+
+    def _key(self, id: str) -> str:
+        row = self.row(id)
+        key = row.object or f"groups/{row.group}"
+        if row.object is None and not self.run.objects.exists(key):
+            raise Missing(
+                f"the conversation of {id} is not stored: a group is when all its attempts have "
+                f"ended" + (f", and this one was {row.dropped} before" if row.dropped else "")
+            )
+        return key
+
+    def causes(self, rows: Sequence[RolloutRow], budget_s: float) -> dict[str, tuple[str, str]]:
+        """Id -> (what the evidence says, what a tool said last), of as many of these rows as can be
+        read in that time; those that were read before cost nothing."""
+        until = time.monotonic() + budget_s
+        for row in rows:
+            if row.id not in self._causes and row.object and time.monotonic() < until:
+                try:
+                    found = read_conversations(self.run, row.object)
+                except EtudeError as e:
+                    self._damaged(e)
+                    self._causes[row.id] = ("not readable", "")
+                    continue
+                self._causes |= {t.id: (evidence_of(t), last_tool_error(t)) for t in found}
+        return {row.id: self._causes[row.id] for row in rows if row.id in self._causes}
+
+
+def group_of(sample: str) -> str:
+    return sample.rpartition(".")[0]
+
+
+def _of_event(event: AttemptDone, stage: str) -> RolloutRow:
+    """A rollout that has ended and has no row yet: that comes when its group is settled."""
+    return RolloutRow(
+        id=event.id,
+        task=event.task,
+        kind=event.split,
+        group=group_of(event.id),
+        slot=None,
+        stage=stage,
+        status=event.status,
+        error=event.error,
+        reward=event.reward,
+        parts={},
+        flags=(),
+        length=0,
+        turns=0,
+        versions=(),
+        prompt_tokens=0,
+        sampled_tokens=0,
+        seconds=event.seconds,
+        calls=0,
+        source="",
+        policy="",
+        object=None,
+    )
+
+
+def evidence_of(t: Trajectory) -> str:
+    """Why an attempt did not earn all: the error, or of the evidence of the first part that is not
+    whole the last line that tells of an error, or else the first one."""
+    if t.error is not None:
+        return cause_of(t.error)
+    parts = t.score.parts if t.score else ()
+    for part in parts:
+        if part.value < 1.0 and part.evidence.strip():
+            lines = [line.strip() for line in part.evidence.strip().split("\n") if line.strip()]
+            wrong = [line for line in lines if any(word in line.lower() for word in _WRONG)]
+            line = wrong[-1] if wrong else lines[0]
+            return cause_of(f"{part.name}: {line.rpartition('; its last words: ')[2]}")
+    if t.status == "timeout":
+        return "out of time or turns"
+    return "no evidence"
+
+
+_WRONG = ("error", "traceback", "fail", "exception", "no such", "not found")
+
+
+def last_tool_error(t: Trajectory) -> str:
+    """The last answer of a tool that tells of an error, or nothing."""
+    for message in reversed(t.messages):
+        if message.get("role") == "tool":
+            text = str(message.get("content") or "").strip()
+            if any(word in text[:400].lower() for word in _WRONG):
+                return cause_of(text.rsplit("\n", 1)[-1])
+    return ""
+
+
+def clusters(causes: Sequence[tuple[str, str]], *, most: int = 20) -> list[dict[str, str | int]]:
+    """The same causes together, largest first."""
+    counts = Counter(causes)
+    return [
+        {"evidence": evidence, "tool": tool, "count": count}
+        for (evidence, tool), count in counts.most_common(most)
+    ]

@@ -1,0 +1,187 @@
+// One run or several over each other: what goes on, what is wrong, and the curves.
+
+import { html } from "/vendor/preact.js";
+import { runPath, useAll } from "/api.js";
+import { Bars, Chart } from "/chart.js";
+import { Alarms, Card, Link, Loading, clock, isNumber, moment, percent, place, short } from "/ui.js";
+
+const last = (values = []) => values.reduce((found, value) => (value == null ? found : value), null);
+
+function Headline({ run }) {
+  const { headline, progress } = run;
+  return html`<section class=${`headline ${headline.tone}`}>
+    <b>${headline.label}</b>
+    <p>${headline.text}</p>
+    <div class="progress">
+      ${progress.map(
+        (each) => html`<div key=${each.what}>
+          <span>${each.what}${each.eta_s ? `, ${clock(each.eta_s)} to go` : ""}</span>
+          ${each.total > 0 && html`<progress value=${each.done} max=${each.total} aria-label=${each.what}></progress>`}
+        </div>`,
+      )}
+    </div>
+  </section>`;
+}
+
+function Tiles({ run }) {
+  const { steps, evals, cost } = run;
+  const heldout = evals.filter((each) => each.split === "heldout");
+  const newest = heldout[heldout.length - 1];
+  const tiles = [
+    ["mean reward", short(last(steps.reward), 2), "of the newest step"],
+    ["solve rate", percent(last(steps.solve_rate)), "attempts since the step before"],
+    ["held out", newest ? percent(newest.solved / newest.total) : "–", newest ? `${newest.solved} of ${newest.total}, version ${newest.version}` : "not evaluated yet"],
+    ["entropy", short(last(steps.entropy), 3), "nats a token"],
+    ["k3", short(last(steps.k3_mean)), "trainer against engine; alarming above 0.01"],
+    ["lag", short(last(steps.lag)), `of ${run.lag_bound} allowed`],
+    ["trainer busy", percent(last(steps.trainer_busy)), `${short(last(steps.tokens_per_s))} tokens/s`],
+    ["rollouts", short(cost.rollouts), `${short(cost.sampled_tokens)} tokens sampled, ${clock(cost.seconds)} h of sessions`.replace(" h of", " of")],
+  ];
+  return html`<div class="tiles">
+    ${tiles.map(
+      ([name, value, note]) => html`<div class="tile" key=${name}>
+        <span>${name}</span><b>${value}</b><small>${note}</small>
+      </div>`,
+    )}
+  </div>`;
+}
+
+function Stages({ run }) {
+  return html`<${Card} title="Lineage">
+    <ol class="stages">
+      ${run.stages.map(
+        (each) => html`<li key=${each.stage} class=${each.state.replace(" ", "-")}>
+          <b>${each.stage}</b>
+          <span>versions ${each.start} → ${each.end}</span>
+          <small>${each.state === "done" ? `done in ${clock(each.seconds)}` : each.state || "to come"}</small>
+        </li>`,
+      )}
+    </ol>
+    <table>
+      <thead><tr><th>evaluated</th><th>version</th><th>split</th><th class="num">solved</th><th class="num">rate</th><th class="num">95 %</th></tr></thead>
+      <tbody>
+        ${run.evals.map(
+          (each) => html`<tr key=${`${each.stage} ${each.split} ${each.version}`}>
+            <td>${each.stage === "start" ? "before training" : `after ${each.stage}`}</td>
+            <td>${each.version}</td>
+            <td><${Link} to=${place(run.name, "rollouts", { kind: each.split, version: each.version })}>${each.split}<//></td>
+            <td class="num">${each.solved} / ${each.total}</td>
+            <td class="num"><b>${percent(each.solved / each.total, 1)}</b></td>
+            <td class="num dim">${percent(each.low, 1)} – ${percent(each.high, 1)}</td>
+          </tr>`,
+        )}
+        ${!run.evals.length && html`<tr><td colspan="6" class="dim">no evaluation yet</td></tr>`}
+      </tbody>
+    </table>
+  </${Card}>`;
+}
+
+function Lags({ run }) {
+  const rows = (counts) =>
+    Object.entries(counts).map(([lag, count]) => ({ name: lag, label: `${lag} ${lag === "1" ? "step" : "steps"}`, value: count }));
+  const { in_flight: inFlight, queued } = run.lag_split;
+  return html`<${Card} title="Lag of trained rollouts" note=${`${run.lag_bound} allowed`}>
+    <div class="halves">
+      <div><h3>in flight <small>versions that came while it was sampled</small></h3><${Bars} rows=${rows(inFlight)} /></div>
+      <div><h3>queued <small>versions between its last token and its step</small></h3><${Bars} rows=${rows(queued)} /></div>
+    </div>
+  </${Card}>`;
+}
+
+function PastAlarms({ run }) {
+  if (!run.past_alarms.length) return null;
+  return html`<details class="card">
+    <summary>${run.past_alarms.length} alarms so far</summary>
+    ${run.past_alarms.map(
+      (each) => html`<p key=${each.t}><span class="dim">${moment(each.t)}</span> <b>${each.name}</b> ${each.what} <span class="dim">${each.advice}</span></p>`,
+    )}
+  </details>`;
+}
+
+// The curves of all runs in one chart: one colour a run, the second curve of a run dashed.
+function curves(found, order, names, of = (run) => run.steps) {
+  const many = found.length > 1;
+  return found.flatMap((run) =>
+    names.map(([name, label], n) => ({
+      label: many ? `${run.name}${names.length > 1 ? ` ${label}` : ""}` : label,
+      x: of(run).step,
+      y: of(run)[name] ?? [],
+      colour: many ? order[run.name] : n,
+      dash: many && n > 0,
+    })),
+  );
+}
+
+function regionCurves(found, order) {
+  const named = (run) => Object.keys(run.steps).filter((name) => name.startsWith("busy "));
+  return found.flatMap((run) => [
+    ...curves([run], order, [["trainer_busy", found.length > 1 ? `${run.name} trainer` : "trainer"]]),
+    ...curves([run], order, named(run).map((name) => [name, found.length > 1 ? `${run.name} ${name.slice(5)}` : name.slice(5)])).map((each, n) => ({ ...each, dash: found.length > 1 })),
+  ]).map((each, n) => ({ ...each, colour: n }));
+}
+
+function solveCurves(found, order) {
+  return found
+    .flatMap((run) =>
+      Object.entries(run.solve).map(([kind, { version, rate }]) => ({
+        label: `${found.length > 1 ? `${run.name} ` : ""}${kind.replace(/^train .*:/, "train ")}`,
+        x: version,
+        y: rate,
+      })),
+    )
+    .map((each, n) => ({ ...each, colour: n }));
+}
+
+function fitCurves(found) {
+  return found
+    .flatMap((run) =>
+      Object.entries(run.fits).map(([stage, { step, loss }]) => ({
+        label: found.length > 1 ? `${run.name} ${stage}` : stage,
+        x: step,
+        y: loss,
+      })),
+    )
+    .map((each, n) => ({ ...each, colour: n }));
+}
+
+function Charts({ found, order }) {
+  const all = (names) => curves(found, order, names);
+  const unit = (u, low, high) => [Math.min(0, low ?? 0), Math.max(1, high ?? 1)];
+  const fits = fitCurves(found);
+  return html`<div class="charts">
+    <${Chart} title="Mean reward" series=${all([["reward", "reward"]])} range=${unit} />
+    <${Chart} title="Solve rate by kind" note="by sampling version" series=${solveCurves(found, order)} unit=${percent} range=${unit} sync="version" />
+    <${Chart} title="Entropy" note="nats a token" series=${all([["entropy", "entropy"]])} />
+    <${Chart} title="k3, trainer against engine" series=${all([["k3_mean", "mean"], ["k3_p99", "p99"]])} log />
+    <${Chart} title="Lag" note="steps" series=${all([["lag", "oldest token"]])} range=${(u, low, high) => [0, Math.max(1, (high ?? 0) + 0.5)]} />
+    <${Chart} title="Busy share" series=${regionCurves(found, order)} unit=${percent} range=${() => [0, 1]} />
+    <${Chart} title="Trainer tokens/s" series=${all([["tokens_per_s", "tokens/s"]])} />
+    <${Chart} title="Gradient norm" series=${all([["grad_norm", "norm"]])} />
+    <${Chart} title="Truncated and zero-gradient tokens" series=${all([["truncated_frac", "truncated"], ["zero_grad_frac", "zero gradient"]])} unit=${(v) => percent(v, 1)} />
+    ${fits.length > 0 && html`<${Chart} title="Loss of supervised stages" series=${fits} sync="fit" />`}
+  </div>`;
+}
+
+export function RunView({ runs, order }) {
+  const { data, error } = useAll(runs.map((run) => runPath(run, "overview")));
+  if (!data.length) return html`<${Loading} error=${error} />`;
+  const one = data.length === 1;
+  return html`
+    ${data.map(
+      (run) => html`<div class="runhead" key=${run.name}>
+        ${!one && html`<h1><i class=${`dot c${order[run.name] % 8}`}></i>${run.name}</h1>`}
+        <${Alarms} alarms=${run.alarms} advice=${run.finished ? null : run.advice} missing=${run.missing} />
+        <${Headline} run=${run} />
+        ${one && html`<${Tiles} run=${run} />`}
+      </div>`,
+    )}
+    <${Charts} found=${data} order=${order} />
+    ${data.map(
+      (run) => html`<div class="halves" key=${run.name}>
+        <${Stages} run=${run} />
+        <${Lags} run=${run} />
+      </div>`,
+    )}
+    ${data.map((run) => html`<${PastAlarms} key=${run.name} run=${run} />`)}
+  `;
+}

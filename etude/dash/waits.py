@@ -1,0 +1,140 @@
+"""What every unfinished rollout waits for, folded from the ledger and the events. Pure: whoever has
+entries and events hands them in, entries first."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from etude.core.events import AttemptDone, Event, GroupDone, Launched, RunDone
+from etude.core.ledger import Batched, Dropped, Entry, Issued, Trained
+
+STOPPED_S = 60.0
+"""A run that is not finished and has told nothing for so long has probably been stopped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """One rollout that is neither trained on nor dropped."""
+
+    id: str
+    task: str
+    group: str
+    waits_for: str
+    seconds: float
+
+
+@dataclass(slots=True)
+class _Open:
+    task: str
+    group: str
+    since: float
+    ended: bool = False
+    step: int | None = None
+
+
+class Waits:
+    def __init__(self) -> None:
+        self._open: dict[str, _Open] = {}
+        self._groups: defaultdict[str, set[str]] = defaultdict(set)
+        """Group -> its open rollouts."""
+        self._trained = 0
+        self.told = 0.0
+        """The time of the newest event."""
+        self.finished = False
+
+    def enter(self, t: float, entry: Entry) -> None:
+        match entry:
+            case Issued():
+                for sample in entry.samples:
+                    self._open[sample] = _Open(entry.task, entry.group, t)
+                    self._groups[entry.group].add(sample)
+            case Batched():
+                for sample in entry.samples:
+                    if (found := self._open.get(sample)) is not None:
+                        found.step, found.since = entry.step, t
+            case Dropped():
+                self._settle(entry.samples)
+            case Trained():
+                self._trained = max(self._trained, entry.step)
+                self._settle(
+                    [
+                        sample
+                        for sample, found in self._open.items()
+                        if found.step is not None and found.step <= self._trained
+                    ]
+                )
+
+    def apply(self, t: float, event: Event) -> None:
+        self.told = max(self.told, t)
+        if isinstance(event, Launched | RunDone):
+            self.finished = isinstance(event, RunDone)
+        if isinstance(event, AttemptDone) and (found := self._open.get(event.id)) is not None:
+            found.ended = True
+            found.since = max(found.since, t)
+        if isinstance(event, GroupDone):
+            for sample in self._groups.get(event.group, ()):
+                self._open[sample].since = max(self._open[sample].since, t)
+
+    def _settle(self, samples: Sequence[str]) -> None:
+        for sample in samples:
+            if (found := self._open.pop(sample, None)) is not None:
+                self._groups[found.group].discard(sample)
+                if not self._groups[found.group]:
+                    del self._groups[found.group]
+
+    def silent_s(self, now: float) -> float:
+        return max(0.0, now - self.told) if self.told else 0.0
+
+    def stopped(self, now: float) -> bool:
+        return not self.finished and self.silent_s(now) > STOPPED_S
+
+    def waiting(self, now: float) -> list[Waiting]:
+        """The longest first."""
+        stopped = self.stopped(now)
+        running = {
+            group: sum(not self._open[sample].ended for sample in samples)
+            for group, samples in self._groups.items()
+        }
+        found = [
+            Waiting(
+                id=sample,
+                task=each.task,
+                group=each.group,
+                waits_for=self._reason(each, running[each.group], stopped),
+                seconds=max(0.0, now - each.since),
+            )
+            for sample, each in self._open.items()
+        ]
+        return sorted(found, key=lambda each: -each.seconds)
+
+    def _reason(self, each: _Open, running: int, stopped: bool) -> str:
+        if each.step is not None:
+            return "the run to be resumed" if stopped else f"the trainer, for step {each.step}"
+        if stopped:
+            return "the run to be resumed: its task is then issued again"
+        if not each.ended:
+            return "its own session, which is under way"
+        if running:
+            return f"other attempts of its group, {running} of which are under way"
+        return "a batch: enough finished groups with a difference"
+
+    def advice(self, now: float) -> str | None:
+        """What to do, if nothing goes on."""
+        if not self.stopped(now):
+            return None
+        minutes, seconds = divmod(int(self.silent_s(now)), 60)
+        return (
+            f"nothing was told for {minutes}:{seconds:02d}: the run was stopped or killed, or is "
+            f"cut off from its store; start it again with the command that began it"
+        )
+
+
+def summed_up(waiting: Sequence[Waiting]) -> list[tuple[str, int, float]]:
+    """(what is waited for, how many wait, the longest in seconds), the most frequent first."""
+    counts = Counter(each.waits_for for each in waiting)
+    longest: dict[str, float] = {}
+    for each in waiting:
+        longest[each.waits_for] = max(longest.get(each.waits_for, 0.0), each.seconds)
+    return [(reason, count, longest[reason]) for reason, count in counts.most_common()]

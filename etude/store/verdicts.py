@@ -1,0 +1,55 @@
+"""Verdicts of people on sessions, as an append-only log beside the run: `verdicts/N.jsonl`.
+
+Nothing of a session changes: whoever wants what people said reads it from here. Every dashboard may
+append; of two at once, one comes second.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from etude.core.errors import EtudeError
+from etude.store.codec import Stamped
+from etude.store.log import Log
+from etude.store.runs import Run
+
+TRIES = 5
+MOST_TEXT = 4000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What a person found of one session. A later one by the same person replaces it."""
+
+    session: str
+    verdict: Literal["cheat", "honest"]
+    who: str
+    note: str = ""
+    reward: float | None = None
+    """What it should have earned, if that is another reward."""
+
+    def __post_init__(self) -> None:
+        if self.reward is not None and not math.isfinite(self.reward):
+            raise ValueError("the reward of a verdict must be a finite number")
+        if not self.who.strip() or max(len(self.who), len(self.note)) > MOST_TEXT:
+            raise ValueError(f"a verdict needs a name, and at most {MOST_TEXT} characters")
+
+
+def add_verdict(run: Run, verdict: Verdict) -> None:
+    for left in reversed(range(TRIES)):
+        try:
+            return _log(run).append(verdict)
+        except EtudeError:
+            if not left:
+                raise
+
+
+def read_verdicts(run: Run) -> list[Stamped[Verdict]]:
+    """All of them, oldest first."""
+    return _log(run).read()[0]
+
+
+def _log(run: Run) -> Log[Verdict]:
+    return Log(run.objects, "verdicts", [Verdict], durable=True)

@@ -1,0 +1,74 @@
+"""What unfinished rollouts wait for, from entries and events written by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from etude.cli import main
+from etude.core.events import GroupDone, Launched, RunDone
+from etude.core.ledger import Batched, Dropped, Issued, Trained
+from etude.dash.waits import STOPPED_S, Waits, summed_up
+from etude.store.runs import Run
+from tests.dash.recorded_store import attempt, write_run
+
+
+def issued(group: str) -> Issued:
+    return Issued(group=group, task="t", samples=(f"{group}.0", f"{group}.1"), version=0)
+
+
+def test_every_reason_in_turn() -> None:
+    waits = Waits()
+
+    def reasons(now: float) -> dict[str, str]:
+        return {each.id: each.waits_for for each in waits.waiting(now)}
+
+    waits.enter(10.0, issued("a"))
+    waits.apply(10.0, Launched(resumed=False))
+    assert set(reasons(11.0).values()) == {"its own session, which is under way"}
+    waits.apply(12.0, attempt("a.0"))
+    assert reasons(13.0)["a.0"] == "other attempts of its group, 1 of which are under way"
+    waits.apply(14.0, attempt("a.1"))
+    waits.apply(
+        15.0,
+        GroupDone(group="a", task="t", admitted=0, rewards=(1, 0), failed=0, kept=True, seconds=1),
+    )
+    assert set(reasons(16.0).values()) == {"a batch: enough finished groups with a difference"}
+    assert [each.seconds for each in waits.waiting(18.0)] == [3.0, 3.0]
+    waits.enter(20.0, Batched(step=7, samples=("a.0", "a.1")))
+    assert summed_up(waits.waiting(23.0)) == [("the trainer, for step 7", 2, 3.0)]
+    waits.enter(30.0, Trained(step=7))
+    assert waits.waiting(31.0) == []
+
+
+def test_what_is_dropped_waits_no_more() -> None:
+    waits = Waits()
+    waits.enter(1.0, issued("a"))
+    waits.enter(2.0, Dropped(samples=("a.0",), reason="failed"))
+    assert [each.id for each in waits.waiting(3.0)] == ["a.1"]
+
+
+def test_a_run_that_has_stopped_says_so() -> None:
+    waits = Waits()
+    waits.enter(1.0, issued("a"))
+    waits.apply(1.0, Launched(resumed=False))
+    assert waits.advice(1.0 + STOPPED_S) is None
+    late = 2.0 + STOPPED_S
+    assert "nothing was told for 1:01" in (waits.advice(late) or "")
+    assert all("to be resumed" in each.waits_for for each in waits.waiting(late))
+    waits.apply(1.0, RunDone(version=3))
+    assert waits.advice(late) is None
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(Run.open(f"file:{tmp_path}/x"))
+    assert main(["doctor", f"{tmp_path}/x"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("alarm: step 2: k3 is 0.5")
+    assert any(line.startswith("1 wait for other attempts of its group") for line in lines)
+    assert any(line.startswith("1 wait for a batch: enough") for line in lines)
+    assert main(["doctor", f"{tmp_path}/x", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["count"] == 3
+    assert main(["doctor", f"{tmp_path}/none"]) == 2

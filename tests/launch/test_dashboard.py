@@ -1,0 +1,46 @@
+"""The dashboard beside a run: nothing until somebody looks, and nothing after the run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from etude.launch.dashboard import dashboard
+from etude.store.runs import Run
+from tests.dash.recorded_store import write_run
+
+
+def children() -> set[int]:
+    path = Path(f"/proc/{os.getpid()}/task")
+    return {int(pid) for each in path.iterdir() for pid in (each / "children").read_text().split()}
+
+
+def visit(link: str, token: str) -> object:
+    request = urllib.request.Request(f"{link}/api/runs", headers={"Authorization": token})
+    with urllib.request.urlopen(request, timeout=600) as answer:
+        return json.load(answer)
+
+
+async def test_it_starts_with_its_first_visitor_and_ends_with_the_run(tmp_path: Path) -> None:
+    write_run(Run.open(f"file:{tmp_path}/x"))
+    before = children()
+    async with dashboard(tmp_path / "x") as whole:
+        link, _, token = whole.partition("/#token=")
+        await asyncio.sleep(0)
+        assert children() == before
+        found = await asyncio.to_thread(visit, link, f"Bearer {token}")
+        assert isinstance(found, dict) and found["runs"][0]["name"] == "x"
+        started = children() - before
+        assert len(started) == 1
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            await asyncio.to_thread(visit, link, "Bearer guessed")
+    assert not started & children()
+    with pytest.raises(OSError), contextlib.closing(urllib.request.urlopen(link)):
+        pass

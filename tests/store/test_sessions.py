@@ -1,0 +1,67 @@
+"""One session out of an object of several, and verdicts beside it."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import pytest
+
+from etude.store.objects import Missing, Objects
+from etude.store.rollouts import RolloutLog, RolloutReader, group_rows
+from etude.store.runs import Run
+from etude.store.sessions import read_conversations, read_session
+from etude.store.verdicts import Verdict, add_verdict, read_verdicts
+from tests.store.test_rollouts import DONE, GROUP
+
+
+@pytest.fixture
+def run() -> Run:
+    run = Run(Objects.open("memory:"))
+    run.put_group(GROUP)
+    run.put_eval_sessions("000001.heldout", [DONE, replace(DONE, id="other")])
+    return run
+
+
+@pytest.mark.parametrize("key", ["groups/g000004", "evals/000001.heldout.sessions"])
+def test_a_session_is_read_as_it_was_written(run: Run, key: str) -> None:
+    for whole in run.sessions(key):
+        assert read_session(run, key, whole.id) == whole
+    without = [replace(whole, segments=()) for whole in run.sessions(key)]
+    assert read_conversations(run, key) == without
+    with pytest.raises(Missing, match="holds no session 'x'"):
+        read_session(run, key, "x")
+
+
+def test_rows_are_read_as_they_come() -> None:
+    objects = Objects.open("memory:")
+    log, reader, rows = RolloutLog(objects), RolloutReader(objects), group_rows(GROUP)
+    assert reader.new() == []
+    log.append(rows[:1])
+    assert reader.new() == rows[:1]
+    objects.put("rollouts/0000000001.parquet", b"cut off")
+    log.put_evaluation("000001.heldout", [DONE], stage="rl", split="heldout")
+    RolloutLog(objects).append(rows[1:])
+    assert [row.id for row in reader.new()] == [rows[1].id, DONE.id]
+    assert "0000000001.parquet is damaged" in str(reader.damaged[0])
+    assert reader.new() == []
+
+
+def test_verdicts_of_many_at_once_are_all_kept(run: Run) -> None:
+    def judge(who: str) -> None:
+        for verdict in ("cheat", "honest"):
+            add_verdict(run, Verdict(session="s", verdict=verdict, who=who))  # type: ignore[arg-type]
+
+    threads = [threading.Thread(target=judge, args=(f"p{n}",)) for n in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    told = [(each.record.who, each.record.verdict) for each in read_verdicts(run)]
+    assert sorted(told) == [(f"p{n}", said) for n in range(2) for said in ("cheat", "honest")]
+
+
+@pytest.mark.parametrize("fields", [{"who": " "}, {"reward": float("nan")}, {"note": "x" * 5000}])
+def test_a_verdict_that_says_nothing(fields: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="verdict"):
+        Verdict(**({"session": "s", "verdict": "cheat", "who": "w"} | fields))  # type: ignore[arg-type]
