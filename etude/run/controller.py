@@ -40,7 +40,6 @@ from etude.run.rollout import RolloutRunner, SessionDesk
 from etude.run.service import ServiceClient, ServiceEnvironment
 from etude.run.task_record import keep_record
 from etude.sandbox.pool import check_tier, open_sandbox_pool
-from etude.serve.tokens import MAX_LIFETIME_S
 from etude.store.rollouts import RolloutLog
 from etude.store.runs import Run
 from etude.store.telemetry import Emit, event_writer
@@ -338,13 +337,10 @@ async def open_controller(store: str, gateway_url: str, process: str) -> AsyncIt
     """A controller with everything that it needs, closed again at the end."""
     run = Run.open(store, create=False)
     config = run.config()
-    # A key that outlives its session does no harm: it ends with the session. One that ends in a
-    # session because a process was stopped for a while does.
-    session_s = min(MAX_LIFETIME_S, 86400 + config.tasks.timeout_s + config.harness.timeout_s)
     async with (
         open_environment(config) as (environment, pool),
         event_writer(run, process) as emit,
-        GatewayClient(gateway_url, config.engine.public_url, session_s=session_s) as gateway,
+        GatewayClient(gateway_url, config.engine.public_url) as gateway,
     ):
         await gateway.ready()
         yield Controller(run, config, gateway, environment, emit, pool.owing, pool.check)

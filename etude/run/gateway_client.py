@@ -15,7 +15,7 @@ from etude.core.events import RegionStatus
 from etude.core.remote import SessionOffer, SessionOutcome
 from etude.core.types import Segment, SessionAccess
 from etude.serve.process import authorization, token
-from etude.serve.tokens import Scope, new_session_id
+from etude.serve.tokens import MAX_SESSION_S, Scope, new_session_id
 
 START_S = 60.0
 RETRY_S = 0.05
@@ -30,15 +30,11 @@ class GatewayClient:
 
     At the gateway a session has an id that nobody can guess; here it is called by its sample."""
 
-    def __init__(
-        self, url: str, public_url: str | None = None, *, session_s: float = 86400.0
-    ) -> None:
-        """`public_url`: where a harness reaches it, if that is elsewhere. `session_s`: how long a
-        session may be used."""
+    def __init__(self, url: str, public_url: str | None = None) -> None:
+        """`public_url`: where a harness reaches it, if that is elsewhere."""
         self.url = url
         self._public_url = (public_url or url).rstrip("/")
         self.headers = authorization(token())
-        self._session_s = session_s
         self._ids: dict[str, str] = {}
         self._busy_s: dict[str, tuple[float, float]] = {}
 
@@ -83,8 +79,9 @@ class GatewayClient:
         await self._ask("POST", "/load", f"the workers cannot load version {version}", json=told)
 
     async def open_session(self, session: str) -> SessionAccess:
+        """Its key ends with it, and must not end before because somebody was stopped for long."""
         id, what = new_session_id(), f"session {session} cannot be opened"
-        told = {"scope": Scope.SESSION, "subject": id, "lifetime_s": self._session_s}
+        told = {"scope": Scope.SESSION, "subject": id, "lifetime_s": MAX_SESSION_S}
         key = msgspec.json.decode(await self._ask("POST", "/tokens", what, json=told))["token"]
         self._ids[session] = id
         return SessionAccess(base_url=f"{self._public_url}/s/{id}/v1", api_key=key)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 from urllib.parse import urlsplit
 
@@ -39,7 +39,7 @@ class Identity:
     subject: str = ""
     client: str = ""
     """Whose share of the slots its requests take; empty: of nobody in particular."""
-    token: str = ""
+    token: str = field(default="", repr=False)
     """As it was sent."""
     expires: float = float("inf")
 
@@ -79,10 +79,11 @@ class SignedTokens:
             except TokenRefused as e:
                 why = str(e)
             else:
+                client = f"{claims.scope} {claims.subject or claims.id}"
                 return Identity(
                     scope=claims.scope,
                     subject=claims.subject,
-                    client="" if claims.scope is Scope.ADMIN else claims.subject or claims.id,
+                    client="" if claims.scope is Scope.ADMIN else client,
                     token=token,
                     expires=claims.expires,
                 )

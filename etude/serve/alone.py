@@ -24,7 +24,7 @@ from etude.serve.grammar import GrammarBuilder
 from etude.serve.headers import read_segment_kind
 from etude.serve.http import ApiError, create_app, read, respond
 from etude.serve.session_records import SessionRecords
-from etude.serve.tokens import MAX_LIFETIME_S, Scope, TokenAuthority
+from etude.serve.tokens import MAX_SESSION_S, Scope, TokenAuthority
 
 
 class _Sessions:
@@ -48,7 +48,7 @@ class _Sessions:
     async def up(self) -> None: ...
 
     async def open_session(self, session: str) -> SessionAccess:
-        key = self._tokens.mint(Scope.SESSION, session, MAX_LIFETIME_S)
+        key = self._tokens.mint(Scope.SESSION, session, MAX_SESSION_S)
         return SessionAccess(base_url=f"{self._url}/s/{session}/v1", api_key=key)
 
     async def disturbed(self, session: str, age_s: float) -> bool:

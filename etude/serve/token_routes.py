@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
 
 import msgspec
 from starlette.requests import Request as HttpRequest
@@ -49,12 +48,13 @@ class TokenRoutes:
 
     async def mint(self, http: HttpRequest) -> Response:
         """A token that was made by means of another ends with it at the latest."""
-        asked, own = await read(http, TokenRequest), identity_of(http)
-        lifetime_s = min(asked.lifetime_s, own.expires - time.time())
+        asked = await read(http, TokenRequest)
         try:
-            claims = self._authority.claims(asked.scope, asked.subject, lifetime_s)
+            claims = self._authority.claims(asked.scope, asked.subject, asked.lifetime_s)
         except ValueError as e:
             raise ApiError(str(e)) from e
+        expires = min(claims.expires, identity_of(http).expires)
+        claims = msgspec.structs.replace(claims, expires=expires)
         return respond(MintedToken(self._authority.sign(claims), claims.id, claims.expires))
 
     async def revoke(self, http: HttpRequest) -> Response:

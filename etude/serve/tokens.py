@@ -26,6 +26,8 @@ MIN_SECRET_CHARS = 32
 """Every token is something to try secrets on, and a harness has time."""
 PREFIX = "etude_"
 MAX_LIFETIME_S = 366 * 86400.0
+MAX_SESSION_S = 2 * 86400.0
+"""Of the token of a session: so long the ids of those that are over are remembered."""
 _CONTEXT = b"etude token 1\n"
 
 
@@ -102,9 +104,10 @@ class TokenAuthority:
 
     def claims(self, scope: Scope, subject: str, lifetime_s: float) -> Claims:
         """Of a new token. ValueError for what can be none."""
-        if not 0 < lifetime_s <= MAX_LIFETIME_S:
+        longest = MAX_SESSION_S if scope is Scope.SESSION else MAX_LIFETIME_S
+        if not 0 < lifetime_s <= longest:
             raise ValueError(
-                f"a token lives for more than 0 s and at most {MAX_LIFETIME_S:.0f} s, not "
+                f"a token of this scope lives for more than 0 s and at most {longest:.0f} s, not "
                 f"{lifetime_s!r}"
             )
         if scope is Scope.SESSION and not subject:
@@ -129,7 +132,7 @@ class TokenAuthority:
         now = self._clock()
         while self._closed and next(iter(self._closed.values())) < now:
             del self._closed[next(iter(self._closed))]
-        self._closed[session] = now + MAX_LIFETIME_S
+        self._closed[session] = now + MAX_SESSION_S
 
 
 def new_session_id() -> str:

@@ -15,7 +15,7 @@ def test_a_token_from_the_command_line(
     assert main(["token", "worker", "--subject", "east", "--days", "2"]) == 0
     claims = TokenAuthority(SECRET).verify(capsys.readouterr().out.strip())
     assert (claims.scope, claims.subject) == (Scope.WORKER, "east")
-    assert main(["token", "session"]) == 2
+    assert main(["token", "session", "--days", "1"]) == 2
     assert "id of the session" in capsys.readouterr().err
     assert main(["token", "user", "--days", "-1"]) == 2
     monkeypatch.delenv("ETUDE_SECRET")
@@ -26,4 +26,4 @@ def test_a_token_from_the_command_line(
 def test_every_scope_has_its_word(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ETUDE_SECRET", SECRET)
     for scope in Scope:
-        assert main(["token", scope, "--subject", "x"]) == 0
+        assert main(["token", scope, "--subject", "x", "--days", "1"]) == 0

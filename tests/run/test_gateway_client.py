@@ -82,7 +82,7 @@ async def test_each_question_goes_to_its_own_place(monkeypatch: pytest.MonkeyPat
         answers = {"/tokens": b'{"token": "the key"}'}
         return segments if path.endswith("/segments") else answers.get(path, b"true")
 
-    gateway = GatewayClient("http://there", session_s=5.0)
+    gateway = GatewayClient("http://there")
     monkeypatch.setattr(gateway, "_ask", ask)
     await gateway.up()
     await gateway.load(7)
@@ -96,7 +96,7 @@ async def test_each_question_goes_to_its_own_place(monkeypatch: pytest.MonkeyPat
     assert asked == [
         ("GET", "/up", None),
         ("POST", "/load", {"version": 7}),
-        ("POST", "/tokens", {"scope": "session", "subject": id, "lifetime_s": 5.0}),
+        ("POST", "/tokens", {"scope": "session", "subject": id, "lifetime_s": 172800.0}),
         ("GET", f"/s/{id}/segments", {"experts": "true"}),
         ("GET", f"/s/{id}/segments", None),
         ("GET", f"/s/{id}/disturbed", {"age_s": "2.5"}),

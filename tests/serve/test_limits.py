@@ -135,7 +135,7 @@ async def test_a_client_is_who_has_the_token(
                 return response.status
 
         short = {"max_tokens": 1}
-        with made.model.concurrency.acquire(2, "ann"):
+        with made.model.concurrency.acquire(2, "user ann"):
             for more in ({}, {"stream": True}):
                 for path, body in (
                     ("chat/completions", ASK | short),

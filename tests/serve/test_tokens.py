@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from etude.core.errors import EtudeError
 from etude.serve.tokens import (
-    MAX_LIFETIME_S,
+    MAX_SESSION_S,
     Claims,
     Scope,
     TokenAuthority,
@@ -103,14 +103,14 @@ def test_a_token_ends_and_can_be_revoked() -> None:
 def test_tokens_of_a_session_end_with_it() -> None:
     time = Time()
     authority = TokenAuthority(SECRET, clock=time)
-    first, other = (authority.mint(Scope.SESSION, name, MAX_LIFETIME_S) for name in ("a", "b"))
+    first, other = (authority.mint(Scope.SESSION, name, MAX_SESSION_S) for name in ("a", "b"))
     of_the_user = authority.mint(Scope.USER, "a", 60.0)
     authority.close_session("a")
     with pytest.raises(TokenRefused, match="revoked"):
         authority.verify(first)
     authority.verify(other)
     authority.verify(of_the_user)
-    time.now += MAX_LIFETIME_S + 1
+    time.now += MAX_SESSION_S + 1
     authority.close_session("c")
     assert list(authority._closed) == ["c"], "what no token can ask for is not kept"
 
@@ -119,6 +119,11 @@ def test_tokens_of_a_session_end_with_it() -> None:
 def test_no_token_is_for_ever(lifetime_s: float) -> None:
     with pytest.raises(ValueError, match="lives for"):
         TokenAuthority().mint(Scope.ADMIN, "", lifetime_s)
+
+
+def test_a_session_is_not_for_long() -> None:
+    with pytest.raises(ValueError, match="at most 172800 s"):
+        TokenAuthority().mint(Scope.SESSION, "s", MAX_SESSION_S + 1)
 
 
 def test_a_token_of_a_session_names_it() -> None:
