@@ -92,9 +92,7 @@ class OpenAi:
     ) -> Response:  # fmt: skip
         if asked.stream:
             with refusals():
-                streams = await cancel_on_disconnect(
-                    http, answerer.stream(requests, builder.message)
-                )
+                streams = await answerer.stream(requests, builder.message)
             return EventStream(lambda send: self._stream(send, asked, builder, requests, streams))
         with self._model.concurrency.acquire(len(requests)), refusals():
             samples = await cancel_on_disconnect(http, answerer.sample(requests, builder.message))
