@@ -55,7 +55,7 @@ class KillTrial:
         url = f"http://127.0.0.1:{gateway_port}"
         load = Load(
             path=servers.session_path("k"), url=lambda session: url, turns=num_turns, spread_s=1.0,
-            extra={"return_token_ids": True}, retries=True, told=self._told,
+            extra={"return_token_ids": True}, told=self._told,
         )  # fmt: skip
         with contextlib.ExitStack() as stack:
             starts: dict[str, list[Start]] = {

@@ -14,6 +14,8 @@ from typing import Any, cast
 
 import msgspec
 
+from etude.core.errors import EtudeError
+
 EVENT = re.compile(rb"data: (\{.*?\})\n\n")
 END = b"0\r\n\r\n"
 RETRY_S = 0.05
@@ -85,7 +87,6 @@ class Load:
     """The sessions begin one after the other in this time."""
     extra: dict[str, Any] = field(default_factory=dict)
     """More that a request says."""
-    retries: bool = False
     limit_s: float = math.inf
     """After so long it ends, and turns that are under way do not count."""
     told: Callable[[int, list[dict[str, Any]]], None] = lambda session, choices: None
@@ -124,8 +125,6 @@ class Load:
                         choices = _choices(await connection.ask(request))
                         break
                     except (BrokenOff, OSError):
-                        if not self.retries:
-                            raise
                         measured.num_retries += 1
                         if connection is not None:
                             connection.transport.close()
@@ -151,14 +150,17 @@ class Load:
     def _request(self, session: int, asked: dict[str, Any]) -> bytes:
         body = msgspec.json.encode(asked)
         head = (
-            f"POST {self.path(session)} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer x\r\n"
+            f"POST {self.path(session)} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer x\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         )
         return head.encode() + body
 
 
 def _choices(response: bytes) -> list[dict[str, Any]]:
-    """Raises `BrokenOff` if it is not a whole answer."""
+    """Raises `BrokenOff` if it is not a whole answer, and EtudeError if it is a refusal, which the
+    next try would get too."""
+    if response.startswith((b"HTTP/1.1 400", b"HTTP/1.1 401", b"HTTP/1.1 403", b"HTTP/1.1 404")):
+        raise EtudeError(response[:500].decode(errors="replace"))
     if not response.startswith(b"HTTP/1.1 200") or b"[DONE]" not in response:
         raise BrokenOff(response[:500].decode(errors="replace"))
     found = [msgspec.json.decode(event) for event in EVENT.findall(response)]

@@ -134,6 +134,7 @@ class Side:
             f"{self.name}.turn_p50_ms": 1000 * percentile(full.turn_s, 0.5),
             f"{self.name}.turn_p99_ms": 1000 * percentile(full.turn_s, 0.99),
             f"{self.name}.first_p50_ms": 1000 * percentile(full.first_s, 0.5),
+            f"{self.name}.retries": full.num_retries + self.light.num_retries,
         }
 
     def added_to(self, alone: Side) -> dict[str, float]:
