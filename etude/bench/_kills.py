@@ -18,15 +18,16 @@ import aiohttp
 import msgspec
 import uvloop
 
-from etude.bench import gateway as bench
+from etude.bench import _servers as servers
 from etude.bench._load import Load
 from etude.core.errors import EtudeError
 from etude.core.types import Segment, turns
 from etude.launch.launcher import free_ports
 
-KILL_S = 2.0
+KILL_S = 4.0
+"""From when one is up again to the next kill."""
 NUM_WORKERS = 2
-Start = Callable[[], bench.Started]
+Start = Callable[[], servers.Started]
 PACE = ("--tokens", 6, "--first-s", 0.02, "--each-s", 0.01, "--join-s", 0.1)
 
 
@@ -42,8 +43,8 @@ class KillTrial:
     """One gateway and two workers, and what their clients were told."""
 
     def __init__(self, folder: Path, after_turns: Sequence[int]) -> None:
-        self._files = bench.model_files()
-        self._store = bench.make_store(folder, self._files)
+        self._files = servers.model_files()
+        self._store = servers.make_store(folder, self._files)
         self._after_turns = after_turns
         self._acknowledged: defaultdict[int, list[tuple[int, ...]]] = defaultdict(list)
         self._num_acknowledged = 0
@@ -53,14 +54,14 @@ class KillTrial:
         gateway_port, *worker_ports = free_ports(1 + NUM_WORKERS)
         url = f"http://127.0.0.1:{gateway_port}"
         load = Load(
-            path=bench.session_path("k"), url=lambda session: url, turns=num_turns, spread_s=1.0,
-            extra={"return_token_ids": True}, retries=True, told=self._told,
+            path=servers.session_path("k"), url=lambda session: url, turns=num_turns, spread_s=1.0,
+            extra={"return_token_ids": True}, told=self._told,
         )  # fmt: skip
         with contextlib.ExitStack() as stack:
             starts: dict[str, list[Start]] = {
-                "gateway": [partial(bench.start_gateway, stack, self._store, gateway_port)],
+                "gateway": [partial(servers.start_gateway, stack, self._store, gateway_port)],
                 "worker": [
-                    partial(bench.start_worker, stack, self._files, [url], "--port", port, *PACE)
+                    partial(servers.start_worker, stack, self._files, [url], "--port", port, *PACE)
                     for port in worker_ports
                 ],
             }
@@ -93,7 +94,7 @@ class KillTrial:
     async def _kill(
         self,
         starts: dict[str, list[Start]],
-        running: dict[str, list[bench.Started]],
+        running: dict[str, list[servers.Started]],
     ) -> None:
         """A gateway and a worker by turns; each is started again at once, at the same place."""
         names = itertools.cycle(("gateway", "worker"))

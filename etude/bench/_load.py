@@ -4,6 +4,8 @@ the bare protocol: a client must cost less than what it measures."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -85,7 +87,8 @@ class Load:
     """The sessions begin one after the other in this time."""
     extra: dict[str, Any] = field(default_factory=dict)
     """More that a request says."""
-    retries: bool = False
+    limit_s: float = math.inf
+    """After so long it ends, and turns that are under way do not count."""
     told: Callable[[int, list[dict[str, Any]]], None] = lambda session, choices: None
     """Called with every answer that is whole."""
 
@@ -97,43 +100,47 @@ class Load:
             await asyncio.sleep(self.spread_s * place / len(sessions))
             await self._session(session, measured)
 
-        async with asyncio.TaskGroup() as group:
-            for place, session in enumerate(sessions):
-                group.create_task(one(place, session))
+        with contextlib.suppress(TimeoutError):
+            async with (
+                asyncio.timeout(self.limit_s if math.isfinite(self.limit_s) else None),
+                asyncio.TaskGroup() as group,
+            ):
+                for place, session in enumerate(sessions):
+                    group.create_task(one(place, session))
         measured.seconds = time.perf_counter() - began
         return measured
 
     async def _session(self, session: int, measured: Measured) -> None:
         messages: list[dict[str, Any]] = [{"role": "user", "content": f"task {session}"}]
         connection: Connection | None = None
-        for turn in range(self.turns):
-            asked = {"model": "fake", "stream": True, "messages": messages, **self.extra}
-            request = self._request(session, asked | {"seed": session * 1000 + turn})
-            while True:
-                try:
-                    if connection is None or connection.is_closed:
-                        connection = await self._connect(session)
-                    began = time.perf_counter()
-                    choices = _choices(await connection.ask(request))
-                    break
-                except (BrokenOff, OSError):
-                    if not self.retries:
-                        raise
-                    measured.num_retries += 1
-                    if connection is not None:
-                        connection.transport.close()
-                    connection = None
-                    await asyncio.sleep(RETRY_S)
-            measured.turn_s.append(time.perf_counter() - began)
-            measured.first_s.append(connection.first_at - began)
-            self.told(session, choices)
-            text = "".join(choice["delta"].get("content") or "" for choice in choices)
-            messages += [
-                {"role": "assistant", "content": text},
-                {"role": "user", "content": f"turn {turn}"},
-            ]
-        if connection is not None:
-            connection.transport.close()
+        try:
+            for turn in range(self.turns):
+                asked = {"model": "fake", "stream": True, "messages": messages, **self.extra}
+                request = self._request(session, asked | {"seed": session * 1000 + turn})
+                while True:
+                    try:
+                        if connection is None or connection.is_closed:
+                            connection = await self._connect(session)
+                        began = time.perf_counter()
+                        choices = _choices(await connection.ask(request))
+                        break
+                    except (BrokenOff, OSError):
+                        measured.num_retries += 1
+                        if connection is not None:
+                            connection.transport.close()
+                        connection = None
+                        await asyncio.sleep(RETRY_S)
+                measured.turn_s.append(time.perf_counter() - began)
+                measured.first_s.append(connection.first_at - began)
+                self.told(session, choices)
+                text = "".join(choice["delta"].get("content") or "" for choice in choices)
+                messages += [
+                    {"role": "assistant", "content": text},
+                    {"role": "user", "content": f"turn {turn}"},
+                ]
+        finally:
+            if connection is not None:
+                connection.transport.close()
 
     async def _connect(self, session: int) -> Connection:
         host, _, port = self.url(session).removeprefix("http://").partition(":")

@@ -51,12 +51,15 @@ class StopStringFilter:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
+        self.has_stops = bool(stops)
         self._held = ""
         self.found = False
 
     def push(self, text: str) -> str:
         if self.found:
             return ""
+        if not self._stops:
+            return text
         self._held += text
         if (cut := first_of(self._stops, self._held)) is not None:
             self.found = True
@@ -97,6 +100,8 @@ class PieceStream:
         mark = self._controls.get(token)
         if mark and text.endswith(mark):
             self._waiting += filter(None, (text[: -len(mark)], Mark(mark)))
+        elif not self._waiting and not self._finder.has_stops:
+            return [text] if text else []
         elif text:
             self._waiting.append(text)
         return self._released(self._finder.push(text))

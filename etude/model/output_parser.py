@@ -304,11 +304,15 @@ class MarkScanner:
 
     def __init__(self, spelled: Sequence[str]) -> None:
         self._spelled = spelled
+        self._beginnings = {mark[0] for mark in spelled}
         self._held = ""
 
     def push(self, piece: str) -> Iterator[str]:
         if isinstance(piece, Mark):
             yield from self.end()
+            yield piece
+            return
+        if not self._held and self._beginnings.isdisjoint(piece):
             yield piece
             return
         self._held += piece

@@ -81,6 +81,8 @@ class ChatTokenizer:
         }
         self._control_ids = {_in_json(text): id for id, text in self._controls.items()}
         self._control_texts = _any_of(self._control_ids)
+        self._are_spelt_alike = self._control_ids.keys() == set(self._controls.values())
+        """In JSON as elsewhere."""
         self._special_ids = {id for id, token in added.items() if token.special}
         special = [added[id].content for id in sorted(self._special_ids)]
         self._special_texts = _any_of(map(_in_json, special))
@@ -195,6 +197,10 @@ class ChatTokenizer:
             return True
         return len(self._as_said(text)) > num_tokens * self.longest
 
+    def is_plain(self, text: str) -> bool:
+        """Whether no control token is spelt in what `render` made."""
+        return _NONCE not in text and self._control_texts.search(text) is None
+
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
@@ -257,8 +263,12 @@ class ChatTokenizer:
         return shown, self._guarded(rest)
 
     def _guarded(self, said: dict[str, Any], *, assistant: bool = False) -> dict[str, Any]:
-        text = json.dumps(said, ensure_ascii=False)
         texts = self._special_texts if assistant else self._control_texts
+        if self._are_spelt_alike and all(
+            isinstance(value, str) and texts.search(value) is None for value in said.values()
+        ):
+            return said
+        text = json.dumps(said, ensure_ascii=False)
         if texts.search(text) is None:
             return said
         guarded: dict[str, Any] = json.loads(

@@ -21,15 +21,28 @@ class AnswerReader:
     ) -> None:
         self._request = request
         self._num_calls = 0
+        self._said: list[Event] = []
+        self._last: list[Event] | None = None
         self._parser = tokenizer.answer_parser(
             request.prompt, tools, stop_token_ids=request.stop_token_ids, stop=request.stop
         )
 
     def push(self, event: Token | Sample) -> list[Event]:
+        """The sample, which is the last, may be pushed again."""
         if isinstance(event, Token):
-            events = self._parser.push(event.token)
-        else:
-            events = self._parser.end(finished=event.finish_reason == "stop")
+            events = self._with_ids(self._parser.push(event.token))
+            self._said += events
+            return events
+        if self._last is None:
+            finished = event.finish_reason == "stop"
+            self._last = self._with_ids(self._parser.end(finished=finished))
+        return self._last
+
+    def whole(self, sample: Sample) -> list[Event]:
+        """All events, of a sample whose tokens were pushed."""
+        return joined([*self._said, *self.push(sample)])
+
+    def _with_ids(self, events: list[Event]) -> list[Event]:
         first = self._num_calls
         self._num_calls += sum(isinstance(event, Call) for event in events)
         return with_ids(events, self._call_id, first)
@@ -43,8 +56,9 @@ def answer_events(
 ) -> list[Event]:
     """All events of a sample."""
     reader = AnswerReader(tokenizer, request, tools)
-    events = [event for token in sample.tokens for event in reader.push(Token(token, 0.0, 0))]
-    return joined([*events, *reader.push(sample)])
+    for token in sample.tokens:
+        reader.push(Token(token, 0.0, 0))
+    return reader.whole(sample)
 
 
 def joined(events: Iterable[Event]) -> list[Event]:

@@ -139,6 +139,11 @@ class Recorder:
     def _shows(self, shown: str, segment: OpenSegment) -> bool:
         """Whether the template's text of the last answer says what was sampled. Calls may be spelt
         otherwise, and there may be other space around; no word may be missing."""
+        answer = segment.answer
+        if answer[-1] in self._tokenizer.stop_token_ids:
+            answer = answer[:-1]
+        if self._tokenizer.is_plain(shown) and shown == self._tokenizer.decode(answer):
+            return True
         told, sampled = (
             self._tokenizer.parse(tokens, segment.tools, str, segment.asked)
             for tokens in (self._tokenizer.encode(shown), segment.answer)
@@ -277,6 +282,8 @@ def _restored(
     there."""
     history = list(said)
     for place in answered:
+        if place < len(said) and said[place] == segment.messages[place]:
+            continue
         if place >= len(said) or not _echoes(said[place], segment.messages[place]):
             return None
         history[place] = segment.messages[place]

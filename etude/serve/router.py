@@ -33,8 +33,7 @@ from etude.serve.http import (
 from etude.serve.process import authorization
 from etude.serve.shards import FORWARDED
 from etude.serve.worker_protocol import (
-    FRAME_SIZE_BYTES,
-    GenerateFrame,
+    FrameReader,
     GenerateRequest,
     JoinRequest,
     LoadRequest,
@@ -68,6 +67,27 @@ class SessionRequests:
     """One of them took longer than its worker would have, if that had been well."""
 
 
+@dataclass(slots=True, eq=False)
+class Wait:
+    """For what a worker says. Whoever waits gets an error when `end` is called."""
+
+    url: str
+    end: Callable[[], None]
+    in_vain: bool = False
+    """The worker fell silent."""
+
+    @contextmanager
+    def failures(self) -> Iterator[None]:
+        try:
+            yield
+        except (aiohttp.ClientError, TimeoutError, asyncio.IncompleteReadError) as e:
+            if self.in_vain:
+                raise WorkerSilent(f"{self.url}: it fell silent") from e
+            raise WorkerFailed(f"{self.url}: {type(e).__name__} {e}") from e
+        except msgspec.MsgspecError as e:
+            raise WorkerFailed(f"{self.url}: it does not speak as a worker: {e}") from e
+
+
 @dataclass(slots=True)
 class Attempt:
     """A worker that is asked, and the request as it is by then."""
@@ -94,8 +114,8 @@ class Router:
         self._changed = asyncio.Condition()
         self._requests: dict[str, SessionRequests] = {}
         self._tokens: dict[str, str] = {}
-        # of what waits for an answer of this worker
-        self._limits: dict[Worker, set[asyncio.Timeout]] = {}
+        # for an answer of this worker
+        self._waits: dict[Worker, set[Wait]] = {}
 
     async def sample(self, request: Request, session: str = "") -> Sample:
         async with deadline(request.deadline_s):
@@ -206,8 +226,9 @@ class Router:
 
     def expire_silent(self) -> None:
         for worker in self.fleet.expire(self._clock.now()):
-            for limit in self._limits.pop(worker, ()):
-                limit.reschedule(0.0)
+            for wait in self._waits.pop(worker, ()):
+                wait.in_vain = True
+                wait.end()
 
     async def load(self, version: int) -> None:
         """A worker that says that it cannot follow is taken out. If all say so, the promise is not
@@ -281,15 +302,14 @@ class Router:
             await self._changed.wait_for(lambda: self.fleet.up)
 
     async def _pick(self, session: str) -> Worker:
-        while True:
+        while (worker := self.fleet.pick(session)) is None:
             try:
                 async with asyncio.timeout(WORKER_WAIT_S):
                     await self.up()
             except TimeoutError as e:
                 if not (self.fleet.silent or self.fleet.up):
                     raise Unavailable(f"no worker came up within {WORKER_WAIT_S:.0f} s") from e
-            if (worker := self.fleet.pick(session)) is not None:
-                return worker
+        return worker
 
     async def _wake(self) -> None:
         async with self._changed:
@@ -316,17 +336,24 @@ class Router:
                 )
                 if response.status != 200:
                     _raise_refusal(response.status, _message(await response.read()))
-            frame = GenerateFrame()
-            while frame.sample is None:
-                async with self._while_heard(worker, path):
-                    size = int.from_bytes(await response.content.readexactly(FRAME_SIZE_BYTES))
-                    data = await response.content.readexactly(size)
-                frame = _decoded(data, GenerateFrame)
-                if frame.status:
-                    _raise_refusal(frame.status, frame.error)
-                elif frame.token is not None:
-                    yield frame.token
-            yield frame.sample
+            # One wait for the whole stream: a limit for each read costs as much as the read.
+            wait = Wait(worker.url + path, response.close)
+            stack.enter_context(self._kept(wait, worker))
+            reader = FrameReader()
+            while True:
+                with wait.failures():
+                    data = await response.content.readany()
+                    if not data:
+                        raise asyncio.IncompleteReadError(b"", None)
+                    frames = list(reader.push(data))
+                for frame in frames:
+                    if frame.status:
+                        _raise_refusal(frame.status, frame.error)
+                    elif frame.token is not None:
+                        yield frame.token
+                    elif frame.sample is not None:
+                        yield frame.sample
+                        return
 
     async def _load_on(self, worker: Worker, version: int) -> str | None:
         """Load a version on a worker; returns why, if it says that it cannot. One that is gone says
@@ -359,20 +386,22 @@ class Router:
     async def _while_heard(self, worker: Worker, path: str) -> AsyncIterator[None]:
         """A worker is asked something in the block, which ends with the worker if that falls
         silent."""
-        try:
+        wait = Wait(worker.url + path, lambda: limit.reschedule(0.0))
+        with wait.failures(), self._kept(wait, worker):
             async with asyncio.timeout(None) as limit:
-                limits = self._limits.setdefault(worker, set())
-                limits.add(limit)
-                try:
-                    yield
-                finally:
-                    limits.discard(limit)
-                    if not limits:
-                        self._limits.pop(worker, None)
-        except (aiohttp.ClientError, TimeoutError, asyncio.IncompleteReadError) as e:
-            if limit.expired():
-                raise WorkerSilent(f"{worker.url}{path}: it fell silent") from e
-            raise WorkerFailed(f"{worker.url}{path}: {type(e).__name__} {e}") from e
+                yield
+
+    @contextmanager
+    def _kept(self, wait: Wait, worker: Worker) -> Iterator[None]:
+        """It ends if the worker falls silent."""
+        waits = self._waits.setdefault(worker, set())
+        waits.add(wait)
+        try:
+            yield
+        finally:
+            waits.discard(wait)
+            if not waits:
+                self._waits.pop(worker, None)
 
     async def _ask_all(self, path: str, type: type[T]) -> list[T]:
         """What the workers say of themselves; those that do not answer are left out."""

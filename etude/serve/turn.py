@@ -55,11 +55,11 @@ class Turn:
         return sample, self._events(self.request, sample)
 
     async def stream(self, http: HttpRequest, writer: EventWriter) -> Response:
-        with refusals():
-            (tokens,) = await cancel_on_disconnect(
-                http, self.answerer.stream([self.request], self._message)
-            )
         reader = AnswerReader(self.model.tokenizer, self.request, self.tools)
+        with refusals():
+            (tokens,) = await self.answerer.stream(
+                [self.request], lambda request, sample: message_of(reader.whole(sample))
+            )
 
         async def work(send_event: SendEvent) -> None:
             with self.model.concurrency.acquire(1, identity_of(http).client), refusals():

@@ -3,6 +3,8 @@ store."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import msgspec
 
 from etude.core.errors import EtudeError
@@ -38,6 +40,27 @@ class GenerateFrame(msgspec.Struct, omit_defaults=True):
     def packed(self) -> bytes:
         data = msgspec.msgpack.encode(self)
         return len(data).to_bytes(FRAME_SIZE_BYTES) + data
+
+
+_decode_frame = msgspec.msgpack.Decoder(GenerateFrame).decode
+
+
+class FrameReader:
+    """The frames of a stream, from its bytes as they come."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def push(self, data: bytes) -> Iterator[GenerateFrame]:
+        data, begin = self._rest + data, 0
+        while begin + FRAME_SIZE_BYTES <= len(data):
+            end = begin + FRAME_SIZE_BYTES
+            end += int.from_bytes(data[begin:end])
+            if end > len(data):
+                break
+            yield _decode_frame(data[begin + FRAME_SIZE_BYTES : end])
+            begin = end
+        self._rest = data[begin:]
 
 
 class LoadRequest(msgspec.Struct):

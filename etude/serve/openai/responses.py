@@ -79,8 +79,12 @@ class ChatResponseBuilder(_ResponseBuilder):
     prompt: Sequence[int]
     tools: Sequence[Tool] | None
     """None: what looks like a call is text."""
+    readers: dict[int, AnswerReader] = field(default_factory=dict)
+    """Of the requests whose answers are streamed, by their identity."""
 
     def message(self, request: Request, sample: Sample) -> Message:
+        if (reader := self.readers.get(id(request))) is not None:
+            return message_of(reader.whole(sample))
         return message_of(answer_events(self.tokenizer, request, sample, self.tools))
 
     def choice(self, index: int, request: Request, sample: Sample) -> wire.ChatChoice:
@@ -204,6 +208,7 @@ class _ChatStreamBuilder:
         self._form = builder
         self._index = index
         self._reader = AnswerReader(builder.tokenizer, request, builder.tools)
+        builder.readers[id(request)] = self._reader
         self._num_calls = 0
         self._role: Literal["assistant"] | None = "assistant"
 

@@ -94,9 +94,7 @@ class OpenAi:
         slots = self._model.concurrency.acquire(len(requests), identity_of(http).client)
         if asked.stream:
             with refusals():
-                streams = await cancel_on_disconnect(
-                    http, answerer.stream(requests, builder.message)
-                )
+                streams = await answerer.stream(requests, builder.message)
             return EventStream(
                 lambda send: self._stream(send, slots, asked, builder, requests, streams)
             )
