@@ -16,10 +16,12 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from etude.core.config import parse
 from etude.core.errors import RolloutFailure
 from etude.core.sandbox import Sandbox, SandboxSpec
 from etude.core.types import Task, Transcript
 from etude.harness.program import CommandAgent, ProgramAgent
+from etude.run.controller import build_agent
 from etude.sandbox.pool import open_sandbox_pool
 from tests.harness.test_agent import Answer, model, says
 from tests.namespaces import need_namespaces
@@ -182,6 +184,13 @@ print(begin(number=2).read().decode().strip())
         await runner.cleanup()
     assert transcript.messages[-1]["content"].split() == ["one", "two", "done", "two"]
     assert [(each["by"], each["temperature"]) for each in asked] == [("Bearer key", 0.5)] * 4
+
+
+def test_the_config_names_one() -> None:
+    text = 'name = "x"\n[[stage]]\nkind = "rl"\nsteps = 1\n'
+    config = parse(text, ["harness.command=['mine', '{prompt}', '{task}']"])
+    agent = build_agent(config.harness, object(), None, desk=None, temperature=1.0)  # type: ignore[arg-type]
+    assert isinstance(agent, CommandAgent) and agent.command(TASK) == ["mine", "sing", "t"]
 
 
 async def test_a_template_is_a_program() -> None:

@@ -84,7 +84,8 @@ async def test_a_claimed_session_without_a_result_is_offered_again(
 ) -> None:
     monkeypatch.setattr("etude.run.pull.GRACE_S", 0.0)
     async with gateway() as client:
-        runner, sessions = rollouts(client, tmp_path, timeout_s=0.2)
+        # enough for the second to be settled
+        runner, sessions = rollouts(client, tmp_path, timeout_s=2.0)
         attempt = asyncio.create_task(runner.attempt(TASK, "g.0", seed=0))
         _, lost = await post(client, "/v1/sessions", {"wait_s": 30})
         _, again = await post(client, "/v1/sessions", {"wait_s": 30})

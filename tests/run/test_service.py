@@ -227,7 +227,7 @@ async def test_one_that_has_lost_the_rollout_is_asked_for_another() -> None:
 async def test_one_that_does_not_end_is_cancelled_and_has_failed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(service_module, "GRACE_S", 0.05)
+    monkeypatch.setattr(service_module, "GRACE_S", 1.5)  # enough for it to be asked
     service = Service((202, {"status": "running"}))
 
     async def look(http: web.Request) -> web.Response:

@@ -256,12 +256,7 @@ export class Service {
   }
 
   async #run(asked: Rollout): Promise<void> {
-    let outcome: Outcome;
-    try {
-      outcome = { id: asked.id, ...sent(await this.#options.rollout(asked)) };
-    } catch (e) {
-      outcome = { id: asked.id, status: "failed", error: String(e) };
-    }
+    const outcome = await outcomeOf(this.#options.rollout, asked);
     this.#running.delete(asked.id);
     if (asked.signal.aborted) return;
     this.#known.set(asked.id, outcome);
@@ -304,6 +299,31 @@ export class Service {
     this.#known.delete(id);
     this.#wake(id);
     return [204];
+  }
+}
+
+/**
+ * The other way round: ask a gateway for one session, run it and send the result. False if there
+ * was none to run. Call it as often at once as there is room for.
+ */
+export async function pull(
+  gateway: string,
+  token: string,
+  rollout: ServiceOptions["rollout"],
+): Promise<boolean> {
+  const patient = AbortSignal.timeout(2000 * MAX_WAIT_S);
+  const answer = await post(`${gateway}/v1/sessions`, { wait_s: MAX_WAIT_S }, token, patient);
+  if (answer.status === 204) return false;
+  const asked = new Rollout((await answer.json()) as RolloutRequest, new AbortController().signal);
+  await callBack(asked.callbackUrl!, await outcomeOf(rollout, asked), asked.token);
+  return true;
+}
+
+async function outcomeOf(rollout: ServiceOptions["rollout"], asked: Rollout): Promise<Outcome> {
+  try {
+    return { id: asked.id, ...sent(await rollout(asked)) };
+  } catch (e) {
+    return { id: asked.id, status: "failed", error: String(e) };
   }
 }
 

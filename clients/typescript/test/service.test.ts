@@ -3,7 +3,7 @@ import { createServer, type Server } from "node:http";
 import type { AddressInfo } from "node:net";
 import { after, before, test } from "node:test";
 
-import { Service } from "../src/index.js";
+import { pull, Service } from "../src/index.js";
 
 let model: Server;
 let baseUrl: string;
@@ -100,4 +100,30 @@ test("what cannot be read is a 400", async () => {
   assert.equal((await begin({ id: "x" })).status, 400);
   assert.equal((await fetch(`${url}/rollouts`, { method: "POST", body: "{" })).status, 400);
   assert.equal((await fetch(`${url}/rollouts/x?wait_s=much`)).status, 400);
+});
+
+test("a session that is asked for is run, and its result sent", async () => {
+  const scores: unknown[] = [];
+  const gateway = createServer(async (request, response) => {
+    const body = JSON.parse(Buffer.concat(await request.toArray()).toString());
+    if (request.url === "/v1/sessions" && scores.length === 0) {
+      const callback_url = `${here}/v1/sessions/x/score`;
+      response.end(JSON.stringify({ ...asked("x", "a"), callback_url }));
+    } else {
+      if (request.url !== "/v1/sessions") scores.push([request.headers.authorization, body.score]);
+      response.writeHead(204).end();
+    }
+  });
+  await new Promise<void>((resolve) => gateway.listen(0, "127.0.0.1", resolve));
+  const here = `http://127.0.0.1:${(gateway.address() as AddressInfo).port}`;
+  try {
+    assert.equal(await pull(here, "scheduler", () => ({ reward: 0.5 })), true);
+    assert.deepEqual(scores, [
+      ["Bearer key", { reward: 0.5, parts: [], flags: [], credit: [] }],
+    ]);
+    assert.equal(await pull(here, "scheduler", () => ({ reward: 0.5 })), false);
+  } finally {
+    gateway.closeAllConnections();
+    gateway.close();
+  }
 });
