@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from etude.core.errors import EtudeError
+from etude.core.errors import EtudeError, RolloutFailure
 from etude.core.sandbox import VENVS
 from etude.factory.candidates import Draft, Drafts
 from etude.factory.check import task_folders
@@ -214,7 +214,7 @@ class _Build:
             self._tell(self._status)
             try:
                 each = await prepare(source, self._workshop)
-            except Discarded as e:
+            except (Discarded, RolloutFailure) as e:
                 self._status.discarded[source] = str(e)
             else:
                 venv = self._workshop.venvs / each.name / "lib"
@@ -281,6 +281,9 @@ class _Build:
         except Rejected as e:
             self._status.rejected[str(e)] += 1
             self._log.add(draft, line.repository.name, str(e))
+            return
+        except RolloutFailure:  # nothing was found out: the next build looks again
+            self._status.rejected["sandbox broke"] += 1
             return
         folder = self._workshop.folder
         await asyncio.to_thread(write_task, folder / "tasks", task, folder / "archives")
