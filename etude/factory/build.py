@@ -120,8 +120,6 @@ class BuildLog:
 async def open_workshop(folder: Path, options: Options) -> AsyncIterator[Workshop]:
     """A folder of tasks with the sandboxes that they run in."""
     (folder / "venvs").mkdir(parents=True, exist_ok=True)
-    for left in (folder / "venvs").glob("*-[tn][re][yw]"):  # by a build that was killed
-        shutil.rmtree(left)
     pool = open_sandbox_pool(options.isolation, mounts=[f"{folder / 'venvs'}:{VENVS}"])
     try:
         yield Workshop(folder, pool, options.proposer, options.installer)
@@ -140,6 +138,8 @@ async def build(
         raise EtudeError("give a source: a git URL, a folder, an sdist, or the name of a package")
     status = Status(sources=len(sources), limit=options.limit or PER_SOURCE * len(sources))
     log = BuildLog(folder / "build.jsonl")
+    for left in (folder / "venvs").glob("*.*"):  # by a build that was killed
+        shutil.rmtree(left)
     async with open_workshop(folder, options) as workshop:
         await _Build(workshop, log, options, status, changed).run(sources, rows)
     if status.kept:
