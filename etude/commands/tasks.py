@@ -18,7 +18,7 @@ from etude.core.errors import EtudeError
 from etude.factory import check as checking
 from etude.factory.build import Options, Status, open_workshop
 from etude.factory.build import build as build_tasks
-from etude.factory.harbor import read_task
+from etude.factory.harbor import is_ours, read_task
 from etude.factory.swebench import diff
 
 
@@ -104,10 +104,8 @@ def stats(*, dir: Path, json: bool, console: Console) -> int:
     console.print(table)
     mutations = ", ".join(f"{name} {count}" for name, count in found.mutations.most_common())
     console.print(f"mutations: {mutations or 'none'}", highlight=False, soft_wrap=True)
-    console.print(
-        f"tests that a solution mends: {statistics.median(found.failing):g} in the median",
-        highlight=False,
-    )
+    failing = statistics.median(found.failing or [0])
+    console.print(f"tests that a solution mends: {failing:g} in the median", highlight=False)
     rates = found.solve_rates
     console.print(
         f"solve rate: {statistics.mean(rates):.2f} over {len(rates)} tasks"
@@ -131,13 +129,17 @@ def show(*, dir: Path, task: str | None, json: bool, console: Console) -> int:
     folders = [dir] if (dir / "task.toml").is_file() else checking.task_folders(dir)
     if task is None and folders != [dir]:
         for folder in folders:
-            told = read_task(folder)
-            first = told.instruction.strip().splitlines()[0]
-            console.print(f"{told.id}  {first[:70]}", highlight=False, markup=False, soft_wrap=True)
+            first = (folder / "instruction.md").read_text().strip().partition("\n")[0]
+            said = f"{folder.name}  {first[:70]}"
+            console.print(said, highlight=False, markup=False, soft_wrap=True)
         return 0
     chosen = [folder for folder in folders if task in (None, folder.name)]
     if not chosen:
         raise EtudeError(f"{dir} has no task {task}: etude tasks show {dir} lists them")
+    if not is_ours(chosen[0]):
+        console.print((chosen[0] / "instruction.md").read_text(), highlight=False, markup=False)
+        console.print("a task of Harbor that needs a container", highlight=False)
+        return 0
     found = read_task(chosen[0])
     console.print(f"{found.id}: {found.kind} in {found.origin}", highlight=False, markup=False)
     console.print(f"\n{found.instruction}", highlight=False, markup=False)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from etude.core.errors import EtudeError
+from etude.core.errors import EtudeError, RolloutFailure
 from etude.core.sandbox import VENVS
 from etude.factory.candidates import Draft, Drafts
 from etude.factory.check import task_folders
@@ -120,8 +120,6 @@ class BuildLog:
 async def open_workshop(folder: Path, options: Options) -> AsyncIterator[Workshop]:
     """A folder of tasks with the sandboxes that they run in."""
     (folder / "venvs").mkdir(parents=True, exist_ok=True)
-    for left in (folder / "venvs").glob("*-[tn][re][yw]"):  # by a build that was killed
-        shutil.rmtree(left)
     pool = open_sandbox_pool(options.isolation, mounts=[f"{folder / 'venvs'}:{VENVS}"])
     try:
         yield Workshop(folder, pool, options.proposer, options.installer)
@@ -140,6 +138,8 @@ async def build(
         raise EtudeError("give a source: a git URL, a folder, an sdist, or the name of a package")
     status = Status(sources=len(sources), limit=options.limit or PER_SOURCE * len(sources))
     log = BuildLog(folder / "build.jsonl")
+    for left in (folder / "venvs").glob("*.*"):  # by a build that was killed
+        shutil.rmtree(left)
     async with open_workshop(folder, options) as workshop:
         await _Build(workshop, log, options, status, changed).run(sources, rows)
     if status.kept:
@@ -214,7 +214,7 @@ class _Build:
             self._tell(self._status)
             try:
                 each = await prepare(source, self._workshop)
-            except Discarded as e:
+            except (Discarded, RolloutFailure) as e:
                 self._status.discarded[source] = str(e)
             else:
                 venv = self._workshop.venvs / each.name / "lib"
@@ -281,6 +281,9 @@ class _Build:
         except Rejected as e:
             self._status.rejected[str(e)] += 1
             self._log.add(draft, line.repository.name, str(e))
+            return
+        except RolloutFailure:  # nothing was found out: the next build looks again
+            self._status.rejected["sandbox broke"] += 1
             return
         folder = self._workshop.folder
         await asyncio.to_thread(write_task, folder / "tasks", task, folder / "archives")

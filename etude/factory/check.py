@@ -10,9 +10,8 @@ from pathlib import Path
 
 from etude.core.errors import EtudeError
 from etude.core.sandbox import SandboxPool
-from etude.factory.harbor import read_task
+from etude.factory.harbor import is_ours, read_task
 from etude.factory.prove import Rejected, check_both_ends
-from etude.factory.task import RepositoryTask
 
 
 def task_folders(folder: Path) -> list[Path]:
@@ -84,7 +83,11 @@ def stats(folder: Path) -> Stats:
     """Count the tasks of a folder."""
     found = Stats()
     for place in task_folders(folder):
-        task: RepositoryTask = read_task(place)
+        if not is_ours(place):
+            found.kinds["harbor"] += 1
+            found.repositories.setdefault("others", Counter())["harbor"] += 1
+            continue
+        task = read_task(place)
         found.kinds[task.kind] += 1
         found.repositories.setdefault(task.repository, Counter())[task.kind] += 1
         found.mutations.update(each for each in task.facts.get("mutations", "").split(", ") if each)

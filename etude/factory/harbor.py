@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shlex
 import shutil
 import tarfile
 import tomllib
@@ -52,8 +53,7 @@ def write_task(folder: Path, task: RepositoryTask, archives: Path) -> Path:
 
 def read_task(folder: Path) -> RepositoryTask:
     """Read a directory. EtudeError if it is no task, or one that needs a container."""
-    settings = read_settings(folder)
-    own = settings.get("metadata", {}).get("etude")
+    own = read_settings(folder).get("metadata", {}).get("etude")
     if not isinstance(own, dict):
         raise EtudeError(
             f"{folder}: a task of Harbor whose environment is a container; this version runs those "
@@ -78,6 +78,11 @@ def read_task(folder: Path) -> RepositoryTask:
         solve_rate=own.get("solve_rate"),
         facts=own.get("facts", {}),
     )
+
+
+def is_ours(folder: Path) -> bool:
+    """Whether a directory says how to run it without a container."""
+    return "etude" in read_settings(folder).get("metadata", {})
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
@@ -152,7 +157,7 @@ def _value(value: object) -> str:
 
 def _dockerfile(task: RepositoryTask) -> str:
     """For those who run it with Docker; our sandboxes read the same files without."""
-    installed = " ".join(f"'{each}'" for each in task.requirements)
+    installed = shlex.join(task.requirements)
     path = ":".join(f"/work/{each}".rstrip("/") for each in task.pythonpath)
     return (
         "FROM python:3.11-slim\n"
@@ -165,7 +170,7 @@ def _dockerfile(task: RepositoryTask) -> str:
 
 
 def _verifier(task: RepositoryTask) -> list[str]:
-    tests = " ".join("'" + name + "'" for name in (*task.fail_to_pass, *task.pass_to_pass))
+    tests = shlex.join((*task.fail_to_pass, *task.pass_to_pass))
     return [
         "cp -R /tests/files/. /work/",
         "cd /work",

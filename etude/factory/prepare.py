@@ -80,7 +80,7 @@ async def _find_recipe(
     """The best of a few that are tried one after the other."""
     failures: list[str] = []
     best: tuple[Recipe, Installed, SuiteRun] | None = None
-    venv = f"{checkout.name}-try"
+    venv = f"{checkout.name}.try"
     for _ in range(TRIES):
         recipe = workshop.proposer.propose(checkout.files, failures)
         if recipe is None:
@@ -116,7 +116,7 @@ async def _reproduce(
     checkout: Checkout, recipe: Recipe, installed: Installed, first: SuiteRun, workshop: Workshop
 ) -> Repository:
     """The second pass."""
-    final, half = workshop.venvs / checkout.name, workshop.venvs / f"{checkout.name}-new"
+    final, half = workshop.venvs / checkout.name, workshop.venvs / f"{checkout.name}.new"
     try:
         await asyncio.to_thread(workshop.installer.install_again, installed, half)
     except InstallFailed as e:

@@ -4,6 +4,7 @@ each runs."""
 from __future__ import annotations
 
 import json
+import shlex
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -127,8 +128,8 @@ async def run_suite(
     plugin = resources.files("etude.factory").joinpath("survey_plugin.py").read_bytes()
     env = sandbox_env(venv, recipe.pythonpath) | ({"ETUDE_SURVEY": "/work/"} if lines else {})
     spec = SandboxSpec(files={**files, _PLUGIN: plugin}, env=env, limits=LIMITS)
-    quoted = " ".join(f"'{path}'" for path in recipe.tests)
-    command = f"{PYTEST} {PLAIN} -p etude_survey --continue-on-collection-errors {quoted}"
+    plugin_options = "-p etude_survey --continue-on-collection-errors"
+    command = f"{PYTEST} {PLAIN} {plugin_options} {shlex.join(recipe.tests)}"
     async with pool.open(spec) as sandbox:
         ran = await sandbox.run(["sh", "-c", command], timeout_s=_SUITE_S)
         made = await sandbox.patch()

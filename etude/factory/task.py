@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -109,10 +110,9 @@ def pytest_argv(
 ) -> list[str]:
     """The command that runs these tests and reports on each. Not `plain`: in more words.
     `processor_s`: it is ended after so much time of a processor, however busy the machine is."""
-    quoted = " ".join("'" + name.replace("'", "'\\''") + "'" for name in tests)
     limit = "" if processor_s is None else f"ulimit -t {math.ceil(processor_s)}; "
     way = PLAIN if plain else ""
-    return ["sh", "-c", f"{limit}exec {PYTEST} {way} --junitxml=$ETUDE_REPORT {quoted}"]
+    return ["sh", "-c", f"{limit}exec {PYTEST} {way} --junitxml=$ETUDE_REPORT {shlex.join(tests)}"]
 
 
 def reported_name(test: str) -> str:

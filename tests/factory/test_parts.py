@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from etude.cli import main
 from etude.core.errors import EtudeError
 from etude.factory.candidates import split_change
+from etude.factory.check import stats
 from etude.factory.harbor import read_task, write_solve_rate, write_task
 from etude.factory.hiding import functions_of, without_functions
 from etude.factory.instruct import instruct
@@ -175,10 +177,18 @@ def test_a_task_is_read_as_it_was_written(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_a_task_of_others_is_told_to_need_a_container(tmp_path: Path) -> None:
+def test_a_task_of_others_is_told_to_need_a_container(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tmp_path = tmp_path / "tasks" / "one"
+    tmp_path.mkdir(parents=True)
     (tmp_path / "task.toml").write_text('schema_version = "1.1"\n[verifier]\ntimeout_sec = 60\n')
+    (tmp_path / "instruction.md").write_text("Do it.\n")
     with pytest.raises(EtudeError, match="container"):
         read_task(tmp_path)
+    assert main(["tasks", "show", str(tmp_path)]) == 0
+    assert "Do it." in capsys.readouterr().out
+    assert stats(tmp_path.parent).kinds["harbor"] == 1
 
 
 def test_patches_apply() -> None:
