@@ -117,7 +117,7 @@ class Waits:
         if not each.ended:
             return "its own session, which is under way"
         if running:
-            return f"other attempts of its group, {running} of which are under way"
+            return "other attempts of its group, which are under way"
         return "a batch: enough finished groups with a difference"
 
     def advice(self, now: float) -> str | None:

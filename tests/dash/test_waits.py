@@ -29,7 +29,7 @@ def test_every_reason_in_turn() -> None:
     waits.apply(10.0, Launched(resumed=False))
     assert set(reasons(11.0).values()) == {"its own session, which is under way"}
     waits.apply(12.0, attempt("a.0"))
-    assert reasons(13.0)["a.0"] == "other attempts of its group, 1 of which are under way"
+    assert reasons(13.0)["a.0"] == "other attempts of its group, which are under way"
     waits.apply(14.0, attempt("a.1"))
     waits.apply(
         15.0,
