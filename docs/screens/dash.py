@@ -1,7 +1,7 @@
 """Captures the dashboard's screens: `python docs/screens/dash.py URL RUN OTHER STOPPED GROUP`.
 
-`etude dash` serves these runs at URL, one of which was stopped; GROUP is one of RUN. Needs playwright
-and pillow."""
+`etude dash` serves these runs at URL, of which one was stopped; GROUP is one of RUN. Needs
+playwright and pillow."""
 
 from __future__ import annotations
 
