@@ -1,6 +1,7 @@
-"""Captures the dashboard's screens: `python docs/screens/dash.py URL RUN OTHER GROUP`.
+"""Captures the dashboard's screens: `python docs/screens/dash.py URL RUN OTHER STOPPED GROUP`.
 
-`etude dash` serves both runs at URL, GROUP is one of RUN; needs playwright and pillow."""
+`etude dash` serves these runs at URL, of which one was stopped; GROUP is one of RUN. Needs
+playwright and pillow."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ FOLDER = Path(__file__).parent
 SIZE = {"width": 1280, "height": 800}
 
 
-def main(url: str, run: str, other: str, group: str) -> None:
+def main(url: str, run: str, other: str, stopped: str, group: str) -> None:
     shots = {
         "dash-run": (f"/runs/{run}", "light"),
         "dash-compare": (f"/runs/{run},{other}", "dark"),
@@ -26,6 +27,7 @@ def main(url: str, run: str, other: str, group: str) -> None:
         "dash-tokens": (f"/runs/{run}/sessions/{group}.7?tab=tokens", "light"),
         "dash-ledger": (f"/runs/{run}/ledger", "light"),
         "dash-fleet": (f"/runs/{run}/fleet", "dark"),
+        "dash-doctor": (f"/runs/{stopped}/doctor", "light"),
     }
     with sync_playwright() as started:
         browser = started.chromium.launch(

@@ -59,7 +59,8 @@ def open_runs(urls: Sequence[str]) -> list[RecordedRun]:
         run = Run.open(url, create=False)
         if not run.objects.list("events") and not run.objects.exists("config.json"):
             raise EtudeError(f"{url} holds no run: check the path, or start one with `etude run`")
-        stem = url.rstrip("/").rpartition("/")[2] or "run"
+        # addresses of the page name several runs with commas between them
+        stem = url.rstrip("/").rpartition("/")[2].replace(",", "_") or "run"
         names = [stem, *(f"{stem}-{number}" for number in range(2, len(urls) + 1))]
         name = next(name for name in names if name not in found)
         found[name] = RecordedRun(name, run)

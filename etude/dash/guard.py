@@ -13,6 +13,7 @@ import ipaddress
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from urllib.parse import urlsplit
 
 from starlette.responses import JSONResponse
@@ -95,6 +96,7 @@ class Access:
         return len(sent) == 1 and hmac.compare_digest(sent[0].encode(), expected)
 
 
+@cache
 def _machine_names() -> set[str]:
     return {socket.gethostname().lower(), socket.getfqdn().lower()}
 

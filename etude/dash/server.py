@@ -178,7 +178,11 @@ def _session(recorded: RecordedRun, request: Request) -> Any:
 
 def _tokens(recorded: RecordedRun, request: Request) -> Any:
     id = request.path_params["id"]
-    row, t = recorded.row(id), recorded.session(id)
+    row = recorded.row(id)
+    try:
+        t = recorded.session(id)
+    except Missing as e:
+        return {"segments": [], "not_stored": str(e)}
     found: dict[str, Any] = {"segments": detail.segments(t)}
     number = _number(request, "segment", 0, 10**6)
     if number >= len(t.segments):

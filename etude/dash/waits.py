@@ -110,14 +110,15 @@ class Waits:
         return sorted(found, key=lambda each: -each.seconds)
 
     def _reason(self, each: _Open, running: int, stopped: bool) -> str:
-        if each.step is not None:
-            return "the run to be resumed" if stopped else f"the trainer, for step {each.step}"
         if stopped:
-            return "the run to be resumed: its task is then issued again"
+            whole = each.step is not None or not running
+            return "the run to be resumed" + ("" if whole else ": its task is then issued again")
+        if each.step is not None:
+            return f"the trainer, for step {each.step}"
         if not each.ended:
             return "its own session, which is under way"
         if running:
-            return f"other attempts of its group, {running} of which are under way"
+            return "other attempts of its group, which are under way"
         return "a batch: enough finished groups with a difference"
 
     def advice(self, now: float) -> str | None:

@@ -173,7 +173,7 @@ def test_keys_lead_through_the_views(page: Any, real: Path) -> None:
     page.keyboard.press("Enter")
     page.wait_for_selector(".facts")
     page.keyboard.press("t")
-    page.wait_for_selector(".ribbon, .empty, main .problem")
+    page.wait_for_selector(".ribbon, .empty")
     page.keyboard.press("?")
     page.wait_for_selector("[role=dialog]")
     page.keyboard.press("Escape")
@@ -246,6 +246,15 @@ def test_a_verdict_is_kept(page: Any, link: str, hostile: Path) -> None:
     page.click("button:has-text('confirm') >> nth=0")
     page.wait_for_selector("text=<b>it read the tests</b>")
     page.wait_for_selector("td:has-text('100%')")
+
+
+def test_a_cheat_that_nothing_flagged(page: Any, link: str, hostile: Path) -> None:
+    page.goto(f"{base(link)}/runs/{hostile.name}/sessions/g000001.0")
+    page.fill("label:has-text('your name') input", "Bo")
+    page.click("button:has-text('confirm')")
+    page.wait_for_selector("text=all verdicts")
+    page.click("text=all verdicts")
+    page.wait_for_selector("main >> text=g000001.0")
 
 
 def test_two_runs_over_each_other(page: Any, link: str, real: Path, hostile: Path) -> None:

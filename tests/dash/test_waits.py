@@ -29,7 +29,7 @@ def test_every_reason_in_turn() -> None:
     waits.apply(10.0, Launched(resumed=False))
     assert set(reasons(11.0).values()) == {"its own session, which is under way"}
     waits.apply(12.0, attempt("a.0"))
-    assert reasons(13.0)["a.0"] == "other attempts of its group, 1 of which are under way"
+    assert reasons(13.0)["a.0"] == "other attempts of its group, which are under way"
     waits.apply(14.0, attempt("a.1"))
     waits.apply(
         15.0,
@@ -57,7 +57,11 @@ def test_a_run_that_has_stopped_says_so() -> None:
     assert waits.advice(1.0 + STOPPED_S) is None
     late = 2.0 + STOPPED_S
     assert "nothing was told for 1:01" in (waits.advice(late) or "")
-    assert all("to be resumed" in each.waits_for for each in waits.waiting(late))
+    again = "the run to be resumed: its task is then issued again"
+    assert [each.waits_for for each in waits.waiting(late)] == [again, again]
+    for sample in ("a.0", "a.1"):
+        waits.apply(1.0, attempt(sample))
+    assert {each.waits_for for each in waits.waiting(late)} == {"the run to be resumed"}
     waits.apply(1.0, RunDone(version=3))
     assert waits.advice(late) is None
 

@@ -90,19 +90,18 @@ export function Chart({ title, note, series, log = false, unit = short, range, s
 
   const last = (row) => row.reduce((found, value) => (value == null ? found : value), null);
   const value = (n) => (cursor == null ? last(data[n + 1]) : data[n + 1][cursor]);
+  if (!data) return null;
   return html`<${Card} className="chart" title=${title} note=${note}>
-    ${data
-      ? html`<p class="legend">
-            ${drawn.map(
-              (each, n) =>
-                html`<span key=${each.label}
-                  ><i class=${each.dash ? "dashed" : ""} style=${{ borderColor: colour(each.colour) }}></i>${each.label} <b>${unit(value(n))}</b></span
-                >`,
-            )}
-            ${cursor != null && html`<span class="dim">at ${short(data[0][cursor])}</span>`}
-          </p>
-          <div class="plot" ref=${box} role="img" aria-label=${`chart of ${title}`}></div>`
-      : html`<p class="empty">nothing yet</p>`}
+    <p class="legend">
+      ${drawn.map(
+        (each, n) =>
+          html`<span key=${each.label}
+            ><i class=${each.dash ? "dashed" : ""} style=${{ borderColor: colour(each.colour) }}></i>${each.label} <b>${unit(value(n))}</b></span
+          >`,
+      )}
+      ${cursor != null && html`<span class="dim">at ${short(data[0][cursor])}</span>`}
+    </p>
+    <div class="plot" ref=${box} role="img" aria-label=${`chart of ${title}`}></div>
   </${Card}>`;
 }
 

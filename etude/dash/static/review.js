@@ -40,6 +40,25 @@ function Judge({ run, id, who, done }) {
   </div>`;
 }
 
+function Name({ who, setWho }) {
+  const name = (event) => {
+    localStorage.setItem(WHO, event.target.value);
+    setWho(event.target.value);
+  };
+  return html`<label>your name <input value=${who} onInput=${name} /></label>`;
+}
+
+// For any session: cheats that no detector has flagged count in its recall.
+export function Verdict({ run, id }) {
+  const [who, setWho] = useState(localStorage.getItem(WHO) ?? "");
+  const [stored, setStored] = useState(false);
+  return html`<${Card} title="Verdict" note="is it a cheat?">
+    <${Name} who=${who} setWho=${setWho} />
+    <${Judge} run=${run} id=${id} who=${who} done=${() => setStored(true)} />
+    ${stored && html`<p class="good">stored; <${Link} to=${place(run, "review")}>all verdicts<//></p>`}
+  </${Card}>`;
+}
+
 function Item({ run, row, who, writes, done }) {
   const [open, setOpen] = useState(false);
   return html`<section class="card item">
@@ -60,13 +79,9 @@ export function Review({ run, writes }) {
   const [turn, setTurn] = useState(0);
   const { data, error } = useData(`${runPath(run, "review")}?turn=${turn}`, 3000);
   if (!data) return html`<${Loading} error=${error} />`;
-  const name = (event) => {
-    localStorage.setItem(WHO, event.target.value);
-    setWho(event.target.value);
-  };
   return html`
     <div class="titlebar"><h1>Suspected cheats</h1><span class="dim">${data.flagged} flagged, ${data.judged} with a verdict</span>
-      ${writes ? html`<label>your name <input value=${who} onInput=${name} /></label>` : html`<span class="dim">verdicts need a token: start <code>etude dash</code> with <code>--token-file</code></span>`}</div>
+      ${writes ? html`<${Name} who=${who} setWho=${setWho} />` : html`<span class="dim">verdicts need a token: start <code>etude dash</code> with <code>--token-file</code></span>`}</div>
     ${data.detectors.length > 0 &&
     html`<${Card} title="Detectors" note="by the verdicts so far">
       <table><thead><tr><th>flag</th><th class="num">flagged</th><th class="num">judged</th><th class="num">precision</th><th class="num">recall</th></tr></thead>

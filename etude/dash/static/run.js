@@ -28,17 +28,17 @@ function Tiles({ run }) {
   const heldout = evals.filter((each) => each.split === "heldout");
   const newest = heldout[heldout.length - 1];
   const tiles = [
-    ["mean reward", short(last(steps.reward), 2), "of the newest step"],
+    ["mean reward", short(last(steps.reward), 2), "of the newest batch"],
     ["solve rate", percent(last(steps.solve_rate)), "attempts since the step before"],
     ["held out", newest ? percent(newest.solved / newest.total) : "–", newest ? `${newest.solved} of ${newest.total}, version ${newest.version}` : "not evaluated yet"],
     ["entropy", short(last(steps.entropy), 3), "nats a token"],
     ["k3", short(last(steps.k3_mean)), "trainer against engine; alarming above 0.01"],
-    ["lag", short(last(steps.lag)), `of ${run.lag_bound} allowed`],
+    ["lag", isNumber(last(steps.lag)) ? `${last(steps.lag)} of ${run.lag_bound}` : "–", "steps, of those allowed"],
     ["trainer busy", percent(last(steps.trainer_busy)), `${short(last(steps.tokens_per_s))} tokens/s`],
-    ["rollouts", short(cost.rollouts), `${short(cost.sampled_tokens)} tokens sampled, ${clock(cost.seconds)} h of sessions`.replace(" h of", " of")],
+    ["rollouts", short(cost.rollouts || null), `${short(cost.sampled_tokens)} tokens sampled, ${clock(cost.seconds)} h of sessions`.replace(" h of", " of")],
   ];
   return html`<div class="tiles">
-    ${tiles.map(
+    ${tiles.filter(([, value]) => value !== "–").map(
       ([name, value, note]) => html`<div class="tile" key=${name}>
         <span>${name}</span><b>${value}</b><small>${note}</small>
       </div>`,
@@ -148,6 +148,9 @@ function Charts({ found, order }) {
   const all = (names) => curves(found, order, names);
   const unit = (u, low, high) => [Math.min(0, low ?? 0), Math.max(1, high ?? 1)];
   const fits = fitCurves(found);
+  const steps = found.some((run) => run.steps.step.length);
+  const supervised = fits.length > 0 && html`<${Chart} title="Loss of supervised stages" series=${fits} sync="fit" />`;
+  if (!steps) return html`<div class="charts">${supervised || html`<p class="empty">no step yet</p>`}</div>`;
   return html`<div class="charts">
     <${Chart} title="Mean reward" series=${all([["reward", "reward"]])} range=${unit} />
     <${Chart} title="Solve rate by kind" note="by sampling version" series=${solveCurves(found, order)} unit=${percent} range=${unit} sync="version" />
@@ -158,7 +161,7 @@ function Charts({ found, order }) {
     <${Chart} title="Trainer tokens/s" series=${all([["tokens_per_s", "tokens/s"]])} />
     <${Chart} title="Gradient norm" series=${all([["grad_norm", "norm"]])} />
     <${Chart} title="Truncated and zero-gradient tokens" series=${all([["truncated_frac", "truncated"], ["zero_grad_frac", "zero gradient"]])} unit=${(v) => percent(v, 1)} />
-    ${fits.length > 0 && html`<${Chart} title="Loss of supervised stages" series=${fits} sync="fit" />`}
+    ${supervised}
   </div>`;
 }
 

@@ -3,6 +3,7 @@
 import { html } from "/vendor/preact.js";
 import { runPath, useData } from "/api.js";
 import { Diff, Text, changes, editDiff } from "/code.js";
+import { Verdict } from "/review.js";
 import { Tokens } from "/tokens.js";
 import { Alarms, Card, Chip, Link, Loading, Reward, clock, go, moment, place, short, useKeys } from "/ui.js";
 
@@ -100,7 +101,7 @@ function Facts({ run, row, session }) {
   return html`<${Card} title="Session"><dl class="facts">${facts.map(([name, value]) => html`<dt>${name}</dt><dd>${value}</dd>`)}</dl></${Card}>`;
 }
 
-export function Session({ run, id, query }) {
+export function Session({ run, id, query, writes }) {
   const { data, error } = useData(runPath(run, `sessions/${encodeURIComponent(id)}`), 5000);
   const tab = query.tab ?? "conversation";
   const show = (name) => () => go(place(run, `sessions/${id}`, { tab: name === "conversation" ? "" : name }), { replace: true });
@@ -130,6 +131,7 @@ export function Session({ run, id, query }) {
             ${session && html`<${Score} session=${session} />`}
             ${changed && html`<${Card} title="Changes" note="from its reads and edits"><${Diff} text=${changed} /></${Card}>`}
             <${Facts} run=${run} row=${row} session=${session} />
+            ${writes && html`<${Verdict} run=${run} id=${id} />`}
           </aside>
         </div>`}
   `;

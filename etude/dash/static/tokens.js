@@ -47,7 +47,7 @@ export function Tokens({ run, id, query }) {
   const offset = Number(query.offset ?? 0);
   const { data, error } = useData(runPath(run, `sessions/${encodeURIComponent(id)}/tokens?segment=${segment}&offset=${offset}&limit=${PAGE}`), 0);
   if (!data) return html`<${Loading} error=${error} />`;
-  if (!data.segments.length) return html`<p class="empty">no tokens of this session are stored: of an evaluation only the conversation is</p>`;
+  if (!data.segments.length) return html`<p class="empty">${data.not_stored ?? "no tokens of this session are stored: of an evaluation only the conversation is"}</p>`;
   const set = (change) => go(place(run, `sessions/${id}`, { ...query, ...change }), { replace: true });
   const here = data.segments[segment];
   return html`<section class="card">
