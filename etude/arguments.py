@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from etude import __version__
@@ -32,8 +32,18 @@ AddCommand = Callable[..., argparse.ArgumentParser]
 """(name, help, json_text=..) -> the parser of a new command"""
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """`command` of what it parses is the name of the command."""
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """`command` is the name of the command. An argument that it does not have is told with those
+    that it has."""
+    parser = _build_parser()
+    args, unknown = parser.parse_known_args(argv)
+    refuse = vars(args).pop("refuse", parser.error)
+    if unknown:
+        refuse(f"unrecognized arguments: {' '.join(unknown)}")
+    return args
+
+
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="etude", description="Train a coding model on your own product."
     )
@@ -42,7 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     def add(name: str, text: str, *, json_text: str | None = None) -> argparse.ArgumentParser:
         made = commands.add_parser(name, help=text, description=text)
-        made.set_defaults(command=name)
+        made.set_defaults(command=name, refuse=made.error)
         if json_text:
             made.add_argument("--json", action="store_true", help=json_text)
         return made
@@ -386,7 +396,7 @@ def _add_weights(parser: argparse.ArgumentParser) -> None:
     importing = actions.add_parser("import", help=text, description=text)
     importing.add_argument("file", type=Path, metavar="FILE.gguf")
     importing.add_argument("dir", type=Path, metavar="DIR", help="must not be there yet")
-    importing.set_defaults(command="weights import")
+    importing.set_defaults(command="weights import", refuse=importing.error)
     for name, text in (
         ("log", "the chain of versions, with sizes, and who reads which"),
         ("show", "one version: its routes, and what changed in it"),
@@ -398,7 +408,7 @@ def _add_weights(parser: argparse.ArgumentParser) -> None:
     ):
         action = actions.add_parser(name, help=text, description=text)
         action.add_argument("url", metavar="RUN|URL", help="a run's directory, or its store's URL")
-        action.set_defaults(command="weights", action=name)
+        action.set_defaults(command="weights", action=name, refuse=action.error)
         if name in ("show", "fetch", "export"):
             action.add_argument("--version", type=int, help="(default: the newest)")
         if name == "fetch":

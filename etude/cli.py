@@ -14,7 +14,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from etude.arguments import BENCHMARKS, build_parser
+from etude.arguments import BENCHMARKS, parse_arguments
 from etude.core.errors import EtudeError
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = build_parser().parse_args(argv)
+    args = parse_arguments(argv)
     try:
         return COMMANDS[args.command](args)
     except KeyboardInterrupt:

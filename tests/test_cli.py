@@ -54,6 +54,17 @@ def refused(answer: tuple[int, str, str], *said: str) -> None:
         assert words in err
 
 
+@pytest.mark.parametrize("command", ["run", "weights log"])
+def test_an_unknown_option_is_told_with_those_that_there_are(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([*command.split(), "here", "--stes=3"])
+    told = capsys.readouterr().err
+    assert told.startswith(f"usage: etude {command} [-h]")
+    assert told.endswith(f"etude {command}: error: unrecognized arguments: --stes=3\n")
+
+
 def test_a_config_that_is_not_there(etude: Etude) -> None:
     refused(etude("run", "no.toml"), "cannot read no.toml", "No such file")
 

@@ -75,7 +75,9 @@ def _path(table: Table, key: Key) -> str:
 def _print(table: Table, keys: Sequence[Key], console: Console) -> None:
     console.print(table.header or "(top level)", style="bold", highlight=False, markup=False)
     console.print(table.meaning, highlight=False, markup=False)
-    grid = Grid(*COLUMNS, box=None, header_style="dim", padding=(0, 2, 0, 0))
+    grid = Grid(box=None, header_style="dim", padding=(0, 2, 0, 0))
+    for name in COLUMNS:
+        grid.add_column(name, overflow="fold")
     for key in keys:
         grid.add_row(*(_plain(cell) for cell in (key.name, key.type, key.default, key.meaning)))
     console.print(grid)

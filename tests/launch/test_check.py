@@ -169,7 +169,7 @@ async def test_tasks_of_a_run_that_moved_meanwhile(
     run.put_config(config)
     began_with = [Task(id=f"train{n}", prompt="do it") for n in range(3)]
     keep_record(run, "train", began_with)
-    look = {"resumed": True, "look": True, "store": f"file:{tmp_path}/r"}
+    look: dict[str, Any] = {"resumed": True, "look": True, "store": f"file:{tmp_path}/r"}
     assert await examine(config, **look), "nothing was attempted yet"
     run.ledger.append(Issued(group="g", task="train0", samples=("g.0",), version=0, epoch=0))
     with pytest.raises(EtudeError, match=r"the split 'train' are not .*: 1 gone \(train2\)"):
