@@ -29,6 +29,9 @@
 
     python -m etude.serve.gateway --store RUN --port 8100
 
+With `--production FILE` it stands before the users of a product instead (`production/`): they are
+recorded if they consent, and nobody can read a session back.
+
 Between the gateway and the workers go token ids both ways (`POST /generate`), and every request
 carries its own randomness. So a request whose worker dies, or falls silent, is simply sent to
 another one, with the tokens that its client has been given already.
@@ -43,6 +46,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import replace
 from functools import wraps
+from pathlib import Path
 from typing import Protocol
 
 import aiohttp
@@ -50,6 +54,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
+from etude.core.errors import EtudeError
 from etude.core.sampling import Request, Sample, Token
 from etude.core.types import SegmentKind
 from etude.model.tokenizer import ChatTokenizer, Message, Tool
@@ -74,6 +79,7 @@ from etude.serve.http import (
     respond,
     respond_packed,
 )
+from etude.serve.production.routes import open_production
 from etude.serve.recorder import Prompt, Recorder
 from etude.serve.router import Router
 from etude.serve.worker_protocol import JoinRequest, LoadRequest, read_model_files
@@ -105,12 +111,18 @@ class Gateway:
             Route("/s/{session}/segments", self.segments),
             Route("/s/{session}/disturbed", self.disturbed),
             Route("/s/{session}", self.forget, methods=["DELETE"]),
+            *self.fleet_routes(),
+            *public_routes(self.model, lambda http: plain, dict),
+        ]
+
+    def fleet_routes(self) -> list[Route]:
+        """For workers, and for whoever changes their weights."""
+        return [
             Route("/load", self.load, methods=["POST"]),
             Route("/workers", self.join, methods=["POST"]),
             Route("/up", self.up),
             Route("/status", self.status),
             Route("/weights", self.weights),
-            *public_routes(self.model, lambda http: plain, dict),
         ]
 
     def _session_answerer(self, http: HttpRequest) -> SessionAnswerer:
@@ -218,7 +230,7 @@ class SessionAnswerer:
             self._prompt = draft.complete(*await self._model.encode([draft.text], "messages"))
         return self._prompt.tokens
 
-    async def sample(self, requests: Sequence[Request], show: Show) -> list[Sample]:
+    async def sample(self, requests: Sequence[Request], show: Show, id: str) -> list[Sample]:
         samples = await gather(
             [self._router.sample(self._asked(request), self._session) for request in requests]
         )
@@ -227,7 +239,7 @@ class SessionAnswerer:
         return samples
 
     async def stream(
-        self, requests: Sequence[Request], show: Show
+        self, requests: Sequence[Request], show: Show, id: str
     ) -> list[AsyncIterator[Token | Sample]]:
         return [self._stream(request, show) for request in requests]
 
@@ -259,8 +271,15 @@ async def serve_gateway(
     port: int,
     host: str = "127.0.0.1",
     version: int = -1,
+    token_file: Path | None = None,
+    production: Path | None = None,
 ) -> None:
-    token = process.token()
+    """`production`: the file of production mode."""
+    token = process.token(token_file)
+    if production is not None and token is None:
+        raise EtudeError(
+            f"production mode needs a token: set {process.TOKEN_VARIABLE}, or give --token-file"
+        )
     listener = process.bind(host, port, token)
     run = Run.open(store_url, create=False)
     files = read_model_files(run)
@@ -273,11 +292,17 @@ async def serve_gateway(
     async with aiohttp.ClientSession(headers=headers, connector=connector, timeout=patient) as http:
         router = Router(http, version, run.config().heartbeat_timeout_s)
         gateway = Gateway(router, run.objects, files, max_context=max_context)
+        routes, watched = gateway.routes(), [router.watch(), heartbeat.send_heartbeats()]
+        if production is not None:
+            mode = open_production(production, gateway.model, router, run)
+            await mode.refresh()
+            routes = [*gateway.fleet_routes(), *mode.routes()]
+            watched.append(mode.watch())
         async with process.serving(
-            create_app(gateway.routes(), token, gateway.model.metrics), listener
+            create_app(routes, token, gateway.model.metrics), listener
         ) as running:
             print(f"gateway at {process.url_of(listener)}", flush=True)
-            async with process.meanwhile(router.watch(), heartbeat.send_heartbeats()):
+            async with process.meanwhile(*watched):
                 await running
 
 
@@ -292,9 +317,16 @@ def main() -> None:
     parser.add_argument(
         "--version", type=int, default=-1, help="the oldest weights that may answer"
     )
+    parser.add_argument("--production", type=Path, help="the file of production mode")
     a = parser.parse_args()
     process.run(
-        lambda: serve_gateway(store_url=a.store, port=a.port, host=a.host, version=a.version)
+        lambda: serve_gateway(
+            store_url=a.store,
+            port=a.port,
+            host=a.host,
+            version=a.version,
+            production=a.production,
+        )
     )
 
 

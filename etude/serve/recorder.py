@@ -81,6 +81,18 @@ class PartialPrompt:
         return replace(self.known, tokens=(*self.known.tokens, *tokens))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where an answer was recorded."""
+
+    segment: int
+    kind: SegmentKind
+    parent: int | None
+    num_tokens: int
+    """That the segment held before."""
+    num_messages: int
+
+
 @dataclass(slots=True, kw_only=True)
 class _OpenSegment:
     """A segment that may still grow."""
@@ -194,7 +206,7 @@ class Recorder:
     def record(
         self, session: str, prompt: Prompt, sample: Sample, message: Message,
         params: SamplingParams, kind: SegmentKind = "turns",
-    ) -> None:  # fmt: skip
+    ) -> Placement:  # fmt: skip
         """The engine answered `prompt` with `sample`, drawn with `params`, and the harness was
         given it as `message`. The experts of the sample begin where those of the prompt end.
         `kind`: of the segment, if this opens one."""
@@ -219,6 +231,9 @@ class Recorder:
                 parent=len(segments) - 1 if segments else None,
             )
             segments.append(segment)
+            held = (0, 0)
+        else:
+            held = (len(segment.prompt) + len(segment.tokens), len(segment.messages))
         segment.append(prompt.tokens[len(segment.prompt) + len(segment.tokens) :])
         segment.append(sample.tokens, sample.logprobs)
         segment.versions = version_spans(
@@ -235,6 +250,13 @@ class Recorder:
         if sample.experts is not None:
             num_read = len(prompt.tokens) + len(sample.tokens) - 1
             segment.routed = RoutedExperts(num_read, prompt.routed.ids + sample.experts)
+        return Placement(
+            segment=next(n for n, one in enumerate(segments) if one is segment),
+            kind=segment.kind,
+            parent=segment.parent,
+            num_tokens=held[0],
+            num_messages=held[1],
+        )
 
     def segments(self, session: str) -> tuple[Segment, ...]:
         """All segments of a session in the order in which they began. Raises KeyError for an

@@ -93,11 +93,13 @@ class OpenAi:
         if asked.stream:
             with refusals():
                 streams = await cancel_on_disconnect(
-                    http, answerer.stream(requests, builder.message)
+                    http, answerer.stream(requests, builder.message, builder.id)
                 )
             return EventStream(lambda send: self._stream(send, asked, builder, requests, streams))
         with self._model.concurrency.acquire(len(requests)), refusals():
-            samples = await cancel_on_disconnect(http, answerer.sample(requests, builder.message))
+            samples = await cancel_on_disconnect(
+                http, answerer.sample(requests, builder.message, builder.id)
+            )
         usage = self._usage(requests, samples)
         choices = [
             builder.choice(n, request, sample)
