@@ -110,7 +110,7 @@ def _tokens(segment: RecordedSegment, learnt: list[RecordedTurn]) -> Line:
     for turn in segment.turns:
         tokens += [*turn.read, *turn.sampled]
         mask += [False] * len(turn.read) + [turn in learnt] * len(turn.sampled)
-    return {"tokens": tokens, "mask": mask}
+    return {"vocabulary": segment.turns[0].vocabulary, "tokens": tokens, "mask": mask}
 
 
 def dpo_lines(sessions: Iterable[RecordedSession], feedback: Feedback) -> Export:

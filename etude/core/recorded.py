@@ -50,6 +50,8 @@ class RecordedTurn:
     propensity: float
     """The chance that its session had to be recorded."""
     policy: str
+    vocabulary: str
+    """The digest of the tokenizer whose ids these are."""
     segment: int
     start: int
     """Tokens that the segment held before."""

@@ -65,7 +65,7 @@ class ProductionStore:
         organisation, have withdrawn. `refused`: more of these."""
         tombstones, refused = self.tombstones(), self.refused() | set(refused)
         turns: list[RecordedTurn] = []
-        withdrawn: set[str] = set()
+        withdrawn: set[tuple[str, str]] = set()
         for key in self.objects.list(USERS):
             if "/turns/" not in key:
                 continue
@@ -73,7 +73,7 @@ class ProductionStore:
             if (tomb := tombstones.get(turn.user)) is not None and turn.started <= tomb.time:
                 continue
             if turn.user in refused or turn.organisation in refused:
-                withdrawn.add(turn.session)
+                withdrawn.add((turn.user, turn.session))
                 continue
             turns.append(turn)
         made = put_together(turns)

@@ -85,6 +85,7 @@ class Recording:
         self.sessions: dict[str, OpenSession] = {}
         self._store = store
         self._policy = policy
+        self._vocabulary = tokenizer.vocabulary
         self._permitted = permitted
         self._redactor = redactor
         self._tokens = TokenRedactor(tokenizer, redactor)
@@ -115,6 +116,7 @@ class Recording:
             number=number,
             propensity=session.propensity,
             policy=self._policy,
+            vocabulary=self._vocabulary,
             segment=placed.segment,
             start=placed.num_tokens,
             kind=placed.kind,
