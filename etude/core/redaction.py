@@ -154,6 +154,12 @@ class Redactor:
                 yield found.start(), found.end(), "known", value
 
 
+def is_distinctive(value: str) -> bool:
+    """Whether a value is hardly anything else: not a word that stands in many texts."""
+    mixed = any(map(str.isdigit, value)) and any(map(str.isalpha, value))
+    return len(value) >= 12 or (len(value) >= 8 and mixed)
+
+
 def _is_scalar(value: Any) -> bool:
     return isinstance(value, str | int | float) and not isinstance(value, bool)
 

@@ -2,7 +2,7 @@
 
     production/users/{user}/turns/{session}/{number:06d}   a `RecordedTurn`
     production/users/{user}/feedback/{event}               a `FeedbackEvent`
-    production/consent/{subject}/{time}                    a `Consent`; the newest one counts
+    production/consent/{received}-{time}-{subject}-{word}  a `Consent`, all in its name
     production/tombstones/{user}                           that, and when, a user was deleted
     production/drops/{time}-{random}.json                  what was dropped, in numbers by reason
 
@@ -13,6 +13,7 @@ die at any point; whatever was acknowledged is there, since an object appears wh
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 import time
@@ -30,6 +31,10 @@ from etude.store.codec import from_json, pack, to_json, unpack
 from etude.store.objects import Missing, Objects
 
 USERS = "production/users"
+CONSENT = "production/consent"
+STALE_S = 3600.0
+"""After so long nobody is still writing what is half-written."""
+_CONSENT = re.compile(rf"{CONSENT}/\d{{13}}-(\d{{13}})-([0-9a-f]{{32}})-(granted|refused)")
 _USER = re.compile(rf"{USERS}/([0-9a-f]{{32}})/")
 T = TypeVar("T")
 
@@ -59,6 +64,20 @@ class ProductionStore:
     def delete_session(self, user: str, session: str) -> None:
         for key in self.objects.list(f"{USERS}/{user}/turns/{session}"):
             self.objects.delete(key)
+
+    def drop_sessions_with(self, user: str, values: Collection[str]) -> int:
+        """Deletes the sessions of a user that say one of these values; how many."""
+        spelled = {text.encode() for v in values for text in (v, json.dumps(v)[1:-1])}
+        folder = f"{USERS}/{user}/turns"
+        found = {
+            key.split("/")[4]
+            for key in (self.objects.list(folder) if spelled else ())
+            if any(text in self._bytes(key) for text in spelled)
+        }
+        for session in found:
+            self.delete_session(user, session)
+        self.drop({"sessions late_secret": len(found)} if found else {})
+        return len(found)
 
     def sessions(self, refused: Collection[str] = ()) -> Sessions:
         """All that may be read now: nothing of users who were deleted or who, or whose
@@ -113,14 +132,20 @@ class ProductionStore:
 
     def put_consent(self, consent: Consent) -> None:
         """Each word is an object of its own, so that two at once lose nothing."""
-        said = "granted" if consent.granted else "refused"
-        name = f"{int(consent.time * 1000):013d}-{said}"
-        self.objects.put(f"production/consent/{consent.subject}/{name}", to_json(consent))
+        word = "granted" if consent.granted else "refused"
+        received, said = (int(t * 1000) for t in (self.now(), consent.time))
+        name = f"{received:013d}-{said:013d}-{consent.subject}-{word}"
+        self.objects.put(f"{CONSENT}/{name}", b"")
 
-    def consents(self) -> dict[str, Consent]:
-        """The word that counts, by subject."""
-        found = (self._get(key, Consent) for key in self.objects.list("production/consent"))
-        return consents(word for word in found if word is not None)
+    def consents(self, since: float = 0.0) -> dict[str, Consent]:
+        """The word that counts, by subject, of all that were received since."""
+        listed = self.objects.list(CONSENT, after=f"{CONSENT}/{int(since * 1000):013d}")
+        found = (_CONSENT.fullmatch(key) for key in listed)
+        return consents(
+            Consent(subject=word[2], granted=word[3] == "granted", time=int(word[1]) / 1000)
+            for word in found
+            if word
+        )
 
     def refused(self) -> set[str]:
         return {subject for subject, word in self.consents().items() if not word.granted}
@@ -138,8 +163,8 @@ class ProductionStore:
             for key in keys:
                 self.objects.delete(key)
             deleted += len(keys)
-        for key in self.objects.list(f"production/consent/{user}"):
-            if key.endswith("-granted"):
+        for key in self.objects.list(CONSENT):
+            if key.endswith(f"-{user}-granted"):
                 self.objects.delete(key)
         self.objects.sweep(f"{USERS}/{user}")
         return deleted
@@ -181,6 +206,7 @@ class ProductionStore:
                 remove(key, f"feedback {why}")
             elif unknown and now - event.received > horizon_s:
                 remove(key, "feedback unknown_completion")
+        self.objects.sweep(USERS, min_age_s=STALE_S)
         self.drop(counts)
         return counts
 

@@ -168,11 +168,15 @@ async def test_secrets_never_reach_the_disk(http: aiohttp.ClientSession, tmp_pat
         assert len(turn.logprobs) <= min(hidden) or not turn.logprobs
 
 
-async def test_a_secret_that_is_recognised_late_takes_its_session_along(
+async def test_a_secret_that_is_recognised_late_takes_its_sessions_along(
     http: aiohttp.ClientSession, tmp_path: Path
 ) -> None:
+    """Also those of another session, or of a gateway that is no more."""
+    async with production(http, f"file:{tmp_path}", ["Yes?"]) as made:
+        await made.say("try correcthorsebattery", "zero")
     async with production(http, f"file:{tmp_path}", ["Yes?", "Done.", "Done."]) as made:
         first = await made.say("try correcthorsebattery")
+        await made.say("read", "two")
         assert b"correcthorse" in bytes_of(tmp_path)
         history = [
             {"role": "user", "content": "try correcthorsebattery"},
@@ -181,9 +185,10 @@ async def test_a_secret_that_is_recognised_late_takes_its_session_along(
         ]
         await made.ask(history)
         scan(tmp_path, "correcthorsebattery")
-        await made.ask(history)
-        assert not made.store.sessions().sessions
-        assert made.store.dropped() == {"sessions late_secret": 1}
+        found = made.store.sessions()
+        assert [len(session.turns) for session in found.sessions] == [1]
+        assert found.dropped == {"hole": 1}
+        assert made.store.dropped() == {"sessions late_secret": 2}
 
 
 async def test_the_id_of_every_dialect_finds_its_tokens(

@@ -20,7 +20,7 @@ from typing import Any
 from etude.core.consent import Identity
 from etude.core.errors import EtudeError
 from etude.core.recorded import RecordedTurn, Redaction, stripped
-from etude.core.redaction import Finding, Redactor
+from etude.core.redaction import Finding, Redactor, is_distinctive
 from etude.core.sampling import RegionSpan, Request, Sample, Token
 from etude.core.types import SegmentKind
 from etude.model.detokenizer import IncrementalDetokenizer
@@ -61,8 +61,6 @@ class OpenSession:
     number: int = 0
     known: set[str] = field(default_factory=set)
     """Values that were called secrets."""
-    written: list[str] = field(default_factory=list)
-    """What was stored, as text."""
     inexact: set[int] = field(default_factory=set)
     """Segments in which something was redacted."""
     dropped: str | None = None
@@ -146,28 +144,23 @@ class Recording:
                 return
             size = 4 * (len(turn.read) + len(turn.sampled))
             try:
-                clean, text = await in_thread_if_long(size, lambda: self._redacted(session, turn))
+                clean, new = await in_thread_if_long(size, lambda: self._redacted(session, turn))
+                gone = await asyncio.to_thread(self._store_turn, clean, new)
             except Unredactable:
                 await self.drop(session, "unredactable")
                 return
-            if clean is None:
-                await self.drop(session, "late_secret")
-                return
-            try:
-                await asyncio.to_thread(self._store.put_turn, clean)
             except EtudeError as e:
                 # the user has an answer; what follows would have a hole
                 print(f"a session is not recorded any more: {e}", file=sys.stderr, flush=True)
                 await self.drop(session, "store_failed", delete=False)
                 return
-            session.written.append(text)
+            self.counts["dropped_late_secret"] += gone
             self.counts["turns"] += 1
             self.counts["redactions"] += len(clean.redacted)
 
     async def drop(self, session: OpenSession, reason: str, *, delete: bool = True) -> None:
         session.dropped = reason
         session.known.clear()
-        session.written.clear()
         self.counts[f"dropped_{reason}"] += 1
         if reason == "store_failed":
             return
@@ -175,18 +168,20 @@ class Recording:
             await asyncio.to_thread(self._store.delete_session, session.identity.user, session.name)
         await asyncio.to_thread(self._store.drop, {f"sessions {reason}": 1})
 
-    def _redacted(
-        self, session: OpenSession, turn: RecordedTurn
-    ) -> tuple[RecordedTurn | None, str]:
-        """The turn as it may be stored, and that as text; None if what was stored before turns out
-        to hold a secret."""
+    def _store_turn(self, clean: RecordedTurn, new: set[str]) -> int:
+        """What was stored of the user before somebody called it a secret goes, and its sessions
+        with it; this one then lacks its beginning, and is dropped when it is read."""
+        gone = self._store.drop_sessions_with(clean.user, set(filter(is_distinctive, new)))
+        self._store.put_turn(clean)
+        return gone
+
+    def _redacted(self, session: OpenSession, turn: RecordedTurn) -> tuple[RecordedTurn, set[str]]:
+        """The turn as it may be stored, and the values that it is the first to call secrets."""
         said = [_with_parsed_calls(message) for message in turn.messages]
-        text = self._tokens.text(turn)
-        new = self._redactor.remember(text) | self._redactor.values([*said, *turn.tools])
+        new = self._redactor.remember(self._tokens.text(turn))
+        new |= self._redactor.values([*said, *turn.tools])
         new -= session.known
         session.known |= new
-        if new and any(Redactor(()).find(before, new) for before in session.written):
-            return None, ""
         clean = self._tokens.strip(
             turn, session.known, exact_before=turn.segment not in session.inexact
         )
@@ -195,9 +190,7 @@ class Recording:
         messages = [_with_spelled_calls(self._settled(message, session.known)) for message in said]
         tools = [self._settled(tool, session.known) for tool in turn.tools]
         params = replace(turn.params, grammar=self._settled(turn.params.grammar, session.known))
-        clean = replace(clean, messages=tuple(messages), tools=tuple(tools), params=params)
-        shown = json.dumps([messages, tools], ensure_ascii=False)
-        return clean, f"{self._tokens.text(clean)}\n{shown}"
+        return replace(clean, messages=tuple(messages), tools=tuple(tools), params=params), new
 
     def _settled(self, value: Any, known: Collection[str]) -> Any:
         for _ in range(MAX_ROUNDS):

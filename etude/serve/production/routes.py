@@ -102,6 +102,7 @@ class Production:
             for name, granted in table.items()
         }
         self._said: dict[str, Consent] = {}
+        self._heard = CLOCK_SKEW_S  # until when
 
     def routes(self) -> list[Route]:
         dialects = public_routes(self._model, self._answerer, self._gauges)
@@ -250,7 +251,7 @@ class Production:
             session.dropped = "deleted"
             self.recording.forget(session)
             async with session.lock:
-                session.written.clear()
+                session.known.clear()
         self._model.conversations.forget(user)
         return respond(UserDeleted(await asyncio.to_thread(self._store.delete_user, user)))
 
@@ -275,7 +276,8 @@ class Production:
 
     async def refresh(self) -> None:
         """Learns what was said to other gateways, or to this one before."""
-        for subject, word in (await asyncio.to_thread(self._store.consents)).items():
+        since, self._heard = self._heard - CLOCK_SKEW_S, self._store.now()
+        for subject, word in (await asyncio.to_thread(self._store.consents, since)).items():
             self._said[subject] = word.newer(self._said.get(subject))
 
     def forget_idle(self) -> None:
