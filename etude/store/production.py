@@ -13,12 +13,13 @@ die at any point; whatever was acknowledged is there, since an object appears wh
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TypeVar
 
 from blake3 import blake3
@@ -27,7 +28,7 @@ from etude.core.consent import Consent, Tombstone, consents, is_gone
 from etude.core.errors import EtudeError
 from etude.core.feedback import FeedbackEvent, Joined, join
 from etude.core.recorded import RecordedTurn, Sessions, by_answer, put_together
-from etude.store.codec import from_json, pack, to_json, unpack
+from etude.store.codec import Damaged, from_json, pack, seal, to_json, unpack
 from etude.store.objects import Missing, Objects
 
 USERS = "production/users"
@@ -35,6 +36,8 @@ CONSENT = "production/consent"
 STALE_S = 3600.0
 """After so long nobody is still writing what is half-written."""
 _CONSENT = re.compile(rf"{CONSENT}/\d{{13}}-(\d{{13}})-([0-9a-f]{{32}})-(granted|refused)")
+_TURN = re.compile(rf"{USERS}/[0-9a-f]{{32}}/turns/\d{{13}}-[0-9a-f]{{32}}/\d{{6,}}")
+_EVENT = re.compile(rf"{USERS}/[0-9a-f]{{32}}/feedback/[0-9a-f]{{32}}")
 _USER = re.compile(rf"{USERS}/([0-9a-f]{{32}})/")
 T = TypeVar("T")
 
@@ -67,7 +70,8 @@ class ProductionStore:
 
     def drop_sessions_with(self, user: str, values: Collection[str]) -> int:
         """Deletes the sessions of a user that say one of these values; how many."""
-        spelled = {text.encode() for v in values for text in (v, json.dumps(v)[1:-1])}
+        texts = (text for value in values for text in (value, json.dumps(value)[1:-1]))
+        spelled = {text.encode(errors="surrogatepass") for text in texts}
         folder = f"{USERS}/{user}/turns"
         found = {
             key.split("/")[4]
@@ -84,20 +88,24 @@ class ProductionStore:
         organisation, have withdrawn. `refused`: more of these."""
         tombstones, refused = self.tombstones(), self.refused() | set(refused)
         turns: list[RecordedTurn] = []
-        withdrawn: set[tuple[str, str]] = set()
-        for key in self.objects.list(USERS):
-            if "/turns/" not in key:
+        dropped: dict[str, set[str]] = {"consent_withdrawn": set(), "damaged": set()}
+        for key, turn in self._turns():
+            session = key.rpartition("/")[0]
+            if turn is None:
+                dropped["damaged"].add(session)
                 continue
-            turn = unpack(self.objects.get_sealed(key), RecordedTurn, self._where(key))
-            if (tomb := tombstones.get(turn.user)) is not None and turn.started <= tomb.time:
+            tombstone = tombstones.get(turn.user)
+            if tombstone is not None and turn.started <= tombstone.time:
                 continue
             if turn.user in refused or turn.organisation in refused:
-                withdrawn.add((turn.user, turn.session))
-                continue
-            turns.append(turn)
-        made = put_together(turns)
-        if withdrawn:
-            made.dropped["consent_withdrawn"] += len(withdrawn)
+                dropped["consent_withdrawn"].add(session)
+            else:
+                turns.append(turn)
+        damaged = {tuple(session.split("/")[2:5:2]) for session in dropped["damaged"]}
+        made = put_together(t for t in turns if (t.user, t.session) not in damaged)
+        for reason, sessions in dropped.items():
+            if sessions:
+                made.dropped[reason] += len(sessions)
         return made
 
     # Feedback
@@ -105,24 +113,23 @@ class ProductionStore:
     def put_feedback(self, event: FeedbackEvent) -> bool:
         """True if it is new, False if it was there already; `Conflict` if another one was."""
         key = f"{USERS}/{event.user}/feedback/{event.event}"
-        data = to_json(event)
-        if self.objects.create(key, data):
+        if self.objects.create(key, seal(to_json(event))):
             return True
-        there = from_json(self.objects.get(key), FeedbackEvent, self._where(key))
-        if _said(there) != _said(event):
+        there = self._get(key, FeedbackEvent)
+        if there is not None and _said(there) != _said(event):
             raise Conflict("this event id was used for another event: give each one its own")
         return False
 
     def feedback(self) -> list[FeedbackEvent]:
         tombstones = self.tombstones()
-        events = []
-        for key in self.objects.list(USERS):
-            if "/feedback/" in key:
-                event = from_json(self.objects.get(key), FeedbackEvent, self._where(key))
-                tomb = tombstones.get(event.user)
-                if tomb is None or event.received > tomb.time:
-                    events.append(event)
-        return events
+        return [
+            event
+            for _, event in self._events()
+            if event is not None
+            and (
+                (tombstone := tombstones.get(event.user)) is None or event.received > tombstone.time
+            )
+        ]
 
     def joined(self, sessions: Sessions, *, horizon_s: float) -> Joined:
         owners = by_answer(sessions.sessions)
@@ -157,7 +164,7 @@ class ProductionStore:
         tombstone is first: who writes meanwhile sees it. What stays beside it is a refusal, if
         there was one: otherwise nobody would know of it."""
         tombstone = Tombstone(user=user, time=self.now())
-        self.objects.put(f"production/tombstones/{user}", to_json(tombstone))
+        self.objects.put_sealed(f"production/tombstones/{user}", to_json(tombstone))
         deleted = 0
         while keys := self.objects.list(f"{USERS}/{user}"):
             for key in keys:
@@ -181,7 +188,6 @@ class ProductionStore:
         never came; how much of each."""
         counts: Counter[str] = Counter()
         answers: set[tuple[str, str]] = set()
-        events: list[tuple[str, FeedbackEvent]] = []
         now, tombstones = self.now(), self.tombstones()
 
         def gone(time: float, user: str) -> str | None:
@@ -192,19 +198,20 @@ class ProductionStore:
             self.objects.delete(key)
             counts[reason] += 1
 
-        for key in self.objects.list(USERS):
-            if "/turns/" in key and (turn := self._turn(key)) is not None:
-                if why := gone(turn.started, turn.user):
-                    remove(key, f"turns {why}")
-                else:
-                    answers.add((turn.user, turn.completion))
-            elif "/feedback/" in key and (event := self._get(key, FeedbackEvent)) is not None:
-                events.append((key, event))
-        for key, event in events:
-            unknown = (event.user, event.completion) not in answers
-            if why := gone(event.received, event.user):
+        for key, turn in self._turns():
+            _, _, user, _, session, _ = key.split("/")
+            if why := gone(int(session[:13]) / 1000, user):
+                remove(key, f"turns {why}")
+            elif turn is not None:
+                answers.add((user, turn.completion))
+        for key, event in list(self._events()):
+            if event is None:  # nobody can say of when it is
+                remove(key, "feedback damaged")
+            elif why := gone(event.received, event.user):
                 remove(key, f"feedback {why}")
-            elif unknown and now - event.received > horizon_s:
+            elif (event.user, event.completion) in answers:
+                continue
+            elif now - event.received > horizon_s:
                 remove(key, "feedback unknown_completion")
         self.objects.sweep(USERS, min_age_s=STALE_S)
         self.drop(counts)
@@ -214,7 +221,7 @@ class ProductionStore:
         """Keeps the numbers of what was dropped."""
         if counts:
             name = f"{int(self.now() * 1000):013d}-{secrets.token_hex(4)}"
-            self.objects.put(f"production/drops/{name}.json", to_json(dict(counts)))
+            self.objects.put_sealed(f"production/drops/{name}.json", to_json(dict(counts)))
 
     def dropped(self) -> Mapping[str, int]:
         total: Counter[str] = Counter()
@@ -241,15 +248,31 @@ class ProductionStore:
         found = (_USER.match(key) for key in self.objects.list(USERS))
         return sorted({match[1] for match in found if match})
 
-    def _turn(self, key: str) -> RecordedTurn | None:
-        try:
-            return unpack(self.objects.get_sealed(key), RecordedTurn, self._where(key))
-        except Missing:  # another one sweeps too
-            return None
+    def _turns(self) -> Iterator[tuple[str, RecordedTurn | None]]:
+        """With their keys; None for what is damaged."""
+        for key in self.objects.list(USERS):
+            if _TURN.fullmatch(key):
+                with contextlib.suppress(Missing):  # another one sweeps meanwhile
+                    try:
+                        data = self.objects.get_sealed(key)
+                        yield key, unpack(data, RecordedTurn, self._where(key))
+                    except Damaged:
+                        yield key, None
+
+    def _events(self) -> Iterator[tuple[str, FeedbackEvent | None]]:
+        """Likewise."""
+        for key in self.objects.list(USERS):
+            if _EVENT.fullmatch(key):
+                with contextlib.suppress(Missing):
+                    try:
+                        data = self.objects.get_sealed(key)
+                        yield key, from_json(data, FeedbackEvent, self._where(key))
+                    except Damaged:
+                        yield key, None
 
     def _get(self, key: str, kind: type[T]) -> T | None:
         try:
-            return from_json(self.objects.get(key), kind, self._where(key))
+            return from_json(self.objects.get_sealed(key), kind, self._where(key))
         except Missing:
             return None
 

@@ -24,7 +24,7 @@ def turn(number: int, start: int, segment: int = 0, **more: Any) -> RecordedTurn
         "choice": 0,
         "user": "alice",
         "organisation": "",
-        "session": "0000000001000-x",
+        "session": f"{1000:013d}-" + "c" * 32,
         "started": 1.0,
         "time": 2.0 + number,
         "number": number,

@@ -34,11 +34,30 @@ def store(tmp_path: Path, clock: Clock) -> ProductionStore:
     return ProductionStore(Objects.open(f"file:{tmp_path}"), clock)
 
 
-def event(user: str = ALICE, name: str = "e", **more: object) -> FeedbackEvent:
+def event(user: str = ALICE, name: str = "e" * 32, **more: object) -> FeedbackEvent:
     given = {"completion": "0" * 23 + "0", "kind": "tip", "strength": 1.0}
     return FeedbackEvent(  # type: ignore[arg-type]
         event=name, user=user, **{**given, "time": 1000.0, "received": 1000.0, **more}
     )
+
+
+def name(started: float) -> str:
+    return f"{int(started * 1000):013d}-" + "d" * 32
+
+
+def test_what_is_damaged_holds_up_nothing(store: ProductionStore, clock: Clock) -> None:
+    for started in (900.0, 901.0):
+        store.put_turn(turn(0, 0, user=ALICE, started=started, session=name(started)))
+    store.put_feedback(event())
+    said, _, second = store.objects.list("production/users")
+    for key in (said, second):
+        store.objects.put(key, store.objects.get(key)[:-1] + b"x")
+    found = store.sessions()
+    assert (len(found.sessions), found.dropped) == (1, {"damaged": 1})
+    assert store.feedback() == []
+    assert store.sweep(retention_s=500, horizon_s=60) == {"feedback damaged": 1}
+    clock.now += 500
+    assert store.sweep(retention_s=500, horizon_s=60) == {"turns expired": 2}
 
 
 def test_an_event_is_stored_once(store: ProductionStore) -> None:
@@ -73,8 +92,8 @@ def test_a_deleted_user_leaves_a_tombstone_and_a_refusal(
     store.put_turn(turn(0, 0, user=ALICE, started=clock.now))
     assert store.users() == [BOB]
     # a copy that is brought back is not read, and the sweep takes it
-    key = f"production/users/{ALICE}/feedback/e"
-    store.objects.put(key, to_json(event()))
+    key = f"production/users/{ALICE}/feedback/{'e' * 32}"
+    store.objects.put_sealed(key, to_json(event()))
     assert [found.user for found in store.feedback()] == [BOB]
     assert store.sweep(retention_s=1e6, horizon_s=1e6) == {"feedback deleted": 1}
     clock.now += 1
@@ -83,16 +102,16 @@ def test_a_deleted_user_leaves_a_tombstone_and_a_refusal(
 
 
 def test_what_is_past_its_time_is_swept(store: ProductionStore, clock: Clock) -> None:
-    old, new = (replace(turn(0, 0, user=ALICE, started=t), session=str(t)) for t in (1.0, 999.0))
+    old, new = (turn(0, 0, user=ALICE, started=t, session=name(t)) for t in (1.0, 999.0))
     store.put_turn(old)
     store.put_turn(replace(new, completion="1" * 24))
-    store.put_feedback(event(name="joined", completion="1" * 24))
-    store.put_feedback(event(name="waits", completion="2" * 24))
+    store.put_feedback(event(name="a" * 32, completion="1" * 24))
+    store.put_feedback(event(name="b" * 32, completion="2" * 24))
     assert store.sweep(retention_s=500, horizon_s=60) == {"turns expired": 1}
     assert [session.started for session in store.sessions().sessions] == [999.0]
     clock.now += 61
     assert store.sweep(retention_s=500, horizon_s=60) == {"feedback unknown_completion": 1}
-    assert [found.event for found in store.feedback()] == ["joined"]
+    assert [found.event for found in store.feedback()] == ["a" * 32]
     clock.now += 500
     assert store.sweep(retention_s=500, horizon_s=60) == {
         "turns expired": 1,

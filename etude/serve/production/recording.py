@@ -146,7 +146,8 @@ class Recording:
             try:
                 clean, new = await in_thread_if_long(size, lambda: self._redacted(session, turn))
                 gone = await asyncio.to_thread(self._store_turn, clean, new)
-            except Unredactable:
+            # the others: what is nested too deep to look through, or no program can spell
+            except (Unredactable, RecursionError, OverflowError, UnicodeError):
                 await self.drop(session, "unredactable")
                 return
             except EtudeError as e:
