@@ -79,11 +79,13 @@ class Redactor:
             except re.error as e:
                 raise ValueError(f"pattern {name!r}: {e}") from e
 
+        self._remembered = {name: k for name, k in self._kinds.items() if k.remembered}
+
     def find(self, text: str, known: Collection[str] = ()) -> list[Finding]:
         """In order, and none touches another."""
         found: list[Finding] = []
         for view in _views(text):
-            for start, end, kind, _ in self._look(view.text, known):
+            for start, end, kind, _ in _look(self._kinds, view.text, known):
                 found.append(Finding(*view.origin(start, end), kind))
         return _merged(found)
 
@@ -92,8 +94,8 @@ class Redactor:
         return {
             value
             for view in _views(text)
-            for *_, kind, value in self._look(view.text, ())
-            if self._kinds[kind].remembered and len(value) >= MIN_KNOWN
+            for *_, value in _look(self._remembered, view.text, ())
+            if len(value) >= MIN_KNOWN
         }
 
     def redact(self, text: str, known: Collection[str] = ()) -> str:
@@ -141,17 +143,21 @@ class Redactor:
             return named | {found for item in value.values() for found in self.values(item)}
         return set()
 
-    def _look(self, text: str, known: Collection[str]) -> Iterator[tuple[int, int, str, str]]:
-        lower = text.translate(_LOWER)
-        for name, kind in self._kinds.items():
-            for found in kind.matches(text, lower):
-                start, end = _secret_span(found)
-                value = text[start:end]
-                if start < end and not value.startswith(MARK) and kind.check(found):
-                    yield start, end, name, value
-        for value in known:
-            for found in re.finditer(_alone(value), text):
-                yield found.start(), found.end(), "known", value
+
+def _look(
+    kinds: Mapping[str, Kind], text: str, known: Collection[str]
+) -> Iterator[tuple[int, int, str, str]]:
+    """(begin, end, kind, value) of what is found in a text as it stands."""
+    lower = text.translate(_LOWER)
+    for name, kind in kinds.items():
+        for found in kind.matches(text, lower):
+            start, end = _secret_span(found)
+            value = text[start:end]
+            if start < end and not value.startswith(MARK) and kind.check(found):
+                yield start, end, name, value
+    for value in known:
+        for found in re.finditer(_alone(value), text):
+            yield found.start(), found.end(), "known", value
 
 
 def is_distinctive(value: str) -> bool:
@@ -336,10 +342,25 @@ def _is_random(found: re.Match[str]) -> bool:
 
 
 def _is_card(found: re.Match[str]) -> bool:
+    """Whether neighbouring groups of digits are the number of a card. Other numbers may stand
+    beside it."""
+    groups = re.split("[ -]", found[0])
+    for first in range(len(groups)):
+        digits = ""
+        for group in groups[first : first + 5]:
+            digits += group
+            if len(group) < 3:
+                break
+            if 13 <= len(digits) <= 19 and digits[0] in "3456" and _adds_up(digits):
+                return True
+    return False
+
+
+def _adds_up(digits: str) -> bool:
     """By Luhn's sum."""
-    digits = [int(digit) for digit in found[0] if digit.isdigit()]
-    doubled = [2 * d - 9 * (d > 4) for d in digits[-2::-2]]
-    return len(set(digits)) > 1 and (sum(digits[-1::-2]) + sum(doubled)) % 10 == 0
+    numbers = [int(digit) for digit in digits]
+    doubled = [2 * number - 9 * (number > 4) for number in numbers[-2::-2]]
+    return (sum(numbers[-1::-2]) + sum(doubled)) % 10 == 0
 
 
 _STAND_INS = re.compile(
@@ -431,7 +452,7 @@ KINDS: dict[str, Kind] = {
         re.compile(r"://[^\s/@:]{0,256}:(?P<s>[^\s/@]{1,256})@"), ("://",), remembered=True
     ),
     "password": Kind(_PASSWORD, _PASSWORD_WORDS, _is_password, remembered=True),
-    "card": Kind(re.compile(r"(?<![\d.])\d(?:[ -]?\d){12,18}(?![\d.])"), check=_is_card),
+    "card": Kind(re.compile(r"(?<!\d)(?<!\d\.)\d(?:[ -]?\d){12,}(?!\.?\d)"), check=_is_card),
     "email": Kind(
         re.compile(
             r"(?<![A-Za-z0-9._%+-])(?!git@)[A-Za-z0-9._%+-]{1,64}@"

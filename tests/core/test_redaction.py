@@ -63,6 +63,7 @@ def test_secrets_are_found_in_every_spelling(secret: str, spelling: str) -> None
         ("Authorization: Bearer abcdef123456789", "abcdef123456789"),
         ("login --password hunter2x --user bob", "hunter2x"),
         ("<password>hunter2</password>", "hunter2"),
+        ("pay with passcode: 4711x8 please", "4711x8"),
         ("aws_secret_access_key = wJalrXUtnFEMI/K7MDENG", "wJalrXUtnFEMI/K7MDENG"),
     ],
 )
@@ -92,12 +93,26 @@ def test_what_is_called_a_secret_is_one_from_then_on(text: str, value: str) -> N
         "git@github.com:team/project.git",
         "commit 9fceb02d0ae598e95dc970b74767f19372d61af8",
         "from etude.serve.production.recording import RecordingAnswerer",
+        "1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 and 1794824191640 and 0.1234567890123456",
         "@app.route('/v1/users') 10.0.0.1:8100 2026-11-16T10:00:00Z",
         "password = '<your password>'  # or ${PASSWORD}",
     ],
 )
 def test_code_is_left_alone(text: str) -> None:
     assert REDACTOR.redact(text) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "4111 1111 1111 1111.",
+        "7 4111-1111-1111-1111 0 12",
+        "x4111111111111111",
+        "(4111 1111 1111 1111 0",
+    ],
+)
+def test_a_card_is_found_among_other_numbers(text: str) -> None:
+    assert "1111" not in REDACTOR.redact(text)
 
 
 @settings(max_examples=60, deadline=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 from collections.abc import Sequence
@@ -306,3 +307,24 @@ async def test_a_share_of_the_sessions_is_recorded(
     assert 0 < len(sessions) < 20
     assert {len(session.turns) for session in sessions} == {2}
     assert {session.propensity for session in sessions} == {0.5}
+
+
+async def test_odd_requests_are_served_and_recorded_or_dropped(
+    http: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    huge = {"name": "edit", "parameters": {"type": "object", "x": 10**30}}
+    surrogate = 'password = "\\ud800abcdefgh1"'
+    async with production(http, f"file:{tmp_path}", ["Done."] * 20) as made:
+        await made.say("three", "n", n=3)
+        await made.say(surrogate, "surrogate")
+        await made.say("huge", "huge", tools=[{"type": "function", "function": huge}])
+        await asyncio.gather(*(made.say(f"p{n % 3}", "parallel") for n in range(9)))
+        found = made.store.sessions()
+        assert sorted((len(s.turns), len(s.segments)) for s in found.sessions) == [
+            *((1, 1), (3, 3), (9, 9))
+        ]
+        assert sorted(t.choice for s in found.sessions for t in s.turns)[-3:] == [0, 1, 2]
+        assert made.store.dropped() == {"sessions unredactable": 1}
+        for wrong in ({"X-Etude-User": "x" * 300}, {"X-Etude-Consent": "maybe"}):
+            status, told = await made.call("POST", "/v1/chat/completions", {}, ALICE | wrong)
+            assert status == 400 and told["error"]["param"] == next(iter(wrong))

@@ -155,10 +155,11 @@ class Production:
             return None
         key, now = f"{identity.user}/{name}", self._store.now()
         if (found := self.recording.sessions.get(key)) is None:
-            stored = f"{int(now * 1000):013d}-{digest(pseudonym(key, self._key))}"
+            # two gateways may begin it at once
+            stored = pseudonym(key, self._key)[:16] + secrets.token_hex(8)
             found = OpenSession(
                 key=key,
-                name=stored,
+                name=f"{int(now * 1000):013d}-{stored}",
                 identity=identity,
                 started=now,
                 propensity=rate,
