@@ -110,14 +110,20 @@ async def test_consent_can_be_withdrawn_in_mid_session(
 ) -> None:
     user = {"X-Etude-User": "alice@example.com"}
     async with production(http, f"file:{tmp_path}", ["One.", "Two.", "Three."]) as made:
-        assert await made.call("POST", "/v1/consent", {"granted": True}, user) == (200, True)
+        assert await made.call("POST", "/v1/consent", {"granted": True}, user) == (
+            200,
+            {"granted": True},
+        )
         body = {"messages": [{"role": "user", "content": "read"}]}
         await made.call("POST", "/v1/chat/completions", body, user)
         assert len(made.store.sessions().sessions) == 1
-        assert await made.call("POST", "/v1/consent", {"granted": False}, user) == (200, False)
+        assert await made.call("POST", "/v1/consent", {"granted": False}, user) == (
+            200,
+            {"granted": False},
+        )
         # an older word that comes late changes nothing, nor does a header
         late = {"granted": True, "time": 1e9}
-        assert await made.call("POST", "/v1/consent", late, user) == (200, False)
+        assert await made.call("POST", "/v1/consent", late, user) == (200, {"granted": False})
         await made.call("POST", "/v1/chat/completions", body, ALICE)
         found = made.store.sessions()
         assert not found.sessions and found.dropped == {"consent_withdrawn": 1}
@@ -299,12 +305,12 @@ async def test_a_deleted_user_is_gone(http: aiohttp.ClientSession, tmp_path: Pat
 async def test_a_share_of_the_sessions_is_recorded(
     http: aiohttp.ClientSession, tmp_path: Path
 ) -> None:
-    async with production(http, f"file:{tmp_path}", ["Done."] * 40, sampling_rate=0.5) as made:
-        for number in range(20):
+    async with production(http, f"file:{tmp_path}", ["Done."] * 24, sampling_rate=0.5) as made:
+        for number in range(12):
             await made.say("read", f"s{number}")
             await made.say("read", f"s{number}")
         sessions = made.store.sessions().sessions
-    assert 0 < len(sessions) < 20
+    assert 0 < len(sessions) < 12
     assert {len(session.turns) for session in sessions} == {2}
     assert {session.propensity for session in sessions} == {0.5}
 

@@ -19,9 +19,7 @@ import sys
 import time
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Literal
 
-import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
@@ -35,46 +33,31 @@ from etude.serve.headers import read_segment_kind
 from etude.serve.http import ApiError, Unavailable, read, respond
 from etude.serve.production.config import ProductionConfig, read_production, read_user_key
 from etude.serve.production.recording import OpenSession, Recording, RecordingAnswerer
+from etude.serve.production.schema import (
+    CONSENT,
+    MAX_NAME_CHARS,
+    ORGANISATION,
+    SESSION,
+    USER,
+    production_document,
+)
+from etude.serve.production.types import (
+    ConsentRequest,
+    ConsentStored,
+    FeedbackRequest,
+    FeedbackStored,
+    UserDeleted,
+)
 from etude.serve.router import Router
 from etude.store.objects import Objects
 from etude.store.production import Conflict, ProductionStore, digest
 from etude.store.runs import Run
 
-USER = "X-Etude-User"
-ORGANISATION = "X-Etude-Organisation"
-SESSION = "X-Etude-Session"
-CONSENT = "X-Etude-Consent"
-MAX_NAME_CHARS = 256
 REFRESH_S = 5.0
 """How long another gateway's consents may be unknown here."""
 SWEEP_S = 3600.0
 CLOCK_SKEW_S = 300.0
 WORDS = {"granted": True, "refused": False}
-
-
-class FeedbackRequest(msgspec.Struct, forbid_unknown_fields=True):
-    event: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
-    """An id of the product's own: the same one twice is one event."""
-    completion: Annotated[str, msgspec.Meta(max_length=100)]
-    """The `id` of the answer, as the client was given it."""
-    kind: Annotated[str, msgspec.Meta(max_length=100)]
-    strength: Annotated[float, msgspec.Meta(ge=-1, le=1)] | None = None
-    choice: Annotated[int, msgspec.Meta(ge=0, lt=2048)] = 0
-    time: float | None = None
-    text: Annotated[str, msgspec.Meta(max_length=4000)] = ""
-
-
-class FeedbackStored(msgspec.Struct):
-    status: Literal["stored", "duplicate", "not_recorded"]
-
-
-class ConsentRequest(msgspec.Struct, forbid_unknown_fields=True):
-    granted: bool
-    time: float | None = None
-
-
-class UserDeleted(msgspec.Struct):
-    objects: int
 
 
 class Production:
@@ -112,6 +95,7 @@ class Production:
             Route("/v1/feedback", self.feedback, methods=["POST"]),
             Route("/v1/consent", self.consent, methods=["POST"]),
             Route("/v1/users", self.delete_user, methods=["DELETE"]),
+            Route("/openapi.json", self.openapi),
             *(self._for_user(route, route.path) for route in dialects),
         ]
 
@@ -241,7 +225,7 @@ class Production:
         word = Consent(subject=subject, granted=asked.granted, time=when)
         await asyncio.to_thread(self._store.put_consent, word)
         self._said[subject] = word.newer(self._said.get(subject))
-        return respond(self._said[subject].granted)
+        return respond(ConsentStored(self._said[subject].granted))
 
     async def delete_user(self, http: HttpRequest) -> Response:
         user = self._identity(http).user
@@ -255,6 +239,9 @@ class Production:
                 session.known.clear()
         self._model.conversations.forget(user)
         return respond(UserDeleted(await asyncio.to_thread(self._store.delete_user, user)))
+
+    async def openapi(self, http: HttpRequest) -> Response:
+        return respond(production_document())
 
     def _gauges(self) -> dict[str, float]:
         counts = {f"production_{name}": float(n) for name, n in self.recording.counts.items()}
