@@ -61,6 +61,8 @@ def _build_parser() -> argparse.ArgumentParser:
     _add_serve(add("serve", "serve a model, or what a run trained, by an OpenAI-compatible API"))
     _add_chat(add("chat", "talk to a model in the terminal"))
     _add_token(add("token", "make a token for a gateway, with its secret (ETUDE_SECRET)"))
+    _add_gateway(add("gateway", "one URL before the workers of a run, for a product's users"))
+    _add_production(commands.add_parser("production", help="what was recorded of users"))
 
     _add_mismatch(add)
     text = "the weights of runs and models"
@@ -388,6 +390,49 @@ def _add_token(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--days", type=float, default=30.0, help="until it ends (default: %(default)g)"
     )
+
+
+def _add_gateway(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="a run's directory, or its store's URL")
+    parser.add_argument("--version", type=int, help="of the weights (default: the newest)")
+    parser.add_argument("--host", default="127.0.0.1", help="(default: %(default)s)")
+    parser.add_argument("--port", type=int, default=8100, help="(default: %(default)s)")
+    parser.add_argument(
+        "--production",
+        type=Path,
+        metavar="FILE.toml",
+        help="record users who consent, as this file says (docs/production.md)",
+    )
+
+
+def _add_production(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(required=True, metavar="ACTION")
+    for name, text in (
+        ("status", "how much was recorded, and what was dropped"),
+        ("export", "make training data of it"),
+        ("delete", "delete all that is stored of a user, and prove it"),
+        ("purge", "take users who were deleted out of exports"),
+        ("sweep", "delete what is past its time, as the gateway does every hour"),
+    ):
+        action = actions.add_parser(name, help=text, description=text)
+        action.add_argument("file", type=Path, metavar="FILE.toml", help="of production mode")
+        action.add_argument("--run", metavar="RUN", help="whose store it is in, if not in the file")
+        action.set_defaults(command="production", action=name)
+        if name == "export":
+            action.add_argument("--for", choices=("sft", "dpo", "rl"), required=True, dest="kind")
+            action.add_argument(
+                "target", type=Path, metavar="OUT", help="a .jsonl; for rl a directory"
+            )
+            action.add_argument(
+                "--min-score",
+                type=float,
+                default=0.5,
+                help="of sessions for sft (default: %(default)s)",
+            )
+        if name == "delete":
+            action.add_argument("--user", required=True, help="as the product calls them")
+        if name == "purge":
+            action.add_argument("targets", type=Path, nargs="+", metavar="EXPORT")
 
 
 def _add_weights(parser: argparse.ArgumentParser) -> None:

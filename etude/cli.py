@@ -189,6 +189,26 @@ def serve(args: argparse.Namespace) -> int:
     return 0
 
 
+def gateway(args: argparse.Namespace) -> int:
+    from etude.commands.gateway import gateway
+
+    names = ("host", "port", "version", "production")
+    gateway(args.run, **{name: getattr(args, name) for name in names})
+    return 0
+
+
+def production(args: argparse.Namespace) -> int:
+    from etude.commands import production
+
+    place, console = production.Place(args.file, args.run), _console(False)
+    if args.action == "export":
+        production.export(place, args.kind, args.target, min_score=args.min_score, console=console)
+        return 0
+    given = {name: getattr(args, name) for name in ("user", "targets") if hasattr(args, name)}
+    code: int = getattr(production, args.action)(place, **given, console=console)
+    return code
+
+
 def mismatch(args: argparse.Namespace) -> int:
     from etude.commands.mismatch import mismatch
 
@@ -331,6 +351,8 @@ COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "serve": serve,
     "chat": chat,
     "token": token,
+    "gateway": gateway,
+    "production": production,
     "mismatch": mismatch,
     "weights": weights,
     "weights import": import_weights,

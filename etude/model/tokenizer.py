@@ -16,6 +16,7 @@ templates look into them for the marks of reasoning.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import secrets
@@ -143,6 +144,11 @@ class ChatTokenizer:
             return []
         behind = self.encode(shown.rpartition("Answer")[2].lstrip())
         return [id for id in behind[:1] if id in self._special_ids]
+
+    @cached_property
+    def vocabulary(self) -> str:
+        """A digest of tokenizer.json: where it is the same, ids mean the same."""
+        return hashlib.blake2b(self._json, digest_size=16).hexdigest()
 
     @property
     def vocab_size(self) -> int:

@@ -8,6 +8,7 @@ records what is said in a session is in `gateway.py`.
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -40,6 +41,11 @@ Show = Callable[[Request, Sample], Message]
 T = TypeVar("T")
 
 
+def new_completion_id() -> str:
+    """Nobody can guess it."""
+    return secrets.token_hex(12)
+
+
 class Answerer(Protocol):
     """Answers the sampling requests of one HTTP request."""
 
@@ -48,10 +54,11 @@ class Answerer(Protocol):
     ) -> tuple[int, ...]:
         """The tokens that a conversation is read as, up to where the model goes on."""
 
-    async def sample(self, requests: Sequence[Request], show: Show) -> list[Sample]: ...
+    async def sample(self, requests: Sequence[Request], show: Show, id: str) -> list[Sample]:
+        """`id`: of the completion, as the client will know it but for the dialect's prefix."""
 
     async def stream(
-        self, requests: Sequence[Request], show: Show
+        self, requests: Sequence[Request], show: Show, id: str
     ) -> list[AsyncIterator[Token | Sample]]:
         """For each request its tokens one by one, then the sample that they make."""
 
@@ -172,11 +179,11 @@ class PolicyAnswerer:
             (tokens,) = await self.model.encode([text], "messages")
         return tuple(tokens)
 
-    async def sample(self, requests: Sequence[Request], show: Show) -> list[Sample]:
+    async def sample(self, requests: Sequence[Request], show: Show, id: str) -> list[Sample]:
         return await gather([self.policy.sample(request) for request in requests])
 
     async def stream(
-        self, requests: Sequence[Request], show: Show
+        self, requests: Sequence[Request], show: Show, id: str
     ) -> list[AsyncIterator[Token | Sample]]:
         return [self.policy.stream(request) for request in requests]
 

@@ -33,6 +33,9 @@
 
 Who may use which of them: `serve/policies.py`.
 
+With `--production FILE` it stands before the users of a product instead (`production/`): they are
+recorded if they consent, and nobody can read a session back.
+
 Between the gateway and the workers go token ids both ways (`POST /generate`), and every request
 carries its own randomness. So a request whose worker dies, or falls silent, is simply sent to
 another one, with the tokens that its client has been given already.
@@ -48,6 +51,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import replace
 from functools import wraps
+from pathlib import Path
 from typing import Protocol
 
 import aiohttp
@@ -55,6 +59,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
+from etude.core.errors import EtudeError
 from etude.core.sampling import Request, Sample, Token
 from etude.core.types import SegmentKind
 from etude.model.tokenizer import ChatTokenizer, Message, Tool
@@ -81,6 +86,7 @@ from etude.serve.http import (
     respond,
     respond_packed,
 )
+from etude.serve.production.routes import open_production
 from etude.serve.recorder import Prompt
 from etude.serve.router import Router
 from etude.serve.segments import RecordedTurn
@@ -130,14 +136,20 @@ class Gateway:
             Route("/s/{session}/segments", self.segments),
             Route("/s/{session}/disturbed", self.disturbed),
             Route("/s/{session}", self.forget, methods=["DELETE"]),
+            *self.desk.routes(),
+            *self.fleet_routes(),
+            *public_routes(self.model, lambda http: plain, dict),
+        ]
+
+    def fleet_routes(self) -> list[Route]:
+        """For workers, and for whoever changes their weights."""
+        return [
             Route("/load", self.load, methods=["POST"]),
             Route("/workers", self.join, methods=["POST"]),
             Route("/up", self.up),
             Route("/status", self.status),
             Route("/weights", self.weights),
             *self.token_routes.routes(),
-            *self.desk.routes(),
-            *public_routes(self.model, lambda http: plain, dict),
         ]
 
     def _session_answerer(self, http: HttpRequest) -> SessionAnswerer:
@@ -252,7 +264,7 @@ class SessionAnswerer:
             self._prompt = draft.complete(*await self._model.encode([draft.text], "messages"))
         return self._prompt.tokens
 
-    async def sample(self, requests: Sequence[Request], show: Show) -> list[Sample]:
+    async def sample(self, requests: Sequence[Request], show: Show, id: str) -> list[Sample]:
         return await gather([self._sample(request, show) for request in requests])
 
     async def _sample(self, request: Request, show: Show) -> Sample:
@@ -263,7 +275,7 @@ class SessionAnswerer:
         return sample
 
     async def stream(
-        self, requests: Sequence[Request], show: Show
+        self, requests: Sequence[Request], show: Show, id: str
     ) -> list[AsyncIterator[Token | Sample]]:
         return [self._stream(request, show) for request in requests]
 
@@ -309,8 +321,12 @@ async def serve_gateway(
     host: str = "127.0.0.1",
     version: int = -1,
     shards: Shards | None = None,
+    production: Path | None = None,
 ) -> None:
+    """`production`: the file of production mode."""
     secret, shards = read_secret(), shards or Shards()
+    if production is not None and secret is None:
+        raise EtudeError(f"production mode needs tokens: set {SECRET_VARIABLE} (docs/serve.md)")
     listener = process.bind(host, port, secret, SECRET_VARIABLE)
     tokens = TokenAuthority(secret)
     access = SignedTokens(tokens) if secret else None
@@ -323,17 +339,24 @@ async def serve_gateway(
             router, run.objects, files, max_context=max_context, tokens=tokens, shards=shards
         )
         await gateway.token_routes.restore()
-        gateway.restore(SessionJournal(run.objects, shards.name))
-        app = create_app(gateway.routes(), access, gateway.model.metrics)
+        watched = [router.watch(), gateway.token_routes.watch(), heartbeat.send_heartbeats()]
+        if production is None:
+            gateway.restore(SessionJournal(run.objects, shards.name))
+            routes = gateway.routes()
+        else:
+            # No journal: what users say is written by production mode alone, which redacts it.
+            mode = open_production(production, gateway.model, router, run)
+            await mode.refresh()
+            routes = [*gateway.fleet_routes(), *mode.routes()]
+            watched.append(mode.watch())
+        app = create_app(routes, access, gateway.model.metrics)
         async with process.serving(ShardedApp(app, shards, http), listener) as running:
             print(f"gateway at {process.url_of(listener)}", flush=True)
             # Sessions are many small objects without cycles: looking for some among them costs a
             # tenth of the time, all of it at once.
             gc.freeze()
             gc.set_threshold(50_000, 20, 100)
-            async with process.meanwhile(
-                router.watch(), gateway.token_routes.watch(), heartbeat.send_heartbeats()
-            ):
+            async with process.meanwhile(*watched):
                 await running
 
 
@@ -362,6 +385,7 @@ def main() -> None:
         "--shards", default="", metavar="URL,URL", help="all gateway processes, each with a share"
     )
     parser.add_argument("--shard", type=int, default=0, help="which of them this is, from 0")
+    parser.add_argument("--production", type=Path, help="the file of production mode")
     a = parser.parse_args()
     process.run(
         lambda: serve_gateway(
@@ -370,6 +394,7 @@ def main() -> None:
             host=a.host,
             version=a.version,
             shards=Shards(a.shards.split(","), a.shard),
+            production=a.production,
         )
     )
 

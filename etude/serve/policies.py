@@ -18,6 +18,7 @@ ADMIN: Policy = frozenset({Scope.ADMIN})
 SESSION: Policy = frozenset({Scope.SESSION, Scope.ADMIN})
 USER: Policy = frozenset({Scope.USER, Scope.ADMIN})
 WORKER: Policy = frozenset({Scope.WORKER, Scope.ADMIN})
+FEEDBACK: Policy = frozenset({Scope.FEEDBACK, Scope.USER, Scope.ADMIN})
 SCHEDULER: Policy = frozenset({Scope.SCHEDULER, Scope.ADMIN})
 ANY: Policy = frozenset(Scope)
 
@@ -41,6 +42,9 @@ POLICIES: Mapping[tuple[str, str], Policy] = {
     ("GET", "/s/{session}/segments"): ADMIN,
     ("GET", "/s/{session}/disturbed"): ADMIN,
     ("DELETE", "/s/{session}"): ADMIN,
+    ("POST", "/v1/feedback"): FEEDBACK,
+    ("POST", "/v1/consent"): USER,
+    ("DELETE", "/v1/users"): USER,
     ("POST", "/v1/sessions"): SCHEDULER,
     ("POST", "/v1/sessions/{session}/score"): SESSION,
     ("PUT", "/v1/sessions/{session}"): ADMIN,

@@ -66,6 +66,18 @@ class PartialPrompt:
         return replace(self.known, tokens=(*self.known.tokens, *tokens))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where an answer was recorded."""
+
+    segment: int
+    kind: SegmentKind
+    parent: int | None
+    num_tokens: int
+    """That the segment held before."""
+    num_messages: int
+
+
 @dataclass(slots=True)
 class _Session:
     segments: list[OpenSegment] = field(default_factory=list)
@@ -168,8 +180,21 @@ class Recorder:
     def record(
         self, session: str, prompt: Prompt, sample: Sample, message: Message,
         params: SamplingParams, kind: SegmentKind = "turns",
-    ) -> None:  # fmt: skip
-        self.apply(self.turn(session, prompt, sample, message, params, kind), prompt.text)
+    ) -> Placement:  # fmt: skip
+        """`turn`, applied."""
+        turn = self.turn(session, prompt, sample, message, params, kind)
+        before = self._segments(session)[turn.segment :][:1]
+        held = [(len(segment.context), len(segment.messages)) for segment in before]
+        self.apply(turn, prompt.text)
+        segment = self._segments(session)[turn.segment]
+        num_tokens, num_messages = held[0] if held else (0, 0)
+        return Placement(
+            segment=turn.segment,
+            kind=segment.kind,
+            parent=segment.parent,
+            num_tokens=num_tokens,
+            num_messages=num_messages,
+        )
 
     def turn(
         self, session: str, prompt: Prompt, sample: Sample, message: Message,

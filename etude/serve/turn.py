@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from starlette.requests import Request as HttpRequest
@@ -17,7 +17,7 @@ from etude.model.output_parser import Event, message_of
 from etude.model.tokenizer import ChatTokenizer, Message, Tool
 from etude.serve.access import identity_of
 from etude.serve.answer_events import AnswerReader, answer_events
-from etude.serve.answerer import Answerer, ServedModel, refusals
+from etude.serve.answerer import Answerer, ServedModel, new_completion_id, refusals
 from etude.serve.headers import Scheduling
 from etude.serve.http import ApiError, EventStream, SendEvent, cancel_on_disconnect
 from etude.serve.openai import types as wire
@@ -44,12 +44,14 @@ class Turn:
     answerer: Answerer
     request: Request
     tools: Sequence[Tool] | None
+    id: str = field(default_factory=new_completion_id)
+    """Of the answer, without the prefix that a client sees."""
 
     async def sample(self, http: HttpRequest) -> tuple[Sample, list[Event]]:
         """The whole answer."""
         with self.model.concurrency.acquire(1, identity_of(http).client), refusals():
             (sample,) = await cancel_on_disconnect(
-                http, self.answerer.sample([self.request], self._message)
+                http, self.answerer.sample([self.request], self._message, self.id)
             )
         self._count(sample)
         return sample, self._events(self.request, sample)
@@ -58,7 +60,7 @@ class Turn:
         reader = AnswerReader(self.model.tokenizer, self.request, self.tools)
         with refusals():
             (tokens,) = await self.answerer.stream(
-                [self.request], lambda request, sample: message_of(reader.whole(sample))
+                [self.request], lambda request, sample: message_of(reader.whole(sample)), self.id
             )
 
         async def work(send_event: SendEvent) -> None:

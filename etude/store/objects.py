@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -130,16 +131,23 @@ class Objects:
         with _explained(f"list {prefix} in {self.url}"):
             return sum(meta["size"] for page in obstore.list(self._store, prefix) for meta in page)
 
-    def sweep(self, prefix: str) -> None:
-        """Removes what writers that were killed have left half-written under the folder `prefix`;
-        nobody may be writing there. In a directory that is a file beside the object's own, which
-        `list` does not show; a bucket has none."""
+    def sweep(self, prefix: str, *, min_age_s: float = 0.0) -> None:
+        """Removes what writers that were killed have left half-written under the folder `prefix`,
+        and folders that are empty; nobody may be writing there, but for less than `min_age_s`. In a
+        directory that is a file beside the object's own, which `list` does not show; a bucket has
+        none."""
         if not isinstance(self._store, LocalStore) or self._store.prefix is None:
             return
         with _explained(f"clean {prefix} in {self.url}"):
-            for path in (Path(self._store.prefix) / prefix).rglob("*#*"):
-                if re.search(r"#\d+$", path.name):
-                    path.unlink(missing_ok=True)
+            folder, before = Path(self._store.prefix) / prefix, time.time() - min_age_s
+            quiet = [path for path in [folder, *folder.rglob("*")] if _is_quiet(path, before)]
+            for path in folder.rglob("*#*"):
+                with contextlib.suppress(FileNotFoundError):
+                    if re.search(r"#\d+$", path.name) and path.stat().st_mtime <= before:
+                        path.unlink()
+            for path in sorted(quiet, reverse=True):
+                with contextlib.suppress(OSError):  # it is not empty, or gone
+                    path.rmdir()
 
     def path(self, key: str) -> Path | None:
         """The file of an object, for whoever appends to it; None in a bucket."""
@@ -151,6 +159,14 @@ class Objects:
         """The key is free afterwards, whether or not it was before."""
         with _explained(f"delete {key} in {self.url}"), contextlib.suppress(*_MISSING):
             obstore.delete(self._store, key)
+
+
+def _is_quiet(path: Path, before: float) -> bool:
+    """Whether it is a folder in which nothing has come or gone since."""
+    try:
+        return path.is_dir() and path.stat().st_mtime <= before
+    except FileNotFoundError:
+        return False
 
 
 def _client(prefix: str) -> Any:

@@ -10,6 +10,7 @@
     batches/{step}           what each step reads; made once, never changed
     recomputed/{step}        what the trainer found for each token of a batch, row by row
     experts/{digest}         routed experts of recorded sessions (`store.experts`)
+    production/              sessions and feedback of users (`store.production`)
     feedback/{trajectory}/   what was said of a trajectory later (`store.feedback`)
     verdicts/N.jsonl         what people said of sessions (`store.verdicts`)
     checkpoints/{name}/      the trainer's state: what each rank holds, and manifest.json, which is

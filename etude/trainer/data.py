@@ -105,7 +105,7 @@ def read_sessions(
     skipped: list[str] = []
     for where, record in _records(pattern):
         messages, tools = _messages(record, "messages", where), _tools(record, where)
-        rows = _rendered(messages, tools, tokenizer, where)
+        rows = _recorded(record, tokenizer, where) or _rendered(messages, tools, tokenizer, where)
         if not rows:
             raise EtudeError(
                 f"{where}: the assistant says nothing that could be imitated; take the line out"
@@ -185,6 +185,27 @@ def _answer(
             f"only one where the chat template shows earlier turns in another way"
         )
     return rows[0]
+
+
+def _recorded(record: Json, tokenizer: ChatTokenizer, where: str) -> list[Demonstration]:
+    """The very tokens that a session was recorded with, if they are of this vocabulary: none is
+    tokenised again."""
+    if record.get("vocabulary") != tokenizer.vocabulary:
+        return []
+    tokens, mask = record.get("tokens"), record.get("mask")
+    if (
+        not isinstance(tokens, list)
+        or not isinstance(mask, list)
+        or len(tokens) != len(mask)
+        or not all(type(id) is int and 0 <= id < tokenizer.vocab_size for id in tokens)
+        or not all(isinstance(counts, bool) for counts in mask)
+        or True in mask[:1]
+    ):
+        raise EtudeError(
+            f"{where}: tokens and mask do not fit: export the session again, or take both out, and "
+            f"its messages are read"
+        )
+    return [(tokens, mask)] if any(mask) else []
 
 
 def _rendered(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Sequence
 
 import msgspec
@@ -27,7 +26,7 @@ class MessageBuilder:
         self._turn = turn
         self._model = model
         self._thinking = thinking
-        self._id = f"msg_{secrets.token_hex(12)}"
+        self._id = f"msg_{turn.id}"
 
     def shown(self, events: Sequence[Event]) -> list[Event]:
         return [event for event in events if self._thinking or not isinstance(event, Reasoning)]

@@ -8,7 +8,6 @@ once.
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from etude.model.output_parser import Content, Reasoning, call_object, message_o
 from etude.model.tokenizer import ChatTokenizer, Message, Tool
 from etude.model.tool_calls import Call
 from etude.serve.answer_events import AnswerReader, answer_events
+from etude.serve.answerer import new_completion_id
 from etude.serve.openai import types as wire
 
 Usage = wire.Usage | None | UnsetType
@@ -38,6 +38,10 @@ class StreamBuilder(Protocol):
 
 
 class ResponseBuilder(Protocol):
+    @property
+    def id(self) -> str:
+        """Of the completion, without the prefix that a client sees."""
+
     def message(self, request: Request, sample: Sample) -> Message:
         """The answer as a message of a conversation."""
 
@@ -58,7 +62,7 @@ class _ResponseBuilder:
     model: str
     with_ids: bool
     with_logprobs: bool
-    id: str = field(default_factory=lambda: secrets.token_hex(12))
+    id: str = field(default_factory=new_completion_id)
     created: int = field(default_factory=lambda: int(time.time()))
 
     def extensions(self, tokens: Sequence[int], sample: Sample | None) -> dict[str, Any]:

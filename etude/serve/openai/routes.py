@@ -94,12 +94,14 @@ class OpenAi:
         slots = self._model.concurrency.acquire(len(requests), identity_of(http).client)
         if asked.stream:
             with refusals():
-                streams = await answerer.stream(requests, builder.message)
+                streams = await answerer.stream(requests, builder.message, builder.id)
             return EventStream(
                 lambda send: self._stream(send, slots, asked, builder, requests, streams)
             )
         with slots, refusals():
-            samples = await cancel_on_disconnect(http, answerer.sample(requests, builder.message))
+            samples = await cancel_on_disconnect(
+                http, answerer.sample(requests, builder.message, builder.id)
+            )
         usage = self._usage(requests, samples)
         choices = [
             builder.choice(n, request, sample)

@@ -32,7 +32,7 @@ class ResponseBuilder:
     """Tokens of the prompt."""
     custom: set[str]
     """Tools that take a text."""
-    id: str = field(default_factory=lambda: f"resp_{secrets.token_hex(24)}")
+    id: str
     created: int = field(default_factory=lambda: int(time.time()))
 
     def response(self, **differs: Any) -> responses.ResponseObject:

@@ -59,6 +59,7 @@ class Responses:
             model=name,
             num_read=len(turn.request.prompt),
             custom=custom_tools(asked),
+            id=f"resp_{turn.id}",
         )
         if asked.stream:
             writer = ResponseWriter(builder, lambda made: self._keep(http, asked, messages, made))

@@ -1,0 +1,169 @@
+"""`etude production`: what production mode recorded, exported for training, and users deleted."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from etude.core.consent import Tombstone, pseudonym
+from etude.core.errors import EtudeError
+from etude.core.exports import Export, dpo_lines, sft_lines, trajectories
+from etude.core.feedback import Joined
+from etude.core.recorded import Sessions
+from etude.core.types import Trajectory
+from etude.serve.production.config import ProductionConfig, read_production, read_user_key
+from etude.store.codec import pack, seal, unpack, unseal
+from etude.store.objects import Objects
+from etude.store.production import ProductionStore
+from etude.store.rollouts import RolloutLog
+
+SESSIONS = "sessions.msgpack"
+"""In an export for rl: a tuple of trajectories, sealed as in a run's store."""
+
+
+class Place:
+    """A file of production mode, and the store that it names."""
+
+    def __init__(self, file: Path, run: str | None) -> None:
+        self.config: ProductionConfig = read_production(file)
+        url = self.config.store or run
+        if url is None:
+            raise EtudeError(f"{file} names no store: give that of the run, with --run")
+        self.store = ProductionStore(Objects.open(url, create=False))
+        self.key = read_user_key(Path(self.config.user_key_file), create=False)
+
+    def read(self) -> tuple[Sessions, Joined]:
+        consent = self.config.consent
+        refused = {
+            pseudonym(name, self.key)
+            for table in (consent.users, consent.organisations)
+            for name, granted in table.items()
+            if not granted
+        }
+        sessions = self.store.sessions(refused)
+        return sessions, self.store.joined(sessions, horizon_s=self.config.horizon_s)
+
+
+def export(
+    place: Place, kind: str, target: Path, *, min_score: float, console: Console
+) -> Mapping[str, Any]:
+    """`target`: a .jsonl file for sft and dpo, a directory for rl; what is there is replaced."""
+    sessions, joined = place.read()
+    makers: dict[str, Callable[[], Export]] = {
+        "sft": lambda: sft_lines(sessions.sessions, joined.by_answer, min_score=min_score),
+        "dpo": lambda: dpo_lines(sessions.sessions, joined.by_answer),
+        "rl": lambda: trajectories(sessions.sessions, joined.by_answer),
+    }
+    made = makers[kind]()
+    if kind == "rl":
+        _write_trajectories(target, made.made)
+    else:
+        _write_lines(target, made.made)
+    left_out = {**sessions.dropped, **made.dropped}
+    left_out |= {f"feedback {why}": len(found) for why, found in joined.dropped.items()}
+    if joined.pending:
+        left_out["feedback pending"] = len(joined.pending)
+    console.print(
+        f"{len(made.made)} from {len(sessions.sessions)} sessions -> {target}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    for reason, count in sorted(left_out.items()):
+        console.print(f"left out: {reason} {count}", highlight=False)
+    return {"made": len(made.made), "sessions": len(sessions.sessions), "left_out": left_out}
+
+
+def delete(place: Place, user: str, console: Console) -> int:
+    """Deletes a user, and proves it."""
+    name = pseudonym(user, place.key)
+    deleted = place.store.delete_user(name)
+    count, found = place.store.scan([name.encode(), user.encode()])
+    console.print(
+        f"{deleted} objects deleted; {count} others looked through, {len(found)} name the user"
+    )
+    for key in found:
+        console.print(f"still there: {key}", highlight=False, markup=False)
+    return 1 if found else 0
+
+
+def purge(place: Place, targets: Iterable[Path], console: Console) -> int:
+    """Takes what was deleted since out of exports."""
+    tombstones = place.store.tombstones()
+    for target in targets:
+        if target.is_dir():
+            kept = [t for t in read_trajectories(target) if not _is_gone_id(t.id, tombstones)]
+            gone = len(read_trajectories(target)) - len(kept)
+            _write_trajectories(target, kept)
+        else:
+            lines = [json.loads(line) for line in target.read_text().splitlines()]
+            left = [line for line in lines if not _is_gone(line, tombstones)]
+            gone = len(lines) - len(left)
+            _write_lines(target, left)
+        console.print(f"{target}: {gone} taken out", highlight=False)
+    return 0
+
+
+def sweep(place: Place, console: Console) -> int:
+    config = place.config
+    counts = place.store.sweep(retention_s=config.retention_s, horizon_s=config.horizon_s)
+    for reason, count in sorted(counts.items()):
+        console.print(f"deleted: {reason} {count}", highlight=False)
+    return 0
+
+
+def status(place: Place, console: Console) -> int:
+    sessions, joined = place.read()
+    answers = sum(len(session.turns) for session in sessions.sessions)
+    console.print(
+        f"{len(place.store.users())} users, {len(sessions.sessions)} sessions, {answers} answers, "
+        f"{sum(map(len, joined.by_answer.values()))} events of {len(joined.by_answer)} answers, "
+        f"{len(joined.pending)} pending",
+        highlight=False,
+    )
+    dropped = {**place.store.dropped(), **{f"sessions {k}": v for k, v in sessions.dropped.items()}}
+    for reason, count in sorted(dropped.items()):
+        console.print(f"dropped: {reason} {count}", highlight=False)
+    return 0
+
+
+def read_trajectories(directory: Path) -> tuple[Trajectory, ...]:
+    path = directory / SESSIONS
+    return unpack(unseal(path.read_bytes(), str(path)), tuple[Trajectory, ...], str(path))
+
+
+def _write_trajectories(directory: Path, made: Iterable[Trajectory]) -> None:
+    found = tuple(made)
+    directory.mkdir(parents=True, exist_ok=True)
+    _replace(directory / SESSIONS, seal(pack(found)))
+    RolloutLog(Objects.open(str(directory))).put_evaluation(
+        "000000.production", found, stage="production", split="production", object=SESSIONS
+    )
+
+
+def _write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    _replace(path, text.encode())
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Whole or not at all."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part.write_bytes(data)
+    part.replace(path)
+
+
+def _is_gone(line: Mapping[str, Any], tombstones: Mapping[str, Tombstone]) -> bool:
+    tombstone = tombstones.get(line["user"])
+    return tombstone is not None and float(line["recorded"]) <= tombstone.time
+
+
+def _is_gone_id(id: str, tombstones: Mapping[str, Tombstone]) -> bool:
+    """A session's name begins with the milliseconds of its start."""
+    user, _, session = id.partition(".")
+    return _is_gone({"user": user, "recorded": int(session[:13]) / 1000}, tombstones)

@@ -1,0 +1,106 @@
+"""The file of production mode: who may be recorded, what is taken out, and how long it stays."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+
+import msgspec
+
+from etude.core.consent import DAY_S
+from etude.core.errors import EtudeError
+from etude.core.redaction import KINDS, Redactor
+
+KEY_BYTES = 32
+
+
+class ConsentConfig(msgspec.Struct, forbid_unknown_fields=True):
+    header: bool = True
+    """Whether the header `X-Etude-Consent` of a request is believed."""
+    users: dict[str, bool] = {}
+    organisations: dict[str, bool] = {}
+
+
+class RedactionConfig(msgspec.Struct, forbid_unknown_fields=True):
+    kinds: list[str] = msgspec.field(default_factory=lambda: list(KINDS))
+    patterns: dict[str, str] = {}
+    """More of them: regular expressions by name."""
+
+
+class ProductionConfig(msgspec.Struct, forbid_unknown_fields=True):
+    user_key_file: str
+    """The key of the pseudonyms, made at the first start. It must not lie in the store; without it
+    nobody can be found any more, to be deleted either."""
+    store: str | None = None
+    """Where it is recorded; the run's own store if it is not said."""
+    sampling_rate: float = 1.0
+    retention_days: float = 30.0
+    pending_hours: float = 24.0
+    """How long feedback waits for an answer that nobody knows."""
+    session_idle_minutes: float = 30.0
+    """After which a session is over, and out of memory."""
+    feedback_per_minute: float = 60.0
+    """Of one user."""
+    consent: ConsentConfig = msgspec.field(default_factory=ConsentConfig)
+    redaction: RedactionConfig = msgspec.field(default_factory=RedactionConfig)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.sampling_rate <= 1:
+            raise ValueError("sampling_rate: from 0 to 1")
+        for name in ("retention_days", "pending_hours", "session_idle_minutes"):
+            if not 0 < getattr(self, name) < 1e6:
+                raise ValueError(f"{name}: a number above 0")
+        if not 0 < self.feedback_per_minute < 1e6:
+            raise ValueError("feedback_per_minute: a number above 0")
+        self.redactor()
+
+    @property
+    def retention_s(self) -> float:
+        return self.retention_days * DAY_S
+
+    @property
+    def horizon_s(self) -> float:
+        return self.pending_hours * 3600
+
+    def redactor(self) -> Redactor:
+        return Redactor(self.redaction.kinds, self.redaction.patterns)
+
+
+def read_production(path: Path) -> ProductionConfig:
+    """Paths in it begin where it lies."""
+    try:
+        config = msgspec.toml.decode(path.read_bytes(), type=ProductionConfig)
+    except OSError as e:
+        raise EtudeError(f"cannot read {path}: {e.strerror}; see docs/production.md") from e
+    except (msgspec.MsgspecError, ValueError) as e:
+        raise EtudeError(f"{path}: {e}; see docs/production.md") from e
+    config.user_key_file = str(path.parent / config.user_key_file)
+    if config.store is not None and "://" not in config.store:
+        config.store = str(path.parent / config.store)
+    return config
+
+
+def read_user_key(path: Path, *, create: bool) -> bytes:
+    """The key of the pseudonyms. Of two processes that make it at once, both have the same."""
+    if create and not path.exists():
+        part = path.with_name(f"{path.name}.{os.getpid()}")
+        handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(handle, "w") as file:
+            file.write(secrets.token_hex(KEY_BYTES) + "\n")
+        try:
+            os.link(part, path)
+        except FileExistsError:
+            pass
+        finally:
+            part.unlink()
+    try:
+        key = bytes.fromhex(path.read_text().strip())
+    except (OSError, ValueError) as e:
+        raise EtudeError(
+            f"{path} holds no key of pseudonyms ({e}): bring it back from a copy; a new one finds "
+            f"nobody who was recorded before"
+        ) from e
+    if len(key) < KEY_BYTES:
+        raise EtudeError(f"{path}: the key must have {KEY_BYTES} bytes, in hexadecimal")
+    return key

@@ -1,0 +1,313 @@
+"""The routes of production mode, and who may be recorded there.
+
+    POST   /v1/chat/completions, /v1/responses, /v1/messages, also under /s/{session}
+                          the dialects: recorded if the user consents and the session is sampled
+    POST   /v1/feedback   what a user did about an answer
+    POST   /v1/consent    what a user, or an organisation, says: {granted, time}
+    DELETE /v1/users      deletes all that is stored of a user
+
+The product's backend speaks for its users, with an admin's token. Headers say for whom:
+`X-Etude-User`, `X-Etude-Organisation`, `X-Etude-Session` and `X-Etude-Consent: granted` or
+`refused`. They are turned into pseudonyms here, and not kept. The token of a user speaks for that
+user alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import sys
+import time
+from functools import wraps
+from pathlib import Path
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+
+from etude.core.consent import Consent, Identity, is_sampled, may_record, pseudonym
+from etude.core.errors import EtudeError
+from etude.core.feedback import STRENGTHS, FeedbackEvent, RateLimit, completion_key
+from etude.serve.access import identity_of
+from etude.serve.answerer import Answerer, PolicyAnswerer, ServedModel
+from etude.serve.dialects import public_routes, session_routes
+from etude.serve.headers import read_segment_kind
+from etude.serve.http import ApiError, Unavailable, read, respond
+from etude.serve.production.config import ProductionConfig, read_production, read_user_key
+from etude.serve.production.recording import OpenSession, Recording, RecordingAnswerer
+from etude.serve.production.schema import (
+    CONSENT,
+    MAX_NAME_CHARS,
+    ORGANISATION,
+    SESSION,
+    USER,
+    production_document,
+)
+from etude.serve.production.types import (
+    ConsentRequest,
+    ConsentStored,
+    FeedbackRequest,
+    FeedbackStored,
+    UserDeleted,
+)
+from etude.serve.router import Router
+from etude.serve.tokens import Scope as TokenScope
+from etude.store.objects import Objects
+from etude.store.production import Conflict, ProductionStore, digest
+from etude.store.runs import Run
+
+REFRESH_S = 5.0
+"""How long another gateway's consents may be unknown here."""
+SWEEP_S = 3600.0
+CLOCK_SKEW_S = 300.0
+WORDS = {"granted": True, "refused": False}
+
+
+class Production:
+    """Production mode over the model and the router of a gateway."""
+
+    def __init__(
+        self, model: ServedModel, router: Router, store: ProductionStore,
+        config: ProductionConfig, key: bytes, policy: str,
+    ) -> None:  # fmt: skip
+        self._model = model
+        self._router = router
+        self._store = store
+        self._config = config
+        self._key = key
+        self._redactor = config.redactor()
+        self._limit = RateLimit(
+            config.feedback_per_minute, max(10, int(config.feedback_per_minute))
+        )
+        self.recording = Recording(
+            model.tokenizer, store, self._redactor, policy, self._still_permitted
+        )
+        self._configured = {
+            pseudonym(name, key): granted
+            for table in (config.consent.users, config.consent.organisations)
+            for name, granted in table.items()
+        }
+        self._said: dict[str, Consent] = {}
+        self._heard = CLOCK_SKEW_S  # until when
+
+    def routes(self) -> list[Route]:
+        dialects = public_routes(self._model, self._answerer, self._gauges)
+        within = session_routes(self._model, self._answerer)
+        return [
+            *(self._for_user(route, "/s/{session}" + route.path) for route in within),
+            Route("/v1/feedback", self.feedback, methods=["POST"]),
+            Route("/v1/consent", self.consent, methods=["POST"]),
+            Route("/v1/users", self.delete_user, methods=["DELETE"]),
+            Route("/openapi.json", self.openapi),
+            *(self._for_user(route, route.path) for route in dialects),
+        ]
+
+    def _for_user(self, route: Route, path: str) -> Route:
+        """Conversations that the server keeps are kept apart by user."""
+
+        @wraps(route.endpoint)
+        async def endpoint(http: HttpRequest) -> Response:
+            session = http.path_params.get("session", "")
+            http.scope["etude.session"] = session or _header(http, SESSION)
+            user = self._identity(http).user
+            http.scope["path_params"] = {**http.path_params, "session": user}
+            response: Response = await route.endpoint(http)
+            return response
+
+        return Route(path, endpoint, methods=list(route.methods or ()))
+
+    def _identity(self, http: HttpRequest) -> Identity:
+        user, organisation = _spoken_for(http)
+        return Identity(
+            user=pseudonym(user, self._key) if user else "",
+            organisation=pseudonym(organisation, self._key) if organisation else "",
+        )
+
+    def _answerer(self, http: HttpRequest) -> Answerer:
+        session = self._session(http, self._identity(http))
+        if session is None or session.dropped:
+            return PolicyAnswerer(self._model, self._router)
+        return RecordingAnswerer(
+            self._model, self._router, self.recording, session, read_segment_kind(http.headers)
+        )
+
+    def _session(self, http: HttpRequest, identity: Identity) -> OpenSession | None:
+        """The session to record; None if it may not be, or is not one of the sample."""
+        if not self._permitted(http, identity):
+            return None
+        # without a name of its own, every answer is a session
+        name = http.scope["etude.session"] or secrets.token_hex(16)
+        rate = self._config.sampling_rate
+        if not is_sampled(identity, name, rate, self._key):
+            return None
+        key, now = f"{identity.user}/{name}", self._store.now()
+        if (found := self.recording.sessions.get(key)) is None:
+            # two gateways may begin it at once
+            stored = pseudonym(key, self._key)[:16] + secrets.token_hex(8)
+            found = OpenSession(
+                key=key,
+                name=f"{int(now * 1000):013d}-{stored}",
+                identity=identity,
+                started=now,
+                propensity=rate,
+                used=now,
+            )
+            self.recording.sessions[key] = found
+        found.used = now
+        return found
+
+    def _permitted(self, http: HttpRequest, identity: Identity) -> bool:
+        word = _header(http, CONSENT)
+        if word and word not in WORDS:
+            raise ApiError(f"{CONSENT}: granted, or refused", param=CONSENT)
+        asked = WORDS.get(word) if self._config.consent.header else None
+        return may_record(identity, [asked, *self._words(identity)])
+
+    def _words(self, identity: Identity) -> list[bool | None]:
+        subjects = [name for name in (identity.user, identity.organisation) if name]
+        said = [self._said[name].granted for name in subjects if name in self._said]
+        return [*said, *map(self._configured.get, subjects)]
+
+    def _still_permitted(self, session: OpenSession) -> bool:
+        """Whether nobody has said no since the session was asked for."""
+        return False not in self._words(session.identity)
+
+    async def feedback(self, http: HttpRequest) -> Response:
+        identity = self._identity(http)
+        if not identity.user:
+            raise ApiError(f"say whose feedback it is: {USER}", param=USER)
+        now = self._store.now()
+        if wait := self._limit.admit(identity.user, now):
+            message = f"too much feedback of this user: try again in {wait:.0f} s"
+            raise Unavailable(message, status=429, code="too_many_requests")
+        event = self._event(await read(http, FeedbackRequest), identity.user, now)
+        if not self._permitted(http, identity):
+            return respond(FeedbackStored("not_recorded"))
+        try:
+            new = await asyncio.to_thread(self._store.put_feedback, event)
+        except Conflict as e:
+            raise ApiError(str(e), status=409, code="conflict", param="event") from e
+        except EtudeError as e:
+            raise Unavailable(f"the feedback cannot be stored now: {e}") from e
+        self.recording.counts["feedback"] += new
+        return respond(FeedbackStored("stored" if new else "duplicate"))
+
+    def _event(self, asked: FeedbackRequest, user: str, now: float) -> FeedbackEvent:
+        when = now if asked.time is None else asked.time
+        if not now - 1e8 < when < now + CLOCK_SKEW_S:
+            raise ApiError("time: seconds since 1970, and not in the future", param="time")
+        strength = STRENGTHS.get(asked.kind) if asked.strength is None else asked.strength
+        if strength is None:
+            raise ApiError("strength: say how much a kind of your own counts", param="strength")
+        try:
+            event = FeedbackEvent(
+                event=digest(pseudonym(f"{user}/{asked.event}", self._key)),
+                user=user,
+                completion=completion_key(asked.completion),
+                choice=asked.choice,
+                kind=asked.kind,
+                strength=strength,
+                time=when,
+                received=now,
+                text=self._redactor.redact(asked.text),
+            )
+            event.check()
+        except ValueError as e:
+            raise ApiError(str(e)) from e
+        return event
+
+    async def consent(self, http: HttpRequest) -> Response:
+        identity = self._identity(http)
+        if bool(identity.user) == bool(identity.organisation):
+            raise ApiError(f"say whose word it is, by {USER} or by {ORGANISATION}")
+        asked, now = await read(http, ConsentRequest), self._store.now()
+        when = now if asked.time is None else asked.time
+        if not 0 <= when < now + CLOCK_SKEW_S:
+            raise ApiError("time: seconds since 1970, and not in the future", param="time")
+        subject = identity.user or identity.organisation
+        word = Consent(subject=subject, granted=asked.granted, time=when)
+        await asyncio.to_thread(self._store.put_consent, word)
+        self._said[subject] = word.newer(self._said.get(subject))
+        return respond(ConsentStored(self._said[subject].granted))
+
+    async def delete_user(self, http: HttpRequest) -> Response:
+        user = self._identity(http).user
+        if not user:
+            raise ApiError(f"say whom to delete: {USER}", param=USER)
+        for session in [s for s in self.recording.sessions.values() if s.identity.user == user]:
+            # what is under way is not written any more
+            session.dropped = "deleted"
+            self.recording.forget(session)
+            async with session.lock:
+                session.known.clear()
+        self._model.conversations.forget(user)
+        return respond(UserDeleted(await asyncio.to_thread(self._store.delete_user, user)))
+
+    async def openapi(self, http: HttpRequest) -> Response:
+        return respond(production_document())
+
+    def _gauges(self) -> dict[str, float]:
+        counts = {f"production_{name}": float(n) for name, n in self.recording.counts.items()}
+        return {"production_sessions": float(len(self.recording.sessions)), **counts}
+
+    async def watch(self) -> None:
+        """Hears what other gateways were told, forgets sessions that are over, and sweeps the
+        store; until it is cancelled."""
+        swept = -SWEEP_S
+        while True:
+            self.forget_idle()
+            try:
+                await self.refresh()
+                if time.monotonic() - swept >= SWEEP_S:
+                    swept = time.monotonic()
+                    await asyncio.to_thread(self.sweep)
+            except EtudeError as e:
+                print(f"the store of production mode: {e}", file=sys.stderr, flush=True)
+            await asyncio.sleep(REFRESH_S)
+
+    async def refresh(self) -> None:
+        """Learns what was said to other gateways, or to this one before."""
+        since, self._heard = self._heard - CLOCK_SKEW_S, self._store.now()
+        for subject, word in (await asyncio.to_thread(self._store.consents, since)).items():
+            self._said[subject] = word.newer(self._said.get(subject))
+
+    def forget_idle(self) -> None:
+        limit = self._store.now() - self._config.session_idle_minutes * 60
+        for session in [s for s in self.recording.sessions.values() if s.used < limit]:
+            self.recording.forget(session)
+            self._router.forget(session.key)
+
+    def sweep(self) -> None:
+        config = self._config
+        self._store.sweep(retention_s=config.retention_s, horizon_s=config.horizon_s)
+
+
+def _spoken_for(http: HttpRequest) -> tuple[str, str]:
+    """The user and the organisation that a request is of. An admin's token, which the product's
+    backend has, speaks for anybody, and so does one for feedback that names nobody; a token with a
+    subject speaks for that user alone, and that of a session for nobody."""
+    token, named = identity_of(http), _header(http, USER)
+    if token.scope is TokenScope.ADMIN:
+        return named, _header(http, ORGANISATION)
+    if token.scope is TokenScope.FEEDBACK and not token.subject:
+        return named, ""
+    if token.scope not in (TokenScope.USER, TokenScope.FEEDBACK):
+        return "", ""
+    if named not in ("", token.subject):
+        raise ApiError("this token is of another user", status=403, code="wrong_user", param=USER)
+    return token.subject, ""
+
+
+def _header(http: HttpRequest, name: str) -> str:
+    value = http.headers.get(name, "").strip()
+    if len(value) > MAX_NAME_CHARS:
+        raise ApiError(f"{name}: at most {MAX_NAME_CHARS} characters", param=name)
+    return value
+
+
+def open_production(path: Path, model: ServedModel, router: Router, run: Run) -> Production:
+    """As a file of production mode says, for the model of a run."""
+    config = read_production(path)
+    objects = run.objects if config.store is None else Objects.open(config.store)
+    key = read_user_key(Path(config.user_key_file), create=True)
+    return Production(model, router, ProductionStore(objects), config, key, run.config().name)

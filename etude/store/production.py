@@ -1,0 +1,299 @@
+"""Where production mode keeps what users said and did, by user, so that a user can be deleted.
+
+    production/users/{user}/turns/{session}/{number:06d}   a `RecordedTurn`
+    production/users/{user}/feedback/{event}               a `FeedbackEvent`
+    production/consent/{received}-{time}-{subject}-{word}  a `Consent`, all in its name
+    production/tombstones/{user}                           that, and when, a user was deleted
+    production/drops/{time}-{random}.json                  what was dropped, in numbers by reason
+
+A session's name begins with the milliseconds of its start. Names are pseudonyms and digests: what
+a user called something stands nowhere. Nothing is written before it was redacted, so a process may
+die at any point; whatever was acknowledged is there, since an object appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import TypeVar
+
+from blake3 import blake3
+
+from etude.core.consent import Consent, Tombstone, consents, is_gone
+from etude.core.errors import EtudeError
+from etude.core.feedback import FeedbackEvent, Joined, join
+from etude.core.recorded import RecordedTurn, Sessions, by_answer, put_together
+from etude.store.codec import Damaged, from_json, pack, seal, to_json, unpack
+from etude.store.objects import Missing, Objects
+
+USERS = "production/users"
+CONSENT = "production/consent"
+STALE_S = 3600.0
+"""After so long nobody is still writing what is half-written."""
+_CONSENT = re.compile(rf"{CONSENT}/\d{{13}}-(\d{{13}})-([0-9a-f]{{32}})-(granted|refused)")
+_TURN = re.compile(rf"{USERS}/[0-9a-f]{{32}}/turns/\d{{13}}-[0-9a-f]{{32}}/\d{{6,}}")
+_EVENT = re.compile(rf"{USERS}/[0-9a-f]{{32}}/feedback/[0-9a-f]{{32}}")
+_USER = re.compile(rf"{USERS}/([0-9a-f]{{32}})/")
+T = TypeVar("T")
+
+
+class Conflict(EtudeError):
+    """An event with this id is there, and says something else."""
+
+
+class ProductionStore:
+    """Any number of writers. `now` is for tests."""
+
+    def __init__(self, objects: Objects, now: Callable[[], float] = time.time) -> None:
+        self.objects = objects
+        self.now = now
+
+    # Turns
+
+    def put_turn(self, turn: RecordedTurn) -> None:
+        """A turn that was redacted. If its user was deleted meanwhile, it is not there
+        afterwards."""
+        key = _turn_key(turn)
+        self.objects.put_sealed(key, pack(turn))
+        tombstone = self.tombstone(turn.user)
+        if tombstone is not None and turn.started <= tombstone.time:
+            self.objects.delete(key)
+
+    def delete_session(self, user: str, session: str) -> None:
+        for key in self.objects.list(f"{USERS}/{user}/turns/{session}"):
+            self.objects.delete(key)
+
+    def drop_sessions_with(self, user: str, values: Collection[str]) -> int:
+        """Deletes the sessions of a user that say one of these values; how many."""
+        texts = (text for value in values for text in (value, json.dumps(value)[1:-1]))
+        spelled = {text.encode(errors="surrogatepass") for text in texts}
+        folder = f"{USERS}/{user}/turns"
+        found = {
+            key.split("/")[4]
+            for key in (self.objects.list(folder) if spelled else ())
+            if any(text in self._bytes(key) for text in spelled)
+        }
+        for session in found:
+            self.delete_session(user, session)
+        self.drop({"sessions late_secret": len(found)} if found else {})
+        return len(found)
+
+    def sessions(self, refused: Collection[str] = ()) -> Sessions:
+        """All that may be read now: nothing of users who were deleted or who, or whose
+        organisation, have withdrawn. `refused`: more of these."""
+        tombstones, refused = self.tombstones(), self.refused() | set(refused)
+        turns: list[RecordedTurn] = []
+        dropped: dict[str, set[str]] = {"consent_withdrawn": set(), "damaged": set()}
+        for key, turn in self._turns():
+            session = key.rpartition("/")[0]
+            if turn is None:
+                dropped["damaged"].add(session)
+                continue
+            tombstone = tombstones.get(turn.user)
+            if tombstone is not None and turn.started <= tombstone.time:
+                continue
+            if turn.user in refused or turn.organisation in refused:
+                dropped["consent_withdrawn"].add(session)
+            else:
+                turns.append(turn)
+        damaged = {tuple(session.split("/")[2:5:2]) for session in dropped["damaged"]}
+        made = put_together(t for t in turns if (t.user, t.session) not in damaged)
+        for reason, sessions in dropped.items():
+            if sessions:
+                made.dropped[reason] += len(sessions)
+        return made
+
+    # Feedback
+
+    def put_feedback(self, event: FeedbackEvent) -> bool:
+        """True if it is new, False if it was there already; `Conflict` if another one was."""
+        key = f"{USERS}/{event.user}/feedback/{event.event}"
+        if self.objects.create(key, seal(to_json(event))):
+            return True
+        there = self._get(key, FeedbackEvent)
+        if there is not None and _said(there) != _said(event):
+            raise Conflict("this event id was used for another event: give each one its own")
+        return False
+
+    def feedback(self) -> list[FeedbackEvent]:
+        tombstones = self.tombstones()
+        return [
+            event
+            for _, event in self._events()
+            if event is not None
+            and (
+                (tombstone := tombstones.get(event.user)) is None or event.received > tombstone.time
+            )
+        ]
+
+    def joined(self, sessions: Sessions, *, horizon_s: float) -> Joined:
+        owners = by_answer(sessions.sessions)
+        return join(owners, self.feedback(), now=self.now(), horizon_s=horizon_s)
+
+    # Consent
+
+    def put_consent(self, consent: Consent) -> None:
+        """Each word is an object of its own, so that two at once lose nothing."""
+        word = "granted" if consent.granted else "refused"
+        received, said = (int(t * 1000) for t in (self.now(), consent.time))
+        name = f"{received:013d}-{said:013d}-{consent.subject}-{word}"
+        self.objects.put(f"{CONSENT}/{name}", b"")
+
+    def consents(self, since: float = 0.0) -> dict[str, Consent]:
+        """The word that counts, by subject, of all that were received since."""
+        listed = self.objects.list(CONSENT, after=f"{CONSENT}/{int(since * 1000):013d}")
+        found = (_CONSENT.fullmatch(key) for key in listed)
+        return consents(
+            Consent(subject=word[2], granted=word[3] == "granted", time=int(word[1]) / 1000)
+            for word in found
+            if word
+        )
+
+    def refused(self) -> set[str]:
+        return {subject for subject, word in self.consents().items() if not word.granted}
+
+    # Deleting
+
+    def delete_user(self, user: str) -> int:
+        """All that is stored of a user is gone when it returns; how many objects that were. The
+        tombstone is first: who writes meanwhile sees it. What stays beside it is a refusal, if
+        there was one: otherwise nobody would know of it."""
+        tombstone = Tombstone(user=user, time=self.now())
+        self.objects.put_sealed(f"production/tombstones/{user}", to_json(tombstone))
+        deleted = 0
+        while keys := self.objects.list(f"{USERS}/{user}"):
+            for key in keys:
+                self.objects.delete(key)
+            deleted += len(keys)
+        for key in self.objects.list(CONSENT):
+            if key.endswith(f"-{user}-granted"):
+                self.objects.delete(key)
+        self.objects.sweep(f"{USERS}/{user}")
+        return deleted
+
+    def tombstone(self, user: str) -> Tombstone | None:
+        return self._get(f"production/tombstones/{user}", Tombstone)
+
+    def tombstones(self) -> dict[str, Tombstone]:
+        found = (self._get(key, Tombstone) for key in self.objects.list("production/tombstones"))
+        return {tombstone.user: tombstone for tombstone in found if tombstone is not None}
+
+    def sweep(self, *, retention_s: float, horizon_s: float) -> Mapping[str, int]:
+        """Deletes what is past its time, what a tombstone speaks of, and feedback whose answer
+        never came; how much of each."""
+        counts: Counter[str] = Counter()
+        answers: set[tuple[str, str]] = set()
+        now, tombstones = self.now(), self.tombstones()
+
+        def gone(time: float, user: str) -> str | None:
+            tombstone = tombstones.get(user)
+            return is_gone(time, now=now, retention_s=retention_s, tombstone=tombstone)
+
+        def remove(key: str, reason: str) -> None:
+            self.objects.delete(key)
+            counts[reason] += 1
+
+        for key, turn in self._turns():
+            _, _, user, _, session, _ = key.split("/")
+            if why := gone(int(session[:13]) / 1000, user):
+                remove(key, f"turns {why}")
+            elif turn is not None:
+                answers.add((user, turn.completion))
+        for key, event in list(self._events()):
+            if event is None:  # nobody can say of when it is
+                remove(key, "feedback damaged")
+            elif why := gone(event.received, event.user):
+                remove(key, f"feedback {why}")
+            elif (event.user, event.completion) in answers:
+                continue
+            elif now - event.received > horizon_s:
+                remove(key, "feedback unknown_completion")
+        self.objects.sweep(USERS, min_age_s=STALE_S)
+        self.drop(counts)
+        return counts
+
+    def drop(self, counts: Mapping[str, int]) -> None:
+        """Keeps the numbers of what was dropped."""
+        if counts:
+            name = f"{int(self.now() * 1000):013d}-{secrets.token_hex(4)}"
+            self.objects.put_sealed(f"production/drops/{name}.json", to_json(dict(counts)))
+
+    def dropped(self) -> Mapping[str, int]:
+        total: Counter[str] = Counter()
+        for key in self.objects.list("production/drops"):
+            total.update(self._get(key, dict[str, int]) or {})
+        return total
+
+    def scan(self, words: list[bytes]) -> tuple[int, list[str]]:
+        """How many objects there are, and the keys of those that hold, or are named by, one of the
+        words. Tombstones and refusals are left out: to name the user is what they are for."""
+        keys = [
+            key
+            for key in self.objects.list("production")
+            if "/tombstones/" not in key and not key.endswith("-refused")
+        ]
+        found = [
+            key
+            for key in keys
+            if any(word in key.encode() or word in self._bytes(key) for word in words)
+        ]
+        return len(keys), found
+
+    def users(self) -> list[str]:
+        found = (_USER.match(key) for key in self.objects.list(USERS))
+        return sorted({match[1] for match in found if match})
+
+    def _turns(self) -> Iterator[tuple[str, RecordedTurn | None]]:
+        """With their keys; None for what is damaged."""
+        for key in self.objects.list(USERS):
+            if _TURN.fullmatch(key):
+                with contextlib.suppress(Missing):  # another one sweeps meanwhile
+                    try:
+                        data = self.objects.get_sealed(key)
+                        yield key, unpack(data, RecordedTurn, self._where(key))
+                    except Damaged:
+                        yield key, None
+
+    def _events(self) -> Iterator[tuple[str, FeedbackEvent | None]]:
+        """Likewise."""
+        for key in self.objects.list(USERS):
+            if _EVENT.fullmatch(key):
+                with contextlib.suppress(Missing):
+                    try:
+                        data = self.objects.get_sealed(key)
+                        yield key, from_json(data, FeedbackEvent, self._where(key))
+                    except Damaged:
+                        yield key, None
+
+    def _get(self, key: str, kind: type[T]) -> T | None:
+        try:
+            return from_json(self.objects.get_sealed(key), kind, self._where(key))
+        except Missing:
+            return None
+
+    def _bytes(self, key: str) -> bytes:
+        try:
+            return self.objects.get(key)
+        except Missing:
+            return b""
+
+    def _where(self, key: str) -> str:
+        return f"{self.objects.url}: {key}"
+
+
+def digest(text: str) -> str:
+    return blake3(text.encode()).hexdigest(length=16)
+
+
+def _turn_key(turn: RecordedTurn) -> str:
+    return f"{USERS}/{turn.user}/turns/{turn.session}/{turn.number:06d}"
+
+
+def _said(event: FeedbackEvent) -> tuple[object, ...]:
+    """What makes two of them the same: a repetition is received at another time."""
+    return event.completion, event.choice, event.kind, event.strength, event.text

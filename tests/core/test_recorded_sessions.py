@@ -1,0 +1,170 @@
+"""Sessions out of their turns: whole in any order, or dropped; and what redaction leaves."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from etude.core.exports import dpo_lines, sft_lines, trajectories
+from etude.core.feedback import FeedbackEvent
+from etude.core.recorded import RecordedTurn, Redaction, put_together, stripped
+from etude.core.sampling import RegionSpan, SamplingParams, VersionSpan
+from etude.core.types import turns
+
+STAND_IN = 0
+
+
+def turn(number: int, start: int, segment: int = 0, **more: Any) -> RecordedTurn:
+    given = {
+        "completion": f"{segment}{number}".zfill(24),
+        "choice": 0,
+        "user": "alice",
+        "organisation": "",
+        "session": f"{1000:013d}-" + "c" * 32,
+        "started": 1.0,
+        "time": 2.0 + number,
+        "number": number,
+        "propensity": 0.5,
+        "policy": "mine",
+        "vocabulary": "v",
+        "segment": segment,
+        "start": start,
+        "kind": "turns",
+        "parent": None,
+        "read": (1, 2, 3),
+        "sampled": (4, 5, 6, 7),
+        "logprobs": (-0.1, -0.2, -0.3, -0.4),
+        "versions": (VersionSpan(3, 2), VersionSpan(4, 2)),
+        "regions": (RegionSpan("east", 3), RegionSpan("west", 1)),
+        "params": SamplingParams(),
+        "redacted": (),
+        "first_message": start // 7 * 2,
+        "messages": (
+            {"role": "user", "content": f"ask {number if start else 0}"},
+            {"role": "assistant", "content": f"say {segment}.{number}"},
+        ),
+        "tools": (),
+    }
+    return RecordedTurn(**given | more)
+
+
+def liked(turn: RecordedTurn, strength: float) -> dict[Any, Any]:
+    event = FeedbackEvent(
+        event=turn.completion,
+        user=turn.user,
+        completion=turn.completion,
+        kind="accepted",
+        strength=strength,
+        time=1.0,
+        received=1.0,
+    )
+    return {turn.answer: (event,)}
+
+
+@given(st.randoms(use_true_random=False), st.integers(1, 6), st.integers(0, 5))
+def test_turns_make_the_same_session_in_any_order(
+    shuffled: random.Random, count: int, lost: int
+) -> None:
+    recorded = [turn(number, 7 * number) for number in range(count)]
+    again = [*recorded, recorded[0]]
+    shuffled.shuffle(again)
+    (session,) = put_together(again).sessions
+    assert session.turns == recorded
+    exact = session.segments[0].exact()
+    assert exact is not None and exact.prompt == (1, 2, 3)
+    assert exact.tokens == ((4, 5, 6, 7) + (1, 2, 3)) * (count - 1) + (4, 5, 6, 7)
+    assert [len(place) for place in turns(exact)] == [4] * count
+    assert sum(span.count for span in exact.versions) == 4 * count == sum(exact.mask)
+    assert sum(span.count for span in exact.regions) == 4 * count
+    if 0 < lost + 1 < count:  # one in the middle is not there
+        made = put_together([one for one in recorded if one.number != lost])
+        assert not made.sessions and made.dropped == {"hole": 1}
+
+
+@given(st.sets(st.integers(0, 6)), st.booleans())
+def test_redaction_leaves_every_token_in_its_place(places: set[int], exact_before: bool) -> None:
+    whole = turn(0, 0)
+    spans = [Redaction(place, place + 1, "email") for place in sorted(places)]
+    left = stripped(whole, spans, STAND_IN, exact_before=exact_before)
+    tokens = (*whole.read, *whole.sampled)
+    assert (*left.read, *left.sampled) == tuple(
+        STAND_IN if place in places else token for place, token in enumerate(tokens)
+    )
+    exact = max(0, min(places, default=7) - 3) if exact_before else 0
+    assert left.logprobs == whole.logprobs[:exact]
+    assert left.answer_redacted == any(place >= 3 for place in places)
+
+
+def test_rl_learns_only_from_what_can_be_recomputed() -> None:
+    first = turn(0, 0)
+    second = stripped(turn(1, 7), [Redaction(4, 5, "email")], STAND_IN, exact_before=True)
+    third = stripped(turn(2, 14), [], STAND_IN, exact_before=False)
+    (session,) = put_together([first, second, third]).sessions
+    feedback = liked(first, 1.0) | liked(third, -0.5)
+    (made,) = trajectories([session], feedback).made
+    (segment,) = made.segments
+    assert [len(place) for place in turns(segment)] == [4, 1]
+    assert [p for p, on in zip(segment.logprobs, segment.mask, strict=True) if on] == [
+        *(-0.1, -0.2, -0.3, -0.4),
+        -0.1,
+    ]
+    assert segment.versions == (
+        VersionSpan(3, 2),
+        VersionSpan(4, 2),
+        VersionSpan(3, 1),
+    )
+    assert made.reward == 0.25 and made.source == "production" and made.policy == "mine"
+    assert {part.name: part.value for part in made.score.parts} == {
+        "propensity": 0.5,
+        "accepted@0.0": 1.0,
+        "accepted@0.2": -0.5,
+    }
+    # no feedback is no zero
+    assert trajectories([session], {}).dropped == {"no_feedback": 1}
+    redacted = stripped(first, [Redaction(0, 1, "email")], STAND_IN, exact_before=True)
+    (session,) = put_together([redacted]).sessions
+    assert trajectories([session], feedback).dropped == {"redacted": 1}
+
+
+def test_sft_learns_what_was_liked_and_said_here() -> None:
+    foreign = (
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": "of another model"},
+    )
+    first = turn(0, 0)
+    first = replace(first, messages=(*foreign, *first.messages))
+    second = replace(
+        stripped(turn(1, 7), [Redaction(5, 6, "email")], STAND_IN, exact_before=True),
+        first_message=4,
+    )
+    third, fourth = (replace(turn(n, 7 * n), first_message=2 + 2 * n) for n in (2, 3))
+    (session,) = put_together([first, second, third, fourth]).sessions
+    feedback = liked(first, 1.0) | liked(third, -0.5) | liked(fourth, 1.0)
+    (line,) = sft_lines([session], feedback, min_score=0.5).made
+    weights = [m.get("weight", 1) for m in line["messages"] if m["role"] == "assistant"]
+    assert weights == [0, 1, 0, 0, 1]
+    learnt = [t for t, on in zip(line["tokens"], line["mask"], strict=True) if on]
+    assert learnt == [4, 5, 6, 7] * 2
+    assert sft_lines([session], feedback, min_score=0.9).dropped == {"low_score": 1}
+
+
+def test_dpo_compares_answers_to_the_same_prompt() -> None:
+    good, bad = turn(0, 0, 0), turn(1, 0, 1)
+    other = replace(turn(2, 0, 2), messages=({"role": "user", "content": "else"}, good.messages[1]))
+    (session,) = put_together([good, bad, other]).sessions
+    feedback = liked(good, 0.5) | liked(bad, -1.0) | liked(other, -1.0)
+    export = dpo_lines([session], feedback)
+    (line,) = export.made
+    assert line["prompt"] == [{"role": "user", "content": "ask 0"}]
+    assert (line["chosen"], line["rejected"]) == (
+        [{"role": "assistant", "content": "say 0.0"}],
+        [{"role": "assistant", "content": "say 1.1"}],
+    )
+    assert export.dropped == {"no_pair": 1}
+    hidden = stripped(bad, [Redaction(4, 5, "email")], STAND_IN, exact_before=True)
+    (session,) = put_together([good, hidden]).sessions
+    assert dpo_lines([session], feedback).dropped == {"redacted_answer": 1}

@@ -1,0 +1,140 @@
+"""What production mode keeps: deleted users, time limits, and two who write at once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from etude.core.consent import Consent, Tombstone
+from etude.core.feedback import FeedbackEvent
+from etude.store.codec import to_json
+from etude.store.objects import Objects
+from etude.store.production import Conflict, ProductionStore
+from tests.core.test_recorded_sessions import turn
+
+ALICE, BOB = "a" * 32, "b" * 32
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def store(tmp_path: Path, clock: Clock) -> ProductionStore:
+    return ProductionStore(Objects.open(f"file:{tmp_path}"), clock)
+
+
+def event(user: str = ALICE, name: str = "e" * 32, **more: object) -> FeedbackEvent:
+    given = {"completion": "0" * 23 + "0", "kind": "tip", "strength": 1.0}
+    return FeedbackEvent(  # type: ignore[arg-type]
+        event=name, user=user, **{**given, "time": 1000.0, "received": 1000.0, **more}
+    )
+
+
+def name(started: float) -> str:
+    return f"{int(started * 1000):013d}-" + "d" * 32
+
+
+def test_what_is_damaged_holds_up_nothing(store: ProductionStore, clock: Clock) -> None:
+    for started in (900.0, 901.0):
+        store.put_turn(turn(0, 0, user=ALICE, started=started, session=name(started)))
+    store.put_feedback(event())
+    said, _, second = store.objects.list("production/users")
+    for key in (said, second):
+        store.objects.put(key, store.objects.get(key)[:-1] + b"x")
+    found = store.sessions()
+    assert (len(found.sessions), found.dropped) == (1, {"damaged": 1})
+    assert store.feedback() == []
+    assert store.sweep(retention_s=500, horizon_s=60) == {"feedback damaged": 1}
+    clock.now += 500
+    assert store.sweep(retention_s=500, horizon_s=60) == {"turns expired": 2}
+
+
+def test_an_event_is_stored_once(store: ProductionStore) -> None:
+    assert store.put_feedback(event())
+    assert not store.put_feedback(event(received=1001.0))
+    with pytest.raises(Conflict):
+        store.put_feedback(event(kind="undone"))
+    assert store.put_feedback(event(BOB))
+    assert len(store.feedback()) == 2
+
+
+def test_a_deleted_user_leaves_a_tombstone_and_a_refusal(
+    store: ProductionStore, clock: Clock, tmp_path: Path
+) -> None:
+    for user in (ALICE, BOB):
+        store.put_turn(turn(0, 0, user=user, started=900.0))
+        store.put_feedback(event(user))
+        store.put_consent(Consent(subject=user, granted=True, time=1.0))
+    store.put_consent(Consent(subject=ALICE, granted=False, time=2.0))
+    half_written = tmp_path / f"production/users/{ALICE}/turns/x#1"
+    half_written.write_bytes(b"half")
+    assert store.delete_user(ALICE) == 2
+    left = [str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*")]  # folders too
+    assert sorted(name for name in left if ALICE in name) == [
+        f"production/consent/0000001000000-0000000002000-{ALICE}-refused",
+        f"production/tombstones/{ALICE}",
+    ]
+    assert store.scan([ALICE.encode()])[1] == []
+    assert len(store.scan([BOB.encode()])[1]) == 3
+    assert not half_written.exists()
+    # a gateway that has not heard of it writes what was begun before: it is not there afterwards
+    store.put_turn(turn(0, 0, user=ALICE, started=clock.now))
+    assert store.users() == [BOB]
+    # a copy that is brought back is not read, and the sweep takes it
+    key = f"production/users/{ALICE}/feedback/{'e' * 32}"
+    store.objects.put_sealed(key, to_json(event()))
+    assert [found.user for found in store.feedback()] == [BOB]
+    assert store.sweep(retention_s=1e6, horizon_s=1e6) == {"feedback deleted": 1}
+    clock.now += 1
+    store.put_turn(turn(0, 0, user=ALICE, started=clock.now))
+    assert store.users() == [ALICE, BOB]
+
+
+def test_what_is_past_its_time_is_swept(store: ProductionStore, clock: Clock) -> None:
+    old, new = (turn(0, 0, user=ALICE, started=t, session=name(t)) for t in (1.0, 999.0))
+    store.put_turn(old)
+    store.put_turn(replace(new, completion="1" * 24))
+    store.put_feedback(event(name="a" * 32, completion="1" * 24))
+    store.put_feedback(event(name="b" * 32, completion="2" * 24))
+    assert store.sweep(retention_s=500, horizon_s=60) == {"turns expired": 1}
+    assert [session.started for session in store.sessions().sessions] == [999.0]
+    clock.now += 61
+    assert store.sweep(retention_s=500, horizon_s=60) == {"feedback unknown_completion": 1}
+    assert [found.event for found in store.feedback()] == ["a" * 32]
+    clock.now += 500
+    assert store.sweep(retention_s=500, horizon_s=60) == {
+        "turns expired": 1,
+        "feedback expired": 1,
+    }
+    assert not store.users()
+    assert store.dropped() == {
+        "turns expired": 2,
+        "feedback expired": 1,
+        "feedback unknown_completion": 1,
+    }
+
+
+def test_who_withdrew_is_not_read_any_more(store: ProductionStore) -> None:
+    store.put_turn(turn(0, 0, user=ALICE))
+    store.put_turn(turn(0, 0, user=BOB, organisation="c" * 32))
+    store.put_consent(Consent(subject="c" * 32, granted=False, time=5.0))
+    assert [session.user for session in store.sessions().sessions] == [ALICE]
+    found = store.sessions(refused=[ALICE])
+    assert not found.sessions and found.dropped == {"consent_withdrawn": 2}
+    # the newest word counts, and both are there
+    store.put_consent(Consent(subject="c" * 32, granted=True, time=4.0))
+    assert not store.consents()["c" * 32].granted
+    assert store.tombstones() == {} and store.tombstone(ALICE) is None
+    store.delete_user(ALICE)
+    assert store.tombstone(ALICE) == Tombstone(user=ALICE, time=1000.0)
