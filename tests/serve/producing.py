@@ -9,6 +9,7 @@ from typing import Any
 
 import aiohttp
 
+from etude.serve.access import Access
 from etude.serve.fake import Scripted
 from etude.serve.gateway import Gateway
 from etude.serve.http import create_app
@@ -16,9 +17,9 @@ from etude.serve.production.config import ProductionConfig
 from etude.serve.production.routes import Production
 from etude.serve.router import Router
 from etude.serve.worker import Worker
+from etude.serve.worker_protocol import JoinRequest
 from etude.store.objects import Objects
 from etude.store.production import ProductionStore
-from tests.serve.client import post
 from tests.serve.conftest import served
 from tests.serve.scripted import FILES, TOKENIZER, answers
 
@@ -73,7 +74,11 @@ class Produced:
 
 @asynccontextmanager
 async def production(
-    http: aiohttp.ClientSession, directory: str, texts: Sequence[str], **config: Any
+    http: aiohttp.ClientSession,
+    directory: str,
+    texts: Sequence[str],
+    access: Access | None = None,
+    **config: Any,
 ) -> AsyncIterator[Produced]:
     engine = ScriptedEngine(answers(texts))
     worker = Worker(engine, FILES, "east")  # type: ignore[arg-type]
@@ -85,7 +90,7 @@ async def production(
     await mode.refresh()
     async with (
         served(create_app(worker.routes(), None)) as at,
-        served(create_app([*gateway.fleet_routes(), *mode.routes()], None)) as url,
+        served(create_app([*gateway.fleet_routes(), *mode.routes()], access)) as url,
     ):
-        await post(http, f"{url}/workers", {"url": at, "region": "east", "version": 0})
+        await gateway.router.join(JoinRequest(url=at, region="east", version=0))
         yield Produced(http, url, store, mode)

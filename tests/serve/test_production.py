@@ -16,6 +16,8 @@ import pytest
 
 from etude.core.consent import pseudonym
 from etude.core.recorded import RecordedSession
+from etude.serve.access import SignedTokens
+from etude.serve.tokens import Scope, TokenAuthority
 from tests.serve.producing import ALICE, KEY, Produced, production
 from tests.serve.scripted import TOKENIZER, answers, call
 
@@ -334,3 +336,37 @@ async def test_odd_requests_are_served_and_recorded_or_dropped(
         for wrong in ({"X-Etude-User": "x" * 300}, {"X-Etude-Consent": "maybe"}):
             status, told = await made.call("POST", "/v1/chat/completions", {}, ALICE | wrong)
             assert status == 400 and told["error"]["param"] == next(iter(wrong))
+
+
+async def test_a_token_speaks_for_its_subject_alone(
+    http: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    authority = TokenAuthority(32 * "s")
+
+    def headers(scope: Scope, subject: str, named: str) -> dict[str, str]:
+        token = authority.mint(scope, subject, 600)
+        told = {"X-Etude-User": named} if named else {}
+        return {"Authorization": f"Bearer {token}", "X-Etude-Consent": "granted", **told}
+
+    access = SignedTokens(authority)
+    async with production(http, f"file:{tmp_path}", ["hi"] * 9, access=access) as produced:
+        body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 9}
+        word = {"event": "1", "completion": "chatcmpl-" + 24 * "a", "kind": "thumbs_up"}
+
+        async def ask(path: str, asked: dict[str, Any], *who: Any) -> int:
+            return (await produced.call("POST", path, asked, headers(*who)))[0]
+
+        assert await ask("/v1/chat/completions", body, Scope.USER, "alice", "bob") == 403
+        assert await ask("/v1/consent", {"granted": True}, Scope.USER, "alice", "bob") == 403
+        assert await ask("/v1/feedback", word, Scope.FEEDBACK, "alice", "bob") == 403
+        assert await ask("/v1/feedback", word, Scope.SESSION, "s", "alice") == 403
+        assert await ask("/v1/chat/completions", body, Scope.FEEDBACK, "", "alice") == 403
+        assert await ask("/s/s/v1/chat/completions", body, Scope.SESSION, "s", "alice") == 200
+        assert produced.mode.recording.sessions == {}, "whose session that is nobody said"
+
+        assert await ask("/v1/chat/completions", body, Scope.USER, "alice", "") == 200
+        assert await ask("/v1/chat/completions", body, Scope.ADMIN, "", "alice") == 200
+        users = {each.identity.user for each in produced.mode.recording.sessions.values()}
+        assert len(users) == 1, "the same user by both ways"
+        assert await ask("/v1/feedback", word, Scope.USER, "alice", "alice") == 200
+        assert await ask("/v1/feedback", word | {"event": "2"}, Scope.FEEDBACK, "", "bob") == 200
