@@ -128,14 +128,18 @@ class KillTrial:
                     if response.status != 200:
                         raise EtudeError(f"session {session}: {await response.text()}")
                     data = await response.read()
+                segments = msgspec.msgpack.decode(data, type=tuple[Segment, ...])
                 recorded = [
                     tuple(segment.tokens[place] for place in turn)
-                    for segment in msgspec.msgpack.decode(data, type=tuple[Segment, ...])
+                    for segment in segments
                     for turn in turns(segment)
                 ]
-                if recorded != self._acknowledged[session]:
-                    told = self._acknowledged[session]
-                    wrong.append(f"session {session}: told {told}, recorded {recorded}")
+                told = self._acknowledged[session]
+                if recorded != told or len(segments) != 1:
+                    wrong.append(
+                        f"session {session}: told {told}, recorded {recorded} in {len(segments)} "
+                        f"segments"
+                    )
         if wrong:
             raise EtudeError(
                 f"{len(wrong)} of {sessions} sessions are not what was told; {wrong[0]}"
