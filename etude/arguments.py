@@ -7,8 +7,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from etude import __version__
-from etude.core.sampling import DEFAULT_MAX_TOKENS
 from etude.core.types import EVAL_SPLITS
+from etude.serving_arguments import (
+    add_chat,
+    add_gateway,
+    add_production,
+    add_serve,
+    add_token,
+    at_least_one,
+)
 
 BENCHMARKS = {
     "dash": "the dashboard over 100,000 rollouts: filters, a session of 200,000 tokens, memory",
@@ -58,11 +65,11 @@ def _build_parser() -> argparse.ArgumentParser:
         return made
 
     _add_runs(add)
-    _add_serve(add("serve", "serve a model, or what a run trained, by an OpenAI-compatible API"))
-    _add_chat(add("chat", "talk to a model in the terminal"))
-    _add_token(add("token", "make a token for a gateway, with its secret (ETUDE_SECRET)"))
-    _add_gateway(add("gateway", "one URL before the workers of a run, for a product's users"))
-    _add_production(commands.add_parser("production", help="what was recorded of users"))
+    add_serve(add("serve", "serve a model, or what a run trained, by an OpenAI-compatible API"))
+    add_chat(add("chat", "talk to a model in the terminal"))
+    add_token(add("token", "make a token for a gateway, with its secret (ETUDE_SECRET)"))
+    add_gateway(add("gateway", "one URL before the workers of a run, for a product's users"))
+    add_production(commands.add_parser("production", help="what was recorded of users"))
 
     _add_mismatch(add)
     text = "the weights of runs and models"
@@ -118,7 +125,7 @@ def _add_runs(add: AddCommand) -> None:
     eval_parser.add_argument("--split", choices=EVAL_SPLITS, default="heldout")
     eval_parser.add_argument(
         "--samples",
-        type=_at_least_one,
+        type=at_least_one,
         default=1,
         metavar="N",
         help="attempts at each task, for pass@k (default: 1)",
@@ -137,12 +144,6 @@ def _add_compare(add: AddCommand) -> None:
             name, metavar="RUN[@VERSION]", help=f"{text} (default: the newest that was evaluated)"
         )
     parser.add_argument("--split", choices=EVAL_SPLITS, default="heldout")
-
-
-def _at_least_one(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
-    return number
 
 
 def _add_init(add: AddCommand) -> None:
@@ -197,7 +198,7 @@ def _add_mismatch(add: AddCommand) -> None:
         "target", type=Path, metavar="MODEL|RUN", help="a model directory, or a run"
     )
     mismatch_parser.add_argument(
-        "--tokens", type=_count, default=32, help="of each answer (default: %(default)s)"
+        "--tokens", type=at_least_one, default=32, help="of each answer (default: %(default)s)"
     )
     mismatch_parser.add_argument(
         "--temperature", type=float, help="(default: that of the run's stage, or 1)"
@@ -224,11 +225,15 @@ def _add_tasks(parser: argparse.ArgumentParser) -> None:
         help="a git URL, a folder, an sdist, the name of a package, or a .jsonl of SWE-bench rows",
     )
     build.add_argument("--out", type=Path, required=True, metavar="DIR")
-    build.add_argument("--limit", type=_count, help="tasks in DIR (default: 50 for each source)")
+    build.add_argument(
+        "--limit", type=at_least_one, help="tasks in DIR (default: 50 for each source)"
+    )
     check = add("check", "grade no change and the solution of every task again")
-    check.add_argument("--repeat", type=_count, default=5, help="so often (default: 5)")
+    check.add_argument("--repeat", type=at_least_one, default=5, help="so often (default: 5)")
     for each in (build, check):
-        each.add_argument("--jobs", type=_count, help="sandboxes at once (default: the cores)")
+        each.add_argument(
+            "--jobs", type=at_least_one, help="sandboxes at once (default: the cores)"
+        )
     for each in (check, add("stats", "count the tasks of a folder")):
         each.add_argument("dir", type=Path, metavar="DIR")
     show = add("show", "a task: what is asked for, the change that solves it, its tests")
@@ -288,7 +293,7 @@ def _add_inspection(add: AddCommand) -> None:
         "--model", metavar="DIR", help="engine, publish, edits: a Hugging Face directory"
     )
     bench_parser.add_argument(
-        "--steps", type=_count, help="publish: versions after the first (default: 50)"
+        "--steps", type=at_least_one, help="publish: versions after the first (default: 50)"
     )
     bench_parser.add_argument(
         "--repo", metavar="DIR", help="edits: a git repository, for its history"
@@ -296,9 +301,13 @@ def _add_inspection(add: AddCommand) -> None:
     bench_parser.add_argument(
         "--pairs", metavar="DIR", help="delta: NAME_before.npy and NAME_after.npy, bf16 codes"
     )
-    bench_parser.add_argument("--sessions", type=_count, help="gateway: at once (default: 1000)")
     bench_parser.add_argument(
-        "--shards", type=_count, help="gateway: processes that share the sessions (default: 1)"
+        "--sessions", type=at_least_one, help="gateway: at once (default: 1000)"
+    )
+    bench_parser.add_argument(
+        "--shards",
+        type=at_least_one,
+        help="gateway: processes that share the sessions (default: 1)",
     )
     bench_parser.add_argument(
         "--kills", action="store_const", const=True, help="gateway: kill it all the time, and count"
@@ -319,120 +328,12 @@ def _add_sessions(add: AddCommand) -> None:
     which.add_argument("--id", metavar="SESSION", help="one of them")
     parser.add_argument(
         "-n",
-        type=_count,
+        type=at_least_one,
         default=1,
         dest="count",
         metavar="N",
         help="sessions to show whole (default: %(default)s)",
     )
-
-
-def _add_serve(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "target", metavar="MODEL|RUN", help="a Hugging Face directory, a run, or a run's store URL"
-    )
-    parser.add_argument("--version", type=int, help="of a run's weights (default: the newest)")
-    parser.add_argument(
-        "--host", default="127.0.0.1", help="another address needs a token (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--port", type=int, default=8000, help="0: a free one (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--name", help="what the API calls the model (default: the directory's name)"
-    )
-    parser.add_argument(
-        "--token-file", type=Path, metavar="FILE", help="holds the token (default: ETUDE_TOKEN)"
-    )
-    parser.add_argument(
-        "--max-num-seqs",
-        type=_count,
-        default=32,
-        help="answers computed together (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--max-answers", type=_count, default=256, help="under way at once (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--max-context", type=_count, help="tokens of prompt and answer (default: the model's)"
-    )
-    parser.add_argument(
-        "--default-max-tokens",
-        type=_count,
-        default=DEFAULT_MAX_TOKENS,
-        metavar="N",
-        help="of an answer whose request gives no limit (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), help="(default: the fastest that fits)"
-    )
-    parser.add_argument("--threads", type=_count, help="processor threads of the engine")
-    parser.add_argument(
-        "--device",
-        choices=("auto", "cpu", "cuda"),
-        default="auto",
-        help="(default: cuda if there is one)",
-    )
-    parser.add_argument(
-        "--invariant",
-        action="store_true",
-        help="the same bits whatever is answered together; slower",
-    )
-    parser.add_argument("--quiet", action="store_true", help="no line for every request")
-
-
-def _add_token(parser: argparse.ArgumentParser) -> None:
-    scopes = ("session", "user", "worker", "scheduler", "feedback", "admin")
-    parser.add_argument("scope", choices=scopes, help="what it opens: docs/serve.md")
-    parser.add_argument(
-        "--subject", default="", metavar="NAME", help="whose it is; the id of a session for session"
-    )
-    parser.add_argument(
-        "--days", type=float, default=30.0, help="until it ends (default: %(default)g)"
-    )
-
-
-def _add_gateway(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", help="a run's directory, or its store's URL")
-    parser.add_argument("--version", type=int, help="of the weights (default: the newest)")
-    parser.add_argument("--host", default="127.0.0.1", help="(default: %(default)s)")
-    parser.add_argument("--port", type=int, default=8100, help="(default: %(default)s)")
-    parser.add_argument(
-        "--production",
-        type=Path,
-        metavar="FILE.toml",
-        help="record users who consent, as this file says (docs/production.md)",
-    )
-
-
-def _add_production(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(required=True, metavar="ACTION")
-    for name, text in (
-        ("status", "how much was recorded, and what was dropped"),
-        ("export", "make training data of it"),
-        ("delete", "delete all that is stored of a user, and prove it"),
-        ("purge", "take users who were deleted out of exports"),
-        ("sweep", "delete what is past its time, as the gateway does every hour"),
-    ):
-        action = actions.add_parser(name, help=text, description=text)
-        action.add_argument("file", type=Path, metavar="FILE.toml", help="of production mode")
-        action.add_argument("--run", metavar="RUN", help="whose store it is in, if not in the file")
-        action.set_defaults(command="production", action=name)
-        if name == "export":
-            action.add_argument("--for", choices=("sft", "dpo", "rl"), required=True, dest="kind")
-            action.add_argument(
-                "target", type=Path, metavar="OUT", help="a .jsonl; for rl a directory"
-            )
-            action.add_argument(
-                "--min-score",
-                type=float,
-                default=0.5,
-                help="of sessions for sft (default: %(default)s)",
-            )
-        if name == "delete":
-            action.add_argument("--user", required=True, help="as the product calls them")
-        if name == "purge":
-            action.add_argument("targets", type=Path, nargs="+", metavar="EXPORT")
 
 
 def _add_weights(parser: argparse.ArgumentParser) -> None:
@@ -463,7 +364,7 @@ def _add_weights(parser: argparse.ArgumentParser) -> None:
         if name == "compact":
             action.add_argument(
                 "--skip",
-                type=_count,
+                type=at_least_one,
                 default=8,
                 help="versions in one route (default: %(default)s)",
             )
@@ -472,7 +373,10 @@ def _add_weights(parser: argparse.ArgumentParser) -> None:
             )
         if name == "gc":
             action.add_argument(
-                "--keep", type=_count, default=16, help="newest versions (default: %(default)s)"
+                "--keep",
+                type=at_least_one,
+                default=16,
+                help="newest versions (default: %(default)s)",
             )
             action.add_argument(
                 "--grace", type=_seconds, default=3600.0, metavar="S", help="(default: %(default)s)"
@@ -482,24 +386,6 @@ def _add_weights(parser: argparse.ArgumentParser) -> None:
             action.add_argument(
                 "--dtype", choices=("bf16", "fp8"), default="bf16", help="(default: %(default)s)"
             )
-
-
-def _add_chat(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "target", metavar="URL|MODEL|RUN", help="a server; or a model or a run, served meanwhile"
-    )
-    parser.add_argument("--version", type=int, help="of a run's weights (default: the newest)")
-    parser.add_argument("--model", help="the model's name at the server")
-    parser.add_argument("--system", help="a system message")
-    parser.add_argument("--temperature", type=float)
-    parser.add_argument("--max-tokens", type=_count)
-    parser.add_argument("--seed", type=int)
-
-
-def _count(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError("at least 1")
-    return value
 
 
 def _seconds(text: str) -> float:

@@ -38,7 +38,8 @@ MIDDLE = {
 }
 EDGES: dict[str, set[str]] = {
     "cli": {"arguments", "commands", "launch"},
-    "arguments": set(),
+    "arguments": {"serving_arguments"},
+    "serving_arguments": set(),
     "__main__": {"cli"},
     "commands": {"dash", "engine", "model", "serve", "store", "train", "weights", "launch", "run"}
     | {"sandbox"},

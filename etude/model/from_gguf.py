@@ -42,7 +42,7 @@ from etude.model.files import check_fit
 try:
     import gguf
 except ModuleNotFoundError as e:
-    raise EtudeError("a GGUF file is read by the package gguf: pip install gguf") from e
+    raise EtudeError("a GGUF file is read by the package gguf: pip install 'etude[gguf]'") from e
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 

@@ -21,10 +21,13 @@ from etude.serve.fake import Scripted
 from etude.serve.gateway import Gateway
 from etude.serve.http import create_app
 from etude.serve.policies import POLICIES
+from etude.serve.production.config import ProductionConfig
+from etude.serve.production.routes import Production
 from etude.serve.router import Router
 from etude.serve.tokens import Scope, TokenAuthority, sign
 from etude.serve.worker import Worker
 from etude.store.objects import Objects
+from etude.store.production import ProductionStore
 from tests.serve.conftest import served
 from tests.serve.test_api import FILES
 from tests.serve.test_generate import FakeEngine
@@ -58,10 +61,16 @@ def lines(text: str, prefix: str = "") -> set[tuple[str, str]]:
 
 
 OPENS: dict[Scope, set[tuple[str, str]]] = {
-    Scope.SESSION: lines(SPEAK, "/s/{session}") | lines(EVERYBODY),
-    Scope.USER: lines(SPEAK) | lines(EVERYBODY) | {("POST", "/v1/completions")},
+    Scope.SESSION: lines(SPEAK, "/s/{session}")
+    | lines(EVERYBODY)
+    | {("POST", "/v1/sessions/{session}/score")},
+    Scope.USER: lines(SPEAK)
+    | lines(EVERYBODY)
+    | {("POST", "/v1/completions"), ("POST", "/v1/feedback")}
+    | {("POST", "/v1/consent"), ("DELETE", "/v1/users")},
+    Scope.SCHEDULER: lines(EVERYBODY) | {("POST", "/v1/sessions")},
     Scope.WORKER: lines(EVERYBODY) | {("POST", "/workers"), ("POST", "/generate")},
-    Scope.FEEDBACK: lines(EVERYBODY),
+    Scope.FEEDBACK: lines(EVERYBODY) | {("POST", "/v1/feedback")},
     Scope.ADMIN: set(POLICIES),
 }
 
@@ -69,8 +78,13 @@ OPENS: dict[Scope, set[tuple[str, str]]] = {
 def servers(tmp_path: Path) -> dict[str, list[Route]]:
     objects, http = Objects.open(f"file:{tmp_path}/run"), Any
     gateway = Gateway(Router(http), objects, FILES, max_context=64)  # type: ignore[arg-type]
+    users = Production(
+        gateway.model, gateway.router, ProductionStore(objects),
+        ProductionConfig(user_key_file=""), bytes(32), "mine",
+    )  # fmt: skip
     return {
         "gateway": gateway.routes(),
+        "production": [*gateway.fleet_routes(), *users.routes()],
         "worker": Worker(FakeEngine(), FILES, "here").routes(),  # type: ignore[arg-type]
         "policy": PolicySessions(Scripted([]), FILES, max_context=64).routes(),
         "script": ScriptedSessions([]).routes(),

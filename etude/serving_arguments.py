@@ -1,0 +1,139 @@
+"""The arguments of the commands that serve a model, or speak with one."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from etude.core.sampling import DEFAULT_MAX_TOKENS
+
+
+def at_least_one(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError("at least 1")
+    return value
+
+
+def add_serve(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "target", metavar="MODEL|RUN", help="a Hugging Face directory, a run, or a run's store URL"
+    )
+    parser.add_argument("--version", type=int, help="of a run's weights (default: the newest)")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="another address needs a token (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--port", type=int, default=8000, help="0: a free one (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--name", help="what the API calls the model (default: the directory's name)"
+    )
+    parser.add_argument(
+        "--token-file", type=Path, metavar="FILE", help="holds the token (default: ETUDE_TOKEN)"
+    )
+    parser.add_argument(
+        "--max-num-seqs",
+        type=at_least_one,
+        default=32,
+        help="answers computed together (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-answers",
+        type=at_least_one,
+        default=256,
+        help="under way at once (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-context",
+        type=at_least_one,
+        help="tokens of prompt and answer (default: the model's)",
+    )
+    parser.add_argument(
+        "--default-max-tokens",
+        type=at_least_one,
+        default=DEFAULT_MAX_TOKENS,
+        metavar="N",
+        help="of an answer whose request gives no limit (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), help="(default: the fastest that fits)"
+    )
+    parser.add_argument("--threads", type=at_least_one, help="processor threads of the engine")
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="(default: cuda if there is one)",
+    )
+    parser.add_argument(
+        "--invariant",
+        action="store_true",
+        help="the same bits whatever is answered together; slower",
+    )
+    parser.add_argument("--quiet", action="store_true", help="no line for every request")
+
+
+def add_token(parser: argparse.ArgumentParser) -> None:
+    scopes = ("session", "user", "worker", "scheduler", "feedback", "admin")
+    parser.add_argument("scope", choices=scopes, help="what it opens: docs/serve.md")
+    parser.add_argument(
+        "--subject", default="", metavar="NAME", help="whose it is; the id of a session for session"
+    )
+    parser.add_argument(
+        "--days", type=float, default=30.0, help="until it ends (default: %(default)g)"
+    )
+
+
+def add_gateway(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="a run's directory, or its store's URL")
+    parser.add_argument("--version", type=int, help="of the weights (default: the newest)")
+    parser.add_argument("--host", default="127.0.0.1", help="(default: %(default)s)")
+    parser.add_argument("--port", type=int, default=8100, help="(default: %(default)s)")
+    parser.add_argument(
+        "--production",
+        type=Path,
+        metavar="FILE.toml",
+        help="record users who consent, as this file says (docs/production.md)",
+    )
+
+
+def add_production(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(required=True, metavar="ACTION")
+    for name, text in (
+        ("status", "how much was recorded, and what was dropped"),
+        ("export", "make training data of it"),
+        ("delete", "delete all that is stored of a user, and prove it"),
+        ("purge", "take users who were deleted out of exports"),
+        ("sweep", "delete what is past its time, as the gateway does every hour"),
+    ):
+        action = actions.add_parser(name, help=text, description=text)
+        action.add_argument("file", type=Path, metavar="FILE.toml", help="of production mode")
+        action.add_argument("--run", metavar="RUN", help="whose store it is in, if not in the file")
+        action.set_defaults(command="production", action=name)
+        if name == "export":
+            action.add_argument("--for", choices=("sft", "dpo", "rl"), required=True, dest="kind")
+            action.add_argument(
+                "target", type=Path, metavar="OUT", help="a .jsonl; for rl a directory"
+            )
+            action.add_argument(
+                "--min-score",
+                type=float,
+                default=0.5,
+                help="of sessions for sft (default: %(default)s)",
+            )
+        if name == "delete":
+            action.add_argument("--user", required=True, help="as the product calls them")
+        if name == "purge":
+            action.add_argument("targets", type=Path, nargs="+", metavar="EXPORT")
+
+
+def add_chat(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "target", metavar="URL|MODEL|RUN", help="a server; or a model or a run, served meanwhile"
+    )
+    parser.add_argument("--version", type=int, help="of a run's weights (default: the newest)")
+    parser.add_argument("--model", help="the model's name at the server")
+    parser.add_argument("--system", help="a system message")
+    parser.add_argument("--temperature", type=float)
+    parser.add_argument("--max-tokens", type=at_least_one)
+    parser.add_argument("--seed", type=int)
