@@ -10,12 +10,12 @@ from dataclasses import replace
 from typing import Any
 
 from etude.core.errors import EtudeError, Interrupted, RolloutFailure
-from etude.core.remote import RemoteTask, RolloutRequest, RolloutResult, SessionOffer
+from etude.core.remote import RolloutResult, SessionOffer
 from etude.core.sandbox import Sandbox, SandboxSpec
 from etude.core.types import Attempt, Score, Task, Transcript
 from etude.run.remote_tasks import read_task_file
 from etude.run.rollout import SessionDesk
-from etude.run.service import GRACE_S, WAIT_S, session_of, to_transcript
+from etude.run.service import GRACE_S, WAIT_S, SessionLimits, session_of, to_transcript
 from etude.sandbox.fake import FakeSandboxPool
 
 
@@ -53,35 +53,22 @@ class PullEnvironment:
 class PullAgent:
     """A `core.protocols.Agent`: whoever asks for the session."""
 
-    def __init__(
-        self,
-        desk: SessionDesk,
-        *,
-        claim_s: float,
-        max_tokens: int,
-        timeout_s: float,
-        temperature: float,
-        **unused: Any,
-    ) -> None:
+    def __init__(self, desk: SessionDesk, *, claim_s: float, **limits: Any) -> None:
         self._desk = desk
         self._claim_s = claim_s
-        self._max_tokens = max_tokens
-        self._timeout_s = timeout_s
-        self._temperature = temperature
+        self._limits = SessionLimits.of(**limits)
+        self._timeout_s = self._limits.timeout_s
 
     async def run(
         self, task: Task, sandbox: Sandbox, *, base_url: str, api_key: str, seed: int
     ) -> Transcript:
         session = session_of(base_url)
-        request = RolloutRequest(
+        request = self._limits.request(
+            task,
             id=session,
-            task=RemoteTask.of(task),
             base_url=base_url,
             token=api_key,
             seed=seed,
-            deadline=0.0,
-            temperature=self._temperature,
-            max_tokens=self._max_tokens,
             callback_url=self._desk.score_url(session),
         )
         offer = SessionOffer(request=request, timeout_s=self._timeout_s)

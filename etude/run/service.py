@@ -20,6 +20,7 @@ import os
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
 from urllib.error import URLError
@@ -266,39 +267,65 @@ class ServiceEnvironment:
         return attempt.transcript.score
 
 
+@dataclass(frozen=True, slots=True)
+class SessionLimits:
+    """What a session that is run elsewhere is told of the run's settings."""
+
+    max_tokens: int
+    timeout_s: float
+    temperature: float
+
+    @classmethod
+    def of(
+        cls, *, max_tokens: int, timeout_s: float, temperature: float, **unused: Any
+    ) -> SessionLimits:
+        return cls(max_tokens, timeout_s, temperature)
+
+    def request(
+        self,
+        task: Task,
+        *,
+        id: str,
+        base_url: str,
+        token: str,
+        seed: int,
+        callback_url: str | None,
+        deadline: float = 0.0,
+    ) -> RolloutRequest:
+        return RolloutRequest(
+            id=id,
+            task=RemoteTask.of(task),
+            base_url=base_url,
+            token=token,
+            seed=seed,
+            deadline=deadline,
+            temperature=self.temperature,
+            max_tokens=self.max_tokens,
+            callback_url=callback_url,
+        )
+
+
 class ServiceAgent:
     """A `core.protocols.Agent`: the service, which does it all."""
 
-    def __init__(
-        self,
-        service: ServiceClient,
-        desk: SessionDesk | None,
-        *,
-        max_tokens: int,
-        timeout_s: float,
-        temperature: float,
-        **unused: Any,
-    ) -> None:
+    def __init__(self, service: ServiceClient, desk: SessionDesk | None, **limits: Any) -> None:
         """`desk`: where a result may be sent without being asked for."""
         self._service = service
         self._desk = desk
-        self._max_tokens = max_tokens
-        self._timeout_s = timeout_s
-        self._temperature = temperature
+        self._limits = SessionLimits.of(**limits)
+        self._timeout_s = self._limits.timeout_s
 
     async def run(
         self, task: Task, sandbox: Sandbox, *, base_url: str, api_key: str, seed: int
     ) -> Transcript:
         session = session_of(base_url)
-        asked = RolloutRequest(
+        asked = self._limits.request(
+            task,
             id=self._service.rollout_id(session),
-            task=RemoteTask.of(task),
             base_url=base_url,
             token=api_key,
             seed=seed,
             deadline=time.time() + self._timeout_s,
-            temperature=self._temperature,
-            max_tokens=self._max_tokens,
             callback_url=self._desk.score_url(session) if self._desk else None,
         )
         try:
