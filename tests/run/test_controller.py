@@ -334,8 +334,8 @@ def test_the_program_runs_the_stages_or_evaluates_one_version(
         async def run_stages(self) -> None:
             happened.append("stages")
 
-        async def evaluate(self, version: int, split: str) -> None:
-            happened.append((version, split))
+        async def evaluate(self, version: int, split: str, samples: int) -> None:
+            happened.append((version, split, samples))
 
     @contextlib.asynccontextmanager
     async def opened(*told: str) -> AsyncIterator[Asked]:
@@ -343,13 +343,14 @@ def test_the_program_runs_the_stages_or_evaluates_one_version(
         yield Asked()
 
     monkeypatch.setattr(controller, "open_controller", opened)
-    asked = [] if version is None else ["--version", str(version), "--split", "novel"]
+    told = ["--version", "7", "--split", "novel", "--samples", "4"]
+    asked = [] if version is None else told
     monkeypatch.setattr("sys.argv", ["controller", "--store", "S", "--gateway", "G", *asked])
     assert controller.main() == 0
     if version is None:
         assert happened == [("S", "G", "controller"), "stages"]
     else:
-        assert happened == [("S", "G", "evaluation"), (7, "novel")]
+        assert happened == [("S", "G", "evaluation"), (7, "novel", 4)]
 
 
 async def test_an_evaluation_leaves_one_row_for_each_task(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -450,7 +451,7 @@ async def test_a_controller_has_what_it_needs_and_leaves_nothing_open(
         isolation: str, reply_timeout_s: float, *, mounts: Sequence[str], limits: Limits
     ) -> Pool:
         assert (isolation, reply_timeout_s) == ("process", 33.0)
-        assert mounts == ("/opt/data",) and limits == Limits(processes=8, disk_bytes=64 << 20)
+        assert mounts == ["/opt/data"] and limits == Limits(processes=8, disk_bytes=64 << 20)
         made.append(Pool())
         return made[-1]
 
