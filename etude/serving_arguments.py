@@ -79,9 +79,7 @@ def add_token(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--subject", default="", metavar="NAME", help="whose it is; the id of a session for session"
     )
-    parser.add_argument(
-        "--days", type=float, default=30.0, help="until it ends (default: %(default)g)"
-    )
+    parser.add_argument("--days", type=float, help="until it ends (default: 30, for a session 2)")
 
 
 def add_gateway(parser: argparse.ArgumentParser) -> None:

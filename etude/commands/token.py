@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from etude.core.errors import EtudeError
-from etude.serve.tokens import SECRET_VARIABLE, Scope, TokenAuthority, read_secret
+from etude.serve.tokens import SECRET_VARIABLE, Scope, TokenAuthority, longest_s, read_secret
+
+DAYS = 30.0
+DAY_S = 86400.0
 
 
-def make_token(scope: str, subject: str, days: float) -> str:
+def make_token(scope: str, subject: str, days: float | None) -> str:
+    """`days`: until it ends; else 30, or as many as one of its scope may have."""
     secret = read_secret()
     if secret is None:
         raise EtudeError(
@@ -14,6 +18,8 @@ def make_token(scope: str, subject: str, days: float) -> str:
             f"one: openssl rand -hex 32"
         )
     try:
-        return TokenAuthority(secret).mint(Scope(scope), subject, days * 86400)
+        longest = longest_s(Scope(scope))
+        lifetime_s = min(DAYS * DAY_S, longest) if days is None else days * DAY_S
+        return TokenAuthority(secret).mint(Scope(scope), subject, lifetime_s)
     except ValueError as e:
         raise EtudeError(f"no token: {e}") from e

@@ -104,7 +104,7 @@ class TokenAuthority:
 
     def claims(self, scope: Scope, subject: str, lifetime_s: float) -> Claims:
         """Of a new token. ValueError for what can be none."""
-        longest = MAX_SESSION_S if scope is Scope.SESSION else MAX_LIFETIME_S
+        longest = longest_s(scope)
         if not 0 < lifetime_s <= longest:
             raise ValueError(
                 f"a token of this scope lives for more than 0 s and at most {longest:.0f} s, not "
@@ -138,6 +138,11 @@ class TokenAuthority:
 def new_session_id() -> str:
     """One that nobody guesses."""
     return secrets.token_hex(16)
+
+
+def longest_s(scope: Scope) -> float:
+    """How long a token may live at most."""
+    return MAX_SESSION_S if scope is Scope.SESSION else MAX_LIFETIME_S
 
 
 def read_secret() -> str | None:
