@@ -232,7 +232,7 @@ async def test_stored_responses_are_there_again(objects: Objects) -> None:
         life.conversations.put(session, id, stored)
         await life.journal.commit()
 
-    for session in ("", "s"):
+    for session in ("", "s", "/user/alice"):
         await keep(session, "one", ["a", "b"], None)
         await keep(session, "two", ["a", "b", "c", "d"], "one")
         await keep(session, "gone", ["x"], None)
@@ -241,7 +241,7 @@ async def test_stored_responses_are_there_again(objects: Objects) -> None:
     await life.records.forget("t")
     life.end()
     life = Life(objects)
-    for session in ("", "s"):
+    for session in ("", "s", "/user/alice"):
         found = life.conversations.get(session, "two")
         assert found is not None and found.messages == tuple(map(user, "abcd"))
         assert life.conversations.item(session, "item-one") == {"id": "item-one"}
