@@ -53,6 +53,7 @@ from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from typing import Protocol
+from urllib.parse import quote
 
 import aiohttp
 from starlette.requests import Request as HttpRequest
@@ -93,7 +94,7 @@ from etude.serve.segments import RecordedTurn
 from etude.serve.session_desk import SessionRoutes
 from etude.serve.session_journal import SessionJournal
 from etude.serve.session_records import SessionRecords
-from etude.serve.shards import FORWARDED, ShardedApp, Shards
+from etude.serve.shards import DESK, FORWARDED, ShardedApp, Shards
 from etude.serve.token_routes import TokenRoutes
 from etude.serve.tokens import SECRET_VARIABLE, TokenAuthority, read_secret
 from etude.serve.worker_protocol import JoinRequest, LoadRequest, read_model_files
@@ -196,6 +197,9 @@ class Gateway:
         self.router.forget(session)
         await self.records.forget(session)
         await self.desk.forget(session)
+        if (url := self.shards.elsewhere(DESK)) is not None:
+            path = f"{DESK}/{quote(session, safe='')}"
+            await self.router.tell([url], path, None, identity_of(http).token, "DELETE")
         return Response(status_code=204)
 
     async def disturbed(self, http: HttpRequest) -> Response:
