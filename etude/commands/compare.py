@@ -44,7 +44,7 @@ def find_report(side: str, split: str) -> Report:
     """The evaluation with the most attempts of the version that `RUN[@VERSION]` names."""
     path, _, wanted = side.rpartition("@") if "@" in side else (side, "", "")
     run = RunDirectory(Path(path)).open()
-    found = [report for report in reports(run) if report.split == split and report.solved_by_task]
+    found = [report for report in reports(run) if report.split == split]
     if wanted:
         if not wanted.isdecimal():
             raise EtudeError(f"{side}: {wanted!r} is no version; write RUN@NUMBER")

@@ -47,6 +47,12 @@ class Report:
     cost: Cost = field(default_factory=Cost)
     """Of all attempts together."""
 
+    def __post_init__(self) -> None:
+        # Reports of older runs say it by the rewards alone.
+        if not self.solved_by_task and self.samples == 1:
+            solved = {task: int(reward == 1.0) for task, reward in self.rewards.items()}
+            object.__setattr__(self, "solved_by_task", solved)
+
     @property
     def name(self) -> str:
         return report_name(self.version, self.split, self.samples)

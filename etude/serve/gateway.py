@@ -53,6 +53,7 @@ from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from typing import Protocol
+from urllib.parse import quote
 
 import aiohttp
 from starlette.requests import Request as HttpRequest
@@ -93,7 +94,7 @@ from etude.serve.segments import RecordedTurn
 from etude.serve.session_desk import SessionRoutes
 from etude.serve.session_journal import SessionJournal
 from etude.serve.session_records import SessionRecords
-from etude.serve.shards import FORWARDED, ShardedApp, Shards
+from etude.serve.shards import DESK, FORWARDED, ShardedApp, Shards
 from etude.serve.token_routes import TokenRoutes
 from etude.serve.tokens import SECRET_VARIABLE, TokenAuthority, read_secret
 from etude.serve.worker_protocol import JoinRequest, LoadRequest, read_model_files
@@ -196,6 +197,9 @@ class Gateway:
         self.router.forget(session)
         await self.records.forget(session)
         await self.desk.forget(session)
+        if (url := self.shards.elsewhere(DESK)) is not None:
+            path = f"{DESK}/{quote(session, safe='')}"
+            await self.router.tell([url], path, None, identity_of(http).token, "DELETE")
         return Response(status_code=204)
 
     async def disturbed(self, http: HttpRequest) -> Response:
@@ -254,6 +258,7 @@ class SessionAnswerer:
         self._records = records
         self._session = session
         self._kind = kind
+        self._life = records.life(session)
         self._prompt: Prompt | None = None
 
     async def prompt(
@@ -268,7 +273,7 @@ class SessionAnswerer:
         return await gather([self._sample(request, show) for request in requests])
 
     async def _sample(self, request: Request, show: Show) -> Sample:
-        if (again := self._unreceived(request)) is not None:
+        if (again := await self._unreceived(request)) is not None:
             return again
         sample = await self._router.sample(self._asked(request), self._session)
         self._records.recorder.received(await self._record(request, sample, show))
@@ -281,7 +286,7 @@ class SessionAnswerer:
 
     async def _stream(self, request: Request, show: Show) -> AsyncIterator[Token | Sample]:
         """The answer is recorded when it is whole, before the client is told that it is."""
-        if (again := self._unreceived(request)) is not None:
+        if (again := await self._unreceived(request)) is not None:
             async for event in as_stream(again):
                 yield event
             return
@@ -295,11 +300,10 @@ class SessionAnswerer:
                 else:
                     yield event
 
-    def _unreceived(self, request: Request) -> Sample | None:
+    async def _unreceived(self, request: Request) -> Sample | None:
         """The answer that was recorded before its client, or we, went away."""
         assert self._prompt is not None
-        recorder = self._records.recorder
-        return recorder.take_unreceived(self._session, self._prompt, request.params)
+        return await self._records.take_unreceived(self._session, self._prompt, request)
 
     def _asked(self, request: Request) -> Request:
         """With what the recorder wants to know beyond the client."""
@@ -310,7 +314,7 @@ class SessionAnswerer:
         assert self._prompt is not None
         message = show(request, sample)
         return await self._records.record(
-            self._session, self._prompt, sample, message, request.params, self._kind
+            self._session, self._prompt, sample, message, request.params, self._kind, self._life
         )
 
 

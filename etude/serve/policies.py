@@ -49,6 +49,7 @@ POLICIES: Mapping[tuple[str, str], Policy] = {
     ("POST", "/v1/sessions/{session}/score"): SESSION,
     ("PUT", "/v1/sessions/{session}"): ADMIN,
     ("GET", "/v1/sessions/{session}"): ADMIN,
+    ("DELETE", "/v1/sessions/{session}"): ADMIN,
     ("POST", "/v1/completions"): USER,
     ("GET", "/v1/models"): ANY,
     ("GET", "/v1/models/{model:path}"): ANY,

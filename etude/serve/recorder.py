@@ -33,7 +33,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from etude.core.sampling import Sample, SamplingParams
+from etude.core.sampling import Request, Sample, SamplingParams
 from etude.core.types import Segment, SegmentKind
 from etude.model.output_parser import THINK_END, THINK_START
 from etude.model.tokenizer import ChatTokenizer, Message, Tool
@@ -248,17 +248,16 @@ class Recorder:
         if turn.segment < len(segments) and segments[turn.segment].unreceived is turn.sample:
             segments[turn.segment].unreceived = None
 
-    def take_unreceived(
-        self, session: str, prompt: Prompt, params: SamplingParams
-    ) -> Sample | None:
+    def take_unreceived(self, session: str, prompt: Prompt, request: Request) -> Sample | None:
         """The answer to the prompt that was recorded, if its harness may not have it: whoever asks
-        again is given it."""
+        again for the same is given it."""
         for segment in self._segments(session):
             sample = segment.unreceived
             if (
                 sample is not None
-                and segment.sampling[-1].params == params
+                and segment.sampling[-1].params == request.params
                 and segment.asked == prompt.tokens
+                and _may_answer(sample, request)
             ):
                 segment.unreceived = None
                 return sample
@@ -287,6 +286,13 @@ class Recorder:
 
 def _goes_on(segment: OpenSegment, prompt: Prompt) -> bool:
     return segment.context == prompt.tokens[: len(segment.context)]
+
+
+def _may_answer(sample: Sample, request: Request) -> bool:
+    """Whether nothing that the request asks for is missing from the sample, or too much of it."""
+    num_tokens, most = len(sample.tokens), request.max_tokens
+    fits = num_tokens == most if sample.finish_reason == "length" else num_tokens <= most
+    return fits and not request.top_logprobs
 
 
 def _num_common(known: Sequence[Message], messages: Sequence[Message]) -> int:

@@ -252,7 +252,10 @@ class Router:
         self.fleet.require_version(version)
         await self._wake()
 
-    async def tell(self, gateways: Sequence[str], path: str, told: object, token: str = "") -> None:
+    async def tell(
+        self, gateways: Sequence[str], path: str, told: object, token: str = "",
+        method: str = "POST",
+    ) -> None:  # fmt: skip
         """Says the same to other gateways, with the token of who said it here; they must take
         it."""
         headers = {FORWARDED: "1", **authorization(token)}
@@ -260,7 +263,9 @@ class Router:
         async def one(url: str) -> None:
             body = msgspec.json.encode(told)
             try:
-                async with self._http.post(url + path, data=body, headers=headers) as answer:
+                async with self._http.request(
+                    method, url + path, data=body, headers=headers
+                ) as answer:
                     if not answer.ok:
                         raise Unavailable(f"{url}{path}: {_message(await answer.read())}")
             except aiohttp.ClientError as e:

@@ -7,6 +7,7 @@ for one, and settled by the result.
     PUT    /v1/sessions/{session}           offers it; the same again changes nothing
     GET    /v1/sessions/{session}?wait_s=.. whether it is claimed, and its result: as soon as it is
                                             claimed, or with `claimed=true` as soon as it has one
+    DELETE /v1/sessions/{session}           takes it back: it is over
 
 A result may also be sent for a session that a service was asked to run (`callback_url`).
 """
@@ -88,6 +89,7 @@ class SessionRoutes:
             Route("/v1/sessions/{session}/score", self.settle, methods=["POST"]),
             Route("/v1/sessions/{session}", self.offer, methods=["PUT"]),
             Route("/v1/sessions/{session}", self.outcome, methods=["GET"]),
+            Route("/v1/sessions/{session}", self.withdraw, methods=["DELETE"]),
         ]
 
     async def claim(self, http: HttpRequest) -> Response:
@@ -139,6 +141,10 @@ class SessionRoutes:
             return respond(found or self._desk.outcome(session))
         except KeyError as e:  # also if it is forgotten meanwhile
             raise _unknown(session) from e
+
+    async def withdraw(self, http: HttpRequest) -> Response:
+        await self.forget(http.path_params["session"])
+        return Response(status_code=204)
 
     async def forget(self, session: str) -> None:
         self._desk.forget(session)

@@ -42,7 +42,8 @@ MAX_IDLE_S = 24 * 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptResponse:
-    """A response that the server keeps for its client, of a session or of none ("")."""
+    """A response that the server keeps for its client, of a session or of none ("", or the owner
+    of an `Identity`)."""
 
     session: str
     id: str
@@ -318,9 +319,10 @@ class _Live:
 
 
 def _owner(entry: Entry) -> str:
-    """A session; a response of none is its own."""
-    if isinstance(entry, KeptResponse | ForgottenResponse) and not entry.session:
-        return f"/{entry.id}"
+    """A session; a response of none is its own, also if it is kept for a user (`/user/..`)."""
+    outside = entry.session.startswith("/") or not entry.session
+    if isinstance(entry, KeptResponse | ForgottenResponse) and outside:
+        return f"{entry.session}/{entry.id}"
     return entry.session
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from etude.core.sampling import Sample, SamplingParams
+from etude.core.sampling import Request, Sample, SamplingParams
 from etude.core.types import SegmentKind
 from etude.model.tokenizer import ChatTokenizer, Message
 from etude.serve.conversations import ConversationStore
@@ -31,6 +31,7 @@ class SessionRecords:
         self._conversations = conversations
         self._journal: Journal = NoJournal()
         self._broken: dict[str, str] = {}
+        self._lives: dict[str, object] = {}
 
     def restore(self, journal: SessionJournal) -> list[str]:
         """The sessions of earlier lives, which go on; all of them from now on are written down."""
@@ -67,20 +68,37 @@ class SessionRecords:
             message = f"session {session!r} is incomplete and was dropped: {reason}"
             raise ApiError(message, status=409, code="session_incomplete")
 
+    def life(self, session: str) -> object:
+        """What a request begins in: it ends when the session is forgotten."""
+        return self._lives.setdefault(session, object())
+
     async def record(
         self, session: str, prompt: Prompt, sample: Sample, message: Message,
-        params: SamplingParams, kind: SegmentKind,
+        params: SamplingParams, kind: SegmentKind, life: object,
     ) -> RecordedTurn:  # fmt: skip
         """Returns when the turn is stored. In memory it is at once, so that turns are written in
-        the order in which they build on each other."""
+        the order in which they build on each other. `life`: the one that the turn was asked in;
+        nobody would forget a session again that came back by a late answer."""
+        if self._lives.get(session) is not life:
+            raise ApiError(f"session {session!r} is over", status=404, code="unknown_session")
         turn = self.recorder.turn(session, prompt, sample, message, params, kind)
         self._journal.append(turn)
         self.recorder.apply(turn, prompt.text)
         await self._journal.commit()
         return turn
 
+    async def take_unreceived(
+        self, session: str, prompt: Prompt, request: Request
+    ) -> Sample | None:
+        """As of `Recorder`, when it is stored: at first that may have failed."""
+        sample = self.recorder.take_unreceived(session, prompt, request)
+        if sample is not None:
+            await self._journal.commit()
+        return sample
+
     async def forget(self, session: str) -> None:
         self._broken.pop(session, None)
+        self._lives.pop(session, None)
         self.recorder.forget(session)
         self._conversations.forget(session)
         self._journal.append(ForgottenSession(session=session))

@@ -1,8 +1,8 @@
 """Several gateway processes, each with its share of the sessions.
 
 The hash of its name says whose a session is. A request that reaches another one is passed on as it
-is, token and all: every URL is as good as another. Workers join all of them, and which weights are
-live is told to all.
+is, token and all: every URL is as good as another. What sessions there are for others to run is
+known at the first of them. Workers join all of them, and which weights are live is told to all.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from etude.serve.http import (
     read_bytes,
 )
 
+DESK = "/v1/sessions"
 FORWARDED = "x-etude-forwarded"
 """Of a request that comes from another shard: it goes no further."""
 NOT_PASSED_ON = {b"host", b"connection", b"keep-alive", b"transfer-encoding", b"content-length"}
@@ -49,10 +50,12 @@ class Shards:
 
     def elsewhere(self, path: str) -> str | None:
         """The URL of the shard that a path belongs to; None if it is this one, or any."""
-        if len(self._urls) == 1 or not path.startswith("/s/"):
+        if path == DESK or path.startswith(f"{DESK}/"):
+            owner = 0
+        elif path.startswith("/s/"):
+            owner = zlib.crc32(path.split("/")[2].encode()) % len(self._urls)
+        else:
             return None
-        session = path.split("/")[2]
-        owner = zlib.crc32(session.encode()) % len(self._urls)
         return None if owner == self._index else self._urls[owner]
 
 

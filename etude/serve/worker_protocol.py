@@ -49,18 +49,20 @@ class FrameReader:
     """The frames of a stream, from its bytes as they come."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._rest = bytearray()
 
     def push(self, data: bytes) -> Iterator[GenerateFrame]:
-        data, begin = self._rest + data, 0
-        while begin + FRAME_SIZE_BYTES <= len(data):
+        # grown in place: the experts of a long context are one frame of megabytes
+        rest, begin = self._rest, 0
+        rest += data
+        while begin + FRAME_SIZE_BYTES <= len(rest):
             end = begin + FRAME_SIZE_BYTES
-            end += int.from_bytes(data[begin:end])
-            if end > len(data):
+            end += int.from_bytes(rest[begin:end])
+            if end > len(rest):
                 break
-            yield _decode_frame(data[begin + FRAME_SIZE_BYTES : end])
+            yield _decode_frame(rest[begin + FRAME_SIZE_BYTES : end])
             begin = end
-        self._rest = data[begin:]
+        del rest[:begin]
 
 
 class LoadRequest(msgspec.Struct):

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import to_builtins
 
 from etude.cli import main
 from etude.core.config import parse
@@ -58,3 +59,18 @@ def test_unequal_attempts_are_not_compared(
     run.put_eval(report.name, report)
     assert main(["compare", f"{directory}@0", f"{directory}@6"]) == 2
     assert "with 1 attempts at each task" in capsys.readouterr().err
+
+
+def test_a_report_of_an_older_run_says_by_its_rewards_what_was_solved(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before several attempts there was no other figure for each task."""
+    run = Run.open(f"file:{directory}")
+    report = run.eval("000000.heldout", Report)
+    old = to_builtins(replace(report, rewards={"a": 0.5, "b": 0.0, "c": 1.0, "d": 0.0}))
+    for name in ("samples", "solved_by_task", "cost"):
+        del old[name]
+    run.put_eval(report.name, old)
+    assert run.eval(report.name, Report).pass_at(1) == 0.25
+    assert main(["compare", f"{directory}@0", str(directory), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["before"] == 0.25

@@ -304,6 +304,25 @@ async def test_a_deleted_user_is_gone(http: aiohttp.ClientSession, tmp_path: Pat
         assert len(made.store.sessions().sessions) == 2
 
 
+async def test_an_answer_that_comes_after_its_user_was_deleted_is_in_no_memory(
+    http: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    async with production(http, f"file:{tmp_path}", ["One.", "Two."]) as made:
+        recording, keep = made.mode.recording, made.mode.recording.keep
+
+        async def late(*answer: Any) -> None:
+            assert (await made.call("DELETE", "/v1/users"))[0] == 200
+            await keep(*answer)
+
+        recording.keep = late  # type: ignore[method-assign]
+        await made.say("my cat is called Mnemosyne")
+        assert recording.recorder.sessions == []
+        recording.keep = keep  # type: ignore[method-assign]
+        await made.say("read")
+        (session,) = made.store.sessions().sessions
+        assert "Mnemosyne" not in texts([session])
+
+
 async def test_a_share_of_the_sessions_is_recorded(
     http: aiohttp.ClientSession, tmp_path: Path
 ) -> None:
@@ -363,6 +382,12 @@ async def test_a_token_speaks_for_its_subject_alone(
         assert await ask("/v1/chat/completions", body, Scope.FEEDBACK, "", "alice") == 403
         assert await ask("/s/s/v1/chat/completions", body, Scope.SESSION, "s", "alice") == 200
         assert produced.mode.recording.sessions == {}, "whose session that is nobody said"
+        for session, found in (("s", 200), ("t", 404)):
+            token = headers(Scope.SESSION, session, "")
+            path, asked = f"/s/{session}/v1/responses", {"input": "hello", "max_output_tokens": 9}
+            if session == "s":
+                _, made = await produced.call("POST", path, asked, token)
+            assert (await produced.call("GET", f"{path}/{made['id']}", None, token))[0] == found
 
         assert await ask("/v1/chat/completions", body, Scope.USER, "alice", "") == 200
         assert await ask("/v1/chat/completions", body, Scope.ADMIN, "", "alice") == 200

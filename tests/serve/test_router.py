@@ -12,10 +12,16 @@ import pytest
 from aiohttp import web
 
 from etude.core.clock import AwakeClock, ManualClock
-from etude.core.sampling import RegionSpan, Request, Sample, VersionSpan
+from etude.core.sampling import RegionSpan, Request, Sample, Token, VersionSpan
 from etude.serve.http import ApiError, DeadlineExceeded, Unavailable
 from etude.serve.router import MAX_RETRIES, Router
-from etude.serve.worker_protocol import GenerateRequest, JoinRequest, WorkerStatus
+from etude.serve.worker_protocol import (
+    FrameReader,
+    GenerateFrame,
+    GenerateRequest,
+    JoinRequest,
+    WorkerStatus,
+)
 
 ASK = Request(prompt=(1, 2), max_tokens=3, seed=1)
 SAMPLED = Sample(
@@ -208,3 +214,20 @@ async def test_a_worker_that_does_not_answer_is_left_out_of_what_is_told(
         await join(router, url)
         await join(router, "http://127.0.0.1:1", "west")
         assert await router.regions() == {"east": status}
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 1000])
+def test_frames_may_be_split_anywhere(size: int) -> None:
+    sample = Sample(
+        tokens=(1,), logprobs=(-0.5,), versions=(), finish_reason="stop", experts=bytes(100)
+    )
+    said = [
+        *(GenerateFrame(token=Token(n, -0.5, 0)) for n in range(5)),
+        GenerateFrame(sample=sample),
+        GenerateFrame(status=503, error="gone"),
+    ]
+    data = b"".join(frame.packed() for frame in said)
+    reader = FrameReader()
+    parts = [data[place : place + size] for place in range(0, len(data) - 1, size)]
+    assert [frame for part in parts for frame in reader.push(part)][:6] == said[:6]
+    assert list(reader.push(b"")) == []

@@ -15,14 +15,18 @@ import pytest
 from obstore.store import MemoryStore
 
 from etude.core.errors import EtudeError
-from etude.core.sampling import RegionSpan, SamplingParams
+from etude.core.sampling import RegionSpan, Request, Sample, SamplingParams
 from etude.model.tokenizer import Message
+from etude.serve.answerer import ServedModel
 from etude.serve.conversations import ConversationStore, StoredResponse
+from etude.serve.fake import Scripted
+from etude.serve.gateway import SessionAnswerer
+from etude.serve.grammar import GrammarBuilder
 from etude.serve.http import ApiError, Unavailable
 from etude.serve.session_journal import FOLDER, MAX_IDLE_S, SessionJournal
 from etude.serve.session_records import SessionRecords
 from etude.store.objects import Objects
-from tests.serve.test_recorder import TOKENIZER, TOOLS, prompt_for, sample_of, user
+from tests.serve.test_recorder import FILES, TOKENIZER, TOOLS, prompt_for, sample_of, user
 
 EOS = TOKENIZER.eos_token_id
 
@@ -49,7 +53,8 @@ class Life:
         sample = replace(sample_of([*TOKENIZER.encode(text), EOS], len(messages)), **differs)
         message = TOKENIZER.parse(sample.tokens, TOOLS, str)
         params = SamplingParams(temperature=0.5)
-        turn = await self.records.record(session, prompt, sample, message, params, "turns")
+        life = self.records.life(session)
+        turn = await self.records.record(session, prompt, sample, message, params, "turns", life)
         if received:
             recorder.received(turn)
         return message
@@ -129,13 +134,22 @@ async def test_who_asks_again_is_given_what_was_recorded(objects: Objects) -> No
     await life.say("s", history, "call", received=False)
     life.end()
     life = Life(objects)
-    recorder, params = life.records.recorder, SamplingParams(temperature=0.5)
+    records, recorder = life.records, life.records.recorder
     prompt = prompt_for(recorder, "s", history, TOOLS)
-    assert recorder.take_unreceived("s", prompt, SamplingParams()) is None
-    again = recorder.take_unreceived("s", prompt, params)
-    assert again is not None and again.tokens == (*TOKENIZER.encode("call"), EOS)
+    answer = (*TOKENIZER.encode("call"), EOS)
+    asked = Request(
+        prompt=prompt.tokens, max_tokens=len(answer), seed=0, params=SamplingParams(temperature=0.5)
+    )
+    for another in (
+        replace(asked, params=SamplingParams()),
+        replace(asked, max_tokens=len(answer) - 1),
+        replace(asked, top_logprobs=2),
+    ):
+        assert await records.take_unreceived("s", prompt, another) is None
+    again = await records.take_unreceived("s", prompt, replace(asked, max_tokens=99, seed=1))
+    assert again is not None and again.tokens == answer
     # from now on it has it: another answer to the same is another segment
-    assert recorder.take_unreceived("s", prompt, params) is None
+    assert await records.take_unreceived("s", prompt, asked) is None
     await life.say("s", history, "tool")
     assert [segment.prompt for segment in recorder.segments("s")] == [prompt.tokens] * 2
 
@@ -232,7 +246,7 @@ async def test_stored_responses_are_there_again(objects: Objects) -> None:
         life.conversations.put(session, id, stored)
         await life.journal.commit()
 
-    for session in ("", "s"):
+    for session in ("", "s", "/user/alice"):
         await keep(session, "one", ["a", "b"], None)
         await keep(session, "two", ["a", "b", "c", "d"], "one")
         await keep(session, "gone", ["x"], None)
@@ -241,12 +255,48 @@ async def test_stored_responses_are_there_again(objects: Objects) -> None:
     await life.records.forget("t")
     life.end()
     life = Life(objects)
-    for session in ("", "s"):
+    for session in ("", "s", "/user/alice"):
         found = life.conversations.get(session, "two")
         assert found is not None and found.messages == tuple(map(user, "abcd"))
         assert life.conversations.item(session, "item-one") == {"id": "item-one"}
         assert life.conversations.get(session, "gone") is None
     assert life.conversations.get("t", "three") is None
+
+
+async def test_an_answer_that_was_not_stored_is_not_given_either(tmp_path: Path) -> None:
+    life = Life(Objects.open(f"file:{tmp_path}/store"))
+    await life.say("s", [user("read")], "call")
+    prompt = prompt_for(life.records.recorder, "s", [user("go")], TOOLS)
+    asked = Request(
+        prompt=prompt.tokens, max_tokens=9, seed=0, params=SamplingParams(temperature=0.5)
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "write", lambda fd, data: 0)
+        with pytest.raises(Unavailable):
+            await life.say("s", [user("go")], "tool", received=False)
+        with pytest.raises(Unavailable):
+            await life.records.take_unreceived("s", prompt, asked)
+
+
+async def test_an_answer_after_the_end_of_its_session_brings_nothing_back(tmp_path: Path) -> None:
+    objects = Objects.open(f"file:{tmp_path}/store")
+    life = Life(objects)
+    model = ServedModel(tokenizer=TOKENIZER, grammars=GrammarBuilder(FILES), max_context=100)
+
+    class Late(Scripted):
+        async def sample(self, request: Request, session: str = "") -> Sample:
+            await life.records.forget("s")
+            return await super().sample(request)
+
+    policy = Late([[*TOKENIZER.encode("call"), EOS]])
+    answerer = SessionAnswerer(model, policy, life.records, "s", "turns")  # type: ignore[arg-type]
+    asked = Request(prompt=await answerer.prompt([user("read")], (), {}), max_tokens=9, seed=0)
+    with pytest.raises(ApiError, match="is over"):
+        await answerer.sample([asked], lambda request, sample: user("said"), "id")
+    assert life.records.recorder.sessions == []
+    await life.say("s", [user("read")], "call")  # whoever takes the name again begins anew
+    life.end()
+    assert Life(objects).known == ["s"]
 
 
 async def test_two_gateways_do_not_share_a_journal(tmp_path: Path) -> None:

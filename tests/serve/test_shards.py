@@ -7,9 +7,11 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import aiohttp
+import msgspec
 import pytest
 
 from etude.core.errors import EtudeError
+from etude.core.remote import RemoteTask, RolloutRequest, SessionOffer
 from etude.serve import process
 from etude.serve.gateway import Gateway, http_client
 from etude.serve.http import create_app
@@ -65,6 +67,29 @@ async def test_any_gateway_answers_for_any_session(
         assert all(store.objects.size(f"sessions/{folder}") > 0 for folder in folders)
     async with two_gateways(store, http) as urls:
         assert [await segments(http, urls[0], name) for name in names[1:]] == recorded[0][1:]
+
+
+async def test_sessions_for_others_to_run_have_one_desk(
+    store: Store, http: aiohttp.ClientSession
+) -> None:
+    async with two_gateways(store, http) as urls:
+        for n in range(4):  # two or so belong to each of them
+            asked = RolloutRequest(
+                id=f"s{n}", task=RemoteTask(id="t"), base_url="", token="", seed=0, deadline=0.0
+            )
+            body = msgspec.json.encode(SessionOffer(request=asked, timeout_s=9.0))
+            async with http.put(f"{urls[n % 2]}/v1/sessions/s{n}", data=body) as response:
+                assert response.status == 204
+        claimed = [(await post(http, f"{url}/v1/sessions", {"wait_s": 0}))["id"] for url in urls]
+        assert claimed == ["s0", "s1"]
+        for n in range(4):
+            async with http.delete(f"{urls[1 - n % 2]}/s/s{n}") as response:
+                assert response.status == 204
+        for url in urls:
+            async with http.post(f"{url}/v1/sessions", json={"wait_s": 0}) as response:
+                assert response.status == 204, "what is over is given to nobody"
+            async with http.get(f"{url}/v1/sessions/s0") as response:
+                assert response.status == 404
 
 
 async def test_a_gateway_that_is_away_is_named(http: aiohttp.ClientSession, store: Store) -> None:

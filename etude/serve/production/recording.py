@@ -99,9 +99,10 @@ class Recording:
     ) -> None:  # fmt: skip
         """Returns when the answer is stored, or will never be. A client that goes away meanwhile
         changes nothing."""
-        placed = self.recorder.record(session.key, prompt, sample, message, request.params, kind)
-        if session.dropped:
+        # Once forgotten, nobody would forget it again: a deleted user stays in no memory.
+        if session.dropped or self.sessions.get(session.key) is not session:
             return
+        placed = self.recorder.record(session.key, prompt, sample, message, request.params, kind)
         number, session.number = session.number, session.number + 1
         turn = RecordedTurn(
             completion=answer[0],

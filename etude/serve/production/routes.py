@@ -103,14 +103,14 @@ class Production:
         ]
 
     def _for_user(self, route: Route, path: str) -> Route:
-        """Conversations that the server keeps are kept apart by user."""
+        """Conversations that the server keeps are kept apart by user, or else by session."""
 
         @wraps(route.endpoint)
         async def endpoint(http: HttpRequest) -> Response:
             session = http.path_params.get("session", "")
             http.scope["etude.session"] = session or _header(http, SESSION)
-            user = self._identity(http).user
-            http.scope["path_params"] = {**http.path_params, "session": user}
+            owner = self._identity(http).user or (session and f"/session/{session}")
+            http.scope["path_params"] = {**http.path_params, "session": owner}
             response: Response = await route.endpoint(http)
             return response
 
