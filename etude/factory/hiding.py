@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import threading
 from collections.abc import Iterator
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
+# Python 3.11 counts the depth of all trees under way together, and fails when threads disturb it.
+_one_at_a_time = threading.Lock()
 
 
 def functions_of(content: bytes) -> dict[str, str]:
@@ -37,7 +40,8 @@ def without_functions(content: bytes, names: set[str]) -> bytes:
 
 def _parse(text: str) -> ast.Module:
     try:
-        return ast.parse(text)
+        with _one_at_a_time:
+            return ast.parse(text)
     except (SyntaxError, RecursionError) as e:
         raise ValueError(f"not to be parsed: {e}") from e
 
