@@ -228,7 +228,7 @@ def _add_tasks(parser: argparse.ArgumentParser) -> None:
     build.add_argument(
         "--limit", type=at_least_one, help="tasks in DIR (default: 50 for each source)"
     )
-    check = add("check", "grade no change and the solution of every task again")
+    check = add("check", "prove every task again: the solution passes, an empty change fails")
     check.add_argument("--repeat", type=at_least_one, default=5, help="so often (default: 5)")
     for each in (build, check):
         each.add_argument(

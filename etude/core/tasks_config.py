@@ -14,6 +14,7 @@ from etude.core.schema import Config, Count, CountOrZero, Positive
 PULL = "pull"
 """The environment is whoever asks the gateway for sessions."""
 CODE_REPAIR = "etude.run.environment:CodeRepair"
+TASK_FOLDER = "etude.run.task_folder:TaskFolder"
 URL = r"https?://[^\s/]+(/\S*)?"
 EnvironmentReference = Annotated[str, Field(pattern=rf"^({PULL}|{URL}|.+:\w+)$")]
 """Code by name, the URL of a service, or `pull`."""
@@ -53,15 +54,18 @@ class TasksConfig(Config):
 
     @property
     def mounts(self) -> tuple[str, ...]:
-        """What sandboxes show of the folder."""
-        return () if self.path is None or self.is_remote else (f"{self.path}/venvs:{VENVS}",)
+        """What sandboxes show of a folder that `etude tasks build` made. What `path` means to
+        an environment of the user's own, that environment knows."""
+        if self.path is None or self.environment != TASK_FOLDER:
+            return ()
+        return (f"{self.path}/venvs:{VENVS}",)
 
     @model_validator(mode="after")
     def _tasks_from_somewhere(self) -> TasksConfig:
         if self.path is not None and self.environment == CODE_REPAIR:
             raise ValueError(
                 "path: the built-in environment has tasks of its own; for a folder of tasks "
-                'environment = "etude.run.task_folder:TaskFolder"'
+                f'environment = "{TASK_FOLDER}"'
             )
         if self.path is None and self.environment == PULL:
             raise ValueError('environment = "pull" gives no tasks: name a file of them with path')

@@ -57,7 +57,6 @@ class PullAgent:
         self._desk = desk
         self._claim_s = claim_s
         self._limits = SessionLimits.of(**limits)
-        self._timeout_s = self._limits.timeout_s
 
     async def run(
         self, task: Task, sandbox: Sandbox, *, base_url: str, api_key: str, seed: int
@@ -71,7 +70,7 @@ class PullAgent:
             seed=seed,
             callback_url=self._desk.score_url(session),
         )
-        offer = SessionOffer(request=request, timeout_s=self._timeout_s)
+        offer = SessionOffer(request=request, timeout_s=self._limits.timeout_s)
         result = await self._claimed(session, offer)
         if result is None:
             result = await self._settled(session, replace(offer, claimed=True))
@@ -96,7 +95,7 @@ class PullAgent:
 
     async def _settled(self, session: str, offer: SessionOffer) -> RolloutResult:
         try:
-            async with asyncio.timeout(self._timeout_s + GRACE_S):
+            async with asyncio.timeout(self._limits.timeout_s + GRACE_S):
                 while True:
                     outcome = await self._desk.outcome(session, WAIT_S, claimed=True)
                     if outcome is None:  # the gateway was restarted
@@ -106,5 +105,5 @@ class PullAgent:
         except TimeoutError as e:
             raise Interrupted(
                 f"whoever asked for the session has sent no result {GRACE_S:g} s after its "
-                f"deadline (harness.timeout_s = {self._timeout_s:g})"
+                f"deadline (harness.timeout_s = {self._limits.timeout_s:g})"
             ) from e

@@ -313,7 +313,6 @@ class ServiceAgent:
         self._service = service
         self._desk = desk
         self._limits = SessionLimits.of(**limits)
-        self._timeout_s = self._limits.timeout_s
 
     async def run(
         self, task: Task, sandbox: Sandbox, *, base_url: str, api_key: str, seed: int
@@ -325,18 +324,18 @@ class ServiceAgent:
             base_url=base_url,
             token=api_key,
             seed=seed,
-            deadline=time.time() + self._timeout_s,
+            deadline=time.time() + self._limits.timeout_s,
             callback_url=self._desk.score_url(session) if self._desk else None,
         )
         try:
-            async with asyncio.timeout(self._timeout_s + GRACE_S) as late:
+            async with asyncio.timeout(self._limits.timeout_s + GRACE_S) as late:
                 result = await self._result(asked, session)
         except TimeoutError as e:
             if not late.expired():
                 raise
             raise RolloutFailure(
                 f"the service at {self._service.url} has no result {GRACE_S:g} s after the "
-                f"deadline of the rollout (harness.timeout_s = {self._timeout_s:g})"
+                f"deadline of the rollout (harness.timeout_s = {self._limits.timeout_s:g})"
             ) from e
         if result.status == "failed":
             raise RolloutFailure(f"the service says that it failed: {result.error}")
@@ -348,7 +347,7 @@ class ServiceAgent:
         """As the service answers, or as it sends it to the desk: what comes first."""
         if self._desk is None:
             return await self._service.rollout(asked)
-        offer = SessionOffer(request=asked, timeout_s=self._timeout_s, claimed=True)
+        offer = SessionOffer(request=asked, timeout_s=self._limits.timeout_s, claimed=True)
         await self._desk.offer(session, offer)
         answered = asyncio.ensure_future(self._service.rollout(asked))
         sent = asyncio.ensure_future(self._sent(self._desk, session, offer))

@@ -1,5 +1,5 @@
 """The public routes of a server: all dialects, and what every server has. A new dialect is a folder
-beside `openai/`, and a line here."""
+beside `openai/`, a line here, and rows for its routes in `policies.py`."""
 
 from __future__ import annotations
 

@@ -627,3 +627,14 @@ def test_a_mistake_in_an_override_is_not_blamed_on_the_file(override: str, told:
 def test_a_mistake_in_the_file_is_not_blamed_on_an_override() -> None:
     with pytest.raises(EtudeError, match="^r.toml: seed = 'x'"):
         parse(GOOD.replace("seed = 3", 'seed = "x"'), ["engine.port=1"], source="r.toml")
+
+
+def test_only_a_built_folder_of_tasks_is_mounted() -> None:
+    """What `path` means to another environment is its own matter: there may be no such folder."""
+    built = parse(
+        GOOD, ["tasks.environment=etude.run.task_folder:TaskFolder", "tasks.path=/data/tasks"]
+    )
+    assert built.tasks.mounts == ("/data/tasks/venvs:/opt/venvs",)
+    for environment in ("mine.py:Mine", "pull", "https://host"):
+        own = parse(GOOD, [f"tasks.environment={environment}", "tasks.path=/data/tasks"])
+        assert own.tasks.mounts == ()
