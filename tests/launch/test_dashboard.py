@@ -18,8 +18,12 @@ from tests.dash.recorded_store import write_run
 
 
 def children() -> set[int]:
-    path = Path(f"/proc/{os.getpid()}/task")
-    return {int(pid) for each in path.iterdir() for pid in (each / "children").read_text().split()}
+    """Of every thread of this process: a thread may end between the listing and the look."""
+    found: set[int] = set()
+    for thread in Path(f"/proc/{os.getpid()}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            found.update(map(int, (thread / "children").read_text().split()))
+    return found
 
 
 def visit(link: str, token: str) -> object:
