@@ -41,7 +41,9 @@ from tests.mutants.slots import ROOT, Job, Slots
 
 PACKAGES = (
     "core",
+    "dash",
     "engine",
+    "factory",
     "harness",
     "launch",
     "model",

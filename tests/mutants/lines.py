@@ -34,8 +34,41 @@ class Tracer:
         self._foreign: set[CodeType] = set()
 
     def start(self) -> None:
-        threading.settrace(self.called)
-        sys.settrace(self.called)
+        if sys.version_info >= (3, 12):
+            self._monitor()
+        else:
+            threading.settrace(self.called)
+            sys.settrace(self.called)
+
+    if sys.version_info >= (3, 12):
+
+        def _monitor(self) -> None:
+            """What `sys.settrace` tells, of the package's code alone: nothing else is slower."""
+            watch, event = sys.monitoring, sys.monitoring.events
+            tool, entered = watch.COVERAGE_ID, event.PY_START | event.PY_RESUME
+            watch.use_tool_id(tool, "lines")
+
+            def enters(code: CodeType, _: int) -> object:
+                if not code.co_filename.startswith(self._package):
+                    return watch.DISABLE
+                if self._context[:] != self._now:
+                    self._now = self._context[:]
+                    self._missing.clear()
+                    watch.restart_events()
+                if code not in self._missing:
+                    self._missing[code] = set()
+                    self._write(code, code.co_firstlineno)
+                    watch.set_local_events(tool, code, event.LINE)
+                return None
+
+            def steps(code: CodeType, line: int) -> object:
+                self._write(code, line)
+                return watch.DISABLE  # until the context changes
+
+            watch.register_callback(tool, event.PY_START, enters)
+            watch.register_callback(tool, event.PY_RESUME, enters)
+            watch.register_callback(tool, event.LINE, steps)
+            watch.set_events(tool, entered)
 
     def called(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
         code = frame.f_code
@@ -66,11 +99,11 @@ class Tracer:
     def _see(self, frame: FrameType, missing: set[int]) -> None:
         if frame.f_lineno in missing:
             missing.remove(frame.f_lineno)
-            context, file = (
-                int.from_bytes(self._now, "little"),
-                frame.f_code.co_filename[len(self._package) :],
-            )
-            os.write(self._file, f"{context} {file} {frame.f_lineno}\n".encode())
+            self._write(frame.f_code, frame.f_lineno)
+
+    def _write(self, code: CodeType, line: int) -> None:
+        context, file = int.from_bytes(self._now, "little"), code.co_filename[len(self._package) :]
+        os.write(self._file, f"{context} {file} {line}\n".encode())
 
 
 def follow() -> None:
