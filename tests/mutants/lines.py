@@ -135,5 +135,6 @@ def read(folder: Path) -> dict[str, Any]:
 def _seen(folder: Path) -> Iterator[tuple[int, str, int]]:
     with (folder / "seen").open() as file:
         for line in file:
-            context, name, number = line.split()
+            context, _, place = line.partition(" ")
+            name, _, number = place.rpartition(" ")
             yield int(context), name, int(number)
