@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ASKED_FOR = "ETUDE_CUDNN_ATTENTION"
-"""Set to 1 in the environment: what compiled layers get from it has not been compared yet."""
+SWITCH = "ETUDE_CUDNN_ATTENTION"
+"""Set to 0 in the environment: without it, to compare."""
 MIN_VERSION = 90600
 """Of cuDNN: packed sequences with fewer key heads than query heads."""
 MIN_BORDERS = 8
@@ -34,8 +34,8 @@ GRADIENT_OF = {"dO": "o", "dQ": "q", "dK": "k", "dV": "v"}
 
 
 def available(device: torch.device) -> bool:
-    """Whether it was asked for, and frontend, library and device can do it."""
-    return os.environ.get(ASKED_FOR) == "1" and _works(device)
+    """Whether frontend, library and device can do it, and nobody switched it off."""
+    return os.environ.get(SWITCH) != "0" and _works(device)
 
 
 @cache

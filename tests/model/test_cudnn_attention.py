@@ -103,12 +103,15 @@ def test_tensors_that_cudnn_would_write_beside_are_refused(wide: str) -> None:
         cudnn_attention.check_layouts(tensors)
 
 
-def test_it_is_used_only_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cudnn_attention, "_works", lambda device: True)
-    monkeypatch.delenv(cudnn_attention.ASKED_FOR, raising=False)
+def test_it_is_used_where_it_works_unless_it_is_switched_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv(cudnn_attention.SWITCH, raising=False)
     assert not cudnn_attention.available(CPU)
-    monkeypatch.setenv(cudnn_attention.ASKED_FOR, "1")
+    monkeypatch.setattr(cudnn_attention, "_works", lambda device: True)
     assert cudnn_attention.available(CPU)
+    monkeypatch.setenv(cudnn_attention.SWITCH, "0")
+    assert not cudnn_attention.available(CPU)
 
 
 def test_there_is_room_for_few_numbers_of_sequences() -> None:

@@ -63,11 +63,6 @@ def test_it_has_the_curve_of_the_cpu() -> None:
             )
 
 
-@pytest.fixture(autouse=True)
-def cudnn_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(cudnn_attention.ASKED_FOR, "1")
-
-
 SHAPES = {
     "dense": CONFIG,
     "wide": replace(CONFIG, head_dim=16),  # which cuDNN knows
@@ -121,7 +116,7 @@ ATTENTION = ["cudnn", "flash"]
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     name: str = request.param
     if name == "flash":
-        monkeypatch.delenv(cudnn_attention.ASKED_FOR)
+        monkeypatch.setenv(cudnn_attention.SWITCH, "0")
     elif not cudnn_attention.available(torch.device("cuda")):
         pytest.skip("needs nvidia-cudnn-frontend and a device that it knows")
     return name
