@@ -13,9 +13,9 @@ whole, in one microbatch. For each shape and layout:
                           (`bench._plain_decoder`)
     share_of_plain        our mfu over its
 
-`matrix_tflops` is that rate; `cudnn_attention` is 1 if our layers attend by cuDNN
-(ETUDE_CUDNN_ATTENTION=0 in the environment switches it off) and 0 if not. Imports torch and numpy only, so that it
-runs on a bare CUDA image:
+`matrix_tflops` is that rate; `cudnn_attention` is 1 if our layers attend by cuDNN and 0 if not
+(ETUDE_CUDNN_ATTENTION=0 in the environment switches it off). Imports torch and numpy only, so that
+it runs on a bare CUDA image:
 
     python -m etude.bench.train --json --shapes qwen3-0.6b --layouts 8x2048
 
