@@ -29,5 +29,6 @@ def _as_torch_is() -> Iterator[None]:
     """A trainer that a test runs in this process may have asked torch for determinism; the next
     test did not."""
     yield
-    if "torch" in sys.modules:
-        sys.modules["torch"].use_deterministic_algorithms(False)
+    torch = sys.modules.get("torch")
+    if torch and torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(False)

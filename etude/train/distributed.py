@@ -24,18 +24,21 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.rendezvous import rendezvous
-from torch.distributed.tensor import DTensor
 
 from etude.core.errors import EtudeError
 from etude.model.transformer import Transformer
+
+# What shards is imported where it is needed: that takes as long as half of torch, and most runs
+# have one rank.
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 LIVENESS_S = 10.0  # for a rank that is well, however busy
 POLL_S = 0.5
@@ -97,6 +100,9 @@ class World:
         gradients are summed over the ranks."""
         if self.world_size == 1:
             return
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
         mesh = init_device_mesh(next(model.parameters()).device.type, (self.world_size,))
         exact = MixedPrecisionPolicy(reduce_dtype=torch.float32)
         for block in model.model.layers:
@@ -113,8 +119,8 @@ class World:
     def reshard(self, model: Transformer) -> None:
         """Free the gathered parameters after passes that no backward pass follows; the next step
         would make them stale."""
-        if isinstance(model, FSDPModule):
-            model.reshard()
+        if self.world_size > 1:
+            model.reshard()  # type: ignore[operator]  # of FSDPModule, which `shard` made of it
 
     def all_reduce_sum(self, *values: float) -> list[float]:
         """The sums over all ranks, added up in their order."""
@@ -177,13 +183,15 @@ def shard_rows(count: int, rank: int, size: int) -> slice:
 def local_tensor(tensor: Tensor) -> Tensor:
     """The rows of a parameter or of its gradient that this rank holds; they share memory with
     it."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if _is_sharded(tensor) else tensor
 
 
 def full_tensor(own_rows: Tensor, like: nn.Parameter) -> Tensor:
     """The whole tensor, gathered from the rows that each rank holds; sharded like the parameter."""
-    if not isinstance(like, DTensor):
+    if not _is_sharded(like):
         return own_rows
+    from torch.distributed.tensor import DTensor
+
     sharded = DTensor.from_local(
         own_rows,
         like.device_mesh,
@@ -193,6 +201,10 @@ def full_tensor(own_rows: Tensor, like: nn.Parameter) -> Tensor:
         stride=like.stride(),
     )
     return sharded.full_tensor()
+
+
+def _is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
+    return hasattr(tensor, "to_local")
 
 
 class LivenessCheck:

@@ -65,7 +65,8 @@ class TrainerState:
             if isinstance(stage, RlConfig):
                 # a loss that cannot be loaded shall not cost the stages before its own
                 objective_of(stage)
-        torch.use_deterministic_algorithms(config.deterministic)
+        if config.deterministic != torch.are_deterministic_algorithms_enabled():
+            torch.use_deterministic_algorithms(config.deterministic)  # loads a compiler
         self.publisher = Publisher(
             Chain(run.objects), peers=TorchPeer() if world.world_size > 1 else None
         )
