@@ -68,7 +68,7 @@ def run(
         torch.device("cuda" if there else "cpu"),
         ON_CUDA if there else ON_CPU,
     )
-    rate = matrix_flops(device, torch.bfloat16, size=8192 if there else 1024)
+    rate = matrix_flops(device, _compute_dtype(), size=8192 if there else 1024)
     cudnn = float(cudnn_attention.available(device))
     figures = {"matrix_tflops": rate / 1e12, "cudnn_attention": cudnn}
     for shape in shapes or all_shapes:
@@ -121,7 +121,7 @@ def _measured(prepare: Callable[[], Step], rate: float) -> dict[str, float]:
 
 
 def _ours(shape: str, rows: int, length: int) -> Step:
-    learner = Learner(compile_layers(_model(shape)), compute_dtype=torch.bfloat16)
+    learner = Learner(compile_layers(_model(shape)), compute_dtype=_compute_dtype())
     vocabulary = learner.model.config.vocab_size
     batches = [_batch(number + 1, rows, length, vocabulary) for number in range(STEPS)]
     flops = [step_flops(learner.model.config, batch.rows) for batch in batches]
@@ -131,6 +131,11 @@ def _ours(shape: str, rows: int, length: int) -> Step:
         return rows * length, flops.pop(0)
 
     return step
+
+
+def _compute_dtype() -> torch.dtype:
+    """As a run has it by default."""
+    return torch.bfloat16 if torch.cuda.is_available() else torch.float32
 
 
 def _config(shape: str) -> ModelConfig:
