@@ -20,7 +20,9 @@ from tests.e2e.runs import MODULES, ONE_REGION, TINY, Etude, check_books
 
 pytestmark = pytest.mark.e2e
 
-SILENCE_S = 2.0
+STOPPED_S = float(os.environ.get("ETUDE_STOPPED_S", "0"))
+"""How long a process is stopped at least: by default only until it is named."""
+SILENCE_S = 10.0 if STOPPED_S else 2.0
 LONG = ("steps = 14", "steps = 4000")  # longer than any test
 AGENT = Path(__file__).parent / "agents.py"
 
@@ -108,15 +110,18 @@ def test_whatever_is_stopped_is_named_and_the_run_goes_on(
         start = len(screen.text())
         stopped.append(screen.pid(name))
         os.kill(stopped[-1], signal.SIGSTOP)
+        began = time.monotonic()
         screen.until(rf"alarm: the {name} has been silent for \d+ s", start)
+        print(f"{name}: named after {time.monotonic() - began:.1f} s")
         if name.startswith("worker") or name == "zygote":
             screen.go_on()  # the other worker does its work; another zygote takes its place
+        time.sleep(max(0.0, began + STOPPED_S - time.monotonic()))
         os.kill(stopped[-1], signal.SIGCONT)
         screen.until(rf"the {name} is heard again after \d+ s of silence", start)
         screen.go_on()
     stopped.append(screen.pid("launcher"))
     os.kill(stopped[-1], signal.SIGSTOP)
-    time.sleep(2 * SILENCE_S)
+    time.sleep(max(STOPPED_S, 2 * SILENCE_S))
     screen.go_on()
     os.kill(stopped[-1], signal.SIGCONT)
     screen.go_on()
