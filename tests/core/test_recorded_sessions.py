@@ -117,6 +117,11 @@ def test_rl_learns_only_from_what_can_be_recomputed() -> None:
         VersionSpan(4, 2),
         VersionSpan(3, 1),
     )
+    assert (made.cost.prompt_tokens, made.cost.sampled_tokens, made.cost.calls) == (
+        3 + 10 + 17,
+        12,
+        3,
+    )
     assert made.reward == 0.25 and made.source == "production" and made.policy == "mine"
     assert {part.name: part.value for part in made.score.parts} == {
         "propensity": 0.5,
@@ -150,6 +155,15 @@ def test_sft_learns_what_was_liked_and_said_here() -> None:
     learnt = [t for t, on in zip(line["tokens"], line["mask"], strict=True) if on]
     assert learnt == [4, 5, 6, 7] * 2
     assert sft_lines([session], feedback, min_score=0.9).dropped == {"low_score": 1}
+
+
+def test_sft_counts_what_has_nothing_to_learn_from() -> None:
+    """The session was liked; in one of its segments the only answer is redacted."""
+    good = turn(0, 0)
+    hidden = stripped(turn(1, 0, 1), [Redaction(4, 5, "email")], STAND_IN, exact_before=True)
+    (session,) = put_together([good, hidden]).sessions
+    export = sft_lines([session], liked(good, 1.0), min_score=0.5)
+    assert len(export.made) == 1 and export.dropped == {"nothing_to_learn": 1}
 
 
 def test_dpo_compares_answers_to_the_same_prompt() -> None:

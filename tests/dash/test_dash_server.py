@@ -9,16 +9,28 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from pyarrow import parquet
 from starlette.types import ASGIApp
 
 from etude.cli import main
+from etude.core.ledger import Dropped
 from etude.dash.exports import export
 from etude.dash.guard import Access
-from etude.dash.recorded import RecordedRun
+from etude.dash.recorded import RecordedRun, evidence_of
 from etude.dash.server import create_app
+from etude.store.rollouts import RolloutLog, group_rows
 from etude.store.runs import Run
-from tests.dash.recorded_store import ALL_HOSTILE, HOSTILE, Answer, ask, write_run
+from etude.weights.publish import publish
+from tests.dash.recorded_store import (
+    ALL_HOSTILE,
+    HOSTILE,
+    Answer,
+    ask,
+    group,
+    trajectory,
+    write_run,
+)
 
 STATIC = Path(__file__).parent.parent.parent / "etude" / "dash" / "static"
 TOKEN = "a-token-of-forty-two-letters"
@@ -92,6 +104,7 @@ def test_a_filter_that_is_none(app: ASGIApp) -> None:
 
 def test_a_session_with_its_score_and_tokens(app: ASGIApp) -> None:
     session = ask(app, "/api/runs/x/sessions/g000001.1").json["session"]
+    assert (session["task"], session["group"], session["error"]) == ("t1", "g000001", None)
     assert [turn["role"] for turn in session["turns"]] == ["user", "assistant", "tool"]
     assert session["turns"][1]["calls"][0]["arguments"] == {"x": ALL_HOSTILE}
     assert session["parts"] == [
@@ -118,6 +131,12 @@ def test_a_session_whose_group_is_under_way(app: ASGIApp) -> None:
     assert ask(app, "/api/runs/x/sessions/g000009.0").status == 404
 
 
+def test_a_session_that_failed_says_why(app: ASGIApp) -> None:
+    session = ask(app, "/api/runs/x/sessions/g000002.1").json["session"]
+    assert (session["status"], session["reward"]) == ("failed", None)
+    assert session["error"].startswith("sandbox: no room for 17")
+
+
 def test_a_group_side_by_side(app: ASGIApp) -> None:
     attempts = ask(app, "/api/runs/x/groups/g000001").json["attempts"]
     assert [(each["id"], each["reward"]) for each in attempts] == [
@@ -132,6 +151,13 @@ def test_failures_by_cause(app: ASGIApp) -> None:
     assert found["broken"][0]["cause"].startswith("sandbox: no room for … of")
     assert found["clusters"][0]["count"] == 1 and found["looked_into"] == 1
     assert found["clusters"][0]["examples"] == ["g000001.1"]
+    assert found["unsolved"] == 4  # g000001.1, both of group 2, and g000003.0
+
+
+def test_the_cause_of_an_attempt_without_a_score() -> None:
+    late = replace(trajectory("g000001.0", None), status="timeout", error=None)
+    assert evidence_of(late) == "out of time or turns"
+    assert evidence_of(replace(late, status="done")) == "no evidence"
 
 
 def test_the_ledger_adds_up(app: ASGIApp) -> None:
@@ -141,10 +167,37 @@ def test_the_ledger_adds_up(app: ASGIApp) -> None:
     assert found["by_status"] == [{"name": "done", "dispatched": 2, "trained": 2}]
 
 
+def test_the_ledger_shows_what_became_of_attempts_without_a_reward(tmp_path: Path) -> None:
+    run = Run.open(f"file:{tmp_path}/x")
+    write_run(run)
+    failed = group(2, trajectory("g000002.0", 0.0), trajectory("g000002.1", None))
+    run.ledger.append(Dropped(samples=("g000002.0",), reason="no_signal"))
+    RolloutLog(run.objects).append([replace(row, dropped="failed") for row in group_rows(failed)])
+    app = create_app([RecordedRun("x", run)], Access(host="127.0.0.1"))
+    found = ask(app, "/api/runs/x/ledger").json
+    assert found["by_reward"] == [
+        {"name": "solved (1)", "dispatched": 1, "trained": 1},
+        {"name": "between", "dispatched": 1, "trained": 1},
+        {"name": "0", "dispatched": 1, "trained": 0},
+        {"name": "failed (no reward)", "dispatched": 1, "trained": 0},
+    ]
+
+
 def test_the_fleet(app: ASGIApp) -> None:
     found = ask(app, "/api/runs/x/fleet").json
     assert found["regions"]["east"] == {"version": 2, "busy": 0.5, "running": 3, "waiting": 1}
     assert {each["version"]: "live" in each for each in found["versions"]}[2]
+
+
+def test_the_fleet_shows_how_much_of_a_version_had_to_be_sent(run: Run, app: ASGIApp) -> None:
+    weights = torch.arange(100_000, dtype=torch.float32)
+    publish(run.objects, 0, {"w": weights}, stage="start", step=0)
+    weights[7] = -1.0
+    publish(run.objects, 1, {"w": weights}, stage="rl", step=1)
+    shown = {each["version"]: each for each in ask(app, "/api/runs/x/fleet").json["versions"]}
+    assert (shown[0]["snapshot"], shown[1]["snapshot"]) == (True, False)
+    assert shown[0]["whole_bytes"] == shown[1]["whole_bytes"] == 400_000
+    assert shown[1]["bytes"] < 4_000 and shown[1]["stage"] == "rl"
 
 
 def test_what_has_not_changed_is_not_sent_again(app: ASGIApp) -> None:

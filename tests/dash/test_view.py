@@ -29,7 +29,7 @@ from etude.core.events import (
     WeightsLive,
 )
 from etude.core.types import Status
-from etude.dash.page import TELL_ERRORS, TELL_S, Line, Page, Teller, beginning, describe
+from etude.dash.page import TELL_ERRORS, TELL_S, Line, Page, Teller, beginning, clock, describe
 from etude.dash.plot import plot
 from etude.dash.reader import RunView
 from etude.launch.screen import draw, layout
@@ -278,7 +278,7 @@ def full_page() -> Page:
     return describe(view, 2)
 
 
-@pytest.mark.parametrize(("width", "height"), [(80, 24), (200, 50), (100, 12), (40, 60)])
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (200, 50), (100, 12), (40, 60), (36, 60)])
 def test_a_page_fits(width: int, height: int) -> None:
     lines = [line.plain for line in layout(full_page(), "etude", 60.0, width, height)]
     assert len(lines) <= height
@@ -329,6 +329,7 @@ def test_the_page_says_all_of_it() -> None:
         "slots 3 of 8",
         "30.0%",
         "25% busy",
+        "gradient 1.00",
     ):
         assert words in text, words
 
@@ -349,6 +350,27 @@ def test_the_page_shows_how_the_policy_is_and_what_is_alarming() -> None:
     ):
         assert words in text, words
     assert "alarm  " not in printed(draw(view_of((0.0, step(3))), "etude", lag_bound=2))
+
+
+def test_an_evaluation_is_told_by_its_stage_unless_that_goes_on() -> None:
+    def evaluated(stage: str, version: int) -> EvalDone:
+        return EvalDone(
+            stage=stage, split="heldout", version=version, solved=1, total=4, low=0.1, high=0.6
+        )
+
+    view = view_of(
+        (0.0, evaluated("sft", 1)),
+        (1.0, StageStarted(stage="rl", steps=4)),
+        (2.0, step(1)),
+        (3.0, evaluated("rl", 2)),
+    )
+    (line,) = (line.text for line in describe(view, 2).lines if line.label == "heldout solved")
+    assert line.startswith("25.0% after sft, ") and line.endswith("1/4 at version 2")
+
+
+def test_the_clock_counts_minutes_and_hours() -> None:
+    told = {0: "0:00", 59: "0:59", 60: "1:00", 3599.9: "59:59", 3600: "1:00:00", 90061: "25:01:01"}
+    assert {seconds: clock(seconds) for seconds in told} == told
 
 
 def test_an_evaluation_has_its_time_to_go() -> None:

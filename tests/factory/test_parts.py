@@ -11,18 +11,20 @@ import pytest
 
 from etude.cli import main
 from etude.core.errors import EtudeError
+from etude.factory import install
 from etude.factory.candidates import split_change
 from etude.factory.check import stats
 from etude.factory.harbor import read_task, write_solve_rate, write_task
 from etude.factory.hiding import functions_of, without_functions
+from etude.factory.install import write_files
 from etude.factory.instruct import instruct
 from etude.factory.leaks import hunks, is_leaked, windows_of
 from etude.factory.mutations import MUTATIONS, SourceFile
-from etude.factory.recipe import HeuristicProposer, find_layout
-from etude.factory.sources import fetch, name_of
+from etude.factory.recipe import HeuristicProposer, Recipe, find_layout
+from etude.factory.sources import Checkout, fetch, name_of
 from etude.factory.swebench import Row, diff, patched
 from etude.factory.task import RepositoryTask, is_test_file, reported_name
-from tests.factory.tiny import CART, TESTS
+from tests.factory.tiny import CART, TESTS, git, make_repository
 
 SAMPLE = b'''\
 """Many things to get wrong."""
@@ -64,6 +66,8 @@ def test_every_kind_of_mutation_is_found_and_leaves_python() -> None:
         assert mutated != SAMPLE
         changed = hunks(SAMPLE.splitlines(), mutated.splitlines())
         assert len(changed) == 1 and b"# a comment" in mutated
+        # nobody notices that a docstring is missing
+        assert b"Pick some." in mutated and b"Many things" in mutated
 
 
 def test_several_mutations_at_once() -> None:
@@ -219,6 +223,39 @@ def test_a_folder_is_fetched_without_caches(tmp_path: Path) -> None:
     assert fetch(str(tmp_path), tmp_path / "clones").files.keys() == {"shop/a.py"}
     with pytest.raises(EtudeError, match="no such folder"):
         fetch("./nothing/here", tmp_path)
+
+
+def test_git_repositories_are_fetched_by_path_and_by_url(tmp_path: Path) -> None:
+    clones, repository = tmp_path / "clones", make_repository(tmp_path / "shop")
+    git(repository, "clone", "-q", "--bare", ".", str(tmp_path / "bare"))
+    by_path = fetch(str(repository), clones)
+    for source in (str(tmp_path / "bare"), f"file://{repository}/"):
+        other = fetch(source, tmp_path / "others")
+        assert other.files == by_path.files and other.git is not None
+        assert other.origin.rpartition("@")[2] == by_path.origin.rpartition("@")[2]
+    assert fetch(str(tmp_path / "bare"), clones).git != by_path.git  # beside the first
+
+
+def test_what_a_build_makes_is_brought_along_without_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pip(place: Path, *argv: str) -> str:
+        if argv[0] == "freeze":
+            return "pytest==9.0\n"
+        if "--target" in argv:
+            target = Path(argv[argv.index("--target") + 1])
+            made = {"_version.py": b"version = '7'\n", "cart.py": b"x = 1\n"}
+            write_files(target / "shop", made)
+            write_files(target / "shop-7.dist-info", {"METADATA": b"Name: shop\n", "RECORD": b""})
+        return ""
+
+    monkeypatch.setattr(install, "_pip", pip)
+    checkout = Checkout(name="shop", origin="shop", files={"src/shop/cart.py": b"x = 1\n"})
+    recipe = Recipe(requirements=(), pythonpath=("src",), tests=(), sources=("src/shop/*",))
+    installed = install.PipInstaller().install(checkout, recipe, tmp_path / "venv")
+    assert installed.generated == {"src/shop/_version.py": b"version = '7'\n"}
+    assert installed.metadata == {"shop-7.dist-info/METADATA": b"Name: shop\n"}
+    assert not [*(tmp_path / "venv").rglob("shop/*.py")]
 
 
 def test_without_libcst_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

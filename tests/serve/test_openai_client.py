@@ -271,6 +271,16 @@ def test_completions(client: openai.OpenAI) -> None:
     assert both.usage and both.usage.prompt_tokens == len(ids) + len(TOKENIZER.encode("test"))
     chunks = list(client.completions.create(prompt=ids, stream=True, **options))
     assert "".join(chunk.choices[0].text for chunk in chunks) == choice.text
+    for others in (0, 2):  # beside the token that was drawn
+        asked = {"prompt": ids, "logprobs": others, **options}
+        (told,) = (each.logprobs for each in client.completions.create(**asked).choices)
+        chunks = list(client.completions.create(stream=True, **asked))
+        parts = [part for chunk in chunks if (part := chunk.choices[0].logprobs)]
+        assert [p for part in parts for p in part.token_logprobs] == told.token_logprobs
+        if others:
+            assert [top for part in parts for top in part.top_logprobs] == told.top_logprobs
+        else:
+            assert {part.top_logprobs for part in (*parts, told)} == {None}
     with pytest.raises(openai.BadRequestError, match="echo"):
         client.completions.create(prompt="a", model=MODEL, echo=True)
 

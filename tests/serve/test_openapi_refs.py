@@ -12,6 +12,7 @@ import msgspec
 from etude.serve import openapi
 from etude.serve.dialects import document, public_routes
 from etude.serve.http import respond, respond_packed
+from etude.serve.production.schema import production_document
 from tests.serve.test_api import served_model
 
 
@@ -35,6 +36,30 @@ def test_every_reference_leads_somewhere() -> None:
         for part in reference.removeprefix("#/").split("/"):
             place = place[part]
         assert isinstance(place, dict)
+
+
+def test_the_events_of_a_stream_are_described_as_json() -> None:
+    """What is said to be of no type is read as any text, whatever schema it is said to have."""
+    streams = {
+        path: operation["responses"]["200"]["content"]["text/event-stream"]["schema"]
+        for path, methods in document()["paths"].items()
+        for operation in methods.values()
+        if "text/event-stream" in operation["responses"]["200"].get("content", {})
+    }
+    assert {"/v1/chat/completions", "/v1/messages", "/v1/responses"} <= streams.keys()
+    for event in streams.values():
+        data = event["properties"]["data"]
+        assert data["contentMediaType"] == "application/json"
+        assert list(references(data["contentSchema"]))
+
+
+def test_production_mode_says_when_two_events_contradict() -> None:
+    paths = production_document()["paths"]
+    for path in ("/v1/feedback", "/v1/consent", "/v1/users"):
+        (operation,) = paths[path].values()
+        answers = operation["responses"]
+        assert {"200", "400", "401", "409"} <= answers.keys()
+        assert answers["409"]["content"] == answers["400"]["content"]
 
 
 def test_what_is_no_json_is_described_as_what_it_is() -> None:

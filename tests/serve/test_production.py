@@ -62,6 +62,7 @@ async def test_a_user_who_consents_is_recorded_token_for_token(
         ]
         second = await made.ask(history, tools=TOOLS)
         (session,) = made.store.sessions().sessions
+        assert not made.mode.recording._writing  # what is stored is held no longer
     (segment,) = session.segments
     assert [turn.sampled for turn in segment.turns] == [tuple(one) for one in answers(said)]
     assert [turn.completion for turn in segment.turns] == [
@@ -264,8 +265,22 @@ async def test_feedback_is_checked_limited_and_counted_once(
         assert (await made.feedback(bob, **event | {"kind": "thumbs_down"}))[0] == 200
         joined = made.store.joined(made.store.sessions(), horizon_s=60)
     ((answer, events),) = joined.by_answer.items()
-    assert f"chatcmpl-{answer[0]}" == id and [e.kind for e in events] == ["accepted"]
+    assert answer == (id.removeprefix("chatcmpl-"), 0)
+    assert [e.kind for e in events] == ["accepted"]
     assert [e.kind for e in joined.dropped["other_user"]] == ["thumbs_down"]
+
+
+async def test_feedback_belongs_to_one_of_several_answers(
+    http: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    async with production(http, f"file:{tmp_path}", ["Done.", "Not yet."]) as made:
+        id = (await made.say("read", n=2))["id"]
+        for event, choice, kind in (("1", 1, "accepted"), ("2", 0, "rejected")):
+            told = {"event": event, "completion": id, "choice": choice, "kind": kind}
+            assert await feedback_of(made, **told) == (200, "stored")
+        joined = made.store.joined(made.store.sessions(), horizon_s=60)
+    kinds = {choice: [e.kind for e in events] for (_, choice), events in joined.by_answer.items()}
+    assert kinds == {0: ["rejected"], 1: ["accepted"]}
 
 
 async def test_a_session_of_another_user_cannot_be_gone_on_with(

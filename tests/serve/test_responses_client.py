@@ -67,6 +67,7 @@ async def test_an_answer_with_reasoning_text_and_calls() -> None:
     assert (edit.name, edit.arguments) == ("edit", '{"line": 3}')
     assert (patch.name, patch.input) == ("patch", "-a\n+b")
     assert made.status == "completed" and made.metadata == {"a": "b"} and made.error is None
+    assert made.incomplete_details is None
     assert made.usage.input_tokens == len(policy.asked[0].prompt)
     assert made.usage.total_tokens == made.usage.input_tokens + made.usage.output_tokens
     (shown,) = prompts(policy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -13,6 +14,7 @@ from aiohttp import web
 
 from etude.core.clock import AwakeClock, ManualClock
 from etude.core.sampling import RegionSpan, Request, Sample, Token, VersionSpan
+from etude.serve.fake_worker import FakeWorker, Pace, fake_sample
 from etude.serve.http import ApiError, DeadlineExceeded, Unavailable
 from etude.serve.router import MAX_RETRIES, Router
 from etude.serve.worker_protocol import (
@@ -214,6 +216,45 @@ async def test_a_worker_that_does_not_answer_is_left_out_of_what_is_told(
         await join(router, url)
         await join(router, "http://127.0.0.1:1", "west")
         assert await router.regions() == {"east": status}
+
+
+async def test_who_leaves_a_stream_leaves_its_worker_free_at_once(
+    http: aiohttp.ClientSession,
+) -> None:
+    frames = [GenerateFrame(token=Token(7, -1.0, 0)), GenerateFrame(sample=SAMPLED)]
+    body = b"".join(frame.packed() for frame in frames)
+    worker, router = Worker(generate=lambda request: web.Response(body=body)), Router(http)
+    async with worker.listening() as url:
+        await join(router, url)
+        stream = router.stream(ASK)
+        assert isinstance(await anext(stream), Token)
+        (known,) = router.fleet.workers
+        assert known.active == 1
+        await stream.aclose()
+        assert known.active == 0
+
+
+async def test_the_worker_of_benchmarks_goes_on_behind_what_was_begun(
+    http: aiohttp.ClientSession,
+) -> None:
+    pace = Pace(words=(5, 6, 7), end=2, num_tokens=4, first_s=0.0, each_s=0.0)
+    asked = replace(ASK, max_tokens=4)
+    whole = fake_sample(pace, asked)
+    said = [
+        Token(token, logprob, 0)
+        for token, logprob in zip(whole.tokens, whole.logprobs, strict=True)
+    ]
+    server = await asyncio.get_running_loop().create_server(
+        lambda: FakeWorker(pace), "127.0.0.1", 0
+    )
+    async with server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/generate"
+        for begun in (0, 3, 4):
+            body = GenerateRequest(replace(asked, begun=tuple(said[:begun])), -1, stream=True)
+            async with http.post(url, data=msgspec.msgpack.encode(body)) as response:
+                frames = list(FrameReader().push(await response.read()))
+            assert [frame.token for frame in frames[:-1]] == said[begun:]
+            assert frames[-1].sample == whole
 
 
 @pytest.mark.parametrize("size", [1, 3, 7, 1000])

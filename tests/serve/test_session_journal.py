@@ -233,6 +233,35 @@ async def test_a_session_with_a_hole_is_dropped_by_name(objects: Objects, place:
         life.end()
 
 
+async def test_damage_in_mid_session_breaks_the_session_and_no_kept_response(
+    tmp_path: Path,
+) -> None:
+    objects = Objects.open(f"file:{tmp_path}/store")
+    life = Life(objects)
+    kept = StoredResponse(
+        response={"id": "one", "output": []}, items=(), messages=(user("a"),), previous=None
+    )
+    life.conversations.put("", "one", kept)
+    await life.journal.commit()
+    history = [user("read")]
+    history += [await life.say("s", history, "call"), user("go")]
+    (key,) = objects.list(FOLDER)
+    whole = len(objects.get(key))
+    await life.say("s", history, "tool")
+    await life.say("t", [user("read")], "call")
+    life.end()
+    data = bytearray(objects.get(key))
+    data[whole + 60] ^= 1  # the second turn of s
+    objects.put(key, bytes(data))
+    life = Life(objects)
+    with pytest.raises(ApiError, match="incomplete.*damaged at byte"):
+        life.records.check("s")
+    life.records.check("t")
+    assert life.records.recorder.sessions == ["t"]
+    found = life.conversations.get("", "one")
+    assert found is not None and found.messages == (user("a"),)
+
+
 async def test_stored_responses_are_there_again(objects: Objects) -> None:
     life = Life(objects)
 
@@ -308,6 +337,16 @@ async def test_two_gateways_do_not_share_a_journal(tmp_path: Path) -> None:
     life.end()
     with pytest.raises(EtudeError, match="in other shards are in sessions/0-of-1"):
         Life(objects, shard="1-of-2")
+
+
+async def test_a_second_gateway_at_a_bucket_is_noticed_by_the_first() -> None:
+    """Nobody can lock a bucket; but what the other has written is not taken for one's own."""
+    objects = Objects(MemoryStore(), "s3://fake")
+    first = Life(objects)
+    await first.say("s", [user("read")], "call")
+    Life(objects)
+    with pytest.raises(Unavailable, match="another gateway has written"):
+        await first.say("s", [user("another")], "tool")
 
 
 async def test_a_turn_that_cannot_be_stored_is_not_acknowledged(

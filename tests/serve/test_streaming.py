@@ -16,13 +16,14 @@ from etude.core.sampling import RegionSpan, Request, Sample, Token, VersionSpan
 from etude.serve.engine_thread import EngineThread
 from etude.serve.fake import Scripted
 from etude.serve.gateway import Gateway
-from etude.serve.http import DeadlineExceeded, create_app
+from etude.serve.http import ClientDisconnected, DeadlineExceeded, create_app
 from etude.serve.router import Router
 from etude.serve.worker import Worker
 from etude.serve.worker_protocol import JoinRequest
 from etude.store.objects import Objects
 from tests.serve.client import post, segments
 from tests.serve.conftest import Store, served
+from tests.serve.producing import ScriptedEngine
 from tests.serve.scripted import FILES, TOKENIZER, answers
 from tests.small_model import ROUNDING, plain_logprobs
 
@@ -133,6 +134,29 @@ class Gated(Scripted):
             if self.error is not None and isinstance(event, Sample):
                 raise self.error
             yield event
+
+
+async def test_the_engine_is_told_at_once_that_nobody_listens() -> None:
+    told: list[str] = []
+
+    class Engine(ScriptedEngine):
+        async def stream(self, request: Request) -> AsyncIterator[Token | Sample]:
+            try:
+                async for event in super().stream(request):
+                    yield event
+            finally:
+                told.append("closed")
+
+    async def send(event: object) -> None:
+        raise ClientDisconnected
+
+    worker = Worker(Engine(answers(["Done."])), FILES, "east")  # type: ignore[arg-type]
+    try:
+        await worker._stream(Request(prompt=(1,), max_tokens=9, seed=0), send)
+    except ClientDisconnected:
+        assert told == ["closed"]
+    else:
+        pytest.fail("nobody was told that the client is gone")
 
 
 async def test_tokens_come_as_they_are_sampled(http: aiohttp.ClientSession, tmp_path: Any) -> None:

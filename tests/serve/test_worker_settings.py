@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from starlette.types import ASGIApp
 
 from etude.core.config import RunConfig, parse
 from etude.core.errors import EtudeError
 from etude.serve import gateway, worker
+from etude.serve.tokens import SECRET_VARIABLE, Scope, TokenAuthority
 from etude.serve.worker_protocol import read_model_files
 from etude.store.runs import Run
+from tests.dash.recorded_store import ask
 from tests.serve.conftest import Store
 
 RUN = """
@@ -152,6 +158,29 @@ def test_the_gateway_takes_a_worker_for_silent_when_the_run_says(
     with pytest.raises(Stop):
         gateway.main()
     assert told == [(-1, 7.0)]
+
+
+def test_a_gateway_with_a_secret_asks_everyone_for_a_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret, served = "a secret that nobody would find by trying", list[ASGIApp]()
+
+    @asynccontextmanager
+    async def serving(app: ASGIApp, listener: socket.socket) -> AsyncIterator[Awaitable[None]]:
+        served.append(app)
+        with listener:
+            yield asyncio.sleep(0)
+
+    monkeypatch.setattr(gateway, "gc", SimpleNamespace(freeze=int, set_threshold=max))
+    monkeypatch.setattr(gateway.process, "serving", serving)
+    monkeypatch.setenv(SECRET_VARIABLE, secret)
+    store = store_of(tmp_path, config())
+    monkeypatch.setattr(sys, "argv", ["gateway", "--store", store.url, "--port", "0"])
+    gateway.main()
+    admin = TokenAuthority(secret).mint(Scope.ADMIN, "me", 60.0)
+    for token, status in (("", 401), ("guessed", 401), (admin, 200)):
+        headers = {"authorization": f"Bearer {token}"} if token else {}
+        assert ask(served[0], "/status", headers=headers).status == status
 
 
 def test_a_store_without_a_model_says_so(tmp_path: Path) -> None:

@@ -1,0 +1,96 @@
+"""What is drafted of a repository, and which drafts are worth grading."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from etude.factory import prove as proving
+from etude.factory.candidates import Candidate, Draft, Drafts
+from etude.factory.prove import Rejected, Seen, prove
+from etude.factory.recipe import Recipe
+from etude.factory.survey import Survey
+from etude.factory.task import RepositoryTask
+from etude.run.task_folder import split_of
+
+TEST = "tests/test_shop.py::test_all"
+TASK = RepositoryTask(
+    id="shop-bug-1",
+    kind="bug",
+    repository="shop",
+    origin="shop",
+    instruction="Mend it.",
+    base={"shop/cart.py": b"x = 1\n"},
+    changes={"shop/cart.py": b"x = 2\n"},
+    solution={"shop/cart.py": b"x = 1\n"},
+    tests={},
+    fail_to_pass=(TEST,),
+    pass_to_pass=(),
+    sources=("shop/*",),
+    venv="shop",
+    requirements=(),
+    facts={"functions": "shop/cart.py:total"},
+)
+
+
+def drafts_of(source: str) -> list[Draft]:
+    """Of a package of one file, of which a test runs every line."""
+    path, lines = "shop/cart.py", range(1, 1 + len(source.splitlines()))
+    survey = Survey(
+        seconds={TEST: 0.1}, lines={path: {line: frozenset({TEST}) for line in lines}}, start_s=0.0
+    )
+    recipe = Recipe(requirements=(), pythonpath=(), tests=("tests",), sources=("shop/*",))
+    drafts: Iterator[Draft] = Drafts("shop", {path: source.encode()}, recipe, survey, None).all()
+    found = list(itertools.islice(drafts, 1000))
+    assert len(found) < 1000, "there is no end of them"
+    return found
+
+
+def test_no_mistake_is_drafted_twice() -> None:
+    # there is one way alone to get each of these wrong
+    source = "".join(f"def part_{n}(a):\n    return a\n\n\n" for n in range(5))
+    bugs = [draft.id for draft in drafts_of(source) if draft.kind == "bug"]
+    assert len(bugs) == len(set(bugs)) == 5
+
+
+def test_several_mistakes_at_once_are_in_different_functions() -> None:
+    one = "def total(items):\n    return sum(items) + 1\n"
+    assert not [draft for draft in drafts_of(one) if draft.kind == "bugs"]
+    both = drafts_of(one + "\n\ndef first(a):\n    return a\n")
+    made = [draft.make() for draft in both if draft.kind == "bugs"]
+    assert made and all(each and len(each.noticed_by) == 2 for each in made)
+
+
+async def test_a_task_like_another_is_rejected_before_it_is_graded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    graded: list[str] = []
+
+    async def look(*_: Any) -> None: ...
+
+    async def check_both_ends(task: RepositoryTask, *_: Any) -> None:
+        graded.append(task.id)
+
+    monkeypatch.setattr(proving, "_look", look)
+    monkeypatch.setattr(proving, "_assembled", lambda draft, *_: replace(TASK, id=draft.id))
+    monkeypatch.setattr(proving, "check_both_ends", check_both_ends)
+    candidate = Candidate(base={}, broken={}, solution={}, tests=(), facts={})
+    seen, nobody = Seen(), Any
+    drafts = [Draft(id, "bug", lambda: candidate) for id in ("one", "two")]
+    assert (await prove(drafts[0], nobody, seen, nobody)).id == "one"
+    with pytest.raises(Rejected, match="duplicate"):
+        await prove(drafts[1], nobody, seen, nobody)
+    assert graded == ["one"]
+
+
+def test_about_a_quarter_of_the_files_is_held_out() -> None:
+    def split(path: str) -> str:
+        return split_of(replace(TASK, solution={path: b""}))
+
+    splits = [split(f"shop/part_{n}.py") for n in range(400)]
+    assert {*splits} == {"train", "heldout"} and 60 <= splits.count("heldout") <= 140
+    assert splits == [split(f"shop/part_{n}.py") for n in range(400)]

@@ -1,0 +1,73 @@
+"""What clients of other dialects ask for, as the request that a model is asked with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from etude.serve.anthropic import requests as messages_dialect
+from etude.serve.anthropic.types import MessagesRequest
+from etude.serve.openai import types as wire
+from etude.serve.responses import requests as responses_dialect
+from etude.serve.responses.types import ResponsesRequest
+
+EDIT = wire.NamedTool(wire.FunctionName("edit"))
+
+
+def of_messages(**more: Any) -> wire.ChatRequest:
+    body = {
+        "model": "m",
+        "max_tokens": 9,
+        "messages": [{"role": "user", "content": "read"}],
+        "tools": [{"name": "edit", "input_schema": {"type": "object"}}],
+    }
+    return messages_dialect.chat_request(msgspec.convert(body | more, MessagesRequest))
+
+
+def of_responses(**more: Any) -> wire.ChatRequest:
+    tools = [{"type": "function", "name": "edit", "parameters": {"type": "object"}}]
+    body = {"model": "m", "input": "read", "tools": tools}
+    asked = msgspec.convert(body | more, ResponsesRequest)
+    return responses_dialect.chat_request(asked, [{"role": "user", "content": "read"}])
+
+
+@pytest.mark.parametrize(
+    ("said", "means"),
+    [
+        ({"type": "auto"}, "auto"),
+        ({"type": "none"}, "none"),
+        ({"type": "any"}, "required"),
+        ({"type": "tool", "name": "edit"}, EDIT),
+    ],
+)
+def test_which_tool_a_message_is_to_call(said: Any, means: Any) -> None:
+    chat = of_messages(tool_choice=said)
+    assert (chat.tool_choice, chat.parallel_tool_calls) == (means, None)
+    alone = of_messages(tool_choice=said | {"disable_parallel_tool_use": True})
+    assert (alone.tool_choice, alone.parallel_tool_calls) == (means, False)
+
+
+def test_how_much_a_message_is_to_be_thought_about() -> None:
+    assert of_messages().reasoning_effort is None
+    assert of_messages(output_config={"effort": "low"}).reasoning_effort == "low"
+
+
+@pytest.mark.parametrize(
+    ("said", "means"),
+    [
+        ("auto", "auto"),
+        ("none", "none"),
+        ("required", "required"),
+        ({"type": "function", "name": "edit"}, EDIT),
+        ({"type": "function", "name": "no-such"}, None),
+    ],
+)
+def test_which_tool_a_response_is_to_call(said: Any, means: Any) -> None:
+    chat = of_responses(tool_choice=said, parallel_tool_calls=False)
+    assert (chat.tool_choice, chat.parallel_tool_calls) == (means, False)
+
+
+def test_without_tools_none_is_required() -> None:
+    assert of_responses(tool_choice="required", tools=[]).tool_choice is None
