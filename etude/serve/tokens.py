@@ -133,12 +133,13 @@ class TokenAuthority:
     def revoke(self, id: str) -> None:
         self._revoked.add(id)
 
-    def close_session(self, session: str) -> None:
-        """The session is over: its tokens open nothing any more."""
+    def close_session(self, session: str, at: float | None = None) -> None:
+        """The session is over: its tokens open nothing any more. `at`: since when, if not from now
+        on."""
         now = self._clock()
         while self._closed and next(iter(self._closed.values())) < now:
             del self._closed[next(iter(self._closed))]
-        self._closed[session] = now + MAX_SESSION_S
+        self._closed[session] = (now if at is None else at) + MAX_SESSION_S
 
 
 def new_session_id() -> str:
