@@ -74,7 +74,7 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
 
 
 def add_token(parser: argparse.ArgumentParser) -> None:
-    scopes = ("session", "user", "worker", "scheduler", "feedback", "admin")
+    scopes = ("session", "score", "user", "worker", "scheduler", "feedback", "admin")
     parser.add_argument("scope", choices=scopes, help="what it opens: docs/serve.md")
     parser.add_argument(
         "--subject", default="", metavar="NAME", help="whose it is; the id of a session for session"

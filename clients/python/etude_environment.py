@@ -74,6 +74,9 @@ class Rollout:
     temperature: float = 1.0
     max_tokens: int = 64
     callback_url: str | None = None
+    callback_token: str | None = field(default=None, repr=False)
+    """For the result alone. Your product must not have it: an agent that finds it could say itself
+    what it was worth."""
     cancelled: threading.Event = field(default_factory=threading.Event, compare=False)
     """Set when nobody wants the result any more."""
 
@@ -215,8 +218,8 @@ class Service:
             for old in [id for id in self._known if id not in self._asked][:-KEPT]:
                 del self._known[old]
             self._changed.notify_all()
-        if asked.callback_url and not asked.cancelled.is_set():
-            _call_back(asked.callback_url, result, asked.token)
+        if not asked.cancelled.is_set():
+            _call_back(asked, result)
 
     def _look(self, id: str, wait_s: float) -> tuple[int, Any]:
         def is_over() -> bool:
@@ -244,8 +247,7 @@ def pull(gateway: str, token: str, rollout: Callable[[Rollout], Result]) -> bool
     if not answer:
         return False
     asked = Rollout.from_json(json.loads(answer))
-    assert asked.callback_url is not None
-    _call_back(asked.callback_url, _outcome(rollout, asked), asked.token)
+    _call_back(asked, _outcome(rollout, asked))
     return True
 
 
@@ -297,11 +299,13 @@ def _post(url: str, value: object, token: str, timeout_s: float) -> bytes:
         return bytes(answer.read())
 
 
-def _call_back(url: str, result: Mapping[str, Any], token: str) -> None:
+def _call_back(asked: Rollout, result: Mapping[str, Any]) -> None:
     """If it does not arrive, Etude asks for it."""
+    if asked.callback_url is None or asked.callback_token is None:
+        return
     for _ in range(CALLBACK_TRIES):
         try:
-            _post(url, result, token, timeout_s=10.0)
+            _post(asked.callback_url, result, asked.callback_token, timeout_s=10.0)
             return
         except (urllib.error.URLError, OSError):
             time.sleep(1.0)

@@ -51,6 +51,14 @@ class TaskPage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Callback:
+    """Where the result of a session may be sent, and the key for it."""
+
+    url: str
+    token: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutRequest:
     """One attempt at a task: the body of `POST /rollouts`, and what `POST /v1/sessions` answers."""
 
@@ -70,7 +78,9 @@ class RolloutRequest:
     max_tokens: int = 64
     """Of one answer of the model, at most."""
     callback_url: str | None = None
-    """Where the result may be sent, with the token, instead of waiting to be asked for it."""
+    """Where the result may be sent instead of waiting to be asked for it."""
+    callback_token: str | None = None
+    """The key for that. It is not for the agent, which could say with it what it was worth."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

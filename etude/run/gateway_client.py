@@ -12,7 +12,7 @@ import msgspec
 
 from etude.core.errors import EtudeError
 from etude.core.events import RegionStatus
-from etude.core.remote import SessionOffer, SessionOutcome
+from etude.core.remote import Callback, SessionOffer, SessionOutcome
 from etude.core.types import Segment, SessionAccess
 from etude.serve.process import authorization, token
 from etude.serve.tokens import MAX_SESSION_S, Scope, new_session_id
@@ -79,12 +79,18 @@ class GatewayClient:
         await self._ask("POST", "/load", f"the workers cannot load version {version}", json=told)
 
     async def open_session(self, session: str) -> SessionAccess:
-        """Its key ends with it, and must not end before because somebody was stopped for long."""
-        id, what = new_session_id(), f"session {session} cannot be opened"
-        told = {"scope": Scope.SESSION, "subject": id, "lifetime_s": MAX_SESSION_S}
-        key = msgspec.json.decode(await self._ask("POST", "/tokens", what, json=told))["token"]
+        id = new_session_id()
+        key = await self._token(Scope.SESSION, id, session)
         self._ids[session] = id
         return SessionAccess(base_url=f"{self._public_url}/s/{id}/v1", api_key=key)
+
+    async def _token(self, scope: Scope, id: str, session: str) -> str:
+        """It ends with its session, and must not end before because somebody was stopped for
+        long."""
+        told = {"scope": scope, "subject": id, "lifetime_s": MAX_SESSION_S}
+        what = f"session {session} cannot be opened"
+        made = msgspec.json.decode(await self._ask("POST", "/tokens", what, json=told))
+        return str(made["token"])
 
     async def segments(self, session: str, *, experts: bool) -> tuple[Segment, ...]:
         if session not in self._ids:
@@ -95,9 +101,9 @@ class GatewayClient:
         answer = await self._ask("GET", path, what, unknown=NO_SEGMENTS, params=told)
         return msgspec.msgpack.decode(answer, type=tuple[Segment, ...])
 
-    def score_url(self, session: str) -> str:
-        """Where whoever runs the session says what became of it."""
-        return f"{self._public_url}/v1/sessions/{session}/score"
+    async def callback(self, session: str) -> Callback:
+        url = f"{self._public_url}/v1/sessions/{session}/score"
+        return Callback(url=url, token=await self._token(Scope.SCORE, session, session))
 
     async def offer(self, session: str, offer: SessionOffer) -> None:
         what = f"session {session} cannot be offered"

@@ -68,7 +68,7 @@ class PullAgent:
             base_url=base_url,
             token=api_key,
             seed=seed,
-            callback_url=self._desk.score_url(session),
+            callback=await self._desk.callback(session),
         )
         offer = SessionOffer(request=request, timeout_s=self._limits.timeout_s)
         result = await self._claimed(session, offer)

@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 
 from etude.core.errors import Interrupted, RolloutFailure, boundary, user_traceback
 from etude.core.protocols import Agent, Environment
-from etude.core.remote import SessionOffer, SessionOutcome
+from etude.core.remote import Callback, SessionOffer, SessionOutcome
 from etude.core.types import (
     Attempt,
     Cost,
@@ -67,7 +67,8 @@ class SessionRecorder(Protocol):
 class SessionDesk(Protocol):
     """Where sessions are offered to others, who say there what became of them: the gateway."""
 
-    def score_url(self, session: str) -> str: ...
+    async def callback(self, session: str) -> Callback:
+        """Where whoever runs the session says what became of it."""
 
     async def offer(self, session: str, offer: SessionOffer) -> None:
         """The same again changes nothing."""

@@ -32,6 +32,7 @@ import msgspec
 
 from etude.core.errors import EtudeError, Interrupted, RolloutFailure
 from etude.core.remote import (
+    Callback,
     RemoteTask,
     RolloutRequest,
     RolloutResult,
@@ -289,7 +290,7 @@ class SessionLimits:
         base_url: str,
         token: str,
         seed: int,
-        callback_url: str | None,
+        callback: Callback | None,
         deadline: float = 0.0,
     ) -> RolloutRequest:
         return RolloutRequest(
@@ -301,7 +302,8 @@ class SessionLimits:
             deadline=deadline,
             temperature=self.temperature,
             max_tokens=self.max_tokens,
-            callback_url=callback_url,
+            callback_url=callback.url if callback else None,
+            callback_token=callback.token if callback else None,
         )
 
 
@@ -325,7 +327,7 @@ class ServiceAgent:
             token=api_key,
             seed=seed,
             deadline=time.time() + self._limits.timeout_s,
-            callback_url=self._desk.score_url(session) if self._desk else None,
+            callback=await self._desk.callback(session) if self._desk else None,
         )
         try:
             async with asyncio.timeout(self._limits.timeout_s + GRACE_S) as late:

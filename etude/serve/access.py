@@ -18,7 +18,7 @@ from starlette.requests import Request as HttpRequest
 
 from etude.serve.policies import Policy
 from etude.serve.process import is_loopback
-from etude.serve.tokens import Scope, TokenAuthority, TokenRefused
+from etude.serve.tokens import OF_ONE_SESSION, Scope, TokenAuthority, TokenRefused
 
 IDENTITY = "etude.identity"
 """Its key in the scope of a request."""
@@ -54,7 +54,8 @@ class Identity:
             opens = ", ".join(sorted(policy))
             message = f"this needs a token of another scope ({opens}), not of {self.scope}"
             raise AccessDenied(message, status=403, code="wrong_scope")
-        if self.scope is Scope.SESSION and path_params.get("session", self.subject) != self.subject:
+        for_one = self.scope in OF_ONE_SESSION
+        if for_one and path_params.get("session", self.subject) != self.subject:
             message = "this token is for another session"
             raise AccessDenied(message, status=403, code="wrong_session")
 

@@ -74,6 +74,7 @@ from etude.serve.answerer import (
     as_stream,
     template_errors,
 )
+from etude.serve.closed_sessions import ClosedSessions
 from etude.serve.dialects import public_routes, session_routes
 from etude.serve.grammar import GrammarBuilder
 from etude.serve.headers import read_segment_kind
@@ -123,10 +124,14 @@ class Gateway:
             max_context=max_context,
         )
         self.records = SessionRecords(self.model.tokenizer, self.model.conversations)
+        self.closed = ClosedSessions(objects, self.shards.name)
         self.desk = SessionRoutes()
 
     def restore(self, journal: SessionJournal) -> None:
-        """Sessions of earlier lives go on. All of them waited for us."""
+        """Sessions of earlier lives go on, but for those that are over. All of them waited for
+        us."""
+        for mark in self.closed.restore():
+            self.tokens.close_session(mark.session, mark.t)
         for session in self.records.restore(journal):
             self.router.disturb(session)
 
@@ -195,6 +200,7 @@ class Gateway:
         session: str = http.path_params["session"]
         self.tokens.close_session(session)
         self.router.forget(session)
+        await self.closed.add(session)
         await self.records.forget(session)
         await self.desk.forget(session)
         if (url := self.shards.elsewhere(DESK)) is not None:

@@ -1,8 +1,8 @@
 """Policies: which scope of a token opens which route. A route that has no row here is not served:
 `create_app` refuses to start.
 
-An admin's token opens everything. The token of a session opens a route with `{session}` in it only
-for its own session. HEAD is as GET.
+An admin's token opens everything. The tokens of a session open a route with `{session}` in it only
+for their own session. HEAD is as GET.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ Policy = frozenset[Scope]
 
 ADMIN: Policy = frozenset({Scope.ADMIN})
 SESSION: Policy = frozenset({Scope.SESSION, Scope.ADMIN})
+SCORE: Policy = frozenset({Scope.SCORE, Scope.ADMIN})
 USER: Policy = frozenset({Scope.USER, Scope.ADMIN})
 WORKER: Policy = frozenset({Scope.WORKER, Scope.ADMIN})
 FEEDBACK: Policy = frozenset({Scope.FEEDBACK, Scope.USER, Scope.ADMIN})
@@ -37,7 +38,8 @@ CONVERSATIONS = (
 
 POLICIES: Mapping[tuple[str, str], Policy] = {
     **dict.fromkeys(CONVERSATIONS, USER),
-    # A harness has no way to the model that is not recorded, and cannot undo what was recorded.
+    # A harness has no way to the model that is not recorded, cannot undo what was recorded, and
+    # cannot say what it was worth.
     **{(method, "/s/{session}" + path): SESSION for method, path in CONVERSATIONS},
     ("GET", "/s/{session}/segments"): ADMIN,
     ("GET", "/s/{session}/disturbed"): ADMIN,
@@ -46,7 +48,7 @@ POLICIES: Mapping[tuple[str, str], Policy] = {
     ("POST", "/v1/consent"): USER,
     ("DELETE", "/v1/users"): USER,
     ("POST", "/v1/sessions"): SCHEDULER,
-    ("POST", "/v1/sessions/{session}/score"): SESSION,
+    ("POST", "/v1/sessions/{session}/score"): SCORE,
     ("PUT", "/v1/sessions/{session}"): ADMIN,
     ("GET", "/v1/sessions/{session}"): ADMIN,
     ("DELETE", "/v1/sessions/{session}"): ADMIN,

@@ -3,7 +3,8 @@ for one, and settled by the result.
 
     POST   /v1/sessions {wait_s}            a session to run: task, base URL, token, deadline; 204
                                             if there is none
-    POST   /v1/sessions/{session}/score     what became of it; the first result stands
+    POST   /v1/sessions/{session}/score     what became of it; the first result stands. The token
+                                            that opens it is not the one that an agent is given
     PUT    /v1/sessions/{session}           offers it; the same again changes nothing
     GET    /v1/sessions/{session}?wait_s=.. whether it is claimed, and its result: as soon as it is
                                             claimed, or with `claimed=true` as soon as it has one

@@ -34,6 +34,9 @@ _CONTEXT = b"etude token 1\n"
 class Scope(StrEnum):
     SESSION = "session"
     """One session: speak in it. The subject is its id."""
+    SCORE = "score"
+    """Say what one session was worth. The subject is its id. No agent is given it: whoever can
+    speak in a session cannot score it."""
     USER = "user"
     """Chat without a session; the subject is the user. What the server keeps for one user no other
     sees."""
@@ -45,6 +48,9 @@ class Scope(StrEnum):
     """Say what became of answers."""
     ADMIN = "admin"
     """Everything, other tokens included."""
+
+
+OF_ONE_SESSION = frozenset({Scope.SESSION, Scope.SCORE})
 
 
 class Claims(msgspec.Struct, frozen=True, array_like=True):
@@ -110,7 +116,7 @@ class TokenAuthority:
                 f"a token of this scope lives for more than 0 s and at most {longest:.0f} s, not "
                 f"{lifetime_s!r}"
             )
-        if scope is Scope.SESSION and not subject:
+        if scope in OF_ONE_SESSION and not subject:
             raise ValueError("the token of a session needs the id of the session as its subject")
         return Claims(scope, subject, self._clock() + lifetime_s, secrets.token_hex(8))
 
@@ -119,7 +125,7 @@ class TokenAuthority:
 
     def verify(self, token: str) -> Claims:
         claims = verify(token, self._secret, self._clock())
-        closed = claims.scope is Scope.SESSION and claims.subject in self._closed
+        closed = claims.scope in OF_ONE_SESSION and claims.subject in self._closed
         if closed or claims.id in self._revoked:
             raise TokenRefused("this token was revoked")
         return claims
@@ -127,12 +133,13 @@ class TokenAuthority:
     def revoke(self, id: str) -> None:
         self._revoked.add(id)
 
-    def close_session(self, session: str) -> None:
-        """The session is over: its tokens open nothing any more."""
+    def close_session(self, session: str, at: float | None = None) -> None:
+        """The session is over: its tokens open nothing any more. `at`: since when, if not from now
+        on."""
         now = self._clock()
         while self._closed and next(iter(self._closed.values())) < now:
             del self._closed[next(iter(self._closed))]
-        self._closed[session] = now + MAX_SESSION_S
+        self._closed[session] = (now if at is None else at) + MAX_SESSION_S
 
 
 def new_session_id() -> str:
@@ -142,7 +149,7 @@ def new_session_id() -> str:
 
 def longest_s(scope: Scope) -> float:
     """How long a token may live at most."""
-    return MAX_SESSION_S if scope is Scope.SESSION else MAX_LIFETIME_S
+    return MAX_SESSION_S if scope in OF_ONE_SESSION else MAX_LIFETIME_S
 
 
 def read_secret() -> str | None:

@@ -10,6 +10,7 @@
     batches/{step}           what each step reads; made once, never changed
     recomputed/{step}        what the trainer found for each token of a batch, row by row
     sessions/{shard}/        the gateway's journal of open sessions (`serve.session_journal`)
+    closed-sessions/{shard}/ those whose tokens open nothing any more (`serve.closed_sessions`)
     revoked-tokens/          ids of tokens that open nothing any more (`serve.token_routes`)
     experts/{digest}         routed experts of recorded sessions (`store.experts`)
     production/              sessions and feedback of users (`store.production`)

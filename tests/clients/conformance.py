@@ -102,9 +102,10 @@ def check_service(url: str, *, capacity: int) -> None:
         _check_room(url, base_url, capacity)
     with model() as (base_url, heard):
         callback = base_url.replace("/s/x/v1", "/score")
-        ask("POST", f"{url}/rollouts", rollout("called", base_url, callback_url=callback))
+        told = {"callback_url": callback, "callback_token": "key of the score"}
+        ask("POST", f"{url}/rollouts", rollout("called", base_url, **told))
         until(lambda: heard and heard[-1]["path"] == "/score")
-        assert heard[-1]["by"] == "Bearer key"
+        assert [each["by"] for each in heard] == ["Bearer key", "Bearer key of the score"]
         assert (heard[-1]["id"], heard[-1]["score"]["reward"]) == ("called", 1.0)
 
 

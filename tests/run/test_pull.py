@@ -21,25 +21,47 @@ from etude.run.gateway_client import GatewayClient
 from etude.run.pull import PullEnvironment
 from etude.run.rollout import RolloutRunner
 from etude.serve import process
+from etude.serve.access import SignedTokens
 from etude.serve.http import create_app
 from etude.serve.session_desk import SessionDesk, SessionRoutes
+from etude.serve.token_routes import TokenRoutes
+from etude.serve.tokens import Scope, TokenAuthority
+from etude.store.objects import Objects
 from tests.run.test_service import TASK, Service, Sessions
 
 RESULT = {"status": "done", "score": {"reward": 0.75}}
 
 
+TOKENS = TokenAuthority()
+
+
 @contextlib.asynccontextmanager
 async def gateway(desk: SessionRoutes | None = None) -> AsyncIterator[GatewayClient]:
+    """Its desk, and what makes tokens; the client is an admin's."""
     listener = process.bind("127.0.0.1", 0, None)
-    app = create_app((desk or SessionRoutes()).routes(), None)
+    tokens = TokenRoutes(TOKENS, Objects.open("memory:"))
+    routes = [*(desk or SessionRoutes()).routes(), *tokens.routes()]
+    app = create_app(routes, SignedTokens(TOKENS))
     async with process.serving(app, listener), GatewayClient(process.url_of(listener)) as client:
+        client.headers = process.authorization(TOKENS.mint(Scope.ADMIN, "", 3600.0))
         yield client
 
 
-async def post(client: GatewayClient, path: str, body: Any) -> tuple[int, Any]:
-    async with client.http.post(client.url + path, json=body) as response:
+async def post(
+    client: GatewayClient, path: str, body: Any, token: str | None = None
+) -> tuple[int, Any]:
+    headers = process.authorization(token) if token else client.headers
+    async with client.http.post(client.url + path, json=body, headers=headers) as response:
         text = await response.text()
         return response.status, json.loads(text) if text else None
+
+
+async def send(client: GatewayClient, asked: dict[str, Any]) -> int:
+    """What came of a rollout, as a service does that need not wait to be asked."""
+    headers = process.authorization(asked["callback_token"])
+    url = asked["callback_url"]
+    async with client.http.post(url, json=RESULT, headers=headers) as response:
+        return response.status
 
 
 def rollouts(
@@ -57,7 +79,8 @@ async def test_a_scheduler_asks_for_sessions_and_sends_their_scores(tmp_path: Pa
         attempts = [asyncio.create_task(runner.attempt(TASK, f"g.{n}", seed=n)) for n in range(3)]
         seen = set()
         for _ in attempts:
-            status, asked = await post(client, "/v1/sessions", {"wait_s": 30})
+            scheduler = TOKENS.mint(Scope.SCHEDULER, "", 60.0)
+            status, asked = await post(client, "/v1/sessions", {"wait_s": 30}, scheduler)
             assert status == 200 and asked["task"]["prompt"] == "sing"
             assert asked["base_url"] == f"http://gateway/s/{asked['id']}/v1"
             assert (asked["token"], asked["max_tokens"]) == ("key", 9)
@@ -65,10 +88,28 @@ async def test_a_scheduler_asks_for_sessions_and_sends_their_scores(tmp_path: Pa
             seen.add(asked["id"])
             score = f"/v1/sessions/{asked['id']}/score"
             assert asked["callback_url"] == client.url + score
-            assert (await post(client, score, RESULT))[0] == 204
+            assert (await post(client, score, RESULT, asked["callback_token"]))[0] == 204
         done: list[Trajectory] = await asyncio.gather(*attempts)
     assert seen == {"g.0", "g.1", "g.2"}
     assert [(each.status, each.reward) for each in done] == [("done", 0.75)] * 3
+
+
+async def test_an_agent_cannot_score_itself(tmp_path: Path) -> None:
+    """Whatever it can speak with says nothing of what it was worth, and the other way round."""
+    async with gateway() as client:
+        runner, _ = rollouts(client, tmp_path)
+        attempt = asyncio.create_task(runner.attempt(TASK, "g.0", seed=0))
+        _, asked = await post(client, "/v1/sessions", {"wait_s": 30})
+        agents = TOKENS.mint(Scope.SESSION, asked["id"], 60.0)
+        others = TOKENS.mint(Scope.SCORE, "g.1", 60.0)
+        generous = {"status": "done", "score": {"reward": 1.0}}
+        for token, code in ((agents, "wrong_scope"), (others, "wrong_session")):
+            status, said = await post(client, "/v1/sessions/g.0/score", generous, token)
+            assert (status, said["error"]["code"]) == (403, code)
+        assert asked["callback_token"] != asked["token"]
+        assert (await post(client, "/v1/sessions", {}, asked["callback_token"]))[0] == 403
+        await post(client, "/v1/sessions/g.0/score", RESULT, asked["callback_token"])
+        assert (await attempt).reward == 0.75
 
 
 async def test_without_one_to_run_there_is_nothing_to_say(tmp_path: Path) -> None:
@@ -158,9 +199,7 @@ async def test_a_service_may_send_its_result(monkeypatch: pytest.MonkeyPatch) ->
         service = Service((202, {"status": "running"}))
 
         async def look(http: web.Request) -> web.Response:
-            url = service.asked[-1]["callback_url"]
-            async with client.http.post(url, json=RESULT) as response:
-                assert response.status == 204
+            assert await send(client, service.asked[-1]) == 204
             await asyncio.sleep(600)
             raise AssertionError
 
@@ -175,8 +214,8 @@ async def test_a_result_that_was_sent_before_the_service_was_lost_counts() -> No
         service = Service((202, {"status": "running"}))
 
         async def look(http: web.Request) -> web.Response:
-            async with client.http.post(service.asked[-1]["callback_url"], json=RESULT):
-                return web.Response(status=404)
+            await send(client, service.asked[-1])
+            return web.Response(status=404)
 
         service.looked = look
         async with service.runner(desk=client) as runner:

@@ -24,7 +24,7 @@ from etude.serve.policies import POLICIES
 from etude.serve.production.config import ProductionConfig
 from etude.serve.production.routes import Production
 from etude.serve.router import Router
-from etude.serve.tokens import Scope, TokenAuthority, sign
+from etude.serve.tokens import OF_ONE_SESSION, Scope, TokenAuthority, sign
 from etude.serve.worker import Worker
 from etude.store.objects import Objects
 from etude.store.production import ProductionStore
@@ -61,9 +61,8 @@ def lines(text: str, prefix: str = "") -> set[tuple[str, str]]:
 
 
 OPENS: dict[Scope, set[tuple[str, str]]] = {
-    Scope.SESSION: lines(SPEAK, "/s/{session}")
-    | lines(EVERYBODY)
-    | {("POST", "/v1/sessions/{session}/score")},
+    Scope.SESSION: lines(SPEAK, "/s/{session}") | lines(EVERYBODY),
+    Scope.SCORE: lines(EVERYBODY) | {("POST", "/v1/sessions/{session}/score")},
     Scope.USER: lines(SPEAK)
     | lines(EVERYBODY)
     | {("POST", "/v1/completions"), ("POST", "/v1/feedback")}
@@ -140,7 +139,7 @@ def bad_tokens(authority: TokenAuthority) -> dict[str, dict[str, str]]:
     revoked = authority.mint(Scope.ADMIN, "", 60.0)
     authority.revoke(authority.verify(revoked).id)
     good = authority.mint(Scope.ADMIN, "", 60.0)
-    closed = authority.mint(Scope.SESSION, "over", 60.0)
+    closed = [authority.mint(scope, "over", 60.0) for scope in (Scope.SESSION, Scope.SCORE)]
     authority.close_session("over")
     return {
         "none": {},
@@ -148,7 +147,8 @@ def bad_tokens(authority: TokenAuthority) -> dict[str, dict[str, str]]:
         "garbage": bearer("etude_garbage.garbage"),
         "expired": bearer(expired),
         "revoked": bearer(revoked),
-        "of a session that is over": bearer(closed),
+        "of a session that is over": bearer(closed[0]),
+        "for the score of one": bearer(closed[1]),
         "of another gateway": bearer(TokenAuthority().mint(Scope.ADMIN, "", 60.0)),
         "the secret itself": bearer(SECRET),
         "as basic": {"Authorization": f"Basic {good}"},
@@ -163,7 +163,7 @@ async def test_no_door_is_open_that_should_not_be(tmp_path: Path) -> None:
     offered = {(m, r.path) for r in routes for m in r.methods or () if m != "HEAD"}
     paths = {path for _, path in offered}
     tokens = {
-        scope: authority.mint(scope, "mine" if scope is Scope.SESSION else "somebody", 60.0)
+        scope: authority.mint(scope, "mine" if scope in OF_ONE_SESSION else "somebody", 60.0)
         for scope in Scope
     }
     bad = bad_tokens(authority)
@@ -182,10 +182,10 @@ async def test_no_door_is_open_that_should_not_be(tmp_path: Path) -> None:
 async def test_a_session_has_one_door(tmp_path: Path) -> None:
     authority = TokenAuthority(SECRET)
     app = create_app(hollow(servers(tmp_path)["gateway"]), SignedTokens(authority))
-    token = authority.mint(Scope.SESSION, "mine", 60.0)
     others = ("other", "mine2", "min", "MINE", "mine ", "%6Dine", "*", "..", "mine\x00", "ｍine")
-    for (method, path), other in itertools.product(sorted(OPENS[Scope.SESSION]), others):
-        if "{session}" in path:
+    for scope, other in itertools.product(sorted(OF_ONE_SESSION), others):
+        token = authority.mint(scope, "mine", 60.0)
+        for method, path in [row for row in sorted(OPENS[scope]) if "{session}" in row[1]]:
             there = at(path).replace("/mine/", f"/{other}/")
             assert await ask(app, method, there, bearer(token)) in (403, 404), there
             assert await ask(app, method, at(path), bearer(token)) == 200

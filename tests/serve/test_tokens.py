@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from etude.core.errors import EtudeError
 from etude.serve.tokens import (
     MAX_SESSION_S,
+    OF_ONE_SESSION,
     Claims,
     Scope,
     TokenAuthority,
@@ -103,11 +104,15 @@ def test_a_token_ends_and_can_be_revoked() -> None:
 def test_tokens_of_a_session_end_with_it() -> None:
     time = Time()
     authority = TokenAuthority(SECRET, clock=time)
-    first, other = (authority.mint(Scope.SESSION, name, MAX_SESSION_S) for name in ("a", "b"))
+    first, score, other = (
+        authority.mint(scope, name, MAX_SESSION_S)
+        for scope, name in ((Scope.SESSION, "a"), (Scope.SCORE, "a"), (Scope.SESSION, "b"))
+    )
     of_the_user = authority.mint(Scope.USER, "a", 60.0)
     authority.close_session("a")
-    with pytest.raises(TokenRefused, match="revoked"):
-        authority.verify(first)
+    for closed in (first, score):
+        with pytest.raises(TokenRefused, match="revoked"):
+            authority.verify(closed)
     authority.verify(other)
     authority.verify(of_the_user)
     time.now += MAX_SESSION_S + 1
@@ -121,14 +126,16 @@ def test_no_token_is_for_ever(lifetime_s: float) -> None:
         TokenAuthority().mint(Scope.ADMIN, "", lifetime_s)
 
 
-def test_a_session_is_not_for_long() -> None:
+@pytest.mark.parametrize("scope", sorted(OF_ONE_SESSION))
+def test_a_session_is_not_for_long(scope: Scope) -> None:
     with pytest.raises(ValueError, match="at most 172800 s"):
-        TokenAuthority().mint(Scope.SESSION, "s", MAX_SESSION_S + 1)
+        TokenAuthority().mint(scope, "s", MAX_SESSION_S + 1)
 
 
-def test_a_token_of_a_session_names_it() -> None:
+@pytest.mark.parametrize("scope", sorted(OF_ONE_SESSION))
+def test_a_token_of_a_session_names_it(scope: Scope) -> None:
     with pytest.raises(ValueError, match="id of the session"):
-        TokenAuthority().mint(Scope.SESSION, "", 1.0)
+        TokenAuthority().mint(scope, "", 1.0)
 
 
 def test_without_a_secret_nobody_elses_tokens_are_good() -> None:

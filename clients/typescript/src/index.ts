@@ -89,6 +89,7 @@ interface RolloutRequest {
   temperature?: number;
   max_tokens?: number;
   callback_url?: string | null;
+  callback_token?: string | null;
 }
 
 /** What became of a rollout, as it is sent. */
@@ -118,6 +119,11 @@ export class Rollout {
   readonly temperature: number;
   readonly maxTokens: number;
   readonly callbackUrl: string | null;
+  /**
+   * For the result alone. Your product must not have it: an agent that finds it could say itself
+   * what it was worth.
+   */
+  readonly callbackToken: string | null;
   /** Aborted when nobody wants the result any more. */
   readonly signal: AbortSignal;
 
@@ -132,6 +138,7 @@ export class Rollout {
     this.temperature = asked.temperature ?? 1;
     this.maxTokens = asked.max_tokens ?? 64;
     this.callbackUrl = asked.callback_url ?? null;
+    this.callbackToken = asked.callback_token ?? null;
     this.signal = signal;
   }
 
@@ -265,7 +272,7 @@ export class Service {
       if (!this.#running.has(id)) this.#known.delete(id);
     }
     this.#wake(asked.id);
-    if (asked.callbackUrl !== null) await callBack(asked.callbackUrl, outcome, asked.token);
+    await callBack(asked, outcome);
   }
 
   async #look(id: string, waitS: number): Promise<Reply> {
@@ -315,7 +322,7 @@ export async function pull(
   const answer = await post(`${gateway}/v1/sessions`, { wait_s: MAX_WAIT_S }, token, patient);
   if (answer.status === 204) return false;
   const asked = new Rollout((await answer.json()) as RolloutRequest, new AbortController().signal);
-  await callBack(asked.callbackUrl!, await outcomeOf(rollout, asked), asked.token);
+  await callBack(asked, await outcomeOf(rollout, asked));
   return true;
 }
 
@@ -368,10 +375,12 @@ async function post(
 }
 
 /** If it does not arrive, Etude asks for it. */
-async function callBack(url: string, outcome: Outcome, token: string): Promise<void> {
+async function callBack(asked: Rollout, outcome: Outcome): Promise<void> {
+  const { callbackUrl, callbackToken } = asked;
+  if (callbackUrl === null || callbackToken === null) return;
   for (let tried = 0; tried < CALLBACK_TRIES; tried++) {
     try {
-      await post(url, outcome, token, AbortSignal.timeout(10_000));
+      await post(callbackUrl, outcome, callbackToken, AbortSignal.timeout(10_000));
       return;
     } catch {
       await new Promise((resolve) => setTimeout(resolve, 1000));

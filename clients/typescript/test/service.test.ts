@@ -108,7 +108,7 @@ test("a session that is asked for is run, and its result sent", async () => {
     const body = JSON.parse(Buffer.concat(await request.toArray()).toString());
     if (request.url === "/v1/sessions" && scores.length === 0) {
       const callback_url = `${here}/v1/sessions/x/score`;
-      response.end(JSON.stringify({ ...asked("x", "a"), callback_url }));
+      response.end(JSON.stringify({ ...asked("x", "a"), callback_url, callback_token: "score" }));
     } else {
       if (request.url !== "/v1/sessions") scores.push([request.headers.authorization, body.score]);
       response.writeHead(204).end();
@@ -119,7 +119,7 @@ test("a session that is asked for is run, and its result sent", async () => {
   try {
     assert.equal(await pull(here, "scheduler", () => ({ reward: 0.5 })), true);
     assert.deepEqual(scores, [
-      ["Bearer key", { reward: 0.5, parts: [], flags: [], credit: [] }],
+      ["Bearer score", { reward: 0.5, parts: [], flags: [], credit: [] }],
     ]);
     assert.equal(await pull(here, "scheduler", () => ({ reward: 0.5 })), false);
   } finally {
