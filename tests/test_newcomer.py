@@ -53,7 +53,7 @@ def test_the_examples_can_be_tried(
 ) -> None:
     monkeypatch.chdir(ROOT)
     (tmp_path / "song.txt").write_text("rhythm a")
-    keys = ["--set", "sandbox.isolation=process", "--set", f"harness.agent=examples/{agent}"]
+    keys = ["--set", "sandbox.isolation=process", "--set", f"harness.agent={agent}"]
     argv = ["try", "examples/custom_env.toml", "--script", str(tmp_path / "song.txt"), "--json"]
     assert main([*argv, *keys]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -66,7 +66,7 @@ def test_a_run_with_environment_agent_loss_and_sink_of_ones_own(tmp_path: Path) 
     keys = [
         "sandbox.isolation=process",
         "stage.rl.steps=2",
-        "stage.rl.loss=examples/custom_loss.py:GENTLE",
+        "stage.rl.loss=custom_loss.py:GENTLE",
     ]
     keys += [
         "tasks.heldout=1",

@@ -136,8 +136,7 @@ def main() -> None:
     project.mkdir()
     for source in (ROOT / "examples" / "custom_env.py", HERE / "runs.py"):
         shutil.copy(source, project)
-    toml = (ROOT / "examples" / "custom_env.toml").read_text()
-    (project / "run.toml").write_text(toml.replace("examples/", ""))
+    shutil.copy(ROOT / "examples" / "custom_env.toml", project / "run.toml")
     for name in sys.argv[1:] or RUNS:
         capture(name, *RUNS[name], project)
     show_in_page()

@@ -1,7 +1,7 @@
 """`etude chat`: talk to a model in the terminal: a server's, that of a directory, or a run's.
 
-Ctrl-C stops an answer and keeps what was said of it; Ctrl-D ends. A model that no server has yet is
-served by a process of its own on a free port of this machine, which ends with the chat.
+Ctrl-C stops an answer and keeps what was said of it; Ctrl-D or /quit ends. A model that no server
+has yet is served by a process of its own on a free port of this machine, which ends with the chat.
 """
 
 from __future__ import annotations
@@ -27,6 +27,13 @@ from etude.run.process import die_with_parent
 from etude.serve.process import authorization, token
 
 Message = dict[str, Any]
+
+END = ("/quit", "/exit")
+HELP = """\
+/quit, /exit or Ctrl-D   ends
+/help                    shows this
+Ctrl-C                   stops an answer; what was said of it stays
+anything else is said to the model, with all that was said before"""
 
 ALWAYS_REFUSED = (401, 403, 404, 405)
 """Another turn would not be answered either."""
@@ -61,7 +68,7 @@ class Settings:
 def chat(target: str, version: int | None, settings: Settings, console: Console) -> None:
     with _server(target, version, console) as url:
         console.print(
-            f"talking to {url}   Ctrl-C stops an answer, Ctrl-D ends", style="dim", highlight=False
+            f"talking to {url}   /help tells more, /quit ends", style="dim", highlight=False
         )
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  # input() then has a history and line editing
@@ -82,14 +89,21 @@ def chat(target: str, version: int | None, settings: Settings, console: Console)
 
 
 def _next_line(console: Console) -> str | None:
+    """What is to be said to the model; None: nothing any more."""
     while True:
         try:
-            return input("> ")
+            said = input("> ")
         except KeyboardInterrupt:
-            console.print("\n(Ctrl-D ends)", style="dim")
+            console.print("\n(/quit ends)", style="dim")
+            continue
         except EOFError:
             console.print()
             return None
+        if said.strip() in END:
+            return None
+        if said.strip() != "/help":
+            return said
+        console.print(HELP, style="dim", highlight=False)
 
 
 def _answer(url: str, request: dict[str, Any], console: Console) -> str:

@@ -19,7 +19,8 @@ stage.rl.lr`.
 
 An unknown key is an error that names the nearest one. `--set stage.rl.steps=30` changes a key from
 the command line; a stage goes by its name, which is its kind unless you give it another. Values are
-strict: `"3"` is not a number. What the stages do is in [stages.md](stages.md).
+strict: `"3"` is not a number. Relative paths start at the folder of the file, in `--set` too. What
+the stages do is in [stages.md](stages.md).
 """
 COLUMNS = ("key", "type", "default", "meaning")
 

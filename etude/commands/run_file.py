@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Sequence
+import glob
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from etude.core.config import RunConfig, parse
@@ -11,7 +12,8 @@ from etude.core.errors import EtudeError
 
 
 def read_run_file(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """`overrides`: as of `--set`."""
+    """`overrides`: as of `--set`. Relative paths start at the folder of the file, those of
+    `overrides` too."""
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as e:
@@ -19,25 +21,38 @@ def read_run_file(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
             f"cannot read {path}: {getattr(e, 'strerror', None) or e}; give the path of a run's "
             f"TOML"
         ) from e
-    config = parse(text, overrides, source=str(path))
-    _check_started_there(config, path)
-    folder = path.absolute().parent
-    sandbox, tasks = config.sandbox.seen_from(folder), config.tasks.seen_from(folder)
-    return config.model_copy(update={"sandbox": sandbox, "tasks": tasks})
+    written = parse(text, overrides, source=str(path))
+    folder = Path(os.path.normpath(path.absolute().parent / (written.folder or ".")))
+    config = written.model_copy(update={"folder": str(folder)}).seen_from(folder)
+    for key, place in _places(config.model_dump(), config):
+        _check_started_there(key, place, folder)
+    return config
 
 
-def _check_started_there(config: RunConfig, path: Path) -> None:
-    """Paths of code are seen from where a run is started, which is where its file lies, most of the
-    time."""
-    folder = path.absolute().parent
-    for key, reference in (
-        ("tasks.environment", config.tasks.environment),
-        ("harness.agent", config.harness.agent),
-    ):
-        file = reference.partition(":")[0]
-        if file.endswith(".py") and not Path(file).is_file() and (folder / file).is_file():
-            raise EtudeError(
-                f"{key} = {reference!r} is seen from the folder in which etude is started, and "
-                f"{file} lies with {path.name}: cd {shlex.quote(str(folder))}, and give "
-                f"{path.name} there"
-            )
+def _places(tree: object, config: RunConfig, key: str = "") -> Iterator[tuple[str, str]]:
+    """The keys that hold a relative path, each with the path."""
+    match tree:
+        case dict():
+            for name, value in tree.items():
+                yield from _places(value, config, f"{key}.{name}" if key else name)
+        case list() | tuple():
+            for value in tree:
+                name = f"{key}.{value['name']}" if key == "stage" else key
+                yield from _places(value, config, name)
+        case str() if (place := config.as_written(tree)) != tree:
+            yield key, place
+
+
+def _check_started_there(key: str, place: str, folder: Path) -> None:
+    """Tell who looks for a path from where etude is started that it starts elsewhere."""
+    name = place.partition(":")[0]  # of code; and of mounts
+    if not _is_there(f"{folder}/{name}") and _is_there(name):
+        elsewhere = os.path.relpath(name, folder) + place.removeprefix(name)
+        raise EtudeError(
+            f"{key} = {place!r}: relative paths start at the folder of the run's file, and there "
+            f"is no {folder / name}, but {Path(name).absolute()}: write {elsewhere!r}"
+        )
+
+
+def _is_there(pattern: str) -> bool:
+    return any(glob.iglob(pattern, recursive=True))

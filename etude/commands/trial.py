@@ -116,7 +116,20 @@ async def _try(config: RunConfig, options: Options, console: Console) -> dict[st
         console.print(f"[yellow]look:[/] {escape(line)}", highlight=False, soft_wrap=True)
     if not advice:
         console.print("[green]nothing to complain about[/]")
-    return {"task": task.id, "trials": [trial.to_json() for trial in trials], "look": advice}
+    return {
+        "task": task.id,
+        "trials": [trial.to_json() for trial in trials],
+        "look": advice,
+        "ok": is_sound(trials),
+    }
+
+
+def is_sound(trials: Sequence[Trial]) -> bool:
+    """Whether nothing failed, and the environment's own answer earns something."""
+    return all(
+        trial.reward is not None and (trial.name != REFERENCE or trial.reward > 0.0)
+        for trial in trials
+    )
 
 
 def findings(trials: Sequence[Trial], *, has_files: bool = True) -> list[str]:
@@ -134,10 +147,12 @@ def findings(trials: Sequence[Trial], *, has_files: bool = True) -> list[str]:
         found.append(f"doing nothing earns {paid:g}: a model can learn to do nothing")
     for name in (REFERENCE, GIVEN):
         if name in rewards and rewards[name] < 1.0:
-            found.append(
-                f"{name} earns {rewards[name]:g}, and a task counts as solved at 1: read its "
-                f"evidence"
+            means = (
+                "so a right answer earns nothing: mend the judge, or solution(task)"
+                if name == REFERENCE and rewards[name] <= 0.0
+                else "and a task counts as solved at 1"
             )
+            found.append(f"{name} earns {rewards[name]:g}, {means}; read its evidence")
     if len(rewards) > 1 and len(set(rewards.values())) == 1:
         found.append(f"everything earns {paid:g}: where no two attempts differ, nothing is learned")
     if has_files and REFERENCE not in by_name and GIVEN not in by_name:

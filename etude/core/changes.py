@@ -12,7 +12,7 @@ from etude.core.lineage import stage_spans
 from etude.core.stages import RolloutStageConfig
 
 OPERATIONAL: dict[str, set[str]] = {
-    "": {"trackers", "heartbeat_timeout_s"},
+    "": {"trackers", "heartbeat_timeout_s", "folder"},
     "engine": {"port", "public_url", "threads", "max_num_seqs", "device", "vllm_urls"},
     "tasks": {"timeout_s"},
     "harness": {"concurrency", "timeout_s"},
@@ -26,7 +26,7 @@ OPERATIONAL: dict[str, set[str]] = {
 def refused_changes(there: RunConfig, here: RunConfig, *, version: int) -> list[str]:
     """The changes that a run which has made `version` cannot take, each with its old and new value.
     A batch for a version counts as the version."""
-    old, new = dict(_flat(_experiment(there))), dict(_flat(_experiment(here)))
+    old, new = _experiment(there), _experiment(here)
     allowed = set(_open_steps(there, here, version))
     done = {
         f"stage.{span.name}.steps": f" ({min(version, span.end) - span.start} are done)"
@@ -40,8 +40,9 @@ def refused_changes(there: RunConfig, here: RunConfig, *, version: int) -> list[
     ]
 
 
-def _experiment(config: RunConfig) -> dict[str, Any]:
-    """The tree without the operational keys, a stage under its name."""
+def _experiment(config: RunConfig) -> dict[str, str]:
+    """Key -> value without the operational keys, a stage under its name. A folder that was moved
+    with all that lies in it is the same."""
     tree = config.model_dump(mode="json")
     tree["stages"] = [stage["name"] for stage in tree["stage"]]
     tree["stage"] = {stage["name"]: stage for stage in tree["stage"]}
@@ -51,7 +52,8 @@ def _experiment(config: RunConfig) -> dict[str, Any]:
         ):
             for key in keys & table.keys():  # not every kind of stage has all of them
                 del table[key]
-    return tree
+    start = f'"{config.folder}/'
+    return {key: told.replace(start, '"') for key, told in _flat(tree)}
 
 
 def _flat(value: Any, path: str = "") -> Iterator[tuple[str, str]]:

@@ -22,6 +22,7 @@ from etude.core.schema import (
     CountOrZero,
     Name,
     NonNegative,
+    Place,
     Positive,
     Reference,
     Url,
@@ -55,7 +56,7 @@ class ModelConfig(Config):
     """Tokens of the longest session, prompt included."""
     vocab_size: Count = 512
     """Tokens of the vocabulary, which is learnt from the built-in corpus."""
-    path: str | None = None
+    path: Annotated[str | None, Place.PATH] = None
     """A Hugging Face directory to start from. The shape then comes from there; only max_context
     still counts."""
 
@@ -79,10 +80,13 @@ class ModelConfig(Config):
         return self
 
 
+CODING_AGENT = "etude.harness.agent:CodingAgent"
+
+
 class HarnessConfig(Config):
     """The agent, and the limits of its sessions."""
 
-    agent: Reference = "etude.harness.agent:CodingAgent"
+    agent: Reference = CODING_AGENT
     """The agent: a `core.protocols.Agent`, called with an HTTP session and the values below."""
     command: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Or a program as the agent, started in the sandbox: its name and arguments, in which
@@ -90,7 +94,7 @@ class HarnessConfig(Config):
     env: dict[str, str] = {}
     """Environment variables for `command`, beside those that say where the model is."""
     max_turns: Count = 8
-    """Calls of the model in one session."""
+    """Calls of the model in one session; an agent of your own is told, and counts as it likes."""
     max_tokens: Count = 64
     """Tokens that the model may generate in one turn."""
     timeout_s: Positive = 60.0
@@ -195,6 +199,9 @@ class RunConfig(Config):
     """The run's name, and that of its directory under `runs/`."""
     seed: CountOrZero = 0
     """The seed of fresh weights, tasks and sampling."""
+    folder: Annotated[str | None, Place.PATH] = None
+    """The folder that relative paths start at and modules are imported from, itself seen from that
+    of this file. None: the folder of this file."""
     deterministic: bool = False
     """Every run with this seed gives the same weights, bit for bit. Slower; needs one region and
     max_lag = 0."""
@@ -223,6 +230,10 @@ class RunConfig(Config):
     """The stages, in order: the first starts from fresh weights or from model.path, each other one
     from the weights of the one before."""
 
+    def as_written(self, place: str) -> str:
+        """A path, or a reference to code, as it stands in the run's file."""
+        return place.removeprefix(f"{self.folder}/")
+
     @model_validator(mode="after")
     def _lineage(self) -> RunConfig:
         names = [stage.name for stage in self.stage]
@@ -246,7 +257,7 @@ class RunConfig(Config):
 
     @model_validator(mode="after")
     def _one_agent(self) -> RunConfig:
-        is_named = self.harness.agent != HarnessConfig.model_fields["agent"].default
+        is_named = self.harness.agent != CODING_AGENT
         if self.tasks.is_remote and (is_named or self.harness.command):
             raise ValueError(
                 f"tasks.environment = {self.tasks.environment!r} runs its sessions itself: leave "

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from etude.core.sandbox import TIERS, Limits, Tier
-from etude.core.schema import Config, Count, Positive
+from etude.core.schema import Config, Count, Place, Positive
 
 
 class SandboxConfig(Config):
@@ -21,11 +19,10 @@ class SandboxConfig(Config):
     tier: Tier = "process"
     """The weakest isolation that this run accepts, whatever `isolation` says: it does not start
     where the sandboxes of a machine hold less."""
-    mounts: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    mounts: Annotated[tuple[str, ...], Field(strict=False), Place.PATH] = ()
     """Directories of this machine that every sandbox shows, read-only: `PATH`, at the same place,
-    or `PATH:PLACE`. Relative paths start at the folder of the run's file. A `bin` in one is
-    searched first for programs, so with `.venv` the commands `python` and `pytest` are those of the
-    virtual environment."""
+    or `PATH:PLACE`. A `bin` in one is searched first for programs, so with `.venv` the commands
+    `python` and `pytest` are those of the virtual environment."""
     cpus: Positive | None = None
     """Processors that a sandbox may use; this and the next three hold for tasks that do not say
     otherwise, and None is what the backend gives by default (docs/sandboxes.md)."""
@@ -44,12 +41,6 @@ class SandboxConfig(Config):
                 "isolation, or a lower tier"
             )
         return self
-
-    def seen_from(self, folder: Path) -> SandboxConfig:
-        """The same with the paths of this machine made absolute."""
-        return self.model_copy(
-            update={"mounts": tuple(os.path.join(folder, each) for each in self.mounts)}
-        )
 
     @property
     def limits(self) -> Limits:

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import os
+from enum import Enum, auto
+from pathlib import Path
+from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field
+
+
+class Place(Enum):
+    """Marks texts that name something which may lie in the folder of the run's file."""
+
+    PATH = auto()
+    """A file or a directory."""
+    CODE = auto()
+    """`file.py:name`, or a name that is found elsewhere."""
+
 
 Count = Annotated[int, Field(ge=1)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 """Part of a key in the store: letters, digits, `.`, `_` and `-`."""
-Reference = Annotated[str, Field(pattern=r"^.+:\w+$")]
+Reference = Annotated[str, Field(pattern=r"^.+:\w+$"), Place.CODE]
 """Code by name: `file.py:name` or `module:name`."""
 Url = Annotated[str, Field(pattern=r"^https?://[^\s/]+(/\S*)?$")]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -21,6 +34,32 @@ class Config(BaseModel):
     # Strict: "3" is no number and true is no 1. A typo in a long run costs more than a quotation
     # mark.
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    def seen_from(self, folder: Path) -> Self:
+        """The same, with relative paths made absolute: they start at the folder."""
+        seen = {
+            name: _seen_from(folder, getattr(self, name), field.metadata)
+            for name, field in type(self).model_fields.items()
+        }
+        changed = {name: value for name, value in seen.items() if value != getattr(self, name)}
+        return self.model_copy(update=changed)
+
+
+def _seen_from(folder: Path, value: Any, marks: list[Any]) -> Any:
+    match value:
+        case Config():
+            return value.seen_from(folder)
+        case tuple():
+            return tuple(_seen_from(folder, each, marks) for each in value)
+        case str() if Place.PATH in marks or (Place.CODE in marks and is_file(value)):
+            return os.path.join(folder, value)
+        case _:
+            return value
+
+
+def is_file(reference: str) -> bool:
+    """Whether code is named by its file, not by its module."""
+    return reference.partition(":")[0].endswith(".py")
 
 
 OLD_KEYS: dict[str, str] = {

@@ -8,6 +8,7 @@ makes a version.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -20,6 +21,7 @@ from etude.core.schema import (
     CountOrZero,
     Name,
     NonNegative,
+    Place,
     Positive,
 )
 from etude.core.window import Window
@@ -51,7 +53,7 @@ class StageConfig(Config):
 class SourceConfig(Config):
     """Documents for mid-training."""
 
-    path: str
+    path: Annotated[str, Place.PATH]
     """Files, with `*`, `?` and `**` as wildcards. In .jsonl and .parquet every line or row is a
     document, any other file is one. `built-in`: the corpus of the tasks that ship."""
     field: str = "text"
@@ -59,6 +61,9 @@ class SourceConfig(Config):
     weight: Positive = 1.0
     """Share of the tokens that are read, relative to the other sources; a small source is read
     again and again."""
+
+    def seen_from(self, folder: Path) -> SourceConfig:
+        return self if self.path == BUILT_IN else super().seen_from(folder)
 
 
 class RopeScalingConfig(Config):
@@ -95,7 +100,7 @@ class MidtrainConfig(StageConfig):
     heldout_frac: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the documents that is never trained on, by the hash of their text; their loss is
     reported."""
-    heldout_path: str | None = None
+    heldout_path: Annotated[str | None, Place.PATH] = None
     """Held-out files, in place of a share of the sources; their documents are left out of all
     sources."""
     heldout_every: Count = 100
@@ -121,7 +126,7 @@ class SftConfig(StageConfig):
     kind: Literal["sft"]
     demonstrations: CountOrZero = 0
     """The number of demonstrations by the built-in scripted agent."""
-    path: str | None = None
+    path: Annotated[str | None, Place.PATH] = None
     """Files of sessions (.jsonl; `*` stands for many): in every line `messages`, and `tools` if
     there were any, as in OpenAI's API. What the assistant says is imitated, but for messages with
     `weight` 0."""
@@ -149,7 +154,7 @@ class DpoConfig(StageConfig):
     """Direct preference optimization against the weights that the stage starts from."""
 
     kind: Literal["dpo"]
-    path: str
+    path: Annotated[str, Place.PATH]
     """Files of pairs (.jsonl; `*` stands for many): in every line `prompt` (messages), `chosen` and
     `rejected` (a message, several, or the text of one), and `tools` if there were any."""
     overlong: Literal["error", "drop"] = "error"
@@ -219,7 +224,7 @@ class DistillConfig(RolloutStageConfig):
     """On-policy distillation: a teacher scores the student's own sessions, token by token."""
 
     kind: Literal["distill"]
-    teacher: str
+    teacher: Annotated[str, Place.PATH]
     """A Hugging Face directory with the same vocabulary."""
 
 
@@ -258,7 +263,7 @@ class RlConfig(RolloutStageConfig):
     effort: EffortConfig | None = None
     """A penalty on what an attempt used, subtracted from its reward before advantages are
     estimated."""
-    loss: str = "reinforce"
+    loss: Annotated[str, Place.CODE] = "reinforce"
     """The policy loss: reinforce, ppo_clip, grpo, dr_grpo, dapo, gspo, cispo, or your own as
     "file.py:name" or "module:name" (docs/your-own-loss.md)."""
     loss_aggregation: Literal["token", "sequence", "constant"] | None = None

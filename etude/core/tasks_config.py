@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field, model_validator
 
 from etude.core.sandbox import VENVS
-from etude.core.schema import Config, Count, CountOrZero, Positive
+from etude.core.schema import Config, Count, CountOrZero, Place, Positive
 
 PULL = "pull"
 """The environment is whoever asks the gateway for sessions."""
 CODE_REPAIR = "etude.run.environment:CodeRepair"
 TASK_FOLDER = "etude.run.task_folder:TaskFolder"
 URL = r"https?://[^\s/]+(/\S*)?"
-EnvironmentReference = Annotated[str, Field(pattern=rf"^({PULL}|{URL}|.+:\w+)$")]
+EnvironmentReference = Annotated[str, Field(pattern=rf"^({PULL}|{URL}|.+:\w+)$"), Place.CODE]
 """Code by name, the URL of a service, or `pull`."""
 
 
@@ -27,11 +25,10 @@ class TasksConfig(Config):
     """The environment, which gives tasks and scores attempts: a `core.protocols.Environment`,
     called with the sandbox pool, counts and seed; or the URL of a service that runs the sessions
     itself; or `pull`, where a scheduler asks the gateway for them (docs/environments-by-url.md)."""
-    path: str | None = None
+    path: Annotated[str | None, Place.PATH] = None
     """Where the tasks lie: a folder that `etude tasks build` made, for
     `etude.run.task_folder:TaskFolder` (its virtual environments are in every sandbox, read-only);
-    or a file of tasks in lines of JSON, for `pull` or instead of those that a service gives.
-    Relative paths start at the folder of the run's file."""
+    or a file of tasks in lines of JSON, for `pull` or instead of those that a service gives."""
     train: Count = 4096
     """Tasks to train on."""
     heldout: Count = 400
@@ -46,11 +43,6 @@ class TasksConfig(Config):
     def is_remote(self) -> bool:
         """Whether sessions are run elsewhere, by whoever knows what they were worth."""
         return self.environment == PULL or self.environment.startswith(("http://", "https://"))
-
-    def seen_from(self, folder: Path) -> TasksConfig:
-        """The same with the path made absolute."""
-        path = None if self.path is None else os.path.join(folder, self.path)
-        return self.model_copy(update={"path": path})
 
     @property
     def mounts(self) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from etude.core.config import AnyStage, RunConfig
+from etude.core.config import CODING_AGENT, AnyStage, RunConfig
 from etude.core.errors import EtudeError
 from etude.core.events import EVENTS, Event, Launched
 from etude.core.lineage import stage_spans
@@ -102,10 +102,12 @@ def plan(
     )
     lines = [
         f"run {config.name}, seed {config.seed}, in {place.directory}",
-        f"  model: {model.path or 'fresh weights'}, sessions of {model.max_context} tokens at most"
+        f"  model: {config.as_written(model.path or 'fresh weights')}, "
+        f"sessions of {model.max_context} tokens at most"
         + (f"{_size_of_model(findings)}" if findings else ""),
-        f"  environment: {tasks.environment}; tasks: {counts}",
+        f"  environment: {config.as_written(tasks.environment)}; tasks: {counts}",
         f"  agent: {_described_agent(config)} within {harness.timeout_s:g} s",
+        *_short_context(config, findings),
     ]
     if standing is not None:
         version = standing.version
@@ -131,9 +133,26 @@ def _described_agent(config: RunConfig) -> str:
     harness = config.harness
     if config.tasks.is_remote:
         return f"the environment's own, answers of {harness.max_tokens} tokens at most,"
-    if harness.command:
-        return f"{' '.join(harness.command)}, answers of {harness.max_tokens} tokens at most,"
-    return f"{harness.agent}, {harness.max_turns} turns of {harness.max_tokens} tokens at most,"
+    agent = " ".join(harness.command) or config.as_written(harness.agent)
+    # A program asks as often as it likes; code of the user's own is told a limit, if one is meant.
+    are_counted = agent == CODING_AGENT or "max_turns" in harness.model_fields_set
+    if harness.command or not are_counted:
+        return f"{agent}, answers of {harness.max_tokens} tokens at most,"
+    return f"{agent}, {harness.max_turns} turns of {harness.max_tokens} tokens at most,"
+
+
+def _short_context(config: RunConfig, findings: Findings | None) -> list[str]:
+    """That an answer may be longer than a session is no error, and hardly meant."""
+    context = config.model.max_context
+    if findings is not None:
+        context = min(context, findings.model_context)
+    if config.harness.max_tokens <= context:
+        return []
+    return [
+        f"  look: harness.max_tokens = {config.harness.max_tokens} is more than a whole session "
+        f"has, prompt included ({context} tokens): answers are cut there; lower it, or raise "
+        f"model.max_context"
+    ]
 
 
 def _settings(stage: AnyStage) -> dict[str, Json]:

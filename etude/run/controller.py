@@ -33,7 +33,7 @@ from etude.run import journal
 from etude.run.evaluate import evaluate, report_name
 from etude.run.gateway_client import GatewayClient
 from etude.run.loop import RolloutLoop, RunAttempt, endless_tasks
-from etude.run.plugins import build, load
+from etude.run.plugins import build, import_from, load
 from etude.run.process import run_process
 from etude.run.pull import PullEnvironment
 from etude.run.rollout import RolloutRunner, SessionDesk
@@ -184,7 +184,7 @@ class Controller:
             ),
             self.gateway,
             concurrency=harness.concurrency,
-            source=self.config.tasks.environment,
+            source=self.config.as_written(self.config.tasks.environment),
             policy=self.config.name,
             experts=experts,
             agent_timeout_s=harness.timeout_s + AGENT_GRACE_S + self._claim_s,
@@ -297,6 +297,7 @@ def build_agent(
 @contextlib.asynccontextmanager
 async def open_environment(config: RunConfig) -> AsyncIterator[tuple[Environment, SandboxPool]]:
     """The environment of a run over a pool of its sandboxes, both closed at the end."""
+    import_from(config.folder)
     sandbox = config.sandbox
     pool = open_sandbox_pool(
         sandbox.isolation,

@@ -1,5 +1,4 @@
-"""Code of the user's own, by name: `module:name`, or `path/to/file.py:name`, both seen from where
-the run was started.
+"""Code of the user's own, by name: `module:name`, or `path/to/file.py:name`.
 
 A run's config holds the name only. Whoever resumes the run elsewhere brings the code along.
 """
@@ -17,18 +16,24 @@ from types import ModuleType
 from typing import Any
 
 from etude.core.errors import EtudeError, user_code
+from etude.core.schema import is_file
+
+
+def import_from(folder: str | None) -> None:
+    """Let modules of the user's own be found in the folder of a run's file; None is where etude was
+    started."""
+    if (place := folder or os.getcwd()) not in sys.path:
+        sys.path.append(place)  # last: a file of the user's that is called token.py is not Python's
 
 
 def load(reference: str, key: str) -> Any:
     """The object that `reference` names; `key` is the config key that holds it."""
     place, _, name = reference.partition(":")
-    if (here := os.getcwd()) not in sys.path:
-        sys.path.append(here)  # last: a file of the user's that is called token.py is not Python's
     check_file(reference, key)
     with user_code(f"{key} = {reference!r}: {place} cannot be loaded"):
         try:
             module = (
-                _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+                _from_file(Path(place)) if is_file(reference) else importlib.import_module(place)
             )
         except SyntaxError as e:
             raise EtudeError(
@@ -36,8 +41,8 @@ def load(reference: str, key: str) -> Any:
             ) from e
         except (ImportError, OSError) as e:
             raise EtudeError(
-                f"{key} = {reference!r}: {place} cannot be loaded ({e}); it is imported from "
-                f"{here}, with the packages of {sys.prefix}"
+                f"{key} = {reference!r}: {place} cannot be loaded ({e}); modules lie in the "
+                f"folder of the run's file, or among the packages of {sys.prefix}"
             ) from e
     if not hasattr(module, name):
         raise EtudeError(
@@ -50,10 +55,10 @@ def load(reference: str, key: str) -> Any:
 def check_file(reference: str, key: str) -> None:
     """The cheapest mistake to find: before anything is started."""
     place, _, _ = reference.partition(":")
-    if place.endswith(".py") and not Path(place).is_file():
+    if is_file(reference) and not Path(place).is_file():
         raise EtudeError(
-            f"{key} = {reference!r}: there is no file {Path(place).absolute()}; paths of code are "
-            f"seen from the folder in which etude is started"
+            f"{key} = {reference!r}: there is no file {Path(place).absolute()}; relative paths "
+            f"start at the folder of the run's file, not where etude is started ({os.getcwd()})"
         )
 
 

@@ -23,8 +23,8 @@ def files(pattern: str) -> list[Path]:
     )
     if not found:
         raise EtudeError(
-            f"{pattern}: no such file; check the path (it begins at {Path.cwd()}), or what the * "
-            f"stand for"
+            f"{Path(pattern).absolute()}: no such file; check the path, which starts at the folder "
+            f"of the run's file if it is relative, or what the * stand for"
         )
     return found
 

@@ -29,7 +29,7 @@ from etude.core.types import Json
 from etude.model.config import ModelConfig
 from etude.model.config_json import rope_kind, stated_rope
 from etude.model.quantization import without_quantization
-from etude.run.plugins import check_file
+from etude.run.plugins import check_file, import_from
 from etude.serve import heartbeat
 from etude.store.runs import Run
 from etude.tasks import sources
@@ -93,6 +93,7 @@ def check_training(config: RunConfig, *, resumed: bool) -> None:
         check_ranks(select_device(config.trainer.device), ranks)
     if not resumed:
         model_shape(config)
+    import_from(config.folder)
     for stage in config.stage:
         if isinstance(stage, RlConfig) and stage.loss not in LOSSES:
             from etude.trainer.step import objective_of

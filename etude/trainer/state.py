@@ -24,6 +24,7 @@ from etude.core.types import Batch, RecomputedRow
 from etude.engine.select import invariant_trainer_model
 from etude.model.directory import cut_context
 from etude.model.tokenizer import ChatTokenizer
+from etude.run.plugins import import_from
 from etude.store import checkpoints
 from etude.store.checkpoints import Checkpoint, CheckpointWriter, Origin, code_version
 from etude.store.runs import Run
@@ -61,6 +62,7 @@ class TrainerState:
         self.config = config
         self.emit = emit
         self.world = world
+        import_from(config.folder)
         for stage in config.stage:
             if isinstance(stage, RlConfig):
                 # a loss that cannot be loaded shall not cost the stages before its own

@@ -47,6 +47,11 @@ class Helpful(Environment):
         return {"a.txt": "yes\\n"}
 
 
+class Mistaken(Environment):
+    def solution(self, task):
+        return {"a.txt": "perhaps\\n"}
+
+
 class Agent:
     def __init__(self, http, **settings):
         self.http = http
@@ -117,6 +122,17 @@ def test_nothing_the_reference_a_solution_and_a_script(
         "run.toml",
         "script.txt",
     ]  # nothing was written
+
+
+def test_a_reference_that_earns_nothing_is_an_error(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mistaken = ("--no-model", "--set", "tasks.environment=mine.py:Mistaken")
+    found = tried(capsys, *mistaken, code=1)
+    assert rewards(found)[REFERENCE] == 0.0 and not found["ok"]
+    assert (
+        "look: reference solution earns 0, so a right answer earns nothing: mend" in found["screen"]
+    )
 
 
 def test_patches_and_single_files(project: Path, capsys: pytest.CaptureFixture[str]) -> None:

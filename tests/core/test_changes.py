@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from etude.core.changes import refused_changes
-from etude.core.config import parse
+from etude.core.config import RunConfig, parse
 from tests.core.test_config import EVERY_KIND, GOOD
 
 OTHERS = {
@@ -49,6 +51,17 @@ def test_trackers_may_change() -> None:
 def test_what_the_work_is_may_not(override: str, told: str) -> None:
     there, here = parse(EVERY_KIND), parse(EVERY_KIND, [override])
     assert refused_changes(there, here, version=0) == [told]
+
+
+def test_a_project_may_be_moved_with_its_runs() -> None:
+    def seen(folder: str, agent: str = "mine.py:A") -> RunConfig:
+        config = parse(EVERY_KIND, [f"folder={folder}", f"harness.agent={agent}"])
+        return config.seen_from(Path(folder))
+
+    there = seen("/home/me")
+    assert refused_changes(there, seen("/home/you"), version=9) == []
+    (told,) = refused_changes(there, seen("/home/you", "/home/me/mine.py:A"), version=9)
+    assert told == 'harness.agent: "mine.py:A" -> "/home/me/mine.py:A"'
 
 
 def test_another_order_is_another_experiment() -> None:

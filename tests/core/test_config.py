@@ -10,7 +10,7 @@ from etude.core.config import STAGES, EngineConfig, RunConfig, TrainerConfig, pa
 from etude.core.errors import EtudeError
 from etude.core.sandbox_config import SandboxConfig
 from etude.core.schema import OLD_ESTIMATORS, OLD_KEYS
-from etude.core.stages import MidtrainConfig, RlConfig
+from etude.core.stages import DistillConfig, DpoConfig, MidtrainConfig, RlConfig, SftConfig
 
 GOOD = """
 name = "demo"
@@ -638,3 +638,51 @@ def test_only_a_built_folder_of_tasks_is_mounted() -> None:
     for environment in ("mine.py:Mine", "pull", "https://host"):
         own = parse(GOOD, [f"tasks.environment={environment}", "tasks.path=/data/tasks"])
         assert own.tasks.mounts == ()
+
+
+def test_every_path_starts_at_the_folder() -> None:
+    text = """
+name = "a"
+[model]
+path = "model"
+[tasks]
+environment = "env.py:E"
+path = "tasks"
+[harness]
+agent = "package.agent:A"
+[sandbox]
+mounts = [".venv", "/opt/x"]
+[[stage]]
+kind = "midtrain"
+steps = 1
+heldout_path = "h/*.txt"
+sources = [{path = "built-in"}, {path = "s/**/*.py"}]
+[[stage]]
+kind = "sft"
+path = "/abs/*.jsonl"
+[[stage]]
+kind = "dpo"
+path = "p.jsonl"
+[[stage]]
+kind = "rl"
+steps = 1
+loss = "../loss.py:L"
+[[stage]]
+kind = "distill"
+steps = 1
+teacher = "large"
+"""
+    config = parse(text).seen_from(Path("/f"))
+    midtrain, sft, dpo, rl, distill = config.stage
+    assert config.model.path == "/f/model" and config.tasks.path == "/f/tasks"
+    assert config.tasks.environment == "/f/env.py:E"
+    assert config.harness.agent == "package.agent:A"
+    assert config.sandbox.mounts == ("/f/.venv", "/opt/x")
+    assert isinstance(midtrain, MidtrainConfig) and midtrain.heldout_path == "/f/h/*.txt"
+    assert [source.path for source in midtrain.sources] == ["built-in", "/f/s/**/*.py"]
+    assert isinstance(sft, SftConfig) and sft.path == "/abs/*.jsonl"
+    assert isinstance(dpo, DpoConfig) and dpo.path == "/f/p.jsonl"
+    assert isinstance(rl, RlConfig) and rl.loss == "/f/../loss.py:L"
+    assert isinstance(distill, DistillConfig) and distill.teacher == "/f/large"
+    plain = parse(GOOD, ["tasks.environment=https://host/x.py", "stage.rl.loss=grpo"])
+    assert plain.seen_from(Path("/f")) == plain

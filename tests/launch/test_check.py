@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from etude.cli import main
+from etude.commands.run_file import read_run_file
 from etude.core.config import RunConfig, parse
 from etude.core.errors import EtudeError
 from etude.core.ledger import Issued
@@ -20,6 +21,7 @@ from etude.model.files import hf_state_dict, write_directory
 from etude.model.transformer import ModelConfig, init_from_scratch
 from etude.run.task_record import TaskRecord, keep_record
 from etude.store.runs import Run
+from etude.trainer.prepare import check_stage_files
 from tests.small_model import small_files
 
 TOML = """
@@ -177,21 +179,35 @@ async def test_tasks_of_a_run_that_moved_meanwhile(
     assert run.tasks("train", TaskRecord) == TaskRecord.of(began_with)
 
 
-@pytest.mark.parametrize("command", ["try", "run"])
-def test_a_run_file_in_another_folder(
-    command: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_paths_start_at_the_folder_of_the_run_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "code.py").write_text(CODE)
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "code.py").write_text(CODE)
+    (tmp_path / "loss.py").write_text("")
     text = TOML.replace("[tasks]", '[tasks]\nenvironment = "code.py:Fine"')
-    (tmp_path / "mine" / "run.toml").write_text(text)
+    (mine / "run.toml").write_text(text)
     monkeypatch.chdir(tmp_path)
-    assert main([command, "mine/run.toml"]) == 2
+    config = read_run_file(Path("mine/run.toml"), ["stage.rl.loss=../loss.py:A"])
+    assert config.folder == str(mine)
+    assert config.tasks.environment == f"{mine}/code.py:Fine"
+    assert config.as_written(config.tasks.environment) == "code.py:Fine"
+    check_stage_files(config)
+
+    assert main(["run", "mine/run.toml", "--set", "stage.rl.loss=loss.py:A"]) == 2
     told = capsys.readouterr().err
-    assert f"code.py lies with run.toml: cd {tmp_path / 'mine'}, and give run.toml there" in told
+    assert "stage.rl.loss = 'loss.py:A': relative paths start at the folder of the run" in told
+    assert f"no {mine}/loss.py, but {tmp_path}/loss.py: write '../loss.py:A'" in told
+    assert main(["run", "mine/run.toml", "--set", "harness.agent=nowhere.py:A"]) == 2
+    told = capsys.readouterr().err
+    assert (
+        f"no file {mine}/nowhere.py; " in told
+        and f"not where etude is started ({tmp_path})" in told
+    )
+
+    above = read_run_file(Path("mine/run.toml"), ["folder=..", "tasks.environment=loss.py:A"])
+    assert (above.folder, above.tasks.environment) == (str(tmp_path), f"{tmp_path}/loss.py:A")
 
 
 async def test_what_there_is_and_what_it_takes(
@@ -221,7 +237,7 @@ def test_the_dry_run_asks_the_same_and_makes_nothing(
     before = sorted(tmp_path.rglob("*"))
     argv = ["run", "run.toml", "--dry-run", "--set", "tasks.environment=code.py:Fine"]
     assert main([*argv, "--set", "harness.agent=code.py:Nobody"]) == 2
-    assert "error: harness.agent = 'code.py:Nobody'" in capsys.readouterr().err
+    assert f"error: harness.agent = '{tmp_path}/code.py:Nobody'" in capsys.readouterr().err
     assert main(argv) == 0
     told = capsys.readouterr().out
     assert "tasks: 2 of 3 to train on, 2 held out" in told

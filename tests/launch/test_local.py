@@ -357,6 +357,34 @@ def test_a_plan_says_what_would_run(tmp_path: Path) -> None:
     assert not place.directory.exists()
 
 
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["harness.agent=mine.py:A"], "  agent: mine.py:A, answers of 64 tokens at most, within"),
+        (["harness.agent=mine.py:A", "harness.max_turns=8"], "mine.py:A, 8 turns of 64 tokens"),
+        (["harness.command=['mine']", "harness.max_turns=5"], "  agent: mine, answers of 64"),
+    ],
+)
+def test_turns_are_told_where_somebody_counts_them(
+    overrides: list[str], told: str, tmp_path: Path
+) -> None:
+    assert told in local.plan(parse(TOML, overrides), RunDirectory(tmp_path / "r"))
+
+
+def test_a_plan_says_that_answers_cannot_be_so_long(tmp_path: Path) -> None:
+    def looks(tokens: int, found: Findings | None = None) -> list[str]:
+        config = parse(TOML, [f"harness.max_tokens={tokens}"])
+        told = local.plan(config, RunDirectory(tmp_path / "r"), found)
+        return [line for line in told.splitlines() if line.startswith("  look: ")]
+
+    assert looks(512) == []
+    (line,) = looks(513)
+    assert "harness.max_tokens = 513" in line and "512 tokens" in line
+    small = Findings(tasks={}, parameters=1, model_context=256, seconds={}, disk_bytes=1)
+    (line,) = looks(512, small)
+    assert "256 tokens" in line
+
+
 def test_a_plan_says_what_was_found(tmp_path: Path) -> None:
     findings = Findings(
         tasks={"train": 12, "heldout": 400, "novel": 200},

@@ -11,7 +11,7 @@ import pytest
 from etude.core.config import parse
 from etude.core.errors import EtudeError
 from etude.launch.launcher import python
-from etude.run.plugins import build, load
+from etude.run.plugins import build, import_from, load
 from etude.trainer.prepare import check_stage_files
 
 
@@ -26,13 +26,24 @@ def test_a_file_may_be_called_like_a_module_of_python(tmp_path: Path) -> None:
     assert "-P" in python("etude.trainer.trainer")
 
 
-def test_a_module_lies_where_the_run_is_started(
+def test_a_module_lies_with_the_file_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "my_package_of_losses.py").write_text("A = 1")
-    monkeypatch.chdir(tmp_path)
+    (tmp_path / "token.py").write_text("")
     monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(EtudeError, match="the folder of the run's file, or among the packages of"):
+        load("my_package_of_losses:A", "key")
+    for _ in range(2):
+        import_from(str(tmp_path))
+    assert sys.path.count(str(tmp_path)) == 1
     assert load("my_package_of_losses:A", "key") == 1
+    assert load("token:tok_name", "key"), "Python's own comes first"
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "losses_of_this_place.py").write_text("B = 2")
+    monkeypatch.chdir(tmp_path / "here")
+    import_from(None)
+    assert load("losses_of_this_place:B", "key") == 2
 
 
 def test_what_raises_while_it_is_loaded_says_where(tmp_path: Path) -> None:
@@ -68,6 +79,6 @@ def test_what_cannot_be_made_says_why(tmp_path: Path) -> None:
 def test_a_file_that_is_not_there_is_told_before_anything_starts(key: str) -> None:
     config = parse('name = "a"\n[[stage]]\nkind = "rl"\nsteps = 1', [f"{key}=nowhere.py:A"])
     with pytest.raises(
-        EtudeError, match=f"{key} = 'nowhere.py:A': there is no file /.*/nowhere.py; paths of code"
+        EtudeError, match=f"{key} = 'nowhere.py:A': there is no file /.*/nowhere.py; relative paths"
     ):
         check_stage_files(config)

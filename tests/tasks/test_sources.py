@@ -43,7 +43,7 @@ def test_a_pattern_stands_for_files_in_order(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
     assert files(f"{tmp_path}/**/*.py") == [tmp_path / "x/2.py", tmp_path / "x/y/1.py"]
-    with pytest.raises(EtudeError, match=r"\*\.c: no such file; check the path \(it begins at /"):
+    with pytest.raises(EtudeError, match=r"/.*\*\.c: no such file; check the path, "):
         files(f"{tmp_path}/*.c")
 
 

@@ -74,7 +74,7 @@ def of(losses: str, *parts: str) -> str:
 @pytest.mark.parametrize(
     ("text", "name", "told"),
     [
-        (None, "mine", "my_loss.py; paths of code are seen from"),
+        (None, "mine", "my_loss.py; relative paths start at the folder"),
         ("def mine(:", "mine", "my_loss.py, line 1: invalid syntax"),
         (
             "import nowhere_to_be_found",
