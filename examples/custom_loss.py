@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from etude.train.loss import Clip, LossInputs, LossSpec
+from etude.train.loss import Clip, LossInputs, PolicyLoss
 
 
 def gentle(tokens: LossInputs, clip: Clip) -> Tensor:
@@ -15,4 +15,4 @@ def gentle(tokens: LossInputs, clip: Clip) -> Tensor:
     return -adv_N * tokens.logp_N
 
 
-GENTLE = LossSpec(function=gentle, correction="truncated")
+GENTLE = PolicyLoss(function=gentle, correction="truncated")

@@ -51,7 +51,7 @@ from torch import Tensor
 from etude.bench.engine import model_directory
 from etude.core.errors import EtudeError
 from etude.core.sampling import Request, Sample, SamplingParams
-from etude.engine.batch import ForwardBatch, Ints, Runner, SamplerOutput
+from etude.engine.batch import ForwardBatch, Ints, ModelRunner, SamplerOutput
 from etude.engine.engine import Engine, FinishedRequest
 from etude.engine.select import select_runner
 from etude.model.config import ModelConfig
@@ -151,7 +151,9 @@ class ScriptedRunner:
     """A runner whose model knows the answers, by number of arrival. Without a runner beneath it
     nothing is computed."""
 
-    def __init__(self, runner: Runner | None, answers: Sequence[tuple[Tokens, Tokens]]) -> None:
+    def __init__(
+        self, runner: ModelRunner | None, answers: Sequence[tuple[Tokens, Tokens]]
+    ) -> None:
         """`answers`: pairs of prompt and answer."""
         self._runner = runner
         self._texts = [np.array(prompt + answer) for prompt, answer in answers]
@@ -198,7 +200,7 @@ class Written:
 
 def write(
     model: Transformer,
-    runner: Runner | None,
+    runner: ModelRunner | None,
     answers: Sequence[tuple[Tokens, Tokens]],
     predictions: Sequence[Tokens],
 ) -> Written:
@@ -316,7 +318,7 @@ def on_cuda(name: str = "qwen3-0.6b") -> dict[str, float]:
     }
 
 
-def really_said(model: Transformer, runner: Runner, prompt: Tokens) -> dict[str, float]:
+def really_said(model: Transformer, runner: ModelRunner, prompt: Tokens) -> dict[str, float]:
     asked = Request(prompt=prompt, max_tokens=CHECKED, seed=0, params=GREEDY)
     plain = _said(model, runner, asked)
     guess = (*plain.tokens[: CHECKED // 2], 0, *plain.tokens[CHECKED // 2 + 1 :])
@@ -326,7 +328,7 @@ def really_said(model: Transformer, runner: Runner, prompt: Tokens) -> dict[str,
     return {"same_tokens": same, "logprob_difference": float(differences.max(initial=0.0))}
 
 
-def _said(model: Transformer, runner: Runner, asked: Request) -> Sample:
+def _said(model: Transformer, runner: ModelRunner, asked: Request) -> Sample:
     engine = Engine(
         model, max_num_seqs=2, max_batched_tokens=1024, prefix_cache=False, runner=runner
     )

@@ -93,7 +93,7 @@ class SamplerOutput:
     for."""
 
 
-class Runner(Protocol):
+class ModelRunner(Protocol):
     """A model on a device, with its KV cache."""
 
     num_blocks: int

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from etude.engine.batch import ForwardBatch, Ints, SamplerOutput, SamplingBatch
-from etude.engine.runner import BLOCK_SIZE, RoutedExpertsBuffer
+from etude.engine.runner import BLOCK_SIZE, RoutedExpertsCache
 from etude.engine.sampler import cuts_off, sample
 from etude.model.attention import KVCache
 from etude.model.files import hf_state_dict, load_weights
@@ -25,7 +25,7 @@ from etude.model.tiled_attention import TiledPagedAttention
 from etude.model.transformer import Transformer
 
 
-class TorchInvariantRunner:
+class BatchInvariantTorchRunner:
     """A batch-invariant runner on torch operators, for any device: those of the trainer, over a KV
     cache."""
 
@@ -38,7 +38,7 @@ class TorchInvariantRunner:
         weight = model.model.embed_tokens.weight.detach()
         self._device = weight.device
         self._cache = KVCache(model.config, num_blocks, BLOCK_SIZE, like=weight)
-        self._used = RoutedExpertsBuffer(model.config, num_blocks, self._device)
+        self._used = RoutedExpertsCache(model.config, num_blocks, self._device)
 
     @torch.inference_mode()
     def launch(self, batch: ForwardBatch) -> Callable[[], SamplerOutput]:

@@ -362,7 +362,9 @@ class CudaRunner:
 
         return attend
 
-    def _split_buffers(self, rows: int, layer: attention.AttentionParams) -> attention.SplitBuffers:
+    def _split_buffers(
+        self, rows: int, layer: attention.AttentionLayerParams
+    ) -> attention.SplitBuffers:
         splits = attention.num_splits(rows, layer.num_kv_heads)
         shape = (rows, layer.num_kv_heads, splits, attention.group_rows(layer))
         device = self._words.device

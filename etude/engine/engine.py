@@ -4,9 +4,9 @@
 
 A step is one forward pass over new tokens of many sequences: one token of each that is decoding,
 and chunks of the prompts of the others. The `Scheduler` chooses them, `build_batch` makes the
-`ForwardBatch`, and a `Runner` computes it. `swap_weights` puts in new weights between two steps.
-Running requests keep their keys and values and go on, and every token says which version computed
-it; nothing that the old weights computed is used for a request that starts later.
+`ForwardBatch`, and a `ModelRunner` computes it. `swap_weights` puts in new weights between two
+steps. Running requests keep their keys and values and go on, and every token says which version
+computed it; nothing that the old weights computed is used for a request that starts later.
 
 With a runner that overlaps, a step starts one pass and returns the output of the one before. A
 request that speculates needs its tokens before the next pass, so its output is waited for.
@@ -24,12 +24,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from etude.core.sampling import Request, Sample, SamplingParams
-from etude.engine.batch import ForwardBatch, Runner, SamplerOutput, SamplingBatch
+from etude.engine.batch import ForwardBatch, ModelRunner, SamplerOutput, SamplingBatch
 from etude.engine.blocks import BlockManager
 from etude.engine.sampler import uniforms
 from etude.engine.scheduler import Constraint, Scheduler, Sequence
 from etude.engine.select import select_runner
-from etude.engine.speculate import Drafter
+from etude.engine.speculate import NgramDrafter
 from etude.model.transformer import Transformer
 
 __all__ = [
@@ -121,7 +121,7 @@ class Engine:
     def __init__(
         self, model: Transformer, *, max_num_seqs: int, version: int = 0,
         max_batched_tokens: int = 512, prefix_cache: bool = True, kv_cache_bytes: int | None = None,
-        runner: Runner | None = None,
+        runner: ModelRunner | None = None,
     ) -> None:  # fmt: skip
         """Make an engine for a model. `max_batched_tokens`: the most tokens of one pass; a longer
         prompt is computed in chunks. Without `prefix_cache` every prompt is computed in full.
@@ -226,7 +226,7 @@ class Engine:
             deadline=deadline,
         )
         if request.speculates:
-            sequence.drafter = Drafter(
+            sequence.drafter = NgramDrafter(
                 request.prompt, limit, request.prediction or (), request.drafts
             )
         for token in request.begun:

@@ -120,7 +120,7 @@ def unsupported(c: ModelConfig, dtype: torch.dtype) -> list[str]:
     return missing + kind + c.beyond(CAN) + odd + too_large
 
 
-class NativeRunner:
+class CpuRunner:
     """A runner for dense models on a CPU, with the forward pass in C."""
 
     overlaps = False

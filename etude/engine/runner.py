@@ -20,7 +20,7 @@ from etude.model.transformer import ModelConfig, Transformer
 BLOCK_SIZE = 16
 
 
-class RoutedExpertsBuffer:
+class RoutedExpertsCache:
     """A buffer of the experts that each token was routed to, by slot like its keys and values;
     empty for a model without experts."""
 
@@ -63,7 +63,7 @@ class TorchRunner:
         weight = model.model.embed_tokens.weight.detach()
         self._device = weight.device
         self._cache = KVCache(model.config, num_blocks, BLOCK_SIZE, like=weight)
-        self._used = RoutedExpertsBuffer(model.config, num_blocks, self._device)
+        self._used = RoutedExpertsCache(model.config, num_blocks, self._device)
 
     @torch.inference_mode()
     def launch(self, batch: ForwardBatch) -> Callable[[], SamplerOutput]:

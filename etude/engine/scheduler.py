@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from etude.core.sampling import Priority, Request, Sample, version_spans
 from etude.engine.blocks import BlockManager, BlockTable
-from etude.engine.speculate import MAX_DRAFT_TOKENS, Drafter
+from etude.engine.speculate import MAX_DRAFT_TOKENS, NgramDrafter
 
 PRIORITIES = get_args(Priority)
 TopLogprobs = tuple[tuple[int, float], ...]
@@ -65,7 +65,7 @@ class Sequence:
     """Called with every sampled token; True makes it the last."""
     deadline: float = math.inf
     """The time to drop the request, by the clock that `expire` is given."""
-    drafter: Drafter | None = None
+    drafter: NgramDrafter | None = None
     draft: list[int] = field(default_factory=list)
     """Draft tokens that the pass being planned computes after `tokens`."""
     block_table: BlockTable | None = None

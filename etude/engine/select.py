@@ -8,8 +8,8 @@ import torch
 
 from etude.core.errors import EtudeError
 from etude.engine import native
-from etude.engine.batch import Runner
-from etude.engine.batch_invariant import TorchInvariantRunner
+from etude.engine.batch import ModelRunner
+from etude.engine.batch_invariant import BatchInvariantTorchRunner
 from etude.engine.runner import BLOCK_SIZE, TorchRunner
 from etude.model.numerics import INVARIANT
 from etude.model.transformer import Transformer
@@ -88,7 +88,7 @@ def invariant_trainer_model(model: Transformer, dtype: torch.dtype) -> Transform
     return trainable
 
 
-def select_runner(model: Transformer, max_num_seqs: int, kv_cache_bytes: int | None) -> Runner:
+def select_runner(model: Transformer, max_num_seqs: int, kv_cache_bytes: int | None) -> ModelRunner:
     """The fastest runner that supports the model on its device; a batch-invariant one if the
     model's arithmetic is. With `max_num_seqs` 1 on a CPU it is the `TorchRunner`, whose bits anyone
     can reproduce with the model definition: deterministic runs are checked by that."""
@@ -102,9 +102,9 @@ def select_runner(model: Transformer, max_num_seqs: int, kv_cache_bytes: int | N
         blocks = -(-tokens // CudaRunner.block_size)
         return CudaRunner(model, blocks, max_num_seqs, invariant=model.invariant)
     if model.invariant:
-        return TorchInvariantRunner(model, -(-tokens // BLOCK_SIZE))
+        return BatchInvariantTorchRunner(model, -(-tokens // BLOCK_SIZE))
     if not weight.is_cuda and max_num_seqs > 1:
         if not native.unsupported(model.config, weight.dtype):
-            return native.NativeRunner(model, -(-tokens // native.BLOCK_SIZE))
+            return native.CpuRunner(model, -(-tokens // native.BLOCK_SIZE))
         _say_once("native.c does", model.config.beyond(native.CAN))
     return TorchRunner(model, -(-tokens // BLOCK_SIZE))

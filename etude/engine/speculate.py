@@ -58,7 +58,7 @@ def longest_match(text_S: Ints, tail: Ints) -> tuple[int, Ints]:
     return (len(tail) if len(places_M) else 0), places_M
 
 
-class DraftSource:
+class LookupText:
     """A text that drafts are copied from, with a pointer to where the last one was given up."""
 
     def __init__(self, tokens_S: Ints) -> None:
@@ -81,7 +81,7 @@ class DraftSource:
         return length, int(places_M[behind % len(places_M)])
 
 
-class Drafter:
+class NgramDrafter:
     """The n-gram drafter of one request. The tokens of each call show what was accepted of the last
     draft."""
 
@@ -95,11 +95,11 @@ class Drafter:
         self._history = np.full(len(prompt) + max_tokens, SEPARATOR, np.int64)
         self._history_len = 0
         joined = [token for draft in drafts for token in (*draft, SEPARATOR)]
-        self._own_text = DraftSource(self._history[:0])
+        self._own_text = LookupText(self._history[:0])
         self._sources = [
-            DraftSource(np.array(prediction, np.int64)),
+            LookupText(np.array(prediction, np.int64)),
             self._own_text,
-            DraftSource(np.array(joined, np.int64)),
+            LookupText(np.array(joined, np.int64)),
         ]
         self._length = FIRST_LENGTH
         self._draft: list[int] = []

@@ -35,7 +35,7 @@ from etude.train.mismatch import mismatch_stats
 from etude.train.objective import AGGREGATE, RlObjective
 from etude.train.optimizer import OPTIMIZER, Optimizer
 from etude.train.packing import (
-    PackedBatch,
+    PackedMicrobatch,
     PackedRollouts,
     PackItem,
     RolloutSequence,
@@ -56,7 +56,7 @@ MAX_GRAD_NORM = 1.0
 # not depend on it but for rounding.
 MICROBATCH_TOKENS = {"cpu": 1024, "cuda": 16_384}
 
-P = TypeVar("P", bound=PackedBatch)
+P = TypeVar("P", bound=PackedMicrobatch)
 
 
 class Learner:
@@ -232,7 +232,7 @@ class Learner:
         lr: float,
         weight_decay: float = 0.0,
         router_balance: bool = False,
-        pack: Callable[[Sequence[Any]], PackedBatch] = pack_batch,
+        pack: Callable[[Sequence[Any]], PackedMicrobatch] = pack_batch,
         loss: SupervisedLoss = cross_entropy,
     ) -> SupervisedStats:
         """Take one step of a supervised loss, averaged over the loss terms of all items

@@ -36,7 +36,7 @@ from etude.model.attention import CausalAttention
 from etude.model.tiled_attention import TiledCausalAttention
 from etude.model.transformer import Routing, Transformer
 from etude.train.head import TokenDistributionStats, head_logprobs
-from etude.train.packing import PackedBatch
+from etude.train.packing import PackedMicrobatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ class Clip:
         return ratio_N.clamp(1 - self.low, 1 + self.high)
 
 
-PolicyLoss = Callable[[LossInputs, Clip], Tensor]
+LossFunction = Callable[[LossInputs, Clip], Tensor]
 """A function of the tokens and the clip range that returns loss_N, one number for each token."""
 
 
@@ -111,36 +111,36 @@ def sum_by_row(x_N: Tensor, row_N: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LossSpec:
+class PolicyLoss:
     """A policy loss with its default aggregation, clip range and correction. The values that a run
     uses are those of `RlObjective`."""
 
-    function: PolicyLoss
+    function: LossFunction
     aggregate: str = "token"
     """How token losses are aggregated (`objective.AGGREGATE`)."""
     clip: Clip = Clip(math.inf, math.inf)
     correction: str = "none"
 
 
-LOSS: dict[str, LossSpec] = {
-    "reinforce": LossSpec(function=reinforce, correction="truncated"),
-    "ppo_clip": LossSpec(function=ppo_clip, clip=Clip(0.2, 0.2)),
+LOSS: dict[str, PolicyLoss] = {
+    "reinforce": PolicyLoss(function=reinforce, correction="truncated"),
+    "ppo_clip": PolicyLoss(function=ppo_clip, clip=Clip(0.2, 0.2)),
     # Each attempt counts alike, however long. Its paper goes with advantage = "grpo".
-    "grpo": LossSpec(function=ppo_clip, clip=Clip(0.2, 0.2), aggregate="sequence"),
+    "grpo": PolicyLoss(function=ppo_clip, clip=Clip(0.2, 0.2), aggregate="sequence"),
     # A long wrong answer is not made cheaper per token; goes with advantage = "dr_grpo".
-    "dr_grpo": LossSpec(function=ppo_clip, clip=Clip(0.2, 0.2), aggregate="constant"),
+    "dr_grpo": PolicyLoss(function=ppo_clip, clip=Clip(0.2, 0.2), aggregate="constant"),
     # More room upwards, so that unlikely tokens can become likely. Its "dynamic sampling" is what
     # the controller does anyway: a group without a difference is dropped, and another takes its
     # slot.
-    "dapo": LossSpec(function=ppo_clip, clip=Clip(0.2, 0.28)),
-    "gspo": LossSpec(function=gspo, clip=Clip(3e-4, 4e-4), aggregate="sequence"),
-    "cispo": LossSpec(function=cispo, clip=Clip(1.0, 4.0)),
+    "dapo": PolicyLoss(function=ppo_clip, clip=Clip(0.2, 0.28)),
+    "gspo": PolicyLoss(function=gspo, clip=Clip(3e-4, 4e-4), aggregate="sequence"),
+    "cispo": PolicyLoss(function=cispo, clip=Clip(1.0, 4.0)),
 }
 
 
 def token_logprobs(
     model: Transformer,
-    packed: PackedBatch,
+    packed: PackedMicrobatch,
     routing: Routing | None = None,
     *,
     with_stats: bool = False,
@@ -156,7 +156,7 @@ def token_logprobs(
 
 
 def predicting_states(
-    model: Transformer, packed: PackedBatch, routing: Routing | None = None
+    model: Transformer, packed: PackedMicrobatch, routing: Routing | None = None
 ) -> tuple[Tensor, Tensor]:
     """The hidden states that predict the tokens which the loss counts, and these tokens (NE, N)."""
     attend = (TiledCausalAttention if model.invariant else CausalAttention)(

@@ -27,7 +27,7 @@ from torch import Tensor
 from etude.core.errors import EtudeError, user_code
 from etude.core.types import Row
 from etude.train.correction import CORRECTION
-from etude.train.loss import LOSS, Clip, LossInputs, LossSpec
+from etude.train.loss import LOSS, Clip, LossInputs, PolicyLoss
 
 Aggregate = Callable[[Sequence[Row], int], tuple[list[float], float]]
 """An aggregation: (rows of the whole batch, tokens of the context) -> a weight for each row, and
@@ -80,7 +80,7 @@ class RlObjective:
     """The RL objective: KL penalty, importance-sampling correction, policy loss and aggregation.
     The default is `reinforce` with truncated importance weights and a mean over tokens."""
 
-    loss: LossSpec = LOSS["reinforce"]
+    loss: PolicyLoss = LOSS["reinforce"]
     aggregate: str = "token"
     clip: Clip = LOSS["reinforce"].clip
     correction: str = "truncated"
@@ -126,7 +126,7 @@ class RlObjective:
         )
 
 
-def _checked_losses(loss: LossSpec, tokens: LossInputs, clip: Clip) -> Tensor:
+def _checked_losses(loss: PolicyLoss, tokens: LossInputs, clip: Clip) -> Tensor:
     """The loss of each token, with its shape checked: a scalar or a column would silently broadcast
     to another sum."""
     with user_code("the loss raised"):

@@ -100,7 +100,7 @@ class RolloutSequence(TokenSequence):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PackedBatch:
+class PackedMicrobatch:
     """A microbatch: sequences one after the other, without padding, for one forward and backward
     pass."""
 
@@ -137,8 +137,8 @@ class PackedBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PackedRollouts(PackedBatch):
-    """A microbatch of rollouts: a `PackedBatch` with what the RL objective needs."""
+class PackedRollouts(PackedMicrobatch):
+    """A microbatch of rollouts: a `PackedMicrobatch` with what the RL objective needs."""
 
     old_logprobs_N: Tensor
     advantages_N: Tensor
@@ -148,9 +148,9 @@ class PackedRollouts(PackedBatch):
     """The index of the batch row of each target."""
 
 
-def pack_batch(texts: Sequence[TokenSequence]) -> PackedBatch:
+def pack_batch(texts: Sequence[TokenSequence]) -> PackedMicrobatch:
     """Pack sequences into one microbatch."""
-    return PackedBatch(**_packed(texts))
+    return PackedMicrobatch(**_packed(texts))
 
 
 def pack_rollouts(
@@ -182,7 +182,7 @@ def pack_rollouts(
 
 
 def _packed(texts: Sequence[TokenSequence]) -> dict[str, Any]:
-    """The fields of a `PackedBatch`. A rank without work gets one token that no loss counts."""
+    """The fields of a `PackedMicrobatch`. A rank without work gets one token, in no loss."""
     lengths = [text.length for text in texts]
     if not any(lengths):
         texts, lengths = [TokenSequence((0,), (False,))], [1]

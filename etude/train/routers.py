@@ -23,7 +23,7 @@ from etude.model.config import ExpertsConfig
 from etude.model.experts import Router, Routing, read_ids
 from etude.model.transformer import Transformer
 from etude.train.distributed import SINGLE_PROCESS, World
-from etude.train.packing import PackedBatch
+from etude.train.packing import PackedMicrobatch
 
 BIAS_STEP = 1e-3
 """The step of a bias, as in DeepSeek-V3; scores lie between 0 and 1."""
@@ -62,7 +62,7 @@ class RouterManager:
             self.num_replayed * len(self._routers) * self._config.num_experts_per_tok
         )
 
-    def begin_microbatch(self, micro: PackedBatch) -> Routing | None:
+    def begin_microbatch(self, micro: PackedMicrobatch) -> Routing | None:
         """The routing to hand to the forward pass; None if nothing is replayed or balanced."""
         if not self._config or (micro.experts_TLk is None and not self._balance):
             return None
@@ -80,7 +80,7 @@ class RouterManager:
             return torch.full_like(places_N, torch.nan, dtype=torch.float32)
         return routing.mismatches()[places_N].float()
 
-    def end_microbatch(self, routing: Routing | None, micro: PackedBatch) -> Tensor | float:
+    def end_microbatch(self, routing: Routing | None, micro: PackedMicrobatch) -> Tensor | float:
         """Count mismatches and loads; return the load-balancing loss, a mean over the tokens of the
         microbatch."""
         # a rank without work only keeps company

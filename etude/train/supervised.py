@@ -19,14 +19,14 @@ from torch.nn import functional as F
 
 from etude.model.transformer import Routing, Transformer
 from etude.train.loss import token_logprobs
-from etude.train.packing import PackedBatch, TokenSequence, pack_batch
+from etude.train.packing import PackedMicrobatch, TokenSequence, pack_batch
 
 Metrics = dict[str, float]
-SupervisedLoss = Callable[[Transformer, PackedBatch, Routing | None], tuple[Tensor, Metrics]]
+SupervisedLoss = Callable[[Transformer, PackedMicrobatch, Routing | None], tuple[Tensor, Metrics]]
 
 
 def cross_entropy(
-    model: Transformer, packed: PackedBatch, routing: Routing | None = None
+    model: Transformer, packed: PackedMicrobatch, routing: Routing | None = None
 ) -> tuple[Tensor, Metrics]:
     """Cross entropy of the tokens that the loss counts."""
     logp_N, _ = token_logprobs(model, packed, routing=routing)
@@ -56,7 +56,7 @@ class PreferencePair:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PackedPairs(PackedBatch):
+class PackedPairs(PackedMicrobatch):
     """A microbatch of preference pairs: the chosen, then the rejected session of each."""
 
     reference_B2: Tensor
@@ -94,7 +94,7 @@ def dpo_loss(*, beta: float, length_normalised: bool) -> SupervisedLoss:
     """
 
     def loss(
-        model: Transformer, pairs: PackedBatch, routing: Routing | None = None
+        model: Transformer, pairs: PackedMicrobatch, routing: Routing | None = None
     ) -> tuple[Tensor, Metrics]:
         assert isinstance(pairs, PackedPairs)
         gain_B2 = (

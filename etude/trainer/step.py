@@ -16,7 +16,7 @@ from etude.run.plugins import load
 from etude.train.correction import CORRECTION
 from etude.train.flops import peak_flops, step_flops
 from etude.train.learner import Learner
-from etude.train.loss import LOSS, Clip, LossSpec
+from etude.train.loss import LOSS, Clip, PolicyLoss
 from etude.train.objective import AGGREGATE, RlObjective
 from etude.train.stats import RlStats
 
@@ -24,11 +24,11 @@ from etude.train.stats import RlStats
 def objective_of(stage: RlConfig) -> RlObjective:
     """The objective of a stage; what its config leaves out is the loss's default."""
     loss = LOSS[stage.loss] if stage.loss in LOSS else load(stage.loss, "stage.rl.loss")
-    if not isinstance(loss, LossSpec):
+    if not isinstance(loss, PolicyLoss):
         raise EtudeError(
             f"stage.rl.loss = {stage.loss!r} is a {type(loss).__name__}: it must be an "
-            f"etude.train.loss.LossSpec, such as "
-            f"LossSpec(function=your_function)"
+            f"etude.train.loss.PolicyLoss, such as "
+            f"PolicyLoss(function=your_function)"
         )
     if not isinstance(loss.clip, Clip):
         raise EtudeError(

@@ -18,8 +18,8 @@ import torch
 from numpy.typing import NDArray
 
 from etude.core.sampling import Request, Sample
-from etude.engine.batch import ForwardBatch, Ints, Runner, SamplerOutput
-from etude.engine.batch_invariant import TorchInvariantRunner
+from etude.engine.batch import ForwardBatch, Ints, ModelRunner, SamplerOutput
+from etude.engine.batch_invariant import BatchInvariantTorchRunner
 from etude.engine.engine import Engine, FinishedRequest
 from etude.model.config import ExpertsConfig, LatentConfig, ModelConfig
 from etude.model.numerics import INVARIANT
@@ -41,7 +41,7 @@ class Watching:
     """A runner that notes the shape of every pass: how many new tokens of sequences of which
     lengths."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self.overlaps = runner.overlaps
         self.num_blocks = runner.num_blocks
@@ -174,9 +174,9 @@ def on_device(name: str, company: str, compositions: int) -> dict[str, float]:
         model.compute_with(INVARIANT)
     blocks = 20 * max_num_seqs + 40
 
-    def runner(max_num_seqs: int) -> Runner:
+    def runner(max_num_seqs: int) -> ModelRunner:
         if name == "latent":
-            return TorchInvariantRunner(model, 4 * blocks)
+            return BatchInvariantTorchRunner(model, 4 * blocks)
         return CudaRunner(model, blocks, max_num_seqs, invariant=True)
 
     watching = Watching(runner(max_num_seqs))

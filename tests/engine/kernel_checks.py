@@ -132,7 +132,7 @@ class Sequences:
 
     new: Inputs
     lengths: list[int]
-    heads: attention.AttentionParams
+    heads: attention.AttentionLayerParams
     page_size: int = 16
 
     def __post_init__(self) -> None:
@@ -162,12 +162,12 @@ class Sequences:
 
 def random_heads(
     new: Inputs, queries: int, keys: int, size: int, normed: bool, positions: int
-) -> attention.AttentionParams:
+) -> attention.AttentionLayerParams:
     gains = (new.normal(size), new.normal(size)) if normed else (None, None)
     angle = torch.rand(positions, size // 2, device=new.device, generator=new.generator) * 6
     cos, sin = angle.cos(), angle.sin()
     rope = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)
-    return attention.AttentionParams(
+    return attention.AttentionLayerParams(
         queries, keys, size, size**-0.5, 1e-6, *gains, rope[:, :, None]
     )
 

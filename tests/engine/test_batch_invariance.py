@@ -10,7 +10,7 @@ import torch
 
 from etude.core.sampling import Sample
 from etude.core.types import Batch, Row
-from etude.engine.batch_invariant import TorchInvariantRunner
+from etude.engine.batch_invariant import BatchInvariantTorchRunner
 from etude.engine.engine import Engine, FinishedRequest
 from etude.model.files import hf_state_dict
 from etude.model.numerics import INVARIANT, PLAIN
@@ -40,7 +40,7 @@ def small(name: str) -> Transformer:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_bit_depends_on_the_batch(name: str) -> None:
     model, rng = small(name), Random(name)
-    runner = Watching(TorchInvariantRunner(model, num_blocks=14))
+    runner = Watching(BatchInvariantTorchRunner(model, num_blocks=14))
     sessions = serve(model, runner, rng, -(-COMPOSITIONS // len(FAMILIES)))
     by_itself = Engine(model, max_num_seqs=1, prefix_cache=False)
     for id in rng.sample(sorted(sessions), 12):

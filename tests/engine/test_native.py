@@ -13,7 +13,7 @@ from etude.core.isa import Isa
 from etude.core.sampling import Sample
 from etude.engine import native
 from etude.engine.engine import Engine
-from etude.engine.native import LIBRARY, NativeRunner, unsupported
+from etude.engine.native import LIBRARY, CpuRunner, unsupported
 from etude.engine.runner import TorchRunner
 from etude.engine.select import select_runner
 from etude.model.config import ExpertsConfig
@@ -93,7 +93,7 @@ def test_what_the_operators_compute(name: str) -> None:
         answers(
             Engine(made, max_num_seqs=5, max_batched_tokens=40, runner=kind(made, 40)), requests()
         )
-        for kind in (NativeRunner, TorchRunner)
+        for kind in (CpuRunner, TorchRunner)
     )
     for id, sample in ours.items():
         assert sample.tokens == reference[id].tokens
@@ -183,7 +183,7 @@ def test_who_computes_what() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         assert isinstance(
             select_runner(model("llama", dtype=dtype), max_num_seqs=2, kv_cache_bytes=1 << 20),
-            NativeRunner,
+            CpuRunner,
         )
     assert isinstance(
         select_runner(model("llama"), max_num_seqs=1, kv_cache_bytes=1 << 20), TorchRunner

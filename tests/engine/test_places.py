@@ -7,7 +7,7 @@ import pytest
 
 from etude.engine.blocks import BlockManager
 from etude.engine.scheduler import Scheduler, Sequence
-from etude.engine.speculate import Drafter
+from etude.engine.speculate import NgramDrafter
 from tests.engine.reference import OnlyEven
 from tests.engine.test_scheduler import SIZE, advance, sequence
 from tests.small_model import in_sequence, request
@@ -17,7 +17,7 @@ def guessing(id: int, prompt: int, limit: int, prediction: int = 200) -> Sequenc
     """Has said one token, of a text that repeats it: its drafter always has more to propose than
     fits."""
     asked = request(str(id), [5] * prompt, max_tokens=limit)
-    drafter = Drafter(asked.prompt, limit, [5] * prediction)
+    drafter = NgramDrafter(asked.prompt, limit, [5] * prediction)
     return in_sequence(asked, id, limit, drafter=drafter)
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from etude.core.sampling import SamplingParams
 from etude.engine import native, sampler
-from etude.engine.batch import Runner, SamplerOutput, SamplingBatch
-from etude.engine.batch_invariant import TorchInvariantRunner
+from etude.engine.batch import ModelRunner, SamplerOutput, SamplingBatch
+from etude.engine.batch_invariant import BatchInvariantTorchRunner
 from etude.engine.engine import Engine
 from etude.engine.runner import TorchRunner
 from etude.model.config import ModelConfig
@@ -32,11 +32,11 @@ CONFIG = ModelConfig(
     intermediate_size=64,
     max_position_embeddings=96,
 )
-RUNNERS: dict[str, Callable[[Transformer], Runner]] = {
+RUNNERS: dict[str, Callable[[Transformer], ModelRunner]] = {
     "torch": lambda model: TorchRunner(model, 40),
     "overlapping": lambda model: Overlapping(TorchRunner(model, 40)),
-    "native": lambda model: native.NativeRunner(model, 40),
-    "invariant": lambda model: TorchInvariantRunner(model, 40),
+    "native": lambda model: native.CpuRunner(model, 40),
+    "invariant": lambda model: BatchInvariantTorchRunner(model, 40),
 }
 PARAMS: dict[str, dict[str, Any]] = {
     "min_p": {"min_p": 0.05},

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from etude.core.sampling import Priority
 from etude.engine.blocks import BlockManager
 from etude.engine.scheduler import PRIORITIES, Scheduler, Sequence
-from etude.engine.speculate import MAX_DRAFT_TOKENS, Drafter
+from etude.engine.speculate import MAX_DRAFT_TOKENS, NgramDrafter
 from tests.small_model import in_sequence, request
 
 SIZE = 4
@@ -23,7 +23,7 @@ def with_drafts(id: int, limit: int) -> Sequence:
     """It expects to say its only word, 60, for ever: what it guesses is right, and as long as it
     may be."""
     made = sequence(id, 20, limit)
-    made.drafter = Drafter(made.tokens, limit, prediction=[60] * 1000)
+    made.drafter = NgramDrafter(made.tokens, limit, prediction=[60] * 1000)
     return made
 
 

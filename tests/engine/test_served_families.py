@@ -11,7 +11,7 @@ import torch
 
 from etude.core.sampling import Sample
 from etude.engine import native, select
-from etude.engine.batch_invariant import TorchInvariantRunner
+from etude.engine.batch_invariant import BatchInvariantTorchRunner
 from etude.engine.engine import Engine, FinishedRequest
 from etude.engine.runner import TorchRunner
 from etude.model.attention import CausalAttention
@@ -94,7 +94,7 @@ def test_a_token_has_the_logprob_of_the_model_definition(name: str) -> None:
 @pytest.mark.parametrize("name", BIT_BY_BIT)
 def test_invariant_bits_of_windows_sinks_and_capped_scores(name: str) -> None:
     model, rng = random_model(name).compute_with(INVARIANT), Random(name)
-    runner = Watching(TorchInvariantRunner(model, num_blocks=14))
+    runner = Watching(BatchInvariantTorchRunner(model, num_blocks=14))
     sessions = serve(model, runner, rng, 25)
     assert len(sessions) > 3 and differing(sessions, trained(model, sessions, rng)) == 0
 

@@ -21,7 +21,7 @@ from etude.engine.speculate import (
     MAX_LENGTH,
     MIN_LENGTH,
     TOKENS_PER_MATCHED_TOKEN,
-    Drafter,
+    NgramDrafter,
     longest_match,
     next_length,
 )
@@ -284,14 +284,14 @@ def test_samples_keep_their_distribution() -> None:
     assert surprise(model, Biased(model, 400)) > 8  # the same test notices a small bias
 
 
-def told(drafter: Drafter, tokens: list[int], limit: int = 99) -> list[int]:
+def told(drafter: NgramDrafter, tokens: list[int], limit: int = 99) -> list[int]:
     return drafter.propose(tokens, limit)
 
 
 def test_the_first_match_behind_the_pointer_is_continued() -> None:
     #             0  1  2  3  4  5  6  7  8  9
     prediction = [1, 2, 3, 1, 2, 4, 1, 2, 5, 6]
-    drafter, said = Drafter([9], 50, prediction), [9]
+    drafter, said = NgramDrafter([9], 50, prediction), [9]
     assert told(drafter, said) == []  # nothing is known of 9
     said += [1, 2]
     assert told(drafter, said) == [3, 1, 2, 4, 1, 2, 5, 6]
@@ -306,16 +306,16 @@ def test_the_first_match_behind_the_pointer_is_continued() -> None:
 
 
 def test_longer_matches_win_and_the_prediction_wins_a_tie() -> None:
-    assert told(Drafter([1, 2, 3, 7, 2, 3], 9, prediction=[3, 8]), [1, 2, 3, 7, 2, 3])[0] == 7
-    assert told(Drafter([3, 7, 1, 3], 9, prediction=[3, 8]), [3, 7, 1, 3]) == [8]
-    assert told(Drafter([5], 9, prediction=(), drafts=[[5], [4, 5, 6], [5, 1]]), [5]) == [
+    assert told(NgramDrafter([1, 2, 3, 7, 2, 3], 9, prediction=[3, 8]), [1, 2, 3, 7, 2, 3])[0] == 7
+    assert told(NgramDrafter([3, 7, 1, 3], 9, prediction=[3, 8]), [3, 7, 1, 3]) == [8]
+    assert told(NgramDrafter([5], 9, prediction=(), drafts=[[5], [4, 5, 6], [5, 1]]), [5]) == [
         6
     ]  # never from one to another
 
 
 def test_a_draft_is_as_long_as_drafts_were_right() -> None:
     prediction = list(range(100, 1000))
-    drafter, said, lengths = Drafter([1], 2000, prediction), [1, 100], []
+    drafter, said, lengths = NgramDrafter([1], 2000, prediction), [1, 100], []
     for _ in range(8):
         draft = told(drafter, said, 500)
         said += [*draft, said[-1] + len(draft) + 1]
@@ -356,7 +356,7 @@ def test_the_longest_match_is_found(text: list[int], tail: list[int]) -> None:
 def test_drafts_come_from_the_texts(
     prediction: list[int], said: list[int], drafts: list[list[int]], data: st.DataObject
 ) -> None:
-    drafter = Drafter(said, 200, prediction, drafts)
+    drafter = NgramDrafter(said, 200, prediction, drafts)
     said = list(said)
     for _ in range(6):
         limit = data.draw(st.integers(0, 9))

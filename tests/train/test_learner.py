@@ -21,7 +21,7 @@ from etude.train.learner import MAX_GRAD_NORM, Learner
 from etude.train.loss import token_logprobs
 from etude.train.objective import RlObjective
 from etude.train.optimizer import BETAS, MOMENTUM, OPTIMIZER
-from etude.train.packing import PackedBatch, TokenSequence
+from etude.train.packing import PackedMicrobatch, TokenSequence
 from etude.train.packing import pack_batch as pack_texts
 
 CONFIG = ModelConfig(
@@ -62,7 +62,7 @@ def texts(seed: int) -> list[TokenSequence]:
     return [TokenSequence(tokens, [True] * 20) for tokens in tokens_BT.tolist()]
 
 
-def packed(row: Row) -> PackedBatch:
+def packed(row: Row) -> PackedMicrobatch:
     return pack_texts([TokenSequence(row.tokens, row.mask)])
 
 

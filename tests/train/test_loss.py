@@ -11,7 +11,7 @@ from etude.model.transformer import ModelConfig, init_from_scratch
 from etude.train.correction import CORRECTION
 from etude.train.head import MAX_LOGITS
 from etude.train.loss import LOSS, Clip, LossInputs, gspo, ppo_clip, token_logprobs
-from etude.train.packing import PackedBatch, TokenSequence, pack_batch
+from etude.train.packing import PackedMicrobatch, TokenSequence, pack_batch
 
 CONFIG = ModelConfig(
     vocab_size=13,
@@ -28,7 +28,7 @@ MASK_BT = torch.tensor(
 )
 
 
-def packed(tokens_BT: torch.Tensor, mask_BT: torch.Tensor) -> PackedBatch:
+def packed(tokens_BT: torch.Tensor, mask_BT: torch.Tensor) -> PackedMicrobatch:
     return pack_batch(
         [TokenSequence(*each) for each in zip(tokens_BT.tolist(), mask_BT.tolist(), strict=True)]
     )
@@ -140,7 +140,7 @@ def test_a_ratio_that_overflows_gives_a_weight_that_is_finite(name: str) -> None
     assert weights.isfinite().all()
 
 
-def at_temperature(packed: PackedBatch, temperature: float) -> PackedBatch:
+def at_temperature(packed: PackedMicrobatch, temperature: float) -> PackedMicrobatch:
     return replace(
         packed, temperature_N=torch.full((packed.num_loss_tokens,), temperature).double()
     )

@@ -68,7 +68,7 @@ def of(losses: str, *parts: str) -> str:
     given = ", ".join(
         [f"function=lambda tokens, clip: (lambda logp: {losses})(tokens.logp_N)", *parts]
     )
-    return f"from etude.train.loss import LossSpec\nmine = LossSpec({given})"
+    return f"from etude.train.loss import PolicyLoss\nmine = PolicyLoss({given})"
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def of(losses: str, *parts: str) -> str:
         (
             "def mine(tokens, clip): ...",
             "mine",
-            "is a function: it must be an etude.train.loss.LossSpec",
+            "is a function: it must be an etude.train.loss.PolicyLoss",
         ),
         (of("logp.sum()"), "mine", "returned a tensor of shape () for 3 tokens: it must return"),
         (of("logp[:, None]"), "mine", "returned a tensor of shape (3, 1) for 3 tokens"),

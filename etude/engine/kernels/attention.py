@@ -270,7 +270,7 @@ def _prefill(
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionParams:
+class AttentionLayerParams:
     """The attention parameters of one layer: head counts and size, softmax scale, q and k norms
     (None without), and the rotary table [P, 2, 1, D]."""
 
@@ -300,13 +300,13 @@ def num_splits(rows: int, keys: int, processors: int = 132) -> int:
     return max(1, min(16, int(triton.next_power_of_2(4 * processors // (rows * keys)))))
 
 
-def group_rows(params: AttentionParams) -> int:
+def group_rows(params: AttentionLayerParams) -> int:
     """Query heads of a key head, padded to the 16 rows or more that tensor cores take."""
     return max(16, int(triton.next_power_of_2(params.num_q_heads // params.num_kv_heads)))
 
 
 def decode(
-    params: AttentionParams, qkv: Tensor, k: Tensor, v: Tensor, blocks: Tensor, stride: Tensor,
+    params: AttentionLayerParams, qkv: Tensor, k: Tensor, v: Tensor, blocks: Tensor, stride: Tensor,
     lengths_B: Tensor, slot_mapping_B: Tensor, out: Tensor, *, splits: SplitBuffers, page_size: int,
     pdl: bool = False,
 ) -> None:  # fmt: skip
@@ -325,7 +325,7 @@ def decode(
 
 
 def write(
-    params: AttentionParams,
+    params: AttentionLayerParams,
     qkv: Tensor,
     k: Tensor,
     v: Tensor,
@@ -347,13 +347,13 @@ def write(
 PREFILL_ROWS = 64
 
 
-def tile_tokens(params: AttentionParams) -> int:
+def tile_tokens(params: AttentionLayerParams) -> int:
     """New tokens of one tile of `prefill`."""
     return PREFILL_ROWS // (params.num_q_heads // params.num_kv_heads)
 
 
 def prefill(
-    params: AttentionParams, qkv: Tensor, k: Tensor, v: Tensor, blocks: Tensor, stride: Tensor,
+    params: AttentionLayerParams, qkv: Tensor, k: Tensor, v: Tensor, blocks: Tensor, stride: Tensor,
     ends_B: Tensor, lengths_B: Tensor, sequence_T: Tensor, first_T: Tensor, out: Tensor, *,
     page_size: int, pdl: bool = False,
 ) -> None:  # fmt: skip

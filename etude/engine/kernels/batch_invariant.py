@@ -30,7 +30,7 @@ from etude.engine.kernels import head, linear
 from etude.engine.kernels.attention import (
     LOG2E,
     PREFILL_ROWS,
-    AttentionParams,
+    AttentionLayerParams,
     _place,
     _places,
     _rotated,
@@ -199,7 +199,7 @@ def gemm_config(rows: int, *, split_k: int = 1, gated: bool = False) -> GemmConf
 
 
 def prefill(
-    params: AttentionParams, qkv: Tensor, k: Tensor, v: Tensor, blocks: Tensor, stride: Tensor,
+    params: AttentionLayerParams, qkv: Tensor, k: Tensor, v: Tensor, blocks: Tensor, stride: Tensor,
     ends_B: Tensor, lengths_B: Tensor, sequence_T: Tensor, first_T: Tensor, out: Tensor, *,
     page_size: int, pdl: bool = False,
 ) -> None:  # fmt: skip
@@ -212,7 +212,7 @@ def prefill(
 
 
 def decode(
-    params: AttentionParams, qkv: Tensor, k: Tensor, v: Tensor, blocks: Tensor, stride: Tensor,
+    params: AttentionLayerParams, qkv: Tensor, k: Tensor, v: Tensor, blocks: Tensor, stride: Tensor,
     lengths_B: Tensor, slot_mapping_B: Tensor, out: Tensor, *, page_size: int, pdl: bool = False,
 ) -> None:  # fmt: skip
     """As `attention.decode`, without splits."""

@@ -50,7 +50,7 @@ class Layer:
 
     input_gain: Tensor
     qkv: nn.Linear
-    attention_params: attention.AttentionParams
+    attention_params: attention.AttentionLayerParams
     out: Tensor
     mlp_gain: Tensor
     mlp: MLP | SparseMoE
@@ -247,7 +247,7 @@ def _layer(block: Block, rope: Tensor, eps: float) -> Layer:
     return Layer(
         input_gain=block.input_layernorm.weight.detach(),
         qkv=heads.qkv_proj,
-        attention_params=attention.AttentionParams(
+        attention_params=attention.AttentionLayerParams(
             heads.num_q, heads.num_kv, size, size**-0.5, eps, q_gain, k_gain, rope
         ),
         out=heads.o_proj.weight.detach(),
