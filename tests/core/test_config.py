@@ -638,3 +638,21 @@ def test_only_a_built_folder_of_tasks_is_mounted() -> None:
     for environment in ("mine.py:Mine", "pull", "https://host"):
         own = parse(GOOD, [f"tasks.environment={environment}", "tasks.path=/data/tasks"])
         assert own.tasks.mounts == ()
+
+
+def test_paths_of_tasks_start_at_the_folder_of_the_file() -> None:
+    environment = "tasks.environment=etude.run.task_folder:TaskFolder"
+
+    def seen(path: str) -> str | None:
+        return parse(GOOD, [environment, f"tasks.path={path}"]).tasks.seen_from(Path("/runs")).path
+
+    assert (seen("tasks"), seen("/data/tasks")) == ("/runs/tasks", "/data/tasks")
+    assert parse(GOOD).tasks.seen_from(Path("/runs")).path is None
+
+
+def test_several_greedy_attempts_would_be_one() -> None:
+    """So they are sampled; whoever gives a temperature gets it."""
+    greedy = parse(GOOD, ["eval.temperature=0"]).eval
+    assert [greedy.temperature_of(samples) for samples in (1, 2, 8)] == [0.0, 1.0, 1.0]
+    warm = parse(GOOD, ["eval.temperature=0.5"]).eval
+    assert [warm.temperature_of(samples) for samples in (1, 2, 8)] == [0.5] * 3
