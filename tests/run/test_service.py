@@ -201,14 +201,14 @@ async def test_one_that_is_not_there_yet_is_asked_again_after_a_pause(
             raise aiohttp.ClientConnectorError(nobody, OSError("refused"))  # type: ignore[arg-type]
         return 200, json.dumps(DONE).encode()
 
+    asked = RolloutRequest(
+        id="r", task=RemoteTask(id="t", prompt="sing"), base_url="", token="", seed=1, deadline=0.0
+    )
     async with ServiceClient("http://there") as client:
-        monkeypatch.setattr(client, "_send", send)
-        monkeypatch.setattr(asyncio, "sleep", pause)
-        asked = RolloutRequest(
-            id="r", task=RemoteTask(id="t", prompt="sing"), base_url="", token="", seed=1,
-            deadline=0.0,
-        )  # fmt: skip
-        result = await client.rollout(asked)
+        with monkeypatch.context() as patched:
+            patched.setattr(client, "_send", send)
+            patched.setattr(asyncio, "sleep", pause)
+            result = await client.rollout(asked)
     assert result.score is not None and result.score.reward == 0.5
     assert happened == ["POST /rollouts", "pause"] * 2 + ["POST /rollouts"]
 
