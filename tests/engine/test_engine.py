@@ -512,7 +512,7 @@ def test_an_answer_ends_with_the_context_however_long_it_may_be(model: Transform
 def test_a_model_of_one_layer_reads_a_prompt_in_parts() -> None:
     model = sharp(replace(config(), num_hidden_layers=1), seed=0)
     prompt = [1 + n % 50 for n in range(40)]
-    engine = engine_with(model, max_num_seqs=1, max_batched_tokens=16)
+    engine = engine_with(model, max_num_seqs=2, max_batched_tokens=16)
     add(engine, request("1", prompt, max_tokens=8, stop_token_ids=()))
     sample = drain(engine)["1"]
     expected = plain_logprobs(model, tuple(prompt), sample.tokens)
