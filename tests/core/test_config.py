@@ -686,3 +686,11 @@ teacher = "large"
     assert isinstance(distill, DistillConfig) and distill.teacher == "/f/large"
     plain = parse(GOOD, ["tasks.environment=https://host/x.py", "stage.rl.loss=grpo"])
     assert plain.seen_from(Path("/f")) == plain
+
+
+def test_several_greedy_attempts_would_be_one() -> None:
+    """So they are sampled; whoever gives a temperature gets it."""
+    greedy = parse(GOOD, ["eval.temperature=0"]).eval
+    assert [greedy.temperature_of(samples) for samples in (1, 2, 8)] == [0.0, 1.0, 1.0]
+    warm = parse(GOOD, ["eval.temperature=0.5"]).eval
+    assert [warm.temperature_of(samples) for samples in (1, 2, 8)] == [0.5] * 3

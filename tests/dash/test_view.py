@@ -5,12 +5,16 @@ from __future__ import annotations
 import dataclasses
 import io
 import re
+from asyncio import to_thread
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console, RenderableType
 
 from etude.core.events import (
+    EVENTS,
     AttemptDone,
     EvalDone,
     EvalProgress,
@@ -32,7 +36,9 @@ from etude.core.types import Status
 from etude.dash.page import TELL_ERRORS, TELL_S, Line, Page, Teller, beginning, clock, describe
 from etude.dash.plot import plot
 from etude.dash.reader import RunView
+from etude.launch import screen
 from etude.launch.screen import draw, layout
+from etude.store.runs import Run
 
 
 def printed(page: RenderableType) -> str:
@@ -481,6 +487,36 @@ def test_a_curve_has_axes_and_a_fixed_scale() -> None:
     assert all(len(line) <= 30 for line in flat) and flat[1] == "     │" + "⠤" * 24
     assert plot([0.5], width=12, height=3, low=0.0, high=1.0)[-1].split() == ["1"]
     assert "nan" not in "".join(plot([2.0, 2.0], width=12, height=3, low=2.0, high=2.0))
+
+
+async def test_a_terminal_is_drawn_again_after_a_pause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run.open(f"file:{tmp_path}")
+    events = run.events("controller", EVENTS)
+    pages: list[str] = []
+
+    class Enough(Exception):
+        pass
+
+    async def pause(seconds: float) -> None:
+        """What happens meanwhile is on the next page."""
+        if len(pages) == 2:
+            raise Enough
+        events.append(StageStarted(stage="rl", steps=4))
+        events.flush()
+
+    def drawn(view: RunView, *more: Any) -> RenderableType:
+        pages.append(printed(draw(view, *more)))
+        assert len(pages) <= 2, "without a pause"
+        return pages[-1]
+
+    monkeypatch.setattr(screen, "asyncio", SimpleNamespace(sleep=pause, to_thread=to_thread))
+    monkeypatch.setattr(screen, "draw", drawn)
+    console = Console(file=io.StringIO(), force_terminal=True, width=80, height=24)
+    with pytest.raises(Enough):
+        await screen.watch(run, console, title="etude", lag_bound=0)
+    assert ["rl 0/4" in page for page in pages] == [False, True]
 
 
 def test_the_page_of_the_docs_shows_the_captured_screens() -> None:

@@ -20,7 +20,16 @@ from etude.model.attention import KVCache, PagedAttention
 from etude.model.files import hf_state_dict
 from etude.model.transformer import Transformer
 from tests.engine.reference import FAMILIES, OnlyEven, Overlapping, check
-from tests.small_model import Asked, add, drain, request, sharp
+from tests.small_model import (
+    ROUNDING,
+    Asked,
+    add,
+    config,
+    drain,
+    plain_logprobs,
+    request,
+    sharp,
+)
 
 
 def engine_with(
@@ -491,3 +500,20 @@ def test_prepacked_matrices_give_the_same_bits(
     assert samples[:2] == samples[2:]
     assert samples[0]["0"].tokens != samples[1]["0"].tokens
     assert all(torch.equal(tensor, before[name]) for name, tensor in hf_state_dict(model).items())
+
+
+def test_an_answer_ends_with_the_context_however_long_it_may_be(model: Transformer) -> None:
+    """There is memory for one sequence of that length, so it is enough for any."""
+    engine = engine_with(model, model.config.max_position_embeddings // BLOCK_SIZE, max_num_seqs=1)
+    add(engine, request("1", [1, 2, 3], max_tokens=1_000_000, stop_token_ids=()))
+    assert len(drain(engine)["1"].tokens) == model.config.max_position_embeddings - 3
+
+
+def test_a_model_of_one_layer_reads_a_prompt_in_parts() -> None:
+    model = sharp(replace(config(), num_hidden_layers=1), seed=0)
+    prompt = [1 + n % 50 for n in range(40)]
+    engine = engine_with(model, max_num_seqs=2, max_batched_tokens=16)
+    add(engine, request("1", prompt, max_tokens=8, stop_token_ids=()))
+    sample = drain(engine)["1"]
+    expected = plain_logprobs(model, tuple(prompt), sample.tokens)
+    assert sample.logprobs == pytest.approx(expected.tolist(), abs=ROUNDING)

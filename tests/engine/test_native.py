@@ -191,4 +191,6 @@ def test_who_computes_what() -> None:
     sparse = replace(SMALL, model_type="qwen3_moe", experts=EXPERTS)
     assert unsupported(sparse, torch.float32) == ["router softmax"]
     assert unsupported(replace(SMALL, head_dim=16), torch.float32) == ["head_dim 16"]
+    assert unsupported(replace(SMALL, head_dim=256), torch.float32) == []  # as Gemma's are
+    assert unsupported(replace(SMALL, head_dim=288), torch.float32) == ["head_dim 288"]
     assert unsupported(SMALL, torch.float16) == ["torch.float16"]

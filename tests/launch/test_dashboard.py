@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import json
 import os
+import socket
 import urllib.error
 import urllib.request
 from pathlib import Path
 
 import pytest
 
-from etude.launch.dashboard import dashboard
+from etude.launch.dashboard import _visited, dashboard
 from etude.store.runs import Run
 from tests.dash.recorded_store import write_run
 
@@ -48,3 +49,20 @@ async def test_it_starts_with_its_first_visitor_and_ends_with_the_run(tmp_path: 
     assert not started & children()
     with pytest.raises(OSError), contextlib.closing(urllib.request.urlopen(link)):
         pass
+
+
+async def test_visitors_are_looked_for_until_one_is_there() -> None:
+    """Nobody lets them in here: a loop that went on looking would do nothing else."""
+    loop = asyncio.get_running_loop()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        looking = asyncio.create_task(_visited(listener))
+        await asyncio.sleep(0)
+        with socket.create_connection(listener.getsockname()):
+            await looking
+            assert not loop.remove_reader(listener)
+        looking = asyncio.create_task(_visited(listener))
+        await asyncio.sleep(0)
+        looking.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await looking
+        assert not loop.remove_reader(listener)

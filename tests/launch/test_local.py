@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import os
 import signal
 import socket
@@ -113,6 +114,17 @@ def test_a_model_is_stretched_for_more_context(tmp_path: Path) -> None:
     assert (scaling.rope_type, scaling.factor) == ("yarn", 4.0)
     stretched = pretrained_files(str(tmp_path), yarn)["config.json"]
     assert initial_model(tmp_path, stretched, 0).rope.shape[0] == 512
+    # under the name that every version of transformers reads, unless the model has the newer one
+    told = json.loads(stretched)
+    assert told["rope_scaling"]["rope_type"] == "yarn" and "rope_parameters" not in told
+    newer = json.loads(files["config.json"]) | {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}
+    }
+    (tmp_path / "config.json").write_text(json.dumps(newer))
+    told = json.loads(pretrained_files(str(tmp_path), yarn)["config.json"])
+    assert not told.get("rope_scaling") and told["rope_parameters"]["rope_theta"] == 500.0
+    assert told["rope_parameters"]["rope_type"] == "yarn"
+
     (tmp_path / "config.json").write_bytes(stretched)
     with pytest.raises(EtudeError, match="is stretched already"):
         pretrained_files(str(tmp_path), yarn)

@@ -253,6 +253,20 @@ def test_templates_that_want_arguments_as_text_get_them(template: str) -> None:
     assert '{"line": 3, "text": "é \\"<q>\\"\\n"}' in tokenizer.render(CHATS["calls"])
 
 
+def test_the_form_of_calls_is_found_where_they_are_shown_with_tools_alone() -> None:
+    template = """\
+{%- for message in messages %}{{ message.content or '' }}
+{%- if tools %}{% for call in message.tool_calls or [] %}
+{{- '<call>' + call.function.name + ' ' + call.function.arguments + '</call>' }}
+{%- endfor %}{% endif %}{% endfor %}"""
+    tokenizer = ChatTokenizer(FILES | {"chat_template.jinja": template.encode()})
+    sent = [
+        {"role": "user", "content": "Go on."},
+        {"role": "assistant", "content": None, "tool_calls": [call("edit", line=3)]},
+    ]
+    assert tokenizer.render(sent, TOOLS) == 'Go on.<call>edit {"line": 3}</call>'
+
+
 def test_arguments_stay_as_they_were_written() -> None:
     tokenizer = ChatTokenizer(FILES | {"chat_template.jinja": CALLS_AS_TEXT["beside"].encode()})
     sent = [{"role": "assistant", "content": None, "tool_calls": [call("edit")]}]

@@ -335,6 +335,7 @@ def test_text_is_not_held_longer_than_needed() -> None:
         ("deepseek", "<｜tool▁call▁begin｜>edit<｜tool▁call▁end｜>"),
         ("deepseek", "<｜tool▁call▁begin｜>edit<｜tool▁sep｜>[1]<｜tool▁call▁end｜>"),
         ("kimi_k2", "<|tool_call_begin|>functions.edit:0<|tool_call_end|>"),
+        ("kimi_k2", "<|tool_call_begin|><|tool_call_argument_begin|>{}<|tool_call_end|>"),
         ("llama3", "<|python_tag|>print(1)"),
         ("harmony", "<|channel|>commentary to=functions.edit<|message|>[1]"),
     ],

@@ -66,6 +66,8 @@ WALLED = (
     "sandbox/zygote.py",
     "sandbox/guest.py",
     "sandbox/command.py",
+    "sandbox/keeper.py",
+    "sandbox/layers.py",
     "sandbox/kernel.py",
     "sandbox/syscalls.py",
     "sandbox/limits.py",

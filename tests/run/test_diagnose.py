@@ -45,6 +45,7 @@ def test_rounding_is_said_below_the_bound_only() -> None:
     assert below.causes == below.unexplained == []
     (told,) = of_gaps(alone=0.3).unexplained
     assert "k3 3.0e-01" in told and "rounding makes up to 1.0e-06" in told
+    assert of_gaps(alone=1.1e-6).unexplained
     assert of_gaps(alone=1e-7, worst=1e-4).unexplained  # one token alone
 
 

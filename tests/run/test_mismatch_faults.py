@@ -331,3 +331,13 @@ def test_a_fault_in_the_native_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "LAYER", layer)
     (cause,) = diagnose(copy.deepcopy(trainer), trainer, PROMPTS, max_tokens=4).causes
     assert cause.startswith("engine kernels")
+
+
+def test_answers_whose_experts_were_not_recorded_are_judged_without_them() -> None:
+    model, trainer = sides("qwen3_moe", FP32)
+    engine = Engine(model, max_num_seqs=1)
+    add(engine, request("0", list(PROMPTS[0]), max_tokens=4, stop_token_ids=()))
+    row = row_of("0", PROMPTS[0], drain(engine)["0"])
+    found = diagnose_recorded(trainer, [RecordedAnswer(row)], 1.0, FP32)
+    assert found.experts == () and "replay" not in found.gaps
+    assert not found.beyond("recorded")

@@ -12,13 +12,16 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import aiohttp
 import pytest
 from aiohttp import web
 
 from etude.core.config import parse
 from etude.core.errors import EtudeError
+from etude.core.remote import RemoteTask, RolloutRequest
 from etude.core.types import Segment, SessionAccess, Task, Trajectory
 from etude.model.tokenizer import ChatTokenizer
 from etude.run import service as service_module
@@ -178,6 +181,36 @@ async def test_a_service_without_room_is_asked_again(busy: int) -> None:
     service = Service((busy, {}), (busy, {}), (200, DONE))
     done = await attempt(service)
     assert done.reward == 0.5 and len({asked["id"] for asked in service.asked}) == 1
+
+
+async def test_one_that_is_not_there_yet_is_asked_again_after_a_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    happened: list[str] = []
+    nobody = SimpleNamespace(host="there", port=1, ssl=None)
+    sleep = asyncio.sleep
+
+    async def pause(seconds: float) -> None:
+        happened.append("pause")
+        await sleep(0)
+
+    async def send(method: str, path: str, **more: Any) -> tuple[int, bytes]:
+        happened.append(f"{method} {path}")
+        assert len(happened) < 9, happened
+        if len(happened) < 4:
+            raise aiohttp.ClientConnectorError(nobody, OSError("refused"))  # type: ignore[arg-type]
+        return 200, json.dumps(DONE).encode()
+
+    asked = RolloutRequest(
+        id="r", task=RemoteTask(id="t", prompt="sing"), base_url="", token="", seed=1, deadline=0.0
+    )
+    async with ServiceClient("http://there") as client:
+        with monkeypatch.context() as patched:
+            patched.setattr(client, "_send", send)
+            patched.setattr(asyncio, "sleep", pause)
+            result = await client.rollout(asked)
+    assert result.score is not None and result.score.reward == 0.5
+    assert happened == ["POST /rollouts", "pause"] * 2 + ["POST /rollouts"]
 
 
 async def test_one_that_breaks_is_asked_again_in_another_session() -> None:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
 from etude.core.sandbox import Limits, Sandbox, SandboxSpec
+from etude.sandbox import kernel
+from etude.sandbox.layers import Layers
 from etude.sandbox.limits import COPY_BYTES
 from etude.sandbox.namespaces import NamespaceSandboxPool
 from etude.sandbox.tree import EXECUTABLE, FILE, LINK
@@ -153,3 +158,61 @@ async def test_a_fork_by_another_zygote_is_a_copy() -> None:
             assert await told(fork, "echo 2 >> a; cat a") == "1\n2\n"
     finally:
         await pool.close()
+
+
+class Mounts:
+    """Of a kernel that has overlays, as far as folders can show it: what is mounted at a place
+    hides what was there, which stays open."""
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.root = root
+        self.refuses = False
+        self.hidden = 0
+        for name in ("mount", "unmount", "clone_mount"):
+            monkeypatch.setattr(kernel, name, getattr(self, name))
+
+    def mount(self, source: str, place: str, kind: str, flags: int, options: str) -> None:
+        if kind == "overlay" and self.refuses:
+            raise OSError(errno.EPERM, "no overlays here")
+        if kind == "tmpfs":
+            self.hidden += 1
+            self.root.rename(f"{self.root}-{self.hidden}")
+            self.root.mkdir()
+
+    def unmount(self, place: str) -> None: ...
+
+    def clone_mount(self, path: str) -> int:
+        return os.open(path, os.O_PATH | os.O_DIRECTORY)
+
+
+def files_of(layer: int) -> list[str]:
+    try:
+        return sorted(os.listdir(f"/proc/self/fd/{layer}"))
+    finally:
+        os.close(layer)
+
+
+def test_layers_are_what_there_was_and_what_came_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "work"
+    root.mkdir()
+    (root / "a").touch()
+    Mounts(root, monkeypatch)
+    layers = Layers(str(root))
+    assert [files_of(layer) for layer in layers.freeze("")] == [["a"]]
+    (root / "upper" / "b").touch()  # where an overlay puts what is written
+    assert [files_of(layer) for layer in layers.freeze("")] == [["a"], ["b"]]
+    assert len(layers) == 2
+
+
+def test_a_kernel_without_overlays_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "work"
+    root.mkdir()
+    mounts, layers = Mounts(root, monkeypatch), Layers(str(root))
+    mounts.refuses = True
+    with pytest.raises(OSError, match="no overlays here"):
+        layers.freeze("")
+    assert len(layers) == 0 and mounts.hidden == 1

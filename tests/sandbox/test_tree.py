@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 import tempfile
@@ -124,3 +125,12 @@ def test_a_directory_that_cannot_be_read_is_named_and_one_that_is_gone_is_not(
 
     found = changes(gone, known(TREE), file_bytes=PLENTY, max_entries=100)
     assert found == {"sub/run": None, "sub/link": None}
+
+
+@pytest.mark.parametrize("max_entries", [100, 3], ids=["all of it", "too much"])
+def test_reading_leaves_no_directory_open(copy: Path, max_entries: int) -> None:
+    """A sandbox is read a thousand times."""
+    with contextlib.suppress(ValueError):
+        changes(opener(copy), {}, file_bytes=PLENTY, max_entries=max_entries)
+    opened = [os.path.realpath(each) for each in Path("/proc/self/fd").iterdir()]
+    assert not [place for place in opened if place.startswith(str(copy))]

@@ -231,3 +231,17 @@ def test_why_a_grammar_is_refused(grammar: str, words: str) -> None:
 )
 def test_what_is_too_large_is_said_to_be(said: str) -> None:
     assert reason(said).startswith("it is too large")
+
+
+@pytest.mark.parametrize("where", ["file", "config"])
+def test_calls_are_enforced_where_the_template_is_of_a_family_with_a_grammar(where: str) -> None:
+    config = json.loads(COMPACT["tokenizer_config.json"])
+    config.pop("tool_syntax", None)
+
+    def enforced(template: str) -> bool:
+        told = config | ({"chat_template": template} if where == "config" else {})
+        given = COMPACT | {"tokenizer_config.json": json.dumps(told).encode()}
+        given["chat_template.jinja"] = template.encode() if where == "file" else b""
+        return GrammarBuilder(given).enforces_calls
+
+    assert enforced("{{ messages }}<tool_call>") and not enforced("{{ messages }}<|python_tag|>")

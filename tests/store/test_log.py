@@ -107,6 +107,21 @@ def test_a_tail_that_finds_nothing_new_looks_at_one_key() -> None:
     assert [r.record.text for r in records] == ["c"] and position == 3
 
 
+def test_a_long_log_is_not_asked_for_piece_by_piece() -> None:
+    """In a bucket each question is a round trip."""
+    objects = Watched(Objects.open("memory:"))
+    for n in range(50):
+        notes(objects).append(Note(f"{n}"))
+    objects.asked.clear()
+    records, position = notes(objects).read()
+    assert len(records) == position == 50
+    assert [each for each in objects.asked if not each.startswith("get")] == [
+        "exists notes/0000000000.jsonl",
+        "list notes",
+        "exists notes/0000000050.jsonl",
+    ]
+
+
 def test_a_reader_stops_before_a_gap() -> None:
     """As if the listing had raced with the writer: segment 1 is not seen, segment 2 is."""
     objects = Objects.open("memory:")

@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from etude.core.errors import EtudeError
 from etude.train import distributed
 from etude.train.distributed import SINGLE_PROCESS, LivenessCheck, World, shard_rows
 from tests.train import distributed_work
@@ -158,3 +160,11 @@ def test_a_check_that_is_closed_answers_nobody_any_more(monkeypatch: pytest.Monk
     assert check._thread.is_alive()
     check.close()
     assert not check._thread.is_alive()
+
+
+def test_a_rank_that_stays_alone_gives_up_when_it_is_told_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    with pytest.raises(EtudeError, match="rank 0 of 2 did not find all others within 0 s"):
+        World.on_one_machine(0, 2, tmp_path / "rendezvous", timeout_s=0.1)

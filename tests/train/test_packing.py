@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -128,6 +129,22 @@ def test_what_stands_behind_the_last_token_that_counts_is_not_read() -> None:
     assert packed.targets_N.tolist() == [6, 8, 9]  # nothing stands before the first token
     assert packed.logits_indices_N.tolist() == [0, 1, 2] and packed.sequence_N.tolist() == [0, 1, 1]
     assert packed.lengths == (1, 2)
+
+
+def test_experts_of_tokens_that_are_not_read_are_left_out() -> None:
+    """Each row keeps its own: what one knows of its last tokens is not told of the next row."""
+    rows = [
+        replace(row(6, 1), mask=(False, True, True, False, False, False)),
+        replace(row(5, 2), mask=(False, True, True, False, False)),
+    ]
+    ids = {each.sample: torch.full((len(each.tokens), 2, 1), n) for n, each in enumerate(rows, 1)}
+    del ids["s2"]  # nobody told
+    micro = pack_rollouts(
+        [RolloutSequence.from_row(each, number) for number, each in enumerate(rows)],
+        lambda each: ids.get(each.sample),
+    )
+    assert micro.lengths == (2, 2) and micro.experts_TLk is not None
+    assert micro.experts_TLk[:, 0, 0].tolist() == [1, 1, -1, -1]
 
 
 def test_a_rank_without_work_reads_a_token_that_does_not_count() -> None:

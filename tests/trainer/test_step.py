@@ -176,7 +176,13 @@ def test_the_event_says_what_the_step_did() -> None:
         and first.mfu is not None
         and 0 < first.mfu < 1
     )
-    again = reporter.report(
-        batch := reporter.check(run.batch(4), "here"), learner.rl_step(batch, lr=1e-3)
+    batch = reporter.check(run.batch(4), "here")
+    stats = replace(
+        learner.rl_step(batch, lr=1e-3), router_mismatch_frac=0.25, experts_replaced_frac=0.125
     )
+    again = reporter.report(batch, stats, teacher_kl=0.5)
     assert again.repeated_rows == 2 and again.lags == (0, 2, 2)
+    # of models with experts, and of those with a teacher
+    assert first.router_mismatch_frac is first.experts_replaced_frac is first.teacher_kl is None
+    assert (again.router_mismatch_frac, again.experts_replaced_frac) == (0.25, 0.125)
+    assert again.teacher_kl == 0.5

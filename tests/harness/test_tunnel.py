@@ -1,0 +1,71 @@
+"""The ends of a tunnel: what becomes of it when its forwarder ends, and of that when it does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from etude.core.errors import RolloutFailure
+from etude.harness.tunnel import tunnel_to
+
+
+class Forwarder:
+    """Says what it is told to, and then nothing more: it has ended."""
+
+    def __init__(self, *said: bytes) -> None:
+        self.said = list(said)
+        self.reads_after_its_end = 0
+        self.killed = False
+
+    async def read(self) -> bytes:
+        await asyncio.sleep(0)
+        if self.said:
+            return self.said.pop(0)
+        self.reads_after_its_end += 1
+        return b""
+
+    async def write(self, data: bytes) -> None: ...
+
+    async def kill(self) -> None:
+        self.killed = True
+
+
+class Box:
+    """The sandbox that starts it."""
+
+    def __init__(self, forwarder: Forwarder) -> None:
+        self.forwarder = forwarder
+
+    async def start(self, argv: Sequence[str]) -> Forwarder:
+        return self.forwarder
+
+
+async def nothing(request: web.BaseRequest) -> web.Response:
+    return web.Response()
+
+
+async def test_a_forwarder_that_has_ended_is_not_read_any_more() -> None:
+    forwarder = Forwarder(b"80", b"80\n")
+    box: Any = Box(forwarder)
+    async with tunnel_to(nothing, box) as url:
+        assert url == "http://127.0.0.1:8080"
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert forwarder.reads_after_its_end == 1
+
+
+@pytest.mark.parametrize("said", [b"8080\n", b"no python here\n"], ids=["serves", "cannot"])
+async def test_no_forwarder_is_left_in_the_sandbox(said: bytes) -> None:
+    """The agent goes on in there, and must not reach the model behind its session's back."""
+    forwarder = Forwarder(said)
+    box: Any = Box(forwarder)
+    try:
+        async with tunnel_to(nothing, box):
+            assert not forwarder.killed
+    except RolloutFailure as e:
+        assert "no python here" in str(e)
+    assert forwarder.killed
