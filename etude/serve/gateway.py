@@ -95,6 +95,7 @@ from etude.serve.segments import RecordedTurn
 from etude.serve.session_desk import SessionRoutes
 from etude.serve.session_journal import SessionJournal
 from etude.serve.session_records import SessionRecords
+from etude.serve.session_schema import gateway_document
 from etude.serve.shards import DESK, FORWARDED, ShardedApp, Shards
 from etude.serve.token_routes import TokenRoutes
 from etude.serve.tokens import SECRET_VARIABLE, TokenAuthority, read_secret
@@ -144,6 +145,7 @@ class Gateway:
             Route("/s/{session}", self.forget, methods=["DELETE"]),
             *self.desk.routes(),
             *self.fleet_routes(),
+            Route("/openapi.json", self.openapi),
             *public_routes(self.model, lambda http: plain, dict),
         ]
 
@@ -214,6 +216,9 @@ class Gateway:
             return respond(self.router.disturbed(session, float(age)))
         except ValueError as e:
             raise ApiError(f"age_s is {age!r}: it must be a number", param="age_s") from e
+
+    async def openapi(self, http: HttpRequest) -> Response:
+        return respond(gateway_document())
 
     async def load(self, http: HttpRequest) -> Response:
         asked = await read(http, LoadRequest)

@@ -9,9 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar, get_args
 
+from starlette.requests import Request as HttpRequest
+
 from etude.core.sampling import Priority
 from etude.core.types import SegmentKind
+from etude.serve.access import identity_of
 from etude.serve.http import ApiError, DeadlineExceeded
+from etude.serve.policies import MAY_CHOOSE_PRIORITY
 
 PRIORITY = "X-Etude-Priority"
 DEADLINE_S = "X-Etude-Deadline-S"
@@ -41,9 +45,12 @@ class Scheduling:
         return left
 
 
-def read_scheduling(headers: Mapping[str, str]) -> Scheduling:
-    priority: Priority = _one_of(headers, PRIORITY, get_args(Priority), "standard")
-    text = headers.get(DEADLINE_S)
+def read_scheduling(http: HttpRequest) -> Scheduling:
+    """The priority counts only from those who may choose one, and is not read from others."""
+    priority: Priority = "standard"
+    if identity_of(http).scope in MAY_CHOOSE_PRIORITY:
+        priority = _one_of(http.headers, PRIORITY, get_args(Priority), priority)
+    text = http.headers.get(DEADLINE_S)
     if text is None:
         return Scheduling(priority, None)
     seconds = float(text) if SECONDS.fullmatch(text) else 0.0

@@ -18,10 +18,14 @@ Schema = dict[str, Any]
 
 ALWAYS = {401: "no token, or a wrong one"}
 NO_SUCH_MODEL = {404: "another model than the one that is served"}
-ASKING = NO_SUCH_MODEL | {
+BODY = {
     400: "a request that cannot be answered; the message says why",
     408: "a body that did not come in time, or a deadline that has passed",
     413: "a body that is too large",
+}
+ASKING = {
+    **NO_SUCH_MODEL,
+    **BODY,
     429: "too many answers are under way; see Retry-After",
     503: "nobody can answer now; see Retry-After",
 }
@@ -29,7 +33,7 @@ SCHEDULING = [
     {
         "name": headers.PRIORITY,
         "in": "header",
-        "description": "who is served first; standard if it is left out",
+        "description": "who is served first; standard if it is left out, and in sessions",
         "schema": {"type": "string", "enum": list(get_args(Priority))},
     },
     {
@@ -39,6 +43,10 @@ SCHEDULING = [
         "schema": {"type": "number", "exclusiveMinimum": 0, "maximum": headers.MAX_DEADLINE_S},
     },
 ]
+
+_REQUEST_ID = {
+    "x-request-id": {"description": "the request's own, or ours", "schema": {"type": "string"}}
+}
 
 
 class Health(msgspec.Struct):
@@ -112,6 +120,16 @@ def asking(
     }
 
 
+def telling(body: type | None, text: str, failures: Mapping[int, str]) -> Schema:
+    """A route that is told something, and answers that it was heard."""
+    made = _answers(text, {}, {**failures, **(BODY if body else {})})
+    del made["responses"]["200"]
+    made["responses"]["204"] = {"description": text, "headers": _REQUEST_ID}
+    if body is not None:
+        made["requestBody"] = {"required": True, "content": _json(ref(body))}
+    return made
+
+
 def reading(kind: type, text: str, failures: Mapping[int, str] | None = None) -> Schema:
     return _answers(text, _json(ref(kind)), failures or {})
 
@@ -123,14 +141,11 @@ def ref(kind: type) -> Schema:
 def _answers(
     text: str, content: Schema, failures: Mapping[int, str], error: type = ErrorResponse
 ) -> Schema:
-    id = {
-        "x-request-id": {"description": "the request's own, or ours", "schema": {"type": "string"}}
-    }
-    responses: Schema = {"200": {"description": text, "headers": id, "content": content}}
+    responses: Schema = {"200": {"description": text, "headers": _REQUEST_ID, "content": content}}
     for status, why in sorted({**ALWAYS, **failures}.items()):
         responses[str(status)] = {
             "description": why,
-            "headers": id,
+            "headers": _REQUEST_ID,
             "content": _json(ref(error)),
         }
     return {"summary": text, "responses": responses}

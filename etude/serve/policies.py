@@ -23,6 +23,10 @@ FEEDBACK: Policy = frozenset({Scope.FEEDBACK, Scope.USER, Scope.ADMIN})
 SCHEDULER: Policy = frozenset({Scope.SCHEDULER, Scope.ADMIN})
 ANY: Policy = frozenset(Scope)
 
+MAY_CHOOSE_PRIORITY: Policy = USER
+"""Whose requests say themselves how urgent they are. An agent is not among them: it would overtake
+the people who wait, and the other attempts of its group."""
+
 CONVERSATIONS = (
     ("POST", "/v1/chat/completions"),
     ("POST", "/v1/responses"),

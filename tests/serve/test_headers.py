@@ -8,9 +8,13 @@ import aiohttp
 import pytest
 
 from etude.core.sampling import Request, Sample
+from etude.serve.access import SignedTokens
+from etude.serve.alone import PolicySessions
 from etude.serve.fake import Scripted
 from etude.serve.http import DeadlineExceeded, create_app
+from etude.serve.process import authorization
 from etude.serve.router import Router
+from etude.serve.tokens import Scope, TokenAuthority
 from etude.serve.worker import Worker
 from etude.serve.worker_protocol import JoinRequest
 from tests.serve.conftest import served
@@ -34,6 +38,34 @@ async def test_headers_reach_the_policy(
     assert (plain.priority, plain.deadline_s) == ("standard", None)
     assert urgent.priority == "batch"
     assert urgent.deadline_s is not None and 0 < urgent.deadline_s <= 90.5
+
+
+SPOKEN_IN_SESSIONS = [
+    ("chat/completions", ASK),
+    ("responses", {"input": "test"}),
+    ("messages", ASK | {"max_tokens": 5}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), SPOKEN_IN_SESSIONS)
+async def test_no_agent_says_that_it_comes_first(
+    http: aiohttp.ClientSession, path: str, body: dict[str, object]
+) -> None:
+    """What the token of a session may not choose is not even read."""
+    authority, policy = TokenAuthority(), Scripted([said("test")] * 3)
+    sessions = PolicySessions(policy, FILES, max_context=64)
+    async with served(create_app(sessions.routes(), SignedTokens(authority))) as url:
+        for scope, asked, expected in (
+            (Scope.SESSION, "interactive", "standard"),
+            (Scope.SESSION, "first of all", "standard"),
+            (Scope.ADMIN, "interactive", "interactive"),
+        ):
+            headers = {"X-Etude-Priority": asked, "X-Etude-Deadline-S": "90"}
+            headers |= authorization(authority.mint(scope, "s", 60.0))
+            async with http.post(f"{url}/s/s/v1/{path}", json=body, headers=headers) as response:
+                assert response.status == 200, await response.text()
+            assert policy.asked[-1].priority == expected
+            assert policy.asked[-1].deadline_s is not None
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ class Anthropic:
         ]
 
     async def messages(self, http: HttpRequest) -> Response:
-        scheduling, answerer = read_scheduling(http.headers), self._open(http)
+        scheduling, answerer = read_scheduling(http), self._open(http)
         asked = await read(http, anthropic.MessagesRequest)
         name = self._model.called(asked.model)
         turn = await open_turn(self._model, answerer, chat_request(asked), scheduling)

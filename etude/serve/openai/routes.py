@@ -58,7 +58,7 @@ class OpenAi:
         return [Route("/v1/chat/completions", self.chat, methods=["POST"])]
 
     async def chat(self, http: HttpRequest) -> Response:
-        scheduling, answerer = read_scheduling(http.headers), self._open(http)
+        scheduling, answerer = read_scheduling(http), self._open(http)
         asked = await read_chat(http, self._model.max_context)
         name = self._model.called(asked.model)
         prompt = await answerer.prompt(asked.messages, asked.tools or (), template_options(asked))
@@ -71,7 +71,7 @@ class OpenAi:
         return await self._answer(http, answerer, asked, builder, requests)
 
     async def completions(self, http: HttpRequest) -> Response:
-        scheduling, answerer = read_scheduling(http.headers), self._open(http)
+        scheduling, answerer = read_scheduling(http), self._open(http)
         asked = await read_body(http, wire.CompletionRequest)
         builder = TextResponseBuilder(
             tokenizer=self._model.tokenizer, model=self._model.called(asked.model),

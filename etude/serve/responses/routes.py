@@ -48,7 +48,7 @@ class Responses:
         ]
 
     async def create_response(self, http: HttpRequest) -> Response:
-        scheduling, answerer = read_scheduling(http.headers), self._open(http)
+        scheduling, answerer = read_scheduling(http), self._open(http)
         asked = await read(http, responses.ResponsesRequest)
         if asked.background:
             raise ApiError("background: every answer is waited for here", param="background")
