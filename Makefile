@@ -58,6 +58,17 @@ test-agents: $(DEV) ## command-line agents of others in recorded sessions (insta
 	        mini-swe-agent==2.4.6 mcp==2.3.0; }  # mcp: what its litellm forgets to ask for
 	@$(BIN)/python -m pytest -q -m agents tests/agents
 
+test-adapters: $(DEV) .venv-adapters ## tasks and environments of others, with their own packages (installs those, 700 MB)
+	@.venv-adapters/bin/python -m pytest -q -rs -m adapters tests/adapters
+
+# An environment of its own, which sees ours behind what it has itself. Harbor wants Python 3.12.
+.venv-adapters:
+	@$(PYTHON) -m venv $@.part
+	@$@.part/bin/python -m pip install --disable-pip-version-check --quiet "harbor==0.24.0; python_version >= '3.12'"
+	@for site in "$$($@.part/bin/python -c 'import site; print(site.getsitepackages()[0])')"; do \
+	    { echo "$(CURDIR)"; $(BIN)/python -c 'import site; print(site.getsitepackages()[0])'; } > $$site/zz_etude.pth; done
+	@mv $@.part $@
+
 test-schema: $(DEV) ## thousands of requests made up from the schema of every dialect, at `etude serve` and at a gateway
 	@$(BIN)/python -m pytest -q -m schema tests/serve/test_openapi.py
 
@@ -124,7 +135,7 @@ screens: $(DEV) ## capture docs/screens/ from real runs in a terminal (takes min
 	@$(BIN)/python docs/screens/capture.py
 
 clean: ## remove the virtual environment and every cache; runs stay
-	rm -rf $(VENV) .venv-dash .venv-vllm .venv-wheels .agents build dist etude.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-adapters .venv-dash .venv-vllm .venv-wheels .agents build dist etude.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find etude tests examples -name __pycache__ -prune -exec rm -rf {} +
 
 $(RUNTIME):
@@ -142,4 +153,4 @@ $(DEV): $(RUNTIME)
 	@$(PIP) -r requirements-dev.txt
 	@rm -f $(VENV)/.dev-* && touch $@
 
-.PHONY: help demo test test-s3 test-vllm test-agents test-schema test-typescript test-dash wheels mutants lint format types bench bench-trl bench-gateway model screens clean
+.PHONY: help demo test test-s3 test-vllm test-agents test-adapters test-schema test-typescript test-dash wheels mutants lint format types bench bench-trl bench-gateway model screens clean

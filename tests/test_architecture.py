@@ -60,6 +60,7 @@ EDGES: dict[str, set[str]] = {
     | {"run.plugins", "run.process", "serve.heartbeat"},
     "run": {"rewards", "sandbox", "serve", "store", "tasks", "weights"},
     "run.task_folder": {"factory"},
+    "run.harbor_tasks": {"factory"},
     "run.diagnose": {"engine", "model", "train"},
     "run.trials": {"engine", "model", "train"},
     "run.operators": {"model"},

@@ -19,6 +19,7 @@ from etude.factory import check as checking
 from etude.factory.build import Options, Status, open_workshop
 from etude.factory.build import build as build_tasks
 from etude.factory.harbor import is_ours, read_task
+from etude.factory.harbor_task import read_harbor_task, read_provided
 from etude.factory.swebench import diff
 
 
@@ -138,7 +139,7 @@ def show(*, dir: Path, task: str | None, json: bool, console: Console) -> int:
         raise EtudeError(f"{dir} has no task {task}: etude tasks show {dir} lists them")
     if not is_ours(chosen[0]):
         console.print((chosen[0] / "instruction.md").read_text(), highlight=False, markup=False)
-        console.print("a task of Harbor that needs a container", highlight=False)
+        _print_verdict(chosen[0], console)
         return 0
     found = read_task(chosen[0])
     console.print(f"{found.id}: {found.kind} in {found.origin}", highlight=False, markup=False)
@@ -154,6 +155,17 @@ def show(*, dir: Path, task: str | None, json: bool, console: Console) -> int:
         told_json = {name: getattr(found, name) for name in told_fields}
         print(json_format.dumps(told_json), flush=True)
     return 0
+
+
+def _print_verdict(folder: Path, console: Console) -> None:
+    """Whether a task that others made can be run here."""
+    places = (folder.parent, folder.parent.parent)  # of the tasks, or of their folder
+    try:
+        read_harbor_task(folder, [line for each in places for line in read_provided(each)])
+    except EtudeError as e:
+        console.print(f"cannot be run here: {e}", highlight=False, markup=False, soft_wrap=True)
+    else:
+        console.print("runs with etude.run.harbor_tasks:HarborTasks", highlight=False)
 
 
 def _progress(console: Console) -> Progress:

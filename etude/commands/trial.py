@@ -100,7 +100,8 @@ async def _try(config: RunConfig, options: Options, console: Console) -> dict[st
             await attempt(UNTOUCHED, _Solver({}), nobody)
         solution = getattr(environment, "solution", lambda task: None)(task)
         if solution is not None:
-            await attempt(REFERENCE, _Solver(solution), nobody)
+            solver = _Solver(solution) if isinstance(solution, Mapping) else solution
+            await attempt(REFERENCE, solver, nobody)
         if options.solution:
             await attempt(GIVEN, _given_solver(options.solution), nobody)
         if script is not None or not options.no_model:

@@ -39,9 +39,9 @@ class Environment(Protocol):
     """An environment: its tasks, the sandbox of each, and the score of an attempt.
 
     It may also have `solution(task)`, which gives the files of a good answer, path -> content, or
-    None: `etude try` scores it. No agent sees it. And it may have `own_agent(desk, **limits)`,
-    which gives the agent that belongs to it; `harness.agent` is left alone then. `desk` is a
-    `run.rollout.SessionDesk`, or None where there is no run."""
+    an agent that makes one, or None: `etude try` scores it. No agent sees it. And it may have
+    `own_agent(desk, **limits)`, which gives the agent that belongs to it; `harness.agent` is left
+    alone then. `desk` is a `run.rollout.SessionDesk`, or None where there is no run."""
 
     def tasks(self, split: str) -> Sequence[Task]: ...
 

@@ -12,6 +12,7 @@ import json
 import os
 import shlex
 import shutil
+import sys
 import tarfile
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -52,12 +53,12 @@ def write_task(folder: Path, task: RepositoryTask, archives: Path) -> Path:
 
 
 def read_task(folder: Path) -> RepositoryTask:
-    """Read a directory. EtudeError if it is no task, or one that needs a container."""
+    """Read a directory. EtudeError if it is no task, or one that others made."""
     own = read_settings(folder).get("metadata", {}).get("etude")
     if not isinstance(own, dict):
         raise EtudeError(
-            f"{folder}: a task of Harbor whose environment is a container; this version runs those "
-            f"that have [metadata.etude]"
+            f"{folder}: a task of Harbor that was made for a container, without [metadata.etude]: "
+            f'a run takes it with environment = "etude.run.harbor_tasks:HarborTasks"'
         )
     return RepositoryTask(
         id=folder.name,
@@ -160,7 +161,7 @@ def _dockerfile(task: RepositoryTask) -> str:
     installed = shlex.join(task.requirements)
     path = ":".join(f"/work/{each}".rstrip("/") for each in task.pythonpath)
     return (
-        "FROM python:3.11-slim\n"
+        f"FROM python:{sys.version_info[0]}.{sys.version_info[1]}-slim\n"
         f"RUN pip install --no-cache-dir {installed or 'pytest'}\n"
         "WORKDIR /work\n"
         f"ENV PYTHONPATH={path} PYTHONDONTWRITEBYTECODE=1\n"

@@ -33,7 +33,7 @@ class TaskFolder:
     def tasks(self, split: str) -> Sequence[Task]:
         """Those of a split, in an order that does not favour a repository. None are novel."""
         chosen = [task for task in self._tasks.values() if split_of(task) == split]
-        chosen.sort(key=lambda task: _hash(task.id))
+        chosen.sort(key=lambda task: hash_of(task.id))
         return [task.as_task() for task in chosen[: self._counts[split]]]
 
     def open(self, task: Task) -> AbstractAsyncContextManager[Sandbox]:
@@ -49,8 +49,8 @@ class TaskFolder:
 def split_of(task: RepositoryTask) -> str:
     """By the hash of the file that it changes, so that it stays when others come and go."""
     changed = f"{task.repository}/{min(task.solution)}"
-    return "heldout" if _hash(changed) % HELDOUT_SHARE == 0 else "train"
+    return "heldout" if hash_of(changed) % HELDOUT_SHARE == 0 else "train"
 
 
-def _hash(text: str) -> int:
+def hash_of(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")

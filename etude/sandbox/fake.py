@@ -36,7 +36,7 @@ class FakeSandboxPool:
 
     def check(self, spec: SandboxSpec) -> None:
         limits = ("cpus", "memory_bytes", "disk_bytes", "processes")
-        check_spec(spec, backend="fake", gives={"repository", "user"}, limits=limits)
+        check_spec(spec, backend="fake", gives={"repository", "user", "workdir"}, limits=limits)
 
     @contextlib.asynccontextmanager
     async def open(self, spec: SandboxSpec) -> AsyncIterator[FakeSandbox]:

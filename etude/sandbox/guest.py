@@ -63,9 +63,9 @@ from etude.sandbox.limits import (
     REPORT_BYTES,
     TERMINAL_SIZE,
 )
+from etude.sandbox.places import WORK
 
 GUEST_ID = 1000
-WORK = "/work"
 TERMINALS = "/dev/pts"
 COVERED: list[tuple[str, str]] = []
 """Mounts whose place is below /tmp, and where the zygote keeps them."""

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from etude.core.errors import EtudeError
+from etude.sandbox.places import LINKS, WORK
 
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
-_TAKEN = ("/work", "/proc", "/dev", "/etc", "/mnt")
+_TAKEN = (WORK, "/proc", "/dev", "/etc", "/mnt", *LINKS)
 """What a sandbox has for itself."""
 
 

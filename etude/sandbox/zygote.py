@@ -33,6 +33,7 @@ from etude.sandbox.cgroups import Cgroups
 from etude.sandbox.command import PROGRAMS, environment
 from etude.sandbox.guest import COVERED, GUEST_ID, TERMINALS, Link, serve
 from etude.sandbox.limits import MEMORY_BYTES
+from etude.sandbox.places import LINKS
 
 NOBODY = 65534
 _OWN_IDS = range(1_879_048_192, 2_147_483_648)
@@ -261,6 +262,8 @@ def _build_root(root: str, mounts: list[tuple[str, str]]) -> None:
     os.symlink("pts/ptmx", f"{root}/dev/ptmx")
     for name in ("work", "tmp", "proc"):
         os.mkdir(f"{root}/{name}")
+    for name, target in LINKS.items():
+        os.symlink(target, root + name)
     # The kernel lets a user namespace mount a /proc of its own only where an unobstructed one is in
     # sight. Every sandbox covers this one before anything foreign runs.
     kernel.bind("/proc", f"{root}/proc")

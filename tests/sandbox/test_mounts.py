@@ -120,6 +120,7 @@ def test_the_python_below_an_environment_comes_with_it(
         ("{}:elsewhere", "must begin with /"),
         ("{}:/", "/ is taken"),
         ("{}:/work/deps", "/work/deps is taken"),
+        ("{}:/app/deps", "/app/deps is taken"),
         ("{}:/usr/lib/x", "/usr/lib/x is taken"),
         ("{}:/opt/../proc", "/proc is taken"),
     ],

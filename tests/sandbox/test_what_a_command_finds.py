@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from etude.core.errors import EtudeError
 from etude.core.sandbox import Limits, SandboxSpec
 from etude.sandbox.limits import files_in
 from etude.sandbox.namespaces import NamespaceSandboxPool
@@ -124,3 +125,15 @@ async def test_a_file_that_grows_too_large_is_an_error_of_the_script(
     async with walled.open(SandboxSpec(files={"a.py": script})) as sandbox:
         run = await sandbox.run(["python", "a.py"], timeout_s=60.0)
     assert (run.exit_code, run.output) == (0, "File too large\n")
+
+
+async def test_the_working_copy_has_other_names(walled: NamespaceSandboxPool) -> None:
+    for workdir in ("/app", "/workspace", "/testbed", "/repo"):
+        spec = SandboxSpec(files={"a/b.txt": "x"}, workdir=workdir)
+        async with walled.open(spec) as sandbox:
+            script = f"cat {workdir}/a/b.txt && echo y > {workdir}/c.txt && cat /work/c.txt"
+            ran = await sandbox.run(["sh", "-c", script], timeout_s=60)
+            assert ran.output == "xy\n"
+            assert list(await sandbox.patch()) == ["c.txt"]
+    with pytest.raises(EtudeError, match="workdir"):
+        walled.check(SandboxSpec(workdir="/srv"))

@@ -1,0 +1,310 @@
+"""Tasks of Harbor that others made, for containers: read, and graded by their own `tests/test.sh`.
+
+A sandbox stands in for the container where that is plainly the same. Whatever else a task asks for
+is refused by name when it is read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shlex
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from etude.core.errors import EtudeError, RolloutFailure
+from etude.core.sandbox import Limits, Sandbox, SandboxPool, SandboxSpec
+from etude.core.types import Part, Score, Task
+from etude.factory.dockerfile import Image, Unsupported, is_provided, read_image
+from etude.factory.harbor import read_settings
+from etude.rewards.fresh import CACHES, run_in_fresh_sandbox
+
+PROVIDED = "provided.txt"
+"""In a folder of tasks: what their sandboxes have already, a line or a pattern of a Dockerfile in
+each line."""
+VERIFIER_S = 600.0
+"""Harbor's own."""
+_STAGED = ".harbor"
+"""Where files wait in a working copy on their way to /tests or /solution."""
+_MAKE_LOGS = "mkdir -p /tmp/logs/agent /tmp/logs/artifacts /tmp/logs/verifier"
+"""Not by the name /logs, which is a link: mkdir does not follow one that leads nowhere yet."""
+_SHOWN_CHARS = 2000
+
+_READ: dict[str, set[str]] = {
+    "": {"schema_version", "version", "task", "metadata", "source", "verifier", "agent"}
+    | {"environment", "solution", "artifacts"},
+    "verifier": {"timeout_sec", "env", "environment_mode", "network_mode"},
+    "agent": {"timeout_sec", "network_mode"},
+    "environment": {"build_timeout_sec", "docker_image", "os", "cpus", "memory_mb", "memory"}
+    | {"storage_mb", "storage", "gpus", "env", "workdir", "allow_internet", "network_mode"},
+    "solution": {"env"},
+}
+"""What is read of each table, or says nothing that could be kept to here (docs/tasks.md)."""
+_NOTHING: tuple[object, ...] = (None, [], {}, "")
+"""Values that ask for nothing, whatever the key."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HarborTask:
+    id: str
+    instruction: str
+    image: Image
+    limits: Limits
+    tests: Path
+    solution: Path
+    verifier_s: float
+    verifier_env: Mapping[str, str]
+    solution_env: Mapping[str, str]
+    taken: tuple[str, ...]
+    """Patterns of what the verifier gets of the working copy."""
+
+    @property
+    def spec(self) -> SandboxSpec:
+        return SandboxSpec(
+            files=self.image.files,
+            workdir=self.image.workdir,
+            env=self.image.env,
+            limits=self.limits,
+        )
+
+    def as_task(self) -> Task:
+        """The half that an agent may see."""
+        return Task(id=self.id, prompt=self.instruction, sandbox=self.spec)
+
+
+def read_provided(folder: Path) -> tuple[str, ...]:
+    """What sandboxes have already, as the user says in a folder of tasks."""
+    place = folder / PROVIDED
+    lines = place.read_text().splitlines() if place.is_file() else []
+    return tuple(line.strip() for line in lines if line.strip() and not line.startswith("#"))
+
+
+def read_harbor_task(folder: Path, provided: Collection[str] = ()) -> HarborTask:
+    """Read a directory. EtudeError names what cannot be honoured."""
+    settings = read_settings(folder)
+    tables = {name: settings.get(name, {}) for name in _READ if name}
+    try:
+        _check_keys(settings, tables)
+        _check_files(folder)
+        image = _image(folder, tables["environment"], provided)
+        return HarborTask(
+            id=folder.name,
+            instruction=without_canary((folder / "instruction.md").read_text()),
+            image=image,
+            limits=_limits(tables["environment"]),
+            tests=folder / "tests",
+            solution=folder / "solution",
+            verifier_s=float(tables["verifier"].get("timeout_sec", VERIFIER_S)),
+            verifier_env=_env("verifier", tables["verifier"]),
+            solution_env=_env("solution", tables["solution"]),
+            taken=_taken(settings, tables["verifier"], image.workdir),
+        )
+    except Unsupported as e:
+        raise EtudeError(f"{folder}: {e}") from e
+
+
+def _check_keys(settings: Mapping[str, Any], tables: Mapping[str, Mapping[str, Any]]) -> None:
+    for name, table in {"": settings, **tables}.items():
+        for key, value in table.items():
+            if key not in _READ[name] and value not in _NOTHING:
+                told = f"{name}.{key}" if name else key
+                raise Unsupported(f"task.toml asks for {told} = {value!r}, which is not given here")
+    environment = tables["environment"]
+    if environment.get("os", "linux").lower() != "linux":
+        raise Unsupported(f"environment.os is {environment['os']!r}: sandboxes are Linux")
+    if environment.get("gpus"):
+        raise Unsupported(f"environment.gpus is {environment['gpus']}: sandboxes have none")
+    for name, table in tables.items():
+        open_to = table.get("network_mode", "public" if table.get("allow_internet") else None)
+        if open_to not in (None, "no-network"):
+            raise Unsupported(f"{name}.network_mode is {open_to!r}: sandboxes have no network")
+
+
+def _check_files(folder: Path) -> None:
+    for name in ("instruction.md", "tests/test.sh"):
+        if not (folder / name).is_file():
+            raise Unsupported(f"it has no {name}")
+    composed = ("docker-compose.yaml", "docker-compose.yml", "singularity-compose.yaml")
+    for name in ("trajectory.json", *(f"environment/{each}" for each in composed)):
+        if (folder / name).exists():
+            raise Unsupported(f"its {name} is not read")
+    if ignored := next(folder.rglob(".harborignore"), None):
+        raise Unsupported(f"{ignored.relative_to(folder)} is not read")
+
+
+def _image(folder: Path, environment: Mapping[str, Any], provided: Collection[str]) -> Image:
+    workdir = environment.get("workdir")
+    env = _env("environment", environment)
+    if (folder / "environment" / "Dockerfile").is_file():
+        image = read_image(folder / "environment", provided, workdir)
+        return Image(image.workdir, {**image.env, **env}, image.files, image.executables)
+    line = f"FROM {environment.get('docker_image', '')}"
+    if not is_provided(line, provided):
+        raise Unsupported(
+            f"its environment is {line!r}, and there are no images in this version; if your "
+            f"sandboxes have what is in it ([sandbox] mounts), write that line into {PROVIDED} "
+            f"beside the tasks"
+        )
+    if not workdir:
+        raise Unsupported("environment.workdir is not said, so that of its image counts")
+    return Image(workdir, env, {}, ())
+
+
+def _limits(environment: Mapping[str, Any]) -> Limits:
+    def mib(name: str) -> int | None:
+        size = environment.get(f"{name}_mb")
+        if size is None and (text := environment.get(name)):
+            unit = {"G": 1024.0, "M": 1.0, "K": 1 / 1024}.get(str(text).strip()[-1].upper())
+            if unit is None:
+                raise Unsupported(f"environment.{name} is {text!r}: a size is one such as '2G'")
+            size = float(str(text).strip()[:-1]) * unit
+        return None if size is None else int(float(size) * (1 << 20))
+
+    return Limits(
+        cpus=environment.get("cpus"), memory_bytes=mib("memory"), disk_bytes=mib("storage")
+    )
+
+
+def _env(name: str, table: Mapping[str, Any]) -> dict[str, str]:
+    found = {key: str(value) for key, value in table.get("env", {}).items()}
+    if templates := [key for key, value in found.items() if "${" in value]:
+        raise Unsupported(
+            f"{name}.env takes {templates[0]} from the variables of this machine, which agents "
+            f"could read: write the value itself"
+        )
+    return found
+
+
+def _taken(
+    settings: Mapping[str, Any], verifier: Mapping[str, Any], workdir: str
+) -> tuple[str, ...]:
+    """All that was changed, or, for a verifier in an environment of its own, the artifacts."""
+    if verifier.get("environment_mode", "shared") == "shared":
+        return ("*",)
+    found: list[str] = []
+    for entry in settings.get("artifacts", []):
+        asked = {"source": entry} if isinstance(entry, str) else entry
+        if more := [key for key in ("exclude", "service") if asked.get(key)]:
+            raise Unsupported(f"artifacts of a separate verifier with {more[0]} are not read")
+        source = PurePosixPath(workdir, asked["source"])
+        if not source.is_relative_to(workdir):
+            raise Unsupported(f"the artifact {source} lies outside of the working copy, {workdir}")
+        path = source.relative_to(workdir).as_posix()
+        found += ["*"] if path == "." else [path, f"{path}/*"]
+    if not found:
+        raise Unsupported("a separate verifier is given no artifacts of the working copy")
+    return tuple(found)
+
+
+def without_canary(text: str) -> str:
+    """Without the lines at its beginning that say only that nobody should train on it by
+    accident."""
+    return re.sub(r"\A([ \t]*(<!--.*canary.*-->|#.*canary.*)[ \t]*\n)+\s*", "", text, flags=re.I)
+
+
+async def prepare(task: HarborTask, sandbox: Sandbox) -> None:
+    """Make the directories of logs, and programs of those files that are some in the task's
+    directory."""
+    programs = shlex.join(task.image.executables)
+    script = _MAKE_LOGS + (f" && chmod +x -- {programs}" if programs else "")
+    ran = await sandbox.run(["sh", "-c", script], timeout_s=60)
+    if ran.exit_code != 0:
+        raise RolloutFailure(f"the sandbox cannot be prepared: {ran.output[-_SHOWN_CHARS:]}")
+
+
+async def solve(task: HarborTask, sandbox: Sandbox) -> None:
+    """Put the solution into a sandbox and run it. RolloutFailure if it fails."""
+    for path, content in _staged(task.solution).items():
+        await sandbox.write(path, content)
+    script = f"{_unpacked(task.solution)} && /solution/solve.sh"
+    ran = await sandbox.run(
+        ["sh", "-c", script], timeout_s=task.verifier_s, env=dict(task.solution_env)
+    )
+    if ran.exit_code != 0:
+        raise RolloutFailure(f"solve.sh ends with {ran.exit_code}: {ran.output[-_SHOWN_CHARS:]}")
+
+
+async def grade_harbor_task(task: HarborTask, sandbox: Sandbox, pool: SandboxPool) -> Score:
+    """What `tests/test.sh` says, in a fresh sandbox over what the agent changed. An agent that
+    makes it run out of time has earned nothing; a script that gives no reward has failed."""
+    script = (
+        f"{_unpacked(task.tests)} && {_MAKE_LOGS}\n"
+        "/tests/test.sh\n"
+        "for kind in txt json; do\n"
+        "  if [ -e /logs/verifier/reward.$kind ]; then\n"
+        "    echo $kind $(head -c 65536 /logs/verifier/reward.$kind) >> $ETUDE_REPORT\n"
+        "  fi\n"
+        "done\n"
+    )
+    assigned = [f"{name}={value}" for name, value in task.verifier_env.items()]
+    try:
+        done = await run_in_fresh_sandbox(
+            sandbox,
+            pool,
+            task.spec,
+            ["env", *assigned, "sh", "-c", script],
+            timeout_s=task.verifier_s,
+            files=_staged(task.tests),
+            only=task.taken,
+            without=CACHES,
+        )
+    except ValueError as e:
+        return _worthless(f"the working copy cannot be taken over: {e}")
+    if done.ran.exit_code is None:
+        return _worthless(f"tests/test.sh was still at work after {task.verifier_s:g} s")
+    return read_rewards(done.ran.report, done.ran.output)
+
+
+def read_rewards(report: bytes, output: str) -> Score:
+    """What was written to reward.json, or else to reward.txt. ValueError if neither is a reward:
+    nothing is known then of what the attempt was worth."""
+    said = dict(
+        line.partition(" ")[::2] for line in report.decode(errors="replace").splitlines() if line
+    )
+    last = output[-_SHOWN_CHARS:]
+    try:
+        found = json.loads(said["json"]) if "json" in said else float(said["txt"])
+    except (KeyError, ValueError) as e:
+        raise ValueError(
+            f"tests/test.sh wrote no reward to /logs/verifier that can be read ({e!r}); its last "
+            f"words: {last}"
+        ) from e
+    rewards = found if isinstance(found, dict) else {"reward": found}
+    if not all(isinstance(each, int | float) and math.isfinite(each) for each in rewards.values()):
+        raise ValueError(f"tests/test.sh wrote a reward that is no finite number: {rewards}")
+    if "reward" not in rewards:
+        raise ValueError(f"tests/test.sh wrote several values, and none is 'reward': {rewards}")
+    return Score(
+        float(rewards["reward"]),
+        tuple(Part(name, float(value), last) for name, value in rewards.items()),
+        flags=("both reward.txt and reward.json were written",) if len(said) > 1 else (),
+    )
+
+
+def _worthless(evidence: str) -> Score:
+    return Score(0.0, (Part("reward", 0.0, evidence),))
+
+
+def _staged(folder: Path) -> dict[str, bytes]:
+    return {
+        f"{_STAGED}/{folder.name}/{path.relative_to(folder).as_posix()}": path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def _unpacked(folder: Path) -> str:
+    """A command that moves staged files to where Harbor has them, out of the working copy."""
+    programs: Sequence[str] = [
+        f"/{folder.name}/{path.relative_to(folder).as_posix()}"
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and (path.stat().st_mode & 0o100 or path.suffix == ".sh")
+    ]
+    staged, target = f"{_STAGED}/{folder.name}", f"/tmp/{folder.name}"
+    return (
+        f"rm -rf {target} && mv {staged} {target} && rmdir {_STAGED} && "
+        f"chmod +x {shlex.join(programs)}"
+    )
