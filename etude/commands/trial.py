@@ -246,6 +246,7 @@ async def _attempt(
         needs_model=name == SESSION and isinstance(sessions, PolicySessions),
         agent_timeout_s=config.harness.timeout_s + 10.0,
         sandbox_timeout_s=config.tasks.timeout_s,
+        detector=config.rewards.detector != "off",
     )
     trajectory = await runner.attempt(task, "try.0", config.seed)
     return Trial(

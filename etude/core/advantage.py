@@ -35,6 +35,9 @@ GroupAdvantages = Callable[[Sequence[float]], list[float]]
 BatchScale = Callable[[Sequence[float]], float]
 """All advantages of a batch -> the positive factor that they are multiplied by."""
 
+CHEAT = "cheat:"
+"""How the flags of an attempt begin that is suspected of a trick; the rest names it."""
+
 ROUNDING = 1e-9
 """Rewards that differ by a smaller share of themselves are the same."""
 
@@ -113,6 +116,8 @@ class GroupOutcome:
     """Those that cannot be trained on, and why."""
     untrainable: dict[str, str] = field(default_factory=dict)
     """Those that were sampled in a way that the trainer cannot recompute: the parameters' names."""
+    quarantined: dict[str, str] = field(default_factory=dict)
+    """Those that are suspected of a trick, and which."""
     no_signal: tuple[str, ...] = ()
 
     def distinct_advantages(self) -> list[float]:
@@ -138,10 +143,17 @@ class AdvantageEstimator:
     """Of a row; None: any number."""
     max_lag: int | None = None
     """How much newer than its admission a token of a group can be; None: no matter."""
+    quarantine: bool = False
+    """Whether attempts that are suspected of a trick are set aside. What they earned counts for
+    nothing: it must not be the baseline of the others either."""
 
     def estimate(self, group: Group) -> GroupOutcome:
-        said = [t for t in group.trajectories if t.reward is not None and t.num_sampled]
-        heard = {t.id for t in said}
+        scored = [t for t in group.trajectories if t.reward is not None and t.num_sampled]
+        heard = {t.id for t in scored}
+        quarantined = {
+            t.id: names for t in scored if self.quarantine and (names := suspected_tricks(t))
+        }
+        said = [t for t in scored if t.id not in quarantined]
         untrainable = {t.id: names for t in said if (names := untrainable_params(t))}
         malformed = {
             t.id: why
@@ -167,6 +179,7 @@ class AdvantageEstimator:
             failed=tuple(t.id for t in group.trajectories if t.id not in heard),
             malformed=malformed,
             untrainable=untrainable,
+            quarantined=quarantined,
             no_signal=tuple(id for id in advantages if id not in taught),
         )
 
@@ -258,6 +271,12 @@ def untrainable_params(trajectory: Trajectory) -> str | None:
     spans = [span for segment in trajectory.segments for span in segment.sampling]
     names = dict.fromkeys(names for span in spans if (names := span.params.untrainable))
     return ", ".join(names) or None
+
+
+def suspected_tricks(trajectory: Trajectory) -> str | None:
+    """The names of the tricks that an attempt is suspected of."""
+    flags = () if trajectory.score is None else trajectory.score.flags
+    return ", ".join(f.removeprefix(CHEAT) for f in flags if f.startswith(CHEAT)) or None
 
 
 def oldest_version(rows: Sequence[Row]) -> int:

@@ -100,6 +100,7 @@ class Alarms:
                     "signal": self._without_signal(event),
                     "malformed": _malformed(event),
                     "sampling": _untrainable(event),
+                    "cheats": _quarantined(event),
                     "reward": self._saturated(event),
                 }
         begun = [
@@ -145,7 +146,7 @@ class Alarms:
         if event.kept:
             self._differed = True
             self._in_vain, self._earned = 0, set()
-        elif event.rewards and not event.malformed and not event.untrainable:
+        elif event.rewards and not (event.malformed or event.untrainable or event.quarantined):
             self._in_vain += 1
             self._earned |= set(event.rewards)
         if self._in_vain < (IN_VAIN_LATER if self._differed else IN_VAIN):
@@ -242,6 +243,16 @@ def _untrainable(event: GroupDone) -> Alarm | None:
         _first({id: f"sampled with {names}" for id, names in event.untrainable.items()}),
         "the trainer cannot recompute such tokens, so the attempt was dropped; have the harness "
         "set no sampling parameter but the temperature, and that above 0",
+    )
+
+
+def _quarantined(event: GroupDone) -> Alarm | None:
+    if not event.quarantined:
+        return None
+    return Alarm(
+        "cheats",
+        _first({id: f"suspected of {names}" for id, names in event.quarantined.items()}),
+        "the attempt was set aside; look at it in `etude dash`, and say whether it is a cheat",
     )
 
 

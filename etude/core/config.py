@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from etude.core.errors import EtudeError
+from etude.core.rewards_config import RewardsConfig
 from etude.core.sandbox_config import SandboxConfig
 from etude.core.schema import (
     OLD_KEYS,
@@ -215,6 +216,7 @@ class RunConfig(Config):
     model: ModelConfig = ModelConfig()
     tasks: TasksConfig = TasksConfig()
     harness: HarnessConfig = HarnessConfig()
+    rewards: RewardsConfig = RewardsConfig()
     engine: EngineConfig = EngineConfig()
     trainer: TrainerConfig = TrainerConfig()
     sandbox: SandboxConfig = SandboxConfig()

@@ -231,6 +231,8 @@ class GroupDone:
     """Attempts that cannot be trained on, and why."""
     untrainable: dict[str, str] = field(default_factory=dict)
     """Attempts that were sampled with parameters that the trainer cannot recompute, and which."""
+    quarantined: dict[str, str] = field(default_factory=dict)
+    """Attempts that are suspected of a trick and were set aside, and which trick."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

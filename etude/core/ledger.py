@@ -13,7 +13,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-Reason = Literal["failed", "malformed", "sampling", "no_signal", "interrupted", "cancelled"]
+Reason = Literal[
+    "failed", "malformed", "sampling", "quarantined", "no_signal", "interrupted", "cancelled"
+]
 """Why a sample is not trained on.
 
     failed       infrastructure broke during the session, or it has no sampled token: there is
@@ -22,6 +24,7 @@ Reason = Literal["failed", "malformed", "sampling", "no_signal", "interrupted", 
                  unknown version, ...
     sampling     it was sampled with parameters that the trainer cannot recompute, which `detail`
                  names
+    quarantined  it is suspected of a trick, which `detail` names
     no_signal    the advantage of each of its tokens is zero: all attempts of the group earned the
                  same reward, say
     interrupted  the run was stopped or killed while the session was in flight; its task is issued

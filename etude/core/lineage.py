@@ -43,7 +43,9 @@ def stage_spans(stages: Sequence[AnyStage]) -> list[StageSpan]:
     return result
 
 
-def estimator_of(stage: AnyStage, max_tokens: int) -> AdvantageEstimator:
+def estimator_of(
+    stage: AnyStage, max_tokens: int, *, quarantine: bool = False
+) -> AdvantageEstimator:
     """The advantage estimator of a stage; `max_tokens` of a row."""
     max_lag = stage.max_lag if isinstance(stage, RolloutStageConfig) else None
     if not isinstance(stage, RlConfig):
@@ -53,10 +55,15 @@ def estimator_of(stage: AnyStage, max_tokens: int) -> AdvantageEstimator:
             use_credit=False,
             max_tokens=max_tokens,
             max_lag=max_lag,
+            quarantine=quarantine,
         )
     effort = Effort(**stage.effort.model_dump()) if stage.effort else None
     return replace(
-        ADVANTAGE[stage.advantage], effort=effort, max_tokens=max_tokens, max_lag=max_lag
+        ADVANTAGE[stage.advantage],
+        effort=effort,
+        max_tokens=max_tokens,
+        max_lag=max_lag,
+        quarantine=quarantine,
     )
 
 

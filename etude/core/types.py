@@ -159,7 +159,8 @@ class Score:
     parts: tuple[Part, ...] = ()
     """What else was measured, by names that differ."""
     flags: tuple[str, ...] = ()
-    """What somebody should look at, such as a suspected cheat; nothing is computed from them."""
+    """What somebody should look at. One that begins with `cheat:` names a trick, and keeps the
+    attempt from being trained on (`rewards.detector`); nothing else is computed from them."""
     credit: tuple[Credit, ...] = ()
     """Process rewards; those that cover the same token add up. None: the reward speaks for all
     tokens alike."""

@@ -84,6 +84,7 @@ LEGEND = {
     "failed": "something broke: no reward, and not trained on",
     "without signal": "all attempts at a task earned the same: nothing to learn",
     "dropped": "drawn in a way that the trainer cannot recompute",
+    "quarantined": "suspected of a trick, and not trained on",
     "timed out": "out of time or turns, graded as it stood",
     "solve rate": "share of attempts that earned 1",
     "groups": "all attempts at one task are a group",
@@ -219,11 +220,12 @@ def _few(event: FewTasks) -> str:
 
 def sessions(view: RunView) -> str:
     """How those of training ended."""
-    ended, untrainable = view.ended, view.groups.untrainable
+    ended, untrainable, suspects = view.ended, view.groups.untrainable, view.groups.quarantined
     return (
         f"{ended['done']} finished, {ended['failed']} failed, {ended['timeout']} timed out, "
         f"{view.groups.sessions_without} without signal"
         + (f", {untrainable} dropped for sampling" if untrainable else "")
+        + (f", {suspects} quarantined" if suspects else "")
     )
 
 

@@ -53,6 +53,8 @@ class Groups:
     """Sessions of groups without signal: all attempts earned the same."""
     untrainable: int = 0
     """Sessions that were sampled with parameters that the trainer cannot recompute."""
+    quarantined: int = 0
+    """Sessions that are suspected of a trick."""
     earned: set[float] = field(default_factory=set)
     """The rewards in groups without signal."""
 
@@ -237,7 +239,8 @@ class RunView:
     def _grouped(self, event: GroupDone) -> None:
         self.groups.done += 1
         self.groups.untrainable += len(event.untrainable)
-        compared = len(event.rewards) - len(event.untrainable)
+        self.groups.quarantined += len(event.quarantined)
+        compared = len(event.rewards) - len(event.untrainable) - len(event.quarantined)
         if event.kept:
             self.groups.with_signal += 1
         elif compared > 0:

@@ -283,4 +283,4 @@ def _estimator(group: Group, config: RunConfig) -> AdvantageEstimator:
     """The advantage estimator of the loop that the group was made for."""
     stages = stage_spans(config.stage)
     span = next((span for span in stages if span.start <= group.admitted < span.end), stages[-1])
-    return estimator_of(span.stage, config.model.max_context)
+    return estimator_of(span.stage, config.model.max_context, quarantine=config.rewards.quarantines)

@@ -133,7 +133,11 @@ class Controller:
         self.run.put_eval(name, report)
 
     async def run_loop(self, span: StageSpan, stage: RolloutStageConfig) -> None:
-        estimator = estimator_of(span.stage, self.config.model.max_context)
+        estimator = estimator_of(
+            span.stage,
+            self.config.model.max_context,
+            quarantine=self.config.rewards.quarantines,
+        )
         entries, recovered = await asyncio.to_thread(journal.load, self.run, estimator)
         if any(isinstance(entry, Issued) and entry.version >= span.end for entry in entries):
             # a later loop has begun: this one was brought to its end before, and what is open is
@@ -189,6 +193,7 @@ class Controller:
             experts=experts,
             agent_timeout_s=harness.timeout_s + AGENT_GRACE_S + self._claim_s,
             sandbox_timeout_s=_open_timeout_s(self.config.tasks),
+            detector=self.config.rewards.detector != "off",
         )
         return self.runner.attempt
 

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from etude.core.advantage import AdvantageEstimator, GroupOutcome
-from etude.core.ledger import Batched, Dropped, Entry, Issued, Ledger
+from etude.core.ledger import Batched, Dropped, Entry, Issued, Ledger, Reason
 from etude.core.types import Batch, Group, Task
 from etude.store.objects import Missing
 from etude.store.rollouts import RolloutLog, RolloutRow, group_rows
@@ -100,19 +100,25 @@ def sample_ids(group: str, count: int) -> tuple[str, ...]:
 
 def drops(outcome: GroupOutcome) -> list[Dropped]:
     """The entries for the samples of a finished group that will not be trained on."""
-    by_params: defaultdict[str, list[str]] = defaultdict(list)
-    for sample, names in outcome.untrainable.items():
-        by_params[names].append(sample)
     entries = [
         Dropped(samples=outcome.failed, reason="failed"),
         Dropped(samples=tuple(outcome.malformed), reason="malformed"),
-        *(
-            Dropped(samples=tuple(samples), reason="sampling", detail=names)
-            for names, samples in by_params.items()
-        ),
+        *_by_detail("sampling", outcome.untrainable),
+        *_by_detail("quarantined", outcome.quarantined),
         Dropped(samples=outcome.no_signal, reason="no_signal"),
     ]
     return [entry for entry in entries if entry.samples]
+
+
+def _by_detail(reason: Reason, details: Mapping[str, str]) -> list[Dropped]:
+    """`details`: sample -> detail."""
+    samples: defaultdict[str, list[str]] = defaultdict(list)
+    for sample, detail in details.items():
+        samples[detail].append(sample)
+    return [
+        Dropped(samples=tuple(same), reason=reason, detail=detail)
+        for detail, same in samples.items()
+    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from math import isfinite
 from random import Random
 from statistics import fmean
@@ -128,7 +128,7 @@ class RolloutLoop:
         await self.journal.write(*drops(outcome), group=whole)
         self.emit(_done(whole, outcome, time.monotonic() - began))
         kept = bool(outcome.advantages)
-        self.signal.add(whole, kept, outcome.untrainable)
+        self.signal.add(whole, outcome)
         await self.update(
             lambda: self.window.finish(slot, whole) if kept else self.window.drop(slot)
         )
@@ -202,20 +202,24 @@ class SignalMonitor:
         self._in_vain = 0
         self._rewards: set[float] = set()
 
-    def add(self, group: Group, kept: bool, untrainable: Mapping[str, str]) -> None:
-        """`untrainable`: attempts that the trainer cannot recompute, and the parameters that they
-        were sampled with."""
-        if kept:
+    def add(self, group: Group, outcome: GroupOutcome) -> None:
+        if outcome.advantages:
             self._in_vain, self._rewards = 0, set()
             return
         self._in_vain += 1
         self._rewards |= {t.reward for t in group.trajectories if t.reward is not None}
-        if self._in_vain >= self._limit and untrainable:
+        if self._in_vain >= self._limit and outcome.quarantined:
+            raise EtudeError(
+                f"{self._in_vain} groups in a row have nothing to learn from, and attempts of the "
+                f"newest are suspected of {next(iter(outcome.quarantined.values()))}: look at them "
+                f'in etude dash. If they are honest, begin anew with rewards.detector = "flag"'
+            )
+        if self._in_vain >= self._limit and outcome.untrainable:
             raise EtudeError(
                 f"{self._in_vain} groups in a row have nothing to learn from: their attempts are "
-                f"sampled with {next(iter(untrainable.values()))}, which the trainer cannot "
-                f"recompute. Have the harness set no sampling parameter but the temperature, and "
-                f"that above 0, then resume the run"
+                f"sampled with {next(iter(outcome.untrainable.values()))}, which the trainer "
+                f"cannot recompute. Have the harness set no sampling parameter but the "
+                f"temperature, and that above 0, then resume the run"
             )
         if self._in_vain >= self._limit:
             why = f"{what_was_earned(self._rewards)}: {signal_advice(self._rewards)}"
@@ -290,4 +294,5 @@ def _done(group: Group, outcome: GroupOutcome, seconds: float) -> GroupDone:
         seconds=seconds,
         malformed=outcome.malformed,
         untrainable=outcome.untrainable,
+        quarantined=outcome.quarantined,
     )

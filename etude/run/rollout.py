@@ -31,6 +31,7 @@ from etude.core.types import (
     Transcript,
     turns,
 )
+from etude.rewards.detector import detect, flagged
 from etude.run.process import stopped_since
 
 T = TypeVar("T")
@@ -94,13 +95,16 @@ class RolloutRunner:
         needs_model: bool = True,
         agent_timeout_s: float | None = None,
         sandbox_timeout_s: float | None = None,
+        detector: bool = False,
     ) -> None:
         """`source`, `policy`: as of a `Trajectory`. `needs_model`: an agent that never asked the
         model has failed.
 
         `agent_timeout_s`, `sandbox_timeout_s`: an agent, or an environment that opens a sandbox
         or scores, has failed if it is still at work then, so that one which hangs cannot hold up a
-        run."""
+        run.
+
+        `detector`: attempts in which it finds a trick are flagged."""
         self.environment = environment
         self.agent = agent
         self.sessions = sessions
@@ -110,6 +114,7 @@ class RolloutRunner:
         self._needs_model = needs_model
         self._agent_timeout_s = agent_timeout_s
         self._sandbox_timeout_s = sandbox_timeout_s
+        self._detector = detector
         self._room = asyncio.Semaphore(concurrency)
         self.running = 0
         """Attempts under way."""
@@ -204,8 +209,12 @@ class RolloutRunner:
                 raise RolloutFailure(_unanswered(transcript))
             async with boundary("score"), _at_most(self._sandbox_timeout_s, "tasks.timeout_s"):
                 attempt = Attempt(transcript=transcript, segments=segments)
+                diff = await sandbox.diff() if self._detector else ""  # before others write there
                 scoring = self.environment.score(task, sandbox, attempt)
                 score = _checked(await _coroutine("score", scoring), segments)
+                if self._detector:
+                    said = "\n".join(part.evidence for part in score.parts)
+                    score = flagged(score, detect(messages, diff, said))
         return replace(
             started,
             segments=segments,

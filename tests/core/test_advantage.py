@@ -379,3 +379,23 @@ def test_what_a_run_may_choose_from() -> None:
         "reinforce_plus_plus_baseline": replace(plain, batch_scale=unit_std),
         "self_imitation": replace(plain, per_group=self_imitation),
     } == ADVANTAGE
+
+
+def suspected(whole: Group, number: int, *flags: str) -> Group:
+    attempts = list(whole.trajectories)
+    score = attempts[number].score
+    assert score is not None
+    attempts[number] = replace(attempts[number], score=replace(score, flags=flags))
+    return replace(whole, trajectories=tuple(attempts))
+
+
+def test_a_suspect_is_set_aside_and_is_no_baseline() -> None:
+    three = suspected(group(1.0, 0.0, 1.0), 2, "cheat:bytecode", "slow", "cheat:hang")
+    ids = [t.id for t in three.trajectories]
+    outcome = AdvantageEstimator(quarantine=True).estimate(three)
+    assert outcome.quarantined == {ids[2]: "bytecode, hang"}
+    assert outcome.advantages == {ids[0]: 0.5, ids[1]: -0.5}
+    assert not outcome.no_signal and not outcome.failed
+    assert AdvantageEstimator().estimate(three).quarantined == {}
+    of_its_own = suspected(three, 2, "slow")
+    assert AdvantageEstimator(quarantine=True).estimate(of_its_own).quarantined == {}

@@ -121,6 +121,13 @@ def test_attempts_that_cannot_be_recomputed_are_shown_with_the_parameters() -> N
     assert alarms.apply(GROUP) == [] and alarms.active == {}
 
 
+def test_suspects_are_shown_with_the_trick() -> None:
+    alarms = Alarms()
+    (alarm,) = alarms.apply(replace(GROUP, quarantined={"g.1": "bytecode, hang"}))
+    assert (alarm.name, alarm.what) == ("cheats", "g.1: suspected of bytecode, hang")
+    assert alarms.apply(GROUP) == [] and alarms.active == {}
+
+
 def test_a_payload_that_repeats() -> None:
     row = Row(
         sample="a",

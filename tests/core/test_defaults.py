@@ -51,6 +51,7 @@ LATER = {
     ("MismatchStats", "k1_p99"),
     ("GroupDone", "malformed"),
     ("GroupDone", "untrainable"),
+    ("GroupDone", "quarantined"),
     ("FleetStatus", "sessions"),
     *(
         ("StepDone", name)

@@ -214,6 +214,14 @@ def test_attempts_that_were_dropped_for_sampling_are_not_without_signal() -> Non
     assert (view.groups.sessions_without, view.groups.untrainable) == (2, 3)
 
 
+def test_suspects_are_not_without_signal() -> None:
+    caught = dataclasses.replace(group(1.0, 0.0), kept=False, quarantined={"g.0": "bytecode"})
+    view = view_of((1.0, attempt()), (1.0, attempt()), (2.0, caught))
+    assert (view.groups.sessions_without, view.groups.quarantined) == (1, 1)
+    told = next(line.text for line in describe(view, 0).lines if line.label == "sessions")
+    assert told.endswith("1 without signal, 1 quarantined")
+
+
 def test_curves_are_those_of_one_stage() -> None:
     rl = StageStarted(stage="rl", steps=4)
     fit = FitStep(stage="sft", step=1, steps=2, loss=3.0, tokens_per_s=1.0)

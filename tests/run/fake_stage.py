@@ -153,7 +153,10 @@ async def stage(
     troubled: Callable[[], float] = lambda: -math.inf,
 ) -> Engine:
     """Runs the stage from wherever the store says that it stands."""
-    rng, estimator = Random(seed), AdvantageEstimator(max_tokens=3, max_lag=max_lag)
+    rng, estimator = (
+        Random(seed),
+        AdvantageEstimator(max_tokens=3, max_lag=max_lag, quarantine=True),
+    )
     run = Run(Mortal(objects, writes))
     entries, recovered = journal.load(run, estimator)
     book = journal.Journal(run, entries, recovered.unlisted)

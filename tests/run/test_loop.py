@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from etude.core.advantage import ADVANTAGE, AdvantageEstimator
+from etude.core.advantage import ADVANTAGE, AdvantageEstimator, GroupOutcome
 from etude.core.errors import EtudeError
 from etude.core.ledger import Dropped, Entry, Issued, Ledger
 from etude.core.sampling import SamplingParams, SamplingSpan, VersionSpan
@@ -173,6 +173,10 @@ BAD: dict[str, tuple[str, Callable[[Trajectory], Trajectory]]] = {
         "malformed",
         lambda t: with_segment(t, sampling=(SamplingSpan(SamplingParams(), 1),)),
     ),
+    "suspected of a trick": (
+        "quarantined (bytecode)",
+        lambda t: replace(t, score=Score(1.0, flags=("odd", "cheat:bytecode"))),
+    ),
     "segment without a sampled token": (
         "malformed",
         lambda t: replace(
@@ -287,11 +291,13 @@ def test_a_group_with_signal_starts_the_count_again() -> None:
     group = Group(id="g", task="t", slot=0, admitted=0, trajectories=())
     for _ in range(2):
         for _ in range(199):
-            signal.add(group, kept=False, untrainable={})
-        signal.add(group, kept=True, untrainable={})
+            signal.add(group, GroupOutcome(advantages={}))
+        signal.add(group, GroupOutcome(advantages={"g.0": 1.0}))
     with pytest.raises(EtudeError, match="200 groups in a row"):
         for _ in range(200):
-            signal.add(group, kept=False, untrainable={})
+            signal.add(group, GroupOutcome(advantages={}))
+    with pytest.raises(EtudeError, match="suspected of bytecode: look at them in etude dash"):
+        signal.add(group, GroupOutcome(advantages={}, quarantined={"g.0": "bytecode"}))
 
 
 def test_every_epoch_has_every_task_in_another_order() -> None:

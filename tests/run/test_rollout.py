@@ -109,6 +109,32 @@ def rollouts(parts: Parts, concurrency: int = 2) -> RolloutRunner:
     return RolloutRunner(parts, parts, parts, concurrency=concurrency)
 
 
+class Cheating(Parts):
+    """Writes a file, and scores by changing the working copy itself."""
+
+    async def run(self, task: Task, sandbox: Sandbox, **given: Any) -> Transcript:
+        await sandbox.write("conftest.py", "import os\nos._exit(0)\n")
+        return Transcript(messages=[{"role": "assistant", "content": "done"}], finished=True)
+
+    async def score(self, task: Task, sandbox: Sandbox, attempt: Attempt) -> Score:
+        await sandbox.write("reward.json", "1")
+        return Score(1.0, (Part("tests", 1.0),))
+
+
+@pytest.mark.parametrize("detector", [True, False])
+async def test_what_the_agent_changed_is_looked_at_and_not_what_the_grader_did(
+    detector: bool,
+) -> None:
+    parts = Cheating()
+    runner = RolloutRunner(parts, parts, parts, concurrency=1, detector=detector)
+    score = (await runner.attempt(TASK, "g.0", 7)).score
+    assert score is not None and score.reward == 1.0
+    assert score.flags == (("cheat:exit_code",) if detector else ())
+    assert [part.name for part in score.parts] == ["tests", *["detector"] * detector]
+    if detector:
+        assert score.parts[1].evidence == "exit_code: conftest.py: os._exit(0)"
+
+
 @pytest.mark.parametrize("experts", [True, False])
 async def test_experts_are_kept_if_they_are_to_be_replayed(experts: bool) -> None:
     parts = Parts()
