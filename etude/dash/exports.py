@@ -12,7 +12,6 @@ from etude.core.errors import EtudeError
 from etude.dash.recorded import RecordedRun
 from etude.dash.table import became
 from etude.store.rollouts import RolloutRow, encode_rows
-from etude.store.sessions import read_conversations
 
 FORMATS = {
     "jsonl": "application/x-ndjson",
@@ -60,7 +59,7 @@ def _sessions(recorded: RecordedRun, rows: Sequence[RolloutRow]) -> Iterator[byt
     """The conversations, with their scores; each object is read once."""
     wanted = {row.id: row for row in rows}
     for key in dict.fromkeys(row.object for row in rows if row.object):
-        for t in read_conversations(recorded.run, key):
+        for t in recorded.sessions.conversations(key):
             if t.id in wanted:
                 said = {"messages": t.messages, "score": asdict(t.score) if t.score else None}
                 yield _line(asdict(wanted[t.id]) | said)
