@@ -336,6 +336,7 @@ def test_exports(app: ASGIApp) -> None:
     assert len(exported("csv").decode().splitlines()) >= 1 + len(ids)
     sessions = [json.loads(line) for line in exported("sessions.jsonl").splitlines()]
     assert sessions[0]["messages"][0]["role"] == "user"
+    assert len(exported("atif.jsonl").splitlines()) == len(sessions)
     assert ask(app, "/api/runs/x/export?format=exe").status == 400
 
 
