@@ -66,7 +66,7 @@ def run() -> dict[str, float]:
         store = Run.open(f"file:{scratch}")
         write_run(store)
         began = time.monotonic()
-        with server(Path(scratch)) as (client, pid):
+        with server(scratch) as (client, pid):
             client.get("/api/runs")
             figures = {"load": os.getloadavg()[0], "open_s": time.monotonic() - began}
             base = f"/api/runs/{Path(scratch).name}"
@@ -211,10 +211,10 @@ class Client:
 
 
 @contextlib.contextmanager
-def server(folder: Path) -> Iterator[tuple[Client, int]]:
+def server(url: str) -> Iterator[tuple[Client, int]]:
     """The command that a person would use."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "etude", "dash", str(folder), "--port", "0"],
+        [sys.executable, "-m", "etude", "dash", url, "--port", "0"],
         stdout=subprocess.PIPE,
         text=True,
     )

@@ -57,7 +57,7 @@ def open_runs(urls: Sequence[str]) -> list[RecordedRun]:
     found: dict[str, RecordedRun] = {}
     for url in urls:
         run = Run.open(url, create=False)
-        if not run.objects.list("events") and not run.objects.exists("config.json"):
+        if not run.processes() and not run.objects.exists("config.json"):
             raise EtudeError(f"{url} holds no run: check the path, or start one with `etude run`")
         # addresses of the page name several runs with commas between them
         stem = url.rstrip("/").rpartition("/")[2].replace(",", "_") or "run"

@@ -1,4 +1,5 @@
-"""Rollouts for other programs: JSON lines, CSV, Parquet, and whole conversations."""
+"""Rollouts for other programs: JSON lines, CSV, Parquet, and whole conversations, as stored or in
+ATIF."""
 
 from __future__ import annotations
 
@@ -9,16 +10,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
 
 from etude.core.errors import EtudeError
+from etude.core.types import Trajectory
+from etude.dash import atif
 from etude.dash.recorded import RecordedRun
 from etude.dash.table import became
 from etude.store.rollouts import RolloutRow, encode_rows
-from etude.store.sessions import read_conversations
 
 FORMATS = {
     "jsonl": "application/x-ndjson",
     "csv": "text/csv; charset=utf-8",
     "parquet": "application/vnd.apache.parquet",
     "sessions.jsonl": "application/x-ndjson",
+    "atif.jsonl": "application/x-ndjson",
 }
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
@@ -31,7 +34,10 @@ def export(recorded: RecordedRun, rows: Sequence[RolloutRow], format: str) -> It
     if format == "parquet":
         return iter([encode_rows(rows)] if rows else [])
     if format == "sessions.jsonl":
-        return _sessions(recorded, rows)
+        return (_line(_session(*each)) for each in _conversations(recorded, rows))
+    if format == "atif.jsonl":
+        told = (each for each in _conversations(recorded, rows) if each[0].messages)
+        return (_line(atif.trajectory(*each)) for each in told)
     raise EtudeError(f"cannot export as {format!r}: choose one of {', '.join(FORMATS)}")
 
 
@@ -56,11 +62,16 @@ def _cell(value: object) -> str:
     return f"'{text}" if isinstance(value, str) and text.startswith(_FORMULA) else text
 
 
-def _sessions(recorded: RecordedRun, rows: Sequence[RolloutRow]) -> Iterator[bytes]:
-    """The conversations, with their scores; each object is read once."""
+def _conversations(
+    recorded: RecordedRun, rows: Sequence[RolloutRow]
+) -> Iterator[tuple[Trajectory, RolloutRow]]:
+    """Of the rows that have one; each object is read once."""
     wanted = {row.id: row for row in rows}
     for key in dict.fromkeys(row.object for row in rows if row.object):
-        for t in read_conversations(recorded.run, key):
+        for t in recorded.sessions.conversations(key):
             if t.id in wanted:
-                said = {"messages": t.messages, "score": asdict(t.score) if t.score else None}
-                yield _line(asdict(wanted[t.id]) | said)
+                yield t, wanted[t.id]
+
+
+def _session(t: Trajectory, row: RolloutRow) -> dict[str, object]:
+    return asdict(row) | {"messages": t.messages, "score": asdict(t.score) if t.score else None}

@@ -3,6 +3,7 @@ written, and nothing is read that nobody asked for but events, ledger and rows."
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import Counter
@@ -12,7 +13,7 @@ from typing import Any, TypeVar, get_args
 
 from etude.core.config import RunConfig
 from etude.core.errors import EtudeError
-from etude.core.events import AttemptDone, Event
+from etude.core.events import AttemptDone, Event, Launched
 from etude.core.ledger import Batched, Entry, Ledger, Unbalanced
 from etude.core.stages import RolloutStageConfig
 from etude.core.types import Trajectory
@@ -25,7 +26,7 @@ from etude.store.log import Log
 from etude.store.objects import Missing
 from etude.store.rollouts import RolloutReader, RolloutRow
 from etude.store.runs import Run
-from etude.store.sessions import read_conversations, read_session
+from etude.store.sessions import SessionReader
 from etude.store.telemetry import EventReader
 
 T = TypeVar("T")
@@ -53,12 +54,14 @@ class RecordedRun:
         self.lock = threading.RLock()
         self._events = EventReader(run)
         self._rows = RolloutReader(run.objects)
+        self.sessions = SessionReader(run)
         self._log: Log[Entry] = Log(
             run.objects, "ledger", get_args(Entry), durable=True, skipped=self._damaged
         )
         self._entered = 0
         self._batched: dict[int, frozenset[str]] = {}
         """Step -> the groups of its batch."""
+        self._config: RunConfig | None = None
         self._read: float | None = None
         self._looked: float | None = None
         self._missing: list[str] = []
@@ -107,6 +110,8 @@ class RecordedRun:
             begun = self.view.apply(stamped.t, stamped.record)
             self.history.apply(stamped.t, stamped.record, begun)
             self.waits.apply(stamped.t, stamped.record)
+            if isinstance(stamped.record, Launched):
+                self._config = None
             if isinstance(stamped.record, AttemptDone) and stamped.record.id not in self.table:
                 ended.append(_of_event(stamped.record, self.view.stage))
         self.table.add(ended)
@@ -138,11 +143,11 @@ class RecordedRun:
 
     @property
     def config(self) -> RunConfig | None:
-        """None if there is none that can be read."""
-        try:
-            return self.run.config()
-        except EtudeError:
-            return None
+        """None if there is none that can be read. It is written when a run is launched."""
+        if self._config is None:
+            with contextlib.suppress(EtudeError):
+                self._config = self.run.config()
+        return self._config
 
     @property
     def lag_bound(self) -> int:
@@ -159,10 +164,11 @@ class RecordedRun:
 
     def _look(self) -> list[str]:
         url, found = self.run.objects.url, []
-        try:
-            self.run.config()
-        except EtudeError as e:
-            found.append(str(e))
+        if self.config is None:
+            try:
+                self.run.config()
+            except EtudeError as e:
+                found.append(str(e))
         groups, batches = set(self.run.groups()), set(self.run.batches())
         lost = sorted(set().union(*self._batched.values()) - groups)
         if lost:
@@ -182,13 +188,13 @@ class RecordedRun:
 
     def session(self, id: str) -> Trajectory:
         """Whole, with its tokens as far as they are stored."""
-        return read_session(self.run, self._key(id), id)
+        return self.sessions.session(self._key(id), id)
 
     def conversation(self, id: str) -> Trajectory:
-        return next(t for t in read_conversations(self.run, self._key(id)) if t.id == id)
+        return next(t for t in self.sessions.conversations(self._key(id)) if t.id == id)
 
     def group(self, group: str) -> list[Trajectory]:
-        return read_conversations(self.run, f"groups/{group}")
+        return self.sessions.conversations(f"groups/{group}")
 
     def _key(self, id: str) -> str:
         row = self.row(id)
@@ -207,7 +213,7 @@ class RecordedRun:
         for row in rows:
             if row.id not in self._causes and row.object and time.monotonic() < until:
                 try:
-                    found = read_conversations(self.run, row.object)
+                    found = self.sessions.conversations(row.object)
                 except EtudeError as e:
                     self._damaged(e)
                     self._causes[row.id] = ("not readable", "")

@@ -6,7 +6,7 @@
     GET /api/runs/RUN/failures?FILTER          failures by cause
     GET /api/runs/RUN/groups/GROUP             all attempts at one task
     GET /api/runs/RUN/sessions/ID              one conversation with its score
-    GET /api/runs/RUN/sessions/ID/tokens       its tokens: segment, offset, limit
+    GET /api/runs/RUN/sessions/ID/tokens       its tokens: segment, offset, limit, trainer
     GET /api/runs/RUN/ledger                   what became of every sample
     GET /api/runs/RUN/fleet                    workers and weight versions
     GET /api/runs/RUN/doctor                   what each unfinished rollout waits for
@@ -183,14 +183,14 @@ def _tokens(recorded: RecordedRun, request: Request) -> Any:
         t = recorded.session(id)
     except Missing as e:
         return {"segments": [], "not_stored": str(e)}
-    found: dict[str, Any] = {"segments": detail.segments(t)}
+    found = {"segments": detail.segments(t), "trained": row.step is not None}
     number = _number(request, "segment", 0, 10**6)
     if number >= len(t.segments):
         return found
     segment = t.segments[number]
-    trainer = (
-        None if row.step is None else detail.trainer_logprobs(recorded.run, row.step, id, segment)
-    )
+    trainer = None
+    if row.step is not None and request.query_params.get("trainer") == "true":
+        trainer = detail.trainer_logprobs(recorded.run, row.step, id, segment)
     return found | detail.tokens(
         segment,
         _piece(recorded.run),

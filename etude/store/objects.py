@@ -117,6 +117,13 @@ class Objects:
                 return False
         return True
 
+    def folders(self, prefix: str) -> list[str]:
+        """The names of the folders right under the folder `prefix`, sorted. What lies in them is
+        not listed."""
+        with _explained(f"list {prefix} in {self.url}"):
+            found = obstore.list_with_delimiter(self._store, prefix)["common_prefixes"]
+        return sorted(folder.rpartition("/")[2] for folder in found)
+
     def list(self, prefix: str, *, after: str | None = None) -> list[str]:
         """Keys under the folder `prefix`, sorted, from the first one greater than `after`."""
         with _explained(f"list {prefix} in {self.url}"):

@@ -57,7 +57,6 @@ _NAMES = {
     "batches": _NUMBER,
     "checkpoints": rf"{_NUMBER}\.{_NUMBER}/(?:{re.escape(_MANIFEST)}|[0-9]{{5,}}\.[0-9a-f]+)",
     "evals": rf"{_NUMBER}\.\w+\.json",
-    "events": r"[\w-]+/[0-9]{10,}\.jsonl",
     "model": r"(?:config|tokenizer|tokenizer_config|generation_config)\.json|chat_template\.jinja",
 }
 """The form of what lies in each folder."""
@@ -161,7 +160,7 @@ class Run:
 
     def processes(self) -> list[str]:
         """Those that have written events."""
-        return sorted({name.partition("/")[0] for name in self._names("events")})
+        return [name for name in self.objects.folders("events") if re.fullmatch(r"[\w-]+", name)]
 
     def put_group(self, group: Group) -> None:
         self.objects.put_sealed(f"groups/{group.id}", pack(group))

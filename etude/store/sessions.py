@@ -3,7 +3,6 @@ what is asked for is decoded, so that a person who opens one does not wait for t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 
 import msgspec
@@ -39,28 +38,40 @@ class _Conversation:
     cost: Cost = Cost()
 
 
-def read_session(run: Run, key: str, id: str) -> Trajectory:
-    """One session, whole. Raises `Missing` if the object holds none of that id."""
-    where = f"{run.objects.url}: {key}"
-    for raw in _each(run, key):
-        if unpack(bytes(raw), _Named, where).id == id:
-            return unpack(bytes(raw), Trajectory, where)
-    raise Missing(f"{where} holds no session {id!r}")
+class SessionReader:
+    """The sessions of one run. The object that was read last is kept: who opens a session wants its
+    conversation, then its tokens, then the others of its group, and a bucket is far away."""
 
+    def __init__(self, run: Run) -> None:
+        self._objects = run.objects
+        self._last: tuple[str, bytes] = ("", b"")
 
-def read_conversations(run: Run, key: str) -> list[Trajectory]:
-    """All sessions of an object, without their tokens."""
-    where = f"{run.objects.url}: {key}"
-    found = [unpack(bytes(raw), _Conversation, where) for raw in _each(run, key)]
-    return [
-        Trajectory(segments=(), **{each.name: getattr(said, each.name) for each in fields(said)})
-        for said in found
-    ]
+    def session(self, key: str, id: str) -> Trajectory:
+        """One session, whole. Raises `Missing` if the object holds none of that id."""
+        where = self._where(key)
+        for raw in self._each(key):
+            if unpack(bytes(raw), _Named, where).id == id:
+                return unpack(bytes(raw), Trajectory, where)
+        raise Missing(f"{where} holds no session {id!r}")
 
+    def conversations(self, key: str) -> list[Trajectory]:
+        """All sessions of an object, without their tokens."""
+        where = self._where(key)
+        found = [unpack(bytes(raw), _Conversation, where) for raw in self._each(key)]
+        names = [each.name for each in fields(_Conversation)]
+        return [
+            Trajectory(segments=(), **{name: getattr(said, name) for name in names})
+            for said in found
+        ]
 
-def _each(run: Run, key: str) -> Iterator[msgspec.Raw]:
-    data, where = run.objects.get_sealed(key), f"{run.objects.url}: {key}"
-    if key.startswith("groups/"):
-        yield from unpack(data, _Group, where).trajectories
-    else:
-        yield from unpack(data, list[msgspec.Raw], where)
+    def _each(self, key: str) -> list[msgspec.Raw]:
+        last, data = self._last
+        if last != key:
+            data = self._objects.get_sealed(key)
+            self._last = (key, data)
+        if key.startswith("groups/"):
+            return unpack(data, _Group, self._where(key)).trajectories
+        return unpack(data, list[msgspec.Raw], self._where(key))
+
+    def _where(self, key: str) -> str:
+        return f"{self._objects.url}: {key}"

@@ -110,7 +110,8 @@ def test_a_session_with_its_score_and_tokens(app: ASGIApp) -> None:
     assert session["parts"] == [
         {"name": "checks", "value": 0.25, "evidence": f"error: {ALL_HOSTILE}"}
     ]
-    tokens = ask(app, "/api/runs/x/sessions/g000001.1/tokens").json
+    assert ask(app, "/api/runs/x/sessions/g000001.1/tokens").json["trainer"] is None
+    tokens = ask(app, "/api/runs/x/sessions/g000001.1/tokens?trainer=true").json
     assert tokens["mask"] == [[0, 2], [1, 1], [0, 1], [1, 2]]
     assert tokens["logprobs"] == [-0.5, -1.5, -2.5]
     assert tokens["trainer"] == [-0.4, -1.5, -2.0]
@@ -388,6 +389,7 @@ def test_exports(app: ASGIApp) -> None:
     assert len(exported("csv").decode().splitlines()) >= 1 + len(ids)
     sessions = [json.loads(line) for line in exported("sessions.jsonl").splitlines()]
     assert sessions[0]["messages"][0]["role"] == "user"
+    assert len(exported("atif.jsonl").splitlines()) == len(sessions)
     assert ask(app, "/api/runs/x/export?format=exe").status == 400
 
 

@@ -67,6 +67,13 @@ Objects.open({str(tmp_path)!r}).put("a/key", bytes(1 << 28))
     Objects.open("memory:").sweep("a")
 
 
+def test_folders(objects: Objects) -> None:
+    assert objects.folders("events") == []
+    for key in ("events/b/1", "events/a/1", "events/a/2", "events/c", "eventsd/x/1"):
+        objects.put(key, b"x")
+    assert objects.folders("events") == ["a", "b"]
+
+
 def test_what_is_missing_is_named(objects: Objects) -> None:
     with pytest.raises(Missing, match=r"read a/1 in .*: it is not there"):
         objects.get("a/1")

@@ -10,7 +10,7 @@ import pytest
 from etude.store.objects import Missing, Objects
 from etude.store.rollouts import RolloutLog, RolloutReader, group_rows
 from etude.store.runs import Run
-from etude.store.sessions import read_conversations, read_session
+from etude.store.sessions import SessionReader
 from etude.store.verdicts import Verdict, add_verdict, read_verdicts
 from tests.store.test_rollouts import DONE, GROUP
 
@@ -25,12 +25,13 @@ def run() -> Run:
 
 @pytest.mark.parametrize("key", ["groups/g000004", "evals/000001.heldout.sessions"])
 def test_a_session_is_read_as_it_was_written(run: Run, key: str) -> None:
+    reader = SessionReader(run)
     for whole in run.sessions(key):
-        assert read_session(run, key, whole.id) == whole
+        assert reader.session(key, whole.id) == whole
     without = [replace(whole, segments=()) for whole in run.sessions(key)]
-    assert read_conversations(run, key) == without
+    assert reader.conversations(key) == without
     with pytest.raises(Missing, match="holds no session 'x'"):
-        read_session(run, key, "x")
+        reader.session(key, "x")
 
 
 def test_rows_are_read_as_they_come() -> None:

@@ -45,7 +45,7 @@ export function Tokens({ run, id, query }) {
   const [colour, setColour] = useState("logprob");
   const segment = Number(query.segment ?? 0);
   const offset = Number(query.offset ?? 0);
-  const { data, error } = useData(runPath(run, `sessions/${encodeURIComponent(id)}/tokens?segment=${segment}&offset=${offset}&limit=${PAGE}`), 0);
+  const { data, error } = useData(runPath(run, `sessions/${encodeURIComponent(id)}/tokens?segment=${segment}&offset=${offset}&limit=${PAGE}${colour === "difference" ? "&trainer=true" : ""}`), 0);
   if (!data) return html`<${Loading} error=${error} />`;
   if (!data.segments.length) return html`<p class="empty">${data.not_stored ?? "no tokens of this session are stored: of an evaluation only the conversation is"}</p>`;
   const set = (change) => go(place(run, `sessions/${id}`, { ...query, ...change }), { replace: true });
@@ -59,11 +59,12 @@ export function Tokens({ run, id, query }) {
       <span role="group" aria-label="colour">
         colour by
         <button type="button" aria-pressed=${colour === "logprob"} onClick=${() => setColour("logprob")}>surprise</button>
-        <button type="button" aria-pressed=${colour === "difference"} disabled=${!data.trainer} title=${data.trainer ? "" : "the trainer has not read this session"} onClick=${() => setColour("difference")}>trainer − engine</button>
+        <button type="button" aria-pressed=${colour === "difference"} disabled=${!data.trained} title=${data.trained ? "" : "the trainer has not read this session"} onClick=${() => setColour("difference")}>trainer − engine</button>
       </span>
       <span class="scale">${colour === "logprob" ? "certain" : "0.0001"}${Array.from({ length: HEATS }, (_, n) => html`<i class=${`h${n}`} key=${n}></i>`)}${colour === "logprob" ? "1 in 1,000" : "1 nat"}</span>
       <span class="dim">${here.sampled.toLocaleString()} of ${(here.prompt + here.tokens).toLocaleString()} tokens sampled; what is pale was given to the model</span>
     </div>
+    ${colour === "difference" && !data.trainer && html`<p class="problem">what the trainer found for these tokens is not stored</p>`}
     <${Ribbon} versions=${here.versions} />
     <${Spans} data=${data} colour=${colour} />
     ${data.total > PAGE &&
