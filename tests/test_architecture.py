@@ -118,6 +118,7 @@ OUTSIDE: dict[str, set[str]] = {
     "serve.worker": {"torch"},
     "serve.vllm": {"torch", "numpy"},
     "harness": {"aiohttp"},
+    "rewards.judge": {"aiohttp"},
     "factory.mutations": {"libcst"},
     "factory.survey_plugin": {"coverage"},
     "tasks": {"tokenizers"},

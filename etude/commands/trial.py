@@ -24,7 +24,7 @@ from etude.core.protocols import Agent, Environment
 from etude.core.sandbox import Sandbox
 from etude.core.stages import RolloutStageConfig
 from etude.core.types import EVAL_SPLITS, Attempt, Json, Score, Task, Trajectory, Transcript
-from etude.run.controller import build_agent, open_environment, read_tasks
+from etude.run.controller import build_agent, build_review, open_environment, read_tasks
 from etude.run.rollout import RolloutRunner, SessionRecorder
 from etude.serve.alone import PolicySessions, ScriptedSessions, parse_script
 
@@ -91,7 +91,7 @@ async def _try(config: RunConfig, options: Options, console: Console) -> dict[st
         trials = []
 
         async def attempt(name: str, agent: Agent, sessions: SessionRecorder) -> None:
-            trial = await _attempt(name, task, environment, agent, sessions, config)
+            trial = await _attempt(name, task, environment, agent, sessions, config, http)
             show(trial, console)
             trials.append(trial)
 
@@ -235,6 +235,7 @@ async def _attempt(
     agent: Agent,
     sessions: SessionRecorder,
     config: RunConfig,
+    http: aiohttp.ClientSession,
 ) -> Trial:
     """By the code that makes a rollout of a run."""
     observed = _Observed(environment)
@@ -246,7 +247,7 @@ async def _attempt(
         needs_model=name == SESSION and isinstance(sessions, PolicySessions),
         agent_timeout_s=config.harness.timeout_s + 10.0,
         sandbox_timeout_s=config.tasks.timeout_s,
-        detector=config.rewards.detector != "off",
+        review=build_review(config.rewards, http),
     )
     trajectory = await runner.attempt(task, "try.0", config.seed)
     return Trial(

@@ -53,16 +53,26 @@ def tables() -> tuple[Table, ...]:
     }
     plain = tuple(key for key in _keys(RunConfig) if key.name not in {*sections, "stage"})
     found = [Table("", "", _text(RunConfig), plain)]
-    found += [Table(name, f"[{name}]", _text(kind), _keys(kind)) for name, kind in sections.items()]
+    for name, kind in sections.items():
+        found.append(Table(name, f"[{name}]", _text(kind), _keys(kind)))
+        found += [
+            Table(f"{name}.{key}", f"[{name}.{key}]", _text(inner), _keys(inner))
+            for key, inner in _inner(kind).items()
+        ]
     for name, stage in STAGES.items():
         header = f'[[stage]] kind = "{name}"'
         found.append(Table(f"stage.{name}", header, _text(stage), _stage_keys(name, stage)))
         found += [
             Table(f"stage.{name}.{key}", f"{key} of {name}", _text(inner), _keys(inner))
-            for key, field in stage.model_fields.items()
-            if (inner := _table_in(field.annotation))
+            for key, inner in _inner(stage).items()
         ]
     return tuple(found)
+
+
+def _inner(table: type[Config]) -> dict[str, type[Config]]:
+    """The tables within one."""
+    fields = table.model_fields.items()
+    return {key: inner for key, field in fields if (inner := _table_in(field.annotation))}
 
 
 def _keys(table: type[Config]) -> tuple[Key, ...]:

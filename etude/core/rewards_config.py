@@ -2,18 +2,66 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from etude.core.schema import Config
+from pydantic import Field, field_validator, model_validator
+
+from etude.core.expression import Expression
+from etude.core.schema import Config, Count, NonNegative, Positive, Url
+
+PartName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+
+
+class JudgeConfig(Config):
+    """A model that is asked whether an attempt meets rubrics (docs/rewards.md)."""
+
+    url: Url
+    """An OpenAI-compatible server, with its `/v1`. ETUDE_JUDGE_KEY, if it is set, is the key that
+    it is given."""
+    model: str
+    """The model's name there."""
+    rubrics: Annotated[dict[PartName, str], Field(min_length=1)]
+    """Name of a part of the score -> what must be so for it to be 1. One aspect each: every rubric
+    is a question of its own."""
+    votes: Count = 3
+    """How often each is asked."""
+    needed: Count = 2
+    """Votes that make a pass."""
+    temperature: NonNegative = 1.0
+    """Sampling temperature of the judge."""
+    max_tokens: Count = 512
+    """Tokens of one verdict."""
+    timeout_s: Positive = 60.0
+    """Time for one verdict."""
+
+    @model_validator(mode="after")
+    def _can_pass(self) -> JudgeConfig:
+        if self.needed > self.votes:
+            raise ValueError(f"needed = {self.needed} of votes = {self.votes}: nothing could pass")
+        return self
 
 
 class RewardsConfig(Config):
-    """What is done about attempts that look like cheating."""
+    """Judges, how the parts of a score make a reward, and what is done about cheating."""
 
     detector: Literal["quarantine", "flag", "off"] = "quarantine"
     """What becomes of an attempt in which the detector finds a known trick (docs/rewards.md):
     it is set aside and not trained on; or only flagged; or nobody looks."""
+    reward: str | None = None
+    """The reward as an expression over the parts of the score and `environment`, what the
+    environment says: names, numbers, + - * /, min, max and comparisons, which are 1 or 0. None:
+    what the environment says."""
+    judge: JudgeConfig | None = None
+    """A model that is asked whether an attempt meets rubrics; each answer is a part of the
+    score."""
 
     @property
     def quarantines(self) -> bool:
         return self.detector == "quarantine"
+
+    @field_validator("reward")
+    @classmethod
+    def _readable(cls, reward: str | None) -> str | None:
+        if reward is not None:
+            Expression.parse(reward)
+        return reward

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
 import sys
 import time
 from collections import Counter
@@ -20,15 +21,19 @@ import aiohttp
 from etude.core.config import HarnessConfig, RunConfig
 from etude.core.errors import EtudeError, user_code
 from etude.core.events import FewTasks, FleetStatus, RunDone
+from etude.core.expression import Expression
 from etude.core.ledger import Issued, Trained
 from etude.core.lineage import StageSpan, estimator_of, stage_of, stage_spans
 from etude.core.liveness import DisturbanceTracker
 from etude.core.protocols import Agent, Environment
+from etude.core.rewards_config import RewardsConfig
 from etude.core.sandbox import SandboxPool, SandboxSpec
 from etude.core.stages import RolloutStageConfig
 from etude.core.tasks_config import PULL, TasksConfig
 from etude.core.types import EVAL_SPLITS, Group, Task, Trajectory
 from etude.core.window import Window
+from etude.rewards.judge import Judge
+from etude.rewards.review import Review
 from etude.run import journal
 from etude.run.evaluate import evaluate, report_name
 from etude.run.gateway_client import GatewayClient
@@ -193,7 +198,7 @@ class Controller:
             experts=experts,
             agent_timeout_s=harness.timeout_s + AGENT_GRACE_S + self._claim_s,
             sandbox_timeout_s=_open_timeout_s(self.config.tasks),
-            detector=self.config.rewards.detector != "off",
+            review=build_review(self.config.rewards, self.gateway.http),
         )
         return self.runner.attempt
 
@@ -297,6 +302,21 @@ def build_agent(
     else:
         agent = build(config.agent, "harness.agent", http, **limits)
     return agent
+
+
+def build_review(config: RewardsConfig, http: aiohttp.ClientSession) -> Review | None:
+    """What becomes of the scores of a run; None if they stay as they are."""
+    if (config.detector, config.judge, config.reward) == ("off", None, None):
+        return None
+    judge = None
+    if config.judge is not None:
+        key = os.environ.get("ETUDE_JUDGE_KEY", "")
+        judge = Judge(http, **config.judge.model_dump(), api_key=key)
+    return Review(
+        detector=config.detector != "off",
+        judge=judge,
+        reward=Expression.parse(config.reward) if config.reward else None,
+    )
 
 
 @contextlib.asynccontextmanager

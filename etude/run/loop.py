@@ -208,11 +208,11 @@ class SignalMonitor:
             return
         self._in_vain += 1
         self._rewards |= {t.reward for t in group.trajectories if t.reward is not None}
-        if self._in_vain >= self._limit and outcome.quarantined:
+        if self._in_vain >= self._limit and outcome.quarantined and not outcome.no_signal:
             raise EtudeError(
-                f"{self._in_vain} groups in a row have nothing to learn from, and attempts of the "
-                f"newest are suspected of {next(iter(outcome.quarantined.values()))}: look at them "
-                f'in etude dash. If they are honest, begin anew with rewards.detector = "flag"'
+                f"{self._in_vain} groups in a row have nothing to learn from, and all attempts of "
+                f"the newest are suspected of {next(iter(outcome.quarantined.values()))}: look at "
+                f'them in etude dash. If they are honest, begin anew with rewards.detector = "flag"'
             )
         if self._in_vain >= self._limit and outcome.untrainable:
             raise EtudeError(

@@ -31,7 +31,7 @@ from etude.core.types import (
     Transcript,
     turns,
 )
-from etude.rewards.detector import detect, flagged
+from etude.rewards.review import Review
 from etude.run.process import stopped_since
 
 T = TypeVar("T")
@@ -95,7 +95,7 @@ class RolloutRunner:
         needs_model: bool = True,
         agent_timeout_s: float | None = None,
         sandbox_timeout_s: float | None = None,
-        detector: bool = False,
+        review: Review | None = None,
     ) -> None:
         """`source`, `policy`: as of a `Trajectory`. `needs_model`: an agent that never asked the
         model has failed.
@@ -104,7 +104,7 @@ class RolloutRunner:
         or scores, has failed if it is still at work then, so that one which hangs cannot hold up a
         run.
 
-        `detector`: attempts in which it finds a trick are flagged."""
+        `review`: what becomes of a score that the environment has given."""
         self.environment = environment
         self.agent = agent
         self.sessions = sessions
@@ -114,7 +114,7 @@ class RolloutRunner:
         self._needs_model = needs_model
         self._agent_timeout_s = agent_timeout_s
         self._sandbox_timeout_s = sandbox_timeout_s
-        self._detector = detector
+        self._review = review
         self._room = asyncio.Semaphore(concurrency)
         self.running = 0
         """Attempts under way."""
@@ -209,12 +209,12 @@ class RolloutRunner:
                 raise RolloutFailure(_unanswered(transcript))
             async with boundary("score"), _at_most(self._sandbox_timeout_s, "tasks.timeout_s"):
                 attempt = Attempt(transcript=transcript, segments=segments)
-                diff = await sandbox.diff() if self._detector else ""  # before others write there
+                diff = await sandbox.diff() if self._review else ""  # before others write there
                 scoring = self.environment.score(task, sandbox, attempt)
                 score = _checked(await _coroutine("score", scoring), segments)
-                if self._detector:
-                    said = "\n".join(part.evidence for part in score.parts)
-                    score = flagged(score, detect(messages, diff, said))
+                if self._review:
+                    completed = await self._review.complete(task, messages, diff, score)
+                    score = _checked(completed, segments)
         return replace(
             started,
             segments=segments,

@@ -28,6 +28,7 @@ from etude.core.lineage import StageSpan, estimator_of, stage_spans
 from etude.core.sandbox import Limits, SandboxSpec
 from etude.core.stages import RolloutStageConfig
 from etude.core.types import Score, Task, Trajectory
+from etude.rewards.review import Review
 from etude.run import controller as controller
 from etude.run.controller import Controller, read_tasks
 from etude.run.loop import RolloutLoop
@@ -194,7 +195,7 @@ async def test_a_loop_runs_as_its_stage_says(replay: bool, monkeypatch: pytest.M
     assert (told["group_size"], told["stage"], told["seed"], told["last"]) == (6, "fix", 5, 3)
     assert (window.per_step, window.max_lag, window.reorder_window, window.live) == (5, 2, 4, 0)
     assert window is bench.controller.window
-    assert told["estimator"] == estimator_of(bench.spans[0].stage, 512)
+    assert told["estimator"] == estimator_of(bench.spans[0].stage, 512, quarantine=True)
     assert told["load"] == bench.gateway.load
     assert told["attempt"] == bench.attempt
     assert bench.rollouts.pop("agent_timeout_s") > 12.0  # the agent ends its session by itself
@@ -204,6 +205,7 @@ async def test_a_loop_runs_as_its_stage_says(replay: bool, monkeypatch: pytest.M
         "policy": "a",
         "experts": replay,
         "sandbox_timeout_s": 21.0,
+        "review": Review(detector=True),
     }
     assert bench.agent == {
         "max_turns": 9,

@@ -257,6 +257,9 @@ def test_a_run_stops_when_half_of_forty_sessions_failed() -> None:
         health.add(failed(number) if number % 40 < 19 else good)
 
 
+NOTHING = GroupOutcome(advantages={})
+
+
 def group(*rewards: float | None) -> Group:
     attempts = [
         Trajectory(
@@ -282,34 +285,35 @@ def test_a_run_that_learns_nothing_says_what_may_help(
 ) -> None:
     signal = SignalMonitor(groups_per_step=1)
     for _ in range(99):
-        signal.add(group(*rewards), kept=False, untrainable={})
+        signal.add(group(*rewards), NOTHING)
     with pytest.raises(EtudeError, match=f"100 groups in a row .*{told}"):
-        signal.add(group(*rewards), kept=False, untrainable={})
+        signal.add(group(*rewards), NOTHING)
 
 
 def test_a_run_whose_harness_cannot_be_trained_on_says_so() -> None:
     signal = SignalMonitor(groups_per_step=1)
     with pytest.raises(EtudeError, match="100 groups .* sampled with top_p, which the trainer"):
         for _ in range(100):
-            signal.add(group(1.0, 0.0), kept=False, untrainable={"a": "top_p"})
+            signal.add(group(1.0, 0.0), replace(NOTHING, untrainable={"a": "top_p"}))
 
 
 def test_rewards_from_before_a_group_with_signal_are_forgotten() -> None:
     signal = SignalMonitor(groups_per_step=5)
-    signal.add(group(1.0), kept=False, untrainable={})
-    signal.add(group(1.0, 0.0), kept=True, untrainable={})
+    signal.add(group(1.0), NOTHING)
+    signal.add(group(1.0, 0.0), GroupOutcome(advantages={"a": 1.0}))
     with pytest.raises(EtudeError, match="all 0: "):
         for _ in range(100):
-            signal.add(group(0.0), kept=False, untrainable={})
+            signal.add(group(0.0), NOTHING)
 
 
 def test_what_a_group_lost_is_told_with_its_reasons() -> None:
     made = GroupOutcome(
         advantages={}, failed=(), no_signal=(), malformed={"g.0": "odd"},
-        untrainable={"g.1": "top_p"},
+        untrainable={"g.1": "top_p"}, quarantined={"g.2": "bytecode"},
     )  # fmt: skip
     group = Group(id="g", task="t", slot=0, admitted=3, trajectories=())
     told = controller._done(group, made, 2.5)
     assert (told.malformed, told.untrainable) == ({"g.0": "odd"}, {"g.1": "top_p"})
+    assert told.quarantined == {"g.2": "bytecode"}
     assert (told.group, told.task, told.admitted, told.seconds) == ("g", "t", 3, 2.5)
     assert not told.kept and told.rewards == () and told.failed == 0

@@ -29,6 +29,7 @@ from etude.core.types import (
     Trajectory,
     Transcript,
 )
+from etude.rewards.review import Review
 from etude.run.evaluate import evaluate
 from etude.run.process import AwakeLoop
 from etude.run.rollout import RolloutRunner
@@ -126,7 +127,7 @@ async def test_what_the_agent_changed_is_looked_at_and_not_what_the_grader_did(
     detector: bool,
 ) -> None:
     parts = Cheating()
-    runner = RolloutRunner(parts, parts, parts, concurrency=1, detector=detector)
+    runner = RolloutRunner(parts, parts, parts, concurrency=1, review=Review(detector=detector))
     score = (await runner.attempt(TASK, "g.0", 7)).score
     assert score is not None and score.reward == 1.0
     assert score.flags == (("cheat:exit_code",) if detector else ())

@@ -1,0 +1,110 @@
+"""Expressions over named numbers, such as `tests * (0.8 + 0.2 * min(style, lint))`: how the parts
+of a score become one reward.
+
+Numbers, names, + - * /, min, max, brackets and comparisons, which are 1 or 0. It has Python's
+syntax and none of its powers: what is not on the list is refused when the text is read.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+MAX_LENGTH = 1000
+"""Characters; so nothing is nested deeper than it can be read."""
+
+_BINARY: dict[type[ast.operator], Callable[[float, float], float]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+_COMPARED: dict[type[ast.cmpop], Callable[[float, float], bool]] = {
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+}
+_FUNCTIONS: dict[str, Callable[..., float]] = {"min": min, "max": max}
+
+
+@dataclass(frozen=True, slots=True)
+class Expression:
+    text: str
+    names: frozenset[str]
+    _tree: ast.expr
+
+    @classmethod
+    def parse(cls, text: str) -> Expression:
+        """ValueError for anything else, with what it is."""
+        if len(text) > MAX_LENGTH:
+            raise ValueError(f"an expression has at most {MAX_LENGTH} characters, not {len(text)}")
+        try:
+            tree = ast.parse(text.strip(), mode="eval").body
+            names = frozenset(_names(tree))
+        except SyntaxError as e:
+            raise ValueError(f"{text!r} is not an expression: {e.msg}") from e
+        except (RecursionError, MemoryError) as e:
+            raise ValueError(f"{text[:40]!r}.. is nested too deep") from e
+        return cls(text, names, tree)
+
+    def value(self, values: Mapping[str, float]) -> float:
+        """ValueError if a name has no value, or if the result is no finite number."""
+        if missing := sorted(self.names - values.keys()):
+            known = ", ".join(sorted(values)) or "none"
+            raise ValueError(f"{self.text!r} needs {missing[0]!r}, and the parts are {known}")
+        try:
+            result = _value(self._tree, values)
+        except ZeroDivisionError as e:
+            raise ValueError(f"{self.text!r} divides by zero with {dict(values)}") from e
+        if not math.isfinite(result):
+            raise ValueError(f"{self.text!r} is {result} with {dict(values)}")
+        return result
+
+
+def _names(node: ast.expr) -> list[str]:
+    """The names in it; ValueError for what has no place in an expression."""
+    match node:
+        case ast.Name():
+            return [node.id]
+        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
+            if abs(number) > 1e300:
+                raise ValueError("a number is too large")
+            return []
+        case ast.UnaryOp(op=ast.USub() | ast.UAdd()):
+            return _names(node.operand)
+        case ast.BinOp() if type(node.op) in _BINARY:
+            return _names(node.left) + _names(node.right)
+        case ast.Compare() if all(type(op) in _COMPARED for op in node.ops):
+            return [name for each in (node.left, *node.comparators) for name in _names(each)]
+        case ast.Call(func=ast.Name(id="min" | "max"), keywords=[]) if len(node.args) > 1:
+            return [name for each in node.args for name in _names(each)]
+    raise ValueError(
+        f"{ast.unparse(node)!r} has no place here: there are names, numbers, + - * /, comparisons, "
+        f"and min and max of several"
+    )
+
+
+def _value(node: ast.expr, values: Mapping[str, float]) -> float:
+    match node:
+        case ast.Name():
+            return values[node.id]
+        case ast.Constant(value=int() | float() as number):
+            return float(number)
+        case ast.UnaryOp():
+            inner = _value(node.operand, values)
+            return -inner if isinstance(node.op, ast.USub) else inner
+        case ast.BinOp():
+            return _BINARY[type(node.op)](_value(node.left, values), _value(node.right, values))
+        case ast.Compare():
+            sides = [_value(each, values) for each in (node.left, *node.comparators)]
+            pairs = zip(node.ops, sides, sides[1:], strict=False)
+            return float(all(_COMPARED[type(op)](a, b) for op, a, b in pairs))
+        case ast.Call(func=ast.Name(id=name)):
+            return _FUNCTIONS[name](*(_value(each, values) for each in node.args))
+    raise AssertionError(f"{ast.dump(node)} was let through")
