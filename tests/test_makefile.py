@@ -11,10 +11,24 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+
+
+def told(*argv: str) -> str:
+    """What make would do, if nothing were there."""
+    given = ["make", "-n", "-B", *argv]
+    return subprocess.run(given, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
 @pytest.mark.parametrize("target", ["demo", "models/smollm2-135m"])
 def test_the_environment_may_lie_elsewhere(target: str, tmp_path: Path) -> None:
-    argv = ["make", "-n", "-B", target, f"VENV={tmp_path}/place"]
-    told = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert f"-m venv {tmp_path}/place " in told and f"{tmp_path}/place/bin/etude " in told
-    assert ".venv" not in told
+    done = told(target, f"VENV={tmp_path}/place")
+    assert f"-m venv {tmp_path}/place " in done and f"{tmp_path}/place/bin/etude " in done
+    assert ".venv" not in done
+
+
+@pytest.mark.parametrize("place", [".venv-vllm", ".venv-wheels", ".venv-dash"])
+def test_an_environment_is_made_where_it_stays(place: str) -> None:
+    """The programs of one that was moved, such as `vllm`, do not start."""
+    done = told(f"{place}/.installed")
+    assert f"-m venv {place}\n" in done and "mv " not in done
