@@ -1,5 +1,5 @@
-"""Rollouts for other programs: JSON lines, CSV, Parquet, and whole conversations, as they are stored
-or in ATIF."""
+"""Rollouts for other programs: JSON lines, CSV, Parquet, and whole conversations, as they
+are stored or in ATIF."""
 
 from __future__ import annotations
 
