@@ -312,6 +312,9 @@ def _add_inspection(add: AddCommand) -> None:
     bench_parser.add_argument(
         "--kills", action="store_const", const=True, help="gateway: kill it all the time, and count"
     )
+    bench_parser.add_argument(
+        "--gigabytes", type=float, metavar="N", help="dash: whole groups of that size in all"
+    )
 
 
 def _add_sessions(add: AddCommand) -> None:

@@ -5,6 +5,8 @@ filter_*          a page of rollouts with counts and histograms, for filters of 
 view_*            the other views
 session_*_s       a session of 200,000 tokens in a group of four: its conversation, and a page of
                   its tokens
+any_session_*     with --gigabytes: sessions here and there among whole groups of that size in all
+groups_gb         what these groups are, and how long it took to write them
 live_s            from an event in the store to an answer that tells of it
 rss_mib           memory of the server after all that
 page_kb           all files of the page
@@ -33,12 +35,14 @@ from etude.core.events import EVENTS, AttemptDone, StepDone
 from etude.core.ledger import Batched, Issued, Trained
 from etude.core.sampling import VersionSpan
 from etude.core.types import Cost, Group, Json, Part, Score, Segment, Trajectory
+from etude.store.codec import pack
 from etude.store.rollouts import RolloutLog, RolloutRow
 from etude.store.runs import Run
 
 ROLLOUTS = 100_000
 PER_FILE = 256
 TOKENS = 200_000
+ANY_SESSIONS = 100
 FILTERS = (
     "",
     "reward_min=0.5&reward_max=0.9",
@@ -61,14 +65,15 @@ ERRORS = (
 )
 
 
-def run() -> dict[str, float]:
+def run(gigabytes: float = 0.0) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="etude-bench-") as scratch:
         store = Run.open(f"file:{scratch}")
         write_run(store)
+        written = _write_groups(store, gigabytes) if gigabytes else {}
         began = time.monotonic()
         with server(scratch) as (client, pid):
             client.get("/api/runs")
-            figures = {"load": os.getloadavg()[0], "open_s": time.monotonic() - began}
+            figures = {"load": os.getloadavg()[0], "open_s": time.monotonic() - began} | written
             base = f"/api/runs/{Path(scratch).name}"
             figures |= _filters(client, base)
             for view in VIEWS:
@@ -76,6 +81,8 @@ def run() -> dict[str, float]:
             long = f"{base}/sessions/g999999.0"
             figures["session_conversation_s"] = client.timed(long)
             figures["session_tokens_s"] = client.timed(f"{long}/tokens?offset=100000&limit=4000")
+            if gigabytes:
+                figures |= _any_sessions(client, base)
             figures["live_s"] = _live(store, client, base)
             figures["rss_mib"] = _rss_mib(pid)
     figures["page_kb"] = _page_bytes() / 1000
@@ -89,7 +96,7 @@ def write_run(run: Run) -> None:
     rows = [_row(number, chance) for number in range(ROLLOUTS)]
     for start in range(0, ROLLOUTS, PER_FILE):
         log.append(rows[start : start + PER_FILE])
-    run.put_group(_long_group())
+    run.put_group(_group("g999999", attempts=4, tokens=TOKENS))
     log.append([_long_row()])
     events = run.events("trainer", EVENTS)
     for step in range(1, 1 + ROLLOUTS // PER_FILE):
@@ -140,35 +147,67 @@ def _long_row() -> RolloutRow:
     return replace(row, id="g999999.0", group="g999999", object="groups/g999999", length=TOKENS)
 
 
-def _long_group() -> Group:
-    tokens = tuple(n % 50_000 for n in range(TOKENS))
-    sampled = TOKENS // 2
+def _group(id: str, *, attempts: int, tokens: int) -> Group:
+    """`tokens` of each attempt: a multiple of 20."""
+    sampled = tokens // 2
     segment = Segment(
         prompt=(1, 2, 3),
-        tokens=tokens,
+        tokens=tuple(n % 50_000 for n in range(tokens)),
         mask=(True, False) * sampled,
-        logprobs=tuple(-0.01 * (n % 700) if n % 2 == 0 else 0.0 for n in range(TOKENS)),
+        logprobs=tuple(-0.01 * (n % 700) if n % 2 == 0 else 0.0 for n in range(tokens)),
         versions=tuple(VersionSpan(version, sampled // 10) for version in range(10)),
     )
     call = {"id": "1", "function": {"name": "run", "arguments": '{"command": "pytest -q"}'}}
     messages: list[dict[str, Json]] = [
         {"role": "assistant", "content": "I look at the next file.", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "1", "content": "def f(x):\n    return x + 1\n" * 120},
-    ] * 250
-    attempts = tuple(
+    ] * (tokens // 800)
+    made = tuple(
         Trajectory(
-            id=f"g999999.{number}",
+            id=f"{id}.{number}",
             task="task-long",
-            group="g999999",
+            group=id,
             segments=(segment,),
             score=Score(0.5, (Part("tests", 0.5, "3 of 6 passed"),)),
             status="done",
             messages=[{"role": "user", "content": "mend it"}, *messages],
             cost=Cost(sampled_tokens=sampled),
         )
-        for number in range(4)
+        for number in range(attempts)
     )
-    return Group(id="g999999", task="task-long", slot=0, admitted=0, trajectories=attempts)
+    return Group(id=id, task="task-long", slot=0, admitted=0, trajectories=made)
+
+
+def _write_groups(run: Run, gigabytes: float) -> dict[str, float]:
+    """A group for each of the rows', of different sizes: some are encoded once, and written again
+    and again under other ids."""
+    began, count = time.monotonic(), ROLLOUTS // 8
+    per_token = len(pack(_group("g000000", attempts=8, tokens=8000))) / 8000
+    mean = gigabytes * 1e9 / count / per_token
+    kinds = [
+        pack(_group("g000000", attempts=8, tokens=20 * round(mean * share / 20)))
+        for share in (0.25, 0.5, 1.0, 2.25)
+    ]
+    size = 0
+    for number in range(count):
+        id = f"g{number:06d}"
+        data = kinds[number % len(kinds)].replace(b"g000000", id.encode())
+        run.objects.put_sealed(f"groups/{id}", data)
+        size += len(data)
+    return {"groups_gb": size / 1e9, "groups_written_s": time.monotonic() - began}
+
+
+def _any_sessions(client: Client, base: str) -> dict[str, float]:
+    chance, count = random.Random(2), ROLLOUTS // 8
+    ids = [f"g{chance.randrange(count):06d}.{chance.randrange(8)}" for _ in range(ANY_SESSIONS)]
+    read = sorted(1000 * client.timed(f"{base}/sessions/{id}") for id in ids)
+    tokens = sorted(1000 * client.timed(f"{base}/sessions/{id}/tokens?limit=4000") for id in ids)
+    return {
+        "any_session_p50_ms": median(read),
+        "any_session_max_ms": read[-1],
+        "any_session_tokens_p50_ms": median(tokens),
+        "any_session_tokens_max_ms": tokens[-1],
+    }
 
 
 def _step(step: int, chance: random.Random) -> StepDone:

@@ -1,5 +1,5 @@
-"""Rollouts for other programs: JSON lines, CSV, Parquet, and whole conversations, as stored or in
-ATIF."""
+"""Rollouts for other programs: JSON lines, CSV, Parquet, and whole conversations, as they
+are stored or in ATIF."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
 
 from etude.core.errors import EtudeError
-from etude.core.types import Trajectory
+from etude.core.types import Json, Trajectory
 from etude.dash import atif
 from etude.dash.recorded import RecordedRun
 from etude.dash.table import became
 from etude.store.rollouts import RolloutRow, encode_rows
+from etude.store.verdicts import read_preferences
 
 FORMATS = {
     "jsonl": "application/x-ndjson",
@@ -22,6 +23,7 @@ FORMATS = {
     "parquet": "application/vnd.apache.parquet",
     "sessions.jsonl": "application/x-ndjson",
     "atif.jsonl": "application/x-ndjson",
+    "preferences.jsonl": "application/x-ndjson",
 }
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
@@ -38,6 +40,8 @@ def export(recorded: RecordedRun, rows: Sequence[RolloutRow], format: str) -> It
     if format == "atif.jsonl":
         told = (each for each in _conversations(recorded, rows) if each[0].messages)
         return (_line(atif.trajectory(*each)) for each in told)
+    if format == "preferences.jsonl":
+        return _preferences(recorded, rows)
     raise EtudeError(f"cannot export as {format!r}: choose one of {', '.join(FORMATS)}")
 
 
@@ -71,6 +75,38 @@ def _conversations(
         for t in recorded.sessions.conversations(key):
             if t.id in wanted:
                 yield t, wanted[t.id]
+
+
+def _preferences(recorded: RecordedRun, rows: Sequence[RolloutRow]) -> Iterator[bytes]:
+    """Pairs that a person has judged, as the stage dpo reads them: those of these rows whose
+    conversations begin alike and then differ. Ties are left out."""
+    wanted = {row.id for row in rows}
+    newest = {
+        (each.record.left, each.record.right, each.record.who): each
+        for each in read_preferences(recorded.run)
+    }
+    for t, choice in ((each.t, each.record) for each in newest.values()):
+        if choice.chosen is None or not {choice.left, choice.right} <= wanted:
+            continue
+        other = choice.left if choice.chosen == choice.right else choice.right
+        chosen, rejected = (_answered(recorded.conversation(id)) for id in (choice.chosen, other))
+        if chosen[0] == rejected[0] and chosen[1] and rejected[1] and chosen[1] != rejected[1]:
+            yield _line(
+                {
+                    "prompt": chosen[0],
+                    "chosen": chosen[1],
+                    "rejected": rejected[1],
+                    "sessions": [choice.chosen, other],
+                    "who": choice.who,
+                    "time": t,
+                }
+            )
+
+
+def _answered(t: Trajectory) -> tuple[list[dict[str, Json]], list[dict[str, Json]]]:
+    """(prompt, answer): up to what the policy said first, and from there to what it said last."""
+    said = [n for n, message in enumerate(t.messages) if message.get("role") == "assistant"]
+    return (t.messages[: said[0]], t.messages[said[0] : said[-1] + 1]) if said else (t.messages, [])
 
 
 def _session(t: Trajectory, row: RolloutRow) -> dict[str, object]:

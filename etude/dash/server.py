@@ -12,7 +12,9 @@
     GET /api/runs/RUN/doctor                   what each unfinished rollout waits for
     GET /api/runs/RUN/review                   flagged sessions, verdicts, detectors
     GET /api/runs/RUN/export?format=F&FILTER   rows or conversations as a file
-    POST /api/runs/RUN/review                  one verdict; the only thing that is ever written
+    GET /api/runs/RUN/compare?before=&after=   the next pair of sessions of two versions, to judge
+    POST /api/runs/RUN/review                  a verdict on one session
+    POST /api/runs/RUN/compare                 a verdict on a pair; nothing else is ever written
 
 FILTER are the fields of `table.Filter`. Handlers are plain functions: the server calls them in
 threads, since the store is synchronous.
@@ -24,7 +26,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from importlib import resources
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from blake3 import blake3
@@ -36,7 +38,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from etude.core.errors import EtudeError
-from etude.dash import answers, detail
+from etude.dash import answers, compare, detail
 from etude.dash.exports import FORMATS, export
 from etude.dash.fleet import Fleet
 from etude.dash.guard import Access, guarded
@@ -47,7 +49,7 @@ from etude.model.tokenizer import ChatTokenizer
 from etude.store.feedback import read_feedback
 from etude.store.objects import Missing
 from etude.store.runs import Run
-from etude.store.verdicts import Verdict, add_verdict, read_verdicts
+from etude.store.verdicts import Verdict, add_verdict, read_preferences, read_verdicts
 
 TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -61,6 +63,7 @@ MOST_BODY = 20_000
 PAGING = ("sort", "offset", "limit", "format")
 
 Answer = Callable[[RecordedRun, Request], Any]
+T = TypeVar("T")
 
 
 def create_app(runs: Sequence[RecordedRun], access: Access) -> ASGIApp:
@@ -86,9 +89,15 @@ def create_app(runs: Sequence[RecordedRun], access: Access) -> ASGIApp:
 
     async def judge(request: Request) -> Response:
         recorded = _named(by_name, request.path_params["run"])
-        verdict = _verdict(await _body(request))
+        verdict = _told(await _body(request), Verdict)
         recorded.row(verdict.session)
         add_verdict(recorded.run, verdict)
+        return JSONResponse({"stored": True}, 201)
+
+    async def choose(request: Request) -> Response:
+        recorded = _named(by_name, request.path_params["run"])
+        choice = _told(await _body(request), compare.Choice)
+        add_verdict(recorded.run, compare.preference(recorded.table, choice))
         return JSONResponse({"stored": True}, 201)
 
     views: dict[str, Answer] = {
@@ -102,11 +111,13 @@ def create_app(runs: Sequence[RecordedRun], access: Access) -> ASGIApp:
         "fleet": lambda recorded, request: fleets[recorded.name].page(),
         "doctor": lambda recorded, request: answers.doctor(recorded),
         "review": lambda recorded, request: answers.review(recorded, read_verdicts(recorded.run)),
+        "compare": _compare,
         "export": _export,
     }
     routes = [
         Route("/api/runs", listed),
         Route("/api/runs/{run}/review", judge, methods=["POST"]),
+        Route("/api/runs/{run}/compare", choose, methods=["POST"]),
         *(Route(f"/api/runs/{{run}}/{path}", view(answer)) for path, answer in views.items()),
         Route("/{path:path}", _static),
     ]
@@ -211,6 +222,17 @@ def _piece(run: Run) -> detail.Piece:
     return lru_cache(maxsize=300_000)(lambda id: tokenizer.decode([id]))
 
 
+def _compare(recorded: RecordedRun, request: Request) -> Any:
+    before, after = (request.query_params.get(name, "") for name in ("before", "after"))
+    return compare.page(
+        recorded,
+        read_preferences(recorded.run),
+        before=int(before) if re.fullmatch("[0-9]{1,9}", before) else -1,
+        after=int(after) if re.fullmatch("[0-9]{1,9}", after) else -1,
+        who=request.query_params.get("who", ""),
+    )
+
+
 def _export(recorded: RecordedRun, request: Request) -> Response:
     format = request.query_params.get("format", "jsonl")
     if format not in FORMATS:
@@ -236,9 +258,9 @@ async def _body(request: Request) -> bytes:
     return data
 
 
-def _verdict(body: bytes) -> Verdict:
+def _told(body: bytes, kind: type[T]) -> T:
     try:
-        return msgspec.json.decode(body, type=Verdict)
+        return msgspec.json.decode(body, type=kind)
     except msgspec.MsgspecError as e:
         raise EtudeError(f"this is not a verdict: {e}") from e
 

@@ -1,4 +1,5 @@
-"""Verdicts of people on sessions, as an append-only log beside the run: `verdicts/N.jsonl`.
+"""Verdicts of people on sessions and on pairs of them, as an append-only log beside the run:
+`verdicts/N.jsonl`.
 
 Nothing of a session changes: whoever wants what people said reads it from here. Every dashboard may
 append; of two at once, one comes second.
@@ -33,11 +34,34 @@ class Verdict:
     def __post_init__(self) -> None:
         if self.reward is not None and not math.isfinite(self.reward):
             raise ValueError("the reward of a verdict must be a finite number")
-        if not self.who.strip() or max(len(self.who), len(self.note)) > MOST_TEXT:
-            raise ValueError(f"a verdict needs a name, and at most {MOST_TEXT} characters")
+        _check_text(self.who, self.note)
 
 
-def add_verdict(run: Run, verdict: Verdict) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preference:
+    """Which of two sessions of a task a person found better, without knowing whose they were. A
+    later one by the same person replaces it."""
+
+    left: str
+    right: str
+    verdict: Literal["left", "right", "tie"]
+    who: str
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        _check_text(self.who, self.note)
+
+    @property
+    def chosen(self) -> str | None:
+        return {"left": self.left, "right": self.right, "tie": None}[self.verdict]
+
+
+def _check_text(who: str, note: str) -> None:
+    if not who.strip() or max(len(who), len(note)) > MOST_TEXT:
+        raise ValueError(f"a verdict needs a name, and at most {MOST_TEXT} characters")
+
+
+def add_verdict(run: Run, verdict: Verdict | Preference) -> None:
     for left in reversed(range(TRIES)):
         try:
             return _log(run).append(verdict)
@@ -47,9 +71,22 @@ def add_verdict(run: Run, verdict: Verdict) -> None:
 
 
 def read_verdicts(run: Run) -> list[Stamped[Verdict]]:
-    """All of them, oldest first."""
-    return _log(run).read()[0]
+    """Those on single sessions, oldest first."""
+    return [
+        Stamped(each.t, each.record)
+        for each in _log(run).read()[0]
+        if isinstance(each.record, Verdict)
+    ]
 
 
-def _log(run: Run) -> Log[Verdict]:
-    return Log(run.objects, "verdicts", [Verdict], durable=True)
+def read_preferences(run: Run) -> list[Stamped[Preference]]:
+    """Those on pairs, oldest first."""
+    return [
+        Stamped(each.t, each.record)
+        for each in _log(run).read()[0]
+        if isinstance(each.record, Preference)
+    ]
+
+
+def _log(run: Run) -> Log[Verdict | Preference]:
+    return Log(run.objects, "verdicts", [Verdict, Preference], durable=True)

@@ -129,11 +129,7 @@ def call(arguments: object, **id: str) -> dict[str, Any]:
         ([{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "b"}]}], ["user"]),
         (
             [
-                {
-                    "role": "assistant",
-                    "reasoning_content": "hm",
-                    "tool_calls": [call("{"), call({})],
-                },
+                {"role": "assistant", "reasoning_content": "", "tool_calls": [call("{"), call(1)]},
                 {"role": "tool", "content": "a", "tool_call_id": "call-1"},
                 {"role": "tool", "content": "b", "tool_call_id": "of nobody"},
                 {"role": "assistant", "content": "done", "tool_calls": [call([1], id="x")]},

@@ -18,6 +18,7 @@ import pytest
 
 from etude.core.events import EVENTS
 from etude.store.runs import Run
+from etude.store.verdicts import read_preferences
 from tests.dash.recorded_store import attempt, write_run
 
 playwright = pytest.importorskip("playwright.sync_api")
@@ -70,6 +71,7 @@ VIEWS = {
     "fleet": "Weight versions",
     "doctor": "Waiting",
     "review": "Suspected cheats",
+    "compare": "Which is better?",
 }
 
 
@@ -246,6 +248,24 @@ def test_a_verdict_is_kept(page: Any, link: str, hostile: Path) -> None:
     page.click("button:has-text('confirm') >> nth=0")
     page.wait_for_selector("text=<b>it read the tests</b>")
     page.wait_for_selector("td:has-text('100%')")
+
+
+def test_a_blind_choice_is_kept(page: Any, link: str, real: Path) -> None:
+    """Between the versions of the first and the last evaluation."""
+    page.goto(f"{base(link)}/runs/{real.name}/compare")
+    page.fill("label:has-text('your name') input", "Ada")
+    select = page.locator("select")
+    versions = select.nth(0).locator("option").evaluate_all("all => all.map(each => each.value)")
+    select.nth(0).select_option(versions[1])
+    select.nth(1).select_option(versions[-1])
+    page.wait_for_selector(".side >> nth=1")
+    before = page.locator(".choice span").inner_text()
+    page.click("button:has-text('left')")
+    playwright.expect(page.locator(".choice span")).not_to_have_text(before, timeout=TIMEOUT)
+    page.keyboard.press("ArrowRight")
+    page.click("summary:has-text('preferred so far')")
+    told = [each.record for each in read_preferences(Run.open(str(real), create=False))]
+    assert told[0].who == "Ada" and told[0].verdict == "left"
 
 
 def test_a_cheat_that_nothing_flagged(page: Any, link: str, hostile: Path) -> None:

@@ -3,6 +3,7 @@
 import { html, render, useEffect, useState } from "/vendor/preact.js";
 import { hasToken, setToken, useData } from "/api.js";
 import { Link, Loading, go, place, useKeys } from "/ui.js";
+import { Compare } from "/compare.js";
 import { Doctor } from "/doctor.js";
 import { Failures } from "/failures.js";
 import { Fleet } from "/fleet.js";
@@ -21,15 +22,17 @@ const VIEWS = [
   ["fleet", "Fleet", Fleet],
   ["doctor", "Doctor", Doctor],
   ["review", "Review", Review],
+  ["compare", "Compare", Compare],
 ];
 const PAGES = { ...Object.fromEntries(VIEWS.map(([path, , view]) => [path, view])), sessions: Session, groups: Group };
 const KEYS = [
-  ["1 … 7", "the views, from Run to Review"],
+  ["1 … 8", "the views, from Run to Compare"],
   ["/", "search"],
   ["j k", "down and up a list"],
   ["Enter", "open what is chosen"],
   ["[ ]", "the session before and after, in its group"],
   ["c t", "conversation and tokens of a session"],
+  ["← = →", "left, a tie or right, of a pair to compare"],
   ["d", "dark and light"],
   ["?", "this list"],
 ];

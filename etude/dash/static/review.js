@@ -5,7 +5,7 @@ import { post, runPath, useData } from "/api.js";
 import { Text } from "/code.js";
 import { Card, Chip, Link, Loading, Problem, Reward, moment, percent, place } from "/ui.js";
 
-const WHO = "etude-who";
+export const WHO = "etude-who";
 
 function Evidence({ run, id }) {
   const { data } = useData(runPath(run, `sessions/${encodeURIComponent(id)}`), 0);
@@ -40,7 +40,7 @@ function Judge({ run, id, who, done }) {
   </div>`;
 }
 
-function Name({ who, setWho }) {
+export function Name({ who, setWho }) {
   const name = (event) => {
     localStorage.setItem(WHO, event.target.value);
     setWho(event.target.value);

@@ -1,0 +1,145 @@
+"""Two versions of the policy at the same tasks, judged by a person who does not know which is
+which.
+
+A pair is known by a key that tells nothing, and its sessions come without ids, versions and scores,
+in an order that follows from the key.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from blake3 import blake3
+
+from etude.dash import detail
+from etude.dash.recorded import RecordedRun
+from etude.dash.table import Filter, RolloutTable
+from etude.store.codec import Stamped
+from etude.store.objects import Missing
+from etude.store.rollouts import RolloutRow
+from etude.store.verdicts import Preference
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """What the page sends."""
+
+    before: int
+    after: int
+    pair: str
+    verdict: Literal["left", "right", "tie"]
+    who: str
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    task: str
+    left: str
+    right: str
+    key: str
+
+
+def pairs(table: RolloutTable, before: int, after: int) -> list[Pair]:
+    """Every session of one version beside one of the other at the same task, as far as they go, in
+    an order that tells nothing."""
+    sides: tuple[defaultdict[str, list[str]], ...] = (defaultdict(list), defaultdict(list))
+    for row in _readable(table):
+        for side, version in zip(sides, (before, after), strict=True):
+            if row.versions[-1] == version:
+                side[row.task].append(row.id)
+    found = [
+        _pair(task, *two)
+        for task in sides[0].keys() & sides[1].keys()
+        for two in zip(sides[0][task], sides[1][task], strict=False)
+        if before != after
+    ]
+    return sorted(found, key=lambda pair: pair.key)
+
+
+def _readable(table: RolloutTable) -> list[RolloutRow]:
+    rows = (table.rows[place] for place in table.find(Filter()))
+    return [row for row in rows if row.versions and row.object]
+
+
+def _pair(task: str, first: str, second: str) -> Pair:
+    digest = blake3("\n".join(sorted((first, second))).encode()).digest(length=9)
+    left, right = sorted((first, second), reverse=bool(digest[0] & 1))
+    return Pair(task, left, right, digest[1:].hex())
+
+
+def page(
+    recorded: RecordedRun,
+    told: Sequence[Stamped[Preference]],
+    *,
+    before: int,
+    after: int,
+    who: str,
+) -> dict[str, Any]:
+    """The first pair that this person has not judged, and how many there are. Sessions that went
+    alike are passed over."""
+    found = pairs(recorded.table, before, after)
+    newest = {(p.left, p.right, p.who): p for p in (each.record for each in told)}
+    left = [pair for pair in found if (pair.left, pair.right, who) not in newest]
+    return {
+        "versions": _versions(recorded.table),
+        "pairs": len(found),
+        "left": len(left),
+        "next": next(filter(None, (_shown(recorded, pair) for pair in left)), None),
+        "result": _result(recorded.table, found, list(newest.values()), after),
+    }
+
+
+def _versions(table: RolloutTable) -> list[dict[str, int]]:
+    counts = Counter(row.versions[-1] for row in _readable(table))
+    return [{"version": version, "sessions": counts[version]} for version in sorted(counts)]
+
+
+def _shown(recorded: RecordedRun, pair: Pair) -> dict[str, Any] | None:
+    """None if there is nothing to choose: both say and do the same."""
+    alike: set[str] = recorded.memo("alike", set)
+    if pair.key in alike:
+        return None
+    left, right = (
+        detail.conversation(recorded.conversation(id))["turns"] for id in (pair.left, pair.right)
+    )
+    if list(map(_without_ids, left)) == list(map(_without_ids, right)):
+        alike.add(pair.key)
+        return None
+    return {"pair": pair.key, "task": pair.task, "left": left, "right": right}
+
+
+def _without_ids(turn: dict[str, Any]) -> dict[str, Any]:
+    calls = [{**call, "id": ""} for call in turn["calls"]]
+    return {**turn, "calls": calls, "call_id": ""}
+
+
+def _result(
+    table: RolloutTable, found: Sequence[Pair], told: Sequence[Preference], after: int
+) -> dict[str, int]:
+    """How often each version was preferred."""
+    ours = {(pair.left, pair.right) for pair in found}
+    counts: Counter[str] = Counter(before=0, after=0, tie=0)
+    for each in told:
+        if (each.left, each.right) in ours:
+            row = table.get(each.chosen) if each.chosen else None
+            name = "after" if row and row.versions[-1] == after else "before"
+            counts[name if row else "tie"] += 1
+    return dict(counts)
+
+
+def preference(table: RolloutTable, choice: Choice) -> Preference:
+    """What was chosen, with the names that the person did not see."""
+    for pair in pairs(table, choice.before, choice.after):
+        if pair.key == choice.pair:
+            return Preference(
+                left=pair.left,
+                right=pair.right,
+                verdict=choice.verdict,
+                who=choice.who,
+                note=choice.note,
+            )
+    raise Missing(f"there is no pair {choice.pair!r} of {choice.before} and {choice.after}")
