@@ -59,12 +59,13 @@ test-agents: $(DEV) ## command-line agents of others in recorded sessions (insta
 	@$(BIN)/python -m pytest -q -m agents tests/agents
 
 test-adapters: $(DEV) .venv-adapters ## tasks and environments of others, with their own packages (installs those, 700 MB)
-	@.venv-adapters/bin/python -m pytest -q -rs -m adapters tests/adapters
+	@PATH="$(CURDIR)/.venv-adapters/bin:$$PATH" .venv-adapters/bin/python -m pytest -q -rs -m adapters tests/adapters
 
 # An environment of its own, which sees ours behind what it has itself. Harbor wants Python 3.12.
 .venv-adapters:
 	@$(PYTHON) -m venv $@.part
-	@$@.part/bin/python -m pip install --disable-pip-version-check --quiet "harbor==0.24.0; python_version >= '3.12'"
+	@$@.part/bin/python -m pip install --disable-pip-version-check --quiet \
+	    verifiers==0.4.0 uv "harbor==0.24.0; python_version >= '3.12'"
 	@for site in "$$($@.part/bin/python -c 'import site; print(site.getsitepackages()[0])')"; do \
 	    { echo "$(CURDIR)"; $(BIN)/python -c 'import site; print(site.getsitepackages()[0])'; } > $$site/zz_etude.pth; done
 	@mv $@.part $@

@@ -133,6 +133,7 @@ OUTSIDE: dict[str, set[str]] = {
     "run.trials": {"torch", "numpy"},
     "run.operators": {"torch"},
     "run.sinks": {"tensorboard", "wandb", "trackio"},
+    "run.verifiers_environment": {"verifiers"},
 }
 
 # What only an extra installs: it is imported where it is used, and its absence is one clear
@@ -140,6 +141,8 @@ OUTSIDE: dict[str, set[str]] = {
 OPTIONAL = {"cryptography", "gguf", "pyarrow", "tensorboard", "trackio", "wandb", "zstandard"} | {
     "coverage",
     "libcst",
+    "verifiers",
+    "uv",
 }
 
 # What nobody has to install: triton comes with a CUDA build of torch, cudnn makes the trainer

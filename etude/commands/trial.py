@@ -96,7 +96,9 @@ async def _try(config: RunConfig, options: Options, console: Console) -> dict[st
             trials.append(trial)
 
         nobody = ScriptedSessions([])
-        if not config.tasks.is_remote:  # else there is no working copy
+        # else sessions are run, and scored, by somebody else
+        has_files = not hasattr(environment, "own_agent")
+        if has_files:
             await attempt(UNTOUCHED, _Solver({}), nobody)
         solution = getattr(environment, "solution", lambda task: None)(task)
         if solution is not None:
@@ -112,7 +114,7 @@ async def _try(config: RunConfig, options: Options, console: Console) -> dict[st
             console.print(f"[dim]a session with {_described(config, script)}{loads} ...[/]")
             async with _open_sessions(config, script) as sessions:
                 await attempt(SESSION, agent, sessions)
-    advice = findings(trials, has_files=not config.tasks.is_remote)
+    advice = findings(trials, has_files=has_files)
     for line in advice:
         console.print(f"[yellow]look:[/] {escape(line)}", highlight=False, soft_wrap=True)
     if not advice:
