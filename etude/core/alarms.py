@@ -21,6 +21,7 @@ from etude.core.events import (
     GroupDone,
     Launched,
     ProcessHeard,
+    ProcessRestarted,
     ProcessSilent,
     StageStarted,
     StepDone,
@@ -83,6 +84,8 @@ class Alarms:
                 self._errors.clear()
             case ProcessSilent():
                 found = {SILENT + event.process: _silent(event)}
+            case ProcessRestarted():
+                found = {SILENT + event.process: _restarted(event)}
             case ProcessHeard():
                 found = {SILENT + event.process: None}
             case StageStarted() if event.stage != self._stage:
@@ -198,6 +201,15 @@ def _silent(event: ProcessSilent) -> Alarm:
         f"the {event.process} has been silent for {event.seconds:.0f} s",
         "it is stopped, or hangs, or gets no processor; the run goes on without it where it can, "
         "and with it when it is heard again",
+    )
+
+
+def _restarted(event: ProcessRestarted) -> Alarm:
+    return Alarm(
+        SILENT + event.process,
+        f"the {event.process} {event.how} and is started again",
+        f"the end of its log says why; sessions go on when it is back, and the run stops if it "
+        f"dies more than {event.limit} times within a minute",
     )
 
 

@@ -30,6 +30,16 @@ class ProcessSilent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessRestarted:
+    """A process has died and is started again, as it may be so often within a minute."""
+
+    process: str
+    how: str
+    """It died."""
+    limit: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessHeard:
     """A process sends heartbeats again, after so long without one."""
 
@@ -300,6 +310,7 @@ class RunDone:
 Event = (
     Launched
     | ProcessSilent
+    | ProcessRestarted
     | ProcessHeard
     | FewTasks
     | StageStarted

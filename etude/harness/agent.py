@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+from functools import partial
 
 import aiohttp
 
 from etude.core.errors import RolloutFailure
+from etude.core.patience import when_back
 from etude.core.sandbox import Sandbox
 from etude.core.seeds import derive
 from etude.core.types import Json, Task, Transcript
@@ -80,12 +82,14 @@ class CodingAgent:
         # The session has a time limit of its own; the client's default would end long answers of a
         # busy engine.
         no_limit = aiohttp.ClientTimeout(total=None)
-        async with self._session.post(
+        asking = partial(
+            self._session.post,
             f"{base_url}/chat/completions",
             json=body,
             headers={"Authorization": f"Bearer {api_key}"},
             timeout=no_limit,
-        ) as response:
+        )
+        async with await when_back(asking, aiohttp.ClientConnectionError) as response:
             if response.status != 200:
                 said = await response.text()
                 if response.status == 400 and "context_length_exceeded" in said:

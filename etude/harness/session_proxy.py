@@ -8,11 +8,13 @@ import contextlib
 import json
 import re
 from collections.abc import Awaitable
+from functools import partial
 from typing import Any
 
 import aiohttp
 from aiohttp import web
 
+from etude.core.patience import when_back
 from etude.core.seeds import derive
 from etude.core.types import Json
 
@@ -96,7 +98,8 @@ class SessionProxy:
     ) -> web.StreamResponse:
         told: dict[str, Any] = {} if asked is None else {"json": asked}
         headers = {name: request.headers[name] for name in _FORWARDED if name in request.headers}
-        async with self._http.request(
+        asking = partial(
+            self._http.request,
             request.method,
             self._base_url + path,
             params=request.query,
@@ -107,7 +110,8 @@ class SessionProxy:
             },
             timeout=aiohttp.ClientTimeout(total=None),
             **told,
-        ) as answer:
+        )
+        async with await when_back(asking, aiohttp.ClientConnectionError) as answer:
             response = web.StreamResponse(status=answer.status)
             response.content_type = answer.content_type
             if answer.content_length is not None:

@@ -1,10 +1,10 @@
 """The local launcher: starts every process of a run, watches them, and leaves none behind.
 
-A worker that dies is started again: it holds nothing that is not in the store. If anything else
-dies the run stops with one message, and the next `etude run` goes on from the store. Children die
-with the launcher, even if it is killed: the kernel sees to that. The lock on the run's directory is
-held by the children too, so a second launcher cannot start before the last process of the first is
-gone.
+A worker or a gateway that dies is started again: it holds nothing that is not in the store. If
+anything else dies, or one of them too often, the run stops with one message, and the next `etude
+run` goes on from the store. Children die with the launcher, even if it is killed: the kernel sees
+to that. The lock on the run's directory is held by the children too, so a second launcher cannot
+start before the last process of the first is gone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pathlib import Path
 from etude.core.clock import AwakeClock, Clock, SystemClock
 from etude.core.config import EngineConfig
 from etude.core.errors import EtudeError
-from etude.core.events import Event
+from etude.core.events import Event, ProcessHeard, ProcessRestarted
 from etude.core.liveness import Liveness
 from etude.run.process import die_with_parent
 from etude.serve import heartbeat
@@ -38,6 +38,8 @@ STOP_S = 5.0
 """From SIGTERM to SIGKILL."""
 START_S = 60.0
 """From the start of a process to its first sign of life, which comes when its modules are there."""
+RESTARTS = 3
+"""Of a gateway or a worker within a minute."""
 LOOK_EVERY_S = 0.5
 LAST_LINES = 15
 CREDENTIALS = (SECRET_VARIABLE, TOKEN_VARIABLE)
@@ -109,6 +111,9 @@ class Launcher:
         self._secret = read_secret() or secrets.token_urlsafe(32)
         self._tokens = TokenAuthority(self._secret)
         self._alive: dict[str, asyncio.subprocess.Process] = {}
+        # of those that were started again: when they died, until they are heard
+        self._died: dict[str, float] = {}
+        self._untold: list[Event] = []
         # where the present life of a program begins in its log
         self._log_starts: dict[str, int] = {}
 
@@ -126,10 +131,11 @@ class Launcher:
                 task.cancel()
 
     async def watch(self, tell: Callable[[Event], None]) -> None:
-        """Tells which of the programs are silent, until it is cancelled."""
+        """Tells which of the programs are silent or were started again, until it is cancelled."""
         while True:
-            for event in self._liveness.look(self._clock.now()):
-                tell(event)
+            self._untold += self._liveness.look(self._clock.now())
+            while self._untold:
+                tell(self._untold.pop(0))
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def _keep(self, program: Program) -> None:
@@ -137,6 +143,10 @@ class Launcher:
         while (code := await self._once(program)) != 0 or program.serves:
             if not restarts.allow():
                 raise EtudeError(self._exit_message(program, code))
+            self._died[program.name] = self._clock.now()
+            self._untold.append(
+                ProcessRestarted(process=program.name, how=_how(code), limit=program.restarts)
+            )
 
     async def _once(self, program: Program) -> int:
         parent = os.getpid()
@@ -176,7 +186,10 @@ class Launcher:
 
         def hear() -> None:
             os.read(ours, 1 << 16)
-            self._liveness.heard(program.name, self._clock.now())
+            now = self._clock.now()
+            self._liveness.heard(program.name, now)
+            if (died := self._died.pop(program.name, None)) is not None:
+                self._untold.append(ProcessHeard(process=program.name, seconds=now - died))
 
         os.set_blocking(theirs, False)
         loop.add_reader(ours, hear)
@@ -210,11 +223,6 @@ class Launcher:
         self._alive.clear()
 
     def _exit_message(self, program: Program, code: int) -> str:
-        how = (
-            f"was killed by {signal.Signals(-code).name}"
-            if code < 0
-            else f"ended with exit code {code}"
-        )
         path = self.logs / f"{program.name}.log"
         lines = (
             path.read_bytes()[self._log_starts[program.name] :]
@@ -226,7 +234,14 @@ class Launcher:
         again = f"Go on with: {self.resume}"
         if code == 2:  # it has named a mistake of the user's, which is still there the next time
             again = f"When that is mended, go on with: {self.resume}\nor begin anew with --fresh"
-        return f"the {program.name} {how}{often}. The end of {path}:\n{said}\n{again}"
+        return f"the {program.name} {_how(code)}{often}. The end of {path}:\n{said}\n{again}"
+
+
+def _how(code: int) -> str:
+    """A process ended."""
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"
 
 
 def _signal_group(process: asyncio.subprocess.Process, number: int) -> None:
@@ -320,7 +335,11 @@ def server_programs(store: str, engine: EngineConfig) -> tuple[list[Program], st
     url = f"http://127.0.0.1:{gateway_port}"
     listening = ("--store", store, "--port", gateway_port)
     gateway = Program(
-        "gateway", python("etude.serve.gateway", *listening), serves=True, makes_tokens=True
+        "gateway",
+        python("etude.serve.gateway", *listening),
+        serves=True,
+        restarts=RESTARTS,
+        makes_tokens=True,
     )
     workers = [
         Program(
@@ -330,7 +349,7 @@ def server_programs(store: str, engine: EngineConfig) -> tuple[list[Program], st
                 *("--store", store, "--region", region, "--port", port, "--gateway", url),
             ),
             serves=True,
-            restarts=3,
+            restarts=RESTARTS,
             scope=Scope.WORKER,
         )
         for region, port in zip(engine.regions, ports, strict=True)

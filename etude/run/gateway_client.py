@@ -12,6 +12,7 @@ import msgspec
 
 from etude.core.errors import EtudeError
 from etude.core.events import RegionStatus
+from etude.core.patience import when_back
 from etude.core.remote import Callback, SessionOffer, SessionOutcome
 from etude.core.types import Segment, SessionAccess
 from etude.serve.process import authorization, token
@@ -19,7 +20,6 @@ from etude.serve.tokens import MAX_SESSION_S, Scope, new_session_id
 
 START_S = 60.0
 RETRY_S = 0.05
-RETRIES = 3
 
 NO_SEGMENTS = msgspec.msgpack.encode(())
 
@@ -36,6 +36,7 @@ class GatewayClient:
         self._public_url = (public_url or url).rstrip("/")
         self.headers = authorization(token())
         self._ids: dict[str, str] = {}
+        self._live = -1
         self._busy_s: dict[str, tuple[float, float]] = {}
 
     async def __aenter__(self) -> GatewayClient:
@@ -77,6 +78,7 @@ class GatewayClient:
         """Returns when every worker that is up serves `version`."""
         told = {"version": version}
         await self._ask("POST", "/load", f"the workers cannot load version {version}", json=told)
+        self._live = max(self._live, version)
 
     async def open_session(self, session: str) -> SessionAccess:
         id = new_session_id()
@@ -131,32 +133,29 @@ class GatewayClient:
     async def regions(self) -> tuple[dict[str, RegionStatus], list[str]]:
         """Those that answer, and the names of those in which a worker is silent."""
         status = msgspec.json.decode(await self._ask("GET", "/status", "no status"))
+        if status["version"] < self._live:  # it was started again, and knows of no weights
+            await self.load(self._live)
         answering = status["regions"].items()
         return {name: self._region(name, worker) for name, worker in answering}, status["silent"]
 
     async def _ask(
         self, method: str, path: str, what: str, *, unknown: bytes | None = None, **more: Any
     ) -> bytes:
-        """`unknown`: what the answer 404 means, if it is no error.
+        """`unknown`: what the answer 404 means, if it is no error. Nothing of this does harm if it
+        is asked twice."""
 
-        Nothing of this does harm if it is asked twice; and a gateway that was stopped for long
-        closes connections when it wakes, whatever came in over them meanwhile."""
-        for last in (*[False] * RETRIES, True):
-            try:
-                async with self.http.request(
-                    method, self.url + path, headers=self.headers, **more
-                ) as response:
-                    if response.status == 404 and unknown is not None:
-                        return unknown
-                    if not response.ok:
-                        said = (await response.text())[:500]
-                        raise EtudeError(f"{what}: the gateway answers {response.status}: {said}")
-                    return await response.read()
-            except aiohttp.ClientConnectionError:
-                if last:
-                    raise
-            await asyncio.sleep(RETRY_S)
-        raise AssertionError
+        async def ask() -> bytes:
+            async with self.http.request(
+                method, self.url + path, headers=self.headers, **more
+            ) as response:
+                if response.status == 404 and unknown is not None:
+                    return unknown
+                if not response.ok:
+                    said = (await response.text())[:500]
+                    raise EtudeError(f"{what}: the gateway answers {response.status}: {said}")
+                return await response.read()
+
+        return await when_back(ask, aiohttp.ClientConnectionError)
 
     def _region(self, name: str, worker: dict[str, float]) -> RegionStatus:
         """Workers count their busy seconds from their start; the share is of the time since our

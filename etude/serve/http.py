@@ -36,6 +36,8 @@ BODY_S = 60.0
 ever."""
 RETRY_AFTER_S = 1
 MSGPACK = "application/msgpack"
+DONE = "[DONE]"
+"""The last event of a stream in OpenAI's chat."""
 REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 T = TypeVar("T")
@@ -282,7 +284,7 @@ class EventStream(Response):
             if not started:
                 raise
             await send_event(self._failed(e) if self._failed else error_body(e, path))
-        await write(b"" if self._named else b"data: [DONE]\n\n", more=False)
+        await write(b"" if self._named else f"data: {DONE}\n\n".encode(), more=False)
 
     def _as_event(self, event: object) -> bytes:
         data = b"data: " + msgspec.json.encode(event) + b"\n\n"

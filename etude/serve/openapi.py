@@ -98,16 +98,20 @@ def schemas_of(types: Iterable[type]) -> dict[str, Schema]:
 
 
 def asking(
-    body: type, answer: type, chunk: type | None, text: str, *, error: type = ErrorResponse
-) -> Schema:
-    """A route that is asked something, and answers whole or, if there is a `chunk`, in a stream."""
+    body: type, answer: type, chunk: type | None, text: str, *,
+    error: type = ErrorResponse, last: str | None = None,
+) -> Schema:  # fmt: skip
+    """A route that is asked something, and answers whole or, if there is a `chunk`, in a stream.
+    `last`: what that ends with, if it is no chunk."""
     content = _json(ref(answer))
     if chunk is not None:
-        data = {
+        data: Schema = {
             "type": "string",
             "contentMediaType": "application/json",
             "contentSchema": ref(chunk),
         }
+        if last is not None:
+            data = {"anyOf": [{"const": last}, data]}
         event = {
             "type": "object",
             "properties": {"data": data},

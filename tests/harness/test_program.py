@@ -237,7 +237,9 @@ async def test_a_conversation_that_is_too_long_ends_as_it_stands() -> None:
     assert not transcript.finished
 
 
-async def test_a_model_that_is_gone_fails_the_attempt_at_once() -> None:
+async def test_a_model_that_is_gone_fails_the_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before its time is over: it does not come back."""
+    monkeypatch.setattr("etude.core.patience.AWAY_S", 0.1)
     async with opened("process") as sandbox, aiohttp.ClientSession() as http:
         agent = Script(http, max_tokens=9, timeout_s=600.0, temperature=0.5)
         agent.text = "ask(messages=[])"

@@ -17,12 +17,14 @@ from pathlib import Path
 
 import pytest
 
+from etude.core.alarms import Alarms
 from etude.core.clock import AwakeClock, ManualClock
 from etude.core.config import EngineConfig
 from etude.core.errors import EtudeError
-from etude.core.events import Event, ProcessHeard, ProcessSilent
+from etude.core.events import Event, ProcessHeard, ProcessRestarted, ProcessSilent
 from etude.launch.launcher import (
     LAST_LINES,
+    RESTARTS,
     Launcher,
     Program,
     Restarts,
@@ -33,6 +35,7 @@ from etude.launch.launcher import (
     trainer_programs,
 )
 from etude.run.process import AwakeLoop, error_message
+from etude.serve import heartbeat
 from etude.serve.tokens import Scope
 
 FOREVER = "import time\nwhile True: time.sleep(1)"
@@ -158,11 +161,11 @@ def test_servers_and_trainers_are_told_where_everything_is(tmp_path: Path) -> No
     # nothing in the folder of the run is taken for a module of ours
     assert gateway.argv[:4] == (sys.executable, "-P", "-m", "etude.serve.gateway")
     assert gateway.argv[4:] == ("--store", "S", "--port", str(port))
-    assert gateway.serves and not gateway.restarts
+    assert gateway.serves and gateway.restarts == RESTARTS
     assert [worker.name for worker in workers] == ["worker-here", "worker-there"]
     ports = {port}
     for worker, region in zip(workers, ("here", "there"), strict=True):
-        assert worker.serves and worker.restarts
+        assert worker.serves and worker.restarts == RESTARTS
         assert worker.argv[4:8] == ("--store", "S", "--region", region)
         assert worker.argv[8] == "--port" and worker.argv[10:] == ("--gateway", url)
         ports.add(int(worker.argv[9]))
@@ -203,6 +206,38 @@ async def test_a_worker_is_started_again_but_not_for_ever(
         )
     assert "after 2 restarts within a minute" in (error_message(caught.value) or "")
     assert (tmp_path / "logs" / "worker.log").read_text().count("hello") == 3
+
+
+async def test_who_is_started_again_is_named_until_it_is_heard(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    """It dies once, then sends a heartbeat, and the run goes on."""
+    mark, heard = tmp_path / "died", tmp_path / "heard"
+    server = f"""
+import os, pathlib, signal, time
+if not os.path.exists({str(mark)!r}):
+    pathlib.Path({str(mark)!r}).touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+os.write(int(os.environ[{heartbeat.HEARTBEAT_VARIABLE!r}]), b"x")
+pathlib.Path({str(heard)!r}).touch()
+time.sleep(600)
+"""
+    told: list[Event] = []
+    alarms = Alarms()
+    watching = asyncio.create_task(launcher.watch(told.append))
+    main = f"import os, time\nwhile not os.path.exists({str(heard)!r}): time.sleep(0.01)"
+    programs = [program("gateway", server, serves=True, restarts=3), program("main", main)]
+    await launcher.run_all(programs, until="main")
+    while len(told) < 2:
+        await asyncio.sleep(0.01)
+    watching.cancel()
+    died, back = told
+    assert died == ProcessRestarted(process="gateway", how="was killed by SIGKILL", limit=3)
+    assert isinstance(back, ProcessHeard) and back.process == "gateway"
+    (alarm,) = alarms.apply(died)
+    assert "the gateway was killed by SIGKILL and is started again" in str(alarm)
+    assert "more than 3 times within a minute" in str(alarm)
+    assert alarms.apply(back) == [] and not alarms.active
 
 
 async def test_a_process_that_does_not_listen_is_killed(

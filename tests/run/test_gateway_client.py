@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from typing import Any
 
 import aiohttp
 import msgspec
 import pytest
 from aiohttp import web
 
+from etude.core import patience
 from etude.core.errors import EtudeError
 from etude.core.events import RegionStatus
 from etude.run import gateway_client
-from etude.run.gateway_client import RETRIES, GatewayClient
+from etude.run.gateway_client import GatewayClient
 
 
 async def asked(resets: int, status: int = 200) -> None:
@@ -53,10 +55,38 @@ async def answering(resets: int, status: int) -> AsyncIterator[GatewayClient]:
         await runner.cleanup()
 
 
-async def test_a_gateway_that_resets_connections_when_it_wakes_is_asked_again() -> None:
-    await asked(resets=RETRIES)
+async def test_a_gateway_that_resets_connections_when_it_wakes_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    await asked(resets=3)
+    monkeypatch.setattr(patience, "AWAY_S", 0.1)
     with pytest.raises(aiohttp.ClientConnectionError):
-        await asked(resets=100)
+        await asked(resets=10**9)
+
+
+async def test_a_gateway_that_was_started_again_is_told_which_weights_are_live(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It has forgotten, and would let a worker answer whose weights are too old."""
+    gateway, version = GatewayClient("http://there"), -1
+    loaded: list[object] = []
+
+    async def ask(method: str, path: str, what: str, **more: Any) -> bytes:
+        nonlocal version
+        if path == "/load":
+            version = more["json"]["version"]
+            loaded.append(version)
+        return msgspec.json.encode({"version": version, "regions": {}, "silent": []})
+
+    monkeypatch.setattr(gateway, "_ask", ask)
+    await gateway.regions()
+    await gateway.load(7)
+    await gateway.regions()
+    assert loaded == [7]
+    version = -1
+    await gateway.regions()
+    await gateway.regions()
+    assert loaded == [7, 7]
 
 
 async def test_a_gateway_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +164,8 @@ async def test_how_busy_a_region_is_counts_from_the_last_look(
     async def ask(method: str, path: str, what: str) -> bytes:
         assert (method, path) == ("GET", "/status")
         worker = {"version": 3, "busy_s": busy_s, "running": 4, "waiting": 5}
-        return msgspec.json.encode({"regions": {"east": worker}, "silent": ["west"]})
+        status = {"version": 3, "regions": {"east": worker}, "silent": ["west"]}
+        return msgspec.json.encode(status)
 
     async def busy() -> float:
         regions, silent = await gateway.regions()

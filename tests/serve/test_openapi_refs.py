@@ -143,6 +143,16 @@ async def test_a_gateway_hands_out_its_own_description(http: aiohttp.ClientSessi
         assert "/v1/sessions/{session}/score" in (await response.json())["paths"]
 
 
+def test_how_a_stream_ends_is_described() -> None:
+    """Its last event is no JSON in OpenAI's chat, and like the others everywhere else."""
+    for path, methods in document()["paths"].items():
+        answer = methods.get("post", {}).get("responses", {}).get("200", {}).get("content", {})
+        if "text/event-stream" in answer:
+            data = answer["text/event-stream"]["schema"]["properties"]["data"]
+            ends = [each.get("const") for each in data.get("anyOf", ())]
+            assert ends == (["[DONE]", None] if path.endswith("completions") else [])
+
+
 def test_messages_and_tools_have_shapes_of_their_own() -> None:
     chat = document()["components"]["schemas"]["ChatRequest"]["properties"]
     assert set(references(chat["messages"])) == {"#/components/schemas/ChatMessage"}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from etude.serve.http import DONE
 from etude.serve.openai import types as wire
 from etude.serve.openapi import NO_SUCH_MODEL, Description, asking, reading, ref, schemas_of
 
@@ -35,7 +36,9 @@ def description() -> Description:
     chat = schemas["ChatRequest"]["properties"]
     chat["messages"]["items"] = ref(wire.ChatMessage)
     chat["tools"]["anyOf"][0]["items"] = ref(wire.Tool)
-    paths: dict[str, Any] = {path: {"post": asking(*kinds)} for path, kinds in REQUESTS.items()}
+    paths: dict[str, Any] = {
+        path: {"post": asking(*kinds, last=DONE)} for path, kinds in REQUESTS.items()
+    }
     paths["/v1/models"] = {"get": reading(wire.Models, "The model that is served.")}
     one = reading(wire.Model, "The model of that name.", NO_SUCH_MODEL)
     name = {
