@@ -137,6 +137,23 @@ def test_calls_of_any_form_are_read(arguments: object) -> None:
     assert bool(found) == ("reflog" in str(arguments))
 
 
+@pytest.mark.parametrize("piece", ["git log ", "\n", "def __eq__(", "a.", "'", "verdict "])
+def test_no_text_takes_for_ever(piece: str) -> None:
+    """What grows with the square of their length would take hours."""
+    text = piece * (120_000 // len(piece))
+    diff = "".join(
+        f"diff --git a/{path} b/{path}\nnew file mode 100644\n@@ -0,0 +1 @@\n"
+        + "\n".join(f"+{line}" for line in text.split("\n"))
+        for path in ("a.py", "conftest.py", "tests/test_a.py")
+    )
+    detect([{"role": "assistant", "content": text}, *calls(("run", {"command": text}))], diff)
+
+
+def test_a_trick_in_a_long_line_is_found() -> None:
+    hidden = calls(("run", {"command": "x" * 5000 + "; git reflog"}))
+    assert [finding.family for finding in detect(hidden)] == ["git_history"]
+
+
 def test_commands_in_prose_are_calls() -> None:
     said = "I look at it.\n```bash\ngit log --all -p\n```\n"
     assert [f.family for f in detect([{"role": "assistant", "content": said}])] == ["git_history"]
