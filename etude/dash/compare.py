@@ -7,12 +7,11 @@ in an order that follows from the key.
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
-
-from blake3 import blake3
 
 from etude.dash import detail
 from etude.dash.recorded import RecordedRun
@@ -66,7 +65,7 @@ def _readable(table: RolloutTable) -> list[RolloutRow]:
 
 
 def _pair(task: str, first: str, second: str) -> Pair:
-    digest = blake3("\n".join(sorted((first, second))).encode()).digest(length=9)
+    digest = hashlib.sha256("\n".join(sorted((first, second))).encode()).digest()[:9]
     left, right = sorted((first, second), reverse=bool(digest[0] & 1))
     return Pair(task, left, right, digest[1:].hex())
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from etude.core.events import AttemptDone, Event, GroupDone, Launched, RunDone
 from etude.core.ledger import Batched, Dropped, Entry, Issued, Trained
+from etude.dash.page import clock
 
 STOPPED_S = 60.0
 """A run that is not finished and has told nothing for so long has probably been stopped."""
@@ -125,10 +126,9 @@ class Waits:
         """What to do, if nothing goes on."""
         if not self.stopped(now):
             return None
-        minutes, seconds = divmod(int(self.silent_s(now)), 60)
         return (
-            f"nothing was told for {minutes}:{seconds:02d}: the run was stopped or killed, or is "
-            f"cut off from its store; start it again with the command that began it"
+            f"nothing was told for {clock(self.silent_s(now))}: the run was stopped or killed, or "
+            f"is cut off from its store; start it again with the command that began it"
         )
 
 

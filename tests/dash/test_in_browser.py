@@ -253,7 +253,8 @@ def test_a_verdict_is_kept(page: Any, link: str, hostile: Path) -> None:
 def test_a_blind_choice_is_kept(page: Any, link: str, real: Path) -> None:
     """Between the versions of the first and the last evaluation."""
     page.goto(f"{base(link)}/runs/{real.name}/compare")
-    page.fill("label:has-text('your name') input", "Ada")
+    page.click("label:has-text('your name') input")
+    page.keyboard.type("Ada", delay=300)
     select = page.locator("select")
     versions = select.nth(0).locator("option").evaluate_all("all => all.map(each => each.value)")
     select.nth(0).select_option(versions[1])

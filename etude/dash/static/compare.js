@@ -1,11 +1,11 @@
 // Two versions at the same tasks, side by side without their names: which is better?
 
-import { html, useState } from "/vendor/preact.js";
+import { html, useRef, useState } from "/vendor/preact.js";
 import { post, runPath, useData } from "/api.js";
 import { Diff, changes } from "/code.js";
 import { Name, WHO } from "/review.js";
 import { Conversation } from "/session.js";
-import { Card, Loading, Problem, go, place, useKeys } from "/ui.js";
+import { Card, Loading, Problem, go, place, useKeys, useRested } from "/ui.js";
 
 function Side({ name, turns }) {
   const changed = changes(turns);
@@ -35,13 +35,17 @@ export function Compare({ run, query, writes }) {
   const [turn, setTurn] = useState(0);
   const [problem, setProblem] = useState(null);
   const { before = "", after = "" } = query;
-  const asked = new URLSearchParams({ before: before || -1, after: after || -1, who, turn });
+  const asked = new URLSearchParams({ before: before || -1, after: after || -1, who: useRested(who), turn });
   const { data, error } = useData(runPath(run, `compare?${asked}`), 0);
   const set = (change) => go(place(run, "compare", { ...query, ...change }), { replace: true });
 
-  const next = data && data.next;
+  // What was read before stays while a name is typed; nothing is judged by it.
+  const shown = useRef(null);
+  if (data) shown.current = data;
+  const found = shown.current;
+  const next = found && found.next;
   const judge = (verdict) => async () => {
-    if (!next || !who || !writes) return;
+    if (!data || !next || !who || !writes) return;
     try {
       await post(runPath(run, "compare"), { before: Number(before), after: Number(after), pair: next.pair, verdict, who });
       setProblem(null);
@@ -52,25 +56,25 @@ export function Compare({ run, query, writes }) {
   };
   useKeys({ ArrowLeft: judge("left"), ArrowRight: judge("right"), "=": judge("tie") });
 
-  if (!data) return html`<${Loading} error=${error} />`;
+  if (!found) return html`<${Loading} error=${error} />`;
   const chosen = before !== "" && after !== "";
   return html`
     <div class="titlebar"><h1>Which is better?</h1>
-      <${Versions} title="between" versions=${data.versions} value=${before} set=${(value) => set({ before: value })} />
-      <${Versions} title="and" versions=${data.versions} value=${after} set=${(value) => set({ after: value })} />
+      <${Versions} title="between" versions=${found.versions} value=${before} set=${(value) => set({ before: value })} />
+      <${Versions} title="and" versions=${found.versions} value=${after} set=${(value) => set({ after: value })} />
       ${writes ? html`<${Name} who=${who} setWho=${setWho} />` : html`<span class="dim">verdicts need a token: start <code>etude dash</code> with <code>--token-file</code></span>`}
     </div>
     ${!chosen && html`<${Card}><p class="empty">choose two versions of the policy: their sessions at the same tasks are shown in pairs, without saying which is which</p></${Card}>`}
-    ${chosen && !next && html`<${Card}><p class="empty">${data.pairs ? `${data.pairs - data.left} of ${data.pairs} pairs are judged${data.left ? ", and the others went alike" : ""}; Rollouts exports them as preferences.jsonl` : "no task was tried by both versions"}</p></${Card}>`}
-    ${problem && html`<${Problem} error=${problem} />`}
+    ${chosen && !next && html`<${Card}><p class="empty">${found.pairs ? `${found.pairs - found.left} of ${found.pairs} pairs are judged${found.left ? ", and the others went alike" : ""}; Rollouts exports them as preferences.jsonl` : "no task was tried by both versions"}</p></${Card}>`}
+    ${(problem ?? error) && html`<${Problem} error=${problem ?? error} />`}
     ${next &&
     html`<div class="toolbar choice">
-        <span class="dim">${next.task}; ${data.left} of ${data.pairs} pairs to go</span>
+        <span class="dim">${next.task}; ${found.left} of ${found.pairs} pairs to go</span>
         <button type="button" disabled=${!writes || !who} onClick=${judge("left")}>← left</button>
         <button type="button" disabled=${!writes || !who} onClick=${judge("tie")}>= tie</button>
         <button type="button" disabled=${!writes || !who} onClick=${judge("right")}>right →</button>
       </div>
       <div class="halves"><${Side} key=${`${next.pair} left`} name="left" turns=${next.left} /><${Side} key=${`${next.pair} right`} name="right" turns=${next.right} /></div>`}
-    ${chosen && data.pairs > data.left && html`<${Result} result=${data.result} before=${before} after=${after} />`}
+    ${chosen && found.pairs > found.left && html`<${Result} result=${found.result} before=${before} after=${after} />`}
   `;
 }
