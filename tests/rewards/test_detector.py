@@ -164,4 +164,6 @@ def test_a_flagged_score_keeps_its_reward_and_says_why() -> None:
     assert flagged(score, []) is score
     suspected = flagged(score, [Finding("bytecode", "x: y"), Finding("hang", "z")])
     assert suspected.reward == 1.0 and suspected.flags == ("slow", "cheat:bytecode", "cheat:hang")
+    changed = flagged(score, [Finding("edited_tests", "x: y")])
+    assert changed.flags == ("slow", "edited_tests"), "honest work changes tests, too"
     assert suspected.parts[1] == Part("detector", 2.0, "bytecode: x: y\nhang: z")
