@@ -33,7 +33,7 @@ from __future__ import annotations
 import hashlib
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar, get_args
@@ -158,9 +158,13 @@ class Run:
         """Buffered: whoever owns the log flushes it now and then, and at the end."""
         return Log(self.objects, f"events/{process}", kinds, durable=False, skipped=skipped)
 
-    def processes(self) -> list[str]:
-        """Those that have written events."""
-        return [name for name in self.objects.folders("events") if re.fullmatch(r"[\w-]+", name)]
+    def processes(self, known: Container[str] = ()) -> list[str]:
+        """Those that have written events. Of those that are known so far, nothing is asked."""
+        return [
+            name
+            for name in self.objects.folders("events")
+            if name in known or self.objects.exists(f"events/{name}/{0:010d}.jsonl")
+        ]
 
     def put_group(self, group: Group) -> None:
         self.objects.put_sealed(f"groups/{group.id}", pack(group))

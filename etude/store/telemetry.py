@@ -79,7 +79,7 @@ class EventReader:
 
     def new(self) -> list[Stamped[Event]]:
         found: list[Stamped[Event]] = []
-        for process in self._run.processes():
+        for process in self._run.processes(known=self._logs):
             log, start = self._logs.get(process) or (
                 self._run.events(process, EVENTS, self.damaged.append),
                 0,

@@ -121,6 +121,8 @@ def test_events_of_a_long_run_are_not_listed_again(bucket: tuple[str, Counter]) 
     counter.take()
     run = Run.open(url)
     assert run.processes() == ["controller", "trainer"]
+    counter.take()
+    assert run.processes(known=("controller", "trainer")) == ["controller", "trainer"]
     (listed,) = counter.take()
     assert listed.kind == "LIST" and listed.bytes < 2000
 
