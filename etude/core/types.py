@@ -209,6 +209,9 @@ class Trajectory:
     """For `failed`: where in the code it was raised."""
     messages: list[dict[str, Json]] = field(default_factory=list)
     """The conversation as the harness saw it, for people to read; the trainer never looks."""
+    diff: str = ""
+    """What the agent changed in its working copy, as a unified diff, for people to read; the first
+    part of a long one."""
     source: str = ""
     """Where the task came from: the environment, as the configuration names it."""
     policy: str = ""

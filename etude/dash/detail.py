@@ -35,6 +35,7 @@ def conversation(t: Trajectory, feedback: Sequence[Feedback] = ()) -> dict[str, 
         "flags": list(t.score.flags) if t.score else [],
         "credit": [asdict(credit) for credit in t.score.credit] if t.score else [],
         "turns": [_turn(message) for message in t.messages],
+        "diff": t.diff,
         "feedback": [asdict(each) for each in feedback],
     }
 

@@ -38,6 +38,8 @@ T = TypeVar("T")
 
 RECORDED_S = 5.0
 """For the recording of a session that failed: the cause may be that nobody answers."""
+DIFF_CHARS = 64_000
+"""Of what an agent changed, as much as a person reads."""
 
 
 TRIES = 4
@@ -209,7 +211,7 @@ class RolloutRunner:
                 raise RolloutFailure(_unanswered(transcript))
             async with boundary("score"), _at_most(self._sandbox_timeout_s, "tasks.timeout_s"):
                 attempt = Attempt(transcript=transcript, segments=segments)
-                diff = await sandbox.diff() if self._review else ""  # before others write there
+                diff = await sandbox.diff()  # before others write there
                 scoring = self.environment.score(task, sandbox, attempt)
                 score = _checked(await _coroutine("score", scoring), segments)
                 if self._review:
@@ -221,6 +223,7 @@ class RolloutRunner:
             score=score,
             status="done" if transcript.finished else "timeout",
             messages=messages,
+            diff=diff[:DIFF_CHARS],
         )
 
     async def _check_time(self, session: str, began: float) -> None:

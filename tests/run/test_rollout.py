@@ -128,7 +128,9 @@ async def test_what_the_agent_changed_is_looked_at_and_not_what_the_grader_did(
 ) -> None:
     parts = Cheating()
     runner = RolloutRunner(parts, parts, parts, concurrency=1, review=Review(detector=detector))
-    score = (await runner.attempt(TASK, "g.0", 7)).score
+    trajectory = await runner.attempt(TASK, "g.0", 7)
+    score = trajectory.score
+    assert "+os._exit(0)" in trajectory.diff and "reward.json" not in trajectory.diff
     assert score is not None and score.reward == 1.0
     assert score.flags == (("cheat:exit_code",) if detector else ())
     assert [part.name for part in score.parts] == ["tests", *["detector"] * detector]

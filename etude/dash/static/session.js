@@ -110,7 +110,7 @@ export function Session({ run, id, query, writes }) {
   useKeys({ c: show("conversation"), t: show("tokens"), "[": beside(-1), "]": beside(1) });
   if (!data) return html`<${Loading} error=${error} />`;
   const { row, session } = data;
-  const changed = session && changes(session.turns);
+  const changed = session && (session.diff || changes(session.turns));
   return html`
     <div class="titlebar">
       <h1>${id}</h1><${Chip}>${row.status}<//><${Chip} tone="">${row.kind}<//>
@@ -129,7 +129,7 @@ export function Session({ run, id, query, writes }) {
           </div>
           <aside>
             ${session && html`<${Score} session=${session} />`}
-            ${changed && html`<${Card} title="Changes" note="from its reads and edits"><${Diff} text=${changed} /></${Card}>`}
+            ${changed && html`<${Card} title="Changes" note=${session.diff ? "the working copy when the agent had finished" : "from its reads and edits"}><${Diff} text=${changed} /></${Card}>`}
             <${Facts} run=${run} row=${row} session=${session} />
             ${writes && html`<${Verdict} run=${run} id=${id} />`}
           </aside>
