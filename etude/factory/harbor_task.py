@@ -217,9 +217,10 @@ async def prepare(task: HarborTask, sandbox: Sandbox) -> None:
 
 async def solve(task: HarborTask, sandbox: Sandbox) -> None:
     """Put the solution into a sandbox and run it. RolloutFailure if it fails."""
+    await sandbox.run(["rm", "-rf", _STAGED], timeout_s=60)
     for path, content in _staged(task.solution).items():
         await sandbox.write(path, content)
-    script = f"{_unpacked(task.solution)} && /solution/solve.sh"
+    script = f"{_unpacked(task.solution)}/solution/solve.sh\n"
     ran = await sandbox.run(
         ["sh", "-c", script], timeout_s=task.verifier_s, env=dict(task.solution_env)
     )
@@ -231,7 +232,8 @@ async def grade_harbor_task(task: HarborTask, sandbox: Sandbox, pool: SandboxPoo
     """What `tests/test.sh` says, in a fresh sandbox over what the agent changed. An agent that
     makes it run out of time has earned nothing; a script that gives no reward has failed."""
     script = (
-        f"{_unpacked(task.tests)} && {_MAKE_LOGS}\n"
+        f"{_unpacked(task.tests)}{_MAKE_LOGS}\n"
+        "set +e\n"
         "/tests/test.sh\n"
         "for kind in txt json; do\n"
         "  if [ -e /logs/verifier/reward.$kind ]; then\n"
@@ -249,7 +251,7 @@ async def grade_harbor_task(task: HarborTask, sandbox: Sandbox, pool: SandboxPoo
             timeout_s=task.verifier_s,
             files=_staged(task.tests),
             only=task.taken,
-            without=CACHES,
+            without=(*CACHES, _STAGED, f"{_STAGED}/*"),
         )
     except ValueError as e:
         return _worthless(f"the working copy cannot be taken over: {e}")
@@ -297,7 +299,8 @@ def _staged(folder: Path) -> dict[str, bytes]:
 
 
 def _unpacked(folder: Path) -> str:
-    """A command that moves staged files to where Harbor has them, out of the working copy."""
+    """Lines of a script that move staged files to where Harbor has them, out of the working copy,
+    or end it."""
     programs: Sequence[str] = [
         f"/{folder.name}/{path.relative_to(folder).as_posix()}"
         for path in sorted(folder.rglob("*"))
@@ -305,6 +308,9 @@ def _unpacked(folder: Path) -> str:
     ]
     staged, target = f"{_STAGED}/{folder.name}", f"/tmp/{folder.name}"
     return (
-        f"rm -rf {target} && mv {staged} {target} && rmdir {_STAGED} && "
-        f"chmod +x {shlex.join(programs)}"
+        "set -e\n"
+        f"rm -rf {target}\n"
+        f"mv {staged} {target}\n"
+        f"rm -rf {_STAGED}\n"
+        f"chmod +x {shlex.join(programs)}\n"
     )

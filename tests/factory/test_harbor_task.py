@@ -193,11 +193,34 @@ async def test_an_agent_finds_neither_tests_nor_solution_and_cannot_leave_a_rewa
     assert score.reward == 0.0
 
 
+@pytest.mark.parametrize(
+    "planted",
+    [
+        "mkdir -p .harbor/tests/deep; touch .harbor/tests/json.py .harbor/tests/deep/a",
+        "mkdir .harbor; touch .harbor/x",
+        "touch .harbor",
+        "ln -s /tmp .harbor",
+    ],
+)
+async def test_nothing_that_an_agent_plants_is_among_the_tests(
+    folder: Path, walled: SandboxPool, planted: str
+) -> None:
+    (folder / "tests/test.sh").write_text(
+        "#!/bin/sh\nfind /tests/ .harbor -type f\necho 0 > /logs/verifier/reward.txt\nexit 1\n"
+    )
+    score = await graded(read_harbor_task(folder), walled, planted)
+    found = {line for line in score.parts[0].evidence.splitlines() if line.startswith(("/", "."))}
+    assert score.reward == 0.0
+    assert found == {"/tests/test.sh", "/tests/look.sh"}
+
+
 async def test_the_solution_of_the_task_solves_it(folder: Path, walled: SandboxPool) -> None:
     task = read_harbor_task(folder)
     async with walled.open(task.spec) as sandbox:
         await prepare(task, sandbox)
+        await sandbox.write(".harbor/solution/stray", "")
         await solve(task, sandbox)
+        assert (await sandbox.run(["ls", "/solution/stray"], timeout_s=30)).exit_code != 0
         assert (await sandbox.patch()).keys() == {"sum.txt", "add.sh"}  # a program, from now on
         assert (await grade_harbor_task(task, sandbox, walled)).reward == 1.0
 
