@@ -128,8 +128,10 @@ def _placed(folder: Path, sources: list[str], target: str) -> Iterator[tuple[Pat
     there too if the target is one."""
     for source in sources:
         pattern = normpath(source.lstrip("/"))
+        if ".." in source.split("/"):
+            raise Unsupported(f"{folder / 'Dockerfile'}: {source} must be named without '..'")
         found = [folder] if pattern == "." else sorted(folder.glob(pattern))
-        if not found or any(folder not in (each, *each.parents) for each in found):
+        if not found:
             raise Unsupported(f"{folder / 'Dockerfile'}: there is no {source} to copy")
         for path in found:
             if path.is_dir():

@@ -54,6 +54,7 @@ def write_task(folder: Path, task: RepositoryTask, archives: Path) -> Path:
 
 def read_task(folder: Path) -> RepositoryTask:
     """Read a directory. EtudeError if it is no task, or one that others made."""
+    check_links(folder)
     own = read_settings(folder).get("metadata", {}).get("etude")
     if not isinstance(own, dict):
         raise EtudeError(
@@ -94,6 +95,18 @@ def read_settings(folder: Path) -> dict[str, Any]:
         raise EtudeError(
             f"{folder}: task.toml cannot be read ({e}): is this a task of Harbor?"
         ) from e
+
+
+def check_links(folder: Path) -> None:
+    """EtudeError if a directory, which may be anyone's, has a link to anything but a file of its
+    own: what is read of it is shown to agents."""
+    whole = folder.resolve()
+    for path in folder.rglob("*"):
+        if path.is_symlink() and not (path.is_file() and path.resolve().is_relative_to(whole)):
+            raise EtudeError(
+                f"{folder}: {path.relative_to(folder)} is a link, and leads to no file of the "
+                f"task: put the file itself there"
+            )
 
 
 def write_solve_rate(folder: Path, rate: float) -> None:

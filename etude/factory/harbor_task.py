@@ -19,7 +19,7 @@ from etude.core.errors import EtudeError, RolloutFailure
 from etude.core.sandbox import Limits, Sandbox, SandboxPool, SandboxSpec
 from etude.core.types import Part, Score, Task
 from etude.factory.dockerfile import Image, Unsupported, is_provided, read_image
-from etude.factory.harbor import read_settings
+from etude.factory.harbor import check_links, read_settings
 from etude.rewards.fresh import CACHES, run_in_fresh_sandbox
 
 PROVIDED = "provided.txt"
@@ -84,6 +84,7 @@ def read_provided(folder: Path) -> tuple[str, ...]:
 
 def read_harbor_task(folder: Path, provided: Collection[str] = ()) -> HarborTask:
     """Read a directory. EtudeError names what cannot be honoured."""
+    check_links(folder)
     settings = read_settings(folder)
     tables = {name: settings.get(name, {}) for name in _READ if name}
     try:

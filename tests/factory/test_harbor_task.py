@@ -119,6 +119,8 @@ def test_a_directory_is_read(folder: Path) -> None:
         ("environment/Dockerfile", "CMD", "USER agent\nCMD", "'USER agent'"),
         ("environment/Dockerfile", "add.sh .", "add.sh /opt/", "at /opt/add.sh, which is not"),
         ("environment/Dockerfile", "add.sh .", "missing.sh .", "no missing.sh to copy"),
+        ("environment/Dockerfile", "add.sh .", "../../secret .", "../../secret must be named"),
+        ("environment/Dockerfile", "add.sh .", "data/../../../s* .", "without '..'"),
         ("environment/Dockerfile", "COPY add.sh", "ADD https://x.y/z.sh", "fetches or unpacks"),
         ("environment/Dockerfile", "COPY add.sh", "COPY --chown=me add.sh", "no plain copy"),
         ("environment/Dockerfile", "WORKDIR /app", "", "names no WORKDIR"),
@@ -154,6 +156,40 @@ def test_what_cannot_be_honoured_is_refused_by_name(
 def test_files_that_are_not_read_are_refused(folder: Path, name: str) -> None:
     (folder / name).write_text("{}")
     with pytest.raises(EtudeError, match=name):
+        read_harbor_task(folder)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "instruction.md",
+        "task.toml",
+        "environment",
+        "environment/Dockerfile",
+        "environment/data/more",
+        "tests",
+        "tests/deep/er",
+        "solution/solve.sh",
+    ],
+)
+def test_links_that_lead_out_of_a_directory_are_refused(folder: Path, name: str) -> None:
+    secret = folder.parent / "secret"
+    link = folder / name
+    link.parent.mkdir(exist_ok=True)
+    if link.exists():
+        link.rename(secret)
+    else:
+        secret.write_text("key")
+    link.symlink_to(Path("../" * len(Path(name).parents), "secret"))
+    with pytest.raises(EtudeError, match=f"{folder}: {name} is a link"):
+        read_harbor_task(folder)
+
+
+def test_a_link_to_a_file_of_the_task_is_that_file(folder: Path) -> None:
+    (folder / "environment/data/again.txt").symlink_to("numbers.txt")
+    assert read_harbor_task(folder).spec.files["data/again.txt"] == b"2 3\n"
+    (folder / "environment/data/all").symlink_to(".")
+    with pytest.raises(EtudeError, match="data/all is a link"):
         read_harbor_task(folder)
 
 
