@@ -25,7 +25,7 @@ from etude.core.sandbox import Sandbox
 from etude.core.stages import RolloutStageConfig
 from etude.core.types import EVAL_SPLITS, Attempt, Json, Score, Task, Trajectory, Transcript
 from etude.run.controller import build_agent, build_review, open_environment, read_tasks
-from etude.run.rollout import RolloutRunner, SessionRecorder
+from etude.run.rollout import RolloutRunner, SessionRecorder, scoring_s
 from etude.serve.alone import PolicySessions, ScriptedSessions, parse_script
 
 UNTOUCHED = "untouched"
@@ -279,6 +279,9 @@ class _Observed:
         async with self._environment.open(task) as sandbox:
             self.open_s = time.monotonic() - began
             yield sandbox
+
+    def scoring_s(self, task: Task) -> float:
+        return scoring_s(self._environment, task)
 
     async def score(self, task: Task, sandbox: Sandbox, attempt: Attempt) -> Score:
         self.diff = await sandbox.diff()

@@ -41,7 +41,9 @@ class Environment(Protocol):
     It may also have `solution(task)`, which gives the files of a good answer, path -> content, or
     an agent that makes one, or None: `etude try` scores it. No agent sees it. And it may have
     `own_agent(desk, **limits)`, which gives the agent that belongs to it; `harness.agent` is left
-    alone then. `desk` is a `run.rollout.SessionDesk`, or None where there is no run."""
+    alone then. `desk` is a `run.rollout.SessionDesk`, or None where there is no run. And it may
+    have `scoring_s(task)`, which gives the time that a task itself sets for its scoring: it comes
+    on top of `tasks.timeout_s`, so that the environment can say what running out of it is worth."""
 
     def tasks(self, split: str) -> Sequence[Task]: ...
 

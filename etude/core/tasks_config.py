@@ -39,7 +39,7 @@ class TasksConfig(Config):
     """Tasks for evaluation from templates that are never trained on."""
     timeout_s: Positive = 600.0
     """Time to open the sandbox of an attempt, or to wait for room at a service, and again to score
-    it."""
+    it, beyond what a task of Harbor's gives its verifier."""
 
     @property
     def is_remote(self) -> bool:

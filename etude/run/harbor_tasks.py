@@ -49,6 +49,9 @@ class HarborTasks:
         found = self._tasks[task.id]
         return HarborSolver(found) if (found.solution / "solve.sh").is_file() else None
 
+    def scoring_s(self, task: Task) -> float:
+        return self._tasks[task.id].verifier_s
+
     async def score(self, task: Task, sandbox: Sandbox, attempt: Attempt) -> Score:
         return await grade_harbor_task(self._tasks[task.id], sandbox, self._pool)
 

@@ -9,7 +9,7 @@ import inspect
 import json
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from numbers import Real
 from typing import Protocol, TypeVar
@@ -104,7 +104,7 @@ class RolloutRunner:
 
         `agent_timeout_s`, `sandbox_timeout_s`: an agent, or an environment that opens a sandbox
         or scores, has failed if it is still at work then, so that one which hangs cannot hold up a
-        run.
+        run. What a task itself gives its scoring comes on top.
 
         `review`: what becomes of a score that the environment has given."""
         self.environment = environment
@@ -209,7 +209,7 @@ class RolloutRunner:
                 segments = await self.sessions.segments(session, experts=self.experts)
             if self._needs_model and not segments:
                 raise RolloutFailure(_unanswered(transcript))
-            async with boundary("score"), _at_most(self._sandbox_timeout_s, "tasks.timeout_s"):
+            async with boundary("score"), _at_most(self._scoring_limit_s(task), "tasks.timeout_s"):
                 attempt = Attempt(transcript=transcript, segments=segments)
                 diff = await sandbox.diff()  # before others write there
                 scoring = self.environment.score(task, sandbox, attempt)
@@ -226,6 +226,11 @@ class RolloutRunner:
             diff=diff[:DIFF_CHARS],
         )
 
+    def _scoring_limit_s(self, task: Task) -> float | None:
+        if self._sandbox_timeout_s is None:
+            return None
+        return self._sandbox_timeout_s + scoring_s(self.environment, task)
+
     async def _check_time(self, session: str, began: float) -> None:
         """An agent that did not finish may have run out of time that it did not have."""
         if stopped_since(began):
@@ -234,6 +239,12 @@ class RolloutRunner:
             )
         if await self.sessions.disturbed(session, asyncio.get_running_loop().time() - began):
             raise RolloutFailure("agent: its time ran out while it waited for the model")
+
+
+def scoring_s(environment: Environment, task: Task) -> float:
+    """What a task itself gives its scoring, if its environment knows of that."""
+    asked: Callable[[Task], float] = getattr(environment, "scoring_s", lambda task: 0.0)
+    return asked(task)
 
 
 @contextlib.asynccontextmanager

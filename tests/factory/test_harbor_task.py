@@ -303,6 +303,7 @@ async def test_a_folder_is_an_environment(folder: Path, walled: SandboxPool) -> 
     counts = {"train": 5, "heldout": 5, "novel": 0}
     environment = HarborTasks(walled, counts=counts, seed=0, path=str(folder.parent))
     (task,) = [*environment.tasks("train"), *environment.tasks("heldout")]
+    assert environment.scoring_s(task) == 30.0
     solver = environment.solution(task)
     assert solver is not None
     async with environment.open(task) as sandbox:

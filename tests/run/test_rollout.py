@@ -257,6 +257,21 @@ async def test_what_hangs_has_failed(place: str, key: str) -> None:
     assert got.status == "failed" and parts.open_sandboxes == 0
 
 
+async def test_the_time_that_a_task_gives_its_scoring_comes_on_top() -> None:
+    class Slow(Parts):
+        def scoring_s(self, task: Task) -> float:
+            return 3600.0
+
+        async def score(self, task: Task, sandbox: Sandbox, attempt: Attempt) -> Score:
+            await asyncio.sleep(0.02)
+            return Score(0.0)
+
+    parts = Slow()
+    runner = RolloutRunner(parts, parts, parts, concurrency=1, sandbox_timeout_s=0.01)
+    got = await runner.attempt(TASK, "g.0", 7)
+    assert got.status == "done" and got.score == Score(0.0)
+
+
 async def test_a_timeout_of_their_own_is_told_as_they_told_it() -> None:
     class Late(Parts):
         async def run(
