@@ -238,7 +238,8 @@ async def grade_harbor_task(task: HarborTask, sandbox: Sandbox, pool: SandboxPoo
         "/tests/test.sh\n"
         "for kind in txt json; do\n"
         "  if [ -e /logs/verifier/reward.$kind ]; then\n"
-        "    echo $kind $(head -c 65536 /logs/verifier/reward.$kind) >> $ETUDE_REPORT\n"
+        "    said=$(head -c 65536 /logs/verifier/reward.$kind | tr '\\n' ' ')\n"
+        '    printf \'%s %s\\n\' $kind "$said" >> "$ETUDE_REPORT"\n'
         "  fi\n"
         "done\n"
     )
@@ -264,27 +265,35 @@ async def grade_harbor_task(task: HarborTask, sandbox: Sandbox, pool: SandboxPoo
 def read_rewards(report: bytes, output: str) -> Score:
     """What was written to reward.json, or else to reward.txt. ValueError if neither is a reward:
     nothing is known then of what the attempt was worth."""
-    said = dict(
-        line.partition(" ")[::2] for line in report.decode(errors="replace").splitlines() if line
-    )
+    lines = report.decode(errors="replace").split("\n")
+    said = dict(line.partition(" ")[::2] for line in lines if line)
     last = output[-_SHOWN_CHARS:]
     try:
-        found = json.loads(said["json"]) if "json" in said else float(said["txt"])
-    except (KeyError, ValueError) as e:
+        rewards = _rewards(said)
+    except (KeyError, ValueError, OverflowError, RecursionError) as e:
         raise ValueError(
-            f"tests/test.sh wrote no reward to /logs/verifier that can be read ({e!r}); its last "
+            f"tests/test.sh wrote no reward to /logs/verifier that can be read ({e!r:.200}); its last "
             f"words: {last}"
         ) from e
-    rewards = found if isinstance(found, dict) else {"reward": found}
-    if not all(isinstance(each, int | float) and math.isfinite(each) for each in rewards.values()):
-        raise ValueError(f"tests/test.sh wrote a reward that is no finite number: {rewards}")
-    if "reward" not in rewards:
-        raise ValueError(f"tests/test.sh wrote several values, and none is 'reward': {rewards}")
     return Score(
-        float(rewards["reward"]),
-        tuple(Part(name, float(value), last) for name, value in rewards.items()),
+        rewards["reward"],
+        tuple(Part(name, value, last) for name, value in rewards.items()),
         flags=("both reward.txt and reward.json were written",) if len(said) > 1 else (),
     )
+
+
+def _rewards(said: Mapping[str, str]) -> dict[str, float]:
+    """By name, `reward` among them."""
+    if "json" not in said and "_" in said["txt"]:
+        raise ValueError(f"{said['txt']!r} is a number to Python alone")
+    found = json.loads(said["json"]) if "json" in said else float(said["txt"])
+    rewards = found if isinstance(found, dict) else {"reward": found}
+    for name, value in rewards.items():
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise ValueError(f"{name!r} is no finite number")
+    if "reward" not in rewards:
+        raise ValueError(f"several values, and none is 'reward': {', '.join(rewards)}")
+    return {name: float(value) for name, value in rewards.items()}
 
 
 def _worthless(evidence: str) -> Score:

@@ -289,9 +289,35 @@ def test_rewards_are_finite_numbers_by_name() -> None:
     both = read_rewards(b'txt 0\njson {"reward": 1}\n', "")
     assert both.reward == 1.0
     assert both.flags == ("both reward.txt and reward.json were written",)
-    for report in (b"", b"txt\n", b"txt nan\n", b'json {"reward": "1"}\n', b'json {"a": 1}\n'):
-        with pytest.raises(ValueError, match=r"tests/test\.sh"):
-            read_rewards(report, "")
+    assert read_rewards('json {"reward": 1, "a\u2028b": 0}\n'.encode(), "").reward == 1.0
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        b"",
+        b"txt\n",
+        b"txt nan\n",
+        b"txt 1_0\n",
+        b'json {"reward": "1"}\n',
+        b'json {"a": 1}\n',
+        b'json {"reward": 1' + b"0" * 400 + b"}\n",
+        b"json " + b"[" * 60_000 + b"\n",
+    ],
+    ids=lambda report: report[:20],
+)
+def test_what_is_no_reward_is_told(report: bytes) -> None:
+    with pytest.raises(ValueError, match=r"tests/test\.sh wrote no reward"):
+        read_rewards(report, "")
+
+
+async def test_a_reward_is_read_as_it_was_written(folder: Path, walled: SandboxPool) -> None:
+    (folder / "tests/test.sh").write_text(
+        '#!/bin/sh\nprintf \'{\n"reward":\n 1, "%s": 0}\n\' "a * b\\\\n" '
+        "> /logs/verifier/reward.json\n"
+    )
+    score = await graded(read_harbor_task(folder), walled)
+    assert [part.name for part in score.parts] == ["reward", "a * b\n"]
 
 
 def test_only_the_canary_is_taken_out() -> None:
