@@ -52,7 +52,7 @@ def read_image(folder: Path, provided: Collection[str], workdir: str | None = No
         if keyword == "WORKDIR" and "$" not in rest:
             here = normpath(join(here or "/", rest))
         elif keyword == "ENV" and "$" not in rest:
-            env |= _variables(line, rest)
+            env |= _variables(folder, line, rest)
         elif keyword in ("COPY", "ADD"):
             *sources, target = _copied(folder, line, rest)
             copies.append((line, sources, join(here or "/", target)))
@@ -100,19 +100,26 @@ def _is_our_python(line: str) -> bool:
     return bool(re.fullmatch(rf"FROM python:{major}\.{minor}(\.\d+)?(-[\w.-]+)?", line))
 
 
-def _variables(line: str, rest: str) -> dict[str, str]:
-    words = shlex.split(rest)
+def _words(folder: Path, line: str, rest: str) -> list[str]:
+    try:
+        return shlex.split(rest)
+    except ValueError as e:
+        raise Unsupported(f"{folder / 'Dockerfile'}: {line!r} cannot be read: {e}") from e
+
+
+def _variables(folder: Path, line: str, rest: str) -> dict[str, str]:
+    words = _words(folder, line, rest)
     if all("=" in word for word in words):
         return dict(word.split("=", 1) for word in words)
     name, _, value = rest.partition(" ")  # the old form, with one variable a line
     if not value:
-        raise Unsupported(f"{line!r} is no assignment")
+        raise Unsupported(f"{folder / 'Dockerfile'}: {line!r} is no assignment")
     return {name: value}
 
 
 def _copied(folder: Path, line: str, rest: str) -> list[str]:
     """The sources and the target."""
-    words = shlex.split(rest)
+    words = _words(folder, line, rest)
     if words[:1] and words[0].startswith(("--", "[", "<<")) or "$" in rest or len(words) < 2:
         raise Unsupported(f"{folder / 'Dockerfile'}: {line!r} is no plain copy")
     fetched = [each for each in words[:-1] if "://" in each or each.endswith(_ARCHIVES)]

@@ -10,9 +10,10 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from posixpath import join, normpath
 from typing import Any
 
 from etude.core.errors import EtudeError, RolloutFailure
@@ -33,14 +34,27 @@ _MAKE_LOGS = "mkdir -p /tmp/logs/agent /tmp/logs/artifacts /tmp/logs/verifier"
 """Not by the name /logs, which is a link: mkdir does not follow one that leads nowhere yet."""
 _SHOWN_CHARS = 2000
 
-_READ: dict[str, set[str]] = {
-    "": {"schema_version", "version", "task", "metadata", "source", "verifier", "agent"}
-    | {"environment", "solution", "artifacts"},
-    "verifier": {"timeout_sec", "env", "environment_mode", "network_mode"},
-    "agent": {"timeout_sec", "network_mode"},
-    "environment": {"build_timeout_sec", "docker_image", "os", "cpus", "memory_mb", "memory"}
-    | {"storage_mb", "storage", "gpus", "env", "workdir", "allow_internet", "network_mode"},
-    "solution": {"env"},
+_KINDS: dict[str, Callable[[Any], bool]] = {
+    "anything": lambda value: True,
+    "text": lambda value: isinstance(value, str),
+    "true or false": lambda value: isinstance(value, bool),
+    "a list": lambda value: isinstance(value, list),
+    "a table": lambda value: isinstance(value, dict),
+    "a number": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
+    "a number above 0": lambda value: _KINDS["a number"](value) and 0 < value < math.inf,
+}
+_READ: dict[str, dict[str, str]] = {
+    "": dict.fromkeys(("schema_version", "version", "source"), "anything")
+    | dict.fromkeys(("task", "metadata", "verifier", "agent"), "a table")
+    | {"environment": "a table", "solution": "a table", "artifacts": "a list"},
+    "verifier": {"timeout_sec": "a number above 0", "env": "a table"}
+    | {"environment_mode": "text", "network_mode": "text"},
+    "agent": {"timeout_sec": "a number above 0", "network_mode": "text"},
+    "environment": dict.fromkeys(("docker_image", "os", "memory", "storage"), "text")
+    | dict.fromkeys(("build_timeout_sec", "cpus", "memory_mb", "storage_mb"), "a number above 0")
+    | {"gpus": "a number", "env": "a table", "workdir": "text"}
+    | {"allow_internet": "true or false", "network_mode": "text"},
+    "solution": {"env": "a table"},
 }
 """What is read of each table, or says nothing that could be kept to here (docs/tasks.md)."""
 _NOTHING: tuple[object, ...] = (None, [], {}, "")
@@ -86,9 +100,12 @@ def read_harbor_task(folder: Path, provided: Collection[str] = ()) -> HarborTask
     """Read a directory. EtudeError names what cannot be honoured."""
     check_links(folder)
     settings = read_settings(folder)
-    tables = {name: settings.get(name, {}) for name in _READ if name}
     try:
-        _check_keys(settings, tables)
+        _check_keys("", settings)
+        tables = {name: settings.get(name, {}) for name in _READ if name}
+        for name, table in tables.items():
+            _check_keys(name, table)
+        _check_environment(tables)
         _check_files(folder)
         image = _image(folder, tables["environment"], provided)
         return HarborTask(
@@ -103,16 +120,21 @@ def read_harbor_task(folder: Path, provided: Collection[str] = ()) -> HarborTask
             solution_env=_env("solution", tables["solution"]),
             taken=_taken(settings, tables["verifier"], image.workdir),
         )
-    except Unsupported as e:
+    except (Unsupported, ValueError, OverflowError) as e:
         raise EtudeError(f"{folder}: {e}") from e
 
 
-def _check_keys(settings: Mapping[str, Any], tables: Mapping[str, Mapping[str, Any]]) -> None:
-    for name, table in {"": settings, **tables}.items():
-        for key, value in table.items():
-            if key not in _READ[name] and value not in _NOTHING:
-                told = f"{name}.{key}" if name else key
-                raise Unsupported(f"task.toml asks for {told} = {value!r}, which is not given here")
+def _check_keys(name: str, table: Mapping[str, Any]) -> None:
+    for key, value in table.items():
+        told = f"{name}.{key}" if name else key
+        kind = _READ[name].get(key)
+        if kind is None and value not in _NOTHING:
+            raise Unsupported(f"task.toml asks for {told} = {value!r}, which is not given here")
+        if kind is not None and not _KINDS[kind](value):
+            raise Unsupported(f"{told} is {value!r} in task.toml: it must be {kind}")
+
+
+def _check_environment(tables: Mapping[str, Mapping[str, Any]]) -> None:
     environment = tables["environment"]
     if environment.get("os", "linux").lower() != "linux":
         raise Unsupported(f"environment.os is {environment['os']!r}: sandboxes are Linux")
@@ -158,10 +180,10 @@ def _limits(environment: Mapping[str, Any]) -> Limits:
     def mib(name: str) -> int | None:
         size = environment.get(f"{name}_mb")
         if size is None and (text := environment.get(name)):
-            unit = {"G": 1024.0, "M": 1.0, "K": 1 / 1024}.get(str(text).strip()[-1].upper())
-            if unit is None:
+            parts = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([GMK])", text.strip().upper())
+            if parts is None:
                 raise Unsupported(f"environment.{name} is {text!r}: a size is one such as '2G'")
-            size = float(str(text).strip()[:-1]) * unit
+            size = float(parts[1]) * {"G": 1024.0, "M": 1.0, "K": 1 / 1024}[parts[2]]
         return None if size is None else int(float(size) * (1 << 20))
 
     return Limits(
@@ -188,9 +210,11 @@ def _taken(
     found: list[str] = []
     for entry in settings.get("artifacts", []):
         asked = {"source": entry} if isinstance(entry, str) else entry
+        if not isinstance(asked, dict) or not isinstance(asked.get("source"), str):
+            raise Unsupported(f"artifacts has {entry!r}: each must be a path, or have a source")
         if more := [key for key in ("exclude", "service") if asked.get(key)]:
             raise Unsupported(f"artifacts of a separate verifier with {more[0]} are not read")
-        source = PurePosixPath(workdir, asked["source"])
+        source = PurePosixPath(normpath(join(workdir, asked["source"])))
         if not source.is_relative_to(workdir):
             raise Unsupported(f"the artifact {source} lies outside of the working copy, {workdir}")
         path = source.relative_to(workdir).as_posix()
@@ -272,8 +296,8 @@ def read_rewards(report: bytes, output: str) -> Score:
         rewards = _rewards(said)
     except (KeyError, ValueError, OverflowError, RecursionError) as e:
         raise ValueError(
-            f"tests/test.sh wrote no reward to /logs/verifier that can be read ({e!r:.200}); its last "
-            f"words: {last}"
+            f"tests/test.sh wrote no reward to /logs/verifier that can be read ({e!r:.200}); its "
+            f"last words: {last}"
         ) from e
     return Score(
         rewards["reward"],
