@@ -55,7 +55,7 @@ def write_task(folder: Path, task: RepositoryTask, archives: Path) -> Path:
 def read_task(folder: Path) -> RepositoryTask:
     """Read a directory. EtudeError if it is no task, or one that others made."""
     check_links(folder)
-    own = read_settings(folder).get("metadata", {}).get("etude")
+    own = _own_settings(folder)
     if not isinstance(own, dict):
         raise EtudeError(
             f"{folder}: a task of Harbor that was made for a container, without [metadata.etude]: "
@@ -84,7 +84,12 @@ def read_task(folder: Path) -> RepositoryTask:
 
 def is_ours(folder: Path) -> bool:
     """Whether a directory says how to run it without a container."""
-    return "etude" in read_settings(folder).get("metadata", {})
+    return _own_settings(folder) is not None
+
+
+def _own_settings(folder: Path) -> Any:
+    metadata = read_settings(folder).get("metadata")
+    return metadata.get("etude") if isinstance(metadata, dict) else None
 
 
 def read_settings(folder: Path) -> dict[str, Any]:

@@ -376,3 +376,6 @@ def test_show_says_whether_it_can_be_run(folder: Path, capsys: pytest.CaptureFix
     (folder.parent / "provided.txt").write_text("# the machine is one\nFROM ubuntu:*\n")
     assert main(["tasks", "show", str(folder)]) == 0
     assert "runs with" in capsys.readouterr().out
+    (folder / "task.toml").write_text("metadata = 3\n")
+    assert main(["tasks", "show", str(folder)]) == 0
+    assert "metadata is 3 in task.toml: it must be a table" in capsys.readouterr().out
