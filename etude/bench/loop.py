@@ -147,7 +147,9 @@ def metrics(events: Sequence[Stamped[Event]]) -> dict[str, float]:
         for region in fleet.regions.values()
     ]
     rollouts = sum(
-        len(group.rewards) + group.failed for group in during if isinstance(group, GroupDone)
+        len(group.rewards) + group.failed + len(group.quarantined)
+        for group in during
+        if isinstance(group, GroupDone)
     )
     return {
         "seconds": end - start,

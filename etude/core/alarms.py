@@ -149,7 +149,7 @@ class Alarms:
         if event.kept:
             self._differed = True
             self._in_vain, self._earned = 0, set()
-        elif event.rewards and not (event.malformed or event.untrainable or event.quarantined):
+        elif event.rewards and not (event.malformed or event.untrainable):
             self._in_vain += 1
             self._earned |= set(event.rewards)
         if self._in_vain < (IN_VAIN_LATER if self._differed else IN_VAIN):

@@ -17,6 +17,7 @@ OPERATIONAL: dict[str, set[str]] = {
     "tasks": {"timeout_s"},
     "harness": {"concurrency", "timeout_s"},
     "trainer": {"device", "ranks", "timeout_s"},
+    "rewards.judge": {"url", "timeout_s"},
     "sandbox": {"isolation", "tier", "mounts", "cpus", "memory_mib", "disk_mib", "max_processes"},
     "stage": {"threads", "microbatch_tokens"},
 }
@@ -47,13 +48,18 @@ def _experiment(config: RunConfig) -> dict[str, str]:
     tree["stages"] = [stage["name"] for stage in tree["stage"]]
     tree["stage"] = {stage["name"]: stage for stage in tree["stage"]}
     for section, keys in OPERATIONAL.items():
-        for table in (
-            tree["stage"].values() if section == "stage" else [tree[section] if section else tree]
-        ):
+        for table in tree["stage"].values() if section == "stage" else [_table(tree, section)]:
             for key in keys & table.keys():  # not every kind of stage has all of them
                 del table[key]
     start = f'"{config.folder}/'
     return {key: told.replace(start, '"') for key, told in _flat(tree)}
+
+
+def _table(tree: dict[str, Any], section: str) -> dict[str, Any]:
+    """Empty if the config has none."""
+    for name in section.split(".") if section else ():
+        tree = tree[name] or {}
+    return tree
 
 
 def _flat(value: Any, path: str = "") -> Iterator[tuple[str, str]]:

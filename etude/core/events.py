@@ -232,7 +232,8 @@ class GroupDone:
     task: str
     admitted: int
     rewards: tuple[float, ...]
-    """The rewards of the attempts, without those that failed in infrastructure."""
+    """The rewards of the attempts, without those that failed in infrastructure and those that are
+    quarantined: what was got by a trick is no progress."""
     failed: int
     kept: bool
     """False if there is nothing to learn from it."""

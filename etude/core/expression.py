@@ -14,7 +14,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 MAX_LENGTH = 1000
-"""Characters; so nothing is nested deeper than it can be read."""
+"""Characters."""
+MAX_DEPTH = 100
+"""Operations within each other; a sum of so many parts is as deep."""
 
 _BINARY: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Add: operator.add,
@@ -46,7 +48,7 @@ class Expression:
             raise ValueError(f"an expression has at most {MAX_LENGTH} characters, not {len(text)}")
         try:
             tree = ast.parse(text.strip(), mode="eval").body
-            names = frozenset(_names(tree))
+            names = frozenset(_names(tree, MAX_DEPTH))
         except SyntaxError as e:
             raise ValueError(f"{text!r} is not an expression: {e.msg}") from e
         except (RecursionError, MemoryError) as e:
@@ -67,8 +69,11 @@ class Expression:
         return result
 
 
-def _names(node: ast.expr) -> list[str]:
+def _names(node: ast.expr, depth: int) -> list[str]:
     """The names in it; ValueError for what has no place in an expression."""
+    if depth == 0:
+        raise ValueError(f"an expression is at most {MAX_DEPTH} operations deep")
+    depth -= 1
     match node:
         case ast.Name():
             return [node.id]
@@ -77,13 +82,14 @@ def _names(node: ast.expr) -> list[str]:
                 raise ValueError("a number is too large")
             return []
         case ast.UnaryOp(op=ast.USub() | ast.UAdd()):
-            return _names(node.operand)
+            return _names(node.operand, depth)
         case ast.BinOp() if type(node.op) in _BINARY:
-            return _names(node.left) + _names(node.right)
+            return _names(node.left, depth) + _names(node.right, depth)
         case ast.Compare() if all(type(op) in _COMPARED for op in node.ops):
-            return [name for each in (node.left, *node.comparators) for name in _names(each)]
+            sides = (node.left, *node.comparators)
+            return [name for each in sides for name in _names(each, depth)]
         case ast.Call(func=ast.Name(id="min" | "max"), keywords=[]) if len(node.args) > 1:
-            return [name for each in node.args for name in _names(each)]
+            return [name for each in node.args for name in _names(each, depth)]
     raise ValueError(
         f"{ast.unparse(node)!r} has no place here: there are names, numbers, + - * /, comparisons, "
         f"and min and max of several"

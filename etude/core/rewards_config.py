@@ -8,6 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from etude.core.expression import Expression
 from etude.core.schema import Config, Count, NonNegative, Positive, Url
+from etude.core.types import DETECTOR_PART, ENVIRONMENT_PART
 
 PartName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
@@ -33,6 +34,14 @@ class JudgeConfig(Config):
     """Tokens of one verdict."""
     timeout_s: Positive = 60.0
     """Time for one verdict."""
+
+    @field_validator("rubrics")
+    @classmethod
+    def _own_names(cls, rubrics: dict[str, str]) -> dict[str, str]:
+        for name in (ENVIRONMENT_PART, DETECTOR_PART):
+            if name in rubrics:
+                raise ValueError(f"{name!r} is a part of its own: give the rubric another name")
+        return rubrics
 
     @model_validator(mode="after")
     def _can_pass(self) -> JudgeConfig:
@@ -62,6 +71,9 @@ class RewardsConfig(Config):
     @field_validator("reward")
     @classmethod
     def _readable(cls, reward: str | None) -> str | None:
-        if reward is not None:
-            Expression.parse(reward)
+        if reward is not None and DETECTOR_PART in Expression.parse(reward).names:
+            raise ValueError(
+                f"{DETECTOR_PART!r} is no number to earn: rewards.detector says what becomes of an "
+                f"attempt in which it finds something"
+            )
         return reward

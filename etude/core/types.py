@@ -140,6 +140,12 @@ class Part:
     evidence: str = ""
 
 
+ENVIRONMENT_PART = "environment"
+"""What the environment said, where an expression says otherwise (`rewards.reward`)."""
+DETECTOR_PART = "detector"
+"""What the detector of cheats found."""
+
+
 @dataclass(frozen=True, slots=True)
 class Credit:
     """A process reward: what one segment of an attempt, or one turn of it, was worth."""

@@ -240,7 +240,7 @@ class RunView:
         self.groups.done += 1
         self.groups.untrainable += len(event.untrainable)
         self.groups.quarantined += len(event.quarantined)
-        compared = len(event.rewards) - len(event.untrainable) - len(event.quarantined)
+        compared = len(event.rewards) - len(event.untrainable)
         if event.kept:
             self.groups.with_signal += 1
         elif compared > 0:

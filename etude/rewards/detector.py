@@ -19,11 +19,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from etude.core.advantage import CHEAT
-from etude.core.types import Json, Part, Score
+from etude.core.types import DETECTOR_PART, Json, Part, Score
 from etude.rewards.tricks import RULES, Place
 
-PART = "detector"
-"""The part of a score that holds the evidence."""
 HONEST_TOO = ("edited_tests", "deleted_tests", "skipped_tests")
 """Families that honest work looks like, since it changes tests as well. A grader brings tests of
 its own, so these are worth a look, and are not set aside."""
@@ -127,7 +125,7 @@ def flagged(score: Score, findings: Sequence[Finding]) -> Score:
     flags = (family if family in HONEST_TOO else CHEAT + family for family in families)
     return replace(
         score,
-        parts=(*score.parts, Part(PART, float(len(findings)), told)),
+        parts=(*score.parts, Part(DETECTOR_PART, float(len(findings)), told)),
         flags=tuple(dict.fromkeys([*score.flags, *flags])),
     )
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,8 +24,13 @@ from etude.core.errors import RolloutFailure
 from etude.core.types import Json, Part
 
 MAX_CHARACTERS = 60_000
-"""Of the work that is shown; of a longer one both ends."""
+"""Of the work that is shown. A longer one fails: what is left out could be what is wrong."""
 _SHOWN = 300
+_TEMPLATE_TOKEN = re.compile(
+    r"<(?=[|｜]|</?SYS>>|/?s>|(?:start|end)_of_turn>)"
+    r"|\[(?=/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS)\])"
+)
+"""How the tokens of chat templates begin."""
 
 _SYSTEM = """\
 You check one aspect of a piece of work against a rubric. The work stands between two lines that \
@@ -107,6 +113,9 @@ class Judge:
         return tuple(await asyncio.gather(*(self.part(name, work) for name in self._rubrics)))
 
     async def part(self, name: str, work: str) -> Part:
+        if len(work) > MAX_CHARACTERS:
+            told = f"too long to judge: {len(work)} characters, and at most {MAX_CHARACTERS}"
+            return Part(name, 0.0, told)
         asked = (self._vote(self._rubrics[name], work) for _ in range(self._votes))
         votes = await asyncio.gather(*asked)
         passed = sum(vote.passes for vote in votes)
@@ -137,11 +146,8 @@ class Judge:
 
 
 def prompt(rubric: str, work: str, nonce: str) -> list[dict[str, Json]]:
-    half = MAX_CHARACTERS // 2
-    if len(work) > MAX_CHARACTERS:
-        work = f"{work[:half]}\n[{len(work) - 2 * half} characters left out]\n{work[-half:]}"
     # so that no server takes it for the turns of a chat
-    shown = work.replace("<|", "< |")
+    shown = _TEMPLATE_TOKEN.sub(r"\g<0> ", work)
     return [
         {"role": "system", "content": _SYSTEM.format(nonce=nonce)},
         {

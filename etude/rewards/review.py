@@ -7,12 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from etude.core.expression import Expression
-from etude.core.types import Json, Part, Score, Task
+from etude.core.types import ENVIRONMENT_PART, Json, Part, Score, Task
 from etude.rewards.detector import detect, flagged
 from etude.rewards.judge import Judge
-
-ENVIRONMENT = "environment"
-"""The part that holds what the environment said, where an expression says otherwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,9 +34,16 @@ class Review:
 
 def composed(score: Score, reward: Expression) -> Score:
     """The score with the reward that the expression says, of its parts and of the environment's own
-    reward, which becomes a part, too."""
-    own = Part(ENVIRONMENT, score.reward, f"reward = {reward.text}")
+    reward, which becomes a part, too.
+
+    Where the environment gave 0, parts that it did not come to are 0 as well: an attempt must not
+    be able to fail instead, by breaking its grader."""
+    own = Part(ENVIRONMENT_PART, score.reward, f"reward = {reward.text}")
     parts = (*score.parts, own)
+    if score.reward == 0.0:
+        missing = sorted(reward.names - {part.name for part in parts})
+        told = "missing: counts as 0, since the environment's reward is 0"
+        parts = (*score.parts, *(Part(name, 0.0, told) for name in missing), own)
     values = {part.name: part.value for part in parts}
     return replace(score, reward=reward.value(values), parts=parts)
 

@@ -207,8 +207,9 @@ class SignalMonitor:
             self._in_vain, self._rewards = 0, set()
             return
         self._in_vain += 1
-        self._rewards |= {t.reward for t in group.trajectories if t.reward is not None}
-        if self._in_vain >= self._limit and outcome.quarantined and not outcome.no_signal:
+        self._rewards |= set(rewards_of(group, outcome))
+        all_suspected = len(outcome.quarantined) == len(group.trajectories)
+        if self._in_vain >= self._limit and outcome.quarantined and all_suspected:
             raise EtudeError(
                 f"{self._in_vain} groups in a row have nothing to learn from, and all attempts of "
                 f"the newest are suspected of {next(iter(outcome.quarantined.values()))}: look at "
@@ -259,15 +260,20 @@ def assemble_batch(
         for t, outcome in kept
         for row in to_rows(t, outcome.advantages[t.id], outcome.credit.get(t.id, ()), scale=scale)
     )
-    reward = fmean([reward for group in ordered for reward in rewards_of(group)])
+    rewards = [rewards_of(*each) for each in zip(ordered, outcomes, strict=True)]
+    reward = fmean(itertools.chain.from_iterable(rewards))
     batch = Batch(step=step, rows=rows, oldest=oldest_version(rows), reward=reward)
     return batch, tuple(t.id for t, _ in kept)
 
 
-def rewards_of(group: Group) -> list[float]:
-    """Of the attempts that have one. What is not finite is no reward: the estimator drops such
-    an attempt by name."""
-    return [t.reward for t in group.trajectories if t.reward is not None and isfinite(t.reward)]
+def rewards_of(group: Group, outcome: GroupOutcome) -> list[float]:
+    """Of the attempts that have one. What was got by a trick is no progress, and what is not finite
+    is no reward: the estimator drops such attempts by name."""
+    return [
+        t.reward
+        for t in group.trajectories
+        if t.reward is not None and isfinite(t.reward) and t.id not in outcome.quarantined
+    ]
 
 
 def attempt_done(trajectory: Trajectory, split: str) -> AttemptDone:
@@ -288,7 +294,7 @@ def _done(group: Group, outcome: GroupOutcome, seconds: float) -> GroupDone:
         group=group.id,
         task=group.task,
         admitted=group.admitted,
-        rewards=tuple(rewards_of(group)),
+        rewards=tuple(rewards_of(group, outcome)),
         failed=sum(t.reward is None for t in group.trajectories),
         kept=bool(outcome.advantages),
         seconds=seconds,

@@ -396,6 +396,7 @@ def test_a_suspect_is_set_aside_and_is_no_baseline() -> None:
     assert outcome.quarantined == {ids[2]: "bytecode, hang"}
     assert outcome.advantages == {ids[0]: 0.5, ids[1]: -0.5}
     assert not outcome.no_signal and not outcome.failed
+    assert assemble_batch(3, [three], AdvantageEstimator(quarantine=True))[0].reward == 0.5
     assert AdvantageEstimator().estimate(three).quarantined == {}
     of_its_own = suspected(three, 2, "slow")
     assert AdvantageEstimator(quarantine=True).estimate(of_its_own).quarantined == {}

@@ -251,7 +251,10 @@ def test_sessions_that_fail_are_alarming_from_the_first_few_on() -> None:
 def test_groups_without_a_difference_are_alarming() -> None:
     alarms, same = Alarms(), replace(GROUP, rewards=(0.0, 0.0), kept=False)
     all_failed = replace(same, rewards=(), failed=2)
-    assert begun(alarms, *[same] * (IN_VAIN - 1), *[all_failed] * 9) == []
+    one_suspect = replace(same, rewards=(0.0,), quarantined={"g.1": "hang"})
+    all_suspects = replace(one_suspect, rewards=())
+    others = [*[all_failed] * 9, *[all_suspects] * 9]
+    assert set(begun(alarms, *[same] * (IN_VAIN - 2), one_suspect, *others)) == {"cheats"}
     (alarm,) = alarms.apply(same)
     assert alarm.what == (
         "no group had a difference yet: in each of 8 all attempts earned the same (all 0)"

@@ -30,6 +30,23 @@ def test_trackers_may_change() -> None:
     assert refused_changes(parse(EVERY_KIND), here, version=99) == []
 
 
+JUDGE = """
+[rewards.judge]
+url = "http://a/v1"
+model = "m"
+rubrics = {style = "It is good."}
+"""
+
+
+def test_a_judge_may_move() -> None:
+    there = parse(EVERY_KIND + JUDGE)
+    moved = ["rewards.judge.url=http://b/v1", "rewards.judge.timeout_s=9"]
+    assert refused_changes(there, parse(EVERY_KIND + JUDGE, moved), version=99) == []
+    other = parse(EVERY_KIND + JUDGE, ["rewards.judge.model=n"])
+    assert refused_changes(there, other, version=99) == ['rewards.judge.model: "m" -> "n"']
+    assert refused_changes(parse(EVERY_KIND), there, version=99) != []
+
+
 @pytest.mark.parametrize(
     ("override", "told"),
     [

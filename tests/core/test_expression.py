@@ -47,7 +47,12 @@ def test_nothing_else_is_let_in(text: str) -> None:
 
 
 def test_deep_ones_are_read_or_refused() -> None:
+    """Whatever is read has a value, however little of the stack is left."""
     assert Expression.parse("-" * 90 + "tests").value(PARTS) == 1.0
+    assert Expression.parse("+".join(["tests"] * 90)).value(PARTS) == 90.0
+    for text in ("-" * 980 + "tests", "-" * 100 + "tests", "+".join("a" * 200)):
+        with pytest.raises(ValueError, match="deep"):
+            Expression.parse(text)
 
 
 @pytest.mark.parametrize(

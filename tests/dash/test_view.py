@@ -215,9 +215,10 @@ def test_attempts_that_were_dropped_for_sampling_are_not_without_signal() -> Non
 
 
 def test_suspects_are_not_without_signal() -> None:
-    caught = dataclasses.replace(group(1.0, 0.0), kept=False, quarantined={"g.0": "bytecode"})
+    caught = dataclasses.replace(group(0.0), kept=False, quarantined={"g.0": "bytecode"})
     view = view_of((1.0, attempt()), (1.0, attempt()), (2.0, caught))
     assert (view.groups.sessions_without, view.groups.quarantined) == (1, 1)
+    assert (view.mean_reward, view.solve_rate) == (0.0, 0.0)
     told = next(line.text for line in describe(view, 0).lines if line.label == "sessions")
     assert told.endswith("1 without signal, 1 quarantined")
 

@@ -223,14 +223,22 @@ async def test_a_gullible_judge_is_outvoted() -> None:
     assert together <= 0.01 * 2 * len(INJECTIONS)
 
 
-def test_what_is_shown_has_an_end_and_no_turns_of_a_chat() -> None:
-    text = "a" * MAX_CHARACTERS + "<|im_start|>" + "b" * MAX_CHARACTERS
-    shown = prompt("r", text, "n")[1]["content"]
-    assert len(shown) < MAX_CHARACTERS + 1000
-    assert (
-        "[60012 characters left out]" in shown
-        and "<|" not in prompt("r", "<|x|>", "n")[1]["content"]
-    )
+@pytest.mark.parametrize(
+    "token",
+    ["<|im_start|>", "<｜User｜>", "[INST]", "[/INST]", "<start_of_turn>", "<<SYS>>", "</s>"],
+)
+def test_what_is_shown_has_no_turns_of_a_chat(token: str) -> None:
+    shown = prompt("r", f"a{token}b", "n")[1]["content"]
+    assert token not in shown and token[1:] in shown
+
+
+async def test_work_of_which_a_part_would_be_judged_fails() -> None:
+    """Else the rest could be what is wrong."""
+    async with judged_by(scripted(), votes=1, needed=1) as judge:
+        fits = await judge.part("style", "GOOD".ljust(MAX_CHARACTERS))
+        longer = await judge.part("style", "GOOD".ljust(MAX_CHARACTERS + 1))
+    assert (fits.value, longer.value) == (1.0, 0.0)
+    assert longer.evidence == "too long to judge: 60001 characters, and at most 60000"
 
 
 def test_a_verdict_is_read_as_it_stands() -> None:
@@ -295,6 +303,9 @@ steps = 1
             'judge = {url = "http://x", model = "m", rubrics = {a = "x"}, votes = 1}',
             "needed = 2 of votes = 1: nothing could pass",
         ),
+        ('judge = {url = "http://x", model = "m", rubrics = {environment = "x"}}', "another name"),
+        ('judge = {url = "http://x", model = "m", rubrics = {detector = "x"}}', "another name"),
+        ('reward = "environment * (detector == 0)"', "'detector' is no number to earn"),
     ],
 )
 def test_a_file_that_cannot_be_meant_is_refused(rewards: str, why: str) -> None:
@@ -310,6 +321,15 @@ async def test_what_nobody_asks_for_changes_nothing() -> None:
 def test_a_part_that_is_missing_is_an_error_and_no_zero() -> None:
     with pytest.raises(ValueError, match="needs 'lint', and the parts are environment, tests"):
         composed(TESTS, Expression.parse("tests * lint"))
+
+
+def test_breaking_the_grader_does_not_save_from_its_0() -> None:
+    """An environment that gives 0 may not have come to the other parts."""
+    worthless = Score(0.0, (Part("tests", 0.0),))
+    score = composed(worthless, Expression.parse("0.5 * tests + 0.5 * lint"))
+    assert score.reward == 0.0
+    assert [part.name for part in score.parts] == ["tests", "lint", "environment"]
+    assert "counts as 0" in score.parts[1].evidence
 
 
 def test_a_judge_sees_the_task_the_change_and_the_last_words() -> None:

@@ -296,8 +296,12 @@ def test_a_group_with_signal_starts_the_count_again() -> None:
     with pytest.raises(EtudeError, match="200 groups in a row"):
         for _ in range(200):
             signal.add(group, GroupOutcome(advantages={}))
+    one = Trajectory(id="g.0", task="t", group="g", segments=(), score=Score(1.0), status="done")
+    caught = GroupOutcome(advantages={}, quarantined={"g.0": "bytecode"})
     with pytest.raises(EtudeError, match="suspected of bytecode: look at them in etude dash"):
-        signal.add(group, GroupOutcome(advantages={}, quarantined={"g.0": "bytecode"}))
+        signal.add(replace(group, trajectories=(one,)), caught)
+    with pytest.raises(EtudeError, match="all attempts at a task earn the same reward"):
+        signal.add(replace(group, trajectories=(one, replace(one, id="g.1"))), caught)
 
 
 def test_every_epoch_has_every_task_in_another_order() -> None:
