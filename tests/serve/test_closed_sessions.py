@@ -70,6 +70,37 @@ async def test_what_no_token_can_ask_for_is_not_kept(objects: Objects) -> None:
     assert restored(objects, clock) == [] and objects.list(FOLDER) == []
 
 
+async def test_no_shard_deletes_what_another_still_writes(objects: Objects) -> None:
+    clock = Clock()
+    other = ClosedSessions(objects, "1-of-2", clock)
+    await other.add("first")
+    ours = ClosedSessions(objects, "0-of-2", clock, max_marks=1)
+    ours.restore()
+    clock.now += MAX_SESSION_S - 1
+    await other.add("second")
+    clock.now += 2
+    await ours.add("ours")
+    assert restored(objects, clock) == ["second", "ours"]
+
+
+async def test_the_marks_of_shards_that_are_gone_are_deleted(objects: Objects) -> None:
+    clock = Clock()
+    await ClosedSessions(objects, "2-of-3", clock).add("old")
+    clock.now += MAX_SESSION_S + 1
+    assert restored(objects, clock, "0-of-2") == [] and objects.list(FOLDER) == []
+
+
+async def test_shards_start_together(objects: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One deletes what the other is about to read."""
+    clock = Clock()
+    await ClosedSessions(objects, "0-of-1", clock).add("old")
+    clock.now += MAX_SESSION_S + 1
+    listed = objects.list(FOLDER)
+    assert restored(objects, clock, "0-of-2") == []
+    monkeypatch.setattr(objects, "list", lambda folder: listed)
+    assert restored(objects, clock, "1-of-2") == []
+
+
 async def test_an_end_that_is_not_stored_is_not_acknowledged(
     objects: Objects, monkeypatch: pytest.MonkeyPatch
 ) -> None:
