@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 
 import aiohttp
+import msgspec
 import pytest
 from obstore.store import MemoryStore
 
@@ -15,6 +16,7 @@ from etude.serve.http import Unavailable
 from etude.serve.process import authorization
 from etude.serve.tokens import MAX_SESSION_S, Scope, TokenAuthority
 from etude.store.objects import Objects
+from tests.run.test_pull import offer
 from tests.serve.test_processes import SECRET, Processes, processes, url
 
 __all__ = ["processes"]
@@ -118,7 +120,7 @@ async def test_an_end_that_is_not_stored_is_not_acknowledged(
     assert restored(objects, Clock()) == ["a", "b"]
 
 
-async def test_a_killed_gateway_knows_which_sessions_are_over(
+async def test_a_killed_gateway_knows_which_sessions_are_over_and_scored(
     processes: Processes, http: aiohttp.ClientSession
 ) -> None:
     tokens = TokenAuthority(SECRET)
@@ -138,9 +140,20 @@ async def test_a_killed_gateway_knows_which_sessions_are_over(
     async with http.delete(f"{gateway}/s/over", headers=admin) as response:
         assert response.status == 204
     assert not await enters(gateway, "over")
+    scored = offer("scored")
+    async with http.put(
+        f"{gateway}/v1/sessions/scored", data=msgspec.json.encode(scored), headers=admin
+    ) as response:
+        assert response.status == 204
+    result = {"status": "done", "score": {"reward": 0.75}}
+    score = f"{gateway}/v1/sessions/scored/score"
+    async with http.post(score, json=result, headers=admin) as response:
+        assert response.status == 204
     first.kill()
     first.wait()
 
     gateway = url(processes.start("etude.serve.gateway", ETUDE_SECRET=SECRET))
     assert not await enters(gateway, "over")
     assert await enters(gateway, "open")
+    async with http.get(f"{gateway}/v1/sessions/scored", headers=admin) as response:
+        assert (await response.json())["result"]["score"]["reward"] == 0.75
