@@ -4,7 +4,8 @@
 # of pip work as usual.
 
 PYTHON ?= python3
-VENV ?= .venv
+# Not `?=`: `make clean` removes it, and a variable VENV of the shell names something else.
+VENV = .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 
@@ -58,17 +59,17 @@ test-agents: $(DEV) ## command-line agents of others in recorded sessions (insta
 	        mini-swe-agent==2.4.6 mcp==2.3.0; }  # mcp: what its litellm forgets to ask for
 	@$(BIN)/python -m pytest -q -m agents tests/agents
 
-test-adapters: $(DEV) .venv-adapters ## tasks and environments of others, with their own packages (installs those, 700 MB)
+test-adapters: $(DEV) .venv-adapters/.installed ## tasks and environments of others, with their own packages (installs those, 700 MB)
 	@PATH="$(CURDIR)/.venv-adapters/bin:$$PATH" .venv-adapters/bin/python -m pytest -q -rs -m adapters tests/adapters
 
 # An environment of its own, which sees ours behind what it has itself. Harbor wants Python 3.12.
-.venv-adapters:
-	@$(PYTHON) -m venv $@.part
-	@$@.part/bin/python -m pip install --disable-pip-version-check --quiet \
+.venv-adapters/.installed:
+	@$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python -m pip install --disable-pip-version-check --quiet \
 	    verifiers==0.4.0 uv "harbor==0.24.0; python_version >= '3.12'"
-	@for site in "$$($@.part/bin/python -c 'import site; print(site.getsitepackages()[0])')"; do \
+	@for site in "$$($(@D)/bin/python -c 'import site; print(site.getsitepackages()[0])')"; do \
 	    { echo "$(CURDIR)"; $(BIN)/python -c 'import site; print(site.getsitepackages()[0])'; } > $$site/zz_etude.pth; done
-	@mv $@.part $@
+	@touch $@
 
 test-schema: $(DEV) ## thousands of requests made up from the schema of every dialect, at `etude serve` and at a gateway
 	@$(BIN)/python -m pytest -q -m schema tests/serve/test_openapi.py

@@ -27,7 +27,14 @@ def test_the_environment_may_lie_elsewhere(target: str, tmp_path: Path) -> None:
     assert ".venv" not in done
 
 
-@pytest.mark.parametrize("place", [".venv-vllm", ".venv-wheels", ".venv-dash"])
+def test_what_the_shell_calls_venv_is_not_removed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("VENV", str(tmp_path))
+    assert str(tmp_path) not in told("clean")
+
+
+@pytest.mark.parametrize("place", [".venv-vllm", ".venv-wheels", ".venv-dash", ".venv-adapters"])
 def test_an_environment_is_made_where_it_stays(place: str) -> None:
     """The programs of one that was moved, such as `vllm`, do not start."""
     done = told(f"{place}/.installed")

@@ -31,7 +31,11 @@ KEPT = 4096
 """Results that are remembered, for whoever asks again."""
 MAX_WAIT_S = 30.0
 MAX_BODY_BYTES = 64 << 20
+AWAY_S = 60.0
+"""A gateway that is away for longer does not come back."""
 CALLBACK_TRIES = 3
+"""After a gateway came back: it may be told of the session only then."""
+RETRY_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -300,12 +304,18 @@ def _post(url: str, value: object, token: str, timeout_s: float) -> bytes:
 
 
 def _call_back(asked: Rollout, result: Mapping[str, Any]) -> None:
-    """If it does not arrive, Etude asks for it."""
+    """A gateway that is away is waited for. Where it refuses, Etude asks for the result."""
     if asked.callback_url is None or asked.callback_token is None:
         return
-    for _ in range(CALLBACK_TRIES):
+    refusals, given_up = 0, time.monotonic() + AWAY_S
+    while time.monotonic() < given_up and refusals < CALLBACK_TRIES:
         try:
             _post(asked.callback_url, result, asked.callback_token, timeout_s=10.0)
             return
-        except (urllib.error.URLError, OSError):
-            time.sleep(1.0)
+        except urllib.error.HTTPError as e:
+            if e.code not in (404, 503):
+                return
+            refusals += 1
+        except OSError:
+            pass
+        time.sleep(RETRY_S)

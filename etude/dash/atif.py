@@ -8,7 +8,7 @@ from typing import Any
 
 from etude import __version__
 from etude.core.types import Json, Trajectory
-from etude.dash.session import plain
+from etude.dash.session import plain, read_arguments
 from etude.store.rollouts import RolloutRow
 
 SCHEMA = "ATIF-v1.7"
@@ -75,21 +75,21 @@ def _step(before: int, source: str, message: str) -> dict[str, Any]:
 
 
 def _call(call: Json, place: int) -> dict[str, Any]:
-    """Arguments that are no object stand aside as they were written."""
+    """Arguments that cannot be read stand aside as they were written."""
     told = call if isinstance(call, dict) else {}
     function = told.get("function")
     function = function if isinstance(function, dict) else {}
-    given = function.get("arguments")
-    try:
-        arguments = json.loads(given) if isinstance(given, str) else given
-    except ValueError:
-        arguments = None
+    given = function.get("arguments", "")
+    arguments = read_arguments(given)
     found = {
         "tool_call_id": str(told.get("id") or f"call-{place}"),
         "function_name": str(function.get("name", "")),
-        "arguments": arguments if isinstance(arguments, dict) else {},
+        "arguments": arguments or {},
     }
-    return found if isinstance(arguments, dict) else found | {"extra": {"arguments": given}}
+    if arguments is None:
+        written = given if isinstance(given, str) else json.dumps(given)
+        found["extra"] = {"arguments": written}
+    return found
 
 
 def _observe(step: dict[str, Any], message: dict[str, Json]) -> None:

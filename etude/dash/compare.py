@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from etude.core.types import Trajectory
 from etude.dash import detail
 from etude.dash.recorded import RecordedRun
 from etude.dash.table import Filter, RolloutTable
-from etude.store.codec import Stamped
+from etude.store.codec import Damaged, Stamped
 from etude.store.objects import Missing
 from etude.store.rollouts import RolloutRow
 from etude.store.verdicts import Preference
@@ -98,22 +99,36 @@ def _versions(table: RolloutTable) -> list[dict[str, int]]:
 
 
 def _shown(recorded: RecordedRun, pair: Pair) -> dict[str, Any] | None:
-    """None if there is nothing to choose: both say and do the same."""
-    alike: set[str] = recorded.memo("alike", set)
-    if pair.key in alike:
+    """None if there is nothing to choose: both say and do the same, or one cannot be read."""
+    passed_over: set[str] = recorded.memo("passed over", set)
+    if pair.key in passed_over:
         return None
-    left, right = (
-        detail.conversation(recorded.conversation(id))["turns"] for id in (pair.left, pair.right)
-    )
-    if list(map(_without_ids, left)) == list(map(_without_ids, right)):
-        alike.add(pair.key)
+    try:
+        left, right = (_turns(recorded.conversation(id)) for id in (pair.left, pair.right))
+    except (Damaged, Missing):
+        left = right = []
+    if left == right:
+        passed_over.add(pair.key)
         return None
     return {"pair": pair.key, "task": pair.task, "left": left, "right": right}
 
 
-def _without_ids(turn: dict[str, Any]) -> dict[str, Any]:
-    calls = [{**call, "id": ""} for call in turn["calls"]]
-    return {**turn, "calls": calls, "call_id": ""}
+def _turns(t: Trajectory) -> list[dict[str, Any]]:
+    """With numbers for the ids of calls, by which answers are found: two servers write two kinds of
+    ids."""
+    turns = detail.conversation(t)["turns"]
+    called = (call["id"] for turn in turns for call in turn["calls"])
+    answered = (turn["call_id"] for turn in turns)
+    ids = dict.fromkeys(filter(None, (*called, *answered)))
+    numbers = {"": ""} | {id: str(n) for n, id in enumerate(ids, 1)}
+    return [
+        {
+            **turn,
+            "calls": [{**call, "id": numbers[call["id"]]} for call in turn["calls"]],
+            "call_id": numbers[turn["call_id"]],
+        }
+        for turn in turns
+    ]
 
 
 def _result(

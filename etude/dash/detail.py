@@ -12,7 +12,7 @@ from typing import Any
 from etude.core.errors import EtudeError
 from etude.core.sampling import expand_spans
 from etude.core.types import Feedback, Json, Segment, Trajectory
-from etude.dash.session import plain
+from etude.dash.session import plain, read_arguments
 from etude.store.runs import Run
 
 Piece = Callable[[int], str]
@@ -55,11 +55,8 @@ def _call(call: Json) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     function = function if isinstance(function, dict) else {}
     given = function.get("arguments", "")
-    try:
-        arguments = json.loads(given) if isinstance(given, str) else given
-    except ValueError:
-        arguments = None
-    if not isinstance(arguments, dict):
+    arguments = read_arguments(given)
+    if arguments is None:
         arguments = {"": given if isinstance(given, str) else json.dumps(given)}
     return {
         "id": str(call.get("id") or "") if isinstance(call, dict) else "",

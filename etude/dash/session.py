@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 from etude.core.types import Json, Score, Trajectory
 
@@ -13,6 +14,8 @@ LONG = 40
 """Lines of a text that are shown; of a longer one the first and the last."""
 LONG_LINE = 400
 """Characters of a line."""
+SPARE_LEVELS = 20
+"""Of nesting, for what arguments are shown in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,15 +94,24 @@ def plain(content: Json) -> str:
     return "" if content is None else str(content)
 
 
+def read_arguments(given: Json) -> dict[str, Json] | None:
+    """The arguments of a tool call by name. None for what is no object, or cannot be written as
+    JSON again: a model may say NaN, half of a surrogate pair, or a hundred thousand brackets."""
+    try:
+        found = json.loads(given) if isinstance(given, str) else given
+        within = reduce(lambda inner, _: [inner], range(SPARE_LEVELS), found)
+        json.dumps(within, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
 def _call(call: Json) -> str:
     """As Python would write it, if its arguments can be read."""
     function = call.get("function", {}) if isinstance(call, dict) else {}
     name, given = function.get("name", "?"), function.get("arguments", "")
-    try:
-        arguments = json.loads(given) if isinstance(given, str) else given
-    except ValueError:
-        return f"{name}({given})"
-    if not isinstance(arguments, dict):
+    arguments = read_arguments(given)
+    if arguments is None:
         return f"{name}({given})"
     short = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
     if len(short) <= 100 and "\\n" not in short:

@@ -1,10 +1,10 @@
 """The local launcher: starts every process of a run, watches them, and leaves none behind.
 
-A worker or a gateway that dies is started again: it holds nothing that is not in the store. If
-anything else dies, or one of them too often, the run stops with one message, and the next `etude
-run` goes on from the store. Children die with the launcher, even if it is killed: the kernel sees
-to that. The lock on the run's directory is held by the children too, so a second launcher cannot
-start before the last process of the first is gone.
+A worker or a gateway that dies is started again: what was acknowledged is in the store, and who
+asks for anything else asks again. If anything else dies, or one of them too often, the run stops
+with one message, and the next `etude run` goes on from the store. Children die with the launcher,
+even if it is killed: the kernel sees to that. The lock on the run's directory is held by the
+children too, so a second launcher cannot start before the last process of the first is gone.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from typing import Any
 
 from etude.core.errors import EtudeError, RolloutFailure
 from etude.core.sandbox import Sandbox, SandboxPool, SandboxSpec
-from etude.core.types import Attempt, Part, Score, Task, Transcript
+from etude.core.types import Attempt, Json, Part, Score, Task, Transcript
 from etude.run.rollout import SessionDesk
 from etude.run.task_folder import HELDOUT_SHARE, hash_of
 from etude.sandbox.fake import FakeSandboxPool
@@ -142,10 +142,25 @@ def to_transcript(episode: Any) -> Transcript:
         raise RolloutFailure(f"verifiers: the episode has failed: {told}")
     (trace,) = episode.traces
     return Transcript(
-        messages=[message.model_dump(mode="json", exclude_none=True) for message in trace.messages],
+        messages=[to_message(message) for message in trace.messages],
         finished=not (trace.is_truncated or trace.is_timeout),
         score=to_score(trace),
     )
+
+
+def to_message(message: Any) -> dict[str, Json]:
+    """As OpenAI writes it, whose tool calls have a function; those of `verifiers` have not."""
+    told: dict[str, Json] = message.model_dump(mode="json", exclude_none=True)
+    if calls := told.get("tool_calls"):
+        told["tool_calls"] = [
+            {
+                "id": call["id"],
+                "type": "function",
+                "function": {"name": call["name"], "arguments": call["arguments"]},
+            }
+            for call in calls
+        ]
+    return told
 
 
 def to_score(trace: Any) -> Score:

@@ -11,6 +11,7 @@ full; the marks of several sessions that end at once are stored together.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 
@@ -19,7 +20,7 @@ import msgspec
 from etude.core.errors import EtudeError
 from etude.serve.http import Unavailable
 from etude.serve.tokens import MAX_SESSION_S
-from etude.store.objects import Objects
+from etude.store.objects import Missing, Objects
 
 FOLDER = "closed-sessions"
 MAX_MARKS = 1024
@@ -51,7 +52,7 @@ class ClosedSessions:
         # the newest object, which is not full
         self._number = 0
         self._marks: list[ClosedMark] = []
-        # when the last mark of each full one was made, the oldest first
+        # when the last mark was made of each that nobody writes to any more, the oldest first
         self._full: dict[str, float] = {}
 
     def restore(self) -> list[ClosedMark]:
@@ -59,10 +60,11 @@ class ClosedSessions:
         once, first."""
         found: list[ClosedMark] = []
         for key in filter(_is_ours, self._objects.list(FOLDER)):
-            data = self._objects.get_sealed(key)
-            marks = msgspec.msgpack.decode(data, type=list[ClosedMark])
-            found += marks
-            self._full[key] = marks[-1].t
+            with contextlib.suppress(Missing):  # another shard has just found it to be unneeded
+                marks = msgspec.msgpack.decode(self._objects.get_sealed(key), type=list[ClosedMark])
+                found += marks
+                if not self._is_of_another(key):
+                    self._full[key] = marks[-1].t
             if key.startswith(f"{self._folder}/"):
                 self._number = int(key.rpartition("/")[2]) + 1
         self._delete_unneeded()
@@ -100,6 +102,12 @@ class ClosedSessions:
         for key in [key for key, t in self._full.items() if t < self._oldest]:
             self._objects.delete(key)
             del self._full[key]
+
+    def _is_of_another(self, key: str) -> bool:
+        """Whether a shard that may run beside this one writes it, and deletes it."""
+        shards = self._folder.rpartition("-of-")[2]
+        folder = key.rpartition("/")[0]
+        return folder.endswith(f"-of-{shards}") and folder != self._folder
 
     @property
     def _key(self) -> str:

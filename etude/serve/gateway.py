@@ -133,8 +133,9 @@ class Gateway:
         us."""
         for mark in self.closed.restore():
             self.tokens.close_session(mark.session, mark.t)
-        for session in self.records.restore(journal):
+        for session in self.records.restore(journal, self.desk.restore):
             self.router.disturb(session)
+        self.desk.journal = journal
 
     def routes(self) -> list[Route]:
         plain = PolicyAnswerer(self.model, self.router)
@@ -203,8 +204,8 @@ class Gateway:
         self.tokens.close_session(session)
         self.router.forget(session)
         await self.closed.add(session)
-        await self.records.forget(session)
         await self.desk.forget(session)
+        await self.records.forget(session)
         if (url := self.shards.elsewhere(DESK)) is not None:
             path = f"{DESK}/{quote(session, safe='')}"
             await self.router.tell([url], path, None, identity_of(http).token, "DELETE")

@@ -10,7 +10,9 @@ for one, and settled by the result.
                                             claimed, or with `claimed=true` as soon as it has one
     DELETE /v1/sessions/{session}           takes it back: it is over
 
-A result may also be sent for a session that a service was asked to run (`callback_url`).
+A result may also be sent for a session that a service was asked to run (`callback_url`). It is in
+the journal before it is acknowledged; what is offered and claimed is not, and the controller offers
+it again to a gateway that does not know it.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
+import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
@@ -34,6 +37,7 @@ from etude.core.remote import (
     SessionOutcome,
 )
 from etude.serve.http import ApiError, cancel_on_disconnect, read, respond
+from etude.serve.session_journal import Journal, NoJournal, SettledSession, WithdrawnSession
 
 MAX_WAIT_S = 60.0
 
@@ -54,7 +58,7 @@ class SessionDesk:
     def claim(self, now: float) -> RolloutRequest | None:
         """The session that waits longest."""
         for session, offer in self._offers.items():
-            if not offer.claimed:
+            if not offer.claimed and session not in self._results:
                 self._offers[session] = replace(offer, claimed=True)
                 return replace(offer.request, deadline=now + offer.timeout_s)
         return None
@@ -62,27 +66,36 @@ class SessionDesk:
     def settle(self, session: str, result: RolloutResult) -> None:
         """KeyError for a session that nobody offered, ValueError for one that has another
         result."""
-        self._offers[session]
+        self.outcome(session)
         if self._results.setdefault(session, result) != result:
             raise ValueError
 
     def outcome(self, session: str) -> SessionOutcome:
         """KeyError for a session that nobody offered."""
-        return SessionOutcome(
-            claimed=self._offers[session].claimed, result=self._results.get(session)
-        )
+        if (result := self._results.get(session)) is not None:
+            return SessionOutcome(claimed=True, result=result)
+        return SessionOutcome(claimed=self._offers[session].claimed)
 
-    def forget(self, session: str) -> None:
+    def restore(self, session: str, result: RolloutResult) -> None:
+        """A result of an earlier life, which stands also if nobody has offered the session yet."""
+        self._results[session] = result
+
+    def forget(self, session: str) -> bool:
+        """Whether it had a result."""
         self._offers.pop(session, None)
-        self._results.pop(session, None)
+        return self._results.pop(session, None) is not None
 
 
 class SessionRoutes:
     """The desk over HTTP."""
 
     def __init__(self) -> None:
+        self.journal: Journal = NoJournal()
         self._desk = SessionDesk()
         self._changed = asyncio.Condition()
+
+    def restore(self, entry: SettledSession) -> None:
+        self._desk.restore(entry.session, msgspec.json.decode(entry.result, type=RolloutResult))
 
     def routes(self) -> list[Route]:
         return [
@@ -116,6 +129,8 @@ class SessionRoutes:
             raise ApiError(
                 f"session {session!r} has another result already", status=409, code="settled"
             ) from e
+        self.journal.append(SettledSession(session=session, result=msgspec.json.encode(result)))
+        await self.journal.commit()
         await self._tell()
         return Response(status_code=204)
 
@@ -145,10 +160,13 @@ class SessionRoutes:
 
     async def withdraw(self, http: HttpRequest) -> Response:
         await self.forget(http.path_params["session"])
+        await self.journal.commit()
         return Response(status_code=204)
 
     async def forget(self, session: str) -> None:
-        self._desk.forget(session)
+        """It is stored when the journal is committed."""
+        if self._desk.forget(session):
+            self.journal.append(WithdrawnSession(session=session))
         await self._tell()
 
     async def _tell(self) -> None:

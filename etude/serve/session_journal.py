@@ -24,7 +24,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 import msgspec
 
@@ -74,11 +74,32 @@ class BrokenSession:
     reason: str
 
 
-Entry = RecordedTurn | KeptResponse | ForgottenResponse | ForgottenSession | BrokenSession
-KINDS: dict[str, type[Entry]] = {
-    kind.__name__: kind
-    for kind in (RecordedTurn, KeptResponse, ForgottenResponse, ForgottenSession, BrokenSession)
-}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettledSession:
+    """What became of a session that others run (`serve.session_desk`)."""
+
+    session: str
+    result: bytes
+    """JSON, as it was sent: msgpack has no number for all that a message may hold."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WithdrawnSession:
+    """Nobody needs its result any more."""
+
+    session: str
+
+
+Entry = (
+    RecordedTurn
+    | KeptResponse
+    | ForgottenResponse
+    | ForgottenSession
+    | BrokenSession
+    | SettledSession
+    | WithdrawnSession
+)
+KINDS: dict[str, type[Entry]] = {kind.__name__: kind for kind in get_args(Entry)}
 
 
 class Envelope(msgspec.Struct, array_like=True):
@@ -303,7 +324,7 @@ class _Live:
 
     def break_all(self, reason: str) -> None:
         for owner, envelopes in self._by_owner.items():
-            if not owner.startswith("/"):  # a response of no session is whole, or not there
+            if not owner.startswith("/"):  # what is of no session is whole, or not there
                 packed = msgspec.msgpack.encode(BrokenSession(session=owner, reason=reason))
                 kind = BrokenSession.__name__
                 envelopes.append(Envelope(kind, envelopes[-1].t, owner, msgspec.Raw(packed)))
@@ -319,7 +340,10 @@ class _Live:
 
 
 def _owner(entry: Entry) -> str:
-    """A session; a response of none is its own, also if it is kept for a user (`/user/..`)."""
+    """A session; a response of none is its own, also if it is kept for a user (`/user/..`), and so
+    is a result, which may lie with another shard than its session."""
+    if isinstance(entry, SettledSession | WithdrawnSession):
+        return f"/settled/{entry.session}"
     outside = entry.session.startswith("/") or not entry.session
     if isinstance(entry, KeptResponse | ForgottenResponse) and outside:
         return f"{entry.session}/{entry.id}"
@@ -330,7 +354,7 @@ def _is_end(envelope: Envelope) -> bool:
     """Whether nothing of its owner is needed any more."""
     if envelope.kind == ForgottenResponse.__name__:
         return envelope.owner.startswith("/")
-    return envelope.kind == ForgottenSession.__name__
+    return envelope.kind in (ForgottenSession.__name__, WithdrawnSession.__name__)
 
 
 def _frame(envelope: Envelope) -> bytes:

@@ -3,7 +3,7 @@ says."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from etude.core.sampling import Request, Sample, SamplingParams
@@ -20,6 +20,8 @@ from etude.serve.session_journal import (
     Journal,
     NoJournal,
     SessionJournal,
+    SettledSession,
+    WithdrawnSession,
 )
 
 
@@ -33,20 +35,25 @@ class SessionRecords:
         self._broken: dict[str, str] = {}
         self._lives: dict[str, object] = {}
 
-    def restore(self, journal: SessionJournal) -> list[str]:
-        """The sessions of earlier lives, which go on; all of them from now on are written down."""
-        journal.restore(self._apply)
+    def restore(
+        self, journal: SessionJournal, settled: Callable[[SettledSession], None]
+    ) -> list[str]:
+        """The sessions of earlier lives, which go on; all of them from now on are written down.
+        `settled`: who keeps the results of those that others run."""
+        journal.restore(lambda entry: self._apply(entry, settled))
         self._journal = self._conversations.journal = journal
         return [*self.recorder.sessions, *self._broken]
 
-    def _apply(self, entry: Entry) -> None:
+    def _apply(self, entry: Entry, settled: Callable[[SettledSession], None]) -> None:
         match entry:
             case RecordedTurn():
                 with self._holes(entry.session):
                     self.recorder.apply(entry)
             case BrokenSession():
                 self._break(entry.session, entry.reason)
-            case ForgottenSession():
+            case SettledSession():
+                settled(entry)
+            case ForgottenSession() | WithdrawnSession():
                 raise AssertionError("the journal leaves out what was forgotten")
             case _:
                 self._conversations.restore(entry)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import sys
 import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+
+import pytest
 
 from tests.clients.conformance import check_service
 
 sys.path.append(str(Path(__file__).parents[2] / "clients" / "python"))
-from etude_environment import Result, Rollout, Service
+import etude_environment
+from etude_environment import Result, Rollout, Service, pull
 
 
 def rollout(asked: Rollout) -> Result:
@@ -32,3 +39,51 @@ def test_it_keeps_to_the_protocol() -> None:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         check_service(f"http://127.0.0.1:{server.server_port}", capacity=3)
         server.shutdown()
+
+
+@contextlib.contextmanager
+def gateway(*answers: int | None) -> Iterator[tuple[str, list[int | None]]]:
+    """One that offers a session, and answers scores so, one after the other; None: not at all. And
+    those that it has given."""
+    given: list[int | None] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            status, data = 200, b""
+            if self.path == "/v1/sessions":
+                callback = {"callback_url": f"{url}/score", "callback_token": "key"}
+                asked = {"id": "x", "task": {}, "base_url": "", "token": "", "seed": 0}
+                data = json.dumps({**asked, "deadline": 0, **callback}).encode()
+            else:
+                given.append(answers[len(given)])
+                if given[-1] is None:
+                    return  # which closes the connection
+                status = given[-1]
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *line: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        url = f"http://127.0.0.1:{server.server_port}"
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield url, given
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [(None,) * 8 + (404, 204), (204,), (401,), (409,), (404,) * 3, (None, 503, 503, 503)],
+)
+def test_a_result_waits_for_a_gateway_that_is_away(
+    answers: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And is not sent again to one that does not want it."""
+    monkeypatch.setattr(etude_environment, "RETRY_S", 0.001)
+    with gateway(*answers) as (url, given):
+        assert pull(url, "key", lambda asked: Result(reward=1.0))
+        assert tuple(given) == answers

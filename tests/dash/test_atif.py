@@ -8,12 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from etude.core.types import Trajectory
 from etude.dash.atif import trajectory as in_atif
+from etude.dash.detail import conversation
 from etude.dash.exports import export
 from etude.dash.recorded import RecordedRun
+from etude.dash.session import read_session
 from etude.store.rollouts import group_rows
 from etude.store.runs import Run
 from tests.dash.recorded_store import ALL_HOSTILE, group, trajectory, write_run
@@ -149,3 +152,37 @@ def test_arguments_that_are_no_object_are_kept_aside() -> None:
     step = atif(replace(trajectory("g000001.0", 1.0), messages=[said]))["steps"][0]
     assert step["tool_calls"][0]["arguments"] == {}
     assert step["tool_calls"][0]["extra"] == {"arguments": "{oh"}
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "[" * 100_000,
+        '{"x": ' + "[" * 100_000,
+        '{"x": NaN}',
+        '{"x": -Infinity}',
+        '{"x": 1e999}',
+        '{"x": "\\ud800"}',
+        '{"x": ' + "9" * 10_000 + "}",
+    ],
+    ids=["deep", "deep within", "NaN", "Infinity", "too large", "half a pair", "digits"],
+)
+def test_what_a_model_wrote_breaks_neither_export_nor_page(written: str) -> None:
+    said = {"role": "assistant", "tool_calls": [call(written, id="c1")]}
+    t = replace(trajectory("g000001.0", 1.0), messages=[said])
+    line = json.dumps(atif(t), ensure_ascii=False, allow_nan=False).encode()
+    assert json.loads(line)["steps"][0]["tool_calls"][0]["extra"] == {"arguments": written}
+    page = json.loads(msgspec.json.encode(conversation(t)))
+    assert page["turns"][0]["calls"][0]["arguments"] == {"": written}
+    assert read_session(t, None)[0].who == "call"
+
+
+def test_no_depth_is_readable_and_cannot_be_written() -> None:
+    for depth in range(700, 1000):
+        said = {
+            "role": "assistant",
+            "tool_calls": [call('{"x": ' + "[" * depth + "]" * depth + "}")],
+        }
+        t = replace(trajectory("g000001.0", 1.0), messages=[said])
+        json.dumps(atif(t))
+        msgspec.json.encode(conversation(t))

@@ -159,6 +159,50 @@ def test_sessions_that_went_alike_are_passed_over(
     assert (found["pairs"], found["left"], found["next"]) == (2 * TASKS + 1, 1, None)
 
 
+@pytest.mark.parametrize("how", ["damaged", "deleted"])
+def test_a_pair_that_cannot_be_read_is_passed_over(
+    recorded: RecordedRun, app: ASGIApp, how: str
+) -> None:
+    """Each object holds two sessions, and each pair is of two objects."""
+    objects = recorded.run.objects
+    shown(app)
+    key = recorded.row(pairs(recorded.table, 1, 2)[0].left).object
+    assert key is not None
+    if how == "deleted":
+        objects.delete(key)
+    else:
+        objects.put(key, b"x" + objects.get(key)[1:])
+    assert len(list(judged(app))) == 2 * TASKS - 2
+    assert shown(app)["left"] == 2
+
+
+def test_the_ids_of_calls_tell_nothing_and_pair_their_answers(
+    recorded: RecordedRun, app: ASGIApp
+) -> None:
+    log = RolloutLog(recorded.run.objects)
+    for number, version in ((90, 1), (91, 2)):
+        calls = [{"id": f"v{version}-{n}", "function": {"name": f"f{n}"}} for n in range(2)]
+        messages = [
+            {"role": "assistant", "content": WORDS[version], "tool_calls": calls},
+            {"role": "tool", "tool_call_id": f"v{version}-1", "content": "one"},
+            {"role": "tool", "tool_call_id": f"v{version}-0", "content": "zero"},
+            {"role": "tool", "tool_call_id": f"v{version}-9", "content": "of nobody"},
+        ]
+        made = group(number, replace(said(number, 0, version, "calls"), messages=messages))
+        recorded.run.put_group(made)
+        log.append(group_rows(made))
+    recorded.refresh()
+    (pair,) = (pair for pair in pairs(recorded.table, 1, 2) if pair.task == "calls")
+    for other in pairs(recorded.table, 1, 2):
+        if other != pair:
+            assert choose(app, other.key, verdict="tie").status == 201
+    found = shown(app)["next"]
+    assert found["pair"] == pair.key
+    for side in (found["left"], found["right"]):
+        assert [call["id"] for call in side[0]["calls"]] == ["1", "2"]
+        assert [turn["call_id"] for turn in side] == ["", "2", "1", "3"]
+
+
 def test_a_choice_that_is_none(app: ASGIApp) -> None:
     pair = shown(app)["next"]["pair"]
     assert choose(app, pair, verdict="both").status == 400

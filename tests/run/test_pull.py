@@ -22,12 +22,16 @@ from etude.run.pull import PullEnvironment
 from etude.run.rollout import RolloutRunner
 from etude.serve import process
 from etude.serve.access import SignedTokens
+from etude.serve.conversations import ConversationStore
 from etude.serve.http import create_app
 from etude.serve.session_desk import SessionDesk, SessionRoutes
+from etude.serve.session_journal import SessionJournal
+from etude.serve.session_records import SessionRecords
 from etude.serve.token_routes import TokenRoutes
 from etude.serve.tokens import Scope, TokenAuthority
 from etude.store.objects import Objects
 from tests.run.test_service import TASK, Service, Sessions
+from tests.serve.test_recorder import TOKENIZER
 
 RESULT = {"status": "done", "score": {"reward": 0.75}}
 
@@ -184,6 +188,43 @@ async def test_a_desk_that_forgot_is_told_again(tmp_path: Path) -> None:
         assert await post(client, "/v1/sessions", {}) == (204, None), "it is not free again"
         await post(client, "/v1/sessions/g.0/score", RESULT)
         assert (await attempt).reward == 0.75
+
+
+async def test_a_score_outlives_the_gateway(tmp_path: Path) -> None:
+    """One that was acknowledged before the controller read it, which begins its wait anew."""
+    store = Objects.open(f"file:{tmp_path}/store")
+
+    def begin_life() -> tuple[SessionRoutes, SessionJournal]:
+        desk, journal = SessionRoutes(), SessionJournal(store)
+        records = SessionRecords(TOKENIZER, ConversationStore())
+        records.restore(journal, desk.restore)
+        desk.journal = journal
+        return desk, journal
+
+    desk, journal = begin_life()
+    huge = RESULT | {"messages": [{"role": "user", "content": "x", "n": 1 << 200}]}
+    async with gateway(desk) as client:
+        await client.offer("g.0", offer("g.0"))
+        assert (await post(client, "/v1/sessions", {}))[0] == 200
+        assert (await post(client, "/v1/sessions/g.0/score", huge))[0] == 204
+    journal.close()
+
+    desk, journal = begin_life()
+    async with gateway(desk) as client:
+        assert (await post(client, "/v1/sessions/g.0/score", huge))[0] == 204, "sent again"
+        assert (await post(client, "/v1/sessions/g.0/score", RESULT))[0] == 409
+        runner, _ = rollouts(client, tmp_path)
+        done = await runner.attempt(TASK, "g.0", seed=0)
+        assert done.reward == 0.75 and done.messages[0]["n"] == 1 << 200
+        headers = client.headers
+        async with client.http.delete(f"{client.url}/v1/sessions/g.0", headers=headers) as gone:
+            assert gone.status == 204
+    journal.close()
+
+    desk, journal = begin_life()
+    async with gateway(desk) as client:
+        assert await client.outcome("g.0", 0.0) is None
+    journal.close()
 
 
 def test_nothing_to_try_without_a_run(tmp_path: Path) -> None:

@@ -178,6 +178,19 @@ def test_what_was_cut_off_is_scored_and_not_finished() -> None:
     assert done.score is not None
 
 
+def test_tool_calls_are_told_as_openai_writes_them() -> None:
+    """As the detector, the judge and the dashboard read them."""
+    call = {"id": "c1", "type": "function", "name": "bash", "arguments": '{"command": "ls"}'}
+    done = to_transcript(an_episode(messages=[Record(role="assistant", tool_calls=[call])]))
+    function = {"name": "bash", "arguments": '{"command": "ls"}'}
+    assert done.messages == [
+        {
+            "role": "assistant",
+            "tool_calls": [{"id": "c1", "type": "function", "function": function}],
+        }
+    ]
+
+
 async def test_an_episode_that_hangs_is_ended(play: list[Play], tmp_path: Path) -> None:
     play.insert(0, lambda config, task, context: asyncio.sleep(1000))
     environment = an_environment(tmp_path)

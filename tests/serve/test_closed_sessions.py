@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 
 import aiohttp
+import msgspec
 import pytest
 from obstore.store import MemoryStore
 
@@ -15,6 +16,7 @@ from etude.serve.http import Unavailable
 from etude.serve.process import authorization
 from etude.serve.tokens import MAX_SESSION_S, Scope, TokenAuthority
 from etude.store.objects import Objects
+from tests.run.test_pull import offer
 from tests.serve.test_processes import SECRET, Processes, processes, url
 
 __all__ = ["processes"]
@@ -70,6 +72,37 @@ async def test_what_no_token_can_ask_for_is_not_kept(objects: Objects) -> None:
     assert restored(objects, clock) == [] and objects.list(FOLDER) == []
 
 
+async def test_no_shard_deletes_what_another_still_writes(objects: Objects) -> None:
+    clock = Clock()
+    other = ClosedSessions(objects, "1-of-2", clock)
+    await other.add("first")
+    ours = ClosedSessions(objects, "0-of-2", clock, max_marks=1)
+    ours.restore()
+    clock.now += MAX_SESSION_S - 1
+    await other.add("second")
+    clock.now += 2
+    await ours.add("ours")
+    assert restored(objects, clock) == ["second", "ours"]
+
+
+async def test_the_marks_of_shards_that_are_gone_are_deleted(objects: Objects) -> None:
+    clock = Clock()
+    await ClosedSessions(objects, "2-of-3", clock).add("old")
+    clock.now += MAX_SESSION_S + 1
+    assert restored(objects, clock, "0-of-2") == [] and objects.list(FOLDER) == []
+
+
+async def test_shards_start_together(objects: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One deletes what the other is about to read."""
+    clock = Clock()
+    await ClosedSessions(objects, "0-of-1", clock).add("old")
+    clock.now += MAX_SESSION_S + 1
+    listed = objects.list(FOLDER)
+    assert restored(objects, clock, "0-of-2") == []
+    monkeypatch.setattr(objects, "list", lambda folder: listed)
+    assert restored(objects, clock, "1-of-2") == []
+
+
 async def test_an_end_that_is_not_stored_is_not_acknowledged(
     objects: Objects, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,7 +120,7 @@ async def test_an_end_that_is_not_stored_is_not_acknowledged(
     assert restored(objects, Clock()) == ["a", "b"]
 
 
-async def test_a_killed_gateway_knows_which_sessions_are_over(
+async def test_a_killed_gateway_knows_which_sessions_are_over_and_scored(
     processes: Processes, http: aiohttp.ClientSession
 ) -> None:
     tokens = TokenAuthority(SECRET)
@@ -107,9 +140,20 @@ async def test_a_killed_gateway_knows_which_sessions_are_over(
     async with http.delete(f"{gateway}/s/over", headers=admin) as response:
         assert response.status == 204
     assert not await enters(gateway, "over")
+    scored = offer("scored")
+    async with http.put(
+        f"{gateway}/v1/sessions/scored", data=msgspec.json.encode(scored), headers=admin
+    ) as response:
+        assert response.status == 204
+    result = {"status": "done", "score": {"reward": 0.75}}
+    score = f"{gateway}/v1/sessions/scored/score"
+    async with http.post(score, json=result, headers=admin) as response:
+        assert response.status == 204
     first.kill()
     first.wait()
 
     gateway = url(processes.start("etude.serve.gateway", ETUDE_SECRET=SECRET))
     assert not await enters(gateway, "over")
     assert await enters(gateway, "open")
+    async with http.get(f"{gateway}/v1/sessions/scored", headers=admin) as response:
+        assert (await response.json())["result"]["score"]["reward"] == 0.75

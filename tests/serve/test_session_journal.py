@@ -23,7 +23,13 @@ from etude.serve.fake import Scripted
 from etude.serve.gateway import SessionAnswerer
 from etude.serve.grammar import GrammarBuilder
 from etude.serve.http import ApiError, Unavailable
-from etude.serve.session_journal import FOLDER, MAX_IDLE_S, SessionJournal
+from etude.serve.session_journal import (
+    FOLDER,
+    MAX_IDLE_S,
+    SessionJournal,
+    SettledSession,
+    WithdrawnSession,
+)
 from etude.serve.session_records import SessionRecords
 from etude.store.objects import Objects
 from tests.serve.test_recorder import FILES, TOKENIZER, TOOLS, prompt_for, sample_of, user
@@ -38,7 +44,8 @@ class Life:
         self.conversations = ConversationStore()
         self.records = SessionRecords(TOKENIZER, self.conversations)
         self.journal = SessionJournal(objects, now=lambda: now, **options)
-        self.known = self.records.restore(self.journal)
+        self.settled: list[SettledSession] = []
+        self.known = self.records.restore(self.journal, self.settled.append)
 
     def end(self) -> None:
         """As the kernel does it for a process that was killed."""
@@ -290,6 +297,26 @@ async def test_stored_responses_are_there_again(objects: Objects) -> None:
         assert life.conversations.item(session, "item-one") == {"id": "item-one"}
         assert life.conversations.get(session, "gone") is None
     assert life.conversations.get("t", "three") is None
+
+
+async def test_a_result_is_there_until_it_is_withdrawn(objects: Objects) -> None:
+    """It may lie with another shard than its session, so neither takes the other along."""
+    life = Life(objects)
+    settled = [SettledSession(session=session, result=b"{}") for session in ("a", "b")]
+    await life.say("b", [user("hi")], "done")
+    for each in settled:
+        life.journal.append(each)
+    life.journal.append(WithdrawnSession(session="b"))
+    await life.journal.commit()
+    life.end()
+
+    life = Life(objects)
+    assert life.settled == settled[:1] and life.known == ["b"]
+    await life.records.forget("a")
+    life.end()
+    life = Life(objects)
+    assert life.settled == settled[:1]
+    life.end()
 
 
 async def test_an_answer_that_was_not_stored_is_not_given_either(tmp_path: Path) -> None:

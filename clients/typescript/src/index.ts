@@ -100,10 +100,23 @@ type Reply = [status: number, body?: unknown];
 const KEPT = 4096;
 const MAX_WAIT_S = 30;
 const MAX_BODY_BYTES = 64 * 2 ** 20;
+/** A gateway that is away for longer does not come back. */
+const AWAY_MS = 60_000;
+/** After a gateway came back: it may be told of the session only then. */
 const CALLBACK_TRIES = 3;
 const REQUIRED = ["id", "task", "base_url", "token", "seed", "deadline"] as const;
 
 class BadRequest extends Error {}
+
+/** What a server answers that does not do what it was asked for. */
+class Refused extends Error {
+  constructor(
+    message: string,
+    readonly status: number,
+  ) {
+    super(message);
+  }
+}
 
 /** One attempt that Etude asks for. */
 export class Rollout {
@@ -370,20 +383,29 @@ async function post(
 ): Promise<Response> {
   const headers = { "Content-Type": "application/json", Authorization: `Bearer ${token}` };
   const answer = await fetch(url, { method: "POST", headers, body: JSON.stringify(body), signal });
-  if (!answer.ok) throw new Error(`${url} answers ${answer.status}: ${await answer.text()}`);
+  if (!answer.ok) {
+    const said = `${url} answers ${answer.status}: ${await answer.text()}`;
+    throw new Refused(said, answer.status);
+  }
   return answer;
 }
 
-/** If it does not arrive, Etude asks for it. */
+/** A gateway that is away is waited for. Where it refuses, Etude asks for the result. */
 async function callBack(asked: Rollout, outcome: Outcome): Promise<void> {
   const { callbackUrl, callbackToken } = asked;
   if (callbackUrl === null || callbackToken === null) return;
-  for (let tried = 0; tried < CALLBACK_TRIES; tried++) {
+  const givenUp = Date.now() + AWAY_MS;
+  let refusals = 0;
+  while (Date.now() < givenUp && refusals < CALLBACK_TRIES) {
     try {
       await post(callbackUrl, outcome, callbackToken, AbortSignal.timeout(10_000));
       return;
-    } catch {
-      await new Promise((resolve) => setTimeout(resolve, 1000));
+    } catch (e) {
+      if (e instanceof Refused) {
+        if (e.status !== 404 && e.status !== 503) return;
+        refusals++;
+      }
     }
+    await new Promise((resolve) => setTimeout(resolve, 1000));
   }
 }

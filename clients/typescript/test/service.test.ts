@@ -102,13 +102,17 @@ test("what cannot be read is a 400", async () => {
   assert.equal((await fetch(`${url}/rollouts/x?wait_s=much`)).status, 400);
 });
 
-test("a session that is asked for is run, and its result sent", async () => {
+test("a session that is asked for is run, and its result sent to a gateway that was away", async () => {
   const scores: unknown[] = [];
+  let dropped = 0;
   const gateway = createServer(async (request, response) => {
     const body = JSON.parse(Buffer.concat(await request.toArray()).toString());
     if (request.url === "/v1/sessions" && scores.length === 0) {
       const callback_url = `${here}/v1/sessions/x/score`;
       response.end(JSON.stringify({ ...asked("x", "a"), callback_url, callback_token: "score" }));
+    } else if (request.url !== "/v1/sessions" && dropped < 4) {
+      dropped++; // as if the gateway were away
+      request.socket.destroy();
     } else {
       if (request.url !== "/v1/sessions") scores.push([request.headers.authorization, body.score]);
       response.writeHead(204).end();
