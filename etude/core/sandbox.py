@@ -82,8 +82,8 @@ class SandboxSpec:
     files: Mapping[str, str | bytes] = field(default_factory=dict)
     """Path -> content, put into the working copy last, over the repository."""
     repository: Repository | None = None
-    workdir: str = "/work"
-    """Another name that commands find the working copy by, such as /app."""
+    workdir: str = ""
+    """Another name that commands find the working copy by, such as /app; empty: /work alone."""
     services: tuple[Service, ...] = ()
     network: tuple[str, ...] = ()
     """Hosts that it may reach; none by default."""

@@ -26,7 +26,7 @@ from etude.sandbox.limits import COPY_BYTES, LEAST_MEMORY_BYTES, files_in, memor
 from etude.sandbox.link import REPLY_TIMEOUT_S, Link
 from etude.sandbox.mounts import Mount, check_walled
 from etude.sandbox.namespace_sandbox import NamespaceSandbox
-from etude.sandbox.places import WORKDIRS
+from etude.sandbox.places import WORK, WORKDIRS
 from etude.sandbox.spec import check_spec, opening_tree
 from etude.sandbox.tree import Tree
 from etude.sandbox.walls import Walls
@@ -106,7 +106,7 @@ class NamespaceSandboxPool:
 
     def check(self, spec: SandboxSpec) -> None:
         gives = {"repository"} | ({"user"} if spec.user == _USER else set())
-        if spec.workdir in WORKDIRS:
+        if spec.workdir in (WORK, *WORKDIRS):
             gives.add("workdir")
         if not any(service.image for service in spec.services):
             gives.add("services")
