@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from etude.core.types import Json, Score, Trajectory
+from etude.core.types import Json, Score, Trajectory, plain_text
 
 LONG = 40
 """Lines of a text that are shown; of a longer one the first and the last."""
@@ -34,7 +34,7 @@ def said(messages: Sequence[dict[str, Json]]) -> Iterator[Block]:
         role, content = str(message.get("role", "?")), message.get("content")
         who = {"assistant": "model"}.get(role, role)
         calls = [_call(call) for call in message.get("tool_calls") or ()]
-        text = plain(content)
+        text = plain_text(content)
         if text or not calls:
             yield Block(who, shorten(text or "(says nothing)"))
         yield from (Block("call", shorten(call)) for call in calls)
@@ -81,16 +81,6 @@ def shorten(text: str) -> str:
     return "\n".join(lines)
 
 
-def plain(content: Json) -> str:
-    """The text of a message, which may come in parts."""
-    if isinstance(content, list):
-        return "\n".join(
-            str(part.get("text", f"({part.get('type')})")) if isinstance(part, dict) else str(part)
-            for part in content
-        )
-    return "" if content is None else str(content)
-
-
 def _call(call: Json) -> str:
     """As Python would write it, if its arguments can be read."""
     function = call.get("function", {}) if isinstance(call, dict) else {}
@@ -105,5 +95,5 @@ def _call(call: Json) -> str:
     if len(short) <= 100 and "\\n" not in short:
         return f"{name}({short})"
     # long texts, such as a file, are read as they are and not as one line with escapes
-    parts = "\n".join(f"  {key} = {plain(value)}" for key, value in arguments.items())
+    parts = "\n".join(f"  {key} = {plain_text(value)}" for key, value in arguments.items())
     return f"{name}(\n{parts}\n)"
