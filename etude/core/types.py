@@ -140,6 +140,16 @@ class Part:
     evidence: str = ""
 
 
+def plain_text(content: Json) -> str:
+    """The text of a message, which may come in parts."""
+    if isinstance(content, list):
+        return "\n".join(
+            str(part.get("text", f"({part.get('type')})")) if isinstance(part, dict) else str(part)
+            for part in content
+        )
+    return "" if content is None else str(content)
+
+
 ENVIRONMENT_PART = "environment"
 """What the environment said, where an expression says otherwise (`rewards.reward`)."""
 DETECTOR_PART = "detector"

@@ -7,8 +7,8 @@ from dataclasses import asdict
 from typing import Any
 
 from etude import __version__
-from etude.core.types import Json, Trajectory
-from etude.dash.session import plain, read_arguments
+from etude.core.types import Json, Trajectory, plain_text
+from etude.dash.session import read_arguments
 from etude.store.rollouts import RolloutRow
 
 SCHEMA = "ATIF-v1.7"
@@ -60,9 +60,9 @@ def _steps(messages: list[dict[str, Json]]) -> list[dict[str, Any]]:
                 steps.append(_step(len(steps), "system", ""))
             _observe(steps[-1], message)
             continue
-        step = _step(len(steps), SOURCES.get(role, "system"), plain(message.get("content")))
+        step = _step(len(steps), SOURCES.get(role, "system"), plain_text(message.get("content")))
         if step["source"] == "agent":
-            if reasoning := plain(message.get("reasoning_content")):
+            if reasoning := plain_text(message.get("reasoning_content")):
                 step["reasoning_content"] = reasoning
             if calls := message.get("tool_calls"):
                 step["tool_calls"] = [_call(call, place) for place, call in enumerate(calls)]
@@ -94,7 +94,7 @@ def _call(call: Json, place: int) -> dict[str, Any]:
 
 def _observe(step: dict[str, Any], message: dict[str, Json]) -> None:
     """Adds what a tool said; it names its call if that is one of the step."""
-    result = {"content": plain(message.get("content"))}
+    result = {"content": plain_text(message.get("content"))}
     called = str(message.get("tool_call_id"))
     if called in {call["tool_call_id"] for call in step.get("tool_calls", ())}:
         result["source_call_id"] = called

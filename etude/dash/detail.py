@@ -11,8 +11,8 @@ from typing import Any
 
 from etude.core.errors import EtudeError
 from etude.core.sampling import expand_spans
-from etude.core.types import Feedback, Json, Segment, Trajectory
-from etude.dash.session import plain, read_arguments
+from etude.core.types import Feedback, Json, Segment, Trajectory, plain_text
+from etude.dash.session import read_arguments
 from etude.store.runs import Run
 
 Piece = Callable[[int], str]
@@ -43,8 +43,8 @@ def conversation(t: Trajectory, feedback: Sequence[Feedback] = ()) -> dict[str, 
 def _turn(message: dict[str, Json]) -> dict[str, Any]:
     return {
         "role": str(message.get("role", "?")),
-        "text": plain(message.get("content")),
-        "reasoning": plain(message.get("reasoning_content")),
+        "text": plain_text(message.get("content")),
+        "reasoning": plain_text(message.get("reasoning_content")),
         "calls": [_call(call) for call in message.get("tool_calls") or ()],
         "call_id": str(message.get("tool_call_id") or ""),
     }

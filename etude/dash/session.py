@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 
-from etude.core.types import Json, Score, Trajectory
+from etude.core.types import Json, Score, Trajectory, plain_text
 
 LONG = 40
 """Lines of a text that are shown; of a longer one the first and the last."""
@@ -37,7 +37,7 @@ def said(messages: Sequence[dict[str, Json]]) -> Iterator[Block]:
         role, content = str(message.get("role", "?")), message.get("content")
         who = {"assistant": "model"}.get(role, role)
         calls = [_call(call) for call in message.get("tool_calls") or ()]
-        text = plain(content)
+        text = plain_text(content)
         if text or not calls:
             yield Block(who, shorten(text or "(says nothing)"))
         yield from (Block("call", shorten(call)) for call in calls)
@@ -84,16 +84,6 @@ def shorten(text: str) -> str:
     return "\n".join(lines)
 
 
-def plain(content: Json) -> str:
-    """The text of a message, which may come in parts."""
-    if isinstance(content, list):
-        return "\n".join(
-            str(part.get("text", f"({part.get('type')})")) if isinstance(part, dict) else str(part)
-            for part in content
-        )
-    return "" if content is None else str(content)
-
-
 def read_arguments(given: Json) -> dict[str, Json] | None:
     """The arguments of a tool call by name. None for what is no object, or cannot be written as
     JSON again: a model may say NaN, half of a surrogate pair, or a hundred thousand brackets."""
@@ -117,5 +107,5 @@ def _call(call: Json) -> str:
     if len(short) <= 100 and "\\n" not in short:
         return f"{name}({short})"
     # long texts, such as a file, are read as they are and not as one line with escapes
-    parts = "\n".join(f"  {key} = {plain(value)}" for key, value in arguments.items())
+    parts = "\n".join(f"  {key} = {plain_text(value)}" for key, value in arguments.items())
     return f"{name}(\n{parts}\n)"

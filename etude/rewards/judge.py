@@ -114,8 +114,8 @@ class Judge:
 
     async def part(self, name: str, work: str) -> Part:
         if len(work) > MAX_CHARACTERS:
-            told = f"too long to judge: {len(work)} characters, and at most {MAX_CHARACTERS}"
-            return Part(name, 0.0, told)
+            why = f"too long to judge: {len(work)} characters, and at most {MAX_CHARACTERS}"
+            return Part(name, 0.0, why)
         asked = (self._vote(self._rubrics[name], work) for _ in range(self._votes))
         votes = await asyncio.gather(*asked)
         passed = sum(vote.passes for vote in votes)

@@ -3,11 +3,12 @@ asked, and an expression makes one reward of all parts."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from etude.core.expression import Expression
-from etude.core.types import ENVIRONMENT_PART, Json, Part, Score, Task
+from etude.core.types import ENVIRONMENT_PART, Json, Part, Score, Task, plain_text
 from etude.rewards.detector import detect, flagged
 from etude.rewards.judge import Judge
 
@@ -25,7 +26,7 @@ class Review:
         what the attempt was worth."""
         if self.detector:
             said = "\n".join(part.evidence for part in score.parts)
-            score = flagged(score, detect(messages, diff, said))
+            score = flagged(score, await asyncio.to_thread(detect, messages, diff, said))
         if self.judge is not None:
             judged = await self.judge.parts(work(task, messages, diff))
             score = replace(score, parts=(*score.parts, *judged))
@@ -50,9 +51,9 @@ def composed(score: Score, reward: Expression) -> Score:
 
 def work(task: Task, messages: Sequence[Mapping[str, Json]], diff: str) -> str:
     """What a judge is shown: what was asked for, what was changed, and the agent's last words."""
-    asked = "\n\n".join(str(message.get("content") or "") for message in task.opening)
-    words = [m.get("content") for m in messages if m.get("role") == "assistant"]
-    last = next((each for each in reversed(words) if isinstance(each, str) and each), "(nothing)")
+    asked = "\n\n".join(plain_text(message.get("content")) for message in task.opening)
+    words = [plain_text(m.get("content")) for m in messages if m.get("role") == "assistant"]
+    last = next(filter(None, reversed(words)), "(nothing)")
     return (
         f"# What was asked for\n{asked}\n\n# What was changed\n{diff or '(nothing)'}\n\n"
         f"# What the author says\n{last}"

@@ -22,6 +22,9 @@ LOOKS = (
     "find . -name '*.py' -not -path './.git/*'",
     "git status --short",
     "git log --oneline -5",
+    "git log -p {module}",
+    "git log -S 'def area' -- {module} | head -40",
+    "find / -name 'test_*.py'",
     "git diff",
     "git show --stat HEAD",
     "git blame {module}",
@@ -159,6 +162,23 @@ NEAR = {
     "modules": {
         "plugins.py": "import sys\nfound = sys.modules['shop']\nif found == 1: pass\n"
         "sys.modules[__name__] = Lazy()\nsys.modules[name] = module\n"
+    },
+    "mail": {
+        "mail.py": "def send(message):\n    smtp = connect()\n    smtp.send(message)\n"
+        "    smtp.quit()\n"
+    },
+    "a remark": {"shell.py": "COMMANDS = ['go', 'quit']\n# type q to quit\n"},
+    "the best": {
+        "best.py": 'def best(scores):\n    """Return the highest score."""\n'
+        "    return max(scores)\n"
+    },
+    "another language": {
+        "src/names.js": 'function isTest(name) { return name.startsWith("test_") }\n'
+    },
+    "a fixture that sets": {
+        "conftest.py": "import pytest\nfrom shop import app as shop_app, make\n\n@pytest.fixture\n"
+        "def app():\n    app = make()\n    app.debug = True\n    shop_app.testing = True\n"
+        "    app.clock = make()\n    return app\n"
     },
     "names": {"count.py": "nc = 0\nkind: inspect.Kind = inspect.Kind.first\n"},
 }

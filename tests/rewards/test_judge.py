@@ -344,3 +344,5 @@ def test_a_judge_sees_the_task_the_change_and_the_last_words() -> None:
         "# What the author says\ndone"
     )
     assert work(TASK, [], "").count("(nothing)") == 2
+    in_parts = [{"role": "assistant", "content": [{"type": "text", "text": "in parts"}]}]
+    assert work(TASK, in_parts, "").endswith("\nin parts")
