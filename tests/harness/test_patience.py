@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 
 import aiohttp
 import pytest
@@ -15,7 +16,6 @@ from etude.core.patience import when_back
 from etude.core.sandbox import SandboxSpec
 from etude.core.types import Task
 from etude.harness.agent import CodingAgent
-from etude.launch.launcher import free_ports
 from etude.sandbox.fake import FakeSandboxPool
 
 
@@ -44,7 +44,8 @@ async def test_it_is_given_up_at_last(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_a_session_of_the_built_in_agent_goes_on_when_the_gateway_is_back() -> None:
     """Nobody listens when it asks first; then it is cut off once; then it is answered."""
-    (port,) = free_ports(1)
+    held = socket.socket()  # bound, so that nobody else takes the port, and not listening yet
+    held.bind(("127.0.0.1", 0))
     bodies: list[bytes] = []
 
     async def answer(request: web.Request) -> web.Response:
@@ -65,13 +66,13 @@ async def test_a_session_of_the_built_in_agent_goes_on_when_the_gateway_is_back(
         FakeSandboxPool().open(SandboxSpec()) as sandbox,
     ):
         agent = CodingAgent(http, max_turns=3, max_tokens=9, timeout_s=600.0, temperature=1.0)
-        url = f"http://127.0.0.1:{port}/s/x/v1"
+        url = f"http://127.0.0.1:{held.getsockname()[1]}/s/x/v1"
         task = Task(id="t", prompt="mend it", meta={"module": "area.py"})
         running = asyncio.create_task(agent.run(task, sandbox, base_url=url, api_key="key", seed=7))
         await asyncio.sleep(2 * patience.RETRY_S)
         assert not running.done()
         try:
-            await web.TCPSite(server, "127.0.0.1", port).start()
+            await web.SockSite(server, held).start()
             transcript = await running
         finally:
             await server.cleanup()
