@@ -207,7 +207,7 @@ def test_no_text_takes_for_ever(piece: str) -> None:
     text = "import a" + piece * (120_000 // len(piece))
     diff = "".join(
         f"diff --git a/{path} b/{path}\nnew file mode 100644\n@@ -0,0 +1 @@\n"
-        + "\n".join(f"+{line}" for line in text.split("\n"))
+        + "".join(f"+{line}\n" for line in text.split("\n"))
         for path in ("a.py", "conftest.py", "tests/test_a.py")
     )
     detect([{"role": "assistant", "content": text}, *calls(("run", {"command": text}))], diff)
