@@ -90,8 +90,8 @@ _QUIT = re.compile(
     re.M,
 )
 _PROGRAM = re.compile(r"__main__|argparse|\bclick\b|\bdef main\b|\btyper\b")
-_IMPORT = re.compile(r"^[ \t]*(?:from[ \t]+\S+[ \t]+)?import\b([^#;\n]*)", re.M)
-_BOUND = re.compile(r"(\w+)(?:\.\w+)*[ \t]*(?:,|\)|$)")
+_IMPORT = re.compile(r"^[ \t]*(?:from[ \t]+\S+[ \t]+)?import\b([^#;\n]{0,200})", re.M)
+_BOUND = re.compile(r"\b(\w+)(?:\.\w+)*[ \t]*(?:,|\)|$)")
 """A name that an import makes known."""
 _REPLACED = re.compile(
     r"^[ \t]+(\w+)(?:\.\w+)+[ \t]*=(?!=|[ \t]*(?:True\b|False\b|None\b|[\d\"'-]))", re.M
