@@ -135,7 +135,8 @@ def test_the_tasks_of_a_seed_are_the_same_in_every_version() -> None:
     before. Whoever changes a template changes these numbers knowingly."""
 
     def digest(made: object) -> str:
-        text = json.dumps(msgspec.to_builtins(made))
+        """Of all but a field that came later, and is empty in every task."""
+        text = json.dumps(msgspec.to_builtins(made)).replace('"workdir": "", ', "")
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     tasks = {split: make_tasks(split, 150, seed=0) for split in SPLITS}  # type: ignore[arg-type]
