@@ -14,7 +14,8 @@ import pytest
 
 from etude.cli import main
 from etude.commands.run_file import read_run_file
-from etude.commands.trial import REFERENCE, SESSION, UNTOUCHED
+from etude.commands.trial import GIVEN, REFERENCE, SESSION, UNTOUCHED
+from etude.rewards.junit import parse_junit
 from tests.namespaces import need_namespaces
 from tests.sandbox.test_repository import git
 from tests.serve.serving import write_model
@@ -39,6 +40,12 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     assert main(["init", str(directory)]) == 0
     monkeypatch.chdir(directory)
     return directory
+
+
+def commit(repository: Path) -> None:
+    git(repository, "init", "-q")
+    git(repository, "add", ".")
+    git(repository, "commit", "-qm", "one")
 
 
 def tried(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
@@ -97,10 +104,10 @@ def test_the_repository_around_it_is_used(
         "    return best\n"
         '\n\ndef untested():\n    """Return 1."""\n    return 1\n\n\ndef silent(prices): return 0\n'
     )
-    (repository / "tests" / "test_cart.py").write_text("from cart import most, silent, total\n")
-    git(repository, "init", "-q")
-    git(repository, "add", ".")
-    git(repository, "commit", "-qm", "one")
+    (repository / "tests" / "test_cart.py").write_text(
+        "from cart import most, silent, total\n\n\ndef test_it(): ...\n"
+    )
+    commit(repository)
     model = write_model(tmp_path / "model")
     directory = repository / "training" / "first"
     assert main(["init", str(directory), "--model", str(model)]) == 0
@@ -133,13 +140,13 @@ def test_a_repository_elsewhere_is_used(
     (repository / "src").mkdir(parents=True)
     functions = (f'def f{n}():\n    """Return {n}."""\n    return {n}\n' for n in range(2))
     (repository / "src" / "cart.py").write_text("\n\n".join(functions))
-    (repository / "test_cart.py").write_text("from src.cart import f0, f1\n")
+    (repository / "test_cart.py").write_text(
+        "from src.cart import f0, f1\n\n\ndef test_it(): ...\n"
+    )
     argv = ["init", str(tmp_path / "mine"), "--repo", str(repository)]
     assert main(argv) == 2
     assert "there is no git repository" in capsys.readouterr().err
-    git(repository, "init", "-q")
-    git(repository, "add", ".")
-    git(repository, "commit", "-qm", "one")
+    commit(repository)
     assert main(argv) == 0
     told = capsys.readouterr().out
     assert f"its tasks are functions of {repository}\n" in told and "pocket" not in told
@@ -151,6 +158,82 @@ def test_a_repository_elsewhere_is_used(
     environment = build("environment.py:Functions", "k", None, counts=counts, seed=0)
     found = {task.id for split in counts for task in environment.tasks(split)}
     assert found == {"src/cart.py:f0", "src/cart.py:f1"}
+
+
+TESTS = """
+import unittest
+
+import pytest
+from money import add, negate
+
+
+@pytest.fixture
+def test_data():
+    return 1
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_negate(number):
+    assert negate(number) == -number
+
+
+class TestMoney:
+    def test_add(self, test_data):
+        assert add(test_data, 1) == 2
+
+    def helper(self): ...
+
+    class TestMore:
+        def test_nothing(self):
+            assert add(0, 0) == 0
+
+
+class Unit(unittest.TestCase):
+    def test_unit(self):
+        self.assertEqual(add(1, 1), 2)
+
+
+class TestNotCollected:
+    def __init__(self): ...
+
+    def test_never(self): ...
+"""
+
+
+def test_tests_are_found_where_pytest_finds_them(project: Path, tmp_path: Path) -> None:
+    from etude.run.plugins import load
+
+    money = "def add(a, b):\n    return a + b\n\n\ndef negate(a):\n    return -a\n"
+    (tmp_path / "money.py").write_text(money)
+    (tmp_path / "test_money.py").write_text(TESTS)
+    argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml=report.xml"]
+    subprocess.run([*argv, "test_money.py"], cwd=tmp_path, check=True, capture_output=True)
+    reported = parse_junit((tmp_path / "report.xml").read_bytes())
+    found = set(load("environment.py:find_tests", "k")("test_money.py", TESTS))
+    assert found == {name.partition("[")[0] for name in reported} and len(found) == 4
+
+
+def test_a_file_that_ends_the_process_is_not_paid_where_tests_are_in_classes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    repository = tmp_path / "shop"
+    repository.mkdir()
+    functions = (f'def f{n}():\n    """Return {n}."""\n    return {n}\n' for n in range(2))
+    (repository / "cart.py").write_text("\n\n".join(functions))
+    tests = "import cart\n\n\nclass TestCart:\n"
+    tests += "".join(
+        f"    def test_f{n}(self):\n        assert cart.f{n}() == {n}\n" for n in range(2)
+    )
+    (repository / "test_cart.py").write_text(tests)
+    commit(repository)
+    (tmp_path / "cheat").mkdir()
+    (tmp_path / "cheat" / "cart.py").write_text("import os\n\nos._exit(0)\n")
+    assert main(["init", str(tmp_path / "mine"), "--repo", str(repository)]) == 0
+    monkeypatch.chdir(tmp_path / "mine")
+    keys = ("--set", "sandbox.isolation=process", "--set", f'sandbox.mounts=["{sys.prefix}"]')
+    by_name = tried(capsys, *keys, "--no-model", "--solution", str(tmp_path / "cheat"))
+    rewards = {name: trial["score"]["reward"] for name, trial in by_name.items()}
+    assert rewards == {UNTOUCHED: 0.0, REFERENCE: 1.0, GIVEN: 0.0}
 
 
 def test_every_template_is_in_the_package() -> None:
