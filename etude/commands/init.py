@@ -29,6 +29,7 @@ group_size = 8                   # attempts at each: they are compared with each
 max_lag = 1                      # 0 waits for every session before the next step
 temperature = 0.8
 lr = 1e-5
+warmup_steps = 2                 # with fewer steps than this, lr is never reached
 threads = @THREADS@                      # of the trainer"""
 SFT_STAGE = f"""\
 # Fresh weights solve nothing, and rl compares attempts that were solved with others that were not.

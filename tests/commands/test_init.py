@@ -15,6 +15,7 @@ import pytest
 from etude.cli import main
 from etude.commands.run_file import read_run_file
 from etude.commands.trial import GIVEN, REFERENCE, SESSION, UNTOUCHED
+from etude.core.stages import RlConfig
 from etude.rewards.junit import parse_junit
 from tests.namespaces import need_namespaces
 from tests.sandbox.test_repository import git
@@ -116,6 +117,8 @@ def test_the_repository_around_it_is_used(
     monkeypatch.chdir(directory)
     config = read_run_file(Path("run.toml"))
     assert config.model.path == str(model) and config.name == "first"
+    (stage,) = config.stage
+    assert isinstance(stage, RlConfig) and stage.warmup_steps < stage.steps / 2
     from etude.run.plugins import build
 
     environment = build(
