@@ -149,18 +149,22 @@ def test_a_repository_elsewhere_is_used(
     argv = ["init", str(tmp_path / "mine"), "--repo", str(repository)]
     assert main(argv) == 2
     assert "there is no git repository" in capsys.readouterr().err
+    git(repository, "init", "-q")
+    assert main(argv) == 2
+    assert "has no commit" in capsys.readouterr().err and not (tmp_path / "mine").exists()
     commit(repository)
     assert main(argv) == 0
     told = capsys.readouterr().out
-    assert f"its tasks are functions of {repository}\n" in told and "pocket" not in told
+    found = f"its tasks are 2 functions of {repository}: 1 to train on, 1 held out\n"
+    assert found in told and "pocket" not in told and "look" not in told
     monkeypatch.chdir(tmp_path / "mine")
     assert not Path("pocket").exists()
     from etude.run.plugins import build
 
     counts = {"train": 9, "heldout": 9}
     environment = build("environment.py:Functions", "k", None, counts=counts, seed=0)
-    found = {task.id for split in counts for task in environment.tasks(split)}
-    assert found == {"src/cart.py:f0", "src/cart.py:f1"}
+    tasks = {task.id for split in counts for task in environment.tasks(split)}
+    assert tasks == {"src/cart.py:f0", "src/cart.py:f1"}
 
 
 TESTS = """
@@ -237,6 +241,31 @@ def test_a_file_that_ends_the_process_is_not_paid_where_tests_are_in_classes(
     by_name = tried(capsys, *keys, "--no-model", "--solution", str(tmp_path / "cheat"))
     rewards = {name: trial["score"]["reward"] for name, trial in by_name.items()}
     assert rewards == {UNTOUCHED: 0.0, REFERENCE: 1.0, GIVEN: 0.0}
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [("x = 1\n", "has 0 functions with a docstring"), ("print 1\n", "(old.py, line 1)")],
+)
+def test_a_repository_without_tasks_is_told_of(
+    text: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    repository = tmp_path / "shop"
+    repository.mkdir()
+    (repository / "old.py").write_text(text)
+    commit(repository)
+    assert main(["init", str(tmp_path / "mine"), "--repo", str(repository)]) == 0
+    told = capsys.readouterr().out
+    assert "look: there are no tasks yet: " in told and why in told
+
+
+def test_a_model_is_named_by_its_own_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_model(tmp_path / "model")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert main(["init", "mine", "--model", "../model"]) == 0
+    named = tomllib.loads(Path("mine/run.toml").read_text())["model"]["path"]
+    assert named == str((tmp_path / "model").resolve())
 
 
 def test_every_template_is_in_the_package() -> None:
