@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import runpy
 import subprocess
 import sys
 from importlib import resources
@@ -13,6 +14,7 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 
 from etude.core.errors import EtudeError
 
@@ -29,6 +31,7 @@ group_size = 8                   # attempts at each: they are compared with each
 max_lag = 1                      # 0 waits for every session before the next step
 temperature = 0.8
 lr = 1e-5
+warmup_steps = 2                 # with fewer steps than this, lr is never reached
 threads = @THREADS@                      # of the trainer"""
 SFT_STAGE = f"""\
 # Fresh weights solve nothing, and rl compares attempts that were solved with others that were not.
@@ -48,6 +51,12 @@ def init(directory: Path, model: Path | None, repo: Path | None, console: Consol
     if repo is not None and not (repo.is_dir() and _in_repository(repo)):
         raise EtudeError(f"--repo {repo}: there is no git repository; `git init` makes one")
     is_made = repo is None and not _in_repository(directory)
+    place = _nearest(repo or directory)
+    if not is_made and _git(place, "rev-parse", "-q", "--verify", "HEAD").returncode:
+        raise EtudeError(
+            f"the git repository at {place} has no commit, and tasks are made of what is "
+            f"committed: commit something first; nothing was written"
+        )
     files = {
         path: text
         for path, text in _templates(resources.files("etude.commands").joinpath("project")).items()
@@ -97,10 +106,12 @@ def _templates(folder: Traversable, prefix: str = "") -> dict[str, str]:
 
 def _in_repository(directory: Path) -> bool:
     """Whether the directory, or the first one above it that is there, lies in a git repository."""
-    place = next(
-        each for each in (directory.absolute(), *directory.absolute().parents) if each.is_dir()
-    )
-    return _git(place, "rev-parse", "--is-inside-work-tree").returncode == 0
+    return _git(_nearest(directory), "rev-parse", "--is-inside-work-tree").returncode == 0
+
+
+def _nearest(directory: Path) -> Path:
+    place = directory.absolute()
+    return next(each for each in (place, *place.parents) if each.is_dir())
 
 
 def _commit(place: Path) -> None:
@@ -132,7 +143,7 @@ def _model_lines(model: Path | None) -> str:
             "# Fresh weights: they run, and will not solve a task. Give a model that can code:\n"
             '# path = "DIR"                 # a Hugging Face directory; `make model` fetches one'
         )
-    return f'path = "{model.absolute()}"'
+    return f'path = "{model.resolve()}"'
 
 
 def _mounts() -> list[str]:
@@ -144,9 +155,25 @@ def _mounts() -> list[str]:
     return [f"{sys.prefix}:/opt/venv" if taken else sys.prefix]
 
 
+def _described_tasks(directory: Path, source: str) -> str:
+    """By the environment that was written. What it refuses is no reason to refuse the project: its
+    code is there to be changed."""
+    make = runpy.run_path(str(directory / "environment.py"))["Functions"]
+    splits = ("train", "heldout")
+    try:
+        environment = make(None, counts=dict.fromkeys(splits, sys.maxsize), seed=0)
+        train, heldout = (len(environment.tasks(split)) for split in splits)
+    except (ValueError, SyntaxError, EtudeError) as e:
+        return f"[yellow]look:[/] there are no tasks yet: {escape(str(e))}"
+    return (
+        f"its tasks are {train + heldout} functions of {escape(source)}: {train} to train on, "
+        f"{heldout} held out"
+    )
+
+
 def _tell(directory: Path, files: list[str], source: str, console: Console) -> None:
     console.print(f"wrote {', '.join(files)} to {directory}", highlight=False, soft_wrap=True)
-    console.print(f"its tasks are functions of {source}", highlight=False, soft_wrap=True)
+    console.print(_described_tasks(directory, source), highlight=False, soft_wrap=True)
     if _mounts() == [".venv"]:
         console.print(
             f"the environment of etude, {sys.prefix}, has no pytest of its own: make one that has, "

@@ -17,7 +17,7 @@ import aiohttp
 from rich.console import Console
 from rich.markup import escape
 
-from etude.core.advantage import untrainable_params
+from etude.core.advantage import suspected_tricks, untrainable_params
 from etude.core.config import RunConfig
 from etude.core.errors import EtudeError, RolloutFailure
 from etude.core.protocols import Agent, Environment
@@ -145,6 +145,12 @@ def findings(trials: Sequence[Trial], *, has_files: bool = True) -> list[str]:
         f"them fail"
         for trial in trials
         if trial.reward is None
+    ]
+    found += [
+        f"{trial.name} is suspected of a trick ({tricks}): a run does not train on such attempts, "
+        f"unless rewards.detector says otherwise; read its evidence"
+        for trial in trials
+        if (tricks := suspected_tricks(trial.trajectory))
     ]
     if (paid := rewards.get(UNTOUCHED)) is not None and paid > 0.0:
         found.append(f"doing nothing earns {paid:g}: a model can learn to do nothing")

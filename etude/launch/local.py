@@ -20,7 +20,7 @@ from etude.core.config import CODING_AGENT, AnyStage, RunConfig
 from etude.core.errors import EtudeError
 from etude.core.events import EVENTS, Event, Launched
 from etude.core.lineage import stage_spans
-from etude.core.stages import RolloutStageConfig
+from etude.core.stages import MidtrainConfig, RolloutStageConfig
 from etude.core.types import EVAL_SPLITS, Json
 from etude.launch import screen
 from etude.launch.check import Findings, check_start
@@ -120,6 +120,7 @@ def plan(
         values = ", ".join(f"{key} {value}" for key, value in _settings(span.stage).items())
         start = max(span.start, reached)
         lines.append(f"  {span.name}: version {start} -> {span.end} ({values})")
+        lines += _long_warmup(span.stage)
     lines += [
         f"  workers: {', '.join(engine.regions)}, {engine.max_num_seqs} requests each at once",
         f"  sandboxes: {config.sandbox.isolation}, {harness.concurrency} sessions at once",
@@ -152,6 +153,21 @@ def _short_context(config: RunConfig, findings: Findings | None) -> list[str]:
         f"  look: harness.max_tokens = {config.harness.max_tokens} is more than a whole session "
         f"has, prompt included ({context} tokens): answers are cut there; lower it, or raise "
         f"model.max_context"
+    ]
+
+
+def _long_warmup(stage: AnyStage) -> list[str]:
+    """That a stage ends before its learning rate is reached is no error, and hardly meant."""
+    if (
+        not isinstance(stage, MidtrainConfig | RolloutStageConfig)
+        or stage.warmup_steps < stage.steps
+    ):
+        return []
+    reached = stage.lr * stage.steps / (stage.warmup_steps + 1)
+    return [
+        f"  look: stage.{stage.name}.warmup_steps = {stage.warmup_steps}, and the stage has "
+        f"{stage.steps} steps: lr = {stage.lr:g} is never reached, only {reached:.2g}; lower "
+        f"warmup_steps"
     ]
 
 

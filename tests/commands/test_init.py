@@ -14,7 +14,9 @@ import pytest
 
 from etude.cli import main
 from etude.commands.run_file import read_run_file
-from etude.commands.trial import REFERENCE, SESSION, UNTOUCHED
+from etude.commands.trial import GIVEN, REFERENCE, SESSION, UNTOUCHED
+from etude.core.stages import RlConfig
+from etude.rewards.junit import parse_junit
 from tests.namespaces import need_namespaces
 from tests.sandbox.test_repository import git
 from tests.serve.serving import write_model
@@ -39,6 +41,12 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     assert main(["init", str(directory)]) == 0
     monkeypatch.chdir(directory)
     return directory
+
+
+def commit(repository: Path) -> None:
+    git(repository, "init", "-q")
+    git(repository, "add", ".")
+    git(repository, "commit", "-qm", "one")
 
 
 def tried(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
@@ -97,10 +105,10 @@ def test_the_repository_around_it_is_used(
         "    return best\n"
         '\n\ndef untested():\n    """Return 1."""\n    return 1\n\n\ndef silent(prices): return 0\n'
     )
-    (repository / "tests" / "test_cart.py").write_text("from cart import most, silent, total\n")
-    git(repository, "init", "-q")
-    git(repository, "add", ".")
-    git(repository, "commit", "-qm", "one")
+    (repository / "tests" / "test_cart.py").write_text(
+        "from cart import most, silent, total\n\n\ndef test_it(): ...\n"
+    )
+    commit(repository)
     model = write_model(tmp_path / "model")
     directory = repository / "training" / "first"
     assert main(["init", str(directory), "--model", str(model)]) == 0
@@ -109,6 +117,8 @@ def test_the_repository_around_it_is_used(
     monkeypatch.chdir(directory)
     config = read_run_file(Path("run.toml"))
     assert config.model.path == str(model) and config.name == "first"
+    (stage,) = config.stage
+    assert isinstance(stage, RlConfig) and stage.warmup_steps < stage.steps / 2
     from etude.run.plugins import build
 
     environment = build(
@@ -133,24 +143,129 @@ def test_a_repository_elsewhere_is_used(
     (repository / "src").mkdir(parents=True)
     functions = (f'def f{n}():\n    """Return {n}."""\n    return {n}\n' for n in range(2))
     (repository / "src" / "cart.py").write_text("\n\n".join(functions))
-    (repository / "test_cart.py").write_text("from src.cart import f0, f1\n")
+    (repository / "test_cart.py").write_text(
+        "from src.cart import f0, f1\n\n\ndef test_it(): ...\n"
+    )
     argv = ["init", str(tmp_path / "mine"), "--repo", str(repository)]
     assert main(argv) == 2
     assert "there is no git repository" in capsys.readouterr().err
     git(repository, "init", "-q")
-    git(repository, "add", ".")
-    git(repository, "commit", "-qm", "one")
+    assert main(argv) == 2
+    assert "has no commit" in capsys.readouterr().err and not (tmp_path / "mine").exists()
+    commit(repository)
     assert main(argv) == 0
     told = capsys.readouterr().out
-    assert f"its tasks are functions of {repository}\n" in told and "pocket" not in told
+    found = f"its tasks are 2 functions of {repository}: 1 to train on, 1 held out\n"
+    assert found in told and "pocket" not in told and "look" not in told
     monkeypatch.chdir(tmp_path / "mine")
     assert not Path("pocket").exists()
     from etude.run.plugins import build
 
     counts = {"train": 9, "heldout": 9}
     environment = build("environment.py:Functions", "k", None, counts=counts, seed=0)
-    found = {task.id for split in counts for task in environment.tasks(split)}
-    assert found == {"src/cart.py:f0", "src/cart.py:f1"}
+    tasks = {task.id for split in counts for task in environment.tasks(split)}
+    assert tasks == {"src/cart.py:f0", "src/cart.py:f1"}
+
+
+TESTS = """
+import unittest
+
+import pytest
+from money import add, negate
+
+
+@pytest.fixture
+def test_data():
+    return 1
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_negate(number):
+    assert negate(number) == -number
+
+
+class TestMoney:
+    def test_add(self, test_data):
+        assert add(test_data, 1) == 2
+
+    def helper(self): ...
+
+    class TestMore:
+        def test_nothing(self):
+            assert add(0, 0) == 0
+
+
+class Unit(unittest.TestCase):
+    def test_unit(self):
+        self.assertEqual(add(1, 1), 2)
+
+
+class TestNotCollected:
+    def __init__(self): ...
+
+    def test_never(self): ...
+"""
+
+
+def test_tests_are_found_where_pytest_finds_them(project: Path, tmp_path: Path) -> None:
+    from etude.run.plugins import load
+
+    money = "def add(a, b):\n    return a + b\n\n\ndef negate(a):\n    return -a\n"
+    (tmp_path / "money.py").write_text(money)
+    (tmp_path / "test_money.py").write_text(TESTS)
+    argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml=report.xml"]
+    subprocess.run([*argv, "test_money.py"], cwd=tmp_path, check=True, capture_output=True)
+    reported = parse_junit((tmp_path / "report.xml").read_bytes())
+    found = set(load("environment.py:find_tests", "k")("test_money.py", TESTS))
+    assert found == {name.partition("[")[0] for name in reported} and len(found) == 4
+
+
+def test_a_file_that_ends_the_process_is_not_paid_where_tests_are_in_classes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    repository = tmp_path / "shop"
+    repository.mkdir()
+    functions = (f'def f{n}():\n    """Return {n}."""\n    return {n}\n' for n in range(2))
+    (repository / "cart.py").write_text("\n\n".join(functions))
+    tests = "import cart\n\n\nclass TestCart:\n"
+    tests += "".join(
+        f"    def test_f{n}(self):\n        assert cart.f{n}() == {n}\n" for n in range(2)
+    )
+    (repository / "test_cart.py").write_text(tests)
+    commit(repository)
+    (tmp_path / "cheat").mkdir()
+    (tmp_path / "cheat" / "cart.py").write_text("import os\n\nos._exit(0)\n")
+    assert main(["init", str(tmp_path / "mine"), "--repo", str(repository)]) == 0
+    monkeypatch.chdir(tmp_path / "mine")
+    keys = ("--set", "sandbox.isolation=process", "--set", f'sandbox.mounts=["{sys.prefix}"]')
+    by_name = tried(capsys, *keys, "--no-model", "--solution", str(tmp_path / "cheat"))
+    rewards = {name: trial["score"]["reward"] for name, trial in by_name.items()}
+    assert rewards == {UNTOUCHED: 0.0, REFERENCE: 1.0, GIVEN: 0.0}
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [("x = 1\n", "has 0 functions with a docstring"), ("print 1\n", "(old.py, line 1)")],
+)
+def test_a_repository_without_tasks_is_told_of(
+    text: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    repository = tmp_path / "shop"
+    repository.mkdir()
+    (repository / "old.py").write_text(text)
+    commit(repository)
+    assert main(["init", str(tmp_path / "mine"), "--repo", str(repository)]) == 0
+    told = capsys.readouterr().out
+    assert "look: there are no tasks yet: " in told and why in told
+
+
+def test_a_model_is_named_by_its_own_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_model(tmp_path / "model")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert main(["init", "mine", "--model", "../model"]) == 0
+    named = tomllib.loads(Path("mine/run.toml").read_text())["model"]["path"]
+    assert named == str((tmp_path / "model").resolve())
 
 
 def test_every_template_is_in_the_package() -> None:

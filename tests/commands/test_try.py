@@ -204,7 +204,7 @@ def trial(name: str, reward: float | None, **more: Any) -> Trial:
         task="t",
         group="t",
         segments=more.get("segments", ()),
-        score=None if reward is None else Score(reward),
+        score=None if reward is None else Score(reward, flags=more.get("flags", ())),
         status="failed" if reward is None else more.get("status", "done"),
         messages=[{"role": role} for role in more.get("roles", ("user", "assistant"))],
     )
@@ -239,6 +239,17 @@ def trial(name: str, reward: float | None, **more: Any) -> Trial:
         (
             [trial(UNTOUCHED, 0.0), trial(GIVEN, 1.0), trial(SESSION, 0.0, segments=(GREEDY,))],
             ["sampled with temperature 0, which the trainer cannot recompute"],
+        ),
+        (
+            [
+                trial(UNTOUCHED, 0.0),
+                trial(GIVEN, 1.0, flags=("cheat:early-exit", "slow")),
+                trial(SESSION, 1.0, flags=("cheat:edited-tests",)),
+            ],
+            [
+                "your solution is suspected of a trick (early-exit)",
+                "session is suspected of a trick (edited-tests)",
+            ],
         ),
     ],
 )

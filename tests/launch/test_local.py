@@ -181,6 +181,7 @@ max_lag = 3
 regions = ["here", "there"]
 threads = 2
 """
+NO_WARMUP = ["stage.midtrain.warmup_steps=0", "stage.rl.warmup_steps=0"]
 
 
 def launches(run: Run) -> list[bool]:
@@ -353,7 +354,7 @@ def test_a_run_without_a_loop_has_no_lag(
 
 def test_a_plan_says_what_would_run(tmp_path: Path) -> None:
     place = RunDirectory(tmp_path / "r")
-    lines = local.plan(parse(TOML, ["tasks.novel=0"]), place).splitlines()
+    lines = local.plan(parse(TOML, ["tasks.novel=0", *NO_WARMUP]), place).splitlines()
     first, model, environment, agent, midtrain, rl, workers, sandboxes = lines
     assert first == f"run a, seed 0, in {tmp_path}/r"
     assert model == "  model: fresh weights, sessions of 512 tokens at most"
@@ -385,7 +386,7 @@ def test_turns_are_told_where_somebody_counts_them(
 
 def test_a_plan_says_that_answers_cannot_be_so_long(tmp_path: Path) -> None:
     def looks(tokens: int, found: Findings | None = None) -> list[str]:
-        config = parse(TOML, [f"harness.max_tokens={tokens}"])
+        config = parse(TOML, [f"harness.max_tokens={tokens}", *NO_WARMUP])
         told = local.plan(config, RunDirectory(tmp_path / "r"), found)
         return [line for line in told.splitlines() if line.startswith("  look: ")]
 
@@ -395,6 +396,17 @@ def test_a_plan_says_that_answers_cannot_be_so_long(tmp_path: Path) -> None:
     small = Findings(tasks={}, parameters=1, model_context=256, seconds={}, disk_bytes=1)
     (line,) = looks(512, small)
     assert "256 tokens" in line
+
+
+def test_a_plan_says_that_a_rate_is_never_reached(tmp_path: Path) -> None:
+    def looks(steps: int) -> list[str]:
+        changes = [f"stage.rl.steps={steps}", "stage.rl.warmup_steps=10", "stage.rl.lr=1e-5"]
+        told = local.plan(parse(TOML, NO_WARMUP + changes), RunDirectory(tmp_path / "r"))
+        return [line for line in told.splitlines() if line.startswith("  look: ")]
+
+    assert looks(11) == []
+    (line,) = looks(10)
+    assert "stage.rl.warmup_steps = 10" in line and "only 9.1e-06" in line
 
 
 def test_a_plan_says_what_was_found(tmp_path: Path) -> None:
