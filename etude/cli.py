@@ -7,7 +7,9 @@ import argparse
 import importlib
 import inspect
 import json
+import os
 import platform
+import select
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
@@ -24,12 +26,21 @@ if TYPE_CHECKING:
     from etude.launch.local import RunDirectory
 
 INTERRUPTED = 130
+NOBODY_READS = 141
+"""As of a program that SIGPIPE ended: `etude .. | head` has read enough."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_arguments(argv)
     try:
-        return COMMANDS[args.command](args)
+        code = COMMANDS[args.command](args)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        if not _is_stdout_broken():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        return NOBODY_READS
     except KeyboardInterrupt:
         print(f"stopped; resume with: {_again(argv)}", file=sys.stderr)
         return INTERRUPTED
@@ -40,6 +51,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"error: {told}", file=sys.stderr)
         return 2
+
+
+def _is_stdout_broken() -> bool:
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(state & select.POLLERR for _, state in poll.poll(0))
 
 
 def _again(argv: Sequence[str] | None) -> str:
@@ -317,8 +334,6 @@ def _console(json_wanted: bool) -> Console:
 
 
 def _machine() -> str:
-    import os
-
     return f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
 
 

@@ -70,7 +70,9 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="the same bits whatever is answered together; slower",
     )
-    parser.add_argument("--quiet", action="store_true", help="no line for every request")
+    parser.add_argument(
+        "--quiet", action="store_true", help="no line for every request, no warnings"
+    )
 
 
 def add_token(parser: argparse.ArgumentParser) -> None:

@@ -246,6 +246,17 @@ def test_the_audit_of_a_run_that_has_just_begun(etude: Etude, tmp_path: Path) ->
     assert out.startswith("0 issued = 0 trained + 0 dropped + 0 in flight")
 
 
+def test_a_reader_that_has_read_enough_is_no_error() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    argv = [sys.executable, "-m", "etude", "keys", "--markdown"]
+    try:
+        ended = subprocess.run(argv, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    finally:
+        os.close(write)
+    assert (ended.returncode, ended.stderr) == (141, "")
+
+
 def test_help_loads_neither_torch_nor_anything_slow() -> None:
     code = (
         "import sys, etude.cli as c\ntry: c.main(['--help'])\nexcept SystemExit: "

@@ -10,6 +10,7 @@ import contextlib
 import http.client
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -66,9 +67,13 @@ class Settings:
 
 
 def chat(target: str, version: int | None, settings: Settings, console: Console) -> None:
-    with _server(target, version, console) as url:
+    with _server(target, version, console) as (url, who):
         console.print(
-            f"talking to {url}   /help tells more, /quit ends", style="dim", highlight=False
+            f"talking to {who}   /help tells more, /quit ends",
+            style="dim",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
         )
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  # input() then has a history and line editing
@@ -160,7 +165,8 @@ def _reason(body: bytes) -> str:
 
 
 @contextlib.contextmanager
-def _server(target: str, version: int | None, console: Console) -> Iterator[str]:
+def _server(target: str, version: int | None, console: Console) -> Iterator[tuple[str, str]]:
+    """Its URL, and what it serves, in words."""
     if target.startswith(("http://", "https://")):
         if version is not None:
             raise EtudeError(f"--version {version}: the server at {target} has chosen its weights")
@@ -170,7 +176,7 @@ def _server(target: str, version: int | None, console: Console) -> Iterator[str]
             raise EtudeError(f"{target} is no URL: {e}; write it like http://127.0.0.1:8000") from e
         if not host or port == 0:
             raise EtudeError(f"{target} names no server; write it like http://127.0.0.1:8000")
-        yield target
+        yield target, target
         return
     if "://" not in target and not Path(target).is_dir():
         raise EtudeError(f"{target} is neither a URL (http://..), nor a model directory, nor a run")
@@ -191,7 +197,8 @@ def _server(target: str, version: int | None, console: Console) -> Iterator[str]
             line = child.stdout.readline()
         if not line:
             raise EtudeError(f"the server for {target} did not start")
-        yield line.rpartition(" ")[2].strip()
+        chosen = re.search(r" \(version (\d+)\) at ", line)
+        yield line.split()[-1], target + (f", version {chosen[1]}" if chosen else "")
     finally:
         child.terminate()
         child.wait()

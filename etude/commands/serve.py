@@ -60,7 +60,7 @@ class Options:
     """cpu, cuda, or auto."""
     invariant: bool
     quiet: bool
-    """Without a log of the requests."""
+    """Without a log of the requests, and without warnings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,18 +117,18 @@ async def _serve(options: Options) -> None:
         loaded.files,
     )
     name, files = options.name or loaded.name, loaded.files
+    version = f" (version {loaded.version})" if is_run(options.target) else ""
     del loaded  # what the engine computes with may be a copy
     server = create_server(engine, files, name, token, options)
-    if not engine.tokenizer.supports_tools:
+    if not engine.tokenizer.supports_tools and not options.quiet:
         print(
             f"warning: the chat template of {name} shows no tools: requests may offer some, but "
-            f"the model is not "
-            f"told of them",
+            f"the model is not told of them",
             file=sys.stderr,
             flush=True,
         )
     async with process.serving(server, listener) as running:
-        print(f"serving {name} at {process.url_of(listener)}/v1", flush=True)
+        print(f"serving {name}{version} at {process.url_of(listener)}/v1", flush=True)
         await running
     engine.close()
 

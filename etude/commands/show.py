@@ -18,6 +18,7 @@ from etude.core.ledger import Batched
 from etude.core.types import Json
 from etude.dash.session import said
 from etude.launch import screen
+from etude.launch.launcher import is_stopped
 from etude.launch.local import RunDirectory, plan
 from etude.model.directory import MODEL_FILES
 from etude.run.audit import Audit, audit, evaluated_versions, is_finished
@@ -68,9 +69,9 @@ def page(run: Run, place: RunDirectory, console: Console, *, everything: bool = 
     newest, saved = find_newest(run.objects), run.checkpoints()
     if everything:
         _print(console, plan(config, place) + "\n")
-    state = "finished" if is_finished(run, config) else "not finished"
-    version = "none" if newest is None else newest.version
-    _print(console, f"{config.name} in {place.directory}: {state}; newest version {version}")
+    finished, last = is_finished(run, config), max(evaluated_versions(config))
+    state = _state(finished, newest.version if newest else None, last, place)
+    _print(console, f"{config.name} in {place.directory}: {state}")
     if found:
         console.print(screen.results(found, evaluated_versions(config)))
     if everything:
@@ -82,11 +83,20 @@ def page(run: Run, place: RunDirectory, console: Console, *, everything: bool = 
         f"sessions: {audited.equation}; lag {audited.lag_max} at most, {audited.lag_bound} allowed",
     )
     alarms = audited.alarms
-    if state == "finished" and not everything:
+    if finished and not everything:
         alarms = [alarm for alarm in alarms if not alarm.name.startswith(SILENT)]  # it was heard
     for line in _alarm_lines(alarms, everything=everything):
         _print(console, line)
     return audited
+
+
+def _state(finished: bool, newest: int | None, last: int, place: RunDirectory) -> str:
+    version = f"newest version {'none' if newest is None else newest}"
+    if finished:
+        return f"finished; {version}"
+    if not is_stopped(place.directory):
+        return f"not finished; {version} of {last}"
+    return f"stopped; {version} of {last}; go on with the command that began it: etude run FILE"
 
 
 def _alarm_lines(alarms: Sequence[Alarm], *, everything: bool) -> Iterator[str]:

@@ -365,7 +365,7 @@ def _temperature(config: RunConfig) -> float:
 
 def _described(config: RunConfig, script: Sequence[object] | None) -> str:
     if script is not None:
-        return f"a script of {len(script)} answers"
+        return f"a script of {len(script)} answer{'s' if len(script) != 1 else ''}"
     return config.model.path or "fresh weights, which know nothing"
 
 

@@ -36,8 +36,10 @@ def _lines(found: dict[str, object]) -> list[str]:
         for each in _list(found["reasons"])
     ]
     shown = _list(found["waiting"])[:LISTED]
+    assert isinstance(found["count"], int)
+    left_out = found["count"] - len(shown)
     lines += [f"  {e['id']}  {clock(e['seconds'])}  {e['waits_for']}" for e in shown]
-    return lines
+    return [*lines, f"  and {left_out} more"] if left_out else lines
 
 
 def _list(value: object) -> list[dict[str, float]]:

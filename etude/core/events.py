@@ -102,6 +102,13 @@ class StageDone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BatchReady:
+    """The batch of a step of rl or distill is in the store: the trainer can begin it."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepDone:
     """A step of rl or distill. Version `step` is published."""
 
@@ -318,6 +325,7 @@ Event = (
     | FitStep
     | OverlongSkipped
     | StageDone
+    | BatchReady
     | StepDone
     | MismatchMeasured
     | PublishStarted

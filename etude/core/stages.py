@@ -197,8 +197,9 @@ class RolloutStageConfig(StageConfig):
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """The learning-rate schedule: linear and cosine fall to 0 by the last step."""
     temperature: Positive = 1.0
-    """Sampling temperature of the built-in agent. A harness may send another one with any request:
-    the trainer recomputes each token at the temperature that it was sampled at."""
+    """Sampling temperature of the built-in agent, and of every request of a program that names
+    none. A harness may send another one with any request: the trainer recomputes each token at the
+    temperature that it was sampled at."""
     microbatch_tokens: Count = 8192
     """Tokens of one forward and backward pass; for memory only, the step does not depend on it."""
     router_replay: bool = True

@@ -32,6 +32,9 @@ TELL_SELDOM_S = 60.0
 """From then on."""
 TELL_ERRORS = 5
 """Different errors that have a line each; many hold a number that is never the same."""
+EARLY_STEPS = 5
+EARLY_GROUPS = 16
+"""Below so many steps, or groups with a difference, a rise of the mean reward may be chance."""
 FEW_REGIONS = 3
 """So many have a line each."""
 
@@ -158,9 +161,11 @@ def _rewarded(view: RunView) -> Line:
     first, last = (
         sum(part) / span for part in (view.reward_curve[:span], view.reward_curve[-span:])
     )
-    rises = last > first
+    early = count < EARLY_STEPS or view.groups.with_signal < EARLY_GROUPS
+    rises = last > first and not early
     steps = "step" if span == 1 else f"{span} steps"
     text = f"mean reward {first:.2f} in the first {steps}, {last:.2f} in the last"
+    text += "; too early to say more" if early else ""
     return Line("learning" if rises else "training", text, "good" if rises else "")
 
 
@@ -172,7 +177,8 @@ def no_difference(view: RunView) -> str:
     if not earned:
         return f"no group had a difference yet: in {count} all attempts failed"
     every = f"all attempts earned {min(earned):g}" if len(earned) == 1 else "all earned the same"
-    return f"no group had a difference yet: in each of {count} {every}"
+    where = f"each of {count}" if count > 1 else "the first"
+    return f"no group had a difference yet: in {where} {every}"
 
 
 def when(stage: str) -> str:
@@ -262,8 +268,13 @@ def _learning(view: RunView, lag_bound: int) -> Iterator[Line]:
         speed = f"  {view.tokens_per_s:,.0f} tokens/s" if view.tokens_per_s is not None else ""
         mfu = f"  {step.mfu:.1%} MFU" if step and step.mfu is not None else ""
         yield Line("trainer", f"{busy}loss {view.loss:.4f}{gradient}{speed}{mfu}")
+    elif (since := view.stepping_since) is not None:
+        stalled = not view.running and 0 < capacity <= active
+        waits = f"; sampling waits for it (max_lag {lag_bound})" if stalled else ""
+        yield Line("trainer", f"at step {view.done + 1} for {clock(view.now - since)}{waits}")
     elif view.groups.with_signal:
-        yield Line("trainer", "is at its first step, or waits for more groups with a difference")
+        text = f"is at step {view.done + 1}, or waits for more groups with a difference"
+        yield Line("trainer", text)
     elif view.ended:
         yield Line("trainer", "waits for the first batch of groups with a difference")
     if step is not None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from etude.core.alarms import Alarm, Alarms
 from etude.core.events import (
     AttemptDone,
+    BatchReady,
     EvalDone,
     EvalProgress,
     Event,
@@ -111,6 +112,8 @@ class RunView:
         self._ends: deque[float] = deque()
         self._steps: deque[StepDone] = deque(maxlen=8)
         self._stopped_s = 0.0
+        self._batches: dict[int, float] = {}
+        """Steps that the trainer has a batch for and has not done -> since when."""
 
     def apply(self, t: float, event: Event) -> list[Alarm]:
         """The alarms that begin with the event."""
@@ -126,6 +129,7 @@ class RunView:
                 self.evaluating = None
                 self.few_tasks = {}
                 self.steps = 0  # it may have been given more
+                self._batches = dict.fromkeys(self._batches, t)
             case FewTasks():
                 self.few_tasks[event.split] = event
             case StageStarted():
@@ -142,8 +146,11 @@ class RunView:
                 self.loss = event.loss
                 self.loss_curve.append(event.loss)
                 self.tokens_per_s = event.tokens_per_s
+            case BatchReady():
+                self._batches[event.step] = t
             case StepDone():
                 self._stepped(event)
+                self._batches = {step: t for step in self._batches if step > event.step}
             case StageDone():
                 self.done = self.steps = self.steps or self.done
             case AttemptDone():
@@ -180,6 +187,11 @@ class RunView:
     def solve_rate(self) -> float | None:
         """Of the attempts in the last groups of training."""
         return _means(self._rewards)[1] if self._rewards else None
+
+    @property
+    def stepping_since(self) -> float | None:
+        """When the trainer began the step that it is at; None if it has no batch."""
+        return min(self._batches.values(), default=None)
 
     @property
     def sessions_per_s(self) -> float:

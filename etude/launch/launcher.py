@@ -278,6 +278,18 @@ def locked(directory: Path, wait_s: float = 5.0) -> Iterator[int]:
         os.close(descriptor)
 
 
+def is_stopped(directory: Path) -> bool:
+    """Whether the run in this directory was started here and nobody runs it any more."""
+    try:
+        descriptor = os.open(directory / "lock", os.O_RDONLY)
+    except OSError:  # it came from elsewhere
+        return False
+    try:
+        return _try_lock(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 @contextlib.contextmanager
 def _writing(path: Path) -> Iterator[None]:
     try:

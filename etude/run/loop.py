@@ -21,7 +21,7 @@ from typing import TypeVar
 from etude.core.advantage import AdvantageEstimator, GroupOutcome, oldest_version, to_rows
 from etude.core.alarms import signal_advice, what_was_earned
 from etude.core.errors import EtudeError
-from etude.core.events import AttemptDone, Event, GroupDone, WeightsLive
+from etude.core.events import AttemptDone, BatchReady, Event, GroupDone, WeightsLive
 from etude.core.ledger import Batched, Dropped, Issued, Trained
 from etude.core.protocols import WeightStore
 from etude.core.seeds import derive
@@ -148,6 +148,7 @@ class RolloutLoop:
             groups = [await self.when(self.window.take) for _ in range(self.window.per_step)]
             batch, samples = assemble_batch(step, groups, self.estimator)
             await self.journal.write(Batched(step=step, samples=samples), batch=batch)
+            self.emit(BatchReady(step=step))
 
     async def follow(self) -> None:
         """weight version -> engines -> free slots"""

@@ -18,6 +18,7 @@ from etude.core.ledger import Batched, Dropped, Issued
 from etude.core.sampling import VersionSpan
 from etude.core.types import Cost, Group, Part, Score, Segment, Trajectory
 from etude.dash.session import LONG, Block, read_session, said, shorten
+from etude.launch.launcher import locked
 from etude.model.directory import MODEL_FILES
 from etude.run.loop import attempt_done
 from etude.store.rollouts import RolloutLog, group_rows
@@ -272,6 +273,17 @@ def test_a_process_that_was_silent_is_no_alarm_of_a_finished_run(tmp_path: Path)
             texts.append(shown(tmp_path)[1])
     assert "alarm: the trainer has been silent" in texts[0]
     assert "finished" in texts[1] and "alarm" not in texts[1]
+
+
+def test_a_run_that_nobody_runs_is_told_with_how_to_go_on(tmp_path: Path) -> None:
+    run = Run.open(f"file:{tmp_path}")
+    run.put_config(parse('name = "x"\n[tasks]\nnovel = 0\n[[stage]]\nkind = "rl"\nsteps = 3\n'))
+    unknown = f"x in {tmp_path}: not finished; newest version none of 3\n"
+    assert unknown in shown(tmp_path)[1], "its store may be that of another machine"
+    with locked(tmp_path):
+        assert unknown in shown(tmp_path)[1]
+    stopped = "stopped; newest version none of 3; go on with the command that began it: etude run"
+    assert f"{stopped} FILE\n" in shown(tmp_path)[1].replace("\n ", " ")
 
 
 def test_an_event_of_an_attempt_holds_its_outcome() -> None:

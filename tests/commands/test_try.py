@@ -114,7 +114,13 @@ def test_nothing_the_reference_a_solution_and_a_script(
     session = found["by_name"][SESSION]
     assert [m["content"] for m in session["messages"]] == ["say yes", "maybe"]
     assert "+maybe" in session["diff"] and session["seconds"]["all"] > 0
-    for text in ("reward 1", "it says no", "assistant:", "nothing to complain about"):
+    for text in (
+        "a script of 1 answer ...",
+        "reward 1",
+        "it says no",
+        "assistant:",
+        "nothing to complain about",
+    ):
         assert text in found["screen"]
     assert sorted(p.name for p in project.iterdir()) == [
         "answer",

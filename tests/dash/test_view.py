@@ -16,6 +16,7 @@ from rich.console import Console, RenderableType
 from etude.core.events import (
     EVENTS,
     AttemptDone,
+    BatchReady,
     EvalDone,
     EvalProgress,
     Event,
@@ -246,7 +247,9 @@ def test_the_headline_says_what_is_going_on() -> None:
     fleet = FleetStatus(regions={}, active=1, capacity=1, sessions=7)
     doing = EvalProgress(stage="start", split="heldout", done=0, total=60, solved=0)
     fit = FitStep(stage="sft", step=1, steps=2, loss=3.0, tokens_per_s=1.0)
-    steps = [(float(n), e) for n in range(4) for e in (group(n / 4, n / 4), step(n + 1))]
+    four = [(float(n), e) for n in range(4) for e in (*[group(n / 4, n / 4)] * 4, step(n + 1))]
+    thin = [(float(n), e) for n in range(15) for e in (group(n / 15, n / 15), step(n + 1))]
+    steps = [(float(n), e) for n in range(8) for e in (*[group(n / 8, n / 8)] * 2, step(n + 1))]
 
     assert headline() == ("starting", "model, workers and trainer are being made ready")
     assert headline((0.0, fit), (1.0, dataclasses.replace(fit, loss=2.0))) == (
@@ -257,16 +260,26 @@ def test_the_headline_says_what_is_going_on() -> None:
     assert headline(rl, (1.0, fleet)) == ("sampling", "the first 7 sessions are under way")
     assert headline(rl, (1.0, same)) == (
         "sampling",
-        "no group had a difference yet: in each of 1 all attempts earned 0",
+        "no group had a difference yet: in the first all attempts earned 0",
     )
+    assert headline(rl, (1.0, same), (1.0, same))[1].endswith("in each of 2 all attempts earned 0")
     assert headline(rl, *steps) == (
         "learning",
-        "mean reward 0.12 in the first 2 steps, 0.62 in the last",
+        "mean reward 0.19 in the first 4 steps, 0.69 in the last",
+    )
+    early = "; too early to say more"
+    assert headline(rl, *four) == (
+        "training",
+        f"mean reward 0.12 in the first 2 steps, 0.62 in the last{early}",
+    )
+    assert headline(rl, *thin) == (
+        "training",
+        f"mean reward 0.13 in the first 5 steps, 0.80 in the last{early}",
     )
     falling = [(float(n), e) for n in range(2) for e in (group(1 - n, 1 - n), step(n + 1))]
     assert headline(rl, *falling) == (
         "training",
-        "mean reward 1.00 in the first step, 0.00 in the last",
+        f"mean reward 1.00 in the first step, 0.00 in the last{early}",
     )
     label, text = headline(rl, *[(1.0, failed)] * 4)
     assert label == "failing" and text.startswith("4 of the last 4 sessions failed")
@@ -455,7 +468,33 @@ def test_a_trainer_that_may_be_at_work_is_not_said_to_wait() -> None:
         for more in ((), ((2.0, group(1.0, 0.0)),))
     )
     assert "waits for the first batch of groups with a difference" in without
-    assert "is at its first step, or waits for more" in with_some
+    assert "is at step 1, or waits for more" in with_some
+
+
+def test_a_long_step_of_the_trainer_is_said_to_be_one() -> None:
+    full = FleetStatus(regions={}, active=4, capacity=4, sessions=0)
+    begun: list[tuple[float, Event]] = [
+        (0.0, Launched(resumed=False)),
+        (0.0, StageStarted(stage="rl", steps=4)),
+        (1.0, attempt()),
+        (2.0, group(1.0, 0.0)),
+        (3.0, BatchReady(step=1)),
+    ]
+
+    def trainer(*more: tuple[float, Event]) -> str:
+        lines = describe(view_of(*begun, *more), 1).lines
+        return next(line.text for line in lines if line.label == "trainer")
+
+    assert trainer((4.0, dataclasses.replace(full, sessions=3))) == "at step 1 for 0:01"
+    assert trainer((166.0, full)) == "at step 1 for 2:43; sampling waits for it (max_lag 1)"
+    resumed: list[tuple[float, Event]] = [
+        (20.0, BatchReady(step=2)),
+        (30.0, step(1)),
+        (900.0, Launched(resumed=True)),
+        (910.0, StageStarted(stage="rl", steps=4, done=1)),
+    ]
+    assert trainer(*resumed, (915.0, full)).startswith("at step 2 for 0:15; sampling waits")
+    assert trainer(*resumed, (920.0, step(2))).startswith("25% busy  loss")
 
 
 def test_sessions_are_told_now_and_then_and_each_error_once() -> None:
@@ -471,7 +510,7 @@ def test_sessions_are_told_now_and_then_and_each_error_once() -> None:
     assert told(4.0, same) == []
     assert told(1.5 + TELL_S, attempt()) == [
         "sessions: 4 finished, 2 failed, 0 timed out, 2 without signal; no group had a difference "
-        "yet: in each of 1 all attempts earned 0; newest error: agent: a"
+        "yet: in the first all attempts earned 0; newest error: agent: a"
     ]
     assert told(9.0 + 2 * TELL_S, same) == [], "no session ended since"
     for n in range(9):

@@ -12,7 +12,15 @@ import torch
 from etude.core.advantage import GroupOutcome
 from etude.core.config import TrainerConfig
 from etude.core.errors import EtudeError
-from etude.core.events import EvalDone, EvalProgress, Event, GroupDone, MismatchStats, WeightsLive
+from etude.core.events import (
+    BatchReady,
+    EvalDone,
+    EvalProgress,
+    Event,
+    GroupDone,
+    MismatchStats,
+    WeightsLive,
+)
 from etude.core.ledger import Issued
 from etude.core.sampling import VersionSpan
 from etude.core.types import Group, Score, Segment, Task, Trajectory
@@ -219,6 +227,7 @@ async def test_no_two_attempts_share_their_randomness(monkeypatch: pytest.Monkey
         range(FIRST + 1, FIRST + 7)
     )
     run = Run(objects)
+    assert [event.step for event in events if isinstance(event, BatchReady)] == run.batches()
     kept = {row.sample.rpartition(".")[0] for step in run.batches() for row in run.batch(step).rows}
     told = {event.group: event for event in events if isinstance(event, GroupDone)}
     assert {group for group, event in told.items() if event.kept} >= kept

@@ -66,7 +66,9 @@ def test_a_run_is_served_and_its_requests_are_logged(store: Store, tmp_path: Pat
     try:
         assert child.stdout is not None
         said = child.stdout.readline().strip()
-        assert re.fullmatch(r"serving run at http://127.0.0.1:\d+/v1", said), child.communicate()
+        assert re.fullmatch(r"serving run \(version 1\) at http://127.0.0.1:\d+/v1", said), (
+            child.communicate()
+        )
         url = said.rpartition(" ")[2]
         status, answer = post(f"{url}/chat/completions", ASK | {"model": "run"} | LONG)
         usage, (choice,) = answer["usage"], answer["choices"]
@@ -89,6 +91,7 @@ def test_a_chat_with_a_version_of_a_run(store: Store, tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "etude", "chat", str(tmp_path / "run"), *options]
     talked = subprocess.run(argv, input="hello\n", capture_output=True, text=True, check=False)
     assert talked.returncode == 0 and "tokens" in talked.stdout, talked.stderr
+    assert f"talking to {tmp_path / 'run'}, version 0 " in talked.stdout
     assert talked.stderr == "", "the requests are not logged into the chat"
     argv[argv.index("0")] = "9"
     refused = subprocess.run(argv, input="", capture_output=True, text=True, check=False)
