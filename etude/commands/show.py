@@ -24,6 +24,7 @@ from etude.model.directory import MODEL_FILES
 from etude.run.audit import Audit, audit, evaluated_versions, is_finished
 from etude.run.evaluate import Report, reports
 from etude.run.journal import group_of
+from etude.run.task_record import recorded_counts
 from etude.store import checkpoints
 from etude.store.checkpoints import Checkpoint
 from etude.store.rollouts import RolloutLog
@@ -68,7 +69,7 @@ def page(run: Run, place: RunDirectory, console: Console, *, everything: bool = 
     config, found, audited = run.config(), reports(run), audit(run)
     newest, saved = find_newest(run.objects), run.checkpoints()
     if everything:
-        _print(console, plan(config, place) + "\n")
+        _print(console, plan(config, place, recorded=recorded_counts(run)) + "\n")
     finished, last = is_finished(run, config), max(evaluated_versions(config))
     state = _state(finished, newest.version if newest else None, last, place)
     _print(console, f"{config.name} in {place.directory}: {state}")

@@ -9,7 +9,7 @@ import itertools
 import os
 import shutil
 import signal
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from etude.core.errors import EtudeError
 from etude.core.events import EVENTS, Event, Launched
 from etude.core.lineage import stage_spans
 from etude.core.stages import MidtrainConfig, RolloutStageConfig
+from etude.core.tasks_config import TasksConfig
 from etude.core.types import EVAL_SPLITS, Json
 from etude.launch import screen
 from etude.launch.check import Findings, check_start
@@ -90,16 +91,12 @@ def plan(
     place: RunDirectory,
     findings: Findings | None = None,
     standing: Standing | None = None,
+    recorded: Mapping[str, int] | None = None,
 ) -> str:
-    """What `etude run` would do, or has yet to. `findings`: of the check before a start."""
+    """What `etude run` would do, or has yet to. `findings`: of the check before a start;
+    `recorded`: how many tasks of each split the run began with."""
     model, tasks, harness, engine = config.model, config.tasks, config.harness, config.engine
-    asked = {"train": "to train on", "heldout": "held out", "novel": "novel"}
-    given = findings.tasks if findings else {}
-    counts = ", ".join(
-        (f"{given[split]} of " if given.get(split, wanted) < wanted else "") + f"{wanted} {name}"
-        for split, name in asked.items()
-        if (wanted := getattr(tasks, split))
-    )
+    counts = _described_tasks(tasks, findings.tasks if findings else recorded or {})
     lines = [
         f"run {config.name}, seed {config.seed}, in {place.directory}",
         f"  model: {config.as_written(model.path or 'fresh weights')}, "
@@ -128,6 +125,22 @@ def plan(
     if findings is not None:
         lines += _expected(_seconds_left(config, findings, standing), findings.disk_bytes, place)
     return "\n".join(lines)
+
+
+def _described_tasks(tasks: TasksConfig, there: Mapping[str, int]) -> str:
+    """An environment gives as many as it has, which may be fewer than are asked for."""
+    told = []
+    for split, name in {"train": "to train on", "heldout": "held out", "novel": "novel"}.items():
+        wanted = getattr(tasks, split)
+        if not wanted:
+            continue
+        if split not in there:
+            told.append(f"at most {wanted} {name}")
+        elif there[split] < wanted:
+            told.append(f"{there[split]} {name} ({wanted} asked for)")
+        else:
+            told.append(f"{wanted} {name}")
+    return ", ".join(told)
 
 
 def _described_agent(config: RunConfig) -> str:

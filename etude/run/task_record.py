@@ -15,7 +15,7 @@ import msgspec
 
 from etude.core.errors import EtudeError
 from etude.core.sandbox import Limits
-from etude.core.types import Task
+from etude.core.types import EVAL_SPLITS, Task
 from etude.store.runs import Run
 
 NAMED = 3
@@ -37,6 +37,15 @@ class TaskRecord:
             digests={task.id: _digest(task) for task in tasks},
             commits=tuple(sorted({each.commit for each in repositories if each is not None})),
         )
+
+
+def recorded_counts(run: Run) -> dict[str, int]:
+    """How many tasks of each split the run began with; without those that are not known yet."""
+    return {
+        split: len(run.tasks(split, TaskRecord).digests)
+        for split in ("train", *EVAL_SPLITS)
+        if run.has_tasks(split)
+    }
 
 
 def keep_record(run: Run, split: str, tasks: Sequence[Task]) -> None:

@@ -240,7 +240,7 @@ def test_the_dry_run_asks_the_same_and_makes_nothing(
     assert f"error: harness.agent = '{tmp_path}/code.py:Nobody'" in capsys.readouterr().err
     assert main(argv) == 0
     told = capsys.readouterr().out
-    assert "tasks: 2 of 3 to train on, 2 held out" in told
+    assert "tasks: 2 to train on (3 asked for), 2 held out" in told
     assert "expected time: some" in told and "expected disk: some" in told
     assert [
         path for path in sorted(tmp_path.rglob("*")) if "__pycache__" not in str(path)

@@ -358,7 +358,7 @@ def test_a_plan_says_what_would_run(tmp_path: Path) -> None:
     first, model, environment, agent, midtrain, rl, workers, sandboxes = lines
     assert first == f"run a, seed 0, in {tmp_path}/r"
     assert model == "  model: fresh weights, sessions of 512 tokens at most"
-    assert environment.endswith("CodeRepair; tasks: 4096 to train on, 400 held out")
+    assert environment.endswith("CodeRepair; tasks: at most 4096 to train on, at most 400 held out")
     assert "CodingAgent, 8 turns of 64 tokens at most, within 60 s" in agent
     assert midtrain.startswith("  midtrain: version 0 -> 1 (") and "steps 1" in midtrain
     assert rl.startswith("  rl: version 1 -> 2 (") and "max_lag 3" in rl and "kind" not in rl
@@ -399,14 +399,12 @@ def test_a_plan_says_that_answers_cannot_be_so_long(tmp_path: Path) -> None:
 
 
 def test_a_plan_says_that_a_rate_is_never_reached(tmp_path: Path) -> None:
-    def looks(steps: int) -> list[str]:
+    def told(steps: int) -> str:
         changes = [f"stage.rl.steps={steps}", "stage.rl.warmup_steps=10", "stage.rl.lr=1e-5"]
-        told = local.plan(parse(TOML, NO_WARMUP + changes), RunDirectory(tmp_path / "r"))
-        return [line for line in told.splitlines() if line.startswith("  look: ")]
+        return local.plan(parse(TOML, NO_WARMUP + changes), RunDirectory(tmp_path / "r"))
 
-    assert looks(11) == []
-    (line,) = looks(10)
-    assert "stage.rl.warmup_steps = 10" in line and "only 9.1e-06" in line
+    assert "look:" not in told(11)
+    assert "the stage has 10 steps: lr = 1e-05 is never reached, only 9.1e-06" in told(10)
 
 
 def test_a_plan_says_what_was_found(tmp_path: Path) -> None:
@@ -419,7 +417,9 @@ def test_a_plan_says_what_was_found(tmp_path: Path) -> None:
     )
     told = local.plan(parse(TOML), RunDirectory(tmp_path / "r"), findings)
     assert "; 134.5 M parameters, context 8192" in told
-    assert "tasks: 12 of 4096 to train on, 400 held out, 200 novel" in told
+    assert "tasks: 12 to train on (4096 asked for), 400 held out, 200 novel" in told
+    later = local.plan(parse(TOML), RunDirectory(tmp_path / "r"), recorded={"train": 12})
+    assert "tasks: 12 to train on (4096 asked for), at most 400 held out" in later
     assert "some 2.5 h of computing (midtrain 30 s, rl 2.5 h, evaluations 1.7 min)" in told
     assert "GB are free, which is too little" in told
 

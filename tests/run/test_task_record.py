@@ -15,7 +15,7 @@ from etude.core.ledger import Issued
 from etude.core.sandbox import Limits, Repository, SandboxSpec
 from etude.core.types import Task
 from etude.run.controller import Controller
-from etude.run.task_record import keep_record
+from etude.run.task_record import keep_record, recorded_counts
 from etude.store.runs import Run
 
 OLD, NEW = "a" * 40, "b" * 40
@@ -35,6 +35,12 @@ def began(*tasks: Task) -> Run:
     run.ledger.append(Issued(group="g000000", task="a", samples=("g000000.0",), version=0, epoch=0))
     run.ledger.flush()
     return run
+
+
+def test_a_run_knows_how_many_tasks_it_began_with() -> None:
+    assert recorded_counts(Run.open("memory:")) == {}
+    run = began(task("a"), task("b"))
+    assert recorded_counts(run) == {"train": 2}
 
 
 def test_the_same_tasks_are_taken_wherever_they_lie() -> None:
