@@ -82,7 +82,7 @@ test-typescript: $(DEV) ## the TypeScript client, and a run that is trained on a
 	@$(BIN)/python -m pytest -q -rP -m typescript tests/clients
 
 test-dash: $(DEV) .venv-dash/.installed ## the dashboard in a real browser (apt install chromium; installs Playwright and axe-core, 130 MB)
-	@AXE=.venv-dash/node_modules/axe-core/axe.min.js PYTHONPATH="$$($(BIN)/python -c \
+	@AXE=.venv-dash/node_modules/axe-core/axe.min.js PYTHONPATH="$(CURDIR):$$($(BIN)/python -c \
 	    'import site; print(site.getsitepackages()[0])')" .venv-dash/bin/python -m pytest -q -m browser tests/dash
 
 # An environment of its own, which sees ours.

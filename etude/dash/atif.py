@@ -8,7 +8,7 @@ from typing import Any
 
 from etude import __version__
 from etude.core.types import Json, Trajectory, plain_text
-from etude.dash.session import read_arguments
+from etude.dash.session import read_arguments, read_call
 from etude.store.rollouts import RolloutRow
 
 SCHEMA = "ATIF-v1.7"
@@ -76,14 +76,11 @@ def _step(before: int, source: str, message: str) -> dict[str, Any]:
 
 def _call(call: Json, place: int) -> dict[str, Any]:
     """Arguments that cannot be read stand aside as they were written."""
-    told = call if isinstance(call, dict) else {}
-    function = told.get("function")
-    function = function if isinstance(function, dict) else {}
-    given = function.get("arguments", "")
+    id, name, given = read_call(call)
     arguments = read_arguments(given)
     found = {
-        "tool_call_id": str(told.get("id") or f"call-{place}"),
-        "function_name": str(function.get("name", "")),
+        "tool_call_id": id or f"call-{place}",
+        "function_name": name,
         "arguments": arguments or {},
     }
     if arguments is None:

@@ -12,7 +12,7 @@ from typing import Any
 from etude.core.errors import EtudeError
 from etude.core.sampling import expand_spans
 from etude.core.types import Feedback, Json, Segment, Trajectory, plain_text
-from etude.dash.session import read_arguments
+from etude.dash.session import read_arguments, read_call
 from etude.store.runs import Run
 
 Piece = Callable[[int], str]
@@ -52,15 +52,13 @@ def _turn(message: dict[str, Json]) -> dict[str, Any]:
 
 def _call(call: Json) -> dict[str, Any]:
     """Arguments by name where they can be read, and otherwise as they were written."""
-    function = call.get("function") if isinstance(call, dict) else None
-    function = function if isinstance(function, dict) else {}
-    given = function.get("arguments", "")
+    id, name, given = read_call(call)
     arguments = read_arguments(given)
     if arguments is None:
         arguments = {"": given if isinstance(given, str) else json.dumps(given)}
     return {
-        "id": str(call.get("id") or "") if isinstance(call, dict) else "",
-        "name": str(function.get("name", "?")),
+        "id": id,
+        "name": name,
         "arguments": {
             str(key): value if isinstance(value, str) else json.dumps(value)
             for key, value in arguments.items()

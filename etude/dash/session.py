@@ -84,6 +84,15 @@ def shorten(text: str) -> str:
     return "\n".join(lines)
 
 
+def read_call(call: Json) -> tuple[str, str, Json]:
+    """The id, the name and the arguments of a tool call, as far as it tells them: agents of others
+    write what they like."""
+    told = call if isinstance(call, dict) else {}
+    function = told.get("function")
+    function = function if isinstance(function, dict) else {}
+    return str(told.get("id") or ""), str(function.get("name", "?")), function.get("arguments", "")
+
+
 def read_arguments(given: Json) -> dict[str, Json] | None:
     """The arguments of a tool call by name. None for what is no object, or cannot be written as
     JSON again: a model may say NaN, half of a surrogate pair, or a hundred thousand brackets."""
@@ -98,8 +107,7 @@ def read_arguments(given: Json) -> dict[str, Json] | None:
 
 def _call(call: Json) -> str:
     """As Python would write it, if its arguments can be read."""
-    function = call.get("function", {}) if isinstance(call, dict) else {}
-    name, given = function.get("name", "?"), function.get("arguments", "")
+    _, name, given = read_call(call)
     arguments = read_arguments(given)
     if arguments is None:
         return f"{name}({given})"

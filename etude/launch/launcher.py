@@ -238,7 +238,7 @@ class Launcher:
 
 
 def _how(code: int) -> str:
-    """A process ended."""
+    """The end of a process in words, by its exit code."""
     if code < 0:
         return f"was killed by {signal.Signals(-code).name}"
     return f"ended with exit code {code}"

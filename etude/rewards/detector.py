@@ -3,7 +3,8 @@
 It reads text alone: the calls and words of the agent, the diff of its working copy, and the
 grader's evidence. The grader must not need it, since whoever knows the rules can write around
 them. It is there for the cheat that a grader has not thought of yet, and to keep what was tried
-from being learnt: an attempt that is flagged is not trained on (`rewards.detector`).
+from being learnt: a suspect is not trained on (`rewards.detector`), unless honest work often looks
+the same (`HONEST_TOO`).
 
 A rule speaks of what was added. To add one, add a line to `rewards.tricks`, an attack to
 `tests/rewards/exploits.py`, and something honest that looks like it beside that.

@@ -291,3 +291,9 @@ def test_an_event_of_an_attempt_holds_its_outcome() -> None:
     assert attempt_done(trajectory("g.0", 0.5), "novel") == AttemptDone(
         id="g.0", task="t1", split="novel", status="done", reward=0.5, error=None, seconds=1.5
     )
+
+
+@pytest.mark.parametrize("call", ["x", None, {"function": "x"}, {"function": {"name": None}}])
+def test_a_call_in_no_known_form_is_shown_all_the_same(call: object) -> None:
+    (block,) = said([{"role": "assistant", "tool_calls": [call]}])  # type: ignore[list-item]
+    assert block.who == "call"
