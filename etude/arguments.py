@@ -30,6 +30,7 @@ BENCHMARKS = {
     "publish": "weight updates while a model is trained, every version checked",
     "replay": "router replay: a sparse model whose engine computes in another precision",
     "sandboxes": "starts, bursts and forks of sandboxes, beside bubblewrap, crun and runsc",
+    "swap": "the pause of a swap: new weights for an 8B model on a CUDA device",
     "train": "the trainer's throughput: steps of rl as a run takes them",
     "trl": "beside TRL's GRPOTrainer on the same task (make bench-trl)",
 }

@@ -30,7 +30,8 @@ from etude.engine.kernels import attention, batch_invariant
 from etude.engine.kernels.network import KernelNetwork
 from etude.engine.sampler import sample
 from etude.engine.speculate import MAX_DRAFT_TOKENS
-from etude.model.files import hf_state_dict, load_weights
+from etude.engine.staged_weights import stage_weights
+from etude.model.files import hf_state_dict
 from etude.model.transformer import Transformer
 
 DECODE_GRAPH_SIZES = (
@@ -415,7 +416,7 @@ class CudaRunner:
     def prepare_weights(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
         # In place, so that the graphs go on to be right; in the order of the stream, so after all
         # passes so far.
-        return partial(load_weights, self._model, tensors)
+        return stage_weights(self._model, tensors)
 
     def weights(self) -> dict[str, Tensor]:
         return hf_state_dict(self._model)

@@ -114,11 +114,16 @@ def hf_state_dict(
 
 def load_weights(model: Transformer, tensors: Mapping[str, Tensor]) -> None:
     """Copies values in place, so that whoever holds the model goes on with the new ones."""
+    with torch.no_grad():
+        for name, view in fitting_views(model, tensors).items():
+            view.copy_(tensors[name])
+
+
+def fitting_views(model: Transformer, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Where each of `tensors` belongs in the model. Raises ValueError if they do not fit."""
     own = hf_tensors(model)
     _check_fit(own, tensors)
-    with torch.no_grad():
-        for name, view in own.items():
-            view.copy_(tensors[name])
+    return own
 
 
 def check_fit(config: ModelConfig, tensors: Mapping[str, Tensor]) -> None:
