@@ -19,8 +19,8 @@ it runs on a bare CUDA image:
 
     python -m etude.bench.train --json --shapes qwen3-0.6b --layouts 8x2048
 
-`qwen3-30b-a3b-6` is the sparse model with 6 of its 48 layers; the plain decoder does not know
-experts.
+A number behind a shape is how many layers are kept: `qwen3-30b-a3b-6` is the sparse model with 6 of
+its 48, `qwen3-8b-12` the dense one with 12 of its 36. The plain decoder does not know experts.
 """
 
 from __future__ import annotations
@@ -143,13 +143,12 @@ def _config(shape: str) -> ModelConfig:
         return SMOLLM2
     from etude.bench.engine_cuda import SHAPES  # brings Triton
 
-    if shape == "qwen3-30b-a3b-6":
-        config = SHAPES["qwen3-30b-a3b"]
-        assert config.experts is not None
-        return replace(
-            config, num_hidden_layers=6, experts=replace(config.experts, layers=tuple(range(6)))
-        )
-    return SHAPES[shape]
+    if shape in SHAPES:
+        return SHAPES[shape]
+    whole, _, layers = shape.rpartition("-")
+    config, kept = SHAPES[whole], int(layers)
+    experts = config.experts and replace(config.experts, layers=tuple(range(kept)))
+    return replace(config, num_hidden_layers=kept, experts=experts)
 
 
 def _model(shape: str) -> Transformer:

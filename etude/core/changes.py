@@ -16,7 +16,7 @@ OPERATIONAL: dict[str, set[str]] = {
     "engine": {"port", "public_url", "threads", "max_num_seqs", "device", "vllm_urls"},
     "tasks": {"timeout_s"},
     "harness": {"concurrency", "timeout_s"},
-    "trainer": {"device", "ranks", "timeout_s"},
+    "trainer": {"device", "ranks", "gradient_checkpointing", "timeout_s"},
     "rewards.judge": {"url", "timeout_s"},
     "sandbox": {"isolation", "tier", "mounts", "cpus", "memory_mib", "disk_mib", "max_processes"},
     "stage": {"threads", "microbatch_tokens"},

@@ -168,6 +168,9 @@ class TrainerConfig(Config):
     """The dtype that every stage computes in; auto: bfloat16 on a CUDA device,
     float32 on the CPU, and float32 with such weights. Gradients are added up in float32 in any
     case. bfloat16 also rounds activations, and is faster where the processor has units for it."""
+    gradient_checkpointing: bool = False
+    """Compute layers again in the backward pass instead of keeping their activations: about a third
+    more arithmetic, and memory for several times as many `microbatch_tokens`."""
     timeout_s: Positive = 45.0
     """Time for each collective operation of the ranks."""
 

@@ -47,7 +47,10 @@ class Routing:
 
     def choose(self, place: int, scores_NX: Tensor, ranks_NX: Tensor, num: int) -> Tensor:
         """The experts of all tokens in one layer, number `place` of those with experts. Left alone,
-        the router takes the `num` that `ranks_NX` ranks first."""
+        the router takes the `num` that `ranks_NX` ranks first. What was chosen stands where a layer
+        is computed again (gradient checkpointing)."""
+        if place < len(self._used):
+            return self._used[place]
         if self.keep_scores:
             self.scores.append(scores_NX)
         with torch.no_grad():

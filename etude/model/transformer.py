@@ -15,6 +15,7 @@ import math
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from etude.model.config import ModelConfig
 from etude.model.experts import Routing, SparseMoE
@@ -109,6 +110,8 @@ class Transformer(nn.Module):
     arithmetic = PLAIN
     fused = False
     """Layers and head are compiled."""
+    gradient_checkpointing = False
+    """Layers keep their inputs alone, and are computed again in the backward pass."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -164,9 +167,12 @@ class Transformer(nn.Module):
         local = turns
         if self.local_rope is not None:
             local = self.local_rope[positions].to(x.dtype).unbind(-3)
+        again = self.gradient_checkpointing and torch.is_grad_enabled()
+        if again and routing is None and self.config.experts:
+            routing = Routing()  # keeps the choices: rounding must not change them the second time
         for block, is_local in zip(self.model.layers, self._is_local, strict=True):
-            cos, sin = local if is_local else turns
-            x = block(x, cos, sin, attend, routing)
+            inputs = x, *(local if is_local else turns), attend, routing
+            x = checkpoint(block, *inputs, use_reentrant=False) if again else block(*inputs)
         return self.model.norm(x)  # type: ignore[no-any-return]
 
     def logprobs(

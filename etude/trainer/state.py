@@ -87,6 +87,7 @@ class TrainerState:
             model = invariant_trainer_model(model, compute)
         elif compute == torch.bfloat16 and not config.deterministic:
             compile_layers(model)
+        model.gradient_checkpointing = config.trainer.gradient_checkpointing
         self.learner = Learner(
             model,
             world,

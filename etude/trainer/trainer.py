@@ -114,9 +114,9 @@ def train(run: Run, config: RunConfig, world: World, device: torch.device) -> No
         except torch.OutOfMemoryError as e:
             raise EtudeError(
                 f"{device} has too little memory at {world.activity} "
-                f"({str(e).partition('. ')[0]}): go on with less of "
-                f"microbatch_tokens or with more ranks, or begin anew with --fresh and less of "
-                f"max_context"
+                f"({str(e).partition('. ')[0]}): go on with "
+                f"trainer.gradient_checkpointing = true, less of microbatch_tokens or more ranks, "
+                f"or begin anew with --fresh and less of max_context"
             ) from e
         finally:
             trainer.close()
