@@ -269,7 +269,10 @@ class RunConfig(Config):
                 f"out harness.agent and harness.command"
             )
         if is_named and self.harness.command:
-            raise ValueError("harness.agent and harness.command are two agents: leave out one")
+            raise ValueError(
+                f"harness.agent and harness.command are two agents: leave out one, or for the "
+                f"command add --set harness.agent={CODING_AGENT}, which is as good as none"
+            )
         return self
 
     @model_validator(mode="after")

@@ -100,6 +100,7 @@ LEGEND = {
 """The most important first: a small screen shows only some."""
 
 
+MADE_READY = "model, workers and trainer are being made ready"
 HEADLINES = {"failing": "failing", "signal": "no signal"}
 """Alarms that say what is going on, by name -> what they are called then."""
 
@@ -131,6 +132,8 @@ def headline(view: RunView) -> Line:
         return Line("finished", "the run is at its end", "good")
     if (alarm := _alarm_shown(view)) is not None:
         return Line(HEADLINES[alarm.name], alarm.what, "bad")
+    if view.resuming:
+        return Line("starting", f"{MADE_READY}{_stands(view)}")
     if view.evaluating is not None:
         return Line("evaluating", f"{view.evaluating.split} tasks, {when(view.evaluating.stage)}")
     if view.reward_curve:
@@ -144,13 +147,16 @@ def headline(view: RunView) -> Line:
     if view.loss is not None:
         first = view.loss_curve[0] if view.loss_curve else view.loss
         return Line("learning", f"loss {first:.3f} at first, {view.loss:.3f} now", "good")
-    return Line("starting", "model, workers and trainer are being made ready")
+    return Line("starting", MADE_READY)
 
 
 def beginning(view: RunView) -> str:
     """The first line of a log: what comes next takes a while with a large model."""
-    stands = f", at step {view.done} of {view.stage}" if view.done else ""
-    return f"model, workers and trainer are being made ready{stands}; Ctrl-C stops"
+    return f"{MADE_READY}{_stands(view)}; Ctrl-C stops"
+
+
+def _stands(view: RunView) -> str:
+    return f", at step {view.done} of {view.stage}" if view.done else ""
 
 
 def _rewarded(view: RunView) -> Line:

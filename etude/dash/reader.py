@@ -27,6 +27,8 @@ from etude.core.events import (
     WeightsLive,
 )
 
+UNDER_WAY = AttemptDone | EvalProgress | FitStep | RunDone | StageDone | StageStarted | StepDone
+"""A run that tells one of these works."""
 RECENT = 64
 """Groups behind the running mean reward and solve rate."""
 NEWEST = 12
@@ -82,6 +84,8 @@ class RunView:
     """By split."""
     regions: dict[str, RegionStatus] = field(default_factory=dict)
     window_slots: tuple[int, int] = (0, 0)
+    resuming: bool = False
+    """It was started again, and nothing of it is under way yet."""
     evaluating: EvalProgress | None = None
     eval_began: float = 0.0
     evals: dict[tuple[str, str], EvalDone] = field(default_factory=dict)
@@ -122,8 +126,11 @@ class RunView:
         t -= self._stopped_s
         self.began = t if self.began is None else min(self.began, t)
         self.now = max(self.now, t)
+        if isinstance(event, UNDER_WAY):
+            self.resuming = False
         match event:
             case Launched():  # what ended, ended the life before
+                self.resuming = event.resumed
                 self.finished = False
                 self.failure = None
                 self.evaluating = None

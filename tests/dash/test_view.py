@@ -289,6 +289,18 @@ def test_the_headline_says_what_is_going_on() -> None:
     assert headline(*steps, (9.0, RunDone(version=4)))[0] == "finished"
 
 
+def test_a_resumed_run_is_starting_until_something_of_it_is_under_way() -> None:
+    stage = StageStarted(stage="rl", steps=9)
+    again = (50.0, Launched(resumed=True))
+    before = [(0.0, stage), (1.0, group(0.0, 1.0)), (2.0, step(1))]
+    label, text = headline(*before, again)
+    assert (label, text) == (
+        "starting",
+        "model, workers and trainer are being made ready, at step 1 of rl",
+    )
+    assert headline(*before, again, (60.0, dataclasses.replace(stage, done=1)))[0] == "training"
+
+
 def full_page() -> Page:
     error = "agent: KeyError in /home/somebody/project/agent.py, line 41: " + "x" * 300
     failed = attempt("failed", None, error)

