@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.mutants.__main__ import Result, summary
-from tests.mutants.mutate import compiles, mutants
+from tests.mutants.__main__ import Result, shuffled, summary
+from tests.mutants.mutate import Mutant, compiles, mutants
 
 
 def mistakes(source: str) -> set[str]:
@@ -92,3 +92,22 @@ def test_what_is_not_decided_is_counted_as_that() -> None:
     )
     assert "  = equivalent" in said and "no test runs it" in said
     assert summary(0, [], {}).startswith("0 mutants: 0 caught, 0 survived")
+
+
+def test_a_change_elsewhere_leaves_the_draw_as_it_was() -> None:
+    body = "".join(f"def f{n}(a, b):\n    return a + b * {n}\n\n" for n in range(2, 40))
+
+    def drawn(source: str) -> list[tuple[bytes, bytes]]:
+        data = source.encode()
+        places: dict[tuple[str, int], list[Mutant]] = {}
+        for mutant in mutants("m.py", data):
+            places.setdefault(("m.py", mutant.line), []).append(mutant)
+        lines = data.splitlines()
+        return [
+            (lines[mutant.line - 1], mutant.apply(data).splitlines()[mutant.line - 1])
+            for mutant in shuffled(places, {"m.py": data}, seed=0)
+        ]
+
+    before, after = drawn(body), drawn("def g(a):\n    return a - 1\n\n" + body)
+    assert [pair for pair in after if pair in before] == before
+    assert [line for line, _ in before] != sorted(line for line, _ in before)

@@ -3,7 +3,8 @@ mutants`.
 
 Three steps. Every test file runs once, traced, which tells the tests that run each line and what
 they take; this is kept in `.mutants/`, by the content of the package and of the test file. Then
-mistakes are drawn at random, a line first and then one of the mistakes that can be made there.
+mistakes are drawn at random, a line first and then one of the mistakes that can be made there; a
+line that is drawn stays so while its text does.
 Last, each is made in a copy of the tree, where the tests that run its line are tried, the quickest
 first, until one fails. Results are appended to a file as they come in; the same command goes on
 from there.
@@ -29,7 +30,8 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -251,16 +253,30 @@ def draw(only: Sequence[str], count: int, seed: int, coverage: Coverage) -> list
         sources[file] = path.read_bytes()
         for mutant in mutants(file, sources[file]):
             places.setdefault((file, mutant.line), []).append(mutant)
-    rng = random.Random(seed)
     drawn: list[Mutant] = []
-    for place in rng.sample(sorted(places), len(places)):
-        mutant = rng.choice(places[place])
+    for mutant in shuffled(places, sources, seed):
         beyond = mutant.file.startswith(tuple(f"etude/{name}" for name in ELSEWHERE))
         if compiles(mutant, sources[mutant.file]) and (not beyond or coverage.tests_for(mutant)):
             drawn.append(mutant)
         if len(drawn) == count:
             break
     return drawn
+
+
+def shuffled(
+    places: Mapping[tuple[str, int], list[Mutant]], sources: Mapping[str, bytes], seed: int
+) -> Iterator[Mutant]:
+    """One mistake of every line, in a random order that hangs on the line's text alone: a change
+    elsewhere leaves the draw as it was, so that what a test catches once stays caught."""
+    seen: Counter[tuple[str, bytes]] = Counter()
+    ranked = []
+    for file, line in sorted(places):
+        text = sources[file].splitlines()[line - 1].strip()
+        seen[file, text] += 1
+        key = f"{seed}/{file}/{seen[file, text]}/".encode() + text
+        rng = random.Random(hashlib.blake2b(key).digest())
+        ranked.append((rng.random(), rng.choice(places[file, line])))
+    return (mutant for _, mutant in sorted(ranked, key=lambda pair: pair[0]))
 
 
 def trial(
