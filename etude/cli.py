@@ -265,7 +265,7 @@ def weights(args: argparse.Namespace) -> int:
 def token(args: argparse.Namespace) -> int:
     from etude.commands.token import make_token
 
-    print(make_token(args.scope, args.subject, args.days))
+    print(make_token(args.scope, args.subject, args.days, args.organisation))
     return 0
 
 

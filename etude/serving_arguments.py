@@ -81,6 +81,7 @@ def add_token(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--subject", default="", metavar="NAME", help="whose it is; the id of a session for session"
     )
+    parser.add_argument("--organisation", default="", metavar="NAME", help="that a user belongs to")
     parser.add_argument("--days", type=float, help="until it ends (default: 30, for a session 2)")
 
 

@@ -9,7 +9,7 @@ DAYS = 30.0
 DAY_S = 86400.0
 
 
-def make_token(scope: str, subject: str, days: float | None) -> str:
+def make_token(scope: str, subject: str, days: float | None, organisation: str = "") -> str:
     """`days`: until it ends; else 30, or as many as one of its scope may have."""
     secret = read_secret()
     if secret is None:
@@ -20,6 +20,6 @@ def make_token(scope: str, subject: str, days: float | None) -> str:
     try:
         longest = longest_s(Scope(scope))
         lifetime_s = min(DAYS * DAY_S, longest) if days is None else days * DAY_S
-        return TokenAuthority(secret).mint(Scope(scope), subject, lifetime_s)
+        return TokenAuthority(secret).mint(Scope(scope), subject, lifetime_s, organisation)
     except ValueError as e:
         raise EtudeError(f"no token: {e}") from e

@@ -63,6 +63,8 @@ class FeedbackEvent:
     event: str
     """Its id: whatever comes twice is one event."""
     user: str
+    organisation: str = ""
+    """That the user belongs to, if anybody said so."""
     completion: str
     choice: int = 0
     """Of an answer with several."""

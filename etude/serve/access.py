@@ -37,6 +37,8 @@ class AccessDenied(Exception):
 class Identity:
     scope: Scope
     subject: str = ""
+    organisation: str = ""
+    """Of a user."""
     client: str = ""
     """Whose share of the slots its requests take; empty: of nobody in particular."""
     token: str = field(default="", repr=False)
@@ -84,6 +86,7 @@ class SignedTokens:
                 return Identity(
                     scope=claims.scope,
                     subject=claims.subject,
+                    organisation=claims.organisation,
                     client="" if claims.scope is Scope.ADMIN else client,
                     token=token,
                     expires=claims.expires,

@@ -32,6 +32,7 @@ LOOK_EVERY_S = 1.0
 MAX_HEAD_BYTES = 32 << 10
 MAX_HEADER_LINES = 128
 MAX_PIPELINED = 16
+MAX_GATHERED_BYTES = 64 << 10
 MAX_OPEN = 1 << 15
 
 
@@ -65,6 +66,38 @@ class Connections:
             longest.transport.abort()
 
 
+class GatheringTransport:
+    """A transport that sends what is written in one pass of the event loop together: a head with
+    what follows it, and tokens that came while others were served."""
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._pending: list[bytes] = []
+        self._num_bytes = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        if not self._pending:
+            self._loop.call_soon(self._flush)
+        self._pending.append(data)
+        self._num_bytes += len(data)
+        if self._num_bytes > MAX_GATHERED_BYTES:  # whoever reads too slowly is to be noticed
+            self._flush()
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+    def _flush(self) -> None:
+        if self._pending and not self._transport.is_closing():
+            self._transport.write(b"".join(self._pending))
+        self._pending.clear()
+        self._num_bytes = 0
+
+
 class Connection(HttpToolsProtocol):
     def __init__(self, *args: Any, connections: Connections, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -94,7 +127,7 @@ class Connection(HttpToolsProtocol):
         self.deadline = self.since + seconds
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        super().connection_made(GatheringTransport(transport, self.loop))  # type: ignore[arg-type]
         self._wait(HEAD_S)
         self._all.open.add(self)
         self._all.make_room(self)

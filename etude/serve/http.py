@@ -13,18 +13,16 @@ import asyncio
 import contextlib
 import re
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from functools import wraps
 from typing import Any, TypeVar, cast
 
 import msgspec
-from starlette.applications import Starlette
 from starlette.datastructures import Headers
-from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
-from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.responses import RedirectResponse, Response
+from starlette.routing import Match, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from etude.serve.access import IDENTITY, Access, AccessDenied, NoToken, identity_of
 from etude.serve.metrics import Metrics, RequestRecord
@@ -38,6 +36,7 @@ RETRY_AFTER_S = 1
 MSGPACK = "application/msgpack"
 DONE = "[DONE]"
 """The last event of a stream in OpenAI's chat."""
+LAST = f"data: {DONE}\n\n".encode()
 REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 T = TypeVar("T")
@@ -138,7 +137,9 @@ def error_body(error: ApiError, path: str) -> ErrorResponse | AnthropicErrorResp
     return ErrorResponse(Error(str(error), kind, error.code, error.param))
 
 
-def error_response(error: ApiError, path: str) -> Response:
+def error_response(error: ApiError | AccessDenied, path: str) -> Response:
+    if isinstance(error, AccessDenied):
+        error = ApiError(str(error), status=error.status, code=error.code)
     response = respond(error_body(error, path), error.status)
     if isinstance(error, Unavailable):
         response.headers["Retry-After"] = str(RETRY_AFTER_S)
@@ -201,16 +202,18 @@ async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, T]) -
 
 
 async def _cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    task = asyncio.ensure_future(work)
+    task = asyncio.current_task()
+    assert task is not None
     gone = asyncio.ensure_future(receive())
+    gone.add_done_callback(lambda _: task.cancel())
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientDisconnected()
-        return await task
+        return await work
+    except asyncio.CancelledError:
+        if gone.done() and not task.uncancel():
+            raise ClientDisconnected() from None
+        raise
     finally:
         gone.cancel()
-        task.cancel()
 
 
 async def gather(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
@@ -249,6 +252,7 @@ class EventStream(Response):
         media_type = "text/event-stream" if encode is None else MSGPACK
         super().__init__(media_type=media_type, headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]
+        self.status_code = ClientDisconnected().status  # before anything has been sent
         self._work = work
         self._named = named or encode is not None
         self._failed = failed
@@ -264,27 +268,25 @@ class EventStream(Response):
             await _cancel_on_disconnect(receive, self._run(scope["path"], send))
 
     async def _run(self, path: str, send: Send) -> None:
-        started = False
-
-        async def write(data: bytes, more: bool = True) -> None:
-            nonlocal started
-            if not started:
-                started = True
-                await send(
-                    {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-                )
-            await send({"type": "http.response.body", "body": data, "more_body": more})
+        async def start() -> None:
+            self.status_code = 200
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
 
         async def send_event(value: object) -> None:
-            await write(self._encoded(value))
+            if self.status_code != 200:
+                await start()
+            data = self._encoded(value)
+            await send({"type": "http.response.body", "body": data, "more_body": True})
 
         try:
             await self._work(send_event)
         except ApiError as e:
-            if not started:
+            if self.status_code != 200:
                 raise
             await send_event(self._failed(e) if self._failed else error_body(e, path))
-        await write(b"" if self._named else f"data: {DONE}\n\n".encode(), more=False)
+        if self.status_code != 200:
+            await start()
+        await send({"type": "http.response.body", "body": b"" if self._named else LAST})
 
     def _as_event(self, event: object) -> bytes:
         data = b"data: " + msgspec.json.encode(event) + b"\n\n"
@@ -299,74 +301,63 @@ def create_app(
 ) -> ASGIApp:
     """`access`: how it is known who is asking; None: everybody on this machine is let in. Raises
     for a route without a policy."""
-
-    def failed(request: Request, error: Exception) -> Response:
-        headers: Mapping[str, str] = {}
-        if isinstance(error, HTTPException):
-            code = "not_found" if error.status_code == 404 else "invalid_request"
-            headers = error.headers or {}
-            error = ApiError(error.detail, status=error.status_code, code=code)
-        if isinstance(error, AccessDenied):
-            error = ApiError(str(error), status=error.status, code=error.code)
-        assert isinstance(error, ApiError)
-        response = error_response(error, request.url.path)
-        response.headers.update(headers)
-        return response
-
-    handlers = dict.fromkeys((ApiError, AccessDenied, HTTPException), failed)
-    app: ASGIApp = Starlette(routes=list(map(guarded, routes)), exception_handlers=handlers)
-    app = with_request_ids(with_identity(app, access or NoToken()))
-    return app if metrics is None else with_metrics(app, metrics)
+    return _App(list(map(guarded, routes)), access or NoToken(), metrics or Metrics())
 
 
-def with_metrics(app: ASGIApp, metrics: Metrics) -> ASGIApp:
-    async def call(scope: Scope, receive: Receive, send: Send) -> None:
+class _App:
+    """Routes behind one door. Once an answer has begun, nothing stands between its route and the
+    connection: every token of a stream would pay for it."""
+
+    def __init__(self, routes: Sequence[Route], access: Access, metrics: Metrics) -> None:
+        self._routes = routes
+        self._access = access
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record = RequestRecord(method=scope["method"], path=scope["path"])
+        request = Request(scope, receive)
+        id = _request_id(request.headers)
 
-        async def look(message: Message) -> None:
-            record.status = message.get("status", record.status)
-            await send(message)
-
-        with metrics.answering(record):
+        async def answer(response: Response) -> None:
+            response.raw_headers.append((b"x-request-id", id))
             try:
-                await app(scope, receive, look)
+                await response(scope, receive, send)
             finally:
-                record.route = getattr(scope.get("endpoint"), "__name__", record.route)
+                record.status = response.status_code
 
-    return call
+        with self._metrics.answering(record):
+            try:
+                address, _ = scope.get("client") or ("", 0)
+                scope[IDENTITY] = self._access.identify(request.headers, address)
+                await answer(await self._response(request, record))
+            except (ApiError, AccessDenied) as e:
+                await answer(error_response(e, scope["path"]))
+
+    async def _response(self, request: Request, record: RequestRecord) -> Response:
+        scope, allowed = request.scope, set[str]()
+        for route in self._routes:
+            match, found = route.matches(scope)
+            if match is Match.FULL:
+                scope.update(found)
+                record.route = route.endpoint.__name__
+                response: Response = await route.endpoint(request)
+                return response
+            if match is Match.PARTIAL:
+                allowed |= route.methods or set()
+        if allowed:
+            error = ApiError("Method Not Allowed", status=405)
+            response = error_response(error, scope["path"])
+            response.headers["Allow"] = ", ".join(sorted(allowed))
+            return response
+        if scope["path"].endswith("/") and scope["path"] != "/":
+            return RedirectResponse(request.url.replace(path=scope["path"].rstrip("/")))
+        raise ApiError("Not Found", status=404, code="not_found")
 
 
-def with_request_ids(app: ASGIApp) -> ASGIApp:
-    """Every answer carries the id of its request."""
-
-    async def call(scope: Scope, receive: Receive, send: Send) -> None:
-        given = dict(scope.get("headers", ())).get(b"x-request-id", b"")
-        id = given if REQUEST_ID.fullmatch(given) else secrets.token_hex(16).encode()
-
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], (b"x-request-id", id)]
-            await send(message)
-
-        await app(scope, receive, send_with_id)
-
-    return call
-
-
-def with_identity(app: ASGIApp, access: Access) -> ASGIApp:
-    """Nothing behind it is reached by somebody who is not known."""
-
-    async def call(scope: Scope, receive: Receive, send: Send) -> None:
-        address, _ = scope.get("client") or ("", 0)
-        try:
-            scope[IDENTITY] = access.identify(Headers(scope=scope), address)
-        except AccessDenied as e:
-            error = ApiError(str(e), status=e.status, code=e.code)
-            await error_response(error, scope.get("path", ""))(scope, receive, send)
-        else:
-            await app(scope, receive, send)
-
-    return call
+def _request_id(headers: Headers) -> bytes:
+    """That of the client, if it is fit to be sent back."""
+    given = headers.get("x-request-id", "").encode("latin-1")
+    return given if REQUEST_ID.fullmatch(given) else secrets.token_hex(16).encode()
 
 
 def guarded(route: Route) -> Route:

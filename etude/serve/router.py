@@ -12,7 +12,7 @@ import asyncio
 import json
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import NoReturn, TypeVar
@@ -32,6 +32,7 @@ from etude.serve.http import (
 )
 from etude.serve.process import authorization
 from etude.serve.shards import FORWARDED
+from etude.serve.worker_client import WorkerClient, WorkerConnection
 from etude.serve.worker_protocol import (
     FrameReader,
     GenerateRequest,
@@ -80,7 +81,7 @@ class Wait:
     def failures(self) -> Iterator[None]:
         try:
             yield
-        except (aiohttp.ClientError, TimeoutError, asyncio.IncompleteReadError) as e:
+        except (aiohttp.ClientError, OSError) as e:
             if self.in_vain:
                 raise WorkerSilent(f"{self.url}: it fell silent") from e
             raise WorkerFailed(f"{self.url}: {type(e).__name__} {e}") from e
@@ -109,6 +110,7 @@ class Router:
     ) -> None:
         self.fleet = Fleet(live, heartbeat_timeout_s)
         self._http = http
+        self._client = WorkerClient()
         self._clock = clock or AwakeClock(SystemClock())
         self._began = self._clock.now()
         self._changed = asyncio.Condition()
@@ -139,7 +141,9 @@ class Router:
             async for attempt in attempts:
                 worker = attempt.worker
                 with self._failures_of(attempt):
-                    left = replace(attempt.request, begun=tuple(begun))
+                    left = attempt.request
+                    if begun:
+                        left = replace(left, begun=tuple(begun))
                     answer = self._stream_from(worker, left)
                     async with aclosing(answer):
                         async for event in answer:
@@ -322,43 +326,52 @@ class Router:
 
     async def _ask(self, worker: Worker, request: Request) -> Sample:
         asked = GenerateRequest(request, min_weight_version=self.fleet.live)
-        status, body = await self._post(worker, "/generate", msgspec.msgpack.encode(asked))
-        if status != 200:
-            _raise_refusal(status, _message(body))
-        return _decoded(body, Sample)
+        async with self._asked(worker, asked) as (connection, wait):
+            with wait.failures():
+                return msgspec.msgpack.decode(await connection.read_all(), type=Sample)
 
     async def _stream_from(
         self, worker: Worker, request: Request
     ) -> AsyncGenerator[Token | Sample]:
-        """The tokens that the worker adds, and the whole sample. A worker that falls silent is
-        noticed while it is waited for, not while what it said is handed on."""
+        """The tokens that the worker adds, and the whole sample."""
         asked = GenerateRequest(request, min_weight_version=self.fleet.live, stream=True)
-        body, path = msgspec.msgpack.encode(asked), "/generate"
-        async with AsyncExitStack() as stack:
-            async with self._while_heard(worker, path):
-                response = await stack.enter_async_context(
-                    self._http.post(worker.url + path, data=body, headers=self._headers(worker))
-                )
-                if response.status != 200:
-                    _raise_refusal(response.status, _message(await response.read()))
-            # One wait for the whole stream: a limit for each read costs as much as the read.
-            wait = Wait(worker.url + path, response.close)
-            stack.enter_context(self._kept(wait, worker))
-            reader = FrameReader()
-            while True:
+        reader = FrameReader()
+        async with self._asked(worker, asked) as (connection, wait):
+            with wait.failures():
+                while data := await connection.read():
+                    for frame in reader.push(data):
+                        if frame.token is not None:
+                            yield frame.token
+                        elif frame.sample is not None:
+                            connection.finish()
+                            yield frame.sample
+                            return
+                        else:
+                            _raise_refusal(frame.status, frame.error)
+                raise ConnectionError("it ended in the middle")
+
+    @asynccontextmanager
+    async def _asked(
+        self, worker: Worker, asked: GenerateRequest
+    ) -> AsyncIterator[tuple[WorkerConnection, Wait]]:
+        """The answer of a worker, which is broken off if the worker falls silent. One wait for all
+        of it: a limit for each read costs as much as the read."""
+        url = worker.url + "/generate"
+        if (connection := self._client.idle(url)) is None:
+            async with self._while_heard(worker, "/generate"):
+                connection = await self._client.connect(url)
+        wait = Wait(url, connection.abort)
+        try:
+            with self._kept(wait, worker):
                 with wait.failures():
-                    data = await response.content.readany()
-                    if not data:
-                        raise asyncio.IncompleteReadError(b"", None)
-                    frames = list(reader.push(data))
-                for frame in frames:
-                    if frame.status:
-                        _raise_refusal(frame.status, frame.error)
-                    elif frame.token is not None:
-                        yield frame.token
-                    elif frame.sample is not None:
-                        yield frame.sample
-                        return
+                    body = msgspec.msgpack.encode(asked)
+                    status = await connection.post(url, body, self._headers(worker))
+                    refusal = b"" if status == 200 else await connection.read_all()
+                if status != 200:
+                    _raise_refusal(status, _message(refusal))
+                yield connection, wait
+        finally:
+            connection.close()
 
     async def _load_on(self, worker: Worker, version: int) -> str | None:
         """Load a version on a worker; returns why, if it says that it cannot. One that is gone says

@@ -27,6 +27,7 @@ class TokenRequest(msgspec.Struct, forbid_unknown_fields=True):
     scope: Scope
     subject: str = ""
     lifetime_s: float = 86400.0
+    organisation: str = ""
 
 
 class MintedToken(msgspec.Struct):
@@ -50,7 +51,9 @@ class TokenRoutes:
         """A token that was made by means of another ends with it at the latest."""
         asked = await read(http, TokenRequest)
         try:
-            claims = self._authority.claims(asked.scope, asked.subject, asked.lifetime_s)
+            claims = self._authority.claims(
+                asked.scope, asked.subject, asked.lifetime_s, asked.organisation
+            )
         except ValueError as e:
             raise ApiError(str(e)) from e
         expires = min(claims.expires, identity_of(http).expires)

@@ -51,6 +51,7 @@ class Scope(StrEnum):
 
 
 OF_ONE_SESSION = frozenset({Scope.SESSION, Scope.SCORE})
+OF_USERS = frozenset({Scope.USER, Scope.FEEDBACK})
 
 
 class Claims(msgspec.Struct, frozen=True, array_like=True):
@@ -59,6 +60,8 @@ class Claims(msgspec.Struct, frozen=True, array_like=True):
     expires: float
     """In seconds since 1970."""
     id: str
+    organisation: str = ""
+    """That its user belongs to."""
 
 
 class TokenRefused(Exception):
@@ -105,10 +108,12 @@ class TokenAuthority:
         self._revoked: set[str] = set()
         self._closed: dict[str, float] = {}
 
-    def mint(self, scope: Scope, subject: str, lifetime_s: float) -> str:
-        return sign(self.claims(scope, subject, lifetime_s), self._secret)
+    def mint(self, scope: Scope, subject: str, lifetime_s: float, organisation: str = "") -> str:
+        return sign(self.claims(scope, subject, lifetime_s, organisation), self._secret)
 
-    def claims(self, scope: Scope, subject: str, lifetime_s: float) -> Claims:
+    def claims(
+        self, scope: Scope, subject: str, lifetime_s: float, organisation: str = ""
+    ) -> Claims:
         """Of a new token. ValueError for what can be none."""
         longest = longest_s(scope)
         if not 0 < lifetime_s <= longest:
@@ -118,7 +123,10 @@ class TokenAuthority:
             )
         if scope in OF_ONE_SESSION and not subject:
             raise ValueError("the token of a session needs the id of the session as its subject")
-        return Claims(scope, subject, self._clock() + lifetime_s, secrets.token_hex(8))
+        if organisation and scope not in OF_USERS:
+            raise ValueError(f"an organisation has users: a token of the scope {scope} has none")
+        expires, id = self._clock() + lifetime_s, secrets.token_hex(8)
+        return Claims(scope, subject, expires, id, organisation)
 
     def sign(self, claims: Claims) -> str:
         return sign(claims, self._secret)

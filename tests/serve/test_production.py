@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from etude.core.consent import pseudonym
-from etude.core.recorded import RecordedSession
+from etude.core.recorded import RecordedSession, RecordedTurn
 from etude.serve.access import SignedTokens
 from etude.serve.tokens import Scope, TokenAuthority
 from tests.serve.producing import ALICE, KEY, Produced, production
@@ -410,3 +410,51 @@ async def test_a_token_speaks_for_its_subject_alone(
         assert len(users) == 1, "the same user by both ways"
         assert await ask("/v1/feedback", word, Scope.USER, "alice", "alice") == 200
         assert await ask("/v1/feedback", word | {"event": "2"}, Scope.FEEDBACK, "", "bob") == 200
+
+
+async def test_the_organisation_of_a_token_is_that_of_its_user(
+    http: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    authority = TokenAuthority(32 * "s")
+
+    def headers(scope: Scope, organisation: str, **told: str) -> dict[str, str]:
+        token = authority.mint(scope, "alice", 600, organisation)
+        return {"Authorization": f"Bearer {token}", "X-Etude-Session": "one", **told}
+
+    def stored(produced: Produced) -> list[RecordedTurn]:
+        return [turn for each in produced.store.sessions().sessions for turn in each.turns]
+
+    admin = {"Authorization": f"Bearer {authority.mint(Scope.ADMIN, '', 600)}"}
+    access = SignedTokens(authority)
+    async with production(http, f"file:{tmp_path}", ["hi"] * 9, access=access) as produced:
+
+        async def ask(path: str, body: dict[str, Any], said: dict[str, str]) -> Any:
+            status, answer = await produced.call("POST", path, body, said)
+            assert status == 200, answer
+            return answer
+
+        body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 9}
+        of_acme = headers(Scope.USER, "acme", **{"X-Etude-Organisation": "other"})
+        acme = pseudonym("acme", KEY)
+        await ask("/v1/chat/completions", body, of_acme)
+        assert not stored(produced), "nobody said yes"
+        await ask("/v1/consent", {"granted": True}, admin | {"X-Etude-Organisation": "acme"})
+        answer = await ask("/v1/chat/completions", body, of_acme)
+        assert [turn.organisation for turn in stored(produced)] == [acme]
+
+        word = {"event": "1", "completion": answer["id"], "kind": "thumbs_up"}
+        await ask("/v1/feedback", word, headers(Scope.FEEDBACK, "acme"))
+        assert [event.organisation for event in produced.store.feedback()] == [acme]
+
+        await ask("/v1/consent", {"granted": False}, of_acme)
+        other = headers(Scope.USER, "acme") | {"X-Etude-Session": "two"}
+        await ask("/v1/chat/completions", body, other)
+        assert not stored(produced), "a user's no is the user's"
+        bob = admin | {"X-Etude-User": "bob", "X-Etude-Organisation": "acme"}
+        await ask("/v1/chat/completions", body, bob)
+        assert len(stored(produced)) == 1, "and not the organisation's"
+
+
+def test_only_users_have_an_organisation() -> None:
+    with pytest.raises(ValueError, match="an organisation has users"):
+        TokenAuthority().mint(Scope.WORKER, "", 600, "acme")

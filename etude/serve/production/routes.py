@@ -9,7 +9,7 @@
 The product's backend speaks for its users, with an admin's token. Headers say for whom:
 `X-Etude-User`, `X-Etude-Organisation`, `X-Etude-Session` and `X-Etude-Consent: granted` or
 `refused`. They are turned into pseudonyms here, and not kept. The token of a user speaks for that
-user alone.
+user alone, and says itself which organisation that is of.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ from etude.serve.production.types import (
     UserDeleted,
 )
 from etude.serve.router import Router
+from etude.serve.tokens import OF_USERS
 from etude.serve.tokens import Scope as TokenScope
 from etude.store.objects import Objects
 from etude.store.production import Conflict, ProductionStore, digest
@@ -180,7 +181,7 @@ class Production:
         if wait := self._limit.admit(identity.user, now):
             message = f"too much feedback of this user: try again in {wait:.0f} s"
             raise Unavailable(message, status=429, code="too_many_requests")
-        event = self._event(await read(http, FeedbackRequest), identity.user, now)
+        event = self._event(await read(http, FeedbackRequest), identity, now)
         if not self._permitted(http, identity):
             return respond(FeedbackStored("not_recorded"))
         try:
@@ -192,7 +193,7 @@ class Production:
         self.recording.counts["feedback"] += new
         return respond(FeedbackStored("stored" if new else "duplicate"))
 
-    def _event(self, asked: FeedbackRequest, user: str, now: float) -> FeedbackEvent:
+    def _event(self, asked: FeedbackRequest, identity: Identity, now: float) -> FeedbackEvent:
         when = now if asked.time is None else asked.time
         if not now - 1e8 < when < now + CLOCK_SKEW_S:
             raise ApiError("time: seconds since 1970, and not in the future", param="time")
@@ -201,8 +202,9 @@ class Production:
             raise ApiError("strength: say how much a kind of your own counts", param="strength")
         try:
             event = FeedbackEvent(
-                event=digest(pseudonym(f"{user}/{asked.event}", self._key)),
-                user=user,
+                event=digest(pseudonym(f"{identity.user}/{asked.event}", self._key)),
+                user=identity.user,
+                organisation=identity.organisation,
                 completion=completion_key(asked.completion),
                 choice=asked.choice,
                 kind=asked.kind,
@@ -218,7 +220,9 @@ class Production:
 
     async def consent(self, http: HttpRequest) -> Response:
         identity = self._identity(http)
-        if bool(identity.user) == bool(identity.organisation):
+        is_backend = identity_of(http).scope is TokenScope.ADMIN
+        names_both = bool(identity.user and identity.organisation)
+        if (is_backend and names_both) or not (identity.user or identity.organisation):
             raise ApiError(f"say whose word it is, by {USER} or by {ORGANISATION}")
         asked, now = await read(http, ConsentRequest), self._store.now()
         when = now if asked.time is None else asked.time
@@ -285,17 +289,18 @@ class Production:
 def _spoken_for(http: HttpRequest) -> tuple[str, str]:
     """The user and the organisation that a request is of. An admin's token, which the product's
     backend has, speaks for anybody, and so does one for feedback that names nobody; a token with a
-    subject speaks for that user alone, and that of a session for nobody."""
+    subject speaks for that user alone, and that of a session for nobody. The organisation of its
+    users is what a token itself says."""
     token, named = identity_of(http), _header(http, USER)
     if token.scope is TokenScope.ADMIN:
         return named, _header(http, ORGANISATION)
     if token.scope is TokenScope.FEEDBACK and not token.subject:
-        return named, ""
-    if token.scope not in (TokenScope.USER, TokenScope.FEEDBACK):
+        return named, token.organisation
+    if token.scope not in OF_USERS:
         return "", ""
     if named not in ("", token.subject):
         raise ApiError("this token is of another user", status=403, code="wrong_user", param=USER)
-    return token.subject, ""
+    return token.subject, token.organisation
 
 
 def _header(http: HttpRequest, name: str) -> str:
