@@ -108,7 +108,7 @@ def add_sandboxes(parser: argparse.ArgumentParser) -> None:
         "--isolation",
         action="append",
         default=[],
-        choices=("namespaces", "process"),
+        choices=("namespaces", "gvisor", "process"),
         help="what is offered, the first by default (default: namespaces)",
     )
     serving.add_argument(

@@ -13,7 +13,7 @@ from etude.core.schema import Config, Count, Place, Positive
 class SandboxConfig(Config):
     """The isolation of sandboxes, what they show of this machine, and their limits."""
 
-    isolation: Literal["namespaces", "process"] = "namespaces"
+    isolation: Literal["namespaces", "gvisor", "process"] = "namespaces"
     """The isolation of a sandbox. `gvisor` has a kernel of its own, in a program (runsc), and forks
     with its processes. `process` isolates nothing: only for machines whose kernel refuses
     namespaces, and code you trust."""

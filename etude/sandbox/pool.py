@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from etude.core.errors import EtudeError
 from etude.core.sandbox import TIERS, Limits, Sandbox, SandboxPool, SandboxSpec, Tier
+from etude.sandbox.gvisor import GvisorSandboxPool
 from etude.sandbox.link import REPLY_TIMEOUT_S
 from etude.sandbox.mounts import Mount, find_mounts
 from etude.sandbox.namespaces import NamespaceSandboxPool
@@ -16,6 +17,7 @@ from etude.sandbox.process import ProcessSandboxPool
 
 ISOLATION: dict[str, Callable[[float, Sequence[Mount]], SandboxPool]] = {
     "namespaces": NamespaceSandboxPool,
+    "gvisor": GvisorSandboxPool,
     "process": lambda reply_timeout_s, mounts: ProcessSandboxPool(mounts),
 }
 _NO_LIMITS = Limits()
