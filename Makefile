@@ -81,6 +81,9 @@ test-typescript: $(DEV) ## the TypeScript client, and a run that is trained on a
 	@cd examples/by_url && npm install --no-audit --no-fund --silent && npm run --silent build
 	@$(BIN)/python -m pytest -q -rP -m typescript tests/clients
 
+test-tiers: $(DEV) ## sandboxes of every tier, on this machine and behind a host: the protocol and the escapes (apt install runsc)
+	@$(BIN)/python -m pytest -q -rs -m tiers tests/sandbox
+
 test-dash: $(DEV) .venv-dash/.installed ## the dashboard in a real browser (apt install chromium; installs Playwright and axe-core, 130 MB)
 	@AXE=.venv-dash/node_modules/axe-core/axe.min.js PYTHONPATH="$(CURDIR):$$($(BIN)/python -c \
 	    'import site; print(site.getsitepackages()[0])')" .venv-dash/bin/python -m pytest -q -m browser tests/dash

@@ -12,6 +12,7 @@ from etude.serving_arguments import (
     add_chat,
     add_gateway,
     add_production,
+    add_sandboxes,
     add_serve,
     add_token,
     at_least_one,
@@ -71,6 +72,8 @@ def _build_parser() -> argparse.ArgumentParser:
     add_chat(add("chat", "talk to a model in the terminal"))
     add_token(add("token", "make a token for a gateway, with its secret (ETUDE_SECRET)"))
     add_gateway(add("gateway", "one URL before the workers of a run, for a product's users"))
+    text = "sandboxes for other machines"
+    add_sandboxes(commands.add_parser("sandboxes", help=text, description=text))
     add_production(commands.add_parser("production", help="what was recorded of users"))
 
     _add_mismatch(add)

@@ -348,6 +348,14 @@ def doctor(args: argparse.Namespace) -> int:
     return doctor(as_json=args.json)
 
 
+def sandboxes_serve(args: argparse.Namespace) -> int:
+    from etude.commands.sandboxes import Options, serve
+
+    given = {name: value for name, value in vars(args).items() if name != "command"}
+    serve(Options(**given))
+    return 0
+
+
 def dash(args: argparse.Namespace) -> int:
     from etude.commands.dash import Options, dash
 
@@ -368,6 +376,7 @@ COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "token": token,
     "gateway": gateway,
     "production": production,
+    "sandboxes serve": sandboxes_serve,
     "mismatch": mismatch,
     "weights": weights,
     "weights import": import_weights,

@@ -98,6 +98,42 @@ def add_gateway(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_sandboxes(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(required=True, metavar="ACTION")
+    text = "open sandboxes on this machine for runs on others ([sandbox] hosts)"
+    serving = actions.add_parser("serve", help=text, description=text)
+    serving.set_defaults(command="sandboxes serve", refuse=serving.error)
+    serving.add_argument("--host", default="127.0.0.1", help="(default: %(default)s)")
+    serving.add_argument("--port", type=int, default=8300, help="(default: %(default)s)")
+    serving.add_argument(
+        "--isolation",
+        action="append",
+        default=[],
+        choices=("namespaces", "gvisor", "process"),
+        help="what is offered, the first by default (default: namespaces)",
+    )
+    serving.add_argument(
+        "--mount",
+        action="append",
+        default=[],
+        metavar="PATH[:PLACE]",
+        help="a directory of this machine that every sandbox shows, read-only",
+    )
+    serving.add_argument(
+        "--max-sandboxes",
+        type=at_least_one,
+        default=1000,
+        metavar="N",
+        help="open at once (default: %(default)s)",
+    )
+    serving.add_argument(
+        "--token-file",
+        type=Path,
+        metavar="FILE",
+        help="what requests must carry (default: $ETUDE_SANDBOX_TOKEN)",
+    )
+
+
 def add_production(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(required=True, metavar="ACTION")
     for name, text in (

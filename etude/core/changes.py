@@ -18,7 +18,16 @@ OPERATIONAL: dict[str, set[str]] = {
     "harness": {"concurrency", "timeout_s"},
     "trainer": {"device", "ranks", "gradient_checkpointing", "timeout_s"},
     "rewards.judge": {"url", "timeout_s"},
-    "sandbox": {"isolation", "tier", "mounts", "cpus", "memory_mib", "disk_mib", "max_processes"},
+    "sandbox": {
+        "isolation",
+        "hosts",
+        "tier",
+        "mounts",
+        "cpus",
+        "memory_mib",
+        "disk_mib",
+        "max_processes",
+    },
     "stage": {"threads", "microbatch_tokens"},
 }
 """Keys that do not change the experiment, only how a machine carries it out."""

@@ -13,9 +13,14 @@ from etude.core.schema import Config, Count, Place, Positive
 class SandboxConfig(Config):
     """The isolation of sandboxes, what they show of this machine, and their limits."""
 
-    isolation: Literal["namespaces", "process"] = "namespaces"
-    """The isolation of a sandbox. `process` isolates nothing: only for machines whose kernel
-    refuses namespaces, and code you trust."""
+    isolation: Literal["namespaces", "gvisor", "process"] = "namespaces"
+    """The isolation of a sandbox. `gvisor` has a kernel of its own, in a program (runsc), and forks
+    with its processes. `process` isolates nothing: only for machines whose kernel refuses
+    namespaces, and code you trust."""
+    hosts: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """URLs of sandbox hosts (`etude sandboxes serve`) that sandboxes are opened at, instead of on
+    this machine, each at the one with the fewest of this run. Their token is taken from
+    ETUDE_SANDBOX_TOKEN."""
     tier: Tier = "process"
     """The weakest isolation that this run accepts, whatever `isolation` says: it does not start
     where the sandboxes of a machine hold less."""
@@ -39,6 +44,15 @@ class SandboxConfig(Config):
             raise ValueError(
                 f'isolation "{self.isolation}" holds less than tier "{self.tier}": choose another '
                 "isolation, or a lower tier"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _hosts_have_mounts_of_their_own(self) -> SandboxConfig:
+        if self.hosts and self.mounts:
+            raise ValueError(
+                "mounts are directories of this machine, and hosts are others: give them to "
+                "etude sandboxes serve --mount there"
             )
         return self
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 
 from etude.core.errors import EtudeError
 from etude.core.sandbox import TIERS, Limits, Sandbox, SandboxPool, SandboxSpec, Tier
+from etude.sandbox.gvisor import GvisorSandboxPool
 from etude.sandbox.link import REPLY_TIMEOUT_S
 from etude.sandbox.mounts import Mount, find_mounts
 from etude.sandbox.namespaces import NamespaceSandboxPool
@@ -15,6 +17,7 @@ from etude.sandbox.process import ProcessSandboxPool
 
 ISOLATION: dict[str, Callable[[float, Sequence[Mount]], SandboxPool]] = {
     "namespaces": NamespaceSandboxPool,
+    "gvisor": GvisorSandboxPool,
     "process": lambda reply_timeout_s, mounts: ProcessSandboxPool(mounts),
 }
 _NO_LIMITS = Limits()
@@ -26,13 +29,22 @@ def open_sandbox_pool(
     *,
     mounts: Sequence[str] = (),
     limits: Limits = _NO_LIMITS,
+    hosts: Sequence[str] = (),
 ) -> SandboxPool:
     """Opens a trial sandbox before it returns; raises EtudeError where this machine cannot. Never
     picks a weaker isolation than it was asked for. The caller closes the pool.
 
     `mounts`: directories of the host, as `sandbox.mounts` of a run's file names them. `limits`: of
-    sandboxes whose task does not say otherwise."""
-    pool = ISOLATION[isolation](reply_timeout_s, find_mounts(mounts))
+    sandboxes whose task does not say otherwise. `hosts`: URLs of machines that they are to be on
+    instead of this one."""
+    pool: SandboxPool
+    if hosts:
+        from etude.sandbox.remote import TOKEN_VARIABLE, RemoteSandboxPool
+
+        token = os.environ.get(TOKEN_VARIABLE)
+        pool = RemoteSandboxPool(hosts, isolation, token=token, reply_timeout_s=reply_timeout_s)
+    else:
+        pool = ISOLATION[isolation](reply_timeout_s, find_mounts(mounts))
     pool.check(SandboxSpec(limits=limits))
     return pool if limits == _NO_LIMITS else _LimitedPool(pool, limits)
 

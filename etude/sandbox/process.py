@@ -108,10 +108,12 @@ class ProcessSandbox:
         env: Mapping[str, str],
         before: Tree,
         programs: Sequence[str] = (),
+        root: Path | None = None,
     ) -> None:
         """`opened`: where it is found as long as it is open. `before`: what the working copy is
-        compared with. `programs`: directories that are searched before all others."""
-        self._root = Path(tempfile.mkdtemp(prefix="etude-")).resolve()
+        compared with. `programs`: directories that are searched before all others. `root`: the
+        working copy; None: a directory made for it."""
+        self._root = root or Path(tempfile.mkdtemp(prefix="etude-")).resolve()
         self._opened = opened
         self._opened.add(self)
         self._env = env
@@ -142,7 +144,7 @@ class ProcessSandbox:
                 environment["ETUDE_REPORT"] = f"/dev/fd/{reported.fileno()}"
             try:
                 process = await asyncio.create_subprocess_exec(
-                    *self._with_python(argv),
+                    *self._launched(argv),
                     cwd=directory,
                     env=environment,
                     stdin=source,
@@ -185,11 +187,9 @@ class ProcessSandbox:
             out_of, output = os.pipe()
             theirs = (out_of, into)
         streams = Streams(*theirs, terminal=pty)
-        shim = [sys.executable, "-I", "-S", "-c", _SHIM, str(os.getpid()), "pty" if pty else ""]
         try:
             process = await asyncio.create_subprocess_exec(
-                *shim,
-                *self._with_python(argv),
+                *self._launched_beside(argv, pty),
                 cwd=directory,
                 env=environment,
                 stdin=source,
@@ -214,6 +214,15 @@ class ProcessSandbox:
         if self._programs:
             plain["PYTHONDONTWRITEBYTECODE"] = "1"
         return {**plain, **self._env, **(env or {})}
+
+    def _launched(self, argv: Sequence[str]) -> list[str]:
+        """What is executed to run this."""
+        return self._with_python(argv)
+
+    def _launched_beside(self, argv: Sequence[str], pty: bool) -> list[str]:
+        """The same for a process in the background."""
+        shim = [sys.executable, "-I", "-S", "-c", _SHIM, str(os.getpid()), "pty" if pty else ""]
+        return [*shim, *self._with_python(argv)]
 
     def _with_python(self, argv: Sequence[str]) -> list[str]:
         """`python` is ours, unless a mount may have one."""

@@ -23,7 +23,7 @@ async def start_services(sandbox: Sandbox, services: Sequence[Service]) -> list[
         for service in services:
             words = bytearray()
             process = await sandbox.start(service.argv, env=service.env)
-            reading.append(asyncio.create_task(_listen(process, words)))
+            reading.append(asyncio.create_task(listen(process, words)))
             await _until_up(sandbox, service, reading[-1], words)
     except BaseException:
         for task in reading:
@@ -32,7 +32,8 @@ async def start_services(sandbox: Sandbox, services: Sequence[Service]) -> list[
     return reading
 
 
-async def _listen(process: Process, words: bytearray) -> None:
+async def listen(process: Process, words: bytearray) -> None:
+    """Read what it says to its end, and keep the last of it."""
     try:
         while said := await process.read():
             words += said

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import fields
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
 
 from etude.core.errors import EtudeError
-from etude.core.sandbox import Limits, SandboxSpec
+from etude.core.sandbox import Limits, SandboxSpec, Service
 from etude.sandbox.files import inside, to_bytes
+from etude.sandbox.link import decoded, encoded
 from etude.sandbox.repository import read_commit
 from etude.sandbox.tree import FILE, Entry, Tree
 
@@ -38,9 +40,43 @@ def check_spec(
     check_env(spec.env)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnpackedSpec(SandboxSpec):
+    """A spec whose repository and files were read where they are, which is elsewhere."""
+
+    tree: Tree = field(default_factory=dict)
+
+
+async def to_message(spec: SandboxSpec, *, max_bytes: int, max_entries: int) -> dict[str, Any]:
+    """A spec for another machine, as JSON has it."""
+    tree = await opening_tree(spec, max_bytes=max_bytes, max_entries=max_entries)
+    told = asdict(replace(spec, files={}, repository=None))
+    del told["files"], told["repository"]
+    return told | {"tree": encoded(tree)}
+
+
+def from_message(told: Mapping[str, Any]) -> UnpackedSpec:
+    """ValueError for what is no such message."""
+    try:
+        tree = {inside(path): Entry(*each) for path, each in decoded(told["tree"]).items() if each}
+        services = [
+            Service(**{**each, "argv": tuple(each["argv"]), "check": tuple(each["check"])})
+            for each in told["services"]
+        ]
+        parts = {
+            "tree": tree,
+            "limits": Limits(**told["limits"]),
+            "services": tuple(services),
+            "network": tuple(told["network"]),
+        }
+        return UnpackedSpec(**{**told, **parts})
+    except (TypeError, KeyError, AttributeError) as e:
+        raise ValueError(f"this is no spec of a sandbox: {e}") from e
+
+
 async def opening_tree(spec: SandboxSpec, *, max_bytes: int, max_entries: int) -> Tree:
     """What the working copy holds at first: the repository, and the files over it."""
-    found: dict[str, Entry] = {}
+    found: dict[str, Entry] = dict(spec.tree) if isinstance(spec, UnpackedSpec) else {}
     if spec.repository:
         found = await read_commit(spec.repository, max_bytes=max_bytes, max_entries=max_entries)
     return found | {

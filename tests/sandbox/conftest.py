@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import shutil
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
@@ -8,15 +9,47 @@ from etude.core.sandbox import SandboxPool
 from etude.sandbox.namespaces import NamespaceSandboxPool
 from etude.sandbox.pool import open_sandbox_pool
 from tests.namespaces import need_namespaces
+from tests.sandbox.hosts import sandbox_host
+
+OTHERS = [pytest.param(name, marks=pytest.mark.tiers) for name in ("remote", "gvisor")]
 
 
-@pytest.fixture(params=["namespaces", "process"])
+def need_gvisor() -> None:
+    if shutil.which("runsc") is None:
+        pytest.skip("runsc is not installed")
+
+
+@pytest.fixture(scope="session")
+def namespaces_host() -> Iterator[str]:
+    need_namespaces()
+    with sandbox_host("namespaces") as (url, _):
+        yield url
+
+
+@pytest.fixture(scope="session")
+def gvisor_host() -> Iterator[str]:
+    """By way of a host, since opening a pool takes seconds here."""
+    need_gvisor()
+    with sandbox_host("gvisor") as (url, _):
+        yield url
+
+
+@pytest.fixture(params=["namespaces", "process", *OTHERS])
 async def pool(request: pytest.FixtureRequest) -> AsyncIterator[SandboxPool]:
-    if request.param == "namespaces":
-        need_namespaces()
-    opened = open_sandbox_pool(request.param)
+    """One of each kind: the same is expected of all."""
+    opened = open_pool(request, request.param)
     yield opened
     await opened.close()
+
+
+def open_pool(request: pytest.FixtureRequest, kind: str) -> SandboxPool:
+    if kind == "remote":
+        return open_sandbox_pool("namespaces", hosts=[request.getfixturevalue("namespaces_host")])
+    if kind == "gvisor":
+        return open_sandbox_pool("gvisor", hosts=[request.getfixturevalue("gvisor_host")])
+    if kind == "namespaces":
+        need_namespaces()
+    return open_sandbox_pool(kind)
 
 
 @pytest.fixture

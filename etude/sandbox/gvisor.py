@@ -1,0 +1,275 @@
+"""Sandboxes with a kernel of their own, in a program: gVisor's runsc.
+
+What runs in there calls gVisor and never the kernel of this machine. Every sandbox is the
+restoration of a checkpoint that was taken once, with its first process (`machine`) up; a fork is a
+checkpoint of a sandbox as it runs, restored beside it, with its processes and services.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from etude.core.errors import EtudeError, RolloutFailure
+from etude.core.sandbox import Limits, SandboxSpec, Tier
+from etude.sandbox.bundle import build_root, copy_program, oci_spec
+from etude.sandbox.called import CalledProcess, CalledSandbox
+from etude.sandbox.limits import COPY_BYTES, LEAST_MEMORY_BYTES, files_in
+from etude.sandbox.lines import Lines
+from etude.sandbox.link import REPLY_TIMEOUT_S, encoded
+from etude.sandbox.mounts import Mount, check_walled
+from etude.sandbox.places import WORK, WORKDIRS
+from etude.sandbox.services import listen, start_services
+from etude.sandbox.spec import check_spec, opening_tree
+
+INSTALL = "apt install -t bookworm-backports runsc"
+_ENGINE = (
+    "--network=none",
+    "--platform=systrap",
+    "--overlay2=none",
+    "--host-uds=none",
+    "--file-access-mounts=exclusive",  # what is mounted does not change
+)
+_STARTING = 4
+"""Sandboxes in the making at once: each takes a processor for a while."""
+
+
+class GvisorSandboxPool:
+    """A `core.sandbox.SandboxPool`."""
+
+    tier: Tier = "gvisor"
+
+    def __init__(
+        self, reply_timeout_s: float = REPLY_TIMEOUT_S, mounts: Sequence[Mount] = ()
+    ) -> None:
+        """Raises EtudeError where runsc is missing or cannot start a sandbox."""
+        if (runsc := shutil.which("runsc")) is None:
+            raise EtudeError(f"isolation gvisor needs runsc, which is not installed: {INSTALL}")
+        check_walled(mounts)
+        self.reply_timeout_s = reply_timeout_s
+        self._mounts = mounts
+        self._home = Path(tempfile.mkdtemp(prefix="etude-gvisor-"))
+        self._engine = [runsc, f"--root={self._home}/state", *_ENGINE]
+        self._names = itertools.count(1)
+        self._templates: dict[int, asyncio.Task[Path]] = {}
+        self._machines: set[_Machine] = set()
+        self._starting = asyncio.Semaphore(_STARTING)
+        self._closed = False
+        build_root(self._home / "root")
+        copy_program(self._home / "program")
+        if os.geteuid() != 0:
+            self._engine.append("--rootless")
+        self._cgroups = os.geteuid() == 0 and not self._refusal()
+        if not self._cgroups:
+            self._engine.append("--ignore-cgroups")
+            if why := self._refusal():
+                shutil.rmtree(self._home, ignore_errors=True)
+                raise EtudeError(f"runsc cannot start a sandbox on this machine: {why}")
+
+    def _refusal(self) -> str:
+        """Why a sandbox that ends at once cannot be had; empty: it can."""
+        self._cgroups = "--ignore-cgroups" not in self._engine
+        name, bundle = self.bundle(Limits())
+        argv = [*self._engine, "run", f"--bundle={bundle}", name]
+        try:
+            tried = subprocess.run(argv, input=b"", capture_output=True, timeout=REPLY_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return f"it did not end in {REPLY_TIMEOUT_S:.0f} s"
+        return tried.stderr.decode(errors="replace").strip() if tried.returncode else ""
+
+    def check(self, spec: SandboxSpec) -> None:
+        gives = {"repository"} | ({"user"} if spec.user == "user" else set())
+        if spec.workdir in (WORK, *WORKDIRS):
+            gives.add("workdir")
+        if not any(service.image for service in spec.services):
+            gives.add("services")
+        by_cgroup = ("memory_bytes", "cpus") if self._cgroups else ()
+        check_spec(spec, backend="gvisor", gives=gives, limits=("disk_bytes", *by_cgroup))
+        if (spec.limits.memory_bytes or LEAST_MEMORY_BYTES) < LEAST_MEMORY_BYTES:
+            raise EtudeError(f"limits.memory_bytes must be at least {LEAST_MEMORY_BYTES}")
+
+    @contextlib.asynccontextmanager
+    async def open(self, spec: SandboxSpec) -> AsyncIterator[CalledSandbox]:
+        self.check(spec)
+        size = spec.limits.disk_bytes or COPY_BYTES
+        tree = await opening_tree(spec, max_bytes=size, max_entries=files_in(size))
+        machine = await self._restored_template(spec.limits)
+        sandbox = CalledSandbox(machine)
+        try:
+            names = [service.name for service in spec.services]
+            told = {"env": dict(spec.env), "tree": encoded(tree), "services": names}
+            await machine.call("open", **told)
+            machine.reading = await start_services(sandbox, spec.services)
+            yield sandbox
+        finally:
+            await sandbox.close()
+
+    async def _restored_template(self, limits: Limits) -> _Machine:
+        size = limits.disk_bytes or COPY_BYTES
+        if size not in self._templates:
+            self._templates[size] = asyncio.ensure_future(self._make_template(size))
+        return await self.restore(await asyncio.shield(self._templates[size]), limits)
+
+    async def _make_template(self, disk_bytes: int) -> Path:
+        """One that is up, and has nothing in it yet."""
+        machine = await self._start(Limits(disk_bytes=disk_bytes), "run")
+        image = self._home / f"template-{disk_bytes}"
+        try:
+            await machine.checkpoint(image)
+        finally:
+            await machine.close()
+        return image
+
+    async def restore(self, image: Path, limits: Limits) -> _Machine:
+        return await self._start(limits, "restore", f"--image-path={image}")
+
+    async def _start(self, limits: Limits, *how: str) -> _Machine:
+        if self._closed:
+            raise RolloutFailure("sandbox: the pool is closed")
+        async with self._starting:
+            name, bundle = self.bundle(limits)
+            machine = _Machine(self, name, bundle, limits)
+            self._machines.add(machine)
+            try:
+                await machine.start([*how, f"--bundle={bundle}", name])
+            except BaseException:
+                await machine.close()
+                raise
+        return machine
+
+    def bundle(self, limits: Limits) -> tuple[str, Path]:
+        # no name is the beginning of another, which runsc would take for both
+        name = f"etude-{os.getpid()}-{next(self._names):08d}"
+        bundle = self._home / name
+        bundle.mkdir()
+        cgroup = f"/{name}" if self._cgroups else ""
+        spec = oci_spec(
+            self._home / "root", self._home / "program", self._mounts, limits, cgroup=cgroup
+        )
+        (bundle / "config.json").write_text(json.dumps(spec))
+        return name, bundle
+
+    def argv(self, *words: str) -> list[str]:
+        return [*self._engine, *words]
+
+    def image(self) -> Path:
+        """A place for a checkpoint."""
+        return self._home / f"fork-{next(self._names)}"
+
+    def forget(self, machine: _Machine) -> None:
+        self._machines.discard(machine)
+
+    def owing(self) -> dict[str, float]:
+        return {}
+
+    async def close(self) -> None:
+        self._closed = True
+        for task in self._templates.values():
+            task.cancel()
+        await asyncio.gather(*(machine.close() for machine in list(self._machines)))
+        await asyncio.gather(*self._templates.values(), return_exceptions=True)
+        await asyncio.to_thread(shutil.rmtree, self._home, ignore_errors=True)
+
+
+class _Machine:
+    """A `called.Caller`: one sandbox of runsc, and the lines to its first process."""
+
+    def __init__(self, pool: GvisorSandboxPool, name: str, bundle: Path, limits: Limits) -> None:
+        self._pool = pool
+        self._name = name
+        self._bundle = bundle
+        self._limits = limits
+        self._process: asyncio.subprocess.Process | None = None
+        self._lines: Lines | None = None
+        self.reading: list[asyncio.Task[None]] = []
+        """What the services say."""
+
+    async def start(self, words: Sequence[str]) -> None:
+        with (self._bundle / "errors").open("wb") as errors:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._pool.argv(*words),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                limit=1 << 30,
+                start_new_session=True,
+            )
+        assert self._process.stdout is not None and self._process.stdin is not None
+        self._lines = Lines(self._process.stdout, self._process.stdin)
+        try:
+            await self.call("hello")
+        except RolloutFailure as e:
+            said = (self._bundle / "errors").read_text(errors="replace").strip()
+            raise RolloutFailure(f"{e}; runsc said: {said[-500:] or 'nothing'}") from e
+
+    async def call(self, operation: str, working_s: float = 0.0, **told: Any) -> Any:
+        assert self._lines is not None
+        patience_s = working_s + self._pool.reply_timeout_s
+        return await self._lines.call(operation, told, patience_s)
+
+    async def checkpoint(self, image: Path, *flags: str) -> None:
+        image.mkdir()
+        words = ["--compression=none", *flags, f"--image-path={image}", self._name]
+        asked = await asyncio.create_subprocess_exec(
+            *self._pool.argv("checkpoint", *words),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+        )
+        _, errors = await asked.communicate()
+        if asked.returncode != 0:
+            raise RolloutFailure(
+                f"sandbox: no checkpoint: {errors.decode(errors='replace')[-500:]}"
+            )
+
+    async def fork(self) -> CalledSandbox:
+        """With all that runs in there; of the processes, only services have somebody who reads
+        what they say."""
+        image = self._pool.image()
+        try:
+            await self.checkpoint(image, "--leave-running")
+            machine = await self._pool.restore(image, self._limits)
+        finally:
+            await asyncio.to_thread(shutil.rmtree, image, ignore_errors=True)
+        # services were the first processes that were started
+        services = [CalledProcess(machine, number + 1) for number in range(len(self.reading))]
+        machine.reading = [asyncio.create_task(listen(each, bytearray())) for each in services]
+        return CalledSandbox(machine)
+
+    async def close(self) -> None:
+        self._pool.forget(self)
+        for task in self.reading:
+            task.cancel()
+        if self._lines is not None:
+            self._lines.close()  # the end of its input is its end
+        if self._process is not None and not await _ends(self._process):
+            await self._run("kill", self._name, "KILL")
+            self._process.kill()
+            await self._process.wait()
+            await self._run("delete", "--force", self._name)
+        await asyncio.to_thread(shutil.rmtree, self._bundle, ignore_errors=True)
+
+    async def _run(self, *words: str) -> None:
+        null = subprocess.DEVNULL
+        ran = await asyncio.create_subprocess_exec(
+            *self._pool.argv(*words), stdin=null, stdout=null, stderr=null
+        )
+        await ran.wait()
+
+
+async def _ends(process: asyncio.subprocess.Process) -> bool:
+    try:
+        async with asyncio.timeout(REPLY_TIMEOUT_S / 6):
+            await process.wait()
+    except TimeoutError:
+        return False
+    return True

@@ -1,0 +1,243 @@
+"""The HTTP API of a sandbox host: E2B's for sandboxes (create, list, look at, keep, kill), and one
+route for all that a `core.sandbox.Sandbox` can do (`served`). `envd` has E2B's routes for what is
+in a sandbox."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from urllib.parse import urlsplit
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from etude.core.errors import EtudeError, RolloutFailure
+from etude.core.sandbox import SandboxSpec
+from etude.sandbox.envd import ENVD_PATHS, envd_routes
+from etude.sandbox.host import LEASE_S, Full, Hosted, SandboxHost
+from etude.sandbox.served import TOLD, failure
+from etude.sandbox.spec import from_message
+
+MAX_BODY_BYTES = 256 << 20
+ENVD_VERSION = "0.5.7"
+"""The one of E2B whose routes these are."""
+DEFAULT_TEMPLATES = ("base", "")
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+def create_app(host: SandboxHost, token: str | None) -> ASGIApp:
+    """Without a token, for this machine alone: it must be bound to loopback."""
+    api = HostApi(host, token)
+    control = [
+        Route("/host", api.describe),
+        Route("/sandboxes/refreshes", api.renew_many, methods=["POST"]),
+        Route("/sandboxes/{name}/call", api.call, methods=["POST"]),
+        *(
+            Route(prefix + path, endpoint, methods=[method])
+            for prefix in ("", "/v2")
+            for path, endpoint, method in (
+                ("/sandboxes", api.open, "POST"),
+                ("/sandboxes", api.list_all, "GET"),
+                ("/sandboxes/{name}", api.look, "GET"),
+                ("/sandboxes/{name}", api.kill, "DELETE"),
+                ("/sandboxes/{name}/timeout", api.renew, "POST"),
+                ("/sandboxes/{name}/refreshes", api.renew, "POST"),
+                ("/sandboxes/{name}/connect", api.connect, "POST"),
+            )
+        ),
+    ]
+    handlers: dict[Any, Callable[..., Awaitable[Response]]] = {
+        KeyError: _not_found,
+        ValueError: _refused,
+        EtudeError: _refused,
+        FileNotFoundError: _not_found,
+        RolloutFailure: _broken,
+        Full: _full,
+    }
+    app = Starlette(routes=[*control, *envd_routes(host)], exception_handlers=handlers)
+    return Guard(app, token)
+
+
+class Guard:
+    """Lets nobody in without the token, and without one nobody but programs of this machine: a page
+    in a browser can send requests to loopback, too."""
+
+    def __init__(self, app: ASGIApp, token: str | None) -> None:
+        self._app = app
+        self._token = token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = {name.decode().lower(): value.decode() for name, value in scope["headers"]}
+        if why := self._refusal(headers, scope["path"]):
+            await _error(401, why)(scope, receive, send)
+        elif int(headers.get("content-length", 0)) > MAX_BODY_BYTES:
+            await _error(413, f"more than {MAX_BODY_BYTES} bytes")(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _refusal(self, headers: dict[str, str], path: str) -> str:
+        if self._token is None:
+            local = urlsplit(f"//{headers.get('host', '')}").hostname in _LOOPBACK
+            browser = "origin" in headers or "sec-fetch-site" in headers
+            return "" if local and not browser else "this host answers programs of its machine only"
+        bearer = headers.get("authorization", "").removeprefix("Bearer ")
+        known = _equal(headers.get("x-api-key", ""), self._token) or _equal(bearer, self._token)
+        if path.startswith(ENVD_PATHS):
+            opens = access_token(self._token, headers.get("e2b-sandbox-id", ""))
+            known = known or _equal(headers.get("x-access-token", ""), opens)
+        return "" if known else "send the token of this host as X-API-Key"
+
+
+def access_token(token: str, name: str) -> str:
+    """What opens one sandbox, and nothing else: E2B's SDKs send it to what is in there."""
+    return hmac.new(token.encode(), name.encode(), "sha256").hexdigest()
+
+
+def _equal(sent: str, expected: str) -> bool:
+    return hmac.compare_digest(sent.encode(), expected.encode())
+
+
+class HostApi:
+    """The routes of a host."""
+
+    def __init__(self, host: SandboxHost, token: str | None) -> None:
+        self._host = host
+        self._token = token
+        self._default = next(iter(host.pools))
+
+    async def describe(self, request: Request) -> Response:
+        tiers = {name: pool.tier for name, pool in self._host.pools.items()}
+        return JSONResponse({"tiers": tiers, "sandboxes": len(self._host)})
+
+    async def open(self, request: Request) -> Response:
+        body = await request.json()
+        template = body.get("templateID", "")
+        isolation = self._default if template in DEFAULT_TEMPLATES else template
+        if "etude" in body:
+            spec: SandboxSpec = from_message(body["etude"])
+        else:
+            spec = SandboxSpec(env=body.get("envVars") or {})
+        lease_s = float(body.get("timeout") or LEASE_S)
+        try:
+            hosted = await self._host.open(isolation, spec, lease_s, body.get("metadata"))
+        except Full:
+            raise
+        except TOLD as e:
+            return JSONResponse({"code": 400, "message": str(e), "error": failure(e)}, 400)
+        return JSONResponse(self._summary(hosted), 201)
+
+    def _summary(self, hosted: Hosted) -> dict[str, Any]:
+        started = datetime.fromtimestamp(hosted.started, UTC)
+        ends = datetime.now(UTC) + timedelta(seconds=self._host.left_s(hosted.name))
+        return {
+            "sandboxID": hosted.name,
+            "templateID": hosted.isolation,
+            "clientID": "etude",
+            "envdVersion": ENVD_VERSION,
+            "envdAccessToken": access_token(self._token or "", hosted.name),
+            "startedAt": started.isoformat(),
+            "endAt": ends.isoformat(),
+            "state": "running",
+            "metadata": dict(hosted.metadata),
+            "cpuCount": 1,
+            "memoryMB": 0,
+            "diskSizeMB": 0,
+        }
+
+    async def list_all(self, request: Request) -> Response:
+        return JSONResponse([self._summary(each) for each in self._host.all()])
+
+    async def look(self, request: Request) -> Response:
+        return JSONResponse(self._summary(self._host.find(request.path_params["name"])))
+
+    async def connect(self, request: Request) -> Response:
+        """E2B's word for a sandbox that goes on: its lease is made longer, never shorter."""
+        name = request.path_params["name"]
+        hosted = self._host.find(name)
+        wanted_s = float((await request.json()).get("timeout", 0))
+        self._host.renew([name], max(wanted_s, self._host.left_s(name)))
+        return JSONResponse(self._summary(hosted))
+
+    async def kill(self, request: Request) -> Response:
+        if not await self._host.kill(request.path_params["name"]):
+            raise KeyError(request.path_params["name"])
+        return Response(status_code=204)
+
+    async def renew(self, request: Request) -> Response:
+        body = await request.json()
+        name = self._host.find(request.path_params["name"]).name
+        self._host.renew([name], float(body.get("timeout", body.get("duration", LEASE_S))))
+        return Response(status_code=204)
+
+    async def renew_many(self, request: Request) -> Response:
+        body = await request.json()
+        gone = self._host.renew(body["sandboxIDs"], float(body["duration"]))
+        return JSONResponse({"gone": gone})
+
+    async def call(self, request: Request) -> Response:
+        """Any operation of a sandbox: {"operation": .., "told": {..}} -> {"ok": ..} or {"error":
+        [kind, message]}."""
+        hosted = self._host.find(request.path_params["name"])
+        body = json.loads(await request.body())
+        operation, told = body["operation"], body["told"]
+        try:
+            if operation == "fork":
+                forked = await self._host.fork(hosted.name)
+                return _said({"ok": forked.name})
+            return _said({"ok": await _while_asked(request, hosted, operation, told)})
+        except TOLD as e:
+            return _said({"error": failure(e)})
+
+
+async def _while_asked(
+    request: Request, hosted: Hosted, operation: str, told: dict[str, Any]
+) -> Any:
+    """A command that nobody waits for any more is ended, as on one machine."""
+    work = asyncio.ensure_future(hosted.served.answer(operation, told))
+    leaving = asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait({work, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            raise RolloutFailure("sandbox: nobody waits for the answer")
+        return work.result()
+    finally:
+        leaving.cancel()
+        work.cancel()
+
+
+def _said(answer: dict[str, Any]) -> Response:
+    """Names of files need not be text: in plain ASCII, what stands for other bytes stays as it
+    is."""
+    return Response(json.dumps(answer), media_type="application/json")
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _error(status: int, message: str) -> JSONResponse:
+    return JSONResponse({"code": status, "message": message}, status)
+
+
+async def _not_found(request: Request, error: Exception) -> Response:
+    return _error(404, f"there is no {error} here, or not any more")
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    return _error(400, str(error))
+
+
+async def _broken(request: Request, error: Exception) -> Response:
+    return _error(502, str(error))
+
+
+async def _full(request: Request, error: Exception) -> Response:
+    return JSONResponse({"code": 429, "message": str(error)}, 429, headers={"Retry-After": "1"})

@@ -1,0 +1,79 @@
+"""The host's end of the lines to the first process of a machine (`machine`)."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from typing import Any
+
+from etude.core.errors import RolloutFailure
+from etude.sandbox.called import failed
+
+
+class Lines:
+    """Requests that are answered in any order."""
+
+    def __init__(self, answers: asyncio.StreamReader, requests: asyncio.StreamWriter) -> None:
+        self._requests = requests
+        self._numbers = itertools.count(1)
+        self._owed: dict[int, asyncio.Future[Any]] = {}
+        self._reading = asyncio.create_task(self._read(answers))
+        self._over = False
+
+    async def _read(self, answers: asyncio.StreamReader) -> None:
+        begun = False
+        try:
+            while line := await answers.readline():
+                try:
+                    answer = json.loads(line)
+                except ValueError:
+                    if begun:
+                        raise
+                    continue  # the end of what was being said when the checkpoint was taken
+                # nor is it for us what another one asked then
+                if (future := self._owed.pop(answer["id"], None)) is None or future.done():
+                    continue
+                begun = True
+                if "error" in answer:
+                    future.set_exception(failed(answer["error"]))
+                else:
+                    future.set_result(answer["ok"])
+        finally:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        self._over = True
+        for future in self._owed.values():
+            if not future.done():
+                future.set_exception(RolloutFailure("sandbox: it ended while it was asked"))
+                future.exception()  # its asker may be gone
+        self._owed.clear()
+
+    async def call(self, operation: str, told: dict[str, Any], patience_s: float) -> Any:
+        if self._over:
+            raise RolloutFailure("sandbox: it is closed")
+        number = next(self._numbers)
+        future = self._owed[number] = asyncio.get_running_loop().create_future()
+        self._send({"id": number, "operation": operation, "told": told})
+        try:
+            async with asyncio.timeout(patience_s):
+                await self._requests.drain()
+                return await future
+        except TimeoutError as e:
+            raise RolloutFailure(f"sandbox: no answer in {patience_s:.0f} s") from e
+        except ConnectionError as e:
+            raise RolloutFailure("sandbox: it ended while it was asked") from e
+        finally:
+            if not future.done() or future.cancelled():
+                self._owed.pop(number, None)
+                self._send({"cancel": number})
+
+    def _send(self, message: dict[str, Any]) -> None:
+        if not self._over:
+            self._requests.write(json.dumps(message).encode() + b"\n")
+
+    def close(self) -> None:
+        self._give_up()
+        self._requests.close()
+        self._reading.cancel()

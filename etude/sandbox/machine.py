@@ -1,0 +1,133 @@
+"""The first process of a sandbox that is a machine of its own: it keeps the working copy, and runs
+commands in it when the host asks.
+
+The walls are the machine's, so in here a sandbox is a directory and processes (`process`). One more
+wall stands between this process, which is trusted, and the commands, which are not: each has a user
+and a PID namespace of its own, in which it is an ordinary user without capabilities, cannot name
+this process, and takes all that it started with it when it ends.
+
+Over standard input come lines of JSON, {"id": n, "operation": .., "told": {..}} or {"cancel": n};
+each of the former is answered by a line on standard output, {"id": n, "ok": ..} or {"id": n,
+"error": [kind, message]}, in any order. The end of the input is the end of the machine. Standard
+library only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from etude.sandbox import kernel
+from etude.sandbox.command import PROGRAMS, environment
+from etude.sandbox.limits import TERMINAL_SIZE  # noqa: F401  (loaded before the source is hidden)
+from etude.sandbox.link import decoded
+from etude.sandbox.places import WORK
+from etude.sandbox.process import ProcessSandbox
+from etude.sandbox.served import TOLD, ServedSandbox, failure
+from etude.sandbox.tree import Entry, Tree
+
+_LINE_BYTES = 1 << 30
+_HOSTS = "/run/hosts"
+_ORDINARY = (
+    "unshare", "--user", "--map-user=1000", "--map-group=1000", "--mount-proc", "--pid", "--fork",
+    "--kill-child", "--",
+)  # fmt: skip
+
+
+class MachineSandbox(ProcessSandbox):
+    """The working copy of a machine, and the commands in it."""
+
+    def __init__(self, env: Mapping[str, str], before: Tree) -> None:
+        super().__init__(set(), env, before, root=Path(WORK))
+
+    def _environment(self, env: Mapping[str, str] | None) -> dict[str, str]:
+        return {**super()._environment(env), **environment(), **self._env, **(env or {})}
+
+    def _with_python(self, argv: Sequence[str]) -> list[str]:
+        ours = argv[0] in ("python", "python3") and not PROGRAMS
+        return [*([sys.executable, "-s", "-B"] if ours else [argv[0]]), *argv[1:]]
+
+    def _launched(self, argv: Sequence[str]) -> list[str]:
+        return [*_ORDINARY, *self._with_python(argv)]
+
+    def _launched_beside(self, argv: Sequence[str], pty: bool) -> list[str]:
+        return [*_ORDINARY, *(["setsid", "--ctty"] if pty else []), *self._with_python(argv)]
+
+    async def _kill_all(self) -> None:
+        for process in list(self._processes):
+            process.close()
+            await process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGKILL)  # to the first process, all there are is this sandbox
+
+
+class Machine:
+    """Lines in, lines out."""
+
+    def __init__(self) -> None:
+        self._served: ServedSandbox | None = None
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+
+    async def serve(self) -> None:
+        loop = asyncio.get_running_loop()
+        lines = asyncio.StreamReader(limit=_LINE_BYTES)
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+        while line := await lines.readline():
+            message = json.loads(line)
+            if "cancel" in message:
+                if task := self._tasks.get(message["cancel"]):
+                    task.cancel()
+            else:
+                self._tasks[message["id"]] = asyncio.create_task(self._answer(**message))
+
+    async def _answer(self, id: int, operation: str, told: dict[str, Any]) -> None:
+        try:
+            answer: dict[str, Any] = {"id": id, "ok": await self._do(operation, told)}
+        except TOLD as e:
+            answer = {"id": id, "error": failure(e)}
+        finally:
+            del self._tasks[id]
+        _say(answer)
+
+    async def _do(self, operation: str, told: dict[str, Any]) -> Any:
+        if operation == "hello":
+            return None
+        if operation == "open":
+            return self._open(**told)
+        assert self._served is not None
+        return await self._served.answer(operation, told)
+
+    def _open(self, env: dict[str, str], tree: dict[str, Any], services: list[str]) -> None:
+        before = {path: Entry(*each) for path, each in decoded(tree).items() if each}
+        sandbox = MachineSandbox(env, before)
+        sandbox.fill(before)
+        self._served = ServedSandbox(sandbox)
+        if services:
+            hosts = Path("/etc/hosts").read_text()
+            Path(_HOSTS).write_text(hosts + "".join(f"127.0.0.1 {name}\n" for name in services))
+            kernel.bind(_HOSTS, "/etc/hosts")
+
+
+def _say(answer: dict[str, Any]) -> None:
+    data = memoryview(json.dumps(answer).encode() + b"\n")
+    while data:
+        data = data[os.write(1, data) :]
+
+
+def main(source: str, programs: Sequence[str]) -> None:
+    """`source`: where this program is mounted, which nothing that runs here is to see. `programs`:
+    directories of mounts that are searched before all others."""
+    PROGRAMS[:] = programs
+    sys.path.remove(source)
+    os.chdir("/")
+    ctypes.CDLL(None).umount2(source.encode(), 2)
+    asyncio.run(Machine().serve())
+    os._exit(0)

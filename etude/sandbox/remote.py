@@ -1,0 +1,246 @@
+"""Sandboxes of other machines: the controller's side of sandbox hosts (`host_app`)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+import aiohttp
+
+from etude.core.errors import EtudeError, RolloutFailure
+from etude.core.sandbox import TIERS, SandboxSpec, Tier
+from etude.sandbox.called import CalledSandbox, failed
+from etude.sandbox.host import LEASE_S
+from etude.sandbox.limits import COPY_BYTES, files_in
+from etude.sandbox.link import REPLY_TIMEOUT_S
+from etude.sandbox.served import LOOK_S
+from etude.sandbox.spec import check_env, to_message
+
+T = TypeVar("T")
+TOKEN_VARIABLE = "ETUDE_SANDBOX_TOKEN"
+_RENEW_S = LEASE_S / 6
+_FULL_S = 600.0
+"""So long a sandbox is asked for at hosts that are full."""
+_ROOM_S = 1.0
+_PROBE_S = 10.0
+
+
+class RemoteSandboxPool:
+    """A `core.sandbox.SandboxPool` of the sandboxes of hosts."""
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        isolation: str,
+        *,
+        token: str | None = None,
+        reply_timeout_s: float = REPLY_TIMEOUT_S,
+    ) -> None:
+        """Raises EtudeError for a host that does not answer, or has none of this isolation."""
+        self._headers = {"X-API-Key": token} if token else {}
+        self._isolation = isolation
+        self.reply_timeout_s = reply_timeout_s
+        self._hosts = [_Host(url.rstrip("/")) for url in urls]
+        tiers = [self._ask_tier(host.url) for host in self._hosts]
+        self.tier: Tier = min(tiers, key=TIERS.index)
+        self._session: aiohttp.ClientSession | None = None
+        self._renewing: asyncio.Task[None] | None = None
+        self._closed = False
+
+    def _ask_tier(self, url: str) -> Tier:
+        request = urllib.request.Request(f"{url}/host", headers=self._headers)
+        directly = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        try:
+            with directly.open(request, timeout=_PROBE_S) as response:
+                tiers = json.load(response)["tiers"]
+        except urllib.error.HTTPError as e:
+            raise EtudeError(f"sandbox.hosts: {url} refuses: {_message(e.read(), e)}") from e
+        except (OSError, ValueError, KeyError) as e:
+            raise EtudeError(
+                f"sandbox.hosts: no sandbox host answers at {url} ({e}); start one there: "
+                "etude sandboxes serve"
+            ) from e
+        if self._isolation not in tiers:
+            raise EtudeError(
+                f"sandbox.hosts: {url} has no sandboxes of isolation {self._isolation}, only "
+                f"{', '.join(tiers)}; etude doctor says there what is missing"
+            )
+        tier: Tier = tiers[self._isolation]
+        return tier
+
+    def check(self, spec: SandboxSpec) -> None:
+        """What a host gives it says itself, when a sandbox is opened."""
+        check_env(spec.env)
+
+    @contextlib.asynccontextmanager
+    async def open(self, spec: SandboxSpec) -> AsyncIterator[CalledSandbox]:
+        size = spec.limits.disk_bytes or COPY_BYTES
+        message = await to_message(spec, max_bytes=size, max_entries=files_in(size))
+        body = {"templateID": self._isolation, "timeout": LEASE_S, "etude": message}
+        sandbox = await _once_there_is_room(lambda: self._open(body))
+        try:
+            yield sandbox
+        finally:
+            await sandbox.close()
+
+    async def _open(self, body: dict[str, Any]) -> CalledSandbox:
+        """At the host that has the fewest of ours."""
+        host = min(self._hosts, key=lambda each: each.wanted)
+        host.wanted += 1
+        try:
+            made = await self.post(host, "/sandboxes", body)
+            return self.adopt(host, made["sandboxID"])
+        finally:
+            host.wanted -= 1
+
+    def adopt(self, host: _Host, name: str) -> CalledSandbox:
+        """A sandbox of that host, whose lease is renewed from now on."""
+        host.names.add(name)
+        host.wanted += 1
+        if self._renewing is None:
+            self._renewing = asyncio.ensure_future(self._renew())
+        return CalledSandbox(_RemoteCaller(self, host, name))
+
+    async def forget(self, host: _Host, name: str) -> None:
+        if name in host.names:
+            host.names.discard(name)
+            host.wanted -= 1
+            with contextlib.suppress(RolloutFailure):  # its lease ends it then
+                await self._request("DELETE", host, f"/sandboxes/{name}", None, 0.0)
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(_RENEW_S)
+            await asyncio.gather(*(self._renew_at(host) for host in self._hosts if host.names))
+
+    async def _renew_at(self, host: _Host) -> None:
+        host.asked = host.asked or asyncio.get_running_loop().time()
+        with contextlib.suppress(RolloutFailure):
+            body = {"sandboxIDs": list(host.names), "duration": LEASE_S}
+            await self.post(host, "/sandboxes/refreshes", body)
+            host.asked = None
+
+    async def post(
+        self, host: _Host, path: str, body: dict[str, Any], working_s: float = 0.0
+    ) -> Any:
+        return await self._request("POST", host, path, body, working_s)
+
+    async def _request(
+        self, method: str, host: _Host, path: str, body: Any, working_s: float
+    ) -> Any:
+        if self._closed:
+            raise RolloutFailure("sandbox: the pool is closed")
+        if self._session is None:
+            connector = aiohttp.TCPConnector(limit=0)
+            self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
+        timeout = aiohttp.ClientTimeout(total=working_s + LOOK_S + self.reply_timeout_s)
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"}
+        try:
+            async with self._session.request(
+                method, host.url + path, data=data, headers=headers, timeout=timeout
+            ) as response:
+                content = await response.read()
+        except TimeoutError as e:
+            raise RolloutFailure(f"sandbox: {host.url} gave no answer") from e
+        except aiohttp.ClientError as e:
+            raise RolloutFailure(f"sandbox: {host.url} does not answer: {e}") from e
+        return _answer(host.url, response.status, content)
+
+    def owing(self) -> dict[str, float]:
+        now = asyncio.get_running_loop().time()
+        return {
+            f"sandbox host {host.url}": now - host.asked
+            for host in self._hosts
+            if host.asked is not None
+        }
+
+    async def close(self) -> None:
+        if self._renewing is not None:
+            self._renewing.cancel()
+        open_now = [(host, name) for host in self._hosts for name in host.names]
+        await asyncio.gather(*(self.forget(host, name) for host, name in open_now))
+        self._closed = True
+        if self._session is not None:
+            await self._session.close()
+
+
+class _Host:
+    """One sandbox host, as this pool uses it."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.names: set[str] = set()
+        self.wanted = 0
+        """Sandboxes of ours that are open there or about to be."""
+        self.asked: float | None = None
+        """When it was asked to renew leases, if it owes the answer."""
+
+
+class _Full(Exception):
+    """No sandbox more at this host, for now."""
+
+
+class _RemoteCaller:
+    """A `called.Caller` over HTTP."""
+
+    def __init__(self, pool: RemoteSandboxPool, host: _Host, name: str) -> None:
+        self._pool = pool
+        self._host = host
+        self._name = name
+
+    async def call(self, operation: str, working_s: float = 0.0, **told: Any) -> Any:
+        body = {"operation": operation, "told": told}
+        answer = await self._pool.post(self._host, f"/sandboxes/{self._name}/call", body, working_s)
+        if "error" in answer:
+            raise failed(answer["error"])
+        return answer["ok"]
+
+    async def fork(self) -> CalledSandbox:
+        name = await _once_there_is_room(lambda: self.call("fork"))
+        return self._pool.adopt(self._host, name)
+
+    async def close(self) -> None:
+        await self._pool.forget(self._host, self._name)
+
+
+async def _once_there_is_room(attempt: Callable[[], Awaitable[T]]) -> T:
+    """RolloutFailure if there is none for too long."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + _FULL_S
+    while True:
+        try:
+            return await attempt()
+        except _Full as e:
+            if loop.time() > deadline:
+                raise RolloutFailure(f"sandbox: {e}") from e
+        await asyncio.sleep(_ROOM_S)
+
+
+def _answer(url: str, status: int, content: bytes) -> Any:
+    if status == 204:
+        return None
+    if status == 429:
+        raise _Full(_message(content, status))
+    if status >= 400:
+        if (error := _field(content, "error")) is not None:
+            raise failed(error)
+        raise RolloutFailure(f"sandbox: {url} answered {status}: {_message(content, status)}")
+    return json.loads(content)
+
+
+def _message(content: bytes, otherwise: object) -> str:
+    return str(_field(content, "message") or otherwise)
+
+
+def _field(content: bytes, name: str) -> Any:
+    """None if what was sent is not of a sandbox host, or has no such field."""
+    try:
+        return json.loads(content).get(name)
+    except (ValueError, AttributeError):
+        return None

@@ -1,0 +1,136 @@
+"""A sandbox by messages: the side that has it.
+
+A message is the name of an operation and what it is told, as JSON; contents are in base64. `called`
+has the other side: a host serves sandboxes this way over HTTP, and the first process of a machine
+of its own (`machine`) over its standard streams. Standard library only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import itertools
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+from etude.core.errors import EtudeError, RolloutFailure
+from etude.core.sandbox import Process, Sandbox
+from etude.sandbox.link import decoded, encoded
+
+TOLD = (FileNotFoundError, ValueError, EtudeError, RolloutFailure)
+"""Errors that are an answer; any other is a mistake of ours."""
+LOOK_S = 20.0
+"""So long the other side is kept waiting for news of a process before it is told that there is
+none: whoever waits knows that we live."""
+
+
+def failure(error: BaseException) -> list[str]:
+    """An error as a message has it."""
+    kind = next(each for each in TOLD if isinstance(error, each))
+    return [kind.__name__, str(error)]
+
+
+class ServedSandbox:
+    """One sandbox and its processes. `fork` and `close` are the transport's business: both change
+    which sandboxes there are."""
+
+    def __init__(self, sandbox: Sandbox) -> None:
+        self.sandbox = sandbox
+        self._processes: dict[int, _ServedProcess] = {}
+        self._numbers = itertools.count(1)
+        self._operations: dict[str, Callable[..., Awaitable[Any]]] = {
+            "run": self._run,
+            "start": self._start,
+            "process_read": self._process_read,
+            "process_write": self._process_write,
+            "process_wait": self._process_wait,
+            "process_kill": self._process_kill,
+            "read": self._read,
+            "write": self._write,
+            "diff": self._diff,
+            "patch": self._patch,
+            "apply": self._apply,
+        }
+
+    async def answer(self, operation: str, told: dict[str, Any]) -> Any:
+        """Raises one of TOLD, or ValueError for what is no operation."""
+        if operation not in self._operations:
+            raise ValueError(f"there is no operation {operation!r}")
+        return await self._operations[operation](**told)
+
+    async def _run(self, stdin: str, **told: Any) -> list[Any]:
+        ran = await self.sandbox.run(stdin=base64.b64decode(stdin), **told)
+        return [ran.exit_code, ran.output, base64.b64encode(ran.report).decode()]
+
+    async def _start(self, **told: Any) -> int:
+        process = await self.sandbox.start(**told)
+        number = next(self._numbers)
+        self._processes[number] = _ServedProcess(process)
+        return number
+
+    async def _process_read(self, number: int) -> str | None:
+        data = await self._process(number).read()
+        return None if data is None else base64.b64encode(data).decode()
+
+    async def _process_write(self, number: int, data: str) -> None:
+        await self._process(number).process.write(base64.b64decode(data))
+
+    async def _process_wait(self, number: int) -> int | None:
+        return await self._process(number).wait()
+
+    async def _process_kill(self, number: int) -> None:
+        await self._process(number).process.kill()
+
+    def _process(self, number: int) -> _ServedProcess:
+        if number not in self._processes:
+            raise ValueError(f"there is no process {number} in this sandbox")
+        return self._processes[number]
+
+    async def _read(self, path: str) -> str:
+        return base64.b64encode(await self.sandbox.read_bytes(path)).decode()
+
+    async def _write(self, path: str, content: str) -> None:
+        await self.sandbox.write(path, base64.b64decode(content))
+
+    async def _diff(self) -> str:
+        return await self.sandbox.diff()
+
+    async def _patch(self) -> dict[str, Any]:
+        return encoded(await self.sandbox.patch())
+
+    async def _apply(self, patch: dict[str, Any]) -> None:
+        changed = decoded(patch)
+        await self.sandbox.apply(
+            {path: each and (each[0], each[1] or b"") for path, each in changed.items()}
+        )
+
+
+class _ServedProcess:
+    """What was asked about it outlives the one who asked: output that came too late for them is
+    what the next one gets."""
+
+    def __init__(self, process: Process) -> None:
+        self.process = process
+        self._reading: asyncio.Task[bytes] | None = None
+        self._waiting: asyncio.Task[int] | None = None
+
+    async def read(self) -> bytes | None:
+        """None if there is none yet."""
+        self._reading = self._reading or _task(self.process.read())
+        done, _ = await asyncio.wait({self._reading}, timeout=LOOK_S)
+        if not done:
+            return None
+        reading, self._reading = self._reading, None
+        return reading.result()
+
+    async def wait(self) -> int | None:
+        self._waiting = self._waiting or _task(self.process.wait())
+        done, _ = await asyncio.wait({self._waiting}, timeout=LOOK_S)
+        return self._waiting.result() if done else None
+
+
+def _task(work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    task = asyncio.ensure_future(work)
+    # when nobody asks any more, nobody is to be told why it failed
+    task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+    return task

@@ -1,0 +1,248 @@
+"""Sandbox hosts: leases, tokens, and what other programs ask of them. That their sandboxes do what
+all do is the business of `make test-tiers`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import struct
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import aiohttp
+import pytest
+
+from etude.core.errors import EtudeError, RolloutFailure
+from etude.core.sandbox import Limits, SandboxSpec, Service
+from etude.sandbox.envd import _parts
+from etude.sandbox.fake import FakeSandboxPool
+from etude.sandbox.host import Full, Leases, SandboxHost
+from etude.sandbox.pool import check_tier, open_sandbox_pool
+from etude.sandbox.remote import RemoteSandboxPool
+from etude.sandbox.spec import from_message, to_message
+from tests.sandbox.hosts import sandbox_host
+
+LONG_S = 60.0
+TOKEN = "a token of this host"
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[str]:
+    with sandbox_host("process", token=TOKEN, max_sandboxes=2) as (url, _):
+        yield url
+
+
+@pytest.fixture
+async def remote(guarded: str) -> AsyncIterator[RemoteSandboxPool]:
+    pool = RemoteSandboxPool([guarded], "process", token=TOKEN)
+    yield pool
+    await pool.close()
+
+
+def test_a_lease_ends_unless_it_is_renewed() -> None:
+    leases = Leases()
+    leases.renew("one", 90.0, 0.0)
+    leases.renew("other", 90.0, 0.0)
+    leases.renew("one", 90.0, 60.0)
+    assert leases.over(89.0) == [] and leases.over(90.0) == ["other"]
+    assert leases.left_s("one", 100.0) == 50.0
+    leases.end("one")
+    assert leases.over(1000.0) == ["other"]
+
+
+async def test_the_sandboxes_of_a_dead_owner_are_gone_within_two_minutes() -> None:
+    now = 0.0
+    host = SandboxHost({"fake": FakeSandboxPool()}, max_sandboxes=3, clock=lambda: now)
+    kept, left = [await host.open("fake", SandboxSpec()) for _ in range(2)]
+    fork = await host.fork(left.name)
+    while now < 120.0:
+        assert host.renew([kept.name], 90.0) == []
+        now += 15.0
+        await host.close_abandoned()
+    assert [each.name for each in host.all()] == [kept.name]
+    assert host.renew([left.name, fork.name], 90.0) == [left.name, fork.name]
+    assert not await host.kill(left.name) and await host.kill(kept.name)
+    await host.close()
+
+
+async def test_a_full_host_has_room_again_when_one_is_gone() -> None:
+    host = SandboxHost({"fake": FakeSandboxPool()}, max_sandboxes=2)
+    first = await host.open("fake", SandboxSpec())
+    await host.fork(first.name)
+    for ask in (lambda: host.open("fake", SandboxSpec()), lambda: host.fork(first.name)):
+        with pytest.raises(Full):
+            await ask()
+    await host.kill(first.name)
+    await host.open("fake", SandboxSpec())
+    await host.close()
+    assert len(host) == 0
+
+
+async def test_a_spec_is_the_same_on_the_other_machine() -> None:
+    spec = SandboxSpec(
+        files={"a": "text", "d/b": b"\xff\0"},
+        env={"A": "1"},
+        limits=Limits(memory_bytes=1 << 30, cpus=0.5),
+        services=(Service(name="db", argv=("sleep", "1"), port=1, check=("true",)),),
+        workdir="/app",
+    )
+    told = json.loads(json.dumps(await to_message(spec, max_bytes=100, max_entries=9)))
+    there = from_message(told)
+    for part in ("env", "limits", "services", "workdir", "network", "image"):
+        assert getattr(there, part) == getattr(spec, part)
+    assert {path: entry.content for path, entry in there.tree.items()} == {
+        "a": b"text",
+        "d/b": b"\xff\0",
+    }
+
+
+@pytest.mark.parametrize(
+    "told", [{}, {"tree": {"../x": [0o100644, ""]}}, {"tree": {}, "services": [1]}]
+)
+def test_what_is_no_spec_is_refused(told: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        from_message(told)
+
+
+async def test_an_attempt_goes_its_whole_way(remote: RemoteSandboxPool) -> None:
+    async with remote.open(SandboxSpec(files={"a": "1\n"})) as sandbox:
+        process = await sandbox.start(["sh", "-c", "cat; echo end; exit 3"])
+        reading = asyncio.ensure_future(process.read())
+        await asyncio.sleep(0)
+        reading.cancel()
+        await process.write(b"in\n")
+        await process.write(b"")
+        said = b""
+        while data := await process.read():
+            said += data
+        assert said == b"in\nend\n" and await process.wait() == 3
+        await sandbox.write("b", b"\xff")
+        assert await sandbox.read_bytes("b") == b"\xff"
+        fork = await sandbox.fork()
+        assert (await fork.run(["cat", "a"], timeout_s=LONG_S)).output == "1\n"
+        assert await fork.patch() == {"b": (0o100644, b"\xff")}
+        await fork.close()
+        with pytest.raises(RolloutFailure, match="closed"):
+            await fork.read("a")
+        with pytest.raises(FileNotFoundError):
+            await sandbox.read("nothing")
+
+
+async def test_whoever_asks_a_full_host_waits_for_room(remote: RemoteSandboxPool) -> None:
+    async with remote.open(SandboxSpec()) as first, remote.open(SandboxSpec()):
+        third = asyncio.ensure_future(remote.open(SandboxSpec()).__aenter__())
+        await asyncio.sleep(0.1)
+        assert not third.done()
+        await first.close()
+        await (await asyncio.wait_for(third, LONG_S)).close()
+
+
+async def test_what_the_host_cannot_give_is_told_by_name(remote: RemoteSandboxPool) -> None:
+    with pytest.raises(EtudeError, match="process sandboxes cannot give.*: image"):
+        async with remote.open(SandboxSpec(image="x")):
+            pass
+
+
+async def test_a_command_that_nobody_waits_for_is_ended(remote: RemoteSandboxPool) -> None:
+    async with remote.open(SandboxSpec()) as sandbox:
+        command = ["sh", "-c", "echo on > went; exec sleep 1000"]
+        running = asyncio.ensure_future(sandbox.run(command, timeout_s=LONG_S))
+        while "went" not in await sandbox.diff():
+            await asyncio.sleep(0.02)
+        running.cancel()
+        looking = "ps -o args= -C sleep | grep -c 1000"
+        while (await sandbox.run(["sh", "-c", looking], timeout_s=LONG_S)).output != "0\n":
+            await asyncio.sleep(0.05)
+
+
+async def test_a_host_that_is_gone_fails_the_attempt() -> None:
+    with sandbox_host("process") as (url, _):
+        pool = RemoteSandboxPool([url], "process")
+        opened = pool.open(SandboxSpec())
+        sandbox = await opened.__aenter__()
+    with pytest.raises(RolloutFailure):
+        await sandbox.run(["true"], timeout_s=1.0)
+    await opened.__aexit__(None, None, None)
+    await pool.close()
+    with pytest.raises(EtudeError, match="no sandbox host answers.*etude sandboxes serve"):
+        open_sandbox_pool("process", hosts=[url])
+
+
+async def test_a_host_holds_the_tier_that_it_holds(remote: RemoteSandboxPool, guarded: str) -> None:
+    assert remote.tier == "process"
+    with pytest.raises(EtudeError, match="no more than tier process.*none below namespaces"):
+        check_tier(remote, "namespaces")
+    with pytest.raises(EtudeError, match="no sandboxes of isolation gvisor, only process"):
+        RemoteSandboxPool([guarded], "gvisor", token=TOKEN)
+
+
+@pytest.mark.parametrize("headers", [{}, {"X-API-Key": "wrong"}, {"X-Access-Token": TOKEN}])
+async def test_nobody_comes_in_without_the_token(guarded: str, headers: dict[str, str]) -> None:
+    with pytest.raises(EtudeError, match="send the token"):
+        RemoteSandboxPool([guarded], "process", token=headers.get("X-API-Key"))
+    async with aiohttp.ClientSession(headers=headers) as http:
+        for path in ("/host", "/sandboxes", "/files?path=a", "/health"):
+            assert (await http.get(guarded + path)).status == 401
+
+
+async def test_a_page_in_a_browser_is_kept_out_where_there_is_no_token() -> None:
+    with sandbox_host("process") as (url, _):
+        async with aiohttp.ClientSession() as http:
+            assert (await http.get(f"{url}/host")).status == 200
+            for headers in ({"Origin": "http://evil.example"}, {"Host": "evil.example"}):
+                assert (await http.get(f"{url}/host", headers=headers)).status == 401
+
+
+async def test_what_the_sdk_of_e2b_does(guarded: str) -> None:
+    async with aiohttp.ClientSession(guarded, headers={"X-API-Key": TOKEN}) as http:
+        asked = {"templateID": "base", "timeout": 30, "envVars": {"A": "1"}}
+        made = await http.post("/v2/sandboxes", json=asked)
+        assert made.status == 201
+        opened = await made.json()
+        name = opened["sandboxID"]
+        inside = {"X-API-Key": "", "E2b-Sandbox-Id": name}
+        inside["X-Access-Token"] = opened["envdAccessToken"]
+        form = aiohttp.FormData()
+        form.add_field("file", b"\r\n--x\0", filename="a.bin")
+        wrote = await http.post("/files?path=/work/a.bin", data=form, headers=inside)
+        assert (await wrote.json())[0]["path"] == "/work/a.bin"
+        read = await http.get("/files?path=a.bin", headers=inside)
+        assert await read.read() == b"\r\n--x\0"
+        # it opens that one alone, and not what makes and ends sandboxes
+        others = {**inside, "E2b-Sandbox-Id": "0" * 20}
+        assert (await http.get("/files?path=a.bin", headers=others)).status == 401
+        assert (await http.delete(f"/sandboxes/{name}", headers=inside)).status == 401
+        config = {"cmd": "sh", "args": ["-c", "echo $A; exit 3"], "cwd": "/work"}
+        started = await http.post(
+            "/process.Process/Start", data=_framed({"process": config}), headers=inside
+        )
+        events = list(_messages(await started.read()))
+        assert events[1]["event"]["data"] == {"stdout": "MQo="}
+        assert events[2]["event"]["end"]["exitCode"] == 3 and events[3] == {}
+        assert (await http.post(f"/sandboxes/{name}/timeout", json={"timeout": 60})).status == 204
+        assert [each["sandboxID"] for each in await (await http.get("/v2/sandboxes")).json()] == [
+            name
+        ]
+        assert (await http.delete(f"/sandboxes/{name}")).status == 204
+        assert (await http.delete(f"/sandboxes/{name}")).status == 404
+        assert (await http.get("/health", headers=inside)).status == 502
+
+
+def _framed(message: dict[str, Any]) -> bytes:
+    data = json.dumps(message).encode()
+    return struct.pack(">BI", 0, len(data)) + data
+
+
+def _messages(stream: bytes) -> Iterator[Any]:
+    while stream:
+        (length,) = struct.unpack(">xI", stream[:5])
+        yield json.loads(stream[5 : 5 + length])
+        stream = stream[5 + length :]
+
+
+def test_files_of_a_form() -> None:
+    body = (
+        b'--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n1\r\n\r\n'
+        b'--x\r\nContent-Disposition: form-data; name="file"; filename="d/b"\r\n\r\n\r\n--x--\r\n'
+    )
+    assert _parts(body, "x") == [("a", b"1\r\n"), ("d/b", b"")]
