@@ -23,6 +23,9 @@ class SandboxConfig(Config):
     """Directories of this machine that every sandbox shows, read-only: `PATH`, at the same place,
     or `PATH:PLACE`. A `bin` in one is searched first for programs, so with `.venv` the commands
     `python` and `pytest` are those of the virtual environment."""
+    image: str = ""
+    """Image of sandboxes whose task names none (`etude images build`), by name or by
+    `NAME@sha256:DIGEST`. Empty: the programs of this machine."""
     cpus: Positive | None = None
     """Processors that a sandbox may use; this and the next three hold for tasks that do not say
     otherwise, and None is what the backend gives by default (docs/sandboxes.md)."""

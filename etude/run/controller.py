@@ -329,6 +329,7 @@ async def open_environment(config: RunConfig) -> AsyncIterator[tuple[Environment
         config.heartbeat_timeout_s,
         mounts=[*sandbox.mounts, *config.tasks.mounts],
         limits=sandbox.limits,
+        image=sandbox.image,
     )
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(pool.close)

@@ -168,6 +168,9 @@ class NamespaceSandbox:
     async def fill(self, files: Tree) -> None:
         await self._ask(op="write", files=encoded(files))
 
+    async def date(self, times: Mapping[str, int]) -> None:
+        await self._ask(op="date", times=dict(times))
+
     async def serve(self) -> None:
         """Start what is to run beside the agent."""
         if services := self._spec.services:
@@ -192,14 +195,26 @@ class NamespaceSandbox:
     async def diff(self) -> str:
         before = await asyncio.to_thread(known, self._before)
         answer = await self._ask(op="changes", before=before)
-        changed = {path: each and Entry(*each) for path, each in decoded(answer).items()}
+        changed = {
+            path: each and Entry(*each)
+            for path, each in decoded(answer).items()
+            if not self._is_history(path)
+        }
         return await asyncio.to_thread(unified_diff, self._before, changed)
 
     async def patch(self) -> Patch:
         self._close_processes()
         before = await asyncio.to_thread(known, self._before)
         found = decoded(await self._ask(op="patch", before=before))
-        return {path: each and (each[0], each[1] or b"") for path, each in found.items()}
+        return {
+            path: each and (each[0], each[1] or b"")
+            for path, each in found.items()
+            if not self._is_history(path)
+        }
+
+    def _is_history(self, path: str) -> bool:
+        """As git itself has it: what lies in .git is no part of a change."""
+        return path.startswith(".git/") and ".git/HEAD" in self._before
 
     async def apply(self, patch: Patch) -> None:
         plain = {inside(path): entry for path, entry in patch.items()}
@@ -208,18 +223,23 @@ class NamespaceSandbox:
     async def fork(self) -> NamespaceSandbox:
         sandbox = await self._pool.start(self._spec, self._before, like=self)
         async with close_on_failure(sandbox):
-            if not await self._share(sandbox):
+            if not await self._share(sandbox, always=False):
                 await self._copy_to(sandbox)
             await sandbox.serve()
         return sandbox
 
-    async def _share(self, sandbox: NamespaceSandbox) -> bool:
+    async def copy_to(self, sandbox: NamespaceSandbox) -> None:
+        """Give another one this working copy; shared, where the kernel can, whatever its size."""
+        if not await self._share(sandbox, always=True):
+            await self._copy_to(sandbox)
+
+    async def _share(self, sandbox: NamespaceSandbox, *, always: bool) -> bool:
         """False if the files have to be copied."""
         if sandbox.zygote_pid != self.zygote_pid:  # and so not the same user
             return False
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            if not await self._ask(op="freeze", descriptor=ours):
+            if not await self._ask(op="freeze", descriptor=ours, always=always):
                 return False
             await sandbox._ask(op="adopt", descriptor=theirs)
         return True
