@@ -15,11 +15,13 @@ JSON line, in order:
     {"op": "freeze"} and {"op": "adopt"}                 the same, shared instead of copied
     {"op": "date", "times": {path: nanoseconds}}         {"ok": null}
     {"op": "limit", ...}                                 {"ok": null}
-    {"op": "name_services", "names": [...]}              {"ok": null}
+    {"op": "name", "hosts": {name: address}}             {"ok": null}
+    {"op": "listen", "places": [[address, port]]}        {"ok": null}
     what cannot be done                                  {"error": [kind, message]}
 
 Contents are in base64. With "start" comes a socket, which belongs to that process: back over it go
-the host's ends of its streams, and from then on it is the business of a `keeper`. With
+the host's ends of its streams, and from then on it is the business of a `keeper`. Over the one of
+"listen" goes what listens. With
 "send" and "receive", "freeze" and "adopt", come the two ends of one between the sandboxes: a copy
 never passes the host.
 
@@ -217,16 +219,24 @@ class Guest:
         self._limits[resource.RLIMIT_AS] = process_bytes
         self._mount_copies(kernel.MS_REMOUNT)
 
-    def op_name_services(self, names: list[str]) -> None:
+    def op_name(self, hosts: dict[str, str]) -> None:
         """Over the file of names that all sandboxes share, one of this one alone."""
         with open("/etc/hosts") as file:
-            hosts = file.read() + "".join(f"127.0.0.1 {name}\n" for name in names)
+            named = file.read() + "".join(f"{place} {name}\n" for name, place in hosts.items())
         flags = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
         kernel.mount("tmpfs", _ASIDE, "tmpfs", flags, "size=64k,mode=0755")
-        kernel.put(f"{_ASIDE}/hosts", hosts)
+        kernel.put(f"{_ASIDE}/hosts", named)
         kernel.bind(f"{_ASIDE}/hosts", "/etc/hosts")
         kernel.protect("/etc/hosts")
         kernel.unmount(_ASIDE)
+
+    def op_listen(self, places: list[tuple[str, int]]) -> None:
+        """Give the host what listens at these places in here."""
+        with self._link.take_socket() as to:
+            listeners = [socket.create_server((place, port)) for place, port in places]
+            socket.send_fds(to, [b"\0"], [each.fileno() for each in listeners])
+            for each in listeners:
+                each.close()
 
     def op_write(self, files: dict[str, tuple[int, str]]) -> None:
         for path, (mode, content) in files.items():

@@ -25,6 +25,7 @@ from etude.core.sandbox import (
     close_on_failure,
 )
 from etude.sandbox.diff import unified_diff
+from etude.sandbox.egress import Egress, Hosts, Outside
 from etude.sandbox.files import inside, inside_directory, to_bytes
 from etude.sandbox.kept import Keeper, KeptProcess
 from etude.sandbox.limits import COPY_BYTES, MAX_PROCESSES, PROCESS_BYTES, files_in
@@ -41,6 +42,7 @@ class Owner(Protocol):
 
     reply_timeout_s: float
     walls: Walls
+    outside: Outside
 
     @property
     def zygote_pid(self) -> int: ...
@@ -74,6 +76,7 @@ class NamespaceSandbox:
         self._before = before
         self._processes: dict[int, Keeper] = {}
         self._services: list[asyncio.Task[None]] = []
+        self._egress: Egress | None = None
         self._process_numbers = itertools.count(1)
         self.due = math.inf
         """When it should have answered what it is asked now."""
@@ -172,10 +175,28 @@ class NamespaceSandbox:
         await self._ask(op="date", times=dict(times))
 
     async def serve(self) -> None:
-        """Start what is to run beside the agent."""
-        if services := self._spec.services:
-            await self._ask(op="name_services", names=[service.name for service in services])
+        """Start what is to run beside the agent, and open the way to the hosts of its task."""
+        outside, services = Hosts.parse(self._spec.network), self._spec.services
+        names = {host: outside.address(host) for host in outside.places}
+        names |= {service.name: "127.0.0.1" for service in services}
+        if names:
+            await self._ask(op="name", hosts=names)
+        if outside.places:
+            await self._let_out(outside)
+        if services:
             self._services = await start_services(self, services)
+
+    async def _let_out(self, outside: Hosts) -> None:
+        places = outside.listeners()
+        ours, theirs = socket.socketpair()
+        with ours:
+            with theirs:
+                where = [(address, port) for _, address, port in places]
+                await self._ask(op="listen", descriptor=theirs, places=where)
+            descriptors = socket.recv_fds(ours, 1, len(places))[1]
+        self._egress = Egress(self.number, self._pool.outside)
+        for (host, _, port), descriptor in zip(places, descriptors, strict=True):
+            await self._egress.listen(host, port, socket.socket(fileno=descriptor))
 
     async def limit(self, limits: Limits) -> None:
         size = limits.disk_bytes or COPY_BYTES
@@ -261,6 +282,7 @@ class NamespaceSandbox:
     async def close(self) -> None:
         self._pool.forget(self)
         self._close_processes()
+        self._close_way_out()
         await self._link.close()
         self._pool.ended(self)
 
@@ -268,7 +290,12 @@ class NamespaceSandbox:
         """Does not wait for its end."""
         self._pool.forget(self)
         self._close_processes()
+        self._close_way_out()
         self._link.abort()
+
+    def _close_way_out(self) -> None:
+        if self._egress:
+            self._egress.close()
 
     def _close_processes(self) -> None:
         for reading in self._services:

@@ -22,6 +22,7 @@ from typing import Any
 
 from etude.core.errors import EtudeError, RolloutFailure
 from etude.core.sandbox import Limits, SandboxSpec, Tier, close_on_failure
+from etude.sandbox.egress import Hosts, Outside
 from etude.sandbox.image_view import ImageView
 from etude.sandbox.limits import COPY_BYTES, LEAST_MEMORY_BYTES, files_in, memory_for
 from etude.sandbox.link import REPLY_TIMEOUT_S, Link
@@ -47,6 +48,9 @@ _BOOT = (
 )
 
 
+_NO_LOG = Outside()
+
+
 class NamespaceSandboxPool:
     """A `core.sandbox.SandboxPool`."""
 
@@ -55,6 +59,7 @@ class NamespaceSandboxPool:
         reply_timeout_s: float = REPLY_TIMEOUT_S,
         mounts: Sequence[Mount] = (),
         image: ImageView | None = None,
+        outside: Outside = _NO_LOG,
     ) -> None:
         """Raises EtudeError with the call that was refused, where the kernel does not let us.
         `reply_timeout_s`: a zygote that does not answer for so long is replaced, and a sandbox that
@@ -63,6 +68,7 @@ class NamespaceSandboxPool:
         check_walled(mounts)
         self._mounts = mounts
         self._image = image
+        self.outside = outside
         self._template: NamespaceSandbox | None = None
         self._making_template = asyncio.Lock()
         self._sandboxes: set[NamespaceSandbox] = set()
@@ -122,7 +128,8 @@ class NamespaceSandboxPool:
         return "namespaces" if self.walls.seccomp else "process"
 
     def check(self, spec: SandboxSpec) -> None:
-        gives = {"repository"} | ({"user"} if spec.user == _USER else set())
+        Hosts.parse(spec.network)
+        gives = {"repository", "network"} | ({"user"} if spec.user == _USER else set())
         # names that harnesses use would give away a machine that is to look lived in
         names = () if self._image and self._image.user else WORKDIRS
         if spec.workdir in (WORK, *names):

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from etude.core.errors import EtudeError
 from etude.core.sandbox import TIERS, Limits, Sandbox, SandboxPool, SandboxSpec, Tier
+from etude.sandbox.egress import Outside
 from etude.sandbox.image import default_store
 from etude.sandbox.imaged import ImagedPool
 from etude.sandbox.link import REPLY_TIMEOUT_S
@@ -15,15 +16,16 @@ from etude.sandbox.mounts import Mount, find_mounts
 from etude.sandbox.namespaces import NamespaceSandboxPool
 from etude.sandbox.process import ProcessSandboxPool
 
-ISOLATION: dict[str, Callable[[float, Sequence[Mount]], SandboxPool]] = {
-    "namespaces": lambda reply_timeout_s, mounts: ImagedPool(
-        NamespaceSandboxPool(reply_timeout_s, mounts),
+ISOLATION: dict[str, Callable[[float, Sequence[Mount], Outside], SandboxPool]] = {
+    "namespaces": lambda reply_timeout_s, mounts, outside: ImagedPool(
+        NamespaceSandboxPool(reply_timeout_s, mounts, outside=outside),
         default_store(),
-        lambda image: NamespaceSandboxPool(reply_timeout_s, mounts, image),
+        lambda image: NamespaceSandboxPool(reply_timeout_s, mounts, image, outside),
     ),
-    "process": lambda reply_timeout_s, mounts: ProcessSandboxPool(mounts),
+    "process": lambda reply_timeout_s, mounts, outside: ProcessSandboxPool(mounts),
 }
 _NO_LIMITS = Limits()
+_QUIET = Outside()
 
 
 def open_sandbox_pool(
@@ -33,13 +35,15 @@ def open_sandbox_pool(
     mounts: Sequence[str] = (),
     limits: Limits = _NO_LIMITS,
     image: str = "",
+    outside: Outside = _QUIET,
 ) -> SandboxPool:
     """Opens a trial sandbox before it returns; raises EtudeError where this machine cannot. Never
     picks a weaker isolation than it was asked for. The caller closes the pool.
 
     `mounts`: directories of the host, as `sandbox.mounts` of a run's file names them. `limits` and
-    `image`: of sandboxes whose task does not say otherwise."""
-    pool = ISOLATION[isolation](reply_timeout_s, find_mounts(mounts))
+    `image`: of sandboxes whose task does not say otherwise. `outside`: the network, for those
+    whose task names hosts."""
+    pool = ISOLATION[isolation](reply_timeout_s, find_mounts(mounts), outside)
     default = SandboxSpec(limits=limits, image=image)
     pool.check(default)
     return pool if default == SandboxSpec() else _DefaultPool(pool, default)
