@@ -81,6 +81,8 @@ def _build_parser() -> argparse.ArgumentParser:
     _add_weights(commands.add_parser("weights", help=text, description=text))
 
     _add_tasks(commands.add_parser("tasks", help="tasks from repositories: build, check, look at"))
+    text = "images for sandboxes: systems, packages and repositories, built once"
+    _add_images(commands.add_parser("images", help=text, description=text))
     _add_inspection(add)
     return parser
 
@@ -244,6 +246,30 @@ def _add_tasks(parser: argparse.ArgumentParser) -> None:
     show = add("show", "a task: what is asked for, the change that solves it, its tests")
     show.add_argument("dir", type=Path, metavar="DIR", help="of all tasks, or of one")
     show.add_argument("task", nargs="?", metavar="ID", help="(default: a list)")
+
+
+def _add_images(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(command="images")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    for name, text in (
+        ("build", "build an image; the same command goes on with one that broke off"),
+        ("list", "the images of this machine"),
+        ("show", "one image: its layers, and what is in them"),
+        ("lint", "what gives its sandboxes away, and a score"),
+        ("remove", "remove an image, and the layers that no other has"),
+    ):
+        action = actions.add_parser(name, help=text, description=text)
+        action.add_argument("--json", action="store_true", help="end with one line of JSON")
+        action.add_argument(
+            "--store",
+            type=Path,
+            metavar="DIR",
+            help="where images lie (default: $ETUDE_IMAGES, or ~/.cache/etude/images)",
+        )
+        if name == "build":
+            action.add_argument("spec", type=Path, metavar="SPEC.toml")
+        elif name != "list":
+            action.add_argument("name", metavar="IMAGE")
 
 
 def _add_dash(add: AddCommand) -> None:

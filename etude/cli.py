@@ -279,6 +279,16 @@ def tasks(args: argparse.Namespace) -> int:
     return code
 
 
+def images(args: argparse.Namespace) -> int:
+    from etude.commands import images
+
+    options = {
+        name: value for name, value in vars(args).items() if name not in ("command", "action")
+    }
+    code: int = getattr(images, args.action)(**options, console=_console(args.json))
+    return code
+
+
 def keys(args: argparse.Namespace) -> int:
     from etude.commands.keys import markdown, show
 
@@ -381,6 +391,7 @@ COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "weights": weights,
     "weights import": import_weights,
     "tasks": tasks,
+    "images": images,
     "audit": audit,
     "show": show,
     "sessions": sessions,

@@ -44,6 +44,7 @@ EDGES: dict[str, set[str]] = {
     "commands": {"dash", "engine", "model", "serve", "store", "train", "weights", "launch", "run"}
     | {"sandbox"},
     "commands.tasks": {"factory"},
+    "commands.images": {"factory"},
     "commands.trial": {"trainer.prepare"},
     "launch": {
         "dash",

@@ -28,6 +28,12 @@ class SandboxConfig(Config):
     """Directories of this machine that every sandbox shows, read-only: `PATH`, at the same place,
     or `PATH:PLACE`. A `bin` in one is searched first for programs, so with `.venv` the commands
     `python` and `pytest` are those of the virtual environment."""
+    image: str = ""
+    """Image of sandboxes whose task names none (`etude images build`), by name or by
+    `NAME@sha256:DIGEST`. Empty: the programs of this machine."""
+    network_log: Annotated[str | None, Place.PATH] = None
+    """File for a line of JSON about each request that sandboxes make to hosts of their task's
+    `network`. Without a list of hosts a task has no network."""
     cpus: Positive | None = None
     """Processors that a sandbox may use; this and the next three hold for tasks that do not say
     otherwise, and None is what the backend gives by default (docs/sandboxes.md)."""

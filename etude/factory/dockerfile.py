@@ -58,8 +58,8 @@ def read_image(folder: Path, provided: Collection[str], workdir: str | None = No
             copies.append((line, sources, join(here or "/", target)))
         else:
             raise Unsupported(
-                f"{folder / 'Dockerfile'}: {line!r} makes an image, and there are no images in "
-                f"this version; if your sandboxes have what it does ([sandbox] mounts), write "
+                f"{folder / 'Dockerfile'}: {line!r} is not followed here: Dockerfiles are read, "
+                f"not built; if your sandboxes have what it does ([sandbox] mounts), write "
                 f"the line, or a pattern of it, into provided.txt beside the tasks"
             )
     if not (final := workdir or here):

@@ -167,7 +167,7 @@ def _image(folder: Path, environment: Mapping[str, Any], provided: Collection[st
     line = f"FROM {environment.get('docker_image', '')}"
     if not is_provided(line, provided):
         raise Unsupported(
-            f"its environment is {line!r}, and there are no images in this version; if your "
+            f"its environment is {line!r}, which is not built here; if your "
             f"sandboxes have what is in it ([sandbox] mounts), write that line into {PROVIDED} "
             f"beside the tasks"
         )

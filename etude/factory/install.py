@@ -56,12 +56,12 @@ class PipInstaller:
 
     def install(self, checkout: Checkout, recipe: Recipe, place: Path) -> Installed:
         site = make_venv(place)
-        _pip(place, "install", *recipe.requirements)
+        pip(place, "install", *recipe.requirements)
         if own := [name for name in module_names(recipe) if _is_in(site, name)]:
             raise InstallFailed(
                 f"leak: {own[0]} itself is among what its tests need, and would be in every sandbox"
             )
-        frozen = _pip(place, "freeze", "--all").splitlines()
+        frozen = pip(place, "freeze", "--all").splitlines()
         metadata, generated = _built(checkout, recipe, place)
         write_files(site, metadata)
         return Installed(
@@ -72,7 +72,7 @@ class PipInstaller:
 
     def install_again(self, installed: Installed, place: Path) -> None:
         site = make_venv(place)
-        _pip(place, "install", "--no-deps", *installed.requirements)
+        pip(place, "install", "--no-deps", *installed.requirements)
         write_files(site, installed.metadata)
 
 
@@ -114,7 +114,8 @@ def _is_in(site: Path, name: str) -> bool:
     return (site / name).exists() or (site / f"{name}.py").exists()
 
 
-def _pip(place: Path, *argv: str) -> str:
+def pip(place: Path, *argv: str) -> str:
+    """Run pip on a virtual environment. Raises InstallFailed."""
     command = [sys.executable, "-m", "pip", "--python", str(place / "bin" / "python"), *argv]
     quiet = ("-q", "--disable-pip-version-check", "--no-input")
     try:
@@ -138,7 +139,7 @@ def _built(checkout: Checkout, recipe: Recipe, place: Path) -> tuple[Files, File
         write_files(source, checkout.files)
         where = ("--target", str(target), str(source))
         try:
-            _pip(place, "install", "--no-deps", "--no-compile", *where)
+            pip(place, "install", "--no-deps", "--no-compile", *where)
         except InstallFailed:
             return {}, {}
         for file in target.glob("*.dist-info/*"):

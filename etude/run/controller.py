@@ -44,6 +44,7 @@ from etude.run.pull import PullEnvironment
 from etude.run.rollout import RolloutRunner, SessionDesk
 from etude.run.service import ServiceClient, ServiceEnvironment
 from etude.run.task_record import keep_record
+from etude.sandbox.egress import Outside, log_to
 from etude.sandbox.pool import check_tier, open_sandbox_pool
 from etude.store.rollouts import RolloutLog
 from etude.store.runs import Run
@@ -330,6 +331,8 @@ async def open_environment(config: RunConfig) -> AsyncIterator[tuple[Environment
         mounts=[*sandbox.mounts, *config.tasks.mounts],
         limits=sandbox.limits,
         hosts=sandbox.hosts,
+        image=sandbox.image,
+        outside=Outside(log=log_to(sandbox.network_log)) if sandbox.network_log else Outside(),
     )
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(pool.close)

@@ -29,6 +29,8 @@ from etude.sandbox.limits import NICENESS
 PROGRAMS: list[str] = []
 """Directories of mounts that are searched before all others; the zygote fills it once. Their
 `python`, if there is one, is then the one that is meant."""
+PLAIN = {"HOME": "/tmp", "LANG": "C.UTF-8"}
+"""What every command finds beside PATH; an image may say otherwise."""
 _ALWAYS_LOADED = frozenset(sys.builtin_module_names) | {
     "_collections_abc", "_frozen_importlib", "_frozen_importlib_external", "_sitebuiltins", "abc",
     "codecs", "encodings", "genericpath", "io", "os", "posixpath", "site", "stat", "zipimport",
@@ -60,7 +62,8 @@ class Command(NamedTuple):
 def environment() -> dict[str, str]:
     """What every command finds."""
     places = [*PROGRAMS, f"{sys.base_prefix}/bin", "/usr/local/bin", "/usr/bin", "/bin"]
-    plain = {"PATH": ":".join(places), "HOME": "/tmp", "LANG": "C.UTF-8"}
+    there = [place for place in dict.fromkeys(places) if os.path.isdir(place)]
+    plain = {"PATH": ":".join(there), **PLAIN}
     # a Python of a mount writes no __pycache__ into the working copy, as ours does not
     return plain | ({"PYTHONDONTWRITEBYTECODE": "1"} if PROGRAMS else {})
 

@@ -13,12 +13,15 @@ JSON line, in order:
     {"op": "apply", "patch": {path: [mode, content]}}    {"ok": null}
     {"op": "send"} and {"op": "receive"}                 the whole working copy, out and in
     {"op": "freeze"} and {"op": "adopt"}                 the same, shared instead of copied
+    {"op": "date", "times": {path: nanoseconds}}         {"ok": null}
     {"op": "limit", ...}                                 {"ok": null}
-    {"op": "name_services", "names": [...]}              {"ok": null}
+    {"op": "name", "hosts": {name: address}}             {"ok": null}
+    {"op": "listen", "places": [[address, port]]}        {"ok": null}
     what cannot be done                                  {"error": [kind, message]}
 
 Contents are in base64. With "start" comes a socket, which belongs to that process: back over it go
-the host's ends of its streams, and from then on it is the business of a `keeper`. With
+the host's ends of its streams, and from then on it is the business of a `keeper`. Over the one of
+"listen" goes what listens. With
 "send" and "receive", "freeze" and "adopt", come the two ends of one between the sandboxes: a copy
 never passes the host.
 
@@ -31,7 +34,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import errno
-import fcntl
 import gc
 import io
 import json
@@ -39,11 +41,10 @@ import math
 import os
 import resource
 import select
+import shutil
 import signal
 import socket
 import stat
-import struct
-import termios
 import time
 from typing import Any, NoReturn
 
@@ -61,19 +62,18 @@ from etude.sandbox.limits import (
     QUOTAS,
     READ_BYTES,
     REPORT_BYTES,
-    TERMINAL_SIZE,
 )
+from etude.sandbox.output import Tail, open_pipes, open_terminal
 from etude.sandbox.places import WORK
 
 GUEST_ID = 1000
-TERMINALS = "/dev/pts"
 COVERED: list[tuple[str, str]] = []
 """Mounts whose place is below /tmp, and where the zygote keeps them."""
+HOSTNAME = "localhost"
+HOME = ""
+"""Of the user of an image, made of /etc/skel; empty: /tmp is that."""
 _ASIDE = "/tmp"
 """For a moment, before anything runs."""
-
-_UNLOCK_TERMINAL, _OPEN_PEER = 0x40045431, 0x5441  # ioctls that `termios` has no names for
-_MAX_TERMINALS = 16
 
 
 class Link:
@@ -173,15 +173,18 @@ class Guest:
         self._copy_bytes = COPY_BYTES
         self._copy_files = COPY_FILES
         self._limits = dict(LIMITS)
+        self._writable = (WORK, "/tmp", *([HOME] if HOME else []))
         kernel.mount("proc", "/proc", "proc", HIDDEN)
         self._mount_copies()
+        if HOME and os.path.isdir("/etc/skel"):
+            shutil.copytree("/etc/skel", HOME, symlinks=True, dirs_exist_ok=True)
         for source, target in COVERED:
             os.makedirs(target, exist_ok=True)
             kernel.bind(source, target)
         for name, value in QUOTAS.items():
             if os.path.exists(f"/proc/sys/{name}"):
                 kernel.put(f"/proc/sys/{name}", value)
-        socket.sethostname("localhost")
+        socket.sethostname(HOSTNAME)
         kernel.raise_loopback()
         self._own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY)
         self._layers = Layers(WORK)
@@ -191,7 +194,7 @@ class Guest:
         """The working copy as it is mounted now."""
         os.chdir(WORK)
         self._work = os.open(WORK, os.O_PATH | os.O_DIRECTORY)
-        self._rules = landlock.rules((WORK, "/tmp"), "/dev")
+        self._rules = landlock.rules(self._writable, "/dev")
 
     def _leave(self) -> None:
         os.chdir("/")
@@ -201,7 +204,7 @@ class Guest:
 
     def _mount_copies(self, more_flags: int = 0) -> None:
         flags = kernel.MS_NOSUID | kernel.MS_NODEV | more_flags
-        for path in (WORK, "/tmp"):
+        for path in self._writable:
             kernel.mount("tmpfs", path, "tmpfs", flags, self._copy_options())
 
     def _copy_options(self) -> str:
@@ -216,16 +219,24 @@ class Guest:
         self._limits[resource.RLIMIT_AS] = process_bytes
         self._mount_copies(kernel.MS_REMOUNT)
 
-    def op_name_services(self, names: list[str]) -> None:
+    def op_name(self, hosts: dict[str, str]) -> None:
         """Over the file of names that all sandboxes share, one of this one alone."""
         with open("/etc/hosts") as file:
-            hosts = file.read() + "".join(f"127.0.0.1 {name}\n" for name in names)
+            named = file.read() + "".join(f"{place} {name}\n" for name, place in hosts.items())
         flags = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
         kernel.mount("tmpfs", _ASIDE, "tmpfs", flags, "size=64k,mode=0755")
-        kernel.put(f"{_ASIDE}/hosts", hosts)
+        kernel.put(f"{_ASIDE}/hosts", named)
         kernel.bind(f"{_ASIDE}/hosts", "/etc/hosts")
         kernel.protect("/etc/hosts")
         kernel.unmount(_ASIDE)
+
+    def op_listen(self, places: list[tuple[str, int]]) -> None:
+        """Give the host what listens at these places in here."""
+        with self._link.take_socket() as to:
+            listeners = [socket.create_server((place, port)) for place, port in places]
+            socket.send_fds(to, [b"\0"], [each.fileno() for each in listeners])
+            for each in listeners:
+                each.close()
 
     def op_write(self, files: dict[str, tuple[int, str]]) -> None:
         for path, (mode, content) in files.items():
@@ -238,6 +249,12 @@ class Guest:
                     self._write(path, mode, data)
             except OSError as e:
                 raise ValueError(f"{path} cannot be written: {e.strerror}") from e
+
+    def op_date(self, times: dict[str, int]) -> None:
+        """When files were written, of a working copy in which nothing has run yet."""
+        for path, when in times.items():
+            with contextlib.suppress(FileNotFoundError):
+                os.utime(path, ns=(when, when), dir_fd=self._work, follow_symlinks=False)
 
     def _write(self, path: str, mode: int, data: bytes) -> None:
         with self._open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as file:
@@ -305,15 +322,15 @@ class Guest:
         }
         tree.apply(WORK, changed)
 
-    def op_freeze(self) -> bool:
-        """Share the working copy as it is, if that is worth it and nothing is at work in it. False
-        if it has to be copied."""
+    def op_freeze(self, always: bool) -> bool:
+        """Share the working copy as it is, if that is worth it (or `always`) and nothing is at work
+        in it. False if it has to be copied."""
         with self._link.take_socket() as to:
             copy = os.statvfs(self._work)
             used = (copy.f_blocks - copy.f_bfree) * copy.f_frsize
             others = [name for name in os.listdir("/proc") if name.isdigit() and name != "1"]
-            large = used > COPY_BYTES or len(self._layers)
-            if others or not large or len(self._layers) >= MAX_LAYERS:
+            worth_it = always or used > COPY_BYTES or len(self._layers)
+            if others or not worth_it or self._layers.full():
                 return False
             self._leave()
             try:
@@ -364,12 +381,12 @@ class Guest:
     ) -> tuple[int | None, str, str]:
         opened = [self._directory(cwd), os.memfd_create("stdin"), *os.pipe()]
         directory, source, out_of, output = opened
-        tails = [_Tail(out_of, OUTPUT_BYTES)]
+        tails = [Tail(out_of, OUTPUT_BYTES)]
         reporting = None
         if report:
             report_of, reporting = os.pipe()
             opened += [report_of, reporting]
-            tails += [_Tail(report_of, REPORT_BYTES)]
+            tails += [Tail(report_of, REPORT_BYTES)]
             env = {**env, "ETUDE_REPORT": REPORT_PATH}
         limits = {**self._limits, resource.RLIMIT_CPU: math.ceil(timeout_s) + 1}
         command = Command(
@@ -388,7 +405,7 @@ class Guest:
             for descriptor in opened:
                 os.close(descriptor)
 
-    def _wait(self, child: int, tails: list[_Tail], deadline: float) -> int | None:
+    def _wait(self, child: int, tails: list[Tail], deadline: float) -> int | None:
         """The exit status (minus the signal, if one ended it), or None when it was killed: for its
         time, or because the host asks for something else now, which it does only when nobody waits
         for this answer any more."""
@@ -413,7 +430,7 @@ class Guest:
         with self._link.take_socket() as control:
             opened = [self._directory(cwd)]
             try:
-                opened += _open_terminal() if pty else _open_pipes()
+                opened += open_terminal() if pty else open_pipes()
                 directory, source, output, *theirs = opened
                 socket.send_fds(control, [b"\0"], theirs)
                 kernel.join_pid_namespace(self._own_pids)
@@ -428,55 +445,6 @@ class Guest:
             finally:
                 for descriptor in set(opened):
                     os.close(descriptor)
-
-
-class _Tail:
-    """The last of what comes out of a pipe; the rest is read and forgotten."""
-
-    def __init__(self, pipe: int, limit: int) -> None:
-        self._pipe = pipe
-        self._limit = limit
-        self._kept = b""
-        os.set_blocking(pipe, False)
-
-    def fileno(self) -> int:
-        return self._pipe
-
-    def read(self) -> bool:
-        """False if there is no more at the moment."""
-        try:
-            data = os.read(self._pipe, 1 << 16)
-        except BlockingIOError:
-            return False
-        self._kept = (self._kept + data)[-self._limit :]
-        return bool(data)
-
-    def rest(self) -> bytes:
-        """All of it, once nobody is left who writes."""
-        while self.read():
-            pass
-        return self._kept
-
-
-def _open_pipes() -> tuple[int, int, int, int]:
-    """Standard input and output of a process, and the host's ends of both. What nobody reads fills
-    the pipe, and then the process waits."""
-    source, into = os.pipe()
-    out_of, output = os.pipe()
-    return source, output, out_of, into
-
-
-def _open_terminal() -> tuple[int, int, int]:
-    """The same as a terminal of this sandbox alone, whose other end is one."""
-    if not os.path.exists(f"{TERMINALS}/ptmx"):  # most never need it, and it is much of the kernel
-        options = f"newinstance,ptmxmode=0666,mode=0600,max={_MAX_TERMINALS}"
-        flags = kernel.MS_NOSUID | kernel.MS_NOEXEC
-        kernel.mount("devpts", TERMINALS, "devpts", flags, options)
-    master = os.open(f"{TERMINALS}/ptmx", os.O_RDWR | os.O_NOCTTY)
-    fcntl.ioctl(master, _UNLOCK_TERMINAL, struct.pack("=i", 0))
-    peer = fcntl.ioctl(master, _OPEN_PEER, os.O_RDWR | os.O_NOCTTY)
-    fcntl.ioctl(peer, termios.TIOCSWINSZ, TERMINAL_SIZE)
-    return peer, peer, master
 
 
 def _encode(data: bytes) -> str:

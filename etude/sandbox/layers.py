@@ -30,9 +30,28 @@ class Layers:
     def __len__(self) -> int:
         return len(self._frozen)
 
+    def full(self) -> bool:
+        """Whether no more can be added, and one would have to be."""
+        return len(self._frozen) >= MAX_LAYERS and not self._unchanged()
+
     def freeze(self, options: str) -> list[int]:
         """What there is becomes a layer, with an empty one on top. Descriptors of all layers for
         another sandbox, from the lowest on. OSError if the kernel refuses, with nothing changed."""
+        if not self._unchanged():
+            self._add(options)
+        return [kernel.clone_mount(f"/proc/self/fd/{layer}") for layer in self._frozen]
+
+    def _unchanged(self) -> bool:
+        """Since the last time; what was deleted is noted on top, too."""
+        if self._upper is None:
+            return False
+        top = os.open("upper", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._upper)
+        try:
+            return not os.listdir(top)
+        finally:
+            os.close(top)
+
+    def _add(self, options: str) -> None:
         before = self._frozen, self._upper
         if self._upper is None:
             top = os.open(self._root, os.O_PATH | os.O_DIRECTORY)
@@ -47,7 +66,6 @@ class Layers:
             if self._upper is not None:
                 self._mount()
             raise
-        return [kernel.clone_mount(f"/proc/self/fd/{layer}") for layer in self._frozen]
 
     def adopt(self, layers: list[int], options: str) -> None:
         """Those of another, over what there is."""

@@ -25,6 +25,7 @@ from etude.core.sandbox import (
     close_on_failure,
 )
 from etude.sandbox.diff import unified_diff
+from etude.sandbox.egress import Egress, Hosts, Outside
 from etude.sandbox.files import inside, inside_directory, to_bytes
 from etude.sandbox.kept import Keeper, KeptProcess
 from etude.sandbox.limits import COPY_BYTES, MAX_PROCESSES, PROCESS_BYTES, files_in
@@ -41,6 +42,7 @@ class Owner(Protocol):
 
     reply_timeout_s: float
     walls: Walls
+    outside: Outside
 
     @property
     def zygote_pid(self) -> int: ...
@@ -74,6 +76,7 @@ class NamespaceSandbox:
         self._before = before
         self._processes: dict[int, Keeper] = {}
         self._services: list[asyncio.Task[None]] = []
+        self._egress: Egress | None = None
         self._process_numbers = itertools.count(1)
         self.due = math.inf
         """When it should have answered what it is asked now."""
@@ -168,11 +171,32 @@ class NamespaceSandbox:
     async def fill(self, files: Tree) -> None:
         await self._ask(op="write", files=encoded(files))
 
+    async def date(self, times: Mapping[str, int]) -> None:
+        await self._ask(op="date", times=dict(times))
+
     async def serve(self) -> None:
-        """Start what is to run beside the agent."""
-        if services := self._spec.services:
-            await self._ask(op="name_services", names=[service.name for service in services])
+        """Start what is to run beside the agent, and open the way to the hosts of its task."""
+        outside, services = Hosts.parse(self._spec.network), self._spec.services
+        names = {host: outside.address(host) for host in outside.places}
+        names |= {service.name: "127.0.0.1" for service in services}
+        if names:
+            await self._ask(op="name", hosts=names)
+        if outside.places:
+            await self._let_out(outside)
+        if services:
             self._services = await start_services(self, services)
+
+    async def _let_out(self, outside: Hosts) -> None:
+        places = outside.listeners()
+        ours, theirs = socket.socketpair()
+        with ours:
+            with theirs:
+                where = [(address, port) for _, address, port in places]
+                await self._ask(op="listen", descriptor=theirs, places=where)
+            descriptors = socket.recv_fds(ours, 1, len(places))[1]
+        self._egress = Egress(self.number, self._pool.outside)
+        for (host, _, port), descriptor in zip(places, descriptors, strict=True):
+            await self._egress.listen(host, port, socket.socket(fileno=descriptor))
 
     async def limit(self, limits: Limits) -> None:
         size = limits.disk_bytes or COPY_BYTES
@@ -192,14 +216,26 @@ class NamespaceSandbox:
     async def diff(self) -> str:
         before = await asyncio.to_thread(known, self._before)
         answer = await self._ask(op="changes", before=before)
-        changed = {path: each and Entry(*each) for path, each in decoded(answer).items()}
+        changed = {
+            path: each and Entry(*each)
+            for path, each in decoded(answer).items()
+            if not self._is_history(path)
+        }
         return await asyncio.to_thread(unified_diff, self._before, changed)
 
     async def patch(self) -> Patch:
         self._close_processes()
         before = await asyncio.to_thread(known, self._before)
         found = decoded(await self._ask(op="patch", before=before))
-        return {path: each and (each[0], each[1] or b"") for path, each in found.items()}
+        return {
+            path: each and (each[0], each[1] or b"")
+            for path, each in found.items()
+            if not self._is_history(path)
+        }
+
+    def _is_history(self, path: str) -> bool:
+        """As git itself has it: what lies in .git is no part of a change."""
+        return path.startswith(".git/") and ".git/HEAD" in self._before
 
     async def apply(self, patch: Patch) -> None:
         plain = {inside(path): entry for path, entry in patch.items()}
@@ -208,18 +244,23 @@ class NamespaceSandbox:
     async def fork(self) -> NamespaceSandbox:
         sandbox = await self._pool.start(self._spec, self._before, like=self)
         async with close_on_failure(sandbox):
-            if not await self._share(sandbox):
+            if not await self._share(sandbox, always=False):
                 await self._copy_to(sandbox)
             await sandbox.serve()
         return sandbox
 
-    async def _share(self, sandbox: NamespaceSandbox) -> bool:
+    async def copy_to(self, sandbox: NamespaceSandbox) -> None:
+        """Give another one this working copy; shared, where the kernel can, whatever its size."""
+        if not await self._share(sandbox, always=True):
+            await self._copy_to(sandbox)
+
+    async def _share(self, sandbox: NamespaceSandbox, *, always: bool) -> bool:
         """False if the files have to be copied."""
         if sandbox.zygote_pid != self.zygote_pid:  # and so not the same user
             return False
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            if not await self._ask(op="freeze", descriptor=ours):
+            if not await self._ask(op="freeze", descriptor=ours, always=always):
                 return False
             await sandbox._ask(op="adopt", descriptor=theirs)
         return True
@@ -241,6 +282,7 @@ class NamespaceSandbox:
     async def close(self) -> None:
         self._pool.forget(self)
         self._close_processes()
+        self._close_way_out()
         await self._link.close()
         self._pool.ended(self)
 
@@ -248,7 +290,12 @@ class NamespaceSandbox:
         """Does not wait for its end."""
         self._pool.forget(self)
         self._close_processes()
+        self._close_way_out()
         self._link.abort()
+
+    def _close_way_out(self) -> None:
+        if self._egress:
+            self._egress.close()
 
     def _close_processes(self) -> None:
         for reading in self._services:

@@ -22,6 +22,8 @@ from typing import Any
 
 from etude.core.errors import EtudeError, RolloutFailure
 from etude.core.sandbox import Limits, SandboxSpec, Tier, close_on_failure
+from etude.sandbox.egress import Hosts, Outside
+from etude.sandbox.image_view import ImageView
 from etude.sandbox.limits import COPY_BYTES, LEAST_MEMORY_BYTES, files_in, memory_for
 from etude.sandbox.link import REPLY_TIMEOUT_S, Link
 from etude.sandbox.mounts import Mount, check_walled
@@ -46,11 +48,18 @@ _BOOT = (
 )
 
 
+_NO_LOG = Outside()
+
+
 class NamespaceSandboxPool:
     """A `core.sandbox.SandboxPool`."""
 
     def __init__(
-        self, reply_timeout_s: float = REPLY_TIMEOUT_S, mounts: Sequence[Mount] = ()
+        self,
+        reply_timeout_s: float = REPLY_TIMEOUT_S,
+        mounts: Sequence[Mount] = (),
+        image: ImageView | None = None,
+        outside: Outside = _NO_LOG,
     ) -> None:
         """Raises EtudeError with the call that was refused, where the kernel does not let us.
         `reply_timeout_s`: a zygote that does not answer for so long is replaced, and a sandbox that
@@ -58,6 +67,10 @@ class NamespaceSandboxPool:
         self.reply_timeout_s = reply_timeout_s
         check_walled(mounts)
         self._mounts = mounts
+        self._image = image
+        self.outside = outside
+        self._template: NamespaceSandbox | None = None
+        self._making_template = asyncio.Lock()
         self._sandboxes: set[NamespaceSandbox] = set()
         self._numbers = itertools.count(1)
         self._replaced: list[subprocess.Popen[bytes]] = []
@@ -74,7 +87,7 @@ class NamespaceSandboxPool:
         # go of it.
         with theirs, tempfile.TemporaryDirectory(prefix="etude-") as mountpoint:
             self._zygote = subprocess.Popen(
-                _zygote_argv(theirs.fileno(), mountpoint, self._mounts),
+                _zygote_argv(theirs.fileno(), mountpoint, self._shown()),
                 pass_fds=[theirs.fileno()],
                 env={"PYTHONHASHSEED": "0"},
                 stdin=subprocess.DEVNULL,
@@ -95,6 +108,16 @@ class NamespaceSandboxPool:
             )
         self.walls = Walls(**said["walls"])
 
+    def _shown(self) -> dict[str, Any]:
+        image = self._image
+        return {
+            "mounts": [*self._mounts, *(image.mounts if image else ())],
+            "layers": image.layers if image else [],
+            "system": image is not None and image.system,
+            "hostname": image.hostname if image else "localhost",
+            "user": image.user if image else "",
+        }
+
     @property
     def zygote_pid(self) -> int:
         return self._zygote.pid
@@ -105,8 +128,11 @@ class NamespaceSandboxPool:
         return "namespaces" if self.walls.seccomp else "process"
 
     def check(self, spec: SandboxSpec) -> None:
-        gives = {"repository"} | ({"user"} if spec.user == _USER else set())
-        if spec.workdir in (WORK, *WORKDIRS):
+        Hosts.parse(spec.network)
+        gives = {"repository", "network"} | ({"user"} if spec.user == _USER else set())
+        # names that harnesses use would give away a machine that is to look lived in
+        names = () if self._image and self._image.user else WORKDIRS
+        if spec.workdir in (WORK, *names):
             gives.add("workdir")
         if not any(service.image for service in spec.services):
             gives.add("services")
@@ -121,14 +147,40 @@ class NamespaceSandboxPool:
     async def open(self, spec: SandboxSpec) -> AsyncIterator[NamespaceSandbox]:
         self.check(spec)
         size = spec.limits.disk_bytes or COPY_BYTES
-        before = await opening_tree(spec, max_bytes=size, max_entries=files_in(size))
-        sandbox = await self.start(spec, before)
+        added = await opening_tree(spec, max_bytes=size, max_entries=files_in(size))
+        template = await self._open_template()
+        sandbox = await self.start(spec, {**self._working_copy(), **added}, template)
         try:
-            await sandbox.fill(before)
+            if template:
+                await template.copy_to(sandbox)
+            await sandbox.fill(added)
             await sandbox.serve()
             yield sandbox
         finally:
             await sandbox.close()
+
+    def _working_copy(self) -> Tree:
+        return self._image.work if self._image else {}
+
+    async def _open_template(self) -> NamespaceSandbox | None:
+        """The sandbox that holds the working copy of the image, frozen, for all others; None if
+        there is nothing in it. One that died with its zygote is made again."""
+        if not (work := self._working_copy()):
+            return None
+        async with self._making_template:
+            stale = self._template
+            if stale is None or stale.zygote_pid != self._zygote.pid:
+                size = sum(len(entry.content or b"") for entry in work.values())
+                limits = Limits(disk_bytes=max(COPY_BYTES, 2 * size + 4096 * len(work)))
+                made = await self.start(SandboxSpec(limits=limits), work)
+                async with close_on_failure(made):
+                    await made.fill(work)
+                    await made.date(self._image.times if self._image else {})
+                self._template = made
+                if stale:
+                    await stale.close()
+            assert self._template is not None
+            return self._template
 
     async def start(
         self, spec: SandboxSpec, before: Tree, like: NamespaceSandbox | None = None
@@ -238,12 +290,12 @@ class NamespaceSandboxPool:
                 zygote.wait()
 
 
-def _zygote_argv(control: int, mountpoint: str, mounts: Sequence[Mount]) -> list[str]:
+def _zygote_argv(control: int, mountpoint: str, shown: dict[str, Any]) -> list[str]:
     # The Python below the virtual environment, without its packages: a sandbox sees the standard
     # library only. Without bytecode: on a full disk it would be cut off, and break later starts.
     python = getattr(sys, "_base_executable", sys.executable)
     source = str(Path(__file__).resolve().parents[2])
-    told = [source, str(control), mountpoint, json.dumps(mounts)]
+    told = [source, str(control), mountpoint, json.dumps(shown)]
     return [python, "-B", "-s", "-S", "-P", "-X", "utf8", "-c", _BOOT, *told]
 
 

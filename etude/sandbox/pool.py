@@ -9,18 +9,26 @@ from dataclasses import replace
 
 from etude.core.errors import EtudeError
 from etude.core.sandbox import TIERS, Limits, Sandbox, SandboxPool, SandboxSpec, Tier
+from etude.sandbox.egress import Outside
 from etude.sandbox.gvisor import GvisorSandboxPool
+from etude.sandbox.image import default_store
+from etude.sandbox.imaged import ImagedPool
 from etude.sandbox.link import REPLY_TIMEOUT_S
 from etude.sandbox.mounts import Mount, find_mounts
 from etude.sandbox.namespaces import NamespaceSandboxPool
 from etude.sandbox.process import ProcessSandboxPool
 
-ISOLATION: dict[str, Callable[[float, Sequence[Mount]], SandboxPool]] = {
-    "namespaces": NamespaceSandboxPool,
-    "gvisor": GvisorSandboxPool,
-    "process": lambda reply_timeout_s, mounts: ProcessSandboxPool(mounts),
+ISOLATION: dict[str, Callable[[float, Sequence[Mount], Outside], SandboxPool]] = {
+    "namespaces": lambda reply_timeout_s, mounts, outside: ImagedPool(
+        NamespaceSandboxPool(reply_timeout_s, mounts, outside=outside),
+        default_store(),
+        lambda image: NamespaceSandboxPool(reply_timeout_s, mounts, image, outside),
+    ),
+    "gvisor": lambda reply_timeout_s, mounts, outside: GvisorSandboxPool(reply_timeout_s, mounts),
+    "process": lambda reply_timeout_s, mounts, outside: ProcessSandboxPool(mounts),
 }
 _NO_LIMITS = Limits()
+_QUIET = Outside()
 
 
 def open_sandbox_pool(
@@ -30,13 +38,15 @@ def open_sandbox_pool(
     mounts: Sequence[str] = (),
     limits: Limits = _NO_LIMITS,
     hosts: Sequence[str] = (),
+    image: str = "",
+    outside: Outside = _QUIET,
 ) -> SandboxPool:
     """Opens a trial sandbox before it returns; raises EtudeError where this machine cannot. Never
     picks a weaker isolation than it was asked for. The caller closes the pool.
 
-    `mounts`: directories of the host, as `sandbox.mounts` of a run's file names them. `limits`: of
-    sandboxes whose task does not say otherwise. `hosts`: URLs of machines that they are to be on
-    instead of this one."""
+    `mounts`: directories of the host, as `sandbox.mounts` of a run's file names them. `limits` and
+    `image`: of sandboxes whose task does not say otherwise. `hosts`: URLs of machines that they are
+    to be on instead of this one. `outside`: the network, for those whose task names hosts."""
     pool: SandboxPool
     if hosts:
         from etude.sandbox.remote import TOKEN_VARIABLE, RemoteSandboxPool
@@ -44,30 +54,33 @@ def open_sandbox_pool(
         token = os.environ.get(TOKEN_VARIABLE)
         pool = RemoteSandboxPool(hosts, isolation, token=token, reply_timeout_s=reply_timeout_s)
     else:
-        pool = ISOLATION[isolation](reply_timeout_s, find_mounts(mounts))
-    pool.check(SandboxSpec(limits=limits))
-    return pool if limits == _NO_LIMITS else _LimitedPool(pool, limits)
+        pool = ISOLATION[isolation](reply_timeout_s, find_mounts(mounts), outside)
+    default = SandboxSpec(limits=limits, image=image)
+    pool.check(default)
+    return pool if default == SandboxSpec() else _DefaultPool(pool, default)
 
 
-class _LimitedPool:
-    """A `core.sandbox.SandboxPool` whose sandboxes have these limits, where tasks name none."""
+class _DefaultPool:
+    """A `core.sandbox.SandboxPool` whose sandboxes have these limits and this image, where tasks
+    name none."""
 
-    def __init__(self, pool: SandboxPool, limits: Limits) -> None:
+    def __init__(self, pool: SandboxPool, default: SandboxSpec) -> None:
         self._pool = pool
-        self._limits = limits
+        self._default = default
 
     @property
     def tier(self) -> Tier:
         return self._pool.tier
 
     def check(self, spec: SandboxSpec) -> None:
-        self._pool.check(self._limited(spec))
+        self._pool.check(self._filled(spec))
 
     def open(self, spec: SandboxSpec) -> AbstractAsyncContextManager[Sandbox]:
-        return self._pool.open(self._limited(spec))
+        return self._pool.open(self._filled(spec))
 
-    def _limited(self, spec: SandboxSpec) -> SandboxSpec:
-        return replace(spec, limits=spec.limits.over(self._limits))
+    def _filled(self, spec: SandboxSpec) -> SandboxSpec:
+        limits = spec.limits.over(self._default.limits)
+        return replace(spec, limits=limits, image=spec.image or self._default.image)
 
     def owing(self) -> dict[str, float]:
         return self._pool.owing()

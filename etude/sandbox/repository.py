@@ -54,15 +54,19 @@ def repository_at(path: str | Path, ref: str = "HEAD") -> Repository:
 def read_texts(repository: Repository) -> dict[str, str]:
     """The text files of a commit: path -> content, sorted. For `Environment.tasks`, which may be
     called from anywhere: it waits."""
-    with ThreadPoolExecutor(1) as thread:
-        reading = read_commit(repository, max_bytes=1 << 30, max_entries=100_000)
-        entries = thread.submit(asyncio.run, reading).result()
     texts: dict[str, str] = {}
-    for path, (mode, content) in sorted(entries.items()):
+    for path, (mode, content) in sorted(read_whole(repository).items()):
         with contextlib.suppress(UnicodeDecodeError):
             if mode != LINK:
                 texts[path] = (content or b"").decode()
     return texts
+
+
+def read_whole(repository: Repository) -> dict[str, Entry]:
+    """`read_commit`, for callers who wait."""
+    with ThreadPoolExecutor(1) as thread:
+        reading = read_commit(repository, max_bytes=1 << 30, max_entries=100_000)
+        return thread.submit(asyncio.run, reading).result()
 
 
 async def read_commit(

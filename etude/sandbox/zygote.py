@@ -18,7 +18,6 @@ code.
 
 from __future__ import annotations
 
-import glob
 import itertools
 import json
 import os
@@ -30,32 +29,30 @@ from collections.abc import Iterator
 
 from etude.sandbox import kernel, landlock
 from etude.sandbox.cgroups import Cgroups
-from etude.sandbox.command import PROGRAMS, environment
-from etude.sandbox.guest import COVERED, GUEST_ID, TERMINALS, Link, serve
+from etude.sandbox.command import environment
+from etude.sandbox.guest import GUEST_ID, Link, serve
 from etude.sandbox.limits import MEMORY_BYTES
-from etude.sandbox.places import LINKS
+from etude.sandbox.root import Shown, build_root
 
 NOBODY = 65534
 _OWN_IDS = range(1_879_048_192, 2_147_483_648)
 """Users and groups that no distribution gives to anybody."""
+_DAY_S = 24 * 3600
 
-_SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")
-_DEVICES = ("null", "zero", "full", "random", "urandom")
-_ETC = ("ld.so.cache", "alternatives")
 _NAMESPACES = (
     kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET
     | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS | kernel.CLONE_NEWCGROUP
 )  # fmt: skip
 
 
-def main(control: socket.socket, mountpoint: str, mounts: str = "[]") -> None:
-    """`mounts`: as JSON, pairs of a directory of the host and its place in a sandbox."""
+def main(control: socket.socket, mountpoint: str, told: str) -> None:
+    """`told`: what the root is made of (`root.Shown`), as JSON."""
     # the kernel reaps; nobody here asks how a sandbox ended
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     cgroups, refused = _open_cgroups()
     try:
-        zygote = Zygote(control, mountpoint, json.loads(mounts), cgroups, refused)
+        zygote = Zygote(control, mountpoint, Shown(**json.loads(told)), cgroups, refused)
         error = zygote.try_one()
     except OSError as e:
         error = str(e.strerror)
@@ -75,7 +72,7 @@ class Zygote:
         self,
         control: socket.socket,
         mountpoint: str,
-        mounts: list[tuple[str, str]],
+        shown: Shown,
         cgroups: Cgroups | None,
         refused: str,
     ) -> None:
@@ -85,7 +82,7 @@ class Zygote:
         self._descriptors: list[int] = []
         self._cgroups = cgroups
         root = os.geteuid() == 0
-        _wall_in(mountpoint, mounts, with_cgroups=self._cgroups is not None)
+        _wall_in(mountpoint, shown, with_cgroups=self._cgroups is not None)
         self._own_ids = _own_ids() if root else itertools.repeat(None)
         _become_template()
         self.walls = {
@@ -96,6 +93,7 @@ class Zygote:
             "cgroup_refused": refused,
         }
         self._users: dict[str, int | None] = {}
+        self._lived_in = bool(shown.user)
 
     def serve_one(self) -> bool:
         """False at the end of the host's side, which is a reset if it had not read our last
@@ -151,6 +149,8 @@ class Zygote:
             kernel.unshare(_NAMESPACES)
             _map_ids(GUEST_ID, user, GUEST_ID, group)
             kernel.leave_keyring()
+            if self._lived_in:
+                _been_up(own_id or os.getpid())
         except OSError as e:
             Link(link).send({"error": ["RolloutFailure", f"sandbox: {e.strerror}"]})
             os._exit(1)
@@ -184,7 +184,7 @@ def _open_cgroups() -> tuple[Cgroups | None, str]:
         return None, str(e.strerror)
 
 
-def _wall_in(mountpoint: str, mounts: list[tuple[str, str]], *, with_cgroups: bool) -> None:
+def _wall_in(mountpoint: str, shown: Shown, *, with_cgroups: bool) -> None:
     kernel.forbid_new_privileges()
     kernel.adopt_orphans()
     if root := os.geteuid() == 0:
@@ -194,7 +194,7 @@ def _wall_in(mountpoint: str, mounts: list[tuple[str, str]], *, with_cgroups: bo
         kernel.unshare(kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS)
         _map_ids(user, user, group, group)
     kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
-    _build_root(mountpoint, mounts)
+    build_root(mountpoint, shown)
     kernel.change_root(mountpoint)
     if root:
         os.setgroups([])
@@ -224,6 +224,13 @@ def _become(user: int) -> None:
     kernel.own_proc_entry()
 
 
+def _been_up(number: int) -> None:
+    """Let the sandbox find a machine that was started days ago: children of this process are born
+    into a time of their own. `number`: anything, so that sandboxes differ."""
+    kernel.unshare(kernel.CLONE_NEWTIME)
+    kernel.put("/proc/self/timens_offsets", f"boottime {_DAY_S + number * 7919 % (20 * _DAY_S)} 0")
+
+
 def _map_ids(inside_user: int, outside_user: int, inside_group: int, outside_group: int) -> None:
     for name, text in (
         ("setgroups", "deny"),
@@ -231,81 +238,6 @@ def _map_ids(inside_user: int, outside_user: int, inside_group: int, outside_gro
         ("gid_map", f"{inside_group} {outside_group} 1"),
     ):
         kernel.put(f"/proc/self/{name}", text)
-
-
-def _build_root(root: str, mounts: list[tuple[str, str]]) -> None:
-    kernel.mount("tmpfs", root, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=1m,mode=0755")
-    for name in _SYSTEM:
-        if os.path.islink(f"/{name}"):
-            os.symlink(os.readlink(f"/{name}"), f"{root}/{name}")
-        elif os.path.isdir(f"/{name}"):
-            _show(f"/{name}", root)
-    if not f"{sys.base_prefix}/".startswith("/usr/"):
-        _show(sys.base_prefix, root)
-    _hide_packages(root)
-    _show_mounts(root, mounts)
-    for name in _ETC:
-        if os.path.exists(f"/etc/{name}"):
-            _show(f"/etc/{name}", root)
-    os.makedirs(f"{root}/etc", exist_ok=True)
-    kernel.put(f"{root}/etc/passwd", f"user:x:{GUEST_ID}:{GUEST_ID}::/tmp:/bin/sh\n")
-    kernel.put(f"{root}/etc/group", f"user:x:{GUEST_ID}:\n")
-    kernel.put(f"{root}/etc/hosts", "127.0.0.1 localhost\n::1 localhost\n")
-    kernel.put(f"{root}/etc/nsswitch.conf", "hosts: files\n")
-    os.mkdir(f"{root}/dev")
-    for name in _DEVICES:
-        kernel.put(f"{root}/dev/{name}", "")
-        kernel.bind(f"/dev/{name}", f"{root}/dev/{name}")
-    os.symlink("/proc/self/fd", f"{root}/dev/fd")
-    os.symlink("/tmp", f"{root}/dev/shm")
-    os.mkdir(root + TERMINALS)  # a sandbox mounts its own there
-    os.symlink("pts/ptmx", f"{root}/dev/ptmx")
-    for name in ("work", "tmp", "proc"):
-        os.mkdir(f"{root}/{name}")
-    for name, target in LINKS.items():
-        os.symlink(target, root + name)
-    # The kernel lets a user namespace mount a /proc of its own only where an unobstructed one is in
-    # sight. Every sandbox covers this one before anything foreign runs.
-    kernel.bind("/proc", f"{root}/proc")
-    # a remount forgets what it is not told again
-    flags = kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV
-    kernel.mount("none", root, None, kernel.MS_REMOUNT | kernel.MS_BIND | flags)
-
-
-def _show_mounts(root: str, mounts: list[tuple[str, str]]) -> None:
-    """What every sandbox shows of the host. Each has a /tmp of its own, and binds again what it
-    covers with that."""
-    for number, (source, target) in enumerate(mounts):
-        if f"{target}/".startswith("/tmp/"):
-            COVERED.append((f"/mnt/{number}", target))
-            target = f"/mnt/{number}"
-        _show(source, root, target)
-        if os.path.isdir(f"{source}/bin"):
-            PROGRAMS.append(f"{mounts[number][1]}/bin")
-
-
-def _show(path: str, root: str, place: str = "") -> None:
-    """Bind a file or directory of the host to the same place under the new root, or to another,
-    read-only."""
-    target = root + (place or path)
-    os.makedirs(target if os.path.isdir(path) else os.path.dirname(target), exist_ok=True)
-    if not os.path.isdir(path):
-        kernel.put(target, "")
-    kernel.bind(path, target)
-    kernel.protect(target)
-
-
-def _hide_packages(root: str) -> None:
-    """Cover what is installed beside any Python in there, this program included: a sandbox has the
-    standard library."""
-    for prefix in {"/usr", "/usr/local", sys.base_prefix}:
-        for path in glob.glob(f"{prefix}/lib*/python*/*-packages"):
-            # A link may lead to another one of these, or out of what is shown. A place covered
-            # twice is no harm.
-            if os.path.isdir(target := root + os.path.realpath(path)):
-                kernel.mount(
-                    "tmpfs", target, "tmpfs", kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV
-                )
 
 
 def _become_template() -> None:

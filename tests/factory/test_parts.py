@@ -249,7 +249,7 @@ def test_what_a_build_makes_is_brought_along_without_the_package(
             write_files(target / "shop-7.dist-info", {"METADATA": b"Name: shop\n", "RECORD": b""})
         return ""
 
-    monkeypatch.setattr(install, "_pip", pip)
+    monkeypatch.setattr(install, "pip", pip)
     checkout = Checkout(name="shop", origin="shop", files={"src/shop/cart.py": b"x = 1\n"})
     recipe = Recipe(requirements=(), pythonpath=("src",), tests=(), sources=("src/shop/*",))
     installed = install.PipInstaller().install(checkout, recipe, tmp_path / "venv")

@@ -1,0 +1,306 @@
+"""The way out of a sandbox, to the hosts that its task names and to nothing else.
+
+Within the sandbox each of these hosts has an address on the loopback interface, by /etc/hosts, and
+what listens there was opened by the sandbox's first process and belongs to this one: a connection
+to it is carried by us, whatever program made it. There is no route to anywhere else, and no name
+server.
+
+We look a host up ourselves, and connect to an address of the answer that is public: none that is
+private, link-local or this machine's, whatever a name server says. What goes through must be for
+that host: the name that TLS asks for, or the header of a plain request. A redirect to elsewhere
+leads to a name that the sandbox does not know.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import json
+import re
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+
+from etude.core.errors import EtudeError
+
+PORTS = (80, 443)
+"""Of a host whose port is not said: plain requests, and TLS."""
+_CONNECTIONS = 64
+"""At once, of one sandbox."""
+_HOSTS = 60
+_CHUNK = 1 << 16
+_HEAD_BYTES = 1 << 14
+_CONNECT_S = 30.0
+_FIRST_BYTES_S = 30.0
+_HEADER = re.compile(r"[A-Za-z0-9_-]+:[^\r\n\0]*")
+_HOST = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?")
+_HANDSHAKE, _CLIENT_HELLO, _SERVER_NAME = 22, 1, 0
+
+Address = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passage:
+    """One request that was made, for the log."""
+
+    sandbox: int
+    host: str
+    port: int
+    asked: str
+    """The line of a plain request, or the name that TLS asked for."""
+    refused: str = ""
+    """Why it was not let through; empty: it was."""
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    seconds: float = 0.0
+
+
+Log = Callable[[Passage], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outside:
+    """How a pool deals with what its sandboxes want of the network."""
+
+    log: Log = lambda passage: None
+    mirrors: Mapping[str, Address] = field(default_factory=dict)
+    """Hosts in place of which a server of one's own is asked, the one way to a private address:
+    package indexes as they were on a day, for instance."""
+
+
+def log_to(path: str) -> Log:
+    """A line of JSON for each request, at the end of a file."""
+
+    def log(passage: Passage) -> None:
+        line = json.dumps({"time": time.time(), **asdict(passage)})
+        with open(path, "a") as file:
+            file.write(f"{line}\n")
+
+    return log
+
+
+class Refused(Exception):
+    """Why a connection may not be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hosts:
+    """The hosts that a task names, each with its ports and its address in the sandbox."""
+
+    places: dict[str, tuple[int, ...]]
+
+    @classmethod
+    def parse(cls, names: Sequence[str]) -> Hosts:
+        """`HOST` or `HOST:PORT`; EtudeError for what is none, and for an address: what it means
+        cannot be looked up."""
+        places: dict[str, tuple[int, ...]] = {}
+        for name in names:
+            host, _, port = name.partition(":")
+            numbers = PORTS if not port else (int(port),) if port.isdigit() else ()
+            if (
+                not _HOST.fullmatch(host)
+                or _is_address(host)
+                or not all(0 < n < 65536 for n in numbers)
+                or not numbers
+            ):
+                raise EtudeError(
+                    f"network: {name!r} is no host: give names, such as pypi.org or "
+                    f"git.example.org:8080, without wildcards"
+                )
+            places[host] = (*places.get(host, ()), *numbers)
+        if len(places) > _HOSTS:
+            raise EtudeError(f"network: {len(places)} hosts are too many: {_HOSTS} at most")
+        return cls(places)
+
+    def address(self, host: str) -> str:
+        """Within the sandbox."""
+        return f"127.0.3.{list(self.places).index(host) + 1}"
+
+    def listeners(self) -> list[tuple[str, str, int]]:
+        """Host, address and port of each."""
+        return [
+            (host, self.address(host), port)
+            for host, ports in self.places.items()
+            for port in ports
+        ]
+
+
+class Egress:
+    """What carries the connections of one sandbox."""
+
+    def __init__(self, sandbox: int, outside: Outside) -> None:
+        self._sandbox = sandbox
+        self._outside = outside
+        self._servers: list[asyncio.Server] = []
+        self._free = _CONNECTIONS
+
+    async def listen(self, host: str, port: int, listener: socket.socket) -> None:
+        listener.setblocking(False)
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await self._carry(host, port, reader, writer)
+
+        self._servers.append(await asyncio.start_server(serve, sock=listener))
+
+    def close(self) -> None:
+        for server in self._servers:
+            server.close()
+
+    async def _carry(
+        self, host: str, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        began = time.monotonic()
+        asked, why, counts = "", "", (0, 0)
+        if self._free <= 0:
+            writer.close()
+            return
+        self._free -= 1
+        try:
+            asked, first = await _first_words(reader, host, port)
+            address = self._outside.mirrors.get(host) or await resolve(host, port)
+            counts = await _exchange(reader, writer, address, first)
+        except Refused as e:
+            why = str(e)
+        except (OSError, TimeoutError, asyncio.IncompleteReadError) as e:
+            why = f"no connection: {e}"
+        finally:
+            self._free += 1
+            writer.close()
+            self._outside.log(
+                Passage(
+                    sandbox=self._sandbox,
+                    host=host,
+                    port=port,
+                    asked=asked,
+                    refused=why,
+                    sent_bytes=counts[0],
+                    received_bytes=counts[1],
+                    seconds=time.monotonic() - began,
+                )
+            )
+
+
+async def _first_words(reader: asyncio.StreamReader, host: str, port: int) -> tuple[str, bytes]:
+    """What is asked for, and the bytes that say so. Refused if they are for another host."""
+    async with asyncio.timeout(_FIRST_BYTES_S):
+        first = await reader.readexactly(1)
+        if first[0] == _HANDSHAKE:
+            head = await reader.readexactly(4)
+            body = await reader.readexactly(int.from_bytes(head[2:4]))
+            name = server_name(body)
+            if name.lower() != host:
+                raise Refused(f"TLS asks for {name or 'no name'}, not for {host}")
+            return name, first + head + body
+        if not first.isalpha():
+            raise Refused("neither TLS nor a plain request")
+        try:
+            rest = await reader.readuntil(b"\r\n\r\n")
+        except asyncio.LimitOverrunError as e:
+            raise Refused("the head of the request is too long") from e
+    return plain_request(first + rest, host, port)
+
+
+def plain_request(head: bytes, host: str, port: int) -> tuple[str, bytes]:
+    """The request's line, and the head as it is sent on: the connection ends with this request, so
+    that a next one is looked at as well."""
+    line, *headers = head.decode("latin-1").removesuffix("\r\n\r\n").split("\r\n")
+    if len(head) > _HEAD_BYTES or not all(_HEADER.fullmatch(each) for each in headers):
+        raise Refused("the head of the request is too long, or cannot be read")
+    pairs = [each.split(":", 1) for each in headers]
+    named = [value.strip().lower() for name, value in pairs if name.lower() == "host"]
+    if named not in ([host], [f"{host}:{port}"]):
+        raise Refused(f"the request is for {', '.join(named) or 'no host'}, not for {host}")
+    parts = line.split(" ")
+    if len(parts) != 3 or not parts[1].startswith("/"):
+        raise Refused(f"not a plain request: {line[:100]}")
+    dropped = ("connection:", "proxy-connection:", "keep-alive:", "upgrade:")
+    kept = [each for each in headers if not each.lower().startswith(dropped)]
+    sent = "\r\n".join([line, *kept, "Connection: close", "", ""])
+    return line, sent.encode("latin-1")
+
+
+def server_name(hello: bytes) -> str:
+    """The host that a TLS client asks for; empty if it does not say, or cannot be read."""
+    try:
+        if hello[0] != _CLIENT_HELLO:
+            return ""
+        at = 4 + 2 + 32
+        at += 1 + hello[at]
+        at += 2 + int.from_bytes(hello[at : at + 2])
+        at += 1 + hello[at]
+        end = at + 2 + int.from_bytes(hello[at : at + 2])
+        at += 2
+        while at < end:
+            kind, size = int.from_bytes(hello[at : at + 2]), int.from_bytes(hello[at + 2 : at + 4])
+            if kind == _SERVER_NAME:
+                entry = hello[at + 4 : at + 4 + size]
+                length = int.from_bytes(entry[3:5])
+                return entry[5 : 5 + length].decode("ascii")
+            at += 4 + size
+    except (IndexError, UnicodeDecodeError):
+        pass
+    return ""
+
+
+async def resolve(host: str, port: int) -> Address:
+    """A public address of the host. All that it has must be public: an answer that mixes both is
+    somebody's trick."""
+    loop = asyncio.get_running_loop()
+    answers = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    found = [str(each[4][0]) for each in answers]
+    if bad := [each for each in found if not is_public(each)]:
+        raise Refused(f"{host} leads to {bad[0]}, which is not a public address")
+    if not found:
+        raise Refused(f"{host} has no address")
+    return found[0], port
+
+
+def is_public(address: str) -> bool:
+    """Whether an address is one of the internet's, and none within another that is not."""
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(parsed, ipaddress.IPv6Address):
+        inner = parsed.ipv4_mapped or parsed.sixtofour or (parsed.teredo or (None, None))[1]
+        if parsed in _NAT64:
+            inner = ipaddress.IPv4Address(int(parsed) & 0xFFFFFFFF)
+        if inner is not None:
+            return is_public(str(inner))
+    return parsed.is_global and not parsed.is_multicast and not parsed.is_reserved
+
+
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+
+
+async def _exchange(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: Address, first: bytes
+) -> tuple[int, int]:
+    """The bytes that went out, and those that came back."""
+    async with asyncio.timeout(_CONNECT_S):
+        back, out = await asyncio.open_connection(*address)
+    try:
+        out.write(first)
+        sent, received = await asyncio.gather(_pump(reader, out), _pump(back, writer))
+    finally:
+        out.close()
+    return sent + len(first), received
+
+
+async def _pump(source: asyncio.StreamReader, to: asyncio.StreamWriter) -> int:
+    count = 0
+    with contextlib.suppress(ConnectionError):
+        while data := await source.read(_CHUNK):
+            count += len(data)
+            to.write(data)
+            await to.drain()
+        if to.can_write_eof():
+            to.write_eof()
+    return count
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return bool(re.fullmatch(r"[0-9.]+|0x[0-9a-f.x]+", host))  # as libc reads them, too
+    return True

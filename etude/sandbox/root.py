@@ -1,0 +1,172 @@
+"""The one root directory that all sandboxes of a zygote share, read-only.
+
+Either the programs of this machine and a Python, nothing of the host's /etc, /home, /var or /sys;
+or the system of an image, whose layers lie below what a sandbox has for itself (overlayfs).
+Standard library only: this runs in the zygote.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import shutil
+import sys
+from typing import NamedTuple
+
+from etude.sandbox import guest, kernel
+from etude.sandbox.command import PLAIN, PROGRAMS
+from etude.sandbox.guest import COVERED, GUEST_ID
+from etude.sandbox.output import TERMINALS
+from etude.sandbox.places import LINKS
+
+_SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")
+_DEVICES = ("null", "zero", "full", "random", "urandom")
+_ETC = ("ld.so.cache", "alternatives")
+_NOBODY = "user"
+
+
+class Shown(NamedTuple):
+    """What a root is made of."""
+
+    mounts: list[tuple[str, str]]
+    """Directories of the host, and their places in a sandbox."""
+    layers: list[str]
+    """Those of an image, from the lowest on."""
+    system: bool
+    """Whether they are a whole system."""
+    hostname: str
+    user: str
+    """Empty: one without a home."""
+
+
+def build_root(root: str, shown: Shown) -> None:
+    kernel.mount("tmpfs", root, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=1m,mode=0755")
+    if shown.system:
+        _build_system(root, shown)
+    else:
+        _build_from_host(root, shown)
+    # The kernel lets a user namespace mount a /proc of its own only where an unobstructed one is in
+    # sight. Every sandbox covers this one before anything foreign runs.
+    kernel.bind("/proc", f"{root}/proc")
+    # a remount forgets what it is not told again
+    flags = kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV
+    kernel.mount("none", root, None, kernel.MS_REMOUNT | kernel.MS_BIND | flags)
+
+
+def _build_from_host(root: str, shown: Shown) -> None:
+    for name in _SYSTEM:
+        if os.path.islink(f"/{name}"):
+            os.symlink(os.readlink(f"/{name}"), f"{root}/{name}")
+        elif os.path.isdir(f"/{name}"):
+            _show(f"/{name}", root)
+    if not f"{sys.base_prefix}/".startswith("/usr/"):
+        _show(sys.base_prefix, root)
+    _hide_packages(root)
+    for name in _ETC:
+        if os.path.exists(f"/etc/{name}"):
+            _show(f"/etc/{name}", root)
+    for layer in shown.layers:
+        if os.path.isdir(f"{layer}/etc"):
+            shutil.copytree(f"{layer}/etc", f"{root}/etc", symlinks=True, dirs_exist_ok=True)
+    _own_places(root, shown)
+    _show_devices(root)
+    _show_mounts(root, shown.mounts)
+
+
+def _build_system(root: str, shown: Shown) -> None:
+    """What a sandbox has for itself is the uppermost layer, and lies below the mount of all."""
+    _own_places(root, shown)
+    for number, (_, target) in enumerate(shown.mounts):
+        os.makedirs(f"{root}/mnt/{number}" if _covered(target) else root + target, exist_ok=True)
+    layers = [os.open(path, os.O_PATH) for path in (*shown.layers, root)]
+    lower = ":".join(f"/proc/self/fd/{layer}" for layer in reversed(layers))
+    flags = kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV
+    kernel.mount("overlay", root, "overlay", flags, f"lowerdir={lower},userxattr")
+    for layer in layers:
+        os.close(layer)
+    _show_devices(root)
+    _show_mounts(root, shown.mounts)
+    # programs of the system are meant, and its Python, not the one that this process runs on
+    PROGRAMS.append("/usr/local/bin")
+
+
+def _own_places(root: str, shown: Shown) -> None:
+    user = shown.user or _NOBODY
+    home = f"/home/{user}" if shown.user else "/tmp"
+    shell = "/bin/bash" if shown.user else "/bin/sh"
+    os.makedirs(f"{root}/etc", exist_ok=True)
+    accounts = f"{user}:x:{GUEST_ID}:{GUEST_ID}::{home}:{shell}\n"
+    kernel.put(f"{root}/etc/passwd", _others(shown.layers, "passwd") + accounts)
+    kernel.put(f"{root}/etc/group", _others(shown.layers, "group") + f"{user}:x:{GUEST_ID}:\n")
+    own = f"127.0.1.1 {shown.hostname}\n" if shown.hostname != "localhost" else ""
+    kernel.put(f"{root}/etc/hosts", f"127.0.0.1 localhost\n{own}::1 localhost\n")
+    kernel.put(f"{root}/etc/nsswitch.conf", "hosts: files\n")
+    guest.HOSTNAME = shown.hostname
+    if shown.user:
+        guest.HOME = home
+        PLAIN.update(HOME=home, USER=user, LOGNAME=user, SHELL=shell)
+    os.mkdir(f"{root}/dev")
+    for name in _DEVICES:
+        kernel.put(f"{root}/dev/{name}", "")
+    os.symlink("/proc/self/fd", f"{root}/dev/fd")
+    os.symlink("/tmp", f"{root}/dev/shm")
+    os.mkdir(root + TERMINALS)  # a sandbox mounts its own there
+    os.symlink("pts/ptmx", f"{root}/dev/ptmx")
+    for name in ("work", "tmp", "proc", *([home[1:]] if shown.user else [])):
+        os.makedirs(f"{root}/{name}")
+    for name, target in () if shown.user else LINKS.items():
+        os.symlink(target, root + name)
+
+
+def _others(layers: list[str], name: str) -> str:
+    """The accounts of an image beside that of commands."""
+    for layer in reversed(layers):
+        if os.path.isfile(path := f"{layer}/etc/{name}"):
+            with open(path) as file:
+                return "".join(line for line in file if f":x:{GUEST_ID}:" not in line)
+    return ""
+
+
+def _show_devices(root: str) -> None:
+    for name in _DEVICES:
+        kernel.bind(f"/dev/{name}", f"{root}/dev/{name}")
+
+
+def _show_mounts(root: str, mounts: list[tuple[str, str]]) -> None:
+    """What every sandbox shows of the host. Each has a /tmp of its own, and binds again what it
+    covers with that."""
+    for number, (source, target) in enumerate(mounts):
+        if _covered(target):
+            COVERED.append((f"/mnt/{number}", target))
+            target = f"/mnt/{number}"
+        _show(source, root, target)
+        if os.path.isdir(f"{source}/bin"):
+            PROGRAMS.append(f"{mounts[number][1]}/bin")
+
+
+def _covered(target: str) -> bool:
+    return f"{target}/".startswith("/tmp/")
+
+
+def _show(path: str, root: str, place: str = "") -> None:
+    """Bind a file or directory of the host to the same place under the new root, or to another,
+    read-only."""
+    target = root + (place or path)
+    os.makedirs(target if os.path.isdir(path) else os.path.dirname(target), exist_ok=True)
+    if not os.path.isdir(path):
+        kernel.put(target, "")
+    kernel.bind(path, target)
+    kernel.protect(target)
+
+
+def _hide_packages(root: str) -> None:
+    """Cover what is installed beside any Python in there, this program included: a sandbox has the
+    standard library."""
+    for prefix in {"/usr", "/usr/local", sys.base_prefix}:
+        for path in glob.glob(f"{prefix}/lib*/python*/*-packages"):
+            # A link may lead to another one of these, or out of what is shown. A place covered
+            # twice is no harm.
+            if os.path.isdir(target := root + os.path.realpath(path)):
+                kernel.mount(
+                    "tmpfs", target, "tmpfs", kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV
+                )

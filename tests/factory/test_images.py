@@ -1,0 +1,237 @@
+"""Images: built once, in steps that are kept, from files that strangers made."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import json
+import subprocess
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from etude.core.errors import EtudeError
+from etude.factory import images
+from etude.factory.image_spec import ImageSpec, Oci, Realism, Source, read_spec
+from etude.factory.images import build_image
+from etude.factory.oci import unpack
+from etude.sandbox.image import ImageStore, tree_digest
+
+
+def quiet(words: str) -> None: ...
+
+
+def git(folder: Path, *argv: str) -> str:
+    name = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    done = subprocess.run(
+        ["git", "-C", str(folder), *name, *argv], check=True, capture_output=True, text=True
+    )
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> tuple[Path, list[str]]:
+    place = tmp_path / "shop"
+    place.mkdir()
+    git(place, "init", "-q")
+    commits = []
+    for number in range(3):
+        (place / "cart.py").write_text(f"TOTAL = {number}\n")
+        (place / "run.sh").write_text("#!/bin/sh\n")
+        (place / "run.sh").chmod(0o755)
+        git(place, "add", ".")
+        git(place, "commit", "-q", "-m", f"number {number}")
+        commits.append(git(place, "rev-parse", "HEAD"))
+    return place, commits
+
+
+def spec_of(place: Path, commit: str, name: str = "shop", **more: object) -> ImageSpec:
+    return ImageSpec(name=name, repository=Source(source=str(place), commit=commit), **more)  # type: ignore[arg-type]
+
+
+def test_a_commit_becomes_a_layer_that_is_made_once(
+    tmp_path: Path, repository: tuple[Path, list[str]]
+) -> None:
+    place, commits = repository
+    store = ImageStore(tmp_path / "store")
+    image = build_image(spec_of(place, commits[1]), store, quiet)
+    layer = store.layer(image.work)
+    assert (layer / "cart.py").read_text() == "TOTAL = 1\n"
+    assert (layer / "run.sh").stat().st_mode & 0o111 and not (layer / ".git").exists()
+    said: list[str] = []
+    again = build_image(spec_of(place, commits[1], name="other"), store, said.append)
+    assert said == [f"repository: there already ({image.work[:12]})"]
+    assert again.digest == image.digest and store.find(image.reference) == image
+    other = build_image(spec_of(place, commits[2]), store, quiet)
+    assert other.digest != image.digest
+    with pytest.raises(EtudeError, match="asks for another"):
+        store.find(image.reference)
+
+
+def test_a_build_that_broke_off_goes_on(
+    tmp_path: Path, repository: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, commits = repository
+    store = ImageStore(tmp_path / "store")
+    wanted = spec_of(place, commits[0], realism=Realism())
+    with monkeypatch.context() as broken:
+        broken.setattr(images, "live_in", lambda *_: (_ for _ in ()).throw(OSError("killed")))
+        with pytest.raises(OSError, match="killed"):
+            build_image(wanted, store, quiet)
+    assert store.list() == []
+    (store.root / "scratch" / "999999999-left").mkdir()
+    said: list[str] = []
+    build_image(wanted, store, said.append)
+    assert said[0].startswith("repository: there already") and said[1] == "realism: at work"
+    assert list((store.root / "scratch").iterdir()) == []
+
+
+def test_what_only_one_image_has_goes_with_it(
+    tmp_path: Path, repository: tuple[Path, list[str]]
+) -> None:
+    place, commits = repository
+    store = ImageStore(tmp_path / "store")
+    one = build_image(spec_of(place, commits[0], name="one"), store, quiet)
+    build_image(spec_of(place, commits[0], name="two"), store, quiet)
+    assert store.remove("one") == 0 and store.layer(one.work).is_dir()
+    assert store.remove("two") > 0 and not store.layer(one.work).exists()
+    with pytest.raises(EtudeError, match="etude images build"):
+        store.find("two")
+
+
+def test_history_ends_at_the_commit(tmp_path: Path, repository: tuple[Path, list[str]]) -> None:
+    place, commits = repository
+    store = ImageStore(tmp_path / "store")
+    image = build_image(spec_of(place, commits[1], realism=Realism()), store, quiet)
+    layer = store.layer(image.work)
+    assert git(layer, "-c", "safe.directory=*", "rev-list", "--all").split() == commits[1::-1]
+    objects = git(layer, "cat-file", "--batch-check", "--batch-all-objects")
+    assert commits[2] not in objects and commits[0] in objects
+    assert git(layer, "status", "--porcelain") == ""
+
+
+def test_times_and_owners_do_not_change_a_digest(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name / "inner").mkdir(parents=True)
+        (tmp_path / name / "inner" / "file").write_text("x")
+        (tmp_path / name / "link").symlink_to("inner")
+    (tmp_path / "b" / "inner").touch()
+    assert tree_digest(tmp_path / "a") == tree_digest(tmp_path / "b")
+    (tmp_path / "b" / "inner" / "file").chmod(0o755)
+    assert tree_digest(tmp_path / "a") != tree_digest(tmp_path / "b")
+
+
+def layer_of(*members: tuple[str, bytes | str]) -> bytes:
+    """Bytes: a file. Text: a link."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        for name, content in members:
+            info = tarfile.TarInfo(name)
+            info.mode = 0o4755
+            if isinstance(content, str):
+                info.type, info.linkname = tarfile.SYMTYPE, content
+            else:
+                info.size = len(content)
+            data = content if isinstance(content, bytes) else b""
+            archive.addfile(info, io.BytesIO(data))
+    return gzip.compress(packed.getvalue())
+
+
+def make_layout(place: Path, *layers: bytes, workdir: str = "/") -> Path:
+    blobs = place / "blobs" / "sha256"
+    blobs.mkdir(parents=True)
+
+    def put(content: bytes) -> dict[str, object]:
+        digest = hashlib.sha256(content).hexdigest()
+        (blobs / digest).write_bytes(content)
+        return {"digest": f"sha256:{digest}", "size": len(content)}
+
+    config = put(json.dumps({"config": {"Env": ["A=1"], "WorkingDir": workdir}}).encode())
+    manifest = {"config": config, "layers": [put(each) for each in layers]}
+    entry = put(json.dumps(manifest).encode())
+    (place / "index.json").write_text(json.dumps({"manifests": [entry]}))
+    return place
+
+
+def test_layers_of_an_oci_image_lie_over_each_other(tmp_path: Path) -> None:
+    layout = make_layout(
+        tmp_path / "layout",
+        layer_of(("etc/a", b"1"), ("etc/b", b"2"), ("opt/x/y", b"3"), ("var/run", "/run")),
+        layer_of(("etc/.wh.b", b""), ("opt/x/.wh..wh..opq", b""), ("opt/x/z", b"4")),
+        layer_of(("var/run/pid", b"5")),
+    )
+    root = tmp_path / "root"
+    root.mkdir()
+    unpack(layout, "", root)
+    found = {str(p.relative_to(root)) for p in root.rglob("*") if p.is_file()}
+    assert found == {"etc/a", "opt/x/z", "run/pid"}
+    assert not (root / "etc" / "a").stat().st_mode & 0o4000
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        [("../../out", b"x")],
+        [("/out", b"x")],
+        [("a", "/"), ("a/../../../out", b"x")],
+        [("up", "../../.."), ("up/out", b"x")],
+        [("up", "../../../out"), ("up", b"x")],
+    ],
+)
+def test_nothing_of_an_oci_image_leaves_its_directory(
+    tmp_path: Path, members: list[tuple[str, bytes | str]]
+) -> None:
+    root = tmp_path / "a" / "root"
+    root.mkdir(parents=True)
+    before = set(tmp_path.rglob("*"))
+    layout = make_layout(tmp_path / "layout", layer_of(*members))
+    unpack(layout, "", root)
+    inside = set(root.rglob("*")) | set(layout.rglob("*")) | {layout}
+    assert set(tmp_path.rglob("*")) == before | inside
+    assert not Path("/out").exists()
+
+
+def test_links_in_a_circle_and_broken_blobs_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "root").mkdir()
+    circle = make_layout(tmp_path / "circle", layer_of(("a", "b"), ("b", "a"), ("a/x", b"")))
+    with pytest.raises(EtudeError, match="circle"):
+        unpack(circle, "", tmp_path / "root")
+    broken = make_layout(tmp_path / "broken", layer_of(("a", b"1")))
+    for blob in (broken / "blobs" / "sha256").iterdir():
+        if blob.read_bytes()[:2] == b"\x1f\x8b":
+            blob.write_bytes(b"\x1f\x8bother")
+    with pytest.raises(EtudeError, match="broken"):
+        unpack(broken, "", tmp_path / "root")
+
+
+def test_a_working_directory_of_an_oci_image_is_the_working_copy(tmp_path: Path) -> None:
+    layout = make_layout(
+        tmp_path / "layout",
+        layer_of(("testbed/a.py", b"A = 1"), ("etc/a", b"1")),
+        workdir="/testbed",
+    )
+    store = ImageStore(tmp_path / "store")
+    spec = ImageSpec(name="oci", oci=Oci(layout=str(layout)), env={"B": "2"})
+    image = build_image(spec, store, quiet)
+    assert (store.layer(image.work) / "a.py").read_text() == "A = 1"
+    assert image.system and image.env == {"A": "1", "B": "2"}
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ('name = "a"', "give one of"),
+        ('name = "a"\n[pypi]\nrequirments = []', "requirments is no key"),
+        ('name = "a"\n[pypi]\nrequirements = "pytest"', "a list of texts"),
+        ('[pypi]\nrequirements = ["pytest"]', "name is missing"),
+        ('name = "a"\n[debian]\n[oci]\nlayout = "x"', "keep one"),
+        ("name = ", "is not TOML"),
+    ],
+)
+def test_a_bad_spec_is_refused_by_its_place(tmp_path: Path, text: str, why: str) -> None:
+    path = tmp_path / "spec.toml"
+    path.write_text(text)
+    with pytest.raises(EtudeError, match=why):
+        read_spec(path)
