@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 
 _TELLING = re.compile(
-    r"\b(error|exception|traceback|fail(ed|ure|ures)?|assert\w*|panic|fatal|undefined)\b|^E  ",
+    r"(error|exception|warning)s?\b|\b(traceback|fail(ed|ures?)?|assert\w*|panic|fatal)\b|^E  ",
     re.IGNORECASE,
 )
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07|\x1b[=>()][A-Z0-9]?")

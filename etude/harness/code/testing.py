@@ -24,7 +24,7 @@ class RunTests(Tool):
     }
 
     async def call(self, tests: list[str] | None = None) -> str:
-        argv = [*self.config.test_command, *(tests or ())]
+        argv = await self.workspace.by_path([*self.config.test_command, *(tests or ())])
         timeout_s = self.config.test_timeout_s
         ran = await self.workspace.sandbox.run(argv, timeout_s=timeout_s)
         if ran.exit_code == 0:
@@ -70,7 +70,7 @@ class Debug(Tool):
             return "ended"
         said = []
         if start:
-            argv = ["python", "-m", "pdb", *shlex.split(start)]
+            argv = await self.workspace.by_path(["python", "-m", "pdb", *shlex.split(start)])
             env = {"PYTHONUNBUFFERED": "1", "TERM": "dumb", "PYTHON_COLORS": "0"}
             process = await self.workspace.sandbox.start(argv, pty=True, env=env)
             self._pdb = _Pdb(process, self.config.command_timeout_s)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from etude.core.harness_config import CodeConfig
@@ -44,6 +44,16 @@ class Workspace:
         """Runs of the tests that failed."""
         self._diagnostics = diagnostics
         self._root: str | None = None
+        self._finds_python: bool | None = None
+
+    async def by_path(self, argv: Sequence[str]) -> Sequence[str]:
+        """A command as the terminal finds it: what a sandbox takes `python` for is a Python without
+        the packages of the task, where the path of the task leads to another."""
+        if self._finds_python is None:
+            asked = ["sh", "-c", "command -v python"]
+            ran = await self.sandbox.run(asked, timeout_s=self.config.command_timeout_s)
+            self._finds_python = ran.exit_code == 0
+        return ["env", *argv] if self._finds_python else argv
 
     async def inside(self, path: str) -> str:
         """A path as the sandbox takes it: models often write the whole one."""
