@@ -21,6 +21,7 @@ from etude.serving_arguments import (
 BENCHMARKS = {
     "dash": "the dashboard over 100,000 rollouts: filters, a session of 200,000 tokens, memory",
     "delta": "weight deltas: size, and speed of one core at making and applying them",
+    "diagnostics": "what linter and type checker say of a text that no file has: milliseconds",
     "edits": "speculative edits: forward passes over real edits, and time",
     "engine": "the engine's throughput, beside transformers on the same weights",
     "engine_cuda": "the engine on a CUDA device: tokens per second, share of the roofline",

@@ -87,6 +87,7 @@ TORCH = {"torch", "numpy", "safetensors"}
 OUTSIDE: dict[str, set[str]] = {
     "cli": {"rich"},
     "core.config": {"pydantic"},
+    "core.harness_config": {"pydantic"},
     "core.rewards_config": {"pydantic"},
     "core.sandbox_config": {"pydantic"},
     "core.schema": {"pydantic"},
@@ -146,6 +147,8 @@ OUTSIDE: dict[str, set[str]] = {
 OPTIONAL = {"cryptography", "gguf", "pyarrow", "tensorboard", "trackio", "wandb", "zstandard"} | {
     "coverage",
     "libcst",
+    "ruff",
+    "ty",
     "verifiers",
     "uv",
 }

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from etude.core.errors import EtudeError
+from etude.core.harness_config import CodeConfig
 from etude.core.rewards_config import RewardsConfig
 from etude.core.sandbox_config import SandboxConfig
 from etude.core.schema import (
@@ -105,6 +106,9 @@ class HarnessConfig(Config):
     unrealistically quick."""
     concurrency: Count = 64
     """Sessions at once."""
+    code: CodeConfig | None = None
+    """The coding harness, with the tools of a product, instead of the four of the demo
+    (docs/harness.md). An `agent` of your own is given this table as `code`."""
 
 
 class EngineConfig(Config):

@@ -54,11 +54,7 @@ def tables() -> tuple[Table, ...]:
     plain = tuple(key for key in _keys(RunConfig) if key.name not in {*sections, "stage"})
     found = [Table("", "", _text(RunConfig), plain)]
     for name, kind in sections.items():
-        found.append(Table(name, f"[{name}]", _text(kind), _keys(kind)))
-        found += [
-            Table(f"{name}.{key}", f"[{name}.{key}]", _text(inner), _keys(inner))
-            for key, inner in _inner(kind).items()
-        ]
+        found += _nested(name, kind)
     for name, stage in STAGES.items():
         header = f'[[stage]] kind = "{name}"'
         found.append(Table(f"stage.{name}", header, _text(stage), _stage_keys(name, stage)))
@@ -67,6 +63,14 @@ def tables() -> tuple[Table, ...]:
             for key, inner in _inner(stage).items()
         ]
     return tuple(found)
+
+
+def _nested(path: str, kind: type[Config]) -> list[Table]:
+    """A table, and those within it."""
+    found = [Table(path, f"[{path}]", _text(kind), _keys(kind))]
+    for key, inner in _inner(kind).items():
+        found += _nested(f"{path}.{key}", inner)
+    return found
 
 
 def _inner(table: type[Config]) -> dict[str, type[Config]]:

@@ -112,6 +112,18 @@ class SessionAccess:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PromptPart:
+    """A part of the first messages of a session, before it was decided which of them fit."""
+
+    name: str
+    text: str
+    role: Literal["system", "user"]
+    priority: int
+    """Where not all fit, those of the lowest priority are left out; parts of one priority stay or
+    go together. Those of priority 0 stay in any case."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Transcript:
     """A session as the harness saw it."""
 
@@ -120,6 +132,8 @@ class Transcript:
     """False if the agent ran out of turns or time of its own."""
     score: Score | None = None
     """What whoever ran the session says that it was worth, if its environment is to hear it."""
+    parts: tuple[PromptPart, ...] = ()
+    """What the first messages were made of, with what was left out of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,6 +247,8 @@ class Trajectory:
     policy: str = ""
     """Who acted: the run whose weights these were; segments say which versions of them."""
     cost: Cost = Cost()
+    parts: tuple[PromptPart, ...] = ()
+    """As of its `Transcript`, so that another choice can be tried on what was there."""
 
     @property
     def reward(self) -> float | None:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import aiohttp
 
@@ -17,8 +19,8 @@ from etude.core.errors import RolloutFailure
 from etude.core.patience import when_back
 from etude.core.sandbox import Sandbox
 from etude.core.seeds import derive
-from etude.core.types import Json, Task, Transcript
-from etude.harness.tools import SCHEMAS, SUBMIT, Tools
+from etude.core.types import Json, PromptPart, Task, Transcript
+from etude.harness.tools import Tools
 
 NUDGE = "call a tool"
 
@@ -28,6 +30,31 @@ Message = dict[str, Json]
 class OutOfContext(Exception):
     """The session is longer than what the model can read: it ends as it stands, like one that is
     out of turns."""
+
+
+class AgentTools(Protocol):
+    """The tools of one session: the demo's (`harness.tools`), or a product's (`harness.code`)."""
+
+    @property
+    def schemas(self) -> list[dict[str, Json]]:
+        """As the chat completions API wants them; the same at every turn, since another list would
+        be another prompt."""
+
+    async def call(self, name: str, arguments: Json) -> str:
+        """The answer to a call as the model wrote it, however wrong it is. Raises only where the
+        sandbox breaks."""
+
+    def ends(self, name: str) -> bool:
+        """Whether the session is over after a call of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opening:
+    """What a session begins with."""
+
+    messages: list[Message]
+    tools: AgentTools
+    parts: tuple[PromptPart, ...] = ()
 
 
 class CodingAgent:
@@ -50,13 +77,14 @@ class CodingAgent:
     async def run(
         self, task: Task, sandbox: Sandbox, *, base_url: str, api_key: str, seed: int
     ) -> Transcript:
-        messages: list[Message] = task.opening
-        tools = Tools(task, sandbox)
+        opening = await self.open(task, sandbox, seed)
+        messages, tools = opening.messages, opening.tools
         finished = False
         try:
             async with asyncio.timeout(self._timeout_s) as deadline:
                 for turn in range(self._max_turns):
-                    answer = await self._ask(base_url, api_key, messages, turn_seed(seed, turn))
+                    asked = {"messages": messages, "tools": tools.schemas}
+                    answer = await self._ask(base_url, api_key, asked, turn_seed(seed, turn))
                     messages.append(answer)
                     finished = await self._act(answer, tools, messages)
                     if finished or gave_up(messages):
@@ -67,18 +95,14 @@ class CodingAgent:
                 raise
         except OutOfContext:
             pass
-        return Transcript(messages=messages, finished=finished)
+        return Transcript(messages=messages, finished=finished, parts=opening.parts)
 
-    async def _ask(
-        self, base_url: str, api_key: str, messages: list[Message], seed: int
-    ) -> Message:
-        body = {
-            **self._sampling,
-            "messages": messages,
-            "tools": SCHEMAS,
-            "seed": seed,
-            "parallel_tool_calls": True,
-        }
+    async def open(self, task: Task, sandbox: Sandbox, seed: int) -> Opening:
+        """Before the model's first turn."""
+        return Opening(messages=task.opening, tools=Tools(task, sandbox))
+
+    async def _ask(self, base_url: str, api_key: str, asked: dict[str, Json], seed: int) -> Message:
+        body = {**self._sampling, **asked, "seed": seed, "parallel_tool_calls": True}
         # The session has a time limit of its own; the client's default would end long answers of a
         # busy engine.
         no_limit = aiohttp.ClientTimeout(total=None)
@@ -98,7 +122,7 @@ class CodingAgent:
             message: Message = (await response.json())["choices"][0]["message"]
         return message
 
-    async def _act(self, answer: Message, tools: Tools, messages: list[Message]) -> bool:
+    async def _act(self, answer: Message, tools: AgentTools, messages: list[Message]) -> bool:
         """Do what the answer says, and add what came of it. True if it submits."""
         calls = answer.get("tool_calls") or []
         if not calls:
@@ -109,7 +133,7 @@ class CodingAgent:
             content = await tools.call(name, arguments)
             await asyncio.sleep(self._tool_delay_s)
             messages.append({"role": "tool", "tool_call_id": call["id"], "content": content})
-            if name == SUBMIT:
+            if tools.ends(name):
                 return True
         return False
 

@@ -15,7 +15,7 @@ _JSON_TYPES: dict[type, str] = {int: "integer", str: "string"}
 
 
 class Tools:
-    """The tools of an agent for one task in one sandbox."""
+    """A `harness.agent.AgentTools` for one task in one sandbox."""
 
     def __init__(self, task: Task, sandbox: Sandbox, *, test_timeout_s: float = 10.0) -> None:
         self._sandbox = sandbox
@@ -28,6 +28,13 @@ class Tools:
         self._module = str(task.meta["module"])
         path = PurePosixPath(self._module)
         self._test_file = str(path.with_name(f"test_{path.name}"))
+
+    @property
+    def schemas(self) -> list[dict[str, Json]]:
+        return SCHEMAS
+
+    def ends(self, name: str) -> bool:
+        return name == SUBMIT
 
     async def call(self, name: str, arguments: Json) -> str:
         """The answer to a call as the model wrote it, however wrong it is. Raises only where the

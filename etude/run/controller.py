@@ -18,10 +18,11 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 import aiohttp
 
-from etude.core.config import HarnessConfig, RunConfig
+from etude.core.config import CODING_AGENT, HarnessConfig, RunConfig
 from etude.core.errors import EtudeError, user_code
 from etude.core.events import FewTasks, FleetStatus, RunDone
 from etude.core.expression import Expression
+from etude.core.harness_config import SERVERS
 from etude.core.ledger import Issued, Trained
 from etude.core.lineage import StageSpan, estimator_of, stage_of, stage_spans
 from etude.core.liveness import DisturbanceTracker
@@ -45,6 +46,7 @@ from etude.run.rollout import RolloutRunner, SessionDesk
 from etude.run.service import ServiceClient, ServiceEnvironment
 from etude.run.task_record import keep_record
 from etude.sandbox.egress import Outside, log_to
+from etude.sandbox.mounts import mount_programs
 from etude.sandbox.pool import check_tier, open_sandbox_pool
 from etude.store.rollouts import RolloutLog
 from etude.store.runs import Run
@@ -56,6 +58,7 @@ AGENT_GRACE_S = 10.0
 later."""
 FLEET_REPORT_S = 1.0
 COMMAND_AGENT = "etude.harness.program:CommandAgent"
+CODE_AGENT = "etude.harness.code.agent:CodeAgent"
 
 
 class Controller:
@@ -170,7 +173,9 @@ class Controller:
             weights=self.versions,
             load=self.gateway.load,
             tasks=endless_tasks(tasks, self.config.seed),
-            attempt=self.rollouts(temperature=stage.temperature, experts=stage.router_replay),
+            attempt=self.rollouts(
+                temperature=stage.temperature, experts=stage.router_replay, is_training=True
+            ),
             group_size=stage.group_size,
             estimator=estimator,
             stage=span.name,
@@ -180,7 +185,9 @@ class Controller:
             troubled=lambda: self.trouble.last(time.monotonic()),
         ).run()
 
-    def rollouts(self, *, temperature: float, experts: bool = False) -> RunAttempt:
+    def rollouts(
+        self, *, temperature: float, experts: bool = False, is_training: bool = False
+    ) -> RunAttempt:
         """`experts`: the trainer will replay them."""
         harness = self.config.harness
         self.runner = RolloutRunner(
@@ -191,6 +198,7 @@ class Controller:
                 self.gateway.http,
                 desk=self.gateway,
                 temperature=temperature,
+                is_training=is_training,
             ),
             self.gateway,
             concurrency=harness.concurrency,
@@ -286,8 +294,10 @@ def build_agent(
     *,
     desk: SessionDesk | None,
     temperature: float,
+    is_training: bool = False,
 ) -> Agent:
-    """The agent that belongs to the environment, or the one that the config names."""
+    """The agent that belongs to the environment, or the one that the config names. `is_training`:
+    some sessions go without the system prompt."""
     limits = {
         "max_turns": config.max_turns,
         "max_tokens": config.max_tokens,
@@ -300,9 +310,21 @@ def build_agent(
     elif config.command:
         told = {"argv": config.command, "env": config.env}
         agent = build(COMMAND_AGENT, "harness.command", http, **limits, **told)
+    elif config.code is not None:
+        code = config.code if is_training else config.code.for_evaluation()
+        reference = CODE_AGENT if config.agent == CODING_AGENT else config.agent
+        agent = build(reference, "harness.agent", http, **limits, code=code)
     else:
         agent = build(config.agent, "harness.agent", http, **limits)
     return agent
+
+
+def server_mounts(config: RunConfig) -> tuple[str, ...]:
+    """What sandboxes must show so that the language servers of the harness are found there."""
+    if config.harness.code is None or config.sandbox.isolation == "process":
+        return ()
+    commands = config.harness.code.diagnostics.values()
+    return mount_programs([argv[0] for argv in commands], SERVERS)
 
 
 def build_review(config: RewardsConfig, http: aiohttp.ClientSession) -> Review | None:
@@ -328,7 +350,7 @@ async def open_environment(config: RunConfig) -> AsyncIterator[tuple[Environment
     pool = open_sandbox_pool(
         sandbox.isolation,
         config.heartbeat_timeout_s,
-        mounts=[*sandbox.mounts, *config.tasks.mounts],
+        mounts=[*sandbox.mounts, *config.tasks.mounts, *server_mounts(config)],
         limits=sandbox.limits,
         hosts=sandbox.hosts,
         image=sandbox.image,

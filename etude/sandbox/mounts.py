@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import sysconfig
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -33,6 +34,14 @@ def find_mounts(texts: Iterable[str]) -> tuple[Mount, ...]:
     found = [_parse(text) for text in texts]
     pythons = [Mount(home, home) for mount in found for home in _python_homes(mount)]
     return tuple(dict.fromkeys([*found, *pythons]))
+
+
+def mount_programs(names: Iterable[str], place: str) -> tuple[str, ...]:
+    """The mount that shows the programs of this installation, if one of these is among them. They
+    are not searched for commands: whoever wants one says where it is."""
+    folder = sysconfig.get_path("scripts")
+    is_there = any(os.path.exists(f"{folder}/{name}") for name in names)
+    return (f"{folder}:{place}",) if is_there else ()
 
 
 def search_path(mounts: Sequence[Mount]) -> list[str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 
 import msgspec
 
-from etude.core.types import Cost, Json, Score, Status, Trajectory
+from etude.core.types import Cost, Json, PromptPart, Score, Status, Trajectory
 from etude.store.codec import unpack
 from etude.store.objects import Missing
 from etude.store.runs import Run
@@ -36,6 +36,7 @@ class _Conversation:
     source: str = ""
     policy: str = ""
     cost: Cost = Cost()
+    parts: tuple[PromptPart, ...] = ()
 
 
 class SessionReader:

@@ -1,0 +1,123 @@
+"""The table `[harness.code]` of a run's config: the coding harness."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal, get_args
+
+from pydantic import Field, field_validator, model_validator
+
+from etude.core.schema import Config, Count, CountOrZero, Place, Positive
+
+ToolKind = Literal[
+    "read", "edit", "write", "apply_patch", "grep", "glob", "terminal", "run_tests", "todo",
+    "ask_user", "debug", "submit",
+]  # fmt: skip
+TOOL_KINDS: tuple[ToolKind, ...] = get_args(ToolKind)
+SERVERS = "/opt/servers"
+"""Where sandboxes show the programs of the installation, among them language servers."""
+ToolName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_-]{0,63}$")]
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+
+
+class ToolConfig(Config):
+    """How the model knows a tool of the coding harness, where that differs."""
+
+    name: ToolName | None = None
+    """Its name."""
+    description: str | None = None
+    """What it is said to do."""
+    parameters: dict[str, ToolName] = {}
+    """Our name of a parameter -> the one that the model knows."""
+    limit: Count | None = None
+    """Characters of its answers, instead of `output_chars`."""
+
+
+class PromptConfig(Config):
+    """The first messages of a session, made of parts."""
+
+    system: Annotated[str | None, Place.PATH] = None
+    """A file with the system prompt, instead of the built-in one."""
+    max_tokens: Count = 4096
+    """What all parts together may take. Where that is not enough, the least important ones are left
+    out; the task itself never is."""
+    chars_per_token: Positive = 3.0
+    """So many characters count as a token, since only the server has the tokenizer. Lower is
+    safer."""
+    instructions: Annotated[tuple[str, ...], Field(strict=False)] = ("AGENTS.md", "CLAUDE.md")
+    """Files of the working copy that are shown whole, if they are there."""
+    depth: CountOrZero = 2
+    """Levels of the tree of files that are shown; 0: none."""
+    dropout: Share = 0.0
+    """Share of the training sessions without the system prompt, so that what it says moves into the
+    weights. Evaluations always have it."""
+
+
+class CodeConfig(Config):
+    """The coding harness (docs/harness.md): this table, which may be empty, chooses it."""
+
+    tools: Annotated[tuple[ToolKind, ...], Field(min_length=1, strict=False)] = TOOL_KINDS
+    """The tools that there are, in the order in which the model is told."""
+    tool: dict[ToolKind, ToolConfig] = {}
+    """Tool -> how the model knows it: a table for each that a team has under another name."""
+    output_chars: Count = 8000
+    """Characters of a tool's answer. Of a longer one beginning, end and lines about errors stay."""
+    command_timeout_s: Positive = 60.0
+    """Time for a command in the terminal; then it goes on in the background."""
+    test_command: Annotated[tuple[str, ...], Field(min_length=1, strict=False)] = (
+        "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short",
+    )  # fmt: skip
+    """The command that runs tests; what the model asks for is added."""
+    test_timeout_s: Positive = 120.0
+    """Time for it."""
+    answers: dict[str, str] = {}
+    """Regular expression -> what the user answers to a question in which it is found."""
+    answer: str = "Nobody can be asked now. Decide for yourself, and say what you assumed."
+    """What the user answers otherwise."""
+    diagnostics: dict[str, tuple[str, ...]] = Field(
+        default={"ruff": ("ruff", "server"), "ty": ("ty", "server")}, validate_default=False
+    )
+    """Language servers that say after each edit what it broke: name -> command. Of those that this
+    installation has, sandboxes show the programs; one that is missing is told of once."""
+    diagnostics_timeout_s: Positive = 5.0
+    """Time for what they say of one edit."""
+    debug_after: CountOrZero = 3
+    """Failed runs of the tests before the debugger may be used."""
+    prompt: PromptConfig = PromptConfig()
+    """The first messages of a session."""
+
+    @field_validator("diagnostics", mode="before")
+    @classmethod
+    def _lists(cls, servers: object) -> object:
+        """TOML has lists only."""
+        if not isinstance(servers, dict):
+            return servers
+        return {name: tuple(v) if isinstance(v, list) else v for name, v in servers.items()}
+
+    @field_validator("answers")
+    @classmethod
+    def _patterns(cls, answers: dict[str, str]) -> dict[str, str]:
+        for pattern in answers:
+            try:
+                re.compile(pattern)
+            except re.error as e:
+                raise ValueError(f"{pattern!r} is no regular expression: {e}") from e
+        return answers
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> CodeConfig:
+        names = [self.name_of(kind) for kind in self.tools]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"two tools are called {twice[0]}: names must differ")
+        if "submit" not in self.tools:
+            raise ValueError("tools has no submit: without it no session comes to its end")
+        return self
+
+    def for_evaluation(self) -> CodeConfig:
+        """The same, and every session has the system prompt."""
+        prompt = self.prompt.model_copy(update={"dropout": 0.0})
+        return self.model_copy(update={"prompt": prompt})
+
+    def name_of(self, kind: ToolKind) -> str:
+        """As the model knows it."""
+        return (self.tool[kind].name if kind in self.tool else None) or kind

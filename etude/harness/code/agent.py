@@ -1,0 +1,52 @@
+"""The coding harness as an agent: the loop of the built-in one, with the tools and the prompt of a
+product."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import aiohttp
+
+from etude.core.harness_config import CodeConfig
+from etude.core.sandbox import Sandbox
+from etude.core.seeds import derive
+from etude.core.types import Task
+from etude.harness.agent import CodingAgent, Opening
+from etude.harness.code.diagnostics import Diagnostics, DiagnosticSource
+from etude.harness.code.prompt import SYSTEM, collect_parts, counter, render
+from etude.harness.code.servers import LanguageServers
+from etude.harness.code.tool import Workspace
+from etude.harness.code.toolset import Toolset
+
+
+class CodeAgent(CodingAgent):
+    """A `core.protocols.Agent`. A subclass may bring other tools."""
+
+    def __init__(self, session: aiohttp.ClientSession, *, code: CodeConfig, **limits: Any) -> None:
+        super().__init__(session, **limits)
+        self._code = code
+
+    async def open(self, task: Task, sandbox: Sandbox, seed: int) -> Opening:
+        parts = await collect_parts(task, sandbox, self._code)
+        prompt = self._code.prompt
+        messages = render(
+            parts,
+            prompt.max_tokens,
+            counter(prompt.chars_per_token),
+            without=(SYSTEM,) if is_dropped(seed, prompt.dropout) else (),
+        )
+        if task.messages:
+            is_told = any(message.get("role") == "system" for message in task.messages)
+            messages = [*([] if is_told else messages), *task.opening]
+        workspace = Workspace(sandbox, self._code, Diagnostics(self.diagnostics(sandbox)))
+        return Opening(messages=messages, tools=Toolset(workspace), parts=tuple(parts))
+
+    def diagnostics(self, sandbox: Sandbox) -> DiagnosticSource:
+        """Who looks at the edits of a session."""
+        servers, timeout_s = self._code.diagnostics, self._code.diagnostics_timeout_s
+        return LanguageServers(sandbox, servers, timeout_s=timeout_s)
+
+
+def is_dropped(seed: int, share: float) -> bool:
+    """Whether a session goes without the system prompt: its own seed says so."""
+    return derive(seed, "prompt dropout") / 2**63 < share

@@ -1,0 +1,158 @@
+"""Tools for files: read, edit, write, and a patch over several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from etude.harness.code.matching import NoMatch, replace
+from etude.harness.code.patches import FileChange, PatchError, parse_patch, patched
+from etude.harness.code.tool import Tool, ToolError, boolean, integer, string
+
+READ_LINES = 400
+"""Shown where no range is asked for."""
+
+
+class Read(Tool):
+    description = (
+        f"Read a text file, with line numbers. Without a range, its first {READ_LINES} lines."
+    )
+    parameters = {
+        "path": string("The file."),
+        "start": integer("The first line, counted from 1."),
+        "end": integer("The last line."),
+    }
+    required = ("path",)
+
+    async def call(self, path: str, start: int = 1, end: int | None = None) -> str:
+        text = await self.workspace.read(path)
+        lines = text.splitlines()
+        if not lines:
+            return "(the file is empty)"
+        if start > len(lines):
+            raise ToolError(f"{path} has {len(lines)} lines, and start is {start}")
+        last = min(len(lines), start + READ_LINES - 1 if end is None else end)
+        if last < start:
+            raise ToolError(f"end is {end}, before start, which is {start}")
+        return self._numbered(lines, start, last)
+
+    def _numbered(self, lines: Sequence[str], start: int, last: int) -> str:
+        """As many whole lines as the answer has room for, and where to go on."""
+        shown: list[str] = []
+        limit = self.config.tool["read"].limit if "read" in self.config.tool else None
+        room = (limit or self.config.output_chars) - 80
+        for number in range(start, last + 1):
+            line = f"{number:6}\t{lines[number - 1][:2000]}"
+            room -= len(line) + 1
+            if room < 0 and shown:
+                last = number - 1
+                break
+            shown.append(line)
+        if last < len(lines):
+            shown.append(f"(lines {last + 1} to {len(lines)} follow: read with start={last + 1})")
+        return "\n".join(shown)
+
+
+class Edit(Tool):
+    description = (
+        "Replace a piece of text in a file by another. The old text must stand there once, so give "
+        "whole lines with enough of their neighbours; small slips in white space are forgiven. The "
+        "answer tells what linter and type checker find new."
+    )
+    parameters = {
+        "path": string("The file."),
+        "old": string("The text as it is."),
+        "new": string("The text as it shall be."),
+        "all": boolean("Replace every place where old stands."),
+    }
+    required = ("path", "old", "new")
+
+    async def call(self, path: str, old: str, new: str, all: bool = False) -> str:
+        text = await self.workspace.read(path)
+        is_crlf = "\r\n" in text
+        before, old, new = (_unix(each) if is_crlf else each for each in (text, old, new))
+        try:
+            after, how = replace(before, old, new, everywhere=all)
+        except NoMatch as e:
+            raise ToolError(f"{path}: {e}") from e
+        if is_crlf:
+            after = after.replace("\n", "\r\n")
+        said = await self.workspace.save(path, text, after)
+        note = "" if how == "exact" else f" (found by {how}: look at the result)"
+        return f"ok{note}: {_where(text, after)}\n{said}".rstrip()
+
+
+class Write(Tool):
+    description = "Write a whole file: a new one, or all of one that is there."
+    parameters = {"path": string("The file."), "content": string("All of its text.")}
+    required = ("path", "content")
+
+    async def call(self, path: str, content: str) -> str:
+        place = await self.workspace.inside(path)
+        try:
+            before: str | None = await self.workspace.sandbox.read(place)
+        except (FileNotFoundError, UnicodeDecodeError):
+            before = None
+        said = await self.workspace.save(path, before, content)
+        what = "wrote" if before is None else "replaced"
+        return f"ok: {what} {path}, {len(content.splitlines())} lines\n{said}".rstrip()
+
+
+class ApplyPatch(Tool):
+    description = (
+        "Change several files at once, all or none. The patch is a unified diff, or sections "
+        "'*** Update File: F', '*** Add File: F', '*** Delete File: F' between '*** Begin Patch' "
+        "and '*** End Patch', with hunks of lines that begin with ' ', '-' or '+'."
+    )
+    parameters = {"patch": string("The patch.")}
+    required = ("patch",)
+
+    async def call(self, patch: str) -> str:
+        try:
+            changes = parse_patch(patch)
+            texts = [await self._after(change) for change in changes]
+        except PatchError as e:
+            raise ToolError(f"nothing was changed: {e}") from e
+        except ToolError as e:
+            raise ToolError(f"nothing was changed: {e}") from e
+        said = [await self._save(*each) for each in zip(changes, texts, strict=True)]
+        return "\n".join(["ok", *(line for line in said if line)])
+
+    async def _after(self, change: FileChange) -> tuple[str | None, str]:
+        """The text before, and after."""
+        if change.kind == "add":
+            return None, patched("", change)
+        before = await self.workspace.read(change.path)
+        if change.kind == "delete":
+            return before, ""
+        after = patched(_unix(before), change)
+        return before, after.replace("\n", "\r\n") if "\r\n" in before else after
+
+    async def _save(self, change: FileChange, texts: tuple[str | None, str]) -> str:
+        before, after = texts
+        if change.kind == "delete":
+            await self.workspace.remove(change.path)
+            return f"deleted {change.path}"
+        target = change.to or change.path
+        said = await self.workspace.save(target, before, after)
+        if change.to:
+            await self.workspace.remove(change.path)
+        return f"{'added' if before is None else 'changed'} {target}\n{said}".rstrip()
+
+
+def _unix(text: str) -> str:
+    return text.replace("\r\n", "\n")
+
+
+def _where(before: str, after: str) -> str:
+    """Which lines are new, from the first that differs to the last."""
+    old, new = before.splitlines(), after.splitlines()
+    same = 0
+    while same < min(len(old), len(new)) and old[same] == new[same]:
+        same += 1
+    end = 0
+    while end < min(len(old), len(new)) - same and old[-1 - end] == new[-1 - end]:
+        end += 1
+    last = len(new) - end
+    if last <= same:
+        return f"lines were removed after line {same}"
+    return f"line {last}" if last == same + 1 else f"lines {same + 1} to {last}"

@@ -1,0 +1,53 @@
+"""What is shown of a long output: its beginning, its end, and between them the lines that speak of
+errors. A model pays for every token, and the cause is rarely in the middle of a log."""
+
+from __future__ import annotations
+
+import re
+
+_TELLING = re.compile(
+    r"(error|exception|warning)s?\b|\b(traceback|fail(ed|ures?)?|assert\w*|panic|fatal)\b|^E  ",
+    re.IGNORECASE,
+)
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07|\x1b[=>()][A-Z0-9]?")
+_LINE_CHARS = 500
+_HEAD, _TELLING_SHARE = 0.25, 0.25
+
+
+def clip(text: str, limit: int) -> str:
+    """At most about `limit` characters of a text."""
+    lines = [_short(line) for line in plain(text).splitlines()]
+    if sum(len(line) + 1 for line in lines) <= limit:
+        return "\n".join(lines)
+    head = _taken(lines, limit * _HEAD)
+    tail = _taken(lines[head:][::-1], limit * (1 - _HEAD - _TELLING_SHARE))
+    middle = range(head, len(lines) - tail)
+    telling = [f"{n + 1}: {lines[n]}" for n in middle if _TELLING.search(lines[n])]
+    telling = telling[: _taken(telling, limit * _TELLING_SHARE)]
+    note = f"... {len(middle)} of {len(lines)} lines left out ..."
+    if telling:
+        note = f"... {len(middle)} of {len(lines)} lines left out; among them: ..."
+    return "\n".join([*lines[:head], note, *telling, *(["..."] if telling else []),
+                      *lines[len(lines) - tail :]])  # fmt: skip
+
+
+def plain(text: str) -> str:
+    """Without what is meant for a terminal: colours, and what a progress bar wrote over."""
+    text = _ESCAPES.sub("", text).replace("\r\n", "\n")
+    return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
+
+
+def _short(line: str) -> str:
+    if len(line) <= _LINE_CHARS:
+        return line
+    half = _LINE_CHARS // 2
+    return f"{line[:half]} ... {len(line) - 2 * half} characters ... {line[-half:]}"
+
+
+def _taken(lines: list[str], room: float) -> int:
+    """How many of the first lines have room; one always has."""
+    for count, line in enumerate(lines):
+        room -= len(line) + 1
+        if room < 0:
+            return max(count, 1)
+    return len(lines)

@@ -1,0 +1,167 @@
+"""Changes to several files as one text: a unified diff, or the form between `*** Begin Patch` and
+`*** End Patch`.
+
+Line numbers are hints: models miscount. A hunk belongs where its lines stand, found as the edit
+tool finds text.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from etude.harness.code.matching import NoMatch, nearest, places, shifted
+
+_NUMBERS = re.compile(r"@@ -(\d+)(?:,\d+)? \+\d+(?:,\d+)? @@")
+_SECTION = re.compile(r"\*\*\* (Add|Update|Delete) File: (.+)")
+_NOISE = ("diff --git ", "index ", "new file mode", "deleted file mode", "*** End of File", "\\ No")
+
+
+class PatchError(ValueError):
+    """A text that is no patch, or one that does not fit. Says what to do."""
+
+
+@dataclass(slots=True)
+class Hunk:
+    """Lines as they are and as they will be."""
+
+    line: int | None = None
+    """Where it says that it belongs, from 0 on."""
+    anchor: str = ""
+    """A line that comes before it."""
+    old: list[str] = field(default_factory=list)
+    new: list[str] = field(default_factory=list)
+    blank: int = 0
+    """Empty lines at its end, which may only stand before what comes next."""
+
+
+@dataclass(slots=True)
+class FileChange:
+    """What becomes of one file."""
+
+    path: str
+    kind: str
+    """`add`, `update` or `delete`."""
+    to: str = ""
+    """Its new name, if it gets one."""
+    hunks: list[Hunk] = field(default_factory=list)
+
+
+def parse_patch(text: str) -> list[FileChange]:
+    """The changes, in order. PatchError if there are none."""
+    changes: list[FileChange] = []
+    source = ""
+    for line in text.strip("\n").split("\n"):
+        if line.startswith("--- "):
+            source = _name(line)
+        elif line.startswith("+++ "):
+            changes.append(_unified(source, _name(line)))
+        elif section := _SECTION.fullmatch(line.rstrip()):
+            changes.append(FileChange(section[2].strip(), section[1].lower()))
+            if section[1] == "Add":
+                changes[-1].hunks.append(Hunk())
+        elif line.startswith("*** Move to: "):
+            _current(changes, line).to = line.removeprefix("*** Move to: ").strip()
+        elif line.startswith(("*** Begin Patch", "*** End Patch", *_NOISE)):
+            continue
+        elif line.startswith("@@"):
+            _current(changes, line).hunks.append(_hunk(line))
+        elif changes:
+            _add_line(changes[-1], line)
+    if not changes:
+        raise PatchError(
+            "no file is named in it: give a unified diff (--- a/FILE, +++ b/FILE, @@), or sections "
+            "'*** Update File: FILE' between '*** Begin Patch' and '*** End Patch'"
+        )
+    for hunk in (hunk for change in changes for hunk in change.hunks if hunk.blank):
+        del hunk.old[-hunk.blank :], hunk.new[-hunk.blank :]
+    return changes
+
+
+def patched(text: str, change: FileChange) -> str:
+    """The text of a file after a change. PatchError where a hunk does not fit."""
+    if change.kind == "add":
+        return "\n".join([*(line for hunk in change.hunks for line in hunk.new), ""])
+    lines = text.split("\n")
+    offset = 0
+    for number, hunk in enumerate(change.hunks, 1):
+        try:
+            start, stop = _where(lines, hunk, offset)
+        except NoMatch as e:
+            raise PatchError(f"{change.path}, hunk {number}: {e}") from e
+        lines[start:stop] = shifted(hunk.new, hunk.old, lines[start:stop])
+        offset = start + len(hunk.new) - (hunk.line or 0) - len(hunk.old)
+    return "\n".join(lines)
+
+
+def _where(lines: list[str], hunk: Hunk, offset: int) -> tuple[int, int]:
+    if not hunk.old:
+        if hunk.line is None and not hunk.anchor and any(lines):
+            raise NoMatch("it only adds, and does not say where: give lines around it")
+        at = _after(lines, hunk.anchor) if hunk.anchor else (hunk.line or 0) + bool(hunk.line)
+        return min(at, len(lines)), min(at, len(lines))
+    found = places(lines, hunk.old)
+    if not found:
+        raise NoMatch(f"its lines stand nowhere in the file{nearest(lines, hunk.old)}")
+    if hunk.anchor and len(found) > 1:
+        begin = _after(lines, hunk.anchor)
+        found = [place for place in found if place.start >= begin][:1] or found
+    if hunk.line is not None and len(found) > 1:
+        expected = hunk.line + offset
+        found = [place for place in found if place.start == expected] or found
+    if len(found) > 1:
+        some = ", ".join(str(place.start + 1) for place in found[:8])
+        raise NoMatch(f"its lines stand in {len(found)} places (lines {some}): give more around it")
+    return found[0].start, found[0].stop
+
+
+def _after(lines: list[str], anchor: str) -> int:
+    found = [n for n, line in enumerate(lines) if line.strip() == anchor.strip()]
+    if len(found) != 1:
+        what = "stands nowhere" if not found else f"stands in {len(found)} places"
+        raise NoMatch(f"the line after @@, {anchor.strip()!r}, {what}: name another, or none")
+    return found[0] + 1
+
+
+def _name(line: str) -> str:
+    name = line[4:].split("\t")[0].strip().strip('"')
+    return "" if name == "/dev/null" else re.sub(r"^[ab]/", "", name)
+
+
+def _unified(source: str, target: str) -> FileChange:
+    if not source:
+        return FileChange(target, "add", hunks=[])
+    if not target:
+        return FileChange(source, "delete")
+    return FileChange(source, "update", to=target if target != source else "")
+
+
+def _hunk(line: str) -> Hunk:
+    if numbers := _NUMBERS.match(line):
+        return Hunk(line=max(int(numbers[1]) - 1, 0))
+    return Hunk(anchor=line.strip("@ ").strip())
+
+
+def _current(changes: list[FileChange], line: str) -> FileChange:
+    if not changes:
+        raise PatchError(f"{line!r} comes before any file is named")
+    return changes[-1]
+
+
+def _add_line(change: FileChange, line: str) -> None:
+    if not change.hunks:
+        if change.kind != "update" or not line.strip():
+            return
+        change.hunks.append(Hunk())
+    hunk = change.hunks[-1]
+    mark, rest = line[:1], line[1:]
+    hunk.blank = 0 if line else hunk.blank + 1
+    if mark not in ("", " ", "+", "-"):
+        raise PatchError(
+            f"{change.path}: the line {line!r} begins with none of ' ', '+' and '-': lines of a "
+            f"hunk do"
+        )
+    if mark != "+":
+        hunk.old.append(rest)
+    if mark != "-":
+        hunk.new.append(rest)

@@ -1,0 +1,190 @@
+"""The terminal: commands one after another in one shell, as far as anyone can tell, and jobs in the
+background.
+
+Each command is a process of its own, which gets the directory, the variables and the functions that
+the one before left behind. So one that hangs, breaks its shell or eats its input costs nothing but
+itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+import shlex
+from collections.abc import Mapping
+
+from etude.core.errors import RolloutFailure
+from etude.core.sandbox import Process, Sandbox
+from etude.harness.code.tool import Tool, ToolError, Workspace, boolean, integer, string
+
+KEPT_BYTES = 256 << 10
+"""Of an output: half of it of its beginning, half of its end."""
+_MAX_COMMAND = 100_000
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_OWN = {"SHLVL", "_", "PWD", "OLDPWD"}
+
+
+class Job:
+    """A process whose output is kept while it runs."""
+
+    def __init__(self, process: Process, end: str = "") -> None:
+        """`end`: what follows it in the output is for `left` alone."""
+        self._process = process
+        self._end = end.encode()
+        self._output = bytearray()
+        self._dropped = 0
+        self._seen = 0
+        self._failure: RolloutFailure | None = None
+        self.exit_code: int | None = None
+        # Ends by itself: when the process does, or its sandbox.
+        self._reading = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        try:
+            while data := await self._process.read():
+                self._output += data
+                if (over := len(self._output) - KEPT_BYTES) > 0:
+                    del self._output[KEPT_BYTES // 2 : KEPT_BYTES // 2 + over]
+                    self._dropped += over
+            self.exit_code = await self._process.wait()
+        except RolloutFailure as e:  # told to whoever asks; at the end of a session nobody does
+            self._failure = e
+
+    async def ended(self, wait_s: float) -> bool:
+        """Whether it has ended, at the latest after so long."""
+        await asyncio.wait([self._reading], timeout=wait_s)
+        if self._failure is not None:
+            raise self._failure
+        return self._reading.done()
+
+    async def write(self, data: bytes) -> None:
+        await self._process.write(data)
+
+    async def kill(self) -> None:
+        await self._process.kill()
+        await self._reading
+
+    def said(self) -> tuple[str, str]:
+        """The output, and what follows its end, if that was said."""
+        output, left = self._split()
+        return output.decode(errors="replace"), left.decode(errors="replace")
+
+    def news(self) -> str:
+        """The output since the last call."""
+        output, _ = self._split()
+        new = output[max(self._seen - self._dropped, 0) :]
+        self._seen = len(output) + self._dropped
+        return new.decode(errors="replace")
+
+    def _split(self) -> tuple[bytes, bytes]:
+        if not self._end:
+            return bytes(self._output), b""
+        output, _, left = bytes(self._output).partition(self._end)
+        return output, left
+
+
+class Shell:
+    """What one command leaves to the next: directory, variables, functions."""
+
+    def __init__(self, sandbox: Sandbox) -> None:
+        self._sandbox = sandbox
+        self._mark = f"etude-{secrets.token_hex(8)}"
+        self._env: Mapping[str, str] = {}
+        self._known: frozenset[str] = frozenset()
+        self._directory = ""
+        self._functions = ""
+
+    async def start(self, command: str, *, remember: bool) -> Job:
+        """`remember`: say at the end what it leaves behind (`left`)."""
+        lines = [f"cd -- {shlex.quote(self._directory)}"] if self._directory else []
+        lines += [f"unset {name}" for name in sorted(self._known - self._env.keys())]
+        lines += [self._functions] if self._functions else []
+        if remember:
+            lines.append(
+                f'trap \'e=$?; trap - EXIT; printf "\\n%s\\0" {self._mark}; pwd; printf "\\0";'
+                f' declare -f 2>/dev/null; printf "\\0"; /usr/bin/env -0; exit $e\' EXIT'
+            )
+        lines.append(f"eval {shlex.quote(command)} </dev/null")
+        script = "\n".join(lines)
+        argv = ["sh", "-c", 'exec "$(command -v bash || echo sh)" -c "$1"', "sh", script]
+        return Job(await self._sandbox.start(argv, env=self._env), f"\n{self._mark}\0")
+
+    def left(self, job: Job) -> str:
+        """The output of a command that has ended; what it left behind is there for the next."""
+        output, state = job.said()
+        if not state:
+            return output
+        directory, functions, *pairs = state.split("\0")
+        env = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+        self._env = {k: v for k, v in env.items() if _VARIABLE.fullmatch(k) and k not in _OWN}
+        self._known |= self._env.keys()
+        self._directory, self._functions = directory.strip("\n"), functions.strip("\n")
+        return output
+
+
+class Terminal(Tool):
+    description = (
+        "Run a command in a shell in the working copy. Directory, variables and functions stay for "
+        "the next command; its standard input is empty. What takes longer than its time goes on "
+        "as a job in the background, as does what is started with background."
+    )
+    parameters = {
+        "command": string("The command. Leave it out to poll or kill a job."),
+        "timeout_s": integer("Wait for so long, in seconds."),
+        "background": boolean("Do not wait for it, such as for a server."),
+        "job": integer("The number of a job whose new output is asked for."),
+        "kill": boolean("End that job."),
+    }
+
+    def __init__(self, workspace: Workspace) -> None:
+        super().__init__(workspace)
+        self._shell = Shell(self.workspace.sandbox)
+        self._jobs: dict[int, Job] = {}
+
+    async def call(
+        self,
+        command: str = "",
+        timeout_s: int | None = None,
+        background: bool = False,
+        job: int | None = None,
+        kill: bool = False,
+    ) -> str:
+        wait_s = min(timeout_s or self.config.command_timeout_s, self.config.command_timeout_s)
+        if job is not None and not command:
+            return await self._poll(job, kill, float(timeout_s and wait_s or 0))
+        if not command.strip() or job is not None:
+            raise ToolError("give a command, or the job that is meant")
+        if len(command) > _MAX_COMMAND:
+            raise ToolError(f"a command has at most {_MAX_COMMAND} characters: write a file first")
+        started = await self._shell.start(command, remember=not background)
+        if not background and await started.ended(wait_s):
+            return _told(self._shell.left(started), started.exit_code)
+        number = len(self._jobs) + 1
+        self._jobs[number] = started
+        if background:
+            return f"job {number} was started: ask for its output with job={number}"
+        return (
+            f"{started.news()}\nstill running after {wait_s:g} s: it goes on as job {number}; ask "
+            f"for its output with job={number}, or end it with kill"
+        )
+
+    async def _poll(self, number: int, kill: bool, wait_s: float) -> str:
+        if number not in self._jobs:
+            some = ", ".join(map(str, self._jobs)) or "none"
+            raise ToolError(f"there is no job {number}: those that there are: {some}")
+        job = self._jobs[number]
+        has_ended = await job.ended(wait_s)
+        if kill and not has_ended:
+            await job.kill()
+            return f"{job.news()}\njob {number} was killed".lstrip("\n")
+        state = f"ended with exit code {job.exit_code}" if has_ended else "still running"
+        return f"{job.news()}\njob {number}: {state}".lstrip("\n")
+
+
+def _told(output: str, code: int | None) -> str:
+    """Output and exit code, if there is something to tell."""
+    output = output.rstrip("\n")
+    if code == 0:
+        return output or "(no output)"
+    return f"{output}\nexit code {code}".lstrip("\n")

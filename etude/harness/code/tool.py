@@ -1,0 +1,145 @@
+"""A tool: its schema, and what it does; and what the tools of a session share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from etude.core.harness_config import CodeConfig
+from etude.core.sandbox import Sandbox
+from etude.core.types import Json
+from etude.harness.code.diagnostics import Diagnostics
+
+Schema = dict[str, Json]
+
+
+def string(description: str) -> Schema:
+    return {"type": "string", "description": description}
+
+
+def integer(description: str, minimum: int = 1) -> Schema:
+    return {"type": "integer", "minimum": minimum, "description": description}
+
+
+def boolean(description: str) -> Schema:
+    return {"type": "boolean", "description": description}
+
+
+def strings(description: str) -> Schema:
+    return {"type": "array", "items": {"type": "string"}, "description": description}
+
+
+class ToolError(ValueError):
+    """What the model did wrong, and what it can do instead."""
+
+
+class Workspace:
+    """A working copy as the tools of one session see it."""
+
+    def __init__(self, sandbox: Sandbox, config: CodeConfig, diagnostics: Diagnostics) -> None:
+        self.sandbox = sandbox
+        self.config = config
+        self.failed_tests = 0
+        """Runs of the tests that failed."""
+        self._diagnostics = diagnostics
+        self._root: str | None = None
+        self._finds_python: bool | None = None
+
+    async def by_path(self, argv: Sequence[str]) -> Sequence[str]:
+        """A command as the terminal finds it: what a sandbox takes `python` for is a Python without
+        the packages of the task, where the path of the task leads to another."""
+        if self._finds_python is None:
+            asked = ["sh", "-c", "command -v python"]
+            ran = await self.sandbox.run(asked, timeout_s=self.config.command_timeout_s)
+            self._finds_python = ran.exit_code == 0
+        return ["env", *argv] if self._finds_python else argv
+
+    async def inside(self, path: str) -> str:
+        """A path as the sandbox takes it: models often write the whole one."""
+        if not path.startswith("/"):
+            return path
+        if self._root is None:
+            ran = await self.sandbox.run(["pwd"], timeout_s=self.config.command_timeout_s)
+            self._root = ran.output.strip()
+        for root in (self._root, "/work"):
+            if root and (path == root or path.startswith(f"{root}/")):
+                return path[len(root) :].strip("/") or "."
+        raise ToolError(f"{path} lies outside of the working copy {self._root}: use the terminal")
+
+    async def read(self, path: str) -> str:
+        """ToolError if there is no such text."""
+        place = await self.inside(path)
+        try:
+            return await self.sandbox.read(place)
+        except FileNotFoundError:
+            raise ToolError(f"there is no file {path}: glob finds files by pattern") from None
+        except UnicodeDecodeError:
+            raise ToolError(f"{path} is not text: use the terminal to look at it") from None
+
+    async def save(self, path: str, before: str | None, text: str) -> str:
+        """Write a file, and say what that broke or mended: empty if nothing. `before`: its text, if
+        it was there."""
+        place = await self.inside(path)
+        said = await self._diagnostics.changed(place, before, text)
+        await self.sandbox.write(place, text)
+        return said
+
+    async def remove(self, path: str) -> None:
+        await self.sandbox.apply({await self.inside(path): None})
+
+
+class Tool(ABC):
+    """A tool of one session."""
+
+    description: ClassVar[str]
+    parameters: ClassVar[Mapping[str, Schema]] = {}
+    required: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, workspace: Workspace) -> None:
+        self.workspace = workspace
+        self.config = workspace.config
+
+    def describe(self) -> str:
+        """What the model is told that it does."""
+        return self.description
+
+    @abstractmethod
+    async def call(self, *args: Any, **arguments: Any) -> str:
+        """The answer. ToolError, or any ValueError, is an answer too."""
+
+
+def check_arguments(arguments: Json, properties: Mapping[str, Schema], required: set[str]) -> str:
+    """What is wrong with them; empty if nothing."""
+    if not isinstance(arguments, dict):
+        return "the arguments are no JSON object"
+    if missing := sorted(required - arguments.keys()):
+        return f"{missing[0]} is missing"
+    if unknown := sorted(arguments.keys() - properties.keys()):
+        return f"there is no parameter {unknown[0]}"
+    problems = (_problem(value, properties[name], name) for name, value in arguments.items())
+    return next((problem for problem in problems if problem), "")
+
+
+_TYPES: dict[str, type] = {"string": str, "integer": int, "boolean": bool, "object": dict}
+
+
+def _problem(value: Json, schema: Schema, where: str) -> str:
+    kind = schema["type"]
+    if kind == "array":
+        if not isinstance(value, list):
+            return f"{where} must be a list"
+        each = (_problem(v, schema["items"], f"{where}[{n}]") for n, v in enumerate(value))
+        return next((problem for problem in each if problem), "")
+    is_kind = isinstance(value, _TYPES[kind]) and (kind != "integer" or not isinstance(value, bool))
+    if not is_kind:
+        return f"{where} must be of type {kind}"
+    if kind == "object":
+        properties, required = schema["properties"], set(schema["required"])
+        problem = check_arguments(value, properties, required)
+        return f"{where}: {problem}" if problem else ""
+    if "enum" in schema and value not in schema["enum"]:
+        return f"{where} must be one of {', '.join(schema['enum'])}"
+    if "minimum" in schema and value < schema["minimum"]:
+        return f"{where} must be at least {schema['minimum']}"
+    return ""

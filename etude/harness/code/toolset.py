@@ -1,0 +1,94 @@
+"""The tools of a session, by the names that the model knows them by."""
+
+from __future__ import annotations
+
+from etude.core.harness_config import ToolConfig, ToolKind
+from etude.core.types import Json
+from etude.harness.code.files import ApplyPatch, Edit, Read, Write
+from etude.harness.code.output import clip
+from etude.harness.code.search import Glob, Grep
+from etude.harness.code.talk import AskUser, Submit, Todo
+from etude.harness.code.terminal import Terminal
+from etude.harness.code.testing import Debug, RunTests
+from etude.harness.code.tool import Schema, Tool, Workspace, check_arguments
+
+TOOLS: dict[ToolKind, type[Tool]] = {
+    "read": Read,
+    "edit": Edit,
+    "write": Write,
+    "apply_patch": ApplyPatch,
+    "grep": Grep,
+    "glob": Glob,
+    "terminal": Terminal,
+    "run_tests": RunTests,
+    "todo": Todo,
+    "ask_user": AskUser,
+    "debug": Debug,
+    "submit": Submit,
+}
+_AS_IT_IS = ToolConfig()
+
+
+class _Named:
+    """A tool as the model knows it."""
+
+    def __init__(self, kind: ToolKind, workspace: Workspace) -> None:
+        config = workspace.config
+        told = config.tool.get(kind, _AS_IT_IS)
+        self._tool = TOOLS[kind](workspace)
+        self.name = config.name_of(kind)
+        self._description = told.description or self._tool.describe()
+        self._limit = told.limit or config.output_chars
+        names = {ours: told.parameters.get(ours, ours) for ours in self._tool.parameters}
+        self._ours = {theirs: ours for ours, theirs in names.items()}
+        self._properties = {names[ours]: each for ours, each in self._tool.parameters.items()}
+        self._required = [names[ours] for ours in self._tool.required]
+
+    @property
+    def schema(self) -> Schema:
+        return {
+            "type": "function",
+            "function": {
+                "name": self.name,
+                "description": self._description,
+                "parameters": {
+                    "type": "object",
+                    "properties": self._properties,
+                    "required": self._required,
+                },
+            },
+        }
+
+    async def call(self, arguments: Json) -> str:
+        if problem := check_arguments(arguments, self._properties, set(self._required)):
+            return f"error: {problem}; {self.name} takes {', '.join(self._properties) or 'nothing'}"
+        try:
+            answer = await self._tool.call(
+                **{self._ours[name]: value for name, value in arguments.items()}
+            )
+        except ValueError as e:  # the model, or what it made of the working copy, is to blame
+            answer = f"error: {e}"
+        return clip(answer, self._limit)
+
+
+class Toolset:
+    """A `harness.agent.AgentTools`."""
+
+    def __init__(self, workspace: Workspace) -> None:
+        self._tools = {
+            named.name: named
+            for kind in workspace.config.tools
+            for named in [_Named(kind, workspace)]
+        }
+        self._end = workspace.config.name_of("submit")
+        self.schemas: list[Schema] = [tool.schema for tool in self._tools.values()]
+
+    async def call(self, name: str, arguments: Json) -> str:
+        """The answer to a call as the model wrote it, however wrong it is. Raises only where the
+        sandbox breaks."""
+        if name not in self._tools:
+            return f"error: there is no tool {name}: those that there are: {', '.join(self._tools)}"
+        return await self._tools[name].call(arguments)
+
+    def ends(self, name: str) -> bool:
+        return name == self._end

@@ -1,0 +1,241 @@
+"""Every tool of the coding harness, on a real repository: this one."""
+
+from __future__ import annotations
+
+import shutil
+import sysconfig
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from etude.core.errors import RolloutFailure
+from etude.core.harness_config import CodeConfig
+from etude.core.sandbox import Sandbox, SandboxSpec
+from etude.harness.code.diagnostics import Diagnostic, Diagnostics, FakeDiagnostics
+from etude.harness.code.servers import LanguageServers
+from etude.harness.code.tool import Workspace
+from etude.harness.code.toolset import Toolset
+from etude.sandbox.pool import open_sandbox_pool
+
+ROOT = Path(__file__).parents[2]
+FILES = {
+    str(path.relative_to(ROOT)): path.read_text()
+    for path in [*ROOT.glob("etude/core/*.py"), ROOT / "etude/__init__.py"]
+    + [ROOT / "tests/core/test_effort.py", ROOT / "pyproject.toml"]
+}
+EFFORT = "etude/core/effort.py"
+LONG_S = 600.0
+
+
+class Session:
+    """Tools over a sandbox, to be called as a model calls them."""
+
+    def __init__(self, sandbox: Sandbox, **config: Any) -> None:
+        told = {"command_timeout_s": LONG_S, "test_timeout_s": LONG_S, **config}
+        self.sandbox = sandbox
+        self.source = FakeDiagnostics()
+        self._config = CodeConfig(**told)
+        self.use(self.source)
+
+    def use(self, source: Any) -> None:
+        self.tools = Toolset(Workspace(self.sandbox, self._config, Diagnostics(source)))
+
+    async def __call__(self, name: str, **arguments: Any) -> str:
+        return await self.tools.call(name, arguments)
+
+
+@pytest.fixture
+async def sandbox() -> AsyncIterator[Sandbox]:
+    pool = open_sandbox_pool("process")
+    quick = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    async with pool.open(SandboxSpec(files=FILES, env=quick)) as opened:
+        yield opened
+    await pool.close()
+
+
+@pytest.fixture
+def call(sandbox: Sandbox) -> Session:
+    return Session(sandbox)
+
+
+async def test_read(call: Session) -> None:
+    lines = FILES[EFFORT].splitlines()
+    whole = await call("read", path=EFFORT)
+    assert whole.splitlines()[0] == f"     1\t{lines[0]}"
+    some = await call("read", path=EFFORT, start=3, end=4)
+    assert some.splitlines() == [
+        f"     3\t{lines[2]}",
+        f"     4\t{lines[3]}",
+        f"(lines 5 to {len(lines)} follow: read with start=5)",
+    ]
+    assert "there is no file nowhere.py: glob finds" in await call("read", path="nowhere.py")
+    assert f"has {len(lines)} lines" in await call("read", path=EFFORT, start=9999)
+    assert (await call("read", path="../x")).startswith("error: ")
+
+
+async def test_edit_in_a_path_that_is_written_whole(call: Session) -> None:
+    root = (await call.sandbox.run(["pwd"], timeout_s=LONG_S)).output.strip()
+    old = "def num_turns(trajectory: Trajectory) -> int:"
+    said = await call("edit", path=f"{root}/{EFFORT}", old=old, new=old.replace("num", "count"))
+    assert said.startswith("ok: line ")
+    assert "count_turns(trajectory" in await call.sandbox.read(EFFORT)
+    assert "outside of the working copy" in await call("read", path="/etc/passwd")
+
+
+async def test_an_edit_keeps_the_ends_of_lines(call: Session) -> None:
+    await call.sandbox.write("dos.txt", b"one\r\ntwo\r\n")
+    assert await call("edit", path="dos.txt", old="one\ntwo", new="1\n2") == "ok: lines 1 to 2"
+    assert await call.sandbox.read_bytes("dos.txt") == b"1\r\n2\r\n"
+
+
+async def test_write_and_apply_patch(call: Session) -> None:
+    assert await call("write", path="new/made.py", content="x = 1\n") == (
+        "ok: wrote new/made.py, 1 lines"
+    )
+    patch = (
+        f"*** Begin Patch\n*** Update File: {EFFORT}\n@@\n-import math\n+import cmath\n"
+        "*** Update File: new/made.py\n-x = 1\n+x = 2\n*** Delete File: pyproject.toml\n"
+    )
+    wrong = f"{patch}*** Update File: {EFFORT}x\n-a\n+b\n"
+    assert (await call("apply_patch", patch=wrong)).startswith("error: nothing was changed: there")
+    assert await call.sandbox.read("new/made.py") == "x = 1\n"
+    assert await call("apply_patch", patch=patch) == (
+        f"ok\nchanged {EFFORT}\nchanged new/made.py\ndeleted pyproject.toml"
+    )
+    assert "import cmath" in await call.sandbox.read(EFFORT)
+    with pytest.raises(FileNotFoundError):
+        await call.sandbox.read("pyproject.toml")
+
+
+async def test_grep_and_glob(call: Session) -> None:
+    number = FILES[EFFORT].splitlines().index("class Effort:") + 1
+    assert await call("grep", pattern=r"^class Ef+ort\b", glob="etude/**/*.py") == (
+        f"{EFFORT}:{number}:class Effort:"
+    )
+    around = await call("grep", pattern="CLASS effort:", path="etude", ignore_case=True, context=1)
+    assert [line.split(":")[0][: len(EFFORT)] for line in around.splitlines()] == [EFFORT] * 3
+    assert await call("grep", pattern="zz+top") == "nothing was found"
+    assert "no regular expression" in await call("grep", pattern="(")
+    assert await call("glob", pattern="test_*.{py,txt}") == "tests/core/test_effort.py"
+    assert await call("glob", pattern="effort.*", path="etude/core") == EFFORT
+    assert "more lines: narrow it down" in await call("grep", pattern="e")
+
+
+async def test_the_terminal_remembers(call: Session) -> None:
+    assert await call("terminal", command="cd etude && export A=3 && f() { echo $A; }") == (
+        "(no output)"
+    )
+    assert await call("terminal", command="basename $PWD; f; cat") == "etude\n3"
+    assert await call("terminal", command="unset A; exit 4") == "exit code 4"
+    assert await call("terminal", command='echo "[$A]"; ls core/seeds.py') == "[]\ncore/seeds.py"
+    assert "syntax error" in (await call("terminal", command="if")).lower()
+    assert await call("terminal", command="basename $PWD") == "etude"
+
+
+async def test_jobs_in_the_background(call: Session) -> None:
+    said = await call("terminal", command="echo up; exec sleep 1000", timeout_s=1)
+    assert "still running after 1 s: it goes on as job 1" in said
+    assert "job 2 was started" in await call("terminal", command="echo hi; exit 3", background=True)
+    assert await call("terminal", job=2, timeout_s=600) == "hi\n\njob 2: ended with exit code 3"
+    assert await call("terminal", job=2) == "job 2: ended with exit code 3"
+    assert "job 1 was killed" in await call("terminal", job=1, kill=True)
+    assert "there is no job 7" in await call("terminal", job=7)
+
+
+async def test_tests_and_then_the_debugger(sandbox: Sandbox) -> None:
+    call = Session(sandbox, debug_after=1)
+    early = await call("debug", start="-m pytest")
+    assert "after 1 more failed runs" in early
+    args = ["tests/core/test_effort.py"]
+    assert "passed" in await call("run_tests", tests=args)
+    await call("edit", path=EFFORT, old="log = math.log1p(k * x)", new="log = math.log1p(k + x)")
+    failed = await call("run_tests", tests=args)
+    assert "failed" in failed and failed.endswith("the debugger may be used now: debug")
+    program = "import etude.core.effort as e\nprint(e.concave(2.0, k=3.0, q=1))\n"
+    await call("write", path="try_it.py", content=program)
+    line = FILES[EFFORT].splitlines().index("    log = math.log1p(k * x)") + 1
+    said = await call("debug", start="try_it.py", command=f"b {EFFORT}:{line}\nc\np (k, x)")
+    assert "Breakpoint 1 at" in said and said.endswith("(3.0, 2.0)")
+    assert await call("debug", command="p k + x") == "5.0"
+    assert await call("debug", stop=True) == "ended"
+    assert "nothing is being debugged" in await call("debug", command="n")
+
+
+async def test_what_is_said(sandbox: Sandbox) -> None:
+    call = Session(sandbox, answers={"python.*version": "3.11"}, answer="as you like")
+    items = [{"text": "look", "state": "done"}, {"text": "mend", "state": "open"}]
+    assert await call("todo", items=items) == "[x] look\n[ ] mend\n1 of 2 not done"
+    assert "items[0]: there is no parameter" in await call("todo", items=[{**items[0], "x": 1}])
+    assert "must be one of open, doing, done" in await call(
+        "todo", items=[{"text": "a", "state": "never"}]
+    )
+    assert await call("ask_user", question="Which Python version?") == "3.11"
+    assert await call("ask_user", question="Tabs?") == "as you like"
+    assert await call("submit") == "ok" and call.tools.ends("submit")
+    assert "there is no tool fly" in await call("fly")
+    assert (
+        await call("read", path=3)
+        == "error: path must be of type string; read takes path, start, end"
+    )
+    assert "start must be at least 1" in await call("read", path=EFFORT, start=0)
+
+
+async def test_names_and_limits_are_configuration(sandbox: Sandbox) -> None:
+    view = {"name": "view", "description": "Look.", "parameters": {"path": "file"}, "limit": 300}
+    call = Session(sandbox, tools=("read", "submit"), tool={"read": view})
+    first, second = (schema["function"] for schema in call.tools.schemas)
+    assert (first["name"], first["description"], second["name"]) == ("view", "Look.", "submit")
+    assert list(first["parameters"]["properties"]) == ["file", "start", "end"]
+    assert first["parameters"]["required"] == ["file"]
+    assert len(await call("view", file=EFFORT)) < 400
+    assert "there is no tool read" in await call("read", path=EFFORT)
+
+
+async def test_an_edit_tells_what_it_broke_and_mended_and_nothing_else(call: Session) -> None:
+    def check(path: str, text: str) -> list[Diagnostic]:
+        lines = enumerate(text.splitlines(), 1)
+        return [Diagnostic(n, "X1", f"bad {line}", "fake") for n, line in lines if "bad" in line]
+
+    call.use(FakeDiagnostics(check))
+    await call.sandbox.write("a.py", "bad old\nfine\n")
+    said = await call("edit", path="a.py", old="fine", new="above\nbad new")
+    assert said == "ok: lines 2 to 3\ndiagnostics: 1 new, 0 gone\n  line 3: X1 bad bad new (fake)"
+    assert await call("edit", path="a.py", old="bad old\nabove", new="above") == (
+        "ok: lines were removed after line 0\ndiagnostics: 0 new, 1 gone"
+    )
+    assert await call("write", path="a.txt", content="bad") == "ok: wrote a.txt, 1 lines"
+
+
+@pytest.mark.parametrize(("server", "code"), [("ruff", "F821"), ("ty", "unresolved-reference")])
+async def test_real_servers_look_at_texts_that_no_file_has(
+    sandbox: Sandbox, server: str, code: str
+) -> None:
+    if shutil.which(server, path=sysconfig.get_path("scripts")) is None:
+        pytest.skip(f"{server} is not installed")
+    source = LanguageServers(sandbox, {server: [server, "server"]}, timeout_s=LONG_S)
+    before = {(each.code, each.message) for each in await source.check(EFFORT, FILES[EFFORT])}
+    text = FILES[EFFORT].replace("math.log1p(k * x)", "math.log1p(kk * x)")
+    after = await source.check(EFFORT, text)
+    [found] = [each for each in after if (each.code, each.message) not in before]
+    assert (found.code, found.source) == (code, server) and "kk" in found.message
+    assert text.splitlines()[found.line - 1].strip() == "log = math.log1p(kk * x)"
+    assert await source.check(EFFORT, FILES[EFFORT]) == await source.check(EFFORT, FILES[EFFORT])
+    assert await sandbox.read(EFFORT) == FILES[EFFORT]
+    assert await sandbox.diff() == "" and source.missing() == []
+
+
+async def test_servers_that_are_absent_or_broken_are_told_of_once(call: Session) -> None:
+    servers = {"none": ["no-such-server"], "mute": ["true"], "loud": ["echo", "hi\r\n\r\n"]}
+    call.use(LanguageServers(call.sandbox, servers, timeout_s=LONG_S))
+    said = await call("write", path="a.py", content="x = 1\n")
+    assert "(no diagnostics of none: no program no-such-server in the sandbox)" in said
+    assert "(no diagnostics of mute: ended (0))" in said and "of loud: ended (0)" in said
+    assert await call("edit", path="a.py", old="1", new="2") == "ok: line 1"
+
+
+async def test_a_sandbox_that_breaks_is_no_answer(call: Session) -> None:
+    await call.sandbox.close()
+    with pytest.raises(RolloutFailure):
+        await call("terminal", command="true")
