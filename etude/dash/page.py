@@ -229,10 +229,15 @@ def sessions(view: RunView) -> str:
     ended, untrainable, suspects = view.ended, view.groups.untrainable, view.groups.quarantined
     return (
         f"{ended['done']} finished, {ended['failed']} failed, {ended['timeout']} timed out, "
-        f"{view.groups.sessions_without} without signal"
+        f"{view.groups.sessions_without} without signal{_share_without(view)}"
         + (f", {untrainable} dropped for sampling" if untrainable else "")
         + (f", {suspects} quarantined" if suspects else "")
     )
+
+
+def _share_without(view: RunView) -> str:
+    compared = view.groups.sessions_compared
+    return f" ({view.groups.sessions_without / compared:.0%})" if compared else ""
 
 
 def _evaluations(view: RunView) -> Iterator[Line]:

@@ -19,6 +19,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import aiohttp
 
 from etude.core.config import HarnessConfig, RunConfig
+from etude.core.curriculum import Curriculum
 from etude.core.errors import EtudeError, user_code
 from etude.core.events import FewTasks, FleetStatus, RunDone
 from etude.core.expression import Expression
@@ -28,7 +29,7 @@ from etude.core.liveness import DisturbanceTracker
 from etude.core.protocols import Agent, Environment
 from etude.core.rewards_config import RewardsConfig
 from etude.core.sandbox import SandboxPool, SandboxSpec
-from etude.core.stages import RolloutStageConfig
+from etude.core.stages import RlConfig, RolloutStageConfig
 from etude.core.tasks_config import PULL, TasksConfig
 from etude.core.types import EVAL_SPLITS, Group, Task, Trajectory
 from etude.core.window import Window
@@ -37,7 +38,7 @@ from etude.rewards.review import Review
 from etude.run import journal
 from etude.run.evaluate import evaluate, report_name
 from etude.run.gateway_client import GatewayClient
-from etude.run.loop import RolloutLoop, RunAttempt, endless_tasks
+from etude.run.loop import RolloutLoop, RunAttempt
 from etude.run.plugins import build, import_from, load
 from etude.run.process import run_process
 from etude.run.pull import PullEnvironment
@@ -168,7 +169,14 @@ class Controller:
             window=self.window,
             weights=self.versions,
             load=self.gateway.load,
-            tasks=endless_tasks(tasks, self.config.seed),
+            tasks=tasks,
+            curriculum=Curriculum(
+                {task.id: task.family for task in tasks},
+                seed=self.config.seed,
+                explore=stage.explore if isinstance(stage, RlConfig) else 1.0,
+                max_lag=stage.max_lag,
+                past=recovered.past,
+            ),
             attempt=self.rollouts(temperature=stage.temperature, experts=stage.router_replay),
             group_size=stage.group_size,
             estimator=estimator,
