@@ -85,6 +85,7 @@ TORCH = {"torch", "numpy", "safetensors"}
 OUTSIDE: dict[str, set[str]] = {
     "cli": {"rich"},
     "core.config": {"pydantic"},
+    "core.model_config": {"pydantic"},
     "core.rewards_config": {"pydantic"},
     "core.sandbox_config": {"pydantic"},
     "core.schema": {"pydantic"},

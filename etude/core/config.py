@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from etude.core.errors import EtudeError
+from etude.core.model_config import ModelConfig
 from etude.core.rewards_config import RewardsConfig
 from etude.core.sandbox_config import SandboxConfig
 from etude.core.schema import (
@@ -39,48 +40,6 @@ from etude.core.stages import (
 )
 from etude.core.tasks_config import TasksConfig
 
-
-class ModelConfig(Config):
-    """The shape of a fresh model, or the directory of one to start from."""
-
-    hidden_size: Count = 128
-    """Width of the residual stream."""
-    num_layers: Count = 4
-    """Transformer layers."""
-    num_heads: Count = 4
-    """Query heads; they divide hidden_size."""
-    num_kv_heads: Count = 2
-    """Key and value heads; they divide num_heads."""
-    intermediate_size: Count = 384
-    """Width of the feed-forward layer."""
-    max_context: Annotated[int, Field(ge=2)] = 512
-    """Tokens of the longest session, prompt included."""
-    vocab_size: Count = 512
-    """Tokens of the vocabulary, which is learnt from the built-in corpus."""
-    path: Annotated[str | None, Place.PATH] = None
-    """A Hugging Face directory to start from. The shape then comes from there; only max_context
-    still counts."""
-
-    @model_validator(mode="after")
-    def _shape(self) -> ModelConfig:
-        if self.path is not None:
-            shape = set(ModelConfig.model_fields) - {"path", "max_context"}
-            if told := sorted(
-                key for key in shape if getattr(self, key) != ModelConfig.model_fields[key].default
-            ):
-                raise ValueError(f"path already decides {', '.join(told)}: remove one or the other")
-        if self.hidden_size % self.num_heads or self.hidden_size // self.num_heads % 2:
-            raise ValueError(
-                f"hidden_size {self.hidden_size} must be num_heads {self.num_heads} times an even "
-                f"number"
-            )
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_heads {self.num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}"
-            )
-        return self
-
-
 CODING_AGENT = "etude.harness.agent:CodingAgent"
 
 
@@ -105,6 +64,18 @@ class HarnessConfig(Config):
     unrealistically quick."""
     concurrency: Count = 64
     """Sessions at once."""
+    summarise_at: Count | None = None
+    """Tokens of a context at which the agent asks the model for a summary; the session goes on from
+    that in a new context (docs/training.md). None: a session ends with its context. It leaves room
+    in model.max_context for what comes until then, and for the summary."""
+    summarise_tool: bool = False
+    """The model may call `summarise` by itself."""
+
+    @property
+    def summaries(self) -> dict[str, int | bool]:
+        """What an agent is told of summaries: nothing if there are none."""
+        told = {"summarise_at": self.summarise_at, "summarise_tool": self.summarise_tool}
+        return {key: value for key, value in told.items() if value}
 
 
 class EngineConfig(Config):
@@ -265,8 +236,24 @@ class RunConfig(Config):
                 f"tasks.environment = {self.tasks.environment!r} runs its sessions itself: leave "
                 f"out harness.agent and harness.command"
             )
+        if self.harness.summaries and (self.tasks.is_remote or self.harness.command):
+            raise ValueError(
+                f"harness.{next(iter(self.harness.summaries))} is for an agent that runs here: a "
+                f"program or a service sums up by itself"
+            )
         if is_named and self.harness.command:
             raise ValueError("harness.agent and harness.command are two agents: leave out one")
+        return self
+
+    @model_validator(mode="after")
+    def _summarises_in_time(self) -> RunConfig:
+        room = self.model.max_context - self.harness.max_tokens
+        if self.harness.summarise_at is not None and self.harness.summarise_at >= room:
+            raise ValueError(
+                f"harness.summarise_at = {self.harness.summarise_at} leaves no room for a summary "
+                f"of harness.max_tokens = {self.harness.max_tokens} tokens in model.max_context = "
+                f"{self.model.max_context}: lower it"
+            )
         return self
 
     @model_validator(mode="after")

@@ -308,7 +308,7 @@ def build_agent(
         told = {"argv": config.command, "env": config.env}
         agent = build(COMMAND_AGENT, "harness.command", http, **limits, **told)
     else:
-        agent = build(config.agent, "harness.agent", http, **limits)
+        agent = build(config.agent, "harness.agent", http, **limits, **config.summaries)
     return agent
 
 
