@@ -144,8 +144,11 @@ class TrainerConfig(Config):
 
 
 class EvalConfig(Config):
-    """Sampling in evaluations."""
+    """Evaluations: sampling, and how often beside rl."""
 
+    every_steps: CountOrZero = 0
+    """Steps of rl or distill between two evaluations of the held-out tasks, which a process of
+    their own makes while the stage goes on. 0: only when a stage is over."""
     temperature: NonNegative = 0.0
     """Sampling temperature; 0 is greedy, and the same at every evaluation of a version. Several
     attempts at a task (`etude eval --samples`) would be one then: they are sampled at 1."""
@@ -243,6 +246,15 @@ class RunConfig(Config):
             )
         if is_named and self.harness.command:
             raise ValueError("harness.agent and harness.command are two agents: leave out one")
+        return self
+
+    @model_validator(mode="after")
+    def _evaluates_here(self) -> RunConfig:
+        if self.eval.every_steps and (self.tasks.is_remote or self.engine.vllm_urls):
+            raise ValueError(
+                "eval.every_steps evaluates beside the run, with an engine and sandboxes of its "
+                "own: leave it out with engine.vllm_urls and with an environment elsewhere"
+            )
         return self
 
     @model_validator(mode="after")

@@ -402,7 +402,7 @@ def event_line(event: Event, view: RunView) -> str | None:
         case EvalProgress() if event.done == 0:
             return f"trying {event.split} tasks {when(event.stage)}: {event.total} of them"
         case EvalDone():
-            return f"{event.split} tasks solved {when(event.stage)}: {_result(event)}"
+            return f"{event.split} tasks solved {_evaluated(event, view)}: {_result(event)}"
         case _:
             return None
 

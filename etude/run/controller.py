@@ -31,22 +31,21 @@ from etude.core.rewards_config import RewardsConfig
 from etude.core.sandbox import SandboxPool, SandboxSpec
 from etude.core.stages import RlConfig, RolloutStageConfig
 from etude.core.tasks_config import PULL, TasksConfig
-from etude.core.types import EVAL_SPLITS, Group, Task, Trajectory
+from etude.core.types import EVAL_SPLITS, Group, Task
 from etude.core.window import Window
 from etude.rewards.judge import Judge
 from etude.rewards.review import Review
 from etude.run import journal
-from etude.run.evaluate import evaluate, report_name
+from etude.run.evaluate import evaluate_and_keep, report_name
 from etude.run.gateway_client import GatewayClient
 from etude.run.loop import RolloutLoop, RunAttempt
 from etude.run.plugins import build, import_from, load
 from etude.run.process import run_process
 from etude.run.pull import PullEnvironment
-from etude.run.rollout import RolloutRunner, SessionDesk
+from etude.run.rollout import RolloutRunner, SessionDesk, SessionRecorder
 from etude.run.service import ServiceClient, ServiceEnvironment
 from etude.run.task_record import keep_record
 from etude.sandbox.pool import check_tier, open_sandbox_pool
-from etude.store.rollouts import RolloutLog
 from etude.store.runs import Run
 from etude.store.telemetry import Emit, event_writer
 from etude.weights.manifest import PublishedVersions
@@ -119,24 +118,17 @@ class Controller:
         if getattr(self.config.tasks, split) == 0 or name in self.run.evals():
             return
         await self.gateway.load(version)
-        stage = stage_of(version, self.config.stage)
-        attempts: list[Trajectory] = []
-        report = await evaluate(
+        await evaluate_and_keep(
+            self.run,
             await self.tasks(split),
             self.rollouts(temperature=self.config.eval.temperature_of(samples)),
-            stage=stage,
+            stage=stage_of(version, self.config.stage),
             split=split,
             version=version,
             seed=self.config.seed,
             samples=samples,
             emit=self.emit,
-            keep=attempts.append,
         )
-        kept = self.run.put_eval_sessions(name, attempts)
-        RolloutLog(self.run.objects).put_evaluation(
-            name, attempts, stage=stage, split=split, object=kept
-        )
-        self.run.put_eval(name, report)
 
     async def run_loop(self, span: StageSpan, stage: RolloutStageConfig) -> None:
         estimator = estimator_of(
@@ -189,31 +181,16 @@ class Controller:
 
     def rollouts(self, *, temperature: float, experts: bool = False) -> RunAttempt:
         """`experts`: the trainer will replay them."""
-        harness = self.config.harness
-        self.runner = RolloutRunner(
+        self.runner = build_runner(
+            self.config,
             self.environment,
-            build_agent(
-                harness,
-                self.environment,
-                self.gateway.http,
-                desk=self.gateway,
-                temperature=temperature,
-            ),
             self.gateway,
-            concurrency=harness.concurrency,
-            source=self.config.as_written(self.config.tasks.environment),
-            policy=self.config.name,
+            self.gateway.http,
+            desk=self.gateway,
+            temperature=temperature,
             experts=experts,
-            agent_timeout_s=harness.timeout_s + AGENT_GRACE_S + self._claim_s,
-            sandbox_timeout_s=_open_timeout_s(self.config.tasks),
-            review=build_review(self.config.rewards, self.gateway.http),
         )
         return self.runner.attempt
-
-    @property
-    def _claim_s(self) -> float:
-        """How long a session may wait until somebody runs it."""
-        return self.config.tasks.timeout_s if self.config.tasks.environment == PULL else 0.0
 
     async def tasks(self, split: str) -> Sequence[Task]:
         """Those that the run began with: others are refused."""
@@ -245,6 +222,34 @@ class Controller:
                 FleetStatus(regions=regions, active=active, capacity=capacity, sessions=sessions)
             )
             await asyncio.sleep(FLEET_REPORT_S)
+
+
+def build_runner(
+    config: RunConfig,
+    environment: Environment,
+    sessions: SessionRecorder,
+    http: aiohttp.ClientSession,
+    *,
+    desk: SessionDesk | None,
+    temperature: float,
+    experts: bool = False,
+) -> RolloutRunner:
+    """What makes attempts as the run's configuration wants them."""
+    harness = config.harness
+    # how long a session may wait until somebody runs it
+    claim_s = config.tasks.timeout_s if config.tasks.environment == PULL else 0.0
+    return RolloutRunner(
+        environment,
+        build_agent(harness, environment, http, desk=desk, temperature=temperature),
+        sessions,
+        concurrency=harness.concurrency,
+        source=config.as_written(config.tasks.environment),
+        policy=config.name,
+        experts=experts,
+        agent_timeout_s=harness.timeout_s + AGENT_GRACE_S + claim_s,
+        sandbox_timeout_s=_open_timeout_s(config.tasks),
+        review=build_review(config.rewards, http),
+    )
 
 
 def _open_timeout_s(config: TasksConfig) -> float:
