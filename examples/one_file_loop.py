@@ -172,8 +172,9 @@ def tasks_forever(tasks: Sequence[RepairTask], seed: int) -> Iterator[tuple[Repa
     before."""
     epoch = 0
     while True:
-        order = list(tasks)
-        Random(derive(seed, "order", epoch)).shuffle(order)
+        rng = Random(derive(seed, "order", epoch))
+        drawn = {task.task.id: rng.random() for task in tasks}
+        order = sorted(tasks, key=lambda task: drawn[task.task.id], reverse=True)
         yield from ((task, epoch) for task in order)
         epoch += 1
 

@@ -119,6 +119,9 @@ class GroupOutcome:
     quarantined: dict[str, str] = field(default_factory=dict)
     """Those that are suspected of a trick, and which."""
     no_signal: tuple[str, ...] = ()
+    """Those of a group that teaches nothing."""
+    passed_over: tuple[str, ...] = ()
+    """Those without an advantage in a group that teaches something: the baseline of the others."""
 
     def distinct_advantages(self) -> list[float]:
         """What the scale of a batch follows from: the advantage of each attempt, or those that its
@@ -180,7 +183,8 @@ class AdvantageEstimator:
             malformed=malformed,
             untrainable=untrainable,
             quarantined=quarantined,
-            no_signal=tuple(id for id in advantages if id not in taught),
+            no_signal=() if taught else tuple(advantages),
+            passed_over=tuple(id for id in advantages if id not in taught) if taught else (),
         )
 
     def _net_reward(self, trajectory: Trajectory) -> float:
@@ -199,6 +203,16 @@ class AdvantageEstimator:
             for row in to_rows(trajectory, 0.0)
         )
         return next((fault for fault in faults if fault is not None), None)
+
+
+def counted_rewards(group: Group, outcome: GroupOutcome) -> tuple[float, ...]:
+    """Of the attempts that have one. What was got by a trick is no progress, and what is not finite
+    is no reward: the estimator drops such attempts by name."""
+    return tuple(
+        t.reward
+        for t in group.trajectories
+        if t.reward is not None and math.isfinite(t.reward) and t.id not in outcome.quarantined
+    )
 
 
 ADVANTAGE: dict[str, AdvantageEstimator] = {

@@ -15,6 +15,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator, model_v
 
 from etude.core.errors import EtudeError
 from etude.core.harness_config import CodeConfig
+from etude.core.model_config import ModelConfig
 from etude.core.rewards_config import RewardsConfig
 from etude.core.sandbox_config import SandboxConfig
 from etude.core.schema import (
@@ -40,48 +41,6 @@ from etude.core.stages import (
 )
 from etude.core.tasks_config import TasksConfig
 
-
-class ModelConfig(Config):
-    """The shape of a fresh model, or the directory of one to start from."""
-
-    hidden_size: Count = 128
-    """Width of the residual stream."""
-    num_layers: Count = 4
-    """Transformer layers."""
-    num_heads: Count = 4
-    """Query heads; they divide hidden_size."""
-    num_kv_heads: Count = 2
-    """Key and value heads; they divide num_heads."""
-    intermediate_size: Count = 384
-    """Width of the feed-forward layer."""
-    max_context: Annotated[int, Field(ge=2)] = 512
-    """Tokens of the longest session, prompt included."""
-    vocab_size: Count = 512
-    """Tokens of the vocabulary, which is learnt from the built-in corpus."""
-    path: Annotated[str | None, Place.PATH] = None
-    """A Hugging Face directory to start from. The shape then comes from there; only max_context
-    still counts."""
-
-    @model_validator(mode="after")
-    def _shape(self) -> ModelConfig:
-        if self.path is not None:
-            shape = set(ModelConfig.model_fields) - {"path", "max_context"}
-            if told := sorted(
-                key for key in shape if getattr(self, key) != ModelConfig.model_fields[key].default
-            ):
-                raise ValueError(f"path already decides {', '.join(told)}: remove one or the other")
-        if self.hidden_size % self.num_heads or self.hidden_size // self.num_heads % 2:
-            raise ValueError(
-                f"hidden_size {self.hidden_size} must be num_heads {self.num_heads} times an even "
-                f"number"
-            )
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_heads {self.num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}"
-            )
-        return self
-
-
 CODING_AGENT = "etude.harness.agent:CodingAgent"
 
 
@@ -106,9 +65,21 @@ class HarnessConfig(Config):
     unrealistically quick."""
     concurrency: Count = 64
     """Sessions at once."""
+    summarise_at: Count | None = None
+    """Tokens of a context at which the agent asks the model for a summary; the session goes on from
+    that in a new context (docs/training.md). None: a session ends with its context. It leaves room
+    in model.max_context for what comes until then, and for the summary."""
+    summarise_tool: bool = False
+    """The model may call `summarise` by itself."""
     code: CodeConfig | None = None
     """The coding harness, with the tools of a product, instead of the four of the demo
     (docs/harness.md). An `agent` of your own is given this table as `code`."""
+
+    @property
+    def summaries(self) -> dict[str, int | bool]:
+        """What an agent is told of summaries: nothing if there are none."""
+        told = {"summarise_at": self.summarise_at, "summarise_tool": self.summarise_tool}
+        return {key: value for key, value in told.items() if value}
 
 
 class EngineConfig(Config):
@@ -180,8 +151,11 @@ class TrainerConfig(Config):
 
 
 class EvalConfig(Config):
-    """Sampling in evaluations."""
+    """Evaluations: sampling, and how often beside rl."""
 
+    every_steps: CountOrZero = 0
+    """Steps of rl or distill between two evaluations of the held-out tasks, which a process of
+    their own makes while the stage goes on. 0: only when a stage is over."""
     temperature: NonNegative = 0.0
     """Sampling temperature; 0 is greedy, and the same at every evaluation of a version. Several
     attempts at a task (`etude eval --samples`) would be one then: they are sampled at 1."""
@@ -272,10 +246,35 @@ class RunConfig(Config):
                 f"tasks.environment = {self.tasks.environment!r} runs its sessions itself: leave "
                 f"out harness.agent and harness.command"
             )
+        if self.harness.summaries and (self.tasks.is_remote or self.harness.command):
+            raise ValueError(
+                f"harness.{next(iter(self.harness.summaries))} is for an agent that runs here: a "
+                f"program or a service sums up by itself"
+            )
         if is_named and self.harness.command:
             raise ValueError(
                 f"harness.agent and harness.command are two agents: leave out one, or for the "
                 f"command add --set harness.agent={CODING_AGENT}, which is as good as none"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _evaluates_here(self) -> RunConfig:
+        if self.eval.every_steps and (self.tasks.is_remote or self.engine.vllm_urls):
+            raise ValueError(
+                "eval.every_steps evaluates beside the run, with an engine and sandboxes of its "
+                "own: leave it out with engine.vllm_urls and with an environment elsewhere"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _summarises_in_time(self) -> RunConfig:
+        room = self.model.max_context - self.harness.max_tokens
+        if self.harness.summarise_at is not None and self.harness.summarise_at >= room:
+            raise ValueError(
+                f"harness.summarise_at = {self.harness.summarise_at} leaves no room for a summary "
+                f"of harness.max_tokens = {self.harness.max_tokens} tokens in model.max_context = "
+                f"{self.model.max_context}: lower it"
             )
         return self
 

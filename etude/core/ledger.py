@@ -14,7 +14,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 Reason = Literal[
-    "failed", "malformed", "sampling", "quarantined", "no_signal", "interrupted", "cancelled"
+    "failed",
+    "malformed",
+    "sampling",
+    "quarantined",
+    "no_signal",
+    "passed_over",
+    "interrupted",
+    "cancelled",
 ]
 """Why a sample is not trained on.
 
@@ -25,8 +32,9 @@ Reason = Literal[
     sampling     it was sampled with parameters that the trainer cannot recompute, which `detail`
                  names
     quarantined  it is suspected of a trick, which `detail` names
-    no_signal    the advantage of each of its tokens is zero: all attempts of the group earned the
-                 same reward, say
+    no_signal    no token of its group has an advantage: all attempts earned the same reward, say
+    passed_over  others of its group have an advantage, and it has none: it stood at the mean, or
+                 below it and the estimator learns from what is above
     interrupted  the run was stopped or killed while the session was in flight; its task is issued
                  again
     cancelled    the run reached its last step and did not need the sample any more

@@ -43,6 +43,15 @@ def stage_spans(stages: Sequence[AnyStage]) -> list[StageSpan]:
     return result
 
 
+def periodic_versions(stages: Sequence[AnyStage], every: int) -> list[int]:
+    """The versions within loops that are evaluated while these go on. That which a stage ends with
+    is evaluated in any case, and not among them."""
+    loops = [span for span in stage_spans(stages) if isinstance(span.stage, RolloutStageConfig)]
+    return [
+        version for span in loops for version in range(span.start + every, span.end, every or 1)
+    ]
+
+
 def estimator_of(
     stage: AnyStage, max_tokens: int, *, quarantine: bool = False
 ) -> AdvantageEstimator:

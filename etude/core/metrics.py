@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from etude.core.events import EvalDone, Event, FitStep, StepDone
+from etude.core.events import EvalDone, Event, FitStep, GroupDone, StepDone
 
 
 def metrics(event: Event) -> tuple[int, dict[str, float]]:
@@ -24,6 +24,8 @@ def metrics(event: Event) -> tuple[int, dict[str, float]]:
                 if name[:4] != "step"
             }
             return event.step, numbers
+        case GroupDone():
+            return event.admitted, {"rl/group_has_signal": float(event.kept)}
         case EvalDone():
             return event.version, {f"eval/{event.split}": event.solved / event.total}
         case _:

@@ -258,6 +258,10 @@ class RlConfig(RolloutStageConfig):
     kind: Literal["rl"]
     group_size: Annotated[int, Field(ge=2)] = 8
     """Attempts at one task; they are each other's baseline."""
+    explore: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Share of the groups that go to tasks in turn, each once before any twice. The others go back
+    to tasks whose last attempts differed, so that there is something to learn from them
+    (docs/training.md). 1: all tasks alike, in random order."""
     advantage: str = "dr_grpo"
     """The advantage estimator: how the rewards of a group become advantages. One of dr_grpo, rloo,
     grpo, reinforce_plus_plus_baseline, self_imitation (docs/glossary.md)."""

@@ -50,7 +50,13 @@ class Task:
     sandbox: SandboxSpec = SandboxSpec()
     """Where it is done."""
     meta: Mapping[str, Json] = field(default_factory=dict)
-    """What else there is to say of it, such as where it came from. Agents can read it."""
+    """What else there is to say of it, such as where it came from. Agents can read it. Tasks with
+    the same `family` count as about as hard (`core.curriculum`)."""
+
+    @property
+    def family(self) -> str:
+        """Tasks of one family are about as hard, as far as its environment knows."""
+        return str(self.meta.get("family", ""))
 
     def __post_init__(self) -> None:
         if bool(self.prompt) == bool(self.messages):

@@ -235,10 +235,15 @@ def sessions(view: RunView) -> str:
     ended, untrainable, suspects = view.ended, view.groups.untrainable, view.groups.quarantined
     return (
         f"{ended['done']} finished, {ended['failed']} failed, {ended['timeout']} timed out, "
-        f"{view.groups.sessions_without} without signal"
+        f"{view.groups.sessions_without} without signal{_share_without(view)}"
         + (f", {untrainable} dropped for sampling" if untrainable else "")
         + (f", {suspects} quarantined" if suspects else "")
     )
+
+
+def _share_without(view: RunView) -> str:
+    compared = view.groups.sessions_compared
+    return f" ({view.groups.sessions_without / compared:.0%})" if compared else ""
 
 
 def _evaluations(view: RunView) -> Iterator[Line]:
@@ -403,7 +408,7 @@ def event_line(event: Event, view: RunView) -> str | None:
         case EvalProgress() if event.done == 0:
             return f"trying {event.split} tasks {when(event.stage)}: {event.total} of them"
         case EvalDone():
-            return f"{event.split} tasks solved {when(event.stage)}: {_result(event)}"
+            return f"{event.split} tasks solved {_evaluated(event, view)}: {_result(event)}"
         case _:
             return None
 

@@ -52,6 +52,8 @@ class Groups:
 
     done: int = 0
     with_signal: int = 0
+    sessions_compared: int = 0
+    """Sessions of all groups that could teach something."""
     sessions_without: int = 0
     """Sessions of groups without signal: all attempts earned the same."""
     untrainable: int = 0
@@ -260,6 +262,7 @@ class RunView:
         self.groups.untrainable += len(event.untrainable)
         self.groups.quarantined += len(event.quarantined)
         compared = len(event.rewards) - len(event.untrainable)
+        self.groups.sessions_compared += max(compared, 0)
         if event.kept:
             self.groups.with_signal += 1
         elif compared > 0:

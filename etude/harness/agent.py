@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -20,11 +21,20 @@ from etude.core.patience import when_back
 from etude.core.sandbox import Sandbox
 from etude.core.seeds import derive
 from etude.core.types import Json, PromptPart, Task, Transcript
+from etude.harness.summary import (
+    REQUEST,
+    SUMMARISE,
+    CarriedState,
+    Conversation,
+    Message,
+    summary_of,
+)
+from etude.harness.summary import SCHEMA as SUMMARY_SCHEMA
 from etude.harness.tools import Tools
 
 NUDGE = "call a tool"
 
-Message = dict[str, Json]
+Ask = Callable[..., Awaitable[tuple[Message, int]]]
 
 
 class OutOfContext(Exception):
@@ -47,6 +57,9 @@ class AgentTools(Protocol):
     def ends(self, name: str) -> bool:
         """Whether the session is over after a call of it."""
 
+    def carried(self) -> CarriedState:
+        """What goes on into the next window of the session beside its summary."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opening:
@@ -67,27 +80,42 @@ class CodingAgent:
         timeout_s: float,
         temperature: float = 1.0,
         tool_delay_s: float = 0.0,
+        summarise_at: int | None = None,
+        summarise_tool: bool = False,
     ) -> None:
+        """`summarise_at`: the tokens of a window at which the model is asked for a summary, from
+        which the next window goes on. `summarise_tool`: it may do so of its own accord."""
         self._session = session
         self._max_turns = max_turns
         self._timeout_s = timeout_s
         self._tool_delay_s = tool_delay_s
+        self._summarise_at = summarise_at
+        self._summarise_tool = summarise_tool
         self._sampling = {"model": "etude", "max_tokens": max_tokens, "temperature": temperature}
 
     async def run(
         self, task: Task, sandbox: Sandbox, *, base_url: str, api_key: str, seed: int
     ) -> Transcript:
         opening = await self.open(task, sandbox, seed)
-        messages, tools = opening.messages, opening.tools
+        talk, tools = Conversation(opening.messages, self._summarise_at), opening.tools
+        own = [SUMMARY_SCHEMA] if self._summarise_tool else []
+        ask = partial(self._ask, base_url, api_key, [*tools.schemas, *own])
         finished = False
         try:
             async with asyncio.timeout(self._timeout_s) as deadline:
                 for turn in range(self._max_turns):
-                    asked = {"messages": messages, "tools": tools.schemas}
-                    answer = await self._ask(base_url, api_key, asked, turn_seed(seed, turn))
-                    messages.append(answer)
-                    finished = await self._act(answer, tools, messages)
-                    if finished or gave_up(messages):
+                    if talk.is_full:
+                        await self._summarise(ask, talk, tools, seed)
+                    try:
+                        answer, num_tokens = await ask(talk.window, turn_seed(seed, turn))
+                    except OutOfContext:
+                        if not talk.step_back():
+                            raise
+                        await self._summarise(ask, talk, tools, seed)
+                        continue
+                    talk.answered(answer, num_tokens)
+                    finished = await self._act(answer, tools, talk)
+                    if finished or gave_up(talk.window):
                         break
         except TimeoutError:
             # someone else's time ran out: a failure, not the end of the session
@@ -95,14 +123,37 @@ class CodingAgent:
                 raise
         except OutOfContext:
             pass
-        return Transcript(messages=messages, finished=finished, parts=opening.parts)
+        return Transcript(messages=talk.said, finished=finished, parts=opening.parts)
 
     async def open(self, task: Task, sandbox: Sandbox, seed: int) -> Opening:
         """Before the model's first turn."""
         return Opening(messages=task.opening, tools=Tools(task, sandbox))
 
-    async def _ask(self, base_url: str, api_key: str, asked: dict[str, Json], seed: int) -> Message:
-        body = {**self._sampling, **asked, "seed": seed, "parallel_tool_calls": True}
+    async def _summarise(self, ask: Ask, talk: Conversation, tools: AgentTools, seed: int) -> None:
+        talk.add({"role": "user", "content": REQUEST})
+        own_seed = derive(seed, SUMMARISE, talk.num_summaries)
+        answer, _ = await ask(talk.window, own_seed, kind="summary")
+        talk.add(answer)
+        talk.reopen(summary_of(answer), tools.carried())
+
+    async def _ask(
+        self,
+        base_url: str,
+        api_key: str,
+        schemas: list[Message],
+        messages: list[Message],
+        seed: int,
+        kind: str = "turns",
+    ) -> tuple[Message, int]:
+        """The answer, and the tokens of the context that ends with it. `kind`: of the context, if
+        it is a new one."""
+        body = {
+            **self._sampling,
+            "messages": messages,
+            "tools": schemas,
+            "seed": seed,
+            "parallel_tool_calls": True,
+        }
         # The session has a time limit of its own; the client's default would end long answers of a
         # busy engine.
         no_limit = aiohttp.ClientTimeout(total=None)
@@ -110,7 +161,7 @@ class CodingAgent:
             self._session.post,
             f"{base_url}/chat/completions",
             json=body,
-            headers={"Authorization": f"Bearer {api_key}"},
+            headers={"Authorization": f"Bearer {api_key}", "X-Etude-Segment": kind},
             timeout=no_limit,
         )
         async with await when_back(asking, aiohttp.ClientConnectionError) as response:
@@ -119,23 +170,34 @@ class CodingAgent:
                 if response.status == 400 and "context_length_exceeded" in said:
                     raise OutOfContext
                 raise RolloutFailure(f"chat completions: status {response.status}: {said[:500]}")
-            message: Message = (await response.json())["choices"][0]["message"]
-        return message
+            told = await response.json()
+        message: Message = told["choices"][0]["message"]
+        return message, (told.get("usage") or {}).get("total_tokens", 0)
 
-    async def _act(self, answer: Message, tools: AgentTools, messages: list[Message]) -> bool:
+    async def _act(self, answer: Message, tools: AgentTools, talk: Conversation) -> bool:
         """Do what the answer says, and add what came of it. True if it submits."""
         calls = answer.get("tool_calls") or []
         if not calls:
-            messages.append({"role": "user", "content": NUDGE})
+            talk.add({"role": "user", "content": NUDGE})
         for call in calls:
             name = call["function"]["name"]
             arguments = parse_arguments(call["function"]["arguments"])
+            if (summary := self._own_summary(name, arguments)) is not None:
+                talk.reopen(summary, tools.carried())
+                return False
             content = await tools.call(name, arguments)
             await asyncio.sleep(self._tool_delay_s)
-            messages.append({"role": "tool", "tool_call_id": call["id"], "content": content})
+            talk.add({"role": "tool", "tool_call_id": call["id"], "content": content})
             if tools.ends(name):
                 return True
         return False
+
+    def _own_summary(self, name: str, arguments: Json) -> str | None:
+        """The text of a call that is one."""
+        is_one = name == SUMMARISE and self._summarise_tool
+        if not is_one or not isinstance(arguments, dict) or arguments.keys() != {"text"}:
+            return None
+        return arguments["text"] if isinstance(arguments["text"], str) else None
 
 
 def gave_up(messages: list[Message]) -> bool:

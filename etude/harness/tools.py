@@ -9,6 +9,7 @@ from typing import Any
 
 from etude.core.sandbox import CommandResult, Sandbox
 from etude.core.types import Json, Task
+from etude.harness.summary import CarriedState
 
 SUBMIT = "submit"
 _JSON_TYPES: dict[type, str] = {int: "integer", str: "string"}
@@ -57,6 +58,10 @@ class Tools:
         except ValueError as e:  # the working copy is to blame: a path that leaves it, a full disk
             return f"error: {e}"
         return answer
+
+    def carried(self) -> CarriedState:
+        """What goes on into the next window of the session beside its summary."""
+        return CarriedState()
 
     async def read(self) -> str:
         """The module, with line numbers."""

@@ -369,6 +369,12 @@ def server_programs(store: str, engine: EngineConfig) -> tuple[list[Program], st
     return [gateway, *workers], url
 
 
+def evaluator_programs(store: str, every_steps: int) -> list[Program]:
+    """What evaluates versions while a loop goes on, if that is wanted."""
+    evaluator = python("etude.run.evaluator", "--store", store)
+    return [Program("evaluator", evaluator, restarts=RESTARTS)] if every_steps else []
+
+
 def trainer_programs(store: str, ranks: int, rendezvous_file: Path) -> list[Program]:
     """The trainer, or one process for each of its ranks; these meet in a file that is not there
     before."""

@@ -29,6 +29,7 @@ from etude.launch.dashboard import dashboard
 from etude.launch.launcher import (
     Launcher,
     Program,
+    evaluator_programs,
     locked,
     python,
     server_programs,
@@ -311,7 +312,9 @@ async def _run(
             python("etude.run.controller", "--store", place.store, "--gateway", url),
             scope=Scope.ADMIN,
         )
-        await launcher.run_all([*servers, *trainers, controller], until="controller")
+        evaluators = evaluator_programs(place.store, config.eval.every_steps)
+        programs = [*servers, *trainers, *evaluators, controller]
+        await launcher.run_all(programs, until="controller")
 
 
 @contextlib.asynccontextmanager

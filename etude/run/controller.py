@@ -19,6 +19,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import aiohttp
 
 from etude.core.config import CODING_AGENT, HarnessConfig, RunConfig
+from etude.core.curriculum import Curriculum
 from etude.core.errors import EtudeError, user_code
 from etude.core.events import FewTasks, FleetStatus, RunDone
 from etude.core.expression import Expression
@@ -29,26 +30,25 @@ from etude.core.liveness import DisturbanceTracker
 from etude.core.protocols import Agent, Environment
 from etude.core.rewards_config import RewardsConfig
 from etude.core.sandbox import SandboxPool, SandboxSpec
-from etude.core.stages import RolloutStageConfig
+from etude.core.stages import RlConfig, RolloutStageConfig
 from etude.core.tasks_config import PULL, TasksConfig
-from etude.core.types import EVAL_SPLITS, Group, Task, Trajectory
+from etude.core.types import EVAL_SPLITS, Group, Task
 from etude.core.window import Window
 from etude.rewards.judge import Judge
 from etude.rewards.review import Review
 from etude.run import journal
-from etude.run.evaluate import evaluate, report_name
+from etude.run.evaluate import evaluate_and_keep, report_name
 from etude.run.gateway_client import GatewayClient
-from etude.run.loop import RolloutLoop, RunAttempt, endless_tasks
+from etude.run.loop import RolloutLoop, RunAttempt
 from etude.run.plugins import build, import_from, load
 from etude.run.process import run_process
 from etude.run.pull import PullEnvironment
-from etude.run.rollout import RolloutRunner, SessionDesk
+from etude.run.rollout import RolloutRunner, SessionDesk, SessionRecorder
 from etude.run.service import ServiceClient, ServiceEnvironment
 from etude.run.task_record import keep_record
 from etude.sandbox.egress import Outside, log_to
 from etude.sandbox.mounts import mount_programs
 from etude.sandbox.pool import check_tier, open_sandbox_pool
-from etude.store.rollouts import RolloutLog
 from etude.store.runs import Run
 from etude.store.telemetry import Emit, event_writer
 from etude.weights.manifest import PublishedVersions
@@ -122,24 +122,17 @@ class Controller:
         if getattr(self.config.tasks, split) == 0 or name in self.run.evals():
             return
         await self.gateway.load(version)
-        stage = stage_of(version, self.config.stage)
-        attempts: list[Trajectory] = []
-        report = await evaluate(
+        await evaluate_and_keep(
+            self.run,
             await self.tasks(split),
             self.rollouts(temperature=self.config.eval.temperature_of(samples)),
-            stage=stage,
+            stage=stage_of(version, self.config.stage),
             split=split,
             version=version,
             seed=self.config.seed,
             samples=samples,
             emit=self.emit,
-            keep=attempts.append,
         )
-        kept = self.run.put_eval_sessions(name, attempts)
-        RolloutLog(self.run.objects).put_evaluation(
-            name, attempts, stage=stage, split=split, object=kept
-        )
-        self.run.put_eval(name, report)
 
     async def run_loop(self, span: StageSpan, stage: RolloutStageConfig) -> None:
         estimator = estimator_of(
@@ -172,7 +165,14 @@ class Controller:
             window=self.window,
             weights=self.versions,
             load=self.gateway.load,
-            tasks=endless_tasks(tasks, self.config.seed),
+            tasks=tasks,
+            curriculum=Curriculum(
+                {task.id: task.family for task in tasks},
+                seed=self.config.seed,
+                explore=stage.explore if isinstance(stage, RlConfig) else 1.0,
+                max_lag=stage.max_lag,
+                past=recovered.past,
+            ),
             attempt=self.rollouts(
                 temperature=stage.temperature, experts=stage.router_replay, is_training=True
             ),
@@ -189,32 +189,17 @@ class Controller:
         self, *, temperature: float, experts: bool = False, is_training: bool = False
     ) -> RunAttempt:
         """`experts`: the trainer will replay them."""
-        harness = self.config.harness
-        self.runner = RolloutRunner(
+        self.runner = build_runner(
+            self.config,
             self.environment,
-            build_agent(
-                harness,
-                self.environment,
-                self.gateway.http,
-                desk=self.gateway,
-                temperature=temperature,
-                is_training=is_training,
-            ),
             self.gateway,
-            concurrency=harness.concurrency,
-            source=self.config.as_written(self.config.tasks.environment),
-            policy=self.config.name,
+            self.gateway.http,
+            desk=self.gateway,
+            temperature=temperature,
             experts=experts,
-            agent_timeout_s=harness.timeout_s + AGENT_GRACE_S + self._claim_s,
-            sandbox_timeout_s=_open_timeout_s(self.config.tasks),
-            review=build_review(self.config.rewards, self.gateway.http),
+            is_training=is_training,
         )
         return self.runner.attempt
-
-    @property
-    def _claim_s(self) -> float:
-        """How long a session may wait until somebody runs it."""
-        return self.config.tasks.timeout_s if self.config.tasks.environment == PULL else 0.0
 
     async def tasks(self, split: str) -> Sequence[Task]:
         """Those that the run began with: others are refused."""
@@ -246,6 +231,42 @@ class Controller:
                 FleetStatus(regions=regions, active=active, capacity=capacity, sessions=sessions)
             )
             await asyncio.sleep(FLEET_REPORT_S)
+
+
+def build_runner(
+    config: RunConfig,
+    environment: Environment,
+    sessions: SessionRecorder,
+    http: aiohttp.ClientSession,
+    *,
+    desk: SessionDesk | None,
+    temperature: float,
+    experts: bool = False,
+    is_training: bool = False,
+) -> RolloutRunner:
+    """What makes attempts as the run's configuration wants them."""
+    harness = config.harness
+    # how long a session may wait until somebody runs it
+    claim_s = config.tasks.timeout_s if config.tasks.environment == PULL else 0.0
+    return RolloutRunner(
+        environment,
+        build_agent(
+            harness,
+            environment,
+            http,
+            desk=desk,
+            temperature=temperature,
+            is_training=is_training,
+        ),
+        sessions,
+        concurrency=harness.concurrency,
+        source=config.as_written(config.tasks.environment),
+        policy=config.name,
+        experts=experts,
+        agent_timeout_s=harness.timeout_s + AGENT_GRACE_S + claim_s,
+        sandbox_timeout_s=_open_timeout_s(config.tasks),
+        review=build_review(config.rewards, http),
+    )
 
 
 def _open_timeout_s(config: TasksConfig) -> float:
@@ -313,9 +334,9 @@ def build_agent(
     elif config.code is not None:
         code = config.code if is_training else config.code.for_evaluation()
         reference = CODE_AGENT if config.agent == CODING_AGENT else config.agent
-        agent = build(reference, "harness.agent", http, **limits, code=code)
+        agent = build(reference, "harness.agent", http, **limits, **config.summaries, code=code)
     else:
-        agent = build(config.agent, "harness.agent", http, **limits)
+        agent = build(config.agent, "harness.agent", http, **limits, **config.summaries)
     return agent
 
 

@@ -19,6 +19,7 @@ from etude.core.seeds import derive
 from etude.core.statistics import clustered_wilson, pass_at_k, wilson
 from etude.core.types import Cost, Json, Task, Trajectory
 from etude.run.loop import RunAttempt, attempt_done
+from etude.store.rollouts import RolloutLog
 from etude.store.runs import Run
 
 TRIES = 3
@@ -134,6 +135,29 @@ async def evaluate(
         )
     )
     return report
+
+
+async def evaluate_and_keep(
+    run: Run, tasks: Sequence[Task], attempt: RunAttempt, *, stage: str, split: str, version: int,
+    seed: int, samples: int = 1, emit: Callable[[Event], None] = lambda event: None,
+) -> None:  # fmt: skip
+    """Evaluate, and put the sessions, their rows and the report into the store of the run."""
+    attempts: list[Trajectory] = []
+    report = await evaluate(
+        tasks,
+        attempt,
+        stage=stage,
+        split=split,
+        version=version,
+        seed=seed,
+        samples=samples,
+        emit=emit,
+        keep=attempts.append,
+    )
+    kept = run.put_eval_sessions(report.name, attempts)
+    rows = RolloutLog(run.objects)
+    rows.put_evaluation(report.name, attempts, stage=stage, split=split, object=kept)
+    run.put_eval(report.name, report)
 
 
 def _report(

@@ -11,16 +11,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
-from etude.core.advantage import AdvantageEstimator, GroupOutcome
+from etude.core.advantage import AdvantageEstimator, GroupOutcome, counted_rewards
+from etude.core.curriculum import AskedTask
 from etude.core.ledger import Batched, Dropped, Entry, Issued, Ledger, Reason
-from etude.core.types import Batch, Group, Task
+from etude.core.types import Batch, Group
 from etude.store.objects import Missing
-from etude.store.rollouts import RolloutLog, RolloutRow, group_rows
+from etude.store.rollouts import RolloutFate, RolloutLog, RolloutRow, group_rows
 from etude.store.runs import Run
 
 
@@ -106,6 +109,7 @@ def drops(outcome: GroupOutcome) -> list[Dropped]:
         *_by_detail("sampling", outcome.untrainable),
         *_by_detail("quarantined", outcome.quarantined),
         Dropped(samples=outcome.no_signal, reason="no_signal"),
+        Dropped(samples=outcome.passed_over, reason="passed_over"),
     ]
     return [entry for entry in entries if entry.samples]
 
@@ -129,9 +133,8 @@ class Recovered:
     """To be written first: what the stop left unsaid."""
     waiting: list[Group]
     """Finished, and in no batch yet."""
-    done: set[tuple[str, int]]
-    """(task, epoch) of every group that came to an end; those that were interrupted are not among
-    them."""
+    past: list[AskedTask]
+    """Every group that came to an end; those that were interrupted are not among them."""
     slots: int
     """Groups that were ever issued."""
     batched: int
@@ -151,10 +154,10 @@ def recover(
     batches: Mapping[int, Batch],
     finished: Mapping[str, Group],
     estimator: AdvantageEstimator,
-    listed: Container[str] = (),
+    listed: Mapping[str, Sequence[RolloutFate]] = MappingProxyType({}),
 ) -> Recovered:
     """`batches`: the unrecorded ones. `finished`: every stored group that has open samples, or no
-    rows (others do no harm). `listed`: the groups that have rows."""
+    rows (others do no harm). `listed`: the groups that have rows, with what these say."""
     made: list[Entry] = [
         Batched(step=step, samples=tuple(dict.fromkeys(row.sample for row in batch.rows)))
         for step, batch in sorted(batches.items())
@@ -177,7 +180,11 @@ def recover(
     return Recovered(
         entries=made,
         waiting=waiting,
-        done={(entry.task, entry.epoch) for entry in issued if entry.group not in interrupted},
+        past=[
+            _asked(entry, finished, listed, estimator)
+            for entry in issued
+            if entry.group not in interrupted
+        ],
         slots=len(issued),
         batched=max((entry.step for entry in all_entries if isinstance(entry, Batched)), default=0),
         unlisted=[group for name, group in sorted(finished.items()) if name not in listed],
@@ -202,16 +209,45 @@ def load(run: Run, estimator: AdvantageEstimator) -> tuple[list[Entry], Recovere
     issued = {entry.group for entry in entries if isinstance(entry, Issued)}
     opened = {group_of(sample) for sample in Ledger(entries).open_samples()}
     finished: dict[str, Group] = {}
-    for name in opened | issued - listed - _interrupted(entries):
+    for name in opened | issued - listed.keys() - _interrupted(entries):
         # asked by its name: a listing may be late, and its sessions would be lost
         with contextlib.suppress(Missing):
             finished[name] = run.group(name)
     return entries, recover(entries, batches, finished, estimator, listed)
 
 
-def without_done(
-    stream: Iterable[tuple[Task, int]], done: Container[tuple[str, int]]
-) -> Iterator[tuple[Task, int]]:
-    """The stream of tasks without those that came to an end before; so what was interrupted comes
-    first, in order."""
-    return ((task, epoch) for task, epoch in stream if (task.id, epoch) not in done)
+def asked_task(issued: Issued, group: Group, outcome: GroupOutcome) -> AskedTask:
+    """What the curriculum learns from a group."""
+    return AskedTask(
+        task=issued.task,
+        epoch=issued.epoch,
+        version=issued.version,
+        rewards=counted_rewards(group, outcome),
+        kept=bool(outcome.advantages),
+    )
+
+
+def _asked(
+    issued: Issued,
+    finished: Mapping[str, Group],
+    listed: Mapping[str, Sequence[RolloutFate]],
+    estimator: AdvantageEstimator,
+) -> AskedTask:
+    """The same, from what is in the store: the group itself, or the rows of its attempts. Neither
+    is there if a stage came to its end before the group did."""
+    if (group := finished.get(issued.group)) is not None:
+        return asked_task(issued, group, estimator.estimate(group))
+    fates = listed.get(issued.group, ())
+    return AskedTask(
+        task=issued.task,
+        epoch=issued.epoch,
+        version=issued.version,
+        rewards=tuple(
+            fate.reward
+            for fate in fates
+            if fate.reward is not None
+            and math.isfinite(fate.reward)
+            and not (fate.dropped or "").startswith("quarantined")
+        ),
+        kept=any(fate.dropped in (None, "cancelled") for fate in fates),
+    )

@@ -12,14 +12,20 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from math import isfinite
-from random import Random
 from statistics import fmean
 from typing import TypeVar
 
-from etude.core.advantage import AdvantageEstimator, GroupOutcome, oldest_version, to_rows
+from etude.core.advantage import (
+    AdvantageEstimator,
+    GroupOutcome,
+    counted_rewards,
+    oldest_version,
+    to_rows,
+)
 from etude.core.alarms import signal_advice, what_was_earned
+from etude.core.curriculum import Curriculum
 from etude.core.errors import EtudeError
 from etude.core.events import AttemptDone, BatchReady, Event, GroupDone, WeightsLive
 from etude.core.ledger import Batched, Dropped, Issued, Trained
@@ -27,7 +33,7 @@ from etude.core.protocols import WeightStore
 from etude.core.seeds import derive
 from etude.core.types import Batch, Group, Task, Trajectory
 from etude.core.window import Window
-from etude.run.journal import Journal, Recovered, drops, group_id, sample_ids, without_done
+from etude.run.journal import Journal, Recovered, asked_task, drops, group_id, sample_ids
 
 V = TypeVar("V")
 
@@ -47,7 +53,8 @@ class RolloutLoop:
         window: Window[Group],
         weights: WeightStore,
         load: Callable[[int], Awaitable[None]],
-        tasks: Iterable[tuple[Task, int]],
+        tasks: Sequence[Task],
+        curriculum: Curriculum,
         attempt: RunAttempt,
         group_size: int,
         estimator: AdvantageEstimator,
@@ -62,7 +69,8 @@ class RolloutLoop:
         self.window = window
         self.weights = weights
         self.load = load
-        self.tasks = without_done(tasks, recovered.done)
+        self.tasks = {task.id: task for task in tasks}
+        self.curriculum = curriculum
         self.attempt = attempt
         self.group_size = group_size
         self.estimator = estimator
@@ -96,17 +104,18 @@ class RolloutLoop:
     async def feed(self) -> None:
         """task -> slot -> group"""
         async with asyncio.TaskGroup() as groups:
-            for task, epoch in self.tasks:
+            while True:
                 slot = await self.when(self.window.admit)
-                groups.create_task(self.explore(task, epoch, slot, admitted=self.window.live))
+                admitted = self.window.live
+                task, epoch = self.curriculum.choose(admitted)
+                groups.create_task(self.explore(self.tasks[task], epoch, slot, admitted))
 
     async def explore(self, task: Task, epoch: int, slot: int, admitted: int) -> None:
         """attempts -> group in the store -> window"""
         group, began = group_id(slot), time.monotonic()
         samples = sample_ids(group, self.group_size)
-        await self.journal.write(
-            Issued(group=group, task=task.id, samples=samples, version=admitted, epoch=epoch)
-        )
+        issued = Issued(group=group, task=task.id, samples=samples, version=admitted, epoch=epoch)
+        await self.journal.write(issued)
         async with asyncio.TaskGroup() as attempts:
             running = [
                 # Attempts are numbered through the epochs, so that no two at a task share their
@@ -128,6 +137,7 @@ class RolloutLoop:
         await self.journal.write(*drops(outcome), group=whole)
         self.emit(_done(whole, outcome, time.monotonic() - began))
         kept = bool(outcome.advantages)
+        self.curriculum.learn(asked_task(issued, whole, outcome))
         self.signal.add(whole, outcome)
         await self.update(
             lambda: self.window.finish(slot, whole) if kept else self.window.drop(slot)
@@ -208,7 +218,7 @@ class SignalMonitor:
             self._in_vain, self._rewards = 0, set()
             return
         self._in_vain += 1
-        self._rewards |= set(rewards_of(group, outcome))
+        self._rewards |= set(counted_rewards(group, outcome))
         all_suspected = len(outcome.quarantined) == len(group.trajectories)
         if self._in_vain >= self._limit and outcome.quarantined and all_suspected:
             raise EtudeError(
@@ -232,15 +242,6 @@ class SignalMonitor:
             )
 
 
-def endless_tasks(tasks: Sequence[Task], seed: int) -> Iterator[tuple[Task, int]]:
-    """All tasks in a random order, then all in another one, and so on; each with the number of its
-    epoch."""
-    for epoch in itertools.count():
-        order = list(tasks)
-        Random(derive(seed, "order", epoch)).shuffle(order)
-        yield from ((task, epoch) for task in order)
-
-
 def assemble_batch(
     step: int, groups: Sequence[Group], estimator: AdvantageEstimator
 ) -> tuple[Batch, tuple[str, ...]]:
@@ -261,20 +262,10 @@ def assemble_batch(
         for t, outcome in kept
         for row in to_rows(t, outcome.advantages[t.id], outcome.credit.get(t.id, ()), scale=scale)
     )
-    rewards = [rewards_of(*each) for each in zip(ordered, outcomes, strict=True)]
+    rewards = [counted_rewards(*each) for each in zip(ordered, outcomes, strict=True)]
     reward = fmean(itertools.chain.from_iterable(rewards))
     batch = Batch(step=step, rows=rows, oldest=oldest_version(rows), reward=reward)
     return batch, tuple(t.id for t, _ in kept)
-
-
-def rewards_of(group: Group, outcome: GroupOutcome) -> list[float]:
-    """Of the attempts that have one. What was got by a trick is no progress, and what is not finite
-    is no reward: the estimator drops such attempts by name."""
-    return [
-        t.reward
-        for t in group.trajectories
-        if t.reward is not None and isfinite(t.reward) and t.id not in outcome.quarantined
-    ]
 
 
 def attempt_done(trajectory: Trajectory, split: str) -> AttemptDone:
@@ -295,7 +286,7 @@ def _done(group: Group, outcome: GroupOutcome, seconds: float) -> GroupDone:
         group=group.id,
         task=group.task,
         admitted=group.admitted,
-        rewards=tuple(rewards_of(group, outcome)),
+        rewards=counted_rewards(group, outcome),
         failed=sum(t.reward is None for t in group.trajectories),
         kept=bool(outcome.advantages),
         seconds=seconds,

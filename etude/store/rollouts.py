@@ -70,6 +70,14 @@ class RolloutRow:
     """The object in the store that holds all of it."""
 
 
+@dataclass(frozen=True, slots=True)
+class RolloutFate:
+    """What an attempt earned, and why it was not trained on, if it was not."""
+
+    reward: float | None
+    dropped: str | None
+
+
 _SCALARS = {
     "str": DataType.string(),
     "Status": DataType.string(),
@@ -173,11 +181,15 @@ class RolloutLog:
         """The rows of one file."""
         return _decode(self._table(key))
 
-    def groups(self) -> set[str]:
-        """The groups whose rows are there."""
-        return {
-            group for key in self._keys() for group in self._table(key).column("group").to_pylist()
-        }
+    def groups(self) -> dict[str, list[RolloutFate]]:
+        """The groups of training whose rows are there, with what became of each attempt."""
+        groups: dict[str, list[RolloutFate]] = {}
+        for key in self._keys():
+            table = self._table(key)
+            columns = [table.column(name).to_pylist() for name in ("group", "reward", "dropped")]
+            for group, *fate in zip(*columns, strict=True):
+                groups.setdefault(group, []).append(RolloutFate(*fate))
+        return groups
 
     def _keys(self) -> list[str]:
         return [_key(number) for number in range(self._end())]

@@ -144,6 +144,7 @@ def _make_task(source: Iterator[Function], rng: Random, split: Split) -> RepairT
             "module": path,
             "template": "+".join(f.template for f in module),
             "bug": slip.kind,
+            "family": module[0].template if len(module) == 1 else "two functions",
             "difficulty": "hard" if len(module) > 1 else module[0].difficulty,
             "program": " ".join(program_digest(f.source) for f in module),
         },

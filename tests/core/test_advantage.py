@@ -166,7 +166,7 @@ def test_rounding_is_no_difference(estimator: AdvantageEstimator) -> None:
 
 def test_every_attempt_has_one_fate() -> None:
     outcome = ADVANTAGE["self_imitation"].estimate(group(1.0, None, 0.0, math.nan, 1.0))
-    assert (set(outcome.advantages), outcome.no_signal, outcome.failed) == (
+    assert (set(outcome.advantages), outcome.passed_over, outcome.failed) == (
         {"g.0", "g.4"},
         ("g.2",),
         ("g.1",),
@@ -303,7 +303,7 @@ def test_credits_of_the_same_token_add_up_and_others_have_none() -> None:
 def test_an_attempt_is_trained_on_for_its_credits_alone() -> None:
     same = with_credit(group(1.0, 1.0, 1.0), (Credit(1.0, 0, turn=0),), (Credit(0.0, 0),), ())
     outcome = AdvantageEstimator().estimate(same)
-    assert outcome.advantages == {"g.0": 0.0, "g.1": 0.0} and outcome.no_signal == ("g.2",)
+    assert outcome.advantages == {"g.0": 0.0, "g.1": 0.0} and outcome.passed_over == ("g.2",)
     batch, _ = assemble_batch(3, [same], ADVANTAGE["reinforce_plus_plus_baseline"])
     assert [row.advantages for row in batch.rows] == [(0, 0, 1, 0, 0, 0), (0, 0, -1, 0, -1, -1)]
 

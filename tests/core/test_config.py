@@ -694,3 +694,29 @@ def test_several_greedy_attempts_would_be_one() -> None:
     assert [greedy.temperature_of(samples) for samples in (1, 2, 8)] == [0.0, 1.0, 1.0]
     warm = parse(GOOD, ["eval.temperature=0.5"]).eval
     assert [warm.temperature_of(samples) for samples in (1, 2, 8)] == [0.5] * 3
+
+
+@pytest.mark.parametrize(
+    ("harness", "told"),
+    [
+        ("summarise_at = 200\nmax_tokens = 60", "leaves no room for a summary of"),
+        ('summarise_at = 100\ncommand = ["agent"]', "harness.summarise_at is for an agent that"),
+        ('summarise_tool = true\ncommand = ["agent"]', "harness.summarise_tool is for an agent"),
+    ],
+)
+def test_summaries_need_room_and_an_agent_that_runs_here(harness: str, told: str) -> None:
+    text = f"""
+name = "x"
+[model]
+max_context = 256
+[harness]
+{harness}
+[[stage]]
+kind = "rl"
+steps = 1
+"""
+    with pytest.raises(EtudeError, match=told):
+        parse(text)
+    assert parse(text.replace(harness, "summarise_at = 100")).harness.summaries == {
+        "summarise_at": 100
+    }

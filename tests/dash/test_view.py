@@ -221,7 +221,7 @@ def test_suspects_are_not_without_signal() -> None:
     assert (view.groups.sessions_without, view.groups.quarantined) == (1, 1)
     assert (view.mean_reward, view.solve_rate) == (0.0, 0.0)
     told = next(line.text for line in describe(view, 0).lines if line.label == "sessions")
-    assert told.endswith("1 without signal, 1 quarantined")
+    assert told.endswith("1 without signal (100%), 1 quarantined")
 
 
 def test_curves_are_those_of_one_stage() -> None:
@@ -521,8 +521,8 @@ def test_sessions_are_told_now_and_then_and_each_error_once() -> None:
     assert told(3.0, attempt("failed", None, "agent: a")) == []
     assert told(4.0, same) == []
     assert told(1.5 + TELL_S, attempt()) == [
-        "sessions: 4 finished, 2 failed, 0 timed out, 2 without signal; no group had a difference "
-        "yet: in the first all attempts earned 0; newest error: agent: a"
+        "sessions: 4 finished, 2 failed, 0 timed out, 2 without signal (100%); no group had a "
+        "difference yet: in the first all attempts earned 0; newest error: agent: a"
     ]
     assert told(9.0 + 2 * TELL_S, same) == [], "no session ended since"
     for n in range(9):

@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 from random import Random
 
 from etude.core.advantage import AdvantageEstimator
+from etude.core.curriculum import Curriculum
 from etude.core.errors import EtudeError
 from etude.core.ledger import Trained
 from etude.core.sampling import version_spans
 from etude.core.types import Group, Manifest, Route, Score, Segment, Task, Trajectory
 from etude.core.window import Window
 from etude.run import journal
-from etude.run.loop import RolloutLoop, endless_tasks
+from etude.run.loop import RolloutLoop
 from etude.store.objects import Objects
 from etude.store.runs import Run
 
@@ -151,6 +152,7 @@ async def stage(
     solves: float = 0.4,
     spoil: Callable[[Trajectory], Trajectory] = lambda trajectory: trajectory,
     troubled: Callable[[], float] = lambda: -math.inf,
+    explore: float = 0.5,
 ) -> Engine:
     """Runs the stage from wherever the store says that it stands."""
     rng, estimator = (
@@ -178,7 +180,14 @@ async def stage(
         window=window,
         weights=versions,
         load=engine.load,
-        tasks=endless_tasks(TASKS, seed=1),
+        tasks=TASKS,
+        curriculum=Curriculum(
+            {task.id: task.family for task in TASKS},
+            seed=1,
+            explore=explore,
+            max_lag=max_lag,
+            past=recovered.past,
+        ),
         attempt=engine.attempt,
         group_size=3,
         estimator=estimator,

@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 
 from etude.core.advantage import ADVANTAGE, AdvantageEstimator, GroupOutcome
+from etude.core.curriculum import Curriculum
 from etude.core.errors import EtudeError
 from etude.core.ledger import Dropped, Entry, Issued, Ledger
 from etude.core.sampling import SamplingParams, SamplingSpan, VersionSpan
 from etude.core.types import Group, Manifest, Score, Segment, Trajectory
 from etude.run import journal
-from etude.run.loop import FailureMonitor, SignalMonitor, assemble_batch, endless_tasks
+from etude.run.loop import FailureMonitor, SignalMonitor, assemble_batch
 from etude.run.process import error_message
 from etude.store.objects import Objects
 from etude.store.rollouts import RolloutLog
@@ -99,6 +100,18 @@ async def test_rows_that_are_lost_are_written_again() -> None:
     assert objects.list("rollouts") == files, "and what is there is not written again"
 
 
+async def test_what_the_curriculum_knows_follows_from_rows_as_from_groups() -> None:
+    objects, estimator = Objects.open("memory:"), AdvantageEstimator(max_tokens=3, max_lag=1)
+    await stage(objects, seed=4, last=LAST, max_lag=1)
+    _, from_rows = journal.load(Run(objects), estimator)
+    for key in objects.list("rollouts"):
+        objects.delete(key)
+    _, from_groups = journal.load(Run(objects), estimator)
+    assert from_rows.past == from_groups.past
+    assert {True, False} == {asked.kept for asked in from_rows.past}
+    assert {0, 1} <= {asked.epoch for asked in from_rows.past}
+
+
 async def test_an_interrupted_task_is_issued_again_with_the_same_seeds() -> None:
     whole, broken = Objects.open("memory:"), Objects.open("memory:")
     first = await stage(whole, seed=5, last=LAST, max_lag=0, failures=0.0)
@@ -107,12 +120,10 @@ async def test_an_interrupted_task_is_issued_again_with_the_same_seeds() -> None
     second = await stage(broken, seed=6, last=LAST, max_lag=0, failures=0.0)
     assert set(first.seeds[:6]) == set(second.seeds[:6])
     issued = [entry.task for entry in Run(broken).ledger.records() if isinstance(entry, Issued)]
-    order = [
-        task.id
-        for task, _ in zip(
-            (task for task, _ in endless_tasks(TASKS, seed=1)), range(2), strict=False
-        )
-    ]
+    curriculum = Curriculum(
+        dict.fromkeys((t.id for t in TASKS), ""), seed=1, explore=0.5, max_lag=0
+    )
+    order = [curriculum.choose(FIRST)[0] for _ in range(2)]
     assert issued[:4] == order * 2
 
 
@@ -304,33 +315,15 @@ def test_a_group_with_signal_starts_the_count_again() -> None:
         signal.add(replace(group, trajectories=(one, replace(one, id="g.1"))), caught)
 
 
-def test_every_epoch_has_every_task_in_another_order() -> None:
-    stream = endless_tasks(TASKS, seed=3)
-    epochs = [[next(stream) for _ in TASKS] for _ in range(3)]
-    assert [{number for _, number in epoch} for epoch in epochs] == [{0}, {1}, {2}]
-    assert all(
-        sorted(task.id for task, _ in epoch) == sorted(task.id for task in TASKS)
-        for epoch in epochs
-    )
-    assert len({tuple(task.id for task, _ in epoch) for epoch in epochs}) == 3
-
-
-def test_what_was_done_is_not_done_again() -> None:
-    stream = [(TASKS[0], 0), (TASKS[1], 0), (TASKS[0], 1), (TASKS[1], 1)]
-    # t0 was interrupted in its first epoch
-    left = journal.without_done(stream, {("t1", 0), ("t0", 1)})
-    assert [(task.id, epoch) for task, epoch in left] == [("t0", 0), ("t1", 1)]
-
-
 def test_recovery_settles_what_a_crash_left_open() -> None:
     entries: list[Entry] = [
         Issued(group="g000000", task="t0", samples=("g000000.0", "g000000.1"), version=2)
     ]
     recovered = journal.recover(entries, {}, {}, AdvantageEstimator())
     assert recovered.entries == [Dropped(samples=("g000000.0", "g000000.1"), reason="interrupted")]
-    assert (recovered.slots, recovered.batched, recovered.done, recovered.waiting) == (
+    assert (recovered.slots, recovered.batched, recovered.past, recovered.waiting) == (
         1,
         0,
-        set(),
+        [],
         [],
     )

@@ -12,7 +12,7 @@ from etude.core.errors import EtudeError
 from etude.core.types import Cost, Group, Part, Score, Segment, Trajectory, VersionSpan
 from etude.store.codec import Damaged
 from etude.store.objects import Objects
-from etude.store.rollouts import RolloutLog, RolloutRow, group_rows
+from etude.store.rollouts import RolloutFate, RolloutLog, RolloutRow, group_rows
 
 SEGMENT = Segment(
     prompt=(1, 2),
@@ -75,7 +75,7 @@ def test_a_row_says_what_there_is_to_say() -> None:
 def test_rows_come_back_as_they_were_written() -> None:
     objects = Objects.open("memory:")
     log = RolloutLog(objects)
-    assert log.rows() == [] and log.groups() == set()
+    assert log.rows() == [] and log.groups() == {}
     first, second = group_rows(GROUP)
     rows = [replace(first, step=7), replace(second, dropped="failed")]
     log.append(rows)
@@ -92,7 +92,11 @@ def test_rows_come_back_as_they_were_written() -> None:
     *trained, evaluated = RolloutLog(objects).rows()
     assert trained == [*rows, replace(first, id="g000005.0", group="g000005")]
     assert (evaluated.kind, evaluated.slot, evaluated.object) == ("heldout", None, None)
-    assert RolloutLog(objects).groups() == {"g000004", "g000005"}
+    trained_on = RolloutFate(first.reward, None)
+    assert RolloutLog(objects).groups() == {
+        "g000004": [trained_on, RolloutFate(None, "failed")],
+        "g000005": [trained_on],
+    }
 
 
 def test_other_tools_read_the_files() -> None:

@@ -33,7 +33,8 @@ class Todo(Tool):
 
     async def call(self, items: list[dict[str, str]]) -> str:
         lines = [f"{_MARKS[item['state']]} {item['text']}" for item in items]
-        unfinished = sum(item["state"] != "done" for item in items)
+        self.workspace.open_todos = [item["text"] for item in items if item["state"] != "done"]
+        unfinished = len(self.workspace.open_todos)
         return "\n".join([*lines, f"{unfinished} of {len(items)} not done"])
 
 

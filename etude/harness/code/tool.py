@@ -42,6 +42,8 @@ class Workspace:
         self.config = config
         self.failed_tests = 0
         """Runs of the tests that failed."""
+        self.open_todos: list[str] = []
+        """What the model's own list says is not done."""
         self._diagnostics = diagnostics
         self._root: str | None = None
         self._finds_python: bool | None = None

@@ -11,6 +11,7 @@ from etude.harness.code.talk import AskUser, Submit, Todo
 from etude.harness.code.terminal import Terminal
 from etude.harness.code.testing import Debug, RunTests
 from etude.harness.code.tool import Schema, Tool, Workspace, check_arguments
+from etude.harness.summary import CarriedState
 
 TOOLS: dict[ToolKind, type[Tool]] = {
     "read": Read,
@@ -75,6 +76,7 @@ class Toolset:
     """A `harness.agent.AgentTools`."""
 
     def __init__(self, workspace: Workspace) -> None:
+        self._workspace = workspace
         self._tools = {
             named.name: named
             for kind in workspace.config.tools
@@ -92,3 +94,6 @@ class Toolset:
 
     def ends(self, name: str) -> bool:
         return name == self._end
+
+    def carried(self) -> CarriedState:
+        return CarriedState(todos=tuple(self._workspace.open_todos))

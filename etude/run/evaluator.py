@@ -1,0 +1,106 @@
+"""The evaluator process: evaluates held-out tasks at pinned versions while a loop goes on.
+
+It has an engine of its own, which holds the version that it evaluates however far the workers are
+by then, and nothing of it comes near the ledger: what it samples is never trained on. If it falls
+behind, it takes the newest version that is due and leaves out those before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+
+import aiohttp
+
+from etude.core.events import EvalDone, Event
+from etude.core.lineage import periodic_versions, stage_of
+from etude.core.protocols import WeightStore
+from etude.run.controller import build_runner, open_environment, read_tasks
+from etude.run.evaluate import evaluate_and_keep, report_name
+from etude.run.process import run_process
+from etude.serve.alone import PolicySessions
+from etude.serve.worker import own_engine
+from etude.serve.worker_protocol import read_model_files
+from etude.store.runs import Run
+from etude.store.telemetry import event_writer
+from etude.weights.follow import Follower
+from etude.weights.manifest import Chain, PublishedVersions
+
+SPLIT = "heldout"
+NICENESS = 10
+"""The loop goes first: a curve may come late."""
+
+
+async def follow(
+    due: Sequence[int], versions: WeightStore, evaluate: Callable[[int], Awaitable[None]]
+) -> None:
+    """Returns when nothing can become due any more."""
+    seen = -1
+    while any(version > seen for version in due):
+        newest = (await versions.wait(after=seen)).version
+        if reached := [version for version in due if seen < version <= newest]:
+            await evaluate(reached[-1])
+        seen = newest
+
+
+async def run_evaluator(store: str) -> None:
+    run = Run.open(store, create=False)
+    config = run.config()
+    due = [
+        version
+        for version in periodic_versions(config.stage, config.eval.every_steps)
+        if config.tasks.heldout and report_name(version, SPLIT) not in run.evals()
+    ]
+    files = read_model_files(run)
+    fetch = Follower(Chain(run.objects), name="evaluator").fetch
+    async with (
+        open_environment(config) as (environment, _),
+        event_writer(run, "evaluator") as emit,
+        own_engine(files, fetch, config) as engine,
+        aiohttp.ClientSession() as http,
+    ):
+        sessions = PolicySessions(
+            engine, files, max_context=min(config.model.max_context, engine.max_context)
+        )
+        tasks = await read_tasks(environment, config.tasks, SPLIT)
+        temperature = config.eval.temperature_of(1)
+        runner = build_runner(
+            config, environment, sessions, http, desk=None, temperature=temperature
+        )
+
+        async def evaluate(version: int) -> None:
+            await engine.load(version)
+            await evaluate_and_keep(
+                run,
+                tasks,
+                runner.attempt,
+                stage=stage_of(version, config.stage),
+                split=SPLIT,
+                version=version,
+                seed=config.seed,
+                emit=only_results(emit),
+            )
+
+        async with sessions.open():
+            await follow(due, PublishedVersions(run.objects), evaluate)
+
+
+def only_results(emit: Callable[[Event], None]) -> Callable[[Event], None]:
+    """The screen tells of the loop: of what goes on beside it, the result alone."""
+    return lambda event: emit(event) if isinstance(event, EvalDone) else None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="etude.run.evaluator", description="Evaluates versions while the run goes on."
+    )
+    parser.add_argument("--store", required=True, help="the run's store")
+    args = parser.parse_args()
+    os.nice(NICENESS)
+    return run_process(lambda: run_evaluator(args.store))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
