@@ -35,6 +35,7 @@ BENCHMARKS = {
 }
 """The modules of `etude.bench`, each with what it measures."""
 
+RUN = "a run's directory, or the URL of its store (s3://, gs://, az://)"
 AddCommand = Callable[..., argparse.ArgumentParser]
 """(name, help, json_text=..) -> the parser of a new command"""
 
@@ -88,7 +89,7 @@ def _add_runs(add: AddCommand) -> None:
     )
     demo_parser.add_argument("--seed", type=int, default=0)
     demo_parser.add_argument(
-        "--dir", type=Path, help="where the run lies (default: runs/demo-SEED)"
+        "--dir", metavar="DIR|URL", help="where the run lies (default: runs/demo-SEED)"
     )
     demo_parser.add_argument(
         "--fresh", action="store_true", help="remove an earlier demo there first"
@@ -102,7 +103,11 @@ def _add_runs(add: AddCommand) -> None:
         json_text="end with one line of JSON",
     )
     run_parser.add_argument("config", type=Path, metavar="RUN.toml")
-    run_parser.add_argument("--dir", type=Path, help="where the run lies (default: runs/NAME)")
+    run_parser.add_argument(
+        "--dir",
+        metavar="DIR|URL",
+        help="where the run lies (default: `store` of the file, or runs/NAME)",
+    )
     run_parser.add_argument(
         "--fresh", action="store_true", help="remove an earlier run there first"
     )
@@ -120,7 +125,7 @@ def _add_runs(add: AddCommand) -> None:
         "measure how much a version of a run solves",
         json_text="end with one line of JSON",
     )
-    eval_parser.add_argument("run", type=Path, metavar="RUN")
+    eval_parser.add_argument("run", metavar="RUN", help=RUN)
     eval_parser.add_argument("--version", type=int, help="weight version (default: the newest)")
     eval_parser.add_argument("--split", choices=EVAL_SPLITS, default="heldout")
     eval_parser.add_argument(
@@ -194,9 +199,7 @@ def _add_mismatch(add: AddCommand) -> None:
         "how far engine and trainer are apart, and why",
         json_text="end with one line of JSON",
     )
-    mismatch_parser.add_argument(
-        "target", type=Path, metavar="MODEL|RUN", help="a model directory, or a run"
-    )
+    mismatch_parser.add_argument("target", metavar="MODEL|RUN", help="a model directory, or a run")
     mismatch_parser.add_argument(
         "--tokens", type=at_least_one, default=32, help="of each answer (default: %(default)s)"
     )
@@ -243,9 +246,7 @@ def _add_tasks(parser: argparse.ArgumentParser) -> None:
 
 def _add_dash(add: AddCommand) -> None:
     parser = add("dash", "look at runs in a browser, in whatever state they are")
-    parser.add_argument(
-        "runs", nargs="+", metavar="RUN", help="a run's directory, or s3://, gs://, az://"
-    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", help=RUN)
     parser.add_argument(
         "--host", default="127.0.0.1", help="another address needs a token (default: %(default)s)"
     )
@@ -259,7 +260,7 @@ def _add_dash(add: AddCommand) -> None:
 
 def _add_inspection(add: AddCommand) -> None:
     text = "recompute the ledger of a run from its store"
-    add("audit", text).add_argument("run", type=Path, metavar="RUN")
+    add("audit", text).add_argument("run", metavar="RUN", help=RUN)
     _add_sessions(add)
     _add_dash(add)
     show_parser = add("show", "what became of a run, or a checkpoint and its lineage")
@@ -267,7 +268,7 @@ def _add_inspection(add: AddCommand) -> None:
         "--all", action="store_true", help="with the plan, a session and the lineage"
     )
     show_parser.add_argument(
-        "path", type=Path, metavar="RUN|CHECKPOINT", help="a checkpoint is RUN/checkpoints/NAME"
+        "path", metavar="RUN|CHECKPOINT", help="a checkpoint is RUN/checkpoints/NAME"
     )
 
     keys_parser = add("keys", "the keys of a run's config: type, default and meaning")
@@ -323,7 +324,7 @@ def _add_sessions(add: AddCommand) -> None:
         "read what agent and model said",
         json_text="a line of JSON for each session, instead of text",
     )
-    parser.add_argument("run", type=Path, metavar="RUN")
+    parser.add_argument("run", metavar="RUN", help=RUN)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--failed", action="store_true", help="those that failed")
     which.add_argument("--best", action="store_true", help="those with the highest reward first")
