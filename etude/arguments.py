@@ -117,6 +117,7 @@ def _add_runs(add: AddCommand) -> None:
     _add_no_dash(run_parser)
     _add_set(run_parser)
 
+    _add_cluster(add)
     _add_init(add)
     _add_try(add)
 
@@ -136,6 +137,46 @@ def _add_runs(add: AddCommand) -> None:
         help="attempts at each task, for pass@k (default: 1)",
     )
     _add_compare(add)
+
+
+def _add_cluster(add: AddCommand) -> None:
+    last = "end with one line of JSON"
+    text = "how GPUs are best split between trainer and engines, and how long a step takes"
+    planning = add("plan", text, json_text=last)
+    text = "play a run under virtual time: its speed on so many GPUs, and schedules of faults"
+    simulating = add("simulate", text, json_text=last)
+    for parser in (planning, simulating):
+        parser.add_argument("config", type=Path, metavar="RUN.toml")
+        parser.add_argument("--gpus", type=at_least_one, required=True, metavar="N")
+        parser.add_argument(
+            "--gpu",
+            choices=("a100", "h100", "h200", "b200"),
+            default="h200",
+            help="(default: h200)",
+        )
+        parser.add_argument(
+            "--parameters", type=float, metavar="N", help="of another model than the file's"
+        )
+        parser.add_argument(
+            "--active", type=float, metavar="N", help="of those, how many a token meets"
+        )
+        parser.add_argument(
+            "--weight-bytes", type=float, default=2.0, help="of engines; 1: fp8 (default: 2)"
+        )
+        parser.add_argument(
+            "--tool-s", type=float, default=0.0, help="of a session, in tools (default: 0)"
+        )
+        _add_set(parser)
+    simulating.add_argument(
+        "--regions", type=at_least_one, default=1, metavar="R", help="(default: 1)"
+    )
+    simulating.add_argument(
+        "--steps", type=at_least_one, default=12, help="of the run itself (default: %(default)s)"
+    )
+    simulating.add_argument(
+        "--seeds", type=int, default=0, metavar="N", help="schedules of faults (default: none)"
+    )
+    simulating.add_argument("--first-seed", type=int, default=0, metavar="N", help="(default: 0)")
 
 
 def _add_compare(add: AddCommand) -> None:

@@ -21,6 +21,7 @@ from etude.core.errors import EtudeError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from etude.commands.plan import Options as PlanOptions
     from etude.core.config import RunConfig
     from etude.launch.place import RunPlace
 
@@ -114,6 +115,36 @@ def _train(config: RunConfig, args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(local.summary(run, config)), flush=True)
     return 1 if audited.violations else 0
+
+
+def _plan_options(args: argparse.Namespace) -> PlanOptions:
+    from etude.commands.plan import Options
+
+    names = ("gpus", "gpu", "parameters", "active", "weight_bytes", "tool_s")
+    return Options(**{name: getattr(args, name) for name in names})
+
+
+def plan(args: argparse.Namespace) -> int:
+    from etude.commands.plan import plan
+    from etude.commands.run_file import read_run_file
+
+    config = read_run_file(args.config, args.set)
+    found = plan(config, _plan_options(args), _console(args.json))
+    if args.json:
+        print(json.dumps(found))
+    return 0
+
+
+def simulate(args: argparse.Namespace) -> int:
+    from etude.commands.run_file import read_run_file
+    from etude.commands.simulate import Options, simulate
+
+    names = ("regions", "steps", "seeds", "first_seed")
+    options = Options(plan=_plan_options(args), **{name: getattr(args, name) for name in names})
+    found = simulate(read_run_file(args.config, args.set), options, _console(args.json))
+    if args.json:
+        print(json.dumps(found))
+    return 1 if found["violations"] else 0
 
 
 def init(args: argparse.Namespace) -> int:
@@ -356,6 +387,8 @@ def dash(args: argparse.Namespace) -> int:
 COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "demo": demo,
     "run": run,
+    "plan": plan,
+    "simulate": simulate,
     "init": init,
     "try": try_run,
     "eval": evaluate,

@@ -45,6 +45,9 @@ EDGES: dict[str, set[str]] = {
     | {"sandbox"},
     "commands.tasks": {"factory"},
     "commands.trial": {"trainer.prepare"},
+    "commands.plan": {"trainer.estimate"},
+    "commands.simulate": {"simulate"},
+    "simulate": set(),
     "launch": {
         "dash",
         "serve.heartbeat",

@@ -60,9 +60,18 @@ class Worker:
 
 
 class Fleet:
-    def __init__(self, live: int = -1, heartbeat_timeout_s: float = math.inf) -> None:
-        # no worker with older weights gets a request; below 0, any weights will do
+    def __init__(
+        self,
+        live: int = -1,
+        heartbeat_timeout_s: float = math.inf,
+        *,
+        awaits_floor: bool = False,
+    ) -> None:
+        """`live`: the floor; below 0, any weights will do. `awaits_floor`: nobody is up before a
+        floor is told. A gateway that was started again needs that: it cannot know what was
+        promised before, and there may be workers that are far behind."""
         self.floor = live
+        self._awaits_floor = awaits_floor
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._workers: dict[str, Worker] = {}
         self._suspects: dict[str, Worker] = {}
@@ -81,7 +90,8 @@ class Fleet:
         return [worker for worker in self._workers.values() if self._is_up(worker)]
 
     def _is_up(self, worker: Worker) -> bool:
-        return not worker.draining and worker.version >= max(self.floor, 0)
+        is_wanted = not (self._awaits_floor or worker.draining)
+        return is_wanted and worker.version >= max(self.floor, 0)
 
     def state(self, url: str) -> WorkerState:
         if (worker := self._workers.get(url)) is not None:
@@ -175,16 +185,16 @@ class Fleet:
     def raise_floor(self, version: int) -> None:
         """From now on nobody with older weights is sent a request."""
         self.floor = max(self.floor, version)
+        self._awaits_floor = False
 
     def pick(self, session: str = "") -> Worker | None:
         """The worker for a request: the one that the session has affinity to, where its keys and
         values are; otherwise the least loaded one, which it then has affinity to. The request
         counts against the worker until `done`. None if no worker is up."""
-        up = self.up
-        if not up:
-            return None
         home = self._affinity.get(session)
         if home is None or not self.knows(home) or not self._is_up(home):
+            if not (up := self.up):
+                return None
             self.forget(session)
             home = min(up, key=lambda worker: (worker.active, worker.sessions))
             if session:

@@ -363,8 +363,9 @@ async def serve_gateway(
     version: int = -1,
     shards: Shards | None = None,
     production: Path | None = None,
+    awaits_load: bool = False,
 ) -> None:
-    """`production`: the file of production mode."""
+    """`production`: the file of production mode. `awaits_load`: as of `Router`."""
     secret, shards = read_secret(), shards or Shards()
     if production is not None and secret is None:
         raise EtudeError(f"production mode needs tokens: set {SECRET_VARIABLE} (docs/serve.md)")
@@ -375,7 +376,8 @@ async def serve_gateway(
     files = read_model_files(run)
     max_context = json.loads(files["config.json"])["max_position_embeddings"]
     async with http_client() as http:
-        router = Router(http, version, run.config().heartbeat_timeout_s)
+        timeout_s = run.config().heartbeat_timeout_s
+        router = Router(http, version, timeout_s, awaits_load=awaits_load)
         gateway = Gateway(
             router, run.objects, files, max_context=max_context, tokens=tokens, shards=shards
         )
@@ -423,6 +425,12 @@ def main() -> None:
         "--version", type=int, default=-1, help="the oldest weights that may answer"
     )
     parser.add_argument(
+        "--await-load",
+        action="store_true",
+        help="no worker answers before somebody says which weights may: the controller of a run "
+        "does, and again if this process is started again",
+    )
+    parser.add_argument(
         "--shards", default="", metavar="URL,URL", help="all gateway processes, each with a share"
     )
     parser.add_argument("--shard", type=int, default=0, help="which of them this is, from 0")
@@ -436,6 +444,7 @@ def main() -> None:
             version=a.version,
             shards=Shards(a.shards.split(","), a.shard),
             production=a.production,
+            awaits_load=a.await_load,
         )
     )
 

@@ -106,8 +106,11 @@ class Router:
         live: int = -1,
         heartbeat_timeout_s: float = math.inf,
         clock: AwakeClock | None = None,
+        *,
+        awaits_load: bool = False,
     ) -> None:
-        self.fleet = Fleet(live, heartbeat_timeout_s)
+        """`awaits_load`: no worker is asked before `load` says which weights may answer."""
+        self.fleet = Fleet(live, heartbeat_timeout_s, awaits_floor=awaits_load)
         self._http = http
         self._clock = clock or AwakeClock(SystemClock())
         self._began = self._clock.now()
